@@ -27,7 +27,7 @@ from autockpt.reporting import listener
 from autockpt.reporting.batches_view import batch_lines
 from autockpt.reporting.explain_view import print_explanation
 from autockpt.reporting.loggers import logging_to, run_name
-from autockpt.reporting.terminal import console
+from autockpt.reporting.style import console
 from autockpt.schema import (
     Budget,
     Listener,

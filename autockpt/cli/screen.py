@@ -18,14 +18,14 @@ Answer = TypeVar("Answer", bound="Data")
 
 def results() -> Console:
     """The console for results."""
-    from autockpt.reporting.terminal import console
+    from autockpt.reporting.style import console
 
     return console(stderr=False)
 
 
 def progress() -> Console:
     """The console for progress, notes and errors."""
-    from autockpt.reporting.terminal import console
+    from autockpt.reporting.style import console
 
     return console(stderr=True)
 

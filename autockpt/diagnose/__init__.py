@@ -1,7 +1,6 @@
 """From an out-of-memory failure to a prescription: what the run said, what filled the device, and what would fit."""
 
-from autockpt.diagnose.build import diagnose
+from autockpt.diagnose.build import DiagnoseRequest, diagnose, read_evidence
 from autockpt.diagnose.command import read_command
-from autockpt.diagnose.question import DiagnoseRequest, read_evidence
 
 __all__ = ["DiagnoseRequest", "diagnose", "read_command", "read_evidence"]

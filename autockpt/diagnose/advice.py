@@ -15,6 +15,13 @@ _HOST: dict[HostKind, str] = {
     "allocator": "The host's memory could not hold a tensor on the CPU: no device ran out",
     "shared_memory": "The host's shared memory ran out: no device did",
 }
+_BY_STAGE: dict[Stage, str] = {
+    "evaluation": "It failed in evaluation, which keeps nothing for a backward pass: plans do not lower it. Use "
+    "a smaller per_device_eval_batch_size, eval_accumulation_steps, and prediction_loss_only where logits are not "
+    "needed.",
+    "loading": "It failed while the model was loaded, before any step: weights in a smaller type (bf16), sharding, or "
+    "LoRA on quantised weights help there, plans for activations do not.",
+}
 _FRAGMENTED = 0.1  # share of reserved memory that lies unused
 EXPANDABLE = (
     "Let segments grow, so that free blocks come together: PYTORCH_ALLOC_CONF=expandable_segments:True (before torch "
@@ -31,13 +38,10 @@ def verdict_of(log: LogReading | None, snapshot: SnapshotReading | None) -> str:
         return f"{_HOST[log.host.kind]}{tried}."
     if snapshot is None:
         return ""
-    if not snapshot.at_oom:
-        return (
-            f"The snapshot of GPU {snapshot.device} has {format_binary(snapshot.allocated)} in use of "
-            f"{format_binary(snapshot.reserved)} reserved; it tells of no failure."
-        )
-    free = f", {format_binary(snapshot.free)} were free on the device" if snapshot.free is not None else ""
     held = f"{format_binary(snapshot.allocated)} in use of {format_binary(snapshot.reserved)} reserved"
+    if not snapshot.at_oom:
+        return f"The snapshot of GPU {snapshot.device} has {held}; it tells of no failure."
+    free = f", {format_binary(snapshot.free)} were free on the device" if snapshot.free is not None else ""
     return (
         f"GPU {snapshot.device} ran out of memory {_where(snapshot.place)}: {format_binary(snapshot.tried or 0)} were "
         f"asked for{free}, with {held}."
@@ -45,9 +49,8 @@ def verdict_of(log: LogReading | None, snapshot: SnapshotReading | None) -> str:
 
 
 def _of_failure(failure: DeviceFailure) -> str:
-    who = {"mps": "The Mac's GPU"}.get(failure.backend) or (
-        f"GPU {failure.device}" if failure.device is not None else "The device"
-    )
+    who = f"GPU {failure.device}" if failure.device is not None else "The device"
+    who = "The Mac's GPU" if failure.backend == "mps" else who
     rank = f" (rank {failure.rank})" if failure.rank is not None else ""
     said = f"{who}{rank} ran out of memory {_where(failure.place)}"
     if failure.tried is None:
@@ -68,12 +71,8 @@ def _where(place: Place) -> str:
 _SHOWN_BY = {"hip": "rocm-smi", "xpu": "xpu-smi", "mps": "the Activity Monitor"}
 
 
-def advice_of(log: LogReading | None, snapshot: SnapshotReading | None) -> tuple[str, ...]:
+def advice_of(log: LogReading | None, snapshot: SnapshotReading | None) -> Iterator[str]:
     """What helps, by the evidence alone."""
-    return tuple(_advice(log, snapshot))
-
-
-def _advice(log: LogReading | None, snapshot: SnapshotReading | None) -> Iterator[str]:
     if log is not None and log.host is not None:
         yield from ADVICE[log.host.kind]
         return
@@ -86,32 +85,18 @@ def _advice(log: LogReading | None, snapshot: SnapshotReading | None) -> Iterato
                 f"Others hold {format_binary(failure.others)} of the device: other processes ({shown}, an earlier run "
                 "may still live), or a desktop. End them, and the budget grows by that."
             )
-        yield from _of_stage(failure.place.stage)
+        yield from filter(None, [_BY_STAGE.get(failure.place.stage)])
     if snapshot is not None:
         yield from _of_memory(snapshot.reserved, snapshot.inactive, snapshot.tried)
-        yield from _of_stage(snapshot.place.stage)
+        yield from filter(None, [_BY_STAGE.get(snapshot.place.stage)])
 
 
 def _of_memory(reserved: int | None, unused: int | None, tried: int | None) -> Iterator[str]:
     if not reserved or not unused:
         return
-    if unused >= (tried or 0) > 0 and unused > _FRAGMENTED * reserved:
-        yield (
-            f"Fragmentation: {format_binary(unused)} were reserved and unused, in pieces, and more than the "
-            f"{format_binary(tried or 0)} that were asked for. {EXPANDABLE}"
-        )
-    elif unused > _FRAGMENTED * reserved:
-        yield f"{format_binary(unused)} were reserved and unused, in pieces. {EXPANDABLE}"
-
-
-def _of_stage(stage: Stage) -> Iterator[str]:
-    if stage == "evaluation":
-        yield (
-            "It failed in evaluation, which keeps nothing for a backward pass: plans do not lower it. Use a smaller "
-            "per_device_eval_batch_size, eval_accumulation_steps, and prediction_loss_only where logits are not needed."
-        )
-    if stage == "loading":
-        yield (
-            "It failed while the model was loaded, before any step: weights in a smaller type (bf16), sharding, or "
-            "LoRA on quantised weights help there, plans for activations do not."
-        )
+    if unused <= _FRAGMENTED * reserved:
+        return
+    said = f"{format_binary(unused)} were reserved and unused, in pieces"
+    if tried and unused >= tried:
+        said = f"Fragmentation: {said}, and more than the {format_binary(tried)} that were asked for"
+    yield f"{said}. {EXPANDABLE}"

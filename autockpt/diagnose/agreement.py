@@ -51,8 +51,7 @@ def compare(
     reported = evidence.place.stage if evidence is not None else "unknown"
     holdings = held.holdings(at)
     verdicts = [*_verdicts(agreement, room, reported, tried, over_peak=over is None)]
-    if snapshot is not None:
-        verdicts += _beside(snapshot, holdings)
+    verdicts += _beside(snapshot, holdings) if snapshot is not None else ()
     return agreement.model_copy(update={"verdicts": tuple(verdicts)}), holdings
 
 
@@ -71,11 +70,9 @@ def _beside(snapshot: SnapshotReading, holdings: Sequence[Holding]) -> Iterator[
 
 def _stage(graph: Graph, held: StepBytes, at: int) -> Stage:
     op = graph.ops[at]
-    if op.phase == "optimizer":
-        return "optimizer"
-    if any(held.purposes.get(out.storage) == LOGITS for out in op.outputs):
+    if op.phase != "optimizer" and any(held.purposes.get(out.storage) == LOGITS for out in op.outputs):
         return "loss"
-    return "forward" if op.phase == "forward" else "recompute" if op.phase == "recompute" else "backward"
+    return op.phase
 
 
 def _of_size(graph: Graph, tried: int) -> Iterator[Tensor]:
@@ -118,8 +115,7 @@ def _verdicts(said: Agreement, room: Room, reported: Stage, tried: int | None, *
         yield f"The simulated step needs {needs}, {missing} more than the {has} that there are: it had to fail."
     if said.stage is not None and reported != "unknown":
         where = f" ({said.place})" if said.place else ""
-        same = _ALIKE.get(said.stage, said.stage) == _ALIKE.get(reported, reported)
-        verdict = _compared(said.stage, reported, same)
+        verdict = _compared(said.stage, reported)
         yield f"It runs over {STAGES[said.stage]}{where}; the run failed {STAGES[reported]}. {verdict}"
     if tried is None or tried <= _SMALLEST_TOLD:
         return
@@ -133,8 +129,8 @@ def _verdicts(said: Agreement, room: Room, reported: Stage, tried: int | None, *
         )
 
 
-def _compared(simulated: Stage, reported: Stage, same: bool) -> str:
-    if same:
+def _compared(simulated: Stage, reported: Stage) -> str:
+    if _ALIKE.get(simulated, simulated) == _ALIKE.get(reported, reported):
         return "They agree."
     if reported == "optimizer":
         return "In its first step a run has no optimizer states yet, comes further, and fails when they are made."

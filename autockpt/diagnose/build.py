@@ -1,15 +1,70 @@
-"""From the evidence and the job to the whole Diagnosis."""
+"""What ``autockpt diagnose`` is asked, and from the evidence and the job to the whole Diagnosis."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from autockpt.diagnose.advice import advice_of, verdict_of
-from autockpt.diagnose.question import DiagnoseRequest
-from autockpt.errors import TracingError, WorkloadError
-from autockpt.schema import Listener, Silence, WorkloadSpec
-from autockpt.schema.diagnosis import Diagnosis
+from autockpt.diagnose.oom_log import read_log
+from autockpt.diagnose.snapshot import read_snapshot
+from autockpt.errors import InfeasibleError, TracingError, UsageError, WorkloadError
+from autockpt.schema import RECOMPUTE, Budget, Listener, SearchRequest, Silence, WorkloadSpec, format_binary
+from autockpt.schema.diagnosis import (
+    Backend,
+    CommandReading,
+    DeviceFailure,
+    Diagnosis,
+    LogReading,
+    Room,
+    SnapshotReading,
+)
+from autockpt.schema.files import read_regular, reason
+from autockpt.schema.hardware import Hardware, HardwareKind
+from search_spaces.hardware import list_hardware, load_hardware
+
+_ARCHIVES = {
+    b"PK\x03\x04": "a zip archive, as torch.save writes",
+    b"\x1f\x8b": "compressed with gzip",
+    b"\x28\xb5\x2f\xfd": "compressed with zstd",
+}
+
+
+@dataclass(frozen=True)
+class DiagnoseRequest:
+    """The evidence (a log or a snapshot, already read), the command that was run, and the job in autockpt's own words.
+
+    Without ``spec`` only the evidence is told. ``budget`` is of kind bytes or auto; None: what the device has.
+    """
+
+    log: LogReading | None = None
+    snapshot: SnapshotReading | None = None
+    command: CommandReading | None = None
+    spec: WorkloadSpec | None = None
+    budget: Budget | None = None
+    hardware: Hardware | None = None
+    plan_out: Path | None = None
+
+    @property
+    def failure(self) -> DeviceFailure | None:
+        """The first failure of a device that the log tells of."""
+        return self.log.failures[0] if self.log is not None and self.log.failures else None
+
+
+def read_evidence(path: Path) -> LogReading | SnapshotReading:
+    """What a file tells, be it a log or a snapshot. Raises UsageError for one that is neither."""
+    try:
+        head = read_regular(path, 8, links=True)
+    except OSError as error:
+        remedy = "Name the log of the failed run, or a memory snapshot."
+        raise UsageError(f"{path} cannot be read: {reason(error)}", remedy=remedy) from None
+    for magic, what in _ARCHIVES.items():
+        if head.startswith(magic):
+            raise UsageError(f"{path} is {what}, not a log or a memory snapshot", remedy="Unpack it first.")
+    binary_pickle = len(head) > 1 and head[0] == 0x80 and head[1] <= 5
+    return read_snapshot(path) if binary_pickle or path.suffix in (".pickle", ".pkl") else read_log(path)
 
 
 def diagnose(question: DiagnoseRequest, listener: Listener | None = None) -> Diagnosis:
@@ -19,15 +74,12 @@ def diagnose(question: DiagnoseRequest, listener: Listener | None = None) -> Dia
     memory the device has. A model that cannot be built or traced is an error only where there is no evidence to tell.
     """
     told: dict[str, Any] = {
-        "log": question.log,
-        "snapshot": question.snapshot,
-        "command": question.command,
+        **{name: getattr(question, name) for name in ("log", "snapshot", "command")},
         "verdict": verdict_of(question.log, question.snapshot),
-        "advice": advice_of(question.log, question.snapshot),
+        "advice": tuple(advice_of(question.log, question.snapshot)),
         "notes": tuple(_notes(question)),
     }
-    on_host = question.log is not None and not question.log.failures
-    if question.spec is None or on_host:
+    if question.spec is None or (question.log is not None and not question.log.failures):
         return Diagnosis(model=question.spec.model if question.spec else None, **told)
     try:
         found = _simulated(question, question.spec, listener or Silence())
@@ -40,45 +92,151 @@ def diagnose(question: DiagnoseRequest, listener: Listener | None = None) -> Dia
 
 
 def _simulated(question: DiagnoseRequest, spec: WorkloadSpec, listener: Listener) -> dict[str, Any]:
-    """Fields of the Diagnosis that ghost runs fill."""
+    """Fields of the Diagnosis that ghost runs and modelled seconds fill: what fills the device, and what helps.
+
+    That is a plan, saved where the question wants it; where none fits, changes of the job that would. Peaks are what
+    the allocator is simulated to reserve. Raises UsageError for a model without blocks, PlanError where the plan cannot
+    be written.
+    """
     from autockpt.diagnose.agreement import compare
-    from autockpt.diagnose.prescribe import as_run, prescribe
-    from autockpt.diagnose.room import room_of
     from autockpt.profiling import tracer_for
     from autockpt.tuning.outcome import plain
     from autockpt.tuning.question import Clock
+    from autockpt.tuning.search import search_described
+    from autockpt.tuning.stages import save_plan_copy
+    from search_spaces.spaces import load_space
 
     room, hardware, doubts = room_of(question)
     clock = Clock(listener)
     recompute = question.command is not None and question.command.recompute
     with clock.stage("trace"), tracer_for(hardware, spec) as tracer:
         units, head = tracer.units, tracer.head
-        graph = tracer.trace(as_run(units, recompute=recompute))
+        graph = tracer.trace({u.name: RECOMPUTE for u in units if recompute and u.role == "block"})
         settings = {k: v for k, v in plain(tracer.settings).items() if k != "model"}
         notes = (*tracer.notes, *graph.notes)
     name = head.name if head is not None else None
     agreement, holdings = compare(graph, name, hardware, room, question.failure, question.snapshot)
-    given = prescribe(question, spec, hardware, room, clock)
-    outcome = given.outcome
-    plan = outcome.plan if outcome is not None else None
-    return {
-        "settings": settings,
-        "room": room,
-        "holdings": holdings,
-        "agreement": agreement,
-        "rows": outcome.rows if outcome is not None else (),
-        "choices": plan.choices_for(units, head) if plan is not None else {},
-        "plan_path": outcome.plan_path if outcome is not None else None,
-        "fits_already": outcome is not None and not outcome.binding,
-        "smallest_peak": given.smallest_peak,
-        "alternatives": given.alternatives,
-        "notes": tuple(dict.fromkeys((*doubts, *(outcome.notes if outcome is not None else notes)))),
-    }
+    found: dict[str, Any] = {"settings": settings, "room": room, "holdings": holdings, "agreement": agreement}
+    request = SearchRequest(
+        budget=room.for_plans,
+        workload=spec,
+        space=load_space("knobs"),
+        hardware=hardware,
+        plan_out=question.plan_out,
+        dry_run=True,
+    )
+    try:
+        outcome = save_plan_copy(request, search_described(request, clock))
+    except InfeasibleError as error:
+        found |= {"smallest_peak": error.smallest_peak, "alternatives": error.alternatives}
+    else:
+        notes, plan = outcome.notes, outcome.plan
+        found |= {
+            "rows": outcome.rows,
+            "choices": plan.choices_for(units, head) if plan is not None else {},
+            "plan_path": outcome.plan_path,
+            "fits_already": not outcome.binding,
+            "smallest_peak": outcome.smallest_peak,
+        }
+    return found | {"notes": tuple(dict.fromkeys((*doubts, *notes)))}
 
 
 def _notes(question: DiagnoseRequest) -> Iterator[str]:
-    for reading in (question.log, question.snapshot, question.command):
-        if reading is not None:
-            yield from reading.notes
+    for reading in filter(None, (question.log, question.snapshot, question.command)):
+        yield from reading.notes
     if question.spec is None:
         yield "no model was named, so nothing is prescribed: add --model, and --batch-size, --seq-len, … or --run"
+
+
+_KINDS: dict[Backend, HardwareKind] = {"cuda": "cuda", "hip": "rocm", "xpu": "cuda", "mps": "mps"}
+_LEAST_CONTEXT = 100 << 20  # bytes; a process without one is not on the device yet
+_FAR = 0.2  # share by which the nearest description's memory may differ before that is worth saying
+
+
+def room_of(question: DiagnoseRequest) -> tuple[Room, Hardware, tuple[str, ...]]:
+    """What a plan may use, the device with the figures that were reported, and remarks.
+
+    Raises UsageError where neither evidence nor options say what the device has.
+    """
+    failure = question.failure
+    if failure is not None and failure.capacity is not None:
+        return _of_failure(question, failure, failure.capacity)
+    if question.snapshot is not None and question.snapshot.at_oom and question.snapshot.free is not None:
+        return _of_snapshot(question, question.snapshot.reserved + question.snapshot.free)
+    if question.hardware is None:
+        if question.budget is None or question.budget.size is None:
+            raise UsageError(
+                "how much memory the device has is not known: nothing that was given says so",
+                remedy="Add --hardware with its name (rtx4090, h100, …), or --budget with its size (24GiB).",
+            )
+        hardware, notes = _nearest(question.budget.size, "cuda")
+        given = hardware.model_copy(update={"memory_bytes": question.budget.size})
+        return _room(question, given, 0, f"--budget {question.budget}"), given, notes
+    return _room(question, question.hardware, 0, f"as {question.hardware.name} is described"), question.hardware, ()
+
+
+def _of_failure(
+    question: DiagnoseRequest, failure: DeviceFailure, capacity: int
+) -> tuple[Room, Hardware, tuple[str, ...]]:
+    if failure.allowed is not None:
+        capacity = min(capacity, failure.allowed + (failure.overhead or 0))
+    hardware, notes = _device(question, capacity, _KINDS[failure.backend])
+    overhead = min(hardware.context_bytes, capacity // 2)
+    if failure.overhead is not None and failure.overhead >= _LEAST_CONTEXT:
+        overhead = min(failure.overhead, capacity - 1)
+    hardware = hardware.model_copy(update={"memory_bytes": capacity, "context_bytes": overhead})
+    if failure.backend == "xpu":
+        notes = (*notes, "no Intel GPU is described: its kernels and seconds are taken to be those of an NVIDIA GPU")
+    said = "capacity and other processes as the message has them"
+    return _room(question, hardware, failure.others or 0, said), hardware, notes
+
+
+def _of_snapshot(question: DiagnoseRequest, held: int) -> tuple[Room, Hardware, tuple[str, ...]]:
+    hardware, notes = _device(question, held, "cuda", below=False)
+    # a snapshot does not know the context, so this is what the allocator had and could have had, and a usual context
+    capacity = held + hardware.context_bytes
+    hardware = hardware.model_copy(update={"memory_bytes": capacity})
+    said = "reserved and free memory at the OOM, and a usual context"
+    return _room(question, hardware, 0, said), hardware, notes
+
+
+def _room(question: DiagnoseRequest, hardware: Hardware, others: int, said: str) -> Room:
+    available = hardware.memory_bytes - others
+    asked = question.budget.size if question.budget is not None else None
+    if asked is not None and asked < available:
+        available, said = asked, f"{said}; --budget {question.budget}"
+    if available <= hardware.context_bytes:
+        raise UsageError(
+            f"other processes hold {format_binary(others)} of the device's {format_binary(hardware.memory_bytes)}: "
+            "nothing is left for this one",
+            remedy="End them, or name the room that there will be with --budget.",
+        )
+    return Room(
+        budget=available,
+        hardware=hardware.name,
+        capacity=hardware.memory_bytes,
+        overhead=hardware.context_bytes,
+        others=others,
+        said=said,
+    )
+
+
+def _device(
+    question: DiagnoseRequest, capacity: int, kind: HardwareKind, *, below: bool = True
+) -> tuple[Hardware, tuple[str, ...]]:
+    if question.hardware is None:
+        return _nearest(capacity, kind, below=below)
+    has = question.hardware.memory_bytes
+    if abs(has / capacity - 1) > _FAR:
+        note = f"{question.hardware.name} has {format_binary(has)}, the failed run's device {format_binary(capacity)}"
+        return question.hardware, (f"{note}: kernels and seconds are the former's, memory the latter's",)
+    return question.hardware, ()
+
+
+def _nearest(capacity: int, kind: HardwareKind, *, below: bool = True) -> tuple[Hardware, tuple[str, ...]]:
+    """The described device whose memory comes nearest, and that this is a guess."""
+    known = [h for name in list_hardware() if (h := load_hardware(name)).kind == kind]
+    enough = [h for h in known if below or h.memory_bytes >= capacity] or known
+    found = min(enough, key=lambda h: abs(h.memory_bytes - capacity))
+    note = "which device it was is not known: kernels and seconds are those of"
+    return found, (f"{note} {found.name}, whose memory comes nearest; --hardware NAME names yours",)

@@ -13,6 +13,7 @@ from typing import Any
 from autockpt.diagnose import flags
 from autockpt.errors import UsageError
 from autockpt.schema.diagnosis import CommandReading, Taken
+from autockpt.schema.workload import as_option
 
 _OFF = {"false", "0", "no", "none", "off", "null", ""}
 _NUMBER = re.compile(r"[0-9]{1,9}")
@@ -41,15 +42,17 @@ def read_command(
 
 
 class _Reader:
+    """What was found so far, by the names of CommandReading's fields, and the flags that it was found in."""
+
     def __init__(
         self, text: str, words: list[str], given: dict[str, Any], folder: Path, logged_stage: int | None
     ) -> None:
-        self.text, self.words, self.given, self.folder = text, words, given, folder
+        self.command, self.words, self.given, self.folder = text, words, given, folder
         self.logged_stage = logged_stage
         self.options: dict[str, Any] = {}
         self.taken: list[Taken] = []
         self.overruled: list[str] = []
-        self.unknown: list[str] = []
+        self.not_understood: list[str] = []
         self.harmless: list[str] = []
         self.missing: list[str] = []
         self.notes: list[str] = []
@@ -79,18 +82,7 @@ class _Reader:
         self._sharding()
         self._defaults()
         self._rest()
-        return CommandReading(
-            command=self.text,
-            options=self.options,
-            recompute=self.recompute,
-            world=self.world,
-            taken=tuple(self.taken),
-            overruled=tuple(self.overruled),
-            not_understood=tuple(self.unknown),
-            harmless=tuple(self.harmless),
-            missing=tuple(self.missing),
-            notes=tuple(self.notes),
-        )
+        return CommandReading.model_validate({name: getattr(self, name) for name in CommandReading.model_fields})
 
     def _values(self) -> dict[str, str]:
         """Flags with their values; of one given twice the last counts, as with argparse."""
@@ -161,7 +153,10 @@ class _Reader:
         return "" if value == "true" else value[:80]
 
     def _present(self, names: tuple[str, ...]) -> str | None:
-        return next((n for n in names if n in self.values), None)
+        """The first of these flags that is there, which is used then."""
+        flag = next((n for n in names if n in self.values), None)
+        self.used.update([flag] if flag is not None else ())
+        return flag
 
     def _text(self, names: tuple[str, ...], option: str) -> None:
         if (flag := self._present(names)) is not None:
@@ -180,37 +175,29 @@ class _Reader:
             return
 
     def _switch(self, names: tuple[str, ...], option: str, note: str) -> None:
-        for flag in names:
-            if flag in self.values:
-                self.used.add(flag)
-                if self._on(flag):
-                    self._take(flag, option, True, note)
+        self.used.update(names)
+        for flag in filter(self._on, names):
+            self._take(flag, option, True, note)
 
     def _on(self, flag: str) -> bool:
         return self.values.get(flag, "false").lower() not in _OFF
 
     def _world(self) -> None:
-        counts = []
         for names in (flags.WORLD, flags.NODES):
-            flag = self._present(names)
-            value = self.values.get(flag, "") if flag else ""
-            self.used.update({flag} if flag else ())
-            counts.append(int(value) if _NUMBER.fullmatch(value) and int(value) else 1)
-        self.world = counts[0] * counts[1]
+            value = self.values.get(self._present(names) or "", "")
+            self.world *= int(value) if _NUMBER.fullmatch(value) and int(value) else 1
 
     def _titan_model(self) -> None:
         name, flavor = self.values.get("model.name", ""), self.values.get("model.flavor", "")
         if name and flavor:
-            self.used.update(("model.name", "model.flavor"))
-            shape = f"llama-{flavor.lower()}" if name.startswith("llama") else ""
-            if shape:
-                self._take("model.flavor", "model", shape, f"torchtitan's {name} {flavor}, as the built-in shape")
+            self.used |= {"model.name", "model.flavor"}
+            if name.startswith("llama"):
+                note = f"torchtitan's {name} {flavor}, as the built-in shape"
+                self._take("model.flavor", "model", f"llama-{flavor.lower()}", note)
 
     def _norm(self) -> None:
-        flag = self._present(flags.NORM)
-        if flag is None:
+        if (flag := self._present(flags.NORM)) is None:
             return
-        self.used.add(flag)
         try:
             norm = float(self.values[flag])
         except ValueError:
@@ -220,7 +207,7 @@ class _Reader:
 
     def _types(self) -> None:
         half, brain = self._on("fp16"), self._on("bf16")
-        self.used.update({"fp16", "bf16"} & set(self.values))
+        self.used |= {"fp16", "bf16"}
         if half and brain:
             raise UsageError("--run has both --bf16 and --fp16", remedy="A run computes in one of them: leave one out.")
         if brain:
@@ -231,21 +218,16 @@ class _Reader:
         mixed = self.values.get("mixed_precision", "").lower()
         if mixed in ("bf16", "fp16"):
             self._take("mixed_precision", "autocast", mixed)
-        flag = self._present(flags.WEIGHT_DTYPE)
-        if flag is not None:
+        if (flag := self._present(flags.WEIGHT_DTYPE)) is not None:
             name = self.values[flag].rsplit(".", 1)[-1].lower()
-            self.used.add(flag)
             if name in flags.DTYPES:
                 self._take(flag, "dtype", flags.DTYPES[name])
 
     def _optimizer(self) -> None:
-        flag = self._present(flags.OPTIMIZER)
-        if flag is None:
+        if (flag := self._present(flags.OPTIMIZER)) is None:
             return
         name = self.values[flag].lower()
-        known = flags.OPTIMIZERS.get(name)
-        if known is None:
-            self.used.add(flag)
+        if (known := flags.OPTIMIZERS.get(name)) is None:
             self.notes.append(f"--{flag} {name} is not modelled: AdamW's states are counted")
             return
         paged = "pages of its states may lie on the host" if name.startswith("paged") else ""
@@ -254,7 +236,7 @@ class _Reader:
     def _lora(self) -> None:
         on = next((f for f in flags.LORA_ON if f in self.values and self._on(f)), None)
         rank_flag = self._present(flags.LORA_RANK)
-        self.used.update(f for f in (*flags.LORA_ON, *flags.LORA_RANK) if f in self.values)
+        self.used |= {*flags.LORA_ON, *flags.LORA_RANK}
         switched_off = any(f in self.values and not self._on(f) for f in flags.LORA_ON)
         if on is None and (rank_flag is None or switched_off):
             return
@@ -277,7 +259,7 @@ class _Reader:
 
     def _quantised(self) -> None:
         """Base weights in 4 or 8 bits, which train adapters alone."""
-        self.used.update({*flags.LOADED_IN, *flags.QUANTISED_HOW} & set(self.values))
+        self.used |= {*flags.LOADED_IN, *flags.QUANTISED_HOW}
         for flag, option in flags.LOADED_IN.items():
             bits = self.values.get(flag, "")
             wanted = option if option and self._on(flag) else {"4": "load_in_4bit", "8": "load_in_8bit"}.get(bits, "")
@@ -291,26 +273,20 @@ class _Reader:
             self._take(quantised.pop(), "lora", 16, "quantised weights train adapters alone: rank 16 is assumed")
 
     def _recompute(self) -> None:
-        for flag in flags.RECOMPUTE:
-            if flag in self.values:
-                self.used.add(flag)
-                self.recompute = self._on(flag)
-                if self.recompute:
-                    self.taken.append(Taken(flag=f"--{flag}", option="every layer recomputed, in what the run needed"))
-                return
-        if self._uses("trl"):
+        if (flag := self._present(flags.RECOMPUTE)) is not None:
+            self.recompute = self._on(flag)
+            if self.recompute:
+                self.taken.append(Taken(flag=f"--{flag}", option="every layer recomputed, in what the run needed"))
+        elif self._uses("trl"):
             self.recompute = True
             self.notes.append("TRL switches gradient checkpointing on where nothing is said: it is taken to be on")
 
     def _sharding(self) -> None:
-        stage = self._zero_stage()
-        fsdp = self.values.get("fsdp", "").lower()
-        shard = self.values.get("parallelism.data_parallel_shard_degree", "")
-        self.used.update(
-            {"fsdp", "fsdp_config", "use_fsdp", "parallelism.data_parallel_shard_degree"} & set(self.values)
-        )
+        stage, degree = self._zero_stage(), "parallelism.data_parallel_shard_degree"
+        fsdp, shard = self.values.get("fsdp", "").lower(), self.values.get(degree, "")
+        self.used |= {"fsdp", "fsdp_config", "use_fsdp", degree}
         if _NUMBER.fullmatch(shard) and int(shard) > 1:
-            self._take("parallelism.data_parallel_shard_degree", "shard", int(shard))
+            self._take(degree, "shard", int(shard))
         elif stage == 3 or "full_shard" in fsdp or (self._on("use_fsdp") and not fsdp):
             flag = "deepspeed" if stage == 3 else "fsdp" if fsdp else "use_fsdp"
             if self.world > 1:
@@ -322,13 +298,12 @@ class _Reader:
                 "sharding of gradients and states alone (ZeRO-1, ZeRO-2) is not modelled: they are counted whole"
             )
         elif self.world > 1:
-            self._take(
-                self._present(flags.WORLD) or "world_size", "ddp", "buckets", "DistributedDataParallel's buckets"
-            )
+            flag = self._present(flags.WORLD) or "world_size"
+            self._take(flag, "ddp", "buckets", "DistributedDataParallel's buckets")
 
     def _zero_stage(self) -> int | None:
         value = self.values.get("deepspeed") or self.values.get("zero_stage")
-        self.used.update({"deepspeed", "zero_stage"} & set(self.values))
+        self.used |= {"deepspeed", "zero_stage"}
         if value is None:
             if self.logged_stage is not None:
                 self.notes.append(f"the log says that DeepSpeed ran ZeRO stage {self.logged_stage}")
@@ -337,10 +312,10 @@ class _Reader:
             return int(value)
         path = self.folder / value
         if path.is_file() and path.stat().st_size <= _LARGEST_FILE:
-            config = _json(path)
-            section = config.get("zero_optimization", {})
-            stage = section.get("stage", 0) if isinstance(section, dict) else 0
-            if isinstance(section, dict) and (section.get("offload_optimizer") or section.get("offload_param")):
+            section = _json(path).get("zero_optimization", {})
+            section = section if isinstance(section, dict) else {}
+            stage = section.get("stage", 0)
+            if section.get("offload_optimizer") or section.get("offload_param"):
                 self.notes.append(flags.NOT_MODELLED["cpu_offload"])
             return stage if isinstance(stage, int) else None
         if self.logged_stage is not None:
@@ -353,22 +328,21 @@ class _Reader:
         return None
 
     def _uses(self, program: str) -> bool:
-        return any(Path(w).name == program for w in self.words[:6]) or any(
-            w.startswith(f"{program}/") for w in self.words
-        )
+        first = (Path(word).name for word in self.words[:6])
+        return program in first or any(word.startswith(f"{program}/") for word in self.words)
 
     def _defaults(self) -> None:
         """What transformers' arguments are where the command says nothing."""
         trainer = {"output_dir", "per_device_train_batch_size", "num_train_epochs", "gradient_accumulation_steps"}
-        if not trainer & set(self.values) and not self._uses("trl"):
+        defaults = [("Trainer", "batch_size", TRAINER_BATCH), ("Trainer", "max_grad_norm", TRAINER_NORM)]
+        if self._uses("trl"):
+            defaults.append(("TRL", "seq_len", TRL_LENGTH))
+        elif not trainer & set(self.values):
             return
-        for option, value in (("batch_size", TRAINER_BATCH), ("max_grad_norm", TRAINER_NORM)):
+        for whose, option, value in defaults:
             if option not in self.options and option not in self.given:
                 self.options[option] = value
-                self.taken.append(Taken(flag="(Trainer's default)", option=_option(option, value)))
-        if self._uses("trl") and "seq_len" not in self.options and "seq_len" not in self.given:
-            self.options["seq_len"] = TRL_LENGTH
-            self.taken.append(Taken(flag="(TRL's default)", option=_option("seq_len", TRL_LENGTH)))
+                self.taken.append(Taken(flag=f"({whose}'s default)", option=_option(option, value)))
 
     def _rest(self) -> None:
         for name, value in self.values.items():
@@ -380,13 +354,13 @@ class _Reader:
             elif flags.is_harmless(name):
                 self.harmless.append(f"--{name}")
             else:
-                self.unknown.append(f"--{name} {'' if value == 'true' else value[:60]}".strip())
+                self.not_understood.append(f"--{name} {'' if value == 'true' else value[:60]}".strip())
 
 
 def _option(name: str, value: Any) -> str:
     """As ``autockpt`` wants it on its own command line."""
-    flag = f"--{name.replace('_', '-')}"
-    return flag if value is True else f"{flag} {value:g}" if isinstance(value, float) else f"{flag} {value}"
+    said = "" if value is True else f" {value:g}" if isinstance(value, float) else f" {value}"
+    return as_option(name) + said
 
 
 def _of_file(path: Path, notes: list[str]) -> dict[str, str]:
@@ -403,11 +377,8 @@ def _of_file(path: Path, notes: list[str]) -> dict[str, str]:
     if not isinstance(loaded, dict):
         notes.append(f"{path.name} holds no settings that could be read")
         return {}
-    out: dict[str, str] = {}
-    for key, value in loaded.items():
-        if isinstance(value, str | int | float | bool):
-            out[str(key)] = str(value).lower() if isinstance(value, bool) else str(value)
-    return out
+    plain = {str(key): value for key, value in loaded.items() if isinstance(value, str | int | float)}
+    return {key: str(value).lower() if isinstance(value, bool) else str(value) for key, value in plain.items()}
 
 
 def _json(path: Path) -> dict[str, Any]:

@@ -38,6 +38,7 @@ _LOSS_FUNCTIONS = {"cross_entropy", "nll_loss", "ForCausalLMLoss", "fixed_cross_
 _LOSS_CODE = re.compile(
     r"lm_head\(|cross_entropy\(|loss_function\(|loss_fct\(|logits(?:\.float\(\)|\.to\()|criterion\("
 )
+_RERUNS = ("unpack_hook", "recompute_fn", "backward")
 _STEP_CODE = re.compile(r"\boptim\w*\.step\(|\bopt\.step\(")
 
 
@@ -84,11 +85,7 @@ def _in_backward(frame: Frame) -> bool:
 
 
 def _recomputes(frame: Frame) -> bool:
-    return path_of(frame).endswith("/torch/utils/checkpoint.py") and _function(frame) in (
-        "unpack_hook",
-        "recompute_fn",
-        "backward",
-    )
+    return path_of(frame).endswith("/torch/utils/checkpoint.py") and _function(frame) in _RERUNS
 
 
 def _in_loss(frame: Frame) -> bool:
@@ -106,10 +103,8 @@ def _inside_trainer(frames: Sequence[Frame]) -> Sequence[Frame]:
 
 def _moves_module(frames: Sequence[Frame]) -> bool:
     """``module.to(device)`` or ``cuda()`` of a module."""
-    return any(
-        path_of(f).endswith("/torch/nn/modules/module.py") and _function(f) in ("_apply", "cuda", "to", "convert")
-        for f in frames
-    )
+    of_modules = {_function(f) for f in frames if path_of(f).endswith("/torch/nn/modules/module.py")}
+    return bool(of_modules & {"_apply", "cuda", "to", "convert"})
 
 
 def is_machinery(frame: Frame) -> bool:
@@ -136,11 +131,10 @@ def place_of(frames: Sequence[Frame]) -> Place:
     """Where a stack was: its stage, what the model called, and the frames that say most."""
     if not frames:
         return Place()
-    stage = stage_of(frames)
     model = [f for f in _inside_trainer(frames) if not is_machinery(f) and _function(f) in ("forward", "__call__")]
     user = [f for f in frames if not is_installed(f) and path_of(f).endswith(".py")]
     return Place(
-        stage=stage,
+        stage=stage_of(frames),
         calls=tuple(_called(model)),
         model=model[-1] if model else None,
         user=user[-1] if user else None,
@@ -188,19 +182,11 @@ def purpose_of(frames: Sequence[Frame], *, recorded: bool = True) -> str:
     python = [f for f in frames if path_of(f).endswith((".py", ">"))]
     if not python:
         return BACKWARD if recorded or frames else UNRECORDED
-    last = python[-1]
-    if last.function in ("unpack_hook", "recompute_fn") or _below_checkpoint(python):
+    first, last = python[0], python[-1]
+    # autograd's thread called back into Python to run a region again, where a stack begins there
+    below = path_of(first).endswith("/torch/utils/checkpoint.py") and first.function in (*_RERUNS, "inner_unpack")
+    if below or last.function in ("unpack_hook", "recompute_fn"):
         return AGAIN
     if last.function == "__init__" and "/optim" not in path_of(last):
         return WEIGHTS
     return _BY_STAGE.get(stage_of(python), OTHER)
-
-
-def _below_checkpoint(frames: Sequence[Frame]) -> bool:
-    """Whether autograd's thread called back into Python to run a region again: its stack begins there."""
-    return path_of(frames[0]).endswith("/torch/utils/checkpoint.py") and frames[0].function in (
-        "unpack_hook",
-        "recompute_fn",
-        "backward",
-        "inner_unpack",
-    )

@@ -87,10 +87,9 @@ def host_failure(lines: Sequence[str], rank: int | None = None) -> HostFailure |
 
 
 def _tried(line: str) -> int | None:
+    size = None
     if (match := _TRIED.search(line)) is not None:
         size = int(match[1])
     elif (match := _ARRAY.search(line)) is not None and match[1].count(".") <= 1 and match[1] != ".":
         size = round(float(match[1]) * 1024 ** ("KMGT".index(match[2]) + 1))
-    else:
-        return None
-    return size if size < 2**60 else None
+    return size if size is not None and size < 2**60 else None

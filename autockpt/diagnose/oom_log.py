@@ -7,13 +7,14 @@ Wordings are those of c10/cuda/CUDACachingAllocator.cpp from 1.0 on, of its HIP 
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any, BinaryIO
 
 from autockpt.diagnose.frames import place_of
 from autockpt.diagnose.host import HOST_MARKERS, host_failure
-from autockpt.diagnose.logfile import AFTER, by_rank, clean_lines, read_head, read_window
 from autockpt.errors import UsageError
 from autockpt.schema.diagnosis import Backend, DeviceFailure, Frame, LogReading
 
@@ -23,7 +24,7 @@ _IPYTHON = re.compile(r"^\s*File (\S.{0,400}?):(\d{1,9}), in ([\w.<>]+)")
 _OLD_IPYTHON = re.compile(r"^\s*([~/.\w][^\s:]{0,400}\.py) in ([\w.<>]+)\(")
 _RICH = re.compile(r"^[│|]\s*(\S.{0,400}?):(\d{1,9}) in ([\w.<>]+)")
 _ARROW = re.compile(r"^[│|\s]*(?:-+>|❱)\s*(\d{1,9})[ │]*(.*)$")
-_START = re.compile(r"Traceback \(most recent call last\)|Traceback\s+\(most recent call last\)")
+_START = re.compile(r"Traceback\s+\(most recent call last\)")
 _CARETS = re.compile(r"^[\s^~]+$")
 
 
@@ -34,12 +35,9 @@ def frames_before(lines: Sequence[str], end: int, begin: int = 0) -> tuple[Frame
     behind line ``begin``. Lines end without spaces.
     """
     start = next((i for i in range(end, max(begin - 1, end - 4000), -1) if _START.search(lines[i])), None)
-    if start is None:
-        start = max(begin, end - 400)
     found: list[Frame] = []
-    for index in range(start, end):
-        frame = _frame(lines, index)
-        if frame is not None:
+    for index in range(max(begin, end - 400) if start is None else start, end):
+        if (frame := _frame(lines, index)) is not None:
             found.append(frame)
         elif found and (arrow := _ARROW.match(lines[index])) is not None and not found[-1].code:
             # IPython and rich show some lines around; the arrow points to the one that ran
@@ -137,11 +135,11 @@ def read_text(text: str, path: str = "") -> LogReading:
                 continue
             found.pop(key, None)
             found[key] = failure
-    failures = sorted(
-        _distinct(list(found.values())), key=lambda f: (not f.allocated, f.rank is None, f.rank or 0, f.device or 0)
-    )
-    if any(f.tried is not None or f.allocated is not None for f in failures):
-        failures = [f for f in failures if f.tried is not None or f.allocated is not None]
+    # without those that came again without their rank
+    ranked = {(f.device, f.tried, f.allocated) for f in found.values() if f.rank is not None}
+    failures = [f for f in found.values() if f.rank is not None or (f.device, f.tried, f.allocated) not in ranked]
+    failures.sort(key=lambda f: (not f.allocated, f.rank is None, f.rank or 0, f.device or 0))
+    failures = [f for f in failures if f.tried is not None or f.allocated is not None] or failures
     host = None if failures else next(filter(None, (host_failure(v, rank) for rank, v in streams.items())), None)
     return LogReading(
         path=path,
@@ -157,12 +155,6 @@ def _zero_stage(text: str) -> int | None:
     """The ZeRO stage that DeepSpeed says it runs with, as it prints its configuration."""
     found = [match[1] or match[2] for match in _STAGE.finditer(text)]
     return int(found[-1]) if found else None
-
-
-def _distinct(failures: list[DeviceFailure]) -> list[DeviceFailure]:
-    """Without those that came again without their rank."""
-    ranked = {(f.device, f.tried, f.allocated) for f in failures if f.rank is not None}
-    return [f for f in failures if f.rank is not None or (f.device, f.tried, f.allocated) not in ranked]
 
 
 def _failures(lines: Sequence[str], rank: int | None) -> Iterator[DeviceFailure]:
@@ -197,55 +189,42 @@ def _bare_status(line: str) -> str:
 def parse_message(text: str, rank: int | None = None) -> DeviceFailure:
     """The figures of one message, in bytes; what it does not say, or what cannot be, is None."""
     begins = _BEGINS.search(text)
-    sizes = {name: _first(patterns, text) for name, patterns in _PATTERNS.items()}
-    allocated, capacity = sizes["allocated"], sizes["capacity"]
-    cached = sizes["cached"]
-    if sizes["reserved"] is not None and allocated is not None:
-        cached = max(0, sizes["reserved"] - allocated)
-    process, others = _processes(text, sizes, allocated, cached)
+    sizes: dict[str, Any] = {name: _first(patterns, text) for name, patterns in _PATTERNS.items()}
+    reserved, other = sizes.pop("reserved"), sizes.pop("other")
+    if reserved is not None and sizes["allocated"] is not None:
+        sizes["cached"] = max(0, reserved - sizes["allocated"])
+    sizes["process"], sizes["others"] = _processes(text, sizes, other or 0)
     device = _DEVICE.search(text)
+    start = begins.start() if begins else 0
+    ends = [m.end() for patterns in _PATTERNS.values() for p in patterns if (m := p.search(text, start)) is not None]
     return DeviceFailure(
         backend=_backend(next(filter(None, begins.groups()), "cuda") if begins else "cuda"),
         rank=rank,
         device=int(device[1]) if device else None,
-        tried=sizes["tried"],
-        capacity=capacity,
-        free=sizes["free"],
-        allowed=sizes["allowed"],
-        process=process,
-        others=others,
-        allocated=allocated,
-        cached=cached,
-        text=_sentence(text, begins.start() if begins else 0),
+        text=text[start : max(ends, default=start + 200)][:800].strip(),  # without what follows its last figure
+        **sizes,
     )
 
 
-def _sentence(text: str, start: int) -> str:
-    """The message itself, without what follows its last figure."""
-    ends = [m.end() for patterns in _PATTERNS.values() for p in patterns if (m := p.search(text, start)) is not None]
-    return text[start : max(ends, default=start + 200)][:800].strip()
-
-
-def _processes(
-    text: str, sizes: dict[str, int | None], allocated: int | None, cached: int | None
-) -> tuple[int | None, int | None]:
+def _processes(text: str, sizes: dict[str, Any], other: int) -> tuple[int | None, int | None]:
     """Bytes of this process and of others.
 
     In a container a process does not know its own number and calls itself "Process 123": the one whose memory is next
     above what PyTorch holds is this one, and so is the one that comes again where both cannot fit on the device.
     """
     named = [size for match in _PROCESS.finditer(text) if (size := _bytes(match[1], match[2])) is not None]
-    process, capacity, free = sizes["process"], sizes["capacity"], sizes["free"]
+    process, capacity, free, allocated = (sizes[name] for name in ("process", "capacity", "free", "allocated"))
     if process is not None and capacity is not None and process > capacity:
         process = None  # an unsigned difference that wrapped around
     if process is None and allocated is not None:
-        process = min((size for size in named if size >= _ROUNDED * (allocated + (cached or 0))), default=None)
+        held = _ROUNDED * (allocated + (sizes["cached"] or 0))
+        process = min((size for size in named if size >= held), default=None)
         named = _without(named, process)
     elif process is not None and capacity is not None and process + sum(named) > capacity - (free or 0) + HIDDEN:
         again = min(named, key=lambda size: abs(size - process), default=None)
         if again is not None and min(again, process) >= _ROUNDED * max(again, process):
             named = _without(named, again)
-    others = sum(named) + (sizes["other"] or 0)
+    others = sum(named) + other
     if process is not None and capacity is not None and free is not None:
         hidden = capacity - free - process
         others = max(others, hidden) if hidden >= HIDDEN else others
@@ -299,3 +278,86 @@ def _ending(text: str) -> str:
     lines = clean_lines(text)
     found = next((m for line in reversed(lines[-400:]) if (m := _LAST_ERROR.match(line)) is not None), None)
     return f"; it ends with {found[1].strip()[:160]}" if found else ""
+
+
+CHUNK = 1 << 20
+BEFORE, AFTER = 2 << 20, 1 << 18  # bytes around the last marker that are read
+_ANSI = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\-_])")
+_LINES = re.compile(r"\r\n|[\n\r\v\f\x85\u2028\u2029]")
+# torchrun's own, mpirun's --tag-output, srun's --label, accelerate's and DeepSpeed's: always in front
+_RANK = re.compile(
+    r"^(?:\[(?:rank|default|local_rank):?\s*(\d{1,5})\]:? ?|\[(\d{1,5})\]:? "
+    r"|\[\d+,(\d{1,5})\]<std\w+>: ?|(\d{1,5}): )"
+)
+_PREFIXES = tuple("[0123456789")  # what a rank or a time in front begins with
+_STAMP = re.compile(r"^\[?\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d[.,\d]*Z?\]? ")
+
+
+def read_window(path: Path, markers: Iterable[str], after: int = 0) -> tuple[str, int | None]:
+    """The text around the last marker of a file, and its offset in bytes; without one, the file's end and None.
+
+    What lies before the offset ``after`` is left out.
+
+    Reads from the end, so that a log's size does not matter. Raises UsageError for a file that cannot be read.
+    """
+    try:
+        with path.open("rb") as file:
+            encoding = _encoding(file.read(4))
+            size = file.seek(0, os.SEEK_END)
+            found = _last(file, size, [marker.lower().encode(encoding) for marker in markers], after)
+            start = max(min(after, size), (size if found is None else found) - BEFORE)
+            start -= start % 2 if encoding != "utf-8" else 0
+            file.seek(start)
+            data = file.read((size if found is None else min(size, found + AFTER)) - start)
+    except OSError as error:
+        why = error.strerror or str(error)
+        raise UsageError(f"{path} cannot be read: {why}", remedy="Name the log of the failed run.") from None
+    return data.decode(encoding, errors="replace").lstrip("\ufeff"), found
+
+
+def read_head(path: Path) -> str:
+    """The first text of a file. Raises OSError."""
+    with path.open("rb") as file:
+        data = file.read(AFTER)
+    return data.decode(_encoding(data), errors="replace")
+
+
+def _encoding(head: bytes) -> str:
+    """UTF-8, or what PowerShell's redirection writes."""
+    if head.startswith(b"\xff\xfe"):
+        return "utf-16-le"
+    return "utf-16-be" if head.startswith(b"\xfe\xff") else "utf-8"
+
+
+def _last(file: BinaryIO, size: int, markers: Sequence[bytes], floor: int) -> int | None:
+    """Offset of the last of the markers, in any case, from ``floor`` on; looked for from the end, in chunks."""
+    overlap, end = 256, size
+    while end > floor:
+        start = max(floor, end - CHUNK)
+        file.seek(start)
+        chunk = file.read(min(size, end + overlap) - start).lower()
+        found = max(map(chunk.rfind, markers))
+        if found >= 0:
+            return start + found
+        end = start
+    return None
+
+
+def clean_lines(text: str) -> list[str]:
+    """Lines without colour codes, empty ones left out; what a progress bar overwrote is a line of its own."""
+    return [bare for line in _LINES.split(_ANSI.sub("", text)) if (bare := line.rstrip())]
+
+
+def by_rank(lines: Iterable[str]) -> dict[int | None, list[str]]:
+    """Lines by the rank that their prefix names, prefixes taken off; None for those without one."""
+    out: dict[int | None, list[str]] = {}
+    for line in lines:
+        if not line.startswith(_PREFIXES):
+            out.setdefault(None, []).append(line)
+            continue
+        bare = _STAMP.sub("", line)
+        match = _RANK.match(bare)
+        number = next((g for g in match.groups() if g is not None), None) if match else None
+        rank = int(number) if number is not None else None
+        out.setdefault(rank, []).append(bare[match.end() :] if match else bare)
+    return out

@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from autockpt.diagnose.frames import place_of, purpose_of, telling_frame
 from autockpt.diagnose.unpickle import load_data
@@ -88,13 +88,16 @@ class _Snapshot:
         if device not in states and device not in ooms:
             raise UsageError(f"{self.name} has nothing of GPU {device}", remedy=_REMEDY)
         state = states.get(device, _State(device))
-        event: Mapping[str, Any] | None = None
-        if device in ooms:
-            trace = self.traces[device]
-            event = _dict(trace[ooms[device]], "an event")
+        trace = self.traces[device] if device < len(self.traces) else ()
+        event = _dict(trace[ooms[device]], "an event") if device in ooms else None
+        if event is not None:
             self._rewind(state, trace, ooms[device])
-        before = self.traces[device][: ooms.get(device)] if device < len(self.traces) else ()
-        self._allocation_stacks(state, before)
+        # the stack of an event that frees may be that of the free: the allocation's own is better
+        for raw in trace[: ooms.get(device)]:
+            if isinstance(raw, dict) and raw.get("action") == "alloc":
+                block = state.blocks.get(raw.get("addr", raw.get("address", -1)))
+                if block is not None and raw.get("size") in (block.requested, block.size):
+                    block.frames, block.traced = raw.get("frames"), True
         return self._summary(state, event)
 
     def _states(self) -> dict[int, _State]:
@@ -156,14 +159,6 @@ class _Snapshot:
             state.free_blocks = []
             self.notes.append("the snapshot was taken after the failure; what had been freed since is counted again")
 
-    def _allocation_stacks(self, state: _State, trace: Sequence[Any]) -> None:
-        """The stack of an event that frees may be that of the free: the allocation's own is better."""
-        for raw in trace:
-            if isinstance(raw, dict) and raw.get("action") == "alloc":
-                block = state.blocks.get(raw.get("addr", raw.get("address", -1)))
-                if block is not None and raw.get("size") in (block.requested, block.size):
-                    block.frames, block.traced = raw.get("frames"), True
-
     def _summary(self, state: _State, event: Mapping[str, Any] | None) -> SnapshotReading:
         allocated = sum(b.size for b in state.blocks.values())
         groups, purposes = self._grouped(state.blocks.values())
@@ -175,8 +170,8 @@ class _Snapshot:
             )
         if event is None:
             self.notes.append("it has no OOM event: this is what was alive when it was taken")
-        frames = self._stack(event.get("frames")) if event is not None else ()
-        reserved = max(state.reserved, allocated)
+        at_oom, event = event is not None, event or {}
+        free, reserved = event.get("device_free"), max(state.reserved, allocated)
         return SnapshotReading(
             path=self.name,
             device=state.device,
@@ -187,10 +182,10 @@ class _Snapshot:
             inactive=reserved - allocated,
             largest_free=max(state.free_blocks, default=0),
             segments=max(0, state.segments),
-            at_oom=event is not None,
-            tried=_int(event.get("size", 0), "the OOM's size") if event is not None else None,
-            free=_optional(event.get("device_free")) if event is not None else None,
-            place=place_of(frames),
+            at_oom=at_oom,
+            tried=_int(event.get("size", 0), "the OOM's size") if at_oom else None,
+            free=free if isinstance(free, int) and 0 <= free < _LARGEST else None,
+            place=place_of(self._stack(event.get("frames"))),
             purposes=dict(sorted(purposes.items(), key=lambda item: -item[1])) if with_stacks else {},
             groups=tuple(groups[:GROUPS]),
             other_bytes=sum(g.bytes for g in groups[GROUPS:]),
@@ -200,20 +195,17 @@ class _Snapshot:
         )
 
     def _grouped(self, blocks: Iterable[_Block]) -> tuple[list[BlockGroup], dict[str, int]]:
-        sums: dict[tuple[str, Frame | None], list[int]] = defaultdict(lambda: [0, 0])
+        sizes: dict[tuple[str, Frame | None], list[int]] = defaultdict(list)
         purposes: dict[str, int] = defaultdict(int)
         known: dict[tuple[int, bool], tuple[str, Frame | None]] = {}
         for block in blocks:
             same = (id(block.frames) if block.frames else 0, block.traced)
-            key = known.get(same)
-            if key is None:
+            if same not in known:
                 frames = self._stack(block.frames)
-                known[same] = key = (purpose_of(frames, recorded=block.traced), telling_frame(frames))
-            entry = sums[key]
-            entry[0] += block.size
-            entry[1] += 1
-            purposes[key[0]] += block.size
-        groups = [BlockGroup(purpose=p, frame=f, bytes=n, count=c) for (p, f), (n, c) in sums.items()]
+                known[same] = (purpose_of(frames, recorded=block.traced), telling_frame(frames))
+            sizes[known[same]].append(block.size)
+            purposes[known[same][0]] += block.size
+        groups = [BlockGroup(purpose=p, frame=f, bytes=sum(all_), count=len(all_)) for (p, f), all_ in sizes.items()]
         return sorted(groups, key=lambda g: -g.bytes), purposes
 
     def _stack(self, raw: Any) -> tuple[Frame, ...]:
@@ -245,28 +237,18 @@ def _last_oom(trace: Sequence[Any]) -> int | None:
 
 
 def _dict(value: Any, what: str) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise _Malformed(f"{what} is {_kind(value)}, not a dict")
-    return value
+    return value if isinstance(value, dict) else _refuse(value, what, "dict")
 
 
 def _list(value: Any, what: str) -> Sequence[Any]:
-    if not isinstance(value, list | tuple):
-        raise _Malformed(f"{what} is {_kind(value)}, not a list")
-    return value
+    return value if isinstance(value, list | tuple) else _refuse(value, what, "list")
 
 
 def _int(value: Any, what: str) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 2**64:
-        raise _Malformed(f"{what} is {_kind(value)}, not a size")
-    return value
+    sound = isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**64
+    return value if sound else _refuse(value, what, "size")
 
 
-def _optional(value: Any) -> int | None:
-    return value if isinstance(value, int) and 0 <= value < _LARGEST else None
-
-
-def _kind(value: Any) -> str:
-    if value is None:
-        return "missing"
-    return str(value)[:40] if isinstance(value, int | float) else f"a {type(value).__name__}"
+def _refuse(value: Any, what: str, wanted: str) -> NoReturn:
+    found = str(value)[:40] if isinstance(value, int | float) else f"a {type(value).__name__}"
+    raise _Malformed(f"{what} is {'missing' if value is None else found}, not a {wanted}")

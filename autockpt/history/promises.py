@@ -66,20 +66,20 @@ def judge_peak(plan: Plan, measured: Measurement, kind: str | None = None) -> Ch
 
 def judge_time(plan: Plan, measured: Measurement, same_device: bool) -> Check:
     """The measured step time against the promised one, where both come from the same kind of device."""
-    here = f"{measured.step_seconds * 1e3:.1f} ms ± {measured.noise:.1%}"
-    promise = plan.measured if plan.status == "measured" else None
-    if plan.status == "simulated" and plan.predicted is not None and plan.predicted.step_seconds:
-        foreseen = plan.predicted.step_seconds
-        error = measured.step_seconds / foreseen - 1
-        simulated = f"simulated {foreseen * 1e3:.1f} ms for {simulated_for(plan)} ({error:+.0%})"
-        return Check(name="step time", state="skipped", detail=f"{here}, {simulated}; a simulation is no promise")
-    if promise is None:
-        return Check(name="step time", state="skipped", detail=f"{here}, nothing measured was promised")
-    detail = f"{here}, promised {promise.step_seconds * 1e3:.1f} ms ± {promise.noise:.1%}"
-    if not same_device:
-        return Check(name="step time", state="skipped", detail=f"{detail} on another device")
-    limit = promise.step_seconds * (1 + TIME_SLACK + promise.noise + measured.noise)
-    return Check(name="step time", state="passed" if measured.step_seconds <= limit else "failed", detail=detail)
+    state, said = cast(CheckState, "skipped"), "nothing measured was promised"
+    if plan.status == "simulated" and plan.predicted is not None and (foreseen := plan.predicted.step_seconds):
+        error = f"({measured.step_seconds / foreseen - 1:+.0%}); a simulation is no promise"
+        said = f"simulated {foreseen * 1e3:.1f} ms for {simulated_for(plan)} {error}"
+    elif plan.status == "measured" and (promise := plan.measured) is not None:
+        said = f"promised {_time(promise)}{'' if same_device else ' on another device'}"
+        limit = promise.step_seconds * (1 + TIME_SLACK + promise.noise + measured.noise)
+        if same_device:
+            state = "passed" if measured.step_seconds <= limit else "failed"
+    return Check(name="step time", state=state, detail=f"{_time(measured)}, {said}")
+
+
+def _time(measured: Measurement) -> str:
+    return f"{measured.step_seconds * 1e3:.1f} ms ± {measured.noise:.1%}"
 
 
 def judge_ratio(plan: Plan, measured: Measurement, name: str, reference: Measurement, ratio: Interval) -> Check:
@@ -91,7 +91,7 @@ def judge_ratio(plan: Plan, measured: Measurement, name: str, reference: Measure
     promise = plan.measured.step_seconds / reference.step_seconds
     limit = promise * (1 + TIME_SLACK + plan.measured.noise + reference.noise)
     detail = (
-        f"{measured.step_seconds * 1e3:.1f} ms ± {measured.noise:.1%}, {ratio.value:.3f} times {name!r} "
+        f"{_time(measured)}, {ratio.value:.3f} times {name!r} "
         f"[{ratio.low:.3f}, {ratio.high:.3f}]; promised {plan.measured.step_seconds * 1e3:.1f} ms, {promise:.3f} times"
     )
     broken = judge_interval(ratio, limit) == "slower"

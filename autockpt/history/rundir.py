@@ -30,10 +30,9 @@ from typing import Any, Literal, Self, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from autockpt.errors import RunDirectoryError
-from autockpt.history.lock import exclusive
 from autockpt.schema.batches import SizesTimed
 from autockpt.schema.device import Environment
-from autockpt.schema.files import FULL, atomic_write, open_regular, read_regular, reason, set_aside
+from autockpt.schema.files import FULL, atomic_write, open_regular, read_regular, reason, set_aside, try_lock
 from autockpt.schema.graph import Graph
 from autockpt.schema.outlook import Outlook
 from autockpt.schema.plan import Plan
@@ -368,18 +367,8 @@ def _slug(text: str) -> str:
 
 def _drop_torn_line(file: Any) -> None:
     """Cut what a killed process left of a line, so that the next one begins on a line of its own."""
-    end = file.seek(0, os.SEEK_END)
-    position = end
-    while position > 0:
-        step = min(4096, position)
-        file.seek(position - step)
-        block = file.read(step)
-        if (newline := block.rfind(b"\n")) >= 0:
-            position = position - step + newline + 1
-            break
-        position -= step
-    if position < end:
-        file.truncate(position)
+    file.seek(0)
+    file.truncate(file.read().rfind(b"\n") + 1)
 
 
 def _read_json(path: Path) -> Any:
@@ -424,3 +413,26 @@ def _remedy(error: OSError) -> str:
         return "Free space there, and the same command continues; or give another folder with --out."
     what = "Remove it" if error.errno in (errno.ELOOP, errno.EINVAL) else "Check permissions"
     return f"{what}, or give another folder with --out."
+
+
+@contextmanager
+def exclusive(path: Path) -> Iterator[None]:
+    """Hold the lock file. Raises RunDirectoryError at once where another process holds it, naming that process."""
+    try:
+        descriptor = open_regular(path, os.O_RDWR | os.O_CREAT)
+    except OSError as error:
+        raise RunDirectoryError(
+            f"{path} cannot be written: {reason(error)}", remedy="Remove it, or give another folder with --out."
+        ) from None
+    try:
+        if not try_lock(descriptor):
+            holder = os.read(descriptor, 32).decode(errors="replace").strip() or "?"
+            raise RunDirectoryError(
+                f"another search (process {holder}) is at work in {path.parent}",
+                remedy="Wait for it or stop it; or ask in another folder with --out.",
+            )
+        os.truncate(descriptor, 0)
+        os.write(descriptor, f"{os.getpid()}\n".encode())
+        yield
+    finally:
+        os.close(descriptor)  # releases the lock, too

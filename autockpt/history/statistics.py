@@ -94,11 +94,7 @@ def judge(ratio: Interval, limit: float = 1.0) -> Judgement:
 
     Judged on the interval alone: with limit 1.01, "faster" means surely not more than 1 % slower.
     """
-    if ratio.high < limit:
-        return "faster"
-    if ratio.low > limit:
-        return "slower"
-    return "undecided"
+    return "faster" if ratio.high < limit else "slower" if ratio.low > limit else "undecided"
 
 
 def _t_reach(values: Sequence[float]) -> tuple[float, float]:

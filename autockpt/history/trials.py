@@ -2,36 +2,26 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
-from autockpt.schema.trial import Measurement, Trial
+from autockpt.schema.trial import Measurement, Prediction, Trial
 
-UNKNOWN = float("inf")
 T = TypeVar("T")
 
 
-def peak_bytes(trial: Trial) -> int | None:
-    """Peak in bytes: measured where a measurement exists, else predicted, else None."""
-    known = trial.measured or trial.predicted
-    return None if known is None else known.peak_bytes
-
-
-def step_seconds(trial: Trial) -> float | None:
-    """Seconds of one cycle: measured where a measurement exists, else predicted, else None."""
-    known = trial.measured or trial.predicted
-    return None if known is None else known.step_seconds
-
-
-def _or_last(value: float | None) -> float:
-    return UNKNOWN if value is None else value
+def _figure(reading: Measurement | Prediction | None, name: str) -> float:
+    """Bytes or seconds of a reading; infinite where they are not known."""
+    value = getattr(reading, name, None)
+    return math.inf if value is None else value
 
 
 SORT_KEYS: dict[str, Callable[[Trial], tuple[float, ...]]] = {
     "number": lambda t: (t.number,),
-    "time": lambda t: (not t.feasible, t.score_seconds, _or_last(step_seconds(t)), t.number),
-    "peak": lambda t: (_or_last(peak_bytes(t)), t.number),
-    "predicted": lambda t: (_or_last(t.predicted.step_seconds if t.predicted else None), t.number),
+    "time": lambda t: (not t.feasible, t.score_seconds, _figure(t.measured or t.predicted, "step_seconds"), t.number),
+    "peak": lambda t: (_figure(t.measured or t.predicted, "peak_bytes"), t.number),
+    "predicted": lambda t: (_figure(t.predicted, "step_seconds"), t.number),
 }
 
 
@@ -55,7 +45,7 @@ def pareto_front(trials: Sequence[Trial]) -> list[Trial]:
     Over the budget or not: the front shows what another budget would buy. Of plans with equal numbers the first stays.
     """
     known = sorted((t for t in trials if t.score is not None), key=lambda t: t.number)
-    return undominated(known, lambda t: (_or_last(peak_bytes(t)), t.score_seconds))
+    return undominated(known, lambda t: (_figure(t.score, "peak_bytes"), t.score_seconds))
 
 
 def undominated(items: Iterable[T], cost: Callable[[T], tuple[float, float]]) -> list[T]:

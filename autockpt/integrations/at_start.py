@@ -29,16 +29,38 @@ from autockpt.tuning.batches import search_step_batches
 from autockpt.tuning.lengths import search_step_lengths
 from autockpt.tuning.search import search_options, search_step
 from autockpt.workload import Step, nested_tensors
-from autockpt.workload.lengths import lengths_of
+from autockpt.workload.lengths import in_time, lengths_of
 
 TIMEOUT = 600.0
 """Seconds that a search at the start of training may take, by default."""
 OWN = "auto"  # lengths: those of the trainer's data set
 ROWS = 4096
 _SECONDS_FOR_ROWS = 20.0
+_SIMULATED = "for FSDP and ZeRO-3 simulated, with --shard N --hardware …"
 _OPTIONS = ("headroom", "host_budget", "allow_inexact", "space", "trials", "seed", "again")
 
-Say = Callable[[str], None]
+
+@dataclass(frozen=True)
+class Training:
+    """What a search as training starts knows of the training.
+
+    ``step`` makes the trainer's own step of a batch, and of how many of these an update is made; ``first`` is the batch
+    that training begins with, ``own`` the rows of a micro-batch by the trainer's settings, ``rows`` those of an update
+    in this process where the micro-batch is a question. ``say`` gets a line at a time: progress, and in the end what it
+    cost. ``terms`` are the trainer's words for what would fit where nothing does, ``folder`` is for its runs.
+    """
+
+    step: Callable[[Any, int], Step]
+    first: Any
+    own: int | None
+    accumulate: int
+    rows: int
+    processes: int
+    dataset: Any
+    collate: Any
+    folder: Path
+    say: Callable[[str], None]
+    terms: Terms
 
 
 @dataclass(frozen=True)
@@ -76,73 +98,21 @@ class PlanWanted:
             )
         return self.global_batch // processes
 
-    def find(
-        self,
-        step: Step,
-        folder: Path,
-        say: Say,
-        terms: Terms,
-        *,
-        dataset: Any = None,
-        collate: Any = None,
-        others_wait: bool = False,
-    ) -> Plan:
-        """Search for the live ``step``, or find what an earlier run has answered; ``others_wait`` as for ``search``.
+    def find(self, training: Training) -> Plan:
+        """Search with the trainer's own step, or find what an earlier run has answered.
 
-        With ``lengths`` the plan has sets of choices for them, or for those of the ``dataset``. Runs are kept under
-        ``folder``, or under ``out`` where that was given. ``say`` gets a line at a time: progress, and in the end what
-        it cost. ``terms`` are the trainer's words for what would fit where nothing does. Raises what
-        ``autockpt.search`` raises, without its inner frames.
+        With ``global_batch`` the micro-batch is found, too: it is in the plan's ``settings``, as ``batch_size`` and
+        ``accumulate``. With ``lengths`` the plan has sets of choices for them, or for those of the data set. Runs are
+        kept under the trainer's folder, or under ``out`` where that was given. Raises what ``autockpt.search`` raises,
+        without its inner frames.
         """
-        lengths = None
-        if self.lengths is not None:
-            lengths, said = lengths_here(self.lengths, step, dataset, collate)
-            say(f"lengths: {said}")
-
-        def ask(asked: SearchOptions, heard: Listener, **live: Any) -> SearchOutcome:
-            if lengths is None:
-                return search_step(step, asked, heard, **live)
-            outcome = search_step_lengths(step, lengths, asked, heard, **live)
-            for note in outcome.notes[-2:]:  # what the sets gain, and for which batches
-                say(note)
-            return outcome
-
-        return self._found(ask, folder, say, terms, others_wait)
-
-    def find_batches(
-        self,
-        step: Callable[[int], Step],
-        rows: int,
-        given: int | None,
-        folder: Path,
-        say: Say,
-        terms: Terms,
-        *,
-        others_wait: bool = False,
-    ) -> Plan:
-        """The same with the micro-batch as a question, for ``rows`` of an update in this process.
-
-        ``step`` makes the step of a micro-batch, ``given`` is the trainer's own. The answer is in the plan's
-        ``settings``: ``batch_size`` and ``accumulate``.
-        """
-
-        def ask(asked: SearchOptions, heard: Listener, **live: Any) -> SearchOutcome:
-            answer = search_step_batches(step, rows, asked, heard, given=given, **live)
-            for line in (*batch_lines(answer), *answer.notes):
-                say(line)
-            return answer.outcome
-
-        return self._found(ask, folder, say, terms, others_wait)
-
-    def _found(
-        self, ask: Callable[..., SearchOutcome], folder: Path, say: Say, terms: Terms, others_wait: bool
-    ) -> Plan:
-        folder = self.out or folder
+        ask = self._for_batch(training) if self.global_batch is None else self._for_rows(training)
+        folder, say = self.out or training.folder, training.say
         began, heard = time.monotonic(), LineListener(say)
         say(f"searching for a plan within {self.budget}, for at most {words.seconds(self.timeout)}")
         try:
             asked = search_options(budget=self.budget, timeout=self.timeout, out=folder, **self.options)
-            outcome = ask(asked, heard, others_wait=others_wait, terms=terms)
+            outcome = ask(asked, heard, others_wait=training.processes > 1, terms=training.terms)
         except AutockptError as error:
             raise error.with_traceback(None) from None
         if (plan := outcome.plan) is None:
@@ -154,58 +124,48 @@ class PlanWanted:
         say(f"the plan was {what}{numbers}; kept in {folder}")
         return plan
 
+    def _for_batch(self, training: Training) -> Callable[..., SearchOutcome]:
+        """The search for a plan of the trainer's own micro-batch."""
+        dataset, collate = training.dataset, training.collate
+        batch, source = largest_batch(training.first, dataset, collate, training.own)
+        training.say(f"planning for {source}")
+        step, lengths = training.step(batch, training.accumulate), None
+        if self.lengths is not None:
+            lengths, said = lengths_here(self.lengths, step, dataset, collate)
+            training.say(f"lengths: {said}")
 
-def wanted(
-    plan: Plan | str | Path | None,
-    budget: str | None,
-    timeout: float,
-    out: str | Path | None,
-    options: dict[str, Any],
-    global_batch: int | None = None,
-    lengths: Any = None,
-) -> Plan | PlanWanted:
-    """What a trainer's callback was given: a plan, or the wish for one.
+        def ask(asked: SearchOptions, heard: Listener, **live: Any) -> SearchOutcome:
+            if lengths is None:
+                return search_step(step, asked, heard, **live)
+            outcome = search_step_lengths(step, lengths, asked, heard, **live)
+            for note in outcome.notes[-2:]:  # what the sets gain, and for which batches
+                training.say(note)
+            return outcome
 
-    Raises UsageError unless it is exactly one of both, for a malformed budget and for options that no search has;
-    PlanError for a malformed plan.
-    """
-    if (plan is None) == (budget is None):
-        given = "neither a plan nor a budget" if plan is None else "a plan and a budget"
-        raise UsageError(
-            f"the callback got {given}",
-            remedy='Pass one of both: a plan ("plan.yaml") to apply it, budget="24GB" to search as training starts.',
-        )
-    questions = {"global_batch": global_batch, "lengths": lengths}
-    if plan is not None:
-        options = {**options, **{name: value for name, value in questions.items() if value is not None}}
-    if (unknown := set(options) - {*_OPTIONS, *questions}) or (plan is not None and options):
-        why = "it does not know" if unknown else "only a search has"
-        raise UsageError(
-            f"the callback got {', '.join(sorted(unknown or options))}, which {why}",
-            remedy="Next to budget= it takes timeout=, out=, global_batch=, lengths= and "
-            f"{', '.join(f'{name}=' for name in _OPTIONS)}.",
-        )
-    if plan is not None:
-        return plan if isinstance(plan, Plan) else Plan.load(plan)
-    assert budget is not None
-    parsed = parse_budget(budget)
-    if global_batch is not None and lengths is not None:
-        raise UsageError(
-            "global_batch= and lengths= are two questions",
-            remedy="Ask for the batch first, and then for its settings with lengths=.",
-        )
-    if global_batch is not None and (isinstance(global_batch, bool) or not global_batch > 0):
-        raise UsageError(f"global_batch={global_batch!r} are no rows", remedy="Give the rows of an optimizer update.")
-    if global_batch is not None or lengths is not None:
-        parsed.refuse_share("differs by batch and length")
-    if not timeout > 0:
-        raise UsageError(f"a search cannot take {timeout:g} s", remedy="Give a timeout in seconds above 0.")
-    told = lengths if lengths is None or lengths == OWN else as_lengths(lengths)
-    return PlanWanted(budget, timeout, None if out is None else Path(out), options, global_batch, told)
+        return ask
+
+    def _for_rows(self, training: Training) -> Callable[..., SearchOutcome]:
+        """The search for a plan together with its micro-batch."""
+        made, rows = batch_of_longest(training.dataset, training.collate), training.rows
+
+        def step(size: int) -> Step:
+            return training.step(made(size), max(1, rows // size))
+
+        def ask(asked: SearchOptions, heard: Listener, **live: Any) -> SearchOutcome:
+            answer = search_step_batches(step, rows, asked, heard, given=training.own, **live)
+            for line in (*batch_lines(answer), *answer.notes):
+                training.say(line)
+            return answer.outcome
+
+        return ask
 
 
 class PlanCallback:
-    """What the callbacks of all trainers share: a plan, or the wish for one, and what was attached."""
+    """What the callbacks of all trainers share: a plan, or the wish for one, and what was attached.
+
+    Raises UsageError unless exactly one of plan and budget is given, for a malformed budget and for options that no
+    search has; PlanError for a malformed plan.
+    """
 
     def __init__(
         self,
@@ -219,8 +179,45 @@ class PlanCallback:
         **options: Any,
     ) -> None:
         super().__init__()
-        self.plan = wanted(plan, budget, timeout, out, options, global_batch, lengths)
         self.handle: Handle | None = None
+        self.plan: Plan | PlanWanted
+        if (plan is None) == (budget is None):
+            given = "neither a plan nor a budget" if plan is None else "a plan and a budget"
+            raise UsageError(
+                f"the callback got {given}",
+                remedy='Pass one of both: a plan ("plan.yaml") to apply it, budget="24GB" to search as training '
+                "starts.",
+            )
+        questions = {"global_batch": global_batch, "lengths": lengths}
+        if plan is not None:
+            options = {**options, **{name: value for name, value in questions.items() if value is not None}}
+        if (unknown := set(options) - {*_OPTIONS, *questions}) or (plan is not None and options):
+            why = "it does not know" if unknown else "only a search has"
+            raise UsageError(
+                f"the callback got {', '.join(sorted(unknown or options))}, which {why}",
+                remedy="Next to budget= it takes timeout=, out=, global_batch=, lengths= and "
+                f"{', '.join(f'{name}=' for name in _OPTIONS)}.",
+            )
+        if plan is not None:
+            self.plan = plan if isinstance(plan, Plan) else Plan.load(plan)
+            return
+        assert budget is not None
+        parsed = parse_budget(budget)
+        if global_batch is not None and lengths is not None:
+            raise UsageError(
+                "global_batch= and lengths= are two questions",
+                remedy="Ask for the batch first, and then for its settings with lengths=.",
+            )
+        if global_batch is not None and (isinstance(global_batch, bool) or not global_batch > 0):
+            raise UsageError(
+                f"global_batch={global_batch!r} are no rows", remedy="Give the rows of an optimizer update."
+            )
+        if global_batch is not None or lengths is not None:
+            parsed.refuse_share("differs by batch and length")
+        if not timeout > 0:
+            raise UsageError(f"a search cannot take {timeout:g} s", remedy="Give a timeout in seconds above 0.")
+        told = lengths if lengths is None or lengths == OWN else as_lengths(lengths)
+        self.plan = PlanWanted(budget, timeout, None if out is None else Path(out), options, global_batch, told)
 
     def remove(self) -> None:
         """Take the plan off the model where it is still on. Idempotent."""
@@ -231,6 +228,15 @@ class PlanCallback:
         self.handle = apply(model, plan)
         if aloud:
             logging.getLogger(type(self).__module__).info("%s", self.handle)
+
+
+def refuse_search(callback: str, reasons: Mapping[str, bool], way: str = _SIMULATED) -> None:
+    """Raise UsageError with the first of the reasons that holds why no search is possible in a training."""
+    if named := [reason for reason, holds in reasons.items() if holds]:
+        raise UsageError(
+            f"{callback} cannot search here: {named[0]}",
+            remedy=f'Search beforehand (autockpt search --budget …; {way}) and pass the plan: {callback}("plan.yaml").',
+        )
 
 
 def found_once(find: Callable[[], Plan]) -> Plan:
@@ -341,13 +347,8 @@ def _by_number(dataset: Any) -> bool:
 def _longest(dataset: Any, rows: int) -> tuple[list[int], int]:
     """Numbers of the longest rows, and how many were looked at: all, or as many evenly spaced ones as time allows."""
     total = len(dataset)
-    numbers = range(0, total, max(1, -(-total // ROWS)))
-    lengths: dict[int, int] = {}
-    until = time.monotonic() + _SECONDS_FOR_ROWS
-    for number in numbers:
-        lengths[number] = _elements(dataset[number])
-        if time.monotonic() > until:
-            break
+    numbers = in_time(range(0, total, max(1, -(-total // ROWS))), ROWS, _SECONDS_FOR_ROWS)
+    lengths = {number: _elements(dataset[number]) for number in numbers}
     longest = sorted(lengths, key=lambda number: -lengths[number])[:rows]
     return (longest * rows)[:rows], len(lengths)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import import_module
 from importlib.util import find_spec
@@ -14,13 +14,7 @@ from typing import Any
 from torch import nn
 
 from autockpt.errors import PlanError, UsageError
-from autockpt.integrations.at_start import (
-    PlanCallback,
-    PlanWanted,
-    batch_of_longest,
-    found_once,
-    largest_batch,
-)
+from autockpt.integrations.at_start import PlanCallback, PlanWanted, Training, found_once, refuse_search
 from autockpt.runtime import choices_for
 from autockpt.schema.plan import Plan
 from autockpt.schema.remedy import LIGHTNING
@@ -82,14 +76,10 @@ class AutockptLightningCallback(PlanCallback, *_callback_classes()):  # type: ig
                 _refuse_other_batches(trainer, found)
             self._apply(found, called_part(pl_module, found), aloud=_is_first(trainer))
 
-    def on_fit_end(self, trainer: Any, pl_module: nn.Module) -> None:
+    def on_fit_end(self, trainer: Any, pl_module: nn.Module, *_: Any) -> None:
         self.remove()
 
-    def on_exception(self, trainer: Any, pl_module: nn.Module, exception: BaseException) -> None:
-        self.remove()
-
-    def teardown(self, trainer: Any, pl_module: nn.Module, stage: str) -> None:
-        self.remove()
+    on_exception = teardown = on_fit_end
 
 
 def _is_first(trainer: Any) -> bool:
@@ -99,18 +89,12 @@ def _is_first(trainer: Any) -> bool:
 def _refuse_unsearchable(trainer: Any, module: Any) -> None:
     """Raise UsageError for training whose step cannot be taken by one process, or is not ours to take."""
     strategy = type(trainer.strategy).__name__
-    what = {
+    reasons = {
         f"{strategy} needs every process for a step": strategy not in ("SingleDeviceStrategy", "DDPStrategy"),
         "manual optimization": not module.automatic_optimization,
         "several optimizers, or none": len(trainer.optimizers) != 1,
     }
-    named = [name for name, there in what.items() if there]
-    if named:
-        raise UsageError(
-            f"AutockptLightningCallback cannot search here: {named[0]}",
-            remedy="Search beforehand (autockpt search --budget …; for FSDP and ZeRO-3 simulated, with --shard N "
-            '--hardware …) and pass the plan: AutockptLightningCallback("plan.yaml").',
-        )
+    refuse_search("AutockptLightningCallback", reasons)
 
 
 def _search(trainer: Any, module: Any, plan: PlanWanted, first: Any, index: int) -> Plan:
@@ -119,27 +103,42 @@ def _search(trainer: Any, module: Any, plan: PlanWanted, first: Any, index: int)
     show = bar.print if bar is not None else _log.info
     loaders = trainer.fit_loop._combined_loader.flattened
     loader = loaders[0] if len(loaders) == 1 else None
-    dataset, collate = getattr(loader, "dataset", None), getattr(loader, "collate_fn", None)
-    own, processes = getattr(loader, "batch_size", None), trainer.world_size
-    folder, many = Path(trainer.default_root_dir) / "autockpt", processes > 1
+    accumulate, processes = trainer.accumulate_grad_batches, trainer.world_size
+    own = getattr(loader, "batch_size", None)
 
-    def say(line: str) -> None:
-        show(f"autockpt: {line}")
+    def loss(model: nn.Module, batch: Any) -> Any:
+        with trainer.precision_plugin.train_step_context():
+            return find_loss(module.training_step(batch, index))
 
-    step_of = _step_of(trainer, module, index)
+    def step(batch: Any, accumulate: int) -> Step:
+        return Step(
+            called_part(module),
+            move(batch, module.device),
+            loss=loss,
+            optimizer=trainer.optimizers[0],
+            scaler=getattr(trainer.precision_plugin, "scaler", None),
+            accumulate=accumulate,
+            max_grad_norm=trainer.gradient_clip_val or None,
+            snapshot=(module,),
+            settings={"trainer": type(module).__name__, "autocast": trainer.precision, "processes": processes},
+        )
+
     with _unlogged(module):
-        if plan.global_batch is None:
-            batch, source = largest_batch(first, dataset, collate, own)
-            say(f"planning for {source}")
-            step = step_of(move(batch, module.device), trainer.accumulate_grad_batches)
-            return plan.find(step, folder, say, LIGHTNING, dataset=dataset, collate=collate, others_wait=many)
-        rows = plan.rows(processes, (own or 0) * trainer.accumulate_grad_batches * processes)
-        made = batch_of_longest(dataset, collate)
-
-        def of_size(size: int) -> Step:
-            return step_of(move(made(size), module.device), max(1, rows // size))
-
-        return plan.find_batches(of_size, rows, own, folder, say, LIGHTNING, others_wait=many)
+        return plan.find(
+            Training(
+                step=step,
+                first=first,
+                own=own,
+                accumulate=accumulate,
+                rows=plan.rows(processes, (own or 0) * accumulate * processes) if plan.global_batch is not None else 0,
+                processes=processes,
+                dataset=getattr(loader, "dataset", None),
+                collate=getattr(loader, "collate_fn", None),
+                folder=Path(trainer.default_root_dir) / "autockpt",
+                say=lambda line: show(f"autockpt: {line}"),
+                terms=LIGHTNING,
+            )
+        )
 
 
 def _refuse_other_batches(trainer: Any, plan: Plan) -> None:
@@ -167,29 +166,6 @@ def _unlogged(module: Any) -> Iterator[None]:
     finally:
         vars(module).clear()
         vars(module).update(before)
-
-
-def _step_of(trainer: Any, module: Any, index: int) -> Callable[[Any, int], Step]:
-    """What makes the module's own step of a batch, and of how many of them an update is made."""
-
-    def loss(model: nn.Module, batch: Any) -> Any:
-        with trainer.precision_plugin.train_step_context():
-            return find_loss(module.training_step(batch, index))
-
-    def step_of(batch: Any, accumulate: int) -> Step:
-        return Step(
-            called_part(module),
-            batch,
-            loss=loss,
-            optimizer=trainer.optimizers[0],
-            scaler=getattr(trainer.precision_plugin, "scaler", None),
-            accumulate=accumulate,
-            max_grad_norm=trainer.gradient_clip_val or None,
-            snapshot=(module,),
-            settings={"trainer": type(module).__name__, "autocast": trainer.precision, "processes": trainer.world_size},
-        )
-
-    return step_of
 
 
 def called_part(module: nn.Module, plan: Plan | None = None) -> nn.Module:

@@ -15,13 +15,7 @@ from torch import nn
 from transformers import TrainerCallback
 
 from autockpt.errors import ConflictError, UsageError
-from autockpt.integrations.at_start import (
-    PlanCallback,
-    PlanWanted,
-    batch_of_longest,
-    found_once,
-    largest_batch,
-)
+from autockpt.integrations.at_start import PlanCallback, PlanWanted, Training, found_once, refuse_search
 from autockpt.schema.plan import Plan
 from autockpt.schema.remedy import TRAINER
 from autockpt.workload import Step, move
@@ -99,11 +93,14 @@ class AutockptCallback(PlanCallback, TrainerCallback):
             batches, items = drawn
             if batches:
                 del trainer.get_batch_samples
-                found = self._find(trainer, plan, batches, items)
+                found = self._find(trainer, plan, batches[0], items)
                 self._apply(found, trainer.model, aloud=trainer.state.is_world_process_zero)
             return drawn
 
         trainer.get_batch_samples = get_batch_samples
+
+    def _find(self, trainer: Any, plan: PlanWanted, first: Any, items: Any) -> Plan:
+        return found_once(lambda: _search(trainer, plan, first, items))
 
     def _await_epoch(self, trainer: Any, plan: PlanWanted) -> None:
         """Search before the first epoch's batches are drawn, and have all epochs draw theirs in the size found."""
@@ -113,28 +110,22 @@ class AutockptCallback(PlanCallback, TrainerCallback):
 
         def run_epoch(**given: Any) -> Any:
             if self.handle is None:
-                found = found_once(lambda: _search_batches(trainer, plan, rows))
+                found = found_once(lambda: _search(trainer, plan, rows=rows))
                 changed.update(_resized(trainer, found, given))
                 self._apply(found, trainer.model, aloud=trainer.state.is_world_process_zero)
             # of a run that is resumed within an epoch, counted in its former micro-batches
             given[_SKIPPED] = given[_SKIPPED] * args.gradient_accumulation_steps // before
             return type(trainer)._run_epoch(trainer, **given | changed)
 
-        if not {"train_dataloader", "steps_in_epoch", _SKIPPED} <= _epoch_arguments(trainer):
+        epoch = getattr(type(trainer), _EPOCH, None)
+        taken = inspect.signature(epoch).parameters if epoch is not None else {}
+        if not {"train_dataloader", "steps_in_epoch", _SKIPPED} <= set(taken):
             raise UsageError(
                 f"{type(trainer).__name__} of transformers {transformers.__version__} does not let its batches be made "
                 "anew as training starts",
                 remedy="Search beforehand (autockpt.search(step, global_batch=…)), and pass its plan and settings.",
             )
         setattr(trainer, _EPOCH, run_epoch)
-
-    def _find(self, trainer: Any, plan: PlanWanted, batches: list[Any], items: Any) -> Plan:
-        return found_once(lambda: _search(trainer, plan, batches, items))
-
-
-def _epoch_arguments(trainer: Any) -> set[str]:
-    epoch = getattr(type(trainer), _EPOCH, None)
-    return set(inspect.signature(epoch).parameters) if epoch is not None else set()
 
 
 def calling_trainer() -> Any:
@@ -156,11 +147,11 @@ def _refuse_unsearchable(trainer: Any) -> None:
     accelerator, args = trainer.accelerator, trainer.args
     kind = str(getattr(accelerator.distributed_type, "value", accelerator.distributed_type))
     parallel = getattr(accelerator, "parallelism_config", None)
-    compiled, optim = bool(args.torch_compile), str(getattr(args.optim, "value", args.optim))
-    what = {
+    optim = str(getattr(args.optim, "value", args.optim))
+    reasons = {
         "DeepSpeed": "DEEPSPEED" in kind,
         "FSDP": "FSDP" in kind or bool(getattr(trainer, "is_fsdp_enabled", False)),
-        "torch_compile=True": compiled,
+        "torch_compile=True": args.torch_compile,
         "DataParallel over several GPUs": args.n_gpu > 1,
         f"distributed training of kind {kind}": kind not in ("NO", "MULTI_GPU", "MULTI_CPU"),
         "tensor, context or sequence parallelism": parallel is not None and getattr(parallel, "total_size", 1) > 1,
@@ -168,66 +159,31 @@ def _refuse_unsearchable(trainer: Any) -> None:
         f"{type(trainer).__name__}, which makes its batches while it trains": type(trainer)._prepare_inputs
         is not transformers.Trainer._prepare_inputs,
     }
-    named = [name for name, there in what.items() if there]
-    if named:
-        way = "with --compile layers" if compiled else "for FSDP and ZeRO-3 simulated, with --shard N --hardware …"
-        raise UsageError(
-            f"AutockptCallback cannot search here: {named[0]}",
-            remedy=f"Search beforehand (autockpt search --budget …; {way}) and pass the plan: "
-            'AutockptCallback("plan.yaml").',
-        )
+    refuse_search("AutockptCallback", reasons, *(["with --compile layers"] if args.torch_compile else []))
 
 
-def _search(trainer: Any, plan: PlanWanted, batches: list[Any], items: Any) -> Plan:
-    """Search with the Trainer's own model, loss and optimizer; nothing of it is another afterwards."""
-    loader = trainer.callback_handler.train_dataloader
-    say = _teller(trainer)
-    batch, source = largest_batch(batches[0], loader.dataset, loader.collate_fn, trainer.state.train_batch_size)
-    say(f"planning for {source}")
-    with _steps(trainer) as step_of:
-        step = step_of(batch, trainer.args.gradient_accumulation_steps, items)
-        wanted, folder, many = _in_this(trainer, plan)
-        data = {"dataset": loader.dataset, "collate": loader.collate_fn}
-        return wanted.find(step, folder, say, TRAINER, **data, others_wait=many)
+def _search(trainer: Any, plan: PlanWanted, first: Any = None, items: Any = None, rows: int = 0) -> Plan:
+    """Search with the Trainer's own model, loss and optimizer; nothing of it is another afterwards.
 
-
-def _search_batches(trainer: Any, plan: PlanWanted, rows: int) -> Plan:
-    """The same with the micro-batch as a question, for ``rows`` of an update in this process."""
-    loader = trainer.callback_handler.train_dataloader
-    made = batch_of_longest(loader.dataset, loader.collate_fn)
-    say = _teller(trainer)
-    say(f"{rows} rows per update in this process: planning for the longest rows of the data set")
-    with _steps(trainer) as step_of:
-
-        def step(size: int) -> Step:
-            batch, accumulate = made(size), max(1, rows // size)
-            items = trainer._get_num_items_in_batch([batch] * accumulate, trainer.args.device)
-            return step_of(batch, accumulate, items)
-
-        wanted, folder, many = _in_this(trainer, plan)
-        return wanted.find_batches(step, rows, trainer._train_batch_size, folder, say, TRAINER, others_wait=many)
-
-
-def _in_this(trainer: Any, plan: PlanWanted) -> tuple[PlanWanted, Path, bool]:
-    """What is wanted in this trainer, the folder for its runs, and whether other processes wait."""
-    options, model, many = dict(plan.options), trainer.model, trainer.accelerator.num_processes > 1
-    if many and model.device.type == "cpu":  # on other devices the allocator counts them, as they are there already
-        options.setdefault("headroom", f"{_bucket_bytes(model) // 1024 + 1}KiB")
-    return replace(plan, options=options), Path(trainer.args.output_dir) / "autockpt", many
-
-
-@contextmanager
-def _steps(trainer: Any) -> Iterator[Callable[[Any, int, Any], Step]]:
-    """What makes the Trainer's own step of a batch, how many make an update, and the labels that these hold.
-
-    Until the end of the block; then nothing of the Trainer is another.
+    ``first`` is the batch that training begins with, ``items`` are the labels in an update of it; ``rows`` those of an
+    update in this process where the micro-batch is a question.
     """
     args, model, optimizer = trainer.args, trainer.model, trainer.optimizer
+    loader, processes = trainer.callback_handler.train_dataloader, trainer.accelerator.num_processes
+    if processes > 1 and model.device.type == "cpu":  # elsewhere the allocator counts them, as they are there already
+        # DDP's buckets, in which gradients lie a second time
+        buckets = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
+        plan = replace(plan, options={"headroom": f"{buckets // 1024 + 1}KiB", **plan.options})
+    say = _teller(trainer)
+    if rows:
+        say(f"{rows} rows per update in this process: planning for the longest rows of the data set")
     with _unchanged(trainer) as records:
 
-        def step_of(batch: Any, accumulate: int, items: Any) -> Step:
+        def step(batch: Any, accumulate: int) -> Step:
+            labels = trainer._get_num_items_in_batch([batch] * accumulate, args.device) if rows else items
+
             def loss(model: nn.Module, batch: Any) -> Any:
-                return trainer.compute_loss(model, dict(batch), num_items_in_batch=items)  # which may change its dict
+                return trainer.compute_loss(model, dict(batch), num_items_in_batch=labels)  # which may change its dict
 
             return Step(
                 model,
@@ -245,7 +201,21 @@ def _steps(trainer: Any) -> Iterator[Callable[[Any, int, Any], Step]]:
         model.train()
         if callable(prepare := getattr(optimizer, "train", None)):
             prepare()
-        yield step_of
+        return plan.find(
+            Training(
+                step=step,
+                first=first,
+                own=trainer.state.train_batch_size,
+                accumulate=args.gradient_accumulation_steps,
+                rows=rows,
+                processes=processes,
+                dataset=loader.dataset,
+                collate=loader.collate_fn,
+                folder=Path(args.output_dir) / "autockpt",
+                say=say,
+                terms=TRAINER,
+            )
+        )
 
 
 def _resized(trainer: Any, plan: Plan, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -295,7 +265,7 @@ def _facts(trainer: Any) -> dict[str, Any]:
         "trainer": type(trainer).__name__,
         "loss": getattr(args, "loss_type", None),
         "label_smoothing": args.label_smoothing_factor,
-        "autocast": {"no": None}.get(precision := trainer.accelerator.mixed_precision, precision),
+        "autocast": None if (precision := trainer.accelerator.mixed_precision) == "no" else precision,
         "processes": trainer.accelerator.num_processes,
     }
 
@@ -319,11 +289,6 @@ def _unchanged(trainer: Any) -> Iterator[dict[str, Any]]:
         vars(trainer).update(before)
 
 
-def _bucket_bytes(model: nn.Module) -> int:
-    """Bytes of DDP's buckets, in which gradients lie a second time."""
-    return sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
-
-
 def _teller(trainer: Any) -> Callable[[str], None]:
     """What shows a line as the Trainer shows its own: above its progress bar, printed, or logged where it is silent."""
     callbacks = trainer.callback_handler.callbacks
@@ -341,7 +306,8 @@ def refuse_own_checkpointing(args: Any) -> None:
     """
     asked: list[str] = []
     for name in _SPELLINGS:
-        on, options = getattr(args, name, False), _telling(args, f"{name}_kwargs")
+        on, options = getattr(args, name, False), getattr(args, f"{name}_kwargs", None)
+        options = {k: v for k, v in options.items() if k in _TELLING and v} if isinstance(options, Mapping) else {}
         asked = [f"{name}=True"] * bool(on) + [f"{name}_kwargs={options}"] * bool(options)
         if asked:  # the Trainer mirrors one spelling in the other, so which of them was written is not known
             if name == _SPELLINGS[0] and hasattr(args, _SPELLINGS[1]):
@@ -350,7 +316,8 @@ def refuse_own_checkpointing(args: Any) -> None:
     if getattr(args, "activation_offloading", False):
         asked.append("activation_offloading=True")
     fsdp = getattr(args, "fsdp_config", None)
-    if isinstance(fsdp, Mapping) and any(_on(fsdp, prefix + _SPELLINGS[0]) for prefix in ("", "fsdp_")):
+    wanted = [fsdp.get(prefix + _SPELLINGS[0]) for prefix in ("", "fsdp_")] if isinstance(fsdp, Mapping) else []
+    if any(str(value).lower() in ("true", "1", "yes") for value in wanted):
         asked.append(f"fsdp_config={{'{_SPELLINGS[0]}': True}}")
     if not asked:
         return
@@ -361,12 +328,3 @@ def refuse_own_checkpointing(args: Any) -> None:
         "(gradient_checkpointing=False in older versions and in TRL, where it is on by default), without its options. "
         "To train with the Trainer's own instead, leave AutockptCallback out.",
     )
-
-
-def _telling(args: Any, name: str) -> dict[str, Any]:
-    options = getattr(args, name, None)
-    return {k: v for k, v in options.items() if k in _TELLING and v} if isinstance(options, Mapping) else {}
-
-
-def _on(options: Mapping[str, Any], name: str) -> bool:
-    return str(options.get(name, "")).lower() in ("true", "1", "yes")

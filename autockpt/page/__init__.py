@@ -1,6 +1,5 @@
 """A run as one offline HTML page: what was found, why, and what other budgets would buy."""
 
-from autockpt.page.compare import compare_page, write_comparison
-from autockpt.page.render import PAGE, run_page, write_page
+from autockpt.page.render import PAGE, compare_page, write_comparison, write_page
 
-__all__ = ["PAGE", "compare_page", "run_page", "write_comparison", "write_page"]
+__all__ = ["PAGE", "compare_page", "write_comparison", "write_page"]

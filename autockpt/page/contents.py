@@ -15,7 +15,7 @@ from autockpt.page.outlook import Asked, JobChange, changes
 from autockpt.page.plans import SAID, SIMULATED, PlanPoint, Plans, plans_of
 from autockpt.page.sentence import more_budget, next_steps, sentence, why
 from autockpt.page.tape import Timeline, tape_of
-from autockpt.reporting.explain_words import rates
+from autockpt.reporting.explain_view import rates
 from autockpt.schema import (
     SAVE,
     Choice,
@@ -98,25 +98,26 @@ def contents_of(run: RunDirectory) -> Contents:
     """
     finished, plan = run.finished(), run.plan()
     outcome = finished.outcome if finished is not None else None
+    answer, asked_of = outcome or plan, plan or outcome
     profile, base, planned = run.profile(), run.graph(), run.graph("plan")
-    plans = plans_of(
-        run, profile, base, plan.hash if plan is not None else "", plan.host_budget_bytes if plan is not None else None
-    )
-    outlook = run.outlook()
+    plans = plans_of(run, profile, base, plan)
     refused = run.refusal()
     state = _state(run, plans, outcome is not None, refused)
-    budget = outcome.budget if outcome is not None else plan.budget if plan is not None else None
+    budget = answer.budget if answer is not None else None
     rows = _rows(outcome, plan)
     environment = run.environment()
     source = "simulated" if any(p.basis == SIMULATED for p in plans.points.values()) else "measured"
     tapes = _tapes({"save everything": base, "recompute all": run.graph("recompute"), OURS: planned}, profile)
     simulated_only = plan.workload.simulated_only() if plan is not None and plan.workload is not None else ()
-    settings = dict(plan.settings if plan is not None else outcome.settings if outcome is not None else {})
+    settings = dict(asked_of.settings if asked_of is not None else {})
     device = environment.device.name if environment is not None else ""
     every = [u for p in plans.points.values() for u in p.choices]
     lines = _lines(plan, profile, base.blocks() if base is not None else ())
     prices = [line.price for line in lines if line.price is not None]
     asked = Asked(run.question, run.command())
+    sets = (
+        f"Sets of choices by the size of the batch: {'; '.join(set_lines(plan))}." if plan and set_lines(plan) else ""
+    )
     name = run.path.resolve().name
     plan_file = f"{name}/{(run.answer_path or run.plan_path).name}"
     return _tidied(
@@ -137,25 +138,17 @@ def contents_of(run: RunDirectory) -> Contents:
             units=tuple(dict.fromkeys(outermost(dict.fromkeys(every)))),
             lines=lines,
             tapes=tapes,
-            changes=changes(outlook or Outlook(), run.sizes(), tapes, settings, budget, plan, asked),
+            changes=changes(run.outlook() or Outlook(), run.sizes(), tapes, settings, budget, plan, asked),
             outcome=outcome,
             settings={k: v for k, v in settings.items() if v not in (None, "", False)},
             environment=environment,
             command=run.command(),
-            notes=(
-                *_sets(plan),
-                *(outcome.notes if outcome is not None else plan.notes if plan is not None else ()),
-            ),
+            notes=tuple(filter(None, (sets, *(answer.notes if answer is not None else ())))),
             why=refused.partition("\n")[2] if state == "infeasible" else why(plans, prices),
             compiled=bool(run.question.get("compile")),
             rates=_rates(planned, base, plan, settings),
         )
     )
-
-
-def _sets(plan: Plan | None) -> tuple[str, ...]:
-    lines = [] if plan is None else set_lines(plan)
-    return (f"Sets of choices by the size of the batch: {'; '.join(lines)}.",) if lines else ()
 
 
 def _state(run: RunDirectory, plans: Plans, finished: bool, refused: str) -> str:
@@ -185,7 +178,7 @@ def _rows(outcome: SearchOutcome | None, plan: Plan | None) -> tuple[Comparison,
 def _tapes(graphs: Mapping[str, Graph | None], profile: Profile | None) -> tuple[Timeline, ...]:
     times = profile.op_times if profile is not None else None
     found = (tape_of(name, graph, times) for name, graph in graphs.items() if graph is not None)
-    return tuple(tape for tape in found if tape is not None)
+    return tuple(filter(None, found))
 
 
 def _rates(graph: Graph | None, base: Graph | None, plan: Plan | None, settings: Mapping[str, Any]) -> str:
@@ -198,13 +191,12 @@ def _rates(graph: Graph | None, base: Graph | None, plan: Plan | None, settings:
     except UsageError:  # described in a file that is not here
         hardware = None
     tokens = settings.get("tokens")
-    known = tokens if isinstance(tokens, int) else None
     speed = Speed(
         seconds=score.step_seconds,
         flops=graph.flops,
         model_flops=base.flops,
         peak_flops=peak_flops(hardware, base) if hardware is not None else None,
-        tokens=known,
+        tokens=tokens if isinstance(tokens, int) else None,
         average_bytes=0,
     )
     return ", ".join(rates(speed, "" if plan.measured is not None else "~"))
@@ -256,31 +248,21 @@ def _tidied(value: Any) -> Any:
 def as_json(contents: Contents) -> dict[str, Any]:
     """The page's data for other programs and for the page's own script: numbers, names and strips."""
     kinds: dict[str, int] = {}
-    strips = {
-        key: [kinds.setdefault(str(point.choices.get(unit, SAVE)), len(kinds)) for unit in contents.units]
-        for key, point in contents.plans.points.items()
-    }
+    plans = {}
+    for key, point in contents.plans.points.items():
+        figures = {k: v for k, v in vars(point).items() if k not in ("choices", "key") and v not in (None, "")}
+        strip = [kinds.setdefault(str(point.choices.get(unit, SAVE)), len(kinds)) for unit in contents.units]
+        plans[key] = figures | {"strip": strip}
     known = {str(c): c for point in contents.plans.points.values() for c in point.choices.values()} | {"save": SAVE}
     return {
-        "run": contents.run,
-        "model": contents.model,
-        "device": contents.device,
-        "source": contents.source,
-        "state": contents.state,
-        "sentence": contents.sentence,
+        **{name: getattr(contents, name) for name in ("run", "model", "device", "source", "state", "sentence")},
         "budget_bytes": contents.budget.bytes if contents.budget is not None else None,
         "headroom": contents.budget.headroom if contents.budget is not None else "",
         "units": list(contents.units),
         "choices": [
             {"text": without_paths(text), "kind": known[text].kind, "letter": known[text].letter} for text in kinds
         ],
-        "plans": {
-            key: {
-                **{k: v for k, v in point.__dict__.items() if k not in ("choices", "key") and v not in (None, "")},
-                "strip": strips[key],
-            }
-            for key, point in contents.plans.points.items()
-        },
+        "plans": plans,
         "said": SAID,
         "best": contents.plans.best,
         "front": list(contents.plans.front),

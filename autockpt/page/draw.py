@@ -14,11 +14,10 @@ from markupsafe import Markup
 from autockpt.page.contents import Contents
 from autockpt.page.plans import GHOST, PHASES, PREDICTED, SIMULATED, PlanPoint, Plans
 from autockpt.page.tape import Timeline
-from autockpt.reporting.axis import Axis
+from autockpt.reporting.axis import MARKS, Axis, mark
 from autockpt.schema import format_binary, words
 
 SMALL = {SIMULATED: "known", GHOST: "ghost", PREDICTED: "predicted"}  # styles of plans that are no trials
-MARKS = ("circle", "square", "diamond", "triangle", "cross")
 
 
 def plane(contents: Contents, other: Contents | None = None) -> Markup:
@@ -52,29 +51,37 @@ def _reach(point: PlanPoint) -> tuple[float, ...]:
 
 def _staircase(plans: Plans, x: Axis, y: Axis, number: int) -> str:
     front = [plans.points[key] for key in plans.front if plans.points[key].shown]
-    if not front:
+    return _stairs([(x(p.peak or 0), y(p.seconds or 0)) for p in front], number)
+
+
+def _stairs(corners: Sequence[tuple[float, float]], number: int) -> str:
+    """A line that goes to the right and then down at each corner, and from the last one to the edge."""
+    if not corners:
         return ""
-    path, last = [], 0.0
-    for i, point in enumerate(front):
-        px, py = x(point.peak or 0), y(point.seconds or 0)
-        path.append(f"M{px:.2f} {py:.2f}" if not i else f"H{px:.2f}V{py:.2f}")
-        last = py
-    path.append(f"H100M{x(front[0].peak or 0):.2f} {last:.2f}")
-    return _stretched(f'<path class="front run{number}" d="{"".join(path[:-1])}H100"/>')
+    (px, py), *rest = corners
+    steps = "".join(f"H{px:.2f}V{py:.2f}" for px, py in rest)
+    return _stretched(f'<path class="front run{number}" d="M{px:.2f} {py:.2f}{steps}H100"/>')
 
 
 def _point(point: PlanPoint, x: Axis, y: Axis, best: bool, number: int) -> str:
     px, py = x(point.peak or 0), y(point.seconds or 0)
     style = f"{'phase' + str(_phase(point)) if point.phase else SMALL[point.basis]} run{number}"
-    interval = ""
-    if point.low is not None and point.high is not None:
-        top, bottom = y(y.clipped(point.high)), y(y.clipped(point.low))
-        interval = f'<line class="interval {style}" x1="{px:.2f}%" x2="{px:.2f}%" y1="{top:.2f}%" y2="{bottom:.2f}%"/>'
     title = f"{point.name}: {format_binary(point.peak or 0)}, {words.seconds(point.seconds or 0)}, {point.basis}"
-    mark = MARKS[_phase(point) % len(MARKS)] if point.phase else "circle"
+    kind = MARKS[_phase(point)] if point.phase else "circle"
     size = 3 if not point.phase else 6 if best else 4.5
-    drawn = _mark(mark, size, f"{style}{' best' if best else ''}", title)
-    return f'{interval}<svg x="{px:.2f}%" y="{py:.2f}%" class="at" data-plan="{escape(point.key)}">{drawn}</svg>'
+    drawn = _mark(kind, size, f"{style}{' best' if best else ''}", title)
+    return _interval(point, px, y, style) + _at(px, py, drawn, f' data-plan="{escape(point.key)}"')
+
+
+def _interval(point: PlanPoint, px: float, y: Axis, style: str) -> str:
+    if point.low is None or point.high is None:
+        return ""
+    top, bottom = y(y.clipped(point.high)), y(y.clipped(point.low))
+    return f'<line class="interval {style}" x1="{px:.2f}%" x2="{px:.2f}%" y1="{top:.2f}%" y2="{bottom:.2f}%"/>'
+
+
+def _at(px: float, py: float, drawn: str, extra: str = "") -> str:
+    return f'<svg x="{px:.2f}%" y="{py:.2f}%" class="at"{extra}>{drawn}</svg>'
 
 
 def _phase(point: PlanPoint) -> int:
@@ -84,20 +91,12 @@ def _phase(point: PlanPoint) -> int:
 def legend_mark(phase: str) -> Markup:
     """The mark of a phase of the search, to stand in a line of text."""
     number = PHASES.index(phase)
-    drawn = _mark(MARKS[number % len(MARKS)], 4.5, f"phase{number} run0", phase)
+    drawn = _mark(MARKS[number], 4.5, f"phase{number} run0", phase)
     return Markup(f'<svg class="legend" width="14" height="14"><svg x="7" y="7" class="at">{drawn}</svg></svg>')
 
 
 def _mark(kind: str, r: float, style: str, title: str) -> str:
-    shapes = {
-        "circle": f'<circle r="{r}"',
-        "square": f'<rect x="{-r}" y="{-r}" width="{2 * r}" height="{2 * r}"',
-        "diamond": f'<path d="M0 {-r - 1}L{r + 1} 0L0 {r + 1}L{-r - 1} 0Z"',
-        "triangle": f'<path d="M0 {-r - 1}L{r + 1} {r}L{-r - 1} {r}Z"',
-        "cross": f'<path d="M{-r} {-r}L{r} {r}M{-r} {r}L{r} {-r}" stroke-width="2.5"',
-    }
-    tag = shapes[kind].split()[0][1:]
-    return f'{shapes[kind]} class="mark {style}"><title>{escape(title)}</title></{tag}>'
+    return mark(kind, r, f'class="mark {style}"', title)
 
 
 def steps(tapes: Sequence[Timeline], budget_bytes: int | None, still: bool = False) -> Markup:
@@ -107,7 +106,8 @@ def steps(tapes: Sequence[Timeline], budget_bytes: int | None, still: bool = Fal
     """
     if not tapes:
         return Markup("")
-    longest = max(_length(tape) for tape in tapes)
+    lengths = [tape.seconds if tape.seconds is not None else float(max(tape.ops) + 1) for tape in tapes]
+    longest = max(lengths)
     top = max(max(tape.total) for tape in tapes)
     near = budget_bytes is not None and budget_bytes < 1.5 * top
     y = Axis([0.0, float(max(top, budget_bytes or 0) if near else top)], 100, 0)
@@ -121,34 +121,23 @@ def steps(tapes: Sequence[Timeline], budget_bytes: int | None, still: bool = Fal
         at = f"{100 * value / longest:.2f}%"
         parts.append(f'<text class="tick" x="{at}" y="100%" dy="18" text-anchor="middle">{said}</text>')
     for phase, begin, end in tapes[-1].phases:
-        share = _length(tapes[-1]) / longest
+        share = lengths[-1] / longest
         if (end - begin) * share > 0.12:
             at = f"{50 * (begin + end) * share:.2f}%"
             parts.append(f'<text class="tick" x="{at}" y="100%" dy="36" text-anchor="middle">{phase}</text>')
-    for tape in reversed(tapes):
-        points = " ".join(
-            f"{100 * a * _length(tape) / longest:.2f},{y(b):.2f}" for a, b in zip(tape.at, tape.total, strict=True)
-        )
-        end = 100 * _length(tape) / longest
-        closed = f'<polygon class="area {_slug(tape)}" points="0,{y(0):.2f} {points} {end:.2f},{y(0):.2f}"/>'
-        line = f'<polyline class="curve {_slug(tape)}" points="{points}"/>'
-        parts.append(_stretched(closed + line))
-    if near:
-        assert budget_bytes is not None
+    for tape, length in reversed(list(zip(tapes, lengths, strict=True))):
+        end = 100 * length / longest
+        points = " ".join(f"{a * end:.2f},{y(b):.2f}" for a, b in zip(tape.at, tape.total, strict=True))
+        slug = {"save everything": "none", "recompute all": "all", "first run": "all"}.get(tape.name, "ours")
+        closed = f'<polygon class="area {slug}" points="0,{y(0):.2f} {points} {end:.2f},{y(0):.2f}"/>'
+        parts.append(_stretched(f'{closed}<polyline class="curve {slug}" points="{points}"/>'))
+    if near and budget_bytes is not None:
         at = y(budget_bytes)
         parts.append(f'<line class="budget" x1="0%" x2="100%" y1="{at:.2f}%" y2="{at:.2f}%"/>')
         parts.append(f'<text class="tick" x="100%" y="{at:.2f}%" dy="-5" text-anchor="end">budget</text>')
     if not still:
         parts.append(_handle("moment", 50, "Moment of the step"))
     return _svg(parts, "steps", "Bytes on the device through the step", extra=f'data-longest="{longest}"')
-
-
-def _length(tape: Timeline) -> float:
-    return tape.seconds if tape.seconds is not None else float(max(tape.ops) + 1)
-
-
-def _slug(tape: Timeline) -> str:
-    return {"save everything": "none", "recompute all": "all", "first run": "all"}.get(tape.name, "ours")
 
 
 def progress(contents: Contents) -> Markup:
@@ -160,21 +149,18 @@ def progress(contents: Contents) -> Markup:
     x = Axis([0.0, *(p.elapsed for p in tried)], 0, 100)
     y = Axis([p.seconds or 0.0 for p in tried], 100, 0)
     parts = _grid(x, y, "since the search began", "step time", said=words.seconds)
-    path, best = "", math.inf
+    corners, best = [], math.inf
     for point in (p for p in tried if p.fits):
         if (point.seconds or math.inf) < best:
             best = point.seconds or math.inf
-            px, py = x(point.elapsed), y(best)
-            path += f"H{px:.2f}V{py:.2f}" if path else f"M{px:.2f} {py:.2f}"
-    parts.append(_stretched(f'<path class="front run0" d="{path}H100"/>'))
+            corners.append((x(point.elapsed), y(best)))
+    parts.append(_stairs(corners, 0))
     for point in tried:
-        px, py = x(point.elapsed), y(point.seconds or 0)
         fits = {True: "fits", False: "does not fit", None: "not known whether it fits"}[point.fits]
         title = f"{point.name}: {words.seconds(point.seconds or 0)}, {fits}, after {words.seconds(point.elapsed)}"
         style = f"phase{_phase(point)} run{0 if point.fits else 1}"
-        parts.append(
-            f'<svg x="{px:.2f}%" y="{py:.2f}%" class="at">{_mark(MARKS[_phase(point)], 4.5, style, title)}</svg>'
-        )
+        drawn = _mark(MARKS[_phase(point)], 4.5, style, title)
+        parts.append(_at(x(point.elapsed), y(point.seconds or 0), drawn))
     return _svg(parts, "progress", "Best step time so far against time of the search")
 
 
@@ -195,12 +181,10 @@ def agreement(contents: Contents, what: str) -> Markup:
     parts.append('<line class="diagonal" x1="0%" y1="100%" x2="100%" y2="0%"/>')
     for point, predicted, real in pairs:
         title = f"{point.name}: predicted {said(predicted)}, measured {said(real)}"
-        mark = _mark(MARKS[_phase(point)], 4.5, f"phase{_phase(point)} run0", title)
-        if what == "seconds" and point.low is not None and point.high is not None:
-            ends = f'y1="{y(y.clipped(point.high)):.2f}%" y2="{y(y.clipped(point.low)):.2f}%"'
-            at = f'x1="{x(predicted):.2f}%" x2="{x(predicted):.2f}%"'
-            parts.append(f'<line class="interval phase{_phase(point)} run0" {at} {ends}/>')
-        parts.append(f'<svg x="{x(predicted):.2f}%" y="{y(real):.2f}%" class="at">{mark}</svg>')
+        style = f"phase{_phase(point)} run0"
+        if what == "seconds":
+            parts.append(_interval(point, x(predicted), y, style))
+        parts.append(_at(x(predicted), y(real), _mark(MARKS[_phase(point)], 4.5, style, title)))
     name = "peak" if what == "peak" else "step time"
     return _svg(parts, f"agreement-{what}", f"Predicted against measured {name}", style="square")
 

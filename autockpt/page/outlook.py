@@ -118,10 +118,9 @@ def changes(
         found.append(JobChange(CHUNKED, effect, asked.chunks, GHOST))
     if not tapes:
         return tuple(found)
-    tape = tapes[-1]
-    held = dict(tape.held)
+    tape, held = tapes[-1], dict(tapes[-1].held)
     moving = sum(held.get(name, 0) for name in COME_AND_GO)
-    spare = budget.bytes - _peak(plan, tape) if budget is not None else None
+    spare = budget.bytes - (now.peak_bytes if now is not None else tape.peak) if budget is not None else None
     if isinstance(batch := settings.get("batch_size"), int) and batch > 0 and moving:
         effect = f"about {format_binary(moving // batch)} more" + _room(spare, moving // batch)
         found.append(JobChange("One more sample in the batch", effect, asked.batch(batch + 1, accumulate)))
@@ -156,31 +155,25 @@ def plan_in_chunks(plan: Plan | None) -> bool:
 
 def _sizes(sizes: SizesTimed | None, rows: int, asked: Asked) -> Iterator[JobChange]:
     """Micro-batches by their updates of so many rows, timed side by side."""
-    for size, times in sizes.times.items() if sizes is not None else ():
-        seconds = words.seconds(statistics.median(times))
-        best = " — the fastest" if sizes is not None and size == sizes.winner else ""
-        if sizes is not None and size in sizes.undecided:
-            best = best or " — cannot be distinguished from the fastest"
-        effect, exactly = f"an update takes {seconds}{best}", asked.batch(size, rows // size)
-        yield JobChange(f"Micro-batches of {size}", effect, exactly, "measured")
+    if sizes is None:
+        return
+    undecided = dict.fromkeys(sizes.undecided, " — cannot be distinguished from the fastest")
+    said = undecided | {sizes.winner: " — the fastest"}
+    for size, times in sizes.times.items():
+        effect = f"an update takes {words.seconds(statistics.median(times))}{said.get(size, '')}"
+        yield JobChange(f"Micro-batches of {size}", effect, asked.batch(size, rows // size), "measured")
 
 
 def _ghost_run(way: Alternative) -> JobChange:
     """A change that makes a job fit, with its figures."""
-    fits = (
-        f", {format_binary(way.spare_bytes)} to spare" if way.spare_bytes is not None and way.spare_bytes >= 0 else ""
-    )
+    spare = way.spare_bytes
+    fits = f", {format_binary(spare)} to spare" if spare is not None and spare >= 0 else ""
     effect = f"peak {format_binary(way.peak_bytes)}{fits} with {way.plan}"
     if way.step_seconds is not None:
         effect += f", {words.seconds(way.step_seconds)} a step"
     effect += f", {way.relative_cost:.2f} times the seconds per token of the leanest plan of the job as it is"
     name, _, rest = way.effect.partition(": ")
     return JobChange(name[:1].upper() + name[1:], f"{effect}{f' ({rest})' if rest else ''}", way.options, GHOST)
-
-
-def _peak(plan: Plan | None, tape: Timeline) -> int:
-    said = (plan.measured or plan.predicted) if plan is not None else None
-    return said.peak_bytes if said is not None else tape.peak
 
 
 def _room(spare: int | None, each: int, unit: int = 1) -> str:

@@ -9,7 +9,7 @@ import numpy as np
 
 from autockpt.history.rundir import RunDirectory
 from autockpt.history.trials import measurements, undominated
-from autockpt.schema import SAVE, Choice, Graph, Prediction, Profile, Trial, plan_hash
+from autockpt.schema import SAVE, Choice, Graph, Plan, Prediction, Profile, Trial, plan_hash
 from autockpt.schema.outlook import GhostAnswer
 from autockpt.schema.words import USELESS_NOISE
 from autockpt.tuning.outlook import ForeseenPlan, OtherBudgets
@@ -23,14 +23,8 @@ SAID = {
 }
 WORTH = 0.005  # share of a step by which a predicted plan must be faster to be worth a mention
 
-BASELINES, SEEDS, SOLVER, REFIT, OPTUNA = (
-    "well-known plans",
-    "plan to start from",
-    "solver",
-    "solver, prices refitted",
-    "Optuna",
-)
-PHASES = (BASELINES, SEEDS, SOLVER, REFIT, OPTUNA)
+PHASES = ("well-known plans", "plan to start from", "solver", "solver, prices refitted", "Optuna")
+BASELINES, SEEDS, SOLVER, REFIT, OPTUNA = PHASES
 
 
 @dataclass(frozen=True)
@@ -95,10 +89,9 @@ class Plans:
     missed_seconds: float | None = None
 
 
-def plans_of(
-    run: RunDirectory, profile: Profile | None, base: Graph | None, best: str = "", host_budget: int | None = None
-) -> Plans:
-    """Trials of the run, and what is known of other budgets. ``best`` is the answer's hash."""
+def plans_of(run: RunDirectory, profile: Profile | None, base: Graph | None, plan: Plan | None) -> Plans:
+    """Trials of the run, and what is known of other budgets than that of its answer, ``plan``."""
+    best, host_budget = (plan.hash, plan.host_budget_bytes) if plan is not None else ("", None)
     readings, trials = run.readings(), run.trials()
     simulated = bool(run.question.get("hardware"))
     points = {}
@@ -119,9 +112,10 @@ def plans_of(
     walked, missed_bytes, missed_seconds = _predictions(model, record, simulated)
     points |= {point.key: point for point in walked if plan_hash(point.choices) not in {*tried, *record}}
     answer = next((f"t{t.number}" for t in trials if t.plan_hash == best), None)
+    sure = [p for p in points.values() if p.sure and p.shown]
     return Plans(
         points=points,
-        front=_front(points),
+        front=tuple(p.key for p in undominated(sure, lambda p: (p.peak or 0, p.seconds or 0.0))),
         thresholds=_thresholds(points, answer),
         best=answer,
         missed_bytes=missed_bytes,
@@ -148,10 +142,8 @@ def _predictions(
             errors.append(abs(f.peak + _moved(f, others, model) - ghost.peak_bytes))
         if simulated and ghost.step_seconds is not None:  # as good as a trial's
             missed_seconds = max(missed_seconds, abs(f.seconds - ghost.step_seconds))
-    points = [
-        _untried(f"p{number}", PREDICTED, f.choices, f.peak + _moved(f, known, model), f.seconds)
-        for number, f in enumerate(walked)
-    ]
+    moved = [f.peak + _moved(f, known, model) for f in walked]
+    points = [_untried(f"p{n}", PREDICTED, f.choices, moved[n], f.seconds) for n, f in enumerate(walked)]
     return points, max(errors, default=missed_bytes), missed_seconds
 
 
@@ -164,19 +156,14 @@ def _moved(plan: ForeseenPlan, known: Sequence[tuple[ForeseenPlan, Prediction]],
     return int(np.interp(plan.peak, at, by))
 
 
-def _front(points: Mapping[str, PlanPoint]) -> tuple[str, ...]:
-    """Plans with sure numbers that no other is both leaner and faster than, leanest first."""
-    known = [p for p in points.values() if p.sure and p.shown]
-    return tuple(p.key for p in undominated(known, lambda p: (p.peak or 0, p.seconds or 0.0)))
-
-
 def _tried(trial: Trial, refitted: bool, readings: int, simulated: bool) -> PlanPoint:
     """A trial; one that no step was taken of, because its ghost run did not fit, by that ghost run."""
     measured = trial.measured
     score = trial.score or (trial.predicted if trial.state == "predicted_over" else None)
     basis = MEASURED if measured is not None else SIMULATED if simulated or trial.state == "simulated" else GHOST
-    known = measured is not None and 0 < measured.noise < USELESS_NOISE
-    seconds = score.step_seconds if score is not None else None
+    low, high = None, None
+    if measured is not None and 0 < measured.noise < USELESS_NOISE:
+        low, high = (measured.step_seconds * (1 + side * measured.noise) for side in (-1, 1))
     return PlanPoint(
         key=f"t{trial.number}",
         name=f"#{trial.number} {trial.name}",
@@ -185,9 +172,9 @@ def _tried(trial: Trial, refitted: bool, readings: int, simulated: bool) -> Plan
         state=trial.state,
         fits=trial.feasible,
         peak=score.peak_bytes if score is not None else None,
-        seconds=seconds,
-        low=measured.step_seconds * (1 - measured.noise) if measured is not None and known else None,
-        high=measured.step_seconds * (1 + measured.noise) if measured is not None and known else None,
+        seconds=score.step_seconds if score is not None else None,
+        low=low,
+        high=high,
         predicted_peak=trial.predicted.peak_bytes if trial.predicted else None,
         predicted_seconds=trial.predicted.step_seconds if trial.predicted else None,
         host=score.host_bytes if score is not None else 0,
@@ -246,8 +233,7 @@ def _thresholds(points: Mapping[str, PlanPoint], answer: str | None) -> tuple[Th
     steps: list[Threshold] = []
     tried: PlanPoint | None = None
     predicted: PlanPoint | None = None
-    shown = (p for p in points.values() if p.peak is not None and p.seconds is not None)
-    for point in sorted(shown, key=lambda p: (p.peak or 0, p.seconds or 0.0)):
+    for point in sorted((p for p in points.values() if p.shown), key=lambda p: (p.peak or 0, p.seconds or 0.0)):
         if not point.sure:
             predicted = _faster(point, predicted)
         else:

@@ -1,8 +1,9 @@
-"""From a run's contents to one HTML file without any other file or address in it."""
+"""From the contents of a run, or of two, to one HTML file without any other file or address in it."""
 
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
@@ -12,13 +13,16 @@ from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
 from autockpt.errors import RunDirectoryError
+from autockpt.history.comparison import differences
 from autockpt.history.rundir import RunDirectory
 from autockpt.page import draw
-from autockpt.page.contents import Contents, as_json, contents_of
+from autockpt.page.contents import Contents, as_json, contents_of, without_paths
 from autockpt.page.plans import PHASES, SAID, PlanPoint
+from autockpt.page.sentence import compared
 from autockpt.reporting.answer import answer_rows, loading_lines
-from autockpt.schema import format_binary, words
+from autockpt.schema import SAVE, format_binary, words
 from autockpt.schema.files import atomic_write, reason
+from autockpt.schema.known import OURS
 
 PAGE = "report.html"
 BEST_FEW = 5
@@ -38,6 +42,14 @@ def write_page(run: RunDirectory, path: Path | None = None) -> Path:
     return write_text(run_page(run), path or run.path / PAGE)
 
 
+def write_comparison(first: RunDirectory, second: RunDirectory, path: Path | None = None) -> Path:
+    """Write the page about both to ``path`` (default: compare-<first>.html in the second). Returns where it lies.
+
+    Raises RunDirectoryError or PlanError where a file of one is damaged, or the page cannot be written.
+    """
+    return write_text(compare_page(first, second), path or second.path / f"compare-{first.path.resolve().name}.html")
+
+
 def write_text(text: str, path: Path) -> Path:
     """Write a page. Raises RunDirectoryError where the file cannot be written."""
     try:
@@ -51,7 +63,8 @@ def write_text(text: str, path: Path) -> Path:
 
 def of_run(contents: Contents) -> dict[str, Any]:
     """What the template needs besides the contents themselves."""
-    tried = [p for p in contents.plans.points.values() if p.phase]
+    points = contents.plans.points.values()
+    tried, others = [p for p in points if p.phase], {p.basis for p in points if not p.phase}
     fitting = sorted((p for p in tried if p.fits and p.seconds), key=lambda p: p.seconds or 0.0)
     budget_bytes = contents.budget.bytes if contents.budget is not None else 0
     return {
@@ -59,12 +72,12 @@ def of_run(contents: Contents) -> dict[str, Any]:
         "load": loading_lines(contents.plan_file, contents.plan.compile if contents.plan else None),
         "tried": tried,
         "said": SAID,
-        "small": _small(contents),
+        "small": [(style, f"other budgets: {SAID[basis]}") for basis, style in draw.SMALL.items() if basis in others],
         "best_few": fitting[:BEST_FEW],
         "without": [p for p in tried if p.fits is False],
         "buys": _buys(contents),
         "phases": _phases(tried),
-        "letters": words.letters(p.choices for p in contents.plans.points.values()),
+        "letters": words.letters(p.choices for p in points),
         "misses": _misses(tried),
     }
 
@@ -72,10 +85,9 @@ def of_run(contents: Contents) -> dict[str, Any]:
 def _buys(contents: Contents) -> list[dict[str, Any]]:
     """What each threshold buys, leanest first; of a long list of predictions only some."""
     best = contents.answer
-    steps = contents.plans.thresholds
     budget_bytes = contents.budget.bytes if contents.budget is not None else 0
     rows = []
-    for step in steps:
+    for step in contents.plans.thresholds:
         point = contents.plans.points[step.predicted or step.tried or ""]
         if rows and rows[-1]["point"] is point:
             continue
@@ -105,19 +117,13 @@ def _phases(tried: list[PlanPoint]) -> list[dict[str, Any]]:
     rows = []
     for phase in PHASES:
         members = [p for p in tried if p.phase == phase]
-        seconds = min((p.seconds for p in members if p.fits and p.seconds), default=None)
         if not members:
             continue
+        seconds = min((p.seconds for p in members if p.fits and p.seconds), default=None)
         gain = 1 - seconds / best if best and seconds and seconds < best else None
         rows.append({"phase": phase, "count": len(members), "best": seconds, "gain": gain, "first": best is None})
-        best = min(s for s in (best, seconds) if s is not None) if best or seconds else None
+        best = min((s for s in (best, seconds) if s is not None), default=None)
     return rows
-
-
-def _small(contents: Contents) -> list[tuple[str, str]]:
-    """Style and words of the small marks that are there: plans that are no trials."""
-    there = {p.basis for p in contents.plans.points.values() if not p.phase}
-    return [(style, f"other budgets: {SAID[basis]}") for basis, style in draw.SMALL.items() if basis in there]
 
 
 def _misses(tried: list[PlanPoint]) -> dict[str, float] | None:
@@ -163,3 +169,73 @@ def embedded(data: dict[str, Any]) -> Markup:
     """JSON that can stand in a script element: nothing in it ends the element or begins another."""
     text = json.dumps(data, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
     return Markup(text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026"))
+
+
+def compare_page(first: RunDirectory, second: RunDirectory) -> str:
+    """One page about two runs. Raises RunDirectoryError or PlanError where a file of one is damaged."""
+    both = contents_of(first), contents_of(second)
+    return rendered(
+        "compare.html.j2",
+        {"plans": {}, "choices": [], "units": [], "thresholds": [], "tapes": []},
+        first=both[0],
+        second=both[1],
+        verdict=_verdict(*both),
+        asked=[tuple(map(without_paths, row)) for row in differences(first.question, second.question)],
+        found=_found(*both),
+        strips=[_strip(run) for run in both],
+        tapes=[
+            replace(run.tapes[-1], name=name)
+            for run, name in zip(both, ("first run", "second run"), strict=True)
+            if run.tapes and run.tapes[-1].name == OURS
+        ],
+    )
+
+
+def _found(*runs: Contents) -> list[tuple[str, ...]]:
+    """Rows of what came of each: a name, and a text for each run."""
+
+    def of_answer(read: Any) -> list[str]:
+        return [read(run.answer) if run.answer is not None else "—" for run in runs]
+
+    rows: list[tuple[str, ...]] = [
+        ("model", *(run.model for run in runs)),
+        ("device", *(run.device for run in runs)),
+        ("budget", *(format_binary(run.budget.bytes) if run.budget is not None else "—" for run in runs)),
+        ("peak", *of_answer(lambda p: format_binary(p.peak) if p.peak is not None else "—")),
+        ("step", *of_answer(_step)),
+        ("known how", *of_answer(lambda p: p.basis or "—")),
+        ("plans tried", *(str(sum(p.phase != "" for p in run.plans.points.values())) for run in runs)),
+        ("ended", *(run.outcome.stopped if run.outcome is not None else run.state for run in runs)),
+    ]
+    versions = [dict(run.environment.versions) if run.environment is not None else {} for run in runs]
+    for name in dict.fromkeys(k for told in versions for k in told):
+        if len({told.get(name) for told in versions}) > 1:
+            rows.append((name, *(told.get(name, "—") for told in versions)))
+    return rows
+
+
+def _step(point: PlanPoint) -> str:
+    interval = f" ({words.seconds(point.low)} to {words.seconds(point.high)})" if point.low and point.high else ""
+    return f"{words.seconds(point.seconds)}{interval}" if point.seconds else "—"
+
+
+def _verdict(first: Contents, second: Contents) -> str:
+    """The second run's plan against the first's, where they are of one model."""
+    ours = [{row.name: row.measured or row.predicted for row in run.rows}.get(OURS) for run in (first, second)]
+    if ours[0] is None or ours[1] is None:
+        return "One of the two runs has no plan yet."
+    more = ours[1].peak_bytes - ours[0].peak_bytes
+    said = f"The second plan needs {format_binary(abs(more))} {'more' if more >= 0 else 'less'} and is "
+    text = said + compared(ours[1], ours[0], "the first") + "."
+    if first.source != second.source:
+        text += " One was measured and the other simulated: their times are not of one kind."
+    elif first.device != second.device:
+        text += " They are of different devices."
+    return text
+
+
+def _strip(run: Contents) -> list[tuple[str, str, str]]:
+    """Letter, kind and words of every unit of the answer."""
+    choices = run.answer.choices if run.answer is not None else {}
+    told = {unit: choices.get(unit, SAVE) for unit in run.units if choices}
+    return [(choice.letter, choice.kind, f"{unit}: {choice}") for unit, choice in told.items()]

@@ -34,20 +34,22 @@ def sentence(
     if state == "infeasible":
         said = refused.partition("\n")[0]
         return f"{said[:1].upper()}{said[1:]}."
-    ours = next((r for r in rows if r.name == OURS), None)
-    score = _score(ours)
+    known = {row.name: _score(row) for row in rows}
+    score = known.get(OURS)
     if score is None or budget is None:
         return STATES.get(state, "No plan was found.")
     spare = budget.bytes - score.peak_bytes
-    asked = budget.asked if not budget.asked.endswith(("%", "act", "auto")) else f"{format_binary(budget.whole)} "
-    asked = asked if asked == budget.asked else f"{asked.strip()} ({budget.asked})"
+    asked = budget.asked
+    if asked.endswith(("%", "act", "auto")):
+        asked = f"{format_binary(budget.whole)} ({asked})"
     asked = f"{asked} less {budget.headroom}" if budget.headroom else asked
-    fits = f"Fits {asked} with {format_binary(spare)} to spare" if spare >= 0 else f"Needs {format_binary(-spare)} more"
-    said = [fits]
-    against = {name: _score(next((r for r in rows if r.name == name), None)) for name in (ALL, NONE)}
-    if (other := against[ALL]) is not None:
+    said = [
+        f"Fits {asked} with {format_binary(spare)} to spare" if spare >= 0 else f"Needs {format_binary(-spare)} more"
+    ]
+    known = {row.name: _score(row) for row in rows}
+    if (other := known.get(ALL)) is not None:
         said.append(compared(score, other, "recomputing everything"))
-    if (other := against[NONE]) is not None:
+    if (other := known.get(NONE)) is not None:
         fit = "" if other.peak_bytes <= budget.bytes else ", which does not fit"
         said.append(compared(score, other, "saving everything") + fit)
     word = "measured by real steps" if source == "measured" else "simulated, nothing was measured"
@@ -56,9 +58,7 @@ def sentence(
 
 
 def _score(row: Comparison | None) -> Measurement | Prediction | None:
-    if row is None:
-        return None
-    return row.measured or row.predicted
+    return None if row is None else row.measured or row.predicted
 
 
 def compared(ours: Measurement | Prediction, other: Measurement | Prediction, name: str) -> str:
@@ -66,7 +66,7 @@ def compared(ours: Measurement | Prediction, other: Measurement | Prediction, na
     if not ours.step_seconds or not other.step_seconds:
         return f"its step time against {name} is not known"
     less = 1 - ours.step_seconds / other.step_seconds
-    noise = math.hypot(*(s.noise if isinstance(s, Measurement) else 0.0 for s in (ours, other)))
+    noise = math.hypot(ours.noise, other.noise)
     if abs(less) < 0.0005:
         return f"as fast as {name}"
     said = f"{_percent(less)} {'faster' if less > 0 else 'slower'} than {name}"
@@ -138,14 +138,11 @@ def why(plans: Plans, prices: Sequence[float]) -> str:
     else:
         said += ", and none of these is faster." if len(fitting) > 1 else "."
     leaner = [plans.points[t.predicted or t.tried or ""] for t in plans.thresholds if t.bytes < best.peak]
-    slower = (p for p in leaner if p.peak and p.seconds and p.seconds > best.seconds)
-    nearest = max(slower, key=lambda p: p.peak or 0, default=None)
-    if nearest is not None and nearest.peak and nearest.seconds:
-        more = nearest.seconds / best.seconds - 1
-        said += (
-            f" The next leaner one, {format_binary(best.peak - nearest.peak)} less, would cost {words.share(more)} more"
-        )
-        said += f" time ({SAID[nearest.basis]})."
+    slower = [(p.peak, p.seconds, p.basis) for p in leaner if p.peak and p.seconds and p.seconds > best.seconds]
+    if slower:
+        peak, seconds, basis = max(slower, key=lambda p: p[0])
+        less, more = format_binary(best.peak - peak), words.share(seconds / best.seconds - 1)
+        said += f" The next leaner one, {less} less, would cost {more} more time ({SAID[basis]})."
     if paid := [price * 2**20 for price in prices if price > 0]:
         least, most = words.seconds(min(paid)), words.seconds(max(paid))
         said += f" Each MiB that its layers give up costs {least if least == most else f'{least} to {most}'} of a step."
@@ -156,17 +153,8 @@ def _undecided(plans: Plans, best: PlanPoint) -> list[str]:
     """Names of other plans that fit and whose interval meets that of the best."""
     if best.low is None or best.high is None:
         return []
-    return [
-        p.name
-        for p in plans.points.values()
-        if p.key != best.key
-        and p.fits
-        and p.basis == MEASURED
-        and p.low is not None
-        and p.high is not None
-        and p.low <= best.high
-        and best.low <= p.high
-    ]
+    others = (p for p in plans.points.values() if p.key != best.key and p.fits and p.basis == MEASURED)
+    return [p.name for p in others if p.low and p.high and p.low <= best.high and best.low <= p.high]
 
 
 def a_little_more(budget_bytes: int) -> int:
@@ -177,19 +165,17 @@ def a_little_more(budget_bytes: int) -> int:
 
 def _nearest(plans: Plans, best: PlanPoint, budget: ResolvedBudget) -> str:
     """The nearest larger budget that would buy a faster step."""
-    for threshold in plans.thresholds:
-        if threshold.bytes <= budget.bytes:
+    larger = [threshold for threshold in plans.thresholds if threshold.bytes > budget.bytes]
+    for size, key in ((t.bytes, key) for t in larger for key in (t.predicted, t.tried)):
+        point = plans.points.get(key or "")
+        if point is None or not point.seconds or not best.seconds or point.seconds >= best.seconds * 0.995:
             continue
-        for key in (threshold.predicted, threshold.tried):
-            point = plans.points.get(key or "")
-            if point is None or not point.seconds or not best.seconds or point.seconds >= best.seconds * 0.995:
-                continue
-            more, gain = threshold.bytes - budget.bytes, 1 - point.seconds / best.seconds
-            return (
-                f"The nearest larger budget that buys time: {format_binary(more)} more "
-                f"({_in_all(threshold.bytes, budget)}) would make a step {words.share(gain)} faster "
-                f"({_basis(plans, point, gain * best.seconds)}); others are in the table below."
-            )
+        gain = 1 - point.seconds / best.seconds
+        return (
+            f"The nearest larger budget that buys time: {format_binary(size - budget.bytes)} more "
+            f"({_in_all(size, budget)}) would make a step {words.share(gain)} faster "
+            f"({_basis(plans, point, gain * best.seconds)}); others are in the table below."
+        )
     return "No larger budget is known to make a step faster."
 
 

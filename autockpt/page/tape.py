@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -63,8 +63,7 @@ def tape_of(name: str, graph: Graph, times: OpTimes | None) -> Timeline | None:
     small = np.zeros(n, dtype=np.int64)
     for s in rest:
         small[s.birth : n if s.death is None else s.death + 1] += s.bytes
-    units = _Index()
-    kinds, words = _Index(), _Index()
+    units, kinds, words = _Index(), _Index(), _Index()
     rows = _rows(held, listed, units, kinds, words)
     lasts = np.diff(np.append(begins, 1.0))
     return Timeline(
@@ -77,9 +76,9 @@ def tape_of(name: str, graph: Graph, times: OpTimes | None) -> Timeline | None:
         growing=_at(growing, ops),
         small=_at(small, ops),
         storages=rows,
-        units=units.names,
-        kinds=kinds.names,
-        words=words.names,
+        units=tuple(units),
+        kinds=tuple(kinds),
+        words=tuple(words),
         phases=tuple(
             (s.phase, round(float(begins[s.start]), 5), round(float(begins[s.stop]) if s.stop < n else 1.0, 5))
             for s in graph.spans()
@@ -94,9 +93,7 @@ def tape_of(name: str, graph: Graph, times: OpTimes | None) -> Timeline | None:
 def _clock(graph: Graph, times: OpTimes | None) -> tuple[np.ndarray, float | None]:
     """When each op begins as a share of the step, and the step's seconds; by equal steps where no times are known."""
     n = len(graph.ops)
-    if times is None or not times.seconds:
-        return np.arange(n) / n, None
-    step = op_seconds(graph, times)
+    step = op_seconds(graph, times) if times is not None and times.seconds else np.zeros(n)
     whole = float(step.sum())
     if whole <= 0:
         return np.arange(n) / n, None
@@ -111,22 +108,16 @@ def _ranked(held: StepBytes) -> tuple[list[Storage], list[Storage]]:
     return sorted(moving[:LISTED], key=lambda s: s.birth), moving[LISTED:]
 
 
-class _Index:
+class _Index(dict[str, int]):
     """Texts by number, each once."""
 
-    def __init__(self) -> None:
-        self._known: dict[str, int] = {}
-
-    def __call__(self, text: str) -> int:
-        return self._known.setdefault(text, len(self._known))
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        return tuple(self._known)
+    def __missing__(self, text: str) -> int:
+        self[text] = len(self)
+        return self[text]
 
 
 def _rows(
-    held: StepBytes, storages: Sequence[Storage], unit: Callable[[str], int], kind: _Index, word: _Index
+    held: StepBytes, storages: Sequence[Storage], units: _Index, kinds: _Index, words: _Index
 ) -> tuple[tuple[int, ...], ...]:
     graph = held.graph
     n = len(graph.ops)
@@ -143,11 +134,11 @@ def _rows(
                 s.bytes,
                 s.birth,
                 n - 1 if s.death is None else s.death,
-                unit(s.unit or ""),
-                kind(held.kind_of(s)),
+                units[s.unit or ""],
+                kinds[held.kind_of(s)],
                 COME_AND_GO.index(held.purposes[s.id]),
-                word(_said(maker, s.unit)) if maker else -1,
-                word(_said(graph.ops[readers[-1]], s.unit)) if readers else -1,
+                words[_said(maker, s.unit)] if maker else -1,
+                words[_said(graph.ops[readers[-1]], s.unit)] if readers else -1,
                 readers[-1] if readers else -1,
             )
         )

@@ -41,19 +41,21 @@ class AnswerRow:
 def answer_rows(rows: tuple[Comparison, ...], budget_bytes: int) -> list[AnswerRow]:
     """Work out headroom, and overhead over the row *none*: both measured where they are, else both predicted."""
     none = next((r for r in rows if r.name == "none"), None)
-    return [_row(r, none, budget_bytes, ours=i == len(rows) - 1) for i, r in enumerate(rows)]
+    return [_row(r, none, budget_bytes, ours=r is rows[-1]) for r in rows]
 
 
 def _row(row: Comparison, none: Comparison | None, budget_bytes: int, ours: bool) -> AnswerRow:
     predicted, measured = row.predicted, row.measured
-    peak = measured.peak_bytes if measured else predicted.peak_bytes if predicted else None
+    known, verdict = measured or predicted, row.verdict
+    if verdict == "not_measured" and known is not None:  # it fits as far as its ghost run says
+        verdict = "over_budget" if known.peak_bytes > budget_bytes else "simulated"
     both_measured = bool(measured and none and none.measured)
     return AnswerRow(
         name=row.name,
-        verdict=_verdict(row, peak, budget_bytes),
-        peak_bytes=peak,
+        verdict=verdict,
+        peak_bytes=known.peak_bytes if known else None,
         simulated=measured is None,
-        headroom_bytes=None if peak is None else budget_bytes - peak,
+        headroom_bytes=budget_bytes - known.peak_bytes if known else None,
         step=words.step_time(measured) if measured else "",
         overhead=_overhead(row, none, both_measured),
         overhead_predicted=not both_measured,
@@ -61,15 +63,8 @@ def _row(row: Comparison, none: Comparison | None, budget_bytes: int, ours: bool
         predicted_seconds=predicted.step_seconds if predicted else None,
         ours=ours,
         note=row.note,
-        host_bytes=measured.host_bytes if measured else predicted.host_bytes if predicted else 0,
+        host_bytes=known.host_bytes if known else 0,
     )
-
-
-def _verdict(row: Comparison, peak: int | None, budget_bytes: int) -> str:
-    """What was not measured fits as far as its ghost run says."""
-    if row.verdict == "not_measured" and peak is not None:
-        return "over_budget" if peak > budget_bytes else "simulated"
-    return row.verdict
 
 
 def _overhead(row: Comparison, none: Comparison | None, both_measured: bool) -> float | None:
@@ -196,7 +191,7 @@ def _remarks(outcome: SearchOutcome, rows: list[AnswerRow]) -> list[str]:
     remarks += [f"{r.name}: {r.note}" for r in rows if len(r.note) > SHORT]
     if outcome.set_aside:
         remarks.append(f"What stood there before is kept as {outcome.set_aside}.")
-    return remarks + list(outcome.notes)
+    return [*remarks, *outcome.notes]
 
 
 def _effort(outcome: SearchOutcome) -> str:
@@ -210,21 +205,22 @@ def _effort(outcome: SearchOutcome) -> str:
 
 def _print_plan(outcome: SearchOutcome, plan: Plan, console: Console) -> None:
     choices = plan.expand_planned()
+    where = plan.environment.device.name if plan.environment is not None and plan.status == "simulated" else ""
+    status = plan.status + (f" for {where}" if where else "")
     console.print()
-    console.print(
-        Text.assemble(("Plan  ", "bold"), f"{words.strip(choices)}   {words.tally(choices)}, {_status(plan)}")
-    )
+    console.print(Text.assemble(("Plan  ", "bold"), f"{words.strip(choices)}   {words.tally(choices)}, {status}"))
     for pattern, choice in plan.choices.items():
         console.print(Text(f"  {pattern}: {choice}"), style="dim", soft_wrap=True)
     for line in set_lines(plan):
         console.print(Text(f"  {line}"), soft_wrap=True)
     if outcome.plan_path is None:
         return
+    path = str(outcome.plan_path)
     console.print()
-    then = f". {_on_the_device(plan, str(outcome.plan_path))}To train with it:"
-    console.print(Text.assemble("Written to ", (str(outcome.plan_path), "bold"), then), soft_wrap=True)
+    then = f". {_on_the_device(plan, path)}To train with it:"
+    console.print(Text.assemble("Written to ", (path, "bold"), then), soft_wrap=True)
     console.print()
-    for line in loading_lines(str(outcome.plan_path), plan.compile):
+    for line in loading_lines(path, plan.compile):
         console.print(Text(f"    {line}", style="cyan"), soft_wrap=True)
 
 
@@ -241,19 +237,10 @@ def _on_the_device(plan: Plan, path: str) -> str:
     )
 
 
-def _status(plan: Plan) -> str:
-    name = plan.environment.device.name if plan.environment is not None else ""
-    return f"simulated for {name}" if plan.status == "simulated" and name else plan.status
-
-
 def loading_lines(path: str, compiled: CompileMode | None = None) -> tuple[str, ...]:
     """The lines that load a plan; ``compiled``: how its steps are, which is the script's to do."""
-    lines = (
-        "import autockpt",
-        f"handle = autockpt.apply(model, {json.dumps(path, ensure_ascii=False)})",
-        "print(handle)",
-    )
-    return (*lines, *([_COMPILING[compiled]] if compiled else []))
+    applied = f"handle = autockpt.apply(model, {json.dumps(path, ensure_ascii=False)})"
+    return ("import autockpt", applied, "print(handle)", *([_COMPILING[compiled]] if compiled else []))
 
 
 _COMPILING: dict[CompileMode, str] = {

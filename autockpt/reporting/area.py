@@ -1,4 +1,4 @@
-"""Bytes over time as an area of block characters: what is fixed below, what comes and goes on top."""
+"""Bytes over time in block characters: as an area, what is fixed below what comes and goes; or as one line."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from autockpt.schema.explanation import Curve
 from autockpt.schema.graph import Span
 from autockpt.schema.sizes import format_binary
 
-EIGHTHS = " ▁▂▃▄▅▆▇█"
+BLOCKS = "▁▂▃▄▅▆▇█"
+ASCII = "_.-=+*#@"
 CUT = 0.4  # where more than this share of the peak is always there, the axis begins above zero
 
 
@@ -19,7 +20,7 @@ class Marks:
 
     fixed: str = "░"
     growing: str = "▒"
-    levels: str = EIGHTHS
+    levels: str = f" {BLOCKS}"
     axis: str = "┤"
     budget: str = "┄"
     peak: str = "▼"
@@ -29,6 +30,20 @@ class Marks:
 
 BLOCK = Marks()
 PLAIN = Marks(fixed=".", growing=":", levels="  ###", axis="|", budget="-", peak="v", ours=">", bar="#")
+
+
+def encodes(encoding: str, text: str = BLOCKS) -> bool:
+    """Whether an output encoding has the block characters, or those of another text."""
+    try:
+        text.encode(encoding)
+    except (UnicodeEncodeError, LookupError):
+        return False
+    return True
+
+
+def marks_of(encoding: str) -> Marks:
+    """Marks that an output encoding has."""
+    return BLOCK if encodes(encoding) else PLAIN
 
 
 @dataclass(frozen=True)
@@ -74,9 +89,17 @@ def _cell(curve: Curve, i: int, bottom: float, top: float, marks: Marks) -> str:
         return marks.growing
     if total <= bottom:
         return " "
-    levels = len(marks.levels) - 1
     share = min(1.0, (total - bottom) / (top - bottom))
-    return marks.levels[max(1, round(share * levels))] if total > solid else " "
+    return marks.levels[max(1, round(share * (len(marks.levels) - 1)))] if total > solid else " "
+
+
+def sparkline(values: Sequence[float], low: float, high: float, levels: str = BLOCKS) -> str:
+    """A character per value, the lowest level at ``low`` and the highest only at ``high`` itself or above."""
+    span = high - low
+    if span <= 0:
+        return levels[0] * len(values)
+    top = len(levels) - 1
+    return "".join(levels[max(0, min(top, int((v - low) / span * top)))] for v in values)
 
 
 def resampled(values: Sequence[int], columns: int) -> list[int]:

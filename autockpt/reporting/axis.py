@@ -1,9 +1,25 @@
-"""A range of values on a line of a drawing, and the round numbers to write along it."""
+"""What drawings share: a range of values on a line, the round numbers to write along it, and marks of points."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from html import escape
+
+MARKS = ("circle", "square", "diamond", "triangle", "cross")
+
+
+def mark(kind: str, r: float, attributes: str, title: str) -> str:
+    """A mark around the origin as SVG, ``r`` from its middle to its edge."""
+    shapes = {
+        "circle": f'<circle r="{r}"',
+        "square": f'<rect x="{-r}" y="{-r}" width="{2 * r}" height="{2 * r}"',
+        "diamond": f'<path d="M0 {-r - 1}L{r + 1} 0L0 {r + 1}L{-r - 1} 0Z"',
+        "triangle": f'<path d="M0 {-r - 1}L{r + 1} {r}L{-r - 1} {r}Z"',
+        "cross": f'<path d="M{-r} {-r}L{r} {r}M{-r} {r}L{r} {-r}" stroke-width="2.5"',
+    }
+    tag = shapes[kind].split()[0][1:]
+    return f"{shapes[kind]} {attributes}><title>{escape(title)}</title></{tag}>"
 
 
 class Axis:

@@ -18,17 +18,15 @@ def print_batches(answer: BatchAnswer, console: Console) -> None:
     """Print the best setting's whole answer, all settings by tokens per second, and the trainers' flags."""
     print_answer(answer.outcome, console)
     best = answer.best
-    heading(f"{answer.rows_per_update} rows per update: which micro-batch", console)
-    console.print(batches_table(answer))
+    heading(f"{answer.rows_per_update} rows per update: which micro-batch", console, _batches_table(answer))
     if not isinstance(best.score, Measurement):
         console.print("~ simulated, not measured", style="dim")
     console.print()
-    took = words.seconds(answer.seconds)
     counted = f"The trials above are those of micro-batches of {best.batch_size}; "
-    counted += f"{answer.trials} of all sizes, in {took}."
+    counted += f"{answer.trials} of all sizes, in {words.seconds(answer.seconds)}."
     console.print(bullets([counted, *answer.notes]))
     heading("The settings that go with the plan:", console)
-    for trainer, flags in trainer_flags(best.batch_size, best.accumulate).items():
+    for trainer, flags in _trainer_flags(best.batch_size, best.accumulate).items():
         console.print(Text(f"  {trainer:<14}{flags}", style="cyan"), soft_wrap=True)
 
 
@@ -41,7 +39,7 @@ def batch_lines(answer: BatchAnswer) -> list[str]:
     return lines
 
 
-def batches_table(answer: BatchAnswer) -> Table:
+def _batches_table(answer: BatchAnswer) -> Table:
     """One line per setting, the most tokens per second first; in per cent of the best."""
     table = plain_table(">batch", ">×", "<plan", ">peak", ">update", f">{answer.unit}/s", ">of best")
     table.add_row(*_cells(answer.best, answer.best), style="bold")
@@ -65,7 +63,7 @@ def _cells(setting: BatchSetting, best: BatchSetting) -> list[str]:
     ]
 
 
-def trainer_flags(batch_size: int, accumulate: int) -> dict[str, str]:
+def _trainer_flags(batch_size: int, accumulate: int) -> dict[str, str]:
     """What trainers are given, on one device: micro-batch and accumulation by their own names."""
     rows = batch_size * accumulate
     return {

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from html import escape
 
-from autockpt.reporting.axis import Axis
+from autockpt.reporting.axis import MARKS, Axis, mark
 from autockpt.schema import format_binary, words
 from autockpt.schema.bench import BenchLine, BenchReport
 
@@ -14,7 +14,7 @@ LEFT, RIGHT, TOP, BOTTOM = 76, 236, 40, 56
 # ours first; then colours that are told apart by people who do not see red and green alike (Okabe & Ito 2008)
 OURS = "#d55e00"
 COLOURS = ("#000000", "#0072b2", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#8c6d31", "#7f7f7f")
-MARKS = ("circle", "square", "diamond", "triangle")
+FILLED = MARKS[:4]
 
 
 def bench_picture(report: BenchReport) -> str:
@@ -67,7 +67,7 @@ def _budgets(report: BenchReport, x: Axis) -> list[str]:
 def _method(peer: str, members: Sequence[BenchLine], number: int, x: Axis, y: Axis) -> list[str]:
     ours = any(line.row.budget for line in members)
     colour = OURS if ours else COLOURS[number % len(COLOURS)]
-    mark = MARKS[number % len(MARKS)]
+    kind = FILLED[number % len(FILLED)]
     compiled = members[0].row.group == "compiled"
     points = [(x(line.row.peak_bytes or 0), y(line.step_seconds or 0)) for line in members]
     path = " ".join(f"{px:.1f},{py:.1f}" for px, py in points)
@@ -78,27 +78,17 @@ def _method(peer: str, members: Sequence[BenchLine], number: int, x: Axis, y: Ax
             ends = [y.clipped((line.step_seconds or 0) * (1 + side * line.noise)) for side in (-1, 1)]
             parts.append(_line(px, y(ends[0]), px, y(ends[1]), colour))
         peak, step = format_binary(line.row.peak_bytes or 0), words.seconds(line.step_seconds or 0)
-        parts.append(_mark(mark, px, py, colour, f"{line.row.key}: {peak}, {step}", 5 if ours else 4))
+        parts.append(_mark(kind, px, py, colour, f"{line.row.key}: {peak}, {step}", 5 if ours else 4))
     row = TOP + 10 + 22 * number
     column = WIDTH - RIGHT + 26
-    parts.append(_mark(mark, column, row - 4, colour, peer, 5 if ours else 4))
+    parts.append(_mark(kind, column, row - 4, colour, peer, 5 if ours else 4))
     parts.append(_text(column + 12, row, peer + (" (compiled)" if compiled else ""), bold=ours))
     return parts
 
 
 def _mark(kind: str, x: float, y: float, colour: str, title: str, r: float) -> str:
-    shapes = {
-        "circle": f'<circle cx="{x:.1f}" cy="{y:.1f}" r="{r}" fill="{colour}">',
-        "square": f'<rect x="{x - r:.1f}" y="{y - r:.1f}" width="{2 * r}" height="{2 * r}" fill="{colour}">',
-        "diamond": _polygon(((x, y - r - 1), (x + r + 1, y), (x, y + r + 1), (x - r - 1, y)), colour),
-        "triangle": _polygon(((x, y - r - 1), (x + r + 1, y + r), (x - r - 1, y + r)), colour),
-    }
-    shape = shapes[kind]
-    return f"{shape}<title>{escape(title)}</title></{shape[1:].split()[0]}>"
-
-
-def _polygon(points: Iterable[tuple[float, float]], colour: str) -> str:
-    return f'<polygon points="{" ".join(f"{x:.1f},{y:.1f}" for x, y in points)}" fill="{colour}">'
+    drawn = mark(kind, r, f'fill="{colour}"', title)
+    return f'<g transform="translate({x:.1f} {y:.1f})">{drawn}</g>'
 
 
 def _line(x1: float, y1: float, x2: float, y2: float, colour: str, dash: str = "") -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Mapping
 
 from rich.console import Console
 from rich.table import Table
@@ -10,12 +11,15 @@ from rich.text import Text
 
 from autockpt.reporting import area
 from autockpt.reporting.answer import answer_rows, answer_table
-from autockpt.reporting.sparkline import can_draw
 from autockpt.reporting.style import bullets, heading, plain_table
 from autockpt.schema import format_binary, words
 from autockpt.schema.diagnosis import CommandReading, DeviceFailure, Diagnosis, Room, SnapshotReading
 
 _BAR = 20
+_FITS_ALREADY = (
+    "By the simulation the job fits without a plan. Describe it as it ran (--batch-size, --seq-len, --run), or take "
+    "one of these by its peak:"
+)
 SNAPSHOT_RULE = (
     "Purposes are read off the stacks, so they are likely, not certain: modules built, loaded or moved are weights, "
     "frames of an optimizer its states, recorded blocks without a Python stack what backward made, gradients among "
@@ -28,7 +32,10 @@ def print_diagnosis(said: Diagnosis, console: Console) -> None:
     if said.command is not None and said.command.missing:  # nothing below holds without it
         console.print(bullets(said.command.missing))
         console.print()
-    _opening(said, console)
+    if said.verdict:
+        console.print(Text(said.verdict, style="bold"))
+    if said.model is not None:
+        console.print(Text(", ".join(filter(None, (said.model, words.job(said.settings)))), style="dim"))
     if said.log is not None and said.log.failures:
         _reported(said.log.failures[0], console)
     if said.snapshot is not None:
@@ -39,58 +46,46 @@ def print_diagnosis(said: Diagnosis, console: Console) -> None:
         _simulated(said, said.room, console)
         _prescription(said, said.room, console)
     if said.unprescribed:
-        heading("No prescription", console)
-        console.print(Text(said.unprescribed))
+        heading("No prescription", console, Text(said.unprescribed))
     if said.advice:
-        heading("Besides" if said.room is not None else "What helps", console)
-        console.print(bullets(said.advice))
+        heading("Besides" if said.room is not None else "What helps", console, bullets(said.advice))
     if said.notes:
         console.print()
         console.print(bullets(said.notes))
 
 
-def _opening(said: Diagnosis, console: Console) -> None:
-    if said.verdict:
-        console.print(Text(said.verdict, style="bold"))
-    if said.model is not None:
-        facts = words.job(said.settings)
-        console.print(Text(", ".join(filter(None, (said.model, facts))), style="dim"))
-
-
 def _reported(failure: DeviceFailure, console: Console) -> None:
-    rows = [
-        ("in tensors", failure.allocated),
-        ("reserved by PyTorch, unused", failure.cached),
-        ("context and the like", failure.overhead),
-        ("others on the device", failure.others),
-        ("free", failure.free),
-    ]
-    known = [(name, size) for name, size in rows if size is not None]
+    rows = {
+        "in tensors": failure.allocated,
+        "reserved by PyTorch, unused": failure.cached,
+        "context and the like": failure.overhead,
+        "others on the device": failure.others,
+        "free": failure.free,
+    }
+    known = {name: size for name, size in rows.items() if size is not None}
     if not known:
         return
-    heading("What the message says", console)
-    table = plain_table("<", ">", show_header=False)
-    for name, size in known:
-        table.add_row(name, format_binary(size))
+    table = _sizes(known)
     if failure.capacity is not None:
         table.add_section()
         table.add_row("the device", format_binary(failure.capacity), style="bold")
-    console.print(table)
+    heading("What the message says", console, table)
+
+
+def _sizes(rows: Mapping[str, int]) -> Table:
+    table = plain_table("<", ">", show_header=False)
+    for name, size in rows.items():
+        table.add_row(name, format_binary(size))
+    return table
 
 
 def _snapshot(said: SnapshotReading, console: Console) -> None:
-    heading("What the snapshot holds, when memory ran out" if said.at_oom else "What the snapshot holds", console)
-    table = plain_table("<", ">", show_header=False)
-    rows = [*said.purposes.items()] if said.purposes else [("in use", said.allocated)]
-    for name, size in [*rows, ("reserved, unused", said.inactive)]:
-        table.add_row(name, format_binary(size))
+    table = _sizes({**(said.purposes or {"in use": said.allocated}), "reserved, unused": said.inactive})
     table.add_section()
     table.add_row(f"reserved, in {words.counted(said.segments, 'segment')}", format_binary(said.reserved))
-    console.print(table)
+    heading("What the snapshot holds" + (", when memory ran out" if said.at_oom else ""), console, table)
     if said.with_stacks:
-        heading("The largest, by who asked for them", console)
-        console.print(_groups(said))
-        console.print(Text(SNAPSHOT_RULE, style="dim"))
+        heading("The largest, by who asked for them", console, _groups(said), Text(SNAPSHOT_RULE, style="dim"))
 
 
 def _groups(said: SnapshotReading) -> Table:
@@ -105,17 +100,17 @@ def _groups(said: SnapshotReading) -> Table:
 
 def _command(said: CommandReading, console: Console) -> None:
     heading("What was taken from the command", console)
-    table = plain_table("<", "<", "<", show_header=False)
-    for t in said.taken:
-        table.add_row(t.flag, t.option, Text(t.note, style="dim"))
-    if said.taken:
-        console.print(table)
     lines = [*said.overruled]
     if said.not_understood:
         lines.append(f"not understood, and left out: {', '.join(said.not_understood)}")
     if said.harmless:
         lines.append(f"without effect on a step's memory: {', '.join(said.harmless)}")
-    if not said.taken:
+    if said.taken:
+        table = plain_table("<", "<", "<", show_header=False)
+        for t in said.taken:
+            table.add_row(t.flag, t.option, Text(t.note, style="dim"))
+        console.print(table)
+    else:
         lines.append("nothing: no flag in it says anything about memory")
     if lines:
         console.print(bullets(lines))
@@ -123,33 +118,24 @@ def _command(said: CommandReading, console: Console) -> None:
 
 def _simulated(said: Diagnosis, room: Room, console: Console) -> None:
     assert said.agreement is not None
-    over = said.agreement.stage is not None
-    heading(f"What fills it, by a ghost run, {'where it runs over' if over else 'at the peak'}", console)
-    marks = area.BLOCK if can_draw(console.encoding) else area.PLAIN
+    marks = area.marks_of(console.encoding)
     total = max(1, sum(h.peak_bytes for h in said.holdings))
     table = plain_table("<", ">", ">", "", show_header=False)
     for h in said.holdings:
         if h.peak_bytes:
             share = h.peak_bytes / total
-            filled = area.bar(share, _BAR, marks)
-            table.add_row(h.name, format_binary(h.peak_bytes), words.share(share), filled)
+            table.add_row(h.name, format_binary(h.peak_bytes), words.share(share), area.bar(share, _BAR, marks))
     table.add_section()
     table.add_row("together", format_binary(total), "", "", style="bold")
-    console.print(table)
-    console.print(bullets(said.agreement.verdicts))
+    where = "where it runs over" if said.agreement.stage is not None else "at the peak"
+    heading(f"What fills it, by a ghost run, {where}", console, table, bullets(said.agreement.verdicts))
 
 
 def _prescription(said: Diagnosis, room: Room, console: Console) -> None:
-    heading("Prescription", console)
-    console.print(Text(_room(room)))
-    if said.fits_already and said.choices:
-        console.print(
-            Text(
-                "By the simulation the job fits without a plan. Describe it as it ran (--batch-size, --seq-len, "
-                "--run), or take one of these by its peak:"
-            )
-        )
+    heading("Prescription", console, Text(_room(room)))
     if said.choices:
+        if said.fits_already:
+            console.print(Text(_FITS_ALREADY))
         console.print()
         console.print(answer_table(answer_rows(said.rows, room.for_plans.budget_bytes or 0), console))
         console.print(Text("~ simulated, not measured", style="dim"))

@@ -22,12 +22,8 @@ def print_estimates(estimates: Iterable[Estimate], console: Console) -> None:
         console.print(Text(_line(_cells(estimate))), soft_wrap=True)
         if said := _said(estimate):
             console.print(Padding(Text(said, style="dim"), (0, 0, 0, 4)))
-    console.print(
-        Text(
-            f"~ simulated, not measured; with context and allocator, {SIMULATED_HEADROOM} of a card left free",
-            style="dim",
-        )
-    )
+    rests_on = f"~ simulated, not measured; with context and allocator, {SIMULATED_HEADROOM} of a card left free"
+    console.print(Text(rests_on, style="dim"))
 
 
 def _cells(estimate: Estimate) -> tuple[str, ...]:

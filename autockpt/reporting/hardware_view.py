@@ -21,6 +21,7 @@ def hardware_rows(measured: Hardware, like: Hardware | None) -> list[Row]:
     """Figure, measured value, value of ``like``, and the unit: FLOP/s, B/s, B, s, a share, or per second."""
     other: dict[str, float] = like.matrix_flops if like else {}
     known: dict[str, float] = like.element_rates if like else {}
+    theirs = like.efficiency if like else None
     rows: list[Row] = [
         (f"matrix rate {dtype}", measured.matrix_flops.get(dtype), other.get(dtype), "FLOP/s")
         for dtype in measured.matrix_flops | other
@@ -42,7 +43,6 @@ def hardware_rows(measured: Hardware, like: Hardware | None) -> list[Row]:
         ("context", "context_bytes", "B"),
     )
     rows += [(title, getattr(measured, name), getattr(like, name, None), unit) for title, name, unit in plain]
-    theirs = like.efficiency if like else None
     shares = ("matrix", "attention", "attention_backward", "bandwidth", "link")
     rows += [
         (f"share: {name.replace('_', ' ')}", getattr(measured.efficiency, name), getattr(theirs, name, None), "share")

@@ -31,31 +31,22 @@ class Sink(Protocol):
     def close(self) -> None: ...
 
 
-class _TensorBoard:
-    def __init__(self, folder: Path, name: str, facts: dict[str, Any]) -> None:
-        client: Any = importlib.import_module("tensorboard.summary")
-        self._writer = client.Writer(str(folder / "tensorboard" / name))
-
-    def write(self, step: int, numbers: dict[str, float]) -> None:
-        for tag, value in numbers.items():
-            self._writer.add_scalar(tag, value, step=step)
-        self._writer.flush()
-
-    def close(self) -> None:
-        self._writer.close()
-
-
-class _Wandb:
-    def __init__(self, folder: Path, name: str, facts: dict[str, Any]) -> None:
+def _client(kind: str, folder: Path, name: str, facts: dict[str, Any]) -> tuple[Callable[..., Any], Callable[[], Any]]:
+    """What writes a step's numbers with a client, and what closes it."""
+    if kind == "wandb":
         folder.mkdir(parents=True, exist_ok=True)
-        client: Any = importlib.import_module("wandb")
-        self._run = client.init(project="autockpt", name=name, dir=str(folder), config=facts)
+        wandb: Any = importlib.import_module("wandb")
+        run = wandb.init(project="autockpt", name=name, dir=str(folder), config=facts)
+        return lambda step, numbers: run.log(numbers, step=step), run.finish
+    tensorboard: Any = importlib.import_module("tensorboard.summary")
+    writer = tensorboard.Writer(str(folder / "tensorboard" / name))
 
-    def write(self, step: int, numbers: dict[str, float]) -> None:
-        self._run.log(numbers, step=step)
+    def write(step: int, numbers: dict[str, float]) -> None:
+        for tag, value in numbers.items():
+            writer.add_scalar(tag, value, step=step)
+        writer.flush()
 
-    def close(self) -> None:
-        self._run.finish()
+    return write, writer.close
 
 
 class _Process:
@@ -92,14 +83,14 @@ def serve(lines: Iterator[str], answer: Callable[[str], None]) -> None:
     """What the process of a client does: begin, write each line's numbers, close at the end of them."""
     kind, folder, name, facts = json.loads(next(lines))
     try:
-        sink: Sink = (_TensorBoard if kind == "tensorboard" else _Wandb)(Path(folder), name, facts)
+        write, close = _client(kind, Path(folder), name, facts)
     except Exception as error:
         answer(" ".join(f"{type(error).__name__}: {error}".split()))
         return
     answer(_READY)
     for line in lines:
-        sink.write(*json.loads(line))
-    sink.close()
+        write(*json.loads(line))
+    close()
 
 
 class LoggingListener:
@@ -126,9 +117,6 @@ class LoggingListener:
         numbers = {**_numbers(trial, ""), **(_numbers(best, "best ") if best is not None else {})}
         self._each(lambda sink: sink.write(self._step, numbers))
         self._step += 1
-
-    def add(self, kind: str, sink: Sink) -> None:
-        self._sinks[kind] = sink
 
     def close(self) -> None:
         """Finish all logs."""
@@ -164,7 +152,8 @@ def logging_to(kinds: Sequence[str], inner: Listener, folder: Path, name: str, f
     if not kinds:
         yield inner
         return
-    listener = LoggingListener(inner, {})
+    sinks: dict[str, Sink] = {}
+    listener = LoggingListener(inner, sinks)
     try:
         for kind in kinds:
             if kind not in KINDS:
@@ -174,7 +163,7 @@ def logging_to(kinds: Sequence[str], inner: Listener, folder: Path, name: str, f
                     f"--log-to {kind} needs the package {kind}, which is not installed",
                     remedy=f"Install it: pip install {kind}",
                 )
-            listener.add(kind, _Process(kind, folder, name, facts))
+            sinks[kind] = _Process(kind, folder, name, facts)
         yield listener
     finally:
         listener.close()

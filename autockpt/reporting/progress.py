@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from types import TracebackType
 
 from rich.console import Console
 from rich.progress import (
@@ -14,7 +13,6 @@ from rich.progress import (
     Progress,
     SpinnerColumn,
     Task,
-    TaskID,
     TextColumn,
     TimeElapsedColumn,
     TimeRemainingColumn,
@@ -145,30 +143,25 @@ class BarListener:
             console=console,
             transient=True,
         )
-        self._task: TaskID | None = None
+        self._task = self._progress.add_task("", best="", visible=False)  # until the first stage
 
     def __enter__(self) -> BarListener:
         self._progress.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._progress.stop()
 
     def stage(self, name: str, total: int | None = None) -> None:
-        if self._task is not None:
-            self._progress.remove_task(self._task)
+        self._progress.remove_task(self._task)
         self._task = self._progress.add_task(name, total=total, best="")
 
     def advance(self, steps: int = 1) -> None:
-        if self._task is not None:
-            self._progress.advance(self._task, steps)
+        self._progress.advance(self._task, steps)
 
     def trial(self, trial: Trial, best: Trial | None) -> None:
-        if self._task is not None:
-            said = f"best {describe_numbers(best)}" if best else "nothing fits yet"
-            self._progress.update(self._task, advance=1, best=said)
+        said = f"best {describe_numbers(best)}" if best else "nothing fits yet"
+        self._progress.update(self._task, advance=1, best=said)
 
     def note(self, text: str) -> None:
         self._console.print(Text(text))
@@ -199,7 +192,6 @@ def describe_numbers(trial: Trial) -> str:
         return f"{words.step_time(trial.measured)}, {format_binary(trial.measured.peak_bytes)}"
     if trial.predicted:
         step = f"{words.seconds(trial.predicted.step_seconds)}, " if trial.predicted.step_seconds else ""
-        if trial.state == "simulated":
-            return f"simulated {step}{format_binary(trial.predicted.peak_bytes)}"
-        return f"~{step}{format_binary(trial.predicted.peak_bytes)}"
+        how = "simulated " if trial.state == "simulated" else "~"
+        return f"{how}{step}{format_binary(trial.predicted.peak_bytes)}"
     return ""

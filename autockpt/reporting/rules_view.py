@@ -6,7 +6,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from autockpt.reporting.explain_words import basis_mark, writable
+from autockpt.reporting.explain_view import basis_mark, writable
 from autockpt.reporting.style import bullets, plain_table
 from autockpt.schema import format_binary, format_bytes, words
 from autockpt.schema.explanation import Reading, Rule, Rules

@@ -1,15 +1,18 @@
-"""One look for all tables: light, readable without colour, narrow enough for 80 columns."""
+"""One look for all tables: light, readable without colour, narrow enough for 80 columns; and the console for them."""
 
 from __future__ import annotations
 
 import copy
+import os
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from rich.box import Box
 from rich.cells import cell_len
-from rich.console import Console, ConsoleOptions, RenderResult
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.padding import Padding
+from rich.segment import Segment
 from rich.table import Column, Table
 from rich.text import Text
 
@@ -131,10 +134,12 @@ def plain_table(*columns: str, show_header: bool = True) -> Table:
     return table
 
 
-def heading(text: str, console: Console) -> None:
-    """An empty line, and what the next ones are about."""
+def heading(text: str, console: Console, *beneath: RenderableType) -> None:
+    """An empty line, what the next ones are about, and these."""
     console.print()
     console.print(Text(text, style="bold"))
+    for part in beneath:
+        console.print(part)
 
 
 def bullets(lines: Iterable[str], mark: str = "•") -> Table:
@@ -145,3 +150,31 @@ def bullets(lines: Iterable[str], mark: str = "•") -> Table:
     for line in lines:
         grid.add_row(mark, Text(line))
     return grid
+
+
+# C0 and C1 controls but for tab and newline, and what turns the direction of text around
+_CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+
+
+def shown(text: str) -> str:
+    """The text with control characters escaped, as ``\\x1b``."""
+    return _CONTROLS.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
+
+
+class SafeConsole(Console):
+    """Prints control characters of what it is given escaped; colours and cursor movements of its own stay."""
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        for segment in super().render(renderable, options):
+            if segment.control is None and _CONTROLS.search(segment.text):
+                yield Segment(shown(segment.text), segment.style)
+            else:
+                yield segment
+
+
+def console(stderr: bool) -> Console:
+    """Colour only on terminals and without NO_COLOR; pipes and files get 120 columns unless COLUMNS says otherwise."""
+    made = SafeConsole(stderr=stderr, highlight=False, markup=False, emoji=False)
+    if not made.is_terminal and not os.environ.get("COLUMNS"):
+        made.width = 120
+    return made

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from datetime import datetime
 
 from rich.console import Console
@@ -11,7 +11,7 @@ from rich.text import Text
 
 from autockpt.history.trials import measurements
 from autockpt.reporting.progress import FITS, STATES
-from autockpt.reporting.style import plain_table
+from autockpt.reporting.style import heading, plain_table
 from autockpt.schema import Measurement, Trial, format_binary, format_bytes, words
 from autockpt.schema.names import fold
 
@@ -24,25 +24,29 @@ def when(seconds: float) -> str:
     return datetime.fromtimestamp(seconds).astimezone().strftime("%Y-%m-%d %H:%M")
 
 
-def legend(trials: Iterable[Trial]) -> str:
-    """What the letters of some trials' choices mean."""
-    said = ", ".join(f"{letter} {kind}" for letter, kind in words.letters(trial.choices for trial in trials))
-    return f"A letter for each layer, first to last: {said}; a small letter: in a part of the layer alone"
-
-
 def print_trials(trials: Sequence[Trial], front: Sequence[Trial], console: Console) -> None:
     """Print trials in the order given, a ``*`` at those on the front, then the front by itself."""
     print_table(trials, front, console)
     counted = "simulated" if any(t.state == "simulated" for t in front) else "measured"
     console.print(Text(f"Pareto front (no other {counted} trial is both faster and leaner)", style="bold"))
-    console.print(front_table(front) if front else "  nothing was measured yet")
+    if not front:
+        console.print("  nothing was measured yet")
+        return
+    table = plain_table(">peak", ">step", "fits", ">#", "<name")
+    for trial in front:  # leanest first
+        if trial.score is not None:
+            peak, step = format_binary(trial.score.peak_bytes), _score_time(trial)
+            table.add_row(peak, step, _fits(trial), str(trial.number), trial.name)
+    console.print(table)
 
 
 def print_table(trials: Sequence[Trial], front: Sequence[Trial], console: Console) -> None:
     """Print trials in the order given, and what the letters mean."""
-    console.print(trials_table(trials, {t.number for t in front}, console.width))
+    console.print(_trials_table(trials, {t.number for t in front}, console.width))
     console.print()
-    console.print(Text(legend(trials), style="dim"))
+    letters = ", ".join(f"{letter} {kind}" for letter, kind in words.letters(trial.choices for trial in trials))
+    said = f"A letter for each layer, first to last: {letters}; a small letter: in a part of the layer alone"
+    console.print(Text(said, style="dim"))
     if any(t.state == "simulated" for t in trials):
         console.print(Text("~ simulated, not measured", style="dim"))
     if any(t.feasible is None for t in trials):
@@ -50,7 +54,7 @@ def print_table(trials: Sequence[Trial], front: Sequence[Trial], console: Consol
     console.print()
 
 
-def trials_table(trials: Sequence[Trial], front: set[int], width: int) -> Table:
+def _trials_table(trials: Sequence[Trial], front: set[int], width: int) -> Table:
     """Number, encoding, peak, step time, verdict, hash and the choices in one line."""
     wide = width >= WIDE
     predicted = [">predicted"] if wide else []
@@ -62,19 +66,19 @@ def trials_table(trials: Sequence[Trial], front: set[int], width: int) -> Table:
 
 def _cells(trial: Trial, on_front: bool, *, wide: bool, room: int) -> list[Text | str]:
     measured, predicted = trial.measured, trial.predicted
-    step = words.step_time(measured) if measured else ""
-    peak = format_binary(measured.peak_bytes) if measured else "—"
-    if not measured and predicted and not wide:  # there is no column for it
-        peak = f"~{format_binary(predicted.peak_bytes)}"
-    if not step and predicted and predicted.step_seconds:
-        step = f"~{words.seconds(predicted.step_seconds)}"
+    peak, step = "—", "—"
+    if measured:
+        peak, step = format_binary(measured.peak_bytes), words.step_time(measured)
+    elif predicted:
+        peak = peak if wide else f"~{format_binary(predicted.peak_bytes)}"  # there is no column for it
+        step = f"~{words.seconds(predicted.step_seconds)}" if predicted.step_seconds else step
     return [
         "*" if on_front else "",
         str(trial.number),
         trial.encoding if trial.encoding != "baseline" else trial.name,
         peak,
         *([format_binary(predicted.peak_bytes) if predicted else "—"] if wide else []),
-        step or "—",
+        step,
         _fits(trial),
         trial.plan_hash[:8],
         words.strip(trial.choices, room),
@@ -97,16 +101,6 @@ def _score_time(trial: Trial) -> str:
     return f"~{words.seconds(trial.score_seconds)}" if trial.score is not None and trial.score.step_seconds else "—"
 
 
-def front_table(front: Sequence[Trial]) -> Table:
-    """The front, leanest first."""
-    table = plain_table(">peak", ">step", "fits", ">#", "<name")
-    for trial in front:
-        if trial.score is not None:
-            peak, step = format_binary(trial.score.peak_bytes), _score_time(trial)
-            table.add_row(peak, step, _fits(trial), str(trial.number), trial.name)
-    return table
-
-
 def print_trial(trial: Trial, readings: Sequence[Trial], console: Console) -> None:
     """One trial in full; ``readings`` are all lines that were written about it, oldest first."""
     console.print(Text(f"Trial {trial.number}: {trial.name}", style="bold"))
@@ -120,9 +114,7 @@ def print_trial(trial: Trial, readings: Sequence[Trial], console: Console) -> No
     console.print(_beside(trial))
     measured = measurements(readings)
     if len(measured) > 1:
-        console.print()
-        console.print(Text("Measured more than once; the last one counts", style="bold"))
-        console.print(_readings(measured))
+        heading("Measured more than once; the last one counts", console, _readings(measured))
     if trial.parameters:
         console.print()
         said = ", ".join(f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in trial.parameters.items())

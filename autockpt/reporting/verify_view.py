@@ -26,17 +26,16 @@ def print_report(report: VerifyReport, console: Console) -> None:
     if report.notes:
         console.print(bullets(report.notes))
     failed = [c.name for c in report.checks if c.state == "failed"]
-    if report.steps is not None:
-        steps = f"steps that are compiled otherwise than the plan's ({report.steps})"
-        if failed:
-            console.print(Text(f"The plan cannot be used in {steps}: {', '.join(failed)}.", style="bold red"))
-        else:
-            console.print(Text(f"This is what {steps} take; it promises nothing about them.", style="bold"))
-    elif failed:
-        console.print(Text(f"The plan does not keep its promise: {', '.join(failed)}.", style="bold red"))
-    elif report.passed and any(c.state == "passed" for c in report.checks if c.name in ("peak", "step time")):
-        console.print(Text("The plan keeps its promise.", style="bold green"))
+    steps = f"steps that are compiled otherwise than the plan's ({report.steps})"
+    if failed:
+        said = "does not keep its promise" if report.steps is None else f"cannot be used in {steps}"
+        said, style = f"The plan {said}: {', '.join(failed)}.", "bold red"
+    elif report.steps is not None:
+        said, style = f"This is what {steps} take; it promises nothing about them.", "bold"
+    elif any(c.state == "passed" for c in report.checks if c.name in ("peak", "step time")):
+        said, style = "The plan keeps its promise.", "bold green"
     elif report.passed:
-        console.print(Text("No check failed; no peak or step time was compared with the plan's.", style="bold green"))
+        said, style = "No check failed; no peak or step time was compared with the plan's.", "bold green"
     else:
-        console.print(Text("Nothing could be checked.", style="bold yellow"))
+        said, style = "Nothing could be checked.", "bold yellow"
+    console.print(Text(said, style=style))

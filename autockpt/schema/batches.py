@@ -41,7 +41,7 @@ class BatchSetting(Data):
     @property
     def noise(self) -> float:
         """Half the width of the 95 % interval of the seconds, as a share of them; 0 for simulated ones."""
-        return self.score.noise if isinstance(self.score, Measurement) else 0.0
+        return self.score.noise
 
     def surely_slower(self, other: BatchSetting) -> bool:
         """Whether the 95 % intervals of both lie apart, this one's above."""

@@ -24,20 +24,6 @@ def _words(value: object) -> str:
     return ", ".join(map(str, value)) if isinstance(value, tuple | list) else str(value)
 
 
-def _tidy(names: tuple[str, ...]) -> tuple[str, ...]:
-    if not all(names):
-        raise ValueError("must name modules, none of them by an empty name")
-    return (EVERYTHING,) if EVERYTHING in names else tuple(sorted(set(names)))
-
-
-def _check_within(names: tuple[str, ...]) -> None:
-    for name in names:
-        if name in (EVERYTHING, ATTENTION):
-            raise ValueError(f"within must name modules, not {name}")
-        if any(name.startswith(f"{other}.") for other in names):
-            raise ValueError(f"within names {name} and a module around it")
-
-
 class _Choice(Data):
     letter: ClassVar[str]
     """What stands for the choice where a plan is shown in one line."""
@@ -72,15 +58,29 @@ class Recompute(_Choice):
 class _NamesParts(_Choice):
     """A choice whose ``keep`` and ``within`` name modules inside the unit."""
 
-    @field_validator("keep", "within", mode="before", check_fields=False)
+    keep: tuple[str, ...] = ()
+    within: tuple[str, ...] = ()
+
+    @field_validator("keep", "within", mode="before")
     @classmethod
     def _listed(cls, value: Any) -> Any:
         return (value,) if isinstance(value, str) else value
 
-    @field_validator("keep", "within", check_fields=False)
+    @field_validator("keep", "within")
     @classmethod
     def _tidy(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        return _tidy(value)
+        if not all(value):
+            raise ValueError("must name modules, none of them by an empty name")
+        return (EVERYTHING,) if EVERYTHING in value else tuple(sorted(set(value)))
+
+    @model_validator(mode="after")
+    def _apart(self) -> Self:
+        for name in self.within:
+            if name in (EVERYTHING, ATTENTION):
+                raise ValueError(f"within must name modules, not {name}")
+            if any(name.startswith(f"{other}.") for other in self.within):
+                raise ValueError(f"within names {name} and a module around it")
+        return self
 
 
 class Selective(_NamesParts):
@@ -96,13 +96,11 @@ class Selective(_NamesParts):
     letter: ClassVar[str] = "S"
     kind: Literal["selective"] = "selective"
     keep: tuple[str, ...] = (EVERYTHING,)
-    within: tuple[str, ...] = ()
 
     @model_validator(mode="after")
     def _makes_sense(self) -> Self:
         if not self.keep and not self.within:
             raise ValueError("keep must name at least one module; without any, the choice is `recompute`")
-        _check_within(self.within)
         return self
 
 
@@ -116,13 +114,6 @@ class Remake(_NamesParts):
 
     letter: ClassVar[str] = "T"  # of tensors: with M, "OOM" would be a plan
     kind: Literal["remake"] = "remake"
-    keep: tuple[str, ...] = ()
-    within: tuple[str, ...] = ()
-
-    @model_validator(mode="after")
-    def _makes_sense(self) -> Self:
-        _check_within(self.within)
-        return self
 
 
 class KeepAttention(_Choice):

@@ -179,9 +179,7 @@ class Agreement(Data):
     """The simulated step against what the run reported."""
 
     simulated_peak: int = Field(description="allocated and context")
-    simulated_reserved: int | None = Field(
-        default=None, description="reserved, context and a margin, as promises count"
-    )
+    simulated_reserved: int | None = Field(default=None, description="reserved, context and margin, as promises count")
     overflows: bool
     stage: Stage | None = Field(default=None, description="where the simulated step runs over; None where it does not")
     place: str = ""

@@ -52,9 +52,7 @@ class Op(Data):
     inputs: tuple[int, ...] = Field(
         default=(), description="ids of the storages read, one per tensor argument in the order of the call"
     )
-    offsets: tuple[int, ...] = Field(
-        default=(), description="offset in elements of each tensor in `inputs`; empty: all 0"
-    )
+    offsets: tuple[int, ...] = Field(default=(), description="in elements, of each tensor in `inputs`; empty: all 0")
     outputs: tuple[TensorMeta, ...] = ()
     saves: tuple[int, ...] = Field(default=(), description="ids of storages that this op saved for backward")
     watched: bool = Field(
@@ -158,7 +156,7 @@ class Graph(Data):
         """Signatures of ops that are timed one by one: all but those of the optimizer, which is timed as a whole."""
         return {self.signatures[op.signature] for op in self.ops if op.phase != "optimizer"}
 
-    @property
+    @cached_property
     def flops(self) -> int:
         """FLOPs of the whole cycle."""
         return sum(op.flops * runs for op, runs in zip(self.ops, self.runs, strict=True))

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal, get_args
 
 import yaml
-from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo, field_validator, model_validator
 
 from autockpt.errors import UsageError
 from autockpt.schema.base import Data
@@ -22,8 +22,6 @@ MATRIX_DTYPES = ("float64", "float32", "tf32", "bfloat16", "float16")
 
 # What any device of the last twenty years lies between; outside, a unit was most likely mistaken.
 _RATE = (1e9, 1e17, "FLOP/s")
-_BANDWIDTH = (1e9, 1e15, "bytes/s")
-_LINK = (1e7, 1e14, "bytes/s")
 _SMALLEST_MEMORY, _LARGEST_MEMORY = 2**26, 2**48
 
 
@@ -40,6 +38,9 @@ def _size(value: Any) -> Any:
 Bytes = Annotated[int, BeforeValidator(_size)]
 Share = Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
+Rate = Annotated[Finite, AfterValidator(lambda value: _within(value, *_RATE))]
+Bandwidth = Annotated[Finite, AfterValidator(lambda value: _within(value, 1e9, 1e15, "bytes/s"))]
+Link = Annotated[Finite, AfterValidator(lambda value: _within(value, 1e7, 1e14, "bytes/s"))]
 
 
 class Efficiency(Data):
@@ -88,9 +89,9 @@ class Hardware(Data):
     )
     memory_bytes: Bytes = Field(description="what the device has")
     context_bytes: Bytes = Field(description="what driver, context and loaded kernels hold of it, per process")
-    vector_flops: Finite = Field(description="fp32 outside of matrix units")
+    vector_flops: Rate = Field(description="fp32 outside of matrix units")
     matrix_flops: dict[str, Finite] = Field(description="by dtype: float32, tf32, bfloat16, float16, float64")
-    bandwidth: Finite = Field(description="of device memory")
+    bandwidth: Bandwidth = Field(description="of device memory")
     launch_seconds: Finite = Field(description="host time per op: Python, autograd, dispatcher, launch")
     region_seconds: float | None = Field(
         default=None,
@@ -106,15 +107,15 @@ class Hardware(Data):
     )
     kernel_seconds: float = Field(default=0.0, ge=0, le=1e-3, description="least time of a kernel on the device")
     cache_bytes: Bytes = Field(default=0, description="last-level cache, where ops find what those before them wrote")
-    cache_bandwidth: Finite | None = Field(default=None, description="where all that an op touches fits into it")
+    cache_bandwidth: Bandwidth | None = Field(default=None, description="where all that an op touches fits into it")
     element_rates: dict[str, Finite] = Field(
         default_factory=dict,
         description="elements per second of kernels that neither FLOPs nor bytes explain, by op: tanh, bernoulli_, …",
     )
-    link_out: Finite = Field(description="device to host, pinned; on a CPU into a memory-mapped file")
-    link_in: Finite = Field(description="host to device, likewise")
-    pageable_out: Finite | None = Field(default=None, description="device to host, memory that is not pinned")
-    pageable_in: Finite | None = None
+    link_out: Link = Field(description="device to host, pinned; on a CPU into a memory-mapped file")
+    link_in: Link = Field(description="host to device, likewise")
+    pageable_out: Link | None = Field(default=None, description="device to host, memory that is not pinned")
+    pageable_in: Link | None = None
     unified_memory: bool = False
     efficiency: Efficiency
     sources: dict[str, str] = Field(default_factory=dict, description="by figure: where it is from")
@@ -147,27 +148,21 @@ class Hardware(Data):
             raise ValueError(f"{value} bytes is not what a device has; write a size with its unit, such as 24GiB")
         return value
 
-    @field_validator("context_bytes")
+    @field_validator("context_bytes", "cache_bytes")
     @classmethod
-    def _possible_context(cls, value: int, info: ValidationInfo) -> int:
+    def _possible_part(cls, value: int, info: ValidationInfo) -> int:
         memory = info.data.get("memory_bytes")
         if value < 0 or (memory is not None and value >= memory):
-            raise ValueError("a context takes 0 bytes or more, and less than memory_bytes; write it as 500MiB")
+            what, size = {"cache_bytes": ("cache has", "40MiB")}.get(str(info.field_name), ("context takes", "500MiB"))
+            raise ValueError(f"a {what} 0 bytes or more, and less than memory_bytes; write it as {size}")
         return value
 
-    @field_validator("vector_flops", "bandwidth", "link_out", "link_in", "pageable_out", "pageable_in")
+    @field_validator("link_out", "link_in", "pageable_out", "pageable_in")
     @classmethod
-    def _possible_rate(cls, value: float | None, info: ValidationInfo) -> float | None:
-        name = str(info.field_name)
-        if value is None:
-            return value
-        if name == "vector_flops":
-            return _within(value, *_RATE)
-        if name == "bandwidth":
-            return _within(value, *_BANDWIDTH)
-        value = _within(value, *_LINK)
+    def _possible_link(cls, value: float | None, info: ValidationInfo) -> float | None:
         memory = info.data.get("bandwidth")
-        if memory is not None and info.data.get("kind") in ("cuda", "rocm") and value > memory:
+        on_gpu = info.data.get("kind") in ("cuda", "rocm")
+        if value is not None and memory is not None and on_gpu and value > memory:
             raise ValueError("no link is faster than the device's own memory (bandwidth); correct one of the two")
         return value
 
@@ -193,19 +188,11 @@ class Hardware(Data):
             raise ValueError(f"launching an op takes between 10 ns and 10 ms, in seconds{hint}")
         return value
 
-    @field_validator("cache_bytes")
-    @classmethod
-    def _possible_cache(cls, value: int, info: ValidationInfo) -> int:
-        memory = info.data.get("memory_bytes")
-        if value < 0 or (memory is not None and value >= memory):
-            raise ValueError("a cache has 0 bytes or more, and less than memory_bytes; write it as 40MiB")
-        return value
-
     @field_validator("cache_bandwidth")
     @classmethod
     def _possible_cache_rate(cls, value: float | None, info: ValidationInfo) -> float | None:
         memory = info.data.get("bandwidth")
-        if value is not None and memory is not None and _within(value, *_BANDWIDTH) < memory:
+        if value is not None and memory is not None and value < memory:
             raise ValueError(f"{value:g} bytes/s is below the bandwidth of the memory behind the cache ({memory:g})")
         return value
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from itertools import accumulate
 from pathlib import Path
 from typing import Literal
 
@@ -49,13 +50,10 @@ class Lengths(Data):
 
     def __str__(self) -> str:
         """``5,000 rows of 12 to 4,096 tokens, half of them up to 380``."""
-        total, seen = sum(self.counts.values()), 0
-        for length, count in self.counts.items():
-            seen += count
-            if 2 * seen >= total:
-                least = min(self.counts)
-                return f"{total:,} {self.of} of {least:,} to {self.longest:,} tokens, half of them up to {length:,}"
-        raise AssertionError("a histogram has entries")
+        total, seen = sum(self.counts.values()), accumulate(self.counts.values())
+        half = next(length for length, below in zip(self.counts, seen, strict=True) if 2 * below >= total)
+        least = min(self.counts)
+        return f"{total:,} {self.of} of {least:,} to {self.longest:,} tokens, half of them up to {half:,}"
 
     def cut(self, most: int) -> Lengths:
         """The same where longer sequences are cut off there."""
@@ -70,12 +68,9 @@ class Lengths(Data):
         Rows are taken to be drawn at random, ``rows`` at a time, and padded to the longest among them: a share F of
         rows up to some length makes F ** ``rows`` of batches. Grouped by length they are shorter: count batches then.
         """
-        total, below, shares = sum(self.counts.values()), 0, dict[int, float]()
-        power, before = rows if self.of == "rows" else 1, 0.0
-        for length, count in self.counts.items():
-            below += count
-            now = (below / total) ** power
-            shares[length], before = now - before, now
+        total, power = sum(self.counts.values()), rows if self.of == "rows" else 1
+        upto = [(below / total) ** power for below in accumulate(self.counts.values())]
+        shares = {length: now - before for length, now, before in zip(self.counts, upto, [0.0, *upto], strict=False)}
         return _rounded_up(shares, levels)
 
 

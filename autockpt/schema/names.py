@@ -21,7 +21,7 @@ _RANGE = re.compile(r"([0-9]+)-([0-9]+)")
 _INDEX = re.compile(r"0|[1-9][0-9]*")
 _MOST_NAMES = 100_000
 # torch.compile, FSDP1 and torch's own activation-checkpoint wrapper put a component of their own at any depth
-_WRAPPED_ANYWHERE = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
+WRAPPED_ANYWHERE = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
 # DDP, PEFT and Lightning's strategies stand in front
 _WRAPPED_IN_FRONT = (("module",), ("base_model", "model"), ("_forward_module",))
 
@@ -63,7 +63,7 @@ class Pattern:
                 raise PlanError(f"{self.text!r} stands for no definite names", remedy="Write names and ranges only.")
             options = range(part.first, part.last + 1) if isinstance(part, IndexRange) else [part]
             # counted before anything is made: a range may be endless for all practical purposes
-            if len(names) * (part.last - part.first + 1 if isinstance(part, IndexRange) else 1) > _MOST_NAMES:
+            if len(names) * len(options) > _MOST_NAMES:
                 raise PlanError(f"{self.text!r} names too many units", remedy=f"At most {_MOST_NAMES} can be named.")
             names = [f"{name}.{option}" for name in names for option in options]
         return [name[1:] for name in names]
@@ -219,19 +219,16 @@ def check_nesting(owner: Mapping[str, Entry[Choice]] | Mapping[str, Choice]) -> 
 
     Takes what ``expand`` returned, or choices by exact name. Raises PlanError naming both lines.
     """
-    for name, inner in owner.items():
-        for outer_name in ancestors(name):
-            outer = owner.get(outer_name)
-            choice = outer.value if isinstance(outer, Entry) else outer
-            if outer is None or getattr(choice, "kind", "") == "save":
+    entries = {name: said if isinstance(said, Entry) else Entry(name, said) for name, said in owner.items()}
+    for name, inner in entries.items():
+        for around in ancestors(name):
+            outer = entries.get(around)
+            if outer is None or outer.value.kind == "save":
                 continue
-            here = _source(inner) if isinstance(inner, Entry) else repr(name)
-            there = _source(outer) if isinstance(outer, Entry) else repr(outer_name)
-            message = f"{here} makes a choice inside {outer_name}, which {there} already sets to {choice}"
-            raise PlanError(
-                inner.located(message) if isinstance(inner, Entry) else message,
-                remedy=f"Set {outer_name} to save, or leave the choice on {name} out.",
+            said = (
+                f"{_source(inner)} makes a choice inside {around}, which {_source(outer)} already sets to {outer.value}"
             )
+            raise PlanError(inner.located(said), remedy=f"Set {around} to save, or leave the choice on {name} out.")
 
 
 def strip_prefixes(name: str) -> str:
@@ -240,7 +237,7 @@ def strip_prefixes(name: str) -> str:
     ``base_model.model.model.layers.0`` and ``module._orig_mod.model.layers.0`` are both ``model.layers.0``; a wrapped
     root itself is the empty name.
     """
-    parts = tuple(p for p in name.split(".") if p not in _WRAPPED_ANYWHERE)
+    parts = tuple(p for p in name.split(".") if p not in WRAPPED_ANYWHERE)
     while front := next((f for f in _WRAPPED_IN_FRONT if parts[: len(f)] == f), None):
         parts = parts[len(front) :]
     return ".".join(parts)

@@ -60,10 +60,6 @@ class Structure(Data):
     fingerprint: str = ""
     units: dict[str, str] = Field(default_factory=dict, description="pattern of unit names -> class name")
 
-    @classmethod
-    def of(cls, name: str, fingerprint: str, units: Iterable[Unit]) -> Structure:
-        return cls(name=name, fingerprint=fingerprint, units=fold({u.name: u.cls for u in units}))
-
     @cached_property
     def classes(self) -> dict[str, str]:
         """Class by exact unit name."""
@@ -106,9 +102,7 @@ class Plan(Data):
     choices: dict[str, Choice] = Field(description="pattern of unit names -> choice")
     when: When | None = Field(default=None, description="the largest batch that ``choices`` were made for, where known")
     share: float | None = Field(default=None, ge=0, le=1, description="share of all batches that go by ``choices``")
-    smaller_batches: tuple[ChoiceSet, ...] = Field(
-        default=(), description="choices for smaller batches, the smallest first"
-    )
+    smaller_batches: tuple[ChoiceSet, ...] = Field(default=(), description="for smaller batches, the smallest first")
     _document: Document | None = PrivateAttr(default=None)
     _place: tuple[str | int, ...] = PrivateAttr(default=("choices",))
 
@@ -169,7 +163,7 @@ class Plan(Data):
             row.model_copy(update={"predicted": _tidy(row.predicted), "measured": _tidy(row.measured)})
             for row in rest.get("baselines", ())
         )
-        structure = Structure.of(model, fingerprint, units)
+        structure = Structure(name=model, fingerprint=fingerprint, units=fold({u.name: u.cls for u in units}))
         return cls(hash=plan_hash(choices), model=structure, choices=fold(choices), **rest)
 
     @classmethod
@@ -205,7 +199,7 @@ class Plan(Data):
 
     def _is_in(self, path: Path) -> bool:
         try:
-            return Plan.load(path).model_dump() == self.model_dump()
+            return Plan.load(path) == self
         except (PlanError, ValidationError):
             return False
 
@@ -315,7 +309,12 @@ class Plan(Data):
         view = align([e.pattern for e in rest], names)
         owner = expand(rest, view)
         check_nesting(owner)
-        check_roles([*((name, entry, "block") for name, entry in owner.items()), *((head, e, "head") for e in lines)])
+        for name, entry in owner.items():
+            _check_role(name, entry, "block")
+        for entry in lines:
+            _check_role(head, entry, "head")
+        if len(lines) > 1:
+            raise PlanError(lines[1].located(f"{head} is named twice"), remedy="Leave one of the two lines.")
         meant_choices: dict[str, Choice] = dict.fromkeys(outermost(view), SAVE)
         meant_choices |= {meant: entry.value for meant, entry in owner.items()}
         by_real_name = {view[meant]: choice for meant, choice in meant_choices.items()}
@@ -391,20 +390,14 @@ class Plan(Data):
         return next((f"for smaller batches: {why}" for why in smaller if why), "")
 
 
-def check_roles(chosen: Iterable[tuple[str | None, Entry[Choice], UnitRole]]) -> None:
-    """Raise PlanError where a line's choice is not for the kind of unit that it names, or two name the head."""
-    head = None
-    for name, entry, role in chosen:
-        if role not in entry.value.roles:
-            here = "the output head" if role == "head" else "no output head"
-            known = ", ".join(choice_kinds(role))
-            raise PlanError(
-                entry.located(f"{entry.value} cannot be used on {name}, which is {here}"),
-                remedy=f"Choices for {'it' if role == 'head' else 'layers'}: {known}.",
-            )
-        if role == "head" and head is not None:
-            raise PlanError(entry.located(f"{name} is named twice"), remedy="Leave one of the two lines.")
-        head = name if role == "head" else head
+def _check_role(name: str | None, entry: Entry[Choice], role: UnitRole) -> None:
+    """Raise PlanError where a line's choice is not for the kind of unit that it names."""
+    if role not in entry.value.roles:
+        here, them = ("the output head", "it") if role == "head" else ("no output head", "layers")
+        raise PlanError(
+            entry.located(f"{entry.value} cannot be used on {name}, which is {here}"),
+            remedy=f"Choices for {them}: {', '.join(choice_kinds(role))}.",
+        )
 
 
 def _names(pattern: str, name: str) -> bool:

@@ -154,13 +154,10 @@ def render(sections: Mapping[str, Any], name: str = "plan.yaml") -> str:
 
 def _section(key: str, value: Any) -> str:
     """The text of one field, with what is to be said about it."""
-    text, comment = _dump({key: value}), _COMMENTS.get(key)
+    text = yaml.safe_dump({key: value}, sort_keys=False, allow_unicode=True, width=110)
+    comment = _COMMENTS.get(key)
     if isinstance(value, dict | list):
         text = "\n" + (f"# {comment}\n" if comment else "") + text
     elif comment:
         text = f"{text.rstrip()}  # {comment}\n"
     return _BYTES.sub(lambda m: f"{m[1]}{m[2]}  # {format_bytes(int(m[2]))}", text)
-
-
-def _dump(data: object) -> str:
-    return yaml.safe_dump(data, sort_keys=False, allow_unicode=True, width=110)

@@ -83,12 +83,12 @@ def _done(plan: Plan) -> str:
 
 
 def _peak(plan: Plan) -> str:
-    measured, predicted = (plan.measured, plan.predicted) if plan.status != "unmeasured" else (None, None)
-    if measured is None and predicted is None:
+    reading = (plan.measured or plan.predicted) if plan.status != "unmeasured" else None
+    if reading is None:
         return f"unknown: {plan.status_reason}"
-    peak = measured.peak_bytes if measured is not None else predicted.peak_bytes if predicted is not None else 0
+    how, peak = "measured" if plan.measured is not None else "simulated, not measured", reading.peak_bytes
     left = "" if plan.budget is None else f", {format_binary(plan.budget.bytes - peak)} of the budget free"
-    return f"{format_binary(peak)} {'measured' if measured is not None else 'simulated, not measured'}{left}"
+    return f"{format_binary(peak)} {how}{left}"
 
 
 def _step(plan: Plan) -> str:
@@ -111,11 +111,11 @@ def _step(plan: Plan) -> str:
 
 def _row(row: Comparison, plan: Plan) -> str:
     reading = row.measured or row.predicted
-    peak = format_binary(reading.peak_bytes) if reading is not None else "—"
+    peak, step = format_binary(reading.peak_bytes) if reading is not None else "—", "—"
     if row.measured is not None:
         step = words.step_time(row.measured)
-    else:
-        step = f"~{words.seconds(reading.step_seconds)}" if reading is not None and reading.step_seconds else "—"
+    elif reading is not None and reading.step_seconds:
+        step = f"~{words.seconds(reading.step_seconds)}"
     fits = {"fits": "yes", "over_budget": "no", "out_of_memory": "out of memory"}.get(row.verdict, "not measured")
     if row.measured is None and reading is not None and plan.budget is not None:
         fits = "yes, simulated" if reading.peak_bytes <= plan.budget.bytes else "no, simulated"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import accumulate
 from typing import Literal
 
 from pydantic import Field
@@ -84,9 +85,7 @@ def peak_of(problem: Problem, choices: Mapping[str, Choice]) -> int:
 def point_values(problem: Problem, choices: Mapping[str, Choice]) -> list[int]:
     """Bytes at each of the problem's points under an assignment, by the problem's own numbers."""
     picked = [option_of(u, choices[u.name]) for u in problem.units]
-    prefix = [0]
-    for option in picked:
-        prefix.append(prefix[-1] + option.kept)
+    prefix = list(accumulate((option.kept for option in picked), initial=0))
     values = []
     for p in problem.points:
         own = 0 if p.own is None else (picked[p.own].forward if p.phase == "forward" else picked[p.own].backward)

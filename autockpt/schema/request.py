@@ -35,9 +35,7 @@ class SearchOptions(Data):
     budget: Budget
     space: SearchSpace
     host_budget: int | None = Field(default=None, gt=0, description="bytes that offloading may claim on the host")
-    trials: int = Field(
-        default=TRIALS, gt=0, description="candidates measured at most; well-known plans are measured besides"
-    )
+    trials: int = Field(default=TRIALS, gt=0, description="candidates at most; well-known plans are measured besides")
     timeout: float | None = Field(default=None, gt=0)
     seed: int = 0
     out: Path | None = None
@@ -60,9 +58,7 @@ class SearchRequest(SearchOptions):
     dry_run: bool = Field(default=False, description="trace, solve and predict; measure nothing")
     fresh: bool = Field(default=False, description="set an earlier run of this question aside")
     command: tuple[str, ...] = Field(default=(), description="the exact command line")
-    notes: tuple[str, ...] = Field(
-        default=(), description="what was decided for the user, to be repeated with the answer"
-    )
+    notes: tuple[str, ...] = Field(default=(), description="decided for the user, to be repeated with the answer")
 
     @property
     def key(self) -> str:
@@ -144,9 +140,7 @@ class SearchOutcome(Data):
     dry_run: bool = False
     interrupted: bool = False
     resumed: int = Field(default=0, description="trials taken over from earlier runs of this question")
-    measured_trials: int = Field(
-        default=0, description="in all, with those of earlier runs; simulated ones where `source` is"
-    )
+    measured_trials: int = Field(default=0, description="with those of earlier runs; simulated ones where `source` is")
     stopped: str = Field(default="", description="why the search ended, in words")
     run_directory: Path | None = None
     plan_path: Path | None = Field(default=None, description="where to load the plan from")
@@ -185,13 +179,27 @@ class Listener(Protocol):
         """Something the user should know now."""
 
 
-class Silence:
+class Silence(Listener):
     """A listener that does not listen."""
 
-    def stage(self, name: str, total: int | None = None) -> None: ...
 
-    def advance(self, steps: int = 1) -> None: ...
+class Estimate(Data):
+    """A simulated answer: whether a training step fits a card, with what plan, and how fast. Nothing was measured.
 
-    def trial(self, trial: Trial, best: Trial | None) -> None: ...
+    ``lora`` None stands for training all weights. Without a fit ``smallest_peak`` is the least that any of the plans
+    needs; ``note`` says why there is no answer at all.
+    """
 
-    def note(self, text: str) -> None: ...
+    model: str
+    card: str
+    batch_size: int
+    seq_len: int
+    lora: int | None = Field(default=None, description="rank of LoRA adapters")
+    load_in_4bit: bool = Field(default=False, description="the adapters' base is quantised: QLoRA")
+    fits: bool
+    peak_bytes: int | None = None
+    step_seconds: float | None = None
+    choices: dict[str, int] = Field(default_factory=dict, description="how many units do what; the others save")
+    smallest_peak: int | None = Field(default=None, description="bytes of the leanest plan")
+    note: str = ""
+    simulated: bool = True

@@ -152,16 +152,18 @@ def covers(device_kind: str) -> str:
     return f"{held}, as reserved by the allocator"
 
 
-def parse_size(text: str) -> int:
-    """Bytes from a size with its unit: 24GB is 24·10⁹, 24GiB is 24·2³⁰. Raises UsageError for anything else."""
+def parse_size(text: str, what: str = "a memory size", remedy: str = "") -> int:
+    """Bytes from a size with its unit: 24GB is 24·10⁹, 24GiB is 24·2³⁰. Raises UsageError for anything else.
+
+    ``what`` the size is, and a ``remedy`` of its own, are for the error.
+    """
     match = _SIZE.fullmatch(text) if isinstance(text, str) else None
     if match is None:
-        raise UsageError(f"{text!r} is not a memory size", remedy=_suggestion(text))
+        raise UsageError(f"{text!r} is not {what}", remedy=remedy or _suggestion(text))
     size = int((Decimal(match[1]) * _UNITS[match[2]]).to_integral_value(ROUND_FLOOR))
     if not 0 < size <= _LARGEST:
-        raise UsageError(
-            f"{text!r} is {'less than one byte' if not size else 'more than any device has'}", remedy=_FORMS
-        )
+        said = "less than one byte" if not size else "more than any device has"
+        raise UsageError(f"{text!r} is {said}", remedy=remedy or _FORMS)
     return size
 
 
@@ -184,10 +186,7 @@ def parse_budget(text: str | Budget) -> Budget:
                 remedy="Give a share above 0% and up to 100%, or auto for all that the device has.",
             )
         return Budget(text=text, kind="activation_share" if match[2] else "share", share=float(share))
-    try:
-        return Budget(text=text, kind="bytes", size=parse_size(text))
-    except UsageError as error:
-        raise UsageError(error.message.replace("a memory size", "a budget"), remedy=error.remedy) from None
+    return Budget(text=text, kind="bytes", size=parse_size(text, "a budget"))
 
 
 def parse_headroom(text: str) -> Headroom | None:
@@ -199,11 +198,8 @@ def parse_headroom(text: str) -> Headroom | None:
                 f"a headroom of {text!r} leaves nothing of the budget", remedy="Give a share from 0% to below 100%."
             )
         return Headroom(text=text, share=float(share)) if share else None
-    try:
-        return Headroom(text=text, size=parse_size(text))
-    except UsageError as error:
-        remedy = "Write a share of the budget (2%) or a size with its unit (500MB, 500MiB); 0% leaves nothing free."
-        raise UsageError(error.message.replace("a memory size", "a headroom"), remedy=remedy) from None
+    remedy = "Write a share of the budget (2%) or a size with its unit (500MB, 500MiB); 0% leaves nothing free."
+    return Headroom(text=text, size=parse_size(text, "a headroom", remedy))
 
 
 def _suggestion(text: object) -> str:
@@ -215,26 +211,30 @@ def _suggestion(text: object) -> str:
     return f"Did you mean {loose[1]}{letter}B or {loose[1]}{letter}iB? {_FORMS}"
 
 
-def _scaled(size: float, step: int, names: tuple[str, ...]) -> str:
-    """Three significant digits in the largest unit that keeps the number at 1 or more."""
-    value, name = float(abs(size)), "B"
+def three(value: float) -> str:
+    """Three significant digits of a number of 1 or more."""
+    return f"{value:.0f}" if value >= 99.95 else f"{value:.1f}" if value >= 9.995 else f"{value:.2f}"
+
+
+def scaled(size: float, step: int, names: tuple[str, ...]) -> str:
+    """Three significant digits in the largest unit that keeps the number at 1 or more; whole ones of the smallest."""
+    value, name = float(abs(size)), names[0]
     for name in names:
         # 999.5 and more would print as 1000: go one unit up
         if value < (step if step == 1024 else 999.5) or name == names[-1]:
             break
         value /= step
-    digits = 0 if name == "B" or value >= 99.95 else 1 if value >= 9.995 else 2
-    return f"{'-' if size < 0 else ''}{value:.{digits}f} {name}"
+    return f"{'-' if size < 0 else ''}{f'{value:.0f}' if name == names[0] else three(value)} {name}"
 
 
 def format_binary(size: float) -> str:
     """Bytes as ``23.5 GiB``."""
-    return _scaled(size, 1024, ("B", "KiB", "MiB", "GiB", "TiB"))
+    return scaled(size, 1024, ("B", "KiB", "MiB", "GiB", "TiB"))
 
 
 def format_decimal(size: float) -> str:
     """Bytes as ``25.2 GB``."""
-    return _scaled(size, 1000, ("B", "KB", "MB", "GB", "TB"))
+    return scaled(size, 1000, ("B", "KB", "MB", "GB", "TB"))
 
 
 def format_bytes(size: float) -> str:

@@ -99,18 +99,15 @@ class SearchSpace(Data):
         Raises UsageError for an unknown choice.
         """
         known = (*searched_kinds(), *head_kinds())
-        for kind in kinds:
-            if kind in _BY_OPTION:
-                raise UsageError(
-                    f"{kind} is not among the choices that are searched by themselves",
-                    remedy=f"Leave it out here; it is searched with {_BY_OPTION[kind]}.",
-                )
-            if kind not in known:
-                near = closest(kind, known)
-                raise UsageError(
-                    f"unknown choice {kind!r}",
-                    remedy=(f"Did you mean {near}? " if near else "") + f"Known choices: {', '.join(known)}.",
-                )
+        if by_option := next((kind for kind in kinds if kind in _BY_OPTION), None):
+            raise UsageError(
+                f"{by_option} is not among the choices that are searched by themselves",
+                remedy=f"Leave it out here; it is searched with {_BY_OPTION[by_option]}.",
+            )
+        if unknown := next((kind for kind in kinds if kind not in known), None):
+            near = closest(unknown, known)
+            said = (f"Did you mean {near}? " if near else "") + f"Known choices: {', '.join(known)}."
+            raise UsageError(f"unknown choice {unknown!r}", remedy=said)
         kept = tuple(c for c in self.choices if c in kinds or c == "save")
         if kept == ("save",):
             raise UsageError("with `save` alone there is nothing to choose", remedy="Allow recompute or offload, too.")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field
 
@@ -12,13 +12,12 @@ from autockpt.schema.choices import Choice
 
 
 class Prediction(Data):
-    """What tracing and profiling say a plan will do. Bytes by ghost run, seconds from op times."""
+    """What tracing and profiling say a plan will do. Bytes by ghost run, seconds from op times, without noise."""
 
+    noise: ClassVar[float] = 0.0
     peak_bytes: int
     step_seconds: float | None = None
-    host_bytes: int = Field(
-        default=0, description="what offloading claims of host memory, its pool's rounding included"
-    )
+    host_bytes: int = Field(default=0, description="what offloading claims of the host, its pool's rounding included")
 
 
 class Measurement(Data):

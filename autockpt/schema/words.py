@@ -8,6 +8,7 @@ from itertools import groupby
 
 from autockpt.schema.choices import CHOICE_TYPES, Choice
 from autockpt.schema.names import ancestors, outermost
+from autockpt.schema.sizes import scaled, three
 from autockpt.schema.trial import Measurement
 
 USELESS_NOISE = 0.9995  # what would be printed as 100 % or more
@@ -23,11 +24,7 @@ def seconds(value: float) -> str:
         return f"{int(value + 0.5) // 60} min {int(value + 0.5) % 60:02d} s"
     if value >= 0.9995:
         return f"{value:.3g} s" if value < 10 else f"{value:.1f} s"
-    return f"{_three(value * 1e3)} ms" if value >= 0.9995e-3 or value == 0 else f"{_three(value * 1e6)} µs"
-
-
-def _three(value: float) -> str:
-    return f"{value:.0f}" if value >= 99.95 else f"{value:.1f}" if value >= 9.995 else f"{value:.2f}"
+    return f"{three(value * 1e3)} ms" if value >= 0.9995e-3 or value == 0 else f"{three(value * 1e6)} µs"
 
 
 def share(value: float, signed: bool = False) -> str:
@@ -47,12 +44,7 @@ def step_time(measured: Measurement) -> str:
 
 def flops(value: int) -> str:
     """``1.23 TFLOP``."""
-    number, unit = float(value), ""
-    for unit in ("", "k", "M", "G", "T", "P"):
-        if number < 999.5 or unit == "P":
-            break
-        number /= 1000
-    return f"{_three(number) if unit else value} {unit}FLOP"
+    return scaled(value, 1000, ("FLOP", "kFLOP", "MFLOP", "GFLOP", "TFLOP", "PFLOP"))
 
 
 def counted(number: int, noun: str, plural: str = "") -> str:

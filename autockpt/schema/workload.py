@@ -49,9 +49,7 @@ class WorkloadSpec(Data):
     weights: bool = Field(default=False, description="load trained weights instead of random ones")
     trust_remote_code: bool = False
     seed: int = 0
-    master_weights: bool = Field(
-        default=False, description="fp32 copies of 16-bit weights for the optimizer; simulated"
-    )
+    master_weights: bool = Field(default=False, description="fp32 copies of 16-bit weights for optimizers; simulated")
     keep_gradients: bool = Field(default=False, description="gradients are set to zero, not to None; simulated")
     ddp: Ddp | None = Field(default=None, description="DDP: gradients copied to buckets, or views of them; simulated")
     shard: int | None = Field(default=None, gt=0, description="ranks that FSDP2 (ZeRO-3) shards over; simulated")
@@ -64,4 +62,9 @@ class WorkloadSpec(Data):
     def simulated_only(self) -> dict[str, str]:
         """The same as a user writes them: options, with their values."""
         given = self.simulated_settings().items()
-        return {f"--{name.replace('_', '-')}": "" if value is True else str(value) for name, value in given}
+        return {as_option(name): "" if value is True else str(value) for name, value in given}
+
+
+def as_option(field: str) -> str:
+    """How a field of WorkloadSpec is called on the command line."""
+    return f"--{field.replace('_', '-')}"

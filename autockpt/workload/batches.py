@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from autockpt.errors import WorkloadError
-from autockpt.workload.heads import TEXT, Task
+from autockpt.workload.heads import BY_HAND, TEXT, Task
 
 IGNORE = -100
 _MASKED_SHARE = 0.15
@@ -37,44 +37,37 @@ class BatchMaker:
 
     def make(self, task: Task, dtype: torch.dtype) -> dict[str, Tensor]:
         """The batch on the CPU; ``dtype`` is that of images and sounds. Raises WorkloadError where none can be made."""
-        makers: dict[Task, Callable[[], dict[str, Tensor]]] = {
-            "causal_lm": self._causal,
-            "seq2seq_lm": self._seq2seq,
-            "masked_lm": self._masked,
-            "sequence_classification": self._sequence_classes,
-            "token_classification": self._token_classes,
-            "image_classification": self._images,
-            "speech_seq2seq": self._speech,
-            "ctc": self._ctc,
-            "audio_classification": self._sounds,
-        }
-        batch = makers[task]()
+        if task in TEXT:
+            batch = self._text(task)
+        else:
+            makers: dict[Task, Callable[[], dict[str, Tensor]]] = {
+                "image_classification": self._images,
+                "speech_seq2seq": self._speech,
+                "ctc": self._ctc,
+                "audio_classification": self._sounds,
+            }
+            batch = makers[task]()
         return {name: value.to(dtype) if value.is_floating_point() else value for name, value in batch.items()}
 
-    def _causal(self) -> dict[str, Tensor]:
+    def _text(self, task: Task) -> dict[str, Tensor]:
+        """Token ids with labels. Of seq2seq these are as long, and the model shifts them into the decoder's inputs."""
         ids, mask = self._tokens()
-        return self._with_mask({"input_ids": ids, "labels": ids.masked_fill(mask == 0, IGNORE)}, mask)
-
-    def _seq2seq(self) -> dict[str, Tensor]:
-        """Source and target of equal lengths; the model shifts the labels into the decoder's inputs itself."""
-        ids, mask = self._tokens()
-        labels, label_mask = self._tokens()
-        return self._with_mask({"input_ids": ids, "labels": labels.masked_fill(label_mask == 0, IGNORE)}, mask)
-
-    def _masked(self) -> dict[str, Tensor]:
-        ids, mask = self._tokens()
-        chosen = torch.rand(ids.shape, generator=self.generator) < _MASKED_SHARE
-        chosen[:, 0] = True  # never none at all
-        return self._with_mask({"input_ids": ids, "labels": ids.masked_fill(~chosen | (mask == 0), IGNORE)}, mask)
-
-    def _sequence_classes(self) -> dict[str, Tensor]:
-        ids, mask = self._tokens()
-        return self._with_mask({"input_ids": ids, "labels": self._classes((self.rows,))}, mask)
-
-    def _token_classes(self) -> dict[str, Tensor]:
-        ids, mask = self._tokens()
-        labels = self._classes((self.rows, self.padded)).masked_fill(mask == 0, IGNORE)
-        return self._with_mask({"input_ids": ids, "labels": labels}, mask)
+        if task == "sequence_classification":
+            labels = self._classes((self.rows,))
+        else:
+            labels, counts = ids, mask != 0
+            if task == "seq2seq_lm":
+                labels, label_mask = self._tokens()
+                counts = label_mask != 0
+            elif task == "token_classification":
+                labels = self._classes((self.rows, self.padded))
+            elif task == "masked_lm":
+                chosen = torch.rand(ids.shape, generator=self.generator) < _MASKED_SHARE
+                chosen[:, 0] = True  # never none at all
+                counts &= chosen
+            labels = labels.masked_fill(~counts, IGNORE)
+        batch = {"input_ids": ids, "labels": labels}
+        return batch if self.packed else {**batch, "attention_mask": mask}
 
     def _images(self) -> dict[str, Tensor]:
         vision = getattr(self.config, "vision_config", None) or self.config
@@ -119,9 +112,6 @@ class BatchMaker:
         pad = getattr(self.config.get_text_config(), "pad_token_id", None)
         return ids.masked_fill_(mask == 0, pad if isinstance(pad, int) and pad >= 0 else neutral), mask
 
-    def _with_mask(self, batch: dict[str, Tensor], mask: Tensor) -> dict[str, Tensor]:
-        return batch if self.packed else {**batch, "attention_mask": mask}
-
     def _vocabulary(self) -> int:
         size = getattr(self.config.get_text_config(), "vocab_size", None)
         if not isinstance(size, int) or size < 2:
@@ -152,7 +142,4 @@ def _special_ids(config: Any) -> list[int]:
 
 
 def _no_batch(config: Any) -> WorkloadError:
-    return WorkloadError(
-        f"autockpt has no ready-made batch for {config.model_type} models",
-        remedy="Write a function that returns (model, batch) and pass it as --model package.module:function.",
-    )
+    return WorkloadError(f"autockpt has no ready-made batch for {config.model_type} models", remedy=BY_HAND)

@@ -5,22 +5,24 @@ from __future__ import annotations
 import importlib
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
 from autockpt.errors import UsageError, WorkloadError
-from autockpt.schema.workload import WorkloadSpec
+from autockpt.schema.workload import WorkloadSpec, as_option
 from autockpt.workload.batches import BatchMaker, has_sequences
-from autockpt.workload.configs import ConfigSource, find_config, prepare, quiet
+from autockpt.workload.configs import ConfigSource, find_config, hub_reachable, prepare, quiet
 from autockpt.workload.factory import call_factory, is_factory
+from autockpt.workload.failures import is_out_of_memory, needed, summary
+from autockpt.workload.fastinit import fast_init
 from autockpt.workload.heads import Head, head_of, remote_head
 from autockpt.workload.liger import apply_liger
 from autockpt.workload.lora import adapt
 from autockpt.workload.losses import inner_model
-from autockpt.workload.pretrained import make_model, model_class
-from autockpt.workload.quantised import quantization_facts, with_own_quantization
+from autockpt.workload.quantised import build_quantised, quantization_facts, quantization_of, with_own_quantization
 from autockpt.workload.step import DTYPES, Step, short_dtype
 from autockpt.workload.storages import move
 
@@ -71,9 +73,9 @@ def sequence_length(spec: WorkloadSpec) -> int | None:
 
 def refuse_simulated(spec: WorkloadSpec) -> None:
     """Raise UsageError for a spec that no real step can follow: more than one GPU, states that are counted by rule."""
-    for option, value in spec.simulated_only().items():
+    for name, value in spec.simulated_only().items():
         raise UsageError(
-            f"{option} {value}".strip() + " can only be planned for on simulated hardware, not measured",
+            f"{name} {value}".strip() + " can only be planned for on simulated hardware, not measured",
             remedy="Add --hardware with the name of a device; or leave out the option, or the plan that --resume found "
             "it in.",
         )
@@ -91,18 +93,15 @@ def _check(spec: WorkloadSpec) -> None:
     if spec.packed and spec.pad_to is not None:
         raise UsageError("packed batches have no padding", remedy="Leave out --packed or --pad-to.")
     if spec.pad_to is not None and spec.seq_len is not None and spec.pad_to < spec.seq_len:
-        raise UsageError(
-            f"--pad-to {spec.pad_to} is shorter than --seq-len {spec.seq_len}",
-            remedy="Pad to at least the length of the longest sequence.",
-        )
+        said, remedy = f"--seq-len {spec.seq_len}", "Pad to at least the length of the longest sequence."
+        raise UsageError(f"--pad-to {spec.pad_to} is shorter than {said}", remedy=remedy)
 
 
 def _from_config(spec: WorkloadSpec, device: torch.device) -> Step:
     source = find_config(spec)
     spec = with_own_quantization(spec, source)
-    head = (remote_head(source.config, source.where) if spec.trust_remote_code else None) or head_of(
-        source.config, source.architecture, source.where
-    )
+    head = remote_head(source.config, source.where) if spec.trust_remote_code else None
+    head = head or head_of(source.config, source.architecture, source.where)
     size = _size(spec, source, head)
     notes = [head.note, *size.notes, *prepare(source, head.task, size.padded, spec.weights)]
     dtype = DTYPES[_dtype_name(spec, source)]
@@ -146,7 +145,7 @@ def _size(spec: WorkloadSpec, source: ConfigSource, head: Head) -> _Size:
     defaults = source.defaults
     rows = spec.batch_size or (defaults.batch_size if defaults else _DEFAULT_ROWS)
     if not has_sequences(head.task):
-        given = [f"--{n.replace('_', '-')}" for n in ("seq_len", "pad_to") if getattr(spec, n) is not None]
+        given = [as_option(name) for name in ("seq_len", "pad_to") if getattr(spec, name) is not None]
         notes = (f"{' and '.join(given)} ignored: images have the size that the model takes",) if given else ()
         return _Size(rows, None, None, notes)
     length = spec.seq_len or (defaults.seq_len if defaults else None) or _usual_length(source.config, head)
@@ -165,13 +164,9 @@ def _scores(model: nn.Module, size: _Size, dtype: torch.dtype) -> str:
     """What eager attention keeps where transformers has no sdpa, and what to switch on; empty elsewhere."""
     owner: Any = inner_model(model)
     config = getattr(owner, "config", None)
-    if (
-        config is None
-        or getattr(config, "_attn_implementation", "") != "eager"
-        or getattr(owner, "_supports_sdpa", True)
-    ):
+    if getattr(config, "_attn_implementation", "") != "eager" or getattr(owner, "_supports_sdpa", True):
         return ""
-    heads = getattr(config.get_text_config(), "num_attention_heads", None)
+    heads = getattr(config.get_text_config(), "num_attention_heads", None)  # type: ignore[union-attr]
     if not getattr(owner, "_supports_flash_attn", False) or size.padded is None or not isinstance(heads, int):
         return ""
     nbytes = size.rows * heads * size.padded**2 * dtype.itemsize
@@ -187,15 +182,12 @@ def _usual_length(config: Any, head: Head) -> int:
     limit = getattr(config.get_text_config(), "max_position_embeddings", None)
     if head.task == "speech_seq2seq":
         limit = getattr(config, "max_target_positions", limit)
-    usable = isinstance(limit, int) and limit > 0
-    return min(limit, _DEFAULT_LENGTH) if usable else _DEFAULT_LENGTH  # type: ignore[type-var]
+    return min(limit, _DEFAULT_LENGTH) if isinstance(limit, int) and limit > 0 else _DEFAULT_LENGTH
 
 
 def _dtype_name(spec: WorkloadSpec, source: ConfigSource) -> str:
-    if spec.dtype is not None:
-        return spec.dtype
-    if source.defaults is not None:
-        return source.defaults.dtype
+    if spec.dtype is not None or source.defaults is not None:
+        return spec.dtype or source.defaults.dtype  # type: ignore[union-attr]
     own = getattr(source.config, "dtype", None)
     name = short_dtype(own) if isinstance(own, torch.dtype) else "fp32"
     return name if name in DTYPES else "fp32"
@@ -223,14 +215,12 @@ def _from_factory(spec: WorkloadSpec, device: torch.device) -> Step:
 def _assemble(spec: WorkloadSpec, parts: dict[str, Any], device: torch.device) -> Step:
     """Model, batch and whatever else was made by someone, completed by the spec."""
     model: nn.Module = parts["model"]
-    if parts.get("full_step") is None:
-        _move_model(model, device)
-    scaler = parts.get("scaler")
+    scaler, optimizer = parts.get("scaler"), parts.get("optimizer")
     if scaler is None and spec.scaler:
         scaler = torch.amp.GradScaler(device.type, init_scale=_FIRST_SCALE)
-    optimizer = parts.get("optimizer")
-    if optimizer is None and parts.get("full_step") is None:
-        optimizer = make_optimizer(spec.optimizer, model)
+    if parts.get("full_step") is None:
+        _move_model(model, device)
+        optimizer = make_optimizer(spec.optimizer, model) if optimizer is None else optimizer
     return Step(
         model,
         move(parts["batch"], device),
@@ -278,11 +268,85 @@ def _eight_bit(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
     remedy = "Use --hardware with the name of a device to plan without one, or another --optimizer."
     if parameters[0].device.type != "cuda":
         raise UsageError("the optimizer adamw8bit runs on CUDA only", remedy=remedy)
-    try:
+    missing = "the optimizer adamw8bit is bitsandbytes', which is not installed"
+    with needed(missing, f"pip install bitsandbytes. {remedy}"):
         bitsandbytes: Any = importlib.import_module("bitsandbytes")
-    except ImportError:
-        raise UsageError(
-            "the optimizer adamw8bit is bitsandbytes', which is not installed",
-            remedy=f"pip install bitsandbytes. {remedy}",
-        ) from None
     return bitsandbytes.optim.AdamW8bit(parameters)
+
+
+def make_model(
+    spec: WorkloadSpec, source: ConfigSource, head: Head, dtype: torch.dtype, device: torch.device
+) -> nn.Module:
+    """The model on ``device`` in training mode; its weights random, or trained where the spec says so.
+
+    Raises WorkloadError for an attention implementation that is not there, weights that cannot be had, and whatever
+    else transformers refuses; running out of memory is passed on.
+    """
+    quantization = quantization_of(spec, DTYPES[spec.autocast] if spec.autocast is not None else dtype)
+    if spec.weights and source.pretrained is None:
+        raise WorkloadError(
+            f"there are no trained weights for {source.where}",
+            remedy="Leave --weights out, or give a hub id or a directory with weights.",
+        )
+    if head.remote and quantization is not None and not spec.weights:
+        raise WorkloadError(
+            f"{source.where} is built by code of its own, which is not quantised without its weights",
+            remedy="Add --weights, or make the model in a function of your own.",
+        )
+    try:
+        return _made(spec, source, head, dtype, quantization, device).train()
+    except Exception as error:
+        if isinstance(error, WorkloadError) or is_out_of_memory(error):
+            raise
+        raise _explain(error, spec, source) from None
+
+
+def _made(
+    spec: WorkloadSpec, source: ConfigSource, head: Head, dtype: torch.dtype, quantization: Any, device: torch.device
+) -> nn.Module:
+    cls, config = model_class(head), source.config
+    options: dict[str, Any] = {"dtype": dtype} | ({} if spec.attn is None else {"attn_implementation": spec.attn})
+    code = {"trust_remote_code": spec.trust_remote_code} if head.remote else {}
+    if not spec.weights and quantization is not None:
+        return build_quantised(cls, config, options, quantization, device)
+    if not spec.weights:
+        with torch.device(device), fast_init():
+            return (cls.from_config if head.remote else cls._from_config)(config, **options, **code)
+    if quantization is not None:
+        options["device_map"] = {"": device}
+        if getattr(config, "quantization_config", None) is None:
+            options["quantization_config"] = quantization
+    local = Path(str(source.pretrained)).is_dir() or not hub_reachable()
+    model = cls.from_pretrained(source.pretrained, config=config, local_files_only=local, **options, **code)
+    return model if quantization is not None else model.to(device)
+
+
+def model_class(head: Head) -> Any:
+    """transformers' class that makes models of this head. Imports the module that it is in."""
+    import transformers
+
+    return getattr(transformers, head.auto if head.remote else head.cls)
+
+
+def _explain(error: Exception, spec: WorkloadSpec, source: ConfigSource) -> WorkloadError:
+    text = str(error)
+    if spec.attn is not None and any(w in text for w in ("attn_implementation", "attention implementation", spec.attn)):
+        return WorkloadError(
+            f"{source.where} cannot use the attention {spec.attn!r} here: {summary(error)}",
+            remedy="Use --attn sdpa or --attn eager, or install what it needs.",
+        )
+    if isinstance(error, ImportError):
+        return WorkloadError(
+            f"{source.where} needs a package that is missing: {summary(error)}", remedy="Install it with pip."
+        )
+    if spec.weights and isinstance(error, OSError):
+        offline = not (Path(str(source.pretrained)).is_dir() or hub_reachable())
+        reason = "not in the local cache, and the hub cannot be reached" if offline else summary(error)
+        return WorkloadError(
+            f"the weights of {source.where} could not be had: {reason}",
+            remedy="Leave --weights out: bytes and seconds do not depend on them.",
+        )
+    return WorkloadError(
+        f"transformers cannot build {source.where}: {summary(error)}",
+        remedy="Correct the configuration, or write a function that returns (model, batch).",
+    )

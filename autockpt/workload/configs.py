@@ -214,15 +214,12 @@ def prepare(source: ConfigSource, task: Task, length: int | None, trained: bool)
 
     Raises WorkloadError where the positions do not suffice and cannot be changed.
     """
-    _add_padding(source.config, task)
-    return (*_keep_layers(source.config), *_fit_positions(source, task, length, trained))
-
-
-def _add_padding(config: Any, task: Task) -> None:
+    config = source.config
     if task in _NEED_PADDING and getattr(config, "pad_token_id", None) is None:
         config.pad_token_id = 0
     if getattr(config, "is_encoder_decoder", False) and getattr(config, "decoder_start_token_id", None) is None:
         config.decoder_start_token_id = config.pad_token_id  # as T5 does
+    return (*_keep_layers(config), *_fit_positions(source, task, length, trained))
 
 
 def _keep_layers(config: Any) -> tuple[str, ...]:
@@ -241,10 +238,12 @@ def _fit_positions(source: ConfigSource, task: Task, length: int | None, trained
     limit = getattr(config, name, None)
     if not isinstance(limit, int) or limit <= 0:
         return ()
-    needed = length + _offset(config)
+    offset = 0
+    if any(part in str(getattr(config, "model_type", "")) for part in _OFFSET):
+        offset = int(getattr(config, "pad_token_id", None) or 0) + 1
+    needed, room = length + offset, limit - offset
     if needed <= limit:
         return ()
-    room = limit - _offset(config)
     if trained or task == "speech_seq2seq":
         raise WorkloadError(
             f"{source.where} has {room} positions, so sequences of {length} tokens do not fit",
@@ -252,10 +251,3 @@ def _fit_positions(source: ConfigSource, task: Task, length: int | None, trained
         )
     setattr(config, name, needed)
     return (f"{name} raised from {limit} to {needed} for sequences of {length} tokens",)
-
-
-def _offset(config: Any) -> int:
-    model_type = str(getattr(config, "model_type", ""))
-    if any(part in model_type for part in _OFFSET):
-        return int(getattr(config, "pad_token_id", None) or 0) + 1
-    return 0

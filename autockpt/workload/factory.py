@@ -15,7 +15,7 @@ from typing import Any
 from torch import nn
 
 from autockpt.errors import WorkloadError
-from autockpt.schema.workload import WorkloadSpec
+from autockpt.schema.workload import WorkloadSpec, as_option
 from autockpt.workload.failures import explain, is_out_of_memory
 from autockpt.workload.step import Step
 
@@ -47,14 +47,14 @@ def call_factory(spec: WorkloadSpec) -> Step | dict[str, Any]:
         if is_out_of_memory(error):
             raise
         raise explain(error, spec.model) from None
-    made = _understood(returned, spec.model)
-    if isinstance(made, Step):
-        for name in _given(spec, [n for n in WorkloadSpec.model_fields if n not in (*_PASSED_ON, *_FOLLOWED)]):
-            raise WorkloadError(
-                f"{_option(name)} has no effect on {spec.model}, which makes its own Step",
-                remedy="Set it up in the function; or return (model, batch), which options are applied to.",
-            )
-    return made
+    if not isinstance(returned, Step):
+        return _understood(returned, spec.model)
+    for name in _given(spec, [n for n in WorkloadSpec.model_fields if n not in (*_PASSED_ON, *_FOLLOWED)]):
+        raise WorkloadError(
+            f"{as_option(name)} has no effect on {spec.model}, which makes its own Step",
+            remedy="Set it up in the function; or return (model, batch), which options are applied to.",
+        )
+    return returned
 
 
 _NEEDED = {"batch_size": ", which a search for a global batch needs", "seq_len": ", which a search for lengths needs"}
@@ -100,7 +100,7 @@ def _arguments(function: Callable[..., Any], spec: WorkloadSpec) -> dict[str, An
     for name in given:
         if name not in taken and not takes_all:
             raise WorkloadError(
-                f"{_option(name)} has no effect on {spec.model}, which makes its own model and batch",
+                f"{as_option(name)} has no effect on {spec.model}, which makes its own model and batch",
                 remedy=f"Leave it out, or give the function a parameter named {name}{_NEEDED.get(name, '')}.",
             )
     if "seed" in taken:
@@ -114,13 +114,7 @@ def _given(spec: WorkloadSpec, names: Iterable[str]) -> dict[str, Any]:
     return {name: getattr(spec, name) for name in names if getattr(spec, name) != defaults[name].default}
 
 
-def _option(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
-
-
-def _understood(returned: Any, name: str) -> Step | dict[str, Any]:
-    if isinstance(returned, Step):
-        return returned
+def _understood(returned: Any, name: str) -> dict[str, Any]:
     if isinstance(returned, Mapping):
         parts: dict[str, Any] = dict(returned)
     elif isinstance(returned, tuple) and len(returned) in (2, 3):
@@ -134,11 +128,6 @@ def _understood(returned: Any, name: str) -> Step | dict[str, Any]:
     for key in ("model", "batch"):
         if key not in parts:
             raise WorkloadError(f"{name} returned no {key}", remedy=_RETURNS)
-    _check(parts, name)
-    return parts
-
-
-def _check(parts: Mapping[str, Any], name: str) -> None:
     if not isinstance(parts["model"], nn.Module):
         raise WorkloadError(
             f"{name} returned {type(parts['model']).__name__} where the model should be",
@@ -147,3 +136,4 @@ def _check(parts: Mapping[str, Any], name: str) -> None:
     for key in ("loss", "full_step"):
         if parts.get(key) is not None and not callable(parts[key]):
             raise WorkloadError(f"{name} returned a {key} that is no function", remedy=_RETURNS)
+    return parts

@@ -6,11 +6,13 @@ import os
 import site
 import sysconfig
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 
-from autockpt.errors import AutockptError, WorkloadError
+from autockpt.errors import AutockptError, UsageError, WorkloadError
 
 _OURS = str(Path(__file__).resolve().parents[1])
 _LIBRARIES = tuple(
@@ -23,6 +25,15 @@ _LIBRARIES = tuple(
         )
     }
 )
+
+
+@contextmanager
+def needed(what: str, remedy: str) -> Iterator[None]:
+    """Imports inside may fail: then UsageError says ``what`` is missing."""
+    try:
+        yield
+    except ImportError:
+        raise UsageError(what, remedy=remedy) from None
 
 
 def explain(error: BaseException, what: str, *, remedy: str = "") -> AutockptError:

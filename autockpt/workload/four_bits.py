@@ -80,7 +80,10 @@ def in_four_bits(step: Step) -> Step:
         if name in trained:
             parameter.data = parameter.data.to(trained[name])
     names = {id(parameter): name for name, parameter in before.items() if name in trained}
-    _retarget(step.optimizer, {number: after[name] for number, name in names.items()})
+    optimizer: Any = step.optimizer  # trains their successors, its states are born anew
+    for group in optimizer.param_groups:
+        group["params"] = [after[names[id(p)]] for p in group["params"] if id(p) in names]
+    optimizer.state.clear()
     for parameter in {*before.values()} - {*after.values()}:
         parameter.data = parameter.data.new_empty(0)  # whoever else still holds it
     return replace(step, model=model, settings={})
@@ -97,10 +100,3 @@ def _to_quantise(base: Any) -> Iterator[Any]:
         linear = type(module) is nn.Linear or isinstance(module, Conv1D)
         if linear and ".lora_" not in name and should_convert_module(name.replace(".base_layer", ""), spared):
             yield module
-
-
-def _retarget(optimizer: Any, successors: dict[int, nn.Parameter]) -> None:
-    """Let an optimizer train the successors of its weights, which are given by ``id``; its states are born anew."""
-    for group in optimizer.param_groups:
-        group["params"] = [successors[id(p)] for p in group["params"] if id(p) in successors]
-    optimizer.state.clear()

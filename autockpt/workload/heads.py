@@ -49,6 +49,9 @@ _TABLES: tuple[tuple[str, Task, str], ...] = (
     ),
     ("MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES", "token_classification", "AutoModelForTokenClassification"),
 )
+_TEXT_ONLY = "the batch is text only: images take more memory, so write a factory to plan for them"
+_NOTES = {"AutoModelForImageTextToText": _TEXT_ONLY}
+BY_HAND = "Write a function that returns (model, batch) and pass it as --model package.module:function."
 _ENCODER_DECODER: tuple[Task, ...] = ("seq2seq_lm", "speech_seq2seq")
 
 
@@ -60,19 +63,18 @@ def head_of(config: Any, architecture: str | None, where: str) -> Head:
     named = architecture or next(iter(getattr(config, "architectures", None) or ()), None)
     tables = _tables()
     for table, task, auto in tables:
-        for cls in table.values():
-            if named is not None and named in _names(cls):
-                return Head(named, task, auto, _text_only(task, auto))
+        if named is not None and any(named in classes for classes in table.values()):
+            return Head(named, task, auto, _NOTES.get(auto))
     encoder_decoder = bool(getattr(config, "is_encoder_decoder", False))
     for table, task, auto in tables:
         if config.model_type not in table or (task in _ENCODER_DECODER) > encoder_decoder:
             continue
-        cls = _names(table[config.model_type])[0]
+        cls = table[config.model_type][0]
         note = f"{named} has no loss of its own, so {cls} is trained" if named else None
-        return Head(cls, task, auto, note or _text_only(task, auto))
+        return Head(cls, task, auto, note or _NOTES.get(auto))
     raise WorkloadError(
         f"{where} has no head that autockpt knows to train ({named or config.model_type})",
-        remedy="Write a function that returns (model, batch) and pass it as --model package.module:function.",
+        remedy=BY_HAND,
     )
 
 
@@ -85,22 +87,16 @@ def remote_head(config: Any, where: str) -> Head | None:
     if any(key.startswith("AutoModel") for key in remote):
         raise WorkloadError(
             f"the remote code of {where} offers no class with a loss",
-            remedy="Write a function that returns (model, batch) and pass it as --model package.module:function.",
+            remedy=BY_HAND,
         )
     return None
 
 
-def _tables() -> list[tuple[dict[str, Any], Task, str]]:
+def _tables() -> list[tuple[dict[str, tuple[str, ...]], Task, str]]:
     from transformers.models.auto import modeling_auto
 
-    return [(dict(getattr(modeling_auto, name, {})), task, auto) for name, task, auto in _TABLES]
+    def listed(name: str) -> dict[str, tuple[str, ...]]:
+        entries = dict(getattr(modeling_auto, name, {}))
+        return {kind: (cls,) if isinstance(cls, str) else tuple(cls) for kind, cls in entries.items()}
 
-
-def _names(entry: str | tuple[str, ...]) -> tuple[str, ...]:
-    return (entry,) if isinstance(entry, str) else tuple(entry)
-
-
-def _text_only(task: Task, auto: str) -> str | None:
-    if task == "causal_lm" and auto == "AutoModelForImageTextToText":
-        return "the batch is text only: images take more memory, so write a factory to plan for them"
-    return None
+    return [(listed(name), task, auto) for name, task, auto in _TABLES]

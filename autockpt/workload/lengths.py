@@ -30,15 +30,17 @@ def lengths_of(source: Any, *, seconds: float = SECONDS) -> Lengths:
     """
     with all_random_states_kept():
         if isinstance(source, torch.utils.data.DataLoader):
-            return Lengths.of_all(_in_time(map(_length, source), BATCHES, seconds), "batches")
+            found = in_time(map(_length_and_kind, source), BATCHES, seconds)
+            return Lengths.of_all((length for length, _ in found), "batches")
         if "length" in (getattr(source, "column_names", None) or ()):
             return Lengths.of_all(map(int, source["length"]))
-        found = list(_in_time(map(_length_and_kind, _rows(source)), ROWS, seconds))
+        found = list(in_time(map(_length_and_kind, _rows(source)), ROWS, seconds))
     kinds = {kind for _, kind in found}
     return Lengths.of_all((length for length, _ in found), "batches" if kinds == {"batches"} else "rows")
 
 
-def _in_time(values: Iterable[Any], most: int, seconds: float) -> Iterator[Any]:
+def in_time(values: Iterable[Any], most: int, seconds: float) -> Iterator[Any]:
+    """The first values, at most so many, as long as time allows; one at least."""
     until = time.monotonic() + seconds
     for number, value in enumerate(values):
         yield value
@@ -54,10 +56,6 @@ def _rows(source: Any) -> Iterable[Any]:
     raise UsageError(
         f"a {type(source).__name__} has no rows to take lengths of", remedy="Give a data set, a DataLoader or a list."
     )
-
-
-def _length(row: Any) -> int:
-    return _length_and_kind(row)[0]
 
 
 def _length_and_kind(row: Any) -> tuple[int, str]:

@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from autockpt.errors import UsageError
 from autockpt.schema.workload import WorkloadSpec
+from autockpt.workload.failures import needed
 
 
 def apply_liger(model: nn.Module) -> None:
@@ -17,15 +18,10 @@ def apply_liger(model: nn.Module) -> None:
 
     Raises UsageError where the package is missing or has no kernels for this type of model.
     """
-    try:
-        with _disable_current_modes():
-            import liger_kernel.transformers.monkey_patch as liger  # type: ignore[import-not-found]
-            from transformers.integrations.liger import apply_liger_kernel
-    except ImportError:
-        raise UsageError(
-            "--liger needs the packages liger-kernel and triton, though no GPU",
-            remedy="Install them: pip install liger-kernel triton",
-        ) from None
+    what = "--liger needs the packages liger-kernel and triton, though no GPU"
+    with needed(what, "Install them: pip install liger-kernel triton"), _disable_current_modes():
+        import liger_kernel.transformers.monkey_patch as liger  # type: ignore[import-not-found]
+        from transformers.integrations.liger import apply_liger_kernel
     kind: Any = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
     if kind not in liger.MODEL_TYPE_TO_APPLY_LIGER_FN:
         raise UsageError(

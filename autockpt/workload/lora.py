@@ -9,12 +9,16 @@ from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from autockpt.errors import UsageError, WorkloadError
-from autockpt.schema.workload import WorkloadSpec
-from autockpt.workload.failures import summary
+from autockpt.schema.workload import WorkloadSpec, as_option
+from autockpt.workload.failures import needed, summary
 from autockpt.workload.quantised import PACKED, is_quantised, left_whole, prepare_for_training
-from autockpt.workload.units import discover_units, module_of
+from autockpt.workload.units import discover_units, modules_of
 
 ALL_LINEAR = "all-linear"
+_EXPERTS = (
+    "Adapters on experts are PEFT's target_parameters: every forward multiplies both factors out to the size of all "
+    "experts of a layer, and adds them to a copy of these. --lora-targets with attention's layers avoids it."
+)
 _NOT_PREPARED = (
     "norms, embeddings and head keep their type; where the script calls PEFT's prepare_model_for_kbit_training, which "
     "turns them to fp32, add --prepare-kbit"
@@ -29,21 +33,16 @@ def adapt(model: nn.Module, spec: WorkloadSpec) -> tuple[nn.Module, list[str]]:
     """
     prepared = [prepare_for_training(model)] if spec.prepare_kbit else []
     if spec.lora is None:
-        for option in ("lora_targets", "lora_dora", "lora_modules_to_save"):
-            if getattr(spec, option):
-                raise UsageError(f"--{option.replace('_', '-')} needs --lora", remedy="Add --lora RANK.")
+        for name in ("lora_targets", "lora_dora", "lora_modules_to_save"):
+            if getattr(spec, name):
+                raise UsageError(f"{as_option(name)} needs --lora", remedy="Add --lora RANK.")
         if spec.load_in_4bit or spec.load_in_8bit or spec.quantization:
             raise UsageError("quantised weights cannot be trained", remedy="Add adapters: --lora 16.")
         if spec.prepare_kbit:
             raise UsageError("--prepare-kbit freezes all weights", remedy="Add adapters: --lora 16.")
         return model, []
-    adapted, notes = add_lora(
-        model,
-        spec.lora,
-        targets=spec.lora_targets,
-        dora=spec.lora_dora,
-        whole=_names(spec.lora_modules_to_save),
-    )
+    whole = _names(spec.lora_modules_to_save)
+    adapted, notes = add_lora(model, spec.lora, targets=spec.lora_targets, dora=spec.lora_dora, whole=whole)
     if quantised := list(filter(is_quantised, adapted.parameters())):
         notes += left_whole(adapted)
     packed = any(type(p).__name__ in PACKED for p in quantised)
@@ -64,24 +63,21 @@ def add_lora(
     every linear layer in its blocks. ``whole``: names of modules that are trained as they are beside the adapters.
     Raises UsageError where PEFT is missing, WorkloadError where there is nothing to adapt.
     """
-    try:
-        with _disable_current_modes():  # tables that packages make as they are imported are no part of the step
-            from peft import LoraConfig, get_peft_model
-            from peft.import_utils import is_bnb_available
+    # tables that packages make as they are imported are no part of the step
+    with needed("--lora needs the package peft", "Install it: pip install peft"), _disable_current_modes():
+        from peft import LoraConfig, get_peft_model
+        from peft.import_utils import is_bnb_available
 
-            if is_bnb_available():
-                importlib.import_module("peft.tuners.lora.bnb")
-    except ImportError:
-        raise UsageError("--lora needs the package peft", remedy="Install it: pip install peft") from None
+        if is_bnb_available():
+            importlib.import_module("peft.tuners.lora.bnb")
     chosen, why = _targets(model, targets)
     if not chosen:
         raise WorkloadError(
             "LoRA has nothing to adapt: the model's blocks hold no linear layers",
             remedy="Leave --lora out, or attach adapters yourself in a factory.",
         )
-    config = LoraConfig(
-        r=rank, lora_alpha=2 * rank, target_modules=chosen, use_dora=dora, modules_to_save=whole or None
-    )
+    scale, whole = 2 * rank, whole or None
+    config = LoraConfig(r=rank, lora_alpha=scale, target_modules=chosen, use_dora=dora, modules_to_save=whole)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # between PEFT and transformers, nothing a user can act on
@@ -91,7 +87,8 @@ def add_lora(
             f"peft cannot adapt this model: {summary(error)}",
             remedy="Correct --lora-targets or --lora-modules-to-save, or attach adapters yourself in a factory.",
         ) from None
-    return adapted, [_assumed(adapted, rank, why, dora, whole), *_experts(adapted)]
+    experts = any(type(module).__name__ == "ParamWrapper" for module in adapted.modules())
+    return adapted, [_assumed(adapted, rank, why, dora, whole), *([_EXPERTS] if experts else [])]
 
 
 def _targets(model: nn.Module, wanted: str | None) -> tuple[str | list[str] | None, str]:
@@ -124,16 +121,6 @@ def _assumed(model: nn.Module, rank: int, why: str, dora: bool, whole: list[str]
     return f"{kind} of rank {rank} on {', '.join(names)}{why}: {made_of}{kept}"
 
 
-def _experts(model: nn.Module) -> list[str]:
-    """What adapters on experts cost that are one parameter a layer."""
-    if not any(type(module).__name__ == "ParamWrapper" for module in model.modules()):
-        return []
-    return [
-        "Adapters on experts are PEFT's target_parameters: every forward multiplies both factors out to the size of "
-        "all experts of a layer, and adds them to a copy of these. --lora-targets with attention's layers avoids it."
-    ]
-
-
 def _peft_targets(model: nn.Module) -> list[str] | None:
     """PEFT's defaults for the model type, as far as the model really has such layers."""
     from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as DEFAULTS
@@ -147,9 +134,9 @@ def _peft_targets(model: nn.Module) -> list[str] | None:
 def _linear_names(model: nn.Module) -> list[str]:
     """Last components of the names of all linear layers inside blocks."""
     names: set[str] = set()
-    for unit in discover_units(model):
-        if unit.role == "block":
-            for name, module in module_of(model, unit.name).named_modules():
-                if isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D":
-                    names.add(f"{unit.name}.{name}".rpartition(".")[2])
+    blocks = [unit.name for unit in discover_units(model) if unit.role == "block"]
+    for block, found in zip(blocks, modules_of(model, blocks), strict=True):
+        for name, module in found.named_modules(prefix=block):
+            if isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D":
+                names.add(name.rpartition(".")[2])
     return sorted(names)

@@ -6,16 +6,13 @@ from collections.abc import Iterator
 
 from torch import nn
 
-from autockpt.schema.names import strip_prefixes
-
-# torch.compile, FSDP and activation checkpoint wrappers hold the module they wrap under one of these names.
-_INNER = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
+from autockpt.schema.names import WRAPPED_ANYWHERE, strip_prefixes
 
 
 def unwrap(module: nn.Module) -> nn.Module:
     """The module inside compile, FSDP and checkpoint wrappers around it; the module itself where there is none."""
     while True:
-        inner = next((module._modules[name] for name in _INNER if name in module._modules), None)
+        inner = next((module._modules[name] for name in WRAPPED_ANYWHERE if name in module._modules), None)
         if inner is None:
             return module
         module = inner

@@ -21,11 +21,12 @@ from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wr
 
 from autockpt.errors import UsageError, WorkloadError
 from autockpt.schema.sizes import format_bytes
-from autockpt.schema.workload import WorkloadSpec
+from autockpt.schema.workload import WorkloadSpec, as_option
 from autockpt.workload.configs import ConfigSource
-from autockpt.workload.failures import summary
+from autockpt.workload.failures import needed, summary
 from autockpt.workload.fastinit import fast_init
 
+_WISHES = ("load_in_4bit", "load_in_8bit", "quantization")  # of a spec: one at most
 BITSANDBYTES = ("bitsandbytes", "bits_and_bytes", "bitsandbytes_4bit", "bitsandbytes_8bit")
 TORCHAO = "torchao"
 _KNOWN = "only bitsandbytes' 4 and 8 bits and torchao can"
@@ -39,15 +40,14 @@ def quantization_of(spec: WorkloadSpec, compute: torch.dtype) -> Any:
     ``load_in_4bit`` is QLoRA's: NF4, double quantisation, products in ``compute``. Raises UsageError for two wishes at
     once, other methods than these, a configuration that transformers refuses, and missing packages.
     """
-    given = [name for name in ("load_in_4bit", "load_in_8bit", "quantization") if getattr(spec, name)]
+    given = [as_option(name) for name in _WISHES if getattr(spec, name)]
     if not given:
         return None
     if len(given) > 1:
-        first, second = (f"--{name.replace('_', '-')}" for name in given[:2])
-        raise UsageError(f"{first} and {second} exclude one another", remedy="Leave one of them out.")
+        raise UsageError(f"{' and '.join(given[:2])} exclude one another", remedy="Leave one of them out.")
     if spec.load_in_4bit:
         wanted: dict[str, Any] = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
-        wanted |= {"bnb_4bit_compute_dtype": compute}
+        wanted["bnb_4bit_compute_dtype"] = compute
     elif spec.load_in_8bit:
         wanted = {"load_in_8bit": True}
     else:
@@ -100,10 +100,10 @@ def with_own_quantization(spec: WorkloadSpec, source: ConfigSource) -> WorkloadS
             remedy="Name the model that it was made of, with --load-in-4bit or without; or search the live model: "
             "autockpt.search(autockpt.Step(…)).",
         )
-    for name in ("load_in_4bit", "load_in_8bit", "quantization"):
+    for name in _WISHES:
         if getattr(spec, name):
             raise UsageError(
-                f"{source.where} comes quantised by {method} already, so --{name.replace('_', '-')} changes nothing",
+                f"{source.where} comes quantised by {method} already, so {as_option(name)} changes nothing",
                 remedy="Leave it out, or name the model that it was made of.",
             )
     return spec.model_copy(update={"quantization": settings})
@@ -115,11 +115,8 @@ def prepare_for_training(model: nn.Module) -> str:
     Its other half, activation checkpointing of the model's own, is left off: that is what a plan decides.
     Raises UsageError where PEFT is missing.
     """
-    try:
-        with _disable_current_modes():
-            from peft import prepare_model_for_kbit_training
-    except ImportError:
-        raise UsageError("--prepare-kbit needs the package peft", remedy="Install it: pip install peft") from None
+    with needed("--prepare-kbit needs the package peft", "Install it: pip install peft"), _disable_current_modes():
+        from peft import prepare_model_for_kbit_training
     if any(map(_is_torchao, model.parameters())):
         return "PEFT's prepare_model_for_kbit_training leaves all types as they are where weights are torchao's"
     half = (torch.float16, torch.bfloat16)
@@ -170,12 +167,8 @@ def _of_torchao(settings: Mapping[str, Any]) -> Any:
 def _check_packages(*names: str) -> None:
     """Raise UsageError where a package is missing."""
     for name in names:
-        try:
+        with needed(f"quantised weights need the package {name}", f"Install it: pip install {' '.join(names)}"):
             importlib.import_module(name)
-        except ImportError:
-            raise UsageError(
-                f"quantised weights need the package {name}", remedy=f"Install it: pip install {' '.join(names)}"
-            ) from None
 
 
 def quantization_facts(model: nn.Module) -> str | None:
@@ -185,10 +178,12 @@ def quantization_facts(model: nn.Module) -> str | None:
     for weight in filter(is_quantised, model.parameters()):
         settings: Any = weight
         if _is_torchao(weight):
-            kinds[f"{TORCHAO} {type(weight).__name__}"] = None
-            continue
-        eight = type(weight).__name__ == "Int8Params"
-        kinds["int8" if eight else f"{settings.quant_type}{' twice' if settings.compress_statistics else ''}"] = None
+            kind = f"{TORCHAO} {type(weight).__name__}"
+        elif type(weight).__name__ == "Int8Params":
+            kind = "int8"
+        else:
+            kind = f"{settings.quant_type}{' twice' if settings.compress_statistics else ''}"
+        kinds[kind] = None
     return ", ".join(kinds) or None
 
 
@@ -301,15 +296,14 @@ class _Packed:
         """A weight on the device for a layer whose weight is on the meta device."""
         template = layer.weight
         key = (type(template), tuple(template.shape))
-        if key not in self._made:
+        if key in self._made:
+            fresh = _copy(self._made[key])
+        else:
             drawn = torch.empty(template.shape, dtype=self.dtype, device=self._device).normal_(0.0, 0.02)
             settings = {name: value for name, value in vars(template).items() if name not in ("module", "SCB", "CB")}
             # 8 bits are quantised on their way from the CPU, 4 bits on arrival wherever they come from
             source = drawn.to("cpu") if key[0].__name__ == "Int8Params" else drawn
-            self._made[key] = key[0](source, requires_grad=False, **settings).to(self._device)
-            fresh = self._made[key]
-        else:
-            fresh = _copy(self._made[key])
+            self._made[key] = fresh = key[0](source, requires_grad=False, **settings).to(self._device)
         if hasattr(fresh, "quant_state"):
             fresh.module, layer.quant_state = layer, fresh.quant_state
         return fresh

@@ -268,6 +268,7 @@ def _facts(step: Step) -> dict[str, Any]:
     parameters = list(model.parameters())
     config = getattr(inner_model(model), "config", None)
     rows, length = _batch_size(step.batch)
+    optimizer = "none" if step.optimizer is None else type(step.optimizer).__name__
     return {
         "model": type(inner_model(model)).__name__,
         "params": sum(_numbers(p) for p in parameters),
@@ -278,7 +279,7 @@ def _facts(step: Step) -> dict[str, Any]:
         "seq_len": length,
         "tokens": None if rows is None or length is None else rows * length * step.accumulate,
         "accumulate": step.accumulate,
-        "optimizer": "full_step" if step.full_step else _optimizer(step.optimizer),
+        "optimizer": "full_step" if step.full_step else optimizer,
         "scaler": step.scaler is not None,
         "max_grad_norm": step.max_grad_norm,
         "attention": getattr(config, "_attn_implementation", None),
@@ -303,10 +304,6 @@ def weights_dtype(parameters: Iterable[nn.Parameter]) -> str | None:
     for p in (p for p in parameters if p.is_floating_point()):
         counts[p.dtype] = counts.get(p.dtype, 0) + p.numel()
     return short_dtype(max(counts, key=lambda d: counts[d])) if counts else None
-
-
-def _optimizer(optimizer: torch.optim.Optimizer | None) -> str:
-    return "none" if optimizer is None else type(optimizer).__name__
 
 
 def _batch_size(batch: Any) -> tuple[int | None, int | None]:

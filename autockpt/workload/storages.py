@@ -68,17 +68,16 @@ def storage_bytes(tensors: Iterable[Tensor]) -> int:
     """Bytes of the storages behind ``tensors``, each storage once and whole, however many views of it there are."""
     sizes: dict[int, int] = {}
     for tensor in tensors:
-        if tensor.layout is torch.strided:
-            storage = tensor.untyped_storage()
+        for part in _parts(tensor):
+            storage = part.untyped_storage()
             sizes[storage._cdata] = storage.nbytes()
-        else:
-            for part in _sparse_parts(tensor):
-                storage = part.untyped_storage()
-                sizes[storage._cdata] = storage.nbytes()
     return sum(sizes.values())
 
 
-def _sparse_parts(tensor: Tensor) -> tuple[Tensor, ...]:
+def _parts(tensor: Tensor) -> tuple[Tensor, ...]:
+    """The tensors with storages of their own that a tensor consists of: several, of a sparse one."""
+    if tensor.layout is torch.strided:
+        return (tensor,)
     if tensor.layout is torch.sparse_coo:
         return tensor._indices(), tensor._values()
     if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
@@ -90,12 +89,12 @@ def _sparse_parts(tensor: Tensor) -> tuple[Tensor, ...]:
 
 def move(value: Any, device: torch.device) -> Any:
     """The same nesting of mappings, sequences and tensors on another device; other values as they are."""
-    return each_tensor(value, lambda tensor: tensor.to(device), lambda other: _moved(other, device))
 
+    def moved(other: Any) -> Any:
+        to = getattr(other, "to", None)
+        return to(device) if callable(to) and not isinstance(other, nn.Module) else other
 
-def _moved(value: Any, device: torch.device) -> Any:
-    to = getattr(value, "to", None)
-    return to(device) if callable(to) and not isinstance(value, nn.Module) else value
+    return each_tensor(value, lambda tensor: tensor.to(device), moved)
 
 
 def each_tensor(value: Any, function: Callable[[Tensor], Tensor], others: Callable[[Any], Any] = lambda x: x) -> Any:

@@ -65,10 +65,8 @@ def discover_head(model: nn.Module) -> Unit | None:
     head = next((h for m in model.modules() if (h := _output_embeddings(m)) is not None), None)
     if head is None:
         return None
-    for path, module in model.named_modules():
-        if module is head:
-            return Unit(name=strip_prefixes(path), cls=class_name(module), kind=0, role="head")
-    return None
+    path = next((path for path, module in model.named_modules() if module is head), None)
+    return None if path is None else Unit(name=strip_prefixes(path), cls=class_name(head), kind=0, role="head")
 
 
 def _output_embeddings(module: nn.Module) -> nn.Module | None:
@@ -80,11 +78,8 @@ def _output_embeddings(module: nn.Module) -> nn.Module | None:
         head = ask(module)
     except (AttributeError, NotImplementedError):
         return None
-    return unwrap(head) if isinstance(head, nn.Module) and _is_linear(head) else None
-
-
-def _is_linear(module: nn.Module) -> bool:
-    return any(isinstance(inner, nn.Linear) for inner in module.modules())
+    linear = isinstance(head, nn.Module) and any(isinstance(inner, nn.Linear) for inner in head.modules())
+    return unwrap(head) if linear else None
 
 
 def module_of(model: nn.Module, unit_name: str) -> nn.Module:
@@ -208,10 +203,8 @@ def _blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """(qualified name, module) of every block, each module once."""
     slotted = any(_has_slot(module) for module in model.modules())
     found = list(_composite_blocks(model, "", slotted, in_list=False)) or list(_leaf_blocks(model))
-    unique: dict[int, tuple[str, nn.Module]] = {}
-    for path, module in found:
-        unique.setdefault(id(module), (path, module))
-    return list(unique.values())
+    first = {id(module): path for path, module in reversed(found)}
+    return [(path, module) for path, module in found if first[id(module)] == path]
 
 
 def _composite_blocks(module: nn.Module, path: str, slotted: bool, in_list: bool) -> Iterator[tuple[str, nn.Module]]:
@@ -261,7 +254,7 @@ def _is_stage(module: nn.Module) -> bool:
 def _leaf_blocks(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """For plain stacks such as ``Sequential(Linear, ReLU, Linear)``: the members of every row that repeats itself."""
     for path, module in model.named_modules():
-        if not isinstance(module, (nn.Sequential, nn.ModuleList)) or _is_parallel(path.rpartition(".")[2]):
+        if not isinstance(module, (nn.Sequential, nn.ModuleList)) or _is_parallel(path):
             continue
         repeated = Counter(type(child) for child in module.children() if any(True for _ in child.parameters()))
         if max(repeated.values(), default=0) < 2:
@@ -345,9 +338,8 @@ def _is_composite(module: nn.Module) -> bool:
         return False
     if isinstance(module, _LEAVES_ALLOWED):
         return True
-    if type(module).__module__.startswith("torch.nn.modules") and not isinstance(
-        module, (nn.ModuleList, nn.ModuleDict)
-    ):
+    lists = (nn.ModuleList, nn.ModuleDict)
+    if type(module).__module__.startswith("torch.nn.modules") and not isinstance(module, lists):
         return False
     return any(True for _ in module.children()) or len(list(module.parameters(recurse=False))) > 2
 
@@ -384,16 +376,18 @@ def _shape(tensor: torch.Tensor) -> tuple[int, ...] | None:
 
 
 def _settings(module: nn.Module) -> Iterator[Hashable]:
-    for name, value in sorted(vars(module).items()):
-        if name.startswith("_") or name in _IGNORED or _POSITIONAL.search(name):
-            continue
+    attributes = (
+        (name, value)
+        for name, value in sorted(vars(module).items())
+        if not (name.startswith("_") or name in _IGNORED or _POSITIONAL.search(name))
+    )
+    for name, value in (*attributes, *_own_settings(module)):
         plain = _normalised(value)
         if plain is not ...:
             yield name, plain
-    yield from _own_settings(module)
 
 
-def _own_settings(module: nn.Module) -> Iterator[Hashable]:
+def _own_settings(module: nn.Module) -> Iterator[tuple[str, Any]]:
     """Entries of the config's per-layer lists (``layer_types``, ...) that belong to this layer."""
     config, index = getattr(module, "config", None), getattr(module, "layer_idx", None)
     layers = getattr(config, "num_hidden_layers", None)
@@ -402,9 +396,7 @@ def _own_settings(module: nn.Module) -> Iterator[Hashable]:
     for name, value in vars(config).items():
         about_layers = "layer" in name or "block" in name
         if about_layers and isinstance(value, (list, tuple)) and len(value) == layers:
-            plain = _normalised(value[index])
-            if plain is not ...:
-                yield name, plain
+            yield name, value[index]
 
 
 def _normalised(value: Any) -> Hashable:

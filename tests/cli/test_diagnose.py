@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from autockpt.diagnose.build import read_evidence
 from autockpt.diagnose.command import read_command
-from autockpt.diagnose.question import read_evidence
 from autockpt.schema import WorkloadSpec
 from autockpt.schema.diagnosis import Diagnosis
 from tests.diagnose.logs import FORWARD, message

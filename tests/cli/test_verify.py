@@ -4,8 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from autockpt.schema import Check, Plan, VerifyReport, WorkloadSpec
+from autockpt.schema import Plan, VerifyReport, WorkloadSpec
 from autockpt.schema.plan import Steps
+from autockpt.schema.verification import Check
 from tests.reporting.samples import UNITS, choices
 
 

@@ -7,11 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from autockpt.diagnose import DiagnoseRequest, diagnose, prescribe, read_evidence
+from autockpt.diagnose import DiagnoseRequest, diagnose, read_command, read_evidence
 from autockpt.diagnose.oom_log import read_text
-from autockpt.diagnose.prescribe import as_run
 from autockpt.errors import UsageError, WorkloadError
-from autockpt.schema import Plan, Unit, WorkloadSpec, parse_budget, parse_choice
+from autockpt.schema import Plan, WorkloadSpec, parse_budget
 from autockpt.schema.diagnosis import LogReading, SnapshotReading
 from search_spaces.hardware import load_hardware
 from search_spaces.spaces import load_space
@@ -32,9 +31,9 @@ def mib(number: float) -> str:
 @pytest.fixture(scope="module", autouse=True)
 def few_choices() -> Iterator[None]:
     """Each choice is some ghost runs more in every answer, and none here depends on which there are."""
-    few = load_space(prescribe.SPACE).restricted(("save", "recompute", "offload", "recompute_offload"))
+    few = load_space("knobs").restricted(("save", "recompute", "offload", "recompute_offload"))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(prescribe, "load_space", lambda name: few)
+        patch.setattr("search_spaces.spaces.load_space", lambda name: few)
         yield
 
 
@@ -86,10 +85,10 @@ def test_the_tensor_whose_allocation_failed_is_named() -> None:
     assert said.fits_already and "by itself it fits" in said.agreement.verdicts[0]
 
 
-def test_gradient_checkpointing_of_the_command_is_what_ran() -> None:
-    units = [Unit(name="layers.0", cls="Layer", kind=0), Unit(name="layers.0.mlp", cls="Mlp", kind=1, role="mlp")]
-    assert as_run(units, recompute=True) == {"layers.0": parse_choice("recompute")}
-    assert not as_run(units, recompute=False)
+def test_gradient_checkpointing_of_the_command_is_what_ran(plain_peak: int) -> None:
+    command = read_command("python train.py --gradient_checkpointing")
+    said = diagnose(DiagnoseRequest(spec=SPEC, command=command, hardware=load_hardware("rtx4090")))
+    assert said.agreement is not None and said.agreement.simulated_peak < plain_peak
 
 
 def test_evidence_alone_is_told() -> None:

@@ -2,9 +2,8 @@ from __future__ import annotations
 
 import pytest
 
+from autockpt.diagnose.build import DiagnoseRequest, room_of
 from autockpt.diagnose.oom_log import read_text
-from autockpt.diagnose.question import DiagnoseRequest
-from autockpt.diagnose.room import room_of
 from autockpt.diagnose.snapshot import summarise_snapshot
 from autockpt.errors import UsageError
 from autockpt.schema import parse_budget

@@ -25,7 +25,8 @@ import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
 
 from autockpt.profiling.profile import CostModel, build_profile, uniform_graphs
-from autockpt.schema import Choice, Graph, OpTimes, Unit, WorkloadSpec, dump_choice
+from autockpt.schema import Choice, Graph, OpTimes, Unit, WorkloadSpec
+from autockpt.schema.choices import dump_choice
 from autockpt.solvers import refine
 from autockpt.tracing import Tracer
 

@@ -20,7 +20,8 @@ from transformers import AutoConfig
 
 from autockpt.errors import AutockptError
 from autockpt.measuring import LocalMeasurer
-from autockpt.schema import RECOMPUTE, SAVE, Choice, Unit, WorkloadSpec, parse_choice, searched_kinds
+from autockpt.schema import RECOMPUTE, SAVE, Choice, Unit, WorkloadSpec, parse_choice
+from autockpt.schema.choices import searched_kinds
 from autockpt.tracing import Tracer
 from autockpt.workload import build
 from tests.evidence.architectures import ARCHITECTURES, Setting, settings_of

@@ -29,8 +29,7 @@ from torch.utils.checkpoint import checkpoint
 
 from autockpt.history.statistics import noise, ratio_interval
 from autockpt.runtime import attach
-from autockpt.schema import choice_kinds
-from autockpt.schema.choices import from_label, label
+from autockpt.schema.choices import choice_kinds, from_label, label
 
 LAYERS, ROUNDS, WARMUP, BY_HAND = 24, 40, 3, "torch.utils.checkpoint by hand"
 CHOICES = [

@@ -16,7 +16,8 @@ from pathlib import Path
 
 from autockpt.history.statistics import judge
 from autockpt.measuring import WorkerMeasurer
-from autockpt.schema import RECOMPUTE, SAVE, Choice, SearchRequest, WorkloadSpec, choice_kinds, parse_budget, plan_hash
+from autockpt.schema import RECOMPUTE, SAVE, Choice, SearchRequest, WorkloadSpec, parse_budget, plan_hash
+from autockpt.schema.choices import choice_kinds
 from autockpt.tuning import run_search
 from search_spaces.spaces import load_space
 from tests.evidence.until import compare_until

@@ -27,7 +27,8 @@ from torch import nn
 
 from autockpt.history.statistics import judge
 from autockpt.measuring import WorkerMeasurer
-from autockpt.schema import Choice, SearchOutcome, SearchRequest, WorkloadSpec, parse_budget, searched_kinds
+from autockpt.schema import Choice, SearchOutcome, SearchRequest, WorkloadSpec, parse_budget
+from autockpt.schema.choices import searched_kinds
 from autockpt.tuning import run_search
 from search_spaces.hardware import load_hardware
 from search_spaces.spaces import load_space

@@ -3,7 +3,8 @@ from __future__ import annotations
 import pytest
 
 from autockpt.explaining.kinds import KINDS, OTHER, OpKinds, base_name, makers
-from autockpt.schema import Graph, Op, Storage, TensorMeta, Unit
+from autockpt.schema import Graph, Op, Storage, Unit
+from autockpt.schema.graph import TensorMeta
 
 UNITS = (
     Unit(name="h.0", cls="Block", kind=0),

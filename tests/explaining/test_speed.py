@@ -9,7 +9,7 @@ import pytest
 from autockpt.explaining import ExplainRequest, explain, subject
 from autockpt.explaining.speed import BETWEEN, FEED_FORWARD, OPTIMIZER, SCORES
 from autockpt.explaining.subject import of_device
-from autockpt.reporting.explain_words import bound_words, speed_words
+from autockpt.reporting.explain_view import bound_words, speed_words
 from autockpt.schema import Plan, WorkloadSpec
 from autockpt.tuning.targets import shallow_twin
 from search_spaces.hardware import load_hardware

@@ -19,8 +19,8 @@ from autockpt.history.statistics import noise, ratio_interval
 from autockpt.measuring import StepRunner
 from autockpt.measuring.failures import device_lost
 from autockpt.runtime import attach
-from autockpt.schema import WorkloadSpec, dump_choice, parse_choice
-from autockpt.schema.choices import CHUNKED_LOSS
+from autockpt.schema import WorkloadSpec, parse_choice
+from autockpt.schema.choices import CHUNKED_LOSS, dump_choice
 from autockpt.schema.plan import Plan
 from autockpt.workload import discover_head
 from tests.gpu.items import Context

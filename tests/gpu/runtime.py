@@ -11,7 +11,8 @@ from typing import Any
 from autockpt.errors import AutockptError
 from autockpt.measuring import StepRunner
 from autockpt.runtime import deterministic_algorithms
-from autockpt.schema import WorkloadSpec, choice_kinds, dump_choice, parse_choice
+from autockpt.schema import WorkloadSpec, parse_choice
+from autockpt.schema.choices import choice_kinds, dump_choice
 from autockpt.verification.beside import count_runs
 from tests.evidence import host_cost as cost
 from tests.gpu.items import Context

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from autockpt.hardware.cuda_memory import as_seen_by, capability_of, device_peak, events, workspace_bytes
 from autockpt.hardware.sharding import sharded
-from autockpt.schema import Graph, Hardware, Op, Phase, Storage, TensorMeta, Unit, WorkloadSpec
+from autockpt.schema import Graph, Hardware, Op, Phase, Storage, Unit, WorkloadSpec
+from autockpt.schema.graph import TensorMeta
 from autockpt.schema.hardware import Efficiency
 from autockpt.simulator import bytes_timeline
 from autockpt.simulator.allocator import MIB

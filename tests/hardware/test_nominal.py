@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from autockpt.hardware.nominal import nominal_op_times
-from autockpt.schema import Graph, Op, Storage, TensorMeta
+from autockpt.schema import Graph, Op, Storage
+from autockpt.schema.graph import TensorMeta
 from tests.profiling.test_host import environment
 
 

@@ -25,11 +25,11 @@ from autockpt.schema import (
     Plan,
     Prediction,
     Storage,
-    TensorMeta,
     Trial,
     Unit,
     plan_hash,
 )
+from autockpt.schema.graph import TensorMeta
 
 QUESTION = {"budget": "60%", "workload": {"model": "llama-tiny"}, "seed": 0}
 
@@ -240,7 +240,7 @@ def test_two_searches_at_once_are_refused(tmp_path: Path) -> None:
 def test_a_lock_dies_with_its_process(tmp_path: Path) -> None:
     run = enter(tmp_path)
     code = (
-        "import os, sys; from pathlib import Path; from autockpt.history.lock import exclusive\n"
+        "import os, sys; from pathlib import Path; from autockpt.history.rundir import exclusive\n"
         "with exclusive(Path(sys.argv[1])): os._exit(9)"
     )
     assert subprocess.run([sys.executable, "-c", code, str(run.path / "lock")]).returncode == 9

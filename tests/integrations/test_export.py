@@ -13,7 +13,8 @@ from autockpt.errors import PlanError, UsageError
 from autockpt.integrations.export import TARGETS, export
 from autockpt.integrations.export.transformers import _supported
 from autockpt.integrations.export.wanted import LayerChoices
-from autockpt.schema import Plan, Structure
+from autockpt.schema import Plan
+from autockpt.schema.plan import Structure
 from autockpt.schema.sets import When
 
 LAYERS = 8

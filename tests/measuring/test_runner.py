@@ -17,7 +17,8 @@ from autockpt.devices import get_device
 from autockpt.errors import DeviceOutOfMemory, MeasurementError, PlanError
 from autockpt.measuring import StepRunner
 from autockpt.measuring.runner import turn_order
-from autockpt.schema import RECOMPUTE, choice_kinds, parse_choice
+from autockpt.schema import RECOMPUTE, parse_choice
+from autockpt.schema.choices import choice_kinds
 from autockpt.workload import Step
 from tests.measuring.small_workloads import RECOMPUTE_ALL, Stack, make_workload
 

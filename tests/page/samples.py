@@ -15,7 +15,6 @@ from autockpt.schema import (
     FinishedSearch,
     Measurement,
     Menu,
-    MenuItem,
     OpTimes,
     Plan,
     Prediction,
@@ -28,6 +27,7 @@ from autockpt.schema import (
     WorkloadSpec,
     plan_hash,
 )
+from autockpt.schema.profile import MenuItem
 from tests.reporting.samples import small_graph
 
 DEVICE = DeviceInfo(kind="cpu", name="a processor", capacity_bytes=2**34)

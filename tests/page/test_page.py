@@ -8,9 +8,10 @@ import pytest
 
 from autockpt.errors import RunDirectoryError
 from autockpt.history.rundir import RunDirectory
-from autockpt.page import compare_page, run_page, write_page
+from autockpt.page import compare_page, write_page
 from autockpt.page.contents import contents_of, without_paths
 from autockpt.page.plans import GHOST, OPTUNA, SOLVER
+from autockpt.page.render import run_page
 from autockpt.page.sentence import a_little_more
 from autockpt.schema import OFFLOAD, SAVE, FinishedSearch, Prediction, WorkloadSpec
 from autockpt.schema.batches import SizesTimed

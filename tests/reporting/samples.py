@@ -25,13 +25,13 @@ from autockpt.schema import (
     StageTime,
     Storage,
     StorageKind,
-    TensorMeta,
     Trial,
     Unit,
     Verdict,
     covers,
     plan_hash,
 )
+from autockpt.schema.graph import TensorMeta
 
 MIB = 2**20
 BLOCKS = [f"model.layers.{i}" for i in range(12)]

@@ -3,8 +3,7 @@ from __future__ import annotations
 import pytest
 
 from autockpt.reporting import area
-from autockpt.reporting.explain_view import print_explanation
-from autockpt.reporting.explain_words import bound_words, difference, largest_words, reason_words
+from autockpt.reporting.explain_view import bound_words, difference, largest_words, print_explanation, reason_words
 from autockpt.reporting.rules_view import print_rules
 from autockpt.schema import OFFLOAD, RECOMPUTE, SAVE, Choice, Comparison, Measurement, ResolvedBudget
 from autockpt.schema.explanation import (

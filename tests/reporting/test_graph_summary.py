@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autockpt.reporting.area import resampled
-from autockpt.reporting.graph_summary import REMAINDER, GraphSummary, summarise
+from autockpt.reporting.trace_view import REMAINDER, GraphSummary, summarise
 from autockpt.schema import Graph
 from tests.reporting.samples import small_graph
 

@@ -2,7 +2,8 @@ from __future__ import annotations
 
 from rich.console import Console
 
-from autockpt.reporting import hardware_rows, print_hardware
+from autockpt.reporting import print_hardware
+from autockpt.reporting.hardware_view import hardware_rows
 from search_spaces.hardware import load_hardware
 
 

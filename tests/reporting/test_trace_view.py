@@ -2,11 +2,9 @@ from __future__ import annotations
 
 import pytest
 
-from autockpt.reporting.area import resampled
-from autockpt.reporting.graph_summary import summarise
-from autockpt.reporting.sparkline import ASCII, BLOCKS, sparkline
+from autockpt.reporting.area import ASCII, BLOCKS, resampled, sparkline
 from autockpt.reporting.style import plain_table
-from autockpt.reporting.trace_view import print_ops, print_summary
+from autockpt.reporting.trace_view import print_ops, print_summary, summarise
 from tests.reporting.samples import console, small_graph
 
 

@@ -4,7 +4,8 @@ import pytest
 
 from autockpt.reporting.trials_view import print_trials
 from autockpt.reporting.verify_view import print_report
-from autockpt.schema import RECOMPUTE, Check, VerifyReport
+from autockpt.schema import RECOMPUTE, VerifyReport
+from autockpt.schema.verification import Check
 from tests.reporting.samples import console, trial
 
 

@@ -20,7 +20,6 @@ from autockpt.schema import (
     Plan,
     Prediction,
     ResolvedBudget,
-    Structure,
     Unit,
     WorkloadSpec,
     plan_hash,
@@ -299,7 +298,7 @@ def test_the_hash_is_of_what_a_plan_does() -> None:
 
 
 def test_structures_are_compact() -> None:
-    structure = Structure.of("llama-tiny", "f", UNITS)
+    structure = Plan.create({}, UNITS, model="llama-tiny").model
     assert structure.units == {"model.layers.0-11": "LlamaDecoderLayer", "model.layers.0-11.mlp": "LlamaMLP"}
     assert structure.classes == {u.name: u.cls for u in UNITS}
 

@@ -2,7 +2,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from autockpt.schema import DeviceInfo, Environment, SearchRequest, Silence, WorkloadSpec, parse_budget, question_hash
+from autockpt.schema import DeviceInfo, Environment, SearchRequest, Silence, WorkloadSpec, parse_budget
+from autockpt.schema.request import question_hash
 from search_spaces.spaces import load_space
 
 ENVIRONMENT = Environment(

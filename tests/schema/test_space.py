@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from autockpt.errors import UsageError
-from autockpt.schema import SearchSpace, searched_kinds
+from autockpt.schema import SearchSpace
+from autockpt.schema.choices import searched_kinds
 from autockpt.schema.space import known_knobs
 from search_spaces.spaces import load_space, shipped_spaces
 

@@ -6,7 +6,7 @@ import pytest
 
 from autockpt.hardware.roofline import roofline_times
 from autockpt.profiling import simulated_memory, tracer_for
-from autockpt.reporting.graph_summary import summarise
+from autockpt.reporting.trace_view import summarise
 from autockpt.schema import Graph, WorkloadSpec, parse_choice
 from autockpt.simulator import simulate
 from autockpt.tracing import run

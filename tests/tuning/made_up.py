@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from autockpt.history.rundir import RunDirectory
-from autockpt.schema import Choice, Silence, dump_choice, parse_budget
+from autockpt.schema import Choice, Silence, parse_budget
+from autockpt.schema.choices import dump_choice
 from autockpt.tuning.loop import Loop, SearchResult
 from autockpt.tuning.proposers.solver import SolverProposer
 from autockpt.tuning.question import Clock, Limits, Question

@@ -10,7 +10,8 @@ from autockpt.errors import UsageError
 from autockpt.schema import SearchRequest, WorkloadSpec, parse_budget
 from autockpt.tracing import Tracer
 from autockpt.tuning import run_search
-from autockpt.workload import build, make_optimizer, refuse_simulated
+from autockpt.workload import build, refuse_simulated
+from autockpt.workload.build import make_optimizer
 from search_spaces.spaces import load_space
 
 MODEL = "tests.hardware.cuda_models:causal_fp32"

@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from autockpt.workload import move, nested_tensors, storage_bytes
+from autockpt.workload import move, nested_tensors
+from autockpt.workload.storages import storage_bytes
 
 
 def bytes_of(*roots: Any) -> int:

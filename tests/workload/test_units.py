@@ -10,7 +10,8 @@ from torch import nn
 
 from autockpt.errors import PlanError, UsageError
 from autockpt.schema.graph import Unit
-from autockpt.workload import discover_units, fingerprint, module_of
+from autockpt.workload import discover_units, fingerprint
+from autockpt.workload.units import module_of
 
 BASE: dict[str, Any] = {
     "hidden_size": 32,

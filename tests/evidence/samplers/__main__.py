@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from importlib.metadata import version
 from pathlib import Path
 
-from autockpt.schema import searched_kinds
+from autockpt.schema.choices import searched_kinds
 from autockpt.simulator import simulate
 from tests.evidence.samplers import engine, samplers
 from tests.evidence.samplers.device import believed, menu_of

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from autockpt.profiling import CostModel
-from autockpt.schema import Budget, SearchSpace, Silence, searched_kinds
+from autockpt.schema import Budget, SearchSpace, Silence
+from autockpt.schema.choices import searched_kinds
 from autockpt.tuning import question as asked
 from autockpt.tuning.loop import Loop, SearchResult
 from autockpt.tuning.proposers.solver import SolverProposer

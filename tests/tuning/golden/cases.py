@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 
 import transformers
 
-from autockpt.schema import SearchRequest, WorkloadSpec, dump_choice, parse_budget
+from autockpt.schema import SearchRequest, WorkloadSpec, parse_budget
+from autockpt.schema.choices import dump_choice
 from autockpt.tuning import run_search
 from search_spaces.hardware import load_hardware
 from search_spaces.spaces import load_space
