@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from autockpt.errors import InfeasibleError
 from autockpt.tracing.process import can_fork
 
 pytestmark = pytest.mark.slow
@@ -240,6 +241,14 @@ for own in (False, True):
     assert done.returncode == 2 and done.stdout.count("trained") == 1, done.stderr
     assert "the plan was found in" in done.stdout + done.stderr
     assert re.search("has (activation|gradient)_checkpointing=True", done.stderr)  # by the version of transformers
+
+
+def test_a_budget_that_nothing_fits_ends_the_script_with_one_screen(script) -> None:
+    pytest.importorskip("accelerate", reason="transformers' Trainer needs accelerate")
+    code = 'trainer(Path("out"), LLAMA.make(), [], max_steps=1).train()'
+    done = script(code, plan=None, start=TRAINER, AUTOCKPT_BUDGET="50KiB")
+    assert done.returncode == InfeasibleError.exit_code and "Traceback" not in done.stderr
+    assert "autockpt: error: nothing fits 50.0 KiB" in done.stderr
 
 
 @pytest.mark.parametrize(
