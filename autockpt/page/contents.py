@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, is_dataclass
+from pathlib import Path
 from typing import Any
 
 from autockpt.errors import RunDirectoryError, UsageError
@@ -119,7 +120,8 @@ def contents_of(run: RunDirectory) -> Contents:
         f"Sets of choices by the size of the batch: {'; '.join(set_lines(plan))}." if plan and set_lines(plan) else ""
     )
     name = run.path.resolve().name
-    plan_file = f"{name}/{(run.answer_path or run.plan_path).name}"
+    place = Path(name) if run.path.is_absolute() else run.path
+    plan_file = str(place / (run.answer_path or run.plan_path).name)
     return _tidied(
         Contents(
             run=name,

@@ -144,7 +144,7 @@
       const kinds = new Map([["weights, states, batch", tape.fixed[sample]], ["gradients", tape.growing[sample]], ["smaller tensors", tape.small[sample]]]);
       const layers = new Map([["smaller tensors", tape.small[sample]]]);
       for (const s of alive) {
-        const kind = `${tape.kinds[s[4]]}, ${purposes[s[5]]}`;
+        const kind = purposes[s[5]].includes(tape.kinds[s[4]]) ? purposes[s[5]] : `${tape.kinds[s[4]]}, ${purposes[s[5]]}`;
         kinds.set(kind, (kinds.get(kind) || 0) + s[0]);
         const layer = tape.units[s[3]] || "(rest of the model)";
         layers.set(layer, (layers.get(layer) || 0) + s[0]);

@@ -224,6 +224,10 @@ def _verdict(first: Contents, second: Contents) -> str:
     ours = [{row.name: row.measured or row.predicted for row in run.rows}.get(OURS) for run in (first, second)]
     if ours[0] is None or ours[1] is None:
         return "One of the two runs has no plan yet."
+    jobs = [(run.model, run.settings.get("batch_size"), run.settings.get("seq_len")) for run in (first, second)]
+    if jobs[0] != jobs[1]:
+        said = " and ".join(f"{job[0]} at {' × '.join(str(n) for n in job[1:] if n is not None)}" for job in jobs)
+        return f"These are two jobs, {said}: what they need and how long they take does not compare."
     more = ours[1].peak_bytes - ours[0].peak_bytes
     said = f"The second plan needs {format_binary(abs(more))} {'more' if more >= 0 else 'less'} and is "
     text = said + compared(ours[1], ours[0], "the first") + "."

@@ -272,9 +272,11 @@ def test_a_damaged_run_and_an_unwritable_page_are_errors(tmp_path: Path) -> None
 
 def test_two_runs_on_one_page(tmp_path: Path) -> None:
     name = "<b>other</b>"
-    first, second = make_run(tmp_path), make_run(tmp_path, model=name, budget="70%act")
-    text = compare_page(first, second)
-    page = Read(text)
+    first, second, other = (make_run(tmp_path, **more) for more in ({}, {"budget": "70%act"}, {"model": name}))
+    page = Read(compare_page(first, second))
     assert "The second plan needs 0 B more and is as fast as the first" in page.said
-    assert "budget 60%act 70%act" in page.said and f"model small {name}" in page.said and "<b>" not in text
+    assert "budget 60%act 70%act" in page.said
+    text = compare_page(first, other)
+    page = Read(text)
+    assert "These are two jobs, small at" in page.said and f"model small {name}" in page.said and "<b>" not in text
     assert "somebody" not in text and len(text.encode()) < 2**20
