@@ -247,6 +247,9 @@ def test_a_model_held_by_another_module_is_found_by_its_own_names() -> None:
 def test_unknown_and_ambiguous_names_are_errors() -> None:
     with pytest.raises(PlanError, match=r"no module named 'model\.layers\.9'"):
         module_of(tiny_llama(), "model.layers.9")
+    with pytest.raises(PlanError) as refused:
+        module_of(tiny_llama(), "base_model.model.model.layers.0")
+    assert "write 'model.layers.0'" in refused.value.remedy
     with pytest.raises(PlanError, match="could be any of"):
         module_of(nn.Transformer(8, 2, 1, 1, 16), "layers.0")
 
