@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 from autockpt.explaining.build import fronts
-from autockpt.schema import OFFLOAD, RECOMPUTE, SAVE, Choice, KeepAttention, Menu, MenuItem, Unit
+from autockpt.schema import OFFLOAD, RECOMPUTE, SAVE, Choice, Menu, Unit
+from autockpt.schema.choices import KeepAttention
+from autockpt.schema.profile import MenuItem
 
 UNITS = tuple(Unit(name=f"h.{i}", cls="Block", kind=0) for i in range(4))
 

@@ -12,9 +12,9 @@ from autockpt.errors import DeviceOutOfMemory
 from autockpt.history.statistics import noise as noise_of
 from autockpt.profiling import CostModel, build_profile, uniform_graphs
 from autockpt.schema import Choice, DeviceInfo, Environment, Graph, Measurement, OpTimes, plan_hash
-from autockpt.simulator import simulate
 from tests.evidence.samplers.family import Instance
 from tests.evidence.samplers.steps import HEAD, signatures, step
+from tests.simulator.made_up import simulated
 
 CAPACITY = 1 << 50
 TABLE_ERROR = 0.1  # of every op time and bandwidth that the profile believes in, one standard deviation
@@ -35,7 +35,7 @@ class Truth:
         key = plan_hash(choices)
         if key not in self._known:
             inst = self.instance
-            found = simulate(
+            found = simulated(
                 step(inst, choices),
                 self._seconds,
                 bandwidth_out=inst.bandwidth,
