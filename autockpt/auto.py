@@ -19,6 +19,7 @@ import os
 import sys
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from autockpt.errors import AutockptError, UsageError
@@ -143,9 +144,9 @@ def start() -> ModelWatch | None:
         if not path:
             _say(f"neither {VARIABLE} nor {BUDGET} is set, so `import autockpt.auto` does nothing.")
             return None
-        from autockpt.schema.plan import Plan
+        from autockpt.history.trialplan import plan_at
 
-        watch = ModelWatch(Plan.load(path), path)
+        watch = ModelWatch(plan_at(Path(path)), path)
     except AutockptError as error:
         _fail(error)
     watch.install()

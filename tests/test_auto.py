@@ -257,8 +257,9 @@ def test_a_budget_that_nothing_fits_ends_the_script_with_one_screen(script) -> N
         ({"AUTOCKPT_BUDGET": "24GB"}, 0, "AUTOCKPT_BUDGET changed nothing, because no Trainer"),
         ({"AUTOCKPT_BUDGET": "much"}, 2, "'much'"),
         ({"AUTOCKPT_BUDGET": "24GB", "AUTOCKPT_PLAN": "plan.yaml"}, 2, "are both set"),
+        ({"AUTOCKPT_PLAN": "."}, 2, "is not the directory of a run"),
     ],
-    ids=["no trainer", "malformed", "both"],
+    ids=["no trainer", "malformed", "both", "a folder that is no run"],
 )
 def test_a_budget_that_cannot_be_used_is_said(script, environment: dict[str, str], status: int, said: str) -> None:
     done = script("step(Net())", plan=None, **environment)

@@ -44,6 +44,6 @@ def export(
         print(exported.settings, end="", flush=True)
     else:
         console = screen.progress()
-        console.print(f"{out}: {'exact' if exported.exact else 'not all of the plan'}")
+        console.print(f"Written to {out}: {'all' if exported.exact else 'not all'} of the plan")
         for loss in exported.losses:
             console.print(f"- {loss}")
