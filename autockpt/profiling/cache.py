@@ -15,6 +15,9 @@ from autockpt.schema import Environment, OpTimes
 from autockpt.schema.base import Data
 from autockpt.schema.files import atomic_write
 
+TABLES = 2
+"""Counts how often what is timed has changed: 2, whole plans are timed as in mid-training."""
+
 
 class _Table(Data):
     """``workloads`` are the fields of OpTimes that belong to one workload rather than to single ops."""
@@ -72,5 +75,5 @@ def _read(environment: Environment) -> _Table | None:
 
 
 def _path(environment: Environment) -> Path:
-    text = json.dumps(environment.model_dump(mode="json"), sort_keys=True)
+    text = json.dumps([TABLES, environment.model_dump(mode="json")], sort_keys=True)
     return cache_directory() / "op_times" / f"{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"
