@@ -38,6 +38,7 @@ from autockpt.workload import Step
 
 FEWEST = 3  # candidates of the first search of a size
 LAST = 0.15  # share of the time limit with less than which no further search is begun: tracing alone takes that
+APART = 0.02  # share of an update's time by which simulated settings must differ to be told apart
 RACE = 0.1  # share of the time limit kept for timing the best sizes side by side
 KINDS = ("save", "recompute", "recompute_offload", "offload")
 Search = Callable[[SearchRequest, Listener | None], SearchOutcome]
@@ -261,6 +262,11 @@ def _most_tokens(
         settings = put_right(settings, raced)
     best = next(s for s in settings if s.role == "found" and s.batch_size == top)
     outcome = found[top][1]
+    if outcome.source == "simulated":
+        alike = [s for s in settings if s is not best and s.update_seconds <= (1 + APART) * best.update_seconds]
+        if alike:
+            others = ", ".join(f"{s.batch_size} × {s.accumulate} ({s.plan})" for s in alike)
+            said = f"As fast within {APART:.0%}, and closer than that a simulation does not tell: {others}."
     tokens = outcome.settings.get("tokens") is not None
     return BatchAnswer(
         rows_per_update=rows,

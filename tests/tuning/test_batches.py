@@ -275,6 +275,8 @@ def test_a_simulated_search_names_the_setting_with_the_most_tokens_per_second(tm
     assert answer.best.batch_size * answer.best.accumulate == 4
     assert all(other.per_second <= answer.best.per_second for other in answer.others)
     assert {"given", "usual"} <= {other.role for other in answer.others}
+    alike = any(other.update_seconds <= 1.02 * answer.best.update_seconds for other in answer.others)
+    assert any("a simulation does not tell" in note for note in answer.notes) == alike
     assert answer.outcome.plan is not None and answer.outcome.plan.workload is not None
     assert answer.outcome.plan.workload.batch_size == answer.best.batch_size
     assert answer.best.score.peak_bytes <= 600 * 10**6
