@@ -51,13 +51,15 @@ class PolicySession(Protocol):
     """What a policy may ask of the session that attaches it.
 
     ``order`` holds every unit of the plan, whatever its choice, in the order in which the model calls them.
-    ``transports`` gives the way off a device into a tier. ``written_to_by_others``: code of the model, around units
-    too, may write unseen to any tensor.
+    ``transports`` gives the way off a device into a tier.
     """
 
     order: Sequence[PlannedUnit]
     transports: Transports
-    written_to_by_others: bool
+
+    def written_to_by_others(self) -> bool:
+        """Whether code of the model, around units too, may write unseen to any tensor: looked up in milliseconds."""
+        ...
 
     def place(self, name: str, module: nn.Module, run: Callable[..., Any], state: Attachment) -> None:
         """Make ``run(module, state, *args, **kwargs)`` the module's forward until the session is removed."""

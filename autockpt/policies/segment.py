@@ -64,10 +64,11 @@ class SegmentPolicy(Policy):
     kind: ClassVar[str] = "segment"
 
     def attach(self, units: Sequence[PlannedUnit], session: PolicySession) -> None:
+        unseen = bool(units) and session.written_to_by_others()
         for members in _segments(session.order):
             choice = members[0].choice
             assert isinstance(choice, Segment)
-            region = Region(len(members), choice.levels, session.written_to_by_others)
+            region = Region(len(members), choice.levels, unseen)
             session.listen(region)
             for position, unit in enumerate(members):
                 refuse_late_writes(unit.module, unit.name)

@@ -40,16 +40,19 @@ class Session:
         units: Sequence[PlannedUnit],
         transports: Transports,
         sentinels: Sentinels | None = None,
-        *,
-        written_to_by_others: bool = False,
+        model: nn.Module | None = None,
     ) -> None:
         self.attached: dict[str, str] = {}
         self.sentinels = sentinels or Sentinels()
-        self.written_to_by_others = self.sentinels.written_to_by_others = written_to_by_others
+        self._model = model
         self.order: Sequence[PlannedUnit] = tuple(units)
         self.transports = transports
         self.listeners: list[ForwardListener] = []
         self._placed: list[tuple[nn.Module, AttachedForward]] = []
+
+    def written_to_by_others(self) -> bool:
+        """Whether code of the model, around units too, may write unseen to any tensor: looked up in milliseconds."""
+        return self._model is not None and writes_to_any(self._model)
 
     def place(self, name: str, module: nn.Module, run: Callable[..., Any], state: Attachment) -> None:
         """Make ``run(module, state, *args, **kwargs)`` the module's forward until the session is removed."""
@@ -178,13 +181,13 @@ def attach_units(
     modules = modules_of(model, list(choices))
     units = [PlannedUnit(n, unwrap(m), choice) for (n, choice), m in zip(choices.items(), modules, strict=True)]
     _check_free(model, units)
-    written_to = any(choice.kind != "save" for choice in choices.values()) and writes_to_any(unwrap(model))
-    session = Session(units, transports, sentinels_of(sentinels), written_to_by_others=written_to)
+    session = Session(units, transports, sentinels_of(sentinels), unwrap(model))
     try:
         for kind, policy in POLICIES.items():
             policy.attach([unit for unit in units if unit.choice.kind == kind], session)
         session.attached = {unit.name: session.attached[unit.name] for unit in units}
         if session.sentinels.units:
+            session.sentinels.written_to_by_others = session.written_to_by_others()
             session.listen(session.sentinels)
     except BaseException:
         session.remove()
