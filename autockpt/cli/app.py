@@ -94,5 +94,5 @@ def _root(
     """What should each layer do with its activations, so that training fits the memory budget and stays fast?
 
     Exit codes: 0 found, 2 wrong question, 3 nothing fits, 4 device or measurement failed, 130 interrupted,
-    143 ended by SIGTERM.
+    141 nobody read the answer to its end (`| head`), 143 ended by SIGTERM.
     """

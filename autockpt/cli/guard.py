@@ -24,7 +24,7 @@ import typer
 from autockpt.cli import screen
 from autockpt.errors import AutockptError, InfeasibleError
 
-INTERRUPTED, TERMINATED = 130, 143
+INTERRUPTED, UNREAD, TERMINATED = 130, 141, 143
 FAILED = 4
 CONTINUED = ("search", "bench")  # verbs that write down what they measure as it comes
 
@@ -52,7 +52,7 @@ def guarded(verb: Callable[..., None]) -> Callable[..., None]:
             raise typer.Exit(_interrupted(as_json, _code(interrupts), kept)) from None
         except BrokenPipeError:  # whoever read our output has gone
             _silence_output()
-            raise typer.Exit(1) from None
+            raise typer.Exit(UNREAD) from None
         except Exception as error:
             # what an interrupt leaves half done (an import, above all) may fail in ways of its own
             if interrupts:

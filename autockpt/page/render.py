@@ -23,6 +23,7 @@ from autockpt.reporting.answer import answer_rows, loading_lines
 from autockpt.schema import SAVE, format_binary, words
 from autockpt.schema.files import atomic_write, reason
 from autockpt.schema.known import OURS
+from autockpt.schema.names import fold
 
 PAGE = "report.html"
 BEST_FEW = 5
@@ -51,8 +52,9 @@ def write_comparison(first: RunDirectory, second: RunDirectory, path: Path | Non
 
 
 def write_text(text: str, path: Path) -> Path:
-    """Write a page. Raises RunDirectoryError where the file cannot be written."""
+    """Write a page, and the folders above it. Raises RunDirectoryError where that is not possible."""
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         atomic_write(path, text)
     except OSError as error:
         raise RunDirectoryError(
@@ -78,6 +80,7 @@ def of_run(contents: Contents) -> dict[str, Any]:
         "buys": _buys(contents),
         "phases": _phases(tried),
         "letters": words.letters(p.choices for p in points),
+        "units": ", ".join(fold(dict.fromkeys(contents.units, SAVE))),
         "misses": _misses(tried),
     }
 

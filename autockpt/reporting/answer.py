@@ -7,6 +7,7 @@ import shlex
 from dataclasses import dataclass
 
 from rich.console import Console
+from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
@@ -212,29 +213,29 @@ def _print_plan(outcome: SearchOutcome, plan: Plan, console: Console) -> None:
     for pattern, choice in plan.choices.items():
         console.print(Text(f"  {pattern}: {choice}"), style="dim", soft_wrap=True)
     for line in set_lines(plan):
-        console.print(Text(f"  {line}"), soft_wrap=True)
+        console.print(Padding(Text(line), (0, 0, 0, 2)))
     if outcome.plan_path is None:
         return
     path = str(outcome.plan_path)
     console.print()
-    then = f". {_on_the_device(plan, path)}To train with it:"
-    console.print(Text.assemble("Written to ", (path, "bold"), then), soft_wrap=True)
+    console.print(Text.assemble("Written to ", (path, "bold")), soft_wrap=True)
+    for line in _on_the_device(plan, path):
+        console.print(Text(line), soft_wrap=line.startswith(" "))  # a command stays in one piece
+    console.print("To train with it:")
     console.print()
     for line in loading_lines(path, plan.compile):
         console.print(Text(f"    {line}", style="cyan"), soft_wrap=True)
 
 
-def _on_the_device(plan: Plan, path: str) -> str:
-    """How a simulated plan is held against real steps, where these can be as it was made for."""
+def _on_the_device(plan: Plan, path: str) -> tuple[str, ...]:
+    """Lines on how a simulated plan is held against real steps, where these can be as it was made for."""
     if plan.status != "simulated":
-        return ""
+        return ()
     if plan.workload is not None and (options := plan.workload.simulated_only()):
-        return f"No command here takes real steps with {', '.join(options)}: its numbers stay simulated. "
+        return (f"No command here takes real steps with {', '.join(options)}: its numbers stay simulated.",)
     path = shlex.quote(path)
-    return (
-        f"On the device, `autockpt verify {path}` holds it against real steps, and "
-        f"`autockpt search --resume {path}` goes on with measured ones. "
-    )
+    hold, go_on = f"    autockpt verify {path}", f"    autockpt search --resume {path}"
+    return ("On the device, this holds it against real steps, and a search goes on with measured ones:", hold, go_on)
 
 
 def loading_lines(path: str, compiled: CompileMode | None = None) -> tuple[str, ...]:

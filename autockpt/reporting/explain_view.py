@@ -109,6 +109,8 @@ def _parts(speed: Speed, mark: str) -> Table:
         moved = f"{part.bytes / part.seconds / 1e9:,.0f}" if part.bytes and part.bound != "link" else "—"
         took, share = f"{mark}{words.seconds(part.seconds)}", words.share(part.seconds / whole)
         table.add_row(*map(Text, (part.name, took, share, rate, moved, part.bound or "")))
+    table.add_section()
+    table.add_row("together, by op times", f"{mark}{words.seconds(whole)}", "100.0 %", style="bold")
     return table
 
 

@@ -72,6 +72,7 @@ def test_a_page_has_every_part_and_needs_nothing_else(tmp_path: Path) -> None:
     assert "14 % slower than saving everything, which does not fit (measured by real steps)." in page.said
     assert "Of 3 plans with numbers 2 fit, and none of these is faster. The next leaner one, 150 B less" in page.said
     assert 'autockpt.apply(model, "' in page.said and "autockpt search --model" in page.said
+    assert "The boxes, first to last: h.0-1." in page.said
 
 
 def test_it_says_how_fast_a_step_is(tmp_path: Path) -> None:
@@ -264,7 +265,7 @@ def test_a_simulated_run_never_says_measured(tmp_path: Path) -> None:
 def test_a_damaged_run_and_an_unwritable_page_are_errors(tmp_path: Path) -> None:
     run = make_run(tmp_path)
     with pytest.raises(RunDirectoryError, match="cannot be written"):
-        write_page(run, tmp_path / "no" / "page.html")
+        write_page(run, run.path / "plan.yaml" / "page.html")
     (run.path / "profile.json").write_text("{}")
     with pytest.raises(RunDirectoryError, match="damaged"):
         run_page(run)

@@ -135,7 +135,7 @@ def test_a_simulated_plan_names_commands_that_measure_it_only_where_there_are_so
         work = WorkloadSpec.model_validate({"model": "llama-tiny", **options})
         plan = found.plan.model_copy(update={"source": "simulated", "workload": work})
         text = " ".join(printed(found.model_copy(update={"plan": plan})).split())
-        assert ("`autockpt verify" in text) is command
+        assert ("autockpt verify results" in text) is command
         assert ("No command here takes real steps with --shard: its numbers stay simulated." in text) is not command
 
 

@@ -160,6 +160,13 @@ def test_an_explanation_on_screen(width: int) -> None:
     assert "seconds are modelled by a roofline of rtx4090" in said and "a note" in said
 
 
+def test_the_parts_of_a_step_are_added_up_next_to_what_a_step_takes() -> None:
+    parts = (Part(name="attention", seconds=0.5), Part(name="optimizer", seconds=0.75))
+    speed = Speed(seconds=1, flops=0, model_flops=0, average_bytes=1, parts=parts)
+    said = " ".join(printed(80, speed=speed, basis="measured", measured_peak=MIB, measured_seconds=1.0).split())
+    assert "a step takes 1 s" in said and "together, by op times 1.25 s 100.0 %" in said
+
+
 def test_measured_seconds_have_no_tilde() -> None:
     assert "~" not in printed(100, basis="measured")
     assert "Measured: 1.00 MiB (1.05 MB), a step 2 s" in printed(100, measured_peak=MIB, measured_seconds=2.0)

@@ -100,6 +100,7 @@ def test_the_run_is_kept_like_a_measured_one(found: SearchOutcome, card: Hardwar
     trials = run.trials()
     assert trials and {t.state for t in trials} <= {"simulated", "predicted_over"}
     assert all(t.measured is None for t in trials)
+    assert all("simulated" not in t.message for t in trials), "its figures say so already"
     assert run.environment() and run.graph() and run.profile() and run.question["hardware"]["name"] == card.name
 
 

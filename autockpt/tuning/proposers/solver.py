@@ -192,13 +192,10 @@ class SolverProposer(Proposer):
     def foresee(self, candidate: Candidate) -> tuple[Prediction | None, Score | None]:
         """What its ghost run says; a plan that cannot fit is judged by that."""
         predicted = self._predict(candidate.choices)
-        said = f"simulated {format_bytes(predicted.peak_bytes)}"
         if self.profiled.predictor.over_host(candidate.choices):
-            return predicted, Score(
-                "predicted_over", message=f"{said}, {format_bytes(predicted.host_bytes)} on the host"
-            )
+            return predicted, Score("predicted_over", message=f"{format_bytes(predicted.host_bytes)} on the host")
         if predicted.peak_bytes > self.room or not candidate.fits:
-            return predicted, Score("predicted_over", message=said)
+            return predicted, Score("predicted_over")
         return predicted, None
 
     def compared(self) -> Sequence[Trial]:
