@@ -98,6 +98,7 @@ def _of_size(graph: Graph, tried: int) -> Iterator[Tensor]:
 
 def _verdicts(said: Agreement, room: Room, reported: Stage, tried: int | None, *, over_peak: bool) -> Iterator[str]:
     needs, has = format_binary(said.simulated_peak), format_binary(room.budget)
+    reserved = format_binary(said.simulated_reserved or 0)
     if not said.overflows:
         yield (
             f"The simulated step needs {needs} of the {has} that there are, so by itself it fits. What ran was "
@@ -105,14 +106,16 @@ def _verdicts(said: Agreement, room: Room, reported: Stage, tried: int | None, *
             "that is added up without .item()), or memory that others hold on the device."
         )
     elif over_peak:
-        reserved = format_binary(said.simulated_reserved or 0)
         yield (
             f"The simulated step's tensors need {needs} of {has}, but its allocations come in such an order that the "
             f"allocator would reserve {reserved}, with a margin for safety: fragmentation is part of this failure."
         )
     else:
         missing = format_binary(said.simulated_peak - room.budget)
-        yield f"The simulated step needs {needs}, {missing} more than the {has} that there are: it had to fail."
+        yield (
+            f"The simulated step's tensors need {needs}, {missing} more than the {has} that there are: it had to fail. "
+            f"An allocator would reserve {reserved} for them, fragmentation and a margin for safety included, as below."
+        )
     if said.stage is not None and reported != "unknown":
         where = f" ({said.place})" if said.place else ""
         verdict = _compared(said.stage, reported)

@@ -162,7 +162,13 @@ def shown(text: str) -> str:
 
 
 class SafeConsole(Console):
-    """Prints control characters of what it is given escaped; colours and cursor movements of its own stay."""
+    """Prints control characters of what it is given escaped; colours and cursor movements of its own stay.
+
+    Raises BrokenPipeError where whoever read the output has gone; rich would end the process.
+    """
+
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
         for segment in super().render(renderable, options):

@@ -151,14 +151,17 @@ def test_debugging_shows_the_traceback(monkeypatch: pytest.MonkeyPatch, capsys: 
     assert "Traceback" in capsys.readouterr().err
 
 
-def test_a_reader_that_went_away_is_no_error() -> None:
+@pytest.mark.parametrize("printer", ["print", "screen.results().print"])
+def test_a_reader_that_went_away_is_no_error(printer: str) -> None:
     import subprocess
 
     code = (
+        "from autockpt.cli import screen\n"
         "from autockpt.cli.guard import guarded\n"
         "@guarded\n"
         "def verb(**_):\n"
-        "    for i in range(200000): print('x' * 50)\n"
+        f"    say = {printer}\n"
+        "    for i in range(20000): say('x' * 50)\n"
         "import typer\n"
         "try: verb()\n"
         "except typer.Exit as e: raise SystemExit(e.exit_code)\n"
