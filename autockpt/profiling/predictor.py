@@ -256,8 +256,8 @@ def said_of(hardware: Hardware) -> str:
         return "bytes are those that tensors hold"
     context, safety = f"{hardware.context_bytes / 1e6:.0f} MB", f"{SAFETY:.0%}"
     return (
-        "peaks are what a caching allocator kept to the budget would reserve, fragmentation included (a plan that keeps "
-        f"fewer tensors may reserve more), with the context of {context}, and {safety} for safety; peaks that others "
-        "published, mostly of older software, are 7 % above in the median: where you cannot verify on the card, leave "
-        "more --headroom"
+        "peaks are what a caching allocator kept to the budget would reserve, fragmentation included (a plan that "
+        f"keeps fewer tensors may reserve more), with the context of {context}, and {safety} for safety; peaks that "
+        "others published, mostly of older software, are 7 % above in the median: where you cannot verify on the card, "
+        "leave more --headroom"
     )
