@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
 
@@ -103,6 +104,7 @@ class Accelerator:
 @pytest.fixture
 def accelerator(monkeypatch: pytest.MonkeyPatch) -> Iterator[Accelerator]:
     """In the place of ``torch.accelerator``, ``torch.Stream`` and the kind's own module."""
+    import_module("torch._dynamo")  # it asks torch.xpu for more than there is here, once, as it is imported
     made, empty = Accelerator(), torch.empty
 
     def allocate(*size: int, device: Any = "cpu", pin_memory: bool = False, **how: Any) -> torch.Tensor:
