@@ -43,8 +43,7 @@ def write_file(path: Path, text: str) -> None:
     from autockpt.schema.files import atomic_write, reason
 
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        atomic_write(path, text)
+        atomic_write(path, text, parents=True)
     except OSError as error:
         raise UsageError(f"{path} cannot be written: {reason(error)}", remedy="Give a path you can write to.") from None
 

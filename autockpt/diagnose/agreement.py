@@ -113,8 +113,8 @@ def _verdicts(said: Agreement, room: Room, reported: Stage, tried: int | None, *
     else:
         missing = format_binary(said.simulated_peak - room.budget)
         yield (
-            f"The simulated step's tensors need {needs}, {missing} more than the {has} that there are: it had to fail. "
-            f"An allocator would reserve {reserved} for them, fragmentation and a margin for safety included, as below."
+            f"The simulated step needs {needs} for tensors and context, {missing} more than the {has} that there are: "
+            f"it had to fail. An allocator would reserve {reserved}, fragmentation and a margin for safety included."
         )
     if said.stage is not None and reported != "unknown":
         where = f" ({said.place})" if said.place else ""

@@ -54,8 +54,7 @@ def write_comparison(first: RunDirectory, second: RunDirectory, path: Path | Non
 def write_text(text: str, path: Path) -> Path:
     """Write a page, and the folders above it. Raises RunDirectoryError where that is not possible."""
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        atomic_write(path, text)
+        atomic_write(path, text, parents=True)
     except OSError as error:
         raise RunDirectoryError(
             f"{path} cannot be written: {reason(error)}", remedy="Give another file: --report-out, or report_out=."

@@ -54,9 +54,7 @@ def store(times: OpTimes, workload: str) -> None:
         workloads=known.workloads | {workload: own},
     )
     with suppress(OSError):
-        path = _path(times.environment)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        atomic_write(path, table.model_dump_json())
+        atomic_write(_path(times.environment), table.model_dump_json(), parents=True)
 
 
 def forget(environment: Environment, workloads: Iterable[str]) -> None:

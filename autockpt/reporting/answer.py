@@ -220,7 +220,7 @@ def _print_plan(outcome: SearchOutcome, plan: Plan, console: Console) -> None:
     console.print()
     console.print(Text.assemble("Written to ", (path, "bold")), soft_wrap=True)
     for line in _on_the_device(plan, path):
-        console.print(Text(line), soft_wrap=line.startswith(" "))  # a command stays in one piece
+        console.print(Text(line), soft_wrap=True)
     console.print("To train with it:")
     console.print()
     for line in loading_lines(path, plan.compile):
@@ -235,7 +235,7 @@ def _on_the_device(plan: Plan, path: str) -> tuple[str, ...]:
         return (f"No command here takes real steps with {', '.join(options)}: its numbers stay simulated.",)
     path = shlex.quote(path)
     hold, go_on = f"    autockpt verify {path}", f"    autockpt search --resume {path}"
-    return ("On the device, this holds it against real steps, and a search goes on with measured ones:", hold, go_on)
+    return ("On the device, hold it against real steps, or go on with measured ones:", hold, go_on)
 
 
 def loading_lines(path: str, compiled: CompileMode | None = None) -> tuple[str, ...]:

@@ -18,9 +18,14 @@ FULL = (errno.ENOSPC, getattr(errno, "EDQUOT", errno.ENOSPC))
 _LOCK = ".autockpt-lock"
 
 
-def atomic_write(path: Path, data: bytes | str) -> None:
-    """Write a whole file or nothing: into a temporary file next to it, then moved over it. Raises OSError."""
+def atomic_write(path: Path, data: bytes | str, *, parents: bool = False) -> None:
+    """Write a whole file or nothing: into a temporary file next to it, then moved over it. Raises OSError.
+
+    ``parents``: make the folders above it where they are missing.
+    """
     path = Path(path)
+    if parents:
+        path.parent.mkdir(parents=True, exist_ok=True)
     raw = data.encode() if isinstance(data, str) else data
     handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
     try:

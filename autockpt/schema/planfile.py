@@ -108,8 +108,7 @@ def check_units(document: Document, units: Mapping[str, str]) -> None:
 def write(text: str, path: Path) -> None:
     """Write a plan file, whole or not at all. Raises PlanError where that cannot be."""
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        atomic_write(path, text)
+        atomic_write(path, text, parents=True)
     except OSError as error:
         raise unwritable(path, error) from None
 
