@@ -37,21 +37,15 @@ _ONE = threading.RLock()
 _PATIENCE = 120.0  # seconds
 
 
-def _released() -> None:
-    global _ONE
-    _ONE = threading.RLock()
-
-
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_released)  # whoever held it is not in the child
+    os.register_at_fork(after_in_child=_ONE._at_fork_reinit)  # type: ignore[attr-defined]  # its holder is not there
 
 
 @contextmanager
 def _one_at_a_time(unit: str) -> Iterator[None]:
     """Random states, switches and what units reach are the process's: what one thread puts back for a second run is
     not for another's. Raises ConflictError after long, as where a second run waits for a backward in another thread."""
-    lock = _ONE
-    if not lock.acquire(timeout=_PATIENCE):
+    if not _ONE.acquire(timeout=_PATIENCE):
         raise ConflictError(
             f"{unit} cannot run again in backward: another thread has been running units again for {_PATIENCE:.0f} s",
             remedy="Call backward in one thread at a time, or use `save` or `offload` on units that call it.",
@@ -59,7 +53,7 @@ def _one_at_a_time(unit: str) -> Iterator[None]:
     try:
         yield
     finally:
-        lock.release()
+        _ONE.release()
 
 
 @contextmanager
@@ -130,7 +124,7 @@ class UnitCall:
     known of the calls before; None for a unit by itself.
     """
 
-    def __init__(self, replay: Replay, region: Recording | None = None) -> None:
+    def __init__(self, replay: Replay, region: Region | None = None) -> None:
         self.unit = replay.state.unit
         self.number, self.levels = (0, 1) if region is None else (region.calls, region.levels)
         self._replay = replay
@@ -146,7 +140,7 @@ class UnitCall:
         self.outputs: dict[int, torch.Tensor] = {}
         self._bind(region)
 
-    def _bind(self, region: Recording | None) -> None:
+    def _bind(self, region: Region | None) -> None:
         """Note where every input comes from. One that is given twice stays one: attention looks whether q is k."""
         seen: dict[int, int] = {}
         for tensor in self._replay.tensors:
@@ -267,8 +261,12 @@ class UnitCall:
                 source.call.outputs.pop(source.leaf, None)
 
 
-class Recording:
-    """The calls of one pass through a region, so that each finds the outputs of those before it.
+class Region:
+    """What the units of one segment share: the calls of one pass, so that each finds the outputs of those before it.
+
+    A pass begins with the model's forward, or where a unit is called out of turn: a unit that is called twice belongs
+    to two passes. So do all calls where a tensor may be written to ``unseen`` between two units: what a unit is given
+    need not be what the one before it returned, and is kept.
 
     An output is known again by its storage, layout and version, not by its Python object: hooks of modules hand on new
     tensors over the same memory. Of calls only those are known whose graph is alive: a pass may end early.
@@ -277,18 +275,42 @@ class Recording:
     is not mistaken.
     """
 
-    def __init__(self, levels: int) -> None:
-        self.levels, self.calls = levels, 0
+    def __init__(self, size: int, levels: int, unseen: bool) -> None:
+        self.size, self.levels, self.unseen = size, levels, unseen
+        self.begin()
+
+    def begin(self) -> None:
+        """Whatever is called next has nothing to do with what was called before."""
+        self.calls, self._last = 0, -1
         self._known: dict[Place, tuple[weakref.ref[torch.UntypedStorage], int, weakref.ref[UnitCall], int]] = {}
 
-    def run(self, replay: Replay) -> Any:
-        """A call of a unit: its first, ordinary forward. Raises as ``UnitCall.run``."""
-        call = UnitCall(replay, self)
-        self.calls += 1
-        output = call.run()
+    end = begin
+
+    def __reduce__(self) -> tuple[type[Region], tuple[int, int, bool]]:
+        return Region, (self.size, self.levels, self.unseen)
+
+    def run(self, position: int, replay: Replay) -> Any:
+        """The first, ordinary forward of a unit, the how manieth of the segment. Raises as ``UnitCall.run``.
+
+        A tensor with a history that is hidden in an unknown object is kept as it is: were it an output of this very
+        pass, the pass would hold itself alive.
+        """
+        hides = any(t is not None and t.requires_grad for t in replay.hidden.tensors)
+        if position <= self._last or hides or self.unseen:
+            self.begin()
+        self._last, known = position, self._known
+        try:
+            call = UnitCall(replay, self)
+            self.calls += 1
+            output = call.run()
+        except BaseException:
+            self.begin()
+            raise
         for leaf, tensor in enumerate(tensors_of(output)):
             if (layout := _layout(tensor)) is not None:
-                self._known[layout] = weakref.ref(tensor.untyped_storage()), tensor._version, weakref.ref(call), leaf
+                known[layout] = weakref.ref(tensor.untyped_storage()), tensor._version, weakref.ref(call), leaf
+        if position == self.size - 1:
+            self.begin()
         return output
 
     def find(self, tensor: torch.Tensor) -> tuple[UnitCall, int] | None:

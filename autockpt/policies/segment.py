@@ -15,41 +15,9 @@ from autockpt.policies.compiling import outside_graphs
 from autockpt.policies.conflicts import refuse_late_writes, refuse_native, refuse_scripted
 from autockpt.policies.kvcache import without_cache
 from autockpt.policies.recompute import RecomputePolicy
-from autockpt.policies.region import Recording
+from autockpt.policies.region import Region
 from autockpt.policies.replay import Replay, ReplayState
 from autockpt.schema.choices import Choice, Segment
-
-
-class Region:
-    """What the units of one segment share. A pass begins with the model's forward, or where a unit is called out of
-    turn: a unit that is called twice belongs to two passes. So do all calls where a tensor may be written to ``unseen``
-    between two units: what a unit is given need not be what the one before it returned, and is kept."""
-
-    def __init__(self, size: int, levels: int, unseen: bool) -> None:
-        self.size, self.levels, self.unseen = size, levels, unseen
-        self.begin()
-
-    def begin(self) -> None:
-        """Whatever is called next has nothing to do with what was called before."""
-        self._recording: Recording | None = None
-        self._last = -1
-
-    end = begin
-
-    def __reduce__(self) -> tuple[type[Region], tuple[int, int, bool]]:
-        return Region, (self.size, self.levels, self.unseen)
-
-    def enter(self, position: int, replay: Replay) -> Recording:
-        """The pass that a unit's call belongs to.
-
-        A tensor with a history that is hidden in an unknown object is kept as it is: were it an output of this very
-        pass, the pass would hold itself alive.
-        """
-        hides = any(t is not None and t.requires_grad for t in replay.hidden.tensors)
-        if self._recording is None or position <= self._last or hides or self.unseen:
-            self._recording = Recording(self.levels)
-        self._last = position
-        return self._recording
 
 
 class SegmentState(ReplayState):
@@ -113,13 +81,4 @@ def run_in_segment(module: nn.Module, state: SegmentState, /, *args: Any, **kwar
         return call_plainly(module, state, args, kwargs)
     refuse_native(module, state.unit)
     args, kwargs = without_cache(module, state.unit, args, kwargs)
-    replay = Replay(module, state, args, kwargs)
-    region = state.region
-    try:
-        output = region.enter(state.position, replay).run(replay)
-    except BaseException:
-        region.begin()
-        raise
-    if state.position == region.size - 1:
-        region.begin()
-    return output
+    return state.region.run(state.position, Replay(module, state, args, kwargs))
