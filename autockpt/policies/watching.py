@@ -129,9 +129,6 @@ class Unread(Watching):
         """``error`` is what reading it raises. ``views`` of it may be taken."""
         self._errors[tensor.untyped_storage()._cdata] = error, views
 
-    def __bool__(self) -> bool:
-        return bool(self._errors)
-
     def look(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         if func in CHANGED_BY_WATCHING:
             refuse_watching(func, args, self._unit)

@@ -35,15 +35,8 @@ from autockpt.schema.sizes import format_binary
 
 SHOWN = 5  # moves
 WAIT = 120  # seconds for other threads
-_OF_THIS_PROCESS = (
-    "_group",
-    "_sharded",
-    "_told",
-    "_running",
-    "_threads",
-    "_again",
-    "_afterwards",
-)  # what copies and pickles find out by themselves
+# what copies and pickles find out by themselves
+_OF_THIS_PROCESS = ("_group", "_sharded", "_told", "_running", "_threads", "_again", "_afterwards")
 _DECODER = ("decoder_input_ids", "decoder_inputs_embeds")
 _FIRST = ("input_ids", "inputs_embeds", "pixel_values", "input_features", "input_values")
 _PACKED = ("max_length_q", "max_seqlen_q", "max_seqlen")

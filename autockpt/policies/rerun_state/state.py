@@ -268,14 +268,8 @@ class UnitState:
             nodes += [*self._quiet.changed(), *self._changed_tensors()]
         # which parameters a module has is looked after by the replay, as FSDP exchanges them
         nodes = [*self._changing, *(node for node in nodes if not isinstance(node.kind, Parameters))]
-        if not nodes:
-            try:
-                yield
-            finally:
-                self._undo(nodes)
-            return
         held = [node._replace(taken=node.kind.take(node.obj, close=True)) for node in nodes]
-        unread, forwards = Unread(self._memory.unit), list[Node]()
+        unread, forwards = None, list[Node]()
         try:
             for node in nodes:
                 try:
@@ -285,10 +279,11 @@ class UnitState:
                     error = self._lost.get(id(node.obj)) or _changed_between(self._memory.unit, node)
                     if node.kind is not TENSORS or not place_of(node.obj):
                         raise error from cause
+                    unread = unread or Unread(self._memory.unit)
                     unread.add(node.obj, error, views=place_of(node.obj) == node.taken.place)
             only = [node for node in nodes if not node.kind.goes_back]
             forwards = [node._replace(taken=node.kind.take(node.obj, close=True)) for node in only]
-            with unread if unread else nullcontext():
+            with unread or nullcontext():
                 yield
         finally:
             # a run that ends early may not come that far
