@@ -24,7 +24,6 @@ from autockpt.runtime.gradients import compare
 from autockpt.runtime.proving import Proof
 from autockpt.runtime.session import Session, attach, without_kv_cache
 from autockpt.schema.choices import Choice
-from autockpt.schema.names import fold
 from autockpt.schema.plan import Plan
 from autockpt.schema.sizes import parse_budget
 from autockpt.workload.losses import default_loss
@@ -62,11 +61,7 @@ class Handle:
     @property
     def moves(self) -> tuple[Move, ...]:
         """How ``adaptive`` went leaner and back, in order."""
-        return (
-            tuple(self._session.adaptive.moves)
-            if isinstance(self._session, BatchSets) and self._session.adaptive
-            else ()
-        )
+        return tuple(self._session.adaptive.moves) if self._session.adaptive else ()
 
     def remove(self) -> None:
         """Take the plan off again; the model is exactly as it was. Idempotent."""
@@ -89,13 +84,8 @@ class Handle:
         why = self.plan.status_reason
         if self.plan.status == "simulated" and self.plan.environment is not None:
             why = f"for {self.plan.environment.device.name}, never measured"
-        lines = [f"autockpt plan, {self.plan.status}{f' ({why})' if why else ''}, {state}:"]
-        if isinstance(self._session, BatchSets):
-            return "\n".join([*lines, *self._session.describe(), *(f"  note: {note}" for note in self.notes)])
-        folded = fold(self.attached)
-        width = max(map(len, folded), default=0)
-        lines += [f"  {name:<{width}}  {words}" for name, words in folded.items()]
-        return "\n".join([*lines, *(f"  note: {note}" for note in self.notes)])
+        head = f"autockpt plan, {self.plan.status}{f' ({why})' if why else ''}, {state}:"
+        return "\n".join([head, *self._session.describe(), *(f"  note: {note}" for note in self.notes)])
 
 
 def apply(

@@ -29,7 +29,6 @@ from autockpt.runtime.compiled import compiled_as
 from autockpt.runtime.proving import Proof, UnitProof
 from autockpt.runtime.session import Session, attach_units, look_after
 from autockpt.schema.choices import Choice
-from autockpt.schema.names import fold
 from autockpt.schema.sets import When
 from autockpt.schema.sizes import format_binary
 
@@ -264,9 +263,7 @@ class BatchSets:
             else:
                 which = "all other batches" if number else "all batches"
             yield f"  {which} ({self.used[number]} forwards so far):"
-            folded = fold(session.attached)
-            width = max(map(len, folded), default=0)
-            yield from (f"    {name:<{width}}  {words}" for name, words in folded.items())
+            yield from session.describe("    ")
         if self.adaptive is not None:
             moves = self.adaptive.moves
             yield f"  adaptive within {format_binary(self.adaptive.limit)}: {len(moves)} moves so far"

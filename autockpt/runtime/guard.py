@@ -7,7 +7,7 @@ import functools
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -22,17 +22,8 @@ from autockpt.policies.rerun_state.libraries import is_library
 from autockpt.runtime.compiled import compiled_as
 from autockpt.schema.plan import CompileMode
 
-
-class Sets(Protocol):
-    """Several sets of choices, of which one acts in each forward pass of the whole model."""
-
-    def begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[ForwardListener]:
-        """Choose by the arguments of a forward that begins; who is to be told about it."""
-        ...
-
-    def end(self) -> None:
-        """That forward has ended."""
-        ...
+if TYPE_CHECKING:
+    from autockpt.runtime.by_batch import BatchSets
 
 
 class GuardState(TellingAttachment):
@@ -51,7 +42,7 @@ class GuardState(TellingAttachment):
         self.warnings: dict[CompileMode | None, str] = {}
         self.unlike_model = False
         self.blocks: tuple[str, ...] = ()
-        self.sets: Sets | None = None
+        self.sets: BatchSets | None = None
 
     def compiled(self) -> None:
         _warn_of_other_steps(self, "model")

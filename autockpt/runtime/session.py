@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from torch import nn
 
@@ -22,7 +22,7 @@ from autockpt.policies.sentinels import Sentinels
 from autockpt.runtime.guard import CacheState, GuardState, cache_owners, run_guarded, run_without_cache
 from autockpt.runtime.proving import Proof, proof, sentinels_of
 from autockpt.schema.choices import Choice
-from autockpt.schema.names import check_nesting
+from autockpt.schema.names import check_nesting, fold
 from autockpt.workload.names import unwrap
 from autockpt.workload.units import discover_units, modules_of
 
@@ -34,6 +34,8 @@ class Session:
 
     ``attached`` says for every unit in words what was really attached.
     """
+
+    adaptive: ClassVar[None] = None  # of several sets alone
 
     def __init__(
         self,
@@ -81,6 +83,12 @@ class Session:
     def host_bytes(self) -> int:
         """Most bytes that offloading claimed on the host so far; 0 where the caller chose another way off."""
         return self.transports.use.peak if isinstance(self.transports, Ways) else 0
+
+    def describe(self, indent: str = "  ") -> Iterator[str]:
+        """What is attached, in lines."""
+        folded = fold(self.attached)
+        width = max(map(len, folded), default=0)
+        return (f"{indent}{name:<{width}}  {words}" for name, words in folded.items())
 
     def proof(self) -> Proof:
         """What sentinels have checked so far."""
