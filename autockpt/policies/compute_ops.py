@@ -52,15 +52,15 @@ def writes_to_given(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     was."""
     return any(
         (args[position] if position < len(args) else kwargs.get(name)) is not None
-        for position, name in _written_by(func)
+        for position, name in written_by(func)
     )
 
 
 @functools.cache
-def _written_by(func: Any) -> list[tuple[int, str]]:
-    """By position and name."""
-    arguments = func._schema.arguments if func._schema.is_mutable else ()
-    return [(at, a.name) for at, a in enumerate(arguments) if a.alias_info is not None and a.alias_info.is_write]
+def written_by(func: Any, unseen: tuple[str, ...] = ()) -> list[tuple[int, str]]:
+    """What an op writes to, by position and name; ``unseen``: names of what it does so without its schema saying it."""
+    arguments = enumerate(func._schema.arguments)
+    return [(at, a.name) for at, a in arguments if a.name in unseen or (a.alias_info and a.alias_info.is_write)]
 
 
 _NAMES = """

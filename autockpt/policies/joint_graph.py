@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
+from autockpt.policies.compute_ops import written_by
+
 GraphPass = Callable[[GraphModule], None]
 
 _passes: dict[str, GraphPass] = {}
@@ -82,12 +84,10 @@ def _changed_inputs(graph: GraphModule) -> list[Node]:
     return [node for node, desc in inputs.items() if node in changed or (desc is not None and desc in after)]
 
 
-def _written(node: Node) -> Iterator[int]:
+def _written(node: Node) -> list[int]:
     """Positions of the arguments that an op changes in place."""
-    if isinstance(node.target, torch._ops.OpOverload):
-        for at, argument in enumerate(node.target._schema.arguments[: len(node.args)]):
-            if argument.alias_info is not None and argument.alias_info.is_write:
-                yield at
+    written = written_by(node.target) if isinstance(node.target, torch._ops.OpOverload) else ()
+    return [at for at, _ in written if at < len(node.args)]
 
 
 def _reads(inputs: list[Node]) -> Iterator[Node]:

@@ -18,7 +18,7 @@ from autockpt.errors import ConflictError
 from autockpt.policies.assigned import is_wrapped
 from autockpt.policies.base import setting
 from autockpt.policies.compiling import run_as_it_is
-from autockpt.policies.compute_ops import STATISTICS, Kind, draws_random_numbers, is_attention, kind_of
+from autockpt.policies.compute_ops import STATISTICS, Kind, draws_random_numbers, is_attention, kind_of, written_by
 from autockpt.policies.rerun_state.surroundings import switches
 from autockpt.policies.saved import Kept
 from autockpt.policies.saved_outputs import Geometry, geometry_of
@@ -162,14 +162,11 @@ class Tape:
 
     def before_write(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Some arguments are about to be changed: what is made from them as they are is made now, and held."""
-        for position, argument in enumerate(func._schema.arguments):
-            statistics = argument.name in STATISTICS
-            if not statistics and (argument.alias_info is None or not argument.alias_info.is_write):
-                continue
-            value = args[position] if position < len(args) else kwargs.get(argument.name)
+        for position, name in written_by(func, STATISTICS):
+            value = args[position] if position < len(args) else kwargs.get(name)
             for tensor in value if isinstance(value, (list, tuple)) else (value,):
                 if isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided:
-                    self.changes(tensor, unseen=statistics)
+                    self.changes(tensor, unseen=name in STATISTICS)
 
     def changes(self, tensor: torch.Tensor, *, unseen: bool) -> None:
         """It is about to be written to; ``unseen``: from here on, and no version counter tells when."""
