@@ -62,24 +62,14 @@ class _Dropped(ConflictError, AttributeError):
 class DroppedCache:
     """Stands in a model's output for the cache that would be there in plain training. Whoever uses it is told."""
 
-    def __getattr__(self, name: str) -> NoReturn:
-        self.refuse()
-
-    def refuse(self) -> NoReturn:
+    def refuse(self, *_: Any) -> NoReturn:
         raise _Dropped(
             "past_key_values of an earlier forward is used, which kept no KV cache: use_cache is switched off while "
             "gradients are enabled and an autockpt plan is applied",
             remedy="To train in chunks, hand in a cache from the first one on: past_key_values=DynamicCache().",
         )
 
-    def __getitem__(self, key: Any) -> NoReturn:
-        self.refuse()
-
-    def __iter__(self) -> Iterator[Any]:
-        self.refuse()
-
-    def __len__(self) -> int:
-        self.refuse()
+    __getattr__ = __getitem__ = __iter__ = __len__ = refuse
 
     def __bool__(self) -> bool:
         return True
