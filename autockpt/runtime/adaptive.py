@@ -13,7 +13,7 @@ import weakref
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -51,22 +51,8 @@ class MemoryReading(NamedTuple):
     free: int
 
 
-class Meter(Protocol):
-    """A device's own count of its memory, in bytes."""
-
-    def read(self) -> MemoryReading: ...
-
-    def allocated(self) -> int:
-        """What tensors hold now."""
-        ...
-
-    def reset(self, *, give_back: bool) -> None:
-        """Count peaks from now on; ``give_back``: collect garbage and return cached memory to the device first."""
-        ...
-
-
-class AcceleratorMeter:
-    """The counters of PyTorch's caching allocator for one accelerator."""
+class Meter:
+    """The counters of PyTorch's caching allocator for one accelerator, in bytes."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -85,9 +71,11 @@ class AcceleratorMeter:
         )
 
     def allocated(self) -> int:
+        """What tensors hold now."""
         return torch.accelerator.memory_allocated(self.device)
 
     def reset(self, *, give_back: bool) -> None:
+        """Count peaks from now on; ``give_back``: collect garbage and return cached memory to the device first."""
         if give_back:
             gc.collect()
             torch.accelerator.empty_cache()
@@ -112,14 +100,14 @@ class Move(NamedTuple):
 
 def meter_of(device: torch.device) -> Meter | None:
     """What tells a device's memory while training; None where nothing does, as on a CPU."""
-    if device.type == "cpu" or device.type == "meta":
+    if device.type in ("cpu", "meta"):
         return None
     try:
         torch.accelerator.memory_stats(device)
         torch.accelerator.get_memory_info(device)
     except (RuntimeError, NotImplementedError):
         return None
-    return AcceleratorMeter(device)
+    return Meter(device)
 
 
 @dataclass
