@@ -294,20 +294,18 @@ class _Taping(Watching):
         kind = kind_of(func)
         if kind == "view":
             return func(*args, **kwargs)
-        if kind == "hidden view":
-            out = func(*args, **kwargs)
-            self._tape.renamed(out)
-            return out
-        if kind == "writes":
-            self._tape.before_write(func, args, kwargs)
-            out = func(*args, **kwargs)
-            count_writes(func, args)
-            return out
-        if kind == "statistics":
+        if kind in ("writes", "statistics"):
             self._tape.before_write(func, args, kwargs)
         elif kind == "suspect":
             refuse_watching(func, args, self._tape.unit)
-        return self._tape.note(kind, func, args, kwargs)
+        if kind not in ("writes", "hidden view"):
+            return self._tape.note(kind, func, args, kwargs)
+        out = func(*args, **kwargs)
+        if kind == "writes":
+            count_writes(func, args)
+        else:
+            self._tape.renamed(out)
+        return out
 
 
 class HandingOut(TorchFunctionMode):
