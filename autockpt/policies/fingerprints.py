@@ -13,7 +13,7 @@ numbers, per device.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -164,18 +164,6 @@ def _numbers(words: torch.Tensor) -> torch.Tensor:
     return table[: words.numel()]
 
 
-class Rounding(NamedTuple):
-    """How tensors are compared on devices whose kernels need not repeat themselves bit by bit.
-
-    ``repeats`` says whether a device's do; ``sketch`` makes a few sums of a tensor, on its device; ``tolerance`` of a
-    type is the largest distance of two sketches, relative to their length, that counts as rounding.
-    """
-
-    repeats: Callable[[torch.device], bool]
-    sketch: Callable[[torch.Tensor], torch.Tensor]
-    tolerance: Callable[[torch.dtype], float]
-
-
 class Compared(NamedTuple):
     """Two fingerprints of what should be one and the same; sketches where a device need not repeat itself.
 
@@ -199,15 +187,6 @@ def read(compared: list[Compared]) -> list[tuple[bool, float]]:
     apart = iter(host_values([pair.distance for pair in compared if pair.distance is not None]))
     away = [0.0 if pair.distance is None else next(apart) for pair in compared]
     return [(a == b, far) for a, b, far in zip(prints[::2], prints[1::2], away, strict=True)]
-
-
-def distance_of(first: torch.Tensor, second: torch.Tensor, dim: int | None = None) -> torch.Tensor:
-    """How far two sketches are apart, relative to the length of the first. What is in both alike, NaN too, is not."""
-    with quietly(), torch._C.DisableTorchFunction():
-        alike = (first == second) | (first.isnan() & second.isnan())
-        apart = torch.where(alike, 0.0, first - second).norm(dim=dim)
-        away = torch.where(apart == 0.0, 0.0, apart / first.norm(dim=dim))
-        return torch.where(away.isnan(), torch.inf, away)
 
 
 def digest(tensor: torch.Tensor) -> str:

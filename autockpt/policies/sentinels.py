@@ -31,8 +31,6 @@ from autockpt.policies.fingerprints import (
     Compared,
     Form,
     Place,
-    Rounding,
-    distance_of,
     fingerprint,
     form_of,
     laid_out_on,
@@ -48,6 +46,7 @@ from autockpt.policies.fingerprints import (
 from autockpt.policies.rerun_state.code import Code
 from autockpt.policies.rerun_state.reach import code_of
 from autockpt.policies.saved import probe_of
+from autockpt.policies.sketches import distance_of, repeats, tolerance_of, unseen_sums
 from autockpt.policies.slots import Packing
 from autockpt.policies.spots import DeviceSpots, Places, SpotCheck, can_be_spotted, tensor_read
 
@@ -74,9 +73,9 @@ _code_of = eagerly(code_of)
 class Sentinels:
     """All sentinels of one session, and its steps: forward passes of the whole model. Copied and pickled with it."""
 
-    def __init__(self, mode: Mode = "off", rounding: Rounding | None = None) -> None:
+    def __init__(self, mode: Mode = "off") -> None:
         self.mode: Mode = mode
-        self.rounding, self.step = rounding, 0
+        self.step = 0
         self.repeats, self.measured = True, False
         self.written_to_by_others = False  # code of the model may write unseen to any tensor
         self.units: list[UnitSentinel] = []
@@ -122,7 +121,7 @@ class Sentinels:
         self.step += 1
         if torch._C._current_graph_task_id() == -1:
             self._pending.clear()  # left by a backward that failed
-        if self.spots and not _capturing() and (spotted := self.spots.next_step(self.rounding)) is not None:
+        if self.spots and not _capturing() and (spotted := self.spots.next_step()) is not None:
             raise spotted.error()
 
     def end(self) -> None:
@@ -382,9 +381,8 @@ class WatchedTensor:
 
     def _look_at(self, tensor: torch.Tensor) -> None:
         self._print = fingerprint(tensor, self._form)
-        rounding = self._watch.sentinels.rounding
-        if rounding is not None and tensor.is_floating_point() and not rounding.repeats(tensor.device):
-            self._sketch = rounding.sketch(tensor)
+        if tensor.is_floating_point() and not repeats(tensor.device):
+            self._sketch = unseen_sums(tensor)
 
     def look_again(self) -> None:
         """Fingerprint the original as it is now, where it lives and nobody changed it in a way that autograd sees."""
@@ -426,10 +424,8 @@ class WatchedTensor:
             self._watch.sentinel.unchecked[why] += 1
             return
         distance = tolerance = None
-        rounding = self._watch.sentinels.rounding
-        if self._sketch is not None and rounding is not None:
-            distance = distance_of(self._sketch, rounding.sketch(value))
-            tolerance = rounding.tolerance(value.dtype)
+        if self._sketch is not None:
+            distance, tolerance = distance_of(self._sketch, unseen_sums(value)), tolerance_of(value.dtype)
         found = self._watch.known.get(self._place)
         if found is None or value.untyped_storage()._cdata != self._place[0]:
             found = fingerprint(value, self._form)

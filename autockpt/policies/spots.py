@@ -19,7 +19,8 @@ import torch
 
 from autockpt.errors import RerunMismatch
 from autockpt.policies.conflicts import current_node, is_wrapped, sequence_nr
-from autockpt.policies.fingerprints import Rounding, distance_of, quietly, stream_of
+from autockpt.policies.fingerprints import quietly, stream_of
+from autockpt.policies.sketches import distance_of, repeats, tolerance_of
 
 if TYPE_CHECKING:
     from autockpt.policies.sentinels import UnitSentinel
@@ -156,7 +157,7 @@ class DeviceSpots:
     def __bool__(self) -> bool:
         return bool(self.pairs or self._coming)
 
-    def next_step(self, rounding: Rounding | None) -> SpottedTensor | None:
+    def next_step(self) -> SpottedTensor | None:
         """Compare the pairs. Returns the first tensor of an earlier step that is known by now to differ."""
         while self._coming and (self._coming[0].arrived is None or self._coming[0].arrived.query()):
             some = self._coming.pop(0)
@@ -165,14 +166,14 @@ class DeviceSpots:
                     return spotted
         pairs, self.pairs = self.pairs, []
         for (dtype, stream), alike in groupby(pairs, lambda pair: (pair.found.dtype, pair.stream)):
-            self._send([*alike], dtype, stream, rounding)
+            self._send([*alike], dtype, stream)
         return None
 
-    def _send(self, pairs: list[Pair], dtype: torch.dtype, stream: Any, rounding: Rounding | None) -> None:
+    def _send(self, pairs: list[Pair], dtype: torch.dtype, stream: Any) -> None:
         device = pairs[0].found.device
         if stream_of(device) != stream:
             return  # of another thread's step
-        tolerance = 0.0 if rounding is None or rounding.repeats(device) else ROOM * rounding.tolerance(dtype)
+        tolerance = 0.0 if repeats(device) else ROOM * tolerance_of(dtype)
         with quietly(), torch._C.DisableTorchFunction(), torch.no_grad():
             expected = torch.stack([pair.expected for pair in pairs]).float()
             found = torch.stack([pair.found for pair in pairs]).float()

@@ -1,6 +1,7 @@
 """Applying choices to a live model, and taking them off again."""
 
 from autockpt.policies.replay import recomputing
+from autockpt.policies.sketches import coarsest, coarsest_type, sketch
 from autockpt.runtime.apply import Handle, apply, choices_for
 from autockpt.runtime.gradients import GradientCheck, compare, judge
 from autockpt.runtime.observation import (
@@ -15,7 +16,6 @@ from autockpt.runtime.observation import (
 from autockpt.runtime.proving import Proof, UnitProof
 from autockpt.runtime.reruns import RunCounter, UnitRuns
 from autockpt.runtime.session import Session, attach, attached_path, remove, without_kv_cache
-from autockpt.runtime.sketches import coarsest, coarsest_type, sketch
 
 __all__ = [
     "ForwardBackward",

@@ -8,8 +8,8 @@ from contextlib import AbstractContextManager
 from pydantic import Field
 from torch import nn
 
+from autockpt.policies.sketches import TOLERANCE
 from autockpt.runtime.observation import ForwardBackward, Observation, deterministically, observe, stricter_with
-from autockpt.runtime.sketches import TOLERANCE
 from autockpt.schema.base import Data
 
 _SHOWN = 3

@@ -16,7 +16,7 @@ from autockpt.devices.accelerator import kinds_in_use
 from autockpt.devices.cuda import DETERMINISTIC, WORKSPACE
 from autockpt.devices.random_states import RandomStates, TorchStates
 from autockpt.policies.fingerprints import digest
-from autockpt.runtime.sketches import SMALL, coarsest, coarsest_type, distance, length, sketch
+from autockpt.policies.sketches import SMALL, coarsest, coarsest_type, distance, length, sketch
 from autockpt.schema.base import Data
 
 T = TypeVar("T")

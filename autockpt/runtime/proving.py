@@ -6,13 +6,10 @@ import os
 from collections import Counter
 from collections.abc import Iterable
 
-import torch
 from pydantic import Field
 
 from autockpt.errors import UsageError
-from autockpt.policies.fingerprints import Rounding, quietly
 from autockpt.policies.sentinels import FIRST_CALLS, WINDOW, Mode, Sentinels
-from autockpt.runtime.sketches import TOLERANCE, sums
 from autockpt.schema.base import Data
 
 VARIABLE = "AUTOCKPT_SENTINELS"
@@ -80,7 +77,7 @@ def sentinels_of(mode: str | None) -> Sentinels:
     asked = mode if mode is not None else os.environ.get(VARIABLE, "").strip() or "sample"
     for known in MODES:
         if asked == known:
-            return Sentinels(known, Rounding(_repeats, _unseen_sums, _tolerance))
+            return Sentinels(known)
     raise UsageError(f"{source} is {asked!r}", remedy=f"Set {source} to {', '.join(MODES[:-1])} or {MODES[-1]}.")
 
 
@@ -98,18 +95,3 @@ def proof(sentinels: Sentinels, unwatched: Iterable[tuple[str, str]]) -> Proof:
             unchecked=dict(Counter(known.unchecked) + unit.unchecked),
         )
     return Proof(mode=sentinels.mode, steps=sentinels.step, units=units, unwatched=dict(unwatched))
-
-
-def _repeats(device: torch.device) -> bool:
-    """Whether a device's kernels repeat themselves bit by bit: on accelerators only deterministic ones surely do."""
-    return device.type == "cpu" or torch.are_deterministic_algorithms_enabled()
-
-
-def _unseen_sums(tensor: torch.Tensor) -> torch.Tensor:
-    """A sketch that no dispatch mode sees taken: ``remake`` would hold its elements for ops of the unit's own."""
-    with quietly(), torch._C.DisableTorchFunction():
-        return sums(tensor)
-
-
-def _tolerance(dtype: torch.dtype) -> float:
-    return TOLERANCE.get(str(dtype).removeprefix("torch."), TOLERANCE["bfloat16"])

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from autockpt.errors import AutockptError, RerunMismatch
 from autockpt.policies import sentinels
-from autockpt.policies.fingerprints import Rounding, left_unwritten
+from autockpt.policies.fingerprints import left_unwritten
 from autockpt.policies.replay import recomputing
 from autockpt.policies.rerun_state import tensors
 from autockpt.runtime import Session, attach
@@ -260,17 +260,15 @@ def test_what_backward_does_not_read_is_no_mismatch() -> None:
         assert gradient.isfinite().all()
 
 
-def test_kernels_that_do_not_repeat_are_compared_within_rounding() -> None:
+def test_kernels_that_do_not_repeat_are_compared_within_rounding(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sentinels, "repeats", lambda device: False)
     noise = 1e-5
 
     def body(unit: Any, x: Tensor) -> Tensor:
         return mlp(unit, x * (1 + noise * (recomputing() is not None)))
 
     model = Model(body)
-    with attached(model, "recompute", sentinels="all") as session:
-        known = session.sentinels.rounding
-        assert known is not None
-        session.sentinels.rounding = Rounding(lambda device: False, known.sketch, known.tolerance)
+    with attached(model, "recompute", sentinels="all"):
         with pytest.warns(UserWarning, match="do not repeat themselves bit by bit"):
             step(model)
         with warnings.catch_warnings():
@@ -283,16 +281,15 @@ def test_kernels_that_do_not_repeat_are_compared_within_rounding() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ("remake", "selective"))
-def test_sketches_are_no_ops_of_the_unit(kind: str) -> None:
+def test_sketches_are_no_ops_of_the_unit(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     """A call that is watched on a device whose kernels do not repeat themselves holds no more than another."""
+    monkeypatch.setattr(sentinels, "repeats", lambda device: False)
     case = CASES["gpt2"]
     model = case.make()
     choices = case.choices(model, parse_choice(kind))
     kept = {}
     for mode in ("off", "all"):
-        with attach(model, choices, sentinels=mode) as session:
-            if (known := session.sentinels.rounding) is not None:
-                session.sentinels.rounding = Rounding(lambda device: False, known.sketch, known.tolerance)
+        with attach(model, choices, sentinels=mode):
             case.step(model, case.batch(), use_cache=False).backward()
             kept[mode] = bytes_alive_after(lambda: case.step(model, case.batch(), use_cache=False))
     assert kept["all"] <= kept["off"] + (1 << 18)  # fingerprints, and 64 sums of each tensor

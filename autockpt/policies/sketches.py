@@ -1,4 +1,5 @@
-"""How far two tensors are apart, told from a few numbers of each: for gradients in different processes.
+"""How far two tensors are apart, told from a few numbers of each: for gradients in different processes, and on devices
+whose kernels need not repeat themselves bit by bit.
 
 A count sketch (Charikar, Chen, Farach-Colton 2002): every element gets a random sign and goes into one of a few sums.
 The sketch of a difference is the difference of sketches, and its squared length is that of the tensor on average.
@@ -14,6 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 from torch.utils._pytree import tree_leaves
+
+from autockpt.policies.fingerprints import quietly
 
 SUMS = 64
 """The length of a difference is known to about 1 / sqrt(2 · SUMS): 9 %."""
@@ -41,6 +44,31 @@ def sums(tensor: Tensor) -> Tensor:
         signed = nn.functional.pad(part * signs, (0, -part.numel() % SUMS))
         total += signed.view(-1, SUMS).sum(0)
     return total
+
+
+def unseen_sums(tensor: Tensor) -> Tensor:
+    """The same, and no dispatch mode sees it: ``remake`` would hold the tensor's elements for ops of the unit's own."""
+    with quietly(), torch._C.DisableTorchFunction():
+        return sums(tensor)
+
+
+def distance_of(first: torch.Tensor, second: torch.Tensor, dim: int | None = None) -> torch.Tensor:
+    """How far two sketches are apart, relative to the length of the first. What is in both alike, NaN too, is not."""
+    with quietly(), torch._C.DisableTorchFunction():
+        alike = (first == second) | (first.isnan() & second.isnan())
+        apart = torch.where(alike, 0.0, first - second).norm(dim=dim)
+        away = torch.where(apart == 0.0, 0.0, apart / first.norm(dim=dim))
+        return torch.where(away.isnan(), torch.inf, away)
+
+
+def repeats(device: torch.device) -> bool:
+    """Whether a device's kernels repeat themselves bit by bit: on accelerators only deterministic ones surely do."""
+    return device.type == "cpu" or torch.are_deterministic_algorithms_enabled()
+
+
+def tolerance_of(dtype: torch.dtype) -> float:
+    """The largest distance of two sketches of this type, relative to their length, that counts as rounding."""
+    return TOLERANCE.get(str(dtype).removeprefix("torch."), TOLERANCE["bfloat16"])
 
 
 def length(sums: Sequence[float]) -> float:
