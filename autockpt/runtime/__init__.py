@@ -16,32 +16,3 @@ from autockpt.runtime.observation import (
 from autockpt.runtime.proving import Proof, UnitProof
 from autockpt.runtime.reruns import RunCounter, UnitRuns
 from autockpt.runtime.session import Session, attach, attached_path, remove, without_kv_cache
-
-__all__ = [
-    "ForwardBackward",
-    "GradientCheck",
-    "Handle",
-    "Observation",
-    "Proof",
-    "RunCounter",
-    "Session",
-    "UnitProof",
-    "UnitRuns",
-    "apply",
-    "attach",
-    "attached_path",
-    "choices_for",
-    "coarsest",
-    "coarsest_type",
-    "compare",
-    "deterministic_algorithms",
-    "deterministically",
-    "digest_tensors",
-    "judge",
-    "kept_state",
-    "observe",
-    "recomputing",
-    "remove",
-    "sketch",
-    "without_kv_cache",
-]
