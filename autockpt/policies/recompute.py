@@ -44,7 +44,7 @@ def run_recomputed(module: nn.Module, state: ReplayState, /, *args: Any, **kwarg
     if not acts(state):
         return call_plainly(module, state, args, kwargs)
     if not torch.compiler.is_compiling():
-        return run_twice(module, state, args, kwargs, Replay)
+        return run_twice(module, state, args, kwargs)
     if traces_backward():
         return _recompute_in_graph(module, state, args, kwargs)
     return _recompute_between_graphs(module, state, args, kwargs)
@@ -62,18 +62,11 @@ def _recompute_in_graph(module: nn.Module, state: ReplayState, args: tuple[Any, 
         # determinism_check only tells the compiler's cache on disk this graph from others', which nobody put right
         options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": True, "determinism_check": "default"}
         return checkpoint(inner, args, kwargs, **options)
-    return run_twice(module, state, args, kwargs, Replay)
+    return run_twice(module, state, args, kwargs)
 
 
 # Compiled as a part of others only: so a graph breaks before it, and what is called then is this and not torch's.
 run_as_it_is(_recompute_in_graph)
-
-
-@outside_graphs("recompute", "would run again with other random numbers under this backend", inside=True)
-def _recompute_between_graphs(
-    module: nn.Module, state: ReplayState, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
-    return run_twice(module, state, args, kwargs, Replay)
 
 
 def _claim() -> None:
@@ -95,9 +88,14 @@ def _inside_graph(module: nn.Module, state: ReplayState, args: tuple[Any, ...], 
 
 
 def run_twice(
-    module: nn.Module, state: ReplayState, args: tuple[Any, ...], kwargs: dict[str, Any], make: type[Replay]
+    module: nn.Module, state: ReplayState, args: tuple[Any, ...], kwargs: dict[str, Any], make: type[Replay] = Replay
 ) -> Any:
     """The unit's forward, and in backward once more; ``make`` is the replay that does both. Errors as ``recompute``."""
     refuse_native(module, state.unit)
     args, kwargs = without_cache(module, state.unit, args, kwargs)
     return UnitCall(make(module, state, args, kwargs)).run()
+
+
+_recompute_between_graphs = outside_graphs(
+    "recompute", "would run again with other random numbers under this backend", inside=True
+)(run_twice)
