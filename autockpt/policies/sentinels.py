@@ -386,15 +386,12 @@ class WatchedTensor:
 
     def look_again(self) -> None:
         """Fingerprint the original as it is now, where it lives and nobody changed it in a way that autograd sees."""
-        self._look_once_more()
-        self._memory = None
-
-    def _look_once_more(self) -> None:
+        memory, self._memory = self._memory, None  # alive until this has ended
         if self._print is None or self._probe._version != self._version:
             return
         if stream_of(self._form.device) != self._stream:
             return
-        storage, original = self._storage(), self._original()
+        storage, original = memory or self._storage(), self._original()
         if original is not None and original.untyped_storage()._cdata != (storage and storage._cdata):
             # its memory was exchanged by `.data`: autograd would hold the tensor, and read what it has now
             if why_not(original) is not None or self._form.of(original) != self._form:
