@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -14,8 +14,6 @@ from autockpt.errors import ConflictError, PlanError
 from autockpt.policies.attachment import Attachment
 from autockpt.schema.choices import ATTENTION, Choice
 from autockpt.schema.names import strip_prefixes
-
-L = TypeVar("L", bound="ForwardListener")
 
 
 class InPlaceError(ConflictError, RuntimeError):
@@ -51,11 +49,14 @@ class PolicySession(Protocol):
     """What a policy may ask of the session that attaches it.
 
     ``order`` holds every unit of the plan, whatever its choice, in the order in which the model calls them.
-    ``transports`` gives the way off a device into a tier.
+    ``transports`` gives the way off a device into a tier. ``attached`` says of every unit in words what was really
+    attached, ``listeners`` are told about forward passes of the whole model.
     """
 
     order: Sequence[PlannedUnit]
     transports: Transports
+    attached: dict[str, str]
+    listeners: list[ForwardListener]
 
     def written_to_by_others(self) -> bool:
         """Whether code of the model, around units too, may write unseen to any tensor: looked up in milliseconds."""
@@ -63,16 +64,6 @@ class PolicySession(Protocol):
 
     def place(self, name: str, module: nn.Module, run: Callable[..., Any], state: Attachment) -> None:
         """Make ``run(module, state, *args, **kwargs)`` the module's forward until the session is removed."""
-
-    def note(self, name: str, words: str) -> None:
-        """Say what was really attached to a unit."""
-
-    def listen(self, listener: ForwardListener) -> None:
-        """Have a listener told about forward passes of the whole model."""
-
-    def shared(self, kind: type[L], make: Callable[[], L]) -> L:
-        """The one listener of its kind in this session, made and told about forward passes at its first use."""
-        ...
 
 
 class Policy:
@@ -86,7 +77,7 @@ class Policy:
         Raises ConflictError where that cannot be made safe.
         """
         for unit in units:
-            session.note(unit.name, self.attach_to(unit, session))
+            session.attached[unit.name] = self.attach_to(unit, session)
 
     def attach_to(self, unit: PlannedUnit, session: PolicySession) -> str:
         """The same to one unit, and in words what was attached. For choices that go unit by unit."""

@@ -48,10 +48,8 @@ class CompileBudgetPolicy(Policy):
             assert isinstance(unit.choice, CompileBudget)
             fraction = unit.choice.fraction
             session.place(unit.name, unit.module, run_budgeted, BudgetState(unit.name, fraction, said))
-            session.note(
-                unit.name,
-                f"compile_budget: its compiled graph saves at most {fraction:g} of what it would (eager: all)",
-            )
+            words = f"compile_budget: its compiled graph saves at most {fraction:g} of what it would (eager: all)"
+            session.attached[unit.name] = words
 
     def reruns(self, choice: Choice, forward: int) -> tuple[int, int]:
         return 0, forward  # the partitioner's to choose; without a compiler nothing runs again

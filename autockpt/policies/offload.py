@@ -146,7 +146,10 @@ class OffloadPolicy(Policy):
     def attach(self, units: Sequence[PlannedUnit], session: PolicySession) -> None:
         if not units:
             return
-        pipeline = session.shared(Pipeline, lambda: Pipeline(session.transports))
+        pipeline = next((known for known in session.listeners if isinstance(known, Pipeline)), None)
+        if pipeline is None:
+            pipeline = Pipeline(session.transports)
+            session.listeners.append(pipeline)
         tiers: list[Tier] = [unit.choice.tier for unit in units]  # type: ignore[union-attr]
         # a device that nothing can be moved off is refused now, not in the middle of training
         queues = any([pipeline.transport(_device(u), tier).copy_queues for u, tier in zip(units, tiers, strict=True)])
@@ -154,7 +157,7 @@ class OffloadPolicy(Policy):
             refuse_late_writes(unit.module, unit.name)
             session.place(unit.name, unit.module, self.run, OffloadState(unit.name, pipeline, tier))
             where = ", to a file on disk" if tier == "disk" else ""
-            session.note(unit.name, f"{self.kind}: {self.words}{where}")
+            session.attached[unit.name] = f"{self.kind}: {self.words}{where}"
         for unit in _next_others(units, session.order) if queues else ():
             session.place(unit.name, unit.module, run_then_settle, OffloadState(unit.name, pipeline))
 

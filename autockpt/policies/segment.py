@@ -37,12 +37,12 @@ class SegmentPolicy(Policy):
             choice = members[0].choice
             assert isinstance(choice, Segment)
             region = Region(len(members), choice.levels, unseen)
-            session.listen(region)
+            session.listeners.append(region)
             for position, unit in enumerate(members):
                 refuse_late_writes(unit.module, unit.name)
                 refuse_scripted(unit.module, unit.name)
                 session.place(unit.name, unit.module, run_in_segment, SegmentState(unit.name, region, position))
-                session.note(unit.name, _words(members, region))
+                session.attached[unit.name] = _words(members, region)
 
     def reruns(self, choice: Choice, forward: int) -> tuple[int, int]:
         # the last unit stops as soon as all is there that backward needs; two levels run all others once more

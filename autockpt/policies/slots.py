@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -16,6 +16,9 @@ from autockpt.errors import ConflictError
 from autockpt.policies.base import InPlaceError
 from autockpt.policies.compiling import run_as_it_is
 from autockpt.policies.conflicts import refuse_late_written
+
+if TYPE_CHECKING:
+    from autockpt.policies.region import UnitCall
 
 
 class Entry(Protocol):
@@ -30,14 +33,6 @@ class Entry(Protocol):
 
 Packing = Callable[[torch.Tensor], Entry | None]
 """Is told of every tensor that autograd saves and for which something else will be handed out."""
-
-
-class Fills(Protocol):
-    """What can fill the slots of a call of ``unit``, by running it again."""
-
-    unit: str
-
-    def refill(self) -> None: ...
 
 
 class Enough(Exception):
@@ -68,7 +63,7 @@ class Slot(Empty):
 
     __slots__ = ("form", "maker")
 
-    def __init__(self, maker: Fills, tensor: torch.Tensor, entry: Entry | None) -> None:
+    def __init__(self, maker: UnitCall, tensor: torch.Tensor, entry: Entry | None) -> None:
         self.value, self.version, self.entry = None, 0, entry  # not by way of super: there are many
         self.maker, self.form = maker, (tensor.size(), tensor.dtype, tensor.device)
 

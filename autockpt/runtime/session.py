@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
 from torch import nn
 
@@ -24,8 +24,6 @@ from autockpt.schema.choices import Choice
 from autockpt.schema.names import check_nesting, fold
 from autockpt.workload.names import unwrap
 from autockpt.workload.units import discover_units, modules_of
-
-L = TypeVar("L", bound=ForwardListener)
 
 
 class Session:
@@ -60,23 +58,6 @@ class Session:
         if state.has_sentinel:
             state.sentinel = self.sentinels.unit(name)
         self._placed.append((module, place(module, run, state)))
-
-    def note(self, name: str, words: str) -> None:
-        """Say what was really attached to a unit."""
-        self.attached[name] = words
-
-    def listen(self, listener: ForwardListener) -> None:
-        """Have a listener told about forward passes of the whole model."""
-        self.listeners.append(listener)
-
-    def shared(self, kind: type[L], make: Callable[[], L]) -> L:
-        """The one listener of its kind in this session, made and told about forward passes at its first use."""
-        for listener in self.listeners:
-            if isinstance(listener, kind):
-                return listener
-        made = make()
-        self.listen(made)
-        return made
 
     @property
     def host_bytes(self) -> int:
@@ -193,7 +174,7 @@ def attach_units(
         session.attached = {unit.name: session.attached[unit.name] for unit in units}
         if session.sentinels.units:
             session.sentinels.written_to_by_others = session.written_to_by_others()
-            session.listen(session.sentinels)
+            session.listeners.append(session.sentinels)
     except BaseException:
         session.remove()
         raise
