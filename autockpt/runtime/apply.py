@@ -152,8 +152,7 @@ def apply(
     sets = [(each.when, choices_for(model, each)) for each in plan.sets]
     choices = sets[-1][1]
     notes = _doubts(plan, model)
-    if isinstance(adaptive, str):
-        _asked_limit(adaptive)  # a slip is told here, too, where the device tells no peak
+    limit = _limit(adaptive, plan)  # a slip is told where the device tells no peak, too
     if adaptive and plan.compile == "model":
         raise UsageError("a model that is compiled as one graph cannot move", remedy="Leave adaptive= out.")
     for _, each in sets if check_batch is not None else ():
@@ -162,7 +161,7 @@ def apply(
     if meter is not None:
         device = get_device(str(device_of(model)))
         context = device.context_bytes() if isinstance(device, AcceleratorDevice) else 0  # no tensors lie there
-        limit = _limit(adaptive, plan, model) - context
+        limit = (limit or device.capacity()) - context
         spare = leaner_choices(choices)
         session = attach_sets(model, sets, leaner=spare, host_budget=plan.host_budget_bytes, sentinels=sentinels)
         session.adaptive = Adaptive(model, meter, limit, len(session.sessions))
@@ -185,17 +184,13 @@ def apply(
     return Handle(plan, choices, session, notes)
 
 
-def _limit(adaptive: bool | str, plan: Plan, model: nn.Module) -> int:
-    """The bytes that adaptive training stays below: as asked for, else the plan's budget, else all that there is."""
-    if isinstance(adaptive, str):
-        asked = _asked_limit(adaptive)
-    else:
-        asked = plan.budget.whole if plan.budget is not None else None
-    return asked or get_device(str(device_of(model))).capacity()
+def _limit(adaptive: bool | str, plan: Plan) -> int | None:
+    """Bytes that adaptive training stays below: as asked for, else the plan's budget; None for all that there is.
 
-
-def _asked_limit(adaptive: str) -> int | None:
-    """Bytes, None for all that there is. Raises UsageError for what is no size."""
+    Raises UsageError for what is no size.
+    """
+    if not isinstance(adaptive, str):
+        return plan.budget.whole if plan.budget is not None else None
     budget = parse_budget(adaptive)
     if budget.kind not in ("bytes", "auto"):
         raise UsageError(f"adaptive={adaptive!r} is no size", remedy='Write it as "24GB", or True.')
