@@ -12,6 +12,7 @@ import functools
 import warnings
 import weakref
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import nn
@@ -291,10 +292,11 @@ def _warn_of(kind: type) -> None:
     )
 
 
-def address_of(tensor: torch.Tensor) -> int | None:
+def address_of(value: Any) -> int | None:
+    """Where a tensor's memory is; None for those without one storage, as sparse ones, and for what is no tensor."""
     try:
-        return tensor.untyped_storage()._cdata
-    except (RuntimeError, NotImplementedError):  # sparse and other tensors without one storage
+        return value.untyped_storage()._cdata if isinstance(value, torch.Tensor) else None
+    except (RuntimeError, NotImplementedError):
         return None
 
 

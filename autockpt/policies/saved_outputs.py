@@ -59,9 +59,9 @@ class _Output:
         leaves = [alias(leaf) for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor)]
         self._watched += [(leaf, leaf._version) for leaf in leaves]
 
-    def addresses(self) -> Iterator[int | None]:
+    def addresses(self) -> set[int | None]:
         """What identifies its tensors' memory, for as long as this lives."""
-        return (address_of(tensor) for tensor, _ in self._watched)
+        return {address_of(tensor) for tensor, _ in self._watched} - {None}
 
     @property
     def changed(self) -> bool:
@@ -162,16 +162,14 @@ class CallOutputs:
 
     def watch(self, source: Any, out: Any) -> None:
         """``out`` is a view of ``source`` of which autograd knows nothing."""
-        address = address_of(source) if isinstance(source, torch.Tensor) else None
-        if address is not None and (output := self._by_address.get(address)) is not None:
+        if (output := self._by_address.get(address_of(source))) is not None:
             output.watch(out)
 
     def launched(self, kernel: Any, launch: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Launch a Triton kernel: what it writes to, and is kept of the first forward, may be another then."""
         reads = READS.get(name_of(kernel), ())
         for position, value in enumerate((*args, *kwargs.values()) if self.recording else ()):
-            address = address_of(value) if isinstance(value, torch.Tensor) and position not in reads else None
-            if address is not None and (output := self._by_address.get(address)) is not None:
+            if position not in reads and (output := self._by_address.get(address_of(value))) is not None:
                 output.spoilt = True
         return launch(kernel, *args, **kwargs)
 
