@@ -293,11 +293,9 @@ class Adaptive:
 
     def _try_back(self, step: _Step) -> None:
         """Back by one after enough steps in which what the richer sets take would have had room."""
-        takes = [
-            self._needs.of(number - 1, tokens) if tokens else None for number, tokens in step.sets.items() if number
-        ]
-        known = [each for each in takes if each is not None]
-        needs = max([step.allocated, *(self._base + round(each) + self._margin(True) for each in known)])
+        takes = [self._needs.of(number - 1, tokens) for number, tokens in step.sets.items() if number and tokens]
+        more = [self._base + round(each) + self._margin(True) for each in takes if each is not None]
+        needs = max([step.allocated, *more])
         self._calm = self._calm + 1 if needs < self._limit * ROOM else 0
         if self._calm >= self._patience:
             room = f"{format_binary(self._limit - needs)} were free for {self._calm} steps"

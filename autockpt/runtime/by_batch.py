@@ -318,19 +318,19 @@ def attach_sets(
 
     ``leaner`` ones are for whatever ``adaptive`` decides. All of them together claim no more than ``host_budget``.
     """
-    ways, sessions, root = Ways(host_budget), list[Session](), None
+    ways, sessions = Ways(host_budget), list[Session]()
+    root = Session((), ways)
     try:
         for choices in (*(choices for _, choices in sets), *leaner):
             sessions.append(attach_units(model, choices, ways, sentinels))
             sessions[-1].set_aside()
         refuse_compiled(model, sessions)
-        root = Session((), ways)
         units = [unit.module for session in sessions for unit in session.order if unit.choice.kind != "save"]
         guard = look_after(model, list(dict.fromkeys(units)), root)
         guard.sets = made = BatchSets(root, sessions, [bound for bound, _ in sets])
         sessions[made.acting].put_back()
     except BaseException:
-        for session in (*sessions, *([root] if root is not None else [])):
+        for session in (*sessions, root):
             session.remove()
         raise
     return made
