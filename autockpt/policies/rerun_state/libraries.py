@@ -56,13 +56,8 @@ def is_opaque(cls: type) -> bool:
 
 def registered() -> tuple[types.FunctionType, ...]:
     """Functions of somebody's own that transformers' models call by way of a table: attention, and its masks."""
-    tables = (
-        getattr(sys.modules.get(f"transformers.{module}"), name, None)
-        for module, name in (
-            ("modeling_utils", "ALL_ATTENTION_FUNCTIONS"),
-            ("masking_utils", "ALL_MASK_ATTENTION_FUNCTIONS"),
-        )
-    )
+    places = ("modeling_utils", "ALL_ATTENTION_FUNCTIONS"), ("masking_utils", "ALL_MASK_ATTENTION_FUNCTIONS")
+    tables = (getattr(sys.modules.get(f"transformers.{module}"), name, None) for module, name in places)
     homes = (fields for table in tables if table is not None for fields in (vars(type(table)), vars(table)))
     entries = (home.get(key, {}) for home in homes for key in ("_global_mapping", "_local_mapping"))
     found = (value for entry in entries if type(entry) is dict for value in entry.values())

@@ -221,8 +221,7 @@ class UnitState:
     def _learn(self) -> None:
         """See what the forward has changed. Raises ConflictError where that cannot be done twice."""
         memory, quiet = self._memory, self._quiet
-        changed = changed_of(self._still) + (quiet.changed() if quiet else [])
-        tensors = self._changed_tensors()
+        changed, tensors = self._changed(), self._changed_tensors()
         if changed and any(node.kind is TENSORS and node.taken.glanced for node in changed):
             # all that there are copies of: of running statistics only their number has a version that tells
             changed += [node for node in self._still if node.kind is TENSORS and node.taken.glanced]
@@ -297,21 +296,22 @@ class UnitState:
         if not self._memory.code.handles_errors:
             return
         known = set(map(id, seen_to))
-        for node in (*changed_of(self._still), *(self._quiet.changed() if self._quiet is not None else ())):
+        for node in self._changed():
             if id(node) not in known and node.kind is not TENSORS and node.kind.goes_back:
                 with suppress(NotPutBackError):
                     node.kind.put(node.obj, node.taken)
+
+    def _changed(self) -> list[Node]:
+        """Those that are not as they were, but for tensors that are known to be quiet."""
+        return changed_of(self._still) + (self._quiet.changed() if self._quiet is not None else [])
 
     def _changed_tensors(self) -> list[Node]:
         """Those that are known to be quiet otherwise and were changed since the forward began, as they were then."""
         quiet = self._quiet
         if quiet is None or (now := quiet.marks()) == self._marks:
             return []
-        return [
-            node._replace(taken=TensorTaken(*before, None, None, None))
-            for node, before, after in zip(quiet.tensors, self._marks, now, strict=True)
-            if before != after
-        ]
+        trios = zip(quiet.tensors, self._marks, now, strict=True)
+        return [node._replace(taken=TensorTaken(*before)) for node, before, after in trios if before != after]
 
     def _put_back(self, held: list[Node]) -> list[Node]:
         """All as it was, but for those that are returned."""

@@ -64,9 +64,9 @@ class TensorTaken(NamedTuple):
     version: int
     place: int
     trains: bool
-    alias: torch.Tensor | None
-    bits: torch.Tensor | None
-    print: torch.Tensor | int | None
+    alias: torch.Tensor | None = None
+    bits: torch.Tensor | None = None
+    print: torch.Tensor | int | None = None
     form: tuple[Any, ...] | None = None
     stream: Any = None
     glanced: bool = False
@@ -79,7 +79,7 @@ class Tensors(Kind):
         """``most``: bytes of what is copied."""
         version, place = obj._version, place_of(obj)
         if not close or not place:
-            return TensorTaken(version, place, obj.requires_grad, None, None, None)
+            return TensorTaken(version, place, obj.requires_grad)
         weight = isinstance(obj, nn.Parameter)
         most = SMALL_BYTES * (not without_values()) if weight else COPIED_BYTES if most is None else most
         copied = (weight or not obj.requires_grad) and obj.nbytes <= most
