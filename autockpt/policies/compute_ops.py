@@ -79,6 +79,16 @@ LIGHT_FUNCTIONS = frozenset(
 """Functions that run no product and no attention, whatever they are given. And those that take a gradient inside of a
 forward: in the first run they run the unit again, in the second they do not, so their products have no place."""
 
+_READS = ("shape", "dtype", "device", "layout", "requires_grad", "ndim", "is_cuda", "is_cpu", "is_meta", "is_leaf")
+# Reading these neither runs an op nor hands out memory. What comes of it is an argument of some function.
+METADATA = frozenset(
+    (
+        *(getattr(torch._C.TensorBase, name).__get__ for name in _READS),
+        *(torch.Tensor.size, torch.Tensor.dim, torch.Tensor.stride, torch.Tensor.numel, torch.Tensor.is_contiguous),
+        *(torch.Tensor.is_floating_point, torch.Tensor.is_complex, torch.Tensor.__len__),
+    )
+)
+
 Kind = Literal["view", "hidden view", "writes", "statistics", "suspect", "again", "heavy", "other"]
 
 # Beside what PyTorch tags as pointwise: ops that do the same twice on every device and touch nothing but their result.

@@ -26,12 +26,12 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 
 from autockpt.policies.compiling import run_as_it_is
+from autockpt.policies.compute_ops import METADATA
 from autockpt.policies.op_recorder import PLAIN
 from autockpt.policies.rerun_state.code import Code
 from autockpt.policies.saved import Kept
 from autockpt.policies.saved_outputs import geometry_of
 from autockpt.policies.score import (
-    METADATA,
     FunctionCall,
     Met,
     RecordedCall,

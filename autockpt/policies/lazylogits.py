@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from autockpt.errors import ConflictError
 from autockpt.policies.base import InPlaceError
 from autockpt.policies.compiling import run_as_it_is, set_compiler
+from autockpt.policies.compute_ops import METADATA
 from autockpt.policies.headcall import Elementwise, MemoryWatch, Rows, gradients_of, refuse_twice
 from autockpt.policies.lazysteps import UNDERSTOOD
 from autockpt.policies.rerun_state.surroundings import outside_inference
@@ -288,22 +289,14 @@ class _StandIn(torch.autograd.Function):
 
 # answered without any logits
 _PROPERTIES = (
-    *("shape", "dtype", "device", "layout", "ndim", "itemsize", "nbytes"),
-    *("requires_grad", "is_leaf", "grad_fn", "grad"),
-    *("is_cpu", "is_cuda", "is_meta", "is_quantized", "is_sparse", "is_nested", "retains_grad", "output_nr"),
+    *("itemsize", "nbytes", "grad_fn", "grad", "is_quantized", "is_sparse", "is_nested", "retains_grad", "output_nr"),
     *("_base", "_version", "_backward_hooks"),
 )
-_METHODS = (
-    *("size", "dim", "ndimension", "numel", "nelement", "stride", "element_size", "get_device", "__len__"),
-    *("is_contiguous", "is_floating_point", "is_complex"),
-)
-_ABOUT: frozenset[Any] = frozenset(
-    {
-        *(getattr(Tensor, name).__get__ for name in _PROPERTIES),
-        *(getattr(Tensor, name) for name in _METHODS),
-        *(torch.is_floating_point, torch.is_complex, torch.numel),
-    }
-)
+_ABOUT: frozenset[Any] = METADATA | {
+    *(getattr(Tensor, name).__get__ for name in _PROPERTIES),
+    *(Tensor.ndimension, Tensor.nelement, Tensor.element_size, Tensor.get_device),
+    *(torch.is_floating_point, torch.is_complex, torch.numel),
+}
 # of the real logits, where somebody had to get these
 _OF_RETAINED: frozenset[Any] = frozenset({Tensor.grad.__get__, Tensor.retains_grad.__get__})  # type: ignore[attr-defined]
 _IN_PLACE = frozenset(f"__{name}__" for name in ("setitem", *(f"i{op}" for op in ("add", "sub", "mul", "truediv"))))

@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from autockpt.policies.assigned import is_wrapped
 from autockpt.policies.compiling import run_as_it_is
+from autockpt.policies.compute_ops import METADATA
 from autockpt.policies.op_recorder import HANDS_OUT, PLAIN, Tape
 from autockpt.policies.saved_outputs import Geometry, geometry_of
 from autockpt.policies.tape import Origin, RerunOp
@@ -26,15 +27,6 @@ _EXACT = frozenset(
     (
         *(type(None), bool, int, float, str, type(Ellipsis)),
         *(torch.Size, torch.dtype, torch.device, torch.layout, torch.memory_format),
-    )
-)
-_READS = ("shape", "dtype", "device", "layout", "requires_grad", "ndim", "is_cuda", "is_cpu", "is_meta", "is_leaf")
-# Reading these neither runs an op nor hands out memory. What comes of it is an argument of some function.
-METADATA = frozenset(
-    (
-        *(getattr(torch._C.TensorBase, name).__get__ for name in _READS),
-        *(torch.Tensor.size, torch.Tensor.dim, torch.Tensor.stride, torch.Tensor.numel, torch.Tensor.is_contiguous),
-        *(torch.Tensor.is_floating_point, torch.Tensor.is_complex, torch.Tensor.__len__),
     )
 )
 autocast_is_on: Any = torch._C._is_any_autocast_enabled  # type: ignore[attr-defined]
