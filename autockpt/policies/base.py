@@ -126,3 +126,10 @@ def device_of(module: nn.Module) -> torch.device:
     for tensor in (*module.parameters(), *module.buffers()):
         return tensor.device
     return torch.device("cpu")
+
+
+def places_of(module: nn.Module, *kinds: str) -> list[tuple[dict[str, Any], str]]:
+    """Where a module and those in it have ``_parameters`` or ``_buffers``: the dictionaries, with the names in them.
+    What is there may be exchanged at any time. TorchScript has no dictionaries."""
+    homes = (getattr(inner, kind) for inner in module.modules() for kind in kinds)
+    return [(home, name) for home in homes if isinstance(home, dict) for name in home]

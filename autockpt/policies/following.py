@@ -25,6 +25,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 
+from autockpt.policies.base import places_of
 from autockpt.policies.compiling import run_as_it_is
 from autockpt.policies.compute_ops import METADATA
 from autockpt.policies.op_recorder import PLAIN
@@ -197,8 +198,7 @@ class RecordedCalls:
         if self._misses >= _MISSES or autocast_is_on() or modes or self.code.chooses_kernels:
             return tensors, None
         if self._own is None:
-            inner = list(module.modules())
-            self._own = [(home, name) for m in inner for home in (m._parameters, m._buffers) for name in home]
+            self._own = places_of(module, "_parameters", "_buffers")
         outside = [*tensors, *(tensor for home, name in self._own if (tensor := home.get(name)) is not None)]
         try:
             storages = [tensor.untyped_storage()._cdata for tensor in outside]

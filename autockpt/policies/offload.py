@@ -17,7 +17,7 @@ from autockpt.devices.base import Transport
 from autockpt.devices.transport import Transports, Ways
 from autockpt.policies.assigned import saving
 from autockpt.policies.attachment import Attachment, acts, call_inner, call_plainly
-from autockpt.policies.base import PlannedUnit, Policy, PolicySession, device_of
+from autockpt.policies.base import PlannedUnit, Policy, PolicySession, device_of, places_of
 from autockpt.policies.compiling import outside_graphs, set_compiler
 from autockpt.policies.conflicts import refuse_capture, refuse_late_writes, refuse_native
 from autockpt.policies.kvcache import with_caches, without_cache
@@ -82,15 +82,12 @@ class OffloadState(Attachment):
         super().__init__(unit)
         self.pipeline = pipeline
         self.tier: Tier = tier
-        self._cache_buffers: list[tuple[nn.Module, str]] | None = None
+        self._cache_buffers: list[tuple[dict[str, Any], str]] | None = None
 
     def buffers(self, module: nn.Module) -> list[torch.Tensor]:
         if self._cache_buffers is None:
-            owners = [
-                owner for owner in module.modules() if isinstance(owner._buffers, dict)
-            ]  # TorchScript has no dict
-            self._cache_buffers = [(owner, name) for owner in owners for name in owner._buffers]
-        return [b for owner, name in self._cache_buffers if (b := owner._buffers.get(name)) is not None]
+            self._cache_buffers = places_of(module, "_buffers")
+        return [b for home, name in self._cache_buffers if (b := home.get(name)) is not None]
 
 
 @_outside_graphs

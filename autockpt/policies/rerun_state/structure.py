@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from autockpt.policies.attachment import AttachedForward
+from autockpt.policies.base import places_of
 
 
 class UnitStructure:
@@ -20,8 +21,7 @@ class UnitStructure:
 
     def __init__(self, module: nn.Module) -> None:
         modules = list(module.modules())
-        homes: list[dict[str, Any]] = [inner._parameters for inner in modules]
-        self.places = [(home, name) for home in homes for name in home]
+        self.places = places_of(module, "_parameters")
         self._children = [(inner._modules, name) for inner in modules for name in inner._modules]
         self._modules, self._fields = modules, [vars(inner) for inner in modules]
         self._inner, self._forwards = list(self._now()), [f.get("forward") for f in self._fields]
