@@ -76,13 +76,13 @@ class Node(NamedTuple):
     taken: Any
     loose: bool = False
 
-    def unchanged(self) -> bool:
+    def unchanged(self) -> bool | torch.Tensor:
         return self.kind.unchanged(self.obj, self.taken)
 
 
 def changed_of(nodes: Sequence[Node]) -> list[Node]:
     """Those that are not as they were; whatever devices must be asked for that is read at once."""
-    same = [node.kind.same(node.obj, node.taken) for node in nodes]
+    same = [node.unchanged() for node in nodes]
     truths = [truth for truth in same if isinstance(truth, torch.Tensor)]
     answers = iter(host_values(truths) if truths else ())
     known = [next(answers) if isinstance(truth, torch.Tensor) else truth for truth in same]

@@ -38,13 +38,10 @@ class Kind(Protocol):
     def take(self, obj: Any, *, close: bool) -> Any:
         """What is in it, one level deep."""
 
-    def unchanged(self, obj: Any, taken: Any) -> bool:
-        """Whether it holds what was ``taken``."""
+    def unchanged(self, obj: Any, taken: Any) -> bool | torch.Tensor:
+        """Whether it holds what was ``taken``; a truth on a device, which the host has not waited for, where only that
+        device knows."""
         return self.take(obj, close=False) == taken
-
-    def same(self, obj: Any, taken: Any) -> bool | torch.Tensor:
-        """The same; a truth on a device, which the host has not waited for, where only that device knows."""
-        return self.unchanged(obj, taken)
 
     def put(self, obj: Any, taken: Any) -> None:
         """Make it hold that again, in place. Raises NotPutBackError."""
@@ -96,10 +93,7 @@ class Tensors(Kind):
         """What is small may be the next to change, so it is copied; the rest is not looked at closely."""
         return self.take(obj, close=is_small(obj))._replace(glanced=True)
 
-    def unchanged(self, obj: Any, taken: TensorTaken) -> bool:
-        return bool(self.same(obj, taken))
-
-    def same(self, obj: Any, taken: TensorTaken) -> bool | torch.Tensor:
+    def unchanged(self, obj: Any, taken: TensorTaken) -> bool | torch.Tensor:
         if (obj._version, obj.requires_grad, place_of(obj)) != (taken.version, taken.trains, taken.place):
             return False
         if taken.form is not None and _form(obj) != taken.form:
