@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from torch import nn
@@ -26,6 +27,7 @@ from autockpt.workload.names import unwrap
 from autockpt.workload.units import discover_units, modules_of
 
 
+@dataclass(eq=False, repr=False)
 class Session:
     """Choices attached to a model, until ``remove``. Also a context manager.
 
@@ -34,24 +36,17 @@ class Session:
 
     adaptive: ClassVar[None] = None  # of several sets alone
 
-    def __init__(
-        self,
-        units: Sequence[PlannedUnit],
-        transports: Transports,
-        sentinels: Sentinels | None = None,
-        model: nn.Module | None = None,
-    ) -> None:
-        self.attached: dict[str, str] = {}
-        self.sentinels = sentinels or Sentinels()
-        self._model = model
-        self.order: Sequence[PlannedUnit] = tuple(units)
-        self.transports = transports
-        self.listeners: list[ForwardListener] = []
-        self._placed: list[tuple[nn.Module, AttachedForward]] = []
+    order: Sequence[PlannedUnit]
+    transports: Transports
+    sentinels: Sentinels = field(default_factory=Sentinels)
+    model: nn.Module | None = None
+    attached: dict[str, str] = field(default_factory=dict)
+    listeners: list[ForwardListener] = field(default_factory=list)
+    _placed: list[tuple[nn.Module, AttachedForward]] = field(default_factory=list)
 
     def written_to_by_others(self) -> bool:
         """Whether code of the model, around units too, may write unseen to any tensor: looked up in milliseconds."""
-        return self._model is not None and writes_to_any(self._model)
+        return self.model is not None and writes_to_any(self.model)
 
     def place(self, name: str, module: nn.Module, run: Callable[..., Any], state: Attachment) -> None:
         """Make ``run(module, state, *args, **kwargs)`` the module's forward until the session is removed."""
