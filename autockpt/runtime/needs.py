@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
+from itertools import accumulate
+
+import numpy
 
 FORGET = 16  # the part by which a size's largest need goes down to a smaller one that is seen later
 APART = 1.25  # sizes that say something about the slope between them
@@ -65,21 +67,15 @@ class LearnedPeaks:
         return next((n for m in range(number - 1, -1, -1) if (n := self._line(m, tokens)) is not None), None)
 
     def _line(self, number: int, tokens: int) -> float | None:
-        known, highest = list[tuple[int, float]](), 0.0
-        for size, took in sorted(self._seen.get(number, {}).values()):
-            highest = max(highest, took)
-            known.append((size, highest))
+        known = sorted(self._seen.get(number, {}).values())
         if not known:
             return None
-        (least, first), (most, last) = known[0], known[-1]
-        if tokens <= least:
-            return first
-        if tokens > most:
-            apart = [(last - took) / (most - size) for size, took in known if most >= APART * size]
-            slope = max(apart, default=last / most)
-            return last + slope * (tokens - most) * tokens / most
-        (size, low), (larger, high) = next((a, b) for a, b in pairwise(known) if tokens <= b[0])
-        return low + (high - low) * (tokens - size) / (larger - size)
+        sizes, took = [size for size, _ in known], [*accumulate((took for _, took in known), max)]
+        most, last = sizes[-1], took[-1]
+        if tokens <= most:
+            return float(numpy.interp(tokens, sizes, took))
+        apart = [(last - less) / (most - size) for size, less in zip(sizes, took, strict=True) if most >= APART * size]
+        return last + max(apart, default=last / most) * (tokens - most) * tokens / most
 
 
 def _group(tokens: int) -> int:
