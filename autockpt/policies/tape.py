@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
@@ -203,10 +204,7 @@ class Maker:
         """
         values: dict[Origin, torch.Tensor] = {}
         ops = self._needed(wanted, values)
-        readers: dict[Origin, int] = {wanted: 1}
-        for op in ops:
-            for source in op.reads:
-                readers[source] = readers.get(source, 0) + 1
+        readers = Counter([wanted, *(source for op in ops for source in op.reads)])
         kernels = nullcontext() if switches() == self.switches else switched(self.switches)
         with _as_below_autograd(self.unit), under(self.modes), kernels:
             for op in ops:
@@ -230,7 +228,7 @@ class Maker:
                 open_ends.extend(source.op.reads)
         return [found[number] for number in sorted(found)]
 
-    def _run(self, op: RerunOp, values: dict[Origin, torch.Tensor], readers: dict[Origin, int]) -> None:
+    def _run(self, op: RerunOp, values: dict[Origin, torch.Tensor], readers: Counter[Origin]) -> None:
         """Run an op, fill what waits for its outputs, and let go of what nobody reads any more."""
         made = op.run(values.__getitem__)
         outputs = made if type(made) in (tuple, list) else (made,)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -23,8 +24,6 @@ from autockpt.schema.choices import ATTENTION, EVERYTHING, Choice
 from autockpt.schema.names import strip_prefixes
 from autockpt.workload.names import unwrap
 from autockpt.workload.units import module_of
-
-_COUNTED = ("forward", "again", "named", "named_again", "changed", "ops_again", "moved_bytes")
 
 
 class UnitRuns(Data):
@@ -49,7 +48,7 @@ class RunCounter(TorchDispatchMode):
 
     def __init__(self, model: nn.Module, units: Iterable[str] | Mapping[str, Choice]) -> None:
         super().__init__()
-        self._counts: dict[str, dict[str, int]] = {name: dict.fromkeys(_COUNTED, 0) for name in units}
+        self._counts = {name: Counter[str]() for name in units}
         choices = units if isinstance(units, Mapping) else {}
         self._kept = {name: kept for name, choice in choices.items() if (kept := kept_by(choice))}
         self._named = {
