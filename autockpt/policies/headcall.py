@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -92,17 +91,15 @@ class HeadCall(Rows):
     def __init__(self, module: nn.Module, state: HeadState, device: torch.device) -> None:
         self._module, self._state, self.unit = module, state, state.unit
         self._casts = Casts(device.type)
-        self._parameters = tuple(module.parameters())
-        self._versions = [p._version for p in self._parameters]
+        self._parameters = tuple(module.parameters())  # alive, so that no other gets their ids
+        self._versions = [(id(p), p._version) for p in self._parameters]
         self._settings = _settings(module)
         self.watch = state.sentinel.watch(module) if state.sentinel is not None else None
         self.trained = tuple(p for p in self._parameters if p.requires_grad)
 
     def check(self) -> None:
         """Raise InPlaceError where the weights are no longer what they were, ConflictError where settings are not."""
-        now = tuple(self._module.parameters())
-        same = len(now) == len(self._parameters) and all(map(operator.is_, now, self._parameters))
-        if not same or [p._version for p in self._parameters] != self._versions:
+        if [(id(p), p._version) for p in self._module.parameters()] != self._versions:
             raise InPlaceError(
                 f"weights of {self.unit} have been modified by an inplace operation (or exchanged) since its forward, "
                 "and its logits are only computed when they are needed",
