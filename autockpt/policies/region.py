@@ -37,15 +37,21 @@ _ONE = threading.RLock()
 _PATIENCE = 120.0  # seconds
 
 
+def _released() -> None:
+    global _ONE
+    _ONE = threading.RLock()
+
+
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_ONE._at_fork_reinit)  # type: ignore[attr-defined]  # its holder is not there
+    os.register_at_fork(after_in_child=_released)  # whoever held it is not in the child
 
 
 @contextmanager
 def _one_at_a_time(unit: str) -> Iterator[None]:
     """Random states, switches and what units reach are the process's: what one thread puts back for a second run is
     not for another's. Raises ConflictError after long, as where a second run waits for a backward in another thread."""
-    if not _ONE.acquire(timeout=_PATIENCE):
+    lock = _ONE
+    if not lock.acquire(timeout=_PATIENCE):
         raise ConflictError(
             f"{unit} cannot run again in backward: another thread has been running units again for {_PATIENCE:.0f} s",
             remedy="Call backward in one thread at a time, or use `save` or `offload` on units that call it.",
@@ -53,7 +59,7 @@ def _one_at_a_time(unit: str) -> Iterator[None]:
     try:
         yield
     finally:
-        _ONE.release()
+        lock.release()
 
 
 @contextmanager
