@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar, NamedTuple, Protocol
@@ -108,6 +109,21 @@ def modules_named(unit: PlannedUnit, names: Sequence[str], what: str, *, called:
                 remedy=f"Name modules as seen from the unit, or {ATTENTION!r}; it has: {', '.join(leaves)}.",
             )
     return {name: inside[name] for name in names}
+
+
+_known = functools.lru_cache(maxsize=4096)(lambda value: value)
+
+
+def interned(value: Any) -> Any:
+    """An equal value that is there already, else this one.
+
+    For what many saved tensors have in common: the more objects live from forward to backward, the oftener Python's
+    garbage collector looks through all that there is.
+    """
+    try:
+        return _known(value)
+    except TypeError:  # symbolic sizes have no hash
+        return value
 
 
 @contextmanager

@@ -57,16 +57,12 @@ class _Call(Maker):
         super().__init__(unit)
         self._score = score
         self.held: dict[int, tuple[torch.Tensor, int]] = {}  # by number, each with its version
-        self.slots: list[tuple[weakref.ref[RemadeSlot], weakref.ref[torch.UntypedStorage]]] = []
+        self.slots: list[weakref.ref[RemadeSlot]] = []
         self.ready = False
 
     def hold(self, number: int, tensor: torch.Tensor) -> None:
         held = tensor.detach()
         self.held[number] = held, held._version
-
-    def waiting(self) -> list[tuple[RemadeSlot, torch.UntypedStorage | None]]:
-        """The slots in graphs that are alive, and what they were dropped from."""
-        return [(slot, storage()) for ref, storage in self.slots if (slot := ref()) is not None]
 
     def put_sources_together(self) -> None:
         with self.lock:
@@ -75,9 +71,10 @@ class _Call(Maker):
             self.ready = True
             sources = self._score.sources_of(self.held)
             self.held = {}
-            for slot, _ in self.waiting():
-                slot.source = sources[slot.source]
-                slot.source.slots.append(weakref.ref(slot))
+            for ref in self.slots:
+                if (slot := ref()) is not None:
+                    slot.source = sources[slot.source]
+                    slot.source.slots.append(ref)
 
 
 _END = FunctionCall(None, (), {}, -1, 0)
@@ -93,6 +90,7 @@ class Following(TorchFunctionMode):
         self._unit, self._packing = unit, packing
         self._packs = score.packs
         self._met: Met = list(map(weakref.ref, outside))
+        self._dropped: list[weakref.ref[torch.UntypedStorage]] = []  # what each slot was dropped from
         self._call = _Call(unit, score)
         self._at = self.packed = 0
         self.lost = False
@@ -129,6 +127,11 @@ class Following(TorchFunctionMode):
             self._returned(step, leaves_of(out))
         return out
 
+    def __exit__(self, *raised: Any) -> None:
+        """Autograd holds on to ``pack``, and by that to this."""
+        super().__exit__(*raised)
+        self._met, self._dropped = [], []
+
     def _returned(self, step: FunctionCall, leaves: Sequence[torch.Tensor]) -> None:
         if len(leaves) != step.leaves:
             self.leave()
@@ -157,7 +160,8 @@ class Following(TorchFunctionMode):
             return Kept(tensor, self._unit)
         entry = self._packing(tensor) if self._packing is not None else None
         slot = RemadeSlot(self._call, source, geometry, entry)
-        self._call.slots.append((weakref.ref(slot), weakref.ref(tensor.untyped_storage())))
+        self._dropped.append(weakref.ref(tensor.untyped_storage()))
+        self._call.slots.append(weakref.ref(slot))
         return slot
 
     def leave(self) -> None:
@@ -171,11 +175,11 @@ class Following(TorchFunctionMode):
         self.lost, self._next = True, _END
         with torch._C.DisableTorchFunction(), _disable_current_modes(), torch.inference_mode(False):
             self._call.put_sources_together()
-            slots = self._call.waiting()
-            met = (ref() for ref in self._met)
-            present = {t.untyped_storage(): t for t in met if t is not None and is_plain(t)} if slots else {}
-            for slot, storage in slots:
-                if slot.source.held is None:
+            met = (ref() for ref in self._met) if self._dropped else ()
+            present = {t.untyped_storage(): t for t in met if t is not None and is_plain(t)}
+            for ref, from_storage in zip(self._call.slots, self._dropped, strict=True):
+                slot, storage = ref(), from_storage()
+                if slot is not None and slot.source.held is None:
                     tensor = present.get(storage) if storage is not None else None
                     slot.source.hold(self._call.make(slot.source) if tensor is None else tensor)
 

@@ -126,7 +126,7 @@ class Replay:
         self._structure = state.structure(module)
         try:
             self._inputs = _Versions(self.tensors)
-            self.hidden = _Versions(list(hidden_tensors(objects)) if objects else [])
+            self.hidden = _Versions(list(hidden_tensors(objects))) if objects else _NONE
             self.parameters = _Versions(self._structure.parameters())
         except RuntimeError as error:
             refuse_inference(error, state.unit)
@@ -157,7 +157,7 @@ class Replay:
         if (structure := self.state.structure(self.module)) is not self._structure:  # this forward made modules
             self._structure, self.parameters = structure, _Versions(structure.parameters())
         self.tensors = []
-        self._inputs = _Versions([])
+        self._inputs = _NONE
         self._over = True
 
     def try_again(self, tensors: Sequence[torch.Tensor], output: Any) -> None:
@@ -287,6 +287,9 @@ class _Versions:
                 "an inplace operation between forward and backward",
                 remedy="Change it after backward: an optimizer step before the last backward of a graph does this.",
             )
+
+
+_NONE = _Versions(())
 
 
 def _stems_from_enough(error: BaseException) -> bool:

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_structure, tree_unflatten
 
 from autockpt.policies.attachment import Attachment, call_inner, current_transform
-from autockpt.policies.base import setting
+from autockpt.policies.base import interned, setting
 from autockpt.policies.compiling import run_as_it_is
 from autockpt.policies.compute_ops import (
     LIGHT_FUNCTIONS,
@@ -48,25 +48,31 @@ _LEAF = tree_structure(0)
 class _Output:
     """What one op returned. Its tensors are aliases without a graph, which share their version counters."""
 
+    _watched: tuple[torch.Tensor, ...] = ()
+    _versions: tuple[int, ...] = ()
+
     def __init__(self, func: Any, out: Any) -> None:
         leaves, self._form = ([out], _LEAF) if type(out) is torch.Tensor else tree_flatten(out)
         self.func, self.spoilt = func, False
-        self._leaves = [alias(leaf) for leaf in leaves]
-        self._watched = [(leaf, leaf._version) for leaf in self._leaves if isinstance(leaf, torch.Tensor)]
+        self._leaves = tuple(map(alias, leaves))
+        self._look_at(tuple(leaf for leaf in self._leaves if isinstance(leaf, torch.Tensor)))
+
+    def _look_at(self, tensors: tuple[torch.Tensor, ...]) -> None:
+        self._watched += tensors
+        self._versions += tuple(tensor._version for tensor in tensors)
 
     def watch(self, out: Any) -> None:
         """Look out for changes by way of ``out`` too, which shares memory and no version counter with the output."""
-        leaves = [alias(leaf) for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor)]
-        self._watched += [(leaf, leaf._version) for leaf in leaves]
+        self._look_at(tuple(alias(leaf) for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor)))
 
     def addresses(self) -> set[int | None]:
         """What identifies its tensors' memory, for as long as this lives."""
-        return {address_of(tensor) for tensor, _ in self._watched} - {None}
+        return set(map(address_of, self._watched)) - {None}
 
     @property
     def changed(self) -> bool:
         """Whether it was changed in place since, or may have been by a kernel that leaves no trace."""
-        return self.spoilt or any(tensor._version != version for tensor, version in self._watched)
+        return self.spoilt or tuple(tensor._version for tensor in self._watched) != self._versions
 
     def again(self) -> Any:
         return tree_unflatten([alias(leaf) for leaf in self._leaves], self._form)
@@ -81,12 +87,12 @@ class _Whole(_Output):
     """
 
     def __init__(
-        self, key: Any, out: torch.Tensor, saved: list[tuple[int, Geometry]], made: list[torch.Tensor]
+        self, key: Any, out: torch.Tensor, saved: tuple[tuple[int, Geometry], ...], made: list[torch.Tensor]
     ) -> None:
-        self.func, self._key, self._trains, self.spoilt = key[0], key, out.requires_grad, False
-        self._leaves = [out.detach(), *made]
-        self._watched = [(leaf, leaf._version) for leaf in self._leaves]
-        self._saved = saved
+        self.func, self._key, self._trains, self.spoilt = key[0], interned(key), out.requires_grad, False
+        self._leaves = (out.detach(), *made)
+        self._look_at(self._leaves)
+        self._saved = interned(saved)
 
     def instead(self, key: Any, given: Sequence[Any]) -> torch.Tensor | None:
         """What the function returned, for a call that is given the same; None where it must be called."""
@@ -263,6 +269,19 @@ class KeepingReplay(Replay):
         self.frame.forget_changed()
 
 
+class _Noted(list[torch.Tensor]):
+    """What autograd saves, noted on its way to the hook ``pack``. To be cleared: autograd holds on to this."""
+
+    __slots__ = ("_pack",)
+
+    def __init__(self, pack: Callable[[torch.Tensor], Any]) -> None:
+        self._pack = pack
+
+    def note(self, tensor: torch.Tensor) -> Any:
+        self.append(tensor)
+        return self._pack(tensor)
+
+
 class _Calls(TorchFunctionMode):
     """Opens a scope around calls of functions that may run a wanted op: seeing functions costs far less than seeing
     every op. Functions that are known to run nothing but one such op need no scope, nor a second call."""
@@ -303,24 +322,19 @@ class _Calls(TorchFunctionMode):
         if hooks is None or (known := _Learnt.products.get(key, _NEW)) is None:
             with scope:
                 return func(*args, **kwargs)
-        saved: list[torch.Tensor] = []
-
-        def note(tensor: torch.Tensor) -> Any:
-            saved.append(tensor)
-            return hooks[0](tensor)
-
+        saved = _Noted(hooks[0])
         scope.seen.clear()
-        with saved_tensors_hooks(note, hooks[1]), scope if known is _NEW else nullcontext():
+        with saved_tensors_hooks(saved.note, hooks[1]), scope if known is _NEW else nullcontext():
             out = func(*args, **kwargs)
         origins, made = _origins(saved, (*args, *kwargs.values()))
         layouts = [*map(geometry_of, saved)]
-        saved.clear()  # autograd holds on to the hook
+        saved.clear()
         if known is _NEW:
             _learn(key, scope.seen, out, origins, made)
             return out
         scope.as_a_whole()
         if known == origins:
-            frame.keep(place, _Whole(key, out, list(zip(origins, layouts, strict=True)), made))
+            frame.keep(place, _Whole(key, out, tuple(zip(origins, layouts, strict=True)), made))
         else:
             _Learnt.products[key] = None
         return out

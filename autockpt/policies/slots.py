@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from autockpt.errors import ConflictError
-from autockpt.policies.base import InPlaceError
+from autockpt.policies.base import InPlaceError, interned
 from autockpt.policies.compiling import run_as_it_is
 from autockpt.policies.conflicts import refuse_late_written
 
@@ -65,7 +65,7 @@ class Slot(Empty):
 
     def __init__(self, maker: UnitCall, tensor: torch.Tensor, entry: Entry | None) -> None:
         self.value, self.version, self.entry = None, 0, entry  # not by way of super: there are many
-        self.maker, self.form = maker, (tensor.size(), tensor.dtype, tensor.device)
+        self.maker, self.form = maker, interned((tensor.size(), tensor.dtype, tensor.device))
 
     @run_as_it_is
     def unpack(self) -> torch.Tensor:

@@ -6,20 +6,22 @@ A Llama of 24 layers so small that next to nothing but host time is left (hidden
 each after steps that are not timed (a choice gets to know its layer in the first two); medians over the rounds, and
 the 95 % interval of the ratio to checkpointing by hand. Time is that of the processor in this process, so that other
 work on the machine counts little; where there is much of it (the load is said), caches and shared cores still show. So
-beside the times stand counts, which are the same on every run: Python functions called per layer, and of those the ones
-by which torch asks a mode about an op or a function. On a GPU its work is waited for after every step, outside of what
+beside the times stand counts, which are the same on every run: Python functions called per layer, of those the ones
+by which torch asks a mode about an op or a function, and objects that Python's garbage collector has to look through
+until backward. On a GPU its work is waited for after every step, outside of what
 is timed.
 """
 
 from __future__ import annotations
 
 import functools
+import gc
 import os
 import statistics
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
@@ -112,17 +114,19 @@ def measure(device: str = "cpu", rounds: int = ROUNDS) -> dict[str, dict[str, fl
     return found
 
 
-def counts(device: str = "cpu") -> dict[str, tuple[float, float, float, float]]:
-    """By candidate and layer: Python functions called in forward and in backward, and of all of them those that a mode
-    is asked by: about ops (``__torch_dispatch__``) and about functions (``__torch_function__``)."""
+def counts(device: str = "cpu") -> dict[str, tuple[float, ...]]:
+    """By candidate and layer: Python functions called in forward and in backward, of all of them those that a mode is
+    asked by: about ops (``__torch_dispatch__``) and about functions (``__torch_function__``); and objects that live
+    from forward to backward."""
     model, batch = model_and_batch(device)
     names = [f"model.layers.{i}" for i in range(LAYERS)]
     parsed = {label(c): c for c in map(from_label, CHOICES)}
-    found: dict[str, tuple[float, float, float, float]] = {}
+    found: dict[str, tuple[float, ...]] = {}
     for name, choice in ({"nothing attached": None, BY_HAND: None} | parsed).items():
         with by_hand(model) if name == BY_HAND else attach(model, dict.fromkeys(names, choice) if choice else {}):
             for _ in range(WARMUP):
                 model(**batch).loss.backward()
+            objects = objects_until_backward(lambda: model(**batch).loss)
             called: Counter[str] = Counter()
 
             def note(frame: FrameType, event: str, _: object, called: Counter[str] = called) -> None:
@@ -135,9 +139,21 @@ def counts(device: str = "cpu") -> dict[str, tuple[float, float, float, float]]:
             loss.backward()
             sys.setprofile(None)
             seen = (called["__torch_dispatch__"], called["__torch_function__"])
-            found[name] = tuple(n / LAYERS for n in (forward, called.total() - forward, *seen))  # type: ignore[assignment]
+            found[name] = tuple(n / LAYERS for n in (forward, called.total() - forward, *seen, objects))
             model.zero_grad()
     return found
+
+
+def objects_until_backward(forward: Callable[[], torch.Tensor]) -> int:
+    """How many more objects Python's garbage collector knows with a graph than without."""
+    gc.collect()
+    gc.disable()
+    before = len(gc.get_objects())
+    loss = forward()
+    objects = len(gc.get_objects()) - before
+    gc.enable()
+    loss.backward()
+    return objects
 
 
 def main() -> None:
@@ -156,16 +172,15 @@ def main() -> None:
         "backward, µs a layer",
         "step, times by hand",
     )
-    heads += ("Python calls, forward", "backward", "ops asked about", "functions asked about")
+    heads += ("Python calls, forward", "backward", "ops asked about", "functions asked about", "objects kept")
     print(f"| {' | '.join(heads)} |")
     print(f"|{'---|' * len(heads)}")
     for name, row in times.items():
-        forward, backward, ops, functions = counted[name]
         times_plain = float(row["forward"]) / float(plain)
         print(
             f"| {name} | {row['forward']:.0f} | {times_plain:.2f} | {row['backward']:.0f} | {row['by hand']} ", end=""
         )
-        print(f"| {forward:.0f} | {backward:.0f} | {ops:.0f} | {functions:.0f} |")
+        print(f"| {' | '.join(f'{count:.0f}' for count in counted[name])} |")
 
 
 if __name__ == "__main__":

@@ -239,3 +239,17 @@ def bytes_alive_after(forward: Callable[[], Any]) -> int:
     events = profile.profiler.kineto_results.events()  # type: ignore[union-attr]
     del result
     return sum(e.nbytes() for e in events if e.name() == "[memory]")
+
+
+def objects_alive_after(forward: Callable[[], Any]) -> int:
+    """How many objects Python's garbage collector has to look through for what ``forward`` leaves until backward."""
+    for _ in range(3):  # what the first calls learn stays
+        forward().backward()
+    gc.collect()
+    gc.disable()
+    before = len(gc.get_objects())
+    result = forward()
+    alive = len(gc.get_objects()) - before
+    gc.enable()
+    result.backward()
+    return alive
