@@ -93,10 +93,10 @@ Kind = Literal["view", "hidden view", "writes", "statistics", "suspect", "again"
 
 # Beside what PyTorch tags as pointwise: ops that do the same twice on every device and touch nothing but their result.
 _REPLAYABLE_NAMES = """
-    _fused_rms_norm _log_softmax _softmax _to_copy addcdiv addcmul all amax amin any argmax argmin cat
-    constant_pad_nd copy embedding flip gather glu index_select linalg_vector_norm logsumexp masked_fill mean
-    native_group_norm native_layer_norm repeat roll select_scatter slice_scatter stack std std_mean sum tril triu
-    var var_mean
+    _fused_rms_norm _log_softmax _softmax _to_copy addcdiv addcmul all amax amin any arange argmax argmin cat
+    constant_pad_nd copy embedding eye flip full gather glu index_select linalg_vector_norm logsumexp masked_fill mean
+    native_group_norm native_layer_norm ones repeat roll scalar_tensor select_scatter slice_scatter stack std std_mean
+    sum tril triu var var_mean zeros
 """
 _REPLAYABLE = frozenset(_REPLAYABLE_NAMES.split())
 _HIDDEN_VIEWS = frozenset(("_unsafe_view", "unsafe_split", "unsafe_split_with_sizes", "_reshape_alias", "lift_fresh"))

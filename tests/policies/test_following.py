@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from autockpt.policies import op_recorder
 from autockpt.runtime import attach
 from autockpt.schema.choices import from_label
+from tests.policies.zoo import bytes_alive_after
 
 STEPS = 6
 
@@ -69,6 +70,30 @@ def test_ops_are_looked_at_in_the_first_call_only(noted: list[Any]) -> None:
         assert first
         for _ in range(3):
             model(x).sum().backward()
+        assert len(noted) == first
+
+
+def test_the_mask_that_attention_makes_of_a_padded_batch_is_not_kept_by_every_layer(noted: list[Any]) -> None:
+    rows, length = 4, 128
+    padding = torch.ones(rows, 1, length, length, dtype=torch.bool).tril()
+
+    def attends(h: Tensor, _: int) -> Tensor:
+        heads = h.view(rows, length, 4, 8).transpose(1, 2)
+        return F.scaled_dot_product_attention(heads, heads, heads, attn_mask=padding).transpose(1, 2).reshape(h.shape)
+
+    model = nn.Sequential(Unit(attends))
+    model[0].register_buffer("padding", padding)
+    x = torch.randn(rows * length, 32, requires_grad=True)
+    model(x).sum().backward()
+    wanted = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    free = bytes_alive_after(lambda: model(x))
+    with attach(model, {"0": from_label("remake")}):
+        model.zero_grad()
+        model(x).sum().backward()
+        assert all(map(torch.equal, wanted, (p.grad for p in model.parameters())))
+        kept, first = bytes_alive_after(lambda: model(x)), len(noted)
+        assert kept < 4 * padding.numel() < free  # as numbers of four bytes
+        model(x).sum().backward()
         assert len(noted) == first
 
 
