@@ -200,8 +200,13 @@ def _say_dropped(output: Any) -> None:
 
 
 def cache_owners(model: nn.Module, units: Iterable[nn.Module]) -> list[nn.Module]:
-    """The modules around attached units whose forward takes ``use_cache``, whichever of them is called; units
-    themselves do not count."""
+    """The modules around attached units whose forward takes a library's ``use_cache``, whichever of them is called;
+    units themselves do not count. What classes of somebody's own mean by that name is theirs to know."""
     attached = {id(unit) for unit in units}
-    takers = (m for m in model.modules() if id(m) not in attached and "use_cache" in parameter_names(type(m)))
+    takers = (m for m in model.modules() if id(m) not in attached and _takes_use_cache(type(m)))
     return [taker for taker in takers if any(id(inner) in attached for inner in taker.modules())]
+
+
+def _takes_use_cache(cls: type[nn.Module]) -> bool:
+    owners = (owner for owner in cls.__mro__ if is_library(owner) and not owner.__module__.startswith("torch."))
+    return "use_cache" in parameter_names(cls) and any(True for _ in owners)

@@ -265,6 +265,35 @@ class SwitchedBlocks(Blocks):
         return super().forward(x, memory)
 
 
+class Bank(nn.Module):
+    """Whose ``use_cache`` means features of the last batch, and what it returns."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers, self.last = nn.ModuleList(nn.Linear(8, 8) for _ in range(2)), torch.zeros(8)
+
+    def forward(self, x, use_cache=True):
+        for layer in self.layers:
+            x = layer(x + self.last).tanh()
+        if use_cache:
+            self.last = x.detach().mean((0, 1))
+        return (x, self.last) if use_cache else x
+
+
+@pytest.mark.parametrize("kind", ["recompute", "offload"])
+def test_what_a_model_of_the_users_own_means_by_use_cache_is_left_to_it(kind):
+    def gradients(choices):
+        bank = Bank()
+        with attach(bank, choices):
+            for x in torch.randn(3, 2, 4, 8, generator=torch.Generator().manual_seed(1)):
+                out, _ = bank(x)
+                out.pow(2).mean().backward()
+        return {name: p.grad for name, p in bank.named_parameters()}
+
+    assert_equal(gradients({"layers.0": parse_choice(kind), "layers.1": parse_choice(kind)}), gradients({}))
+
+
 class Memory:
     """A cache of the user's own."""
 
