@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+import os
 from collections import defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -77,7 +78,7 @@ class HostUseOnPaper(HostUse):
         return max(needed, min(wanted, (self.limit - self.bytes) // mmap.PAGESIZE * mmap.PAGESIZE))
 
 
-@dataclass
+@dataclass(eq=False)
 class _Area(Generic[M]):
     memory: M
     nbytes: int
@@ -117,6 +118,7 @@ class Pool(Generic[M]):
         self._areas: list[_Area[M]] = []
         self._free: defaultdict[int, list[Piece[M]]] = defaultdict(list)
         self._returned: deque[Piece[M]] = deque()  # appended to by finalisers, at any moment and in any thread
+        self._process = os.getpid()
 
     @property
     def held_bytes(self) -> int:
@@ -125,6 +127,8 @@ class Pool(Generic[M]):
 
     def take(self, nbytes: int) -> Piece[M]:
         """A piece of exactly ``nbytes``."""
+        if self._process != os.getpid():
+            self._leave_to_parent()
         self._sort_returned()
         if self._free[nbytes]:
             piece = self._free[nbytes].pop()
@@ -145,7 +149,14 @@ class Pool(Generic[M]):
         while self._returned:
             piece = self._returned.popleft()
             piece.area.pieces -= 1
-            self._free[piece.nbytes].append(piece)
+            if piece.area in self._areas:
+                self._free[piece.nbytes].append(piece)
+
+    def _leave_to_parent(self) -> None:
+        """This process was forked: the files that are mapped are those of its parent, and of others like it."""
+        self._process = os.getpid()
+        self._use.claim(-self.held_bytes)
+        self._areas, self._free = [], defaultdict(list)
 
     def _area_with_room(self, nbytes: int) -> _Area[M]:
         for area in self._areas:

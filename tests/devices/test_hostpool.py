@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import warnings
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -46,6 +49,24 @@ def test_offloading_over_the_budget_ends_the_forward_and_nothing_is_wrong(tmp_pa
         way.send(torch.ones(2 * MIB, dtype=torch.uint8))
     kept.settle()
     assert bool((kept.get() == 7).all())
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_forked_processes_do_not_write_over_each_other(tmp_path):
+    way = CpuTransport(tmp_path)
+    free, kept = (way.send(torch.full((MIB,), n, dtype=torch.uint8)) for n in (1, 2))
+    kept.settle()
+    del free  # its place is the next to be used, in each process
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of forking with threads
+        child = os.fork()
+    if not child:
+        mine = [way.send(torch.full((MIB,), 9, dtype=torch.uint8)) for _ in range(3)]
+        os._exit(0 if way.pool.held_bytes == 64 * MIB and len(mine) == 3 else 1)
+    mine = way.send(torch.full((MIB,), 3, dtype=torch.uint8))
+    mine.settle()
+    assert os.waitpid(child, 0)[1] == 0
+    assert bool((mine.get() == 3).all()) and bool((kept.get() == 2).all())
 
 
 def test_copies_of_the_ways_have_a_budget_of_their_own():
