@@ -12,7 +12,7 @@ import inspect
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from types import MethodType
+from types import FunctionType, MethodType
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -145,8 +145,16 @@ class AttachedForward(functools.partial):
     @property
     def __signature__(self) -> inspect.Signature:
         # the Trainer and generate() read which arguments a model takes from here
-        plain = functools.partial(type(self.module).forward, self.module)
-        return inspect.signature(plain if self.state.inner is None else self.state.inner)
+        return inspect.signature(self._plain())
+
+    def __getattr__(self, name: str) -> Any:
+        # filters of arguments read them from the code
+        if name in ("__name__", "__qualname__", "__code__"):
+            return getattr(self._plain(), name)
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    def _plain(self) -> Callable[..., Any]:
+        return _forward_of_class(self.module) if self.state.inner is None else self.state.inner
 
 
 class Unbound:
@@ -155,7 +163,7 @@ class Unbound:
     def __init__(self, run: Callable[..., Any], state: Attachment) -> None:
         self.run, self.state = run, state
 
-    def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
         return self.run(module, self.state, *args, **kwargs)
 
 
@@ -166,6 +174,17 @@ def call_inner(module: nn.Module, state: Attachment, args: tuple[Any, ...], kwar
     if state.inner is None:
         return type(module).forward(module, *args, **kwargs)
     return state.inner(*args, **kwargs)
+
+
+def _forward_of_class(module: nn.Module) -> Callable[..., Any]:
+    """What Python finds as the forward of a module that has none of its own: a method, or whatever its class has."""
+    cls = type(module)
+    found = inspect.getattr_static(cls, "forward")
+    return found.__get__(module, cls) if hasattr(type(found), "__get__") else found
+
+
+def _run_forward_of_class(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+    return _forward_of_class(module)(*args, **kwargs)
 
 
 def call_plainly(module: nn.Module, state: Attachment, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -213,6 +232,8 @@ def place(module: nn.Module, run: Callable[..., Any], state: Attachment) -> Atta
     state.inner = inner = module.__dict__.get("forward")
     if isinstance(inner, AttachedForward) or (isinstance(inner, MethodType) and inner.__self__ is module):
         state.unbound = inner.__func__
+    if inner is None and type(inspect.getattr_static(type(module), "forward")) is not FunctionType:
+        state.unbound = _run_forward_of_class
     forward = AttachedForward(run, module, state)
     module.__dict__["forward"] = forward
     return forward

@@ -12,7 +12,7 @@ from torch import nn
 from autockpt.errors import ConflictError, PlanError
 from autockpt.policies.attachment import attached_to
 from autockpt.runtime import apply, attach, remove
-from autockpt.schema.choices import OFFLOAD, RECOMPUTE, SAVE
+from autockpt.schema.choices import OFFLOAD, RECOMPUTE, SAVE, parse_choice
 from autockpt.schema.plan import Plan
 from tests.policies.zoo import CASES, Tally, assert_equal, plain, train
 
@@ -181,6 +181,50 @@ def test_signatures_stay_readable(name):
     before = {n: inspect.signature(m.forward) for n, m in model.named_modules()}
     with attach(model, case.choices(model, RECOMPUTE)):
         assert {n: inspect.signature(m.forward) for n, m in model.named_modules()} == before
+
+
+class Static(nn.Module):
+    @staticmethod
+    def forward(x):
+        return x.tanh()
+
+
+class OfItsClass(nn.Module):
+    k = 1.5
+
+    @classmethod
+    def forward(cls, x):
+        return x.tanh() * cls.k
+
+
+class Builtin(nn.Module):
+    forward = torch.tanh  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize("core", [Static, OfItsClass, Builtin])
+@pytest.mark.parametrize("choice", [RECOMPUTE, OFFLOAD], ids=str)
+def test_forwards_that_are_no_methods(core, choice):
+    def gradient(choices):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 4), core(), nn.Linear(4, 4))
+        with attach(model, choices):
+            model(torch.ones(2, 4)).sum().backward()
+            assert str(inspect.signature(model[0].forward)) == "(input: torch.Tensor) -> torch.Tensor"
+        return model[0].weight.grad
+
+    assert torch.equal(gradient({"1": choice}), gradient({}))
+
+
+def test_code_and_keywords_of_any_name_reach_the_forward():
+    class Named(nn.Linear):
+        def forward(self, input, module=None):
+            return super().forward(input) * module
+
+    model = nn.ModuleList([Named(4, 4)])
+    with attach(model, {"0": parse_choice("selective")}):
+        assert "module" in model[0].forward.__code__.co_varnames
+        model[0](torch.ones(2, 4), module=2.0).sum().backward()
+    assert torch.equal(model[0].weight.grad, torch.full((4, 4), 4.0))
 
 
 def test_names_are_found_on_wrapped_models():
