@@ -59,8 +59,16 @@ def writes_to_given(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 @functools.cache
 def written_by(func: Any, unseen: tuple[str, ...] = ()) -> list[tuple[int, str]]:
     """What an op writes to, by position and name; ``unseen``: names of what it does so without its schema saying it."""
-    arguments = enumerate(func._schema.arguments)
-    return [(at, a.name) for at, a in arguments if a.name in unseen or (a.alias_info and a.alias_info.is_write)]
+    arguments, all_of = enumerate(func._schema.arguments), is_collective(func)
+    written = ((at, a) for at, a in arguments if all_of or a.name in unseen or (a.alias_info and a.alias_info.is_write))
+    return [(at, a.name) for at, a in written]
+
+
+@functools.cache
+def is_collective(func: Any) -> bool:
+    """Whether an op is one of torch.distributed's that work in place, of which no schema and no version counter
+    tells."""
+    return getattr(func, "namespace", "") == "c10d"
 
 
 _NAMES = """
@@ -108,7 +116,7 @@ STATISTICS = ("running_mean", "running_var")
 def kind_of(func: Any) -> Kind:
     """What a tape does with an op."""
     schema, name = func._schema, func._schema.name.removeprefix("aten::")
-    if schema.is_mutable:
+    if schema.is_mutable or is_collective(func):
         return "writes"
     if func in CHANGED_BY_WATCHING:
         return "suspect"

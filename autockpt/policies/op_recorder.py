@@ -13,12 +13,21 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_leaves
 
 from autockpt.errors import ConflictError
 from autockpt.policies.assigned import is_wrapped
 from autockpt.policies.base import setting
 from autockpt.policies.compiling import run_as_it_is
-from autockpt.policies.compute_ops import STATISTICS, Kind, draws_random_numbers, is_attention, kind_of, written_by
+from autockpt.policies.compute_ops import (
+    STATISTICS,
+    Kind,
+    draws_random_numbers,
+    is_attention,
+    is_collective,
+    kind_of,
+    written_by,
+)
 from autockpt.policies.rerun_state.surroundings import switches
 from autockpt.policies.saved import Kept
 from autockpt.policies.saved_outputs import Geometry, geometry_of
@@ -163,10 +172,9 @@ class Tape:
     def before_write(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Some arguments are about to be changed: what is made from them as they are is made now, and held."""
         for position, name in written_by(func, STATISTICS):
-            value = args[position] if position < len(args) else kwargs.get(name)
-            for tensor in value if isinstance(value, (list, tuple)) else (value,):
+            for tensor in tree_leaves(args[position] if position < len(args) else kwargs.get(name)):
                 if isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided:
-                    self.changes(tensor, unseen=name in STATISTICS)
+                    self.changes(tensor, unseen=name in STATISTICS or is_collective(func))
 
     def changes(self, tensor: torch.Tensor, *, unseen: bool) -> None:
         """It is about to be written to; ``unseen``: from here on, and no version counter tells when."""

@@ -33,6 +33,7 @@ from autockpt.policies.compute_ops import (
 )
 from autockpt.policies.replay import Replay, ReplayState
 from autockpt.policies.rerun_state.surroundings import user_modes
+from autockpt.policies.rerun_state.tensors import fingerprint
 from autockpt.policies.saved import address_of
 from autockpt.policies.slots import differs
 from autockpt.policies.triton_kernels import READS, launches, name_of
@@ -73,6 +74,10 @@ class _Output:
     def changed(self) -> bool:
         """Whether it was changed in place since, or may have been by a kernel that leaves no trace."""
         return self.spoilt or tuple(tensor._version for tensor in self._watched) != self._versions
+
+    def bits(self) -> list[torch.Tensor | int | None]:
+        """Fingerprints of its tensors."""
+        return [fingerprint(leaf) for leaf in self._leaves if isinstance(leaf, torch.Tensor)]
 
     def again(self) -> Any:
         return tree_unflatten([alias(leaf) for leaf in self._leaves], self._form)
@@ -140,14 +145,16 @@ class CallOutputs:
     """Kept outputs of one call of a unit, by the order in which its scopes are entered and their functions and ops run.
 
     An output that is changed in place is not handed out: its op runs again. ``whole``: functions may be left out as a
-    whole in the second run; not where a gradient is taken inside of it, which needs the graph.
+    whole in the second run; not where a gradient is taken inside of it, which needs the graph. ``unseen``: the unit's
+    code may change outputs without their version counters telling, so that their fingerprints are compared.
     """
 
-    def __init__(self, unit: str) -> None:
-        self.unit = unit
+    def __init__(self, unit: str, *, unseen: bool) -> None:
+        self.unit, self._unseen = unit, unseen
         self.recording = self.whole = True
         self._outputs: dict[Place, _Output] = {}
         self._by_address: dict[int | None, _Output] = {}
+        self._bits: dict[Place, list[torch.Tensor | int | None]] = {}
         self.scopes = 0
         self.inside = False  # a function that is watched runs: what is around it does not look at it, too
 
@@ -164,6 +171,8 @@ class CallOutputs:
 
     def keep(self, place: Place, output: _Output) -> None:
         self._outputs[place] = output
+        if self._unseen:
+            self._bits[place] = output.bits()
         self._by_address |= dict.fromkeys(output.addresses(), output)
 
     def watch(self, source: Any, out: Any) -> None:
@@ -200,6 +209,10 @@ class CallOutputs:
     def forget_changed(self) -> None:
         """The first forward has ended. What it changed in place is of no use and need not be held."""
         self._by_address = {}
+        for place, bits in self._bits.items():
+            if (output := self._outputs.get(place)) is not None:
+                output.spoilt |= not all(bool(now == before) for now, before in zip(output.bits(), bits, strict=True))
+        self._bits = {}
         kept = {place: output for place, output in self._outputs.items() if not output.changed}
         for counts in _observers:
             counts[self.unit] = counts.get(self.unit, 0) + len(self._outputs) - len(kept)
@@ -256,7 +269,7 @@ class KeepingReplay(Replay):
 
     def __init__(self, module: nn.Module, state: ReplayState, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         super().__init__(module, state, args, kwargs)
-        self.frame = CallOutputs(state.unit)
+        self.frame = CallOutputs(state.unit, unseen=state.memory.code.writes_to_any)
 
     def __call__(self, *tensors: torch.Tensor) -> Any:
         if self.first is None and not self._over:

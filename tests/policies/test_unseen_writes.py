@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from autockpt.errors import AutockptError, ConflictError, RerunMismatch
@@ -16,6 +18,7 @@ from autockpt.policies.rerun_state.reach import code_of
 from autockpt.runtime import attach
 from autockpt.schema.choices import from_label
 from tests.policies.zoo import assert_equal
+from tests.runtime.processes import in_two_processes, needs_gloo
 
 KINDS = ("recompute", "selective", "remake", "offload", "segment", "recompute_offload")
 D = 64
@@ -95,6 +98,12 @@ def written_outside_of_the_part_that_made_it(unit: Any, x: Tensor) -> Tensor:
     return y * h
 
 
+def a_product_written_to(unit: Any, x: Tensor) -> Tensor:
+    h = unit.b(x)
+    h.data.mul_(0.5)
+    return x + h.sin()
+
+
 def an_average_by_data(unit: Any, x: Tensor) -> Tensor:
     unit.average[0].data.add_(1)
     return x * (1 + unit.average[0])
@@ -159,6 +168,69 @@ def test_what_is_made_again_is_what_was_written_wherever_objects_lie(
                 trained(write, late, choice, sentinels=sentinels)
         else:
             assert_equal(trained(write, late, choice, sentinels=sentinels), wanted)
+
+
+@pytest.mark.parametrize("late", [0, 3], ids=["at once", "late"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_product_that_is_written_to_is_no_other_without_sentinels(kind: str, late: int) -> None:
+    wanted = trained(a_product_written_to, late, None)
+    assert_equal(trained(a_product_written_to, late, kind, sentinels="off"), wanted)
+
+
+class Shared(nn.Module):
+    """Reduces a statistic, a product and what it returns over all processes, in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(D, D), nn.Linear(D, D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mean = x.detach().mean(0)
+        dist.all_reduce(mean)
+        product = self.a(torch.tanh(x - mean / 2) * mean.exp())
+        with torch.no_grad():
+            dist.all_reduce(product)
+        out = x + self.b(product.sin())
+        return AllReduced.apply(out)
+
+
+class AllReduced(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        dist.all_reduce(x)
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, slope: Tensor) -> Tensor:
+        return slope
+
+
+def trained_together(rank: int) -> list[str]:
+    def gradients(choice: Any) -> dict[str, Tensor]:
+        torch.manual_seed(0)
+        model = nn.Sequential(*(Shared() for _ in range(3)))
+        with attach(model, {} if choice is None else dict.fromkeys("012", choice), sentinels="off"):
+            for step in range(3):
+                torch.manual_seed(2 * step + rank)
+                model(torch.randn(8, D)).pow(2).mean().backward()
+        return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+    wanted, wrong = gradients(None), []
+    for kind in (*KINDS, '{"kind": "segment", "size": 3}', '{"kind": "remake", "keep": ["**"]}'):
+        try:
+            got = gradients(from_label(kind))
+        except ConflictError as error:
+            if "remake" not in kind or "custom autograd function" not in error.message:
+                raise
+        else:
+            wrong += [f"{kind} {name}" for name in wanted if not torch.equal(got[name], wanted[name])]
+    return wrong
+
+
+@needs_gloo
+@pytest.mark.slow
+def test_what_is_reduced_over_processes_in_place(tmp_path: Path) -> None:
+    assert in_two_processes(trained_together, tmp_path) == []
 
 
 def test_remake_refuses_assignments_without_sentinels_too() -> None:
