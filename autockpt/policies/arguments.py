@@ -33,8 +33,8 @@ class _Instance:
 
 
 def take_apart(value: Any, tensors: list[torch.Tensor], objects: list[Any], made: dict[int, Any] | None = None) -> Any:
-    """The template of ``value``. Its tensors are appended to ``tensors`` in order, leaves that may hide others to
-    ``objects``. ``made``: templates of what was met so far and can change, for what is met again."""
+    """The template of ``value``. Its tensors are appended to ``tensors`` in order, leaves and keys that may hide others
+    to ``objects``. ``made``: templates of what was met so far and can change, for what is met again."""
     kind = type(value)
     if issubclass(kind, torch.Tensor):  # isinstance asks for __class__, too, which may be code of the user's
         tensors.append(value)
@@ -50,6 +50,8 @@ def take_apart(value: Any, tensors: list[torch.Tensor], objects: list[Any], made
         made[id(value)] = named = {}
         for key, part in value.items():
             named[key] = take_apart(part, tensors, objects, made)
+            if type(key) is not str and type(key) not in _PLAIN:
+                objects.append(key)
         return named
     if kind is list:
         made[id(value)] = parts = []

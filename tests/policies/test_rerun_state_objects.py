@@ -24,6 +24,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint.stateful import Stateful
 from torch.func import functional_call, stack_module_state, vmap
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -48,6 +49,18 @@ class Box:
     def tick(self) -> int:
         self.n += 1
         return self.n
+
+
+class Resumable(Stateful):
+    """Of torch.distributed.checkpoint's, by its own account."""
+
+    n = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"n": self.n}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.n = state_dict["n"]
 
 
 class Slots:
@@ -290,6 +303,8 @@ OBJECTS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
     "slots": (Slots, add),
     "odd class": (Odd, add),
     "behind properties": (Hidden, Hidden.count),
+    "keys of a dictionary": (lambda: dict.fromkeys([Box()]), lambda o: add(next(iter(o)))),
+    "protocol of a library's": (Resumable, add),
     "namespace in dicts": (lambda: {"a": {"b": SimpleNamespace(n=0)}}, lambda o: add(o["a"]["b"])),
     "object in a tuple": (lambda: (Box(),), lambda o: add(o[0])),
     "bound method": (lambda: Box().tick, lambda o: o()),
@@ -550,6 +565,11 @@ def of_gradients(unit: Any, x: Tensor) -> Tensor:
     return x * (1 + unit.a.bias.grad.mean())
 
 
+def gradient_under_a_label(unit: Any, x: Tensor) -> Tensor:
+    with torch.autograd.profiler.record_function("unit"):
+        return x if unit.a.bias.grad is None else x * (1 + unit.a.bias.grad.mean())
+
+
 def with_statistics(unit: Any) -> None:
     unit.calls, unit.norm, unit.sn = 0, nn.BatchNorm1d(D), nn.utils.spectral_norm(nn.Linear(D, D))
     unit.mean = torch.zeros(D)
@@ -625,6 +645,7 @@ STAGES: dict[str, tuple[Callable[[Any], Any], Callable[[Any, Tensor], Tensor]]] 
     "drawn, late": (lambda unit: (with_key(unit), setattr(unit, "calls", 0)), drawn_later_on),
     "patched, late": (lambda unit: unit.__dict__.update(calls=0), patched),
     "tensors on meta": (ensemble, mean_of_ensemble),
+    "a gradient, and another thing of autograd": (lambda unit: None, gradient_under_a_label),
     "gradients taken inside, late": (lambda unit: unit.__dict__.update(calls=0), of_gradients),
 }
 

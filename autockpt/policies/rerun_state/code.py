@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dis
 import functools
+import itertools
 import re
 import types
 from collections.abc import Iterator, Sequence
@@ -12,6 +13,8 @@ from typing import NamedTuple
 _METHOD = re.compile(r":\w+\.(\w+)$")
 _UNSEEN = frozenset({"data", "numpy", "untyped_storage", "storage", "data_ptr", "from_dlpack", "__array_interface__"})
 _UNSEEN |= {"asarray", "asanyarray", "ascontiguousarray", "from_numpy", "_unsafe_preserve_version_counter"}
+_UNSEEN |= {"all_reduce", "all_gather", "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single", "recv"}
+_UNSEEN |= {"broadcast", "irecv"}
 """Names by which code comes to write to a tensor without its version counter showing it."""
 _GRADIENTS = frozenset({"backward", "zero_grad", "clip_grad_norm_", "clip_grad_value_"})
 """Names by which code comes to add to gradients, or to change them."""
@@ -52,7 +55,7 @@ def may_do(functions: Sequence[tuple[str, types.CodeType]]) -> Code:
         left = later
     steps = (step for part in found if "data" in part.co_names for step in dis.get_instructions(part))
     assigns = any(step.opname == "STORE_ATTR" and step.argval == "data" for step in steps)
-    gradients = not named.isdisjoint(_GRADIENTS) or ("grad" in named and "autograd" not in named)
+    gradients = not named.isdisjoint(_GRADIENTS) or any(map(_goes_by_grad, found))
     to_any = not named.isdisjoint(_UNSEEN)
     kernels, flushes = not named.isdisjoint(_KERNELS), "set_flush_denormal" in named
     handles = any(part.co_exceptiontable for part in found)
@@ -68,6 +71,15 @@ def names_of(code: types.CodeType) -> tuple[tuple[str, ...], tuple[str, ...]]:
     if not _BY_WORDS.isdisjoint(names):
         made += [word for part in parts for word in part.co_consts if type(word) is str and word.isidentifier()]
     return tuple(sorted(names.union(made))), tuple(dict.fromkeys(made))
+
+
+def _goes_by_grad(code: types.CodeType) -> bool:
+    """Whether code names a ``.grad``; that of ``torch.autograd`` is a function."""
+    if "grad" in code.co_consts:  # for getattr
+        return True
+    steps = list(dis.get_instructions(code)) if "grad" in code.co_names else []
+    attributes = (pair for pair in itertools.pairwise(steps) if pair[1].opname.endswith(("_ATTR", "_METHOD")))
+    return any(step.argval == "grad" and before.argval != "autograd" for before, step in attributes)
 
 
 def _parts(code: types.CodeType) -> Iterator[types.CodeType]:

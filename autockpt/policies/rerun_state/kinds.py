@@ -112,7 +112,9 @@ class Fields(Names):
         return dict.__len__(obj)
 
     def parts(self, taken: Any) -> Iterable[tuple[str, Any]]:
-        return [(self._form.format(k if type(k) is str else "…"), v) for k, v in taken.items() if k not in self.hidden]
+        values = {k: v for k, v in taken.items() if k not in self.hidden} if self.hidden else taken
+        named = [(self._form.format(k if type(k) is str else "…"), v) for k, v in values.items()]
+        return named + [("[a key]", key) for key in taken if type(key) not in _PLAIN]
 
 
 def _of_this_thread(local: threading.local) -> dict[str, Any]:

@@ -47,8 +47,8 @@ def in_library(module: Any) -> bool:
 
 def is_opaque(cls: type) -> bool:
     """Whether objects of a class are left alone: libraries' own but for configurations, and what is derived from such
-    as work by themselves."""
-    owners = [owner for owner in cls.__mro__ if is_library(owner)]
+    as work by themselves. Protocols have no state: torch.distributed.checkpoint's Stateful is one."""
+    owners = [owner for owner in cls.__mro__ if is_library(owner) and "_is_protocol" not in owner.__dict__]
     if any(_top(owner.__module__) not in _DERIVED_FROM or _BY_THEMSELVES.match(owner.__module__) for owner in owners):
         return True
     return is_library(cls) and not any(owner.__name__ in _CONFIGURATIONS for owner in owners)
