@@ -217,7 +217,7 @@ def test_forwards_that_are_no_methods(core, choice):
 
 def test_code_and_keywords_of_any_name_reach_the_forward():
     class Named(nn.Linear):
-        def forward(self, input, module=None):
+        def forward(self, input, module=1.0):
             return super().forward(input) * module
 
     model = nn.ModuleList([Named(4, 4)])
