@@ -66,7 +66,6 @@ class Assignment(Data):
     peak: int = Field(description="bytes, by the problem's own numbers")
     smallest_peak: int | None = Field(default=None, description="least reachable peak where infeasible")
     gap: float = Field(default=0.0, description="proven relative distance of step time from the optimum")
-    method: str = ""
 
 
 def option_of(unit: UnitOptions, choice: Choice) -> Option:

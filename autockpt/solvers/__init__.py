@@ -1,7 +1,6 @@
-"""Problem -> Assignment: the exact solvers and the fast fallback."""
+"""Problem -> Assignment: the exact solvers."""
 
 from autockpt.solvers.exact import exact
-from autockpt.solvers.greedy import greedy
 from autockpt.solvers.labels import labels
 from autockpt.solvers.milp import milp
 from autockpt.solvers.refine import Checked, Refined, refine
@@ -12,7 +11,6 @@ __all__ = [
     "Refined",
     "Segments",
     "exact",
-    "greedy",
     "labels",
     "milp",
     "refine",

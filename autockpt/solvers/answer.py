@@ -16,7 +16,7 @@ def as_choices(problem: Problem, picks: Sequence[int]) -> dict[str, Choice]:
     return {unit.name: unit.options[pick].choice for unit, pick in zip(problem.units, picks, strict=True)}
 
 
-def judge(problem: Problem, choices: Mapping[str, Choice], *, method: str, gap: float = 0.0) -> Assignment:
+def judge(problem: Problem, choices: Mapping[str, Choice], *, gap: float = 0.0) -> Assignment:
     """An Assignment whose seconds, peak (bytes) and feasibility are recomputed from the problem, never trusted."""
     peak = peak_of(problem, choices)
     return Assignment(
@@ -25,7 +25,6 @@ def judge(problem: Problem, choices: Mapping[str, Choice], *, method: str, gap: 
         seconds=seconds_of(problem, choices),
         peak=peak,
         gap=gap,
-        method=method,
     )
 
 

@@ -1,6 +1,6 @@
 """The structure that makes planning easy: execution in order, so that only the bytes kept so far matter.
 
-A held keeps the bytes of every point under an assignment up to date, change by change.
+``PointBytes`` keeps the bytes of every point under an assignment up to date, change by change.
 """
 
 from __future__ import annotations
@@ -36,11 +36,6 @@ class Chain:
     reach: np.ndarray
 
 
-def is_chain(problem: Problem) -> bool:
-    """True where every point counts exactly the units before the one that runs, as one ordered pass does."""
-    return all(p.own is None or p.own == p.prefix for p in problem.points)
-
-
 def needs(problem: Problem) -> tuple[list[np.ndarray], list[int]]:
     """Bytes that each option needs above what earlier units kept, and those of the points between units.
 
@@ -74,9 +69,9 @@ def strongest(points: tuple[Point, ...]) -> list[Point]:
 
 
 def as_chain(problem: Problem) -> Chain:
-    """The chain of a problem. Raises ValueError where a point is not of that form (see ``is_chain``)."""
-    if not is_chain(problem):
-        raise ValueError("a point counts units out of order; solve this problem with milp")
+    """The chain of a problem. Raises ValueError where a point counts others than the units before the one that runs."""
+    if any(p.own not in (None, p.prefix) for p in problem.points):
+        raise ValueError("a point counts units out of order")
     own, between = needs(problem)
     units: list[ChainUnit] = []
     least = 0  # no assignment keeps less than this so far

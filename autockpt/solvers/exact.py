@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from autockpt.schema.problem import Assignment, Problem
 from autockpt.solvers.answer import host_excess
-from autockpt.solvers.chain import is_chain
 from autockpt.solvers.labels import labels
 from autockpt.solvers.milp import milp
 
@@ -12,15 +11,11 @@ from autockpt.solvers.milp import milp
 def exact(problem: Problem, *, time_limit: float = 10.0, gap: float = 1e-6) -> Assignment:
     """The fastest assignment within the budget, with its proven ``gap``; infeasible is a result (see Assignment).
 
-    Problems whose points only count the units before the one that runs, as every step traced by autockpt does, are
-    solved by label setting in milliseconds; any other, and those whose host budget binds, by the mixed-integer program.
-    ``time_limit`` in seconds, ``gap`` as a share of the step time.
+    By label setting, in milliseconds; problems whose host budget binds by the mixed-integer program. ``time_limit`` in
+    seconds, ``gap`` as a share of the step time. Raises ValueError where points do not only count the units before the
+    one that runs, as those of every step traced by autockpt do.
     """
-    if problem.host_budget is not None:
-        answer = exact(problem.model_copy(update={"host_budget": None}), time_limit=time_limit, gap=gap)
-        if host_excess(problem, answer.choices) <= 0:
-            return answer
-        return milp(problem, time_limit=time_limit, gap=gap)
-    if is_chain(problem):
-        return labels(problem, time_limit=time_limit, gap=gap)
+    answer = labels(problem, time_limit=time_limit, gap=gap)
+    if host_excess(problem, answer.choices) <= 0:
+        return answer
     return milp(problem, time_limit=time_limit, gap=gap)

@@ -40,7 +40,7 @@ def labels(problem: Problem, *, time_limit: float = 10.0, gap: float = 1e-6) -> 
         if not search.truncated or search.best - search.bound <= search.slack or time.monotonic() > search.deadline:
             break
     proven = relative_gap(problem, search.best, min(search.best, search.bound))
-    return judge(problem, as_choices(problem, search.picks), method="labels", gap=proven)
+    return judge(problem, as_choices(problem, search.picks), gap=proven)
 
 
 @dataclass

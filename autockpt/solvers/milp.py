@@ -16,8 +16,8 @@ import scipy
 
 from autockpt.schema.problem import Assignment, Option, Problem, UnitOptions
 from autockpt.solvers.answer import as_choices, host_excess, judge, relative_gap
-from autockpt.solvers.chain import as_chain, is_chain, needs, own_bytes, smallest_peak, strongest
-from autockpt.solvers.greedy import greedy
+from autockpt.solvers.chain import as_chain, needs, own_bytes, smallest_peak, strongest
+from autockpt.solvers.labels import labels
 
 # Largest byte coefficient after scaling: HiGHS' absolute tolerance of 1e-6 is then below a byte at 100 GB.
 LARGEST = 1e5
@@ -30,11 +30,12 @@ def milp(problem: Problem, *, time_limit: float = 10.0, gap: float = 1e-4) -> As
 
     ``time_limit`` in seconds. The result's ``gap`` is what was proven when the solver stopped; its peak is recomputed
     in integers, so that rounding in the solver never breaks the budget. Where nothing fits, the result is infeasible
-    and holds an assignment of smallest peak. Should the solver stop without any plan, the greedy one is returned.
+    and holds an assignment of smallest peak. Should the solver stop without any plan, one that moves nothing to the
+    host is returned. Raises ValueError where the problem is not a chain.
     """
     deadline = time.monotonic() + time_limit
     bound_by_host = problem.host_budget is not None
-    if not bound_by_host and is_chain(problem) and as_chain(problem).reach[0] < 0:
+    if as_chain(problem).reach[0] < 0 and not bound_by_host:
         return _infeasible(problem, smallest_peak(problem)[1])
     model, less, proven = _Model(problem), 0, -math.inf
     for attempt in range(ROUNDING_TRIES):
@@ -47,7 +48,7 @@ def milp(problem: Problem, *, time_limit: float = 10.0, gap: float = 1e-4) -> As
                 return _fallback(problem) if picks is None else _infeasible(problem, picks)
         if picks is None:
             break
-        answer = judge(problem, as_choices(problem, picks), method="milp")
+        answer = judge(problem, as_choices(problem, picks))
         if answer.feasible:
             return answer.model_copy(update={"gap": relative_gap(problem, answer.seconds, proven)})
         if answer.peak > problem.budget_bytes or not bound_by_host:
@@ -57,18 +58,18 @@ def milp(problem: Problem, *, time_limit: float = 10.0, gap: float = 1e-4) -> As
 
 
 def _fallback(problem: Problem) -> Assignment:
-    """The greedy plan; where there is a host budget one that moves nothing to the host, which it knows nothing of."""
-    if problem.host_budget is None:
-        return greedy(problem)
+    """The plan that moves nothing to the host, by label setting, which knows nothing of that and takes no time."""
     units = tuple(
         unit.model_copy(update={"options": tuple(o for o in unit.options if not o.host) or unit.options})
         for unit in problem.units
     )
-    return greedy(problem.model_copy(update={"units": units}))
+    answer = labels(problem.model_copy(update={"units": units}), time_limit=0.0)
+    fastest = sum(min(o.seconds for o in unit.options) for unit in problem.units)
+    return answer.model_copy(update={"gap": relative_gap(problem, answer.seconds, fastest)})
 
 
 def _infeasible(problem: Problem, picks: list[int]) -> Assignment:
-    answer = judge(problem, as_choices(problem, picks), method="milp")
+    answer = judge(problem, as_choices(problem, picks))
     return answer.model_copy(update={"feasible": False, "smallest_peak": answer.peak})
 
 
@@ -133,8 +134,7 @@ class _Model:
             terms += [(column, own_bytes(o, p) * self.scale) for column, o in own]
             rows.add(terms, -math.inf, (reference - p.base) * self.scale)
         self.reference = reference
-        if is_chain(self.problem):
-            self._order_identical_neighbours(rows)
+        self._order_identical_neighbours(rows)
         return rows
 
     def _order_identical_neighbours(self, rows: _Rows) -> None:

@@ -29,7 +29,6 @@ from autockpt.schema.problem import (
 from autockpt.solvers.chain import PointBytes
 from autockpt.solvers.exact import exact
 
-Solver = Callable[[Problem], Assignment]
 Plan = Mapping[str, Choice]
 Offsets = Mapping[Choice | None, Sequence[int]]  # bytes per point, by the output head's choice
 SLACK_SHARE = 0.002  # of the budget: most that a single change may be over it by the model and still be tried
@@ -84,7 +83,6 @@ def refine(
     problem: Problem,
     check: Checker,
     *,
-    solve: Solver = exact,
     max_calls: int = 12,
     offsets: Offsets | None = None,
     remembered: MutableMapping[tuple[Choice, ...], Checked] | None = None,
@@ -103,7 +101,7 @@ def refine(
     if max_calls < 1:
         raise ValueError(f"refine needs at least one check, got max_calls={max_calls}")
     memory = {} if remembered is None else remembered
-    search = _Refinement(problem, check, solve, max_calls, dict(offsets or {}), memory, faster, ahead or _at_once)
+    search = _Refinement(problem, check, max_calls, dict(offsets or {}), memory, faster, ahead or _at_once)
     settled = search.run()
     return search.result(settled)
 
@@ -112,7 +110,6 @@ def refine(
 class _Refinement:
     problem: Problem
     check: Checker
-    solve: Solver
     limit: int
     offsets: dict[Choice | None, Sequence[int]]
     remembered: MutableMapping[tuple[Choice, ...], Checked]
@@ -124,8 +121,6 @@ class _Refinement:
     host_offset: int = 0  # bytes that the host needs beyond what the problem's own numbers say
     error: int = 0  # bytes by which the corrected model missed the last peak
     largest_error: int = 0
-    gap: float = 0.0
-    method: str = ""
 
     def run(self) -> bool:
         """Alternate between re-solving and single changes until neither improves; False where calls ran out."""
@@ -150,8 +145,7 @@ class _Refinement:
         weak: Offsets | None = None  # corrections under which the last plan was proposed that was refused
         strong: Offsets | None = None  # and the last that fits
         for _ in range(ROUNDS_PER_CALL * self.limit):
-            proposal = solved(self._within_host(), self.offsets, self.solve)
-            self.method, self.gap = proposal.method, proposal.gap
+            proposal = solved(self._within_host(), self.offsets)
             if self.best is not None and not (proposal.feasible and self._is_faster(proposal.seconds)):
                 return True
             checked = self._ask(proposal.choices)
@@ -201,7 +195,7 @@ class _Refinement:
         calls ran out.
         """
         for _ in range(self.limit):
-            between = [(at, solved(self._within_host(), at, self.solve)) for at in _thirds(weak, strong)]
+            between = [(at, solved(self._within_host(), at)) for at in _thirds(weak, strong)]
             better = [(at, found.choices) for at, found in between if found.feasible and self._is_better(found.seconds)]
             if not better:
                 break
@@ -368,22 +362,20 @@ class _Refinement:
             seconds=seconds_of(self.problem, plan),
             peak=checked.peak_bytes,
             smallest_peak=None if self.best is not None else checked.peak_bytes,
-            gap=self.gap,
-            method=f"{self.method}, refined",
         )
         self.offsets[_head(self.problem, plan)] = self._observed(plan, checked)
         return Refined(assignment, checked, self.offsets, self.calls, settled)
 
 
-def solved(problem: Problem, offsets: Offsets, solve: Solver = exact) -> Assignment:
+def solved(problem: Problem, offsets: Offsets) -> Assignment:
     """The best plan under bytes corrected by ``offsets``, those of each head for plans with that head."""
     if problem.head is None:
-        return solve(shifted(problem, offsets.get(None, ())))
+        return exact(shifted(problem, offsets.get(None, ())))
     *others, head = problem.units
     answers = []
     for option in head.options:
         units = (*others, head.model_copy(update={"options": (option,)}))
-        answers.append(solve(shifted(problem.model_copy(update={"units": units}), offsets.get(option.choice, ()))))
+        answers.append(exact(shifted(problem.model_copy(update={"units": units}), offsets.get(option.choice, ()))))
     return min(answers, key=lambda a: (not a.feasible, a.seconds if a.feasible else a.peak))
 
 

@@ -16,13 +16,13 @@ from importlib.metadata import version
 from pathlib import Path
 
 from autockpt.schema.problem import Assignment, Problem
-from autockpt.solvers import greedy, labels, milp
+from autockpt.solvers import labels, milp
 from tests.solvers.problems import transformer
 
 TABLE = Path(__file__).resolve().parents[2] / "results" / "solver_cpu_202611" / "table.md"
 SIZES, CHOICES = (32, 64, 128, 200), 6
 SHARES = (0.15, 0.3, 0.5, 0.65, 0.8)
-SOLVERS: dict[str, Callable[[Problem], Assignment]] = {"labels": labels, "milp": milp, "greedy": greedy}
+SOLVERS: dict[str, Callable[[Problem], Assignment]] = {"labels": labels, "milp": milp}
 
 
 @dataclass

@@ -83,7 +83,7 @@ def options(draw: st.DrawFn) -> tuple[Option, ...]:
 
 
 @st.composite
-def small_problems(draw: st.DrawFn, *, chain: bool = True) -> Problem:
+def small_problems(draw: st.DrawFn) -> Problem:
     """Up to five units, equal or not, any points, a budget between hopeless and ample."""
     n = draw(st.integers(1, 5))
     menus = [draw(options()) for _ in range(draw(st.integers(1, 2)))]
@@ -91,7 +91,7 @@ def small_problems(draw: st.DrawFn, *, chain: bool = True) -> Problem:
     points = []
     for _ in range(draw(st.integers(1, 10))):
         own = draw(st.none() | st.integers(0, n - 1))
-        prefix = own if own is not None and chain else draw(st.integers(0, n if own is None else own))
+        prefix = own if own is not None else draw(st.integers(0, n))
         phase = None if own is None else draw(st.sampled_from(PHASES))
         points.append(Point(base=draw(st.integers(0, 100)), prefix=prefix, own=own, phase=phase))
     budget = draw(st.integers(0, 300))

@@ -33,7 +33,7 @@ def with_host(problem: Problem, sizes: list[int], host_budget: int) -> Problem:
 @pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(
-    st.one_of(small_problems(), small_problems(chain=False)),
+    small_problems(),
     st.lists(st.integers(0, 50), min_size=1, max_size=7),
     st.integers(0, 120),
 )

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 
 from autockpt.schema.choices import RECOMPUTE, SAVE
 from autockpt.schema.problem import Point, Problem
-from autockpt.solvers import greedy, labels, milp
+from autockpt.solvers import labels, milp
 from tests.solvers.problems import brute_force, check_exact, small_problems, transformer, uniform_problem
 
 
@@ -68,7 +68,6 @@ def test_identical_units_do_not_explode():
         problem = transformer(200, 6, seed=1, share=share)
         answer = labels(problem, time_limit=10, gap=0.0)
         assert answer.feasible and answer.gap == 0.0
-        assert answer.seconds <= greedy(problem).seconds + 1e-9
 
 
 def test_out_of_time_still_answers_and_says_how_far_it_may_be():
@@ -89,12 +88,13 @@ def test_an_accepted_gap_is_kept():
 def test_points_out_of_order_are_refused():
     problem = uniform_problem(3, 500)
     odd = problem.model_copy(update={"points": (Point(base=0, prefix=1, own=2, phase="backward"),)})
-    with pytest.raises(ValueError, match="milp"):
-        labels(odd)
+    for solve in (labels, milp):
+        with pytest.raises(ValueError, match="out of order"):
+            solve(odd)
 
 
 def test_a_step_without_units():
-    for solve in (labels, milp, greedy):
+    for solve in (labels, milp):
         empty = Problem(units=(), points=(Point(base=7, prefix=0),), budget_bytes=7)
         assert solve(empty).feasible and solve(empty).peak == 7
         assert solve(empty.model_copy(update={"budget_bytes": 6})).smallest_peak == 7

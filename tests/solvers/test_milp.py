@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 
 from autockpt.schema.problem import Point, Problem, UnitOptions
-from autockpt.solvers import exact, labels, milp
+from autockpt.solvers import labels, milp
 from tests.solvers.problems import Level, brute_force, check_exact, option, small_problems, transformer, uniform_problem
 
 
@@ -27,14 +27,6 @@ def test_rounding_is_no_gap_where_the_best_step_takes_no_time():
     answer = milp(problem, gap=0.0)
     check_exact(problem, answer)
     assert answer.gap == 0.0
-
-
-@pytest.mark.slow
-@settings(max_examples=60)
-@given(small_problems(chain=False))
-def test_agrees_with_brute_force_where_points_are_out_of_order(problem):
-    check_exact(problem, milp(problem, gap=0.0))
-    check_exact(problem, exact(problem))
 
 
 @pytest.mark.slow

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from autockpt.schema.choices import OFFLOAD
 from autockpt.schema.problem import Problem, option_of, peak_of
-from autockpt.solvers import Checked, greedy, milp, refine
+from autockpt.solvers import Checked, milp, refine
 from autockpt.solvers.refine import point_values, shifted
 from tests.solvers.problems import small_problems, transformer, uniform_problem
 
@@ -145,10 +145,10 @@ def test_where_the_model_misses_mixtures_by_much_the_plan_that_keeps_least_is_as
     assert refined.feasible and all(choice == OFFLOAD for choice in refined.choices.values())
 
 
-def test_another_solver_and_too_few_calls():
+def test_too_few_calls():
     problem = transformer(12, 4, seed=11, share=0.4, identical=False)
     check = Checker(problem, [40_000_000] * len(problem.points))
-    hasty = refine(problem, check, solve=greedy, max_calls=1)
+    hasty = refine(problem, check, max_calls=1)
     assert hasty.calls == 1 and not hasty.settled
     with pytest.raises(ValueError, match="max_calls"):
         refine(problem, check, max_calls=0)
