@@ -14,7 +14,7 @@ from autockpt.schema import Graph, Op, OpTimes
 from autockpt.schema.explanation import Bound, Part, Speed
 from autockpt.schema.hardware import Hardware
 from autockpt.schema.names import ancestors
-from autockpt.simulator import simulate
+from autockpt.simulator import bytes_timeline, simulate
 
 SCORES, PROJECTIONS, FEED_FORWARD = "attention itself", "attention's projections", "feed-forward"
 BETWEEN, OUTSIDE, OPTIMIZER, COPIES = "norms and residuals", "embedding, head, loss", "optimizer", "waiting for copies"
@@ -32,7 +32,7 @@ def speed_of(
         return None
     each = op_seconds(graph, times) * graph.runs
     overhead = times.environment.device.overhead_bytes
-    average = float((said.bytes_timeline * each).sum() / max(each.sum(), 1e-12))
+    average = float((bytes_timeline(graph) * each).sum() / max(each.sum(), 1e-12))
     return Speed(
         seconds=measured or said.step_seconds,
         flops=graph.flops,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import prod
 from statistics import median
 
 from autockpt.schema.graph import Graph, Op
@@ -26,12 +27,7 @@ def element_bytes(dtype: str) -> float:
 
 def work_of(op: Op, storage_bytes: dict[int, int]) -> tuple[int, float]:
     """FLOPs of an op, and the bytes it reads and writes."""
-    written = 0.0
-    for out in op.outputs:
-        elements = 1
-        for size in out.shape:
-            elements *= size
-        written += elements * element_bytes(out.dtype)
+    written = sum(prod(out.shape) * element_bytes(out.dtype) for out in op.outputs)
     return op.flops, written + sum(storage_bytes.get(s, 0) for s in op.inputs)
 
 

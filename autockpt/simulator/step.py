@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -17,46 +17,34 @@ REMAINDER = ""  # the key of ops that belong to no unit
 
 @dataclass(frozen=True)
 class Simulation:
-    """What a step will do, in seconds and bytes.
+    """What a step will take, in seconds.
 
     ``seconds_by_phase`` adds up to ``step_seconds``. ``seconds_by_unit`` (unit name, "" for the remainder; then
     phase) is compute alone; ``copy_seconds`` is what the compute queue spends waiting for copies besides, and
-    ``queue_seconds`` how long the copies of each direction (out, in) take by themselves. ``bytes_timeline`` holds the
-    device bytes at each op. ``missing`` names the signatures without a measured time, whose seconds were estimated
-    from similar ones and make up ``estimated_seconds``.
+    ``queue_seconds`` how long the copies of each direction (out, in) take by themselves.
     """
 
     step_seconds: float
-    peak_bytes: int
-    peak_op: int
     seconds_by_phase: dict[str, float]
     seconds_by_unit: dict[str, dict[str, float]]
     copy_seconds: float
     queue_seconds: dict[str, float]
-    bytes_timeline: np.ndarray = field(repr=False)
-    missing: tuple[str, ...] = ()
-    estimated_seconds: float = 0.0
 
 
 def simulate(graph: Graph, times: OpTimes) -> Simulation:
-    """Step time and bytes of a traced cycle on the device that ``times`` are of.
+    """Step time of a traced cycle on the device that ``times`` are of.
 
     With copy queues copies run beside compute, else inline where they are issued: one queue per direction, and one for
     both directions of the disk, as one thread serves it. The optimizer's ops take ``times.optimizer_seconds`` together,
-    every other one its own and the host's seconds. Raises ValueError where a bandwidth that the graph's copies need is
-    not positive.
+    every other one its own (estimated from similar ones where nobody timed it) and the host's seconds. Raises
+    ValueError where a bandwidth that the graph's copies need is not positive.
     """
-    timeline = bytes_timeline(graph)
-    peak_op = int(np.argmax(timeline)) if len(timeline) else 0
-    peak = int(timeline[peak_op]) if len(timeline) else graph.resident_bytes
     signature = np.fromiter((op.signature for op in graph.ops), dtype=np.int64, count=len(graph.ops))
     phase = phases_of(graph)
     is_optimizer = phase == PHASES.index("optimizer")
-    table, missing = _table(graph, times.seconds, set(signature[~is_optimizer].tolist()))
-    duration = table[signature] if len(signature) else np.zeros(0)
+    seconds = _by_signature(graph, times.seconds, set(signature[~is_optimizer].tolist()))
     runs = np.array(graph.runs, dtype=np.int64)
-    estimated = float((duration * runs)[np.isin(signature, missing) & ~is_optimizer].sum())
-    duration = np.where(is_optimizer, 0.0, duration + times.host_seconds)
+    duration = np.where(is_optimizer, 0.0, seconds[signature] + times.host_seconds)
     duration[phase == PHASES.index("recompute")] *= times.rerun_scale
     if times.watch_seconds:
         watched = np.fromiter((op.watched for op in graph.ops), dtype=bool, count=len(graph.ops))
@@ -69,8 +57,6 @@ def simulate(graph: Graph, times: OpTimes) -> Simulation:
     total = (duration + waits) * runs
     return Simulation(
         step_seconds=float(total.sum()),
-        peak_bytes=peak,
-        peak_op=peak_op,
         seconds_by_phase={name: float(total[phase == k].sum()) for k, name in enumerate(PHASES)},
         seconds_by_unit=_by_unit(graph, phase, duration * runs),
         copy_seconds=float((waits * runs).sum()),
@@ -78,9 +64,6 @@ def simulate(graph: Graph, times: OpTimes) -> Simulation:
             d: float(sum(s for c, s in zip(graph.copies, copies * graph.copied, strict=True) if c.direction == d))
             for d in ("out", "in")
         },
-        bytes_timeline=timeline,
-        missing=tuple(graph.signatures[i] for i in missing),
-        estimated_seconds=estimated,
     )
 
 
@@ -111,15 +94,12 @@ def micro_batch_of(phase: np.ndarray) -> np.ndarray:
     return np.cumsum(begins)
 
 
-def _table(graph: Graph, op_seconds: Mapping[str, float], used: set[int]) -> tuple[np.ndarray, list[int]]:
-    """Seconds per signature index, and the indices whose seconds had to be estimated."""
+def _by_signature(graph: Graph, op_seconds: Mapping[str, float], used: set[int]) -> np.ndarray:
+    """Seconds per signature index; those of ``used`` ones that nobody timed are estimated."""
     known = {i: op_seconds[text] for i, text in enumerate(graph.signatures) if text in op_seconds}
-    missing = sorted(used - known.keys())
-    known.update(estimate(graph, known, set(missing)) if missing else {})
-    table = np.zeros(max(1, len(graph.signatures)))
-    for i, seconds in known.items():
-        table[i] = seconds
-    return table, missing
+    if missing := used - known.keys():
+        known |= estimate(graph, known, missing)
+    return np.array([known.get(i, 0.0) for i in range(len(graph.signatures))])
 
 
 def _alone(graph: Graph, times: OpTimes) -> np.ndarray:
@@ -133,10 +113,8 @@ def _alone(graph: Graph, times: OpTimes) -> np.ndarray:
 
 
 def _at_issue(copies: tuple[Copy, ...], seconds: np.ndarray, n: int) -> np.ndarray:
-    waits = np.zeros(n)
-    for copy, duration in zip(copies, seconds, strict=True):
-        waits[min(copy.issued, n - 1)] += duration
-    return waits
+    issued = np.array([min(copy.issued, n - 1) for copy in copies], dtype=np.int64)
+    return np.bincount(issued, weights=seconds, minlength=n)
 
 
 def _waits(copies: tuple[Copy, ...], seconds: np.ndarray, duration: np.ndarray) -> np.ndarray:

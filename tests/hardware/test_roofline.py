@@ -237,7 +237,7 @@ def step(hardware: Hardware, graphs: dict[str, Graph], plan: str = "save") -> fl
 def test_every_signature_gets_its_seconds(graphs: dict[str, Graph]) -> None:
     times = roofline_times(card(), graphs.values())
     for graph in graphs.values():
-        assert not simulate(graph, times).missing
+        assert graph.timed <= times.seconds.keys()
     assert times.environment.device.kind == "cuda" and times.environment.device.copy_queues
     assert (times.copy_out_bandwidth, times.copy_in_bandwidth) == (1e10, 5e9)
     assert times.optimizer_seconds > 0
