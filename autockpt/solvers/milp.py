@@ -209,10 +209,8 @@ class _Model:
         low[-1] = high[-1] = 1.0
         integral = np.zeros(self.columns)
         integral[: self.kept] = 1
-        for presolve in (
-            True,
-            False,
-        ):  # HiGHS' presolve rarely ends in an internal error (status 4), branching does not
+        # HiGHS' presolve rarely ends in an internal error (status 4), branching does not
+        for presolve in (True, False):
             result = scipy.optimize.milp(
                 cost,
                 integrality=integral,

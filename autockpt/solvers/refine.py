@@ -101,7 +101,7 @@ def refine(
     if max_calls < 1:
         raise ValueError(f"refine needs at least one check, got max_calls={max_calls}")
     memory = {} if remembered is None else remembered
-    search = _Refinement(problem, check, max_calls, dict(offsets or {}), memory, faster, ahead or _at_once)
+    search = _Refinement(problem, check, max_calls, dict(offsets or {}), memory, faster, ahead or (lambda plans: None))
     settled = search.run()
     return search.result(settled)
 
@@ -127,17 +127,12 @@ class _Refinement:
         settled = self._solve_until_settled()
         if self.best is None and self._plan_that_keeps_least_fits():
             settled = self._solve_until_settled()
-        if not settled:
-            return False
-        while self.best is not None:
+        while settled and self.best is not None:
             improved = self._improve_by_one_change()
-            if improved is None:
-                return False
             if not improved:
-                return True
-            if not self._solve_until_settled():
-                return False
-        return True
+                return improved is not None
+            settled = self._solve_until_settled()
+        return settled
 
     def _solve_until_settled(self) -> bool:
         """Solve under corrected bytes until the solver has nothing better to propose; False where calls ran out."""
@@ -146,7 +141,7 @@ class _Refinement:
         strong: Offsets | None = None  # and the last that fits
         for _ in range(ROUNDS_PER_CALL * self.limit):
             proposal = solved(self._within_host(), self.offsets)
-            if self.best is not None and not (proposal.feasible and self._is_faster(proposal.seconds)):
+            if self.best is not None and not (proposal.feasible and self._is_better(proposal.seconds)):
                 return True
             checked = self._ask(proposal.choices)
             if checked is None:
@@ -169,7 +164,9 @@ class _Refinement:
                 observed = tuple(max(a, b) for a, b in zip(known, observed, strict=True))
             self.offsets[_head(self.problem, proposal.choices)] = observed
             if not self._fits_host(checked):
-                self.host_offset = max(self.host_offset, self._host_excess(proposal.choices, checked))
+                # what the host's pools round up by, which the problem's own numbers do not know
+                missed = checked.host_bytes - host_of(self.problem, proposal.choices)
+                self.host_offset = max(self.host_offset, missed)
         return False
 
     def _plan_that_keeps_least_fits(self) -> bool:
@@ -228,10 +225,6 @@ class _Refinement:
     def _fits_host(self, checked: Checked) -> bool:
         return self.problem.host_budget is None or checked.host_bytes <= self.problem.host_budget
 
-    def _host_excess(self, plan: Plan, checked: Checked) -> int:
-        """Bytes that the host's pools round up by, which the problem's own numbers do not know."""
-        return checked.host_bytes - host_of(self.problem, plan)
-
     def _key(self, plan: Plan) -> tuple[Choice, ...]:
         return tuple(plan[unit.name] for unit in self.problem.units)
 
@@ -254,16 +247,12 @@ class _Refinement:
         return int(SLACK_SHARE * abs(self.problem.budget_bytes))
 
     def _is_better(self, seconds: float) -> bool:
-        return self.best is None or self._is_faster(seconds)
-
-    def _is_faster(self, seconds: float) -> bool:
         """Whether that is less than the best plan takes, by as much as is worth a call."""
-        assert self.best is not None
-        return seconds < seconds_of(self.problem, self.best) - self._worthwhile()
+        return self.best is None or seconds < seconds_of(self.problem, self.best) - self._worthwhile()
 
     def _note(self, plan: Plan, checked: Checked) -> bool:
         """Remember a checked plan; True where it fits."""
-        if self.leanest is None or self._is_leaner(checked, self._checked(self.leanest)):
+        if self.leanest is None or self._need(checked) < self._need(self._checked(self.leanest)):
             self.leanest = dict(plan)
         if checked.peak_bytes > self.problem.budget_bytes or not self._fits_host(checked):
             return False
@@ -271,9 +260,9 @@ class _Refinement:
             self.best = dict(plan)
         return True
 
-    def _is_leaner(self, checked: Checked, other: Checked) -> bool:
-        """Whether it needs less, among plans within the host budget first of all."""
-        return (not self._fits_host(checked), checked.peak_bytes) < (not self._fits_host(other), other.peak_bytes)
+    def _need(self, checked: Checked) -> tuple[bool, int]:
+        """What plans are compared by: those within the host budget need less than all others."""
+        return not self._fits_host(checked), checked.peak_bytes
 
     def _improve_by_one_change(self) -> bool | None:
         """Try single changes to cheaper options; True at the first that passes, None where calls ran out."""
@@ -386,10 +375,6 @@ def _thirds(weak: Offsets, strong: Offsets) -> list[Offsets]:
         for head in weak.keys() | strong.keys()
     }
     return [{head: [a + (b - a) * n // 3 for a, b in way] for head, way in ways.items()} for n in (1, 2)]
-
-
-def _at_once(plans: Sequence[Plan]) -> None:
-    """Nothing is done ahead."""
 
 
 def _head(problem: Problem, plan: Plan) -> Choice | None:
