@@ -58,13 +58,12 @@ class Problem(Data):
 
 
 class Assignment(Data):
-    """A solver's answer. ``feasible`` False means no choice of options fits; ``smallest_peak`` then says how far."""
+    """A solver's answer. ``feasible`` False means no choice of options fits; ``peak`` is then the least there is."""
 
     choices: dict[str, Choice]
     feasible: bool
     seconds: float = Field(description="extra seconds over save-everything, by the problem's own numbers")
     peak: int = Field(description="bytes, by the problem's own numbers")
-    smallest_peak: int | None = Field(default=None, description="least reachable peak where infeasible")
     gap: float = Field(default=0.0, description="proven relative distance of step time from the optimum")
 
 

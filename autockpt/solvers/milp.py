@@ -36,7 +36,7 @@ def milp(problem: Problem, *, time_limit: float = 10.0, gap: float = 1e-4) -> As
     deadline = time.monotonic() + time_limit
     bound_by_host = problem.host_budget is not None
     if as_chain(problem).reach[0] < 0 and not bound_by_host:
-        return _infeasible(problem, smallest_peak(problem)[1])
+        return judge(problem, as_choices(problem, smallest_peak(problem)[1]))
     model, less, proven = _Model(problem), 0, -math.inf
     for attempt in range(ROUNDING_TRIES):
         remaining = max(0.1, deadline - time.monotonic())
@@ -45,7 +45,7 @@ def milp(problem: Problem, *, time_limit: float = 10.0, gap: float = 1e-4) -> As
             proven = bound  # later attempts solve a tighter problem, whose bound proves nothing about this one
             if infeasible:
                 picks = model.leanest(remaining)
-                return _fallback(problem) if picks is None else _infeasible(problem, picks)
+                return _fallback(problem) if picks is None else judge(problem, as_choices(problem, picks))
         if picks is None:
             break
         answer = judge(problem, as_choices(problem, picks))
@@ -66,11 +66,6 @@ def _fallback(problem: Problem) -> Assignment:
     answer = labels(problem.model_copy(update={"units": units}), time_limit=0.0)
     fastest = sum(min(o.seconds for o in unit.options) for unit in problem.units)
     return answer.model_copy(update={"gap": relative_gap(problem, answer.seconds, fastest)})
-
-
-def _infeasible(problem: Problem, picks: list[int]) -> Assignment:
-    answer = judge(problem, as_choices(problem, picks))
-    return answer.model_copy(update={"feasible": False, "smallest_peak": answer.peak})
 
 
 @dataclass

@@ -94,9 +94,8 @@ def refine(
     ``ahead`` is told of several plans that the check will probably be asked about, which can be looked at side by
     side. ``remembered`` maps plans (choices in unit order) to checks, is consulted first and added to; share it
     between calls for the same graph. Gains below a share ``faster`` of the step time are not looked for. Where the
-    check passes no plan, the result is infeasible, holds the leanest plan seen and names its peak as
-    ``smallest_peak``; one call more is spent on the plan that keeps least where the model was far off. Raises
-    ValueError for ``max_calls`` < 1.
+    check passes no plan, the result is infeasible and holds the leanest plan seen; one call more is spent on the plan
+    that keeps least where the model was far off. Raises ValueError for ``max_calls`` < 1.
     """
     if max_calls < 1:
         raise ValueError(f"refine needs at least one check, got max_calls={max_calls}")
@@ -350,7 +349,6 @@ class _Refinement:
             feasible=self.best is not None,
             seconds=seconds_of(self.problem, plan),
             peak=checked.peak_bytes,
-            smallest_peak=None if self.best is not None else checked.peak_bytes,
         )
         self.offsets[_head(self.problem, plan)] = self._observed(plan, checked)
         return Refined(assignment, checked, self.offsets, self.calls, settled)
