@@ -12,6 +12,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -43,14 +44,10 @@ def build_menus(
     menus = []
     for kind, unit in representatives(base.blocks()).items():
         index = units.index(unit.name)
-        times = (plain.seconds(unit.name, "forward"), plain.seconds(unit.name, "backward"), 0.0, 0.0)
-        changes = [
-            _change(choice, plain, _Run.of(graph, units, simulation), index, unit.name)
-            for (of_kind, choice), graph in variants.items()
-            if of_kind == kind
-        ]
-        items = _lifted([_item(SAVE, (0, 0, 0), times), *changes], _saved_levels(plain, index, unit.name))
-        menus.append(Menu(kind=kind, representative=unit.name, items=items))
+        runs = {choice: _Run.of(graph, units, simulation) for (of, choice), graph in variants.items() if of == kind}
+        items = [_change(choice, plain, run, index, unit.name) for choice, run in ({SAVE: plain} | runs).items()]
+        levels = _saved_levels(plain, index, unit.name)
+        menus.append(Menu(kind=kind, representative=unit.name, items=_lifted(items, levels)))
     return tuple(menus)
 
 
@@ -63,13 +60,28 @@ def head_menu(
     """
     units = [*(u.name for u in base.blocks()), head.name]
     plain, index = _Run.of(base, units, simulation), len(units) - 1
-    items = [_item(SAVE, (0, 0, 0), (0.0, 0.0, 0.0, 0.0))]
-    for choice, graph in variants.items():
-        run = _Run.of(graph, units, simulation)
-        seconds = run.simulation.step_seconds - plain.simulation.step_seconds
-        items.append(_item(choice, _byte_changes(plain, run, index), (0.0, seconds, 0.0, 0.0), run.host_bytes))
-    items = _lifted(items, _saved_levels(plain, index, head.name))
-    return Menu(kind=head.kind, representative=head.name, items=items)
+    runs = {choice: _Run.of(graph, units, simulation) for choice, graph in variants.items()}
+    items = [
+        MenuItem(
+            choice=choice,
+            **_byte_changes(plain, run, index)._asdict(),
+            forward_seconds=0.0,
+            backward_seconds=run.simulation.step_seconds - plain.simulation.step_seconds,
+            recompute_seconds=0.0,
+            host_bytes=run.host_bytes,
+        )
+        for choice, run in ({SAVE: plain} | runs).items()
+    ]
+    levels = _saved_levels(plain, index, head.name)
+    return Menu(kind=head.kind, representative=head.name, items=_lifted(items, levels))
+
+
+class _Bytes(NamedTuple):
+    """What a choice holds, or changes against saving, by the names of ``MenuItem``."""
+
+    kept_bytes: int = 0
+    forward_peak_bytes: int = 0
+    backward_peak_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -125,17 +137,20 @@ class _Run:
 def _change(choice: Choice, plain: _Run, variant: _Run, index: int, name: str) -> MenuItem:
     """A choice's own seconds, and the bytes that it changes against saving."""
     times = {phase: variant.seconds(name, phase) for phase in ("forward", "backward", "recompute")}
-    copying = _copy_seconds(plain.simulation, variant.simulation, times)
-    seconds = times["forward"], times["backward"], times["recompute"], copying
-    return _item(choice, _byte_changes(plain, variant, index), seconds, variant.host_bytes)
+    return MenuItem(
+        choice=choice,
+        **_byte_changes(plain, variant, index)._asdict(),
+        **{f"{phase}_seconds": seconds for phase, seconds in times.items()},
+        copy_seconds=_copy_seconds(plain.simulation, variant.simulation, times),
+        host_bytes=variant.host_bytes,
+    )
 
 
-def _byte_changes(plain: _Run, variant: _Run, index: int) -> tuple[int, int, int]:
-    """Differences in kept, forward and backward bytes; the most of any micro-batch."""
-    found: list[tuple[int, int, int]] = []
-    mine = set(
-        plain.units[max(0, index - 1) : index + 1]
-    )  # an input that only this unit keeps is its neighbour's output
+def _byte_changes(plain: _Run, variant: _Run, index: int) -> _Bytes:
+    """Differences of bytes; the most of any micro-batch."""
+    found: list[_Bytes] = []
+    # an input that only this unit keeps is its neighbour's output
+    mine = set(plain.units[max(0, index - 1) : index + 1])
     for m in sorted({s.micro_batch for s in plain.parts}):
         kept_at, own, neighbours = _places(plain.parts, m, index)
         if kept_at is None:
@@ -147,10 +162,8 @@ def _byte_changes(plain: _Run, variant: _Run, index: int) -> tuple[int, int, int
             changed = _differences(plain, variant, own[place])
             left_behind = sum(max(0, d - kept) for d in _differences(plain, variant, neighbours[place]))
             both.append(sum(changed) + left_behind)
-        found.append((kept - shared, both[0], both[1]))
-    if not found:
-        return 0, 0, 0
-    return max(f[0] for f in found), max(f[1] for f in found), max(f[2] for f in found)
+        found.append(_Bytes(kept - shared, *both))
+    return _Bytes(*map(max, zip(*found, strict=True)))
 
 
 def _places(parts: Sequence[OpRange], m: int, index: int) -> tuple[tuple | None, dict, dict]:
@@ -191,36 +204,19 @@ def _copy_seconds(plain: Simulation, variant: Simulation, times: Mapping[str, fl
     return max(0.0, seen, max(0.0, out) + max(0.0, back))
 
 
-def _item(
-    choice: Choice, changed: tuple[int, int, int], seconds: tuple[float, float, float, float], host_bytes: int = 0
-) -> MenuItem:
-    """A choice with what it changes against saving: bytes while the unit is kept, runs forward, runs backward."""
-    return MenuItem(
-        choice=choice,
-        kept_bytes=changed[0],
-        forward_peak_bytes=changed[1],
-        backward_peak_bytes=changed[2],
-        forward_seconds=seconds[0],
-        backward_seconds=seconds[1],
-        recompute_seconds=seconds[2],
-        copy_seconds=seconds[3],
-        host_bytes=host_bytes,
-    )
-
-
-def _lifted(items: Sequence[MenuItem], levels: tuple[int, int, int]) -> tuple[MenuItem, ...]:
+def _lifted(items: Sequence[MenuItem], levels: _Bytes) -> tuple[MenuItem, ...]:
     """Differences as bytes: on top of what the unit holds when it saves, never below zero."""
-    for name, level in zip(("kept_bytes", "forward_peak_bytes", "backward_peak_bytes"), levels, strict=True):
+    for name, level in levels._asdict().items():
         level = max(level, *(-getattr(item, name) for item in items))
         items = [item.model_copy(update={name: level + getattr(item, name)}) for item in items]
     return tuple(items)
 
 
-def _saved_levels(plain: _Run, index: int, name: str) -> tuple[int, int, int]:
+def _saved_levels(plain: _Run, index: int, name: str) -> _Bytes:
     """Bytes of a saving unit's own storages: kept from forward to backward, and at most during each of them."""
     spans = {s.place: s for s in reversed(plain.parts) if s.unit == index and s.place in ("forward", "backward")}
     if "forward" not in spans:
-        return 0, 0, 0
+        return _Bytes()
     forward, backward = spans["forward"], spans.get("backward")
     last = len(plain.graph.ops)
     needed = backward.first if backward else last
@@ -230,7 +226,7 @@ def _saved_levels(plain: _Run, index: int, name: str) -> tuple[int, int, int]:
         if s.unit == name and s.birth >= 0 and s.kind == "activation"
     ]
     kept = sum(size for birth, death, size in own if forward.first <= birth < forward.end and death >= needed)
-    return kept, _most(own, forward), _most(own, backward) if backward else 0
+    return _Bytes(kept, _most(own, forward), _most(own, backward) if backward else 0)
 
 
 def _most(own: Sequence[tuple[int, int, int]], span: OpRange) -> int:

@@ -124,7 +124,7 @@ def measure_in_runner(runner: StepRunner, payload: Mapping[str, Any]) -> dict[st
                 seconds[name].extend(values)
     size = COPY_PROBE_BYTES if device.type == "cpu" else QUEUED_COPY_PROBE_BYTES  # about that of one activation
     out, back = by_transport(device, size, COPY_PROBES, time.perf_counter, runner.device.synchronize)
-    disk = _disk_bandwidths(runner) if payload.get("disk") else (0.0, 0.0)
+    disk = disk_bandwidths(device) if payload.get("disk") else (0.0, 0.0)
     return {
         "seconds": {name: statistics.median(values) for name, values in seconds.items()},
         "optimizer_seconds": statistics.median(optimizer),
@@ -143,20 +143,14 @@ def memory_of_others(runner: StepRunner, payload: Mapping[str, Any]) -> dict[str
     return {"bytes": runner.device.used_by_others()}
 
 
-def _disk_bandwidths(runner: StepRunner) -> tuple[float, float]:
-    """Bytes per second into a file and back: the median of some rounds, as no step gets the best of them.
+def disk_bandwidths(device: torch.device) -> tuple[float, float]:
+    """Bytes per second into a file, until it is written, and back: the median of some rounds, as no step gets the best.
 
     Raises MeasurementError where the disk is full or its folder cannot be written.
     """
-    transport = transport_for(runner.device.torch_device, "disk")
+    transport = transport_for(device, "disk")
     assert isinstance(transport, DiskTransport)
-    return disk_bandwidths(
-        transport, torch.ones(DISK_PROBE_BYTES, dtype=torch.uint8, device=runner.device.torch_device)
-    )
-
-
-def disk_bandwidths(transport: DiskTransport, source: torch.Tensor) -> tuple[float, float]:
-    """Bytes per second of one way to a file: ``source`` (1-D uint8) out, until it is written, and back."""
+    source = torch.ones(DISK_PROBE_BYTES, dtype=torch.uint8, device=device)
     out, back = [], []
     for _ in range(DISK_ROUNDS):
         start = time.perf_counter()

@@ -149,9 +149,11 @@ def test_disk_copies_take_the_time_of_the_disk(on_gpu: Tracer):
     assert cpu is not None and disk is not None and disk > cpu
 
 
-def test_the_probe_of_the_disk_measures_both_ways(tmp_path):
-    from autockpt.profiling.op_times import disk_bandwidths
+def test_the_probe_of_the_disk_measures_both_ways(tmp_path, monkeypatch):
+    from autockpt.profiling import op_times
     from tests.policies.deferred import DeferredDisk
 
-    out, back = disk_bandwidths(DeferredDisk(tmp_path), torch.ones(1 << 20, dtype=torch.uint8))
+    monkeypatch.setattr(op_times, "transport_for", lambda device, tier: DeferredDisk(tmp_path))
+    monkeypatch.setattr(op_times, "DISK_PROBE_BYTES", 1 << 20)
+    out, back = op_times.disk_bandwidths(torch.device("cpu"))
     assert out > 0 and back > 0
