@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -182,8 +183,8 @@ def _mended_ops() -> Iterator[None]:
     from torch._subclasses.fake_impls import op_implementations_dict
     from torch.distributed._tools.runtime_estimator import RuntimeEstimator
 
-    estimator: Any = RuntimeEstimator
-    timed = estimator.__dict__["_maybe_run_and_benchmark_fallback_kernel"]
+    name = "_maybe_run_and_benchmark_fallback_kernel"
+    timed = RuntimeEstimator.__dict__[name]
 
     def shape(mode: Any, func: Any, first: Any, second: Any, offs: Any = None, bias: Any = None, out_dtype: Any = None):
         with mode:
@@ -194,11 +195,10 @@ def _mended_ops() -> Iterator[None]:
 
     known = op_implementations_dict.get(_grouped_mm())
     op_implementations_dict[_grouped_mm()] = shape
-    estimator._maybe_run_and_benchmark_fallback_kernel = classmethod(mended)
     try:
-        yield
+        with patch.object(RuntimeEstimator, name, classmethod(mended)):
+            yield
     finally:
-        estimator._maybe_run_and_benchmark_fallback_kernel = timed
         if known is None:
             del op_implementations_dict[_grouped_mm()]
         else:
@@ -226,20 +226,9 @@ def _host_clock(device: torch.device) -> Iterator[None]:
         return
     none = {"current_stream": lambda *_: None, "synchronize": lambda *_: None}
     # which of them it asks depends on the version: torch.cuda up to 2.13, torch and torch.accelerator by 2.15
-    stands_in = [
-        (module, name, value)
-        for module, values in (
-            (torch.cuda, none | {"Event": _Event}),
-            (torch.accelerator, none),
-            (torch, {"Event": _Event}),
-        )
-        for name, value in values.items()
-    ]
-    before = [(module, name, getattr(module, name)) for module, name, _ in stands_in]
-    try:
-        for module, name, value in stands_in:
-            setattr(module, name, value)
+    with (
+        patch.multiple(torch.cuda, Event=_Event, **none),
+        patch.multiple(torch.accelerator, **none),
+        patch.object(torch, "Event", _Event),
+    ):
         yield
-    finally:
-        for module, name, value in before:
-            setattr(module, name, value)
