@@ -35,7 +35,7 @@ def selective_front(again: Graph, unit: Unit, times: OpTimes, most: int = MOST_S
     """
     order = _by_worth(again, unit, times)
     sets = [order[:n] for n in range(1, len(order) + 1) if order[:n] != [ATTENTION]]
-    sets = _thinned(sets, most)
+    sets = spread(sets, most)
     whole = tuple(Selective(keep=tuple(names)) for names in sets)
     parts = _parts(again, unit, times)[:MOST_PARTS]
     return whole + tuple(_of_parts(parts[:n]) for n in range(1, len(parts) + 1))
@@ -51,11 +51,11 @@ def remake_front(again: Graph, unit: Unit, times: OpTimes) -> tuple[Remake, ...]
     parts = [part.name for part in _parts(again, unit, times, handed_on_too=True)]
     cheap = [Remake(keep=(EVERYTHING,), within=tuple(parts[:n])) for n in range(1, min(MOST_PARTS, len(parts)) + 1)]
     order = _by_worth(again, unit, times)
-    fewer = [Remake(keep=tuple(order[:n])) for n in _thinned(range(len(order) - 1, -1, -1), MOST_REMADE)]
+    fewer = [Remake(keep=tuple(order[:n])) for n in spread(range(len(order) - 1, -1, -1), MOST_REMADE)]
     return tuple(dict.fromkeys([*cheap, Remake(keep=(EVERYTHING,)), *fewer]))
 
 
-def _thinned(values: Sequence[T], most: int) -> list[T]:
+def spread(values: Sequence[T], most: int) -> list[T]:
     """At most so many of the values, evenly spread, the first and the last among them."""
     if len(values) <= most:
         return list(values)

@@ -12,7 +12,6 @@ from torch import nn
 
 from autockpt.bench import worker
 from autockpt.bench.peers import OUR_OWN, PEERS, Context
-from autockpt.bench.peers.by_layer import spread
 from autockpt.bench.peers.by_op import policy
 from autockpt.bench.peers.sac_ilp import policy as policy_by_name
 from autockpt.devices import get_device
@@ -121,12 +120,6 @@ def test_a_round_names_the_row_that_failed(runner: StepRunner, monkeypatch: pyte
     assert answer == {"seconds": {}, "failed": {"b": "ValueError: gone"}}
     answer = worker.take_turns(runner, {"rows": {"a": good, "c": good}})
     assert set(answer["seconds"]) == {"a", "c"} and not answer["failed"]
-
-
-def test_spread_keeps_both_ends() -> None:
-    assert spread(range(1, 8)) == [1, 2, 3, 4, 5, 6, 7]
-    many = spread(range(2, 126), 16)
-    assert (many[0], many[-1], len(many)) == (2, 125, 16)
 
 
 def test_every_second_matmul_counts_each_run_anew() -> None:

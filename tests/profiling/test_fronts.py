@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from autockpt.profiling.fronts import MOST_PARTS, MOST_REMADE, MOST_SETS, remake_front, selective_front
+from autockpt.profiling.fronts import MOST_PARTS, MOST_REMADE, MOST_SETS, remake_front, selective_front, spread
 from autockpt.schema import RECOMPUTE, SAVE, Graph, WorkloadSpec
 from autockpt.tracing import Tracer
 
@@ -60,3 +60,9 @@ def test_remade_sets_free_ever_more(model: str) -> None:
     assert fewer[0].keep == ("**",) and fewer[-1].keep == () and len(fewer) <= MOST_REMADE + 1
     assert [heavy[choice] for choice in fewer] == sorted(heavy.values())[len(front) - len(fewer) :]
     assert all(set(a.within) < set(b.within) for a, b in itertools.pairwise(front[: len(front) - len(fewer)]))
+
+
+def test_spread_keeps_both_ends() -> None:
+    assert spread(range(1, 8), 16) == [1, 2, 3, 4, 5, 6, 7]
+    many = spread(range(2, 126), 16)
+    assert (many[0], many[-1], len(many)) == (2, 125, 16)

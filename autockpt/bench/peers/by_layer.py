@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 from torch import nn
 
 from autockpt.bench.peers.base import PLAIN, Context, Detach, Peer, Setting, recomputed, replace_forwards
+from autockpt.profiling.fronts import spread
 
 MOST = 16  # settings of one rule: deeper models get that many, evenly spread
 
@@ -45,7 +46,7 @@ class EveryNth(ByLayer):
 
     def settings(self, context: Context) -> Iterable[Setting]:
         n_units = len(context.units)
-        for n in spread(range(2, n_units)):
+        for n in spread(range(2, n_units), MOST):
             yield Setting(str(n), {"recompute": list(range(0, n_units, n))})
 
 
@@ -55,12 +56,5 @@ class FirstK(ByLayer):
     name: ClassVar[str] = "first-k"
 
     def settings(self, context: Context) -> Iterable[Setting]:
-        for k in spread(range(1, len(context.units))):
+        for k in spread(range(1, len(context.units)), MOST):
             yield Setting(str(k), {"recompute": list(range(k))})
-
-
-def spread(numbers: range, most: int = MOST) -> list[int]:
-    """At most ``most`` of the numbers, evenly spread, both ends among them."""
-    if len(numbers) <= most:
-        return list(numbers)
-    return [numbers[round(i * (len(numbers) - 1) / (most - 1))] for i in range(most)]
