@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import time
-import weakref
 from collections.abc import Callable, Mapping
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 from torch import nn
@@ -22,8 +21,6 @@ from autockpt.schema import Unit
 from autockpt.workload import discover_units
 from autockpt.workload.failures import summary
 
-# two observations of plain training by what was asked of them; None: plain training does not fit
-_references: weakref.WeakKeyDictionary[StepRunner, dict[bool, _Reference | None]] = weakref.WeakKeyDictionary()
 _Reference = tuple[Observation, Observation, bool]
 
 
@@ -129,7 +126,7 @@ def _blocks(runner: StepRunner) -> list[Unit]:
 def _gradients(runner: StepRunner, payload: Mapping[str, Any]) -> tuple[bool, str]:
     """Whether two steps are those of plain training, and what the comparison says."""
     peer = PEERS[payload["peer"]]
-    reference = _reference(runner, sketched=not peer.exact)
+    reference = _reference(runner, not peer.exact)
     if reference is None:
         return True, "not compared: plain training does not fit"
     first, second, deterministic = reference
@@ -149,14 +146,10 @@ def _draws(observed: Observation) -> bool:
     return observed.digests[f"step 1: {name}"] != observed.digests[f"step 2: {name}"]
 
 
-def _reference(runner: StepRunner, *, sketched: bool) -> _Reference | None:
-    known = _references.setdefault(runner, {})
-    if sketched not in known:
-        known[sketched] = _observe_plain(runner, sketched)
-    return known[sketched]
+@cache  # a process has one runner
+def _reference(runner: StepRunner, sketched: bool) -> _Reference | None:
+    """Two observations of plain training, and whether by deterministic kernels; None where that does not fit."""
 
-
-def _observe_plain(runner: StepRunner, sketched: bool) -> _Reference | None:
     def plain(model: nn.Module) -> Detach:
         return without_kv_cache(model).remove
 

@@ -48,7 +48,6 @@ class WorkerMeasurer(Measurer):
         budget_bytes: int | None = None,
         host_budget: int | None = None,
         compile: CompileMode | None = None,
-        patience: float = PATIENCE_SECONDS,
     ) -> None:
         self._start_message = {
             "spec": spec.model_dump(mode="json"),
@@ -59,7 +58,7 @@ class WorkerMeasurer(Measurer):
         self.device_name = device_name
         self._budget = budget_bytes
         self._wanted = process_environment(device_name)
-        self.patience = patience
+        self.patience = PATIENCE_SECONDS
         self.beat: Callable[[str], None] = unheard
         self._scratch = ScratchFolder()
         self.log_path = Path(self._scratch.name, "worker.log")
@@ -121,12 +120,14 @@ class WorkerMeasurer(Measurer):
 
     def rest(self) -> None:
         """Give the device back: end the worker until the next request, which starts a new one."""
-        self._drop()
+        child, self._child, self._starting = self._child, None, None
+        if child is not None:
+            child.kill()
 
     def close(self) -> None:
         """End the worker. May be called more than once."""
         self._closed = True
-        self._drop()
+        self.rest()
         self._scratch.cleanup()
 
     @property
@@ -148,11 +149,6 @@ class WorkerMeasurer(Measurer):
         with self._in_words(starting=True):
             self._starting = self._send("start", self._start_message)
 
-    def _drop(self) -> None:
-        child, self._child, self._starting = self._child, None, None
-        if child is not None:
-            child.kill()
-
     def _known(self) -> dict[str, Any]:
         """What a worker reported when it was ready; it holds for all that replace it."""
         if self._facts is None:
@@ -165,7 +161,7 @@ class WorkerMeasurer(Measurer):
         if self._closed:
             raise MeasurementError("this measurer is closed", remedy="Make a new one.")
         if self._child is None or (self._starting is None and not self._child.alive):
-            self._drop()
+            self.rest()
             self._spawn()
         if self._starting is None:
             return
@@ -173,7 +169,7 @@ class WorkerMeasurer(Measurer):
             self._facts = self._await(self._starting, starting=True)
             self._starting = None
         except BaseException:
-            self._drop()
+            self.rest()
             raise
 
     def _request(self, verb: str, **parameters: Any) -> Any:
@@ -185,7 +181,7 @@ class WorkerMeasurer(Measurer):
         except AutockptError:
             raise
         except BaseException:  # Ctrl-C: the worker is in the middle of something whose answer nobody will read
-            self._drop()
+            self.rest()
             raise
 
     def _send(self, verb: str, parameters: Mapping[str, Any]) -> int:
@@ -215,7 +211,7 @@ class WorkerMeasurer(Measurer):
         try:
             yield
         except ChildSilent:
-            self._drop()
+            self.rest()
             if time.monotonic() >= self._deadline:
                 raise MeasurementError(f"the worker process was ended at the time limit while {doing}") from None
             raise MeasurementError(
@@ -223,7 +219,7 @@ class WorkerMeasurer(Measurer):
                 remedy=f"Try a smaller batch or model. {self._printed()}",
             ) from None
         except ChildDied as death:
-            self._drop()
+            self.rest()
             if death.code == _SIGKILL:
                 raise DeviceOutOfMemory(
                     f"the system killed the worker process while {doing}, most likely because memory ran out",

@@ -125,11 +125,9 @@ def refuse_many_processes() -> None:
 @contextmanager
 def _interrupt_waits() -> Iterator[None]:
     """Hold back Ctrl-C until the block is done, and deliver it then. Only the main thread ever gets it."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
     before = signal.getsignal(signal.SIGINT)
-    if before is None:  # installed outside of Python: it could not be put back, so it is left alone
+    # None: installed outside of Python, so it could not be put back and is left alone
+    if before is None or threading.current_thread() is not threading.main_thread():
         yield
         return
     came: list[int] = []

@@ -15,6 +15,8 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from autockpt.callstack import with_room
@@ -147,11 +149,8 @@ def _listen(pipe: int, parent: int, put: Callable[[dict[str, Any]], None]) -> No
 
 def _first_to_go() -> None:
     """Where the system runs out of memory, it should end this process and not the parent that holds the results."""
-    try:
-        with open("/proc/self/oom_score_adj", "w") as file:
-            file.write("1000")
-    except OSError:
-        pass
+    with suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text("1000")
 
 
 def _explained(error: BaseException, request: Mapping[str, Any]) -> AutockptError:
