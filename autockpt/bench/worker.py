@@ -173,7 +173,7 @@ def _observe(
 ) -> Observation:
     """Two accumulating steps with something attached."""
     seen = partial(runner.observed, sketched=sketched, typed=typed)
-    with runner.under(attach):
+    with runner.attached(attach):
         observed = deterministically(seen) if deterministic else seen()
     runner.beat("observed")
     return observed

@@ -71,7 +71,7 @@ class StepRunner:
         if steps < 1:
             raise ValueError("at least one cycle must be timed")
         at_once = warmup > 0 and self._peak_at_once
-        with self.device.limit(budget_bytes), self.under(choices) as session:
+        with self.device.limit(budget_bytes), self.attached(choices) as session:
             compiled = self._warm_up(warmup - at_once)
             peak = self.measure_peak() if at_once else None
             times = [self.time_cycle() for _ in range(steps)]
@@ -109,7 +109,7 @@ class StepRunner:
         with self.device.limit(budget_bytes), kept:
             for _ in range(rounds):
                 for name in turn_order(list(plans), self._round):
-                    with self.under(plans[name], what=f"plan {name!r}"):
+                    with self.attached(plans[name], what=f"plan {name!r}"):
                         self._warm_up(warmup)
                         times[name].append(self.time_cycle())
                 self._round += 1
@@ -138,17 +138,15 @@ class StepRunner:
         return function(self, payload)
 
     @contextmanager
-    def attached(self, choices: Choices, *, what: str = "this plan", compiled: bool = True) -> Iterator[Session]:
-        """Choices attached to the model while the block runs, memory tidied before and after.
-
-        Whatever happens inside, choices, gradients and half-made optimizer states are gone afterwards; running out of
-        memory arrives as DeviceOutOfMemory, with everything that the step held let go. Not ``compiled``: the caller
-        will, with ``compiling``.
-        """
-        with self._prepared(what) as stack:
-            session = stack.enter_context(self.session(choices))
-            if compiled:
-                stack.enter_context(self.compiling(choices))
+    def attached(self, plan: Choices | Attach, *, what: str = "this plan") -> Iterator[Session | None]:
+        """Choices attached to the model while the block runs; or whatever else can be, by a function (None)."""
+        with self.prepared(what) as stack:
+            session = None
+            if isinstance(plan, Mapping):
+                session = stack.enter_context(self.session(plan))
+                stack.enter_context(self.compiling(plan))
+            else:
+                stack.callback(plan(self.workload.model))
             yield session
 
     def session(self, choices: Choices | None) -> AbstractContextManager[Session]:
@@ -166,17 +164,6 @@ class StepRunner:
         """The model's calls are compiled while the block runs, where this runner has a compiler."""
         compiler = self.compiler
         return nullcontext() if compiler is None else compiler.compiling(self.workload.model, choices)
-
-    @contextmanager
-    def under(self, plan: Choices | Attach, *, what: str = "this plan") -> Iterator[Session | None]:
-        """As ``attached``, for whatever can be attached: choices, or a function that does it its own way (None)."""
-        if isinstance(plan, Mapping):
-            with self.attached(plan, what=what) as session:
-                yield session
-        else:
-            with self._prepared(what) as stack:
-                stack.callback(plan(self.workload.model))
-                yield None
 
     def _warm_up(self, cycles: int) -> float:
         """Run cycles until one needed nothing to be compiled; seconds that compiling took.
@@ -202,8 +189,12 @@ class StepRunner:
         return compiler.graphs(self.workload.model, plan) if compiler is not None and isinstance(plan, Mapping) else 0
 
     @contextmanager
-    def _prepared(self, what: str) -> Iterator[ExitStack]:
-        """Equal conditions for what is attached next; what takes it off goes on the stack."""
+    def prepared(self, what: str) -> Iterator[ExitStack]:
+        """Equal conditions for what is attached next; what takes it off goes on the stack.
+
+        Whatever happens inside, that, gradients and half-made optimizer states are gone afterwards; running out of
+        memory arrives as DeviceOutOfMemory, with everything that the step held let go.
+        """
         self.device.release()
         self._freezer.freeze()
         states = conditions.OptimizerStates(None if self._steady else self.workload.optimizer)

@@ -61,7 +61,7 @@ def observe_steps(runner: StepRunner, payload: dict[str, Any]) -> dict[str, Any]
             seen = runner.observed(sketched=sketched, typed=False)
             return seen.model_copy(update={"coarsest": coarsest(_types(workload))})
 
-    with runner.attached({}, what=what, compiled=False):
+    with runner.prepared(what):
         return (deterministically(observed) if payload.get("deterministic") else observed()).model_dump()
 
 
@@ -75,7 +75,7 @@ def count_runs(runner: StepRunner, payload: dict[str, Any]) -> dict[str, Any]:
     counter = RunCounter(workload.model, choices)  # with the choices: it counts what they keep
     ways = counter.transports(Ways(runner.host_budget))
     with (
-        runner.attached({}, what="the plan"),
+        runner.prepared("the plan"),
         attach(workload.model, choices, transport=ways, sentinels="all") as session,
     ):
         runner.seed()
