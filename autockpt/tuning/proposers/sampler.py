@@ -53,7 +53,7 @@ class Study:
             name += f"-{hashlib.sha256(repr(sorted(self.distributions.items())).encode()).hexdigest()[:8]}"
         self._open: dict[int, optuna.Trial] = {}
         self._storage = storage or "memory"
-        with self._in_words():
+        with _in_words(self._storage):
             self._study = optuna.create_study(
                 study_name=name,
                 storage=storage,
@@ -62,13 +62,6 @@ class Study:
                 load_if_exists=True,
             )
             self._reap()
-
-    @contextmanager
-    def _in_words(self) -> Iterator[None]:
-        try:
-            yield
-        except Exception as error:  # optuna passes on whatever the database driver raises
-            raise _unusable(self._storage, error) from error
 
     def _reap(self) -> None:
         """Trials left running or waiting by a killed search would hold their place for ever."""
@@ -83,7 +76,7 @@ class Study:
 
     def ask(self) -> tuple[int, Parameters]:
         """The next point to try: Optuna's trial number and its parameters."""
-        with self._in_words(), warnings.catch_warnings():
+        with _in_words(self._storage), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             if self._queue:  # one at a time: what is not asked for leaves no trace in the study
                 self._study.enqueue_trial(dict(self._queue.popleft()))
@@ -97,7 +90,7 @@ class Study:
         ``violation`` is (peak − budget) / budget: zero or less where the plan fits.
         """
         trial = self._open.pop(number)
-        with self._in_words():
+        with _in_words(self._storage):
             trial.set_constraint("over_budget", violation)
             trial.set_user_attr("plan_hash", record.plan_hash)
             trial.set_user_attr("choices", {name: str(c) for name, c in record.choices.items()})
@@ -106,7 +99,7 @@ class Study:
 
     def fail(self, number: int) -> None:
         """The trial could not be completed for a reason that says nothing about its parameters."""
-        with self._in_words():
+        with _in_words(self._storage):
             self._study.tell(self._open.pop(number), state=TrialState.FAIL)
 
 
@@ -122,7 +115,7 @@ def show_trials(storage: str, name: str, trials: Sequence[Trial], budget: Resolv
     """
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     kinds = sorted({c.kind for trial in trials for c in trial.choices.values()} - {"save"})
-    try:
+    with _in_words(storage):
         if name in optuna.get_all_study_names(storage):
             optuna.delete_study(study_name=name, storage=storage)
         study = optuna.create_study(study_name=name, storage=storage, directions=["minimize", "minimize"])
@@ -132,8 +125,6 @@ def show_trials(storage: str, name: str, trials: Sequence[Trial], budget: Resolv
         study.set_user_attr("budget", budget.asked)
         study.set_user_attr("budget MiB", budget.bytes / MIB)
         study.add_trials(_timed(trials, [_shown(trial, kinds, budget) for trial in trials]))
-    except Exception as error:  # optuna passes on whatever the database driver raises
-        raise _unusable(storage, error) from error
 
 
 def _shown(trial: Trial, kinds: Sequence[str], budget: ResolvedBudget) -> optuna.trial.FrozenTrial:
@@ -173,6 +164,14 @@ def _timed(trials: Sequence[Trial], shown: Sequence[optuna.trial.FrozenTrial]) -
         before = max((other for other in ends if other < end), default=0.0)
         one.datetime_start, one.datetime_complete = (began + timedelta(seconds=at) for at in (before, end))
     return shown
+
+
+@contextmanager
+def _in_words(storage: str) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:  # optuna passes on whatever the database driver raises
+        raise _unusable(storage, error) from error
 
 
 def _unusable(storage: str, error: Exception) -> RunDirectoryError:

@@ -6,7 +6,8 @@ What is measured changes the prices that the solver plans with.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 
 from autockpt.errors import InfeasibleError
 from autockpt.profiling import LEAN_CALLS, CostModel
@@ -28,8 +29,7 @@ from autockpt.schema import (
 )
 from autockpt.schema.known import NONE, known_plans
 from autockpt.schema.request import Listener, Silence
-from autockpt.solvers import Checked, Segments, exact, refine_segmented
-from autockpt.solvers.refine import FASTER
+from autockpt.solvers import Checked, Refined, exact, refine_segmented
 from autockpt.tuning.infeasible import nothing_fits
 from autockpt.tuning.proposers.base import Plans, Proposer
 from autockpt.tuning.proposers.sampler import Study
@@ -257,18 +257,16 @@ class SolverProposer(Proposer):
         return self.profiled.predictor.predict(choices)
 
     def _solved(self, parameters: Parameters, calls: int | None = None) -> Candidate:
-        return from_knobs(
-            parameters,
-            self._usable_bytes,
-            self._prices.scale,
-            self._problem,
-            self.profiled.check,
+        solve = partial(
+            refine_segmented,
+            check=self.profiled.check,
             segments=self.profiled.segments,
+            max_calls=calls or self.calls,
             remembered=self.checks,
-            calls=calls or self.calls,
             faster=self.target.worthwhile,
             ahead=self.profiled.predictor.ahead,
         )
+        return from_knobs(parameters, self._usable_bytes, self._prices.scale, self._problem, solve)
 
     def _seeds(self) -> list[Parameters]:
         """The solver's plans at several margins, in the terms of the encoding."""
@@ -352,27 +350,17 @@ def from_knobs(
     budget_bytes: int,
     scale: Mapping[str, float],
     make_problem: MakeProblem,
-    check: Checker,
-    *,
-    segments: Segments | None = None,
-    remembered: MutableMapping[tuple[Choice, ...], Checked] | None = None,
-    calls: int = CHECKS,
-    faster: float = FASTER,
-    ahead: Callable[[Sequence[Mapping[str, Choice]]], None] | None = None,
+    solve: Callable[[Problem], Refined],
 ) -> Candidate:
-    """The solver's plan under these knobs, refined until its ghost run fits ``budget_bytes``.
+    """The solver's plan under these knobs, refined by ``solve`` until its ghost run fits ``budget_bytes``.
 
-    ``scale`` are the prices fitted to measurements so far; each ``<kind>_price`` knob multiplies them. ``remembered``
-    holds the checks of earlier calls; at most ``calls`` new ones are asked for,
-    for plans that are faster by a share ``faster`` of the step. ``ahead`` as for ``refine``.
+    ``scale`` are the prices fitted to measurements so far; each ``<kind>_price`` knob multiplies them.
     """
     kinds = {name.removesuffix("_price") for name in parameters if name.endswith("_price")} | set(scale)
     prices = {kind: scale.get(kind, 1.0) * float(parameters.get(f"{kind}_price", 1.0)) for kind in kinds}
     free = int(budget_bytes * float(parameters.get("margin", 0.0)))
     problem = make_problem(prices, free)
-    refined = refine_segmented(
-        problem, check, segments, max_calls=calls, remembered=remembered, faster=faster, ahead=ahead
-    )
+    refined = solve(problem)
     fits_host = problem.host_budget is None or refined.checked.host_bytes <= problem.host_budget
     return Candidate(
         dict(refined.choices), fits=fits_host and refined.checked.peak_bytes <= problem.budget_bytes + free

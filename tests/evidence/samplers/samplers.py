@@ -8,14 +8,15 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
 from autockpt.schema import Choice, Problem, SearchSpace, Trial, from_label, label, parse_choice
 from autockpt.schema.known import known_plans
-from autockpt.solvers import Checked, exact
+from autockpt.solvers import Checked, exact, refine
 from autockpt.tuning.proposers.sampler import Study
-from autockpt.tuning.proposers.solver import from_knobs, from_layers, neutral
+from autockpt.tuning.proposers.solver import CHECKS, from_knobs, from_layers, neutral
 from autockpt.tuning.refit import fit
 from autockpt.tuning.trials import Candidate, Parameters, Score, Trials
 from search_spaces.spaces import load_space
@@ -104,9 +105,8 @@ class Run:
 
     def _solved(self, parameters: Parameters) -> dict[str, Choice]:
         scale = fit(self.unpriced, self.tried.scored).scale if self.method.refitted else {}
-        return from_knobs(
-            parameters, self.q.budget, scale, self._problem, self.profiled.check, remembered=self.checks
-        ).choices
+        solve = partial(refine, check=self.profiled.check, max_calls=CHECKS, remembered=self.checks)
+        return from_knobs(parameters, self.q.budget, scale, self._problem, solve).choices
 
     def _problem(self, prices: Mapping[str, float], free: int) -> Problem:
         return self.profiled.problem(self.q.budget, prices, free)
@@ -187,6 +187,7 @@ def _solver_alone(q: Question) -> str:
 def _refined(q: Question) -> str:
     def solve(seed: int) -> Mapping[str, Choice]:
         p = q.beliefs[seed]
-        return from_knobs({}, q.budget, {}, lambda prices, free: p.problem(q.budget, prices, free), p.check).choices
+        solve = partial(refine, check=p.check, max_calls=CHECKS)
+        return from_knobs({}, q.budget, {}, lambda prices, free: p.problem(q.budget, prices, free), solve).choices
 
     return _over_beliefs(q, solve)
