@@ -289,11 +289,15 @@ def leanest(graphs: UniformRuns) -> tuple[dict[str, Choice], Graph]:
 
 
 def uniform_graphs(
-    traces: Traces, blocks: Sequence[Unit], kinds: Sequence[str], besides: Mapping[str, Choice] | None = None
+    traces: Traces,
+    blocks: Sequence[Unit],
+    kinds: Sequence[str],
+    besides: Mapping[str, Choice] | None = None,
+    listener: Listener | None = None,
 ) -> UniformRuns:
     """Ghost runs of every unit on the same choice, by choice kind. Kinds that this model refuses are left out.
 
-    ``besides`` are choices for other units, in each of them.
+    ``besides`` are choices for other units, in each of them. ``listener`` sees the ghost runs pass.
     Raises ConflictError where it refuses all but ``save``.
     """
     found: dict[str, tuple[dict[str, Choice], Graph]] = {}
@@ -306,19 +310,23 @@ def uniform_graphs(
             found[kind] = (choices, traces.trace(choices))
         except ConflictError as error:
             refused = error
+        (listener or Silence()).advance()
     if refused is not None and set(found) <= {SAVE.kind}:
         raise refused
     return found
 
 
-def head_graphs(traces: Traces, head: Unit | None, choices: Iterable[Choice]) -> Heads | None:
-    """Ghost runs with each choice on the output head alone. Choices that this model refuses are left out."""
+def head_graphs(
+    traces: Traces, head: Unit | None, choices: Iterable[Choice], listener: Listener | None = None
+) -> Heads | None:
+    """The same with each choice on the output head alone."""
     if head is None:
         return None
     graphs: dict[Choice, Graph] = {}
     for choice in choices:
         with suppress(ConflictError):
             graphs[choice] = traces.trace({head.name: choice})
+        (listener or Silence()).advance()
     return Heads(head, graphs)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -35,7 +35,7 @@ from autockpt.schema import (
     question_hash,
 )
 from autockpt.schema.choices import ChunkedLoss
-from autockpt.schema.request import Listener, Silence
+from autockpt.schema.request import Listener
 from autockpt.tracing import Tracer
 from autockpt.tuning.question import Clock, Question
 from autockpt.tuning.targets.shallow_twin import open_twin, transplanted
@@ -130,9 +130,10 @@ def traced(
     chunked = (ChunkedLoss(tokens=tokens) for tokens in CHUNKS)
     choices = dict.fromkeys([*map(parse_choice, space.head), *(chunked if inexact else ()), of_head])
     of_heads = [choice for choice in choices if choice != SAVE and tracer.head is not None]
-    counted = _Counted(tracer, listener or Silence(), len(space.choices) + len(of_heads))
-    uniform = uniform_graphs(counted, blocks, space.choices)
-    heads = head_graphs(counted, tracer.head, of_heads)
+    if listener is not None:
+        listener.stage("ghost-run each choice", len(space.choices) + len(of_heads))
+    uniform = uniform_graphs(tracer, blocks, space.choices, listener=listener)
+    heads = head_graphs(tracer, tracer.head, of_heads, listener)
     notes = list(notes)
     if refused := [kind for kind in space.choices if kind not in uniform]:
         notes.append(f"not for this model: {', '.join(refused)} (apply such a plan to see why)")
@@ -157,23 +158,6 @@ def traced_for(
         with suppress(AutockptError):
             return replace(traced(twin, space, **more), tracer=tracer, twin=twin, base=base)
     return traced(tracer, space, **more)
-
-
-class _Counted:
-    """Ghost runs that a listener sees pass, ``total`` of them."""
-
-    def __init__(self, tracer: Tracer, listener: Listener, total: int) -> None:
-        self._tracer, self._listener = tracer, listener
-        listener.stage("ghost-run each choice", total)
-
-    def ahead(self, plans: Iterable[Mapping[str, Choice]]) -> None:
-        self._tracer.ahead(plans)
-
-    def trace(self, choices: Mapping[str, Choice] | None = None) -> Graph:
-        try:
-            return self._tracer.trace(choices)
-        finally:
-            self._listener.advance()
 
 
 def blocks_of(tracer: Tracer) -> tuple[Unit, ...]:
