@@ -8,7 +8,6 @@ its plans; those that look best are searched on with what is left of the trials.
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
@@ -29,6 +28,7 @@ from autockpt.schema.words import tally
 from autockpt.tuning.alternatives import WhatIf, on_device, predictions
 from autockpt.tuning.jobs import Described, Job, Live, with_rows
 from autockpt.tuning.opening import blocks_of
+from autockpt.tuning.question import Clock
 from autockpt.tuning.rows import dependent_rows
 from autockpt.tuning.search import search_step
 from autockpt.tuning.side_by_side import Meet, put_right, timed_together
@@ -48,26 +48,25 @@ SizeSearch = Callable[[int, int, float | None, bool], SearchOutcome]
 
 @dataclass
 class Climb:
-    """Searches of single sizes, and what came of them. ``timeout`` is in seconds, for all of them.
+    """Searches of single sizes, and what came of them. The ``clock``'s time limit is for all of them.
 
     ``skipped`` are sizes that were to be searched when too little of it was left.
     """
 
     rows: int
     search: SizeSearch
-    listener: Listener
-    timeout: float | None = None
+    clock: Clock
     found: dict[int, SearchOutcome | None] = field(default_factory=dict)
     skipped: set[int] = field(default_factory=set)
-    began: float = field(default_factory=time.monotonic)
 
     def at(self, size: int, trials: int) -> BatchSetting | None:
         """The best plan of a micro-batch; None where nothing fits. A size searched before is searched on."""
-        left = self.seconds_left - RACE * (self.timeout or 0.0)
-        if self.timeout is not None and left < self.timeout * LAST and any(self.found.values()):
+        limit = self.clock.timeout or 0.0
+        left = self.clock.seconds_left - RACE * limit
+        if left < limit * LAST and any(self.found.values()):
             self.skipped.add(size)
             return self.best(size)
-        self.listener.note(f"micro-batch {size} × {self.rows // size}: up to {trials} candidates")
+        self.clock.listener.note(f"micro-batch {size} × {self.rows // size}: up to {trials} candidates")
         continued = self.found.get(size) is not None
         try:
             self.found[size] = self.search(size, trials, None if left == math.inf else max(1.0, left), continued)
@@ -88,19 +87,14 @@ class Climb:
         if not sizes:
             return ""
         return (
-            f"The time limit of {self.timeout:g} s left none for micro-batches of {', '.join(map(str, sizes))}: with "
-            "more of it they may turn out faster."
+            f"The time limit of {self.clock.timeout:g} s left none for micro-batches of {', '.join(map(str, sizes))}: "
+            "with more of it they may turn out faster."
         )
 
     def open(self, size: int) -> bool:
         """Whether more candidates could bring more: not where saving everything fits, nor where a simulation ended."""
         outcome = self.found.get(size)
         return outcome is not None and outcome.binding and outcome.source == "measured"
-
-    @property
-    def seconds_left(self) -> float:
-        """Of the time limit; infinite without one."""
-        return math.inf if self.timeout is None else self.timeout - (time.monotonic() - self.began)
 
     @property
     def spent(self) -> int:
@@ -126,7 +120,7 @@ def search_batch_sizes(request: SearchRequest, rows: int, search: Search, listen
     def job(size: int) -> Described:
         return Described(variant(request.workload, rows, size), request.hardware)
 
-    climb = Climb(rows, at, listener, request.timeout)
+    climb = Climb(rows, at, Clock(listener, request.timeout))
 
     def meet(size: int) -> AbstractContextManager[Measurer]:
         spec = variant(request.workload, rows, size)
@@ -180,7 +174,7 @@ def search_step_batches(
         device = of_rows(1).device
         here = get_device(str(device))
         judge = on_device(asked.budget, device, environment_of(here), here.used_by_others(), _kinds(asked))
-        climb = Climb(rows, at, listener, asked.timeout)
+        climb = Climb(rows, at, Clock(listener, asked.timeout))
         return _most_tokens(climb, lambda size: Live(of_rows(size)), judge, given, asked.trials, THE_STEP, meet)
 
 
@@ -225,7 +219,7 @@ def _most_tokens(
 
     ``job`` is the update in micro-batches of a size.
     """
-    rows, listener = climb.rows, climb.listener
+    rows, listener = climb.rows, climb.clock.listener
     sizes = [size for size in range(1, rows + 1) if rows % size == 0]
     listener.stage("ghost-run batch sizes", 3)
     met = dependent_rows(job, judge, remedy)
@@ -244,7 +238,7 @@ def _most_tokens(
     found = {s: (b, o) for s, o in climb.found.items() if o is not None and (b := climb.best(s)) is not None}
     raced, said = None, ""
     if meet is not None:
-        raced, said = timed_together(found, meet, climb.seconds_left, listener)
+        raced, said = timed_together(found, meet, climb.clock.seconds_left, listener)
     top = raced.winner if raced is not None else min(rivals, key=lambda size: found[size][0].update_seconds)
     settings = [best for best, _ in found.values()]
     usual, highest = known.largest("recompute") or 0, known.largest(*KINDS) or 0
@@ -275,7 +269,7 @@ def _most_tokens(
         others=tuple(sorted((s for s in settings if s is not best), key=lambda b: b.update_seconds)),
         outcome=outcome,
         trials=sum(o.measured_trials for o in climb.found.values() if o is not None),
-        seconds=time.monotonic() - climb.began,
+        seconds=climb.clock.elapsed,
         notes=(*met, *filter(None, [said, climb.left_out()]), *NOTES),
     )
 

@@ -68,17 +68,15 @@ def naming_alternatives(
     job: Job,
     budget: Budget,
     what_if: Callable[[], WhatIf],
-    *,
-    timeout: float | None = None,
 ) -> Iterator[None]:
     """A budget that nothing fits is said with what would fit: changes of the ``job``, or chunks of its output head.
 
-    Changes are looked for where the budget is no share of the job's own peak, and until ``timeout`` seconds have passed
-    on the ``clock``. ``what_if`` says how they are judged, ``needs`` the bytes that ghost runs take.
+    Changes are looked for where the budget is no share of the job's own peak, and within the ``clock``'s time limit.
+    ``what_if`` says how they are judged, ``needs`` the bytes that ghost runs take.
     """
 
     def late() -> bool:
-        return timeout is not None and clock.elapsed >= timeout
+        return clock.seconds_left <= 0
 
     try:
         yield
@@ -93,7 +91,7 @@ def naming_alternatives(
                     uniform = uniform_graphs(found.tracer, blocks_of(found.tracer), kinds)
                 bench = replace(what_if(), head=head_of_alternatives(found), late=late, listener=clock.listener)
                 ways = alternatives(job, found.tracer.settings, uniform, bench, chunked=inexact)
-            _add_alternatives(error, ways, job.terms, timeout if late() else None)
+            _add_alternatives(error, ways, job.terms, clock.timeout if late() else None)
         elif not inexact and job.ranks is None:
             error.remedy += _in_chunks(found, needs, job.terms)
         if found.tracer.notes:  # what was assumed may be that which makes nothing fit

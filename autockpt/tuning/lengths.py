@@ -7,7 +7,6 @@ much that is at lengths that were not searched is read off lines through those t
 
 from __future__ import annotations
 
-import time
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -25,6 +24,7 @@ from autockpt.schema.choices import SAVE
 from autockpt.schema.known import NONE
 from autockpt.schema.lengths import Lengths
 from autockpt.schema.sets import When
+from autockpt.tuning.question import Clock
 from autockpt.tuning.search import search_step
 from autockpt.tuning.stages import save_plan_copy
 from autockpt.workload import Step
@@ -232,17 +232,17 @@ def _of_all(
     listener: Listener,
 ) -> SearchOutcome:
     """The outcome of the longest, with the plan that holds the sets of all, by a ``search`` of one length at a time."""
-    began, outcomes, timeout = time.monotonic(), dict[int, SearchOutcome](), asked.timeout
+    outcomes, clock = dict[int, SearchOutcome](), Clock(listener, asked.timeout)
 
     def at(length: int, trials: int) -> Plan:
-        left = None if timeout is None else max(1.0, (timeout - (time.monotonic() - began)) / 2)
+        left = None if clock.timeout is None else max(1.0, clock.seconds_left / 2)
         outcomes[length] = outcome = search(length, trials, left)
         if outcome.plan is None or outcome.interrupted:
             raise KeyboardInterrupt
         return outcome.plan
 
     def late() -> bool:
-        return timeout is not None and timeout - (time.monotonic() - began) < timeout * LAST
+        return clock.seconds_left < LAST * (clock.timeout or 0.0)
 
     plan, gains = search_lengths(lengths, at, asked.trials, listener, late)
     longest = outcomes[lengths.longest]
@@ -251,7 +251,7 @@ def _of_all(
         path = longest.run_directory / BY_LENGTH
         plan.save(path, existing="replace")
     spent = sum(outcome.measured_trials for outcome in outcomes.values())
-    took = words.seconds(time.monotonic() - began)
+    took = words.seconds(clock.elapsed)
     counted = (f"The trials listed are those of the longest; {spent} of {len(outcomes)} lengths, in {took}.",)
     notes = (*longest.notes, *(counted if len(outcomes) > 1 else ()), *gains)
     return longest.model_copy(update={"plan": plan, "plan_path": path, "notes": notes})

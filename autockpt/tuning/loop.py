@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from autockpt.schema import ResolvedBudget, Trial
 from autockpt.schema.known import NONE
 from autockpt.tuning.proposers.base import Proposer
-from autockpt.tuning.question import Clock, Limits
+from autockpt.tuning.question import Clock
 from autockpt.tuning.targets.base import Target
 from autockpt.tuning.trials import Candidate, Trials
 
@@ -28,10 +28,13 @@ class SearchResult:
 
 
 class Loop:
-    """One search. ``proposer`` says what to try, ``target`` what it takes; trials are written down as they end."""
+    """One search. ``proposer`` says what to try, ``target`` what it takes; trials are written down as they end.
 
-    def __init__(self, proposer: Proposer, target: Target, trials: Trials, limits: Limits, clock: Clock) -> None:
-        self.proposer, self.target, self.trials, self.limits, self.clock = proposer, target, trials, limits, clock
+    ``most`` candidates may be tried.
+    """
+
+    def __init__(self, proposer: Proposer, target: Target, trials: Trials, most: int, clock: Clock) -> None:
+        self.proposer, self.target, self.trials, self.most, self.clock = proposer, target, trials, most, clock
         self.stopped = ""
 
     def run(self) -> SearchResult:
@@ -50,7 +53,7 @@ class Loop:
                 self.stopped = "saving everything fits the budget, so there is nothing to trade"
                 best = self._plain
             else:
-                with self.clock.stage("search", self.proposer.most_steps(self.limits.trials - self.trials.spent)):
+                with self.clock.stage("search", self.proposer.most_steps(self.most - self.trials.spent)):
                     self._search()
                 with self.clock.stage("finals", self.target.final_rounds):
                     best = self._finals()
@@ -134,22 +137,25 @@ class Loop:
         """
         assert self.trials.budget_bytes is not None
         named, new = self.trials.named, len(self.trials.all) - self.trials.resumed
-        if named is not None and named.feasible and not new and self.limits.timeout is not None:
+        if named is not None and named.feasible and not new and self.clock.timeout is not None:
             self.target.notes.append(
                 "no other plan was tried: what the earlier search named stands, with its step times"
             )
             return named
-        left = self.limits.seconds_left(self.clock)
-        return self.target.winner(self.trials, self.proposer.compared(), self.trials.budget_bytes, left)
+        compared, left = self.proposer.compared(), self.clock.seconds_left
+        return self.target.winner(self.trials, compared, self.trials.budget_bytes, left)
 
     # -- when to stop -------------------------------------------------------------------------------------------------
 
     def _used_up(self) -> bool:
         """Whether a limit is reached; ``stopped`` then says which."""
+        if self.trials.spent >= self.most:
+            return self._over(f"as many candidates were tried as --trials allows ({self.most})")
         reserved = 0.0
-        if self.limits.timeout is not None and self.proposer.knows_the_budget:
+        if self.clock.timeout is not None and self.proposer.knows_the_budget:
             reserved = self.target.reserved(self.trials, self.proposer.compared())
-        return self._over(self.limits.used_up(self.trials.spent, self.clock, reserved))
+        late = self.clock.seconds_left <= reserved
+        return late and self._over(f"the time limit of {self.clock.timeout:g} s was reached")
 
     def _enough(self, repeats: int) -> bool:
         """Whether the search should end; ``stopped`` then says why."""

@@ -14,33 +14,10 @@ from autockpt.schema import Budget, Choice, Listener, SearchOptions, SearchSpace
 
 
 @dataclass(frozen=True)
-class Limits:
-    """How long a search may work: candidates in all, wall seconds."""
-
-    trials: int
-    timeout: float | None = None
-    seed: int = 0
-
-    def seconds_left(self, clock: Clock) -> float:
-        """Of the time limit, which holds for the whole search, tracing and profiling included; infinite without one."""
-        return math.inf if self.timeout is None else self.timeout - clock.elapsed
-
-    def used_up(self, spent: int, clock: Clock, reserved: float = 0.0) -> str:
-        """Which limit is reached, in words; empty where none is. ``spent`` are the candidates so far.
-
-        ``reserved`` seconds of the time limit are for something else.
-        """
-        if spent >= self.trials:
-            return f"as many candidates were tried as --trials allows ({self.trials})"
-        if self.seconds_left(clock) <= reserved:
-            return f"the time limit of {self.timeout:g} s was reached"
-        return ""
-
-
-@dataclass(frozen=True)
 class Question:
-    """What is asked: the workload by its settings, the budget, the space and the limits. ``spec`` None: a live model.
+    """What is asked: the workload by its settings, the budget, the space and how many candidates may be tried.
 
+    ``spec`` None: a live model.
     ``seeds`` are plans to try early, by name; ``host_budget`` bounds what offloading may claim on the host, in bytes;
     ``continued``: what the search has named so far was no verdict yet.
     """
@@ -50,7 +27,8 @@ class Question:
     settings: Mapping[str, Any]
     budget: Budget
     space: SearchSpace
-    limits: Limits
+    trials: int
+    seed: int = 0
     notes: tuple[str, ...] = field(default=())
     host_budget: int | None = None
     continued: bool = False
@@ -59,8 +37,8 @@ class Question:
     @classmethod
     def of(cls, asked: SearchOptions, **facts: Any) -> Self:
         """The question of what was asked for, with ``facts`` about what it is asked of."""
-        limits = Limits(asked.trials, asked.timeout, asked.seed)
-        return cls(limits=limits, host_budget=asked.host_budget, continued=asked.continued, **facts)
+        own = {"host_budget": asked.host_budget, "continued": asked.continued}
+        return cls(trials=asked.trials, seed=asked.seed, **own, **facts)
 
     @property
     def workload_key(self) -> str:
@@ -75,10 +53,13 @@ def workload_key(spec: WorkloadSpec | None, name: str, settings: Mapping[str, An
 
 
 class Clock:
-    """Wall time by stage, reported to the listener as it passes."""
+    """Wall time by stage, reported to the listener as it passes.
 
-    def __init__(self, listener: Listener) -> None:
-        self.listener = listener
+    ``timeout``: a time limit in seconds, which holds for the whole search, tracing and profiling included.
+    """
+
+    def __init__(self, listener: Listener, timeout: float | None = None) -> None:
+        self.listener, self.timeout = listener, timeout
         self.stages: list[StageTime] = []
         self.began = time.monotonic()
 
@@ -86,6 +67,11 @@ class Clock:
     def elapsed(self) -> float:
         """Wall seconds since this clock was made."""
         return time.monotonic() - self.began
+
+    @property
+    def seconds_left(self) -> float:
+        """Of the time limit; infinite without one."""
+        return math.inf if self.timeout is None else self.timeout - self.elapsed
 
     @contextmanager
     def stage(self, name: str, total: int | None = None) -> Iterator[None]:

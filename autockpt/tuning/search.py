@@ -53,8 +53,8 @@ def run_search(request: SearchRequest, listener: Listener | None = None) -> Sear
     """
     _refuse_unwritable(request)
     with nullcontext() if request.dry_run else RunDirectory.reserved(request.out, request.key):
-        known = _answered(request)
-        return save_plan_copy(request, known or search_described(request, Clock(listener or Silence())))
+        outcome = _answered(request) or search_described(request, Clock(listener or Silence(), request.timeout))
+        return save_plan_copy(request, outcome)
 
 
 def _answered(request: SearchRequest) -> SearchOutcome | None:
@@ -167,7 +167,7 @@ def search_step(
     Raises UsageError under a distributed launch, WorkloadError for a step that does not run, InfeasibleError where
     nothing fits. The outcome has no plan where Ctrl-C came before anything fitting was measured.
     """
-    clock = Clock(listener or Silence())
+    clock = Clock(listener or Silence(), asked.timeout)
     with ExitStack() as stack:
         measurer = stack.enter_context(LocalMeasurer(step, host_budget=asked.host_budget, others_wait=others_wait))
         environment = measurer.environment
@@ -179,7 +179,7 @@ def search_step(
             return on_device(asked.budget, step.device, environment, used_by_others(measurer), found.uniform)
 
         needs, job = needed_on(environment.device), Live(step, terms)
-        stack.enter_context(naming_alternatives(found, needs, clock, job, asked.budget, what_if, timeout=asked.timeout))
+        stack.enter_context(naming_alternatives(found, needs, clock, job, asked.budget, what_if))
         question = Question.of(
             asked,
             name=type(step.model).__name__,

@@ -154,8 +154,7 @@ def conclude(
     if before is not None and before.outcome.plan is not None and before.outcome.plan.hash != plan.hash:
         note = _changed(before.outcome.plan, plan, found)
         outcome = outcome.model_copy(update={"notes": (*outcome.notes, note)})
-    limits = question.limits
-    run.write_finished(FinishedSearch(trials=limits.trials, timeout=limits.timeout, outcome=outcome))
+    run.write_finished(FinishedSearch(trials=question.trials, timeout=opened.clock.timeout, outcome=outcome))
     return outcome
 
 
@@ -192,7 +191,7 @@ def find_plan(opened: Opened, profiled: CostModel, target: Target, *, checks: in
         more = {"calls": checks, "study": f"{opened.title}: sampler", "listener": clock.listener}
         with clock.part("well-known plans"):
             proposer = SolverProposer(question, profiled, target, trials, opened.storage, **more)
-        found = Loop(proposer, target, trials, question.limits, clock).run()
+        found = Loop(proposer, target, trials, question.trials, clock).run()
     if (pace := _pace(found)) is not None:
         forget_op_times(environment, question.workload_key)
         found.notes.append(
@@ -211,7 +210,7 @@ def find_plan(opened: Opened, profiled: CostModel, target: Target, *, checks: in
             run.write_graph(profiled.predictor.graph(found.best.choices), "plan")
             if ALL in proposer.known:
                 run.write_graph(profiled.predictor.graph(proposer.known[ALL]), "recompute")
-            if not found.interrupted and question.limits.seconds_left(clock) > 0:
+            if not found.interrupted and clock.seconds_left > 0:
                 with clock.stage("other budgets"):
                     run.write_outlook(look_around(profiled, found, head, run.outlook(), clock))
     return conclude(opened, found, rows, plan, source=target.source, stages=clock.stages)

@@ -23,7 +23,7 @@ from autockpt.schema import (
 from autockpt.tracing import Tracer
 from autockpt.tuning.loop import Loop, SearchResult
 from autockpt.tuning.proposers.solver import SolverProposer
-from autockpt.tuning.question import Clock, Limits, Question
+from autockpt.tuning.question import Clock, Question
 from autockpt.tuning.targets.simulated import DRY_CALLS, DryRun
 from autockpt.tuning.trials import Trials
 from autockpt.workload import build
@@ -111,10 +111,10 @@ def test_the_disk_tier_is_tried_where_the_host_budget_binds(on_gpu: Tracer):
 
 def solved(known: CostModel, budget: str, space: SearchSpace) -> SearchResult:
     """What a dry run finds."""
-    question = Question("llama", None, {}, parse_budget(budget), space, Limits(1), host_budget=known.host_budget)
+    question = Question("llama", None, {}, parse_budget(budget), space, 1, host_budget=known.host_budget)
     target, trials, clock = DryRun(), Trials(None), Clock(Silence())
     proposer = SolverProposer(question, known, target, trials, None, calls=DRY_CALLS)
-    return Loop(proposer, target, trials, question.limits, clock).run()
+    return Loop(proposer, target, trials, 1, clock).run()
 
 
 @pytest.mark.parametrize("share", [0.3, 0.6])

@@ -10,7 +10,7 @@ from autockpt.schema import Choice, Silence, parse_budget
 from autockpt.schema.choices import dump_choice
 from autockpt.tuning.loop import Loop, SearchResult
 from autockpt.tuning.proposers.solver import SolverProposer
-from autockpt.tuning.question import Clock, Limits, Question
+from autockpt.tuning.question import Clock, Question
 from autockpt.tuning.targets.real_steps import RealSteps
 from autockpt.tuning.targets.simulated import Simulated
 from autockpt.tuning.trials import Trials
@@ -37,14 +37,14 @@ def search(
 ) -> SearchResult:
     """What the loop finds with the solver's plans. A sampler that draws at random costs nothing beside one that fits a
     Gaussian process before each trial ("gp", which searches have by themselves); what the loop does is the same."""
-    clock = clock or Clock(listener or Silence())
+    clock = clock or Clock(listener or Silence(), timeout)
     question = Question(
         name="made up",
         spec=None,
         settings={},
         budget=parse_budget(budget).with_headroom(headroom),
         space=load_space(space).model_copy(update={"sampler": sampler}),
-        limits=Limits(trials, timeout),
+        trials=trials,
         host_budget=host_budget,
         seeds=seeds or {},
     )
@@ -52,7 +52,7 @@ def search(
     tried = Trials(run)
     storage = run.storage if run else None
     proposer = SolverProposer(question, device.profiled(host_budget=host_budget), target, tried, storage)
-    return Loop(proposer, target, tried, question.limits, clock).run()
+    return Loop(proposer, target, tried, trials, clock).run()
 
 
 def search_made_up(space: str, budget: str, units: int, *, simulated: bool) -> dict[str, Any]:

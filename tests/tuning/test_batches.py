@@ -31,6 +31,7 @@ from autockpt.tuning import batches, run_search
 from autockpt.tuning.alternatives import on_device
 from autockpt.tuning.batches import Climb, Sizes, climbed, search_batch_sizes, search_step_batches
 from autockpt.tuning.jobs import Live, with_rows
+from autockpt.tuning.question import Clock
 from autockpt.tuning.rows import dependent_rows
 from autockpt.tuning.search import search_options
 from autockpt.workload import Step
@@ -69,7 +70,7 @@ def climb_of(table: dict[int, float], rows: int) -> Made:
             raise InfeasibleError("nothing fits")
         return outcome(table[size])
 
-    return Made(rows, search, Silence())
+    return Made(rows, search, Clock(Silence()))
 
 
 @settings(deadline=None)
@@ -133,10 +134,10 @@ def test_one_worse_size_above_is_passed_over() -> None:
 
 def test_sizes_that_there_was_no_time_for_are_said() -> None:
     climb = climb_of({1: 1.0, 2: 1.0, 4: 1.0}, 4)
-    climb.timeout = 60.0
+    climb.clock.timeout = 60.0
     climb.at(1, 3)
     assert climb.left_out() == ""
-    climb.began -= 50.0
+    climb.clock.began -= 50.0
     assert climb.at(2, 3) is None and climb.at(4, 3) is None and climb.at(1, 3) is not None
     assert climb.left_out().startswith("The time limit of 60 s left none for micro-batches of 2, 4: ")
 
@@ -148,7 +149,7 @@ def test_the_second_search_of_a_size_goes_on_with_the_first() -> None:
         asked.append(continued)
         return outcome(1.0)
 
-    climb = Made(2, search, Silence())
+    climb = Made(2, search, Clock(Silence()))
     for size, trials in ((1, 3), (2, 3), (1, 8)):
         climb.at(size, trials)
     assert asked == [False, False, True]
@@ -156,12 +157,12 @@ def test_the_second_search_of_a_size_goes_on_with_the_first() -> None:
 
 def test_a_size_that_there_was_time_for_is_not_named_the_largest(monkeypatch: pytest.MonkeyPatch) -> None:
     def search(size: int, trials: int, left: float | None, continued: bool) -> SearchOutcome:
-        climb.began -= 55.0
+        climb.clock.began -= 55.0
         found = outcome(1.0)
         everything = found.rows[0].model_copy(update={"name": "recompute all"})
         return found.model_copy(update={"rows": (everything, *found.rows), "measured_trials": 7})
 
-    climb = Made(4, search, Silence(), timeout=60.0)
+    climb = Made(4, search, Clock(Silence(), 60.0))
     known = Sizes([1, 2, 4], 100, {1: {"save": 60, "recompute": 1}, 2: {"save": 150, "recompute": 2}}, {}.__getitem__)
     monkeypatch.setattr(batches, "dependent_rows", lambda *asked: ())
     monkeypatch.setattr(batches, "foreseen_sizes", lambda *asked: known)

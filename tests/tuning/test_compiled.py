@@ -15,7 +15,7 @@ from autockpt.schema import RECOMPUTE, SAVE, Choice, DeviceInfo, Environment, Me
 from autockpt.schema.choices import CompileBudget
 from autockpt.tuning.loop import Loop
 from autockpt.tuning.proposers.splits import SplitProposer
-from autockpt.tuning.question import Clock, Limits, Question
+from autockpt.tuning.question import Clock, Question
 from autockpt.tuning.targets.compiled_steps import CompiledSteps
 from autockpt.tuning.targets.real_steps import RealSteps
 from autockpt.tuning.trials import Trials
@@ -65,16 +65,15 @@ class MadeUpCompiler:
 
 
 def search(compiler: MadeUpCompiler, budget: str, mode: Any = "layers", *, trials: int = 14, **more: Any) -> Any:
-    clock = Clock(Silence())
+    clock = Clock(Silence(), more.pop("timeout", None))
     space = load_space("knobs").restricted(("recompute",))
-    limits = Limits(trials, more.pop("timeout", None))
-    question = Question("m", None, {}, parse_budget(budget), space, limits)
+    question = Question("m", None, {}, parse_budget(budget), space, trials)
     run = more.pop("run", None)
     tried = Trials(run)
-    target = CompiledSteps(mode, RealSteps(compiler, clock), compiler, limits, clock)  # type: ignore[arg-type]
+    target = CompiledSteps(mode, RealSteps(compiler, clock), compiler, clock)  # type: ignore[arg-type]
     storage, eager = run.storage if run else None, more.pop("eager", lambda share: {})
     proposer = SplitProposer(question, NAMES, target, tried, storage, room=10**6, eager=eager, study="compiled")
-    return Loop(proposer, target, tried, limits, clock).run()
+    return Loop(proposer, target, tried, trials, clock).run()
 
 
 @pytest.mark.parametrize("mode", ["layers", "model"])

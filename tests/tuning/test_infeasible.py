@@ -14,6 +14,7 @@ from autockpt.schema.choices import CHUNKED_SOFTMAX, ChunkedLoss
 from autockpt.schema.remedy import COMMAND_LINE, Alternative
 from autockpt.tuning import alternatives, infeasible
 from autockpt.tuning.jobs import Described
+from autockpt.tuning.question import Clock
 
 IN_CHUNKS = ChunkedLoss(tokens=256)
 SPEC = WorkloadSpec(model="llama-1b", batch_size=4, seq_len=1024)
@@ -55,10 +56,11 @@ def naming(*notes: str, timeout: float | None = None) -> AbstractContextManager[
     tracer = SimpleNamespace(settings=SETTINGS, notes=notes)
     graph = SimpleNamespace(resident={})
     found: Any = SimpleNamespace(tracer=tracer, heads=None, twin=None, uniform={"recompute": ({}, graph)})
-    clock: Any = SimpleNamespace(elapsed=2.0, stage=lambda *_: nullcontext(), listener=Silence())
+    clock = Clock(Silence(), timeout)
+    clock.began -= 2.0
     bench: Any = alternatives.WhatIf(5, cast("Any", None), cast("Any", None), ("recompute",), None)
     return infeasible.naming_alternatives(
-        found, lambda graph: 1, clock, Described(SPEC), parse_budget("1KB"), lambda: bench, timeout=timeout
+        found, lambda graph: 1, clock, Described(SPEC), parse_budget("1KB"), lambda: bench
     )
 
 

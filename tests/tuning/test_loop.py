@@ -294,10 +294,10 @@ def test_the_number_of_trials_is_that_of_candidates_whatever_the_baselines_take(
 
 
 def test_the_time_limit_holds_for_the_whole_search_and_still_names_a_plan() -> None:
-    clock = Clock(Silence())
+    clock = Clock(Silence(), 50)
     clock.began -= 60  # tracing and profiling took a minute
     device = MadeUpDevice(noise=0.05)
-    found = search(device, "50%act", clock=clock, timeout=50)
+    found = search(device, "50%act", clock=clock)
     assert "time limit" in found.stopped and all(t.encoding == "baseline" for t in found.trials)
     assert found.best is not None and found.best.measured is not None
     assert found.best.measured.steps == 3  # one batch of interleaved cycles, no more

@@ -98,7 +98,7 @@ class SolverProposer(Proposer):
         if self.question.budget.kind == "bytes" and self.budget.bytes < self.smallest_peak:
             raise self.infeasible()
         self.menus = {unit.name: [option.choice for option in unit.options] for unit in self.unpriced.units}
-        seed = self.question.limits.seed + self.trials.resumed
+        seed = self.question.seed + self.trials.resumed
         space = self.space
         self.study = Study(
             space.encoding,

@@ -202,8 +202,7 @@ class SplitProposer(Proposer):
         self.sampler_turn = False
 
     def begin(self) -> None:
-        seed = self.question.limits.seed
-        name = self.study_name
+        seed, name = self.question.seed, self.study_name
         self.study = Study("knobs", "tpe", sampled(self.mode), {}, name=name, storage=self.storage, seed=seed)
         self.target.begin(self.trials)
 

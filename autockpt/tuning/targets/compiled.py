@@ -108,16 +108,15 @@ def _searched(mode: CompileMode, measurer: WorkerMeasurer, opened: Opened) -> Se
         run.write_graph(uniform["save"][1])
     trials = Trials(run)
     confirm = confirmation(question.spec, measurer, compile=mode)
-    target = CompiledSteps(mode, RealSteps(measurer, clock, confirm), measurer, question.limits, clock)
+    target = CompiledSteps(mode, RealSteps(measurer, clock, confirm), measurer, clock)
     layers, study = [unit.name for unit in blocks_of(tracer)], f"{opened.title}: sampler"
     proposer = SplitProposer(question, layers, target, trials, opened.storage, room=room, eager=eager, study=study)
     with refusal_on_record(run):
-        found = Loop(proposer, target, trials, question.limits, clock).run()
+        found = Loop(proposer, target, trials, question.trials, clock).run()
     found.notes.extend(_graphs(found))
     rows, plan = scored_rows(proposer.known, found.trials, found.best), None
     if found.best is not None:
-        late = question.limits.seconds_left(clock) < 0
-        elsewise, said = (None, []) if late else _in_eager_steps(measurer, found)
+        elsewise, said = (None, []) if clock.seconds_left < 0 else _in_eager_steps(measurer, found)
         found.notes.extend(said)
         choices, notes = found.best.choices, (*found.notes, _NOT_PREDICTED)
         plan = make_plan(opened, choices, found.budget, source="measured", rows=rows, notes=notes)

@@ -10,7 +10,7 @@ from autockpt.errors import ConflictError, MeasurementError
 from autockpt.measuring import WorkerMeasurer
 from autockpt.schema import CompileMode, Prediction, Trial
 from autockpt.tuning.finals import BATCH
-from autockpt.tuning.question import Clock, Limits
+from autockpt.tuning.question import Clock
 from autockpt.tuning.targets.base import Foresee, Target
 from autockpt.tuning.targets.real_steps import FINALISTS, RealSteps
 from autockpt.tuning.trials import Candidate, Score, Trials
@@ -36,7 +36,6 @@ class CompiledSteps(Target):
     mode: CompileMode
     steps: RealSteps
     measurer: WorkerMeasurer
-    limits: Limits
     clock: Clock
     refuses_budgets: bool = False
     _took: list[float] = field(default_factory=list)  # seconds per plan, compiling included
@@ -56,7 +55,7 @@ class CompiledSteps(Target):
         began = self.clock.elapsed
         expected = Prediction(peak_bytes=0, step_seconds=self._typical)
         try:
-            with self.measurer.within(max(ANSWERING, self._seconds_left)):
+            with self.measurer.within(max(ANSWERING, self.clock.seconds_left)):
                 score = self.steps.score(candidate, expected, budget_bytes)
         except ConflictError as error:
             score = Score("failed", message=error.message)
@@ -65,7 +64,7 @@ class CompiledSteps(Target):
                 self.notes.append(f"no compile_budget for this model: {error.message}")
         except MeasurementError as error:
             score = Score("failed", message=error.message)
-            if self._seconds_left <= 0:  # the worker was ended while it compiled; the next run tries again
+            if self.clock.seconds_left <= 0:  # the worker was ended while it compiled; the next run tries again
                 self.notes.append(f"{candidate.name} was not compiled and measured by the time limit")
                 return None
         self._took.append(self.clock.elapsed - began)
@@ -75,34 +74,30 @@ class CompiledSteps(Target):
 
     def reserved(self, trials: Trials, compared: Sequence[Trial]) -> float:
         """What the next plan takes, and then the finals."""
-        if self.limits.timeout is None or not self._took:
+        if self.clock.timeout is None or not self._took:
             return 0.0
         contest = [*trials.ranking()[:FINALISTS], *compared]
         anew = sum(t.measured.compile_seconds for t in contest if t.measured and t.number < trials.resumed)
-        finals = min(_first_rounds(contest) * 2 + anew, FINALS_SHARE * self.limits.timeout)
+        finals = min(_first_rounds(contest) * 2 + anew, FINALS_SHARE * self.clock.timeout)
         return finals + statistics.median(self._took[-LATELY:])
 
     def winner(self, trials: Trials, compared: Sequence[Trial], budget_bytes: int, seconds: float) -> Trial | None:
         """The best plan by steps side by side; where time runs out over them, the best by those it was tried with."""
         compared, finalists = list(compared), trials.ranking()[:FINALISTS]
-        while compared and _first_rounds([*finalists, *compared]) > self._seconds_left:
+        while compared and _first_rounds([*finalists, *compared]) > self.clock.seconds_left:
             compared.pop(0)
-        left = self._seconds_left - _first_rounds([*finalists, *compared])
+        left = self.clock.seconds_left - _first_rounds([*finalists, *compared])
         if left > 0:
             try:  # plans of an earlier run are compiled here first
-                with self.measurer.within(max(ANSWERING, self._seconds_left)):
+                with self.measurer.within(max(ANSWERING, self.clock.seconds_left)):
                     best = self.steps.winner(trials, compared, budget_bytes, left)
                 self.notes.extend(self.steps.notes)
                 return best
             except MeasurementError:
-                if self._seconds_left > 0:
+                if self.clock.seconds_left > 0:
                     raise
         self.notes.append("the time limit left no room to measure the best plans side by side")
         return trials.best
-
-    @property
-    def _seconds_left(self) -> float:
-        return self.limits.seconds_left(self.clock)
 
 
 def _first_rounds(trials: Sequence[Trial]) -> float:

@@ -56,8 +56,8 @@ def open_measured(stack: ExitStack, request: SearchRequest, clock: Clock) -> Ope
             environment = worker.environment
     needs, others = needed_on(environment.device), device.used_by_others()
     what_if = partial(on_device, request.budget, device.torch_device, environment, others, found.uniform)
-    job, limit = Described(request.workload), {"timeout": request.timeout}
-    stack.enter_context(naming_alternatives(found, needs, clock, job, request.budget, what_if, **limit))
+    job = Described(request.workload)
+    stack.enter_context(naming_alternatives(found, needs, clock, job, request.budget, what_if))
     question = question_of(request, found, request.budget)
     search = partial(_dry_run, device) if worker is None else partial(search_by_steps, worker)
     return Opened(question, environment, found, clock, search)

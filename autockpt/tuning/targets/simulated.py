@@ -88,8 +88,7 @@ def open_simulated(
     what_if = partial(on_hardware, request, hardware, found.space.choices)
     job, needs = Described(request.workload, hardware), simulated_memory(hardware)
     if alternatives:
-        limit = {"timeout": request.timeout}
-        stack.enter_context(naming_alternatives(found, needs, clock, job, request.budget, what_if, **limit))
+        stack.enter_context(naming_alternatives(found, needs, clock, job, request.budget, what_if))
     question = question_of(request, found, budget, (*capped, said_of(hardware)))
     question = replace(question, settings={**question.settings, "device": f"{hardware.name}, simulated"})
     search = partial(_simulated, hardware, request.dry_run)

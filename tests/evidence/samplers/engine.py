@@ -66,10 +66,9 @@ def search(q: Question, seed: int, noise: float, trials: int, space: SearchSpace
     clock = asked.Clock(Silence())
     target = RealSteps(MadeUpDevice(q.truth, noise=noise, seed=seed), clock)
     budget = Budget(text=f"{q.budget} bytes", kind="bytes", size=q.budget)
-    limits = asked.Limits(trials, None, seed)
-    what = asked.Question("made up", None, {}, budget, space or load_space("knobs"), limits)
+    what = asked.Question("made up", None, {}, budget, space or load_space("knobs"), trials, seed)
     tried = Trials(None)
-    return Loop(SolverProposer(what, q.beliefs[seed], target, tried, None), target, tried, limits, clock).run()
+    return Loop(SolverProposer(what, q.beliefs[seed], target, tried, None), target, tried, trials, clock).run()
 
 
 def rows(queues: bool, seeds: int) -> Iterator[str]:
