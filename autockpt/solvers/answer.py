@@ -11,16 +11,12 @@ INFINITE_BYTES = 1 << 60
 ROUNDING = 1e-12  # share of the largest number that sums of a few hundred floats may err by
 
 
-def as_choices(problem: Problem, picks: Sequence[int]) -> dict[str, Choice]:
-    """The choice of every unit from the index of its option."""
-    return {unit.name: unit.options[pick].choice for unit, pick in zip(problem.units, picks, strict=True)}
-
-
-def judge(problem: Problem, choices: Mapping[str, Choice], *, gap: float = 0.0) -> Assignment:
-    """An Assignment whose seconds, peak (bytes) and feasibility are recomputed from the problem, never trusted."""
+def judge(problem: Problem, picks: Sequence[int], *, gap: float = 0.0) -> Assignment:
+    """The Assignment of options picked by index; its seconds, peak and feasibility are the problem's own numbers."""
+    choices = {unit.name: unit.options[pick].choice for unit, pick in zip(problem.units, picks, strict=True)}
     peak = peak_of(problem, choices)
     return Assignment(
-        choices=dict(choices),
+        choices=choices,
         feasible=peak <= problem.budget_bytes and host_excess(problem, choices) <= 0,
         seconds=seconds_of(problem, choices),
         peak=peak,

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from autockpt.schema.problem import Assignment, Problem
-from autockpt.solvers.answer import as_choices, judge, relative_gap
+from autockpt.solvers.answer import judge, relative_gap
 from autockpt.solvers.chain import Chain, ChainUnit, as_chain, smallest_peak
 
 WIDTHS = (64, 4096, 65536)  # labels kept per unit in successive passes; the first pass finds a good plan to bound by
@@ -40,7 +40,7 @@ def labels(problem: Problem, *, time_limit: float = 10.0, gap: float = 1e-6) -> 
         if not search.truncated or search.best - search.bound <= search.slack or time.monotonic() > search.deadline:
             break
     proven = relative_gap(problem, search.best, min(search.best, search.bound))
-    return judge(problem, as_choices(problem, search.picks), gap=proven)
+    return judge(problem, search.picks, gap=proven)
 
 
 @dataclass
@@ -55,8 +55,7 @@ class _Search:
 
     def __post_init__(self) -> None:
         self.rest = _relaxations(self.chain)
-        self.root = float(self._bound(0, np.zeros(1))[0])
-        self.bound = self.root
+        self.bound = float(self._bound(0, np.zeros(1))[0])
 
     def walk(self, width: int) -> None:
         """One pass along the chain with at most ``width`` labels per unit; updates ``best`` and ``bound``."""

@@ -15,7 +15,7 @@ import numpy as np
 import scipy
 
 from autockpt.schema.problem import Assignment, Option, Problem, UnitOptions
-from autockpt.solvers.answer import as_choices, host_excess, judge, relative_gap
+from autockpt.solvers.answer import host_excess, judge, relative_gap
 from autockpt.solvers.chain import as_chain, needs, own_bytes, smallest_peak, strongest
 from autockpt.solvers.labels import labels
 
@@ -36,7 +36,7 @@ def milp(problem: Problem, *, time_limit: float = 10.0, gap: float = 1e-4) -> As
     deadline = time.monotonic() + time_limit
     bound_by_host = problem.host_budget is not None
     if as_chain(problem).reach[0] < 0 and not bound_by_host:
-        return judge(problem, as_choices(problem, smallest_peak(problem)[1]))
+        return judge(problem, smallest_peak(problem)[1])
     model, less, proven = _Model(problem), 0, -math.inf
     for attempt in range(ROUNDING_TRIES):
         remaining = max(0.1, deadline - time.monotonic())
@@ -45,10 +45,10 @@ def milp(problem: Problem, *, time_limit: float = 10.0, gap: float = 1e-4) -> As
             proven = bound  # later attempts solve a tighter problem, whose bound proves nothing about this one
             if infeasible:
                 picks = model.leanest(remaining)
-                return _fallback(problem) if picks is None else judge(problem, as_choices(problem, picks))
+                return _fallback(problem) if picks is None else judge(problem, picks)
         if picks is None:
             break
-        answer = judge(problem, as_choices(problem, picks))
+        answer = judge(problem, picks)
         if answer.feasible:
             return answer.model_copy(update={"gap": relative_gap(problem, answer.seconds, proven)})
         if answer.peak > problem.budget_bytes or not bound_by_host:
