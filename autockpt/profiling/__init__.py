@@ -1,6 +1,5 @@
 """What each choice costs on each kind of unit: op times, menus, the planning problem, predictions."""
 
-from autockpt.profiling.menus import build_menus
 from autockpt.profiling.predictor import (
     MemoryModel,
     Predictor,
@@ -12,7 +11,7 @@ from autockpt.profiling.predictor import (
     torch_device,
     tracer_for,
 )
-from autockpt.profiling.problem import build_problem, point_bytes
+from autockpt.profiling.problem import build_problem
 from autockpt.profiling.profile import (
     LEAN_CALLS,
     CostModel,
@@ -39,7 +38,6 @@ __all__ = [
     "Predictor",
     "Traces",
     "UniformRuns",
-    "build_menus",
     "build_problem",
     "build_profile",
     "cached_op_times",
@@ -49,7 +47,6 @@ __all__ = [
     "measure_op_times",
     "memory_at_hand",
     "needed_on",
-    "point_bytes",
     "refused_choices",
     "said_of",
     "simulated_memory",

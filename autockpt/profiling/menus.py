@@ -45,7 +45,7 @@ def build_menus(
     for kind, unit in representatives(base.blocks()).items():
         index = units.index(unit.name)
         runs = {choice: _Run.of(graph, units, simulation) for (of, choice), graph in variants.items() if of == kind}
-        items = [_change(choice, plain, run, index, unit.name) for choice, run in ({SAVE: plain} | runs).items()]
+        items = [_change(choice, plain, run, index, unit.name) for choice, run in [(SAVE, plain), *runs.items()]]
         levels = _saved_levels(plain, index, unit.name)
         menus.append(Menu(kind=kind, representative=unit.name, items=_lifted(items, levels)))
     return tuple(menus)
@@ -70,7 +70,7 @@ def head_menu(
             recompute_seconds=0.0,
             host_bytes=run.host_bytes,
         )
-        for choice, run in ({SAVE: plain} | runs).items()
+        for choice, run in [(SAVE, plain), *runs.items()]
     ]
     levels = _saved_levels(plain, index, head.name)
     return Menu(kind=head.kind, representative=head.name, items=_lifted(items, levels))
@@ -140,7 +140,9 @@ def _change(choice: Choice, plain: _Run, variant: _Run, index: int, name: str) -
     return MenuItem(
         choice=choice,
         **_byte_changes(plain, variant, index)._asdict(),
-        **{f"{phase}_seconds": seconds for phase, seconds in times.items()},
+        forward_seconds=times["forward"],
+        backward_seconds=times["backward"],
+        recompute_seconds=times["recompute"],
         copy_seconds=_copy_seconds(plain.simulation, variant.simulation, times),
         host_bytes=variant.host_bytes,
     )

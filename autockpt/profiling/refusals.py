@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from autockpt.errors import ConflictError, DeviceOutOfMemory
@@ -29,18 +30,12 @@ def refused_choices(measurer: Measurer, plain: Mapping[str, Choice], kinds: Iter
     Steps run only where nobody knows the device's backend yet. What does not fit there counts as not refused: whatever
     fits will say so itself.
     """
-    found: dict[str, str] = {}
+    said: dict[str, str] = {}
     if measurer.environment.device.kind in KNOWN:
-        return found
-    for kind in kinds:
-        if kind not in WATCHING:
-            continue
+        return said
+    for kind in (kind for kind in kinds if kind in WATCHING):
         choices = {name: parse_choice(kind) if choice == SAVE else choice for name, choice in plain.items()}
         payload = {"choices": dump_choices(choices)}
-        try:
-            said = measurer.call("autockpt.profiling.refusals:run_once", payload)["refused"]
-        except DeviceOutOfMemory:
-            continue
-        if said:
-            found[kind] = said
-    return found
+        with suppress(DeviceOutOfMemory):
+            said[kind] = measurer.call("autockpt.profiling.refusals:run_once", payload)["refused"]
+    return {kind: why for kind, why in said.items() if why}

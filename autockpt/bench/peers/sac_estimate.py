@@ -224,7 +224,7 @@ def _host_clock(device: torch.device) -> Iterator[None]:
     if device.type == "cuda":
         yield
         return
-    none = {"current_stream": lambda *_: None, "synchronize": lambda *_: None}
+    none: dict[str, Any] = {"current_stream": lambda *_: None, "synchronize": lambda *_: None}
     # which of them it asks depends on the version: torch.cuda up to 2.13, torch and torch.accelerator by 2.15
     with (
         patch.multiple(torch.cuda, Event=_Event, **none),
