@@ -65,7 +65,7 @@ def prepare(runner: StepRunner, payload: Mapping[str, Any]) -> dict[str, Any]:
     """
     began, compiling = time.monotonic(), compile_seconds(runner.workload.model)
     try:
-        measured = runner.measure(_attached(runner, payload), steps=1, warmup=1)
+        measured = runner.measure(_attached(runner, payload), steps=1)
         seconds = time.monotonic() - began
         compiling = compile_seconds(runner.workload.model) - compiling
         equal, words = _gradients(runner, payload)

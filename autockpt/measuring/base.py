@@ -25,9 +25,7 @@ class Measurer(Protocol):
     beat: Callable[[str], None]
     """Called with a word whenever something has ended, such as a cycle, while a method is at work."""
 
-    def measure(
-        self, choices: Choices, *, steps: int = 5, warmup: int = 1, budget_bytes: int | None = None
-    ) -> Measurement:
+    def measure(self, choices: Choices, *, steps: int = 5, budget_bytes: int | None = None) -> Measurement:
         """Peak bytes and the median seconds of ``steps`` whole cycles with a plan attached.
 
         Raises DeviceOutOfMemory where it does not fit the device, or the budget on devices that enforce one; elsewhere

@@ -85,14 +85,10 @@ class WorkerMeasurer(Measurer):
         """What people should know about how the workload was made."""
         return tuple(self._known()["notes"])
 
-    def measure(
-        self, choices: Choices, *, steps: int = 5, warmup: int = 1, budget_bytes: int | None = None
-    ) -> Measurement:
+    def measure(self, choices: Choices, *, steps: int = 5, budget_bytes: int | None = None) -> Measurement:
         """See ``Measurer.measure``. A worker killed by the system counts as out of memory."""
-        data = self._request(
-            "measure", choices=dump_choices(choices), steps=steps, warmup=warmup, budget_bytes=self._limit(budget_bytes)
-        )
-        return Measurement.model_validate(data)
+        wired, limit = dump_choices(choices), self._limit(budget_bytes)
+        return Measurement.model_validate(self._request("measure", choices=wired, steps=steps, budget_bytes=limit))
 
     def compare(
         self, plans: Mapping[str, Choices], *, rounds: int = 5, budget_bytes: int | None = None, warmup: int = 1

@@ -65,12 +65,10 @@ class LocalMeasurer(Measurer):
     def beat(self, heard: Callable[[str], None]) -> None:
         self._runner.beat = heard
 
-    def measure(
-        self, choices: Choices, *, steps: int = 5, warmup: int = 1, budget_bytes: int | None = None
-    ) -> Measurement:
+    def measure(self, choices: Choices, *, steps: int = 5, budget_bytes: int | None = None) -> Measurement:
         """See ``Measurer.measure``. Errors of the user's own step arrive unchanged."""
         with self._opened() as runner:
-            return runner.measure(choices, steps=steps, warmup=warmup, budget_bytes=budget_bytes)
+            return runner.measure(choices, steps=steps, budget_bytes=budget_bytes)
 
     def compare(
         self, plans: Mapping[str, Choices], *, rounds: int = 5, budget_bytes: int | None = None, warmup: int = 1

@@ -59,20 +59,18 @@ class StepRunner:
         self._steady = False  # whether a cycle has run to its end, so that all optimizer states exist
         self._loss_is_finite = True  # of the first cycle: all others do the same work
 
-    def measure(
-        self, choices: Choices | Attach, *, steps: int = 5, warmup: int = 1, budget_bytes: int | None = None
-    ) -> Measurement:
-        """Peak and time of one plan: ``warmup`` cycles, ``steps`` timed ones, and one untimed for the peak.
+    def measure(self, choices: Choices | Attach, *, steps: int = 5, budget_bytes: int | None = None) -> Measurement:
+        """Peak and time of one plan: a cycle to warm up, ``steps`` timed ones, and one untimed for the peak.
 
-        Where the first cycle shows the peak already, it is the last of the warm-up. The first measurement of all runs a
+        Where the first cycle shows the peak already, it is the warm-up. The first measurement of all runs a
         cycle more, so that optimizer states exist. ``noise`` in the result is half the 95 % interval of the median as a
         share of it. See ``Measurer.measure`` for the errors.
         """
         if steps < 1:
             raise ValueError("at least one cycle must be timed")
-        at_once = warmup > 0 and self._peak_at_once
+        at_once = self._peak_at_once
         with self.device.limit(budget_bytes), self.attached(choices) as session:
-            compiled = self._warm_up(warmup - at_once)
+            compiled = self._warm_up(0 if at_once else 1)
             peak = self.measure_peak() if at_once else None
             times = [self.time_cycle() for _ in range(steps)]
             peak = peak or self.measure_peak()

@@ -81,12 +81,8 @@ class Worker:
 
     def do_measure(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """One plan's Measurement."""
-        measured = self._runner.measure(
-            parse_choices(request["choices"]),
-            steps=request["steps"],
-            warmup=request["warmup"],
-            budget_bytes=request["budget_bytes"],
-        )
+        choices = parse_choices(request["choices"])
+        measured = self._runner.measure(choices, steps=request["steps"], budget_bytes=request["budget_bytes"])
         return measured.model_dump(mode="json")
 
     def do_compare(self, request: Mapping[str, Any]) -> dict[str, Any]:

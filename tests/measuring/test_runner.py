@@ -43,7 +43,7 @@ def runner_of(workload: Step) -> StepRunner:
 def test_a_plan_is_measured_whole_and_recomputing_takes_fewer_bytes():
     runner = runner_of(make_workload())
     plain = runner.measure({}, steps=6)
-    recomputed = runner.measure(RECOMPUTE_ALL, steps=3, warmup=2)
+    recomputed = runner.measure(RECOMPUTE_ALL, steps=3)
     assert plain.steps == len(plain.times) == 6
     assert min(plain.times) <= plain.step_seconds <= max(plain.times)
     assert 0 < plain.noise <= 1
