@@ -202,7 +202,7 @@ def host_costs(clock: Stopwatch, cycles: int) -> tuple[float, float]:
     workload = build(spec, clock.device)
     layers = [f"model.layers.{i}" for i in range(workload.model.config.num_hidden_layers)]  # type: ignore[union-attr]
     plans = ({}, dict.fromkeys(layers, RECOMPUTE))
-    plain_ops, ops = (_under(workload, plan, lambda: _ops_of(workload)) for plan in plans)
+    plain_ops, ops = (_under(workload, plan, lambda: _ops_in(workload.cycle)) for plan in plans)
     rounds = [
         tuple(_under(workload, plan, lambda: _host_seconds(clock, workload.cycle)) for plan in plans)
         for _ in range(cycles)
@@ -221,9 +221,7 @@ def watch_seconds(clock: Stopwatch, cycles: int) -> float:
         layers = [nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True) for _ in range(WATCHED_LAYERS)]
         model = nn.Sequential(*layers).to(clock.device)
         batch = torch.rand(1, 8, 16, device=clock.device)
-    counter = _Counter()
-    with counter:
-        model(batch)
+    ops = _ops_in(lambda: model(batch))
 
     def seconds(plan: Mapping[str, Choice]) -> float:
         session = attach(model, plan, sentinels="off")
@@ -235,7 +233,7 @@ def watch_seconds(clock: Stopwatch, cycles: int) -> float:
 
     watched = {str(i): Remake() for i in range(WATCHED_LAYERS)}
     extra = statistics.median(seconds(watched) - seconds({}) for _ in range(cycles))
-    return max(0.0, extra) / counter.ops
+    return max(0.0, extra) / ops
 
 
 def _under(workload: Step, plan: Mapping[str, Choice], measure: Callable[[], T]) -> T:
@@ -249,10 +247,10 @@ def _under(workload: Step, plan: Mapping[str, Choice], measure: Callable[[], T])
         session.remove()
 
 
-def _ops_of(workload: Step) -> int:
+def _ops_in(fn: Callable[[], Any]) -> int:
     counter = _Counter()
     with counter:
-        workload.cycle()
+        fn()
     return counter.ops
 
 

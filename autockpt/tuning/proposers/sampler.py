@@ -18,6 +18,7 @@ from optuna.samplers import BaseSampler, GPSampler, NSGAIISampler, RandomSampler
 from optuna.trial import TrialState
 
 from autockpt.errors import RunDirectoryError
+from autockpt.measuring.failures import chain
 from autockpt.schema import Choice, ResolvedBudget, Trial, label
 from autockpt.schema.files import FULL
 from autockpt.schema.names import fold
@@ -177,7 +178,8 @@ def _in_words(storage: str) -> Iterator[None]:
 def _unusable(storage: str, error: Exception) -> RunDirectoryError:
     """The error for a study that cannot be used; a password in its URL is not repeated."""
     shown = re.sub(r"(://[^:/@]*):[^@/]*@", r"\1:***@", storage)
-    if _is_full(error):
+    # what the system or the database said is behind what Optuna makes of it
+    if any(getattr(one, "errno", None) in FULL or "disk is full" in str(one) for one in chain(error)):
         return RunDirectoryError(
             f"the disk with the Optuna study at {shown} is full",
             remedy="Free space there, and the same command continues; or give another folder with --out.",
@@ -188,15 +190,6 @@ def _unusable(storage: str, error: Exception) -> RunDirectoryError:
     else:
         remedy = "Give --storage an SQLAlchemy URL, as sqlite:///study.db, whose database is there and has its driver."
     return RunDirectoryError(f"the Optuna study at {shown} cannot be used: {said}", remedy=remedy)
-
-
-def _is_full(error: BaseException | None) -> bool:
-    """Whether what the system or the database said, behind what Optuna makes of it, is that there is no space left."""
-    while error is not None:
-        if getattr(error, "errno", None) in FULL or "disk is full" in str(error):
-            return True
-        error = error.__cause__ or error.__context__
-    return False
 
 
 def _distributions(
