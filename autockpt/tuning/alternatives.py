@@ -95,7 +95,7 @@ def alternatives(
 
     def mildest(families: Iterable[Iterator[Change]], most: int | None = None) -> list[Alternative]:
         ways = (_mildest(family, bench, standard) for family in families if not bench.late())
-        return [*islice((way for way in _counted(ways, bench.listener) if way is not None), most)]
+        return [*islice(filter(None, ways), most)]
 
     def alone(ways: Sequence[Alternative]) -> bool:
         return any(SHARD not in way.options for way in ways)
@@ -109,12 +109,6 @@ def alternatives(
             together = _together(job, settings, chunked, shared=not found)
             found += [way for way in [_mildest(together, bench, standard, hopeful=True)] if way is not None]
     return tuple(sorted(found, key=lambda way: SHARD in way.options)[:MOST])
-
-
-def _counted(ways: Iterable[Alternative | None], listener: Listener) -> Iterator[Alternative | None]:
-    for way in ways:
-        listener.advance()
-        yield way
 
 
 def _families(job: Job, settings: Mapping[str, Any], chunked: bool, lighter: bool) -> Iterator[Iterator[Change]]:
@@ -228,6 +222,8 @@ def _mildest(changes: Iterator[Change], bench: WhatIf, standard: float, hopeful:
             return series[bisect_left(series, True, key=lambda variant: variant.fits)].way(standard)
         except AutockptError:
             return None
+        finally:
+            bench.listener.advance()
 
 
 class _Variant:

@@ -189,12 +189,12 @@ class _Verification:
                 f"what the plan promises was simulated for {simulated_for(self.plan)}; it was never measured. "
                 f"Here it ran on {here}. `autockpt search --resume` makes a measured plan from it."
             )
-        if self.mode == self.plan.steps:
-            checks = (*self._gradients(), *self._reruns(), *self._promises())
-            return VerifyReport(checks=checks, notes=tuple(self.notes), measured=self.measured)
-        self._call("compile_as_training", {})
-        checks = (*self._gradients(), *self._reruns(), *self._comparison())
-        return VerifyReport(checks=checks, notes=tuple(self.notes), measured=self.measured, steps=self.mode)
+        own = self.mode == self.plan.steps
+        if not own:
+            self._call("compile_as_training", {})
+        checks = (*self._gradients(), *self._reruns(), *(self._promises() if own else self._comparison()))
+        steps = None if own else self.mode
+        return VerifyReport(checks=checks, notes=tuple(self.notes), measured=self.measured, steps=steps)
 
     def gradients(self) -> VerifyReport:
         """The first check alone."""
