@@ -100,47 +100,17 @@ def _undominated(kept: np.ndarray, seconds: np.ndarray, cap: np.ndarray, least: 
     return np.array(alive, dtype=np.int64)
 
 
-def smallest_peak(problem: Problem) -> tuple[int, list[int]]:
-    """The least peak that any assignment reaches, to the byte, and an assignment (option indices) that reaches it.
+def smallest_peak(problem: Problem) -> int:
+    """The least peak that any assignment reaches, to the byte.
 
-    For a given budget, taking at each unit the option that keeps least among those that fit decides feasibility,
-    because fewer bytes kept never harm later. Bisection over the budget then finds the least one.
+    From the last unit on: what the rest needs at least above what it finds kept is known when a unit is looked at.
     """
     own, between = needs(problem)
-    kept = [np.array([o.kept for o in u.options], dtype=np.int64) for u in problem.units]
-    picks = _leanest(own, between, kept, INFINITE_BYTES) or []
-    high = _peak(own, between, kept, picks)
-    released = sum(min(0, int(keep.min())) for keep in kept)  # noise can make kept bytes negative
-    low = max([0, *between, *(int(need.min()) for need in own)]) + released - 1
-    while high - low > 1:
-        middle = (low + high) // 2
-        found = _leanest(own, between, kept, middle)
-        if found is None:
-            low = middle
-        else:
-            picks, high = found, _peak(own, between, kept, found)
-    return high, picks
-
-
-def _leanest(own: list[np.ndarray], between: list[int], kept: list[np.ndarray], budget_bytes: int) -> list[int] | None:
-    """The feasible assignment that keeps least at every unit, or None where the budget is too small."""
-    total, picks = 0, []
-    for need, gap, keep in zip(own, between, kept, strict=False):
-        fits = np.flatnonzero(total + np.maximum(need, gap) <= budget_bytes)
-        if not len(fits):
-            return None
-        pick = int(fits[np.argmin(keep[fits])])
-        picks.append(pick)
-        total += int(keep[pick])
-    return picks if total + between[-1] <= budget_bytes else None
-
-
-def _peak(own: list[np.ndarray], between: list[int], kept: list[np.ndarray], picks: list[int]) -> int:
-    total = peak = 0
-    for need, gap, keep, pick in zip(own, between, kept, picks, strict=False):
-        peak = max(peak, total + int(need[pick]), total + gap)
-        total += int(keep[pick])
-    return max(peak, total + between[-1])
+    peak = between.pop()
+    for unit, need, gap in zip(reversed(problem.units), reversed(own), reversed(between), strict=True):
+        kept = np.array([o.kept for o in unit.options], dtype=np.int64)
+        peak = int(np.maximum(np.maximum(need, gap), kept + peak).min())
+    return max(0, peak)
 
 
 class PointBytes:

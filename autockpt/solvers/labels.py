@@ -31,8 +31,7 @@ def labels(problem: Problem, *, time_limit: float = 10.0, gap: float = 1e-6) -> 
     """
     chain = as_chain(problem)
     if chain.reach[0] < 0:
-        peak, _ = smallest_peak(problem)
-        leanest = labels(problem.model_copy(update={"budget_bytes": peak}), time_limit=time_limit)
+        leanest = labels(problem.model_copy(update={"budget_bytes": smallest_peak(problem)}), time_limit=time_limit)
         return leanest.model_copy(update={"feasible": False, "gap": 0.0})
     search = _Search(chain, time.monotonic() + time_limit, slack=gap * abs(problem.base_seconds))
     for width in WIDTHS:

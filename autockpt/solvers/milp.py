@@ -16,7 +16,7 @@ import scipy
 
 from autockpt.schema.problem import Assignment, Option, Problem, UnitOptions
 from autockpt.solvers.answer import host_excess, judge, relative_gap
-from autockpt.solvers.chain import as_chain, needs, own_bytes, smallest_peak, strongest
+from autockpt.solvers.chain import as_chain, needs, own_bytes, strongest
 from autockpt.solvers.labels import labels
 
 # Largest byte coefficient after scaling: HiGHS' absolute tolerance of 1e-6 is then below a byte at 100 GB.
@@ -36,7 +36,7 @@ def milp(problem: Problem, *, time_limit: float = 10.0, gap: float = 1e-4) -> As
     deadline = time.monotonic() + time_limit
     bound_by_host = problem.host_budget is not None
     if as_chain(problem).reach[0] < 0 and not bound_by_host:
-        return judge(problem, smallest_peak(problem)[1])
+        return labels(problem)
     model, less, proven = _Model(problem), 0, -math.inf
     for attempt in range(ROUNDING_TRIES):
         remaining = max(0.1, deadline - time.monotonic())
