@@ -14,9 +14,12 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from typing import NamedTuple
 
+import numpy as np
+
 from autockpt.schema.choices import Choice
 from autockpt.schema.problem import (
     Assignment,
+    Option,
     Point,
     Problem,
     UnitOptions,
@@ -26,7 +29,7 @@ from autockpt.schema.problem import (
     point_values,
     seconds_of,
 )
-from autockpt.solvers.chain import PointBytes
+from autockpt.solvers.chain import strongest
 from autockpt.solvers.exact import exact
 
 Plan = Mapping[str, Choice]
@@ -290,7 +293,7 @@ class _Refinement:
         """
         assert self.best is not None
         picks = [_index(unit, self.best[unit.name]) for unit in self.problem.units]
-        held = PointBytes(shifted(self.problem, self._offsets(self.best)), picks)
+        peak_after = _changed_peaks(shifted(self.problem, self._offsets(self.best)), self.best)
         tolerated = self.problem.budget_bytes + min(self.error, self._slack)
         host = self._checked(self.best).host_bytes
         host_room = None if self.problem.host_budget is None else self.problem.host_budget - host
@@ -302,7 +305,7 @@ class _Refinement:
                 gain = unit.options[picks[i]].seconds - option.seconds
                 if host_room is not None and option.host - unit.options[picks[i]].host > host_room:
                     continue
-                if gain > self._worthwhile() and (peak := held.peak_after(i, j)) <= tolerated:
+                if gain > self._worthwhile() and (peak := peak_after(i, option)) <= tolerated:
                     kind, change = (unit.options, picks[i], j), (peak, i, gain)
                     kinds[kind] = min(change, kinds.get(kind, change))
         tried = [(gain, peak, i, j) for (_, _, j), (peak, i, gain) in kinds.items()]
@@ -364,6 +367,23 @@ def solved(problem: Problem, offsets: Offsets) -> Assignment:
         units = (*others, head.model_copy(update={"options": (option,)}))
         answers.append(exact(shifted(problem.model_copy(update={"units": units}), offsets.get(option.choice, ()))))
     return min(answers, key=lambda a: (not a.feasible, a.seconds if a.feasible else a.peak))
+
+
+def _changed_peaks(problem: Problem, plan: Plan) -> Callable[[int, Option], int]:
+    """Peak bytes of the plan, by the problem's own numbers, were the i-th unit to take another option."""
+    now = [option_of(unit, plan[unit.name]) for unit in problem.units]
+    points = strongest(problem.points)
+    held = np.array(point_values(problem.model_copy(update={"points": points}), plan), dtype=np.int64)
+    prefix = np.array([p.prefix for p in points])
+    own = np.array([-1 if p.own is None else p.own for p in points])
+    forward = np.array([p.phase == "forward" for p in points])
+
+    def peak_after(i: int, new: Option) -> int:
+        needs = np.where(forward, new.forward - now[i].forward, new.backward - now[i].backward)
+        changed = held + (prefix > i) * (new.kept - now[i].kept) + (own == i) * needs
+        return int(changed.max(initial=0))
+
+    return peak_after
 
 
 def _thirds(weak: Offsets, strong: Offsets) -> list[Offsets]:
