@@ -13,6 +13,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from autockpt.history.statistics import Interval, judge, noise, ratio_interval
 from autockpt.schema import Choice, Measurement, Trial
 
@@ -41,16 +43,14 @@ class Final:
     @property
     def error(self) -> float:
         """One standard deviation, as a share, of what the undecided took, without what was common to their rounds."""
-        logs = [[math.log(t) for t in self.times[number]] for number in (self.winner, *self.undecided)]
-        rounds = min(map(len, logs))
-        if rounds < 2 or len(logs) < 2:
+        times = [self.times[number] for number in (self.winner, *self.undecided)]
+        rounds = min(map(len, times))
+        if rounds < 2 or len(times) < 2:
             return 0.0
-        common = [statistics.fmean(row[r] for row in logs) for r in range(rounds)]
-        squares = 0.0
-        for row in logs:
-            rest = [row[r] - common[r] for r in range(rounds)]
-            squares += sum((value - statistics.fmean(rest)) ** 2 for value in rest)
-        return math.sqrt(squares / ((len(logs) - 1) * (rounds - 1)) / rounds)
+        logs = np.log([row[:rounds] for row in times])
+        rest = logs - logs.mean(axis=0)
+        rest -= rest.mean(axis=1, keepdims=True)
+        return math.sqrt((rest**2).sum() / ((len(times) - 1) * (rounds - 1)) / rounds)
 
 
 def play(candidates: Sequence[Trial], extra: Sequence[Trial], compare: Compare, *, seconds: float) -> Final:
