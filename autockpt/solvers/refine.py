@@ -8,6 +8,7 @@ allocator's fragmentation goes by them), so the readings of each head correct th
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
@@ -22,7 +23,6 @@ from autockpt.schema.problem import (
     Option,
     Point,
     Problem,
-    UnitOptions,
     host_of,
     option_of,
     peak_of,
@@ -292,26 +292,25 @@ class _Refinement:
         with the least peak is worth a call.
         """
         assert self.best is not None
-        picks = [_index(unit, self.best[unit.name]) for unit in self.problem.units]
-        peak_after = _changed_peaks(shifted(self.problem, self._offsets(self.best)), self.best)
+        now = [option_of(unit, self.best[unit.name]) for unit in self.problem.units]
+        peak_after = _changed_peaks(shifted(self.problem, self._offsets(self.best)), now)
         tolerated = self.problem.budget_bytes + min(self.error, self._slack)
-        host = self._checked(self.best).host_bytes
-        host_room = None if self.problem.host_budget is None else self.problem.host_budget - host
-        kinds: dict[tuple[object, int, int], tuple[int, int, float]] = {}
+        host = self.problem.host_budget
+        host_room = math.inf if host is None else host - self._checked(self.best).host_bytes
+        kinds: dict[tuple[object, Choice, Choice], tuple[int, int, float]] = {}
         for i, unit in enumerate(self.problem.units):
             if unit.name == self.problem.head:
                 continue
-            for j, option in enumerate(unit.options):
-                gain = unit.options[picks[i]].seconds - option.seconds
-                if host_room is not None and option.host - unit.options[picks[i]].host > host_room:
+            for option in unit.options:
+                gain = now[i].seconds - option.seconds
+                if gain <= self._worthwhile() or option.host - now[i].host > host_room:
                     continue
-                if gain > self._worthwhile() and (peak := peak_after(i, option)) <= tolerated:
-                    kind, change = (unit.options, picks[i], j), (peak, i, gain)
+                if (peak := peak_after(i, option)) <= tolerated:
+                    kind, change = (unit.options, now[i].choice, option.choice), (peak, i, gain)
                     kinds[kind] = min(change, kinds.get(kind, change))
-        tried = [(gain, peak, i, j) for (_, _, j), (peak, i, gain) in kinds.items()]
+        tried = [(gain, peak, i, choice) for (_, _, choice), (peak, i, gain) in kinds.items()]
         tried.sort(key=lambda change: (-change[0], change[1]))
-        units = self.problem.units
-        return [{**self.best, units[i].name: units[i].options[j].choice} for _, _, i, j in tried]
+        return [{**self.best, self.problem.units[i].name: choice} for _, _, i, choice in tried]
 
     def _observed(self, plan: Plan, checked: Checked) -> tuple[int, ...]:
         """Offsets per point that make the linear model agree with a checked."""
@@ -369,10 +368,10 @@ def solved(problem: Problem, offsets: Offsets) -> Assignment:
     return min(answers, key=lambda a: (not a.feasible, a.seconds if a.feasible else a.peak))
 
 
-def _changed_peaks(problem: Problem, plan: Plan) -> Callable[[int, Option], int]:
-    """Peak bytes of the plan, by the problem's own numbers, were the i-th unit to take another option."""
-    now = [option_of(unit, plan[unit.name]) for unit in problem.units]
+def _changed_peaks(problem: Problem, now: Sequence[Option]) -> Callable[[int, Option], int]:
+    """Peak bytes of a plan, by the problem's own numbers, were the i-th unit to take another option than ``now``."""
     points = strongest(problem.points)
+    plan = {unit.name: option.choice for unit, option in zip(problem.units, now, strict=True)}
     held = np.array(point_values(problem.model_copy(update={"points": points}), plan), dtype=np.int64)
     prefix = np.array([p.prefix for p in points])
     own = np.array([-1 if p.own is None else p.own for p in points])
@@ -397,10 +396,6 @@ def _thirds(weak: Offsets, strong: Offsets) -> list[Offsets]:
 
 def _head(problem: Problem, plan: Plan) -> Choice | None:
     return None if problem.head is None else plan[problem.head]
-
-
-def _index(unit: UnitOptions, choice: Choice) -> int:
-    return unit.options.index(option_of(unit, choice))
 
 
 def _depends(point: Point) -> bool:
