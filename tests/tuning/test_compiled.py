@@ -17,7 +17,6 @@ from autockpt.tuning.loop import Loop
 from autockpt.tuning.proposers.splits import SplitProposer
 from autockpt.tuning.question import Clock, Question
 from autockpt.tuning.targets.compiled_steps import CompiledSteps
-from autockpt.tuning.targets.real_steps import RealSteps
 from autockpt.tuning.trials import Trials
 from search_spaces.spaces import load_space
 
@@ -70,7 +69,7 @@ def search(compiler: MadeUpCompiler, budget: str, mode: Any = "layers", *, trial
     question = Question("m", None, {}, parse_budget(budget), space, trials)
     run = more.pop("run", None)
     tried = Trials(run)
-    target = CompiledSteps(mode, RealSteps(compiler, clock), compiler, clock)  # type: ignore[arg-type]
+    target = CompiledSteps(compiler, clock, mode=mode, within=compiler.within)  # type: ignore[arg-type]
     storage, eager = run.storage if run else None, more.pop("eager", lambda share: {})
     proposer = SplitProposer(question, NAMES, target, tried, storage, room=10**6, eager=eager, study="compiled")
     return Loop(proposer, target, tried, trials, clock).run()

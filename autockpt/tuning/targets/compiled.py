@@ -27,7 +27,7 @@ from autockpt.tuning.question import Clock
 from autockpt.tuning.stages import conclude, question_of, refusal_on_record
 from autockpt.tuning.targets.base import COMPILING, STEPS
 from autockpt.tuning.targets.compiled_steps import CompiledSteps
-from autockpt.tuning.targets.real_steps import RealSteps, confirmation
+from autockpt.tuning.targets.real_steps import confirmation
 from autockpt.tuning.trials import Trials
 from autockpt.workload import refuse_simulated
 
@@ -108,7 +108,7 @@ def _searched(mode: CompileMode, measurer: WorkerMeasurer, opened: Opened) -> Se
         run.write_graph(uniform["save"][1])
     trials = Trials(run)
     confirm = confirmation(question.spec, measurer, compile=mode)
-    target = CompiledSteps(mode, RealSteps(measurer, clock, confirm), measurer, clock)
+    target = CompiledSteps(measurer, clock, confirm, mode=mode, within=measurer.within)
     layers, study = [unit.name for unit in blocks_of(tracer)], f"{opened.title}: sampler"
     proposer = SplitProposer(question, layers, target, trials, opened.storage, room=room, eager=eager, study=study)
     with refusal_on_record(run):

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
 from autockpt.errors import ConflictError, MeasurementError
-from autockpt.measuring import WorkerMeasurer
 from autockpt.schema import CompileMode, Prediction, Trial
 from autockpt.tuning.finals import BATCH
-from autockpt.tuning.question import Clock
-from autockpt.tuning.targets.base import Foresee, Target
+from autockpt.tuning.targets.base import Foresee
 from autockpt.tuning.targets.real_steps import FINALISTS, RealSteps
 from autockpt.tuning.trials import Candidate, Score, Trials
 
@@ -29,14 +28,12 @@ _COMPILING = {
 }
 
 
-@dataclass
-class CompiledSteps(Target):
-    """Real steps by a measurer that compiles as ``mode`` says, within the time limit."""
+@dataclass(kw_only=True)
+class CompiledSteps(RealSteps):
+    """Real steps by a measurer that compiles as ``mode`` says, within the time limit: ``within`` is the measurer's."""
 
     mode: CompileMode
-    steps: RealSteps
-    measurer: WorkerMeasurer
-    clock: Clock
+    within: Callable[[float], AbstractContextManager[None]]
     refuses_budgets: bool = False
     _took: list[float] = field(default_factory=list)  # seconds per plan, compiling included
     _typical: float | None = None  # seconds of a step so far
@@ -55,8 +52,8 @@ class CompiledSteps(Target):
         began = self.clock.elapsed
         expected = Prediction(peak_bytes=0, step_seconds=self._typical)
         try:
-            with self.measurer.within(max(ANSWERING, self.clock.seconds_left)):
-                score = self.steps.score(candidate, expected, budget_bytes)
+            with self.within(max(ANSWERING, self.clock.seconds_left)):
+                score = super().score(candidate, expected, budget_bytes)
         except ConflictError as error:
             score = Score("failed", message=error.message)
             if not self.refuses_budgets and any(c.kind == "compile_budget" for c in candidate.choices.values()):
@@ -68,7 +65,7 @@ class CompiledSteps(Target):
                 self.notes.append(f"{candidate.name} was not compiled and measured by the time limit")
                 return None
         self._took.append(self.clock.elapsed - began)
-        if score.measured is not None:
+        if score is not None and score.measured is not None:
             self._typical = score.measured.step_seconds
         return score
 
@@ -89,10 +86,8 @@ class CompiledSteps(Target):
         left = self.clock.seconds_left - _first_rounds([*finalists, *compared])
         if left > 0:
             try:  # plans of an earlier run are compiled here first
-                with self.measurer.within(max(ANSWERING, self.clock.seconds_left)):
-                    best = self.steps.winner(trials, compared, budget_bytes, left)
-                self.notes.extend(self.steps.notes)
-                return best
+                with self.within(max(ANSWERING, self.clock.seconds_left)):
+                    return super().winner(trials, compared, budget_bytes, left)
             except MeasurementError:
                 if self.clock.seconds_left > 0:
                     raise

@@ -75,7 +75,7 @@ class RealSteps(Target):
         if self.pairing is not None:
             self.pairing.begin(trials)
 
-    def score(self, candidate: Candidate, predicted: Prediction | None, budget_bytes: int | None) -> Score:
+    def score(self, candidate: Candidate, predicted: Prediction | None, budget_bytes: int | None) -> Score | None:
         """Real steps; running out of memory is a result."""
         choices, seconds = candidate.choices, predicted.step_seconds if predicted is not None else None
         cycles = SECONDS_PER_TRIAL / max(seconds or 1.0, 1e-3)
