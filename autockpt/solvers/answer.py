@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from autockpt.schema.choices import Choice
 from autockpt.schema.problem import Assignment, Problem, host_of, peak_of, seconds_of
 
-INFINITE_BYTES = 1 << 60
 ROUNDING = 1e-12  # share of the largest number that sums of a few hundred floats may err by
 
 

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from autockpt.schema.problem import Option, Point, Problem
-from autockpt.solvers.answer import INFINITE_BYTES
+
+INFINITE_BYTES = 1 << 60
 
 
 @dataclass(frozen=True)

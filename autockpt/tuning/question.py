@@ -37,8 +37,8 @@ class Question:
     @classmethod
     def of(cls, asked: SearchOptions, **facts: Any) -> Self:
         """The question of what was asked for, with ``facts`` about what it is asked of."""
-        own = {"host_budget": asked.host_budget, "continued": asked.continued}
-        return cls(trials=asked.trials, seed=asked.seed, **own, **facts)
+        host_budget, continued = asked.host_budget, asked.continued
+        return cls(trials=asked.trials, seed=asked.seed, host_budget=host_budget, continued=continued, **facts)
 
     @property
     def workload_key(self) -> str:
