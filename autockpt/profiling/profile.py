@@ -188,7 +188,8 @@ def measure_op_times(
     Raises DeviceOutOfMemory where even the leanest does not run.
     """
     device = runs.environment.device
-    lean, graph = leanest(within_host(uniform, device, host_budget))
+    allowed = within_host(uniform, device, host_budget)
+    lean, graph = leanest(allowed)
     disk = wants_disk(uniform, device, host_budget)
     heads = [] if head is None else [{head.unit.name: choice} for choice in head.graphs]
     runnable = [graph, *(head.graphs.values() if head is not None else [])]
@@ -216,7 +217,6 @@ def measure_op_times(
                 times = times.completed(timed({**lean, **choices}, 1))
         cache.store(times, _key(single))
     graphs = {kind: graph for kind, (_, graph) in uniform.items()}
-    allowed = within_host(uniform, device, host_budget)
     fitting = {kind: choices for kind, (choices, graph) in allowed.items() if graph.peak_bytes <= room}
     anchors = {kind: fitting[kind] for kind in ANCHORS if kind in fitting}
     if "save" in anchors and len(anchors) > 1:
