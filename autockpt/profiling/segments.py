@@ -52,7 +52,7 @@ def segments(graph: Graph, units: Sequence[str]) -> tuple[OpRange, ...]:
     out: list[OpRange] = []
     for m in range(int(batch[-1]) + 1 if end else 0):
         inside = np.flatnonzero(batch == m)
-        out += _micro_batch(m, int(inside[0]), int(inside[-1]) + 1, phase, unit, len(units))
+        out += _micro_batch(m, int(inside[0]), int(inside[-1]) + 1, phase, unit)
     if end < n:
         out.append(OpRange(int(batch[-1]) if end else 0, "optimizer", None, 0, end, n))
     return tuple(out)
@@ -70,7 +70,7 @@ def _owners(graph: Graph, place: Mapping[str, int]) -> Iterator[int]:
     return (around(op.module) if op.unit is None else place.get(op.unit, -1) for op in graph.ops)
 
 
-def _micro_batch(m: int, first: int, end: int, phase: np.ndarray, unit: np.ndarray, n: int) -> list[OpRange]:
+def _micro_batch(m: int, first: int, end: int, phase: np.ndarray, unit: np.ndarray) -> list[OpRange]:
     forward = phase[first:end] == PHASES.index("forward")
     runs = _runs(unit[first:end], forward, first, "forward") + _runs(unit[first:end], ~forward, first, "backward")
     runs.sort()

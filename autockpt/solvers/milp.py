@@ -34,8 +34,7 @@ def milp(problem: Problem, *, time_limit: float = 10.0, gap: float = 1e-4) -> As
     host is returned. Raises ValueError where the problem is not a chain.
     """
     deadline = time.monotonic() + time_limit
-    bound_by_host = problem.host_budget is not None
-    if as_chain(problem).reach[0] < 0 and not bound_by_host:
+    if as_chain(problem).reach[0] < 0 and problem.host_budget is None:
         return labels(problem)
     model, less, proven = _Model(problem), 0, -math.inf
     for attempt in range(ROUNDING_TRIES):
@@ -51,7 +50,7 @@ def milp(problem: Problem, *, time_limit: float = 10.0, gap: float = 1e-4) -> As
         answer = judge(problem, picks)
         if answer.feasible:
             return answer.model_copy(update={"gap": relative_gap(problem, answer.seconds, proven)})
-        if answer.peak > problem.budget_bytes or not bound_by_host:
+        if answer.peak > problem.budget_bytes:
             less += max(answer.peak - problem.budget_bytes, model.tolerance * 100**attempt)
         model.host_less += max(0, host_excess(problem, answer.choices))
     return _fallback(problem)
