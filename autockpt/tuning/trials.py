@@ -148,7 +148,6 @@ class Trials:
 
 def peak_of_trial(trial: Trial) -> int:
     """Bytes: measured where there is a measurement, else predicted."""
-    if trial.measured is not None:
-        return trial.measured.peak_bytes
-    assert trial.predicted is not None
-    return trial.predicted.peak_bytes
+    reading = trial.measured or trial.predicted
+    assert reading is not None
+    return reading.peak_bytes
