@@ -7,6 +7,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +56,8 @@ class WorkerMeasurer(Measurer):
             "host_budget": host_budget,
             "compile": compile,
         }
-        self.device_name = device_name
+        self.anew = partial(WorkerMeasurer, spec, device_name, host_budget=host_budget, compile=compile)
+        """Makes another one of the same workload."""
         self._budget = budget_bytes
         self._wanted = process_environment(device_name)
         self.patience = PATIENCE_SECONDS

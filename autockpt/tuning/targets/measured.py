@@ -65,14 +65,13 @@ def open_measured(stack: ExitStack, request: SearchRequest, clock: Clock) -> Ope
 
 def search_by_steps(measurer: Measurer, opened: Opened) -> SearchOutcome:
     """Profile on the device, search by real steps, write the plan."""
-    clock, question = opened.clock, opened.question
-    confirm = confirmation(question.spec, measurer, host_budget=question.host_budget)
+    clock = opened.clock
     with clock.stage("profile"):
         opened = _without_refused(opened, measurer)
         profiled = _profiled(opened, measurer)
     # on other devices a plan's first cycle after another's has its memory to get first
     pairing = Pairing(measurer) if measurer.environment.device.kind == "cpu" else None
-    return find_plan(opened, profiled, RealSteps(measurer, clock, confirm, pairing))
+    return find_plan(opened, profiled, RealSteps(measurer, clock, confirmation(measurer), pairing))
 
 
 def _without_refused(opened: Opened, measurer: Measurer) -> Opened:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from autockpt.errors import DeviceOutOfMemory
 from autockpt.measuring import Measurer, WorkerMeasurer
-from autockpt.schema import Choice, CompileMode, Measurement, Prediction, Trial, WorkloadSpec
+from autockpt.schema import Choice, Measurement, Prediction, Trial
 from autockpt.solvers.refine import FASTER
 from autockpt.tuning.finals import Final, play, remeasured
 from autockpt.tuning.paired_timing import Pairing
@@ -34,25 +34,17 @@ BUSY = "step times swing so much that other work must be at it: search again (--
 ON_CORES = ", or leave cores to it, here and in training (OMP_NUM_THREADS): threads that wait for one another take long"
 
 
-def confirmation(
-    spec: WorkloadSpec | None,
-    measurer: Measurer,
-    *,
-    host_budget: int | None = None,
-    compile: CompileMode | None = None,
-) -> Confirm | None:
+def confirmation(measurer: Measurer) -> Confirm | None:
     """A run in a fresh process under a real limit, where the device has one. The CPU's peak is exact anyway.
 
     None for a live model, of which there is no second copy.
     """
-    if spec is None or not isinstance(measurer, WorkerMeasurer) or not measurer.environment.device.enforces_limit:
+    if not isinstance(measurer, WorkerMeasurer) or not measurer.environment.device.enforces_limit:
         return None
 
     def confirm(choices: Choices, budget_bytes: int, steps: int) -> Measurement:
         measurer.rest()  # two processes on one device would take each other's memory
-        with WorkerMeasurer(
-            spec, measurer.device_name, budget_bytes=budget_bytes, host_budget=host_budget, compile=compile
-        ) as fresh:
+        with measurer.anew(budget_bytes=budget_bytes) as fresh:
             return fresh.measure(choices, steps=steps)
 
     return confirm
