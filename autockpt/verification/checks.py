@@ -4,24 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from autockpt.errors import AutockptError, DeviceOutOfMemory
 from autockpt.history.statistics import Interval
-from autockpt.measuring import Measurer
 from autockpt.policies import POLICIES
 from autockpt.policies.selective import kept_by
-from autockpt.runtime import Observation, Proof, UnitRuns, judge
+from autockpt.runtime import Proof, UnitRuns
 from autockpt.runtime.compiled import STEPS
-from autockpt.schema.choices import Choice, dump_choices
+from autockpt.schema.choices import Choice
 from autockpt.schema.plan import Plan
-from autockpt.schema.request import Listener
 from autockpt.schema.sizes import format_bytes
 from autockpt.schema.trial import Measurement
 from autockpt.schema.verification import Check
 from autockpt.schema.workload import WorkloadSpec
 
-BESIDE = "autockpt.verification.beside"
-OBSERVED = 3
-"""Observations that gradients are compared by: two of the reference, which should repeat itself, and the plan's."""
 Choices = Mapping[str, Choice]
 
 
@@ -35,59 +29,6 @@ def smaller_shapes(spec: WorkloadSpec, batch_size: int | None, seq_len: int | No
     while seq_len is not None and seq_len >= 128:
         seq_len //= 2
         yield spec.model_copy(update={"batch_size": batch_size, "seq_len": seq_len, "pad_to": None})
-
-
-def compare_on(
-    measurer: Measurer,
-    name: str,
-    choices: Choices,
-    reference: Choices | None,
-    listener: Listener,
-    *,
-    compiled: bool = False,
-) -> Check:
-    """Compare two steps under ``choices`` with two under ``reference`` (None: plain training).
-
-    Bit by bit, or within rounding where a choice is not exact or steps are compiled; those with each other.
-    ``listener`` sees the observations pass, ``OBSERVED`` of them in each of its stages.
-
-    Passes DeviceOutOfMemory on where the *reference* does not fit; a plan that does not fit has failed.
-    """
-
-    sketched = compiled or not all(choice.exact for choice in choices.values())
-
-    def run(which: Choices | None, deterministic: bool) -> Observation:
-        wired = None if which is None else dump_choices(which)
-        payload = {"choices": wired, "deterministic": deterministic, "sketched": sketched}
-        observed = Observation.model_validate(measurer.call(f"{BESIDE}:observe_steps", payload))
-        listener.advance()
-        return observed
-
-    deterministic = False
-    first, second = run(reference, False), run(reference, False)
-    if first.differences(second):
-        deterministic = True
-        listener.stage("compare gradients by deterministic kernels", OBSERVED)
-        first, second = run(reference, True), run(reference, True)
-    try:
-        planned = run(choices, deterministic)
-    except DeviceOutOfMemory as error:
-        return Check(name=name, state="failed", detail=f"the plan runs out of memory: {error.message}")
-    except AutockptError as error:
-        return Check(name=name, state="failed", detail=error.message)
-    result = judge(first, second, planned, deterministic)
-    if compiled and not result.equal and _draws(first):
-        detail = "compiled code draws random numbers in an order of its own under every plan; switch dropout off"
-        return Check(name=name, state="skipped", detail=detail)
-    words = "plain training" if reference is None else "recomputing every layer"
-    told = result.describe(f"{words} compiled alike", "compilers round in their own way") if compiled else None
-    return Check(name=name, state="passed" if result.equal else "failed", detail=told or result.describe(words))
-
-
-def _draws(observed: Observation) -> bool:
-    """Whether the steps draw random numbers: both begin where the one before ended."""
-    states = {digest for name, digest in observed.digests.items() if "random state" in name}
-    return len(states) > 1
 
 
 def judge_runs(choices: Choices, found: Mapping[str, UnitRuns]) -> Check:

@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from autockpt.errors import ConflictError, DeviceOutOfMemory, PlanError, RerunMismatch
+from autockpt.errors import AutockptError, ConflictError, DeviceOutOfMemory, PlanError, RerunMismatch
 from autockpt.history.promises import OTHER_WORKLOAD, judge_peak, judge_ratio, judge_time, made_for, simulated_for
 from autockpt.history.statistics import Interval, ratio_interval
 from autockpt.history.trialplan import plan_file
 from autockpt.measuring import LocalMeasurer, Measurer, WorkerMeasurer
 from autockpt.measuring.base import beats_counted
-from autockpt.runtime import Proof, UnitRuns
+from autockpt.runtime import Observation, Proof, UnitRuns, judge
 from autockpt.schema.choices import RECOMPUTE, Choice, dump_choices
 from autockpt.schema.graph import Unit
 from autockpt.schema.known import ALL, NONE, known_plans
@@ -23,17 +23,12 @@ from autockpt.schema.request import Listener, Silence
 from autockpt.schema.trial import Measurement
 from autockpt.schema.verification import Check, VerifyReport
 from autockpt.schema.workload import WorkloadSpec
-from autockpt.verification.checks import (
-    BESIDE,
-    OBSERVED,
-    compare_on,
-    compared_peak,
-    compared_time,
-    judge_proof,
-    judge_runs,
-    smaller_shapes,
-)
+from autockpt.verification.checks import compared_peak, compared_time, judge_proof, judge_runs, smaller_shapes
 from autockpt.workload import Step
+
+BESIDE = "autockpt.verification.beside"
+OBSERVED = 3
+"""Observations that gradients are compared by: two of the reference, which should repeat itself, and the plan's."""
 
 
 def verify(
@@ -237,7 +232,41 @@ class _Verification:
             yield Check(name="gradients at full shape", state="failed", detail=f"out of memory: {error.message}")
 
     def _compared(self, name: str, measurer: Measurer, reference: Mapping[str, Choice] | None) -> Check:
-        return compare_on(measurer, name, self.choices, reference, self.listener, compiled=self._compiled)
+        """Compare two steps under the plan with two under ``reference`` (None: plain training).
+
+        Bit by bit, or within rounding where a choice is not exact or steps are compiled; those with each other. The
+        listener sees the observations pass, ``OBSERVED`` of them in each of its stages.
+
+        Passes DeviceOutOfMemory on where the *reference* does not fit; a plan that does not fit has failed.
+        """
+        sketched = self._compiled or not all(choice.exact for choice in self.choices.values())
+
+        def run(which: Mapping[str, Choice] | None, deterministic: bool) -> Observation:
+            wired = None if which is None else dump_choices(which)
+            payload = {"choices": wired, "deterministic": deterministic, "sketched": sketched}
+            observed = Observation.model_validate(measurer.call(f"{BESIDE}:observe_steps", payload))
+            self.listener.advance()
+            return observed
+
+        deterministic = False
+        first, second = run(reference, False), run(reference, False)
+        if first.differences(second):
+            deterministic = True
+            self.listener.stage("compare gradients by deterministic kernels", OBSERVED)
+            first, second = run(reference, True), run(reference, True)
+        try:
+            planned = run(self.choices, deterministic)
+        except DeviceOutOfMemory as error:
+            return Check(name=name, state="failed", detail=f"the plan runs out of memory: {error.message}")
+        except AutockptError as error:
+            return Check(name=name, state="failed", detail=error.message)
+        result = judge(first, second, planned, deterministic)
+        if self._compiled and not result.equal and _draws(first):
+            detail = "compiled code draws random numbers in an order of its own under every plan; switch dropout off"
+            return Check(name=name, state="skipped", detail=detail)
+        words = "plain training" if reference is None else "recomputing every layer"
+        said = (f"{words} compiled alike", "compilers round in their own way") if self._compiled else (words,)
+        return Check(name=name, state="passed" if result.equal else "failed", detail=result.describe(*said))
 
     def _smaller_shape(self) -> Check:
         """Against plain training, at the largest halved shape at which that fits."""
@@ -343,3 +372,9 @@ class _Verification:
         with beats_counted(self.measurer, self.listener):
             times = self.measurer.compare({"plan": self.choices, name: other}, rounds=self.rounds)
         return ratio_interval(times["plan"], times[name], robust=True)
+
+
+def _draws(observed: Observation) -> bool:
+    """Whether the steps draw random numbers: both begin where the one before ended."""
+    states = {digest for name, digest in observed.digests.items() if "random state" in name}
+    return len(states) > 1
