@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from autockpt.policies.base import setting
+
 _KEY = "AutocastCPU"
 # Where the CPU has a kernel of the same policy, that one stays: it keeps the casts of weights for the step.
 LOWER_PRECISION = frozenset(
@@ -75,11 +77,10 @@ def cuda_autocast() -> Iterator[None]:
                 _register(library[0])
         return plain_enter(self)
 
-    cls.__init__, cls.__enter__ = init, enter  # type: ignore[method-assign]
     try:
-        yield
+        with setting(cls, "__init__", init), setting(cls, "__enter__", enter):
+            yield
     finally:
-        cls.__init__, cls.__enter__ = plain_init, plain_enter  # type: ignore[method-assign]
         for entry in library:
             entry._destroy()
 

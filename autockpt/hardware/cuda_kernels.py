@@ -20,6 +20,7 @@ from torch import Tensor
 from autockpt.hardware.cuda_autocast import cuda_autocast
 from autockpt.hardware.quantised_kernels import cuda_int8_products
 from autockpt.hardware.triton_launches import LAUNCH, fused_loss_on_cuda
+from autockpt.policies.base import setting
 
 Attention = Literal["cudnn", "flash", "efficient", "math"]
 Capability = tuple[int, int]
@@ -196,8 +197,7 @@ def cuda_kernels(capability: Capability, unread: Unread = nullcontext) -> Iterat
 
     ``unread`` as for ``attention``.
     """
-    plain_attention = F.scaled_dot_product_attention
-    plain_norms: dict[Any, Callable[..., Tensor]] = {F: F.rms_norm, torch: torch.rms_norm}
+    plain_norm = F.rms_norm
 
     def sdpa(*args: Any, **kwargs: Any) -> Tensor:
         return attention(*args, **kwargs, capability=capability, unread=unread)
@@ -207,21 +207,21 @@ def cuda_kernels(capability: Capability, unread: Unread = nullcontext) -> Iterat
     ) -> Tensor:
         cast = torch.is_autocast_enabled("cpu")  # all of it to fp32
         if weight is None or (weight.dtype is not input.dtype and not cast):
-            return plain_norms[F](input, normalized_shape, weight, eps)
+            return plain_norm(input, normalized_shape, weight, eps)
         # CUDA's fused kernel cannot be called on CPU tensors. Layer norm reads, saves and writes the same, and a mean.
         return F.layer_norm(input, list(normalized_shape), weight, None, eps or 1e-6)
 
-    F.scaled_dot_product_attention = sdpa
-    for module in plain_norms:
-        module.rms_norm = rms_norm
-    try:
-        fused_loss = fused_loss_on_cuda() if capability >= AMPERE else nullcontext()
-        with fused_dropout(), cuda_autocast(), cuda_int8_products(), fused_loss:
-            yield
-    finally:
-        F.scaled_dot_product_attention = plain_attention
-        for module, plain in plain_norms.items():
-            module.rms_norm = plain
+    fused_loss = fused_loss_on_cuda() if capability >= AMPERE else nullcontext()
+    with (
+        setting(F, "scaled_dot_product_attention", sdpa),
+        setting(F, "rms_norm", rms_norm),
+        setting(torch, "rms_norm", rms_norm),
+        fused_dropout(),
+        cuda_autocast(),
+        cuda_int8_products(),
+        fused_loss,
+    ):
+        yield
 
 
 def fuses_dropout(kind: str) -> bool:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from autockpt.errors import WorkloadError
 from autockpt.hardware.cuda_kernels import AMPERE, Capability
+from autockpt.policies.base import setting
 
 FLASH = ("flash_attention_2", "flash_attention_3", "flash_attention_4")
 
@@ -55,13 +56,12 @@ def flash_on_ghosts(capability: Capability = AMPERE) -> Iterator[None]:
 
     functions: Any = ALL_ATTENTION_FUNCTIONS
     before = {name: functions[name] for name in FLASH if name in functions}
-    owner._check_and_adjust_attn_implementation = adjusted
     for name in FLASH:
         functions.register(name, _flash)
     try:
-        yield
+        with setting(owner, "_check_and_adjust_attn_implementation", adjusted):
+            yield
     finally:
-        owner._check_and_adjust_attn_implementation = plain
         for name, function in before.items():
             functions.register(name, function)
 

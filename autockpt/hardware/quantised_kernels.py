@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from autockpt.policies.base import setting
+
 _Argument = Callable[[str], Any]
 CUDA_FIGURES = (
     "What bitsandbytes' CUDA kernels allocate is read off its sources, not measured: a dequantised copy of the weight "
@@ -94,8 +96,7 @@ def cuda_int8_products() -> Iterator[None]:
     What moves them "back to the CPU" (PEFT's DoRA does) would leave them without their scales.
     """
     package: Any = sys.modules.get("bitsandbytes")
-    plain = getattr(package, "matmul", None)
-    if plain is None:
+    if not hasattr(package, "matmul"):
         yield
         return
     from bitsandbytes.autograd._functions import MatMul8bitLt  # type: ignore[import-not-found]
@@ -116,8 +117,5 @@ def cuda_int8_products() -> Iterator[None]:
         stays = self.data.dtype is torch.int8 and dtype is None and device == self.device
         return self if stays else moving(self, *args, **kwargs)
 
-    package.matmul, weights.to = matmul, to
-    try:
+    with setting(package, "matmul", matmul), setting(weights, "to", to):
         yield
-    finally:
-        package.matmul, weights.to = plain, moving

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from autockpt.policies.base import setting
 from autockpt.policies.triton_kernels import launches
 
 LAUNCH = "triton_kernel"
@@ -45,15 +46,10 @@ def fused_loss_on_cuda() -> Iterator[None]:
     if package is None:
         yield
         return
-    names = ("fused_linear_cross_entropy_forward", "fused_linear_cross_entropy_backward")
-    plain = {name: getattr(package, name) for name in names}
-    setattr(package, names[0], functools.partial(_forward, plain[names[0]]))
-    setattr(package, names[1], lambda _, *gradients: gradients)
-    try:
+    forward, backward = "fused_linear_cross_entropy_forward", "fused_linear_cross_entropy_backward"
+    ours = functools.partial(_forward, getattr(package, forward))
+    with setting(package, forward, ours), setting(package, backward, lambda _, *gradients: gradients):
         yield
-    finally:
-        for name, function in plain.items():
-            setattr(package, name, function)
 
 
 def _forward(plain: Callable[..., Any], _input: Tensor, weight: Tensor, target: Tensor, **options: Any) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from autockpt.errors import GhostError
 from autockpt.hardware.cuda_kernels import CUDA_ONLY, Capability, cuda_kernels, fused_dropout
 from autockpt.hardware.operators import Operator
 from autockpt.hardware.triton_launches import no_launches
+from autockpt.policies.base import setting
 from autockpt.tracing.memory import GhostMemory
 from autockpt.tracing.recorder import KindOfCall, Recorder
 from autockpt.tracing.shapes import DEPENDS_ON_VALUES, Layout, Outcome, Shapes, leaves
@@ -73,24 +74,15 @@ class GhostMode(Recorder):
                 )
             return plain(tensor)
 
-        Tensor.tolist = tolist  # type: ignore[method-assign]
-        try:
-            kernels = fused_dropout() if self.fuses_dropout else nullcontext()
-            if self.capability is not None:
-                kernels = cuda_kernels(self.capability, self._unread)
-            with no_launches(), super().recording(), kernels:
-                yield self
-        finally:
-            Tensor.tolist = plain  # type: ignore[method-assign]
+        kernels = fused_dropout() if self.fuses_dropout else nullcontext()
+        if self.capability is not None:
+            kernels = cuda_kernels(self.capability, self._unread)
+        with setting(Tensor, "tolist", tolist), no_launches(), super().recording(), kernels:
+            yield self
 
-    @contextmanager
-    def _unread(self) -> Iterator[None]:
+    def _unread(self) -> AbstractContextManager[None]:
         """What is made inside is a ghost, whatever it is made of: nobody asks for its values."""
-        self._values_matter = False
-        try:
-            yield
-        finally:
-            self._values_matter = True
+        return setting(self, "_values_matter", False)
 
     def allocate(self, nbytes: int) -> Tensor:
         """A 1-D uint8 ghost, born before the op that runs next."""

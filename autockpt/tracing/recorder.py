@@ -17,6 +17,7 @@ from autockpt.hardware.scratch import GIVEN_UP, WorkspaceTrials, is_measured
 from autockpt.hardware.signature import dtype_name, plain_signature, signature
 from autockpt.hardware.triton_launches import LAUNCH, NOTE
 from autockpt.hardware.workspaces import accelerator_workspace_bytes, workspace_bytes
+from autockpt.policies.base import setting
 from autockpt.policies.compiling import uncompiled
 from autockpt.schema.graph import Tier
 from autockpt.tracing.accumulation import Counts, EngineAdds, FusedAdds
@@ -182,8 +183,7 @@ class Recorder(TorchDispatchMode):
         self.ops, self.copies = [], []
         self.gradients, self.placed, self.notes = set(), {}, {}
 
-    @contextmanager
-    def _random_states(self) -> Iterator[None]:
+    def _random_states(self) -> AbstractContextManager[None]:
         """Watch the CPU generator's saved states (5 kB each), which recompute keeps and no op makes."""
         plain = torch.get_rng_state
 
@@ -193,11 +193,7 @@ class Recorder(TorchDispatchMode):
                 self.place(state)
             return state
 
-        torch.get_rng_state = watched
-        try:
-            yield
-        finally:
-            torch.get_rng_state = plain
+        return setting(torch, "get_rng_state", watched)
 
     @contextmanager
     def _modes(self) -> Iterator[None]:
@@ -214,11 +210,8 @@ class Recorder(TorchDispatchMode):
             return leave(mode, *raised)
 
         self._watchers = 0
-        modes.__enter__, modes.__exit__ = entered, left
-        try:
+        with setting(modes, "__enter__", entered), setting(modes, "__exit__", left):
             yield
-        finally:
-            modes.__enter__, modes.__exit__ = enter, leave
 
     def measure_scratch(self) -> None:
         """Find out what the kernels recorded so far take while they run, where no rule tells; once per signature."""
