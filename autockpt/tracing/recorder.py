@@ -226,10 +226,6 @@ class Recorder(TorchDispatchMode):
 
     # What transports need.
 
-    def allocate(self, nbytes: int) -> Tensor:
-        """A 1-D uint8 device buffer, born before the op that runs next."""
-        raise NotImplementedError
-
     def place(self, tensor: Tensor) -> None:
         """Watch a tensor that no op has made: born before the op that runs next, if it has not been seen before."""
         self.placed.setdefault(self.log.watch(tensor.untyped_storage(), self.log.clock), self.location.module)
@@ -238,7 +234,9 @@ class Recorder(TorchDispatchMode):
         self, direction: str, nbytes: int, back_from: CopyRecord | None = None, tier: Tier = "cpu"
     ) -> CopyRecord:
         """Note that a copy starts now; pass the answer to ``copy_awaited``. What comes back belongs where it was."""
-        module = self.location.module if back_from is None else back_from.module
+        module = self.location.module
+        if back_from is not None:
+            module, tier = back_from.module, back_from.tier
         copy = CopyRecord(direction, nbytes, self.log.clock, module, tier)
         self.copies.append(copy)
         return copy

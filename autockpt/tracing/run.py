@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from autockpt.devices import nvml
 from autockpt.devices.base import Transport
@@ -289,7 +290,7 @@ class GhostRun(TracedRun):
             self._mode.capability = capability or capability_of(device) or AMPERE
 
     def _transport(self, device: torch.device, tier: Tier) -> Transport:
-        return GhostTransport(self._mode, copy_queues=self._queues, tier=tier)
+        return NotingTransport(GhostTransport(self._mode.allocate, self._queues), self._mode, tier)
 
     def _explained(self, error: BaseException) -> AutockptError:
         if isinstance(error, AutockptError):
@@ -327,7 +328,8 @@ class RecordedRun(TracedRun):
         self._start(workload)
 
     def _transport(self, device: torch.device, tier: Tier) -> Transport:
-        return NotingTransport(transport_for(self._device, tier), self._recorder, tier)
+        # what a device's own transport runs to make a copy is no op of the step
+        return NotingTransport(transport_for(self._device, tier), self._recorder, tier, _disable_current_modes)
 
     def _explained(self, error: BaseException) -> AutockptError:
         return step_failed(error, f"the training step ({self._recorder.last_op})")

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from autockpt.devices.base import Parcel, Transport
-from autockpt.tracing.transport import GhostTransport
+from autockpt.schema.graph import Tier
+from autockpt.tracing.transport import GhostTransport, NotingTransport
 
 
 class Log:
@@ -19,8 +20,11 @@ class Log:
         self.events.append(("allocate", nbytes))
         return torch.empty(nbytes, dtype=torch.uint8)
 
+    def place(self, tensor: torch.Tensor) -> None:
+        pass
+
     def copy_issued(self, direction: str, nbytes: int, back_from: Any = None, tier: str = "cpu") -> str:
-        self.tier = tier
+        self.tier = tier if back_from is None else self.tier
         self.events.append((direction, nbytes))
         return direction
 
@@ -31,13 +35,17 @@ class Log:
         self.events.append(("released", copy))
 
 
+def ghost(log: Any, queues: bool, tier: Tier = "cpu") -> NotingTransport:
+    return NotingTransport(GhostTransport(log.allocate, queues), log, tier)
+
+
 @pytest.fixture(params=[False, True], ids=["inline", "queues"])
 def queues(request: pytest.FixtureRequest) -> bool:
     return request.param
 
 
 def test_protocols(queues: bool) -> None:
-    transport = GhostTransport(Log(), copy_queues=queues)
+    transport = ghost(Log(), queues)
     assert isinstance(transport, Transport)
     assert isinstance(transport.send(torch.empty(8, dtype=torch.uint8)), Parcel)
     assert transport.copy_queues is queues
@@ -46,7 +54,7 @@ def test_protocols(queues: bool) -> None:
 def test_the_source_is_the_device_side_until_it_is_settled(queues: bool) -> None:
     log = Log()
     source = torch.empty(8, dtype=torch.uint8)
-    parcel = GhostTransport(log, copy_queues=queues).send(source)
+    parcel = ghost(log, queues).send(source)
     parcel.fetch()
     assert parcel.get() is source
     assert parcel.nbytes == 8
@@ -55,7 +63,7 @@ def test_the_source_is_the_device_side_until_it_is_settled(queues: bool) -> None
 
 def test_a_round_trip(queues: bool) -> None:
     log = Log()
-    parcel = GhostTransport(log, copy_queues=queues).send(torch.empty(8, dtype=torch.uint8))
+    parcel = ghost(log, queues).send(torch.empty(8, dtype=torch.uint8))
     parcel.settle()
     parcel.settle()
     parcel.fetch()
@@ -70,7 +78,7 @@ def test_a_round_trip(queues: bool) -> None:
 
 def test_what_was_released_can_be_fetched_again(queues: bool) -> None:
     log = Log()
-    parcel = GhostTransport(log, copy_queues=queues).send(torch.empty(8, dtype=torch.uint8))
+    parcel = ghost(log, queues).send(torch.empty(8, dtype=torch.uint8))
     parcel.settle()
     first = parcel.get()
     parcel.release()
@@ -83,7 +91,7 @@ def test_settling_lets_go_of_the_source() -> None:
 
     source = torch.empty(8, dtype=torch.uint8)
     alive = weakref.ref(source)
-    parcel = GhostTransport(Log()).send(source)
+    parcel = ghost(Log(), False).send(source)
     del source
     assert alive() is not None
     parcel.settle()
@@ -92,7 +100,7 @@ def test_settling_lets_go_of_the_source() -> None:
 
 def test_the_log_hears_of_the_tier_and_of_the_end(queues: bool) -> None:
     log = Log()
-    parcel = GhostTransport(log, copy_queues=queues, tier="disk").send(torch.empty(8, dtype=torch.uint8))
+    parcel = ghost(log, queues, "disk").send(torch.empty(8, dtype=torch.uint8))
     parcel.settle()
     parcel.get()
     assert log.tier == "disk"
