@@ -23,7 +23,7 @@ import torch
 
 from autockpt.devices.hostpool import HostUse, Piece, Pool, file_area, whole_pages
 from autockpt.devices.scratch import no_room, scratch_folder, unnamed_file
-from autockpt.devices.streams import Queues
+from autockpt.devices.streams import AcceleratorQueues
 
 PART_BYTES = 16 << 20  # what is copied and written at a time; two of them are on the host at once
 _PAGE = mmap.PAGESIZE
@@ -52,7 +52,7 @@ class DiskTransport:
 
     copy_queues = True
 
-    def __init__(self, queues: Queues, folder: str | Path | None = None, use: HostUse | None = None) -> None:
+    def __init__(self, queues: AcceleratorQueues, folder: str | Path | None = None, use: HostUse | None = None) -> None:
         self.folder = str(folder or scratch_folder())
         self.queues = queues
         self.space: Pool[FileRoom] = Pool(self._file, file_area, align=_PAGE)
@@ -261,7 +261,7 @@ def _parts(nbytes: int, staging: list[_Staging]) -> Iterator[slice]:
     return (slice(start, min(start + size, nbytes)) for start in range(0, nbytes, size))
 
 
-def _free(half: _Staging, queues: Queues) -> None:
+def _free(half: _Staging, queues: AcceleratorQueues) -> None:
     """Wait until the copy that reads from this memory has ended."""
     if half.busy is not None:
         queues.finish(half.busy)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -15,52 +15,90 @@ from autockpt.errors import MeasurementError
 Direction = Literal["out", "in"]
 
 
-class Queues(Protocol):
-    """The copy queues of a device, one per direction, beside its compute queues.
+class AcceleratorQueues:
+    """The copy queues of a device, one per direction, beside its compute queues: streams, by PyTorch's generic API.
 
     Events stand for moments: when the work queued so far has been done, or when a copy has ended. All but
     ``host_memory``, ``device_memory``, ``mark``, ``wait`` and ``use`` may be called from any thread; those mean the
     calling thread's current compute queue.
     """
 
+    def __init__(self, device: torch.device) -> None:
+        index = torch.accelerator.current_device_index() if device.index is None else device.index
+        self.device = torch.device(device.type, index)
+        self._streams = {"out": torch.Stream(self.device), "in": torch.Stream(self.device)}
+
     def host_memory(self, nbytes: int) -> torch.Tensor:
-        """Host memory, 1-D uint8, that the copy queues can reach."""
-        ...
+        """Host memory, 1-D uint8, that the copy queues can reach.
+
+        It is from the backend's own pinned allocator, which may round up what it takes.
+        """
+        try:
+            memory = torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
+        except RuntimeError as error:
+            raise MeasurementError(
+                f"the host would not pin {nbytes / 2**20:.0f} MiB for offloading: {str(error).splitlines()[0]}",
+                remedy="Free host memory, set --host-budget, or offload fewer units.",
+            ) from None
+        # Not every backend's allocator waits for the copies that are still on their way when memory is given back.
+        end = weakref.finalize(memory.untyped_storage(), torch.accelerator.synchronize, self.device)
+        end.atexit = False
+        return memory
 
     def device_memory(self, nbytes: int) -> torch.Tensor:
         """A device buffer, 1-D uint8, that belongs to the current compute queue: freed in that queue's order."""
-        ...
+        return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
 
     def mark(self) -> Any:
         """An event after all that the current compute queue has been given so far."""
-        ...
+        stream = torch.accelerator.current_stream(self.device)
+        return _Mark(stream.record_event(), stream)
 
     def copy(self, direction: Direction, target: torch.Tensor, source: torch.Tensor, after: Sequence[Any]) -> Any:
         """Queue a copy for after the events ``after``; the event of its end. Nobody is made to wait for it yet.
 
         The device's side must stay alive until somebody has: see ``wait``, ``finish`` and ``abandon``.
         """
-        ...
+        stream = self._streams[direction]
+        for event in after:
+            stream.wait_event(event.event if isinstance(event, _Mark) else event)
+        # not `with stream`: it remembers in itself what to go back to, and two threads may come here at once
+        device, before = torch.accelerator.current_device_index(), torch.accelerator.current_stream(self.device)
+        torch.accelerator.set_stream(stream)
+        try:
+            target.copy_(source, non_blocking=True)
+        finally:
+            torch.accelerator.set_stream(before)
+            torch.accelerator.set_device_index(device)
+        return stream.record_event()
 
     def wait(self, event: Any) -> None:
         """Make the current compute queue wait for the event."""
-        ...
+        torch.accelerator.current_stream(self.device).wait_event(event)
 
     def hold_up(self, mark: Any, event: Any) -> None:
         """Make the compute queue on which ``mark`` was made wait for the event, if it is another than the current."""
-        ...
+        if mark.stream != torch.accelerator.current_stream(self.device):
+            mark.stream.wait_event(event)
 
     def finish(self, event: Any) -> None:
         """Return when the event has come."""
-        ...
+        event.synchronize()
 
     def abandon(self, buffer: torch.Tensor, direction: Direction) -> None:
         """The device buffer of copies that no compute queue waited for is about to be freed."""
-        ...
+        buffer.record_stream(self._streams[direction])
 
     def use(self, buffer: torch.Tensor) -> None:
         """The current compute queue is about to read a buffer that perhaps belongs to another."""
-        ...
+        buffer.record_stream(torch.accelerator.current_stream(self.device))
+
+
+class _Mark(NamedTuple):
+    """A moment on a compute stream."""
+
+    event: Any
+    stream: Any
 
 
 class StreamTransport:
@@ -73,7 +111,7 @@ class StreamTransport:
 
     copy_queues = True
 
-    def __init__(self, queues: Queues, use: HostUse | None = None) -> None:
+    def __init__(self, queues: AcceleratorQueues, use: HostUse | None = None) -> None:
         self.queues = queues
         self.pool = Pool(queues.host_memory, pinned_area, use)
         self.unwaited: list[Any] = []
@@ -148,70 +186,3 @@ class StreamParcel:
             self.release()
             self._piece.ready = self._left if self._arrived is None else self._arrived
             self._pool.give(self._piece)
-
-
-class AcceleratorQueues:
-    """Two streams of one accelerator, besides whatever stream computes at the moment, by PyTorch's generic API."""
-
-    def __init__(self, device: torch.device) -> None:
-        index = torch.accelerator.current_device_index() if device.index is None else device.index
-        self.device = torch.device(device.type, index)
-        self._streams = {"out": torch.Stream(self.device), "in": torch.Stream(self.device)}
-
-    def host_memory(self, nbytes: int) -> torch.Tensor:
-        """From the backend's own pinned allocator, which may round up what it takes."""
-        try:
-            memory = torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
-        except RuntimeError as error:
-            raise MeasurementError(
-                f"the host would not pin {nbytes / 2**20:.0f} MiB for offloading: {str(error).splitlines()[0]}",
-                remedy="Free host memory, set --host-budget, or offload fewer units.",
-            ) from None
-        # Not every backend's allocator waits for the copies that are still on their way when memory is given back.
-        end = weakref.finalize(memory.untyped_storage(), torch.accelerator.synchronize, self.device)
-        end.atexit = False
-        return memory
-
-    def device_memory(self, nbytes: int) -> torch.Tensor:
-        return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
-
-    def mark(self) -> _Mark:
-        stream = torch.accelerator.current_stream(self.device)
-        return _Mark(stream.record_event(), stream)
-
-    def copy(self, direction: Direction, target: torch.Tensor, source: torch.Tensor, after: Sequence[Any]) -> Any:
-        stream = self._streams[direction]
-        for event in after:
-            stream.wait_event(event.event if isinstance(event, _Mark) else event)
-        # not `with stream`: it remembers in itself what to go back to, and two threads may come here at once
-        device, before = torch.accelerator.current_device_index(), torch.accelerator.current_stream(self.device)
-        torch.accelerator.set_stream(stream)
-        try:
-            target.copy_(source, non_blocking=True)
-        finally:
-            torch.accelerator.set_stream(before)
-            torch.accelerator.set_device_index(device)
-        return stream.record_event()
-
-    def wait(self, event: Any) -> None:
-        torch.accelerator.current_stream(self.device).wait_event(event)
-
-    def hold_up(self, mark: Any, event: Any) -> None:
-        if mark.stream != torch.accelerator.current_stream(self.device):
-            mark.stream.wait_event(event)
-
-    def finish(self, event: Any) -> None:
-        event.synchronize()
-
-    def abandon(self, buffer: torch.Tensor, direction: Direction) -> None:
-        buffer.record_stream(self._streams[direction])
-
-    def use(self, buffer: torch.Tensor) -> None:
-        buffer.record_stream(torch.accelerator.current_stream(self.device))
-
-
-class _Mark(NamedTuple):
-    """A moment on a compute stream."""
-
-    event: Any
-    stream: Any

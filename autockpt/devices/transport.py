@@ -14,7 +14,7 @@ from autockpt.devices.cuda_pinned import CudaQueues
 from autockpt.devices.disk import DiskTransport, staging_bytes
 from autockpt.devices.hostpool import AreaBytes, HostUse, HostUseOnPaper, Piece, Pool, file_area, pinned_area
 from autockpt.devices.scratch import scratch_folder, unnamed_file
-from autockpt.devices.streams import AcceleratorQueues, Queues, StreamTransport
+from autockpt.devices.streams import AcceleratorQueues, StreamTransport
 from autockpt.errors import MeasurementError
 from autockpt.schema.device import WITHOUT_STREAMS
 from autockpt.schema.graph import Copy, Tier
@@ -36,7 +36,7 @@ def transport_for(device: torch.device | str, tier: Tier = "cpu", use: HostUse |
     return DiskTransport(queues, use=use) if tier == "disk" else StreamTransport(queues, use)
 
 
-def _queues(device: torch.device) -> Queues:
+def _queues(device: torch.device) -> AcceleratorQueues:
     if device.type == "cuda":
         return CudaQueues(device)
     there = torch.accelerator.current_accelerator()

@@ -11,7 +11,7 @@ import torch
 
 from autockpt.devices.disk import DiskTransport
 from autockpt.devices.hostpool import HostUse
-from autockpt.devices.streams import StreamTransport
+from autockpt.devices.streams import AcceleratorQueues, StreamTransport
 from tests.device import DEVICE
 
 
@@ -31,8 +31,8 @@ class Event:
                 copy()
 
 
-class DeferredQueues:
-    """Answers the protocol ``Queues``. A source that was let go before its copy was waited for reads as garbage.
+class DeferredQueues(AcceleratorQueues):
+    """In place of an accelerator's. A source that was let go before its copy was waited for reads as garbage.
 
     Copies in one direction end in their order, as on a stream.
     """
