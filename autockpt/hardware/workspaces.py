@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._prims_common import ELEMENTWISE_TYPE_PROMOTION_KIND, elementwise_dtypes
 
 from autockpt.hardware.operators import Operator
 from autockpt.hardware.quantised_kernels import CUDA_RULES, cpu_quantised
@@ -172,7 +173,8 @@ def _converted_operands(operator: Operator, args: tuple[Any, ...], kwargs: dict[
     types = {t.dtype for t in operands if t.dim()}
     if len(types) < 2:
         return 0
-    common = _common_type(operands)
+    # the type that elementwise kernels compute in; tensors without dimensions count less
+    _, common = elementwise_dtypes(*operands, type_promotion_kind=ELEMENTWISE_TYPE_PROMOTION_KIND.DEFAULT)
     nbytes = sum(t.numel() * common.itemsize for t in operands if t.dim() and t.dtype is not common)
     if operator.mutates and operands[0].dtype is not common:
         nbytes += operands[0].numel() * common.itemsize
@@ -180,17 +182,6 @@ def _converted_operands(operator: Operator, args: tuple[Any, ...], kwargs: dict[
 
 
 _CONDITIONS = frozenset({"condition", "mask"})
-
-
-def _common_type(operands: Sequence[Tensor]) -> torch.dtype:
-    """The type that elementwise kernels compute in; tensors without dimensions count less."""
-    shapes = [torch.empty((1,) * min(t.dim(), 1), dtype=t.dtype, device="meta") for t in operands]
-    common = shapes[0]
-    for other in shapes[1:]:
-        common = torch.empty(
-            (1,) * max(common.dim(), other.dim()), dtype=torch.result_type(common, other), device="meta"
-        )
-    return common.dtype
 
 
 # put together from other ops, with the same in between on every device
