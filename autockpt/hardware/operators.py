@@ -40,7 +40,7 @@ class Operator:
     """Facts about one overload.
 
     ``view``: returns views of its inputs. ``layout_only``: mutates metadata only. ``mutates``: writes to an input.
-    ``returned``: for each return value the position of the argument that it is, or None for a new tensor.
+    ``returned``: for each return value the name of the argument that it is, or None for a new tensor.
     ``pointwise``: runs on torch's elementwise iterator.
     ``in_place``: the overload of ``IN_PLACE`` that a plain step may run instead, or None.
     ``flops``: torch's formula for floating point operations, or None.
@@ -52,10 +52,9 @@ class Operator:
         self.name = str(func)
         self.base = schema.name.split("::")[1]
         self.positions = {argument.name: i for i, argument in enumerate(schema.arguments)}
-        aliases = [(i, a.name, a.alias_info) for i, a in enumerate(schema.arguments)]
-        writes = [(i, name, alias) for i, name, alias in aliases if alias is not None and alias.is_write]
+        writes: list[Any] = [a for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
         self.mutates = bool(writes)
-        written = {label: (i, name) for i, name, alias in writes for label in alias.before_set}
+        written = {label: a.name for a in writes for label in a.alias_info.before_set}
         aliased = [r.alias_info for r in schema.returns]
         self.returned = [_argument_of(alias, written) for alias in aliased]
         self.layout_only = self.base in _LAYOUT_ONLY
@@ -92,7 +91,7 @@ def overload_of(name: str) -> Any:
     return getattr(getattr(getattr(torch.ops, namespace), packet), overload)
 
 
-def _argument_of(alias: Any, written: dict[str, tuple[int, str]]) -> tuple[int, str] | None:
+def _argument_of(alias: Any, written: dict[str, str]) -> str | None:
     """The argument that a return value is, by its alias annotation."""
     labels = alias.before_set if alias is not None else ()
     return next((written[label] for label in labels if label in written), None)

@@ -16,7 +16,7 @@ from autockpt.hardware.operators import Operator
 from autockpt.hardware.triton_launches import no_launches
 from autockpt.policies.base import setting
 from autockpt.tracing.memory import GhostMemory
-from autockpt.tracing.recorder import KindOfCall, Recorder
+from autockpt.tracing.recorder import OpCall, Recorder
 from autockpt.tracing.shapes import DEPENDS_ON_VALUES, Layout, Outcome, Shapes, leaves
 from autockpt.tracing.storages import StorageLog
 
@@ -102,27 +102,19 @@ class GhostMode(Recorder):
         limit = _REAL_FLOAT_BYTES if number else self._real_bytes(tensor.dtype, tensor.dim())
         return tensor.layout is torch.strided and tensor.untyped_storage().nbytes() <= limit
 
-    def _run(
-        self, call: KindOfCall, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor]
-    ) -> Any:
-        operator = call.operator
+    def _run(self, call: OpCall) -> Any:
+        operator, kwargs = call.kind.operator, call.kwargs
         if self._on_op is not None:
             self._on_op(operator)
         if "device" in kwargs:
             kwargs = {**kwargs, "device": _as_cpu(kwargs["device"])}
         if kwargs.get("pin_memory"):
             kwargs = {**kwargs, "pin_memory": False}
-        if operator.view or operator.layout_only:
-            return func(*args, **kwargs)
-        if operator.base in CUDA_ONLY:
-            return self._pretend(call, func, args, kwargs, tensors)
-        if (
-            not self._reads_ghost(tensors)
-            and self._values_matter
-            and self._makes_small(call, func, args, kwargs, tensors)
-        ):
-            return func(*args, **kwargs)
-        return self._pretend(call, func, args, kwargs, tensors)
+        if kwargs is not call.kwargs:
+            call = call._replace(kwargs=kwargs)
+        if operator.view or operator.layout_only or self._stays_true(call):
+            return call.func(*call.args, **kwargs)
+        return self._pretend(call)
 
     def _reads_ghost(self, tensors: list[Tensor]) -> bool:
         base, end = self._base, self._end
@@ -135,14 +127,14 @@ class GhostMode(Recorder):
                 return True
         return False
 
-    def _makes_small(
-        self, call: KindOfCall, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor]
-    ) -> bool:
-        """Whether an op on real tensors is small enough on both sides to run for real."""
-        for tensor in tensors:
+    def _stays_true(self, call: OpCall) -> bool:
+        """Whether an op reads no ghosts, can run on a CPU, and is small enough on both sides to run for real."""
+        if call.kind.operator.base in CUDA_ONLY or self._reads_ghost(call.tensors) or not self._values_matter:
+            return False
+        for tensor in call.tensors:
             if tensor.numel() * tensor.element_size() > self._real_bytes(tensor.dtype, tensor.dim()):
                 return False
-        tree = self._outcome(call, func, args, kwargs).tree
+        tree = self._outcome(call).tree
         return all(leaf.nbytes <= self._real_bytes(leaf.dtype, len(leaf.size)) for leaf in leaves(tree))
 
     def _real_bytes(self, dtype: torch.dtype, dims: int) -> int:
@@ -151,15 +143,16 @@ class GhostMode(Recorder):
             return _REAL_TOKEN_BYTES
         return _REAL_FLOAT_BYTES if self.building and number else _REAL_BYTES
 
-    def _outcome(self, call: KindOfCall, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Outcome:
+    def _outcome(self, call: OpCall) -> Outcome:
         """What the call gives, inferred once per signature, or per call where values decide."""
-        masks = call.operator.base == "index" and _has_mask(args[1])
-        if call.outcome is None or masks or call.operator.base in DEPENDS_ON_VALUES:
+        kind, args = call.kind, call.args
+        masks = kind.operator.base == "index" and any(i is not None and i.dtype in _MASKS for i in args[1])
+        if kind.outcome is None or masks or kind.operator.base in DEPENDS_ON_VALUES:
             if masks:
                 args = (args[0], self._positions_of(args[1]))
-            call.outcome = self._shapes.infer(func, call.operator, args, kwargs)
-            call.flops = call.outcome.flops
-        return call.outcome
+            kind.outcome = self._shapes.infer(call.func, kind.operator, args, call.kwargs)
+            kind.flops = kind.outcome.flops
+        return kind.outcome
 
     def _positions_of(self, indices: Any) -> list[Tensor | None]:
         """Indices with the positions that real masks select in place of the masks; ghostly ones stay."""
@@ -171,30 +164,27 @@ class GhostMode(Recorder):
                 found.append(index)
         return found
 
-    def _pretend(
-        self, call: KindOfCall, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor]
-    ) -> Any:
-        operator = call.operator
+    def _pretend(self, call: OpCall) -> Any:
+        operator = call.kind.operator
         if operator.base == "_local_scalar_dense":
-            return self._scalar(args[0])
+            return self._scalar(call.args[0])
         if operator.mutates and None not in operator.returned and operator.flops is None:
-            return _written(operator, args, kwargs)
-        outcome = self._outcome(call, func, args, kwargs)
+            return _written(call)
+        outcome = self._outcome(call)
         if outcome.problem is not None:
             raise self._refusal(f"{operator.name} cannot be ghost-run: {outcome.problem}", _DEPENDS_ON_DATA)
         if operator.mutates and None not in operator.returned:
-            return _written(operator, args, kwargs)
+            return _written(call)
         if operator.base == "native_dropout":  # its mask is allocated first: allocators tell who comes when
-            mask = self._result(outcome.tree[1], operator, args, kwargs, tensors)
-            return self._result(outcome.tree[0], operator, args, kwargs, tensors), mask
-        return self._result(outcome.tree, operator, args, kwargs, tensors)
+            mask = self._result(outcome.tree[1], call)
+            return self._result(outcome.tree[0], call), mask
+        return self._result(outcome.tree, call)
 
-    def _result(
-        self, tree: Any, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor]
-    ) -> Any:
+    def _result(self, tree: Any, call: OpCall) -> Any:
+        operator = call.kind.operator
         if isinstance(tree, Layout):
             if operator.routing and operator.base in _ONLY_POSITIONS:
-                return self._positions(tree, operator, args, kwargs, tensors)
+                return self._positions(tree, call)
             return self._ghost(tree, self.log.clock - 1)
         if not isinstance(tree, (list, tuple)):
             return tree
@@ -202,30 +192,28 @@ class GhostMode(Recorder):
         for i, item in enumerate(tree):
             argument = operator.returned[i] if operator.mutates else None
             if argument is not None:
-                result.append(args[argument[0]] if argument[0] < len(args) else kwargs[argument[1]])
+                result.append(call.argument(argument))
             elif operator.routing and i == 1 and isinstance(item, Layout):
-                result.append(self._positions(item, operator, args, kwargs, tensors))
+                result.append(self._positions(item, call))
             else:
-                result.append(self._result(item, operator, args, kwargs, tensors))
+                result.append(self._result(item, call))
         return result if isinstance(tree, list) else tuple(result)
 
     def _ghost(self, layout: Layout, birth: int) -> Tensor:
         storage, _ = self.log.ghost(layout.nbytes, birth)
         return torch.empty(0, dtype=layout.dtype).set_(storage, 0, layout.size, layout.stride)
 
-    def _positions(
-        self, layout: Layout, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor]
-    ) -> Tensor:
+    def _positions(self, layout: Layout, call: OpCall) -> Tensor:
         """Positions as if each were chosen equally often: sorts keep the order, choices take turns."""
         if layout.dtype is not torch.int64 or layout.nbytes > _REAL_BYTES:
             return self._ghost(layout, self.log.clock - 1)
         self.notes.setdefault("Positions chosen from activations (expert routing, top-k) are assumed to be balanced.")
-        source = tensors[0]
-        dim = operator.argument("dim", args, kwargs, -1)
+        source = call.tensors[0]
+        dim = call.argument("dim", -1)
         dim = dim if isinstance(dim, int) else -1
         count = source.size(dim) if source.dim() else 1
         result = torch.empty_strided(layout.size, layout.stride, dtype=torch.int64)
-        if operator.base in ("sort", "argsort"):
+        if call.kind.operator.base in ("sort", "argsort"):
             shape = [1] * source.dim()
             if shape:
                 shape[dim] = count
@@ -250,10 +238,6 @@ class GhostMode(Recorder):
         return GhostError(message, remedy=remedy)
 
 
-def _has_mask(indices: Any) -> bool:
-    return any(index is not None and index.dtype in _MASKS for index in indices)
-
-
 def _dispatch_of(kind: type) -> Any:
     return getattr(kind, "__torch_dispatch__", None)
 
@@ -265,9 +249,9 @@ def _as_cpu(device: Any) -> Any:
     return device if device is None or torch.device(device).type in ("cpu", "meta") else torch.device("cpu")
 
 
-def _written(operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _written(call: OpCall) -> Any:
     """What an op that only writes to its arguments returns: those arguments."""
-    values = [args[i] if i < len(args) else kwargs[name] for i, name in operator.returned]  # type: ignore[misc]
+    values = [call.argument(name) for name in call.kind.operator.returned if name is not None]
     if not values:
         return None
     return values[0] if len(values) == 1 else tuple(values)

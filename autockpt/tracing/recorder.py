@@ -108,6 +108,20 @@ class KindOfCall:
         self.outcome: Outcome | None = None
 
 
+class OpCall(NamedTuple):
+    """A call of an op that is about to run. ``tensors`` are those among its arguments, in order."""
+
+    kind: KindOfCall
+    func: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    tensors: list[Tensor]
+
+    def argument(self, name: str, default: Any = None) -> Any:
+        """The value of a named argument."""
+        return self.kind.operator.argument(name, self.args, self.kwargs, default)
+
+
 class Recorder(TorchDispatchMode):
     """Records every op below autograd with its place, storages and saved tensors; subclasses run (or skip) the kernel.
 
@@ -268,14 +282,16 @@ class Recorder(TorchDispatchMode):
         if in_place:
             func = operator.in_place
             operator = self.operators[func]
-        call = self._call(operator, func, key, args, kwargs)
+        kind = self._kind(operator, func, key, args, kwargs)
+        call = OpCall(kind, func, args, kwargs, tensors)
         index, watched = self.log.clock, self._watchers > 0
         self.log.clock = index + 1
         inputs, offsets = self._inputs(operator, tensors, index)
-        run = self._run_in_place if in_place else self._run
-        result = run(call, func, args, kwargs, tensors)
+        result = self._run(call)
+        if in_place:  # for a caller that expects a new tensor object
+            result = args[0].detach()
         outputs = self._outputs(result, index)
-        self.ops.append(OpRecord(call, phase, module, inputs, offsets, outputs, watched))
+        self.ops.append(OpRecord(kind, phase, module, inputs, offsets, outputs, watched))
         if operator.multiplies and outputs:
             self.fused.product(outputs[0].storage)
         if phase == FORWARD and not operator.view:
@@ -284,9 +300,7 @@ class Recorder(TorchDispatchMode):
             self.gradients.update(inputs)
         return result
 
-    def _run(
-        self, call: KindOfCall, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor]
-    ) -> Any:
+    def _run(self, call: OpCall) -> Any:
         """The op's result."""
         raise NotImplementedError
 
@@ -299,28 +313,20 @@ class Recorder(TorchDispatchMode):
             return self.engine.in_place(operator, args, kwargs)
         return self.fused.in_place(args, kwargs, storage)
 
-    def _run_in_place(
-        self, call: KindOfCall, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor]
-    ) -> Tensor:
-        """Run an op in the memory of its first argument for a caller that expects a new tensor object."""
-        self._run(call, func, args, kwargs, tensors)
-        return args[0].detach()
-
-    def _call(
+    def _kind(
         self, operator: Operator, func: Any, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> KindOfCall:
-        calls = operator.calls
-        call = calls.get(key)
-        if call is None:
-            call = calls[key] = KindOfCall(operator, signature(func, args, kwargs))
+        kind = operator.calls.get(key)
+        if kind is None:
+            kind = operator.calls[key] = KindOfCall(operator, signature(func, args, kwargs))
             if self.on_cpu:
-                call.workspace = workspace_bytes(operator, args, kwargs, self.threads)
+                kind.workspace = workspace_bytes(operator, args, kwargs, self.threads)
                 if is_measured(operator, flat_tensors(args)):
-                    call.trial = plain_signature(func, args, kwargs)
-                    self._trials.add(call)
+                    kind.trial = plain_signature(func, args, kwargs)
+                    self._trials.add(kind)
             else:
-                call.workspace = accelerator_workspace_bytes(operator, args, kwargs, self.on_cuda)
-        return call
+                kind.workspace = accelerator_workspace_bytes(operator, args, kwargs, self.on_cuda)
+        return kind
 
     def _inputs(self, operator: Operator, tensors: list[Tensor], index: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         # `torch.tensor` makes its storage out of the dispatcher's sight; anything else unseen was there before.
@@ -362,12 +368,11 @@ class RealRecorder(Recorder):
         self.on_cpu = device.type == "cpu"
         self.threads = torch.get_num_threads()
 
-    def _run(
-        self, call: KindOfCall, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor]
-    ) -> Any:
-        result = func(*args, **kwargs)
-        if call.operator.flops is not None and not call.flops:
-            call.flops = count_flops(call.operator, args, kwargs, result)
+    def _run(self, call: OpCall) -> Any:
+        result = call.func(*call.args, **call.kwargs)
+        kind = call.kind
+        if kind.operator.flops is not None and not kind.flops:
+            kind.flops = count_flops(kind.operator, call.args, call.kwargs, result)
         return result
 
     def _counts(self, tensor: Tensor) -> bool:

@@ -12,8 +12,8 @@ def test_views_and_writes_are_read_off_the_schema() -> None:
     assert Operator(aten._unsafe_view.default).view
     assert Operator(aten.split.Tensor).view
     assert not Operator(aten.add.Tensor).view
-    assert Operator(aten.add_.Tensor).mutates and Operator(aten.add_.Tensor).returned == [(0, "self")]
-    assert Operator(aten.add.out).returned == [(3, "out")]
+    assert Operator(aten.add_.Tensor).mutates and Operator(aten.add_.Tensor).returned == ["self"]
+    assert Operator(aten.add.out).returned == ["out"]
     assert Operator(aten._foreach_add_.Scalar).mutates and Operator(aten._foreach_add_.Scalar).returned == []
     assert Operator(aten.native_layer_norm.default).returned == [None, None, None]
     assert Operator(aten.t_.default).layout_only
