@@ -107,18 +107,14 @@ def plain_signature(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | 
 
 
 def parse_signature(text: str) -> Call:
-    """The parts of a signature. Raises ValueError where the text is not one."""
-    target, opening, rest = text.partition("(")
-    if not opening or not rest.endswith(")"):
-        raise ValueError(f"not an op signature: {text!r}")
-    call = Call(target)
-    for part in _split(rest[:-1]):
-        name, equals, value = part.partition("=")
-        if equals and name.isidentifier():
-            call.kwargs[name] = _value(value)
-        else:
-            call.args.append(_value(part))
-    return call
+    """The parts of a signature: a call as Python has it, but for its tensors. Raises ValueError for other text."""
+    target, _, rest = text.partition("(")
+    try:
+        found = ast.parse(f"op({_TENSOR.sub(_as_call, rest)}", mode="eval").body
+        assert isinstance(found, ast.Call)
+        return Call(target, list(map(_value, found.args)), {str(k.arg): _value(k.value) for k in found.keywords})
+    except (SyntaxError, AssertionError):
+        raise ValueError(f"not an op signature: {text!r}") from None
 
 
 def tensor_spec(tensor: Tensor) -> TensorSpec:
@@ -191,54 +187,38 @@ def _runs(items: list[str]) -> Iterator[str]:
         yield item if count == 1 else f"{item}*{count}"
 
 
-def _split(text: str) -> Iterator[str]:
-    """Parts between commas at depth 0, brackets and quotes respected."""
-    depth, start, quote, escaped = 0, 0, "", False
-    for i, char in enumerate(text):
-        if quote:
-            if escaped:
-                escaped = False
-            elif char == "\\":
-                escaped = True
-            elif char == quote:
-                quote = ""
-        elif char in "'\"":
-            quote = char
-        elif char in "[{(":
-            depth += 1
-        elif char in "]})":
-            depth -= 1
-        elif char == "," and depth == 0:
-            yield text[start:i].strip()
-            start = i + 1
-    if text[start:].strip():
-        yield text[start:].strip()
+_TEXT = r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*\""""
+_TENSOR = re.compile(rf"{_TEXT}|\b([a-z]\w*)\[([\d,]*)\](?:{{([\d,]*)}})?")
 
 
-_TENSOR = re.compile(r"([a-z]\w*)\[([\d,]*)\](?:\{([\d,]*)\})?")
-_NUMBER = re.compile(r"-?(\d|inf\b|nan\b)")
+def _as_call(found: re.Match[str]) -> str:
+    """``bf16[8,4]{4,1}`` in Python: ``bf16([8,4], [4,1])``; text in quotes as it is."""
+    dtype, shape, stride = found.groups()
+    if dtype is None:
+        return found[0]
+    return f"{dtype}([{shape}])" if stride is None else f"{dtype}([{shape}], [{stride}])"
 
 
-def _value(text: str) -> Any:
-    if text.startswith("["):
-        return [value for part in _split(text[1:-1]) for value in _repeated(part)]
-    tensor = _TENSOR.fullmatch(text)
-    if tensor:
-        shape = _sizes(tensor[2])
-        stride = contiguous_stride(shape) if tensor[3] is None else _sizes(tensor[3])
-        return TensorSpec(tensor[1], shape, stride)
-    if _NUMBER.match(text):
-        return float(text) if re.search(r"[.einf]", text) else int(text)
-    if text in ("None", "True", "False") or text[:1] in "'\"":
-        return ast.literal_eval(text)
-    return Word(text)
+def _value(node: ast.expr) -> Any:
+    match node:
+        case ast.Call(func=ast.Name(id=dtype), args=[shape, *stride]):
+            sizes = tuple(_value(shape))
+            return TensorSpec(dtype, sizes, tuple(_value(stride[0])) if stride else contiguous_stride(sizes))
+        case ast.List(elts=items):
+            return [value for item in items for value in _repeated(item)]
+        case ast.UnaryOp(operand=positive):
+            return -_value(positive)
+        case ast.Name(id="inf" | "nan" as number):
+            return float(number)
+        case ast.Name(id=word):
+            return Word(word)
+    return ast.literal_eval(node)
 
 
-def _repeated(part: str) -> list[Any]:
-    head, star, count = part.rpartition("*")
-    if star and count.isdigit():
-        return [_value(head)] * int(count)
-    return [_value(part)]
+def _repeated(item: ast.expr) -> list[Any]:
+    if isinstance(item, ast.BinOp):
+        return [_value(item.left)] * _value(item.right)
+    return [_value(item)]
 
 
 def _tensor_specs(values: list[Any]) -> Iterator[TensorSpec]:
@@ -247,7 +227,3 @@ def _tensor_specs(values: list[Any]) -> Iterator[TensorSpec]:
             yield value
         elif isinstance(value, list):
             yield from _tensor_specs(value)
-
-
-def _sizes(text: str) -> tuple[int, ...]:
-    return tuple(int(size) for size in text.split(",") if size)
