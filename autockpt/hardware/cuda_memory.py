@@ -155,35 +155,31 @@ class Requests:
         return replay(self.events)
 
 
-def device_peak(
-    hardware: Allocates, graph: Graph | Requests, *, limit: int | None = None, cycles: int = 2
-) -> DevicePeak:
-    """Peaks of a graph over ``cycles`` cycles from the building of the model on; of described hardware's, as
-    ``as_seen_by`` returned it.
+def device_peak(hardware: Allocates, graph: Graph | Requests, *, limit: int | None = None) -> DevicePeak:
+    """Peaks of a graph over two cycles from the building of the model on (or as many as the requests are of); of
+    described hardware's, as ``as_seen_by`` returned it.
 
     ``limit``: bytes that allocator and context may take together (default: all memory of the device). Devices without
     a caching allocator of CUDA's kind take what the tensors take.
     """
-    requests = graph if isinstance(graph, Requests) else Requests(graph, cycles)
+    requests = graph if isinstance(graph, Requests) else Requests(graph)
     graph = requests.graph
     room = (hardware.memory_bytes if limit is None else limit) - hardware.context_bytes
-    workspace = graph.resident.get("matrix workspaces", 0)
-    if not hardware.caches:
-        most = int(bytes_timeline(graph).max()) if graph.ops else graph.resident_bytes
-        return _peak(hardware, most, most, workspace, most <= room)
-    peak = requests.unlimited
-    if peak.reserved <= room:
-        return _peak(hardware, peak.allocated, peak.reserved, workspace)
-    # cached segments are given back before memory runs out
-    limited = replay(requests.events, limit=max(room, 0))
-    if limited.out_of_memory:
-        return _peak(hardware, peak.allocated, peak.reserved, workspace, fits=False)
-    return _peak(hardware, limited.allocated, limited.reserved, workspace)
-
-
-def _peak(hardware: Allocates, allocated: int, reserved: int, workspace: int, fits: bool = True) -> DevicePeak:
+    if hardware.caches:
+        peak, fits = requests.unlimited, True
+        if peak.reserved > room:  # cached segments are given back before memory runs out
+            limited = replay(requests.events, limit=max(room, 0))
+            peak, fits = (peak, False) if limited.out_of_memory else (limited, True)
+        allocated, reserved = peak.allocated, peak.reserved
+    else:
+        allocated = reserved = int(bytes_timeline(graph).max()) if graph.ops else graph.resident_bytes
+        fits = reserved <= room
     return DevicePeak(
-        allocated=allocated, reserved=reserved, context=hardware.context_bytes, workspace=workspace, fits=fits
+        allocated=allocated,
+        reserved=reserved,
+        context=hardware.context_bytes,
+        workspace=graph.resident.get("matrix workspaces", 0),
+        fits=fits,
     )
 
 

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autockpt.hardware.cuda_memory import as_seen_by, capability_of, device_peak, events, workspace_bytes
+from autockpt.hardware.cuda_memory import Requests, as_seen_by, capability_of, device_peak, events, workspace_bytes
 from autockpt.hardware.sharding import sharded
 from autockpt.schema import Graph, Hardware, Op, Phase, Storage, Unit, WorkloadSpec
 from autockpt.schema.graph import TensorMeta
@@ -284,7 +284,7 @@ def test_reserved_covers_allocated_covers_the_timeline(rows: list[tuple[int, int
         ops=tuple(op(i, "forward") for i in range(10)),
         storages=storages,
     )
-    peak = device_peak(hardware(), graph, cycles=cycles)
+    peak = device_peak(hardware(), Requests(graph, cycles))
     assert peak.reserved >= peak.allocated >= graph.peak_bytes
     assert peak.total == peak.reserved + 500 * MIB and peak.fragmentation >= 0
     assert peak.fits == (peak.reserved <= (24 << 30) - 500 * MIB)
