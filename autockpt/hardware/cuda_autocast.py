@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from autockpt.hardware.operators import flat_tensors
 from autockpt.policies.base import setting
 
 _KEY = "AutocastCPU"
@@ -116,7 +117,7 @@ def _overload(name: str) -> Any:
 def _casting(op: Any, dtype_for: Callable[[list[Tensor]], torch.dtype]) -> Callable[..., Any]:
     def kernel(*args: Any, **kwargs: Any) -> Any:
         with _no_autocast():
-            dtype = dtype_for(list(_eligible((args, tuple(kwargs.values())))))
+            dtype = dtype_for(_eligible((args, tuple(kwargs.values()))))
             return op(*_cast(args, dtype), **{name: _cast(value, dtype) for name, value in kwargs.items()})
 
     return kernel
@@ -130,7 +131,7 @@ def _with_fp32_result(op: Any) -> Callable[..., Any]:
     def kernel(*args: Any, **kwargs: Any) -> Any:
         with _no_autocast():
             given = args[position] if positional and position < len(args) else kwargs.get("dtype")
-            if given is None and any(True for _ in _eligible(args[:1])):
+            if given is None and _eligible(args[:1]):
                 if positional and position < len(args):
                     args = (*args[:position], torch.float32, *args[position + 1 :])
                 else:
@@ -157,19 +158,14 @@ def _widest(tensors: list[Tensor]) -> torch.dtype:
     return torch.float32 if any(t.dtype is torch.float32 for t in tensors) else _lower(tensors)
 
 
-def _eligible(value: Any) -> Iterator[Tensor]:
+def _eligible(value: Any) -> list[Tensor]:
     """Tensors that autocast casts: floating point, but not double."""
-    if isinstance(value, Tensor):
-        if value.is_floating_point() and value.dtype is not torch.float64:
-            yield value
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _eligible(item)
+    return [t for t in flat_tensors(value) if t.is_floating_point() and t.dtype is not torch.float64]
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:
     if isinstance(value, Tensor):
-        return value.to(dtype) if any(True for _ in _eligible(value)) else value
+        return value.to(dtype) if _eligible(value) else value
     return type(value)(_cast(item, dtype) for item in value) if type(value) in (list, tuple) else value
 
 

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+
+T = TypeVar("T")
+Argument = Callable[[str], Any]
+"""A call's argument by its name in the schema; None where it was not given."""
 
 # Change a tensor's sizes or storage without touching its bytes: safe to run on a ghost.
 _LAYOUT_ONLY = frozenset(
@@ -76,6 +82,10 @@ class Operator:
             return args[position]
         return kwargs.get(name, default)
 
+    def arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Argument:
+        """Those of one call, for rules that ask for some of them."""
+        return partial(self.argument, args=args, kwargs=kwargs)
+
 
 class Operators(dict[Any, Operator]):
     """Operators by overload, filled as they are met."""
@@ -138,10 +148,13 @@ def count_flops(operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any
         return 0
 
 
+def leaves(value: Any, kind: type[T]) -> list[T]:
+    """All that is of a kind in an op's arguments or result: the value itself, or what lists and tuples hold of it."""
+    if isinstance(value, kind):
+        return [value]
+    return [leaf for item in value for leaf in leaves(item, kind)] if isinstance(value, (list, tuple)) else []
+
+
 def flat_tensors(value: Any) -> list[Tensor]:
     """The tensors in an op's result: a tensor, or lists and tuples of them."""
-    if isinstance(value, Tensor):
-        return [value]
-    if isinstance(value, (list, tuple)):
-        return [tensor for item in value for tensor in flat_tensors(item)]
-    return []
+    return leaves(value, Tensor)

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from autockpt.hardware.operators import Argument
 from autockpt.policies.base import setting
 
-_Argument = Callable[[str], Any]
 CUDA_FIGURES = (
     "What bitsandbytes' CUDA kernels allocate is read off its sources, not measured: a dequantised copy of the weight "
     "in every product, and its block maxima in fp32."
@@ -27,13 +27,13 @@ NO_OUTLIERS = "LLM.int8: no activation is taken to be an outlier, whose columns 
 _FLOAT, _HALF = 4, 2
 
 
-def cpu_quantised(argument: _Argument, threads: int) -> int:
+def cpu_quantised(argument: Argument, threads: int) -> int:
     """Bytes beyond inputs and outputs of ``gemm_4bit`` on a CPU: the weight whole, and its maxima in fp32."""
     tables = _maxima(argument)
     return max(2 * tables, tables + _dequantised(argument))  # the maxima before their offset is added, and after
 
 
-def _gemm_4bit(argument: _Argument) -> int:
+def _gemm_4bit(argument: Argument) -> int:
     """The weight whole, and its maxima before and after their offset is added.
 
     Products of up to 1536 rows may take a kernel that dequantises as it goes, by tables for each generation: the copy
@@ -42,20 +42,20 @@ def _gemm_4bit(argument: _Argument) -> int:
     return 2 * _maxima(argument) + _dequantised(argument)
 
 
-def _int8_quantise(argument: _Argument) -> int:
+def _int8_quantise(argument: Argument) -> int:
     """Magnitudes, and where they are large."""
     return argument("A").numel() * (_HALF + 1) if argument("threshold") else 0
 
 
-def _int8_product(argument: _Argument) -> int:
+def _int8_product(argument: Argument) -> int:
     return _sums(argument("CA"), argument("CB"), argument("A").dtype)
 
 
-def _int8_plain_product(argument: _Argument) -> int:
+def _int8_plain_product(argument: Argument) -> int:
     return _sums(argument("A"), argument("B"), argument("dtype"))
 
 
-CUDA_RULES: dict[str, Callable[[_Argument], int]] = {
+CUDA_RULES: dict[str, Callable[[Argument], int]] = {
     "gemm_4bit": _gemm_4bit,
     "int8_vectorwise_quant": _int8_quantise,
     "int8_mixed_scaled_mm": _int8_product,
@@ -70,13 +70,13 @@ def _sums(x: Tensor, weight: Tensor, wanted: torch.dtype | None) -> int:
     return numbers * (_FLOAT + (0 if wanted in (None, torch.float16) else _HALF))
 
 
-def _maxima(argument: _Argument) -> int:
+def _maxima(argument: Argument) -> int:
     """Bytes of the dequantised block maxima; 0 where they are not quantised themselves."""
     coded = argument("absmax_8bit")
     return 0 if coded is None else coded.numel() * _FLOAT
 
 
-def _dequantised(argument: _Argument) -> int:
+def _dequantised(argument: Argument) -> int:
     return prod(argument("shapeB")) * argument("A").element_size()
 
 

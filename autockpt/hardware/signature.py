@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autockpt.hardware.operators import IN_PLACE
+from autockpt.hardware.operators import IN_PLACE, leaves
 
 _DTYPES: dict[torch.dtype, str] = {
     torch.float64: "f64",
@@ -86,7 +86,7 @@ class Call:
 
     def tensors(self) -> Iterator[TensorSpec]:
         """The tensors that the call takes, in order, those in lists included."""
-        yield from _tensor_specs([*self.args, *self.kwargs.values()])
+        yield from leaves([*self.args, *self.kwargs.values()], TensorSpec)
 
 
 def signature(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None) -> str:
@@ -219,11 +219,3 @@ def _repeated(item: ast.expr) -> list[Any]:
     if isinstance(item, ast.BinOp):
         return [_value(item.left)] * _value(item.right)
     return [_value(item)]
-
-
-def _tensor_specs(values: list[Any]) -> Iterator[TensorSpec]:
-    for value in values:
-        if isinstance(value, TensorSpec):
-            yield value
-        elif isinstance(value, list):
-            yield from _tensor_specs(value)

@@ -14,14 +14,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._prims_common import ELEMENTWISE_TYPE_PROMOTION_KIND, elementwise_dtypes
 
-from autockpt.hardware.operators import Operator
+from autockpt.hardware.operators import Argument, Operator
 from autockpt.hardware.quantised_kernels import CUDA_RULES, cpu_quantised
 
 _BLOCK = 16  # channels
@@ -33,37 +32,34 @@ def workspace_bytes(operator: Operator, args: tuple[Any, ...], kwargs: dict[str,
     rule = _RULES.get(operator.base)
     if rule is None:
         return _converted_operands(operator, args, kwargs) if operator.pointwise else 0
-    return max(rule(partial(operator.argument, args=args, kwargs=kwargs), threads), 0)
+    return max(rule(operator.arguments(args, kwargs), threads), 0)
 
 
-_Argument = Callable[[str], Any]
-
-
-def _convolution(argument: _Argument, threads: int) -> int:
+def _convolution(argument: Argument, threads: int) -> int:
     x, weight = argument("input"), argument("weight")
     size = _output_size(argument, x, weight)
     y = math.prod(size) * x.element_size()
     if not _uses_onednn(argument, x, weight, threads):
         return _columns(argument, x, weight, size)
     if _channels_last(x):
-        return 2 * _bytes(weight)
+        return 2 * weight.nbytes
     blocked_x, blocked_w, blocked_y = _blocked(x, weight, size)
     return max(blocked_x + blocked_w + blocked_y - y, blocked_y)
 
 
-def _convolution_backward(argument: _Argument, threads: int) -> int:
+def _convolution_backward(argument: Argument, threads: int) -> int:
     x, weight, grad = argument("input"), argument("weight"), argument("grad_output")
     mask = argument("output_mask") or [True, True, True]
-    grad_x = _bytes(x) if mask[0] else 0
-    grad_w = _bytes(weight) if mask[1] else 0
+    grad_x = x.nbytes if mask[0] else 0
+    grad_w = weight.nbytes if mask[1] else 0
     kept = grad_x + grad_w
     if not _uses_onednn(argument, x, weight, threads):
         columns = _columns(argument, x, weight, tuple(grad.shape))
         return columns - (0 if mask[1] else grad_w) if columns else 0
     if _channels_last(x):
-        return 2 * _bytes(weight)
+        return 2 * weight.nbytes
     blocked_x, blocked_w, blocked_grad = _blocked(x, weight, tuple(grad.shape))
-    blocked_x = blocked_x or _bytes(x)
+    blocked_x = blocked_x or x.nbytes
     peak = 0
     if mask[0]:
         peak = max(blocked_grad + blocked_w + blocked_x, blocked_x + grad_x)
@@ -72,48 +68,48 @@ def _convolution_backward(argument: _Argument, threads: int) -> int:
     return peak - kept
 
 
-def _batch_norm_backward(argument: _Argument, threads: int) -> int:
+def _batch_norm_backward(argument: Argument, threads: int) -> int:
     """The input's gradient is allocated twice."""
     x, mask = argument("input"), argument("output_mask")
-    return _bytes(x) if mask is None or mask[0] else 0
+    return x.nbytes if mask is None or mask[0] else 0
 
 
-def _contiguous_copies(*names: str) -> Callable[[_Argument, int], int]:
+def _contiguous_copies(*names: str) -> Callable[[Argument, int], int]:
     """The kernel copies these inputs where they are not contiguous."""
 
-    def rule(argument: _Argument, threads: int) -> int:
+    def rule(argument: Argument, threads: int) -> int:
         tensors = [argument(name) for name in names]
-        return sum(_bytes(t) for t in tensors if isinstance(t, Tensor) and not t.is_contiguous())
+        return sum(t.nbytes for t in tensors if isinstance(t, Tensor) and not t.is_contiguous())
 
     return rule
 
 
-def _safe_softmax(argument: _Argument, threads: int) -> int:
+def _safe_softmax(argument: Argument, threads: int) -> int:
     """A mask of the rows that are all minus infinity."""
     x = argument("self")
     return x.numel() + x.numel() // max(x.size(argument("dim")), 1)
 
 
-def _roll(argument: _Argument, threads: int) -> int:
+def _roll(argument: Argument, threads: int) -> int:
     """Rolled one dimension at a time."""
     x = argument("self")
-    return _bytes(x) if len(argument("shifts")) > 1 else 0
+    return x.nbytes if len(argument("shifts")) > 1 else 0
 
 
-def _scatter_add(argument: _Argument, threads: int) -> int:
+def _scatter_add(argument: Argument, threads: int) -> int:
     """16-bit types are added up in a fp32 copy of the result."""
     x = argument("self")
     return 4 * x.numel() if x.dtype in (torch.bfloat16, torch.float16) else 0
 
 
-def _gelu_backward(argument: _Argument, threads: int) -> int:
+def _gelu_backward(argument: Argument, threads: int) -> int:
     """oneDNN's kernel wants a dense gradient and has a result of its own, copied where layouts differ."""
     grad, x = argument("grad_output"), argument("self")
     mixed = not grad.is_contiguous() and x.is_contiguous() and argument("approximate") in (None, "none")
-    return 2 * _bytes(x) if mixed else 0
+    return 2 * x.nbytes if mixed else 0
 
 
-def _layer_norm_backward(argument: _Argument, threads: int) -> int:
+def _layer_norm_backward(argument: Argument, threads: int) -> int:
     """Sums of the parameters' gradients per thread (``cpu/layer_norm_kernel.cpp``), and contiguous copies."""
     x, mask = argument("input"), argument("output_mask")
     sums = 0
@@ -122,18 +118,18 @@ def _layer_norm_backward(argument: _Argument, threads: int) -> int:
     return _contiguous_copies("input", "grad_out")(argument, threads) + sums
 
 
-def _group_norm_backward(argument: _Argument, threads: int) -> int:
+def _group_norm_backward(argument: Argument, threads: int) -> int:
     """Two sums per channel and sample, in fp32 at least (``cpu/group_norm_kernel.cpp``)."""
     x = argument("input")
     return 2 * x.size(0) * x.size(1) * max(x.element_size(), 4)
 
 
-def _ctc_loss_backward(argument: _Argument, threads: int) -> int:
+def _ctc_loss_backward(argument: Argument, threads: int) -> int:
     """The backward variables, as many as the forward ones (``native/LossCTC.cpp``, ``log_beta``)."""
-    return _bytes(argument("log_alpha"))
+    return argument("log_alpha").nbytes
 
 
-def _wider_reduction(argument: _Argument, threads: int) -> int:
+def _wider_reduction(argument: Argument, threads: int) -> int:
     """A sum in another type than its input's reads a converted copy; whole numbers add up in int64."""
     x, dtype = argument("self"), argument("dtype")
     whole = not (x.dtype.is_floating_point or x.dtype.is_complex)
@@ -141,7 +137,7 @@ def _wider_reduction(argument: _Argument, threads: int) -> int:
     return x.numel() * dtype.itemsize if dtype is not x.dtype and x.dim() else 0
 
 
-def _attention(argument: _Argument, threads: int) -> int:
+def _attention(argument: Argument, threads: int) -> int:
     """Blocks of scores and results per thread: ``cpu/FlashAttentionKernel.cpp``, ``cpu_flash_attention``."""
     query = argument("query")
     rows, keys, item = *_attention_blocks(query, argument("key")), query.element_size()
@@ -149,12 +145,12 @@ def _attention(argument: _Argument, threads: int) -> int:
     return threads * (numbers * max(item, 4) + (rows * keys * item if item == 2 else 0))
 
 
-def _attention_backward(argument: _Argument, threads: int) -> int:
+def _attention_backward(argument: Argument, threads: int) -> int:
     """Likewise, ``cpu_flash_attention_backward``; and the gradient that comes in with heads inside."""
     query, grad = argument("query"), argument("grad_out")
     rows, keys, item = *_attention_blocks(query, argument("key")), query.element_size()
     nbytes = threads * ((2 * keys + 1) * rows * max(item, 4) + (2 * rows * keys * item if item == 2 else 0))
-    return nbytes + (0 if grad.transpose(1, 2).is_contiguous() else _bytes(grad))
+    return nbytes + (0 if grad.transpose(1, 2).is_contiguous() else grad.nbytes)
 
 
 def _attention_blocks(query: Tensor, key: Tensor) -> tuple[int, int]:
@@ -185,8 +181,8 @@ _CONDITIONS = frozenset({"condition", "mask"})
 
 
 # put together from other ops, with the same in between on every device
-_ANYWHERE: dict[str, Callable[[_Argument, int], int]] = {"_safe_softmax": _safe_softmax}
-_RULES: dict[str, Callable[[_Argument, int], int]] = {
+_ANYWHERE: dict[str, Callable[[Argument, int], int]] = {"_safe_softmax": _safe_softmax}
+_RULES: dict[str, Callable[[Argument, int], int]] = {
     "convolution": _convolution,
     "convolution_backward": _convolution_backward,
     "native_batch_norm_backward": _batch_norm_backward,
@@ -213,7 +209,7 @@ _RULES: dict[str, Callable[[_Argument, int], int]] = {
 }
 
 
-def _uses_onednn(argument: _Argument, x: Tensor, weight: Tensor, threads: int) -> bool:
+def _uses_onednn(argument: Argument, x: Tensor, weight: Tensor, threads: int) -> bool:
     """PyTorch's choice between oneDNN and its own convolution."""
     if argument("transposed") or not torch.backends.mkldnn.is_available():
         return False
@@ -239,7 +235,7 @@ def _blocked(x: Tensor, weight: Tensor, output: Sequence[int]) -> tuple[int, int
     return blocked_x, blocked_w, blocked_y
 
 
-def _columns(argument: _Argument, x: Tensor, weight: Tensor, output: Sequence[int]) -> int:
+def _columns(argument: Argument, x: Tensor, weight: Tensor, output: Sequence[int]) -> int:
     """PyTorch's own convolution unfolds its input, unless each pixel is taken once and alone."""
     plain = all(k == 1 for k in weight.shape[2:]) and all(s == 1 for s in argument("stride"))
     if plain or argument("transposed"):
@@ -248,7 +244,7 @@ def _columns(argument: _Argument, x: Tensor, weight: Tensor, output: Sequence[in
     return x.size(0) * math.prod(weight.shape[1:]) * pixels * x.element_size()
 
 
-def _output_size(argument: _Argument, x: Tensor, weight: Tensor) -> tuple[int, ...]:
+def _output_size(argument: Argument, x: Tensor, weight: Tensor) -> tuple[int, ...]:
     stride, padding, dilation = argument("stride"), argument("padding"), argument("dilation")
     if argument("transposed"):
         return (x.size(0), weight.size(1) * argument("groups"), *x.shape[2:])  # only asked for its columns: none
@@ -265,10 +261,6 @@ def _channels_last(x: Tensor) -> bool:
     return x.dim() == 5 and x.is_contiguous(memory_format=torch.channels_last_3d) and not x.is_contiguous()
 
 
-def _bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
-
-
 _FLOAT, _LONG = 4, 8
 _ROWS_PER_THREAD = 10
 _FEW_INDICES = 3072
@@ -281,7 +273,7 @@ def accelerator_workspace_bytes(
 
     0 where none are known of.
     """
-    argument = partial(operator.argument, args=args, kwargs=kwargs)
+    argument = operator.arguments(args, kwargs)
     if rule := _ANYWHERE.get(operator.base):
         return max(rule(argument, 1), 0)
     if cuda and (own := _CUDA_RULES.get(operator.base)):
@@ -289,7 +281,7 @@ def accelerator_workspace_bytes(
     return 0
 
 
-def _flash_backward(argument: _Argument) -> int:
+def _flash_backward(argument: Argument) -> int:
     """fp32 sums of the queries' gradient and of the rows, and gradients per query head where heads are shared.
 
     ``aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp``, ``mha_bwd``.
@@ -304,7 +296,7 @@ def _flash_backward(argument: _Argument) -> int:
     return nbytes
 
 
-def _efficient_backward(argument: _Argument) -> int:
+def _efficient_backward(argument: Argument) -> int:
     """Row sums, and fp32 sums of the queries' gradient for 16-bit types.
 
     ``mem_eff_attention/kernel_backward.h``: ``workspace_elements_gq`` and ``delta``.
@@ -317,21 +309,21 @@ def _efficient_backward(argument: _Argument) -> int:
     return nbytes
 
 
-def _cudnn_backward(argument: _Argument) -> int:
+def _cudnn_backward(argument: Argument) -> int:
     """cuDNN's own plan decides; the fp32 sums that it cannot do without are counted."""
     query = argument("query")
     batch, heads, length, head = query.shape
     return batch * heads * _up(length, 128) * (_up(head, 32) + 1) * _FLOAT
 
 
-def _embedding_backward(argument: _Argument) -> int:
+def _embedding_backward(argument: Argument) -> int:
     """Sorted indices and their places, and fp32 partial sums of each run of equal tokens.
 
     ``EmbeddingBackwardKernel.cu``; how many runs there are depends on the tokens, so this is the most there can be.
     """
     grad, indices, rows = argument("grad_output"), argument("indices"), argument("num_weights")
     count = indices.numel()
-    copied = 0 if grad.is_contiguous() else grad.numel() * grad.element_size()
+    copied = 0 if grad.is_contiguous() else grad.nbytes
     if count <= _FEW_INDICES:
         return copied
     runs = min(count, int(rows)) + -(-count // _ROWS_PER_THREAD)
@@ -342,7 +334,7 @@ def _up(size: int, multiple: int) -> int:
     return -(-size // multiple) * multiple
 
 
-_CUDA_RULES: dict[str, Callable[[_Argument], int]] = {
+_CUDA_RULES: dict[str, Callable[[Argument], int]] = {
     "_scaled_dot_product_flash_attention_backward": _flash_backward,
     "_scaled_dot_product_efficient_attention_backward": _efficient_backward,
     "_scaled_dot_product_cudnn_attention_backward": _cudnn_backward,

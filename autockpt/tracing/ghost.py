@@ -12,12 +12,12 @@ from torch import Tensor
 
 from autockpt.errors import GhostError
 from autockpt.hardware.cuda_kernels import CUDA_ONLY, Capability, cuda_kernels, fused_dropout
-from autockpt.hardware.operators import Operator
+from autockpt.hardware.operators import Operator, leaves
 from autockpt.hardware.triton_launches import no_launches
 from autockpt.policies.base import setting
 from autockpt.tracing.memory import GhostMemory
 from autockpt.tracing.recorder import OpCall, Recorder
-from autockpt.tracing.shapes import DEPENDS_ON_VALUES, Layout, Outcome, Shapes, leaves
+from autockpt.tracing.shapes import DEPENDS_ON_VALUES, Layout, Outcome, Shapes
 from autockpt.tracing.storages import StorageLog
 
 # Values of this many bytes are worth having for true answers (masks, positions, tables); more cost time and memory.
@@ -135,7 +135,7 @@ class GhostMode(Recorder):
             if tensor.numel() * tensor.element_size() > self._real_bytes(tensor.dtype, tensor.dim()):
                 return False
         tree = self._outcome(call).tree
-        return all(leaf.nbytes <= self._real_bytes(leaf.dtype, len(leaf.size)) for leaf in leaves(tree))
+        return all(leaf.nbytes <= self._real_bytes(leaf.dtype, len(leaf.size)) for leaf in leaves(tree, Layout))
 
     def _real_bytes(self, dtype: torch.dtype, dims: int) -> int:
         number = dtype.is_floating_point or dtype.is_complex

@@ -11,17 +11,13 @@ import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from autockpt.hardware.operators import Operator, count_flops, flat_tensors
+from autockpt.hardware.operators import Argument, Operator, count_flops, flat_tensors
 from autockpt.hardware.signature import contiguous_stride
-
-Argument = Callable[[str], Any]
-"""A call's argument by its name in the schema; None where it was not given."""
 
 
 class Layout(NamedTuple):
@@ -246,7 +242,7 @@ class Shapes:
 
     def infer(self, func: Any, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Outcome:
         """The outcome of a call. Never raises: what could not be inferred is said in ``problem``."""
-        argument = partial(operator.argument, args=args, kwargs=kwargs)
+        argument = operator.arguments(args, kwargs)
         rule = _REPLACEMENTS.get(operator.base)
         if rule is not None:
             tree = rule(argument)
@@ -261,13 +257,6 @@ class Shapes:
         tensors = flat_tensors([*args, *kwargs.values()])
         tree = correct(operator.base, tree, argument, tensors)
         return Outcome(tree, count_flops(operator, args, kwargs, result))
-
-
-def leaves(tree: Any) -> list[Layout]:
-    """The layouts in a result tree."""
-    if isinstance(tree, Layout):
-        return [tree]
-    return [leaf for item in tree for leaf in leaves(item)] if isinstance(tree, (list, tuple)) else []
 
 
 def _fake(value: Any) -> Any:

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from autockpt.hardware.operators import Operator
-from autockpt.tracing.shapes import Layout, Shapes, leaves
+from autockpt.hardware.operators import Operator, leaves
+from autockpt.tracing.shapes import Layout, Shapes
 
 aten = torch.ops.aten
 SHAPES = Shapes()
@@ -122,4 +122,4 @@ def test_what_depends_on_values_is_a_problem_and_holds_no_tensor() -> None:
     x = torch.ones(4)
     outcome = SHAPES.infer(aten.nonzero.default, Operator(aten.nonzero.default), (x,), {})
     assert outcome.problem is not None and "nonzero" in outcome.problem
-    assert leaves(outcome.tree) == []
+    assert leaves(outcome.tree, Layout) == []
