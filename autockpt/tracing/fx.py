@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterator, Sequence
+from functools import cache
 from typing import Any
 
 import torch
 from torch import fx
 from torch.fx.passes.shape_prop import TensorMetadata
 
+from autockpt.hardware.operators import overload_of
 from autockpt.hardware.signature import ATTENTION, Call, TensorSpec, Word, dtype_of, parse_signature, word_value
 from autockpt.schema.graph import Graph, Op, TensorMeta
 
@@ -57,7 +59,6 @@ class _Builder:
         self._makers: dict[_Key, Callable[[], fx.Node]] = {}  # who made this very view of a storage
         self._latest: dict[int, Callable[[], fx.Node]] = {}  # who touched a storage last
         self._calls = [parse_signature(text) for text in source.signatures]
-        self._targets: dict[str, Callable[..., Any]] = {}
         self._last_placeholder: fx.Node | None = None
 
     def build(self) -> fx.Graph:
@@ -69,7 +70,7 @@ class _Builder:
     def _add(self, op: Op) -> None:
         call = self._calls[op.signature]
         args, kwargs = self._arguments(op, call)
-        node = self._graph.call_function(self._target(op.target), args, kwargs)
+        node = self._graph.call_function(_overload(op.target), args, kwargs)
         metas = [_tensor_metadata(output) for output in op.outputs]
         node.meta = {
             "op": op,
@@ -88,7 +89,7 @@ class _Builder:
 
     def _remember(self, node: fx.Node, op: Op, call: Call) -> None:
         """Who wants an output of this op from now on gets it from this node."""
-        positions = _positions(self._target(op.target), op, call)
+        positions = _positions(_overload(op.target), op, call)
         for position, output in zip(positions, op.outputs, strict=False):
             make = (lambda n=node: n) if position is None else self._item(node, position, output)
             key = (output.storage, output.offset, output.shape, output.stride, output.dtype)
@@ -132,7 +133,8 @@ class _Builder:
         defaults = {"compute_log_sumexp": True, "grad_input_mask": [True, True, True, False], "max_q": 0, "max_k": 0}
         args: list[Any] = []
         kwargs: dict[str, Any] = {}
-        for argument in self._schema_arguments(op.target):
+        schema = getattr(_overload(op.target), "_schema", None)
+        for argument in schema.arguments if schema is not None else ():
             name, kind = argument.name, str(argument.type)
             if name in ("attn_mask", "attn_bias") and not call.kwargs["mask"]:
                 found = None
@@ -149,24 +151,14 @@ class _Builder:
                 args.append(found)
         return tuple(args), kwargs
 
-    def _schema_arguments(self, target: str) -> Sequence[Any]:
-        schema = getattr(self._target(target), "_schema", None)
-        return schema.arguments if schema is not None else ()
-
     def _node(self, storage: int, offset: int, spec: TensorSpec | None) -> fx.Node | None:
         """The node that made this tensor; a placeholder for one that was there before."""
         if storage < 0:
             return None
-        if spec is None:
-            make = self._latest.get(storage)
-            return make() if make is not None else self._placeholder(storage, offset, None)
-        make = self._makers.get((storage, offset, spec.shape, spec.stride, spec.dtype))
-        if make is None and self._born_in_step(storage):
+        make = None if spec is None else self._makers.get((storage, offset, spec.shape, spec.stride, spec.dtype))
+        if make is None and (spec is None or self._source.storages[storage].birth >= 0):
             make = self._latest.get(storage)
         return make() if make is not None else self._placeholder(storage, offset, spec)
-
-    def _born_in_step(self, storage: int) -> bool:
-        return self._source.storages[storage].birth >= 0
 
     def _placeholder(self, storage: int, offset: int, spec: TensorSpec | None) -> fx.Node:
         first = next(iter(self._graph.nodes), None)
@@ -186,20 +178,13 @@ class _Builder:
             self._makers[(storage, offset, spec.shape, spec.stride, spec.dtype)] = make
         return node
 
-    def _target(self, name: str) -> Callable[..., Any]:
-        if name not in self._targets:
-            self._targets[name] = _overload(name)
-        return self._targets[name]
 
-
+@cache
 def _overload(name: str) -> Callable[..., Any]:
     """The overload of that name; where this installation has none, a function of that name that cannot be called."""
     try:
-        found: Any = torch.ops
-        for part in name.split("."):
-            found = getattr(found, part)
-        return found
-    except AttributeError:
+        return overload_of(name)
+    except (AttributeError, ValueError):
 
         def missing(*args: Any, **kwargs: Any) -> Any:
             raise NotImplementedError(f"{name} is not known to this installation of PyTorch")
