@@ -37,11 +37,22 @@ def staging_bytes(limit: int | None) -> int:
 class FileRoom:
     """A part of an open file. Slices are parts of the part; the file is closed with the last of them."""
 
-    def __init__(self, file: IO[bytes], start: int, stop: int) -> None:
-        self.file, self.start, self.stop = file, start, stop
+    def __init__(self, file: IO[bytes], folder: str, start: int, stop: int) -> None:
+        self.file, self.folder, self.start, self.stop = file, folder, start, stop
 
     def __getitem__(self, index: slice) -> FileRoom:
-        return FileRoom(self.file, self.start + index.start, self.start + index.stop)
+        return FileRoom(self.file, self.folder, self.start + index.start, self.start + index.stop)
+
+    def move(self, way: Any, memory: torch.Tensor, part: slice) -> None:
+        """Write the beginning of ``memory`` to a part of the room, or read it from there, in whole pages.
+
+        ``way``: ``os.pwrite``, or what reads likewise. Raises MeasurementError.
+        """
+        length = whole_pages(part.stop - part.start)
+        try:
+            _all_of(way, self.file, memory[:length], self.start + part.start)
+        except OSError as error:
+            raise no_room(length, self.folder, error) from None
 
 
 class DiskTransport:
@@ -83,7 +94,7 @@ class DiskTransport:
         with contextlib.suppress(OSError, AttributeError):  # file systems in memory have no direct way
             flags = fcntl.fcntl(file.fileno(), fcntl.F_GETFL)
             fcntl.fcntl(file.fileno(), fcntl.F_SETFL, flags | os.O_DIRECT)
-        return FileRoom(file, 0, nbytes)
+        return FileRoom(file, self.folder, 0, nbytes)
 
 
 class _Staging:
@@ -159,7 +170,7 @@ class _Out:
     """
 
     def __init__(self, transport: DiskTransport, source: torch.Tensor, room: FileRoom) -> None:
-        self._queues, self._folder, self._room = transport.queues, transport.folder, room
+        self._queues, self._room = transport.queues, room
         self._ready = self._queues.mark()
         self.source: torch.Tensor | None = source
         self.left: Future[None] = Future()
@@ -179,7 +190,7 @@ class _Out:
     def _move(self, staging: list[_Staging]) -> None:
         source = self.source
         assert source is not None
-        waiting: tuple[_Staging, slice] | None = None
+        waiting: tuple[torch.Tensor, slice] | None = None
         for turn, part in enumerate(_parts(source.numel(), staging)):
             if self.cancelled:
                 break
@@ -189,21 +200,14 @@ class _Out:
             event = self._queues.copy("out", target, source[part], [self._ready])
             try:
                 if waiting is not None:  # while this part is on its way
-                    self._write(*waiting)
+                    self._room.move(os.pwrite, *waiting)
             finally:
                 self._queues.finish(event)
-            waiting = half, part
+            waiting = half.memory, part
         self.source = source = None
         self.left.set_result(None)
         if waiting is not None and not self.cancelled:
-            self._write(*waiting)
-
-    def _write(self, half: _Staging, part: slice) -> None:
-        length = whole_pages(part.stop - part.start)
-        try:
-            _all_of(os.pwrite, self._room.file, half.memory[:length], self._room.start + part.start)
-        except OSError as error:
-            raise no_room(length, self._folder, error) from None
+            self._room.move(os.pwrite, *waiting)
 
 
 class _In:
@@ -216,7 +220,7 @@ class _In:
     arrived: Any = None
 
     def __init__(self, transport: DiskTransport, nbytes: int, room: FileRoom) -> None:
-        self._queues, self._folder, self._room = transport.queues, transport.folder, room
+        self._queues, self._room = transport.queues, room
         self.buffer: torch.Tensor | None = self._queues.device_memory(nbytes)
         self._ready = self._queues.mark()
         self.waited = self.cancelled = self._queued = False
@@ -231,7 +235,7 @@ class _In:
                     break
                 half = staging[turn % 2]
                 _free(half, self._queues)
-                self._read(half, part)
+                self._room.move(_pread, half.memory, part)
                 source = half.memory[: part.stop - part.start]
                 event = half.busy = self._queues.copy("in", buffer[part], source, [self._ready])
             self.arrived, self._queued = event, True
@@ -247,13 +251,6 @@ class _In:
         if self._queued and not self.waited and self.buffer is not None:
             self._queues.abandon(self.buffer, "in")
         self.buffer = None
-
-    def _read(self, half: _Staging, part: slice) -> None:
-        length = whole_pages(part.stop - part.start)
-        try:
-            _all_of(_pread, self._room.file, half.memory[:length], self._room.start + part.start)
-        except OSError as error:
-            raise no_room(length, self._folder, error) from None
 
 
 def _parts(nbytes: int, staging: list[_Staging]) -> Iterator[slice]:
