@@ -4,19 +4,3 @@ from autockpt.devices.base import Device, Parcel, Peak, Transport
 from autockpt.devices.hostpool import HostUse
 from autockpt.devices.registry import DEVICES, get_device, make_current, process_environment
 from autockpt.devices.transport import Transports, Ways, host_bytes_of, transport_for
-
-__all__ = [
-    "DEVICES",
-    "Device",
-    "HostUse",
-    "Parcel",
-    "Peak",
-    "Transport",
-    "Transports",
-    "Ways",
-    "get_device",
-    "host_bytes_of",
-    "make_current",
-    "process_environment",
-    "transport_for",
-]

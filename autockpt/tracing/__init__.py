@@ -2,5 +2,3 @@
 
 from autockpt.tracing.fx import to_fx
 from autockpt.tracing.tracer import Tracer, record, trace
-
-__all__ = ["Tracer", "record", "to_fx", "trace"]
