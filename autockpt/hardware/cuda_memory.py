@@ -10,6 +10,7 @@ bitsandbytes' block-wise 8-bit states, DDP's buckets, FSDP2's all-gathers (``tor
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -250,11 +251,6 @@ def _states(graph: Graph) -> list[Storage]:
     return [s for s in graph.storages if s.birth < 0 and s.kind == "optimizer"]
 
 
-def _item_bytes(graph: Graph) -> dict[int, int]:
-    """Bytes of an element by storage, for storages that ops have made."""
-    return {out.storage: round(element_bytes(out.dtype)) for op in graph.ops for out in op.outputs}
-
-
 def _transients(graph: Graph) -> list[Storage]:
     """What the optimizer step makes and drops, other than what it leaves behind."""
     start = next((op.index for op in graph.ops if op.phase == "optimizer"), len(graph.ops))
@@ -277,10 +273,10 @@ def _eight_bit(graph: Graph) -> Graph:
 
 def _is_fp32(graph: Graph) -> bool:
     """Whether most bytes of the gradients are fp32."""
-    item, total = _item_bytes(graph), {2: 0, 4: 0}
+    item = {out.storage: round(element_bytes(out.dtype)) for op in graph.ops for out in op.outputs}
+    total: Counter[int] = Counter()  # by bytes of an element
     for sid, nbytes in _gradients(graph).items():
-        size = item.get(sid, 4)
-        total[size] = total.get(size, 0) + nbytes
+        total[item.get(sid, 4)] += nbytes
     return total[4] >= total[2]
 
 

@@ -8,6 +8,7 @@ on a CPU, have rates of their own. The host hides behind a GPU while its queue i
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from math import ceil
 
@@ -244,16 +245,9 @@ def _watch_seconds(hardware: Hardware, graphs: Iterable[Graph], kernels: Mapping
 def _optimizer_seconds(hardware: Hardware, graph: Graph, kernels: Mapping[str, float]) -> float:
     """The optimizer phase: bytes on the device; on the host every op, or one launch per group of parameters."""
     steps = [op for op in graph.ops if op.phase == "optimizer"]
-    moving = sum(_moving_seconds(hardware, op, graph.signatures[op.signature]) for op in steps)
     if hardware.kind == "cpu":
         return sum(kernels[graph.signatures[op.signature]] for op in steps) + len(steps) * hardware.launch_seconds
-    counts: dict[str, int] = {}
-    for op in steps:
-        counts[op.target] = counts.get(op.target, 0) + 1
-    launches = sum(ceil(count / GROUPED_PARAMETERS) for count in counts.values())
+    moved = [work_of_op(op, graph.signatures[op.signature]).bytes for op in steps]
+    moving = sum(nbytes / _bandwidth(hardware, nbytes) for nbytes in moved)
+    launches = sum(ceil(count / GROUPED_PARAMETERS) for count in Counter(op.target for op in steps).values())
     return max(moving, launches * hardware.launch_seconds)
-
-
-def _moving_seconds(hardware: Hardware, op: Op, text: str) -> float:
-    work = work_of_op(op, text)
-    return work.bytes / _bandwidth(hardware, work.bytes)
