@@ -148,6 +148,12 @@ def count_flops(operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any
         return 0
 
 
+def channels_last(x: Tensor) -> torch.memory_format | None:
+    """The memory format of images (or volumes) that have their channels last, and not first as well; else None."""
+    kind = {4: torch.channels_last, 5: torch.channels_last_3d}.get(x.dim())
+    return kind if kind is not None and x.is_contiguous(memory_format=kind) and not x.is_contiguous() else None
+
+
 def leaves(value: Any, kind: type[T]) -> list[T]:
     """All that is of a kind in an op's arguments or result: the value itself, or what lists and tuples hold of it."""
     if isinstance(value, kind):

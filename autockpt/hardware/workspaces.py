@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch._prims_common import ELEMENTWISE_TYPE_PROMOTION_KIND, elementwise_dtypes
 
-from autockpt.hardware.operators import Argument, Operator
+from autockpt.hardware.operators import Argument, Operator, channels_last
 from autockpt.hardware.quantised_kernels import CUDA_RULES, cpu_quantised
 
 _BLOCK = 16  # channels
@@ -41,7 +41,7 @@ def _convolution(argument: Argument, threads: int) -> int:
     y = math.prod(size) * x.element_size()
     if not _uses_onednn(argument, x, weight, threads):
         return _columns(argument, x, weight, size)
-    if _channels_last(x):
+    if channels_last(x):
         return 2 * weight.nbytes
     blocked_x, blocked_w, blocked_y = _blocked(x, weight, size)
     return max(blocked_x + blocked_w + blocked_y - y, blocked_y)
@@ -56,7 +56,7 @@ def _convolution_backward(argument: Argument, threads: int) -> int:
     if not _uses_onednn(argument, x, weight, threads):
         columns = _columns(argument, x, weight, tuple(grad.shape))
         return columns - (0 if mask[1] else grad_w) if columns else 0
-    if _channels_last(x):
+    if channels_last(x):
         return 2 * weight.nbytes
     blocked_x, blocked_w, blocked_grad = _blocked(x, weight, tuple(grad.shape))
     blocked_x = blocked_x or x.nbytes
@@ -253,12 +253,6 @@ def _output_size(argument: Argument, x: Tensor, weight: Tensor) -> tuple[int, ..
         at = [values[i] if i < len(values) else values[-1] for values in (stride, padding, dilation)]
         spatial.append((size + 2 * at[1] - at[2] * (kernel - 1) - 1) // at[0] + 1)
     return (x.size(0), weight.size(0), *spatial)
-
-
-def _channels_last(x: Tensor) -> bool:
-    if x.dim() == 4:
-        return x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous()
-    return x.dim() == 5 and x.is_contiguous(memory_format=torch.channels_last_3d) and not x.is_contiguous()
 
 
 _FLOAT, _LONG = 4, 8

@@ -21,6 +21,7 @@ from autockpt.errors import AutockptError, GhostError, TracingError, UsageError
 from autockpt.hardware.cuda_kernels import AMPERE, Capability, fuses_dropout
 from autockpt.hardware.flash_package import FLASH, flash_on_ghosts, note_on_flash
 from autockpt.hardware.operators import Operator
+from autockpt.policies.base import setting
 from autockpt.policies.rerun_state.code import Code
 from autockpt.policies.rerun_state.reach import code_known
 from autockpt.policies.saved_outputs import Products, products_known
@@ -263,10 +264,8 @@ class GhostRun(TracedRun):
     @contextmanager
     def _building(self) -> Iterator[None]:
         """A workload is made of ghosts inside."""
-        self._mode.building = True
-        with self._mode:
+        with setting(self._mode, "building", True), self._mode:
             yield
-        self._mode.building = False
 
     def _start(self, workload: Step) -> None:
         self._repeated = max(0, workload.accumulate - MICRO_BATCHES)

@@ -16,8 +16,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from autockpt.hardware.operators import Argument, Operator, count_flops, flat_tensors
+from autockpt.hardware.operators import Argument, Operator, channels_last, count_flops, flat_tensors
 from autockpt.hardware.signature import contiguous_stride
+from autockpt.policies.base import setting
 
 
 class Layout(NamedTuple):
@@ -123,16 +124,8 @@ def _roll(tree: Layout, argument: Argument) -> Layout:
 
 def _suggested(x: Tensor) -> Layout:
     """A new tensor in the memory format that ``x`` suggests: channels last or contiguous."""
-    if x.is_contiguous():
-        stride = contiguous_stride(x.size())
-    else:
-        formats = {4: torch.channels_last, 5: torch.channels_last_3d}
-        last = x.dim() in formats and x.is_contiguous(memory_format=formats[x.dim()])
-        shape = torch.empty(
-            x.size(), device="meta", memory_format=formats[x.dim()] if last else torch.contiguous_format
-        )
-        stride = shape.stride()
-    return dense(x.size(), stride, x.dtype)
+    shape = torch.empty(x.size(), device="meta", memory_format=channels_last(x) or torch.contiguous_format)
+    return dense(x.size(), shape.stride(), x.dtype)
 
 
 def _recurrent_layer(tree: Any, argument: Argument) -> Any:
@@ -223,6 +216,11 @@ _REPLACEMENTS: dict[str, Callable[[Argument], Any]] = {
 }
 
 
+# Fake tensors log a traceback for every failure before they raise it. Not silenced by the logger's level: each change
+# of one empties the caches of all loggers there are.
+_LOGGER = logging.getLogger("torch._subclasses.fake_tensor")
+
+
 @dataclass(frozen=True)
 class Outcome:
     """An op's result as a tree of Layout (constants as they are), its FLOPs, and why there is none (``problem``)."""
@@ -248,7 +246,7 @@ class Shapes:
             tree = rule(argument)
             return Outcome(tree, count_flops(operator, args, kwargs, _meta(tree)))
         try:
-            with _quiet(), self._mode:
+            with setting(_LOGGER, "disabled", True), self._mode:
                 result = func(*_fake(args), **_fake(kwargs))
             tree = _layouts(result)
         except Exception as error:  # a kept exception would keep the tensors of its frames alive
@@ -284,18 +282,3 @@ def _meta(tree: Any) -> Any:
     if isinstance(tree, Layout):
         return torch.empty_strided(tree.size, tree.stride, dtype=tree.dtype, device="meta")
     return type(tree)(_meta(item) for item in tree) if isinstance(tree, (list, tuple)) else tree
-
-
-class _quiet:
-    """Fake tensors log a traceback for every failure before they raise it.
-
-    Not by the logger's level: each change of one empties the caches of all loggers there are.
-    """
-
-    _logger = logging.getLogger("torch._subclasses.fake_tensor")
-
-    def __enter__(self) -> None:
-        self._disabled, self._logger.disabled = self._logger.disabled, True
-
-    def __exit__(self, *_: object) -> None:
-        self._logger.disabled = self._disabled
