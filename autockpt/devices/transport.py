@@ -71,9 +71,6 @@ class Ways:
         self._file = self._file or transport_for(device, tier, self.use)
         return self._file
 
-    def __deepcopy__(self, memo: dict[int, object]) -> Ways:
-        return Ways(self.use.limit)
-
     def __reduce__(self) -> tuple[type[Ways], tuple[int | None]]:
         return Ways, (self.use.limit,)
 

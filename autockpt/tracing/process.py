@@ -27,7 +27,7 @@ import torch
 from autockpt import errors
 from autockpt.callstack import with_room
 from autockpt.devices.accelerator import kinds_in_use
-from autockpt.errors import AutockptError, GhostError
+from autockpt.errors import GhostError
 from autockpt.hardware.cuda_kernels import Capability
 from autockpt.schema.workload import WorkloadSpec
 from autockpt.tracing.assemble import Source
@@ -181,7 +181,8 @@ class GhostProcess:
             self._end()
             raise
         if kind == FAILED:
-            raise _error(*content)
+            name, message, remedy = content
+            raise getattr(errors, name, GhostError)(message, remedy=remedy)
         assert kind == expected, kind
         return tuple(content)
 
@@ -215,11 +216,6 @@ class GhostProcess:
 def can_fork() -> bool:
     """Whether a forked child may use torch: on Linux, as long as no accelerator is in use."""
     return sys.platform == "linux" and not kinds_in_use()
-
-
-def _error(name: str, message: str, remedy: str) -> AutockptError:
-    kind = getattr(errors, name, GhostError)
-    return kind(message, remedy=remedy)
 
 
 def _import_for_children() -> None:
