@@ -35,13 +35,13 @@ def staging_bytes(limit: int | None) -> int:
 
 
 class FileRoom:
-    """A part of an open file. Slices are parts of the part; the file is closed with the last of them."""
+    """A part of an open file, from ``start`` on. Slices are parts of it; the file is closed with the last of them."""
 
-    def __init__(self, file: IO[bytes], folder: str, start: int, stop: int) -> None:
-        self.file, self.folder, self.start, self.stop = file, folder, start, stop
+    def __init__(self, file: IO[bytes], folder: str, start: int = 0) -> None:
+        self.file, self.folder, self.start = file, folder, start
 
     def __getitem__(self, index: slice) -> FileRoom:
-        return FileRoom(self.file, self.folder, self.start + index.start, self.start + index.stop)
+        return FileRoom(self.file, self.folder, self.start + index.start)
 
     def move(self, way: Any, memory: torch.Tensor, part: slice) -> None:
         """Write the beginning of ``memory`` to a part of the room, or read it from there, in whole pages.
@@ -94,7 +94,7 @@ class DiskTransport:
         with contextlib.suppress(OSError, AttributeError):  # file systems in memory have no direct way
             flags = fcntl.fcntl(file.fileno(), fcntl.F_GETFL)
             fcntl.fcntl(file.fileno(), fcntl.F_SETFL, flags | os.O_DIRECT)
-        return FileRoom(file, self.folder, 0, nbytes)
+        return FileRoom(file, self.folder)
 
 
 class _Staging:
