@@ -88,24 +88,18 @@ def cuda_autocast() -> Iterator[None]:
 
 def _register(library: torch.library.Library) -> None:
     known = overloads(_KEY)
+    on_cuda = LOWER_PRECISION | FP32 | FP32_RESULT | PROMOTE | FORBIDDEN
     makers: tuple[tuple[frozenset[str], Callable[[Any], Callable[..., Any]]], ...] = (
         (LOWER_PRECISION - known, lambda op: _casting(op, _lower)),
         (FP32, lambda op: _casting(op, lambda tensors: torch.float32)),
         (FP32_RESULT, _with_fp32_result),
         (PROMOTE, lambda op: _casting(op, _widest)),
         (FORBIDDEN, _forbidden),
+        (known - on_cuda - _LEFT, lambda op: torch.library.fallthrough_kernel),  # cast on the CPU only
     )
-    ours: set[str] = set()
     for names, make in makers:
-        for name in names:
-            op = _overload(name)
-            if op is not None:
-                library.impl(op, make(op), _KEY)
-        ours |= names
-    for name in known - ours - LOWER_PRECISION - _LEFT:  # cast on the CPU only
-        op = _overload(name)
-        if op is not None:
-            library.impl(op, torch.library.fallthrough_kernel, _KEY)
+        for op in filter(None, map(_overload, names)):
+            library.impl(op, make(op), _KEY)
 
 
 def _overload(name: str) -> Any:
@@ -124,18 +118,14 @@ def _casting(op: Any, dtype_for: Callable[[list[Tensor]], torch.dtype]) -> Calla
 
 
 def _with_fp32_result(op: Any) -> Callable[..., Any]:
-    """``dtype=float32`` where the caller named none; the op casts as it reads."""
+    """``dtype=float32`` where the caller named none; the op casts as it reads. It is the last argument by position."""
     position = next(i for i, a in enumerate(op._schema.arguments) if a.name == "dtype")
-    positional = not op._schema.arguments[position].kwarg_only
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
         with _no_autocast():
-            given = args[position] if positional and position < len(args) else kwargs.get("dtype")
+            given = args[position] if position < len(args) else kwargs.get("dtype")
             if given is None and _eligible(args[:1]):
-                if positional and position < len(args):
-                    args = (*args[:position], torch.float32, *args[position + 1 :])
-                else:
-                    kwargs = {**kwargs, "dtype": torch.float32}
+                args, kwargs = args[:position], {**kwargs, "dtype": torch.float32}
             return op(*args, **kwargs)
 
     return kernel
