@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -129,25 +130,21 @@ def _card(index: int) -> _Card | None:
         if library.nvmlInit_v2() != 0:
             return None
         if torch.cuda.is_initialized():
-            return _by_uuid(library, str(torch.cuda.get_device_properties(index).uuid))
+            name = f"GPU-{torch.cuda.get_device_properties(index).uuid}".encode()
+            return _found(library, library.nvmlDeviceGetHandleByUUID, name)
         number = torch.cuda._get_nvml_device_index(index)  # through CUDA_VISIBLE_DEVICES, which renumbers for CUDA
         return _by_number(library, number) if _same_order(library) else None
     except (OSError, AttributeError, RuntimeError, AssertionError, IndexError):
         return None
 
 
-def _by_uuid(library: Any, uuid: str) -> _Card | None:
+def _found(library: Any, ask: Callable[..., int], key: Any) -> _Card | None:
     handle = ctypes.c_void_p()
-    if library.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}".encode(), ctypes.byref(handle)) != 0:
-        return None
-    return _Card(library, handle)
+    return _Card(library, handle) if ask(key, ctypes.byref(handle)) == 0 else None
 
 
 def _by_number(library: Any, number: int) -> _Card | None:
-    handle = ctypes.c_void_p()
-    if library.nvmlDeviceGetHandleByIndex_v2(ctypes.c_uint(number), ctypes.byref(handle)) != 0:
-        return None
-    return _Card(library, handle)
+    return _found(library, library.nvmlDeviceGetHandleByIndex_v2, ctypes.c_uint(number))
 
 
 def _same_order(library: Any) -> bool:
