@@ -27,7 +27,15 @@ from autockpt.tracing import Tracer
 from autockpt.workload.configs import find_config
 
 COMMON = "common advice"
-SCORES_SOURCE = ("Korthikanti et al. 2022", "https://arxiv.org/abs/2205.05198")
+
+
+def cited(source: str, address: str = "") -> dict[str, Any]:
+    """Whose a rule is, as fields of it."""
+    return {"source": source, "address": address}
+
+
+SCORES_SOURCE = cited("Korthikanti et al. 2022", "https://arxiv.org/abs/2205.05198")
+CHEN = cited("Chen et al. 2016", "https://arxiv.org/abs/1604.06174")
 _SEVEN = (32, 4096, 4 * 2048)  # layers, width and tokens of a 7B model at 4 × 2048
 _SEVEN_PARAMS, _CARD = 7e9, 24e9
 _COURSE_WIDE = 4 * 4096 * 16384 * 2  # 4 × 4096 tokens, 4 × 4096 wide, two bytes
@@ -113,13 +121,11 @@ class Claims:
         if kept[FEED_FORWARD]:
             yield Rule(
                 name="scores : feed-forward",
-                source=SCORES_SOURCE[0],
-                address=SCORES_SOURCE[1],
                 says="heads · length : width, 8 : 1 for a 7B at 4096",
                 amount=(0.8 * shape.heads * shape.length / shape.wide, 1.2 * shape.heads * shape.length / shape.wide),
-                unit="times",
                 predicted=Reading(amount=kept[SCORES] / kept[FEED_FORWARD]),
                 note=self._fused or "the largest tensor of each that is kept",
+                **SCORES_SOURCE,
             )
 
     def _mixed_precision(self) -> Iterator[Rule]:
@@ -157,20 +163,17 @@ class Claims:
             source=COMMON,
             says="fits where plain training did",
             amount=(0.0, 1.0),
-            unit="times",
             predicted=Reading(amount=full.peak_bytes / base.peak_bytes),
         )
         once, twice = self._largest(base)[SCORES], self._largest(plain)[SCORES]
         if once:
             yield Rule(
                 name="scores, twice the length",
-                source=SCORES_SOURCE[0],
-                address=SCORES_SOURCE[1],
                 says="4 times as much: they grow with the square",
                 amount=(3.6, 4.4),
-                unit="times",
                 predicted=Reading(amount=twice / once),
                 note=self._fused,
+                **SCORES_SOURCE,
             )
 
     def _on_one_card(self) -> Iterator[Rule]:
@@ -204,13 +207,12 @@ class Claims:
         best = min(peaks, key=lambda size: (peaks[size], abs(size - root)))
         yield Rule(
             name="best length of segments",
-            source="Chen et al. 2016",
-            address="https://arxiv.org/abs/1604.06174",
             says=f"√L: {root} of {layers} (6 of 32, 10 of 96)",
             amount=(root - 0.5, root + 0.5),
             unit="layers",
             predicted=Reading(amount=best),
             note=f"of {', '.join(map(str, sizes))}: the least peak of a whole step",
+            **CHEN,
         )
 
     @cached_property

@@ -6,10 +6,10 @@ import math
 import statistics
 from collections.abc import Mapping
 from contextlib import suppress
-from typing import Literal
+from typing import Any
 
 from autockpt.errors import AutockptError, ConflictError, DeviceOutOfMemory
-from autockpt.explaining.claims import COMMON, SCORES_SOURCE, bound_by, claims, text_config
+from autockpt.explaining.claims import CHEN, COMMON, SCORES_SOURCE, bound_by, cited, claims, text_config
 from autockpt.explaining.holdings import StepBytes
 from autockpt.explaining.moment import peak_op
 from autockpt.explaining.subject import ExplainRequest, Subject, open_subject
@@ -22,11 +22,10 @@ PLAIN, FULL, ROOT, ATTENTION, OFFLOADED = "plain", "recompute all", "√n segmen
 SECOND, FOURTH, MATRICES = "every 2nd layer", "segments of 4", "products kept"
 LORA_RANK = 16  # where the workload has no adapters of its own
 ROUNDS = 5
-_DEEPSPEED = ("DeepSpeed-Chat's throughput formula", "https://github.com/deepspeedai/DeepSpeedExamples")
-_DEEPSPEED_DOCS = ("DeepSpeed", "https://www.deepspeed.ai")
-_GUIDE = ("transformers' guide", "https://huggingface.co/docs/transformers/perf_train_gpu_one")
-_CHEN = ("Chen et al. 2016", "https://arxiv.org/abs/1604.06174")
-_GLOSSARY = ("compute-market's glossary", "https://www.compute-market.com/glossary/gradient-checkpointing")
+_DEEPSPEED = cited("DeepSpeed-Chat's throughput formula", "https://github.com/deepspeedai/DeepSpeedExamples")
+_DEEPSPEED_DOCS = cited("DeepSpeed", "https://www.deepspeed.ai")
+_GUIDE = cited("transformers' guide", "https://huggingface.co/docs/transformers/perf_train_gpu_one")
+_GLOSSARY = cited("compute-market's glossary", "https://www.compute-market.com/glossary/gradient-checkpointing")
 Plans = dict[str, dict[str, Choice]]
 
 
@@ -158,8 +157,7 @@ def _pair(rank: int, hidden: int, plain: Graph, full: Graph | None) -> list[Rule
 def _flops_rule(name: str, factor: float, graph: Graph | None, plain: Graph, formula: str = "") -> Rule:
     said = f"FLOPs of {formula} = {factor:.2f} forwards" if formula else f"FLOPs of {factor:g} forwards"
     counted = Reading(factor=forwards(graph, plain)) if graph is not None else None
-    source, address = _DEEPSPEED
-    return Rule(name=name, source=source, address=address, says=said, factor=factor, predicted=counted)
+    return Rule(name=name, says=said, factor=factor, predicted=counted, **_DEEPSPEED)
 
 
 def hidden_size(spec: WorkloadSpec) -> int | None:
@@ -176,45 +174,26 @@ def _memory_rules(subject: Subject, predicted: Mapping[str, Reading]) -> list[Ru
     roots = (max(0.0, root - 0.05), min(1.0, root + 0.05))
     slower = {"arithmetic": (0.25, 0.30), "bandwidth": (0.40, 0.50)}.get(bound or "", (0.25, 0.50))
     kind = f", {bound} here" if bound in ("arithmetic", "bandwidth") else ""
-    common = (COMMON, "")
+    common, peak, kept = cited(COMMON), "peak", "selective keeps 40–60 %"
 
-    def said(
-        plan: str,
-        source: tuple[str, str],
-        says: str,
-        memory: tuple[float, float] | None,
-        of: Literal["activations", "peak"] = "activations",
-        time: tuple[float, float] | None = None,
-    ) -> Rule:
-        known = predicted.get(plan)
-        note = "" if known is not None else "not for this model"
-        name, address = source
-        return Rule(
-            name=plan,
-            source=name,
-            address=address,
-            says=says,
-            memory=memory,
-            of=of,
-            time=time,
-            predicted=known,
-            note=note,
-        )
+    def said(plan: str, whose: Mapping[str, Any], says: str, **promised: Any) -> Rule:
+        note = "" if plan in predicted else "not for this model"
+        return Rule(name=plan, says=says, predicted=predicted.get(plan), note=note, **whose, **promised)
 
     return [
-        said(FULL, _DEEPSPEED_DOCS, "30–50 % less memory, +33 % time", (0.30, 0.50), "peak", (0.28, 0.38)),
-        said(FULL, _GUIDE, "50 % less memory, 20 % slower", (0.45, 0.55), "peak", (0.15, 0.25)),
-        said(FULL, _GLOSSARY, "60–80 % less memory, 20–30 % slower", (0.60, 0.80), "peak", (0.20, 0.30)),
-        said(FULL, common, "80 % of activations, 20–40 % slower", (0.75, 0.85), time=(0.20, 0.40)),
-        said(FULL, common, "13B from 35 to 15 GB: 57 % less memory", (0.57, 0.57), "peak"),
-        said(FULL, common, f"bound by arithmetic 25–30 % slower, by bandwidth 40–50 %{kind}", None, time=slower),
-        said(ROOT, _CHEN, f"√{layers} of {layers} layers' memory, +33 % time", roots, time=(0.28, 0.38)),
-        said(FOURTH, common, "a quarter of activations, 19 % slower", (0.75, 0.75), time=(0.15, 0.19)),
-        said(SECOND, common, "every n-th layer: 75 % of the speed", None, time=(0.0, 1 / 0.75 - 1)),
-        said(MATRICES, common, "selective keeps 40–60 % of activations, 10 % slower", (0.40, 0.60), time=(0.05, 0.10)),
-        said(ATTENTION, common, "60–75 % of activations, 10–15 % slower", (0.60, 0.75), time=(0.10, 0.15)),
-        said(ATTENTION, SCORES_SOURCE, "70 % of activations, 2.7 % more work", (0.65, 0.75), time=(0.0, 0.04)),
-        said(OFFLOADED, common, "80–90 % of activations, at link speed", (0.80, 0.90)),
+        said(FULL, _DEEPSPEED_DOCS, "30–50 % less memory, +33 % time", memory=(0.30, 0.50), of=peak, time=(0.28, 0.38)),
+        said(FULL, _GUIDE, "50 % less memory, 20 % slower", memory=(0.45, 0.55), of=peak, time=(0.15, 0.25)),
+        said(FULL, _GLOSSARY, "60–80 % less memory, 20–30 % slower", memory=(0.60, 0.80), of=peak, time=(0.20, 0.30)),
+        said(FULL, common, "80 % of activations, 20–40 % slower", memory=(0.75, 0.85), time=(0.20, 0.40)),
+        said(FULL, common, "13B from 35 to 15 GB: 57 % less memory", memory=(0.57, 0.57), of=peak),
+        said(FULL, common, f"bound by arithmetic 25–30 % slower, by bandwidth 40–50 %{kind}", time=slower),
+        said(ROOT, CHEN, f"√{layers} of {layers} layers' memory, +33 % time", memory=roots, time=(0.28, 0.38)),
+        said(FOURTH, common, "a quarter of activations, 19 % slower", memory=(0.75, 0.75), time=(0.15, 0.19)),
+        said(SECOND, common, "every n-th layer: 75 % of the speed", time=(0.0, 1 / 0.75 - 1)),
+        said(MATRICES, common, f"{kept} of activations, 10 % slower", memory=(0.40, 0.60), time=(0.05, 0.10)),
+        said(ATTENTION, common, "60–75 % of activations, 10–15 % slower", memory=(0.60, 0.75), time=(0.10, 0.15)),
+        said(ATTENTION, SCORES_SOURCE, "70 % of activations, 2.7 % more work", memory=(0.65, 0.75), time=(0.0, 0.04)),
+        said(OFFLOADED, common, "80–90 % of activations, at link speed", memory=(0.80, 0.90)),
     ]
 
 
