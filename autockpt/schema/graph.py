@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import cached_property
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Literal
 
 from pydantic import Field
@@ -126,10 +126,8 @@ class Graph(Data):
                 change[s.birth] += s.bytes
             if s.death is not None and s.death + 1 < len(change):
                 change[s.death + 1] -= s.bytes
-        current = self.resident_bytes
-        for i in range(len(self.ops)):
-            current += change[i]
-            yield current
+        change[0] += self.resident_bytes
+        return accumulate(change[:-1])
 
     @cached_property
     def peak_bytes(self) -> int:

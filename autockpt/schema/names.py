@@ -7,9 +7,11 @@ is itself the name of a unit means that unit alone; one with ``**`` means the ou
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from autockpt.errors import PlanError
@@ -57,16 +59,13 @@ class Pattern:
 
     def enumerate(self) -> list[str]:
         """All names that a pattern without wildcards stands for. Raises PlanError for wildcards and endless ranges."""
-        names = [""]
-        for part in self.parts:
-            if part in ("*", "**"):
-                raise PlanError(f"{self.text!r} stands for no definite names", remedy="Write names and ranges only.")
-            options = range(part.first, part.last + 1) if isinstance(part, IndexRange) else [part]
-            # counted before anything is made: a range may be endless for all practical purposes
-            if len(names) * len(options) > _MOST_NAMES:
-                raise PlanError(f"{self.text!r} names too many units", remedy=f"At most {_MOST_NAMES} can be named.")
-            names = [f"{name}.{option}" for name in names for option in options]
-        return [name[1:] for name in names]
+        if any(part in ("*", "**") for part in self.parts):
+            raise PlanError(f"{self.text!r} stands for no definite names", remedy="Write names and ranges only.")
+        # counted before anything is made: a range may be endless for all practical purposes
+        if math.prod(p.last - p.first + 1 for p in self.parts if isinstance(p, IndexRange)) > _MOST_NAMES:
+            raise PlanError(f"{self.text!r} names too many units", remedy=f"At most {_MOST_NAMES} can be named.")
+        options = [range(p.first, p.last + 1) if isinstance(p, IndexRange) else [p] for p in self.parts]
+        return [".".join(map(str, parts)) for parts in product(*options)]
 
     def select(self, names: Collection[str]) -> list[str]:
         """The names that the pattern stands for, in their order; an exact name stands for itself alone."""

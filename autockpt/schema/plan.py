@@ -14,7 +14,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from pydantic import Field, PrivateAttr, ValidationError, field_validator, model_validator
+from pydantic import Field, PrivateAttr, ValidationError, model_validator
 
 from autockpt.errors import PlanError
 from autockpt.schema import planfile, planview
@@ -25,7 +25,7 @@ from autockpt.schema.files import set_aside
 from autockpt.schema.graph import Unit, UnitRole
 from autockpt.schema.names import Entry, align, check_nesting, expand, fold, listing, outermost, parse_pattern, views
 from autockpt.schema.planfile import SCHEMA_VERSION
-from autockpt.schema.sets import OF_A_SET, ChoiceSet, When, parsed
+from autockpt.schema.sets import OF_A_SET, Choices, ChoiceSet, When
 from autockpt.schema.sizes import ResolvedBudget
 from autockpt.schema.trial import Measurement, Prediction
 from autockpt.schema.workload import WorkloadSpec
@@ -99,7 +99,7 @@ class Plan(Data):
     )
     baselines: tuple[Comparison, ...] = ()
     notes: tuple[str, ...] = ()
-    choices: dict[str, Choice] = Field(description="pattern of unit names -> choice")
+    choices: Choices = Field(description="pattern of unit names -> choice")
     when: When | None = Field(default=None, description="the largest batch that ``choices`` were made for, where known")
     share: float | None = Field(default=None, ge=0, le=1, description="share of all batches that go by ``choices``")
     smaller_batches: tuple[ChoiceSet, ...] = Field(default=(), description="for smaller batches, the smallest first")
@@ -117,11 +117,6 @@ class Plan(Data):
 
     def _repr_html_(self) -> str:
         return planview.html(self)
-
-    @field_validator("choices", mode="before")
-    @classmethod
-    def _read_choices(cls, value: Any) -> Any:
-        return parsed(value)
 
     @model_validator(mode="after")
     def _from_small_to_large(self) -> Plan:

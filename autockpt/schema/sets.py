@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import Field, field_validator
+from pydantic import BeforeValidator, Field
 
 from autockpt.schema.base import Data
 from autockpt.schema.choices import Choice, dump_choices, parse_choices
 from autockpt.schema.trial import Measurement, Prediction
 
+Choices = Annotated[
+    dict[str, Choice], BeforeValidator(lambda value: parse_choices(value) if isinstance(value, Mapping) else value)
+]
+"""By pattern; read as a file has them."""
 OF_A_SET = ("when", "share", "predicted", "measured", "choices")
 
 
@@ -42,12 +46,7 @@ class ChoiceSet(Data):
     share: float | None = Field(default=None, ge=0, le=1, description="share of all batches")
     predicted: Prediction | None = None
     measured: Measurement | None = None
-    choices: dict[str, Choice] = Field(min_length=1)
-
-    @field_validator("choices", mode="before")
-    @classmethod
-    def _read_choices(cls, value: Any) -> Any:
-        return parsed(value)
+    choices: Choices = Field(min_length=1)
 
     @classmethod
     def of(cls, hash: str, values: Mapping[str, Any]) -> ChoiceSet:
@@ -64,8 +63,3 @@ class ChoiceSet(Data):
     def written(self) -> dict[str, Any]:
         """As it stands in a plan's file."""
         return self.model_dump(mode="json", exclude_defaults=True) | {"choices": dump_choices(self.choices)}
-
-
-def parsed(value: Any) -> Any:
-    """Choices by pattern, as a file has them, read."""
-    return parse_choices(value) if isinstance(value, Mapping) else value

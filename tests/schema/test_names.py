@@ -93,6 +93,8 @@ def test_a_huge_range_is_refused_quickly() -> None:
         expand([Entry("model.layers.0-99999999999", 1)], UNITS)
     with pytest.raises(PlanError):
         parse_pattern("model.layers.0-99999999999").enumerate()
+    with pytest.raises(PlanError, match="too many"):
+        parse_pattern(f"model.layers.0-{10**30}").enumerate()
 
 
 def test_runs_are_folded() -> None:
