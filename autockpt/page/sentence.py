@@ -34,7 +34,7 @@ def sentence(
     if state == "infeasible":
         said = refused.partition("\n")[0]
         return f"{said[:1].upper()}{said[1:]}."
-    known = {row.name: _score(row) for row in rows}
+    known = {row.name: row.measured or row.predicted for row in rows}
     score = known.get(OURS)
     if score is None or budget is None:
         return STATES.get(state, "No plan was found.")
@@ -46,7 +46,6 @@ def sentence(
     said = [
         f"Fits {asked} with {format_binary(spare)} to spare" if spare >= 0 else f"Needs {format_binary(-spare)} more"
     ]
-    known = {row.name: _score(row) for row in rows}
     if (other := known.get(ALL)) is not None:
         said.append(compared(score, other, "recomputing everything"))
     if (other := known.get(NONE)) is not None:
@@ -55,10 +54,6 @@ def sentence(
     word = "measured by real steps" if source == "measured" else "simulated, nothing was measured"
     text = "; ".join([", ".join(said[:2]), *said[2:]])
     return f"{text} ({word})." + (f" {STATES[state]}" if state in ("running", "stopped") else "")
-
-
-def _score(row: Comparison | None) -> Measurement | Prediction | None:
-    return None if row is None else row.measured or row.predicted
 
 
 def compared(ours: Measurement | Prediction, other: Measurement | Prediction, name: str) -> str:

@@ -57,7 +57,7 @@ def _row(row: Comparison, none: Comparison | None, budget_bytes: int, ours: bool
         peak_bytes=known.peak_bytes if known else None,
         simulated=measured is None,
         headroom_bytes=budget_bytes - known.peak_bytes if known else None,
-        step=words.step_time(measured) if measured else "",
+        step=words.step_of(known),
         overhead=_overhead(row, none, both_measured),
         overhead_predicted=not both_measured,
         predicted_bytes=predicted.peak_bytes if predicted else None,
@@ -123,7 +123,7 @@ def _cells(row: AnswerRow, wide: bool, host: bool) -> list[Text | str]:
     predicted_peak = format_binary(row.predicted_bytes) if row.predicted_bytes is not None else ""
     predicted_step = words.seconds(row.predicted_seconds) if row.predicted_seconds is not None else ""
     peak = _peak_cell(row, wide)
-    step = Text(row.step or (f"~{predicted_step}" if predicted_step else "—"))
+    step = Text(row.step)
     if not wide and not row.simulated:
         peak.append(f"\n~{predicted_peak}" if predicted_peak else "", style="dim not bold")
         step.append(f"\n~{predicted_step}" if predicted_step else "", style="dim not bold")

@@ -49,15 +49,14 @@ def _batches_table(answer: BatchAnswer) -> Table:
 
 
 def _cells(setting: BatchSetting, best: BatchSetting) -> list[str]:
-    seconds = words.step_time(setting.score) if isinstance(setting.score, Measurement) else ""
-    mark = "" if seconds else "~"
+    mark = "" if isinstance(setting.score, Measurement) else "~"
     role = _ROLES[setting.role]
     return [
         str(setting.batch_size),
         str(setting.accumulate),
         f"{setting.plan} ({role})" if role else setting.plan,
         f"{mark}{format_binary(setting.score.peak_bytes)}",
-        seconds or f"~{words.seconds(setting.update_seconds)}",
+        words.step_of(setting.score),
         f"{mark}{setting.per_second:,.0f}",
         f"{setting.per_second / best.per_second:.0%}",
     ]

@@ -35,7 +35,7 @@ def print_trials(trials: Sequence[Trial], front: Sequence[Trial], console: Conso
     table = plain_table(">peak", ">step", "fits", ">#", "<name")
     for trial in front:  # leanest first
         if trial.score is not None:
-            peak, step = format_binary(trial.score.peak_bytes), _score_time(trial)
+            peak, step = format_binary(trial.score.peak_bytes), words.step_of(trial.score)
             table.add_row(peak, step, _fits(trial), str(trial.number), trial.name)
     console.print(table)
 
@@ -66,19 +66,18 @@ def _trials_table(trials: Sequence[Trial], front: set[int], width: int) -> Table
 
 def _cells(trial: Trial, on_front: bool, *, wide: bool, room: int) -> list[Text | str]:
     measured, predicted = trial.measured, trial.predicted
-    peak, step = "—", "—"
+    peak = "—"
     if measured:
-        peak, step = format_binary(measured.peak_bytes), words.step_time(measured)
-    elif predicted:
-        peak = peak if wide else f"~{format_binary(predicted.peak_bytes)}"  # there is no column for it
-        step = f"~{words.seconds(predicted.step_seconds)}" if predicted.step_seconds else step
+        peak = format_binary(measured.peak_bytes)
+    elif predicted and not wide:  # there is no column for it
+        peak = f"~{format_binary(predicted.peak_bytes)}"
     return [
         "*" if on_front else "",
         str(trial.number),
         trial.encoding if trial.encoding != "baseline" else trial.name,
         peak,
         *([format_binary(predicted.peak_bytes) if predicted else "—"] if wide else []),
-        step,
+        words.step_of(measured or predicted),
         _fits(trial),
         trial.plan_hash[:8],
         words.strip(trial.choices, room),
@@ -93,12 +92,6 @@ def _fits(trial: Trial) -> Text:
     if trial.feasible is None:
         return Text("?", style="dim")
     return Text("yes", style="green") if trial.feasible else Text("no", style="red")
-
-
-def _score_time(trial: Trial) -> str:
-    if trial.measured is not None:
-        return words.step_time(trial.measured)
-    return f"~{words.seconds(trial.score_seconds)}" if trial.score is not None and trial.score.step_seconds else "—"
 
 
 def print_trial(trial: Trial, readings: Sequence[Trial], console: Console) -> None:
@@ -185,7 +178,7 @@ def print_comparison(
     for one, other in both:
         table.add_row(
             *(str(t.number) for t in (one, other)),
-            *(_score_time(t) for t in (one, other)),
+            *(words.step_of(t.score) for t in (one, other)),
             *(format_binary(t.score.peak_bytes) if t.score else "—" for t in (one, other)),
             words.strip(one.choices, 24),
         )

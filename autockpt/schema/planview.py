@@ -92,30 +92,20 @@ def _peak(plan: Plan) -> str:
 
 
 def _step(plan: Plan) -> str:
-    if plan.status == "unmeasured":
+    score, of = (plan.measured, "measured") if plan.measured is not None else (plan.predicted, "predicted")
+    if plan.status == "unmeasured" or score is None or not score.step_seconds:
         return "time unknown"
-    rows = {row.name: row for row in plan.baselines}
-    if plan.measured is not None:
-        ours, of = plan.measured.step_seconds, "measured"
-        said = words.step_time(plan.measured)
-    elif plan.predicted is not None and plan.predicted.step_seconds:
-        ours, of, said = plan.predicted.step_seconds, "predicted", f"~{words.seconds(plan.predicted.step_seconds)}"
-    else:
-        return "time unknown"
+    rows, said = {row.name: row for row in plan.baselines}, words.step_of(score)
     for name, than in (("none", "saving everything"), ("recompute all", "recomputing everything")):
         reading = getattr(rows[name], of) if name in rows else None
         if reading is not None and reading.step_seconds:
-            said += f", {words.share(ours / reading.step_seconds - 1, signed=True)} against {than}"
+            said += f", {words.share(score.step_seconds / reading.step_seconds - 1, signed=True)} against {than}"
     return said
 
 
 def _row(row: Comparison, plan: Plan) -> str:
     reading = row.measured or row.predicted
-    peak, step = format_binary(reading.peak_bytes) if reading is not None else "—", "—"
-    if row.measured is not None:
-        step = words.step_time(row.measured)
-    elif reading is not None and reading.step_seconds:
-        step = f"~{words.seconds(reading.step_seconds)}"
+    peak, step = format_binary(reading.peak_bytes) if reading is not None else "—", words.step_of(reading)
     fits = {"fits": "yes", "over_budget": "no", "out_of_memory": "out of memory"}.get(row.verdict, "not measured")
     if row.measured is None and reading is not None and plan.budget is not None:
         fits = "yes, simulated" if reading.peak_bytes <= plan.budget.bytes else "no, simulated"

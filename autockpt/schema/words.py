@@ -9,7 +9,7 @@ from itertools import groupby
 from autockpt.schema.choices import CHOICE_TYPES, Choice
 from autockpt.schema.names import ancestors, outermost
 from autockpt.schema.sizes import scaled, three
-from autockpt.schema.trial import Measurement
+from autockpt.schema.trial import Measurement, Prediction
 
 USELESS_NOISE = 0.9995  # what would be printed as 100 % or more
 
@@ -40,6 +40,13 @@ def step_time(measured: Measurement) -> str:
     else:
         noise = f" ±{measured.noise * 100:.1f} %" if measured.noise > 0 else ""
     return seconds(measured.step_seconds) + noise
+
+
+def step_of(score: Measurement | Prediction | None) -> str:
+    """The step time of real steps; ``~412 ms`` of what was predicted, ``—`` where neither says any."""
+    if isinstance(score, Measurement):
+        return step_time(score)
+    return f"~{seconds(score.step_seconds)}" if score is not None and score.step_seconds else "—"
 
 
 def flops(value: int) -> str:
