@@ -23,10 +23,10 @@ from autockpt.explaining.subject import budget_for, hardware_for
 from autockpt.history.rundir import RunDirectory
 from autockpt.history.trialplan import plan_at
 from autockpt.page import write_comparison, write_page
-from autockpt.reporting import listener
 from autockpt.reporting.batches_view import batch_lines
 from autockpt.reporting.explain_view import print_explanation
 from autockpt.reporting.loggers import logging_to, run_name
+from autockpt.reporting.progress import listener
 from autockpt.reporting.style import console
 from autockpt.schema import (
     Budget,

@@ -13,7 +13,8 @@ from autockpt.bench.peers import OUR_OWN, PEERS, PLAIN
 from autockpt.bench.store import BenchDirectory
 from autockpt.errors import AutockptError, InfeasibleError, MeasurementError, UsageError
 from autockpt.measuring import WorkerMeasurer
-from autockpt.reporting import bench_page, bench_picture
+from autockpt.reporting.bench_picture import bench_picture
+from autockpt.reporting.bench_view import bench_page
 from autockpt.schema import (
     CompileMode,
     Listener,

@@ -54,7 +54,8 @@ def bench(
     training's first. A method that cannot run is a row that says so. Writes a table, a picture and JSON.
     """
     from autockpt.bench import run_bench
-    from autockpt.reporting import listener, print_bench
+    from autockpt.reporting.bench_view import print_bench
+    from autockpt.reporting.progress import listener
     from autockpt.schema.bench import BenchRequest
 
     limit = duration(timeout)

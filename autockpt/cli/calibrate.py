@@ -44,7 +44,7 @@ def calibrate(
     hardware = _described(machine, path.stem)
     if out is None:
         _may_write(path, force)
-    from autockpt.reporting import print_hardware
+    from autockpt.reporting.hardware_view import print_hardware
     from autockpt.schema.hardware import dump_hardware
     from search_spaces.hardware import described_like
 

@@ -86,8 +86,8 @@ def diagnose(
         plan_out=plan_out,
     )
     from autockpt.diagnose import diagnose as diagnosed
-    from autockpt.reporting import listener
     from autockpt.reporting.diagnosis_view import print_diagnosis
+    from autockpt.reporting.progress import listener
 
     with listener(screen.progress()) as watcher:
         said = diagnosed(question, watcher)

@@ -55,7 +55,7 @@ def estimate(
         for row in rows:
             print(row.model_dump_json(exclude_none=True), flush=True)
         return
-    from autockpt.reporting import print_estimates
+    from autockpt.reporting.estimate_view import print_estimates
 
     print_estimates(rows, screen.results())
 

@@ -86,8 +86,8 @@ def explain(
         limits=limits,
     )
     from autockpt.explaining import explain as explained
-    from autockpt.reporting import listener
     from autockpt.reporting.explain_view import print_explanation
+    from autockpt.reporting.progress import listener
     from autockpt.reporting.rules_view import print_rules
 
     with listener(screen.progress()) as watcher:

@@ -97,8 +97,7 @@ def _print_run(run: RunDirectory, sort: str, best_count: int | None, as_csv: boo
         }
         screen.print_json(json.dumps(data, indent=2))
         return
-    from autockpt.reporting import print_trials
-    from autockpt.reporting.trials_view import print_table, when
+    from autockpt.reporting.trials_view import print_table, print_trials, when
 
     console = screen.results()
     begun, last = run.dates()

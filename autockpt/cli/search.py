@@ -211,7 +211,7 @@ def search(
             remedy="Find the micro-batch with --global-batch at the longest sequence first, then give it as "
             "--batch-size with --lengths.",
         )
-    from autockpt.reporting import print_answer
+    from autockpt.reporting.answer import print_answer
     from autockpt.reporting.batches_view import print_batches
     from autockpt.schema.lengths import parse_lengths
     from autockpt.tuning import run_search
@@ -243,7 +243,7 @@ def _with_longest(
     spec: WorkloadSpec, budget: Budget, device: str | None, simulate: str | None
 ) -> tuple[WorkloadSpec, str]:
     from autockpt.explaining.longest import with_longest
-    from autockpt.reporting import listener
+    from autockpt.reporting.progress import listener
 
     with listener(screen.progress()) as watcher:
         watcher.note("looking for the longest sequences that fit")
@@ -328,8 +328,8 @@ def _rows_per_update(rows: int | None, tokens: int | None, spec: WorkloadSpec) -
 @contextmanager
 def _watched(request: SearchRequest, log_to: Sequence[str]) -> Iterator[Listener]:
     """Progress on the screen, and trials wherever else they are wanted."""
-    from autockpt.reporting import listener
     from autockpt.reporting.loggers import logging_to, run_name
+    from autockpt.reporting.progress import listener
 
     facts = request.workload.model_dump(mode="json", exclude_defaults=True) | {"budget": request.budget.text}
     with (

@@ -55,7 +55,7 @@ def trace(
     if as_json:
         _print_json(graph, settings, ops, peak)
         return
-    from autockpt.reporting import print_device_peak, print_ops, print_summary, summarise
+    from autockpt.reporting.trace_view import print_device_peak, print_ops, print_summary, summarise
 
     console = screen.results()
     if ops:
@@ -92,7 +92,7 @@ def _trace(spec: WorkloadSpec, loaded: Plan | None, hardware: Hardware | None) -
 def _print_json(graph: Graph, settings: dict[str, Any], whole: bool, peak: DevicePeak | None) -> None:
     import json
 
-    from autockpt.reporting import summarise
+    from autockpt.reporting.trace_view import summarise
 
     data: dict[str, Any] = {"settings": settings, "summary": summarise(graph).model_dump(mode="json")}
     if peak is not None:

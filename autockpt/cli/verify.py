@@ -42,7 +42,8 @@ def verify(
 
     steps = one_of("--compile", compile, ("layers", "model", "eager"))
     spec = workload_spec(workload, base=plan_at(plan).workload, seed=seed)
-    from autockpt.reporting import listener, print_report
+    from autockpt.reporting.progress import listener
+    from autockpt.reporting.verify_view import print_report
     from autockpt.verification import verify as run_verification
 
     with listener(screen.progress()) as watcher:

@@ -8,8 +8,9 @@ import xml.etree.ElementTree as ET
 import pytest
 from rich.console import Console
 
-from autockpt.reporting import bench_page, bench_picture, print_bench
 from autockpt.reporting.axis import Axis
+from autockpt.reporting.bench_picture import bench_picture
+from autockpt.reporting.bench_view import bench_page, print_bench
 from autockpt.schema import DeviceInfo, Environment, ResolvedBudget
 from autockpt.schema.bench import BenchLine, BenchReport, BenchRow, BudgetResult, Duel, Ratio, SearchCost
 
