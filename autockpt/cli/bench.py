@@ -23,23 +23,19 @@ def bench(
     workload: dict[str, Any],
     *,
     budgets: Annotated[
-        str,
-        opt("--budgets A,B", "Shares of save-everything's measured peak, or sizes, as in 45%,24GB."),
+        str, opt("--budgets A,B", "Shares of save-everything's measured peak, or sizes, as in 45%,24GB.")
     ] = "30%,45%,60%,85%",
     peers: Annotated[
-        str | None,
-        opt("--peers A,B", "Only these, as in 'first-k,autockpt'. Default: all there are."),
+        str | None, opt("--peers A,B", "Only these, as in 'first-k,autockpt'. Default: all there are.")
     ] = None,
     rounds: Annotated[int, opt("--rounds N", "Time every method this often, interleaved.", min=1)] = 9,
     most_rounds: Annotated[
-        int,
-        opt("--most-rounds N", "Time what decides who is ahead at most this often.", min=1),
+        int, opt("--most-rounds N", "Time what decides who is ahead at most this often.", min=1)
     ] = 60,
     timeout: Annotated[str | None, opt("--timeout TIME", "Begin no round after so long: 90s, 10m, 1h.")] = None,
     trials: Annotated[int, opt("--trials -n N", "Plans measured by each search, at most.", min=1)] = 20,
     choices: Annotated[
-        str | None,
-        opt("--choices A,B", "What autockpt's plans may use. Default: all; on a CPU no offload."),
+        str | None, opt("--choices A,B", "What autockpt's plans may use. Default: all; on a CPU no offload.")
     ] = None,
     device: DeviceName = None,
     seed: Annotated[int, opt("--seed N", "For weights, batch and sampler.", min=0)] = 0,

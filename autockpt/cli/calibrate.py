@@ -20,8 +20,7 @@ def calibrate(
     *,
     out: Annotated[Path | None, opt("--hardware-out FILE", "File to write. Default: the device's name, here.")] = None,
     device: Annotated[
-        str | None,
-        opt("--device DEVICE", "cpu, cuda, cuda:1, xpu, … Default: the best there is."),
+        str | None, opt("--device DEVICE", "cpu, cuda, cuda:1, xpu, … Default: the best there is.")
     ] = None,
     quick: Annotated[bool, opt("--quick", "Fewer sizes and repeats.")] = False,
     force: Annotated[bool, opt("--force", "Replace a file that exists.")] = False,

@@ -36,8 +36,7 @@ def diagnose(
         ),
     ] = None,
     budget: Annotated[
-        str | None,
-        opt("--budget SIZE", "Plan for less than the device has: 22GiB. Default: all of it."),
+        str | None, opt("--budget SIZE", "Plan for less than the device has: 22GiB. Default: all of it.")
     ] = None,
     hardware: Annotated[
         str | None,
@@ -47,8 +46,7 @@ def diagnose(
         ),
     ] = None,
     plan_out: Annotated[
-        Path | None,
-        opt("--plan-out FILE", "Write the plan here; another one there is set aside."),
+        Path | None, opt("--plan-out FILE", "Write the plan here; another one there is set aside.")
     ] = None,
     as_json: Annotated[bool, opt("--json", "Print JSON.")] = False,
 ) -> None:

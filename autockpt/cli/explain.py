@@ -23,12 +23,10 @@ def explain(
     workload: dict[str, Any] = {},  # noqa: B006  filled in by takes_workload
     *,
     budget: Annotated[
-        str | None,
-        opt("--budget SIZE", "Explain the plan that fits: 24GB, 60%, 60%act, auto. Default: the plan's."),
+        str | None, opt("--budget SIZE", "Explain the plan that fits: 24GB, 60%, 60%act, auto. Default: the plan's.")
     ] = None,
     headroom: Annotated[
-        str | None,
-        opt("--headroom SIZE", "Leave this much of it free: 2%, 500MB. Default: as for search."),
+        str | None, opt("--headroom SIZE", "Leave this much of it free: 2%, 500MB. Default: as for search.")
     ] = None,
     device: DeviceName = None,
     hardware: Annotated[

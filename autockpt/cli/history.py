@@ -30,8 +30,7 @@ def history(
     sort: Annotated[str, opt("--sort [number|time|peak|predicted]", "Order of the trials.")] = "number",
     best: Annotated[int | None, opt("--best N", "Only the N fastest that fit.", min=1)] = None,
     trial: Annotated[
-        int | None,
-        opt("--trial N", "One trial in full: each measurement, its prediction, why.", min=0),
+        int | None, opt("--trial N", "One trial in full: each measurement, its prediction, why.", min=0)
     ] = None,
     plan_out: Annotated[Path | None, opt("--plan-out FILE", "With --trial: write that trial's plan.")] = None,
     compare: Annotated[Path | None, opt("--compare RUN", "A second run, to compare with the first.")] = None,

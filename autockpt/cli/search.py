@@ -78,8 +78,7 @@ def search(
         ),
     ] = None,
     tokens_per_update: Annotated[
-        int | None,
-        opt("--tokens-per-update N", "The same, counted in tokens.", min=1),
+        int | None, opt("--tokens-per-update N", "The same, counted in tokens.", min=1)
     ] = None,
     lengths: Annotated[
         str | None,
@@ -100,9 +99,7 @@ def search(
     trials: Annotated[
         int,
         opt(
-            "--trials -n N",
-            "Measure (or simulate) at most this many candidates, besides the well-known plans.",
-            min=1,
+            "--trials -n N", "Measure (or simulate) at most this many candidates, besides the well-known plans.", min=1
         ),
     ] = 40,
     timeout: Annotated[
@@ -118,8 +115,7 @@ def search(
     storage: Annotated[str | None, opt("--storage URL", "Optuna storage. Default: sqlite in the run.")] = None,
     out: RunsFolder = Path("results"),
     plan_out: Annotated[
-        Path | None,
-        opt("--plan-out FILE", "Write the plan here, too; another one there is set aside."),
+        Path | None, opt("--plan-out FILE", "Write the plan here, too; another one there is set aside.")
     ] = None,
     compile: Annotated[
         str | None,
@@ -129,14 +125,12 @@ def search(
         ),
     ] = None,
     allow_inexact: Annotated[
-        bool,
-        opt("--allow-inexact", "Also run head and loss in chunks: gradients equal up to rounding."),
+        bool, opt("--allow-inexact", "Also run head and loss in chunks: gradients equal up to rounding.")
     ] = False,
     dry_run: Annotated[bool, opt("--dry-run", "Trace, solve and predict; measure nothing.")] = False,
     fresh: Fresh = False,
     again: Annotated[
-        bool,
-        opt("--again", "Search on where this question was answered already. Default: the answer on record."),
+        bool, opt("--again", "Search on where this question was answered already. Default: the answer on record.")
     ] = False,
     resume: Annotated[
         Path | None,

@@ -22,8 +22,7 @@ def trace(
     *,
     plan: Annotated[Path | None, opt("--plan PLAN|RUN", "Trace with this plan applied, or the run's.")] = None,
     hardware: Annotated[
-        str | None,
-        opt("--hardware NAME", "Trace for this device: rtx4090, h100, …, or a YAML file."),
+        str | None, opt("--hardware NAME", "Trace for this device: rtx4090, h100, …, or a YAML file.")
     ] = None,
     seed: Annotated[int, opt("--seed N", "For weights and batch.", min=0)] = 0,
     ops: Annotated[bool, opt("--ops", "Print every op instead, tab-separated.")] = False,
