@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import re
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -38,39 +39,40 @@ def read_command(
         raise UsageError(f"--run cannot be read: {str(error).lower()}", remedy="Quote it as one argument.") from None
     if not words:
         raise UsageError("--run is empty", remedy='Give the whole command: --run "python train.py --bf16 …".')
-    return _Reader(text, words, dict(given or {}), folder or Path(), logged_stage).read()
+    return _Reader(text, words, given or {}, folder or Path(), logged_stage).read()
 
 
+@dataclass
 class _Reader:
     """What was found so far, by the names of CommandReading's fields, and the flags that it was found in."""
 
-    def __init__(
-        self, text: str, words: list[str], given: dict[str, Any], folder: Path, logged_stage: int | None
-    ) -> None:
-        self.command, self.words, self.given, self.folder = text, words, given, folder
-        self.logged_stage = logged_stage
-        self.options: dict[str, Any] = {}
-        self.taken: list[Taken] = []
-        self.overruled: list[str] = []
-        self.not_understood: list[str] = []
-        self.harmless: list[str] = []
-        self.missing: list[str] = []
-        self.notes: list[str] = []
-        self.used: set[str] = set()
-        self.world = 1
-        self.recompute = False
-        self.values: dict[str, str] = {}
+    command: str
+    words: list[str]
+    given: Mapping[str, Any]
+    folder: Path
+    logged_stage: int | None
+    options: dict[str, Any] = field(default_factory=dict)
+    taken: list[Taken] = field(default_factory=list)
+    overruled: list[str] = field(default_factory=list)
+    not_understood: list[str] = field(default_factory=list)
+    harmless: list[str] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    used: set[str] = field(default_factory=set)
+    world: int = 1
+    recompute: bool = False
+    values: dict[str, str] = field(default_factory=dict)
 
     def read(self) -> CommandReading:
         self.values = self._values()
         self._world()
-        self._text(flags.MODEL, "model")
-        self._text(flags.ATTENTION, "attn")
+        self._first(flags.MODEL, "model")
+        self._first(flags.ATTENTION, "attn")
         self._titan_model()
         self._number(flags.BATCH, "batch_size")
         self._number(flags.LENGTH, "seq_len")
         self._number(flags.ACCUMULATE, "accumulate")
-        self._norm()
+        self._first(flags.NORM, "max_grad_norm", _norm)
         self._types()
         self._optimizer()
         self._lora()
@@ -124,7 +126,7 @@ class _Reader:
     @staticmethod
     def _is_program(name: str, word: str) -> bool:
         """Whether a word is the script of a launcher, and not a switch's value."""
-        return word.endswith(".py") or (name in flags.SWITCHES and word.lower() not in {"true", "false", *_OFF})
+        return word.endswith(".py") or (name in flags.SWITCHES and word.lower() not in {"true", *_OFF})
 
     def _files(self) -> Iterator[Path]:
         """Configuration files that the command names: an axolotl YAML, transformers' arguments as JSON."""
@@ -158,9 +160,10 @@ class _Reader:
         self.used.update([flag] if flag is not None else ())
         return flag
 
-    def _text(self, names: tuple[str, ...], option: str) -> None:
-        if (flag := self._present(names)) is not None:
-            self._take(flag, option, self.values[flag])
+    def _first(self, names: tuple[str, ...], option: str, read: Callable[[str], Any] = str) -> None:
+        """Take the first of these flags that is there, where ``read`` makes something of its value."""
+        if (flag := self._present(names)) is not None and (value := read(self.values[flag])) is not None:
+            self._take(flag, option, value)
 
     def _number(self, names: tuple[str, ...], option: str) -> None:
         for flag in names:
@@ -195,16 +198,6 @@ class _Reader:
                 note = f"torchtitan's {name} {flavor}, as the built-in shape"
                 self._take("model.flavor", "model", f"llama-{flavor.lower()}", note)
 
-    def _norm(self) -> None:
-        if (flag := self._present(flags.NORM)) is None:
-            return
-        try:
-            norm = float(self.values[flag])
-        except ValueError:
-            return
-        if 0 < norm < 1e9:
-            self._take(flag, "max_grad_norm", norm)
-
     def _types(self) -> None:
         half, brain = self._on("fp16"), self._on("bf16")
         self.used |= {"fp16", "bf16"}
@@ -218,10 +211,7 @@ class _Reader:
         mixed = self.values.get("mixed_precision", "").lower()
         if mixed in ("bf16", "fp16"):
             self._take("mixed_precision", "autocast", mixed)
-        if (flag := self._present(flags.WEIGHT_DTYPE)) is not None:
-            name = self.values[flag].rsplit(".", 1)[-1].lower()
-            if name in flags.DTYPES:
-                self._take(flag, "dtype", flags.DTYPES[name])
+        self._first(flags.WEIGHT_DTYPE, "dtype", lambda name: flags.DTYPES.get(name.rsplit(".", 1)[-1].lower()))
 
     def _optimizer(self) -> None:
         if (flag := self._present(flags.OPTIMIZER)) is None:
@@ -234,7 +224,7 @@ class _Reader:
         self._take(flag, "optimizer", known, paged)
 
     def _lora(self) -> None:
-        on = next((f for f in flags.LORA_ON if f in self.values and self._on(f)), None)
+        on = next(filter(self._on, flags.LORA_ON), None)
         rank_flag = self._present(flags.LORA_RANK)
         self.used |= {*flags.LORA_ON, *flags.LORA_RANK}
         switched_off = any(f in self.values and not self._on(f) for f in flags.LORA_ON)
@@ -361,6 +351,15 @@ def _option(name: str, value: Any) -> str:
     """As ``autockpt`` wants it on its own command line."""
     said = "" if value is True else f" {value:g}" if isinstance(value, float) else f" {value}"
     return as_option(name) + said
+
+
+def _norm(text: str) -> float | None:
+    """What gradients are clipped to; None where they are not."""
+    try:
+        norm = float(text)
+    except ValueError:
+        return None
+    return norm if 0 < norm < 1e9 else None
 
 
 def _of_file(path: Path, notes: list[str]) -> dict[str, str]:
