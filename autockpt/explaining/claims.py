@@ -58,7 +58,7 @@ class Shape:
     heads: int
     wide: int
     rows: int
-    tokens: int
+    length: int
     params: int
 
     @classmethod
@@ -70,14 +70,11 @@ class Shape:
         rows, length, params = (settings.get(name) for name in ("batch_size", "seq_len", "params"))
         numbers = (len(subject.profiled.blocks), hidden, heads, wide, rows, length, params)
         whole = [n for n in numbers if isinstance(n, int) and n > 0]
-        if len(whole) < len(numbers):
-            return None
-        layers, hidden, heads, wide, rows, length, params = whole
-        return cls(layers, hidden, heads, wide, rows, rows * length, params)
+        return cls(*whole) if len(whole) == len(numbers) else None
 
     @property
-    def length(self) -> int:
-        return self.tokens // self.rows
+    def tokens(self) -> int:
+        return self.rows * self.length
 
 
 @dataclass(frozen=True)

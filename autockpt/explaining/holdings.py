@@ -9,7 +9,7 @@ from functools import cached_property
 import numpy as np
 
 from autockpt.explaining.kinds import LOSS, OFFLOADED, OTHER, UNMADE, OpKinds, makers
-from autockpt.schema import Graph, Op, Storage
+from autockpt.schema import Graph, Storage
 from autockpt.schema.explanation import Holding, Slice
 from autockpt.schema.names import fold, parse_pattern
 
@@ -141,14 +141,11 @@ def _of_logits(graph: Graph, head: str | None, kinds: OpKinds) -> frozenset[int]
     for op in graph.ops:
         if op.unit is not None or op.phase == "optimizer":
             continue
-        begins = (op.flops > 0 and _is_head(op, head)) or kinds.of(op) == LOSS
+        is_head = head is not None and op.module == head and op.phase != "backward"
+        begins = (op.flops > 0 and is_head) or kinds.of(op) == LOSS
         if begins or (not op.flops and not found.isdisjoint(op.inputs)):
             found.update(out.storage for out in op.outputs)
     return frozenset(found)
-
-
-def _is_head(op: Op, head: str | None) -> bool:
-    return head is not None and op.module == head and op.phase != "backward"
 
 
 def _died_resident(s: Storage, parts: Mapping[str, int]) -> str:

@@ -34,9 +34,9 @@ def curve(held: StepBytes, points: int = POINTS) -> Curve:
     at_peak = peak_op(graph)
     op = graph.ops[at_peak] if graph.ops else None
     return Curve(
-        total=tuple(int(total[i]) for i in at),
-        fixed=tuple(int(total[i] - growing[i] - moving[i]) for i in at),
-        growing=tuple(int(growing[i]) for i in at),
+        total=tuple(total[at].tolist()),
+        fixed=tuple((total - growing - moving)[at].tolist()),
+        growing=tuple(growing[at].tolist()),
         ops=n,
         spans=graph.spans(),
         peak_op=at_peak,

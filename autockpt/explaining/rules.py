@@ -41,10 +41,16 @@ def rules(question: ExplainRequest, listener: Listener | None = None, *, measure
         graphs = _graphs(subject, plans)
         base = subject.base
         activations = _activations(base, subject.head)
-        plain = simulate(base, subject.times.times).step_seconds
         overhead = subject.profiled.predictor.device.overhead_bytes  # rules speak of what tensors hold
+        peak = base.peak_bytes + overhead
+        seconds = {name: simulate(graph, subject.times.times).step_seconds for name, graph in graphs.items()}
         predicted = {
-            name: _reading(graph, subject, plain, base.peak_bytes + overhead, activations, overhead)
+            name: _reading(
+                graph.peak_bytes + overhead,
+                peak,
+                activations,
+                seconds[name] / seconds[PLAIN] if seconds[PLAIN] else None,
+            )
             for name, graph in graphs.items()
         }
         tables = [*_flops_rules(subject, graphs), *_memory_rules(subject, predicted), *claims(subject, activations)]
@@ -64,7 +70,7 @@ def rules(question: ExplainRequest, listener: Listener | None = None, *, measure
             device=subject.profiled.predictor.device.name,
             basis=subject.times.basis,
             basis_note=subject.times.note,
-            save_all_peak=base.peak_bytes + overhead,
+            save_all_peak=peak,
             activation_bytes=activations,
             rules=tuple(tables),
             notes=tuple(notes),
@@ -103,13 +109,13 @@ def _activations(graph: Graph, head: str | None) -> int:
     return sum(h.peak_bytes for h in StepBytes(graph, head).holdings(peak_op(graph)) if h.comes_and_goes)
 
 
-def _reading(graph: Graph, subject: Subject, plain: float, peak: int, activations: int, overhead: int) -> Reading:
-    seconds = simulate(graph, subject.times.times).step_seconds
-    saved = peak - graph.peak_bytes - overhead
+def _reading(peak: int, plain: int, activations: int, ratio: float | None) -> Reading:
+    """What a plan saves of the ``plain`` peak and of its ``activations``; ``ratio`` is of step times."""
+    saved = plain - peak
     return Reading(
-        peak_saved=saved / peak,
+        peak_saved=saved / plain,
         activations_saved=saved / activations if activations else None,
-        time_added=seconds / plain - 1 if plain > 0 else None,
+        time_added=None if ratio is None else ratio - 1,
     )
 
 
@@ -121,29 +127,18 @@ def forwards(graph: Graph, plain: Graph) -> float | None:
 
 def _flops_rules(subject: Subject, graphs: Mapping[str, Graph]) -> list[Rule]:
     """The factors of DeepSpeed-Chat: 3 forwards' worth a step, 4 with recompute; LoRA takes 1 − 2r/h off either."""
-    spec = subject.question.spec
-    rank = spec.lora
-    if rank is None:
-        trained = [_flops_rule("plain step", 3, graphs.get(PLAIN), graphs[PLAIN])]
-        trained.append(_flops_rule("recompute all", 4, graphs.get(FULL), graphs[PLAIN]))
-        return trained + _lora_rules(spec.model_copy(update={"lora": LORA_RANK}), subject)
-    hidden = hidden_size(spec)
-    if hidden is None:
-        return []
-    return _pair(rank, hidden, graphs[PLAIN], graphs.get(FULL))
-
-
-def _lora_rules(spec: WorkloadSpec, subject: Subject) -> list[Rule]:
-    """The same of this model with adapters, where it takes them."""
-    hidden = hidden_size(spec)
-    if hidden is None:
-        return []
-    try:
-        with subject.question.tracer(spec, fallback=False) as tracer:
-            blocks = [u.name for u in tracer.units if u.role == "block"]
-            return _pair(spec.lora or 0, hidden, tracer.trace(), tracer.trace(dict.fromkeys(blocks, RECOMPUTE)))
-    except AutockptError:
-        return []
+    spec, hidden = subject.question.spec, hidden_size(subject.question.spec)
+    plain, full = graphs[PLAIN], graphs.get(FULL)
+    if spec.lora is not None:
+        return [] if hidden is None else _pair(spec.lora, hidden, plain, full)
+    found = [_flops_rule("plain step", 3, plain, plain), _flops_rule("recompute all", 4, full, plain)]
+    with suppress(AutockptError):  # the same of this model with adapters, where it takes them
+        if hidden is not None:
+            adapted = spec.model_copy(update={"lora": LORA_RANK})
+            with subject.question.tracer(adapted, fallback=False) as tracer:
+                blocks = [u.name for u in tracer.units if u.role == "block"]
+                found += _pair(LORA_RANK, hidden, tracer.trace(), tracer.trace(dict.fromkeys(blocks, RECOMPUTE)))
+    return found
 
 
 def _pair(rank: int, hidden: int, plain: Graph, full: Graph | None) -> list[Rule]:
@@ -211,11 +206,6 @@ def take_steps(measurer: Measurer, plans: Plans, activations: int) -> tuple[dict
     seconds = measurer.compare({name: plans[name] for name in peaks}, rounds=ROUNDS)
     out = {}
     for name, peak in peaks.items():
-        saved = peaks[PLAIN] - peak
         ratios = [a / b for a, b in zip(seconds[name], seconds[PLAIN], strict=True) if b > 0]
-        out[name] = Reading(
-            peak_saved=saved / peaks[PLAIN],
-            activations_saved=saved / activations if activations else None,
-            time_added=statistics.median(ratios) - 1 if ratios else None,
-        )
+        out[name] = _reading(peak, peaks[PLAIN], activations, statistics.median(ratios) if ratios else None)
     return out, notes

@@ -239,11 +239,7 @@ def _of_run(plan: Path | None, graphs: Sequence[Graph]) -> OpTimes | None:
         profile = RunDirectory.open(folder).profile()
         if profile is None or "simulated" in profile.op_times.environment.versions:  # nothing was timed
             return None
-        if all(_covers(profile.op_times, graph) for graph in graphs):
+        known = profile.op_times.seconds
+        if all(sum(text in known for text in graph.timed) >= COVERED * len(graph.timed) for graph in graphs):
             return profile.op_times
     return None
-
-
-def _covers(times: OpTimes, graph: Graph) -> bool:
-    """Whether enough of the ops were timed."""
-    return sum(text in times.seconds for text in graph.timed) >= COVERED * len(graph.timed)

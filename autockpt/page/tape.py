@@ -71,10 +71,10 @@ def tape_of(name: str, graph: Graph, times: OpTimes | None) -> Timeline | None:
         ops=tuple(ops),
         at=tuple(round(float(begins[i]), 5) for i in ops),
         seconds=seconds,
-        total=_at(total, ops),
-        fixed=_at(total - growing - moving, ops),
-        growing=_at(growing, ops),
-        small=_at(small, ops),
+        total=tuple(total[ops].tolist()),
+        fixed=tuple((total - growing - moving)[ops].tolist()),
+        growing=tuple(growing[ops].tolist()),
+        small=tuple(small[ops].tolist()),
         storages=rows,
         units=tuple(units),
         kinds=tuple(kinds),
@@ -150,7 +150,3 @@ def _said(op: Op, unit: str | None) -> str:
     place = within(op.module, unit)
     name = base_name(op.target)
     return f"{place + ' · ' if place else ''}{name} ({op.phase})"
-
-
-def _at(line: np.ndarray, ops: Sequence[int]) -> tuple[int, ...]:
-    return tuple(int(line[i]) for i in ops)
