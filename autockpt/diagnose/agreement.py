@@ -50,7 +50,7 @@ def compare(
     )
     reported = evidence.place.stage if evidence is not None else "unknown"
     holdings = held.holdings(at)
-    verdicts = [*_verdicts(agreement, room, reported, tried, over_peak=over is None)]
+    verdicts = [*_verdicts(agreement, room, reported, tried)]
     verdicts += _beside(snapshot, holdings) if snapshot is not None else ()
     return agreement.model_copy(update={"verdicts": tuple(verdicts)}), holdings
 
@@ -96,7 +96,7 @@ def _of_size(graph: Graph, tried: int) -> Iterator[Tensor]:
                 return
 
 
-def _verdicts(said: Agreement, room: Room, reported: Stage, tried: int | None, *, over_peak: bool) -> Iterator[str]:
+def _verdicts(said: Agreement, room: Room, reported: Stage, tried: int | None) -> Iterator[str]:
     needs, has = format_binary(said.simulated_peak), format_binary(room.budget)
     reserved = format_binary(said.simulated_reserved or 0)
     if not said.overflows:
@@ -105,7 +105,7 @@ def _verdicts(said: Agreement, room: Room, reported: Stage, tried: int | None, *
             "something else: a longer sequence or larger batch, evaluation, tensors kept from step to step (a loss "
             "that is added up without .item()), or memory that others hold on the device."
         )
-    elif over_peak:
+    elif said.stage is None:
         yield (
             f"The simulated step's tensors need {needs} of {has}, but its allocations come in such an order that the "
             f"allocator would reserve {reserved}, with a margin for safety: fragmentation is part of this failure."

@@ -43,7 +43,7 @@ def print_diagnosis(said: Diagnosis, console: Console) -> None:
     if said.command is not None:
         _command(said.command, console)
     if said.agreement is not None and said.room is not None:
-        _simulated(said, said.room, console)
+        _simulated(said, console)
         _prescription(said, said.room, console)
     if said.unprescribed:
         heading("No prescription", console, Text(said.unprescribed))
@@ -116,7 +116,7 @@ def _command(said: CommandReading, console: Console) -> None:
         console.print(bullets(lines))
 
 
-def _simulated(said: Diagnosis, room: Room, console: Console) -> None:
+def _simulated(said: Diagnosis, console: Console) -> None:
     assert said.agreement is not None
     marks = area.marks_of(console.encoding)
     total = max(1, sum(h.peak_bytes for h in said.holdings))

@@ -52,17 +52,15 @@ class LineListener:
         self._quiet = QUIET
         self._lock = threading.Lock()
         self._ended = threading.Event()
-        self._thread: threading.Thread | None = None
+        self._thread = threading.Thread(target=self._watch, daemon=True)
 
     def __enter__(self) -> LineListener:
-        self._thread = threading.Thread(target=self._watch, daemon=True)
         self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._ended.set()
-        if self._thread is not None:
-            self._thread.join()
+        self._thread.join()
 
     def stage(self, name: str, total: int | None = None) -> None:
         with self._lock:

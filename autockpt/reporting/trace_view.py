@@ -173,14 +173,10 @@ class _Tally:
 
 def _rows(tally: _Tally, units: Sequence[Unit]) -> list[UnitSummary]:
     """Runs of blocks with equal numbers as one row, each followed by the runs of its blocks' sub-units."""
-    blocks = [u for u in units if u.role == "block"]
-    inner = [u for u in units if u.role != "block"]
     rows: list[UnitSummary] = []
-    for row, members in _folded([tally.row(u) for u in blocks]):
-        children = [u for u in inner if u.parent in members]
-        inner = [u for u in inner if u not in children]
-        rows += [row, *(r for r, _ in _folded([tally.row(u) for u in children]))]
-    return rows + [r for r, _ in _folded([tally.row(u) for u in inner])]
+    for row, members in _folded([tally.row(u) for u in units if u.role == "block"]):
+        rows += [row, *(inner for inner, _ in _folded([tally.row(u) for u in units if u.parent in members]))]
+    return rows
 
 
 def _folded(rows: Sequence[UnitSummary]) -> list[tuple[UnitSummary, set[str]]]:
