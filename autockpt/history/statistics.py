@@ -9,6 +9,7 @@ import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Literal
 
 import scipy  # its submodules are imported where they are first used
@@ -109,14 +110,9 @@ def _depth(n: int) -> tuple[int, float]:
 
     The depth is the largest whose plain interval still has the confidence; the share in [0, 1) uses up what is left.
     """
-    coverage = 1.0 - 2 * 0.5**n
-    depth, cumulated = 1, 0.5**n
-    while True:
-        cumulated += math.comb(n, depth) * 0.5**n
-        following = 1.0 - 2 * cumulated
-        if following < CONFIDENCE or depth + 1 > n // 2:
-            break
-        depth, coverage = depth + 1, following
+    tails = list(accumulate(math.comb(n, k) / 2**n for k in range(n // 2 + 1)))
+    depth = max(d for d in range(1, n // 2 + 1) if d == 1 or 1 - 2 * tails[d - 1] >= CONFIDENCE)
+    coverage, following = 1 - 2 * tails[depth - 1], 1 - 2 * tails[depth]
     share = (coverage - CONFIDENCE) / (coverage - following)
     return depth, (n - depth) * share / (depth + (n - 2 * depth) * share)
 
@@ -137,13 +133,8 @@ def _rank_cut(n: int, tail: float) -> int:
         return max(0, int(pairs / 2 - statistics.NormalDist().inv_cdf(1 - tail) * spread))
     ways = [1] + [0] * pairs  # ways[w]: subsets of the ranks 1..n whose sum is w
     for rank in range(1, n + 1):
-        for w in range(pairs, rank - 1, -1):
-            ways[w] += ways[w - rank]
-    below, cut = 0, 0
-    while (below + ways[cut]) / 2**n <= tail:
-        below += ways[cut]
-        cut += 1
-    return cut
+        ways = [with_rank + without for with_rank, without in zip([0] * rank + ways, ways, strict=False)]
+    return sum(below <= tail * 2**n for below in accumulate(ways))
 
 
 def _check(times: Sequence[float]) -> None:
