@@ -16,8 +16,7 @@ from autockpt.errors import UsageError
 
 if TYPE_CHECKING:
     from autockpt.history.rundir import RunDirectory
-    from autockpt.schema.hardware import Hardware
-    from autockpt.schema.workload import WorkloadSpec
+    from autockpt.schema import Hardware, WorkloadSpec
 
 
 def opt(usage: str, help: str, **settings: Any) -> Any:

@@ -7,10 +7,9 @@ from collections.abc import Iterator, Sequence
 from autockpt.diagnose.frames import OPTIMIZER, STAGES, WEIGHTS
 from autockpt.explaining.holdings import LOGITS, StepBytes
 from autockpt.profiling import simulated_memory
-from autockpt.schema import Graph, format_binary
+from autockpt.schema import Graph, Hardware, format_binary
 from autockpt.schema.diagnosis import Agreement, DeviceFailure, Room, SnapshotReading, Stage, Tensor
 from autockpt.schema.explanation import Holding
-from autockpt.schema.hardware import Hardware
 
 _SMALLEST_TOLD = 20 << 20  # bytes; the allocator asks for 2 or 20 MiB whatever smaller tensors need
 _ROUNDED_TO = 2 << 20  # and for multiples of this above 10 MiB

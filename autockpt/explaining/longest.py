@@ -8,9 +8,8 @@ from autockpt.errors import InfeasibleError, UsageError
 from autockpt.explaining.limits import FIELDS, step_of, workload_limits
 from autockpt.explaining.subject import ExplainRequest, open_subject
 from autockpt.explaining.why import Answers, resolved
-from autockpt.schema import Budget, Listener, Silence, WorkloadSpec, format_bytes
+from autockpt.schema import Budget, Hardware, Listener, Silence, WorkloadSpec, format_bytes
 from autockpt.schema.explanation import Dimension, Largest
-from autockpt.schema.hardware import Hardware
 
 MOST_ROUNDS = 4
 

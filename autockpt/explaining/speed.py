@@ -10,9 +10,8 @@ import numpy as np
 from autockpt.explaining.kinds import ATTENTION, LOSS, OpKinds
 from autockpt.hardware.roofline import bound_of, peak_flops
 from autockpt.hardware.work import work_of_op
-from autockpt.schema import Graph, Op, OpTimes
+from autockpt.schema import Graph, Hardware, Op, OpTimes
 from autockpt.schema.explanation import Bound, Part, Speed
-from autockpt.schema.hardware import Hardware
 from autockpt.schema.names import ancestors
 from autockpt.simulator import bytes_timeline, simulate
 

@@ -24,6 +24,7 @@ from autockpt.schema import (
     Choice,
     Environment,
     Graph,
+    Hardware,
     Listener,
     OpTimes,
     Plan,
@@ -33,7 +34,6 @@ from autockpt.schema import (
     parse_budget,
 )
 from autockpt.schema.explanation import Basis
-from autockpt.schema.hardware import Hardware
 from autockpt.tracing import Tracer
 from autockpt.tuning.opening import Traced, traced, traced_for
 from autockpt.tuning.question import workload_key

@@ -11,8 +11,7 @@ from autockpt.errors import UsageError, python_door
 from autockpt.history.rundir import RunDirectory
 from autockpt.history.trialplan import plan_of_trial, trial_of
 from autockpt.history.trials import best, pareto_front
-from autockpt.schema.plan import Plan
-from autockpt.schema.trial import Trial
+from autockpt.schema import Plan, Trial
 
 
 @python_door

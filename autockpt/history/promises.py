@@ -6,11 +6,8 @@ from typing import cast
 
 from autockpt.history.statistics import Interval
 from autockpt.history.statistics import judge as judge_interval
-from autockpt.schema.plan import Plan
-from autockpt.schema.sizes import format_bytes
-from autockpt.schema.trial import Measurement
+from autockpt.schema import Measurement, Plan, WorkloadSpec, format_bytes
 from autockpt.schema.verification import Check, CheckState
-from autockpt.schema.workload import WorkloadSpec
 
 PEAK_SLACK = 0.01
 """A measured peak may exceed a promised one by this share: allocators differ a little from run to run."""

@@ -30,15 +30,10 @@ from typing import Any, Literal, Self, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from autockpt.errors import RunDirectoryError
+from autockpt.schema import Environment, FinishedSearch, Graph, Plan, Profile, Trial, question_hash
 from autockpt.schema.batches import SizesTimed
-from autockpt.schema.device import Environment
 from autockpt.schema.files import FULL, atomic_write, open_regular, read_regular, reason, set_aside, try_lock
-from autockpt.schema.graph import Graph
 from autockpt.schema.outlook import Outlook
-from autockpt.schema.plan import Plan
-from autockpt.schema.profile import Profile
-from autockpt.schema.request import FinishedSearch, question_hash
-from autockpt.schema.trial import Trial
 
 M = TypeVar("M", bound=BaseModel)
 Step = Literal["plain", "recompute", "plan"]

@@ -6,10 +6,7 @@ from pathlib import Path
 
 from autockpt.errors import RunDirectoryError
 from autockpt.history.rundir import RunDirectory
-from autockpt.schema.graph import Unit
-from autockpt.schema.plan import Plan
-from autockpt.schema.trial import Trial
-from autockpt.schema.workload import WorkloadSpec
+from autockpt.schema import Plan, Trial, Unit, WorkloadSpec
 
 
 def plan_at(path: Path) -> Plan:

@@ -6,8 +6,7 @@ from rich.console import Console
 from rich.text import Text
 
 from autockpt.reporting.style import plain_table
-from autockpt.schema.hardware import Hardware
-from autockpt.schema.sizes import format_bytes
+from autockpt.schema import Hardware, format_bytes
 from autockpt.schema.words import seconds, share
 
 _MAIN = {f"matrix rate {dtype}" for dtype in ("bfloat16", "float16", "float32")} | {
