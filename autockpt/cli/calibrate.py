@@ -44,10 +44,11 @@ def calibrate(
     if out is None:
         _may_write(path, force)
     from autockpt.reporting.hardware_view import print_hardware
+    from autockpt.schema.files import write_file
     from autockpt.schema.hardware import dump_hardware
     from search_spaces.hardware import described_like
 
-    screen.write_file(path, dump_hardware(hardware))
+    write_file(path, dump_hardware(hardware), UsageError)
     if as_json:
         screen.print_json(hardware.model_dump_json(indent=2))
     else:

@@ -30,6 +30,7 @@ def export(
     """
     from autockpt.history.trialplan import plan_at
     from autockpt.integrations.export import export as nearest
+    from autockpt.schema.files import write_file
 
     exported = nearest(plan_at(plan), to)
     if out is not None:
@@ -37,7 +38,7 @@ def export(
             raise UsageError(
                 f"{out} exists already", remedy="Give another --settings-out, or move that file away first."
             )
-        screen.write_file(out, exported.settings)
+        write_file(out, exported.settings, UsageError)
     if as_json:
         screen.print_json(exported.model_dump_json(indent=2))
     elif out is None:

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
-
-from autockpt.errors import UsageError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -36,16 +33,6 @@ def show(answer: Answer, printer: Callable[[Answer, Console], None], as_json: bo
         print_json(answer.model_dump_json(indent=2))
     else:
         printer(answer, results())
-
-
-def write_file(path: Path, text: str) -> None:
-    """Write a file, and the folders above it. Raises UsageError where that is not possible."""
-    from autockpt.schema.files import atomic_write, reason
-
-    try:
-        atomic_write(path, text, parents=True)
-    except OSError as error:
-        raise UsageError(f"{path} cannot be written: {reason(error)}", remedy="Give a path you can write to.") from None
 
 
 def print_json(text: str) -> None:

@@ -21,12 +21,13 @@ from autockpt.page.plans import PHASES, SAID, PlanPoint
 from autockpt.page.sentence import compared
 from autockpt.reporting.answer import answer_rows, loading_lines
 from autockpt.schema import SAVE, format_binary, words
-from autockpt.schema.files import atomic_write, reason
+from autockpt.schema.files import write_file
 from autockpt.schema.known import OURS
 from autockpt.schema.names import fold
 
 PAGE = "report.html"
 BEST_FEW = 5
+_ELSEWHERE = "Give another file: --report-out, or report_out=."
 
 
 def run_page(run: RunDirectory) -> str:
@@ -40,7 +41,7 @@ def write_page(run: RunDirectory, path: Path | None = None) -> Path:
 
     Raises RunDirectoryError where the run is damaged or the file cannot be written.
     """
-    return write_text(run_page(run), path or run.path / PAGE)
+    return write_file(path or run.path / PAGE, run_page(run), RunDirectoryError, _ELSEWHERE)
 
 
 def write_comparison(first: RunDirectory, second: RunDirectory, path: Path | None = None) -> Path:
@@ -48,18 +49,8 @@ def write_comparison(first: RunDirectory, second: RunDirectory, path: Path | Non
 
     Raises RunDirectoryError or PlanError where a file of one is damaged, or the page cannot be written.
     """
-    return write_text(compare_page(first, second), path or second.path / f"compare-{first.path.resolve().name}.html")
-
-
-def write_text(text: str, path: Path) -> Path:
-    """Write a page, and the folders above it. Raises RunDirectoryError where that is not possible."""
-    try:
-        atomic_write(path, text, parents=True)
-    except OSError as error:
-        raise RunDirectoryError(
-            f"{path} cannot be written: {reason(error)}", remedy="Give another file: --report-out, or report_out=."
-        ) from None
-    return path
+    path = path or second.path / f"compare-{first.path.resolve().name}.html"
+    return write_file(path, compare_page(first, second), RunDirectoryError, _ELSEWHERE)
 
 
 def of_run(contents: Contents) -> dict[str, Any]:

@@ -13,6 +13,8 @@ import tempfile
 import weakref
 from pathlib import Path
 
+from autockpt.errors import AutockptError
+
 FULL = (errno.ENOSPC, getattr(errno, "EDQUOT", errno.ENOSPC))
 """What the system calls a disk or a quota that is full."""
 _LOCK = ".autockpt-lock"
@@ -39,6 +41,17 @@ def atomic_write(path: Path, data: bytes | str, *, parents: bool = False) -> Non
         with contextlib.suppress(OSError):
             os.unlink(temporary)
         raise
+
+
+def write_file(
+    path: Path, text: str, error: type[AutockptError], remedy: str = "Give a path you can write to."
+) -> Path:
+    """Write a text, and the folders above it. Returns where it lies. Raises ``error`` where that is not possible."""
+    try:
+        atomic_write(path, text, parents=True)
+    except OSError as why:
+        raise error(f"{path} cannot be written: {reason(why)}", remedy=remedy) from None
+    return path
 
 
 def _mode_of(path: Path) -> int:
