@@ -114,21 +114,21 @@ def largest(
             except AutockptError as error:
                 search.refuse(size, error.message.splitlines()[0])
         all_tried = search.done and search.low < search.most
-        open_ended = not all_tried or bool(search.why)
         if search.low:
             why = search.why or ("" if all_tried else f"{search.low} was as far as was tried")
         else:  # the smallest does not fit, or cannot be asked for: a factory makes its own batch
             why = "" if step in search.peaks else search.why
-        limit = Largest(
-            dimension=dimension,
-            plan=name,  # type: ignore[arg-type]
-            value=search.low or None,
-            peak_bytes=search.peaks.get(search.low),
-            now=now,
-            open_ended=open_ended and bool(search.low),
-            why=why,
+        found.append(
+            Largest(
+                dimension=dimension,
+                plan=name,  # type: ignore[arg-type]
+                value=search.low or None,
+                peak_bytes=search.peaks.get(search.low),
+                now=now,
+                open_ended=search.low > 0 and (not all_tried or bool(search.why)),
+                why=why,
+            )
         )
-        found.append(limit)
     return tuple(found)
 
 

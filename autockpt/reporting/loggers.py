@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from autockpt.errors import UsageError
 from autockpt.schema import Listener, Trial
@@ -21,14 +21,6 @@ from autockpt.schema import Listener, Trial
 KINDS = ("tensorboard", "wandb")
 _MIB = 2**20
 _READY = "ready"
-
-
-class Sink(Protocol):
-    """Where numbers go: by their names, one set for each trial."""
-
-    def write(self, step: int, numbers: dict[str, float]) -> None: ...
-
-    def close(self) -> None: ...
 
 
 def _client(kind: str, folder: Path, name: str, facts: dict[str, Any]) -> tuple[Callable[..., Any], Callable[[], Any]]:
@@ -100,7 +92,7 @@ class LoggingListener:
     does not end because a log cannot be written.
     """
 
-    def __init__(self, inner: Listener, sinks: dict[str, Sink]) -> None:
+    def __init__(self, inner: Listener, sinks: dict[str, _Process]) -> None:
         self._inner, self._sinks, self._step = inner, sinks, 0
 
     def stage(self, name: str, total: int | None = None) -> None:
@@ -122,7 +114,7 @@ class LoggingListener:
         """Finish all logs."""
         self._each(lambda sink: sink.close())
 
-    def _each(self, action: Callable[[Sink], None]) -> None:
+    def _each(self, action: Callable[[_Process], None]) -> None:
         for kind, sink in list(self._sinks.items()):
             try:
                 action(sink)
@@ -152,7 +144,7 @@ def logging_to(kinds: Sequence[str], inner: Listener, folder: Path, name: str, f
     if not kinds:
         yield inner
         return
-    sinks: dict[str, Sink] = {}
+    sinks: dict[str, _Process] = {}
     listener = LoggingListener(inner, sinks)
     try:
         for kind in kinds:
