@@ -48,14 +48,12 @@ def guarded(verb: Callable[..., None]) -> Callable[..., None]:
             raise
         except AutockptError as error:
             raise typer.Exit(_explain(error, as_json)) from None
-        except KeyboardInterrupt:
-            raise typer.Exit(_interrupted(as_json, _code(interrupts), kept)) from None
         except BrokenPipeError:  # whoever read our output has gone
             _silence_output()
             raise typer.Exit(UNREAD) from None
-        except Exception as error:
+        except (KeyboardInterrupt, Exception) as error:
             # what an interrupt leaves half done (an import, above all) may fail in ways of its own
-            if interrupts:
+            if interrupts or isinstance(error, KeyboardInterrupt):
                 code = _interrupted(as_json, _code(interrupts), kept)
             elif isinstance(error, OSError) and error.errno in _UNWRITTEN and error.filename is None:
                 _silence_output()
