@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -39,7 +40,8 @@ def calibrate(
     console = screen.progress()
     with console.status("measuring …") as status:
         machine = measure_in_child(device, quick=quick, tell=lambda what: status.update(f"measuring: {what} …"))
-    path = out if out is not None else Path(f"{_slug(machine.environment.device.name)}.yaml")
+    slug = re.sub(r"[\W_]+", "-", machine.environment.device.name.lower()).strip("-")
+    path = out if out is not None else Path(f"{slug or 'hardware'}.yaml")
     hardware = _described(machine, path.stem)
     if out is None:
         _may_write(path, force)
@@ -82,8 +84,3 @@ def _may_write(path: Path, force: bool) -> None:
         raise UsageError(f"{path} exists already", remedy="Give another --hardware-out, or replace it with --force.")
     if why := unwritable(path):
         raise UsageError(f"{path} cannot be written: {why}", remedy="Give a path you can write to.")
-
-
-def _slug(name: str) -> str:
-    words = "".join(c.lower() if c.isalnum() else " " for c in name).split()
-    return "-".join(words) or "hardware"

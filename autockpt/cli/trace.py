@@ -78,10 +78,7 @@ def _trace(spec: WorkloadSpec, loaded: Plan | None, hardware: Hardware | None) -
         if loaded is not None and spec.units is None and (named := units_named(loaded, tracer.units, tracer.head)):
             with suppress(UsageError):  # names of no module: said below, with what was meant perhaps
                 return _trace(spec.model_copy(update={"units": named}), loaded, hardware)
-        choices = None
-        if loaded is not None:
-            choices = loaded.choices_for(tracer.units, tracer.head)
-        graph = tracer.trace(choices)
+        graph = tracer.trace(loaded.choices_for(tracer.units, tracer.head) if loaded is not None else None)
         settings = dict(tracer.settings) | spec.simulated_settings()
         settings |= {"device": f"{hardware.name}, simulated"} if hardware else {}
         settings |= {"plan": f"{loaded.file} ({loaded.status})"} if loaded else {}

@@ -238,10 +238,8 @@ def _without(sizes: list[int], one: int | None) -> list[int]:
 
 
 def _first(patterns: Sequence[re.Pattern[str]], text: str) -> int | None:
-    for pattern in patterns:
-        if (match := pattern.search(text)) is not None:
-            return _bytes(match[1], match[2])
-    return None
+    match = next(filter(None, (pattern.search(text) for pattern in patterns)), None)
+    return _bytes(match[1], match[2]) if match is not None else None
 
 
 def _bytes(number: str, unit: str) -> int | None:

@@ -230,10 +230,8 @@ def _frames(raw: Sequence[Any]) -> Iterator[Frame]:
 
 
 def _last_oom(trace: Sequence[Any]) -> int | None:
-    for index in range(len(trace) - 1, -1, -1):
-        if isinstance(trace[index], dict) and trace[index].get("action") == "oom":
-            return index
-    return None
+    backwards = (i for i in reversed(range(len(trace))) if isinstance(trace[i], dict))
+    return next((i for i in backwards if trace[i].get("action") == "oom"), None)
 
 
 def _dict(value: Any, what: str) -> dict[str, Any]:

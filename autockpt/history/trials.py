@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from itertools import groupby
 from typing import TypeVar
 
 from autockpt.schema.trial import Measurement, Prediction, Trial
@@ -35,8 +36,7 @@ def ranked(trials: Sequence[Trial], by: str = "time") -> list[Trial]:
 
 def best(trials: Sequence[Trial], count: int = 1) -> list[Trial]:
     """The ``count`` fastest plans that were measured (or simulated) and fit, fastest first."""
-    fitting = [t for t in trials if t.feasible and t.score is not None]
-    return ranked(fitting)[:count]
+    return ranked([t for t in trials if t.feasible and t.score is not None])[:count]
 
 
 def pareto_front(trials: Sequence[Trial]) -> list[Trial]:
@@ -62,8 +62,4 @@ def undominated(items: Iterable[T], cost: Callable[[T], tuple[float, float]]) ->
 
 def measurements(readings: Sequence[Trial]) -> list[Measurement]:
     """The different measurements among a trial's lines: it is written again, too, when it is judged."""
-    found: list[Measurement] = []
-    for trial in readings:
-        if trial.measured is not None and (not found or found[-1] != trial.measured):
-            found.append(trial.measured)
-    return found
+    return [measured for measured, _ in groupby(t.measured for t in readings if t.measured is not None)]

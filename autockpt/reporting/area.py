@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from autockpt.schema.explanation import Curve
 from autockpt.schema.graph import Span
@@ -104,12 +105,10 @@ def sparkline(values: Sequence[float], low: float, high: float, levels: str = BL
 
 def resampled(values: Sequence[int], columns: int) -> list[int]:
     """The index of the largest value of each of ``columns`` equal runs; repeated where there are fewer values."""
-    found = []
-    for column in range(columns if values else 0):
-        first = column * len(values) // columns
-        last = max(first + 1, (column + 1) * len(values) // columns)
-        found.append(max(range(first, last), key=lambda i: values[i]))
-    return found
+    if not values:
+        return []
+    bounds = pairwise(column * len(values) // columns for column in range(columns + 1))
+    return [max(range(first, max(first + 1, last)), key=values.__getitem__) for first, last in bounds]
 
 
 def ruler(spans: Sequence[Span], ops: int, columns: int) -> str:

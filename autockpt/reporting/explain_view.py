@@ -222,10 +222,8 @@ def place_words(a: Alive) -> str:
 
 def reason_words(said: Explanation) -> list[str]:
     """Why the plan is what it is: what less and more memory would change."""
-    why = said.why
-    if why is None:
-        return []
-    tilde = basis_mark(said.basis)
+    why, tilde = said.why, basis_mark(said.basis)
+    assert why is not None
     chosen = why.chosen
     by_ops = f"{tilde}{words.seconds(chosen.step_seconds)}{_over(chosen, tilde)}"
     # rates of other hardware are no reason to doubt what was measured

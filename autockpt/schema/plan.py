@@ -424,10 +424,8 @@ def _difference(planned: Mapping[str, str], present: Mapping[str, str]) -> str:
         return f"it has no {listing(missing, 3)}"
     if new := [n for n in present if n not in planned]:
         return f"the plan knows no {listing(new, 3)}"
-    for name, cls in planned.items():
-        if present[name] != cls:
-            return f"{name} is a {present[name]}, planned as a {cls}"
-    return ""
+    other = next((name for name, cls in planned.items() if present[name] != cls), None)
+    return "" if other is None else f"{other} is a {present[other]}, planned as a {planned[other]}"
 
 
 def _says(text: str, name: str, plan: Plan) -> bool:
