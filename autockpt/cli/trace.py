@@ -47,9 +47,8 @@ def trace(
     graph, settings = _trace(spec, loaded, device)
     peak = None
     if device is not None:
-        from autockpt.hardware.cuda_memory import as_seen_by, device_peak
+        from autockpt.hardware.cuda_memory import device_peak
 
-        graph = as_seen_by(device, graph, spec)
         peak = device_peak(device, graph)
     if as_json:
         _print_json(graph, settings, ops, peak)
@@ -66,20 +65,19 @@ def trace(
 
 
 def _trace(spec: WorkloadSpec, loaded: Plan | None, hardware: Hardware | None) -> tuple[Graph, dict[str, Any]]:
+    from autockpt.profiling import tracer_for
     from autockpt.tracing import Tracer
     from autockpt.workload.units import units_named
 
-    kind: dict[str, Any] = {}
-    if hardware is not None and hardware.kind in ("cuda", "rocm"):
-        from autockpt.hardware.cuda_memory import capability_of
-
-        kind = {"device": "cuda", "capability": capability_of(hardware)}
-    with screen.progress().status("tracing …"), Tracer.from_spec(spec, **kind) as tracer:
+    with (
+        screen.progress().status("tracing …"),
+        Tracer.from_spec(spec) if hardware is None else tracer_for(hardware, spec) as tracer,
+    ):
         if loaded is not None and spec.units is None and (named := units_named(loaded, tracer.units, tracer.head)):
             with suppress(UsageError):  # names of no module: said below, with what was meant perhaps
                 return _trace(spec.model_copy(update={"units": named}), loaded, hardware)
         graph = tracer.trace(loaded.choices_for(tracer.units, tracer.head) if loaded is not None else None)
-        settings = dict(tracer.settings) | spec.simulated_settings()
+        settings = dict(tracer.settings)
         settings |= {"device": f"{hardware.name}, simulated"} if hardware else {}
         settings |= {"plan": f"{loaded.file} ({loaded.status})"} if loaded else {}
         return graph.model_copy(update={"notes": (*tracer.notes, *graph.notes)}), settings

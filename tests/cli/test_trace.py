@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from autockpt.schema import RECOMPUTE, Graph, Plan, WorkloadSpec
+from autockpt.schema import RECOMPUTE, Graph, Hardware, Plan, WorkloadSpec
 from tests.reporting.samples import small_graph
 
 
@@ -86,3 +86,17 @@ def test_json_and_ops(autockpt, traced) -> None:
 def test_a_model_is_needed(autockpt, traced) -> None:
     result = autockpt("trace")
     assert result.code == 2 and "--model" in result.err
+
+
+def test_described_hardware_is_traced_as_a_search_traces_it(autockpt, replace) -> None:
+    asked: list[str] = []
+    Tracer.asked = []
+
+    def tracer_for(hardware: Hardware, spec: WorkloadSpec) -> Tracer:
+        asked.append(hardware.name)
+        return Tracer(spec)
+
+    replace("autockpt.profiling", tracer_for=tracer_for)
+    result = autockpt("trace", "--model", "llama-tiny", "--hardware", "m4-max")
+    assert result.code == 0, result.err
+    assert asked == ["m4-max"] and "simulated" in result.out
