@@ -29,7 +29,7 @@ from autockpt.cli.options import (
 from autockpt.errors import UsageError
 
 if TYPE_CHECKING:
-    from autockpt.schema import Budget, Listener, SearchOutcome, SearchRequest, SearchSpace, WorkloadSpec
+    from autockpt.schema import Budget, Listener, SearchOutcome, SearchRequest, WorkloadSpec
 
 AUTO = "auto"
 # what is planned for where no model is named, by kind of device
@@ -154,6 +154,7 @@ def search(
     """
     from autockpt.history.trialplan import plan_at
     from autockpt.schema import SearchOutcome, SearchRequest, parse_budget, parse_size
+    from search_spaces.spaces import load_space
 
     start = None if resume is None else plan_at(resume)
     if budget is None and start is not None and start.budget is not None:
@@ -163,7 +164,9 @@ def search(
     if budget is None and hardware is None:
         raise UsageError("no budget was given", remedy="Add --budget with 24GB, 24GiB, 60%, 60%act or auto.")
     limit = duration(timeout)
-    allowed = _space(space, choices)
+    allowed = load_space(space)
+    if choices is not None:
+        allowed = allowed.restricted(listed(choices))
     _refuse_contradictions(workload, hardware, device)
     base = start.workload if start is not None else None
     simulate = hardware or (None if "model" in workload or base or device else _stand_in())
@@ -244,13 +247,6 @@ def _with_longest(
         return with_longest(spec, budget, device=device, hardware=named_hardware(simulate), listener=watcher)
 
 
-def _space(name: str, choices: str | None) -> SearchSpace:
-    from search_spaces.spaces import load_space
-
-    space = load_space(name)
-    return space if choices is None else space.restricted(listed(choices))
-
-
 _INSTEAD = (
     f"There is no GPU here and no model was named, so this simulates {SIMULATED_MODEL} on a 24 GB card "
     f"({DEFAULT_HARDWARE}); nothing is measured. To measure on this machine: --device cpu, or --model with yours; "
@@ -286,14 +282,13 @@ def _workload(
     """The workload, over that of the plan to start from, and what was decided because no model was named."""
     if "model" in given or base is not None:
         return workload_spec(given, seed=seed, base=base), ()
-    if simulated is not None:
-        note = f"No model was named, so this plans for the built-in {SIMULATED_MODEL}; --model names yours."
-        return workload_spec(given, seed=seed, default=SIMULATED_MODEL), (note,)
-    from autockpt.devices import get_device
+    name, on = SIMULATED_MODEL, ""
+    if simulated is None:
+        from autockpt.devices import get_device
 
-    kind = get_device(device).kind
-    name = DEFAULT_MODELS.get(kind, SMALL_MODEL)
-    note = f"No model was named, so this plans for the built-in {name} on {kind}; --model names yours."
+        kind = get_device(device).kind
+        name, on = DEFAULT_MODELS.get(kind, SMALL_MODEL), f" on {kind}"
+    note = f"No model was named, so this plans for the built-in {name}{on}; --model names yours."
     return workload_spec(given, seed=seed, default=name), (note,)
 
 

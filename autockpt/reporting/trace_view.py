@@ -12,7 +12,6 @@ from rich.table import Table
 from rich.text import Text
 
 from autockpt.reporting import area
-from autockpt.reporting.area import resampled
 from autockpt.reporting.style import bullets, plain_table, shown
 from autockpt.schema import Data, DevicePeak, Graph, Op, Phase, Storage, Unit, format_binary, format_bytes, words
 from autockpt.schema.graph import Span
@@ -87,7 +86,7 @@ def summarise(graph: Graph, points: int = 240) -> GraphSummary:
         units=(*_rows(tally, graph.units), tally.remainder()),
         peak=_peak(graph, timeline),
         spans=spans,
-        timeline=tuple(timeline[i] for i in resampled(timeline, min(points, len(timeline)))),
+        timeline=tuple(timeline[i] for i in area.resampled(timeline, min(points, len(timeline)))),
         notes=graph.notes,
     )
 
