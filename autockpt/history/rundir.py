@@ -310,7 +310,8 @@ class RunDirectory:
         """Append a line to a file of the run; what a killed process left of one is cut off first."""
         path = self.path / name
         with _explained(path), os.fdopen(open_regular(path, os.O_RDWR | os.O_APPEND | os.O_CREAT), "a+b") as file:
-            _drop_torn_line(file)
+            file.seek(0)
+            file.truncate(file.read().rfind(b"\n") + 1)
             file.write(line.encode() + b"\n")
             file.flush()
             os.fsync(file.fileno())
@@ -358,12 +359,6 @@ def _make(path: Path) -> None:
 def _slug(text: str) -> str:
     cleaned = re.sub(r"[^A-Za-z0-9.]+", "-", text.rstrip("/\\")).strip("-.")
     return cleaned[-40:].strip("-.") or "x"
-
-
-def _drop_torn_line(file: Any) -> None:
-    """Cut what a killed process left of a line, so that the next one begins on a line of its own."""
-    file.seek(0)
-    file.truncate(file.read().rfind(b"\n") + 1)
 
 
 def _read_json(path: Path) -> Any:

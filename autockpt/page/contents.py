@@ -108,7 +108,9 @@ def contents_of(run: RunDirectory) -> Contents:
     rows = _rows(outcome, plan)
     environment = run.environment()
     source = "simulated" if any(p.basis == SIMULATED for p in plans.points.values()) else "measured"
-    tapes = _tapes({"save everything": base, "recompute all": run.graph("recompute"), OURS: planned}, profile)
+    times = profile.op_times if profile is not None else None
+    graphs = {"save everything": base, "recompute all": run.graph("recompute"), OURS: planned}
+    tapes = tuple(filter(None, (tape_of(name, graph, times) for name, graph in graphs.items() if graph is not None)))
     simulated_only = plan.workload.simulated_only() if plan is not None and plan.workload is not None else ()
     settings = dict(asked_of.settings if asked_of is not None else {})
     device = environment.device.name if environment is not None else ""
@@ -175,12 +177,6 @@ def _rows(outcome: SearchOutcome | None, plan: Plan | None) -> tuple[Comparison,
         return ()
     ours = Comparison(name=OURS, verdict="fits", predicted=plan.predicted, measured=plan.measured, plan_hash=plan.hash)
     return (*plan.baselines, ours)
-
-
-def _tapes(graphs: Mapping[str, Graph | None], profile: Profile | None) -> tuple[Timeline, ...]:
-    times = profile.op_times if profile is not None else None
-    found = (tape_of(name, graph, times) for name, graph in graphs.items() if graph is not None)
-    return tuple(filter(None, found))
 
 
 def _rates(graph: Graph | None, base: Graph | None, plan: Plan | None, settings: Mapping[str, Any]) -> str:

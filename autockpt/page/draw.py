@@ -12,7 +12,7 @@ from html import escape
 from markupsafe import Markup
 
 from autockpt.page.contents import Contents
-from autockpt.page.plans import GHOST, PHASES, PREDICTED, SIMULATED, PlanPoint, Plans
+from autockpt.page.plans import GHOST, PHASES, PREDICTED, SIMULATED, PlanPoint
 from autockpt.page.tape import Timeline
 from autockpt.reporting.axis import MARKS, Axis, mark
 from autockpt.schema import format_binary, words
@@ -31,13 +31,14 @@ def plane(contents: Contents, other: Contents | None = None) -> Markup:
     y = Axis([v for p in shown for v in _reach(p)], 100, 0)
     parts = _grid(x, y, "peak of a whole step", "step time")
     for number, run in enumerate(runs):
-        parts.append(_staircase(run.plans, x, y, number))
+        front = [run.plans.points[key] for key in run.plans.front if run.plans.points[key].shown]
+        parts.append(_stairs([(x(p.peak or 0), y(p.seconds or 0)) for p in front], number))
         points = sorted((p for p in run.plans.points.values() if p.shown), key=lambda p: p.phase != "")
         parts += [_point(p, x, y, p.key == run.plans.best, number) for p in points]
     if other is None and contents.budget is not None:
         parts.append(_handle("budget", x(contents.budget.bytes), "Memory budget"))
     else:
-        parts += [_rule(x(b)) for b in budgets]
+        parts += [f'<line class="budget" x1="{x(b):.2f}%" x2="{x(b):.2f}%" y1="0%" y2="100%"/>' for b in budgets]
     axes = f'data-low="{x.low:.0f}" data-high="{x.high:.0f}"'
     return _svg(parts, "plane", "Peak memory against step time of every plan", extra=axes)
 
@@ -47,11 +48,6 @@ def _reach(point: PlanPoint) -> tuple[float, ...]:
     seconds = point.seconds or 0.0
     ends = (max(point.low or seconds, seconds * 0.75), min(point.high or seconds, seconds * 1.25))
     return (seconds, *ends)
-
-
-def _staircase(plans: Plans, x: Axis, y: Axis, number: int) -> str:
-    front = [plans.points[key] for key in plans.front if plans.points[key].shown]
-    return _stairs([(x(p.peak or 0), y(p.seconds or 0)) for p in front], number)
 
 
 def _stairs(corners: Sequence[tuple[float, float]], number: int) -> str:
@@ -210,10 +206,6 @@ def _row(at: float, text: str) -> list[str]:
         f'<line class="grid" x1="0%" x2="100%" y1="{at:.2f}%" y2="{at:.2f}%"/>',
         f'<text class="tick" x="0%" y="{at:.2f}%" dx="-8" dy="4" text-anchor="end">{escape(text)}</text>',
     ]
-
-
-def _rule(at: float) -> str:
-    return f'<line class="budget" x1="{at:.2f}%" x2="{at:.2f}%" y1="0%" y2="100%"/>'
 
 
 def _handle(name: str, at: float, label: str) -> str:

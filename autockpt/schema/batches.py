@@ -38,14 +38,9 @@ class BatchSetting(Data):
         """Tokens (or rows) per second."""
         return self.work / self.update_seconds
 
-    @property
-    def noise(self) -> float:
-        """Half the width of the 95 % interval of the seconds, as a share of them; 0 for simulated ones."""
-        return self.score.noise
-
     def surely_slower(self, other: BatchSetting) -> bool:
         """Whether the 95 % intervals of both lie apart, this one's above."""
-        return self.update_seconds * (1 - self.noise) > other.update_seconds * (1 + other.noise)
+        return self.update_seconds * (1 - self.score.noise) > other.update_seconds * (1 + other.score.noise)
 
 
 class BatchAnswer(Data):

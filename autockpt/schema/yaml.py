@@ -110,8 +110,7 @@ def read(path: str | Path, error: type[UsageError] = UsageError) -> Document:
     """Parse a YAML file. Raises ``error`` where it cannot be read, too."""
     path = Path(path)
     try:
-        raw = read_regular(path, MAX_BYTES + 1, links=True)
-        return parse(raw.decode("utf-8"), str(path), error)
+        return parse(read_regular(path, MAX_BYTES + 1, links=True).decode("utf-8"), str(path), error)
     except FileNotFoundError:
         raise error(f"there is no file {path}", remedy="Check the path.") from None
     except OSError as bad:
