@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -124,15 +125,12 @@ def read_text(text: str, path: str = "") -> LogReading:
     """The same for text. Nothing is raised: a reading without failures says that there is none."""
     streams = by_rank(clean_lines(text))
     found: dict[tuple[int | None, int | None], DeviceFailure] = {}
-    count = 0
-    for rank, lines in streams.items():
-        for failure in _failures(lines, rank):
-            if (count := count + 1) > _MOST_IN_ALL:
-                break
-            key = (failure.rank, failure.device)
-            # a message is often printed again without its stack, or by a handler: the fuller one says more
-            if key in found and _fullness(failure) < _fullness(found[key]):
-                continue
+    every = (failure for rank, lines in streams.items() for failure in _failures(lines, rank))
+    looked_at = list(islice(every, _MOST_IN_ALL))
+    for failure in looked_at:
+        key = (failure.rank, failure.device)
+        # a message is often printed again without its stack, or by a handler: the fuller one says more
+        if key not in found or _fullness(failure) >= _fullness(found[key]):
             found.pop(key, None)
             found[key] = failure
     # without those that came again without their rank
@@ -146,7 +144,7 @@ def read_text(text: str, path: str = "") -> LogReading:
         failures=tuple(failures),
         host=host,
         zero_stage=_zero_stage(text),
-        count=count,
+        count=len(looked_at),
         notes=tuple(_notes(failures)),
     )
 
