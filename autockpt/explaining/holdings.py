@@ -43,6 +43,10 @@ class StepBytes:
         """Storages born in the cycle that are alive while an op runs."""
         return [s for s in self.own if s.birth <= op and (s.death is None or s.death >= op)]
 
+    def coming_and_going(self, op: int) -> list[Storage]:
+        """Those of them that come and go."""
+        return [s for s in self.alive_at(op) if self.purposes[s.id] in COME_AND_GO]
+
     def holdings(self, peak_op: int) -> tuple[Holding, ...]:
         """Bytes by purpose at ``peak_op``, which add up to all that is on the device, and the most at any op."""
         rows = [
@@ -85,7 +89,7 @@ class StepBytes:
     def by_unit(self, peak_op: int) -> tuple[Slice, ...]:
         """What comes and goes at an op, by unit; runs of equal ones folded, the rest of the model last."""
         sums: dict[str, int] = defaultdict(int)
-        for s in self._coming_and_going(peak_op):
+        for s in self.coming_and_going(peak_op):
             sums[s.unit or REST] += s.bytes
         rest = sums.pop(REST, 0)
         ordered = {u.name: sums[u.name] for u in self.graph.blocks() if sums.get(u.name)}
@@ -94,7 +98,7 @@ class StepBytes:
     def by_kind(self, peak_op: int) -> tuple[Slice, ...]:
         """The same by the kind of op that made it, most first."""
         sums: dict[str, int] = defaultdict(int)
-        for s in self._coming_and_going(peak_op):
+        for s in self.coming_and_going(peak_op):
             sums[self.kind_of(s)] += s.bytes
         return tuple(Slice(name=name, bytes=size) for name, size in sorted(sums.items(), key=lambda kv: -kv[1]))
 
@@ -105,9 +109,6 @@ class StepBytes:
         if self.purposes[storage.id] == BACK:
             return OFFLOADED
         return UNMADE if self.graph.ops[storage.birth].phase == "forward" else OTHER
-
-    def _coming_and_going(self, op: int) -> list[Storage]:
-        return [s for s in self.alive_at(op) if self.purposes[s.id] in COME_AND_GO]
 
     def _purpose(self, s: Storage) -> str:
         op = self.makers.get(s.id)

@@ -56,9 +56,8 @@ def telling_op(held: StepBytes) -> int:
 def moment(held: StepBytes, at: int, listed: int = LISTED) -> Moment:
     """The op ``at``, and the largest groups of alike storages that come and go and are alive then."""
     groups: dict[Alive, list[Storage]] = defaultdict(list)
-    for s in held.alive_at(at):
-        if held.purposes[s.id] in COME_AND_GO:
-            groups[_alike(held, s)].append(s)
+    for s in held.coming_and_going(at):
+        groups[_alike(held, s)].append(s)
     ranked = sorted(groups.items(), key=lambda item: -sum(s.bytes for s in item[1]))
     op = held.graph.ops[at] if held.graph.ops else None
     return Moment(
