@@ -28,6 +28,7 @@ TABLE_BYTES = 8 * _ELSEWHERE
 _WORDS = ((4, torch.int32), (2, torch.int16), (1, torch.uint8))
 
 Place = tuple[Any, ...]
+Geometry = tuple[torch.Size, tuple[int, ...], int]
 Layout = tuple[torch.dtype, torch.Size, tuple[int, ...], Any]
 quietly: Any = torch._C._DisableTorchDispatch  # type: ignore[attr-defined]
 """What runs in ``with quietly():`` is not seen by dispatch modes, which would count, tape or keep it."""
@@ -55,6 +56,11 @@ class Form(NamedTuple):
         """Of plain memory the view that this form is of, and the other way round."""
         memory = memory.conj() if self.flipped[0] else memory
         return memory._neg_view() if self.flipped[1] else memory
+
+
+def geometry_of(tensor: torch.Tensor) -> Geometry:
+    """How a tensor lies in its memory."""
+    return tensor.size(), tensor.stride(), int(tensor.storage_offset())
 
 
 def form_of(tensor: torch.Tensor) -> Form:

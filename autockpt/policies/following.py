@@ -28,10 +28,10 @@ from torch.utils._python_dispatch import _disable_current_modes
 from autockpt.policies.base import places_of
 from autockpt.policies.compiling import run_as_it_is
 from autockpt.policies.compute_ops import METADATA
+from autockpt.policies.fingerprints import geometry_of
 from autockpt.policies.op_recorder import PLAIN
 from autockpt.policies.rerun_state.code import Code
 from autockpt.policies.saved import Kept
-from autockpt.policies.saved_outputs import geometry_of
 from autockpt.policies.score import (
     FunctionCall,
     Met,

@@ -28,9 +28,9 @@ from autockpt.policies.compute_ops import (
     kind_of,
     written_by,
 )
+from autockpt.policies.fingerprints import Geometry, geometry_of
 from autockpt.policies.rerun_state.surroundings import switches
 from autockpt.policies.saved import Kept
-from autockpt.policies.saved_outputs import Geometry, geometry_of
 from autockpt.policies.slots import Packing
 from autockpt.policies.tape import Maker, Origin, RemadeSlot, RerunOp, TensorArgument
 from autockpt.policies.watching import Watching, count_writes, passes_by, refuse_untupled, refuse_watching

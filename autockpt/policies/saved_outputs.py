@@ -31,6 +31,7 @@ from autockpt.policies.compute_ops import (
     kind_of,
     writes_to_given,
 )
+from autockpt.policies.fingerprints import Geometry, geometry_of
 from autockpt.policies.replay import Replay, ReplayState
 from autockpt.policies.rerun_state.surroundings import user_modes
 from autockpt.policies.rerun_state.tensors import fingerprint
@@ -40,7 +41,6 @@ from autockpt.policies.triton_kernels import READS, launches, name_of
 from autockpt.policies.user_checkpoint import hooks_in_force
 from autockpt.policies.watching import CHANGED_BY_WATCHING, Watching, count_writes, passes_by, refuse_watching
 
-Geometry = tuple[torch.Size, tuple[int, ...], int]
 Place = tuple[int, int, int]
 _current = threading.local()
 _LEAF = tree_structure(0)
@@ -123,10 +123,6 @@ def alias(leaf: Any) -> Any:
         return leaf.detach()
 
 
-def geometry_of(tensor: torch.Tensor) -> Geometry:
-    return tensor.size(), tensor.stride(), int(tensor.storage_offset())
-
-
 _observers: list[dict[str, int]] = []
 
 
@@ -154,7 +150,7 @@ class CallOutputs:
         self.recording = self.whole = True
         self._outputs: dict[Place, _Output] = {}
         self._by_address: dict[int | None, _Output] = {}
-        self._bits: dict[Place, list[torch.Tensor | int | None]] = {}
+        self._bits: list[tuple[_Output, list[torch.Tensor | int | None]]] = []
         self.scopes = 0
         self.inside = False  # a function that is watched runs: what is around it does not look at it, too
 
@@ -172,7 +168,7 @@ class CallOutputs:
     def keep(self, place: Place, output: _Output) -> None:
         self._outputs[place] = output
         if self._unseen:
-            self._bits[place] = output.bits()
+            self._bits.append((output, output.bits()))
         self._by_address |= dict.fromkeys(output.addresses(), output)
 
     def watch(self, source: Any, out: Any) -> None:
@@ -209,10 +205,9 @@ class CallOutputs:
     def forget_changed(self) -> None:
         """The first forward has ended. What it changed in place is of no use and need not be held."""
         self._by_address = {}
-        for place, bits in self._bits.items():
-            if (output := self._outputs.get(place)) is not None:
-                output.spoilt |= not all(bool(now == before) for now, before in zip(output.bits(), bits, strict=True))
-        self._bits = {}
+        for output, bits in self._bits:
+            output.spoilt |= not all(bool(now == before) for now, before in zip(output.bits(), bits, strict=True))
+        self._bits = []
         kept = {place: output for place, output in self._outputs.items() if not output.changed}
         for counts in _observers:
             counts[self.unit] = counts.get(self.unit, 0) + len(self._outputs) - len(kept)

@@ -19,8 +19,8 @@ from torch.overrides import TorchFunctionMode
 from autockpt.policies.assigned import is_wrapped
 from autockpt.policies.compiling import run_as_it_is
 from autockpt.policies.compute_ops import METADATA
+from autockpt.policies.fingerprints import Geometry, geometry_of
 from autockpt.policies.op_recorder import HANDS_OUT, PLAIN, Tape
-from autockpt.policies.saved_outputs import Geometry, geometry_of
 from autockpt.policies.tape import Origin, RerunOp
 
 _EXACT = frozenset(

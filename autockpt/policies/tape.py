@@ -26,9 +26,10 @@ import torch
 
 from autockpt.policies.base import InPlaceError
 from autockpt.policies.compiling import run_as_it_is
+from autockpt.policies.fingerprints import Geometry, geometry_of
 from autockpt.policies.replay import running_again
 from autockpt.policies.rerun_state.surroundings import outside_inference, switched, switches, under, user_dispatch_modes
-from autockpt.policies.saved_outputs import Geometry, alias, geometry_of
+from autockpt.policies.saved_outputs import alias
 from autockpt.policies.slots import Empty, Entry, differs
 
 
