@@ -50,7 +50,7 @@ def take_apart(value: Any, tensors: list[torch.Tensor], objects: list[Any], made
         made[id(value)] = named = {}
         for key, part in value.items():
             named[key] = take_apart(part, tensors, objects, made)
-            if type(key) is not str and type(key) not in _PLAIN:
+            if type(key) is not str and type(key) not in _PLAIN and not issubclass(type(key), torch.Tensor):
                 objects.append(key)
         return named
     if kind is list:

@@ -114,7 +114,9 @@ class Fields(Names):
     def parts(self, taken: Any) -> Iterable[tuple[str, Any]]:
         values = {k: v for k, v in taken.items() if k not in self.hidden} if self.hidden else taken
         named = [(self._form.format(k if type(k) is str else "…"), v) for k, v in values.items()]
-        return named + [("[a key]", key) for key in taken if type(key) not in _PLAIN]
+        # tensors as keys, as of an optimizer's state, are there for which they are
+        keys = (key for key in taken if type(key) not in _PLAIN and not issubclass(type(key), torch.Tensor))
+        return named + [("[a key]", key) for key in keys]
 
 
 def _of_this_thread(local: threading.local) -> dict[str, Any]:
