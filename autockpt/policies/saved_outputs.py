@@ -33,8 +33,9 @@ from autockpt.policies.compute_ops import (
 )
 from autockpt.policies.fingerprints import Geometry, geometry_of
 from autockpt.policies.replay import Replay, ReplayState
+from autockpt.policies.rerun_state.reach import Node, changed_of
 from autockpt.policies.rerun_state.surroundings import user_modes
-from autockpt.policies.rerun_state.tensors import fingerprint
+from autockpt.policies.rerun_state.tensors import TENSORS
 from autockpt.policies.saved import address_of
 from autockpt.policies.slots import differs
 from autockpt.policies.triton_kernels import READS, launches, name_of
@@ -49,7 +50,7 @@ _LEAF = tree_structure(0)
 class _Output:
     """What one op returned. Its tensors are aliases without a graph, which share their version counters."""
 
-    _watched: tuple[torch.Tensor, ...] = ()
+    watched: tuple[torch.Tensor, ...] = ()
     _versions: tuple[int, ...] = ()
 
     def __init__(self, func: Any, out: Any) -> None:
@@ -59,7 +60,7 @@ class _Output:
         self._look_at(tuple(leaf for leaf in self._leaves if isinstance(leaf, torch.Tensor)))
 
     def _look_at(self, tensors: tuple[torch.Tensor, ...]) -> None:
-        self._watched += tensors
+        self.watched += tensors
         self._versions += tuple(tensor._version for tensor in tensors)
 
     def watch(self, out: Any) -> None:
@@ -68,16 +69,12 @@ class _Output:
 
     def addresses(self) -> set[int | None]:
         """What identifies its tensors' memory, for as long as this lives."""
-        return set(map(address_of, self._watched)) - {None}
+        return set(map(address_of, self.watched)) - {None}
 
     @property
     def changed(self) -> bool:
         """Whether it was changed in place since, or may have been by a kernel that leaves no trace."""
-        return self.spoilt or tuple(tensor._version for tensor in self._watched) != self._versions
-
-    def bits(self) -> list[torch.Tensor | int | None]:
-        """Fingerprints of its tensors."""
-        return [fingerprint(leaf) for leaf in self._leaves if isinstance(leaf, torch.Tensor)]
+        return self.spoilt or tuple(tensor._version for tensor in self.watched) != self._versions
 
     def again(self) -> Any:
         return tree_unflatten([alias(leaf) for leaf in self._leaves], self._form)
@@ -150,7 +147,7 @@ class CallOutputs:
         self.recording = self.whole = True
         self._outputs: dict[Place, _Output] = {}
         self._by_address: dict[int | None, _Output] = {}
-        self._bits: list[tuple[_Output, list[torch.Tensor | int | None]]] = []
+        self._taken: list[tuple[_Output, Node]] = []
         self.scopes = 0
         self.inside = False  # a function that is watched runs: what is around it does not look at it, too
 
@@ -167,8 +164,8 @@ class CallOutputs:
 
     def keep(self, place: Place, output: _Output) -> None:
         self._outputs[place] = output
-        if self._unseen:
-            self._bits.append((output, output.bits()))
+        for tensor in output.watched if self._unseen else ():
+            self._taken.append((output, Node("", tensor, TENSORS, TENSORS.take(tensor, close=True, most=0))))
         self._by_address |= dict.fromkeys(output.addresses(), output)
 
     def watch(self, source: Any, out: Any) -> None:
@@ -205,9 +202,10 @@ class CallOutputs:
     def forget_changed(self) -> None:
         """The first forward has ended. What it changed in place is of no use and need not be held."""
         self._by_address = {}
-        for output, bits in self._bits:
-            output.spoilt |= not all(bool(now == before) for now, before in zip(output.bits(), bits, strict=True))
-        self._bits = []
+        changed = set(map(id, changed_of([node for _, node in self._taken])))
+        for output, node in self._taken:
+            output.spoilt |= id(node) in changed
+        self._taken = []
         kept = {place: output for place, output in self._outputs.items() if not output.changed}
         for counts in _observers:
             counts[self.unit] = counts.get(self.unit, 0) + len(self._outputs) - len(kept)

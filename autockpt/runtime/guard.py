@@ -208,5 +208,5 @@ def cache_owners(model: nn.Module, units: Iterable[nn.Module]) -> list[nn.Module
 
 
 def _takes_use_cache(cls: type[nn.Module]) -> bool:
-    owners = (owner for owner in cls.__mro__ if is_library(owner) and not owner.__module__.startswith("torch."))
-    return "use_cache" in parameter_names(cls) and any(True for _ in owners)
+    of_a_library = any(is_library(owner) and not owner.__module__.startswith("torch.") for owner in cls.__mro__)
+    return of_a_library and "use_cache" in parameter_names(cls)

@@ -15,13 +15,12 @@ is timed.
 from __future__ import annotations
 
 import functools
-import gc
 import os
 import statistics
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
@@ -32,6 +31,7 @@ from torch.utils.checkpoint import checkpoint
 from autockpt.history.statistics import noise, ratio_interval
 from autockpt.runtime import attach
 from autockpt.schema.choices import choice_kinds, from_label, label
+from tests.policies.zoo import objects_alive_after
 
 LAYERS, ROUNDS, WARMUP, BY_HAND = 24, 40, 3, "torch.utils.checkpoint by hand"
 CHOICES = [
@@ -126,7 +126,7 @@ def counts(device: str = "cpu") -> dict[str, tuple[float, ...]]:
         with by_hand(model) if name == BY_HAND else attach(model, dict.fromkeys(names, choice) if choice else {}):
             for _ in range(WARMUP):
                 model(**batch).loss.backward()
-            objects = objects_until_backward(lambda: model(**batch).loss)
+            objects = objects_alive_after(lambda: model(**batch).loss)
             called: Counter[str] = Counter()
 
             def note(frame: FrameType, event: str, _: object, called: Counter[str] = called) -> None:
@@ -142,18 +142,6 @@ def counts(device: str = "cpu") -> dict[str, tuple[float, ...]]:
             found[name] = tuple(n / LAYERS for n in (forward, called.total() - forward, *seen, objects))
             model.zero_grad()
     return found
-
-
-def objects_until_backward(forward: Callable[[], torch.Tensor]) -> int:
-    """How many more objects Python's garbage collector knows with a graph than without."""
-    gc.collect()
-    gc.disable()
-    before = len(gc.get_objects())
-    loss = forward()
-    objects = len(gc.get_objects()) - before
-    gc.enable()
-    loss.backward()
-    return objects
 
 
 def main() -> None:

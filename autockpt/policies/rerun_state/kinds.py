@@ -112,8 +112,8 @@ class Fields(Names):
         return dict.__len__(obj)
 
     def parts(self, taken: Any) -> Iterable[tuple[str, Any]]:
-        values = {k: v for k, v in taken.items() if k not in self.hidden} if self.hidden else taken
-        named = [(self._form.format(k if type(k) is str else "…"), v) for k, v in values.items()]
+        shown = [(key, value) for key, value in taken.items() if key not in self.hidden]
+        named = [(self._form.format(key if type(key) is str else "…"), value) for key, value in shown]
         # tensors as keys, as of an optimizer's state, are there for which they are
         keys = (key for key in taken if type(key) not in _PLAIN and not issubclass(type(key), torch.Tensor))
         return named + [("[a key]", key) for key in keys]
