@@ -14,7 +14,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -159,10 +159,11 @@ def _say(message: str, remedy: str, as_json: bool, code: int, **more: Any) -> No
     from rich.text import Text
 
     console = screen.progress()
-    console.print(Text.assemble(("autockpt: ", "bold red"), message))
-    for line in remedy.splitlines():
-        indented = textwrap.fill(line, console.width - 1, initial_indent="  ", subsequent_indent="  ")
-        console.print(Text(indented), soft_wrap=True)
+    with suppress(BrokenPipeError):  # nobody reads errors any more; the exit code stays
+        console.print(Text.assemble(("autockpt: ", "bold red"), message))
+        for line in remedy.splitlines():
+            indented = textwrap.fill(line, console.width - 1, initial_indent="  ", subsequent_indent="  ")
+            console.print(Text(indented), soft_wrap=True)
     if as_json:
         try:
             screen.print_json(json.dumps({"error": message, "remedy": remedy, "exit_code": code} | more, indent=2))

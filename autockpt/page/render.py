@@ -13,6 +13,7 @@ from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
 from autockpt.errors import RunDirectoryError
+from autockpt.explaining.holdings import joined
 from autockpt.history.comparison import differences
 from autockpt.history.rundir import RunDirectory
 from autockpt.page import draw
@@ -23,7 +24,6 @@ from autockpt.reporting.answer import answer_rows, loading_lines
 from autockpt.schema import SAVE, format_binary, words
 from autockpt.schema.files import write_file
 from autockpt.schema.known import OURS
-from autockpt.schema.names import fold
 
 PAGE = "report.html"
 BEST_FEW = 5
@@ -70,7 +70,7 @@ def of_run(contents: Contents) -> dict[str, Any]:
         "buys": _buys(contents),
         "phases": _phases(tried),
         "letters": words.letters(p.choices for p in points),
-        "units": ", ".join(fold(dict.fromkeys(contents.units, SAVE))),
+        "units": joined(contents.units),
         "misses": _misses(tried),
     }
 

@@ -213,7 +213,7 @@ def _print_plan(outcome: SearchOutcome, plan: Plan, console: Console) -> None:
     for pattern, choice in plan.choices.items():
         console.print(Text(f"  {pattern}: {choice}"), style="dim", soft_wrap=True)
     for line in set_lines(plan):
-        console.print(Padding(Text(line), (0, 0, 0, 2)))
+        console.print(Padding.indent(Text(line), 2))
     if outcome.plan_path is None:
         return
     path = str(outcome.plan_path)

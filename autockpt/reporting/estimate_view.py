@@ -21,7 +21,7 @@ def print_estimates(estimates: Iterable[Estimate], console: Console) -> None:
     for estimate in estimates:
         console.print(Text(_line(_cells(estimate))), soft_wrap=True)
         if said := _said(estimate):
-            console.print(Padding(Text(said, style="dim"), (0, 0, 0, 4)))
+            console.print(Padding.indent(Text(said, style="dim"), 4))
     rests_on = f"~ simulated, not measured; with context and allocator, {SIMULATED_HEADROOM} of a card left free"
     console.print(Text(rests_on, style="dim"))
 

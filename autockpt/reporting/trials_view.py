@@ -134,7 +134,7 @@ def _beside(trial: Trial) -> Table:
     table.add_row(
         "step",
         words.seconds(expected) if expected else "—",
-        words.step_time(measured) if measured else "—",
+        words.step_of(measured),
         words.share(measured.step_seconds / expected - 1, signed=True) if measured and expected else "—",
     )
     if (predicted and predicted.host_bytes) or (measured and measured.host_bytes):

@@ -171,6 +171,25 @@ def test_a_reader_that_went_away_is_no_error(printer: str) -> None:
     assert done.stdout == "x" * 50 + "\n" and done.stderr == "141\n", "as a shell counts a process that SIGPIPE ended"
 
 
+def test_an_error_that_nobody_reads_leaves_its_own_code() -> None:
+    code = (
+        "import os, sys, typer\n"
+        "from autockpt.cli.guard import guarded\n"
+        "from autockpt.errors import UsageError\n"
+        "@guarded\n"
+        "def verb(**_): raise UsageError('u', remedy='r')\n"
+        "sys.stdin.read()\n"
+        "try: verb()\n"
+        "except typer.Exit as e: os._exit(e.exit_code)\n"
+    )
+    pipe = subprocess.PIPE
+    with subprocess.Popen([sys.executable, "-c", code], stdin=pipe, stderr=pipe) as process:
+        assert process.stdin is not None and process.stderr is not None
+        process.stderr.close()
+        process.stdin.close()
+        assert process.wait(900) == 2
+
+
 def test_a_second_interrupt_does_not_break_the_message(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
