@@ -78,12 +78,13 @@ class HostUseOnPaper(HostUse):
         return max(needed, min(wanted, (self.limit - self.bytes) // mmap.PAGESIZE * mmap.PAGESIZE))
 
 
-@dataclass(eq=False)
+@dataclass
 class _Area(Generic[M]):
     memory: M
     nbytes: int
     used: int = 0
     pieces: int = 0
+    ours: bool = True  # not a parent process's
 
 
 @dataclass
@@ -149,13 +150,15 @@ class Pool(Generic[M]):
         while self._returned:
             piece = self._returned.popleft()
             piece.area.pieces -= 1
-            if piece.area in self._areas:
+            if piece.area.ours:
                 self._free[piece.nbytes].append(piece)
 
     def _leave_to_parent(self) -> None:
         """This process was forked: the files that are mapped are those of its parent, and of others like it."""
         self._process = os.getpid()
         self._use.claim(-self.held_bytes)
+        for area in self._areas:
+            area.ours = False
         self._areas, self._free = [], defaultdict(list)
 
     def _area_with_room(self, nbytes: int) -> _Area[M]:

@@ -197,7 +197,7 @@ def cuda_kernels(capability: Capability, unread: Unread = nullcontext) -> Iterat
 
     ``unread`` as for ``attention``.
     """
-    plain_norm = F.rms_norm
+    plain_norm = torch.rms_norm  # where torch.nn.functional's ends, too
 
     def sdpa(*args: Any, **kwargs: Any) -> Tensor:
         return attention(*args, **kwargs, capability=capability, unread=unread)

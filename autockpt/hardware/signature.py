@@ -78,7 +78,7 @@ class Word:
 
 @dataclass
 class Call:
-    """A parsed signature. Leaves are TensorSpec, Word, int, float, bool, str and None, in lists as in the call."""
+    """A parsed signature. Leaves are TensorSpec, Word, numbers, bool, str and None, in lists as in the call."""
 
     target: str
     args: list[Any] = field(default_factory=list)
@@ -111,9 +111,10 @@ def parse_signature(text: str) -> Call:
     target, _, rest = text.partition("(")
     try:
         found = ast.parse(f"op({_TENSOR.sub(_as_call, rest)}", mode="eval").body
-        assert isinstance(found, ast.Call)
+        if not isinstance(found, ast.Call):
+            raise SyntaxError
         return Call(target, list(map(_value, found.args)), {str(k.arg): _value(k.value) for k in found.keywords})
-    except (SyntaxError, AssertionError):
+    except (SyntaxError, ValueError, TypeError):
         raise ValueError(f"not an op signature: {text!r}") from None
 
 

@@ -81,7 +81,9 @@ class FusedAdds:
 
 def _dense(tensor: Tensor) -> bool:
     """Non-overlapping and dense: some order of the dimensions makes it contiguous. Only then are strides handed on."""
-    return tensor.layout is torch.strided and torch.empty_like(tensor, device="meta").stride() == tensor.stride()
+    if tensor.layout is not torch.strided:
+        return False
+    return tensor.is_contiguous() or torch.empty_like(tensor, device="meta").stride() == tensor.stride()
 
 
 def _called_by_engine() -> bool:

@@ -179,18 +179,21 @@ class _Builder:
         return node
 
 
-@cache
 def _overload(name: str) -> Callable[..., Any]:
     """The overload of that name; where this installation has none, a function of that name that cannot be called."""
     try:
         return overload_of(name)
     except (AttributeError, ValueError):
+        return _missing(name)
 
-        def missing(*args: Any, **kwargs: Any) -> Any:
-            raise NotImplementedError(f"{name} is not known to this installation of PyTorch")
 
-        missing.__name__ = missing.__qualname__ = name.replace(".", "_")
-        return missing
+@cache
+def _missing(name: str) -> Callable[..., Any]:
+    def missing(*args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError(f"{name} is not known to this installation of PyTorch")
+
+    missing.__name__ = missing.__qualname__ = name.replace(".", "_")
+    return missing
 
 
 def _positions(target: Any, op: Op, call: Call) -> Sequence[int | None]:

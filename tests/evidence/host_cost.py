@@ -124,8 +124,6 @@ def counts(device: str = "cpu") -> dict[str, tuple[float, ...]]:
     found: dict[str, tuple[float, ...]] = {}
     for name, choice in ({"nothing attached": None, BY_HAND: None} | parsed).items():
         with by_hand(model) if name == BY_HAND else attach(model, dict.fromkeys(names, choice) if choice else {}):
-            for _ in range(WARMUP):
-                model(**batch).loss.backward()
             objects = objects_alive_after(lambda: model(**batch).loss)
             called: Counter[str] = Counter()
 

@@ -72,6 +72,13 @@ def test_the_math_kernel_computes_attention() -> None:
     torch.testing.assert_close(attention(q, k, v, mask), F.scaled_dot_product_attention(q, k, v, mask))
 
 
+def test_norms_without_a_fused_kernel_take_the_plain_one() -> None:
+    x, weight = torch.randn(2, 4, dtype=torch.bfloat16), torch.ones(4)
+    plain = F.rms_norm(x, (4,)), F.rms_norm(x, (4,), weight)
+    with cuda_kernels(AMPERE):
+        assert all(map(torch.equal, plain, (F.rms_norm(x, (4,)), F.rms_norm(x, (4,), weight))))
+
+
 def test_everything_is_put_back() -> None:
     before, fused = (F.scaled_dot_product_attention, F.rms_norm, torch.rms_norm), "NativeDropoutBackward0"
     x = torch.ones(8, requires_grad=True)

@@ -112,7 +112,7 @@ def test_parsing_counts_and_real_calls() -> None:
     assert call == Call("aten._foreach_add.List", [[spec, spec], [spec, spec]], {"alpha": 2})
 
 
-@pytest.mark.parametrize("text", ["", "aten.mm.default", "aten.mm.default(f32[2]"])
+@pytest.mark.parametrize("text", ["", "aten.mm.default", "aten.mm.default(f32[2]", "a.b.c(1) + d(2)", "a.b.c(float*3)"])
 def test_text_that_is_no_signature(text: str) -> None:
     with pytest.raises(ValueError, match="not an op signature"):
         parse_signature(text)
