@@ -34,8 +34,8 @@ class WorkerMeasurer(Measurer):
 
     The worker starts at once and builds the model while the caller goes on; the first use waits for it, and raises what
     went wrong then (WorkloadError where the user's code raised, with its message and place). A worker that dies, or is
-    killed because it was silent for ``patience`` seconds, is replaced on the next request. ``budget_bytes`` holds for
-    every request that names none itself, ``host_budget`` (bytes that offloading may claim on the host) for all.
+    killed because it was silent for its ``patience`` (seconds), is replaced on the next request. ``budget_bytes`` holds
+    for every request that names none itself, ``host_budget`` (bytes that offloading may claim on the host) for all.
     ``compile``: steps are compiled, every layer in place or the whole model.
     ``log_path`` gets all that the workers print, until this is closed. To be closed, or used as a context manager; at
     the latest the worker ends with this process.

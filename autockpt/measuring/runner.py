@@ -137,7 +137,8 @@ class StepRunner:
 
     @contextmanager
     def attached(self, plan: Choices | Attach, *, what: str = "this plan") -> Iterator[Session | None]:
-        """Choices attached to the model while the block runs; or whatever else can be, by a function (None)."""
+        """Choices attached to the model while the block runs; or whatever else can be, by a function (None).
+        See ``prepared`` for what holds afterwards."""
         with self.prepared(what) as stack:
             session = None
             if isinstance(plan, Mapping):

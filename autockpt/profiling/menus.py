@@ -68,7 +68,7 @@ def head_menu(
             forward_seconds=0.0,
             backward_seconds=run.simulation.step_seconds - plain.simulation.step_seconds,
             recompute_seconds=0.0,
-            host_bytes=run.host_bytes,
+            host_bytes=max(0, run.host_bytes - plain.host_bytes),
         )
         for choice, run in [(SAVE, plain), *runs.items()]
     ]
@@ -144,7 +144,7 @@ def _change(choice: Choice, plain: _Run, variant: _Run, index: int, name: str) -
         backward_seconds=times["backward"],
         recompute_seconds=times["recompute"],
         copy_seconds=_copy_seconds(plain.simulation, variant.simulation, times),
-        host_bytes=variant.host_bytes,
+        host_bytes=max(0, variant.host_bytes - plain.host_bytes),
     )
 
 

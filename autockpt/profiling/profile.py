@@ -319,7 +319,8 @@ def uniform_graphs(
 def head_graphs(
     traces: Traces, head: Unit | None, choices: Iterable[Choice], listener: Listener | None = None
 ) -> Heads | None:
-    """The same with each choice on the output head alone."""
+    """Ghost runs with each choice on the output head alone, which ``listener`` sees pass. Choices that this model
+    refuses are left out."""
     if head is None:
         return None
     graphs: dict[Choice, Graph] = {}

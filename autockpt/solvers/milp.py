@@ -35,7 +35,7 @@ def milp(problem: Problem, *, time_limit: float = 10.0, gap: float = 1e-4) -> As
     """
     deadline = time.monotonic() + time_limit
     if as_chain(problem).reach[0] < 0 and problem.host_budget is None:
-        return labels(problem)
+        return labels(problem, time_limit=time_limit)
     model, less, proven = _Model(problem), 0, -math.inf
     for attempt in range(ROUNDING_TRIES):
         remaining = max(0.1, deadline - time.monotonic())
@@ -44,7 +44,9 @@ def milp(problem: Problem, *, time_limit: float = 10.0, gap: float = 1e-4) -> As
             proven = bound  # later attempts solve a tighter problem, whose bound proves nothing about this one
             if infeasible:
                 picks = model.leanest(remaining)
-                return _fallback(problem) if picks is None else judge(problem, picks)
+                if picks is None:
+                    return _fallback(problem)
+                return judge(problem, picks).model_copy(update={"feasible": False})
         if picks is None:
             break
         answer = judge(problem, picks)

@@ -48,9 +48,7 @@ class MadeUpDevice:
         blocks = [u for u in self.trace().units if u.role == "block"]
         return build_profile(self, times, uniform_graphs(self, blocks, kinds), host_budget=host_budget)
 
-    def measure(
-        self, choices: Mapping[str, Choice], *, steps: int = 5, warmup: int = 1, budget_bytes: int | None = None
-    ) -> Measurement:
+    def measure(self, choices: Mapping[str, Choice], *, steps: int = 5, budget_bytes: int | None = None) -> Measurement:
         if self.interrupt_after is not None and len(self.measured) >= self.interrupt_after:
             raise KeyboardInterrupt
         self.measured.append(dict(choices))

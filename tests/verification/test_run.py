@@ -61,7 +61,7 @@ class Beside:
         self.reference = 1.0
         self.closed = False
 
-    def measure(self, choices, *, steps=5, warmup=1, budget_bytes=None):
+    def measure(self, choices, *, steps=5, budget_bytes=None):
         if budget_bytes is not None and budget_bytes < 50:
             raise DeviceOutOfMemory("too much")
         return Measurement(peak_bytes=self.peak, step_seconds=self.seconds, noise=0.01, steps=steps)

@@ -54,9 +54,7 @@ class MadeUpDevice:
         self._draw = random.Random(seed)
         self.environment = environment(truth.instance)
 
-    def measure(
-        self, choices: Mapping[str, Choice], *, steps: int = 5, warmup: int = 1, budget_bytes: int | None = None
-    ) -> Measurement:
+    def measure(self, choices: Mapping[str, Choice], *, steps: int = 5, budget_bytes: int | None = None) -> Measurement:
         seconds, peak = self.truth.of(choices)
         if peak > CAPACITY:
             raise DeviceOutOfMemory("the made-up device is full")
