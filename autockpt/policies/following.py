@@ -9,9 +9,12 @@ it could then, by the same ops from what this call holds.
 Nothing is taken for granted about what the unit reads: where a function is another one, or gets something else, all
 that was dropped is made at once, before that function runs, and from there on all is kept. The next call is noted anew.
 
+Autocast remembers its casts of weights until its outermost block ends, and may hand out one of a weight that had other
+values then. So the graph of what a function returns must show that this very call made the casts it used.
+
 What cannot be told from functions is not followed: tensors written to, memory handed to others (NumPy, pointers),
-autocast, whose cache may hand out casts of weights that were others, tensors of subclasses, other modes, ops that run
-outside of torch's functions, and which kernels the unit's own code chooses for an op.
+tensors of subclasses, other modes, ops that run outside of torch's functions, and which kernels the unit's own code
+chooses for an op.
 """
 
 from __future__ import annotations
@@ -28,21 +31,24 @@ from torch.utils._python_dispatch import _disable_current_modes
 from autockpt.policies.base import places_of
 from autockpt.policies.compiling import run_as_it_is
 from autockpt.policies.compute_ops import METADATA
+from autockpt.policies.conflicts import sequence_nr
 from autockpt.policies.fingerprints import geometry_of
 from autockpt.policies.op_recorder import PLAIN
 from autockpt.policies.rerun_state.code import Code
 from autockpt.policies.saved import Kept
 from autockpt.policies.score import (
+    SAVED,
     FunctionCall,
     Met,
     RecordedCall,
-    autocast_is_on,
+    autocast_now,
+    casts_of_weights,
     dispatch_modes,
     is_plain,
     leaves_of,
 )
 from autockpt.policies.slots import Packing
-from autockpt.policies.tape import Maker, RemadeSlot
+from autockpt.policies.tape import Maker, Origin, RemadeSlot
 
 _MISSES = 3  # times that a unit may turn out not to do what it did, or in a way that cannot be followed
 _WAYS = 16  # of one unit, by the forms of what it is given
@@ -56,11 +62,12 @@ class _Call(Maker):
     def __init__(self, unit: str, score: RecordedCall) -> None:
         super().__init__(unit)
         self._score = score
-        self.held: dict[int, tuple[torch.Tensor, int]] = {}  # by number, each with its version
+        # by number, or source where it was saved: each with its version
+        self.held: dict[int | Origin, tuple[torch.Tensor, int]] = {}
         self.slots: list[weakref.ref[RemadeSlot]] = []
         self.ready = False
 
-    def hold(self, number: int, tensor: torch.Tensor) -> None:
+    def hold(self, number: int | Origin, tensor: torch.Tensor) -> None:
         held = tensor.detach()
         self.held[number] = held, held._version
 
@@ -88,11 +95,12 @@ class Following(TorchFunctionMode):
     ) -> None:
         super().__init__()
         self._unit, self._packing = unit, packing
-        self._packs = score.packs
+        self._packs, self._sources, self._since = score.packs, score.sources, sequence_nr()
         self._met: Met = list(map(weakref.ref, outside))
         self._dropped: list[weakref.ref[torch.UntypedStorage]] = []  # what each slot was dropped from
+        self._doubtful: list[torch.Tensor] = []  # saved by a function that uses casts of weights
         self._call = _Call(unit, score)
-        self._at = self.packed = 0
+        self._at = self.packed = self._casts = 0
         self.lost = False
         self._steps = iter(score.steps)
         self._next = next(self._steps, _END)
@@ -107,7 +115,7 @@ class Following(TorchFunctionMode):
         if (
             (func is not step.func and func != step.func)
             or self.packed != step.packs
-            or autocast_is_on()
+            or autocast_now() != step.autocast
             or dispatch_modes()
             or not step.agrees(args, kwargs, self._met)
         ):
@@ -116,11 +124,17 @@ class Following(TorchFunctionMode):
             return func(*args, **kwargs) if kwargs else func(*args)
         self._at += 1
         self._next = next(self._steps, _END)
+        self._casts, begin = step.casts, sequence_nr() if step.casts else 0
         try:
             out = func(*args, **kwargs) if kwargs else func(*args)
         except BaseException:
             self.leave()
             raise
+        if self._casts:
+            fresh = [number >= self._since for number in casts_of_weights(leaves_of(out), begin)]
+            if sum(fresh) != step.casts:
+                self.leave()
+            self._doubtful = []
         if type(out) is torch.Tensor and step.leaves == 1 and not step.holds:  # nearly always
             self._met.append(weakref.ref(out))
         else:
@@ -130,7 +144,7 @@ class Following(TorchFunctionMode):
     def __exit__(self, *raised: Any) -> None:
         """Autograd holds on to ``pack``, and by that to this."""
         super().__exit__(*raised)
-        self._met, self._dropped = [], []
+        self._met, self._dropped, self._doubtful = [], [], []
 
     def _returned(self, step: FunctionCall, leaves: Sequence[torch.Tensor]) -> None:
         if len(leaves) != step.leaves:
@@ -158,8 +172,13 @@ class Following(TorchFunctionMode):
         if tensor.dtype is not dtype or type(tensor) not in PLAIN or geometry_of(tensor) != geometry:
             self.leave()
             return Kept(tensor, self._unit)
+        if self._sources[source] == SAVED:
+            self._call.hold(source, tensor)
+            return Kept(tensor, self._unit)
         entry = self._packing(tensor) if self._packing is not None else None
         slot = RemadeSlot(self._call, source, geometry, entry)
+        if self._casts:
+            self._doubtful.append(tensor)
         self._dropped.append(weakref.ref(tensor.untyped_storage()))
         self._call.slots.append(weakref.ref(slot))
         return slot
@@ -175,7 +194,7 @@ class Following(TorchFunctionMode):
         self.lost, self._next = True, _END
         with torch._C.DisableTorchFunction(), _disable_current_modes(), torch.inference_mode(False):
             self._call.put_sources_together()
-            met = (ref() for ref in self._met) if self._dropped else ()
+            met = (*[ref() for ref in self._met], *self._doubtful) if self._dropped else ()
             present = {t.untyped_storage(): t for t in met if t is not None and is_plain(t)}
             for ref, from_storage in zip(self._call.slots, self._dropped, strict=True):
                 slot, storage = ref(), from_storage()
@@ -199,7 +218,7 @@ class RecordedCalls:
         """What a call is given: ``tensors`` in its arguments, parameters and buffers. And a key, equal for calls that
         may go the same way; None where it is neither to be followed nor to be learned from."""
         modes = torch._C._len_torch_function_stack() or dispatch_modes()
-        if self._misses >= _MISSES or autocast_is_on() or modes or self.code.chooses_kernels:
+        if self._misses >= _MISSES or modes or self.code.chooses_kernels:
             return tensors, None
         if self._own is None:
             self._own = places_of(module, "_parameters", "_buffers")
@@ -207,14 +226,15 @@ class RecordedCalls:
         try:
             storages = [tensor.untyped_storage()._cdata for tensor in outside]
             forms = [
-                (type(t), t.dtype, t.device, t.shape, t.stride(), t.storage_offset(), t.requires_grad)
+                (type(t), t.dtype, t.device, t.shape, t.stride(), t.storage_offset(), t.requires_grad, t.is_leaf)
                 for t in outside
                 if not (t.is_neg() or t.is_inference())
             ]
         except RuntimeError:  # sparse and the like
             return outside, None
         shared = tuple(map(storages.index, storages)) if len(set(storages)) < len(storages) else ()
-        return outside, (torch.get_default_dtype(), shared, *forms) if len(forms) == len(outside) else None
+        settings = torch.get_default_dtype(), autocast_now(), shared
+        return outside, (*settings, *forms) if len(forms) == len(outside) else None
 
     def learn(self, key: Any, score: RecordedCall | None) -> None:
         """A call was noted; what can be followed of it."""

@@ -68,24 +68,24 @@ class Tape:
         self.running = False
         self._maker = Maker(unit)
         self._sources: dict[int, Origin] = {}
-        self._ops: list[RerunOp] = []
+        self.ops: list[RerunOp] = []
         # storages that were made here; and what is not followed: others that this forward has written to, as the next
         # may before backward, and all that others write to unseen
         self._own: set[int] = set()
         self._unfit: set[int] = set()
         self.packed = 0
         # for what follows in later calls: functions begun, whether one runs, whether it has made a number of a tensor,
-        # what was done with each saved tensor, and whether something happened that functions do not tell
+        # when each tensor was saved, its source and layout, and whether something happened that functions do not tell
         self.step, self.made_number = 0, False
         self.within = self.astray = True
         self._written: dict[int, int] = {}
-        self.log: list[tuple[int, Origin | None, Geometry | None, torch.dtype]] = []
+        self.log: list[tuple[int, Origin | None, Geometry | None]] = []
         self._small = max((t.nbytes for t in inputs if t.layout is torch.strided), default=0) // SMALL
 
     @property
     def path(self) -> tuple[int, int]:
         """What tells one way through the unit's forward from another: ops noted, tensors saved."""
-        return len(self._ops), self.packed
+        return len(self.ops), self.packed
 
     # Noting ops.
 
@@ -111,8 +111,8 @@ class Tape:
         named = {name: self._noted(arg, reads) for name, arg in kwargs.items()}
         if _LOST in noted or _LOST in named.values():
             return None
-        op = RerunOp(len(self._ops), func, noted, named, reads)
-        self._ops.append(op)
+        op = RerunOp(len(self.ops), func, noted, named, reads)
+        self.ops.append(op)
         return op
 
     def _noted(self, value: Any, reads: list[Origin]) -> Any:
@@ -126,19 +126,23 @@ class Tape:
     def _read(self, tensor: torch.Tensor, reads: list[Origin]) -> Any:
         if type(tensor) not in PLAIN or tensor.layout is not torch.strided or tensor.is_neg():
             return _LOST
-        storage = tensor.untyped_storage()
-        source = self._find(tensor, storage)
-        if source is None:  # it comes from outside, or was changed in place: what it is now is held
-            if tensor.is_inference() or storage._cdata in self._unfit:
-                return _LOST
-            source = self._sources[storage._cdata] = Origin.of(tensor, storage)
-            source.born = self.step
-            source.hold(tensor)
-        if tensor.dtype is not source.dtype:
+        source = self._known(tensor)
+        if source is None or tensor.dtype is not source.dtype:
             return _LOST
         source.read = True
         reads.append(source)
         return TensorArgument(geometry_of(tensor))
+
+    def _known(self, tensor: torch.Tensor) -> Origin | None:
+        """The source that a tensor looks into. Of one that comes from outside, or was changed in place, what it is now
+        is held."""
+        storage = tensor.untyped_storage()
+        source = self._find(tensor, storage)
+        if source is None and not (tensor.is_inference() or storage._cdata in self._unfit):
+            source = self._sources[storage._cdata] = Origin.of(tensor, storage)
+            source.born = self.step
+            source.hold(tensor)
+        return source
 
     def _find(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> Origin | None:
         """The source that a tensor looks into, unless it was changed in place since."""
@@ -198,7 +202,7 @@ class Tape:
         other is left, backward refuses the source as changed."""
         self.astray = True
         tainted = {changing: None}  # in order, so that each is made from those before it
-        for op in self._ops:
+        for op in self.ops:
             if any(source in tainted for source in op.reads):
                 outputs = [source for ref in op.outputs if (source := ref()) is not None and source.held is None]
                 tainted |= dict.fromkeys(outputs)
@@ -224,17 +228,14 @@ class Tape:
     def pack(self, tensor: torch.Tensor) -> RemadeSlot | Kept:
         """The hook for autograd's packing."""
         self.packed += 1
-        packed = self._packed(tensor)
+        source = None
+        if type(tensor) in PLAIN and tensor.layout is torch.strided and not tensor.is_neg():
+            source = self._known(tensor)
+        if source is not None and source.dtype is not tensor.dtype:
+            source = None
         if not self.astray:
-            source, geometry = (packed.source, packed.geometry) if isinstance(packed, RemadeSlot) else (None, None)
-            self.log.append((self.step, source, geometry, tensor.dtype))
-        return packed
-
-    def _packed(self, tensor: torch.Tensor) -> RemadeSlot | Kept:
-        if type(tensor) not in PLAIN or tensor.layout is not torch.strided or tensor.is_neg():
-            return Kept(tensor, self.unit)
-        source = self._find(tensor, tensor.untyped_storage())
-        if source is None or source.held is not None or source.dtype is not tensor.dtype:
+            self.log.append((self.step, source, geometry_of(tensor) if source is not None else None))
+        if source is None or source.held is not None:
             return Kept(tensor, self.unit)
         memo: dict[Origin, float] = {}
         if source.nbytes <= self._small or self._by_making(source, memo, _DEPTH) >= source.nbytes:

@@ -7,6 +7,8 @@ it.
 
 from __future__ import annotations
 
+import functools
+import sys
 import weakref
 from collections.abc import Sequence
 from functools import partial
@@ -19,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 from autockpt.policies.assigned import is_wrapped
 from autockpt.policies.compiling import run_as_it_is
 from autockpt.policies.compute_ops import METADATA
+from autockpt.policies.conflicts import sequence_nr
 from autockpt.policies.fingerprints import Geometry, geometry_of
 from autockpt.policies.op_recorder import HANDS_OUT, PLAIN, Tape
 from autockpt.policies.tape import Origin, RerunOp
@@ -29,13 +32,29 @@ _EXACT = frozenset(
         *(torch.Size, torch.dtype, torch.device, torch.layout, torch.memory_format),
     )
 )
-autocast_is_on: Any = torch._C._is_any_autocast_enabled  # type: ignore[attr-defined]
+_autocast_is_on: Any = torch._C._is_any_autocast_enabled  # type: ignore[attr-defined]
 dispatch_modes: Any = torch._C._len_torch_dispatch_stack  # type: ignore[attr-defined]
 _MADE_OF_OTHERS: Any = torch._C.DispatchKey.CompositeImplicitAutograd
+_CAST: Any = torch.ops.aten._to_copy.default
+_MADE, SAVED = -1, -2  # in place of a tensor's number: an op makes it; it is had where autograd saves it
 
 
 Met = list[weakref.ref[torch.Tensor]]
 """The tensors that a call has met, in order: what it is given, then what functions return."""
+
+
+def autocast_now() -> tuple[Any, ...] | None:
+    """To which types autocast casts now what functions are given; None where it is off."""
+    if not _autocast_is_on():
+        return None
+    return tuple([torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) for kind in _kinds()])
+
+
+@functools.cache
+def _kinds() -> tuple[str, ...]:
+    accelerator = torch.accelerator.current_accelerator()
+    kinds = ("cpu",) if accelerator is None else ("cpu", accelerator.type)
+    return tuple(kind for kind in kinds if torch.amp.is_autocast_available(kind))
 
 
 class _Unfit(Exception):
@@ -53,16 +72,19 @@ class _Parts(NamedTuple):
 
 class FunctionCall:
     """One call of a function of torch's. ``packs``: tensors saved before it; ``first``: the number of the first tensor
-    that it gives, of ``leaves``; ``holds``: which of them are held, with their form."""
+    that it gives, of ``leaves``; ``holds``: which of them are held, with their form; ``autocast`` as it was then;
+    ``casts``: how many casts of weights of this call's it used."""
 
-    __slots__ = ("_count", "_kwargs", "_places", "_rest", "first", "func", "holds", "leaves", "packs")
+    __slots__ = (
+        *("_count", "_kwargs", "_places", "_rest", "autocast", "casts", "first", "func", "holds", "leaves", "packs"),
+    )
 
     def __init__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], packs: int, first: int) -> None:
-        self.func, self.packs, self.first = func, packs, first
+        self.func, self.packs, self.first, self.autocast = func, packs, first, autocast_now()
         self._count, self._kwargs = len(args), kwargs
         self._places = [(position, int(arg)) for position, arg in enumerate(args) if type(arg) is Ordinal]
         self._rest = [(position, arg) for position, arg in enumerate(args) if type(arg) is not Ordinal]
-        self.leaves = 0
+        self.leaves = self.casts = 0
         self.holds: dict[int, tuple[Geometry, torch.dtype]] = {}
 
     def agrees(self, args: tuple[Any, ...], kwargs: dict[str, Any] | None, met: Met) -> bool:
@@ -98,6 +120,22 @@ def fits(value: Any, pattern: Any, met: Met) -> bool:
         return False
     parts = (value.start, value.stop, value.step) if pattern.kind is slice else value
     return len(parts) == len(pattern.parts) and all([fits(*pair, met) for pair in zip(parts, pattern.parts)])  # noqa: B905
+
+
+def casts_of_weights(leaves: Sequence[torch.Tensor], begin: int) -> list[int]:
+    """When autograd noted the casts of leaves (sequence numbers) that a function used which began at ``begin``."""
+    open_ends: list[Any] = [tensor.grad_fn for tensor in leaves if tensor.grad_fn is not None]
+    found: dict[Any, int] = {}
+    while open_ends:
+        node = open_ends.pop()
+        if node in found:
+            continue
+        before, found[node] = [given for given, _ in node.next_functions if given is not None], -1
+        if node.name() == "ToCopyBackward0" and before and before[0].name() == "torch::autograd::AccumulateGrad":
+            found[node] = node._sequence_nr()
+        elif node._sequence_nr() >= begin:
+            open_ends += before
+    return [number for number in found.values() if number >= 0]
 
 
 def leaves_of(out: Any) -> Sequence[torch.Tensor]:
@@ -139,6 +177,11 @@ class Learning(TorchFunctionMode):
         self._met: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}  # by id, with its number
         # of each storage the tensor by which it was met first
         self._first: dict[int, tuple[weakref.ref[torch.UntypedStorage], int, Geometry, torch.dtype]] = {}
+        # autocast may remember casts of leaves, not of views: addresses and layouts of these, and ops whose cast no
+        # graph shows
+        self._leaves: set[tuple[int, Geometry]] = set()
+        self._unshown: set[int] = set()
+        self._since = sequence_nr()
         for tensor in outside:
             self._meet(tensor, None)
 
@@ -149,13 +192,13 @@ class Learning(TorchFunctionMode):
             return func(*args, **kwargs)
         name = getattr(func, "__name__", "")
         try:
-            if autocast_is_on() or dispatch_modes() > 1 or name in _UNTOLD or _hides_code(func):
+            if dispatch_modes() > 1 or name in _UNTOLD or _hides_code(func):
                 raise _Unfit
             patterns = tuple(map(self._pattern, args)), {name: self._pattern(arg) for name, arg in kwargs.items()}
         except _Unfit:
             tape.astray = True
             return func(*args, **kwargs)
-        step = FunctionCall(func, *patterns, tape.packed, len(self._givers))
+        step, begin = FunctionCall(func, *patterns, tape.packed, len(self._givers)), (tape.path[0], sequence_nr())
         self._steps.append(step)
         tape.step, tape.within, tape.made_number = len(self._steps), True, False
         try:
@@ -168,10 +211,24 @@ class Learning(TorchFunctionMode):
         leaves = leaves_of(out)
         if tape.made_number and (leaves or out is None):  # an index, a slope: no argument tells
             tape.astray = True
+        if step.autocast is not None:
+            self._note_casts(step, leaves, *begin)
         for tensor in leaves:
             self._meet(tensor, step)
         step.leaves = len(leaves)
         return out
+
+    def _note_casts(self, step: FunctionCall, leaves: Sequence[torch.Tensor], op: int, begin: int) -> None:
+        """What a function of these results, before which ``op`` ops had been noted, has cast of weights."""
+        shown = casts_of_weights(leaves, begin)
+        step.casts = sum(number >= self._since for number in shown)
+        made = [op.number for op in self._tape.ops[op:] if self._casts_a_leaf(op)]
+        if len(made) != sum(number >= begin for number in shown):
+            self._unshown.update(made)
+
+    def _casts_a_leaf(self, op: RerunOp) -> bool:
+        held = op.reads[0].held if op.func is _CAST else None
+        return held is not None and (held.untyped_storage()._cdata, op.args[0].geometry) in self._leaves
 
     def _pattern(self, value: Any) -> Any:
         """What to hold a later argument against. Raises _Unfit."""
@@ -193,6 +250,8 @@ class Learning(TorchFunctionMode):
         if self._tape.astray or not is_plain(tensor):
             return
         storage = tensor.untyped_storage()
+        if tensor.requires_grad and tensor.is_leaf:
+            self._leaves.add((storage._cdata, geometry_of(tensor)))
         known = self._first.get(storage._cdata)
         if known is None or known[0]() is not storage:
             self._first[storage._cdata] = (weakref.ref(storage), number, geometry_of(tensor), tensor.dtype)
@@ -206,22 +265,31 @@ class Learning(TorchFunctionMode):
 
     def _score(self, score: RecordedCall) -> RecordedCall:
         known: dict[Origin, Origin] = {}  # to what stands for it in later calls
-        for _, source, _, _ in self._tape.log:
+        for _, source, _ in self._tape.log:
             if source is not None and source.held is None:  # what is held in any case need not be made
                 known.setdefault(source, source.without_memory())
         ops = self._leading_to(known)
+        if any(op.number in self._unshown for op in ops):
+            raise _Unfit
+        # of what each is made from, which the call meets last, and which it saves last
         latest = {source: self._held(source, score) for source in known}
         score.sources = {known[source]: number for source, number in latest.items()}
-        for op in ops:  # of what each is made from, which the call meets last
-            latest |= dict.fromkeys(op.makes(known), max((latest[read] for read in op.reads), default=-1))
+        first_saved = {source: number for number, (_, source, _) in reversed([*enumerate(self._tape.log)])}
+        saved = {source: first_saved.get(source, sys.maxsize) for source in known if latest[source] == SAVED}
+        for op in ops:
+            made = op.makes(known)
+            latest |= dict.fromkeys(made, max((latest[read] for read in op.reads), default=_MADE))
+            saved |= dict.fromkeys(made, max((saved.get(read, -1) for read in op.reads), default=-1))
             score.ops.append(op.on(known))
-        for at, source, geometry, dtype in self._tape.log:
-            if source is None or geometry is None or source.held is not None:
-                score.packs.append((at, None, dtype, None))
+        for number, (at, source, geometry) in enumerate(self._tape.log):
+            if source is None or source not in known or (source.held is not None and latest[source] != SAVED):
+                score.packs.append((at, None, None, None))
                 continue
-            if latest[source] >= (self._steps[at - 1].first if at else len(self._outside)):
-                raise _Unfit  # a call that goes another way in that very function could not make it
-            score.packs.append((at, geometry, dtype, known[source]))
+            # a call that goes another way in that very function could not make it
+            met = self._steps[at - 1].first if at else len(self._outside)
+            if latest[source] >= met or saved.get(source, -1) > number:
+                raise _Unfit
+            score.packs.append((at, geometry, source.dtype, known[source]))
         return score
 
     @staticmethod
@@ -240,13 +308,13 @@ class Learning(TorchFunctionMode):
         return [ops[number] for number in sorted(ops)]
 
     def _held(self, source: Origin, score: RecordedCall) -> int:
-        """The number of the tensor by which a later call has the bytes of a held source; -1 for one that is made."""
+        """The number of the tensor by which a later call has the bytes of a source, _MADE or SAVED."""
         if source.held is None:
-            return -1
+            return _MADE
         storage = source.held.untyped_storage()
         first = self._first.get(storage._cdata)
         if first is None or first[0]() is not storage:
-            raise _Unfit
+            return SAVED
         _, number, geometry, dtype = first
         giver = self._givers[number]
         (score.holds if giver is None else giver.holds)[number] = geometry, dtype
@@ -256,24 +324,26 @@ class Learning(TorchFunctionMode):
 class RecordedCall:
     """One way through a unit: its functions, what is done with each saved tensor, and how those dropped are made.
 
-    ``packs``: after how many functions a tensor is saved, its layout and type, and its source, None where it is kept.
-    ``holds``: what is held of the tensors that a call is given. ``sources``: each with the number of the tensor that a
-    call holds for it, -1 where an op makes it. ``noted``: ops. It holds no tensor itself.
+    ``packs``: after how many functions a tensor is saved, its layout and type, and its source; None for these where it
+    is kept and nothing is made from it. ``holds``: what is held of the tensors that a call is given. ``sources``: each
+    with the number of the tensor that a call holds for it, SAVED or one for what an op makes. ``noted``: ops. It holds
+    no tensor itself.
     """
 
     def __init__(self, steps: list[FunctionCall], noted: int) -> None:
         self.steps, self.noted = steps, noted
-        self.packs: list[tuple[int, Geometry | None, torch.dtype, Origin | None]] = []
+        self.packs: list[tuple[int, Geometry | None, torch.dtype | None, Origin | None]] = []
         self.holds: dict[int, tuple[Geometry, torch.dtype]] = {}
         self.sources: dict[Origin, int] = {}
         self.ops: list[RerunOp] = []
 
-    def sources_of(self, held: dict[int, tuple[torch.Tensor, int]]) -> dict[Origin, Origin]:
-        """What stands for these sources in one call, with the ops that make them, from what it holds."""
+    def sources_of(self, held: dict[int | Origin, tuple[torch.Tensor, int]]) -> dict[Origin, Origin]:
+        """What stands for these sources in one call, with the ops that make them, from what it holds: by the numbers
+        of tensors, or because it was saved by its source."""
         own = {source: source.without_memory() for source in self.sources}
         for source, number in self.sources.items():
-            if number in held:
-                own[source].held, own[source].version = held[number]
+            if (known := held.get(source if number == SAVED else number)) is not None:
+                own[source].held, own[source].version = known
         for op in self.ops:
             op.on(own)
         return own

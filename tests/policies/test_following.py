@@ -36,7 +36,9 @@ class Unit(nn.Module):
         return self.last(F.gelu(hidden) * hidden)
 
 
-def steps(then: Callable[[Tensor, int], Tensor], choice: str | None, sizes: tuple[int, ...] = (64,)) -> list[Tensor]:
+def steps(
+    then: Callable[[Tensor, int], Tensor], choice: str | None, sizes: tuple[int, ...] = (64,), *, autocast: bool = False
+) -> list[Tensor]:
     """Gradients of every step."""
     model = nn.Sequential(Unit(then))
     found = []
@@ -47,7 +49,9 @@ def steps(then: Callable[[Tensor, int], Tensor], choice: str | None, sizes: tupl
             model[0].step = step
             model.zero_grad()
             size = sizes[step % len(sizes)]
-            model(torch.randn(size, 32, requires_grad=True)).square().sum().backward()
+            with torch.autocast("cpu", torch.bfloat16, autocast):
+                out = model(torch.randn(size, 32, requires_grad=True))
+            out.square().sum().backward()
             found += [p.grad.clone() for p in model.parameters() if p.grad is not None]
     return found
 
@@ -61,9 +65,10 @@ def noted(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return ops
 
 
-def test_ops_are_looked_at_in_the_first_call_only(noted: list[Any]) -> None:
-    model = nn.Sequential(Unit(ODD["the same each time"]))
-    x = torch.randn(8, 32)
+@pytest.mark.parametrize("then", ["the same each time", "attention in one function", "dropout in attention"])
+def test_ops_are_looked_at_in_the_first_call_only(then: str, noted: list[Any]) -> None:
+    model = nn.Sequential(Unit(ODD[then]))
+    x = torch.randn(64, 32)
     with attach(model, {"0": from_label("remake")}):
         model(x).sum().backward()
         first = len(noted)
@@ -95,6 +100,102 @@ def test_the_mask_that_attention_makes_of_a_padded_batch_is_not_kept_by_every_la
         assert kept < 4 * padding.numel() < free  # as numbers of four bytes
         model(x).sum().backward()
         assert len(noted) == first
+
+
+class _Projected(nn.Module):
+    """``first`` is large next to what it is given, ``last`` so small that it is kept: backward reads casts of both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = nn.Linear(32, 256), nn.Linear(256, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + F.silu(self.last(F.silu(self.first(x)))).sin().repeat(1, 4)
+
+
+_ROWS = 1024
+
+
+@pytest.mark.parametrize("remembers", [True, False])
+@pytest.mark.parametrize("choice", ["remake", '{"kind": "remake", "keep": ["**"]}'])
+def test_autocast_is_followed(choice: str, remembers: bool, noted: list[Any]) -> None:
+    model = nn.Sequential(_Projected(), nn.Linear(32, 32))
+    x = torch.randn(_ROWS, 32, requires_grad=True)
+
+    def forward(autocast: bool = True) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16, autocast, cache_enabled=remembers):
+            return model(x)
+
+    def gradients(autocast: bool) -> list[Tensor]:
+        model.zero_grad()
+        forward(autocast).sum().backward()
+        return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+    wanted = {autocast: gradients(autocast) for autocast in (True, False)}
+    with attach(model, {"0": from_label(choice)}):
+        first = bytes_alive_after(forward)
+        forward(autocast=False)
+        ops = len(noted)
+        assert ops
+        for autocast in (True, False, True):
+            assert all(map(torch.equal, wanted[autocast], gradients(autocast)))
+        assert len(noted) == ops
+        assert bytes_alive_after(forward) <= first
+
+
+class _Gated(nn.Module):
+    """What its gate is made from has no graph."""
+
+    def __init__(self, *, frozen: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.gate = nn.Linear(32, 32, bias=False).requires_grad_(not frozen)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            gate = self.gate(x).float().sigmoid()
+        return (x * gate).sin()
+
+
+@pytest.mark.parametrize("choice", ["remake", '{"kind": "remake", "keep": ["**"]}'])
+@pytest.mark.parametrize("unit", [_Projected, lambda: _Gated(frozen=False)], ids=["projected", "gated"])
+def test_a_cast_that_autocast_remembers_from_another_call_is_not_made_again(
+    unit: Callable[[], nn.Module], choice: str
+) -> None:
+    def trained(choices: dict[str, Any]) -> list[Tensor]:
+        model, x, found = nn.Sequential(nn.Linear(32, 32), unit()), torch.randn(_ROWS, 32), []
+        with attach(model, choices, sentinels="off"):
+            for step in range(6):  # two updates in a block: the second one's forward has the weights of the first
+                with torch.autocast("cpu", torch.bfloat16) if step % 2 == 0 else nullcontext():
+                    for _ in range(2 if step % 2 == 0 else 1):
+                        model.zero_grad()
+                        model(x).square().sum().backward()
+                        with torch.no_grad():
+                            for parameter in model.parameters():
+                                found += [] if parameter.grad is None else [parameter.grad.clone()]
+                                parameter.mul_(1.1)
+        return found
+
+    torch.manual_seed(1)
+    expected = trained({})
+    torch.manual_seed(1)
+    assert all(map(torch.equal, expected, trained({"1": from_label(choice)})))
+
+
+def test_nor_one_of_what_the_unit_is_given() -> None:
+    def trained(choices: dict[str, Any]) -> list[Tensor]:
+        torch.manual_seed(1)
+        model, x, found = nn.Sequential(_Gated(frozen=True)), torch.randn(_ROWS, 32, requires_grad=True), []
+        with attach(model, choices, sentinels="off"), torch.autocast("cpu", torch.bfloat16):
+            for given in (x * 1, x * 1, x, x):  # only a leaf's cast is remembered
+                (gradient,) = torch.autograd.grad(model(given).square().sum(), x)
+                found.append(gradient)
+                with torch.no_grad():
+                    x.mul_(1.5)
+        return found
+
+    assert all(map(torch.equal, trained({}), trained({"0": from_label("remake")})))
 
 
 def _write(h: Tensor, step: int) -> Tensor:
@@ -190,8 +291,27 @@ class _Rows(nn.Module):
         return (h * torch.sin(self.take(self.bank, (h.detach().sum() * 1e3).long() % 8)[: len(h)])).exp()
 
 
+def _in_another_precision(h: Tensor, step: int) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16, enabled=step >= 3):
+        weights = (h.detach() @ h.detach().T).float()
+    return weights.sigmoid() * h.sin().sum(1)
+
+
+class _Attends(nn.Module):
+    """Saves its queries' multiples, not its queries, which no function returns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(32, 2)
+
+    def forward(self, h: Tensor, step: int) -> Tensor:
+        return self.attention(h, h, h, need_weights=True)[0]
+
+
 ODD: dict[str, Callable[[Tensor, int], Tensor]] = {
     "the same each time": lambda h, step: torch.tanh(h * 1.5 + 1.0).exp(),
+    "attention in one function": _Attends(),
+    "dropout in attention": lambda h, step: F.scaled_dot_product_attention(h[None], h[None], h[None], dropout_p=0.2)[0],
     "a number that changes": lambda h, step: torch.tanh(h * (1 + 0.1 * step) + 1.0).exp(),
     "a number that changes late": lambda h, step: torch.tanh(h + (1.0 if step < 3 else -1.0)).exp() * h,
     "the sign of zero": lambda h, step: torch.copysign(h, 0.0 if step < 3 else -0.0).exp() * h,
@@ -221,6 +341,9 @@ ODD: dict[str, Callable[[Tensor, int], Tensor]] = {
     "a dispatch mode of the user's that begins late": _scaled,
     "inference mode that begins late": _in_a_mode(torch.inference_mode, lambda h: h.norm()),
     "fake tensors that begin late": _in_a_mode(FakeTensorMode, lambda h: torch.tanh(torch.empty(3))),
+    "autocast that begins late where nothing is saved": lambda h, step: (
+        h * _in_another_precision(h, step).sum(1)[:, None]
+    ),
     "autocast that begins late": lambda h, step: (
         torch.autocast("cpu", torch.bfloat16, step >= 3).__call__(lambda t: (t @ t.T).sigmoid() @ t)(h * 0.1).float()
     ),
@@ -230,11 +353,15 @@ ODD: dict[str, Callable[[Tensor, int], Tensor]] = {
 @pytest.mark.slow
 @pytest.mark.parametrize("odd", ODD)
 @pytest.mark.parametrize("choice", ["remake", '{"kind": "remake", "keep": ["**"]}'])
-def test_gradients_are_those_of_plain_training_whatever_changes_between_calls(odd: str, choice: str) -> None:
+@pytest.mark.parametrize("autocast", [False, True], ids=["", "autocast"])
+def test_gradients_are_those_of_plain_training_whatever_changes_between_calls(
+    odd: str, choice: str, autocast: bool
+) -> None:
     if odd == "a write by NumPy that begins late":
         pytest.importorskip("numpy")
     sizes = (96, 64)
-    expected, found = steps(ODD[odd], None, sizes), steps(ODD[odd], choice, sizes)
+    expected = steps(ODD[odd], None, sizes, autocast=autocast)
+    found = steps(ODD[odd], choice, sizes, autocast=autocast)
     assert len(expected) == len(found)
     assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
 
