@@ -15,13 +15,11 @@ from autockpt.errors import AutockptError, DeviceOutOfMemory, UsageError
 from autockpt.measuring import StepRunner
 from autockpt.measuring.failures import device_lost
 from autockpt.runtime import without_kv_cache
-from autockpt.runtime.gradients import judge
+from autockpt.runtime.gradients import Reference, judge, observe_reference
 from autockpt.runtime.observation import Observation, deterministically
 from autockpt.schema import Unit
 from autockpt.workload import discover_units
 from autockpt.workload.failures import summary
-
-_Reference = tuple[Observation, Observation, bool]
 
 
 def facts(runner: StepRunner, payload: Mapping[str, Any]) -> dict[str, Any]:
@@ -129,14 +127,14 @@ def _gradients(runner: StepRunner, payload: Mapping[str, Any]) -> tuple[bool, st
     reference = _reference(runner, not peer.exact)
     if reference is None:
         return True, "not compared: plain training does not fit"
-    first, second, deterministic = reference
-    if not peer.exact and _draws(first):
+    if not peer.exact and _draws(reference.first):
         return True, "not compared: the model draws random numbers, which compiled code draws its own way"
     compiled = peer.group == "compiled"
-    observed = _observe(runner, _attached(runner, payload), deterministic, not peer.exact, typed=not compiled)
+    attached, sketched = _attached(runner, payload), not peer.exact
+    observed = _observe(runner, attached, reference.deterministic, sketched, typed=not compiled)
     if compiled:
-        observed = observed.model_copy(update={"coarsest": first.coarsest})
-    check = judge(first, second, observed, deterministic)
+        observed = observed.model_copy(update={"coarsest": reference.first.coarsest})
+    check = judge(reference, observed)
     return check.equal, "bit-equal" if check.equal and peer.exact and check.repeatable else check.describe()
 
 
@@ -147,20 +145,16 @@ def _draws(observed: Observation) -> bool:
 
 
 @cache  # a process has one runner
-def _reference(runner: StepRunner, sketched: bool) -> _Reference | None:
-    """Two observations of plain training, and whether by deterministic kernels; None where that does not fit."""
+def _reference(runner: StepRunner, sketched: bool) -> Reference | None:
+    """Plain training; None where that does not fit."""
 
     def plain(model: nn.Module) -> Detach:
         return without_kv_cache(model).remove
 
     try:
-        for deterministic in (False, True):
-            first, second = (_observe(runner, plain, deterministic, sketched) for _ in range(2))
-            if deterministic or not first.differences(second):
-                return first, second, deterministic
+        return observe_reference(lambda deterministic: _observe(runner, plain, deterministic, sketched))
     except DeviceOutOfMemory:
         return None
-    raise AssertionError("not reached")
 
 
 def _observe(

@@ -3,7 +3,7 @@
 from autockpt.policies.replay import recomputing
 from autockpt.policies.sketches import coarsest, coarsest_type, sketch
 from autockpt.runtime.apply import Handle, apply, choices_for
-from autockpt.runtime.gradients import GradientCheck, compare, judge
+from autockpt.runtime.gradients import GradientCheck, Reference, compare, judge, observe_reference
 from autockpt.runtime.observation import (
     ForwardBackward,
     Observation,

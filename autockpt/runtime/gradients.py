@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import partial
+from typing import NamedTuple
 
 from pydantic import Field
 from torch import nn
@@ -81,20 +83,34 @@ def compare(
 
         return deterministically(observed) if deterministic else observed()
 
-    deterministic = False
-    first, second = run(reference, False), run(reference, False)
-    if first.differences(second):
-        deterministic = True
-        first, second = run(reference, True), run(reference, True)
-    return judge(first, second, run(plan, deterministic), deterministic)
+    twice = observe_reference(partial(run, reference))
+    return judge(twice, run(plan, twice.deterministic))
 
 
-def judge(first: Observation, second: Observation, planned: Observation, deterministic: bool) -> GradientCheck:
-    """The verdict on a plan's observation, given two of the reference. Sketched ones are compared within tolerance."""
+class Reference(NamedTuple):
+    """Two observations of what a plan is compared with, and whether deterministic algorithms were needed."""
+
+    first: Observation
+    second: Observation
+    deterministic: bool
+
+
+def observe_reference(observe: Callable[[bool], Observation], again: Callable[[], object] = lambda: None) -> Reference:
+    """Observe it twice, and where these differ twice ``again``: ``observe`` is told to use deterministic algorithms."""
+    first, second = observe(False), observe(False)
+    if not first.differences(second):
+        return Reference(first, second, False)
+    again()
+    return Reference(observe(True), observe(True), True)
+
+
+def judge(reference: Reference, planned: Observation) -> GradientCheck:
+    """The verdict on a plan's observation. Sketched ones are compared within tolerance."""
+    first, second, deterministic = reference
     varying = set(first.differences(second))
     differences = first.differences(planned)
     if first.sketches:
-        return _judge_within_tolerance(first, second, planned, deterministic)
+        return _judge_within_tolerance(reference, planned)
     deviation = first.largest_deviation(planned)
     excused = varying and set(differences) <= varying and deviation <= 4 * first.largest_deviation(second)
     return GradientCheck(
@@ -107,10 +123,9 @@ def judge(first: Observation, second: Observation, planned: Observation, determi
     )
 
 
-def _judge_within_tolerance(
-    first: Observation, second: Observation, planned: Observation, deterministic: bool
-) -> GradientCheck:
+def _judge_within_tolerance(reference: Reference, planned: Observation) -> GradientCheck:
     """Losses and gradients may be a little apart; whatever else differs must vary in the reference, too."""
+    first, second, deterministic = reference
     tolerance = max(TOLERANCE[o.coarsest] for o in (first, planned))
     away, varying = first.distances(planned), first.distances(second)
     by_itself = set(first.differences(second)) - set(away)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from autockpt.history.statistics import Interval, ratio_interval
 from autockpt.history.trialplan import plan_file
 from autockpt.measuring import LocalMeasurer, Measurer, WorkerMeasurer
 from autockpt.measuring.base import beats_counted
-from autockpt.runtime import Observation, Proof, UnitRuns, judge
+from autockpt.runtime import Observation, Proof, UnitRuns, judge, observe_reference
 from autockpt.schema.choices import RECOMPUTE, Choice, dump_choices
 from autockpt.schema.graph import Unit
 from autockpt.schema.known import ALL, NONE, known_plans
@@ -248,20 +249,18 @@ class _Verification:
             self.listener.advance()
             return observed
 
-        deterministic = False
-        first, second = run(reference, False), run(reference, False)
-        if first.differences(second):
-            deterministic = True
+        def again() -> None:
             self.listener.stage("compare gradients by deterministic kernels", OBSERVED)
-            first, second = run(reference, True), run(reference, True)
+
+        twice = observe_reference(partial(run, reference), again)
         try:
-            planned = run(self.choices, deterministic)
+            planned = run(self.choices, twice.deterministic)
         except DeviceOutOfMemory as error:
             return Check(name=name, state="failed", detail=f"the plan runs out of memory: {error.message}")
         except AutockptError as error:
             return Check(name=name, state="failed", detail=error.message)
-        result = judge(first, second, planned, deterministic)
-        if self._compiled and not result.equal and _draws(first):
+        result = judge(twice, planned)
+        if self._compiled and not result.equal and _draws(twice.first):
             detail = "compiled code draws random numbers in an order of its own under every plan; switch dropout off"
             return Check(name=name, state="skipped", detail=detail)
         words = "plain training" if reference is None else "recomputing every layer"

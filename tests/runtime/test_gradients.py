@@ -9,6 +9,7 @@ from torch import nn
 from autockpt.runtime import (
     GradientCheck,
     Observation,
+    Reference,
     compare,
     deterministic_algorithms,
     deterministically,
@@ -87,7 +88,7 @@ def test_the_last_bit_of_one_gradient_is_a_difference(model):
     second = observe(model, nudged)
     assert first.differences(second) == ["step 1: gradient 3.weight", "step 2: gradient 3.weight"]
     assert 0 <= first.largest_deviation(second) < 1e-5
-    result = judge(first, first, second, deterministic=False)
+    result = judge(Reference(first, first, deterministic=False), second)
     assert not result.equal
     assert result.describe().startswith(f"2 of {len(first.digests)} values differ from plain training")
 
@@ -144,8 +145,8 @@ def test_a_plan_that_deviates_more_than_the_reference_from_itself():
     first = Observation(digests={"g": "a"}, norms={"g": 1.0})
     second = Observation(digests={"g": "b"}, norms={"g": 1.0 + 1e-7})
     wrong = Observation(digests={"g": "c"}, norms={"g": 1.1})
-    assert judge(first, second, second, deterministic=True).equal
-    assert not judge(first, second, wrong, deterministic=True).equal
+    assert judge(Reference(first, second, deterministic=True), second).equal
+    assert not judge(Reference(first, second, deterministic=True), wrong).equal
 
 
 def test_deterministic_algorithms_are_put_back():
