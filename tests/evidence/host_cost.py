@@ -1,6 +1,6 @@
 """Host time per layer and step of every choice, beside PyTorch's checkpointing called by hand.
 
-    OMP_NUM_THREADS=1 python -m tests.evidence.host_cost [DEVICE [ROUNDS [CHOICE ...]]]
+    OMP_NUM_THREADS=1 python -m tests.evidence.host_cost [--autocast] [DEVICE [ROUNDS [CHOICE ...]]]
 
 A Llama of 24 layers so small that next to nothing but host time is left (hidden 16, 8 tokens). All candidates in turns,
 each after steps that are not timed (a choice gets to know its layer in the first two); medians over the rounds, and
@@ -9,11 +9,12 @@ work on the machine counts little; where there is much of it (the load is said),
 beside the times stand counts, which are the same on every run: Python functions called per layer, of those the ones
 by which torch asks a mode about an op or a function, and objects that Python's garbage collector has to look through
 until backward. On a GPU its work is waited for after every step, outside of what
-is timed.
+is timed. ``--autocast``: forwards run under bfloat16 autocast.
 """
 
 from __future__ import annotations
 
+import argparse
 import functools
 import os
 import statistics
@@ -74,7 +75,7 @@ def by_hand(model: torch.nn.Module) -> Iterator[None]:
             layer.gradient_checkpointing = False
 
 
-def measure(device: str = "cpu", rounds: int = ROUNDS) -> dict[str, dict[str, float | str]]:
+def measure(device: str = "cpu", rounds: int = ROUNDS, autocast: bool = False) -> dict[str, dict[str, float | str]]:
     """Medians by candidate: µs a layer of forward and backward, their sum's noise, and the ratio to checkpointing by
     hand in words."""
     torch.set_num_threads(1)
@@ -83,7 +84,8 @@ def measure(device: str = "cpu", rounds: int = ROUNDS) -> dict[str, dict[str, fl
 
     def once() -> tuple[float, float]:
         begin = time.process_time()
-        loss = model(**batch).loss
+        with torch.autocast(device, torch.bfloat16, enabled=autocast):
+            loss = model(**batch).loss
         middle = time.process_time()
         loss.backward()
         end = time.process_time()
@@ -114,7 +116,7 @@ def measure(device: str = "cpu", rounds: int = ROUNDS) -> dict[str, dict[str, fl
     return found
 
 
-def counts(device: str = "cpu") -> dict[str, tuple[float, ...]]:
+def counts(device: str = "cpu", autocast: bool = False) -> dict[str, tuple[float, ...]]:
     """By candidate and layer: Python functions called in forward and in backward, of all of them those that a mode is
     asked by: about ops (``__torch_dispatch__``) and about functions (``__torch_function__``); and objects that live
     from forward to backward."""
@@ -122,9 +124,14 @@ def counts(device: str = "cpu") -> dict[str, tuple[float, ...]]:
     names = [f"model.layers.{i}" for i in range(LAYERS)]
     parsed = {label(c): c for c in map(from_label, CHOICES)}
     found: dict[str, tuple[float, ...]] = {}
+
+    def forward() -> torch.Tensor:
+        with torch.autocast(device, torch.bfloat16, enabled=autocast):
+            return model(**batch).loss
+
     for name, choice in ({"nothing attached": None, BY_HAND: None} | parsed).items():
         with by_hand(model) if name == BY_HAND else attach(model, dict.fromkeys(names, choice) if choice else {}):
-            objects = objects_alive_after(lambda: model(**batch).loss)
+            objects = objects_alive_after(forward)
             called: Counter[str] = Counter()
 
             def note(frame: FrameType, event: str, _: object, called: Counter[str] = called) -> None:
@@ -132,22 +139,27 @@ def counts(device: str = "cpu") -> dict[str, tuple[float, ...]]:
                     called[frame.f_code.co_name] += 1
 
             sys.setprofile(note)
-            loss = model(**batch).loss
-            forward = called.total()
+            loss = forward()
+            before = called.total()
             loss.backward()
             sys.setprofile(None)
             seen = (called["__torch_dispatch__"], called["__torch_function__"])
-            found[name] = tuple(n / LAYERS for n in (forward, called.total() - forward, *seen, objects))
+            found[name] = tuple(n / LAYERS for n in (before, called.total() - before, *seen, objects))
             model.zero_grad()
     return found
 
 
 def main() -> None:
     """Measure and print the table."""
-    device, rounds = (*sys.argv[1:3], *("cpu", str(ROUNDS))[len(sys.argv[1:3]) :])
-    CHOICES[:] = sys.argv[3:] or CHOICES
-    counted = counts(device)
-    times = measure(device, int(rounds))
+    parser = argparse.ArgumentParser(prog="python -m tests.evidence.host_cost")
+    parser.add_argument("--autocast", action="store_true")
+    parser.add_argument("device", nargs="?", default="cpu")
+    parser.add_argument("rounds", nargs="?", type=int, default=ROUNDS)
+    parser.add_argument("choices", nargs="*", default=CHOICES)
+    asked = parser.parse_args()
+    rounds, CHOICES[:] = asked.rounds, asked.choices
+    counted = counts(asked.device, asked.autocast)
+    times = measure(asked.device, rounds, asked.autocast)
     plain = times["nothing attached"]["forward"]
     load = ", ".join(f"{n:.1f}" for n in os.getloadavg())
     print(f"Load of the machine over 1, 5 and 15 minutes: {load} on {os.cpu_count()} cores; {rounds} rounds.\n")
