@@ -25,6 +25,8 @@ from autockpt.schema.plan import CompileMode
 if TYPE_CHECKING:
     from autockpt.runtime.by_batch import BatchSets
 
+_RENAMED = "cache"  # past_key_values since transformers 5.24
+
 
 class GuardState(TellingAttachment):
     """The root's attachment: who wants to know about forward passes, and which switches must stay off.
@@ -124,7 +126,8 @@ class CacheState(Attachment):
         super().__init__("")
         names = parameter_names(type(module))
         self.position = names.index("use_cache")
-        self.caches = {name: names.index(name) if name in names else len(names) for name in sorted(CACHE_NAMES)}
+        caches = sorted(CACHE_NAMES | {_RENAMED})
+        self.caches = {name: names.index(name) if name in names else len(names) for name in caches}
         self.packing = {name: names.index(name) for name in ("position_ids", "attention_mask") if name in names}
         self.known = is_library(type(module))
         self.warned = False
@@ -194,9 +197,10 @@ def _refuse_packed(state: CacheState, args: tuple[Any, ...], kwargs: dict[str, A
 
 def _say_dropped(output: Any) -> None:
     """Past the output's own ``__setattr__``, which would move what comes behind it in the tuple."""
-    if getattr(output, "past_key_values", output) is None:
+    name = _RENAMED if _RENAMED in getattr(output, "__dataclass_fields__", ()) else "past_key_values"
+    if getattr(output, name, output) is None:
         with contextlib.suppress(AttributeError):  # a class without room for it
-            object.__setattr__(output, "past_key_values", DROPPED)
+            object.__setattr__(output, name, DROPPED)
 
 
 def cache_owners(model: nn.Module, units: Iterable[nn.Module]) -> list[nn.Module]:

@@ -66,7 +66,7 @@ def kept_no_cache(output):
     cache = output.past_key_values
     with pytest.raises(ConflictError, match="kept no KV cache"):
         cache.get_seq_length()
-    for use in (len, iter, lambda c: c[0], lambda c: LLAMA.make()(LLAMA.batch()["input_ids"], past_key_values=c)):
+    for use in (len, iter, lambda c: c[0], lambda c: LLAMA.make()(LLAMA.batch()["input_ids"], None, None, c)):
         with pytest.raises(ConflictError, match="kept no KV cache"):
             use(cache)
     assert not hasattr(pickle.loads(pickle.dumps(copy.deepcopy(cache))), "layers")
