@@ -87,6 +87,10 @@ class Tape:
         """What tells one way through the unit's forward from another: ops noted, tensors saved."""
         return len(self.ops), self.packed
 
+    def forget(self) -> None:
+        """The forward is over. Autograd holds on to ``pack``, and by that to this: not to what no slot needs."""
+        self._sources, self.ops, self.log = {}, [], []
+
     # Noting ops.
 
     def note(self, kind: Kind, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

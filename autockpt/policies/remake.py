@@ -116,7 +116,9 @@ def _watched(
         output = call_inner(module, state, args, kwargs)
     if learning is not None:
         calls.learn(key, learning.score())
-    return output, tape.path
+    path = tape.path
+    tape.forget()
+    return output, path
 
 
 def run_part(module: nn.Module, state: PartState, /, *args: Any, **kwargs: Any) -> Any:
