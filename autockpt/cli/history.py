@@ -167,7 +167,7 @@ def _compare(first: RunDirectory, second: RunDirectory, as_json: bool) -> None:
 
     asked = list(differences(first.question, second.question))
     both = in_both(first.trials(), second.trials())
-    rows = [_in_short(run) for run in (first, second)]
+    rows = [_in_short(run)[0] for run in (first, second)]
     if as_json:
         data = {
             "runs": rows,
@@ -183,8 +183,8 @@ def _compare(first: RunDirectory, second: RunDirectory, as_json: bool) -> None:
     print_comparison(("first", "second"), found, asked, both, screen.results())  # type: ignore[arg-type]
 
 
-def _in_short(run: RunDirectory) -> dict[str, Any]:
-    """One run in a few facts."""
+def _in_short(run: RunDirectory) -> tuple[dict[str, Any], Trial | None]:
+    """One run in a few facts, and its fastest trial that fits."""
     from autockpt.history.trials import best
     from autockpt.reporting.progress import describe_numbers
     from autockpt.reporting.trials_view import when
@@ -198,33 +198,25 @@ def _in_short(run: RunDirectory) -> dict[str, Any]:
         "measured": sum(t.measured is not None for t in trials),
         "best": describe_numbers(fastest) if fastest else None,
         "infeasible": run.refusal().partition("\n")[0] or None,
-    }
+    }, fastest
 
 
 def _list_runs(out: Path, as_json: bool) -> None:
-    """One line per run in a folder, oldest first; damaged ones named rather than hidden."""
+    """A row per run in a folder, oldest first; damaged ones named rather than hidden."""
     from autockpt.history.rundir import RunDirectory
 
-    rows: list[dict[str, Any]] = []
+    runs: list[tuple[dict[str, Any], Trial | None]] = []
     for path in sorted(p for p in out.glob("*_*_*_*") if p.is_dir()):
         try:
-            rows.append(_in_short(RunDirectory.open(path)))
+            runs.append(_in_short(RunDirectory.open(path)))
         except RunDirectoryError as error:
-            rows.append({"run": path.name, "damaged": error.message})
-    rows.sort(key=lambda row: row.get("date", ""))
+            runs.append(({"run": path.name, "damaged": error.message}, None))
+    runs.sort(key=lambda run: run[0].get("date", ""))
     if as_json:
-        screen.print_json(json.dumps(rows, indent=2))
+        screen.print_json(json.dumps([facts for facts, _ in runs], indent=2))
         return
-    if not rows:
+    if not runs:
         raise UsageError(f"there are no runs in {out}", remedy="Name a run's directory, or the folder with --out.")
-    console = screen.results()
-    for row in rows:
-        best = f"best {row.get('best') or 'none yet'}"
-        said = row.get("damaged") or f"{row['date']}  {_counted(row)}, {row.get('infeasible') or best}"
-        console.print(f"{row['run']}  {said}", soft_wrap=True)
+    from autockpt.reporting.trials_view import print_runs
 
-
-def _counted(row: dict[str, Any]) -> str:
-    """Trials as a search counts them: those that were measured, next to all that were looked at."""
-    measured = f", {row['measured']} measured" if row["measured"] not in (0, row["trials"]) else ""
-    return f"{row['trials']} trial{'' if row['trials'] == 1 else 's'}{measured}"
+    print_runs(runs, screen.results())

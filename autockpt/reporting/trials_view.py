@@ -1,9 +1,10 @@
-"""``autockpt history`` on screen: the trials of a run, their Pareto front, one trial in full, two runs side by side."""
+"""``autockpt history`` on screen: runs, the trials of one, their Pareto front, one trial in full, two runs compared."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -22,6 +23,38 @@ UNJUDGED = "not known: the budget was not known in bytes yet"
 def when(seconds: float) -> str:
     """A time of day, in the machine's own zone: ``2026-11-22 17:05``."""
     return datetime.fromtimestamp(seconds).astimezone().strftime("%Y-%m-%d %H:%M")
+
+
+def print_runs(runs: Sequence[tuple[Mapping[str, Any], Trial | None]], console: Console) -> None:
+    """Print runs in the order given, each as its facts and its best trial, then in words why a run has none.
+
+    A narrow console gets no column for the trials that were measured, nor years, nor the noise of times.
+    """
+    wide = console.width >= WIDE
+    table = plain_table("run", ">last trial", ">trials", *([">measured"] if wide else []), ">best", ">its peak")
+    said = []
+    for facts, best in runs:
+        if why := facts.get("damaged") or facts.get("infeasible"):
+            said.append(f"{facts['run']}: {why}")
+        if "damaged" in facts:
+            continue
+        score = best.score if best is not None else None
+        step, peak = "—" if why else "none yet", "—"
+        if score is not None:
+            step, peak = words.step_of(score), format_binary(score.peak_bytes)
+        date, trials, measured = facts["date"], str(facts["trials"]), str(facts["measured"])
+        if wide:
+            table.add_row(facts["run"], date, trials, measured, step, peak)
+        else:
+            table.add_row(facts["run"], date.partition("-")[2], trials, step.partition(" ±")[0], peak)
+    if table.row_count:
+        console.print(table)
+    if any(best is not None and best.state == "simulated" for _, best in runs):
+        console.print(Text("~ simulated, not measured", style="dim"))
+    if said:
+        if table.row_count:
+            console.print()
+        console.print(Text("\n".join(said)), soft_wrap=True)
 
 
 def print_trials(trials: Sequence[Trial], front: Sequence[Trial], console: Console) -> None:

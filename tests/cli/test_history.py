@@ -36,7 +36,7 @@ def test_what_is_not_held_against_the_budget_yet_is_not_said_to_fit(autockpt, tm
     said = autockpt("history", str(run.path)).out
     assert "?" in said and "yes" not in said and "budget was not known in bytes" in said
     assert "budget was not known in bytes" in autockpt("history", str(run.path), "--trial", "0").out
-    assert "best none yet" in autockpt("history", "--out", str(tmp_path)).out
+    assert "none yet" in autockpt("history", "--out", str(tmp_path)).out
     assert autockpt("history", str(run.path), "--csv").out.splitlines()[1].split(",")[4] == ""
 
 
@@ -74,9 +74,27 @@ def test_without_a_run_all_are_listed(autockpt, tmp_path: Path) -> None:
     make_run(tmp_path / "results")
     broken = make_run(tmp_path / "results", "40%")
     (broken.path / "trials.jsonl").write_text("x\n")
+    refused = make_run(tmp_path / "results", "20%")
+    refused.write_outlook(Outlook(infeasible="nothing fits 20%\nand why"))
     result = autockpt("history")
-    assert result.code == 0 and "3 trials, 2 measured, best 448 ms" in result.out and "trials.jsonl:1" in result.out
-    assert len(autockpt("history", "--json").json) == 2
+    rows = {line.split()[0]: line.split() for line in result.out.splitlines() if line}
+    assert rows[make_run(tmp_path / "results").path.name][3:] == ["3", "2", "448", "ms", "±0.8", "%", "441", "MiB"]
+    assert rows[f"{broken.path.name}:"] and broken.path.name not in rows and "trials.jsonl:1" in result.out
+    assert f"{refused.path.name}: nothing fits 20%\n" in result.out and result.code == 0
+    assert len(autockpt("history", "--json").json) == 3
+
+
+def test_the_list_of_runs_has_a_line_for_each_on_80_columns(
+    autockpt, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    make_run(tmp_path)
+    long = RunDirectory.enter(tmp_path, {"budget": "1"}, model="m" * 17, device="cpu", budget="60%act")
+    assert len(long.path.name) == 40
+    long.add_trial(trial(0, state="simulated", measured=None))
+    lines = autockpt("history", "--out", str(tmp_path)).out.splitlines()
+    assert len(lines) == 5 and all(len(line) <= 80 for line in lines), lines
+    assert "448 ms" in lines[2] and "~" in lines[3] and lines[4] == "~ simulated, not measured"
 
 
 def test_names_cannot_drive_the_terminal(autockpt, tmp_path: Path) -> None:
