@@ -336,15 +336,20 @@ class RunDirectory:
 def directory_name(model: str, device: str, budget: str, digest: str) -> str:
     """``llama-tiny_cpu_60pct-act_1a2b3c4d``: readable, safe on every file system, parts joined by underscores."""
     asked = [_slug(budget.replace("%act", "pct-act").replace("%", "pct"))] if budget else []
-    return "_".join([_short_name(model), _slug(device), *asked, digest])
+    return "_".join([short_name(model), _slug(device), *asked, digest])
 
 
-def _short_name(model: str) -> str:
-    """A model's name for directories: a hub id as it is, what a path ends with, the folder of a ``config.json``."""
-    parts = [part for part in re.split(r"[/\\]", model) if part]
-    if len(parts) < 2 or not (model.endswith(".json") or model.startswith(("/", ".", "~"))):
-        return _slug(model.removesuffix(".json"))
-    return _slug(parts[-2] if parts[-1] == "config.json" else parts[-1].removesuffix(".json"))
+def short_name(model: str) -> str:
+    """A model's name for files: a hub id as it is, what a path ends with, the folder of a ``config.json``.
+
+    That of the folder which one is in, too: ``./config.json`` and ``.`` are called as it is.
+    """
+    parts = [model]
+    if model.endswith(".json") or model.startswith(("/", ".", "~")):
+        parts = [part for part in re.split(r"[/\\]", os.path.abspath(model)) if part] or parts
+    if len(parts) > 1 and parts[-1] == "config.json":
+        parts.pop()
+    return _slug(parts[-1].removesuffix(".json"))
 
 
 def _make(path: Path) -> None:

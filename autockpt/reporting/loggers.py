@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from autockpt.errors import UsageError
+from autockpt.history.rundir import short_name
 from autockpt.schema import Listener, Trial
 
 KINDS = ("tensorboard", "wandb")
@@ -163,7 +164,7 @@ def logging_to(kinds: Sequence[str], inner: Listener, folder: Path, name: str, f
 
 def run_name(model: str, budget: str) -> str:
     """``llama-1b-24GB-20261122-141503``: what a search is called in a log."""
-    plain = re.sub(r"[^\w.%-]+", "_", f"{Path(model).name or model}-{budget}")
+    plain = re.sub(r"[^\w.%-]+", "_", f"{short_name(model)}-{budget}")
     return f"{plain}-{time.strftime('%Y%m%d-%H%M%S')}"
 
 

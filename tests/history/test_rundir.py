@@ -60,13 +60,21 @@ def plan(choice: Choice = RECOMPUTE) -> Plan:
     return Plan.create({"h.0": choice, "h.1": SAVE, "h.2": SAVE}, units, source="measured", measured=measured)
 
 
-def test_names_are_readable_and_safe() -> None:
+def test_names_are_readable_and_safe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert directory_name("llama-tiny", "cpu", "60%act", "1a2b") == "llama-tiny_cpu_60pct-act_1a2b"
     assert directory_name("meta-llama/Llama-3.2-1B", "cuda", "24GB", "x") == "meta-llama-Llama-3.2-1B_cuda_24GB_x"
     assert directory_name("../../etc/passwd", "cuda:1", "auto", "x") == "passwd_cuda-1_auto_x"
     assert directory_name("a/long/way/to/six_layers.json", "cpu", "1GB", "x") == "six-layers_cpu_1GB_x"
     assert directory_name("/models/my-llama/config.json", "cpu", "1GB", "x") == "my-llama_cpu_1GB_x"
-    assert directory_name("config.json", "cpu", "1GB", "x") == "config_cpu_1GB_x"
+    assert directory_name("/config.json", "cpu", "1GB", "x") == "config_cpu_1GB_x"
+    folder = tmp_path / "my-llama" / "deeper"
+    folder.mkdir(parents=True)
+    monkeypatch.chdir(folder.parent)
+    for model in ("config.json", "./config.json", ".", "./", "deeper/../config.json"):
+        assert directory_name(model, "cpu", "1GB", "x") == "my-llama_cpu_1GB_x", model
+    monkeypatch.chdir(folder)
+    for model in ("../config.json", ".."):
+        assert directory_name(model, "cpu", "1GB", "x") == "my-llama_cpu_1GB_x", model
     assert directory_name("my_pkg.mod:make_model", "cpu", "1GB", "x").count("_") == 3
     assert directory_name("äö/", "cpu", "1GB", "x") == "x_cpu_1GB_x"
     assert len(directory_name("m" * 500, "cpu", "1GB", "x")) < 60

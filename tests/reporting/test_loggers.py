@@ -90,4 +90,5 @@ def test_tensorboard_reads_what_was_written(tmp_path: Path) -> None:
 
 
 def test_a_run_is_named_by_its_question() -> None:
-    assert run_name("/models/my llama", "24GB").startswith("my_llama-24GB-20")
+    assert run_name("/models/my llama", "24GB").startswith("my-llama-24GB-20")
+    assert run_name("/models/my-llama/config.json", "60%act").startswith("my-llama-60%act-20")
