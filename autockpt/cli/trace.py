@@ -13,6 +13,7 @@ from autockpt.errors import UsageError
 
 if TYPE_CHECKING:
     from autockpt.schema import DevicePeak, Graph, Hardware, Plan, WorkloadSpec
+    from autockpt.tracing import Tracer
 
 
 @guarded
@@ -65,14 +66,9 @@ def trace(
 
 
 def _trace(spec: WorkloadSpec, loaded: Plan | None, hardware: Hardware | None) -> tuple[Graph, dict[str, Any]]:
-    from autockpt.profiling import tracer_for
-    from autockpt.tracing import Tracer
     from autockpt.workload.units import units_named
 
-    with (
-        screen.progress().status("tracing …"),
-        Tracer.from_spec(spec) if hardware is None else tracer_for(hardware, spec) as tracer,
-    ):
+    with screen.progress().status("tracing …"), _tracer(spec, hardware) as tracer:
         if loaded is not None and spec.units is None and (named := units_named(loaded, tracer.units, tracer.head)):
             with suppress(UsageError):  # names of no module: said below, with what was meant perhaps
                 return _trace(spec.model_copy(update={"units": named}), loaded, hardware)
@@ -81,6 +77,16 @@ def _trace(spec: WorkloadSpec, loaded: Plan | None, hardware: Hardware | None) -
         settings |= {"device": f"{hardware.name}, simulated"} if hardware else {}
         settings |= {"plan": f"{loaded.file} ({loaded.status})"} if loaded else {}
         return graph.model_copy(update={"notes": (*tracer.notes, *graph.notes)}), settings
+
+
+def _tracer(spec: WorkloadSpec, hardware: Hardware | None) -> Tracer:
+    if hardware is None:
+        from autockpt.tracing import Tracer
+
+        return Tracer.from_spec(spec)
+    from autockpt.profiling import tracer_for
+
+    return tracer_for(hardware, spec)
 
 
 def _print_json(graph: Graph, settings: dict[str, Any], whole: bool, peak: DevicePeak | None) -> None:

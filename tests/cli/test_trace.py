@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -48,6 +49,13 @@ def test_the_table_and_the_line(autockpt, traced) -> None:
     assert "h.0-1" in result.out and "█" in result.out and "Peak" in result.out and "dtype fp32" in result.out
     assert "a note of the tracer's" in result.out
     assert traced == [(WorkloadSpec(model="llama-tiny", batch_size=2, seq_len=8, seed=5), None)]
+
+
+def test_this_machine_s_step_is_traced_without_what_prices_plans(
+    autockpt, traced, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "autockpt.profiling", None)  # its import fails; it takes a while where it does not
+    assert autockpt("trace", "--model", "llama-tiny").code == 0 and traced
 
 
 def test_a_plan_is_applied(autockpt, traced, tmp_path: Path) -> None:
