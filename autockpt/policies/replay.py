@@ -92,10 +92,18 @@ class ReplayState(Attachment):
         super().__init__(unit)
         _pass_over_what_is_set_to_itself()
         self._cache_structure: UnitStructure | None = None
+        self._cache_block: tuple[int, list[int]] | None = None
         self.memory = Memory(unit)
 
     def in_mid_training(self) -> None:
         self.memory.in_mid_training()
+
+    def casts_outdated(self, block: int, versions: list[int]) -> bool:
+        """Whether autocast may remember casts of what weights were before: they have changed since it first met them in
+        this block."""
+        if self._cache_block is None or self._cache_block[0] != block:
+            self._cache_block = block, versions
+        return self._cache_block[1] != versions
 
     def structure(self, module: nn.Module) -> UnitStructure:
         """The unit's modules as they are now. Where they are others, what calls taught is forgotten."""
@@ -132,6 +140,9 @@ class Replay:
             refuse_inference(error, state.unit)
             raise
         self.surroundings = Surroundings((*self.tensors, *self.parameters.tensors))
+        block = self.surroundings.autocast_block()
+        outdated = block is not None and state.casts_outdated(block, self.parameters.versions)
+        self._block = block if outdated else None  # in which it must run again
         # dispatch modes that list or count ops are to see those of the second run, too
         self.reached = UnitState(state.memory, module, [*objects, *user_function_modes()], self.tensors)
         self._over = False
@@ -228,6 +239,13 @@ class Replay:
             self.reached.restored(),
             self._earlier_gradients(),
         ):
+            if self._block is not None and self.surroundings.autocast_block() != self._block:
+                raise ConflictError(
+                    f"{unit} computed with casts of weights from before these were changed, as autocast remembers them "
+                    "until its outermost block ends, and its forward would run again with new ones",
+                    remedy="End the autocast block before the optimizer step, or call torch.clear_autocast_cache() "
+                    "after it: without a plan, too, such a forward does not see the new weights.",
+                )
             args, kwargs = put_together(self.template, iter(tensors))
             if self._caches:
                 args, kwargs = with_caches(args, kwargs)

@@ -18,7 +18,11 @@ from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _disable_current_modes,
+    _get_current_dispatch_mode_stack,
+)
 
 from autockpt.devices.random_states import TorchStates
 from autockpt.errors import ConflictError
@@ -83,6 +87,10 @@ class Surroundings:
         """Call a function in a copy of the context that the forward began in: what it sets is gone after it."""
         return self._context.copy().run(function, *args)
 
+    def autocast_block(self) -> int | None:
+        """Which of autocast's blocks this is; None where it is off."""
+        return _autocast_block() if self._casts.enabled else None
+
     @contextmanager
     def restored(self) -> Iterator[None]:
         """As before the forward, and afterwards as now."""
@@ -126,6 +134,31 @@ class Casts:
                 stack.enter_context(torch.autocast(kind, dtype, enabled, cache))
             with under(self._modes):
                 yield
+
+
+def _autocast_block() -> int:
+    """Autocast remembers its casts of weights until its outermost block ends. By one of an empty weight blocks are told
+    apart: by the number that autograd gave it."""
+    bias, rows, columns = _empty_product()
+    before, dtype = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
+    modes = _disable_current_modes() if _dispatch_modes() else nullcontext()
+    with torch._C.DisableTorchFunction(), modes, torch.enable_grad():
+        torch.set_autocast_enabled("cpu", True)  # no block of its own, which might end that of others
+        torch.set_autocast_dtype("cpu", torch.bfloat16)
+        try:
+            node: Any = torch.addmm(bias, rows, columns).grad_fn  # for which nothing is saved
+        finally:
+            torch.set_autocast_enabled("cpu", before)
+            torch.set_autocast_dtype("cpu", dtype)
+    cast = None if node is None else node.next_functions[0][0]
+    return 0 if cast is None else cast._sequence_nr()
+
+
+@functools.cache
+def _empty_product() -> tuple[torch.Tensor, ...]:
+    with torch._C.DisableTorchFunction(), _disable_current_modes(), torch.inference_mode(False):
+        sizes = (0, 0), (0, 1), (1, 0)
+        return tuple(torch.zeros(s, dtype=torch.float32, device="cpu", requires_grad=s == (0, 0)) for s in sizes)
 
 
 def user_function_modes() -> list[Any]:
