@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from importlib.resources import files
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,6 @@ from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
 from autockpt.errors import RunDirectoryError
-from autockpt.explaining.holdings import joined
 from autockpt.history.comparison import differences
 from autockpt.history.rundir import RunDirectory
 from autockpt.page import draw
@@ -24,6 +25,7 @@ from autockpt.reporting.answer import answer_rows, loading_lines
 from autockpt.schema import SAVE, format_binary, words
 from autockpt.schema.files import write_file
 from autockpt.schema.known import OURS
+from autockpt.schema.names import fold, parse_pattern
 
 PAGE = "report.html"
 BEST_FEW = 5
@@ -70,9 +72,19 @@ def of_run(contents: Contents) -> dict[str, Any]:
         "buys": _buys(contents),
         "phases": _phases(tried),
         "letters": words.letters(p.choices for p in points),
-        "units": joined(contents.units),
+        "units": _in_order(contents.units),
         "misses": _misses(tried),
     }
+
+
+def _in_order(units: Sequence[str]) -> str:
+    """``h.0-1, x, h.2``: folded no further than their order allows, so that boxes can be counted off."""
+    run, runs = 0, {}
+    for before, name in pairwise(["", *units]):
+        both = list(fold({before: 0, name: 0}))
+        run += len(both) > 1 or parse_pattern(both[0]).enumerate() != [before, name]
+        runs[name] = run
+    return ", ".join(fold(runs))
 
 
 def _buys(contents: Contents) -> list[dict[str, Any]]:

@@ -11,7 +11,7 @@ from autockpt.history.rundir import RunDirectory
 from autockpt.page import compare_page, write_page
 from autockpt.page.contents import contents_of, without_paths
 from autockpt.page.plans import GHOST, OPTUNA, SOLVER
-from autockpt.page.render import run_page
+from autockpt.page.render import _in_order, run_page
 from autockpt.page.sentence import a_little_more
 from autockpt.schema import OFFLOAD, SAVE, FinishedSearch, Prediction, WorkloadSpec
 from autockpt.schema.batches import SizesTimed
@@ -73,6 +73,22 @@ def test_a_page_has_every_part_and_needs_nothing_else(tmp_path: Path) -> None:
     assert "Of 3 plans with numbers 2 fit, and none of these is faster. The next leaner one, 150 B less" in page.said
     assert 'autockpt.apply(model, "' in page.said and "autockpt search --model" in page.said
     assert "The boxes, first to last: h.0-1." in page.said
+
+
+@pytest.mark.parametrize(
+    ("units", "said"),
+    [
+        (["h.0", "x", "h.1", "h.2", "y"], "h.0, x, h.1-2, y"),
+        (["v.0", "t.0", "v.1", "t.1"], "v.0, t.0, v.1, t.1"),
+        (["h.1", "h.0"], "h.1, h.0"),
+        (["v.0", "v.1", "v.2", "t.0", "t.1", "lm_head"], "v.0-2, t.0-1, lm_head"),
+        (["stage.0.block.0", "stage.0.block.1", "stage.1.block.0"], "stage.0.block.0-1, stage.1.block.0"),
+        (["*", "h.0-1"], "*, h.0-1"),
+        ([], ""),
+    ],
+)
+def test_boxes_are_named_in_their_order(units: list[str], said: str) -> None:
+    assert _in_order(units) == said
 
 
 def test_it_says_how_fast_a_step_is(tmp_path: Path) -> None:
