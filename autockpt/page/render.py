@@ -102,7 +102,7 @@ def _buys(contents: Contents) -> list[dict[str, Any]]:
                 "more": step.bytes - budget_bytes if budget_bytes else None,
                 "point": point,
                 "gain": 1 - point.seconds / best.seconds if best and best.seconds and point.seconds else None,
-                "strip": words.strip(point.choices, 40),
+                "strip": words.strip(point.choices, 40, contents.units),
             }
         )
     return _spread(rows, 14)
@@ -152,7 +152,6 @@ def _templates() -> Environment:
         "seconds": words.seconds,
         "share": words.share,
         "signed": lambda value: words.share(value, signed=True),
-        "strip": lambda choices: words.strip(choices, 40),
     }
     environment.globals |= {"draw": draw, "words": words}
     return environment

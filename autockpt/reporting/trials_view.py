@@ -88,16 +88,18 @@ def print_table(trials: Sequence[Trial], front: Sequence[Trial], console: Consol
 
 
 def _trials_table(trials: Sequence[Trial], front: set[int], width: int) -> Table:
-    """Number, encoding, peak, step time, verdict, hash and the choices in one line."""
+    """Number, encoding, peak, step time, verdict, hash and the choices in one line, of one length for all."""
     wide = width >= WIDE
+    units = list(dict.fromkeys(name for trial in trials for name in trial.choices))
     predicted = [">predicted"] if wide else []
     table = plain_table("", ">#", "encoding", ">peak", *predicted, ">step", "fits", "plan", "<choices")
     for trial in trials:
-        table.add_row(*_cells(trial, trial.number in front, wide=wide, room=max(12, width - (74 if wide else 66))))
+        letters = words.strip(trial.choices, max(12, width - (74 if wide else 66)), units)
+        table.add_row(*_cells(trial, trial.number in front, wide=wide), letters)
     return table
 
 
-def _cells(trial: Trial, on_front: bool, *, wide: bool, room: int) -> list[Text | str]:
+def _cells(trial: Trial, on_front: bool, *, wide: bool) -> list[Text | str]:
     measured, predicted = trial.measured, trial.predicted
     peak = "—"
     if measured:
@@ -113,7 +115,6 @@ def _cells(trial: Trial, on_front: bool, *, wide: bool, room: int) -> list[Text 
         words.step_of(measured or predicted),
         _fits(trial),
         trial.plan_hash[:8],
-        words.strip(trial.choices, room),
     ]
 
 

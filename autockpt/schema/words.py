@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from itertools import groupby
 
-from autockpt.schema.choices import CHOICE_TYPES, Choice
+from autockpt.schema.choices import CHOICE_TYPES, SAVE, Choice
 from autockpt.schema.names import ancestors, outermost
 from autockpt.schema.sizes import scaled, three
 from autockpt.schema.trial import Measurement, Prediction
@@ -91,12 +91,14 @@ def job(settings: Mapping[str, object]) -> str:
     return facts({name: settings.get(name) for name in shown})
 
 
-def strip(choices: Mapping[str, Choice], width: int = 48) -> str:
+def strip(choices: Mapping[str, Choice], width: int = 48, units: Iterable[str] = ()) -> str:
     """A plan in one line, a letter per outermost unit in their order: ``.`` save, ``R`` recompute, ``O`` offload, ….
 
+    ``units`` come first and save where nothing is chosen for them: with those of several plans, all have one length.
     A unit that saves but has choices on its sub-units shows the first of those in lower case. What is longer than
     ``width`` is written in runs: ``.×12 R×20``.
     """
+    choices = {**dict.fromkeys(units, SAVE), **choices}
     letters = [choices[name].letter for name in outermost(choices)]
     inner = {}
     for name, choice in choices.items():

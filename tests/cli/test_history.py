@@ -10,6 +10,7 @@ import pytest
 from autockpt.errors import RunDirectoryError
 from autockpt.history.rundir import BY_LENGTH, RunDirectory
 from autockpt.history.trialplan import plan_at, plan_file
+from autockpt.schema import RECOMPUTE
 from autockpt.schema.outlook import Outlook
 from autockpt.schema.plan import Plan
 from tests.reporting.samples import trial
@@ -119,6 +120,14 @@ def test_the_legend_and_the_dates(autockpt, tmp_path: Path) -> None:
     result = autockpt("history", str(make_run(tmp_path).path))
     assert ". save, R recompute, O offload" in result.out and "selective" not in result.out
     assert "begun 20" in result.out and "last trial 20" in result.out
+
+
+def test_every_trial_has_a_letter_for_the_head_where_one_does_something_with_it(autockpt, tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    assert "R." not in autockpt("history", str(run.path)).out
+    run.add_trial(trial(3, plan_hash="3", choices={**trial(1).choices, "lm_head": RECOMPUTE}))
+    lines = autockpt("history", str(run.path)).out.splitlines()
+    assert [line.split()[-1] for line in lines if "....ORRRRRRR" in line] == [*["....ORRRRRRR."] * 3, "....ORRRRRRRR"]
 
 
 def test_everything_fits_80_columns_with_its_noise(autockpt, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

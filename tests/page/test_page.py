@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -13,10 +14,10 @@ from autockpt.page.contents import contents_of, without_paths
 from autockpt.page.plans import GHOST, OPTUNA, SOLVER
 from autockpt.page.render import _in_order, run_page
 from autockpt.page.sentence import a_little_more
-from autockpt.schema import OFFLOAD, SAVE, FinishedSearch, Prediction, WorkloadSpec
+from autockpt.schema import OFFLOAD, RECOMPUTE, SAVE, FinishedSearch, Prediction, WorkloadSpec
 from autockpt.schema.batches import SizesTimed
 from autockpt.schema.outlook import GhostAnswer, Outlook
-from tests.page.samples import BUDGET, make_run, plan_of, trials
+from tests.page.samples import BUDGET, make_run, plan_of, trials, tried
 from tests.reporting.samples import small_graph
 
 VOID = {"meta", "link", "input", "br", "hr", "img"}
@@ -89,6 +90,13 @@ def test_a_page_has_every_part_and_needs_nothing_else(tmp_path: Path) -> None:
 )
 def test_boxes_are_named_in_their_order(units: list[str], said: str) -> None:
     assert _in_order(units) == said
+
+
+def test_every_plan_has_a_letter_for_the_head_where_one_does_something_with_it(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    run.add_trial(tried(4, "with the head", plan_of(RECOMPUTE, SAVE) | {"lm_head": RECOMPUTE}, 1800, 0.15))
+    letters = re.findall(r'class="letters">([^<]*)<', run_page(run))
+    assert {"...", "RR.", "R.R"} <= set(letters) and {len(said) for said in letters if said} == {3}, letters
 
 
 def test_it_says_how_fast_a_step_is(tmp_path: Path) -> None:

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from autockpt.reporting.trials_view import print_trials
+from autockpt.reporting.trials_view import print_table, print_trials
 from autockpt.reporting.verify_view import print_report
 from autockpt.schema import RECOMPUTE, VerifyReport
 from autockpt.schema.verification import Check
@@ -16,10 +16,10 @@ def test_trials_and_their_front(width: int) -> None:
         trial(1),
         trial(2, state="out_of_memory", feasible=False, measured=None),
         trial(4, feasible=False, state="over_budget"),
-        trial(5, choices={f"h.{i}": RECOMPUTE for i in range(100)}),
     ]
     screen, raw = console(width)
     print_trials(trials, [trials[1]], screen)
+    print_table([trial(5, choices={f"h.{i}": RECOMPUTE for i in range(100)})], [], screen)
     text = raw.getvalue().decode()
     lines = text.splitlines()
     assert all(len(line) <= width for line in lines) and "…" not in text

@@ -57,6 +57,7 @@ def test_a_plan_in_one_line() -> None:
     long: dict[str, Choice] = {f"h.{i}": SAVE if i < 30 else RECOMPUTE for i in range(80)}
     assert words.strip(long) == ".×30 R×50"
     assert words.strip({}) == ""
+    assert words.strip(plan, units=[*plan, "lm_head"]) == ".ROr.", "what no choice was made for saves"
     assert words.tally(plan) == "2 save, 2 recompute, 1 offload"
 
 
