@@ -13,7 +13,7 @@ from autockpt.hardware.work import work_of_op
 from autockpt.schema import Graph, Hardware, Op, OpTimes
 from autockpt.schema.explanation import Bound, Part, Speed
 from autockpt.schema.names import ancestors
-from autockpt.simulator import bytes_timeline, simulate
+from autockpt.simulator import bytes_timeline, op_seconds, simulate
 
 SCORES, PROJECTIONS, FEED_FORWARD = "attention itself", "attention's projections", "feed-forward"
 BETWEEN, OUTSIDE, OPTIMIZER, COPIES = "norms and residuals", "embedding, head, loss", "optimizer", "waiting for copies"
@@ -40,20 +40,6 @@ def speed_of(
         tokens=tokens,
         average_bytes=int(average) + overhead,
         parts=_parts(graph, each, hardware, said.copy_seconds),
-    )
-
-
-def op_seconds(graph: Graph, times: OpTimes) -> np.ndarray:
-    """About the seconds of each op, once: its signature's, the optimizer's shared among its; copies are left out."""
-    known = [times.seconds.get(text, 0.0) for text in graph.signatures]
-    last = [op.phase == "optimizer" for op in graph.ops]
-    each = times.optimizer_seconds / max(1, sum(last))
-    again = [times.rerun_scale if op.phase == "recompute" else 1.0 for op in graph.ops]
-    return np.array(
-        [
-            each if is_last else (known[op.signature] + times.host_seconds) * scale
-            for op, is_last, scale in zip(graph.ops, last, again, strict=True)
-        ]
     )
 
 

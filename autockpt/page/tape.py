@@ -10,10 +10,9 @@ import numpy as np
 
 from autockpt.explaining.holdings import COME_AND_GO, GROWING, StepBytes
 from autockpt.explaining.kinds import base_name, within
-from autockpt.explaining.speed import op_seconds
 from autockpt.reporting.area import resampled
 from autockpt.schema import Graph, Op, OpTimes, Storage
-from autockpt.simulator import bytes_timeline
+from autockpt.simulator import bytes_timeline, op_seconds
 
 SAMPLES = 360  # moments that can be looked at
 LISTED = 900  # storages that are listed one by one; smaller ones are summed up

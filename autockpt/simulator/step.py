@@ -39,18 +39,12 @@ def simulate(graph: Graph, times: OpTimes) -> Simulation:
     every other one its own (estimated from similar ones where nobody timed it) and the host's seconds. Raises
     ValueError where a bandwidth that the graph's copies need is not positive.
     """
-    signature = np.fromiter((op.signature for op in graph.ops), dtype=np.int64, count=len(graph.ops))
     phase = phases_of(graph)
-    is_optimizer = phase == PHASES.index("optimizer")
-    seconds = _by_signature(graph, times.seconds, set(signature[~is_optimizer].tolist()))
     runs = np.array(graph.runs, dtype=np.int64)
-    duration = np.where(is_optimizer, 0.0, seconds[signature] + times.host_seconds)
-    duration[phase == PHASES.index("recompute")] *= times.rerun_scale
-    if times.watch_seconds:
-        watched = np.fromiter((op.watched for op in graph.ops), dtype=bool, count=len(graph.ops))
-        duration = np.where(is_optimizer, duration, duration + times.watch_seconds * watched)
-    if is_optimizer.any():
-        duration[np.flatnonzero(is_optimizer)[0]] = times.optimizer_seconds
+    duration = op_seconds(graph, times)
+    optimizer = np.flatnonzero(phase == PHASES.index("optimizer"))
+    duration[optimizer] = 0.0
+    duration[optimizer[:1]] = times.optimizer_seconds
     copies = _alone(graph, times)
     queues = times.environment.device.copy_queues
     waits = _waits(graph.copies, copies, duration) if queues else _at_issue(graph.copies, copies, len(duration))
@@ -65,6 +59,23 @@ def simulate(graph: Graph, times: OpTimes) -> Simulation:
             for d in ("out", "in")
         },
     )
+
+
+def op_seconds(graph: Graph, times: OpTimes) -> np.ndarray:
+    """Seconds of each op, once, as a simulated step counts them, without copies.
+
+    The optimizer's ops are timed as a whole; here each takes an equal share.
+    """
+    signature = np.fromiter((op.signature for op in graph.ops), dtype=np.int64, count=len(graph.ops))
+    watched = np.fromiter((op.watched for op in graph.ops), dtype=bool, count=len(graph.ops))
+    phase = phases_of(graph)
+    is_optimizer = phase == PHASES.index("optimizer")
+    seconds = _by_signature(graph, times.seconds, set(signature[~is_optimizer].tolist()))
+    duration = seconds[signature] + times.host_seconds
+    duration[phase == PHASES.index("recompute")] *= times.rerun_scale
+    duration += times.watch_seconds * watched
+    duration[is_optimizer] = times.optimizer_seconds / max(1, is_optimizer.sum())
+    return duration
 
 
 def bytes_timeline(graph: Graph) -> np.ndarray:
@@ -94,9 +105,9 @@ def micro_batch_of(phase: np.ndarray) -> np.ndarray:
     return np.cumsum(begins)
 
 
-def _by_signature(graph: Graph, op_seconds: Mapping[str, float], used: set[int]) -> np.ndarray:
+def _by_signature(graph: Graph, timed: Mapping[str, float], used: set[int]) -> np.ndarray:
     """Seconds per signature index; those of ``used`` ones that nobody timed are estimated."""
-    known = {i: op_seconds[text] for i, text in enumerate(graph.signatures) if text in op_seconds}
+    known = {i: timed[text] for i, text in enumerate(graph.signatures) if text in timed}
     if missing := used - known.keys():
         known |= estimate(graph, known, missing)
     return np.array([known.get(i, 0.0) for i in range(len(graph.signatures))])
