@@ -67,13 +67,14 @@ def op_seconds(graph: Graph, times: OpTimes) -> np.ndarray:
     The optimizer's ops are timed as a whole; here each takes an equal share.
     """
     signature = np.fromiter((op.signature for op in graph.ops), dtype=np.int64, count=len(graph.ops))
-    watched = np.fromiter((op.watched for op in graph.ops), dtype=bool, count=len(graph.ops))
     phase = phases_of(graph)
     is_optimizer = phase == PHASES.index("optimizer")
     seconds = _by_signature(graph, times.seconds, set(signature[~is_optimizer].tolist()))
     duration = seconds[signature] + times.host_seconds
     duration[phase == PHASES.index("recompute")] *= times.rerun_scale
-    duration += times.watch_seconds * watched
+    if times.watch_seconds:
+        watched = np.fromiter((op.watched for op in graph.ops), dtype=bool, count=len(graph.ops))
+        duration += times.watch_seconds * watched
     duration[is_optimizer] = times.optimizer_seconds / max(1, is_optimizer.sum())
     return duration
 
