@@ -10,7 +10,7 @@ Nothing is taken for granted about what the unit reads: where a function is anot
 that was dropped is made at once, before that function runs, and from there on all is kept. The next call is noted anew.
 
 Autocast remembers its casts of weights until its outermost block ends, and may hand out one of a weight that had other
-values then. So the graph of what a function returns must show that this very call made the casts it used.
+values then. So the graph of what a function returns must show the same casts, made by its call where they were then.
 
 What cannot be told from functions is not followed: tensors written to, memory handed to others (NumPy, pointers),
 tensors of subclasses, other modes, ops that run outside of torch's functions, and which kernels the unit's own code
@@ -38,11 +38,11 @@ from autockpt.policies.rerun_state.code import Code
 from autockpt.policies.saved import Kept
 from autockpt.policies.score import (
     SAVED,
+    CastsUsed,
     FunctionCall,
     Met,
     RecordedCall,
     autocast_now,
-    casts_of_weights,
     dispatch_modes,
     is_plain,
     leaves_of,
@@ -95,12 +95,13 @@ class Following(TorchFunctionMode):
     ) -> None:
         super().__init__()
         self._unit, self._packing = unit, packing
-        self._packs, self._sources, self._since = score.packs, score.sources, sequence_nr()
+        self._packs, self._sources, self._used = score.packs, score.sources, CastsUsed()
         self._met: Met = list(map(weakref.ref, outside))
         self._dropped: list[weakref.ref[torch.UntypedStorage]] = []  # what each slot was dropped from
         self._doubtful: list[torch.Tensor] = []  # saved by a function that uses casts of weights
         self._call = _Call(unit, score)
-        self._at = self.packed = self._casts = 0
+        self._at = self.packed = 0
+        self._doubts = False
         self.lost = False
         self._steps = iter(score.steps)
         self._next = next(self._steps, _END)
@@ -124,17 +125,17 @@ class Following(TorchFunctionMode):
             return func(*args, **kwargs) if kwargs else func(*args)
         self._at += 1
         self._next = next(self._steps, _END)
-        self._casts, begin = step.casts, sequence_nr() if step.casts else 0
+        self._doubts = step.casts is not None
+        begin = sequence_nr() if self._doubts else 0
         try:
             out = func(*args, **kwargs) if kwargs else func(*args)
         except BaseException:
             self.leave()
             raise
-        if self._casts:
-            fresh = [number >= self._since for number in casts_of_weights(leaves_of(out), begin)]
-            if sum(fresh) != step.casts:
+        if self._doubts:
+            if not self.lost and not step.uses(self._used, leaves_of(out), begin, self._met):
                 self.leave()
-            self._doubtful = []
+            self._doubts, self._doubtful = False, []
         if type(out) is torch.Tensor and step.leaves == 1 and not step.holds:  # nearly always
             self._met.append(weakref.ref(out))
         else:
@@ -144,7 +145,7 @@ class Following(TorchFunctionMode):
     def __exit__(self, *raised: Any) -> None:
         """Autograd holds on to ``pack``, and by that to this."""
         super().__exit__(*raised)
-        self._met, self._dropped, self._doubtful = [], [], []
+        self._met, self._dropped, self._doubtful, self._used = [], [], [], CastsUsed()
 
     def _returned(self, step: FunctionCall, leaves: Sequence[torch.Tensor]) -> None:
         if len(leaves) != step.leaves:
@@ -177,7 +178,7 @@ class Following(TorchFunctionMode):
             return Kept(tensor, self._unit)
         entry = self._packing(tensor) if self._packing is not None else None
         slot = RemadeSlot(self._call, source, geometry, entry)
-        if self._casts:
+        if self._doubts:
             self._doubtful.append(tensor)
         self._dropped.append(weakref.ref(tensor.untyped_storage()))
         self._call.slots.append(weakref.ref(slot))

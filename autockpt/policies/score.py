@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch._ops import OpOverload, OpOverloadPacket
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 
 from autockpt.policies.assigned import is_wrapped
 from autockpt.policies.compiling import run_as_it_is
@@ -47,7 +48,8 @@ def autocast_now() -> tuple[Any, ...] | None:
     """To which types autocast casts now what functions are given; None where it is off."""
     if not _autocast_is_on():
         return None
-    return tuple([torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) for kind in _kinds()])
+    casts = [torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) for kind in _kinds()]
+    return torch.is_autocast_cache_enabled(), *casts
 
 
 @functools.cache
@@ -73,7 +75,7 @@ class _Parts(NamedTuple):
 class FunctionCall:
     """One call of a function of torch's. ``packs``: tensors saved before it; ``first``: the number of the first tensor
     that it gives, of ``leaves``; ``holds``: which of them are held, with their form; ``autocast`` as it was then;
-    ``casts``: how many casts of weights of this call's it used."""
+    ``casts``: which casts of leaves it used, as ``CastsUsed`` says, with the numbers of the leaves."""
 
     __slots__ = (
         *("_count", "_kwargs", "_places", "_rest", "autocast", "casts", "first", "func", "holds", "leaves", "packs"),
@@ -84,8 +86,18 @@ class FunctionCall:
         self._count, self._kwargs = len(args), kwargs
         self._places = [(position, int(arg)) for position, arg in enumerate(args) if type(arg) is Ordinal]
         self._rest = [(position, arg) for position, arg in enumerate(args) if type(arg) is not Ordinal]
-        self.leaves = self.casts = 0
+        self.leaves = 0
+        self.casts: tuple[int, list[tuple[int, int, bool]]] | None = None
         self.holds: dict[int, tuple[Geometry, torch.dtype]] = {}
+
+    def uses(self, used: CastsUsed, results: Sequence[torch.Tensor], begin: int, met: Met) -> bool:
+        """Whether a function that gave ``results`` used the same casts, each made by its call where it was then."""
+        assert self.casts is not None
+        nodes, found = used.by(results, begin)
+        if nodes != self.casts[0] or len(found) != len(self.casts[1]):
+            return False
+        pairs = zip(found, self.casts[1], strict=True)
+        return all([cast[1:] == known[1:] and met[known[0]]() is cast[0] for cast, known in pairs])
 
     def agrees(self, args: tuple[Any, ...], kwargs: dict[str, Any] | None, met: Met) -> bool:
         """Whether a function is given the same. This and ``fits`` are most of what following costs."""
@@ -122,20 +134,36 @@ def fits(value: Any, pattern: Any, met: Met) -> bool:
     return len(parts) == len(pattern.parts) and all([fits(*pair, met) for pair in zip(parts, pattern.parts)])  # noqa: B905
 
 
-def casts_of_weights(leaves: Sequence[torch.Tensor], begin: int) -> list[int]:
-    """When autograd noted the casts of leaves (sequence numbers) that a function used which began at ``begin``."""
-    open_ends: list[Any] = [tensor.grad_fn for tensor in leaves if tensor.grad_fn is not None]
-    found: dict[Any, int] = {}
-    while open_ends:
-        node = open_ends.pop()
-        if node in found:
-            continue
-        before, found[node] = [given for given, _ in node.next_functions if given is not None], -1
-        if node.name() == "ToCopyBackward0" and before and before[0].name() == "torch::autograd::AccumulateGrad":
-            found[node] = node._sequence_nr()
-        elif node._sequence_nr() >= begin:
-            open_ends += before
-    return [number for number in found.values() if number >= 0]
+class CastsUsed:
+    """Which casts of leaves one call has used. Autocast remembers them until its outermost block ends, whichever call
+    or thread made them, so that one may be of a leaf's earlier values."""
+
+    def __init__(self) -> None:
+        self._known: dict[Any, tuple[int, bool]] = {}  # by autograd's nodes
+
+    @property
+    def count(self) -> int:
+        return len(self._known)
+
+    def by(self, results: Sequence[torch.Tensor], begin: int) -> tuple[int, list[tuple[torch.Tensor, int, bool]]]:
+        """Those that a function used which began at autograd's sequence number ``begin``, and how many nodes it added,
+        one less for each cast that it did not make. Of each the leaf, which of the call's casts it is, and whether the
+        call made it."""
+        end, seen = sequence_nr(), set[Any]()
+        open_ends: list[Any] = [tensor.grad_fn for tensor in results if tensor.grad_fn is not None]
+        found = []
+        while open_ends:
+            node = open_ends.pop()
+            if node in seen:
+                continue
+            seen.add(node)
+            before = [given for given, _ in node.next_functions if given is not None]
+            own = begin <= node._sequence_nr() < end
+            if node.name() == "ToCopyBackward0" and before and before[0].name() == "torch::autograd::AccumulateGrad":
+                found.append((before[0].variable, *self._known.setdefault(node, (len(self._known), own))))
+            elif own:
+                open_ends += before
+        return end - begin, found
 
 
 def leaves_of(out: Any) -> Sequence[torch.Tensor]:
@@ -181,7 +209,7 @@ class Learning(TorchFunctionMode):
         # graph shows
         self._leaves: set[tuple[int, Geometry]] = set()
         self._unshown: set[int] = set()
-        self._since = sequence_nr()
+        self._used = CastsUsed()
         for tensor in outside:
             self._meet(tensor, None)
 
@@ -195,6 +223,8 @@ class Learning(TorchFunctionMode):
             if dispatch_modes() > 1 or name in _UNTOLD or _hides_code(func):
                 raise _Unfit
             patterns = tuple(map(self._pattern, args)), {name: self._pattern(arg) for name, arg in kwargs.items()}
+            if not torch.is_grad_enabled() and autocast_now() and any(map(self._is_leaf, tree_leaves((args, kwargs)))):
+                raise _Unfit  # no graph shows which cast it is given
         except _Unfit:
             tape.astray = True
             return func(*args, **kwargs)
@@ -220,11 +250,19 @@ class Learning(TorchFunctionMode):
 
     def _note_casts(self, step: FunctionCall, leaves: Sequence[torch.Tensor], op: int, begin: int) -> None:
         """What a function of these results, before which ``op`` ops had been noted, has cast of weights."""
-        shown = casts_of_weights(leaves, begin)
-        step.casts = sum(number >= self._since for number in shown)
+        before = self._used.count
+        nodes, found = self._used.by(leaves, begin)
+        shown = {number for _, number, own in found if own and number >= before}
         made = [op.number for op in self._tape.ops[op:] if self._casts_a_leaf(op)]
-        if len(made) != sum(number >= begin for number in shown):
+        if len(made) != len(shown):
             self._unshown.update(made)
+        casts = [(self._met[id(leaf)][1], number, own) for leaf, number, own in found if id(leaf) in self._met]
+        self._tape.astray |= len(casts) < len(found)
+        step.casts = (nodes, casts) if casts else None
+
+    @staticmethod
+    def _is_leaf(value: Any) -> bool:
+        return isinstance(value, torch.Tensor) and value.requires_grad and value.is_leaf
 
     def _casts_a_leaf(self, op: RerunOp) -> bool:
         held = op.reads[0].held if op.func is _CAST else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -181,6 +182,102 @@ def test_a_cast_that_autocast_remembers_from_another_call_is_not_made_again(
     expected = trained({})
     torch.manual_seed(1)
     assert all(map(torch.equal, expected, trained({"1": from_label(choice)})))
+
+
+class _Product(nn.Module):
+    """Of two weights, in one function."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b = (nn.Parameter(torch.randn(128, 128) / 8) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x * torch.mm(self.a, self.b).float().sin()[0, :32]).exp()
+
+
+class _Forgetting(nn.Module):
+    """From the fourth step on its second function has another cast than its first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.step = nn.Parameter(torch.randn(32, 32)), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = torch.mm(x, self.a)
+        if self.step >= 3:
+            torch.clear_autocast_cache()
+        return (torch.matmul(x.view(4, 1, -1, 32), self.a).view_as(x) + first).float().sin()
+
+
+def _in_turn(unit: Any, x: Tensor, step: int) -> list[Tensor]:
+    return [(unit.a, unit.b)[step % 2]]
+
+
+CASES = {
+    "two weights in turn": (_Product, _in_turn),
+    "two casts late": (_Forgetting, lambda unit, x, step: [unit.a]),
+}
+
+
+@pytest.mark.parametrize("choice", ["remake", '{"kind": "remake", "keep": ["**"]}'])
+@pytest.mark.parametrize("case", CASES)
+def test_which_of_several_casts_are_remembered_is_told(case: str, choice: str) -> None:
+    build, outdated = CASES[case]
+
+    def trained(choices: dict[str, Any]) -> list[Tensor]:
+        unit, found = build(), []
+        model, x = nn.Sequential(unit), torch.linspace(-1, 1, 64 * 32).view(-1, 32).requires_grad_()
+        with attach(model, choices, sentinels="off"):
+            for unit.step in range(6):
+                model.zero_grad()
+                x.grad = None
+                with torch.autocast("cpu", torch.bfloat16):
+                    for tensor in outdated(unit, x, unit.step):
+                        F.linear(tensor, torch.zeros(2, tensor.shape[1]))
+                        with torch.no_grad():
+                            tensor.mul_(1.1)
+                    model(x).square().sum().backward()
+                found += [tensor.grad.clone() for tensor in (x, *model.parameters()) if tensor.grad is not None]
+        return found
+
+    assert all(map(torch.equal, trained({}), trained({"0": from_label(choice)})))
+
+
+@pytest.mark.parametrize("choice", ["remake", '{"kind": "remake", "keep": ["**"]}'])
+def test_a_cast_that_another_thread_made_is_none_of_the_calls(choice: str) -> None:
+    def trained(choices: dict[str, Any]) -> list[Tensor]:
+        unit, found, cast, over = _Projected(), [], threading.Event(), threading.Event()
+        model, x = nn.Sequential(unit), torch.linspace(-1, 1, _ROWS * 32).view(-1, 32).requires_grad_()
+
+        def elsewhere() -> None:
+            for _ in range(5_000):
+                x * 1  # autograd numbers the nodes of each thread by themselves
+            with torch.autocast("cpu", torch.bfloat16):
+                unit.last(unit.first(x[:4]))
+                cast.set()
+                over.wait()
+
+        other = threading.Thread(target=elsewhere)
+        with attach(model, choices, sentinels="off"):
+            for step in range(4):
+                if step == 2:
+                    other.start()
+                    cast.wait()
+                    with torch.no_grad():
+                        for parameter in model.parameters():
+                            parameter.mul_(1.1)
+                model.zero_grad()
+                with torch.autocast("cpu", torch.bfloat16):
+                    loss = model(x).square().sum()
+                loss.backward()
+                found += [parameter.grad.clone() for parameter in model.parameters()]
+        over.set()
+        other.join()
+        return found
+
+    assert all(map(torch.equal, trained({}), trained({"0": from_label(choice)})))
 
 
 def test_nor_one_of_what_the_unit_is_given() -> None:
