@@ -77,7 +77,7 @@ def _all_of(shapes: Any) -> list[Item]:
         Item(1, "attention", f"{here}.runtime:attention", 120),
         Item(1, "bits", f"{here}.runtime:bits", 150),
         Item(1, "released", f"{here}.runtime:released", 150),
-        Item(1, "host cost", f"{here}.runtime:host_cost", 90),
+        Item(1, "host cost", f"{here}.runtime:host_cost", 150),
         Item(1, "contract", f"{here}.contract:contract", 480, 120, needs=(*TESTS, *LORA)),
         Item(2, "stress", f"{here}.offload:stress", 180),
         Item(2, "host budget", f"{here}.offload:host_budget", 90),

@@ -62,10 +62,10 @@ CARD = Shapes(
         "vit-base": ({"model": "vit-base", "dtype": "bf16", "batch_size": 128}, ("70%act", "40%act")),
         "llama-1b": (_LLAMA | {"batch_size": 4, "seq_len": 1536}, ("28GB", "32GB")),
     },
-    host_rounds=40,
+    host_rounds=8,
     overlap=_LLAMA | {"batch_size": 8, "seq_len": 2048},
     stress={"model": "llama-small", "dtype": "bf16", "batch_size": 8, "seq_len": 512, "packed": True},
-    stress_steps=150,
+    stress_steps=90,
     foresight={
         "llama-1b": _LLAMA | {"batch_size": 2, "seq_len": 2048},
         "gpt2 (dropout)": {"model": "gpt2", "dtype": "bf16", "batch_size": 16, "seq_len": 1024, "packed": True},

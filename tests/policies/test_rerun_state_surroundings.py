@@ -1,6 +1,9 @@
 from __future__ import annotations
 
+import functools
 import random
+import subprocess
+import sys
 from unittest.mock import patch
 
 import numpy as np
@@ -8,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
 from autockpt.policies.rerun_state import surroundings
 from autockpt.policies.rerun_state.surroundings import (
@@ -18,6 +22,8 @@ from autockpt.policies.rerun_state.surroundings import (
     switched,
     switches,
 )
+from autockpt.runtime import attach
+from autockpt.schema.choices import from_label
 
 DRAWS = (random.random, lambda: random.gauss(0, 1), lambda: random.getrandbits(70), lambda: random.shuffle([1, 2, 3]))
 
@@ -100,3 +106,57 @@ def test_how_precise_kernels_are_is_put_back(where, name, other):
         assert getattr(where, name) == usual and switches() == before
     finally:
         setattr(where, name, usual)
+
+
+def _first_attention_puts_another_order(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """As CUDA does on some cards, once in a process; the order that it puts."""
+    before = torch._C._get_sdp_priority_order()
+    other = [before[1], before[0], *before[2:]]
+    monkeypatch.setattr(surroundings, "_cuda_is_initialized", lambda: True)
+    once = functools.cache(lambda: torch._C._set_sdp_priority_order(other))
+    monkeypatch.setattr(surroundings, "_settle_order_of_attentions", once)
+    return other
+
+
+def test_the_order_of_attentions_that_a_second_run_finds_is_the_one_that_the_first_had(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Attends(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            surroundings._settle_order_of_attentions()
+            return (super().forward(x) * torch._C._get_sdp_priority_order()[0]).exp()
+
+    model, x, before = nn.Sequential(Attends(4, 4)), torch.randn(2, 4), torch._C._get_sdp_priority_order()
+    other = _first_attention_puts_another_order(monkeypatch)
+    expected = (torch.nn.functional.linear(x, model[0].weight, model[0].bias) * other[0]).exp()  # type: ignore[arg-type]
+    wanted = torch.autograd.grad(expected.square().sum(), model[0].weight)
+    try:
+        with attach(model, {"0": from_label("recompute")}, sentinels="off"):
+            assert torch.equal(wanted[0], torch.autograd.grad(model(x).square().sum(), model[0].weight)[0])
+    finally:
+        torch._C._set_sdp_priority_order(before)
+    assert before[0] != other[0]
+
+
+_FIRST_OF_A_PROCESS = """
+import torch, transformers
+from autockpt.runtime import attach
+from autockpt.schema.choices import from_label
+torch.manual_seed(0)
+config = transformers.LlamaConfig(
+    vocab_size=64, hidden_size=256, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4
+)
+model = transformers.LlamaForCausalLM(config).to("cuda", torch.bfloat16)
+ids = torch.randint(0, 64, (2, 128), device="cuda")
+with attach(model, dict.fromkeys(["model.layers.0", "model.layers.1"], from_label("recompute"))):
+    model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+found = [p.grad.clone() for p in model.parameters()]
+model.zero_grad()
+model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+assert all(map(torch.equal, found, (p.grad for p in model.parameters())))
+"""
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_process_whose_first_attention_is_in_a_planned_unit() -> None:
+    subprocess.run([sys.executable, "-c", _FIRST_OF_A_PROCESS], check=True)

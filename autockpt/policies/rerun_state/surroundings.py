@@ -32,6 +32,7 @@ _C: Any = torch._C
 _CPU = torch.device("cpu")
 _function_modes: Callable[[], int] = _C._len_torch_function_stack
 _dispatch_modes: Callable[[], int] = _C._len_torch_dispatch_stack
+_cuda_is_initialized = torch.cuda.is_initialized
 _warns = _C._get_deterministic_algorithms_warn_only
 _sum_in_fp16 = _C._set_cublas_allow_fp16_reduced_precision_reduction
 _sum_in_bf16 = _C._set_cublas_allow_bf16_reduced_precision_reduction
@@ -288,7 +289,18 @@ def _words_at(address: int) -> memoryview:
 
 def switches() -> list[Any]:
     """Which kernels are allowed, and what else decides on an op's result beside what it is given."""
+    if _cuda_is_initialized():
+        _settle_order_of_attentions()
     return [read() for read, _ in _SWITCHES]
+
+
+@functools.cache
+def _settle_order_of_attentions() -> None:
+    """At a process's first fused attention on CUDA PyTorch may put cuDNN's first (``priority_order`` in its
+    ``cuda/sdp_utils.cpp``; seen on an H100 with torch 2.11). Read before that, the order is not the one in force."""
+    with torch._C.DisableTorchFunction(), _disable_current_modes(), torch.inference_mode(False):
+        given = torch.empty(1, 1, 8, 8, dtype=torch.float16, device="cuda")
+        _C._VariableFunctions._fused_sdp_choice(given, given, given)
 
 
 @contextmanager
