@@ -77,7 +77,7 @@ _NAMES = """
     flatten float ge gelu gt half is_complex is_contiguous is_floating_point layer_norm le log lt masked_fill maximum
     mean minimum mul ne neg numel permute pow reciprocal relu repeat reshape rms_norm rsqrt select sigmoid silu sin size
     softmax split sqrt square squeeze stack stride sub sum tanh to transpose tril triu type_as unbind unflatten
-    unsqueeze view view_as where
+    unsqueeze reshape_as view view_as where
     grad backward
 """
 _OWNERS = (torch, torch.Tensor, torch.nn.functional, torch.autograd)

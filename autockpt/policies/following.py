@@ -35,6 +35,7 @@ from autockpt.policies.conflicts import sequence_nr
 from autockpt.policies.fingerprints import geometry_of
 from autockpt.policies.op_recorder import PLAIN
 from autockpt.policies.rerun_state.code import Code
+from autockpt.policies.rerun_state.surroundings import autocast_now
 from autockpt.policies.saved import Kept
 from autockpt.policies.score import (
     SAVED,
@@ -42,7 +43,6 @@ from autockpt.policies.score import (
     FunctionCall,
     Met,
     RecordedCall,
-    autocast_now,
     dispatch_modes,
     is_plain,
     leaves_of,

@@ -22,7 +22,7 @@ from autockpt.policies.conflicts import refuse_inference
 from autockpt.policies.kvcache import StandIn, with_caches
 from autockpt.policies.rerun_state.state import Memory, UnitState
 from autockpt.policies.rerun_state.structure import UnitStructure
-from autockpt.policies.rerun_state.surroundings import Surroundings, user_function_modes
+from autockpt.policies.rerun_state.surroundings import Surroundings, autocast_block, user_function_modes
 from autockpt.policies.slots import Enough, as_it_is
 
 _current = threading.local()
@@ -140,7 +140,7 @@ class Replay:
             refuse_inference(error, state.unit)
             raise
         self.surroundings = Surroundings((*self.tensors, *self.parameters.tensors))
-        block = self.surroundings.autocast_block()
+        block = autocast_block()
         outdated = block is not None and state.casts_outdated(block, self.parameters.versions)
         self._block = block if outdated else None  # in which it must run again
         # dispatch modes that list or count ops are to see those of the second run, too
@@ -239,7 +239,7 @@ class Replay:
             self.reached.restored(),
             self._earlier_gradients(),
         ):
-            if self._block is not None and self.surroundings.autocast_block() != self._block:
+            if self._block is not None and autocast_block() != self._block:
                 raise ConflictError(
                     f"{unit} computed with casts of weights from before these were changed, as autocast remembers them "
                     "until its outermost block ends, and its forward would run again with new ones",

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import MethodWrapperType
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import nn
@@ -34,7 +34,7 @@ from autockpt.policies.compute_ops import (
 from autockpt.policies.fingerprints import Geometry, geometry_of
 from autockpt.policies.replay import Replay, ReplayState
 from autockpt.policies.rerun_state.reach import Node, changed_of
-from autockpt.policies.rerun_state.surroundings import user_modes
+from autockpt.policies.rerun_state.surroundings import autocast_now, remembered_cast, user_modes
 from autockpt.policies.rerun_state.tensors import TENSORS
 from autockpt.policies.saved import address_of
 from autockpt.policies.slots import differs
@@ -43,7 +43,10 @@ from autockpt.policies.user_checkpoint import hooks_in_force
 from autockpt.policies.watching import CHANGED_BY_WATCHING, Watching, count_writes, passes_by, refuse_watching
 
 Place = tuple[int, int, int]
+Source = tuple[int, torch.dtype | None]
+"""Which of the tensors that a function was given, or from -1 downwards of its own, and to what autocast cast it."""
 _current = threading.local()
+_TO_COPY: Any = torch.ops.aten._to_copy.default
 _LEAF = tree_structure(0)
 
 
@@ -83,13 +86,12 @@ class _Output:
 class _Whole(_Output):
     """All that one call of a function did: what it returned and what autograd saved of it.
 
-    ``saved`` are layouts, each of one of the tensors that it was given (by position) or of ``made``, tensors of its
-    own (from -1 downwards). In a second run, whose graph is there for its saved tensors only, these are saved once
-    more and the function is not called.
+    ``saved`` are layouts of sources; of these ``made`` are the function's own. In a second run, whose graph is there
+    for its saved tensors only, these are saved once more and the function is not called.
     """
 
     def __init__(
-        self, key: Any, out: torch.Tensor, saved: tuple[tuple[int, Geometry], ...], made: list[torch.Tensor]
+        self, key: Any, out: torch.Tensor, saved: tuple[tuple[Source, Geometry], ...], made: list[torch.Tensor]
     ) -> None:
         self.func, self._key, self._trains, self.spoilt = key[0], interned(key), out.requires_grad, False
         self._leaves = (out.detach(), *made)
@@ -101,8 +103,9 @@ class _Whole(_Output):
         hooks = hooks_in_force(False)
         if hooks is None or key != self._key:
             return None
-        for origin, geometry in self._saved:
-            source = given[origin] if origin >= 0 else self._leaves[-origin]
+        for (number, cast), geometry in self._saved:
+            source = given[number] if number >= 0 else self._leaves[-number]
+            source = source if cast is None else _cast(source, cast)
             same = geometry_of(source) == geometry
             hooks[0](source if same else source.detach().as_strided(*geometry))
         out = self._leaves[0]
@@ -221,7 +224,7 @@ class _Scope(Watching):
         frame.scopes += 1
         self._frame, self._number, self._wanted = frame, frame.scopes, wanted
         self._functions = self._ops = 0
-        self.seen: list[Any] = []
+        self.learning: _Ops | None = None
 
     def look(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         if passes_by(func):
@@ -236,13 +239,16 @@ class _Scope(Watching):
                 self._frame.watch(args[0], out)
             elif kind == "writes":
                 count_writes(func, args)
+            elif func is _TO_COPY and self.learning is not None:
+                self.learning.casts.append((args[0], out))
             return out
         self._ops += 1
         place = self._number, self._functions, self._ops
         if self._frame.recording:
             out = func(*args, **kwargs)
             self._frame.keep(place, _Output(func, out))
-            self.seen.append(out)
+            if self.learning is not None:
+                self.learning.wanted.append(out)
             return out
         kept = self._frame.take(place, func)
         return func(*args, **kwargs) if kept is None else kept.again()
@@ -255,6 +261,13 @@ class _Scope(Watching):
     def as_a_whole(self) -> None:
         """The function's ops are not looked at."""
         self._ops = 1
+
+
+class _Ops(NamedTuple):
+    """What one function did: what its wanted ops returned; of each cast what it was given, and returned."""
+
+    wanted: list[Any]
+    casts: list[tuple[torch.Tensor, torch.Tensor]]
 
 
 class KeepingReplay(Replay):
@@ -328,19 +341,23 @@ class _Calls(TorchFunctionMode):
         if hooks is None or (known := _Learnt.products.get(key, _NEW)) is None:
             with scope:
                 return func(*args, **kwargs)
-        saved = _Noted(hooks[0])
-        scope.seen.clear()
-        with saved_tensors_hooks(saved.note, hooks[1]), scope if known is _NEW else nullcontext():
-            out = func(*args, **kwargs)
-        origins, made = _origins(saved, (*args, *kwargs.values()))
+        saved, given = _Noted(hooks[0]), (*args, *kwargs.values())
+        scope.learning = ops = _Ops([], []) if known is _NEW else None
+        try:
+            with saved_tensors_hooks(saved.note, hooks[1]), nullcontext() if ops is None else scope:
+                out = func(*args, **kwargs)
+        finally:
+            scope.learning = None
+        casts = _casts(saved, given, known) if ops is None else [*ops.casts, *_remembered_casts(given)]
+        sources, made = _sources(saved, given, casts)
         layouts = [*map(geometry_of, saved)]
         saved.clear()
-        if known is _NEW:
-            _learn(key, scope.seen, out, origins, made)
+        if ops is not None:
+            _learn(key, ops.wanted, out, sources, made)
             return out
         scope.as_a_whole()
-        if known == origins:
-            frame.keep(place, _Whole(key, out, tuple(zip(origins, layouts, strict=True)), made))
+        if known == sources:
+            frame.keep(place, _Whole(key, out, tuple(zip(sources, layouts, strict=True)), made))
         else:
             _Learnt.products[key] = None
         return out
@@ -360,7 +377,7 @@ _PRODUCTS = frozenset(
     )
 )
 _NEW: Any = object()
-Products = dict[Any, tuple[int, ...] | None]
+Products = dict[Any, tuple[Source, ...] | None]
 
 
 class _Learnt:
@@ -370,12 +387,13 @@ class _Learnt:
 
 
 _MOST_PRODUCTS = 10_000
+_CAN_ASK = (2, 3)  # autocast for what it remembers of such
 _SCALARS = (type(None), bool, int, float)
 
 
 def _key(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """All that decides which ops a function of plain tensors runs; None where that is not known."""
-    forms: list[Any] = [func, torch.is_grad_enabled(), *kwargs]
+    forms: list[Any] = [func, torch.is_grad_enabled(), autocast_now(), *kwargs]
     for value in (*args, *kwargs.values()):
         kind = type(value)
         if kind is torch.Tensor or kind is nn.Parameter:
@@ -391,24 +409,55 @@ def _key(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _other_modes() -> bool:
-    """Whether other ops may run than those of plain tensors: a mode may put others in their place, as autocast does."""
-    if torch._C._is_any_autocast_enabled() or current_transform() is not None or user_modes():  # type: ignore[attr-defined]
+    """Whether other ops may run than those of plain tensors: a mode may put others in their place."""
+    if current_transform() is not None or user_modes():
         return True
     return not all(getattr(mode, "only_records", False) for mode in _get_current_dispatch_mode_stack())
 
 
-def _origins(saved: Sequence[torch.Tensor], given: Sequence[Any]) -> tuple[tuple[int, ...], list[torch.Tensor]]:
-    """Of tensors that a function saved the positions of those that they look into: among what it was given, or from -1
-    downwards among its own, which are returned too, without a graph."""
-    places = {_extent(tensor): at for at, tensor in enumerate(given) if isinstance(tensor, torch.Tensor)}
+def _cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """What autocast makes of what a product is given."""
+    return remembered_cast(tensor) if _is_leaf(tensor) and tensor.dim() in _CAN_ASK else tensor.detach().to(dtype)
+
+
+def _is_leaf(tensor: torch.Tensor) -> bool:
+    """Whether autocast may remember casts of it."""
+    return tensor.requires_grad and tensor.is_leaf
+
+
+def _remembered_casts(given: Sequence[Any]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Of what a function was given that of which autocast may have remembered a cast, so that no op made it, and it."""
+    tensors = [value for value in given if isinstance(value, torch.Tensor)] if autocast_now() else []
+    return [(leaf, remembered_cast(leaf)) for leaf in tensors if _is_leaf(leaf) and leaf.dim() in _CAN_ASK]
+
+
+def _casts(
+    saved: Sequence[torch.Tensor], given: Sequence[Any], known: tuple[Source, ...]
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """What was cast and saved where a function like it did so: of what it was given, and the cast."""
+    pairs = [(given[number], tensor) for tensor, (number, cast) in zip(saved, known) if cast is tensor.dtype]  # noqa: B905
+    return [(source, cast) for source, cast in pairs if source.numel() == cast.numel()]
+
+
+def _sources(
+    saved: Sequence[torch.Tensor], given: Sequence[Any], casts: Sequence[tuple[torch.Tensor, torch.Tensor]]
+) -> tuple[tuple[Source, ...], list[torch.Tensor]]:
+    """The sources of what a function saved, and its own among them, without a graph."""
+    places: dict[Any, Source] = {
+        _extent(tensor): (number, None) for number, tensor in enumerate(given) if isinstance(tensor, torch.Tensor)
+    }
+    for before, after in casts:
+        source = places.get(_extent(before))
+        if source is not None and (not _is_leaf(before) or before.dim() in _CAN_ASK):
+            places.setdefault(_extent(after), (source[0], after.dtype))
     made: list[torch.Tensor] = []
-    origins: list[int] = []
+    sources: list[Source] = []
     for tensor in saved:
         if (extent := _extent(tensor)) not in places:
             made.append(tensor.detach())
-            places[extent] = -len(made)
-        origins.append(places[extent])
-    return tuple(origins), made
+            places[extent] = -len(made), None
+        sources.append(places[extent])
+    return tuple(sources), made
 
 
 def _extent(tensor: torch.Tensor) -> Any:
@@ -416,14 +465,14 @@ def _extent(tensor: torch.Tensor) -> Any:
     return tensor.untyped_storage()._cdata, tensor.dtype, tensor.storage_offset(), tensor.numel()
 
 
-def _learn(key: Any, seen: list[Any], out: Any, origins: tuple[int, ...], made: list[torch.Tensor]) -> None:
+def _learn(key: Any, wanted: list[Any], out: Any, sources: tuple[Source, ...], made: list[torch.Tensor]) -> None:
     """Remember whether a function makes one product and nothing else, and returns it."""
     if len(_Learnt.products) >= _MOST_PRODUCTS:
         return
-    own = [address_of(leaf) for leaf in tree_leaves(seen) if isinstance(leaf, torch.Tensor)]
-    product = len(seen) == 1 and type(out) is torch.Tensor and all(address_of(t) in own for t in (out, *made))
+    own = [address_of(leaf) for leaf in tree_leaves(wanted) if isinstance(leaf, torch.Tensor)]
+    product = len(wanted) == 1 and type(out) is torch.Tensor and all(address_of(t) in own for t in (out, *made))
     # without anything saved nothing tells when a gradient is taken through it
-    _Learnt.products[key] = origins if product and (origins or not out.requires_grad) else None
+    _Learnt.products[key] = sources if product and (sources or not out.requires_grad) else None
 
 
 def products_known(known: Products) -> AbstractContextManager[None]:

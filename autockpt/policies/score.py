@@ -7,7 +7,6 @@ it.
 
 from __future__ import annotations
 
-import functools
 import sys
 import weakref
 from collections.abc import Sequence
@@ -25,6 +24,7 @@ from autockpt.policies.compute_ops import METADATA
 from autockpt.policies.conflicts import sequence_nr
 from autockpt.policies.fingerprints import Geometry, geometry_of
 from autockpt.policies.op_recorder import HANDS_OUT, PLAIN, Tape
+from autockpt.policies.rerun_state.surroundings import autocast_now
 from autockpt.policies.tape import Origin, RerunOp
 
 _EXACT = frozenset(
@@ -33,7 +33,6 @@ _EXACT = frozenset(
         *(torch.Size, torch.dtype, torch.device, torch.layout, torch.memory_format),
     )
 )
-_autocast_is_on: Any = torch._C._is_any_autocast_enabled  # type: ignore[attr-defined]
 dispatch_modes: Any = torch._C._len_torch_dispatch_stack  # type: ignore[attr-defined]
 _MADE_OF_OTHERS: Any = torch._C.DispatchKey.CompositeImplicitAutograd
 _CAST: Any = torch.ops.aten._to_copy.default
@@ -42,21 +41,6 @@ _MADE, SAVED = -1, -2  # in place of a tensor's number: an op makes it; it is ha
 
 Met = list[weakref.ref[torch.Tensor]]
 """The tensors that a call has met, in order: what it is given, then what functions return."""
-
-
-def autocast_now() -> tuple[Any, ...] | None:
-    """To which types autocast casts now what functions are given; None where it is off."""
-    if not _autocast_is_on():
-        return None
-    casts = [torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) for kind in _kinds()]
-    return torch.is_autocast_cache_enabled(), *casts
-
-
-@functools.cache
-def _kinds() -> tuple[str, ...]:
-    accelerator = torch.accelerator.current_accelerator()
-    kinds = ("cpu",) if accelerator is None else ("cpu", accelerator.type)
-    return tuple(kind for kind in kinds if torch.amp.is_autocast_available(kind))
 
 
 class _Unfit(Exception):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autockpt.errors import ConflictError, PlanError
+from autockpt.policies import saved_outputs
 from autockpt.policies.compute_ops import is_heavy
 from autockpt.runtime import attach
 from autockpt.schema.choices import RECOMPUTE, Choice, dump_choice, parse_choice
@@ -431,22 +433,28 @@ def _named(hidden: Tensor) -> Tensor:
     return hidden
 
 
-def _gradients_of_steps(body: Body, choice: Choice | None) -> list[Tensor]:
+def _gradients_of_steps(body: Body, choice: Choice | None, *, autocast: bool) -> list[Tensor]:
     model, found = Model(body), []
     with attach(model, {"units.0": choice, "units.1": choice} if choice else {}, sentinels="off"):
         for step in range(5):
             for unit in model.units:
                 unit.step = step
             torch.manual_seed(step)
-            with torch.autograd.graph.save_on_cpu() if step == 4 else torch.enable_grad():
-                model(torch.randn(4, 8, requires_grad=True)).square().sum().backward()
+            x, hooks = torch.randn(4, 8, requires_grad=True), torch.autograd.graph.save_on_cpu()
+            with hooks if step == 4 else nullcontext(), torch.autocast("cpu", torch.bfloat16, autocast):
+                loss = model(x).square().sum()
+                if step == 1:  # in the same block
+                    loss.backward()
+            if step != 1:
+                loss.backward()
             found += [p.grad.clone() for p in model.parameters() if p.grad is not None]
     return found
 
 
+@pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("odd", ODD)
-def test_gradients_are_those_of_plain_training_whatever_is_done_with_a_product(odd):
-    wanted, found = (_gradients_of_steps(ODD[odd], choice) for choice in (None, selective("**")))
+def test_gradients_are_those_of_plain_training_whatever_is_done_with_a_product(odd, autocast):
+    wanted, found = (_gradients_of_steps(ODD[odd], choice, autocast=autocast) for choice in (None, selective("**")))
     assert len(wanted) == len(found) > 0
     assert all(map(torch.equal, wanted, found))
 
@@ -475,6 +483,65 @@ def test_a_known_product_is_not_even_begun_again():
         return mode.count
 
     assert transposed(selective("**")) == transposed(None) < transposed(RECOMPUTE)
+
+
+class _ManyWeights(nn.Module):
+    """Products of weights of two, three and four dimensions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        sizes = (8, 8), (2, 8, 8), (1, 2, 8, 8), (1, 2, 5, 8)
+        self.weights = nn.ParameterList(torch.randn(size) / 3 for size in sizes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        one, two, three, keys = self.weights
+        hidden = F.silu(torch.bmm(F.silu(F.linear(x, one)), two).float())
+        hidden = F.silu(torch.matmul(hidden[None], three).float())
+        return F.scaled_dot_product_attention(hidden, keys, keys)[0].float()
+
+
+def _by_data(parameter: nn.Parameter) -> None:
+    parameter.data.mul_(1.1)
+
+
+def _in_place(parameter: nn.Parameter) -> None:
+    with torch.no_grad():
+        parameter.mul_(1.1)
+
+
+@pytest.mark.parametrize("remembers", [True, False])
+@pytest.mark.parametrize("update", [_in_place, _by_data])
+def test_a_product_that_is_not_begun_again_has_the_casts_that_autocast_remembers(update, remembers):
+    def gradients(choice: Choice | None) -> list[Tensor]:
+        torch.manual_seed(0)
+        model, found = nn.Sequential(nn.Linear(8, 8), _ManyWeights()), []
+        with attach(model, {"1": choice} if choice else {}, sentinels="off"):
+            for _ in range(3):
+                with torch.autocast("cpu", torch.bfloat16, cache_enabled=remembers):
+                    for _ in range(2):  # the second time with casts of the weights from before the update
+                        model(torch.randn(2, 5, 8)).square().sum().backward()
+                        for parameter in model.parameters():
+                            assert parameter.grad is not None
+                            found.append(parameter.grad.clone())
+                            update(parameter)
+        return found
+
+    wanted, found = map(gradients, (None, selective("**")))
+    assert all(map(torch.equal, wanted, found))
+
+
+def test_under_autocast_too_ops_of_a_product_are_looked_at_in_the_first_call_only(monkeypatch):
+    looked: list[Any] = []
+    look = saved_outputs._Scope.look
+    monkeypatch.setattr(saved_outputs._Scope, "look", lambda *given: looked.append(given[1]) or look(*given))
+    model = Model(ODD["attention"])
+    with attach(model, {"units.0": selective("**")}), saved_outputs.products_known({}):
+        for step in range(4):
+            before = len(looked)
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = model(torch.randn(4, 8)).sum()
+            loss.backward()
+            assert (len(looked) > before) == (step == 0)
 
 
 @pytest.mark.parametrize("kind", ["selective", "keep_attention", "remake"])

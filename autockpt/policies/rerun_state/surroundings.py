@@ -17,6 +17,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
@@ -32,6 +33,7 @@ _C: Any = torch._C
 _CPU = torch.device("cpu")
 _function_modes: Callable[[], int] = _C._len_torch_function_stack
 _dispatch_modes: Callable[[], int] = _C._len_torch_dispatch_stack
+_autocast_is_on: Callable[[], bool] = _C._is_any_autocast_enabled
 _cuda_is_initialized = torch.cuda.is_initialized
 _warns = _C._get_deterministic_algorithms_warn_only
 _sum_in_fp16 = _C._set_cublas_allow_fp16_reduced_precision_reduction
@@ -88,10 +90,6 @@ class Surroundings:
         """Call a function in a copy of the context that the forward began in: what it sets is gone after it."""
         return self._context.copy().run(function, *args)
 
-    def autocast_block(self) -> int | None:
-        """Which of autocast's blocks this is; None where it is off."""
-        return _autocast_block() if self._casts.enabled else None
-
     @contextmanager
     def restored(self) -> Iterator[None]:
         """As before the forward, and afterwards as now."""
@@ -137,9 +135,36 @@ class Casts:
                 yield
 
 
-def _autocast_block() -> int:
-    """Autocast remembers its casts of weights until its outermost block ends. By one of an empty weight blocks are told
-    apart: by the number that autograd gave it."""
+def autocast_now() -> tuple[Any, ...] | None:
+    """To which types autocast casts now what functions are given; None where it is off."""
+    if not _autocast_is_on():
+        return None
+    casts = [torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) for kind in _kinds()]
+    return torch.is_autocast_cache_enabled(), *casts
+
+
+@functools.cache
+def _kinds() -> tuple[str, ...]:
+    accelerator = torch.accelerator.current_accelerator()
+    kinds = ("cpu",) if accelerator is None else ("cpu", accelerator.type)
+    return tuple(kind for kind in kinds if torch.amp.is_autocast_available(kind))
+
+
+def remembered_cast(weight: torch.Tensor) -> torch.Tensor:
+    """What autocast makes of a matrix or some in a product: the copy that it remembers, or else one to remember. Its
+    strides may be others."""
+    saved: list[torch.Tensor] = []
+    rows = weight.detach().new_empty((*weight.shape[:-2], 0, weight.size(-2))).requires_grad_()
+    with torch._C.DisableTorchFunction(), torch.enable_grad(), saved_tensors_hooks(saved.append, lambda _: weight):
+        torch.matmul(rows.view_as(rows), weight)  # which saves it for the gradient of no rows at all
+    return max(saved, key=torch.Tensor.numel)
+
+
+def autocast_block() -> int | None:
+    """Which of autocast's outermost blocks this is, until whose end it remembers its casts of weights; None where it is
+    off. They are told apart by the cast of an empty weight: by the number that autograd gave it."""
+    if not _autocast_is_on():
+        return None
     bias, rows, columns = _empty_product()
     before, dtype = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
     modes = _disable_current_modes() if _dispatch_modes() else nullcontext()
