@@ -20,6 +20,7 @@ chooses for an op.
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -35,7 +36,7 @@ from autockpt.policies.conflicts import sequence_nr
 from autockpt.policies.fingerprints import geometry_of
 from autockpt.policies.op_recorder import PLAIN
 from autockpt.policies.rerun_state.code import Code
-from autockpt.policies.rerun_state.surroundings import autocast_now
+from autockpt.policies.rerun_state.surroundings import autocast_block, autocast_now
 from autockpt.policies.saved import Kept
 from autockpt.policies.score import (
     SAVED,
@@ -50,7 +51,7 @@ from autockpt.policies.score import (
 from autockpt.policies.slots import Packing
 from autockpt.policies.tape import Maker, Origin, RemadeSlot
 
-_MISSES = 3  # times that a unit may turn out not to do what it did, or in a way that cannot be followed
+_MISSES = 3  # times that a unit may turn out not to do what it did, and that one way is noted in vain
 _WAYS = 16  # of one unit, by the forms of what it is given
 _NO_PACK = (-1, None, None, None)
 
@@ -211,15 +212,19 @@ class RecordedCalls:
     def __init__(self, code: Code) -> None:
         self.code = code
         self.checked: set[tuple[int, ...] | None] = set()
-        self.scores: dict[Any, RecordedCall | None] = {}  # None: a way that cannot be followed
+        self.scores: dict[Any, RecordedCall] = {}
+        self._block: int | None = None  # of autocast's, in which the last call ran
         self._own: list[tuple[Any, str]] | None = None
-        self._misses = 0
+        self._left = 0
+        self._in_vain: Counter[Any] = Counter()
 
     def given(self, module: nn.Module, tensors: list[torch.Tensor]) -> tuple[list[torch.Tensor], Any]:
         """What a call is given: ``tensors`` in its arguments, parameters and buffers. And a key, equal for calls that
         may go the same way; None where it is neither to be followed nor to be learned from."""
+        earlier, self._block = self._block, autocast_block()
         modes = torch._C._len_torch_function_stack() or dispatch_modes()
-        if self._misses >= _MISSES or modes or self.code.chooses_kernels:
+        hopeless = self._left >= _MISSES or self._in_vain.total() >= _WAYS or self.code.chooses_kernels
+        if hopeless or modes:
             return tensors, None
         if self._own is None:
             self._own = places_of(module, "_parameters", "_buffers")
@@ -234,19 +239,20 @@ class RecordedCalls:
         except RuntimeError:  # sparse and the like
             return outside, None
         shared = tuple(map(storages.index, storages)) if len(set(storages)) < len(storages) else ()
-        settings = torch.get_default_dtype(), autocast_now(), shared
-        return outside, (*settings, *forms) if len(forms) == len(outside) else None
+        # in the same block it finds the casts that an earlier call made
+        settings = torch.get_default_dtype(), autocast_now(), self._block == earlier, shared
+        key = (*settings, *forms) if len(forms) == len(outside) else None
+        return outside, None if self._in_vain and self._in_vain[key] >= _MISSES else key
 
     def learn(self, key: Any, score: RecordedCall | None) -> None:
         """A call was noted; what can be followed of it."""
-        full = len(self.scores) >= _WAYS
-        if score is None or full:
-            self._misses += 1
-        if not full:
+        if score is None or len(self.scores) >= _WAYS:
+            self._in_vain[key] += 1
+        else:
             self.scores[key] = score
 
     def missed(self, key: Any) -> None:
         """A call did something else than this score."""
-        self._misses += 1
+        self._left += 1
         self.scores.pop(key, None)
         self._own = None

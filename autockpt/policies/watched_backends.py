@@ -85,6 +85,8 @@ def _bits(
         )
 
     hooks = saved_tensors_hooks(lambda tensor: digests.append(digest(tensor)), no_backward)
+    remembers = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)  # the unit's first call is to make its casts itself, as later ones do
     try:
         with hooks, BaseTorchDispatchMode() if watched else nullcontext():
             output = call_inner(twin, state, args, kwargs)
@@ -93,4 +95,6 @@ def _bits(
             for buffer, as_left in zip(module.buffers(), twin.buffers(), strict=True):
                 buffer.copy_(as_left)
         raise
+    finally:
+        torch.set_autocast_cache_enabled(remembers)
     return [*digests, *map(digest, tensors_of(output))]

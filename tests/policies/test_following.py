@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autockpt.policies import op_recorder
+from autockpt.policies.following import Following
 from autockpt.runtime import attach
 from autockpt.schema.choices import from_label
 from tests.policies.zoo import bytes_alive_after
@@ -106,10 +107,10 @@ def test_the_mask_that_attention_makes_of_a_padded_batch_is_not_kept_by_every_la
 class _Projected(nn.Module):
     """``first`` is large next to what it is given, ``last`` so small that it is kept: backward reads casts of both."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, bias: bool = True) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.first, self.last = nn.Linear(32, 256), nn.Linear(256, 8)
+        self.first, self.last = nn.Linear(32, 256, bias), nn.Linear(256, 8, bias)
 
     def forward(self, x: Tensor) -> Tensor:
         return x + F.silu(self.last(F.silu(self.first(x)))).sin().repeat(1, 4)
@@ -182,6 +183,36 @@ def test_a_cast_that_autocast_remembers_from_another_call_is_not_made_again(
     expected = trained({})
     torch.manual_seed(1)
     assert all(map(torch.equal, expected, trained({"1": from_label(choice)})))
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("times", [1, 3])
+def test_calls_that_find_the_casts_of_an_earlier_one_in_their_block_go_their_own_way(
+    times: int, bias: bool, noted: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where micro-batches share a block, or a forward runs a unit several times. Without biases, casts of which no
+    later call could have, they are followed, too."""
+    unit = _Projected(bias=bias)
+    model, x = nn.Sequential(nn.Linear(32, 32), *[unit] * times), torch.randn(_ROWS, 32)
+
+    def gradients() -> list[Tensor]:
+        model.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16):
+            for _ in range(3):
+                model(x).square().sum().backward()
+        return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+    wanted, leave, left = gradients(), Following.leave, []
+    monkeypatch.setattr(Following, "leave", lambda call: left.append(call) or leave(call))
+    with attach(model, {"1": from_label("remake")}):
+        assert all(map(torch.equal, wanted, gradients()))
+        counts = [len(noted)]
+        for _ in range(6):
+            assert all(map(torch.equal, wanted, gradients()))
+            counts.append(len(noted) - sum(counts))
+        assert not left  # each would have held all that it saved
+        assert len(set(counts[1:])) == 1 and counts[1] < counts[0]  # that of the first calls goes on
+        assert (counts[1] > 0) == bias
 
 
 class _Product(nn.Module):
