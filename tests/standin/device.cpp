@@ -1283,6 +1283,16 @@ int64_t sdp_choice(const Tensor& q, const Tensor& k, const Tensor& v, const std:
   return static_cast<int64_t>(fused ? at::SDPBackend::flash_attention : at::SDPBackend::math);
 }
 
+// Of integers too, as CUDA's: by it tokens are counted in mixtures of experts. The CPU has that of floats alone.
+void histc(const c10::OperatorHandle& op, Stack* stack) {
+  c10::IValue& self = (*stack)[stack->size() - 4];
+  const auto type = self.toTensor().scalar_type();
+  const bool counts = at::isIntegralType(type, /*includeBool=*/false);
+  if (counts) self = self.toTensor().to(at::kDouble);
+  fallback(op, stack);
+  if (counts) stack->back() = stack->back().toTensor().to(type);
+}
+
 TORCH_LIBRARY_IMPL(_, PrivateUse1, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&fallback>()); }
 
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
@@ -1303,6 +1313,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("_copy_from", copy_from);
   m.impl("_local_scalar_dense", local_scalar_dense);
   m.impl("native_dropout", native_dropout);
+  m.impl("histc", torch::CppFunction::makeFromBoxedFunction<&histc>());
   // these would ask for kernels of the device's own otherwise, or be put together from others than the CPU's
   for (const char* name : {"convolution", "convolution_backward", "silu_backward", "mish_backward"})
     m.impl(name, torch::CppFunction::makeFromBoxedFunction<&fallback>());
