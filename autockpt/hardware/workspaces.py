@@ -180,8 +180,6 @@ def _converted_operands(operator: Operator, args: tuple[Any, ...], kwargs: dict[
 _CONDITIONS = frozenset({"condition", "mask"})
 
 
-# put together from other ops, with the same in between on every device
-_ANYWHERE: dict[str, Callable[[Argument, int], int]] = {"_safe_softmax": _safe_softmax}
 _RULES: dict[str, Callable[[Argument, int], int]] = {
     "convolution": _convolution,
     "convolution_backward": _convolution_backward,
@@ -205,7 +203,7 @@ _RULES: dict[str, Callable[[Argument, int], int]] = {
     "scatter_add": _scatter_add,
     "scatter_add_": _scatter_add,
     "gemm_4bit": cpu_quantised,
-    **_ANYWHERE,
+    "_safe_softmax": _safe_softmax,
 }
 
 
@@ -268,8 +266,8 @@ def accelerator_workspace_bytes(
     0 where none are known of.
     """
     argument = operator.arguments(args, kwargs)
-    if rule := _ANYWHERE.get(operator.base):
-        return max(rule(argument, 1), 0)
+    if operator.base == "_safe_softmax":  # put together from the same ops on every device
+        return argument("self").numel()  # the rows' own mask is a block by itself, and a small one
     if cuda and (own := _CUDA_RULES.get(operator.base)):
         return max(own(argument), 0)
     return 0

@@ -197,7 +197,7 @@ def workspace(name: str, *args: object, cuda: bool = True) -> int:
 def test_workspaces_of_ops_that_are_put_together_from_others_and_of_kernels() -> None:
     scores = torch.empty(2, HEADS, 64, 32)
     for cuda in (True, False):
-        assert workspace("_safe_softmax", scores, -1, cuda=cuda) == scores.numel() + scores.numel() // 32
+        assert workspace("_safe_softmax", scores, -1, cuda=cuda) == scores.numel()
     q = torch.empty(1, 2, 8, 8)
     assert workspace("_scaled_dot_product_efficient_attention_backward", q, q, cuda=False) == 0
 
