@@ -167,17 +167,19 @@ def _compare(first: RunDirectory, second: RunDirectory, as_json: bool) -> None:
 
     asked = list(differences(first.question, second.question))
     both = in_both(first.trials(), second.trials())
-    rows = [_in_short(run)[0] for run in (first, second)]
+    runs = [_in_short(run) for run in (first, second)]
     if as_json:
         data = {
-            "runs": rows,
+            "runs": [_with_best(*run) for run in runs],
             "asked_differently": [dict(zip(("what", "first", "second"), row, strict=True)) for row in asked],
             "plans_of_both": [[one.number, other.number] for one, other in both],
         }
         screen.print_json(json.dumps(data, indent=2))
         return
+    from autockpt.reporting.progress import describe_numbers
     from autockpt.reporting.trials_view import print_comparison
 
+    rows = [facts | {"best": fastest and describe_numbers(fastest)} for facts, fastest in runs]
     told = [name for name in rows[0] if name != "infeasible" or any(row[name] for row in rows)]
     found = [(name, *(str(row[name]) if row[name] is not None else "—" for row in rows)) for name in told]
     print_comparison(("first", "second"), found, asked, both, screen.results())  # type: ignore[arg-type]
@@ -186,7 +188,6 @@ def _compare(first: RunDirectory, second: RunDirectory, as_json: bool) -> None:
 def _in_short(run: RunDirectory) -> tuple[dict[str, Any], Trial | None]:
     """One run in a few facts, and its fastest trial that fits."""
     from autockpt.history.trials import best
-    from autockpt.reporting.progress import describe_numbers
     from autockpt.reporting.trials_view import when
 
     trials = run.trials()
@@ -196,9 +197,15 @@ def _in_short(run: RunDirectory) -> tuple[dict[str, Any], Trial | None]:
         "date": when(run.dates()[1]),
         "trials": len(trials),
         "measured": sum(t.measured is not None for t in trials),
-        "best": describe_numbers(fastest) if fastest else None,
         "infeasible": run.refusal().partition("\n")[0] or None,
     }, fastest
+
+
+def _with_best(facts: dict[str, Any], fastest: Trial | None) -> dict[str, Any]:
+    """The same for other programs, with that trial's numbers as in ``--csv``."""
+    from autockpt.history.openrun import row
+
+    return facts | {"best": row(fastest) if fastest is not None else None}
 
 
 def _list_runs(out: Path, as_json: bool) -> None:
@@ -213,7 +220,7 @@ def _list_runs(out: Path, as_json: bool) -> None:
             runs.append(({"run": path.name, "damaged": error.message}, None))
     runs.sort(key=lambda run: run[0].get("date", ""))
     if as_json:
-        screen.print_json(json.dumps([facts for facts, _ in runs], indent=2))
+        screen.print_json(json.dumps([_with_best(*run) for run in runs], indent=2))
         return
     if not runs:
         raise UsageError(f"there are no runs in {out}", remedy="Name a run's directory, or the folder with --out.")

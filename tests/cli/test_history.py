@@ -82,7 +82,8 @@ def test_without_a_run_all_are_listed(autockpt, tmp_path: Path) -> None:
     assert rows[make_run(tmp_path / "results").path.name][3:] == ["3", "2", "448", "ms", "±0.8", "%", "441", "MiB"]
     assert rows[f"{broken.path.name}:"] and broken.path.name not in rows and "trials.jsonl:1" in result.out
     assert f"{refused.path.name}: nothing fits 20%\n" in result.out and result.code == 0
-    assert len(autockpt("history", "--json").json) == 3
+    listed = autockpt("history", "--json").json
+    assert len(listed) == 3 and sorted(run["best"]["step_seconds"] for run in listed if run["best"]) == [0.448, 0.448]
 
 
 def test_the_list_of_runs_has_a_line_for_each_on_80_columns(
@@ -173,6 +174,7 @@ def test_two_runs_side_by_side(autockpt, tmp_path: Path) -> None:
     out = autockpt("history", str(first.path), "--compare", str(second.path)).out
     assert "budget" in out and "60%" in out and "40%" in out and "Plans that both tried" in out
     data = autockpt("history", str(first.path), "--compare", str(second.path), "--json").json
+    assert [run["best"]["step_seconds"] for run in data["runs"]] == [0.448, 0.448]
     assert data["plans_of_both"] == [[0, 0], [1, 1]] and data["asked_differently"][0]["second"] == "40%"
 
 
