@@ -393,7 +393,9 @@ _SCALARS = (type(None), bool, int, float)
 
 def _key(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """All that decides which ops a function of plain tensors runs; None where that is not known."""
-    forms: list[Any] = [func, torch.is_grad_enabled(), autocast_now(), *kwargs]
+    casts = autocast_now()
+    forms: list[Any] = [func, torch.is_grad_enabled(), casts, *kwargs]
+    given = set[Any]()
     for value in (*args, *kwargs.values()):
         kind = type(value)
         if kind is torch.Tensor or kind is nn.Parameter:
@@ -401,6 +403,10 @@ def _key(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             if value.layout is not torch.strided or dtype.is_complex or value.is_neg():
                 return None
             forms += (*geometry_of(value), dtype, value.device, value.requires_grad)
+            if casts is not None:
+                if (extent := _extent(value)) in given:
+                    return None  # a cast does not show of which of the two it is
+                given.add(extent)
         elif kind in _SCALARS:
             forms += (kind, value)
         else:

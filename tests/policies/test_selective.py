@@ -530,6 +530,17 @@ def test_a_product_that_is_not_begun_again_has_the_casts_that_autocast_remembers
     assert all(map(torch.equal, wanted, found))
 
 
+def test_a_product_of_a_tensor_with_itself_tells_nothing_of_the_casts_of_two():
+    def body(unit: Unit, x: Tensor) -> Tensor:
+        hidden = unit.up(x)
+        one, other = F.silu(hidden)[:4, :4].float(), F.gelu(hidden)[:4, 4:8].float()
+        return x + unit.down(hidden + torch.matmul(one, one if unit.step == 0 else other).sum())
+
+    with saved_outputs.products_known({}):
+        wanted, found = (_gradients_of_steps(body, choice, autocast=True) for choice in (None, selective("**")))
+    assert all(map(torch.equal, wanted, found))
+
+
 def test_under_autocast_too_ops_of_a_product_are_looked_at_in_the_first_call_only(monkeypatch):
     looked: list[Any] = []
     look = saved_outputs._Scope.look
