@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, ClassVar
 
 import torch
@@ -22,7 +23,13 @@ from autockpt.policies.conflicts import refuse_inference
 from autockpt.policies.kvcache import StandIn, with_caches
 from autockpt.policies.rerun_state.state import Memory, UnitState
 from autockpt.policies.rerun_state.structure import UnitStructure
-from autockpt.policies.rerun_state.surroundings import Surroundings, autocast_block, user_function_modes
+from autockpt.policies.rerun_state.surroundings import (
+    Surroundings,
+    autocast_block,
+    inside_autocast,
+    user_function_modes,
+    without_remembered_casts,
+)
 from autockpt.policies.slots import Enough, as_it_is
 
 _current = threading.local()
@@ -92,18 +99,10 @@ class ReplayState(Attachment):
         super().__init__(unit)
         _pass_over_what_is_set_to_itself()
         self._cache_structure: UnitStructure | None = None
-        self._cache_block: tuple[int, list[int]] | None = None
         self.memory = Memory(unit)
 
     def in_mid_training(self) -> None:
         self.memory.in_mid_training()
-
-    def casts_outdated(self, block: int, versions: list[int]) -> bool:
-        """Whether autocast may remember casts of what weights were before: they have changed since it first met them in
-        this block."""
-        if self._cache_block is None or self._cache_block[0] != block:
-            self._cache_block = block, versions
-        return self._cache_block[1] != versions
 
     def structure(self, module: nn.Module) -> UnitStructure:
         """The unit's modules as they are now. Where they are others, what calls taught is forgotten."""
@@ -114,6 +113,32 @@ class ReplayState(Attachment):
             self.memory = Memory(self.unit)
         self._cache_structure = UnitStructure(module)
         return self._cache_structure
+
+
+class _LeavesMet:
+    """Leaves that units were given in one of autocast's blocks, which remembers casts of them, and their versions at
+    first."""
+
+    def __init__(self) -> None:
+        self._block: int | None = None
+        self._versions: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
+
+    def changed(self, block: int, tensors: Iterable[torch.Tensor | None]) -> bool:
+        """Whether some of them have changed since, so that autocast may remember casts of what they were before."""
+        if block != self._block:
+            self._block, self._versions = block, {}
+        found = False
+        for tensor in tensors:
+            if tensor is not None and tensor.requires_grad and tensor.is_leaf:
+                known = self._versions.get(id(tensor))
+                if known is None or known[0]() is not tensor:
+                    self._versions[id(tensor)] = weakref.ref(tensor), tensor._version
+                else:
+                    found |= known[1] != tensor._version
+        return found
+
+
+_leaves_met = _LeavesMet()
 
 
 class Replay:
@@ -140,11 +165,13 @@ class Replay:
             refuse_inference(error, state.unit)
             raise
         self.surroundings = Surroundings((*self.tensors, *self.parameters.tensors))
-        block = autocast_block()
-        outdated = block is not None and state.casts_outdated(block, self.parameters.versions)
-        self._block = block if outdated else None  # in which it must run again
+        self._block, self._outdated = autocast_block(), ""
         # dispatch modes that list or count ops are to see those of the second run, too
         self.reached = UnitState(state.memory, module, [*objects, *user_function_modes()], self.tensors)
+        if self._block is not None:
+            weights = (*self.parameters.tensors, *self.hidden.tensors, *self.reached.tensors())
+            self._outdated = "weights" if _leaves_met.changed(self._block, weights) else ""
+            self._outdated = "inputs" if _leaves_met.changed(self._block, self.tensors) else self._outdated
         self._over = False
         self._gradients: list[tuple[torch.Tensor, torch.Tensor | None]] = []
         if state.memory.code.uses_gradients:
@@ -229,7 +256,7 @@ class Replay:
         return any(map(_in_pieces, self.parameters.tensors, self._structure.parameters()))
 
     def _again(self, tensors: tuple[torch.Tensor, ...]) -> Any:
-        unit = self.state.unit
+        unit, inside = self.state.unit, self._block is not None and inside_autocast()
         with (
             self.surroundings.restored(),
             running_again(unit),
@@ -239,18 +266,22 @@ class Replay:
             self.reached.restored(),
             self._earlier_gradients(),
         ):
-            if self._block is not None and autocast_block() != self._block:
+            elsewhere = (inside or self._outdated) and autocast_block() != self._block
+            # an input is another tensor in a second run
+            if self._outdated == "inputs" or (self._outdated and elsewhere):
                 raise ConflictError(
-                    f"{unit} computed with casts of weights from before these were changed, as autocast remembers them "
-                    "until its outermost block ends, and its forward would run again with new ones",
+                    f"{unit} computed with casts of {self._outdated} from before these were changed, as autocast "
+                    "remembers them until its outermost block ends, and its forward would run again with new ones",
                     remedy="End the autocast block before the optimizer step, or call torch.clear_autocast_cache() "
-                    "after it: without a plan, too, such a forward does not see the new weights.",
+                    f"after it: without a plan, too, such a forward does not see the new {self._outdated}.",
                 )
             args, kwargs = put_together(self.template, iter(tensors))
             if self._caches:
                 args, kwargs = with_caches(args, kwargs)
             try:
-                return self.surroundings.run(call_inner, self.module, self.state, args, kwargs)
+                # casts of its own are not for later forwards of a block that it only happens to run in
+                with without_remembered_casts() if elsewhere else nullcontext():
+                    return self.surroundings.run(call_inner, self.module, self.state, args, kwargs)
             except Enough:
                 raise
             except Exception as error:

@@ -98,14 +98,17 @@ class _Whole(_Output):
         self._look_at(self._leaves)
         self._saved = interned(saved)
 
-    def instead(self, key: Any, given: Sequence[Any]) -> torch.Tensor | None:
-        """What the function returned, for a call that is given the same; None where it must be called."""
+    def instead(self, key: Any, given: Sequence[Any], unit: str) -> torch.Tensor | None:
+        """What the function returned, for a call of the unit that is given the same; None where it must be called.
+
+        Raises ConflictError where autocast has other casts.
+        """
         hooks = hooks_in_force(False)
         if hooks is None or key != self._key:
             return None
         for (number, cast), geometry in self._saved:
             source = given[number] if number >= 0 else self._leaves[-number]
-            source = source if cast is None else _cast(source, cast)
+            source = source if cast is None else _cast(source, cast, unit)
             same = geometry_of(source) == geometry
             hooks[0](source if same else source.detach().as_strided(*geometry))
         out = self._leaves[0]
@@ -334,7 +337,7 @@ class _Calls(TorchFunctionMode):
         key = _key(func, args, kwargs) if func in _PRODUCTS and frame.whole else None
         if not frame.recording:
             kept = frame.take_whole(place, func)
-            if kept and key and (out := kept.instead(key, (*args, *kwargs.values()))) is not None:
+            if kept and key and (out := kept.instead(key, (*args, *kwargs.values()), frame.unit)) is not None:
                 scope.as_a_whole()
                 return out
         hooks = hooks_in_force(False) if frame.recording and key is not None and not _other_modes() else None
@@ -348,7 +351,7 @@ class _Calls(TorchFunctionMode):
                 out = func(*args, **kwargs)
         finally:
             scope.learning = None
-        casts = _casts(saved, given, known) if ops is None else [*ops.casts, *_remembered_casts(given)]
+        casts = _casts(saved, given, known) if ops is None else [*ops.casts, *_remembered_casts(saved, given)]
         sources, made = _sources(saved, given, casts)
         layouts = [*map(geometry_of, saved)]
         saved.clear()
@@ -394,7 +397,7 @@ _SCALARS = (type(None), bool, int, float)
 def _key(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """All that decides which ops a function of plain tensors runs; None where that is not known."""
     casts = autocast_now()
-    forms: list[Any] = [func, torch.is_grad_enabled(), casts, *kwargs]
+    forms: list[Any] = [func, torch.is_grad_enabled(), casts and casts[1:], *kwargs]  # remembered or not
     given = set[Any]()
     for value in (*args, *kwargs.values()):
         kind = type(value)
@@ -421,9 +424,14 @@ def _other_modes() -> bool:
     return not all(getattr(mode, "only_records", False) for mode in _get_current_dispatch_mode_stack())
 
 
-def _cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def _cast(tensor: torch.Tensor, dtype: torch.dtype, unit: str) -> torch.Tensor:
     """What autocast makes of what a product is given."""
-    return remembered_cast(tensor) if _is_leaf(tensor) and tensor.dim() in _CAN_ASK else tensor.detach().to(dtype)
+    if not _is_leaf(tensor) or tensor.dim() not in _CAN_ASK:
+        return tensor.detach().to(dtype)
+    cast = remembered_cast(tensor)
+    if cast is None or cast.dtype is not dtype:
+        raise differs(unit, f"found another cast of a weight than {dtype} when it ran again")
+    return cast
 
 
 def _is_leaf(tensor: torch.Tensor) -> bool:
@@ -431,10 +439,12 @@ def _is_leaf(tensor: torch.Tensor) -> bool:
     return tensor.requires_grad and tensor.is_leaf
 
 
-def _remembered_casts(given: Sequence[Any]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def _remembered_casts(saved: Sequence[Any], given: Sequence[Any]) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Of what a function was given that of which autocast may have remembered a cast, so that no op made it, and it."""
-    tensors = [value for value in given if isinstance(value, torch.Tensor)] if autocast_now() else []
-    return [(leaf, remembered_cast(leaf)) for leaf in tensors if _is_leaf(leaf) and leaf.dim() in _CAN_ASK]
+    # where nothing is saved, as without gradients, it remembers none, and is not to begin to
+    tensors = [value for value in given if isinstance(value, torch.Tensor)] if saved and autocast_now() else []
+    leaves = [tensor for tensor in tensors if _is_leaf(tensor) and tensor.dim() in _CAN_ASK]
+    return [(leaf, cast) for leaf in leaves if (cast := remembered_cast(leaf)) is not None]
 
 
 def _casts(

@@ -22,6 +22,7 @@ from autockpt.policies.arguments import tensors_of
 from autockpt.policies.attachment import Attachment, call_inner
 from autockpt.policies.base import device_of
 from autockpt.policies.fingerprints import digest
+from autockpt.policies.rerun_state.surroundings import without_remembered_casts
 
 KNOWN = ("cpu", "cuda", "meta")
 WATCHING = ("selective", "keep_attention", "remake")
@@ -85,16 +86,12 @@ def _bits(
         )
 
     hooks = saved_tensors_hooks(lambda tensor: digests.append(digest(tensor)), no_backward)
-    remembers = torch.is_autocast_cache_enabled()
-    torch.set_autocast_cache_enabled(False)  # the unit's first call is to make its casts itself, as later ones do
-    try:
-        with hooks, BaseTorchDispatchMode() if watched else nullcontext():
+    try:  # without casts: the unit's first call is to make them itself, as later ones do
+        with hooks, without_remembered_casts(), BaseTorchDispatchMode() if watched else nullcontext():
             output = call_inner(twin, state, args, kwargs)
     except BaseException:  # the user's own, which the unit's forward would have ended with: as far as that would be
         with torch.no_grad():
             for buffer, as_left in zip(module.buffers(), twin.buffers(), strict=True):
                 buffer.copy_(as_left)
         raise
-    finally:
-        torch.set_autocast_cache_enabled(remembers)
     return [*digests, *map(digest, tensors_of(output))]

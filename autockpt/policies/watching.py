@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from autockpt.errors import ConflictError
 from autockpt.policies.compiling import changes_bits, compile_again, refuse_compiled, run_as_it_is, set_compiler
+from autockpt.policies.rerun_state.surroundings import inside_autocast
 
 
 def _overloads(*names: str) -> frozenset[Any]:
@@ -56,7 +57,7 @@ def refuse_watching(func: Any, args: tuple[Any, ...], unit: str) -> None:
     """Raise ConflictError where this call of one of ``CHANGED_BY_WATCHING`` would give something else."""
     if func in _OF_COMPLEX and args[0].is_complex():
         what = "of complex numbers give wrong values (pytorch#198118)"
-    elif func in _UNDER_AUTOCAST and _inside_autocast():
+    elif func in _UNDER_AUTOCAST and inside_autocast():
         what = "under autocast compute with another precision"
     else:
         return
@@ -65,13 +66,6 @@ def refuse_watching(func: Any, args: tuple[Any, ...], unit: str) -> None:
         remedy=f"Use recompute, offload or save on {unit}, or name modules that do not call it (within: of remake; "
         "within: or keep: of selective).",
     )
-
-
-def _inside_autocast() -> bool:
-    """Inside a dispatch mode autocast always says that it is off; how deep its blocks are nested it tells."""
-    depth = torch.autocast_increment_nesting()
-    torch.autocast_decrement_nesting()
-    return depth > 1
 
 
 class Watching(TorchDispatchMode):

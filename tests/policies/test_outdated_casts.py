@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import deepcopy
+from typing import Any
 
 import pytest
 import torch
@@ -73,6 +75,122 @@ def cleared(model: nn.Module) -> None:
 @pytest.mark.parametrize("kind", sorted(choice_kinds("block")))
 def test_casts_of_weights_as_they_are_can_be_made_anew(kind: str, second: Update) -> None:
     assert all(map(torch.equal, trained("save", second, inside=False), trained(kind, second, inside=False)))
+
+
+Steps = Callable[[nn.Module], list[Tensor]]
+
+
+def with_and_without(kind: str, unit: nn.Module, steps: Steps) -> tuple[list[Tensor], list[Tensor]]:
+    """What steps give under plain training, and with the unit planned; on copies of it."""
+    plain, planned = nn.ModuleList([deepcopy(unit)]), nn.ModuleList([deepcopy(unit)])
+    wanted = steps(plain)
+    with attach(planned, {"0": parse_choice(kind)}, sentinels="off"):
+        return wanted, steps(planned)
+
+
+def after(model: nn.Module, *more: Tensor) -> list[Tensor]:
+    return [t.detach().clone() for t in (*more, *[p.grad for p in model.parameters() if p.grad is not None])]
+
+
+def mlp() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8))
+
+
+def adversarial(model: nn.Module) -> list[Tensor]:
+    """Steps on an input that each changes, in one block."""
+    x, found = torch.ones(4, 8, requires_grad=True), []
+    with torch.autocast("cpu", torch.bfloat16):
+        for _ in range(2):
+            model[0](x).float().square().sum().backward()  # type: ignore[index]
+            assert x.grad is not None
+            found += after(model, x.grad)
+            with torch.no_grad():
+                x.add_(x.grad.sign(), alpha=0.1)
+    return found
+
+
+@pytest.mark.parametrize("kind", sorted(choice_kinds("block")))
+def test_of_inputs_that_have_changed_since_they_are_refused_where_they_would_be_made_anew(kind: str) -> None:
+    if kind in AGAIN:
+        with pytest.raises(ConflictError, match="0 computed with casts of inputs from before these were changed"):
+            with_and_without(kind, mlp(), adversarial)
+    else:
+        assert all(map(torch.equal, *with_and_without(kind, mlp(), adversarial)))
+
+
+def cleared_before_backward(model: nn.Module) -> list[Tensor]:
+    found: list[Tensor] = []
+    with torch.autocast("cpu", torch.bfloat16):
+        for _ in range(2):
+            loss = model[0](torch.ones(4, 8)).float().square().sum()  # type: ignore[index]
+            torch.clear_autocast_cache()
+            loss.backward()
+            found += after(model, loss)
+            update(model)
+    return found
+
+
+def in_a_block_of_another_type(model: nn.Module) -> list[Tensor]:
+    found: list[Tensor] = []
+    for _ in range(3):
+        with torch.autocast("cpu", torch.bfloat16):
+            first = model[0](torch.ones(4, 8)).float().square().sum()  # type: ignore[index]
+        with torch.autocast("cpu", torch.float16):
+            second = model[0](torch.ones(4, 8)).float().square().sum()  # type: ignore[index]
+            first.backward()
+        second.backward()
+        found += after(model, first, second)
+    return found
+
+
+def before_an_update_of_its_block(model: nn.Module) -> list[Tensor]:
+    found: list[Tensor] = []
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = model[0](torch.ones(4, 8)).float().square().sum()  # type: ignore[index]
+    for _ in range(3):
+        with torch.autocast("cpu", torch.bfloat16):
+            loss.backward()
+            update(model)
+            loss = model[0](torch.ones(4, 8)).float().square().sum()  # type: ignore[index]
+        found += after(model, loss)
+    return found
+
+
+@pytest.mark.parametrize("steps", [cleared_before_backward, in_a_block_of_another_type, before_an_update_of_its_block])
+@pytest.mark.parametrize("kind", sorted(choice_kinds("block")))
+def test_a_second_run_leaves_none_to_the_forwards_of_a_block_that_it_happens_to_run_in(kind: str, steps: Steps) -> None:
+    assert all(map(torch.equal, *with_and_without(kind, mlp(), steps)))
+
+
+class Weights(nn.Module):
+    """A product of weights alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.v, self.w = nn.Parameter(torch.randn(8, 8)), nn.Parameter(torch.randn(8, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + nn.functional.silu(nn.functional.linear(self.v, self.w).float())
+
+
+def within_another_type(model: nn.Module) -> list[Tensor]:
+    found: list[Tensor] = []
+    unit: Any = model[0]  # type: ignore[index]
+    for _ in range(2):
+        with torch.autocast("cpu", torch.bfloat16):
+            hidden = nn.functional.linear(nn.functional.linear(torch.ones(8, 8), unit.w), unit.v)
+            with torch.autocast("cpu", torch.float16):  # which is handed the casts of the outer block
+                loss = unit(torch.ones(8, 8)).square().sum() + hidden.sum()
+            loss.backward()
+        found += after(model, loss)
+    return found
+
+
+@pytest.mark.parametrize("kind", sorted(choice_kinds("block")))
+def test_those_of_a_block_around_one_of_another_type_are_left_as_they_are(kind: str) -> None:
+    assert all(map(torch.equal, *with_and_without(kind, Weights(), within_another_type)))
 
 
 def test_telling_blocks_apart_is_seen_by_nobody_and_ends_no_block() -> None:

@@ -150,13 +150,35 @@ def _kinds() -> tuple[str, ...]:
     return tuple(kind for kind in kinds if torch.amp.is_autocast_available(kind))
 
 
-def remembered_cast(weight: torch.Tensor) -> torch.Tensor:
+def inside_autocast() -> bool:
+    """Whether a block of autocast is around this. Inside a dispatch mode autocast always says that it is off; how deep
+    its blocks are nested it tells."""
+    depth = torch.autocast_increment_nesting()
+    torch.autocast_decrement_nesting()
+    return depth > 1
+
+
+@contextmanager
+def without_remembered_casts() -> Iterator[None]:
+    """Autocast uses none of the casts that it remembers, and remembers none of those made in here."""
+    before = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(before)
+
+
+def remembered_cast(weight: torch.Tensor) -> torch.Tensor | None:
     """What autocast makes of a matrix or some in a product: the copy that it remembers, or else one to remember. Its
-    strides may be others."""
+    strides may be others. None where it remembers one of another type, as from a block of that type around this one."""
     saved: list[torch.Tensor] = []
     rows = weight.detach().new_empty((*weight.shape[:-2], 0, weight.size(-2))).requires_grad_()
     with torch._C.DisableTorchFunction(), torch.enable_grad(), saved_tensors_hooks(saved.append, lambda _: weight):
-        torch.matmul(rows.view_as(rows), weight)  # which saves it for the gradient of no rows at all
+        try:
+            torch.matmul(rows.view_as(rows), weight)  # which saves it for the gradient of no rows at all
+        except RuntimeError:  # of two types
+            return None
     return max(saved, key=torch.Tensor.numel)
 
 
