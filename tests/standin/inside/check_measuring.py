@@ -41,9 +41,9 @@ def _bits(workload: Step) -> list[torch.Tensor]:
 
 ALL = os.environ.get("STANDIN_ALL") == "1"
 JOBS = [
+    WorkloadSpec(model="llama-tiny", batch_size=16, seq_len=256, autocast="bf16"),
     WorkloadSpec(model="gpt2-tiny", batch_size=16, seq_len=128),  # with dropout
     WorkloadSpec(model="llama-tiny", batch_size=16, seq_len=128),
-    WorkloadSpec(model="llama-tiny", batch_size=16, seq_len=256, autocast="bf16"),
     WorkloadSpec(model="qwen3-tiny", batch_size=16, seq_len=256, lora=8),
     WorkloadSpec(model="t5-tiny", batch_size=16, seq_len=128, accumulate=2),
     WorkloadSpec(model="mixtral-tiny", batch_size=16, seq_len=128, autocast="bf16"),
