@@ -30,6 +30,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 
 from autockpt.policies.base import places_of
+from autockpt.policies.casts import CastsUsed
 from autockpt.policies.compiling import run_as_it_is
 from autockpt.policies.compute_ops import METADATA
 from autockpt.policies.conflicts import sequence_nr
@@ -40,7 +41,6 @@ from autockpt.policies.rerun_state.surroundings import autocast_block, autocast_
 from autockpt.policies.saved import Kept
 from autockpt.policies.score import (
     SAVED,
-    CastsUsed,
     FunctionCall,
     Met,
     RecordedCall,

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import functools
 import threading
-import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, ClassVar
 
@@ -19,7 +18,8 @@ from autockpt.errors import ConflictError
 from autockpt.policies.arguments import hidden_tensors, put_together, take_apart, tensors_of
 from autockpt.policies.attachment import Attachment, call_inner
 from autockpt.policies.base import InPlaceError, setting
-from autockpt.policies.conflicts import refuse_inference
+from autockpt.policies.casts import CastsUsed, leaves_met
+from autockpt.policies.conflicts import refuse_inference, sequence_nr
 from autockpt.policies.kvcache import StandIn, with_caches
 from autockpt.policies.rerun_state.state import Memory, UnitState
 from autockpt.policies.rerun_state.structure import UnitStructure
@@ -115,32 +115,6 @@ class ReplayState(Attachment):
         return self._cache_structure
 
 
-class _LeavesMet:
-    """Leaves that units were given in one of autocast's blocks, which remembers casts of them, and their versions at
-    first."""
-
-    def __init__(self) -> None:
-        self._block: int | None = None
-        self._versions: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
-
-    def changed(self, block: int, tensors: Iterable[torch.Tensor | None]) -> bool:
-        """Whether some of them have changed since, so that autocast may remember casts of what they were before."""
-        if block != self._block:
-            self._block, self._versions = block, {}
-        found = False
-        for tensor in tensors:
-            if tensor is not None and tensor.requires_grad and tensor.is_leaf:
-                known = self._versions.get(id(tensor))
-                if known is None or known[0]() is not tensor:
-                    self._versions[id(tensor)] = weakref.ref(tensor), tensor._version
-                else:
-                    found |= known[1] != tensor._version
-        return found
-
-
-_leaves_met = _LeavesMet()
-
-
 class Replay:
     """One call of a unit: first the ordinary forward, and the same again whenever backward asks for it.
 
@@ -166,12 +140,13 @@ class Replay:
             raise
         self.surroundings = Surroundings((*self.tensors, *self.parameters.tensors))
         self._block, self._outdated = autocast_block(), ""
+        self._changed: list[torch.Tensor] = []  # inputs of which autocast may have earlier casts
         # dispatch modes that list or count ops are to see those of the second run, too
         self.reached = UnitState(state.memory, module, [*objects, *user_function_modes()], self.tensors)
         if self._block is not None:
             weights = (*self.parameters.tensors, *self.hidden.tensors, *self.reached.tensors())
-            self._outdated = "weights" if _leaves_met.changed(self._block, weights) else ""
-            self._outdated = "inputs" if _leaves_met.changed(self._block, self.tensors) else self._outdated
+            self._outdated = "weights" if leaves_met.changed(self._block, weights) else ""
+            self._changed = leaves_met.changed(self._block, self.tensors)
         self._over = False
         self._gradients: list[tuple[torch.Tensor, torch.Tensor | None]] = []
         if state.memory.code.uses_gradients:
@@ -184,7 +159,14 @@ class Replay:
             self.first = None
             if self._caches:
                 args, kwargs = with_caches(args, kwargs)
-            return call_inner(self.module, self.state, args, kwargs)
+            begin = sequence_nr()
+            output = call_inner(self.module, self.state, args, kwargs)
+            if self._changed:  # in a second run they are other tensors, which autocast casts anew
+                _, casts = CastsUsed().by(tensors_of(output), begin)
+                if any(leaf is changed for leaf, _, own in casts if not own for changed in self._changed):
+                    self._outdated = "inputs"
+                self._changed = []
+            return output
         return self._again(tensors)
 
     def finish(self) -> None:
@@ -267,7 +249,6 @@ class Replay:
             self._earlier_gradients(),
         ):
             elsewhere = (inside or self._outdated) and autocast_block() != self._block
-            # an input is another tensor in a second run
             if self._outdated == "inputs" or (self._outdated and elsewhere):
                 raise ConflictError(
                     f"{unit} computed with casts of {self._outdated} from before these were changed, as autocast "

@@ -9,9 +9,9 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from types import MethodWrapperType
-from typing import Any, ClassVar, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -32,9 +32,22 @@ from autockpt.policies.compute_ops import (
     writes_to_given,
 )
 from autockpt.policies.fingerprints import Geometry, geometry_of
+from autockpt.policies.products import (
+    NEW,
+    PRODUCTS,
+    Learnt,
+    Ops,
+    Source,
+    cast_again,
+    casts_like,
+    key_of,
+    learn,
+    remembered_casts,
+    sources_of,
+)
 from autockpt.policies.replay import Replay, ReplayState
 from autockpt.policies.rerun_state.reach import Node, changed_of
-from autockpt.policies.rerun_state.surroundings import autocast_now, remembered_cast, user_modes
+from autockpt.policies.rerun_state.surroundings import user_modes
 from autockpt.policies.rerun_state.tensors import TENSORS
 from autockpt.policies.saved import address_of
 from autockpt.policies.slots import differs
@@ -43,8 +56,6 @@ from autockpt.policies.user_checkpoint import hooks_in_force
 from autockpt.policies.watching import CHANGED_BY_WATCHING, Watching, count_writes, passes_by, refuse_watching
 
 Place = tuple[int, int, int]
-Source = tuple[int, torch.dtype | None]
-"""Which of the tensors that a function was given, or from -1 downwards of its own, and to what autocast cast it."""
 _current = threading.local()
 _TO_COPY: Any = torch.ops.aten._to_copy.default
 _LEAF = tree_structure(0)
@@ -108,7 +119,7 @@ class _Whole(_Output):
             return None
         for (number, cast), geometry in self._saved:
             source = given[number] if number >= 0 else self._leaves[-number]
-            source = source if cast is None else _cast(source, cast, unit)
+            source = source if cast is None else cast_again(source, cast, unit)
             same = geometry_of(source) == geometry
             hooks[0](source if same else source.detach().as_strided(*geometry))
         out = self._leaves[0]
@@ -227,7 +238,7 @@ class _Scope(Watching):
         frame.scopes += 1
         self._frame, self._number, self._wanted = frame, frame.scopes, wanted
         self._functions = self._ops = 0
-        self.learning: _Ops | None = None
+        self.learning: Ops | None = None
 
     def look(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         if passes_by(func):
@@ -264,13 +275,6 @@ class _Scope(Watching):
     def as_a_whole(self) -> None:
         """The function's ops are not looked at."""
         self._ops = 1
-
-
-class _Ops(NamedTuple):
-    """What one function did: what its wanted ops returned; of each cast what it was given, and returned."""
-
-    wanted: list[Any]
-    casts: list[tuple[torch.Tensor, torch.Tensor]]
 
 
 class KeepingReplay(Replay):
@@ -334,35 +338,35 @@ class _Calls(TorchFunctionMode):
         """Call a function that may run a wanted op, or hand out what it returned."""
         frame, scope = self._frame, self._scope
         place = scope.next_function()
-        key = _key(func, args, kwargs) if func in _PRODUCTS and frame.whole else None
+        key = key_of(func, args, kwargs) if func in PRODUCTS and frame.whole else None
         if not frame.recording:
             kept = frame.take_whole(place, func)
             if kept and key and (out := kept.instead(key, (*args, *kwargs.values()), frame.unit)) is not None:
                 scope.as_a_whole()
                 return out
         hooks = hooks_in_force(False) if frame.recording and key is not None and not _other_modes() else None
-        if hooks is None or (known := _Learnt.products.get(key, _NEW)) is None:
+        if hooks is None or (known := Learnt.products.get(key, NEW)) is None:
             with scope:
                 return func(*args, **kwargs)
         saved, given = _Noted(hooks[0]), (*args, *kwargs.values())
-        scope.learning = ops = _Ops([], []) if known is _NEW else None
+        scope.learning = ops = Ops([], []) if known is NEW else None
         try:
             with saved_tensors_hooks(saved.note, hooks[1]), nullcontext() if ops is None else scope:
                 out = func(*args, **kwargs)
         finally:
             scope.learning = None
-        casts = _casts(saved, given, known) if ops is None else [*ops.casts, *_remembered_casts(saved, given)]
-        sources, made = _sources(saved, given, casts)
+        casts = casts_like(saved, given, known) if ops is None else [*ops.casts, *remembered_casts(saved, given)]
+        sources, made = sources_of(saved, given, casts)
         layouts = [*map(geometry_of, saved)]
         saved.clear()
         if ops is not None:
-            _learn(key, ops.wanted, out, sources, made)
+            learn(key, ops.wanted, out, sources, made)
             return out
         scope.as_a_whole()
         if known == sources:
             frame.keep(place, _Whole(key, out, tuple(zip(sources, layouts, strict=True)), made))
         else:
-            _Learnt.products[key] = None
+            Learnt.products[key] = None
         return out
 
 
@@ -373,127 +377,11 @@ def _names_attention(func: Any) -> bool:
     return "attention" in name or "attn" in name
 
 
-_PRODUCTS = frozenset(
-    (
-        *(torch.nn.functional.linear, torch.nn.functional.scaled_dot_product_attention, torch.addmm, torch.bmm),
-        *(torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__),
-    )
-)
-_NEW: Any = object()
-Products = dict[Any, tuple[Source, ...] | None]
-
-
-class _Learnt:
-    """By what a function is given: where what autograd saves comes from; None where more than one product is made."""
-
-    products: ClassVar[Products] = {}
-
-
-_MOST_PRODUCTS = 10_000
-_CAN_ASK = (2, 3)  # autocast for what it remembers of such
-_SCALARS = (type(None), bool, int, float)
-
-
-def _key(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """All that decides which ops a function of plain tensors runs; None where that is not known."""
-    casts = autocast_now()
-    forms: list[Any] = [func, torch.is_grad_enabled(), casts and casts[1:], *kwargs]  # remembered or not
-    given = set[Any]()
-    for value in (*args, *kwargs.values()):
-        kind = type(value)
-        if kind is torch.Tensor or kind is nn.Parameter:
-            dtype = value.dtype
-            if value.layout is not torch.strided or dtype.is_complex or value.is_neg():
-                return None
-            forms += (*geometry_of(value), dtype, value.device, value.requires_grad)
-            if casts is not None:
-                if (extent := _extent(value)) in given:
-                    return None  # a cast does not show of which of the two it is
-                given.add(extent)
-        elif kind in _SCALARS:
-            forms += (kind, value)
-        else:
-            return None
-    return tuple(forms)
-
-
 def _other_modes() -> bool:
     """Whether other ops may run than those of plain tensors: a mode may put others in their place."""
     if current_transform() is not None or user_modes():
         return True
     return not all(getattr(mode, "only_records", False) for mode in _get_current_dispatch_mode_stack())
-
-
-def _cast(tensor: torch.Tensor, dtype: torch.dtype, unit: str) -> torch.Tensor:
-    """What autocast makes of what a product is given."""
-    if not _is_leaf(tensor) or tensor.dim() not in _CAN_ASK:
-        return tensor.detach().to(dtype)
-    cast = remembered_cast(tensor)
-    if cast is None or cast.dtype is not dtype:
-        raise differs(unit, f"found another cast of a weight than {dtype} when it ran again")
-    return cast
-
-
-def _is_leaf(tensor: torch.Tensor) -> bool:
-    """Whether autocast may remember casts of it."""
-    return tensor.requires_grad and tensor.is_leaf
-
-
-def _remembered_casts(saved: Sequence[Any], given: Sequence[Any]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Of what a function was given that of which autocast may have remembered a cast, so that no op made it, and it."""
-    # where nothing is saved, as without gradients, it remembers none, and is not to begin to
-    tensors = [value for value in given if isinstance(value, torch.Tensor)] if saved and autocast_now() else []
-    leaves = [tensor for tensor in tensors if _is_leaf(tensor) and tensor.dim() in _CAN_ASK]
-    return [(leaf, cast) for leaf in leaves if (cast := remembered_cast(leaf)) is not None]
-
-
-def _casts(
-    saved: Sequence[torch.Tensor], given: Sequence[Any], known: tuple[Source, ...]
-) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """What was cast and saved where a function like it did so: of what it was given, and the cast."""
-    pairs = [(given[number], tensor) for tensor, (number, cast) in zip(saved, known) if cast is tensor.dtype]  # noqa: B905
-    return [(source, cast) for source, cast in pairs if source.numel() == cast.numel()]
-
-
-def _sources(
-    saved: Sequence[torch.Tensor], given: Sequence[Any], casts: Sequence[tuple[torch.Tensor, torch.Tensor]]
-) -> tuple[tuple[Source, ...], list[torch.Tensor]]:
-    """The sources of what a function saved, and its own among them, without a graph."""
-    places: dict[Any, Source] = {
-        _extent(tensor): (number, None) for number, tensor in enumerate(given) if isinstance(tensor, torch.Tensor)
-    }
-    for before, after in casts:
-        source = places.get(_extent(before))
-        if source is not None and (not _is_leaf(before) or before.dim() in _CAN_ASK):
-            places.setdefault(_extent(after), (source[0], after.dtype))
-    made: list[torch.Tensor] = []
-    sources: list[Source] = []
-    for tensor in saved:
-        if (extent := _extent(tensor)) not in places:
-            made.append(tensor.detach())
-            places[extent] = -len(made), None
-        sources.append(places[extent])
-    return tuple(sources), made
-
-
-def _extent(tensor: torch.Tensor) -> Any:
-    """Which elements of which memory, whatever their order; of plain tensors, as ``_key`` has seen to."""
-    return tensor.untyped_storage()._cdata, tensor.dtype, tensor.storage_offset(), tensor.numel()
-
-
-def _learn(key: Any, wanted: list[Any], out: Any, sources: tuple[Source, ...], made: list[torch.Tensor]) -> None:
-    """Remember whether a function makes one product and nothing else, and returns it."""
-    if len(_Learnt.products) >= _MOST_PRODUCTS:
-        return
-    own = [address_of(leaf) for leaf in tree_leaves(wanted) if isinstance(leaf, torch.Tensor)]
-    product = len(wanted) == 1 and type(out) is torch.Tensor and all(address_of(t) in own for t in (out, *made))
-    # without anything saved nothing tells when a gradient is taken through it
-    _Learnt.products[key] = sources if product and (sources or not out.requires_grad) else None
-
-
-def products_known(known: Products) -> AbstractContextManager[None]:
-    """Go by ``known`` in here, and add to it what is learnt: apart from what else runs in this process."""
-    return setting(_Learnt, "products", known)
 
 
 class ScopeState(Attachment):

@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from autockpt.policies.assigned import is_wrapped
+from autockpt.policies.casts import CastsUsed
 from autockpt.policies.compiling import run_as_it_is
 from autockpt.policies.compute_ops import METADATA
 from autockpt.policies.conflicts import sequence_nr
@@ -116,38 +117,6 @@ def fits(value: Any, pattern: Any, met: Met) -> bool:
         return False
     parts = (value.start, value.stop, value.step) if pattern.kind is slice else value
     return len(parts) == len(pattern.parts) and all([fits(*pair, met) for pair in zip(parts, pattern.parts)])  # noqa: B905
-
-
-class CastsUsed:
-    """Which casts of leaves one call has used. Autocast remembers them until its outermost block ends, whichever call
-    or thread made them, so that one may be of a leaf's earlier values."""
-
-    def __init__(self) -> None:
-        self._known: dict[Any, tuple[int, bool]] = {}  # by autograd's nodes
-
-    @property
-    def count(self) -> int:
-        return len(self._known)
-
-    def by(self, results: Sequence[torch.Tensor], begin: int) -> tuple[int, list[tuple[torch.Tensor, int, bool]]]:
-        """Those that a function used which began at autograd's sequence number ``begin``, and how many nodes it added,
-        one less for each cast that it did not make. Of each the leaf, which of the call's casts it is, and whether the
-        call made it."""
-        end, seen = sequence_nr(), set[Any]()
-        open_ends: list[Any] = [tensor.grad_fn for tensor in results if tensor.grad_fn is not None]
-        found = []
-        while open_ends:
-            node = open_ends.pop()
-            if node in seen:
-                continue
-            seen.add(node)
-            before = [given for given, _ in node.next_functions if given is not None]
-            own = begin <= node._sequence_nr() < end
-            if node.name() == "ToCopyBackward0" and before and before[0].name() == "torch::autograd::AccumulateGrad":
-                found.append((before[0].variable, *self._known.setdefault(node, (len(self._known), own))))
-            elif own:
-                open_ends += before
-        return end - begin, found
 
 
 def leaves_of(out: Any) -> Sequence[torch.Tensor]:

@@ -9,7 +9,7 @@ from multiprocessing.connection import wait
 from typing import Any
 
 from autockpt.errors import AutockptError
-from autockpt.policies.saved_outputs import Products
+from autockpt.policies.products import Products
 from autockpt.schema.choices import Choice
 from autockpt.tracing.process import Build, GhostProcess, NotForkable, can_fork
 

@@ -22,9 +22,9 @@ from autockpt.hardware.cuda_kernels import AMPERE, Capability, fuses_dropout
 from autockpt.hardware.flash_package import FLASH, flash_on_ghosts, note_on_flash
 from autockpt.hardware.operators import Operator
 from autockpt.policies.base import setting
+from autockpt.policies.products import Products, products_known
 from autockpt.policies.rerun_state.code import Code
 from autockpt.policies.rerun_state.reach import code_known
-from autockpt.policies.saved_outputs import Products, products_known
 from autockpt.runtime import attach
 from autockpt.schema.choices import Choice, Save
 from autockpt.schema.device import WITHOUT_STREAMS

@@ -119,6 +119,12 @@ def test_of_inputs_that_have_changed_since_they_are_refused_where_they_would_be_
         assert all(map(torch.equal, *with_and_without(kind, mlp(), adversarial)))
 
 
+@pytest.mark.parametrize("kind", sorted(choice_kinds("block")))
+def test_inputs_that_no_cast_is_made_of_may_change(kind: str) -> None:
+    """As those of most layers, which begin with a norm."""
+    assert all(map(torch.equal, *with_and_without(kind, nn.Sequential(nn.LayerNorm(8), mlp()), adversarial)))
+
+
 def cleared_before_backward(model: nn.Module) -> list[Tensor]:
     found: list[Tensor] = []
     with torch.autocast("cpu", torch.bfloat16):

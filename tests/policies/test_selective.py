@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from autockpt.errors import ConflictError, PlanError
 from autockpt.policies import saved_outputs
 from autockpt.policies.compute_ops import is_heavy
+from autockpt.policies.products import products_known
 from autockpt.runtime import attach
 from autockpt.schema.choices import RECOMPUTE, Choice, dump_choice, parse_choice
 from tests.policies.zoo import CASES, Tally, assert_equal, bytes_alive_after, plain, train
@@ -536,7 +537,7 @@ def test_a_product_of_a_tensor_with_itself_tells_nothing_of_the_casts_of_two():
         one, other = F.silu(hidden)[:4, :4].float(), F.gelu(hidden)[:4, 4:8].float()
         return x + unit.down(hidden + torch.matmul(one, one if unit.step == 0 else other).sum())
 
-    with saved_outputs.products_known({}):
+    with products_known({}):
         wanted, found = (_gradients_of_steps(body, choice, autocast=True) for choice in (None, selective("**")))
     assert all(map(torch.equal, wanted, found))
 
@@ -546,7 +547,7 @@ def test_under_autocast_too_ops_of_a_product_are_looked_at_in_the_first_call_onl
     look = saved_outputs._Scope.look
     monkeypatch.setattr(saved_outputs._Scope, "look", lambda *given: looked.append(given[1]) or look(*given))
     model = Model(ODD["attention"])
-    with attach(model, {"units.0": selective("**")}), saved_outputs.products_known({}):
+    with attach(model, {"units.0": selective("**")}), products_known({}):
         for step in range(4):
             before = len(looked)
             with torch.autocast("cpu", torch.bfloat16):
