@@ -125,7 +125,7 @@ def sources_of(
 
 
 def _extent(tensor: torch.Tensor) -> Any:
-    """Which elements of which memory, whatever their order; of plain tensors, as ``_key`` has seen to."""
+    """Which elements of which memory, whatever their order; of plain tensors, as ``key_of`` has seen to."""
     return tensor.untyped_storage()._cdata, tensor.dtype, tensor.storage_offset(), tensor.numel()
 
 

@@ -238,7 +238,7 @@ class Replay:
         return any(map(_in_pieces, self.parameters.tensors, self._structure.parameters()))
 
     def _again(self, tensors: tuple[torch.Tensor, ...]) -> Any:
-        unit, inside = self.state.unit, self._block is not None and inside_autocast()
+        unit, inside = self.state.unit, inside_autocast()
         with (
             self.surroundings.restored(),
             running_again(unit),
@@ -248,7 +248,7 @@ class Replay:
             self.reached.restored(),
             self._earlier_gradients(),
         ):
-            elsewhere = (inside or self._outdated) and autocast_block() != self._block
+            elsewhere = (inside or self._outdated) and (self._block is None or autocast_block() != self._block)
             if self._outdated == "inputs" or (self._outdated and elsewhere):
                 raise ConflictError(
                     f"{unit} computed with casts of {self._outdated} from before these were changed, as autocast "

@@ -163,6 +163,34 @@ def before_an_update_of_its_block(model: nn.Module) -> list[Tensor]:
     return found
 
 
+class Own(nn.Module):
+    """A unit with a block of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = mlp()
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return self.inner(x).float()
+
+
+def with_blocks_of_its_own(model: nn.Module) -> list[Tensor]:
+    found: list[Tensor] = []
+    for _ in range(3):
+        loss = model[0](torch.ones(4, 8)).square().sum()  # type: ignore[index]
+        with torch.autocast("cpu", torch.bfloat16):
+            loss.backward()
+            update(model)
+            found += after(model, loss, model[0](torch.ones(4, 8)))  # type: ignore[index]
+    return found
+
+
+@pytest.mark.parametrize("kind", sorted(choice_kinds("block")))
+def test_nor_does_one_of_a_unit_with_a_block_of_its_own(kind: str) -> None:
+    assert all(map(torch.equal, *with_and_without(kind, Own(), with_blocks_of_its_own)))
+
+
 @pytest.mark.parametrize("steps", [cleared_before_backward, in_a_block_of_another_type, before_an_update_of_its_block])
 @pytest.mark.parametrize("kind", sorted(choice_kinds("block")))
 def test_a_second_run_leaves_none_to_the_forwards_of_a_block_that_it_happens_to_run_in(kind: str, steps: Steps) -> None:
