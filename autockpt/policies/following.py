@@ -30,14 +30,13 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 
 from autockpt.policies.base import places_of
-from autockpt.policies.casts import CastsUsed
+from autockpt.policies.casts import CastsUsed, autocast_block, autocast_now
 from autockpt.policies.compiling import run_as_it_is
 from autockpt.policies.compute_ops import METADATA
 from autockpt.policies.conflicts import sequence_nr
 from autockpt.policies.fingerprints import geometry_of
 from autockpt.policies.op_recorder import PLAIN
 from autockpt.policies.rerun_state.code import Code
-from autockpt.policies.rerun_state.surroundings import autocast_block, autocast_now
 from autockpt.policies.saved import Kept
 from autockpt.policies.score import (
     SAVED,
@@ -221,10 +220,10 @@ class RecordedCalls:
     def given(self, module: nn.Module, tensors: list[torch.Tensor]) -> tuple[list[torch.Tensor], Any]:
         """What a call is given: ``tensors`` in its arguments, parameters and buffers. And a key, equal for calls that
         may go the same way; None where it is neither to be followed nor to be learned from."""
+        if self._left >= _MISSES or self._in_vain.total() >= _WAYS or self.code.chooses_kernels:
+            return tensors, None
         earlier, self._block = self._block, autocast_block()
-        modes = torch._C._len_torch_function_stack() or dispatch_modes()
-        hopeless = self._left >= _MISSES or self._in_vain.total() >= _WAYS or self.code.chooses_kernels
-        if hopeless or modes:
+        if torch._C._len_torch_function_stack() or dispatch_modes():
             return tensors, None
         if self._own is None:
             self._own = places_of(module, "_parameters", "_buffers")

@@ -12,8 +12,8 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from autockpt.policies.base import setting
+from autockpt.policies.casts import autocast_now, may_be_remembered, remembered_cast
 from autockpt.policies.fingerprints import geometry_of
-from autockpt.policies.rerun_state.surroundings import autocast_now, remembered_cast
 from autockpt.policies.saved import address_of
 from autockpt.policies.slots import differs
 
@@ -74,7 +74,7 @@ def key_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def cast_again(tensor: torch.Tensor, dtype: torch.dtype, unit: str) -> torch.Tensor:
     """What autocast makes of what a product is given."""
-    if not _is_leaf(tensor) or tensor.dim() not in _CAN_ASK:
+    if not may_be_remembered(tensor) or tensor.dim() not in _CAN_ASK:
         return tensor.detach().to(dtype)
     cast = remembered_cast(tensor)
     if cast is None or cast.dtype is not dtype:
@@ -82,16 +82,11 @@ def cast_again(tensor: torch.Tensor, dtype: torch.dtype, unit: str) -> torch.Ten
     return cast
 
 
-def _is_leaf(tensor: torch.Tensor) -> bool:
-    """Whether autocast may remember casts of it."""
-    return tensor.requires_grad and tensor.is_leaf
-
-
 def remembered_casts(saved: Sequence[Any], given: Sequence[Any]) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Of what a function was given that of which autocast may have remembered a cast, so that no op made it, and it."""
     # where nothing is saved, as without gradients, it remembers none, and is not to begin to
     tensors = [value for value in given if isinstance(value, torch.Tensor)] if saved and autocast_now() else []
-    leaves = [tensor for tensor in tensors if _is_leaf(tensor) and tensor.dim() in _CAN_ASK]
+    leaves = [tensor for tensor in tensors if may_be_remembered(tensor) and tensor.dim() in _CAN_ASK]
     return [(leaf, cast) for leaf in leaves if (cast := remembered_cast(leaf)) is not None]
 
 
@@ -112,7 +107,7 @@ def sources_of(
     }
     for before, after in casts:
         source = places.get(_extent(before))
-        if source is not None and (not _is_leaf(before) or before.dim() in _CAN_ASK):
+        if source is not None and (not may_be_remembered(before) or before.dim() in _CAN_ASK):
             places.setdefault(_extent(after), (source[0], after.dtype))
     made: list[torch.Tensor] = []
     sources: list[Source] = []

@@ -18,18 +18,18 @@ from autockpt.errors import ConflictError
 from autockpt.policies.arguments import hidden_tensors, put_together, take_apart, tensors_of
 from autockpt.policies.attachment import Attachment, call_inner
 from autockpt.policies.base import InPlaceError, setting
-from autockpt.policies.casts import CastsUsed, leaves_met
+from autockpt.policies.casts import (
+    CastsUsed,
+    autocast_block,
+    inside_autocast,
+    leaves_met,
+    without_remembered_casts,
+)
 from autockpt.policies.conflicts import refuse_inference, sequence_nr
 from autockpt.policies.kvcache import StandIn, with_caches
 from autockpt.policies.rerun_state.state import Memory, UnitState
 from autockpt.policies.rerun_state.structure import UnitStructure
-from autockpt.policies.rerun_state.surroundings import (
-    Surroundings,
-    autocast_block,
-    inside_autocast,
-    user_function_modes,
-    without_remembered_casts,
-)
+from autockpt.policies.rerun_state.surroundings import Surroundings, user_function_modes
 from autockpt.policies.slots import Enough, as_it_is
 
 _current = threading.local()

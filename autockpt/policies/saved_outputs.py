@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_structure, tree_
 
 from autockpt.policies.attachment import Attachment, call_inner, current_transform
 from autockpt.policies.base import interned, setting
+from autockpt.policies.casts import TO_COPY
 from autockpt.policies.compiling import run_as_it_is
 from autockpt.policies.compute_ops import (
     LIGHT_FUNCTIONS,
@@ -57,7 +58,6 @@ from autockpt.policies.watching import CHANGED_BY_WATCHING, Watching, count_writ
 
 Place = tuple[int, int, int]
 _current = threading.local()
-_TO_COPY: Any = torch.ops.aten._to_copy.default
 _LEAF = tree_structure(0)
 
 
@@ -253,7 +253,7 @@ class _Scope(Watching):
                 self._frame.watch(args[0], out)
             elif kind == "writes":
                 count_writes(func, args)
-            elif func is _TO_COPY and self.learning is not None:
+            elif func is TO_COPY and self.learning is not None:
                 self.learning.casts.append((args[0], out))
             return out
         self._ops += 1

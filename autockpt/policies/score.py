@@ -19,13 +19,12 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from autockpt.policies.assigned import is_wrapped
-from autockpt.policies.casts import CastsUsed
+from autockpt.policies.casts import TO_COPY, CastsUsed, autocast_now, may_be_remembered
 from autockpt.policies.compiling import run_as_it_is
 from autockpt.policies.compute_ops import METADATA
 from autockpt.policies.conflicts import sequence_nr
 from autockpt.policies.fingerprints import Geometry, geometry_of
 from autockpt.policies.op_recorder import HANDS_OUT, PLAIN, Tape
-from autockpt.policies.rerun_state.surroundings import autocast_now
 from autockpt.policies.tape import Origin, RerunOp
 
 _EXACT = frozenset(
@@ -36,7 +35,6 @@ _EXACT = frozenset(
 )
 dispatch_modes: Any = torch._C._len_torch_dispatch_stack  # type: ignore[attr-defined]
 _MADE_OF_OTHERS: Any = torch._C.DispatchKey.CompositeImplicitAutograd
-_CAST: Any = torch.ops.aten._to_copy.default
 _MADE, SAVED = -1, -2  # in place of a tensor's number: an op makes it; it is had where autograd saves it
 
 
@@ -215,10 +213,10 @@ class Learning(TorchFunctionMode):
 
     @staticmethod
     def _is_leaf(value: Any) -> bool:
-        return isinstance(value, torch.Tensor) and value.requires_grad and value.is_leaf
+        return isinstance(value, torch.Tensor) and may_be_remembered(value)
 
     def _casts_a_leaf(self, op: RerunOp) -> bool:
-        held = op.reads[0].held if op.func is _CAST else None
+        held = op.reads[0].held if op.func is TO_COPY else None
         return held is not None and (held.untyped_storage()._cdata, op.args[0].geometry) in self._leaves
 
     def _pattern(self, value: Any) -> Any:
@@ -241,7 +239,7 @@ class Learning(TorchFunctionMode):
         if self._tape.astray or not is_plain(tensor):
             return
         storage = tensor.untyped_storage()
-        if tensor.requires_grad and tensor.is_leaf:
+        if may_be_remembered(tensor):
             self._leaves.add((storage._cdata, geometry_of(tensor)))
         known = self._first.get(storage._cdata)
         if known is None or known[0]() is not storage:

@@ -21,8 +21,8 @@ from autockpt.errors import ConflictError
 from autockpt.policies.arguments import tensors_of
 from autockpt.policies.attachment import Attachment, call_inner
 from autockpt.policies.base import device_of
+from autockpt.policies.casts import without_remembered_casts
 from autockpt.policies.fingerprints import digest
-from autockpt.policies.rerun_state.surroundings import without_remembered_casts
 
 KNOWN = ("cpu", "cuda", "meta")
 WATCHING = ("selective", "keep_attention", "remake")

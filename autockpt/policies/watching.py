@@ -13,8 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from autockpt.errors import ConflictError
+from autockpt.policies.casts import inside_autocast
 from autockpt.policies.compiling import changes_bits, compile_again, refuse_compiled, run_as_it_is, set_compiler
-from autockpt.policies.rerun_state.surroundings import inside_autocast
 
 
 def _overloads(*names: str) -> frozenset[Any]:
