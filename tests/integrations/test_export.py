@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tomllib
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -32,9 +33,10 @@ def wanted(**more: Any) -> LayerChoices:
     return LayerChoices(layers, more.get("parts", {}), more.get("others", {}))
 
 
-def checkpointed(settings: str) -> list[int]:
+def checkpointed(settings: str, folder: Path) -> list[int]:
     """The layers that the Trainer checkpoints with these arguments."""
-    arguments = transformers.TrainingArguments(use_cpu=True, report_to=[], **yaml.safe_load(settings))
+    exported = yaml.safe_load(settings)
+    arguments = transformers.TrainingArguments(str(folder), use_cpu=True, report_to=[], **exported)
     config = transformers.LlamaConfig(
         vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=LAYERS, num_attention_heads=1
     )
@@ -90,9 +92,9 @@ NONE = {"model.layers.0": "save"}
         (NONE, [], True),
     ],
 )
-def test_the_trainer_checkpoints_what_was_exported(choices, layers, exact):
+def test_the_trainer_checkpoints_what_was_exported(choices, layers, exact, tmp_path):
     result = export(plan(choices), "transformers")
-    assert checkpointed(result.settings) == list(layers)
+    assert checkpointed(result.settings, tmp_path) == list(layers)
     assert result.exact is exact, result.losses
 
 
