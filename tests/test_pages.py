@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import typer
 from typer.testing import CliRunner
 
@@ -366,6 +367,14 @@ def test_what_explain_tries_out(autockpt: Autockpt, plan: dict[str, Any]) -> Non
     assert json.loads(autockpt("explain", plan["run_directory"], "--json"))["limits"]
     command = words_of(on("docs/simulation.md", "explain --rules"))[1:]
     assert json.loads(autockpt(*command, "--batch-size", "2", "--seq-len", "32", "--json"))["rules"]
+
+
+def test_a_step_as_a_graph_of_torch_fx(capsys: pytest.CaptureFixture[str]) -> None:
+    page = (ROOT / "docs" / "simulation.md").read_text()
+    (block,) = re.findall(r"^```python\n(from autockpt.tracing.*?)^```", page, re.M | re.S)
+    step = package.Step(torch.nn.Linear(4, 4), torch.randn(2, 4), loss=lambda model, batch: model(batch).sum())
+    exec(block, {"autockpt": package, "step": step})
+    assert "aten.addmm.default" in capsys.readouterr().out
 
 
 @pytest.mark.campaign
