@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from autockpt.errors import ConflictError
+from autockpt.errors import AutockptError, ConflictError
 from autockpt.policies.arguments import tensors_of
 from autockpt.policies.assigned import saving
 from autockpt.policies.fingerprints import Place, layout_of
@@ -223,10 +223,17 @@ class UnitCall:
                 output = self._replay(*tensors)
         except Enough:
             output = None
-        except (StopIteration, LookupError, AttributeError, AssertionError) as error:
+        except (StopIteration, LookupError, AttributeError, AssertionError, TypeError, ValueError) as error:
             # such as where the first run has used up an iterator, or asks for the graph that its input came from
             said = f"raised {type(error).__name__} when it ran again in backward, which it did not in forward"
             raise differs(self.unit, said) from error
+        except RuntimeError as error:  # may be that memory is out, which others know by its type and message
+            if not isinstance(error, AutockptError):
+                error.add_note(
+                    f"autockpt: {self.unit} ran again for backward and had not raised this in forward. Unless memory "
+                    "or a device failed, something that it reads has changed in between: use `save` or `offload` there."
+                )
+            raise
         filler.ended(self._replay.reached.moved)
         if self._watch is not None:
             self._watch.after_rerun()
