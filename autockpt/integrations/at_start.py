@@ -10,12 +10,11 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
 from torch import distributed, nn
 
 from autockpt import errors
-from autockpt.devices.random_states import all_random_states_kept
 from autockpt.errors import AutockptError, UsageError
+from autockpt.integrations.rows import OWN, batch_of_longest, largest_batch, lengths_here
 from autockpt.reporting.batches_view import batch_lines
 from autockpt.reporting.progress import LineListener
 from autockpt.runtime import Handle, apply
@@ -28,14 +27,10 @@ from autockpt.schema.sizes import format_binary, parse_budget
 from autockpt.tuning.batches import search_step_batches
 from autockpt.tuning.lengths import search_step_lengths
 from autockpt.tuning.search import search_options, search_step
-from autockpt.workload import Step, nested_tensors
-from autockpt.workload.lengths import in_time, lengths_of
+from autockpt.workload import Step
 
 TIMEOUT = 600.0
 """Seconds that a search at the start of training may take, by default."""
-OWN = "auto"  # lengths: those of the trainer's data set
-ROWS = 4096
-_SECONDS_FOR_ROWS = 20.0
 _SIMULATED = "for FSDP and ZeRO-3 simulated, with --shard N --hardware …"
 _OPTIONS = ("headroom", "host_budget", "allow_inexact", "space", "trials", "seed", "again")
 
@@ -267,100 +262,3 @@ def found_once(find: Callable[[], Plan]) -> Plan:
         return Plan.model_validate_json(answer[0])
     kind, message, remedy = answer[0]
     raise getattr(errors, kind)(f"in the first process: {message}", remedy=remedy)
-
-
-def largest_batch(first: Any, dataset: Any, collate: Any, rows: int | None) -> tuple[Any, str]:
-    """The batch to plan for, and a word on where it is from: whatever trains within the budget must fit with it.
-
-    That is the longest ``rows`` of the data set put together, where its rows can be had by number and make a larger
-    batch than the ``first`` one, which training begins with. Of large data sets a sample is looked at. Random states
-    and the order of the data stay as they are.
-    """
-    if not _by_number(dataset):
-        return first, "the first batch: rows of this data set cannot be had by number, so longer ones may come"
-    if not rows or not callable(collate):
-        return first, "the first batch"
-    try:
-        with all_random_states_kept():
-            longest, looked_at = _longest(dataset, rows)
-            made = collate([dataset[i] for i in longest])
-    except Exception as error:
-        return first, f"the first batch ({type(error).__name__} where the longest rows were put together)"
-    if _numbers(made) <= _numbers(first):
-        return first, "the first batch: the longest rows make no larger one"
-    total = len(dataset)
-    among = "" if looked_at == total else f" among {looked_at} of {total}"
-    return made, f"the {len(longest)} longest rows{among}"
-
-
-def batch_of_longest(dataset: Any, collate: Any) -> Callable[[int], Any]:
-    """What makes a batch of so many of the longest rows, repeated where there are fewer. Random states stay.
-
-    Raises UsageError for a data set whose rows cannot be had by number.
-    """
-    if not _by_number(dataset) or not callable(collate):
-        raise UsageError(
-            "rows of this data set cannot be had by number, so no batches of other sizes can be made of them",
-            remedy="Search beforehand (autockpt.search(step, global_batch=…)), and pass the plan with its settings.",
-        )
-    with all_random_states_kept():
-        order, _ = _longest(dataset, ROWS)
-
-    def made(rows: int) -> Any:
-        with all_random_states_kept():
-            return collate([dataset[n] for n in (order * (1 + rows // len(order)))[:rows]])
-
-    return made
-
-
-def lengths_here(
-    asked: Lengths | Literal["auto"], step: Step, dataset: Any, collate: Any
-) -> tuple[Lengths | None, str]:
-    """The lengths to search for, none longer than the step's batch; None, and why, where all batches are as long."""
-    have, rows = step.settings.get("seq_len"), step.settings.get("batch_size")
-    if not isinstance(have, int) or not isinstance(rows, int):
-        raise UsageError("these batches have no rows of tokens", remedy="Leave lengths= out.")
-    if asked == OWN:
-        if not _by_number(dataset):
-            raise UsageError(
-                "rows of this data set cannot be had by number, so their lengths are unknown",
-                remedy="Give lengths=autockpt.lengths_of(…), or a length per row.",
-            )
-        asked = lengths_of(dataset, seconds=_SECONDS_FOR_ROWS)
-        with all_random_states_kept():
-            shortest = min(range(min(len(dataset), ROWS)), key=lambda number: _elements(dataset[number]))
-            padded = lengths_of([collate([dataset[shortest]] * rows)]).longest
-        if padded >= have:
-            return None, f"every batch is padded to {have} tokens, so lengths do not matter"
-    cut = asked.cut(have)
-    counts = dict(cut.counts)
-    counts[have] = counts.pop(cut.longest)  # of a collator that rounds lengths up
-    return Lengths(counts=counts, of=cut.of), f"{asked}"
-
-
-def _by_number(dataset: Any) -> bool:
-    """Whether any row of a data set can be asked for."""
-    indexed = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
-    return indexed and not isinstance(dataset, torch.utils.data.IterableDataset)
-
-
-def _longest(dataset: Any, rows: int) -> tuple[list[int], int]:
-    """Numbers of the longest rows, and how many were looked at: all, or as many evenly spaced ones as time allows."""
-    total = len(dataset)
-    numbers = in_time(range(0, total, max(1, -(-total // ROWS))), ROWS, _SECONDS_FOR_ROWS)
-    lengths = {number: _elements(dataset[number]) for number in numbers}
-    longest = sorted(lengths, key=lambda number: -lengths[number])[:rows]
-    return (longest * rows)[:rows], len(lengths)
-
-
-def _elements(row: Any) -> int:
-    """How much a row of a data set holds: numbers of its tensors and arrays, members of its lists."""
-    if isinstance(row, Mapping):
-        return sum(map(_elements, row.values()))
-    if isinstance(row, (list, tuple)):
-        return sum(_elements(v) if isinstance(v, (list, tuple, Mapping, torch.Tensor)) else 1 for v in row)
-    return int(getattr(row, "size", 1)) if hasattr(row, "__array_interface__") else _numbers(row)
-
-
-def _numbers(batch: Any) -> int:
-    return sum(tensor.numel() for tensor in nested_tensors(batch))

@@ -16,11 +16,8 @@ import transformers
 from torch import Tensor, nn
 
 from autockpt.errors import InfeasibleError, PlanError, UsageError
-from autockpt.integrations.at_start import batch_of_longest, largest_batch, lengths_here
 from autockpt.integrations.transformers import AutockptCallback
 from autockpt.schema import SearchSpace
-from autockpt.schema.lengths import Lengths
-from autockpt.workload import Step
 from search_spaces.spaces import load_space
 from tests.integrations.test_transformers import LLAMA, ROWS, accelerate, sft, trainer, untouched, weights
 from tests.policies.zoo import assert_equal
@@ -273,47 +270,3 @@ def _kind(run: Any, kind: Any) -> None:
 def _begin(self: Any) -> None:
     """As a Trainer does it, whose name for itself is ``self``."""
     AutockptCallback(budget="24GB").on_train_begin(self.args, self.state, self.control, model=self.model)
-
-
-def test_lengths_are_those_of_the_data_set_as_it_is_padded():
-    rows = [{"input_ids": torch.ones(n % 7 + 1, dtype=torch.long)} for n in range(20)]
-
-    def padded(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-        ids = nn.utils.rnn.pad_sequence([r["input_ids"] for r in rows], batch_first=True)
-        return {"input_ids": nn.functional.pad(ids, (0, -ids.shape[1] % 4))}
-
-    def whole(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-        return {"input_ids": torch.ones(len(rows), 8, dtype=torch.long)}
-
-    model = LLAMA.make()
-    step = Step(model, padded(rows[:7]), loss=lambda model, batch: model(**batch).logits.sum())
-    lengths, said = lengths_here("auto", step, rows, padded)
-    assert lengths is not None and lengths.longest == 8 and min(lengths.counts) == 1 and "20 rows" in said
-    none, said = lengths_here("auto", step, rows, whole)
-    assert none is None and "every batch is padded to 8 tokens" in said
-    given, _ = lengths_here(Lengths(counts={4: 3, 100: 1}), step, rows, whole)
-    assert given is not None and given.counts == {4: 3, 8: 1}
-    with pytest.raises(UsageError, match="cannot be had by number"):
-        lengths_here("auto", step, iter(rows), padded)
-    made = batch_of_longest(rows, padded)
-    assert made(2)["input_ids"].shape == (2, 8) and made(50)["input_ids"].shape == (50, 8)
-    with pytest.raises(UsageError, match="cannot be had by number"):
-        batch_of_longest(iter(rows), padded)
-
-
-def test_the_largest_batch_is_planned_for():
-    rows = [{"input_ids": torch.ones(n % 7 + 1)} for n in range(20)]
-
-    def collate(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-        torch.rand(3)
-        return {"input_ids": nn.utils.rnn.pad_sequence([r["input_ids"] for r in rows], batch_first=True)}
-
-    state = torch.get_rng_state()
-    batch, source = largest_batch(collate(rows[:2]), rows, collate, 2)
-    assert batch["input_ids"].shape == (2, 7) and source == "the 2 longest rows"
-    torch.set_rng_state(state)
-    first = {"input_ids": torch.ones(2, 9)}
-    assert largest_batch(first, rows, collate, 2)[0] is first
-    assert torch.equal(torch.get_rng_state(), state)
-    assert largest_batch(first, iter(rows), collate, 2)[1].startswith("the first batch: rows of this data set")
-    assert "ZeroDivisionError" in largest_batch(first, rows, lambda rows: 1 / 0, 2)[1]
