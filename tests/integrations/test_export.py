@@ -189,6 +189,15 @@ def test_no_less_is_freed_than_planned_or_it_is_said(target, kind, freed):
         assert freed in (1, 8) or target == "megatron"
 
 
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("layers", [{}, {"at0": "recompute"}, {"all": "offload", "at0": "save"}])
+def test_where_the_head_frees_memory_all_layers_do_instead(target, layers):
+    with_head = TARGETS[target](wanted(**layers, others={"lm_head": "chunked_softmax"}))
+    of_all = TARGETS[target](wanted(all="recompute"))
+    assert set(flags(of_all.settings)) <= set(flags(with_head.settings))
+    assert any("lm_head: `chunked_softmax` is left out (more memory)" in loss for loss in with_head.losses)
+
+
 def test_a_part_of_a_layer_frees_the_layer():
     result = export(plan({"model.layers.3.mlp": "recompute"}), "transformers")
     name = _supported()[0]  # activation_checkpointing, or gradient_checkpointing in transformers 5.17

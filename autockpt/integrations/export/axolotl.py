@@ -13,7 +13,7 @@ def export_axolotl(wanted: LayerChoices) -> Exported:
     """
     picked = list(wanted.layers)
     lines = ["gradient_checkpointing: true"]
-    if not wanted.freed:
+    if not wanted.to_free:
         return document("axolotl", ["gradient_checkpointing: false"], wanted, wanted.lost([]))
     if wanted.all_are("offload"):
         lost = wanted.lost(picked, {"offload": None}, "moved off the device")

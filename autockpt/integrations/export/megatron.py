@@ -16,10 +16,10 @@ def export_megatron(wanted: LayerChoices) -> Exported:
     ``--recompute-method block`` counts layers from the first; ``selective`` always means all layers;
     ``--cpu-offloading-num-layers n`` moves what the first n layers save, n less than all, and excludes recompute.
     """
-    names, count = list(wanted.layers), len(wanted.freed)
+    names, count = list(wanted.layers), len(wanted.to_free)
     if not count:
         return document("megatron", ["# no flag is needed"], wanted, wanted.lost([]), [_BY_ORDER])
-    if modules := _modules(wanted):
+    if not wanted.others and (modules := _modules(wanted)):
         flags = ["--recompute-granularity selective", f"--recompute-modules {' '.join(modules)}"]
         return document("megatron", flags, wanted, _lost_modules(wanted, modules), [_BY_ORDER])
     first = names[:count]

@@ -11,7 +11,7 @@ def export_torchtitan(wanted: LayerChoices) -> Exported:
     """
     picked: list[str] = []
     mode, python = ['mode = "none"'], "None"
-    if wanted.freed:
+    if wanted.to_free:
         stride, picked = nearest_stride(wanted, lambda names, n: names[n - 1 :: n])
         mode = ['mode = "full"'] if stride == 1 else ['mode = "selective"', f'selective_ac_option = "{stride}"']
         python = "FullAC.Config()" + ("  (all layers: these have no stride)" if stride > 1 else "")

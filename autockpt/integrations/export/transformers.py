@@ -20,7 +20,7 @@ def export_transformers(wanted: LayerChoices) -> Exported:
     ``every_n_layers: n`` recomputes layers 0, n, 2n, …; ``offload`` holds their inputs in host memory.
     """
     name, options = _supported()
-    if not wanted.freed:
+    if not wanted.to_free:
         return document("transformers", [f"{name}: false"], wanted, wanted.lost([]))
     stride, picked = 1, list(wanted.layers)
     if "every_n_layers" in options:

@@ -61,6 +61,11 @@ class LayerChoices:
         """The layers that do not keep everything."""
         return [name for name, kind in self.layers.items() if kind != "save"]
 
+    @property
+    def to_free(self) -> list[str]:
+        """The layers that a setting is to free at least: all, where the plan frees memory that is no layer's."""
+        return list(self.layers) if self.others else self.freed
+
     def all_are(self, *kinds: str) -> bool:
         """Whether layers are freed, by these kinds of choice only, each as a whole."""
         return bool(self.freed) and not self.parts and {self.layers[name] for name in self.freed} <= set(kinds)
@@ -80,7 +85,8 @@ class LayerChoices:
 
     def lost_others(self) -> list[str]:
         """Choices on what is no layer, and those for smaller batches, in words."""
-        found = [f"{listing(names)}: `{kind}` is left out" for kind, names in _by_kind(self.others)]
+        instead = "all layers are freed instead, which may not be enough"
+        found = [f"{listing(n)}: `{kind}` is left out (more memory); {instead}" for kind, n in _by_kind(self.others)]
         if self.sets:
             found.append(f"{self.sets} more sets of choices, for smaller batches: these settings are for the largest")
         return found
@@ -151,8 +157,8 @@ def nearest_stride(wanted: LayerChoices, pick: Callable[[list[str], int], list[s
     """
     names = list(wanted.layers)
     strides = {n: pick(names, n) for n in range(1, len(names) + 1)}
-    exact = next((n for n, picked in strides.items() if picked == wanted.freed), None)
-    n = exact or max(n for n, picked in strides.items() if len(picked) >= len(wanted.freed))
+    exact = next((n for n, picked in strides.items() if picked == wanted.to_free), None)
+    n = exact or max(n for n, picked in strides.items() if len(picked) >= len(wanted.to_free))
     return n, strides[n]
 
 
