@@ -42,7 +42,7 @@ class ModelWatch:
 
     def __init__(self, plan: Plan, path: str) -> None:
         self.plan, self.path = plan, path
-        self.settled = False
+        self.settled = self._said = False
         self.reasons: dict[str, str] = {}
         self._rejected: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._explained: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -60,9 +60,13 @@ class ModelWatch:
 
         def call(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
             # a compiler that traces this is to see nothing of it
-            if not torch.compiler.is_compiling() and self._installed is call:
-                self.consider(module)
-            return original(module, *args, **kwargs)
+            if torch.compiler.is_compiling() or self._installed is not call:
+                return original(module, *args, **kwargs)
+            self.consider(module)
+            result = original(module, *args, **kwargs)
+            if module in self._explained and not self.settled:
+                self._say_unfit(module)
+            return result
 
         self._installed = call
         nn.Module.__call__ = call  # type: ignore[method-assign]
@@ -105,6 +109,13 @@ class ModelWatch:
         if not part and len(self.reasons) < _SHOWN:
             self._explained.add(module)
             self.reasons.setdefault(type(module).__name__, why)
+
+    def _say_unfit(self, module: nn.Module) -> None:
+        """Once, as soon as a whole model was called to be trained and neither it nor a part of it got the plan."""
+        name = type(module).__name__
+        if name in self.reasons and not self._said and any(p.requires_grad for p in module.parameters()):
+            self._said = True
+            _say(f"{name} goes without a plan: {self.path} is not for it: {self.reasons[name]}")
 
     def _attach(self, module: nn.Module) -> None:
         from autockpt.runtime import apply, attached_path

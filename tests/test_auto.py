@@ -196,7 +196,25 @@ assert not has_plan(model)
 def test_nothing_attached_is_said_at_exit(script, code: str, why: str) -> None:
     done = script(code, real="Net(2)" in code)
     assert done.returncode == 0
-    assert f"autockpt: plan.yaml was attached to nothing: {why}\n" == done.stderr
+    *said, last = done.stderr.splitlines()
+    assert last == f"autockpt: plan.yaml was attached to nothing: {why}"
+    assert len(said) == ("Net(2)" in code)
+
+
+def test_a_model_that_trains_without_the_plan_is_named_at_its_first_step(script) -> None:
+    done = script("""
+import sys
+model = Net(2)
+for _ in range(2):
+    step(model)
+    print("a step", file=sys.stderr)
+step(Net())
+""")
+    said, *steps, attached = [line for line in done.stderr.splitlines() if line.startswith(("autockpt: ", "a step"))]
+    assert said.startswith(
+        "autockpt: Net goes without a plan: plan.yaml is not for it: plan.yaml:2: 'layers.2' matches"
+    )
+    assert steps == ["a step"] * 2 and "plan.yaml is attached to Net" in attached
 
 
 def test_without_the_variable_nothing_happens(script) -> None:
