@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -92,8 +93,12 @@ def naming_alternatives(
                 bench = replace(what_if(), head=head_of_alternatives(found), late=late, listener=clock.listener)
                 ways = alternatives(job, found.tracer.settings, uniform, bench, chunked=inexact)
             _add_alternatives(error, ways, job.terms, clock.timeout if late() else None)
-        elif not inexact and job.ranks is None:
-            error.remedy += _in_chunks(found, needs, job.terms)
+        else:
+            if budget.kind == "share" and error.smallest_peak:  # of which a smaller job needs more
+                error.remedy = error.remedy.replace(f", or {job.terms.smaller}", "")
+                error.remedy += _of_shares(error.smallest_peak / needs(found.plain))
+            if not inexact and job.ranks is None:
+                error.remedy += _in_chunks(found, needs, job.terms)
         if found.tracer.notes:  # what was assumed may be that which makes nothing fit
             error.remedy += "\n".join(["\nHow the job was counted:", *(f"• {note}" for note in found.tracer.notes)])
         raise
@@ -103,6 +108,15 @@ def head_of_alternatives(found: Traced) -> Choice:
     """What the output head does in all of them: the leanest that the search may choose for it."""
     known = found.heads.graphs if found.heads is not None else {}
     return next((choice for choice in (LEANEST_CHUNKS, CHUNKED_SOFTMAX) if choice in known), SAVE)
+
+
+def _of_shares(least: float) -> str:
+    """Which shares fit, where the leanest plan needs ``least`` of the peak that saving everything has."""
+    return (
+        " A share is of the peak of saving everything, weights and optimizer included: the leanest plan needs "
+        f"{min(100, math.ceil(100 * least))}% of it. A share of what plans can change is written 60%act: 60 % of the "
+        "way from the leanest plan's peak to that of saving everything."
+    )
 
 
 def _in_chunks(found: Traced, needs: Callable[[Graph], int], terms: Terms) -> str:

@@ -51,16 +51,16 @@ def test_combinations_are_tried_where_no_single_change_helps_and_shorter_sequenc
     assert asked.index("--batch-size 2 --accumulate 2") < asked.index("--batch-size 2 --accumulate 2 --allow-inexact")
 
 
-def naming(*notes: str, timeout: float | None = None) -> AbstractContextManager[None]:
-    """``naming_alternatives`` for a budget of 1 KB, after two seconds."""
-    tracer = SimpleNamespace(settings=SETTINGS, notes=notes)
+def naming(*notes: str, timeout: float | None = None, budget: str = "1KB") -> AbstractContextManager[None]:
+    """``naming_alternatives`` for a job that needs 1,000 B while it saves everything, after two seconds."""
+    tracer = SimpleNamespace(settings=SETTINGS, notes=notes, head=None)
     graph = SimpleNamespace(resident={})
-    found: Any = SimpleNamespace(tracer=tracer, heads=None, twin=None, uniform={"recompute": ({}, graph)})
+    found: Any = SimpleNamespace(tracer=tracer, heads=None, twin=None, uniform={"recompute": ({}, graph)}, plain=graph)
     clock = Clock(Silence(), timeout)
     clock.began -= 2.0
     bench: Any = alternatives.WhatIf(5, cast("Any", None), cast("Any", None), ("recompute",), None)
     return infeasible.naming_alternatives(
-        found, lambda graph: 1, clock, Described(SPEC), parse_budget("1KB"), lambda: bench
+        found, lambda graph: 1000, clock, Described(SPEC), parse_budget(budget), lambda: bench
     )
 
 
@@ -91,6 +91,15 @@ def test_headroom_is_named_where_it_is_what_makes_nothing_fit(smallest: int, sai
     error = infeasible.nothing_fits(profiled, budget, smallest)
     assert "980 B (1KB less 20 B of --headroom)" in error.message
     assert ("fits with --headroom of at most 10 B" in error.message) is said
+
+
+def test_a_share_that_nothing_fits_is_said_with_the_least_that_is_enough() -> None:
+    """A smaller batch is no way out: it needs a larger share of its own peak."""
+    with pytest.raises(InfeasibleError) as refused, naming(budget="60%"):
+        raise InfeasibleError("nothing fits", remedy=f"Raise the budget, or {COMMAND_LINE.smaller}.", smallest_peak=901)
+    remedy = refused.value.remedy
+    assert remedy.startswith("Raise the budget. A share is of") and "needs 91% of it" in remedy and "60%act" in remedy
+    assert "batch" not in remedy
 
 
 def test_what_was_assumed_is_said_with_the_alternatives(monkeypatch: pytest.MonkeyPatch) -> None:
