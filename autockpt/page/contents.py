@@ -134,7 +134,7 @@ def contents_of(run: RunDirectory) -> Contents:
             state=state,
             sentence=sentence(rows, budget, source, state, refused),
             next_steps=next_steps(plans, budget, source, state, plan_file, simulated_only),
-            more_budget=more_budget(plans, budget),
+            more_budget=more_budget(plans, budget, environment.device.capacity_bytes if environment else None),
             budget=budget,
             rows=rows,
             plan=plan,

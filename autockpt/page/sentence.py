@@ -107,12 +107,18 @@ def next_steps(
     return tuple(steps)
 
 
-def more_budget(plans: Plans, budget: ResolvedBudget | None) -> tuple[str, ...]:
-    """What a little more memory buys, and the nearest larger budget with a faster plan; empty without an answer."""
+def more_budget(plans: Plans, budget: ResolvedBudget | None, capacity: int | None = None) -> tuple[str, ...]:
+    """What a little more memory buys, and the nearest larger budget with a faster plan; empty without an answer.
+
+    ``capacity``: bytes of the device, of which no budget can have more.
+    """
     if plans.best is None or budget is None:
         return ()
     best = plans.points[plans.best]
-    return tuple(filter(None, (_another(plans, best, budget), _nearest(plans, best, budget))))
+    most = math.inf if capacity is None else capacity - budget.headroom_bytes
+    if budget.bytes >= 0.99 * most:
+        return ("The budget is all that the device has: only a larger one could make a step faster.",)
+    return tuple(filter(None, (_another(plans, best, budget, most), _nearest(plans, best, budget, most))))
 
 
 def why(plans: Plans, prices: Sequence[float]) -> str:
@@ -158,9 +164,9 @@ def a_little_more(budget_bytes: int) -> int:
     return min(MORE, max(1, round(budget_bytes / 10 / digit)) * digit)
 
 
-def _nearest(plans: Plans, best: PlanPoint, budget: ResolvedBudget) -> str:
-    """The nearest larger budget that would buy a faster step."""
-    larger = [threshold for threshold in plans.thresholds if threshold.bytes > budget.bytes]
+def _nearest(plans: Plans, best: PlanPoint, budget: ResolvedBudget, most: float) -> str:
+    """The nearest larger budget that would buy a faster step, and that the device has."""
+    larger = [threshold for threshold in plans.thresholds if budget.bytes < threshold.bytes <= most]
     for size, key in ((t.bytes, key) for t in larger for key in (t.predicted, t.tried)):
         point = plans.points.get(key or "")
         if point is None or not point.seconds or not best.seconds or point.seconds >= best.seconds * 0.995:
@@ -171,12 +177,13 @@ def _nearest(plans: Plans, best: PlanPoint, budget: ResolvedBudget) -> str:
             f"({_in_all(size, budget)}) would make a step {words.share(gain)} faster "
             f"({_basis(plans, point, gain * best.seconds)}); others are in the table below."
         )
-    return "No larger budget is known to make a step faster."
+    beyond = " of this device's memory" if any(t.bytes > most for t in plans.thresholds) else ""
+    return f"No larger budget{beyond} is known to make a step faster."
 
 
-def _another(plans: Plans, best: PlanPoint, budget: ResolvedBudget) -> str:
-    """What a little more would buy: the fastest plan that is known to fit then."""
-    more = a_little_more(budget.bytes)
+def _another(plans: Plans, best: PlanPoint, budget: ResolvedBudget, most: float) -> str:
+    """What a little more would buy, of ``most`` that there is: the fastest plan that is known to fit then."""
+    more = int(min(a_little_more(budget.bytes), most - budget.bytes))
     known = [t for t in plans.thresholds if t.bytes <= budget.bytes + more]
     if not known or not best.seconds:
         return ""

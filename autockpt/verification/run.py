@@ -174,13 +174,18 @@ class _Verification:
         return max(3, self.steps // 2)
 
     def report(self) -> VerifyReport:
+        here = self.measurer.environment.device.name
+        if self.plan.status == "simulated":
+            self.listener.note(
+                f"the plan was simulated for {simulated_for(self.plan)}; this is {here}: gradients are compared here, "
+                "in as large a step as its memory and time allow"
+            )
         self._look_at_the_model()
         if self.plan.status_reason:
             self.notes.append(f"the plan is unmeasured: {self.plan.status_reason}")
         if isinstance(self.subject, WorkloadSpec) and not made_for(self.plan, self.subject):
             self.notes.append(OTHER_WORKLOAD)
         if self.plan.status == "simulated":
-            here = self.measurer.environment.device.name
             self.notes.append(
                 f"what the plan promises was simulated for {simulated_for(self.plan)}; it was never measured. "
                 f"Here it ran on {here}. `autockpt search --resume` makes a measured plan from it."

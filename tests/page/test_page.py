@@ -13,7 +13,7 @@ from autockpt.page import compare_page, write_page
 from autockpt.page.contents import contents_of, without_paths
 from autockpt.page.plans import GHOST, OPTUNA, SOLVER
 from autockpt.page.render import _in_order, run_page
-from autockpt.page.sentence import a_little_more
+from autockpt.page.sentence import a_little_more, more_budget
 from autockpt.schema import OFFLOAD, RECOMPUTE, SAVE, FinishedSearch, Prediction, WorkloadSpec
 from autockpt.schema.batches import SizesTimed
 from autockpt.schema.outlook import GhostAnswer, Outlook
@@ -212,6 +212,16 @@ def test_what_is_left_free_is_said_wherever_a_budget_is(tmp_path: Path) -> None:
     run = contents_of(directory)
     assert "Fits 1.95 KiB (60%act) less 5% with 50 B to spare" in run.sentence
     assert any("(2.15 KiB besides the headroom)" in said for said in run.more_budget)
+
+
+def test_no_more_memory_is_offered_than_the_device_has(tmp_path: Path) -> None:
+    run = contents_of(make_run(tmp_path))
+    assert run.budget is not None and run.budget.bytes == 1900
+    another, nearest = more_budget(run.plans, run.budget, 2000)
+    assert another.startswith("Another 100 B (1.95 KiB) would buy no time")
+    assert nearest == "No larger budget of this device's memory is known to make a step faster."
+    (said,) = more_budget(run.plans, run.budget, 1910)
+    assert said.startswith("The budget is all that the device has")
 
 
 @pytest.mark.parametrize(
