@@ -15,6 +15,7 @@ _SMALLEST_TOLD = 20 << 20  # bytes; the allocator asks for 2 or 20 MiB whatever 
 _ROUNDED_TO = 2 << 20  # and for multiples of this above 10 MiB
 _TENSORS = 3
 _TOLERANCE = 0.05  # share by which the allocator's rounding and a stack's reading may be off
+_IN_ORDER = ("forward", "loss", "backward")
 _ALIKE = {"recompute": "backward"}
 
 
@@ -136,9 +137,15 @@ def _compared(simulated: Stage, reported: Stage) -> str:
         return "They agree."
     if reported == "optimizer":
         return "In its first step a run has no optimizer states yet, comes further, and fails when they are made."
-    if {simulated, reported} <= {"forward", "loss", "backward"}:
-        return "They are neighbours: a first step has no optimizer states yet, and the sizes of batches differ."
-    return "They do not agree."
+    if not {simulated, reported} <= {*_IN_ORDER}:
+        return "They do not agree."
+    if _IN_ORDER.index(reported) > _IN_ORDER.index(simulated):
+        return (
+            "The run came further: a first step has no optimizer states yet, batches may be smaller, or the run "
+            "recomputes layers that the simulated step keeps (TRL does unless told otherwise: add "
+            "--gradient_checkpointing true to its command)."
+        )
+    return "The run failed earlier: its batches may be larger, or others hold memory on the device."
 
 
 def _tensor_words(tensor: Tensor) -> str:
