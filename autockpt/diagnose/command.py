@@ -17,6 +17,7 @@ from autockpt.schema.diagnosis import CommandReading, Taken
 from autockpt.schema.workload import as_option
 
 _OFF = {"false", "0", "no", "none", "off", "null", ""}
+_BESIDE_A_PLAN = "next to a plan it is to be off"
 _NUMBER = re.compile(r"[0-9]{1,9}")
 _FLAG = re.compile(r"--?[A-Za-z][\w.\-]*(?:=.*)?", re.DOTALL)
 _LARGEST_FILE = 1 << 20
@@ -266,10 +267,14 @@ class _Reader:
         if (flag := self._present(flags.RECOMPUTE)) is not None:
             self.recompute = self._on(flag)
             if self.recompute:
-                self.taken.append(Taken(flag=f"--{flag}", option="every layer recomputed, in what the run needed"))
+                self.taken.append(
+                    Taken(flag=f"--{flag}", option=f"every layer recomputed, in what the run needed; {_BESIDE_A_PLAN}")
+                )
         elif self._uses("trl"):
             self.recompute = True
-            self.notes.append("TRL switches gradient checkpointing on where nothing is said: it is taken to be on")
+            self.notes.append(
+                f"TRL switches gradient checkpointing on where nothing is said: it is taken to be on; {_BESIDE_A_PLAN}"
+            )
 
     def _sharding(self) -> None:
         stage, degree = self._zero_stage(), "parallelism.data_parallel_shard_degree"

@@ -195,3 +195,10 @@ def test_the_zero_stage_that_the_log_tells_of_is_not_ddp(tmp_path: Path) -> None
     assert said.options["shard"] == 4 and "ddp" not in said.options and any("ZeRO stage 3" in n for n in said.notes)
     absent = read_command(f"{command} --deepspeed absent.json", folder=tmp_path, logged_stage=3)
     assert absent.options["shard"] == 4 and "absent.json is not here" in absent.missing[0]
+
+
+def test_checkpointing_of_the_trainers_own_is_said_to_be_off_next_to_a_plan() -> None:
+    named = read_command("python train.py --gradient_checkpointing true")
+    assert named.recompute and any("next to a plan it is to be off" in taken.option for taken in named.taken)
+    assumed = read_command("trl sft --max_length 64")
+    assert assumed.recompute and any("next to a plan it is to be off" in note for note in assumed.notes)
