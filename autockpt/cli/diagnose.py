@@ -50,7 +50,7 @@ def diagnose(
     ] = None,
     as_json: Annotated[bool, opt("--json", "Print JSON.")] = False,
 ) -> None:
-    """Say what filled a device that ran out of memory, and prescribe a plan that fits.
+    """Say what filled a device's memory, and find a plan that fits.
 
     Takes the log of the failed run, a memory snapshot, or the command line alone, and the model. Nothing is run: bytes
     come from ghost runs (whole steps on tensors without memory), seconds from a roofline. Exits with 3 where no plan

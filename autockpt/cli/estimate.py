@@ -30,7 +30,7 @@ def estimate(
     ] = None,
     as_json: Annotated[bool, opt("--json", "Print JSON, one object a line.")] = False,
 ) -> None:
-    """Say whether training fits, with what plan, and how fast, before a card is rented.
+    """Say whether training fits a card, by what plan, and how fast.
 
     One row after the other for every model, card, batch size and length, for full training with AdamW, for LoRA
     adapters, and for these on a base in 4 bits (QLoRA). Everything is simulated, nothing is measured, and no weights

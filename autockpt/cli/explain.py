@@ -44,7 +44,7 @@ def explain(
     seed: Annotated[int | None, opt("--seed N", "For weights and batch. Default: 0.", min=0)] = None,
     as_json: Annotated[bool, opt("--json", "Print JSON.")] = False,
 ) -> None:
-    """Show where a step's bytes go, when they are the most, and what giving some up would cost.
+    """Show where a step's bytes go, and what giving some up costs.
 
     Explains a plan; or what fits a budget; or, with neither, plain training. Nothing is run: bytes come from ghost runs
     (whole steps on tensors without memory), seconds from op times where any are known. Options that are not given are

@@ -38,7 +38,7 @@ def history(
     as_csv: Annotated[bool, opt("--csv", "Print the trials as CSV; bytes and seconds.")] = False,
     as_json: Annotated[bool, opt("--json", "Print JSON.")] = False,
 ) -> None:
-    """Print what a run tried, and its Pareto front; without a run, all runs of a folder.
+    """Print what a run tried; without a run, what runs there are.
 
     A letter for each layer says what was chosen; the legend under the table names those that occur.
     """

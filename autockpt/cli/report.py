@@ -25,7 +25,7 @@ def report(
     ] = None,
     out: RunsFolder = Path("results"),
 ) -> None:
-    """Write a run as one HTML page: what was found, why, and what other budgets would buy.
+    """Write a run as one HTML page: what was found, and why.
 
     The page needs no network and no other file. A search writes it when it ends; this writes it again, also for a run
     that is still at work. With two runs: what was asked differently, and what came of it.

@@ -31,7 +31,7 @@ def verify(
     ] = None,
     as_json: Annotated[bool, opt("--json", "Print the report as JSON.")] = False,
 ) -> None:
-    """Prove that a plan keeps its promises: the gradients, peak and step time that it states.
+    """Check a plan's promises: gradients, peak and step time.
 
     In a fresh process: gradients equal to plain training's, ops recomputed as planned, peak and step time as promised.
     Options that are not given are those that the plan was made with. Exits with 4 where a promise is not kept.

@@ -76,7 +76,7 @@ def judge_time(plan: Plan, measured: Measurement, same_device: bool) -> Check:
 
 
 def _time(measured: Measurement) -> str:
-    return f"{measured.step_seconds * 1e3:.1f} ms ± {measured.noise:.1%}"
+    return f"{measured.step_seconds * 1e3:.1f} ms ±{measured.noise * 100:.1f} %"
 
 
 def judge_ratio(plan: Plan, measured: Measurement, name: str, reference: Measurement, ratio: Interval) -> Check:

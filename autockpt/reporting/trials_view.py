@@ -80,6 +80,8 @@ def print_table(trials: Sequence[Trial], front: Sequence[Trial], console: Consol
     letters = ", ".join(f"{letter} {kind}" for letter, kind in words.letters(trial.choices for trial in trials))
     said = f"A letter for each layer, first to last: {letters}; a small letter: in a part of the layer alone"
     console.print(Text(said, style="dim"))
+    if front:
+        console.print(Text("* on the Pareto front: no other is both faster and leaner", style="dim"))
     if any(t.state == "simulated" for t in trials):
         console.print(Text("~ simulated, not measured", style="dim"))
     if any(t.feasible is None for t in trials):

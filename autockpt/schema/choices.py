@@ -257,7 +257,7 @@ def _unreadable(value: object, error: ValidationError) -> PlanError:
     if value is None:
         return PlanError("no choice is written here", remedy=f"Known choices: {', '.join(CHOICE_TYPES)}.")
     if not isinstance(kind, str) or kind not in CHOICE_TYPES:
-        return PlanError(f"unknown choice {value!r}", remedy=f"Known choices: {', '.join(CHOICE_TYPES)}.")
+        return PlanError(f"unknown choice {kind or value!r}", remedy=f"Known choices: {', '.join(CHOICE_TYPES)}.")
     first = error.errors()[0]
     where = ".".join(str(part) for part in first["loc"] if part != kind)
     options = ", ".join(name for name in CHOICE_TYPES[kind].model_fields if name != "kind") or "none"

@@ -91,7 +91,8 @@ def _check_choices(document: Document, place: tuple[str | int, ...], choices: ob
             parse_choice(value)
         except PlanError as error:
             unknown = error.message.startswith("unknown choice")
-            near = closest(value, choice_kinds()) if unknown and isinstance(value, str) else None
+            kind = value.get("kind") if isinstance(value, dict) else value
+            near = closest(kind, choice_kinds()) if unknown and isinstance(kind, str) else None
             remedy = f"Did you mean {near}? {error.remedy}" if near else error.remedy
             raise document.complain((*place, pattern), error.message, remedy) from None
 

@@ -95,9 +95,9 @@ def compared_peak(plan: Plan, measured: Measurement, saving: Measurement | None)
 
 def compared_time(plan: Plan, measured: Measurement, ratio: Interval | None) -> Check:
     """The step time in such steps; ``ratio``: to that of saving everything, interleaved."""
-    parts = [f"{measured.step_seconds * 1e3:.1f} ms ± {measured.noise:.1%}"]
+    parts = [f"{measured.step_seconds * 1e3:.1f} ms ±{measured.noise * 100:.1f} %"]
     if plan.status == "measured" and (promise := plan.measured) is not None:
-        promised = f"{promise.step_seconds * 1e3:.1f} ms ± {promise.noise:.1%}"
+        promised = f"{promise.step_seconds * 1e3:.1f} ms ±{promise.noise * 100:.1f} %"
         parts.append(_instead(plan, promised, measured.step_seconds / promise.step_seconds))
     if ratio is not None:
         parts.append(f"{ratio.value:.3f} times saving everything alike [{ratio.low:.3f}, {ratio.high:.3f}]")

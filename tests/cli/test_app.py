@@ -39,6 +39,12 @@ def test_every_verb_has_help_that_fits_80_columns(autockpt, monkeypatch: pytest.
         assert max(map(len, result.out.splitlines())) <= 80
 
 
+def test_no_verbs_summary_is_cut_in_a_narrow_terminal(autockpt, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    commands = autockpt("--help").out.partition("Commands:")[2]
+    assert "search" in commands and "..." not in commands
+
+
 def test_no_arguments_show_help(autockpt) -> None:
     assert "search" in autockpt().out + autockpt().err
 

@@ -18,6 +18,7 @@ SETS = "  model.layers.0: recompute\nsmaller_batches:\n- when: {tokens: 4096}\n 
         ("  model.layers.0:\n", ":3: no choice is written here", "Known choices: save"),
         ("  model.layers.2-0: recompute\n", ":3: '2-0' in 'model.layers.2-0' is not", "Write the smaller index first"),
         ("  model.layers.0: recompte\n", ":3: unknown choice 'recompte'", "Did you mean recompute? Known"),
+        ("  model.layers.0: {kind: recompte}\n", ":3: unknown choice 'recompte'", "Did you mean recompute? Known"),
         ("  a: {kind: selective, keep: 3}\n", ":3: selective: keep: has to be a list of names", "Its options: keep"),
         ("  a: {kind: segment, size: 0}\n", ":3: segment: size: has to be greater than or equal to 1", "Its options"),
         (SETS.replace("tokens", "token"), ":5: unknown key 'token'", "Did you mean 'tokens'?"),
