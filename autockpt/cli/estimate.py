@@ -35,7 +35,7 @@ def estimate(
     One row after the other for every model, card, batch size and length, for full training with AdamW, for LoRA
     adapters, and for these on a base in 4 bits (QLoRA). Everything is simulated, nothing is measured, and no weights
     are loaded. Plans choose for whole layers; `autockpt search --hardware` evaluates finer choices for one row,
-    which can only be faster.
+    which can only be faster. A row in which nothing fits is an answer, too: the exit code is 0.
     """
     from autockpt.tuning import estimate as estimated
 

@@ -48,7 +48,7 @@ class LineListener:
         self.trials = 0
         self._start = clock()
         self._stage, self._total, self._done = "", 0, 0
-        self._began = self._told = self._start
+        self._began = self._came = self._told = self._start
         self._quiet = QUIET
         self._lock = threading.Lock()
         self._ended = threading.Event()
@@ -66,12 +66,13 @@ class LineListener:
         with self._lock:
             self._line(f"{name} …")
             self._stage, self._total, self._done, self._began = name, total or 0, 0, self._told
+            self._came = self._told
             self._quiet = QUIET
 
     def advance(self, steps: int = 1) -> None:
         with self._lock:
             self._done += steps
-            now = self._clock()
+            now = self._came = self._clock()
             if now - self._told > SILENT and (left := self._left(now)):
                 self._line(f"{self._stage}: {left}")
 
@@ -79,7 +80,7 @@ class LineListener:
         with self._lock:
             self._done += 1
             self.trials += 1
-            now = self._clock()
+            now = self._came = self._clock()
             left = self._left(now) if now - self._began > SILENT else ""
             self._line(describe_trial(trial, best) + (f"  ({left})" if left else ""))
 
@@ -103,8 +104,10 @@ class LineListener:
         """How far the stage is, where its end is known and not yet there and something of it is done."""
         if not 0 < self._done < self._total:
             return ""
-        seconds = (now - self._began) / self._done * (self._total - self._done)
-        return f"{self._done} of {self._total}, at most {words.seconds(seconds)} left"
+        # of the steps that are over, or as far as the present one has come
+        each = max((self._came - self._began) / self._done, (now - self._began) / (self._done + 1))
+        seconds = max(each, each * (self._total - self._done) - (now - self._came))
+        return f"{self._done} of {self._total}, about {words.seconds(seconds)} left"
 
     def _line(self, text: str) -> None:
         self._told = self._clock()

@@ -34,7 +34,7 @@ def test_a_long_stage_says_how_far_it_came_and_what_is_left() -> None:
         lines.advance(3)
         lines.advance(3)
         lines.advance(6)
-    assert [line.partition("] ")[2] for line in said] == ["finals …", "finals: 6 of 15, at most 6 s left"]
+    assert [line.partition("] ")[2] for line in said] == ["finals …", "finals: 6 of 15, about 6 s left"]
 
 
 def test_a_stage_about_which_nothing_is_heard_says_that_it_runs_ever_less_often() -> None:
@@ -55,7 +55,7 @@ def test_a_stage_about_which_nothing_is_heard_says_that_it_runs_ever_less_often(
         "trace: 15.0 s so far",
         "trace: 35.0 s so far",
         "finals …",
-        "finals: 1 of 4, at most 18.0 s left",
+        "finals: 1 of 4, about 3 s left",
     ]
 
 
@@ -74,7 +74,7 @@ def test_a_trial_says_what_is_left_of_a_long_stage() -> None:
         lines.stage("baselines", 2)
         lines.trial(trial(0), trial(0))
         lines.trial(trial(1), trial(0))
-    assert said[1].endswith("(1 of 2, at most 6 s left)") and "left" not in said[2]
+    assert said[1].endswith("(1 of 2, about 6 s left)") and "left" not in said[2]
 
 
 def test_compiling_is_said_apart_from_the_step() -> None:
