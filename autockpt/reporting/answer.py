@@ -165,9 +165,8 @@ def _heading(outcome: SearchOutcome) -> Text:
     if facts := words.facts({k: v for k, v in outcome.settings.items() if k != "model"}):
         text.append(f"\n{facts}", style="dim")
     budget = outcome.budget
-    text.append(f"\nBudget {budget.asked}: {format_bytes(budget.bytes)}")
-    if budget.headroom:
-        text.append(f" (with {format_bytes(budget.headroom_bytes)} more left free: headroom {budget.headroom})")
+    less = f" less a headroom of {budget.headroom}" if budget.headroom else ""
+    text.append(f"\nBudget {budget.asked}{less}: {format_bytes(budget.bytes)}")
     if budget.covers:
         text.append(f", for {budget.covers}", style="dim")
     if outcome.plan is not None and (host := outcome.plan.host_budget_bytes) is not None:
