@@ -76,7 +76,7 @@ class AutockptLightningCallback(PlanCallback, *_callback_classes()):  # type: ig
                 _refuse_other_batches(trainer, found)
             self._apply(found, called_part(pl_module, found), aloud=_is_first(trainer))
 
-    def on_fit_end(self, trainer: Any, pl_module: nn.Module, *_: Any) -> None:
+    def on_fit_end(self, trainer: Any, pl_module: nn.Module, *_: Any, **__: Any) -> None:
         self.remove()
 
     on_exception = teardown = on_fit_end

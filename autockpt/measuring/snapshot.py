@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
@@ -86,10 +87,9 @@ def _host_copy(storage: torch.UntypedStorage) -> torch.UntypedStorage:
 def _structure(root: Any) -> Iterator[Undo]:
     """Which objects hang where: states made during steps go, tensors replaced during steps come back."""
     if isinstance(root, nn.Module):
-        for module in root.modules():
-            yield _contents(vars(module))
-            yield _contents(module._parameters)
-            yield _contents(module._buffers)
+        seen = set[int]()
+        for module in root.modules():  # memory banks, counts and metrics are in containers among their attributes
+            yield from _containers(vars(module), seen)
     elif isinstance(root, (torch.optim.Optimizer, torch.amp.GradScaler)):
         yield from _containers(vars(root), set())
     else:
@@ -124,8 +124,8 @@ def _frozen(value: Any) -> Any:
 
 
 def _containers(root: Any, seen: set[int]) -> Iterator[Undo]:
-    """The contents of dicts and lists, at any depth."""
-    if not isinstance(root, (dict, list)) or id(root) in seen:
+    """The contents of dicts, lists, sets and deques, at any depth."""
+    if not isinstance(root, (dict, list, set, deque)) or id(root) in seen:
         return
     seen.add(id(root))
     yield _contents(root)
@@ -134,12 +134,13 @@ def _containers(root: Any, seen: set[int]) -> Iterator[Undo]:
 
 
 def _contents(container: Any) -> Undo:
-    """What a dict or list holds now, put back into the same object."""
-    if isinstance(container, list):
+    """What a container holds now, put back into the same object."""
+    if not isinstance(container, dict):
         items = list(container)
 
         def put_back_items() -> None:
-            container[:] = items
+            container.clear()
+            (container.update if isinstance(container, set) else container.extend)(items)
 
         return put_back_items
     pairs = dict(container)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import deque
 from typing import Any
 
 import pytest
@@ -128,6 +129,30 @@ class Average:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.values, self.steps = dict(state["values"]), state["steps"]
+
+
+def test_what_modules_keep_in_containers_comes_back():
+    class Bank(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(4, 4)
+            self.bank, self.seen, self.counts = deque([torch.ones(1, 4)], maxlen=2), {0}, {"calls": [0]}
+
+        def forward(self, input: torch.Tensor) -> torch.Tensor:
+            out = super().forward(input) + torch.cat(list(self.bank)).sum()
+            self.bank.append(out.detach()[:1])
+            self.seen.add(len(self.counts["calls"]))
+            self.counts["calls"].append(1)
+            return out
+
+    inner = Bank()
+    model = nn.Sequential(nn.Linear(4, 4), inner)
+    bank, first = inner.bank, inner.bank[0]
+    snapshot = Snapshot(Step(model, torch.ones(2, 4), loss=lambda model, batch: model(batch).sum()))
+    for _ in range(3):
+        model(torch.ones(2, 4)).sum().backward()
+    snapshot.restore()
+    assert inner.bank is bank and len(bank) == 1 and bank[0] is first and bool((first == 1).all())
+    assert inner.seen == {0} and inner.counts == {"calls": [0]}
 
 
 def test_objects_named_for_a_full_step_come_back():
