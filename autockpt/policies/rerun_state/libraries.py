@@ -18,11 +18,14 @@ _NAMES = """
     torch torchvision torchaudio transformers accelerate peft deepspeed diffusers datasets tokenizers safetensors numpy
     scipy pandas bitsandbytes triton liger_kernel xformers flash_attn apex lightning pytorch_lightning tqdm rich wandb
     tensorboard mlflow autockpt logging threading _thread multiprocessing concurrent asyncio socket selectors subprocess
-    ctypes inspect re importlib pathlib tempfile pytest _pytest
+    ctypes inspect re importlib pathlib tempfile pytest _pytest timm sentence_transformers einops einx sympy mpmath
+    jinja2 markupsafe joblib PIL matplotlib requests urllib3 huggingface_hub filelock fsspec IPython ipykernel zmq
+    tornado
 """
 LIBRARIES = frozenset(re.findall(r"\w+", _NAMES))
 _DERIVED_FROM = frozenset(
     {"torch", "transformers", "accelerate", "peft", "diffusers", "lightning", "pytorch_lightning"}
+    | {"timm", "sentence_transformers"}
 )
 """Libraries from whose classes people derive what they keep state in."""
 _BY_THEMSELVES = re.compile(
