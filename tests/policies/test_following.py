@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from autockpt.policies import op_recorder
 from autockpt.policies.following import Following
+from autockpt.policies.tape import RerunOp
 from autockpt.runtime import attach
 from autockpt.schema.choices import from_label
 from tests.policies.zoo import bytes_alive_after
@@ -78,6 +79,18 @@ def test_ops_are_looked_at_in_the_first_call_only(then: str, noted: list[Any]) -
         for _ in range(3):
             model(x).sum().backward()
         assert len(noted) == first
+
+
+def test_ops_that_several_tensors_are_made_by_run_again_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[int] = []
+    run = RerunOp.run
+    monkeypatch.setattr(RerunOp, "run", lambda op, value: ran.append(op.number) or run(op, value))
+    model = nn.Sequential(Unit(ODD["the same each time"]))
+    with attach(model, {"0": from_label("remake")}, sentinels="off"):
+        for _ in range(3):  # the last two follow
+            ran.clear()
+            model(torch.randn(64, 32)).sum().backward()
+            assert len(ran) == len(set(ran)) > 2
 
 
 def test_the_mask_that_attention_makes_of_a_padded_batch_is_not_kept_by_every_layer(noted: list[Any]) -> None:
@@ -419,6 +432,12 @@ class _Rows(nn.Module):
         return (h * torch.sin(self.take(self.bank, (h.detach().sum() * 1e3).long() % 8)[: len(h)])).exp()
 
 
+def _matches(h: Tensor, step: int) -> Tensor:
+    """No function saves the rows that it picks, only what is made from them."""
+    rows = h.detach()[h[:, 0] > 0]
+    return torch.cat([h[:32] * (rows.T @ rows).sin(), h[32:]])
+
+
 def _in_another_precision(h: Tensor, step: int) -> Tensor:
     with torch.autocast("cpu", torch.bfloat16, enabled=step >= 3):
         weights = (h.detach() @ h.detach().T).float()
@@ -444,12 +463,14 @@ ODD: dict[str, Callable[[Tensor, int], Tensor]] = {
     "a number that changes late": lambda h, step: torch.tanh(h + (1.0 if step < 3 else -1.0)).exp() * h,
     "the sign of zero": lambda h, step: torch.copysign(h, 0.0 if step < 3 else -0.0).exp() * h,
     "an int in the place of a bool": lambda h, step: (h * (True if step < 3 else 1)).exp(),
+    "another name of an argument": lambda h, step: torch.clamp(h, **{"min" if step < 3 else "max": 0.1}).exp() * h,
     "another branch": lambda h, step: torch.sigmoid(h).exp() if step < 3 else torch.tanh(h).exp(),
     "another order": lambda h, step: (h.sin() if step < 3 else h.cos()) * (h.cos() if step < 3 else h.sin()),
     "another tensor": lambda h, step: (a := h.sin(), b := h.cos(), (a if step < 3 else b).exp() * a)[-1],
     "one more at the end": lambda h, step: h.exp() if step < 3 else h.exp().exp(),
     "what a value decides": lambda h, step: h.exp() if h.detach().sum().item() > step - 3 else h.sin().exp(),
     "as many rows as a value says": lambda h, step: torch.cat([h.exp() * h, h[h[:, 0] > 0].sin().exp()])[:64],
+    "rows without a gradient, as many as a value says": _matches,
     "the weights that a tensor says": _Rows(lambda bank, at: bank[at]),
     "the weights up to what a tensor says": _Rows(lambda bank, at: bank[at : at + 1][0]),
     "the parts that a tensor says": _Rows(lambda bank, at: bank.flatten(0, 1).tensor_split(at.reshape(1) + 1)[1]),

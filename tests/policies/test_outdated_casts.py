@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from autockpt.errors import ConflictError
 from autockpt.runtime import attach
@@ -260,3 +262,34 @@ def test_telling_blocks_apart_is_seen_by_nobody_and_ends_no_block() -> None:
     ):
         assert steps() == [True, True]
     assert all(0 not in shape for shape in saved)
+
+
+class _Functions(TorchFunctionMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.products = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.products += func in (torch.addmm, torch.matmul, nn.functional.linear)
+        return func(*args, **(kwargs or {}))
+
+
+class _Ops(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.products = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.products += func is torch.ops.aten.addmm.default
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("mode", [_Functions, _Ops])
+@pytest.mark.parametrize("kind", [*AGAIN, "remake"])
+def test_nor_by_modes_that_count_products(kind: str, mode: Any) -> None:
+    model = nn.Sequential(nn.Linear(4, 4))
+    with attach(model, {"0": parse_choice(kind)}), mode() as counts:
+        for _ in range(3):
+            with torch.autocast("cpu", torch.bfloat16):
+                model(torch.randn(2, 4))
+    assert counts.products == 3

@@ -75,7 +75,7 @@ def test_any_set_is_bit_equal(keep: tuple[str, ...], within: tuple[str, ...]) ->
         assert_equal(train(model, case, "bf16"), plain(case, "bf16"))
 
 
-@pytest.mark.parametrize(("keep", "again"), [((), 2), (("**",), 0), (("first",), 0)])
+@pytest.mark.parametrize(("keep", "again"), [((), 2), (("fused_attention",), 2), (("**",), 0), (("first",), 0)])
 def test_products_that_are_kept_do_not_run_again(keep: tuple[str, ...], again: int) -> None:
     model = model_of(torch.sin)
     with attach(model, dict.fromkeys(("0", "1"), remake(keep=keep))), Heavy() as heavy:
@@ -113,6 +113,8 @@ def negative(x: Tensor) -> Tensor:
         lambda x: torch.cat([negative(x.sin()) * negative(x.cos()), negative(x).clone().exp()], 1),
         lambda x: torch.cat([negative(x.sin()).reshape(64, 64).exp().sin().reshape(128, 32), x[:, ::2]], 1),
         lambda x: x.sin() + torch.inference_mode()(lambda: torch.ones(64, device=DEVICE).mul(2).sin())(),
+        lambda x: (y := x.sin(), y * (y.detach().view(torch.int32) * 1e-9).sin())[1],
+        lambda x: torch.sparse.mm(torch.eye(128, device=DEVICE).to_sparse() * 2.0, x.sin()).exp(),
         lambda x: (y := x.sin().tanh(), y.data.round_(), y.exp())[2],
     ],
 )
@@ -238,6 +240,20 @@ def test_a_source_that_changed_before_backward_is_an_error() -> None:
         x.add_(1)
         with pytest.raises(InPlaceError, match="modified by an inplace operation"):
             loss.backward()
+
+
+@pytest.mark.parametrize("by_data", [True, False])
+def test_a_write_as_another_type_to_what_was_dropped_and_is_gone_is_refused(by_data: bool) -> None:
+    def then(x: Tensor) -> Tensor:
+        made = x.sin().exp()
+        bits, out = made.detach().view(torch.int32), made.cos()
+        del made  # which backward needs, and of which no other name is left
+        (bits.data if by_data else bits).add_(1)
+        return out
+
+    model = model_of(then)
+    with attach(model, {"0": remake()}), pytest.raises(ConflictError, match=r"0 writes as torch\.int32 to the memory"):
+        model(torch.randn(128, 64).to(DEVICE))
 
 
 def test_memory_is_given_back_without_a_garbage_collection() -> None:

@@ -74,6 +74,14 @@ def written_by_data_after_a_gradient(unit: Any, x: Tensor) -> Tensor:
     return y * h
 
 
+def handed_out_before_it_is_read(unit: Any, x: Tensor) -> Tensor:
+    h = torch.tanh(x * 2.0)
+    array = h.detach().numpy()
+    y = torch.exp(h.detach() * 0.1) * x
+    array *= 0.5
+    return y
+
+
 def written_by_what_is_left_of_it(unit: Any, x: Tensor) -> Tensor:
     h = torch.tanh(x)
     e = torch.exp(h * 0.1)
@@ -151,6 +159,7 @@ def test_assigning_to_the_data_of_what_autograd_has_saved_is_refused(kind: str, 
         (written_by_data_after_a_gradient, "remake"),
         (written_by_what_is_left_of_it, "remake"),
         (written_by_numpy, "remake"),
+        (handed_out_before_it_is_read, "remake"),
         (written_by_storage, "remake"),
         (written_outside_of_the_part_that_made_it, '{"kind": "remake", "within": ["act"]}'),
     ],
