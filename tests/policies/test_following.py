@@ -464,6 +464,8 @@ ODD: dict[str, Callable[[Tensor, int], Tensor]] = {
     "the sign of zero": lambda h, step: torch.copysign(h, 0.0 if step < 3 else -0.0).exp() * h,
     "an int in the place of a bool": lambda h, step: (h * (True if step < 3 else 1)).exp(),
     "another name of an argument": lambda h, step: torch.clamp(h, **{"min" if step < 3 else "max": 0.1}).exp() * h,
+    "one named argument less": lambda h, step: torch.clamp(h, min=-0.1, **({"max": 0.1} if step < 3 else {})).exp() * h,
+    "other numbers in a tuple": lambda h, step: torch.roll(h, (1, 2 if step < 3 else 3), (0, 1)).exp() * h,
     "another branch": lambda h, step: torch.sigmoid(h).exp() if step < 3 else torch.tanh(h).exp(),
     "another order": lambda h, step: (h.sin() if step < 3 else h.cos()) * (h.cos() if step < 3 else h.sin()),
     "another tensor": lambda h, step: (a := h.sin(), b := h.cos(), (a if step < 3 else b).exp() * a)[-1],

@@ -22,7 +22,7 @@ from autockpt.policies.recompute import run_recomputed
 from autockpt.policies.replay import ReplayState, recomputing
 from autockpt.policies.rerun_state.surroundings import Surroundings
 from autockpt.runtime import attach
-from autockpt.schema.choices import RECOMPUTE
+from autockpt.schema.choices import RECOMPUTE, Choice
 from tests.policies.zoo import Tally, assert_equal
 
 
@@ -299,6 +299,42 @@ def test_parameters_exchanged_for_the_forward_only():
         assert all(map(operator.is_, own, model.parameters()))
     again = torch.func.functional_call(model, others, (x,)).sum()
     assert torch.equal(gradient, *torch.autograd.grad(again, x))
+
+
+def test_parameters_that_train_may_lie_over_frozen_ones_during_one_forward() -> None:
+    model = nn.Sequential(nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8)))
+
+    def gradients(choices: dict[str, Choice]) -> tuple[Tensor, ...]:
+        others = {n: nn.Parameter(p.detach()) for n, p in model.requires_grad_(False).named_parameters()}
+        with attach(model, choices):
+            loss = torch.func.functional_call(model, others, (torch.ones(4, 8),)).square().sum()
+            return torch.autograd.grad(loss, tuple(others.values()))
+
+    assert all(map(torch.equal, gradients({}), gradients({"0": RECOMPUTE})))
+
+
+class Params4bit(nn.Parameter):
+    """Known by its name as bitsandbytes' weights, of which DoRA puts another object over the same memory."""
+
+
+def test_frozen_packed_weights_exchanged_for_others_are_those_of_the_forward() -> None:
+    class Unit(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = Params4bit(torch.linspace(-1, 1, 64).view(8, 8), requires_grad=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (x @ self.w).sigmoid()
+
+    model = nn.Sequential(Unit())
+
+    def gradient(choices: dict[str, Choice]) -> Tensor:
+        x = torch.ones(4, 8, requires_grad=True)
+        with attach(model, choices):
+            others = {"0.w": Params4bit(model[0].w * 2, requires_grad=False)}
+            return torch.autograd.grad(torch.func.functional_call(model, others, (x,)).sum(), x)[0]
+
+    assert torch.equal(gradient({}), gradient({"0": RECOMPUTE}))
 
 
 def test_the_order_of_attention_kernels_is_that_of_the_forward():

@@ -99,9 +99,19 @@ def negative(x: Tensor) -> Tensor:
     return view
 
 
+def overwritten_as_bits(x: Tensor) -> Tensor:
+    """Backward needs its sine, not it."""
+    made = x.detach().cos()
+    bits, out = made.view(torch.int32), x * made.sin()
+    del made
+    bits.add_(1)
+    return out
+
+
 @pytest.mark.parametrize(
     "then",
     [
+        overwritten_as_bits,
         lambda x: torch.relu_(x).exp(),
         lambda x: x.cos().mul_(2).sin(),
         lambda x: (x.sin() + x.exp()).add_(1).tanh(),
@@ -254,6 +264,16 @@ def test_a_write_as_another_type_to_what_was_dropped_and_is_gone_is_refused(by_d
     model = model_of(then)
     with attach(model, {"0": remake()}), pytest.raises(ConflictError, match=r"0 writes as torch\.int32 to the memory"):
         model(torch.randn(128, 64).to(DEVICE))
+
+
+@pytest.mark.parametrize("options", [{"keep": ["first"]}, {"within": ["first"]}], ids=str)
+def test_a_part_may_run_by_itself(options: dict[str, Any]) -> None:
+    model = model_of(torch.exp)
+    x = torch.randn(128, 64).to(DEVICE)
+    wanted = torch.autograd.grad(model[0].first(x).sum(), model[0].first.weight)  # type: ignore[union-attr]
+    with attach(model, {"0": remake(**options)}):
+        got = torch.autograd.grad(model[0].first(x).sum(), model[0].first.weight)  # type: ignore[union-attr]
+    assert torch.equal(*wanted, *got)
 
 
 def test_memory_is_given_back_without_a_garbage_collection() -> None:

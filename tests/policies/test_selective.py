@@ -411,6 +411,16 @@ def _another_kernel(unit: Unit, x: Tensor) -> Tensor:
         return unit.down(F.silu(unit.up(_attention(unit, x))))
 
 
+def _with_its_negative(unit: Unit, x: Tensor) -> Tensor:
+    square = F.silu(unit.up(x))[:, :4].contiguous()
+    return x + unit.down(F.pad(torch.mm(square, torch._neg_view(square).T), (0, 28)))
+
+
+def _with_its_conjugate(unit: Unit, x: Tensor) -> Tensor:
+    square = torch.view_as_complex(F.silu(unit.up(x))[:, :8].reshape(4, 4, 2))
+    return x + unit.down(F.pad(torch.mm(square, square.conj().T).imag, (0, 28)))
+
+
 KERNELS = (torch.nn.attention.SDPBackend.FLASH_ATTENTION, torch.nn.attention.SDPBackend.MATH)
 ODD: dict[str, Body] = {
     "attention": lambda unit, x: unit.down(F.silu(unit.up(_attention(unit, x)))),
@@ -420,6 +430,8 @@ ODD: dict[str, Body] = {
     "a gradient taken inside": _gradient_inside,
     "a gradient taken late": lambda unit, x: (_gradient_inside if unit.step >= 3 else mlp)(unit, x),
     "a gradient through nothing saved": _gradient_without_saved_tensors,
+    "a product with its negative": _with_its_negative,
+    "a product with its conjugate": _with_its_conjugate,
     "its own autograd node": lambda unit, x: unit.down(F.gelu(_named(unit.up(x)))),
 }
 
@@ -554,6 +566,30 @@ def test_under_autocast_too_ops_of_a_product_are_looked_at_in_the_first_call_onl
                 loss = model(torch.randn(4, 8)).sum()
             loss.backward()
             assert (len(looked) > before) == (step == 0)
+
+
+@torch.library.custom_op("autockpt_odd::flash_attn_with_length", mutates_args=())
+def _with_length(x: Tensor) -> tuple[Tensor, int]:
+    return x.tanh(), len(x)
+
+
+_with_length.register_autograd(
+    lambda ctx, grad, _: grad * (1 - ctx.saved_tensors[0] ** 2),
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(output[0]),
+)
+
+
+@pytest.mark.parametrize("keep", ["fused_attention", "**"])
+def test_an_attention_may_return_numbers_beside_tensors(keep: str) -> None:
+    """As CUDA's flash attention does."""
+
+    def body(unit: Unit, x: Tensor) -> Tensor:
+        hidden, length = _with_length(unit.up(x))
+        return x + unit.down(hidden.sin() * length)
+
+    wanted, model = gradients(Model(body)), Model(body)
+    with attach(model, {"units.0": selective(keep)}):
+        assert_equal(gradients(model), wanted)
 
 
 @pytest.mark.parametrize("kind", ["selective", "keep_attention", "remake"])
