@@ -466,6 +466,11 @@ ODD: dict[str, Callable[[Tensor, int], Tensor]] = {
     "another name of an argument": lambda h, step: torch.clamp(h, **{"min" if step < 3 else "max": 0.1}).exp() * h,
     "one named argument less": lambda h, step: torch.clamp(h, min=-0.1, **({"max": 0.1} if step < 3 else {})).exp() * h,
     "other numbers in a tuple": lambda h, step: torch.roll(h, (1, 2 if step < 3 else 3), (0, 1)).exp() * h,
+    "another tensor in a list": lambda h, step: (
+        a := h.sin(),
+        b := h.cos(),
+        torch.stack([a if step < 3 else b, a]).exp().sum(0) * b,
+    )[-1],
     "another branch": lambda h, step: torch.sigmoid(h).exp() if step < 3 else torch.tanh(h).exp(),
     "another order": lambda h, step: (h.sin() if step < 3 else h.cos()) * (h.cos() if step < 3 else h.sin()),
     "another tensor": lambda h, step: (a := h.sin(), b := h.cos(), (a if step < 3 else b).exp() * a)[-1],

@@ -413,12 +413,12 @@ def _another_kernel(unit: Unit, x: Tensor) -> Tensor:
 
 def _with_its_negative(unit: Unit, x: Tensor) -> Tensor:
     square = F.silu(unit.up(x))[:, :4].contiguous()
-    return x + unit.down(F.pad(torch.mm(square, torch._neg_view(square).T), (0, 28)))
+    return x + unit.down(F.pad(square @ torch._neg_view(square).T, (0, 28)))
 
 
 def _with_its_conjugate(unit: Unit, x: Tensor) -> Tensor:
     square = torch.view_as_complex(F.silu(unit.up(x))[:, :8].reshape(4, 4, 2))
-    return x + unit.down(F.pad(torch.mm(square, square.conj().T).imag, (0, 28)))
+    return x + unit.down(F.pad((square @ square.conj().T).imag, (0, 28)))
 
 
 KERNELS = (torch.nn.attention.SDPBackend.FLASH_ATTENTION, torch.nn.attention.SDPBackend.MATH)
