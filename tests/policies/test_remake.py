@@ -52,16 +52,19 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
 
 
 class Heavy(TorchDispatchMode):
-    """Counts matrix products outside and inside of backward while gradients are enabled."""
+    """Counts matrix products and attentions outside and inside of backward while gradients are enabled."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.forward = self.again = 0
+        self.forward = self.again = self.attentions = self.attentions_again = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        in_backward = torch._C._current_graph_task_id() != -1
         if func in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default) and torch.is_grad_enabled():
-            in_backward = torch._C._current_graph_task_id() != -1
             self.again, self.forward = self.again + in_backward, self.forward + (not in_backward)
+        elif "scaled_dot_product" in str(func) and "backward" not in str(func):
+            self.attentions_again += in_backward
+            self.attentions += not in_backward
         return func(*args, **(kwargs or {}))
 
 
@@ -81,6 +84,18 @@ def test_products_that_are_kept_do_not_run_again(keep: tuple[str, ...], again: i
     with attach(model, dict.fromkeys(("0", "1"), remake(keep=keep))), Heavy() as heavy:
         gradients(model)
     assert (heavy.forward, heavy.again) == (4, again)
+
+
+@pytest.mark.parametrize(("keep", "again"), [((), 1), (("first",), 1), (("fused_attention",), 0), (("**",), 0)])
+def test_attention_that_is_kept_does_not_run_again(keep: tuple[str, ...], again: int) -> None:
+    def attends(x: Tensor) -> Tensor:
+        heads = x.view(1, 128, 4, 16).transpose(1, 2)
+        return nn.functional.scaled_dot_product_attention(heads, heads, heads).transpose(1, 2).reshape(128, 64)
+
+    model = nn.Sequential(Unit(attends)).to(DEVICE)
+    with attach(model, {"0": remake(keep=keep)}), Heavy() as heavy:
+        gradients(model)
+    assert (heavy.attentions, heavy.attentions_again) == (1, again)
 
 
 def test_only_what_is_needed_runs_again() -> None:

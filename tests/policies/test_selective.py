@@ -592,6 +592,29 @@ def test_an_attention_may_return_numbers_beside_tensors(keep: str) -> None:
         assert_equal(gradients(model), wanted)
 
 
+@torch.library.custom_op("autockpt_odd::flash_attn_with_dropout", mutates_args=())
+def _dropped_out(x: Tensor, dropout_p: float) -> Tensor:
+    return x * (torch.rand_like(x) >= dropout_p)
+
+
+_dropped_out.register_autograd(
+    lambda ctx, grad: (grad * (ctx.saved_tensors[0] != 0), None),
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(output),
+)
+
+
+@pytest.mark.parametrize("kind", ["keep_attention", "selective", "remake"])
+def test_dropout_inside_a_fused_attention_keeps_the_random_numbers_in_step(kind: str) -> None:
+    """As CUDA's have it; on the CPU an attention with dropout is taken apart."""
+
+    def body(unit: Unit, x: Tensor) -> Tensor:
+        return x + unit.down(F.dropout(_dropped_out(unit.up(x), 0.3), 0.4))
+
+    wanted, model = gradients(Model(body)), Model(body)
+    with attach(model, dict.fromkeys(("units.0", "units.1"), parse_choice(kind))):
+        assert_equal(gradients(model), wanted)
+
+
 @pytest.mark.parametrize("kind", ["selective", "keep_attention", "remake"])
 def test_a_product_that_is_written_to_what_it_is_given_is_written_there_again(kind: str) -> None:
     def body(unit: Unit, x: Tensor) -> Tensor:
