@@ -438,6 +438,12 @@ def _matches(h: Tensor, step: int) -> Tensor:
     return torch.cat([h[:32] * (rows.T @ rows).sin(), h[32:]])
 
 
+def _computed_in_vain(h: Tensor, step: int) -> Tensor:
+    """When it goes another way, the graph of its first functions is gone."""
+    torch.tanh(h).exp()
+    return h.exp() if step < 3 else h.sin().exp()
+
+
 def _in_another_precision(h: Tensor, step: int) -> Tensor:
     with torch.autocast("cpu", torch.bfloat16, enabled=step >= 3):
         weights = (h.detach() @ h.detach().T).float()
@@ -471,6 +477,10 @@ ODD: dict[str, Callable[[Tensor, int], Tensor]] = {
         b := h.cos(),
         torch.stack([a if step < 3 else b, a]).exp().sum(0) * b,
     )[-1],
+    "another branch after a graph that nobody needs": _computed_in_vain,
+    "a float in the place of an equal int": lambda h, step: (
+        h * (torch.full(h.shape, 2**24 + 1 if step < 3 else 2.0**24 + 1) % 2).float().sin().exp()
+    ),
     "another branch": lambda h, step: torch.sigmoid(h).exp() if step < 3 else torch.tanh(h).exp(),
     "another order": lambda h, step: (h.sin() if step < 3 else h.cos()) * (h.cos() if step < 3 else h.sin()),
     "another tensor": lambda h, step: (a := h.sin(), b := h.cos(), (a if step < 3 else b).exp() * a)[-1],

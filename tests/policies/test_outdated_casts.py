@@ -127,6 +127,32 @@ def test_inputs_that_no_cast_is_made_of_may_change(kind: str) -> None:
     assert all(map(torch.equal, *with_and_without(kind, nn.Sequential(nn.LayerNorm(8), mlp()), adversarial)))
 
 
+class CastsLate(nn.Module):
+    """Casts what it is given from the second call on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.inner, self.late = nn.LayerNorm(8), mlp(), False
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x if self.late else self.norm(x))
+
+
+def cast_late(model: nn.Module) -> list[Tensor]:
+    x, found = torch.linspace(-1, 1, 32).view(4, 8).requires_grad_(), []
+    with torch.autocast("cpu", torch.bfloat16):
+        for model[0].late in (False, True):  # type: ignore[index, union-attr]
+            model[0](x).float().square().sum().backward()  # type: ignore[index]
+            found += after(model, x)
+            update(nn.ParameterList([x]))
+    return found
+
+
+@pytest.mark.parametrize("kind", sorted(choice_kinds("block")))
+def test_inputs_that_have_changed_before_they_are_cast_may_be_cast_anew(kind: str) -> None:
+    assert all(map(torch.equal, *with_and_without(kind, CastsLate(), cast_late)))
+
+
 def cleared_before_backward(model: nn.Module) -> list[Tensor]:
     found: list[Tensor] = []
     with torch.autocast("cpu", torch.bfloat16):

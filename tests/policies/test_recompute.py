@@ -453,14 +453,21 @@ def test_functions_that_read_what_they_saved_twice():
     assert_as_plain(lambda: Model(lambda unit, x: Twofold.apply(unit.linear(x)).sigmoid()))
 
 
-def test_gradients_taken_inside_the_unit():
+@pytest.mark.parametrize("bias", [True, False])
+def test_gradients_taken_inside_the_unit(bias):
     def body(unit, x):
         with torch.enable_grad():
             y = unit.linear(x).sigmoid()
             (force,) = torch.autograd.grad(y.sum(), x, retain_graph=True)
         return torch.dropout(y + force, 0.3, True)
 
-    assert_as_plain(lambda: Model(body))
+    def make() -> Model:
+        model = Model(body)
+        for unit in model.units if not bias else ():
+            unit.linear.bias = None
+        return model
+
+    assert_as_plain(make)
 
 
 class HandingOutOnce(Model):
