@@ -238,6 +238,12 @@ def _views_between(units: Any, x: Tensor) -> Tensor:
     return units[3](units[2](units[1](x.view_as(x)).t().t()).flip(0))
 
 
+def _negative_between(units: Any, x: Tensor) -> Tensor:
+    for unit in units:
+        x = torch._neg_view(unit(x))
+    return x
+
+
 def _long_ways(units: Any, x: Tensor) -> Tensor:
     a = units[0](x)
     b = units[1](a)
