@@ -290,6 +290,23 @@ def test_telling_blocks_apart_is_seen_by_nobody_and_ends_no_block() -> None:
     assert all(0 not in shape for shape in saved)
 
 
+def test_nor_does_it_switch_autocast_on_for_the_cpu_where_another_device_has_it_on() -> None:
+    model, before = nn.Sequential(nn.Linear(4, 4)), torch.get_autocast_dtype("cpu")
+    torch.set_autocast_dtype("cpu", torch.float16)
+    torch.set_autocast_enabled("cuda", True)
+    try:
+        with attach(model, {"0": from_label("recompute")}):
+            out = model(torch.randn(2, 4))
+            out.sum().backward()
+        after = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"), out.dtype
+    finally:
+        torch.set_autocast_enabled("cuda", False)
+        torch.set_autocast_enabled("cpu", False)
+        torch.set_autocast_dtype("cpu", before)
+        torch.clear_autocast_cache()
+    assert after == (False, torch.float16, torch.float32)
+
+
 class _Functions(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
