@@ -331,7 +331,7 @@ def test_frozen_packed_weights_exchanged_for_others_are_those_of_the_forward() -
     def gradient(choices: dict[str, Choice]) -> Tensor:
         x = torch.ones(4, 8, requires_grad=True)
         with attach(model, choices):
-            others = {"0.w": Params4bit(model[0].w * 2, requires_grad=False)}
+            others = {"0.w": Params4bit(model[0].w * 2, requires_grad=False)}  # type: ignore[operator, union-attr]
             return torch.autograd.grad(torch.func.functional_call(model, others, (x,)).sum(), x)[0]
 
     assert torch.equal(gradient({}), gradient({"0": RECOMPUTE}))

@@ -240,7 +240,7 @@ def _views_between(units: Any, x: Tensor) -> Tensor:
 
 def _negative_between(units: Any, x: Tensor) -> Tensor:
     for unit in units:
-        x = torch._neg_view(unit(x))
+        x = torch._neg_view(unit(x))  # type: ignore[attr-defined]
     return x
 
 

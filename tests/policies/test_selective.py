@@ -413,7 +413,7 @@ def _another_kernel(unit: Unit, x: Tensor) -> Tensor:
 
 def _with_its_negative(unit: Unit, x: Tensor) -> Tensor:
     square = F.silu(unit.up(x))[:, :4].contiguous()
-    return x + unit.down(F.pad(square @ torch._neg_view(square).T, (0, 28)))
+    return x + unit.down(F.pad(square @ torch._neg_view(square).T, (0, 28)))  # type: ignore[attr-defined]
 
 
 def _with_its_conjugate(unit: Unit, x: Tensor) -> Tensor:
