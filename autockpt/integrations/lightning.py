@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from torch import nn
+from torch.optim import LBFGS
 
 from autockpt.errors import PlanError, UsageError
 from autockpt.integrations.at_start import PlanCallback, PlanWanted, Training, found_once, refuse_search
@@ -93,6 +94,7 @@ def _refuse_unsearchable(trainer: Any, module: Any) -> None:
         f"{strategy} needs every process for a step": strategy not in ("SingleDeviceStrategy", "DDPStrategy"),
         "manual optimization": not module.automatic_optimization,
         "several optimizers, or none": len(trainer.optimizers) != 1,
+        "LBFGS, whose step calls the model itself": any(isinstance(o, LBFGS) for o in trainer.optimizers),
     }
     refuse_search("AutockptLightningCallback", reasons)
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import DynamicCache
 
 from autockpt.errors import ConflictError, UsageError
 from autockpt.policies.attachment import attached_to
@@ -24,20 +25,20 @@ LIBRARY = next((n for n in ("lightning.pytorch", "pytorch_lightning") if find_sp
 needs_lightning = pytest.mark.skipif(LIBRARY is None, reason="neither lightning nor pytorch_lightning is installed")
 
 
-def reruns(model: nn.Module) -> Any:
-    """A callback that counts how often the first layer ran, and ran again in backward.
+class Reruns(torch.utils.data.Dataset[int]):
+    """How often the first layer ran, and ran again in backward: a rerun leaves data sets alone, and puts back what it
+    finds changed in others."""
 
-    Lightning's own objects are left alone by a rerun, which puts back what it finds changed in others.
-    """
+    ran = again = 0
 
-    class Reruns(import_module(str(LIBRARY)).Callback):
-        ran = again = 0
+    def count(self, *_: Any) -> None:
+        again = (recomputing() or "").endswith("model.layers.0")
+        self.again += again
+        self.ran += torch.is_grad_enabled() and not again
 
-        def count(self, *_: Any) -> None:
-            again = (recomputing() or "").endswith("model.layers.0")
-            self.again += again
-            self.ran += torch.is_grad_enabled() and not again
 
+def reruns(model: nn.Module) -> Reruns:
+    """Counts runs of a model's first layer."""
     counted = Reruns()
     model.model.model.layers[0].mlp.register_forward_pre_hook(counted.count)
     return counted
@@ -58,11 +59,11 @@ def module(way: str) -> Any:
 
         def training_step(self, batch: dict[str, Tensor], index: int) -> Tensor:
             output = self(batch) if way == "forward" else self.model(**batch, use_cache=None)
-            self.caches.append(output.past_key_values is not None)
+            self.caches.append(isinstance(output.past_key_values, DynamicCache))
             return output.loss
 
         def validation_step(self, batch: dict[str, Tensor], index: int) -> None:
-            assert self.model(**batch).past_key_values is not None
+            assert isinstance(self.model(**batch).past_key_values, DynamicCache)
 
         def configure_optimizers(self) -> Any:
             return torch.optim.SGD(self.parameters(), lr=0.1)
