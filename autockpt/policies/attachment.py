@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from types import FunctionType, MethodType
+from types import CodeType, FunctionType, MethodType
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
 
 current_transform: Callable[[], int | None] = torch._C._functorch.maybe_current_level  # type: ignore[attr-defined]
 _MAKE_FX = torch._C._TorchDispatchModeKey.PROXY
+_CALL = nn.Module._call_impl.__code__
+_CALL_WITH_HOOKS = next(c for c in _CALL.co_consts if isinstance(c, CodeType) and c.co_name == "inner")
 _hooks_allowed: Callable[[], bool] = torch._C._autograd._saved_tensors_hooks_is_enabled  # type: ignore[attr-defined]
 
 
@@ -125,8 +128,12 @@ class AttachedForward(functools.partial):
     """``run(module, state, *args, **kwargs)`` in the place of a module's forward; has that forward's signature."""
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
-        # accelerate, unwrapping a model, binds once more what is bound already
         module, state = self.args
+        if not torch.compiler.is_compiling():
+            caller = sys._getframe(1)
+            if (caller.f_code is _CALL or caller.f_code is _CALL_WITH_HOOKS) and caller.f_locals["self"] is not module:
+                raise _copied(caller.f_locals["self"], state.unit)
+        # accelerate, unwrapping a model, binds once more what is bound already
         return self.func(module, state, *(args[1:] if args and args[0] is module else args), **kwargs)
 
     @property
@@ -155,6 +162,14 @@ class AttachedForward(functools.partial):
 
     def _plain(self) -> Callable[..., Any]:
         return _forward_of_class(self.module) if self.state.inner is None else self.state.inner
+
+
+def _copied(module: nn.Module, unit: str) -> ConflictError:
+    return ConflictError(
+        f"a {type(module).__name__} has the forward that a plan placed on {unit or 'another module'}, as where "
+        "attributes are copied from module to module: it would compute with the other's weights",
+        remedy="Apply the plan to the modules that train, once they are made; or copy modules by copy.copy.",
+    )
 
 
 class Unbound:

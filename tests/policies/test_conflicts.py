@@ -123,6 +123,21 @@ def test_what_the_first_run_has_used_up_is_named(kind, tmp_path):
         model(torch.randn(4, 8)).sum().backward()
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("hooked", [False, True])
+def test_a_module_with_a_copy_of_a_units_attributes_does_not_compute_with_the_units_weights(kind, hooked):
+    """As the library `higher` makes them: anew, and then attribute by attribute."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    other, x = nn.Linear(8, 8), torch.randn(4, 8)
+    if hooked:
+        other.register_forward_hook(lambda *_: None)
+    with attach(model, {"1": parse_choice(kind)}):
+        other.__dict__.update({k: v for k, v in vars(model[1]).items() if not k.startswith("_")})
+        with pytest.raises(ConflictError, match="a Linear has the forward that a plan placed on 1"):
+            other(x)
+        assert torch.equal(copy.copy(model[1])(x), model[1](x))
+
+
 @pytest.mark.parametrize("error", [ValueError, RuntimeError, torch.OutOfMemoryError])
 def test_an_error_of_the_second_run_alone_names_the_unit(error):
     """That of a device's memory keeps its type, by which trainers know it."""
