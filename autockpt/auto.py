@@ -113,7 +113,7 @@ class ModelWatch:
     def _say_unfit(self, module: nn.Module) -> None:
         """Once, as soon as a whole model was called to be trained and neither it nor a part of it got the plan."""
         name = type(module).__name__
-        if name in self.reasons and not self._said and any(p.requires_grad for p in module.parameters()):
+        if not self._said and any(p.requires_grad for p in module.parameters()):
             self._said = True
             _say(f"{name} goes without a plan: {self.path} is not for it: {self.reasons[name]}")
 

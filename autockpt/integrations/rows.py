@@ -15,6 +15,7 @@ from torch import nn
 
 from autockpt.devices.random_states import all_random_states_kept
 from autockpt.errors import UsageError
+from autockpt.measuring.snapshot import putting_back
 from autockpt.schema.lengths import Lengths
 from autockpt.workload import Step, nested_tensors
 from autockpt.workload.lengths import in_time, lengths_of
@@ -140,18 +141,16 @@ def _numbers(batch: Any) -> int:
 def _as_before(*objects: Any) -> Iterator[None]:
     """Random states are afterwards as before, and so are the attributes of these objects: collators and data sets may
     count, or draw from a generator of their own."""
+    numpy: Any = sys.modules.get("numpy")
+    draws = random.Random, torch.Generator, *((numpy.random.Generator, numpy.random.RandomState) if numpy else ())
     holders = list(_holders(objects))
-    attributes = [(values, dict(values)) for values in holders]
-    generators = [_state_of(value) for values in holders for value in values.values()]
+    generators = (value for values in holders for value in values.values() if isinstance(value, draws))
+    undo = [putting_back(thing) for thing in (*holders, *generators)]
     with all_random_states_kept():
         try:
             yield
         finally:
-            for values, before in attributes:
-                for name in [name for name in values if name not in before]:
-                    del values[name]
-                values.update(before)
-            for put_back in filter(None, generators):
+            for put_back in undo:
                 put_back()
 
 
@@ -168,17 +167,3 @@ def _holders(objects: Any) -> Iterator[dict[str, Any]]:
             seen.add(id(value))
             yield vars(value)
             rest += [v for v in vars(value).values() if callable(v) or hasattr(type(v), "__getitem__")]
-
-
-def _state_of(generator: Any) -> Callable[[], object] | None:
-    """What puts a random generator back to where it is now; None for anything else."""
-    numpy: Any = sys.modules.get("numpy")
-    if isinstance(generator, random.Random):
-        return functools.partial(generator.setstate, generator.getstate())
-    if isinstance(generator, torch.Generator):
-        return functools.partial(generator.set_state, generator.get_state())
-    if numpy is not None and isinstance(generator, numpy.random.Generator):
-        return functools.partial(setattr, generator.bit_generator, "state", generator.bit_generator.state)
-    if numpy is not None and isinstance(generator, numpy.random.RandomState):
-        return functools.partial(generator.set_state, generator.get_state())
-    return None

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from autockpt.devices.random_states import RandomStates
 from autockpt.errors import MeasurementError, UsageError
+from autockpt.policies.rerun_state.kinds import kind_of
 from autockpt.schema.sizes import format_bytes
 from autockpt.workload import Step, nested_tensors
 
@@ -128,29 +129,15 @@ def _containers(root: Any, seen: set[int]) -> Iterator[Undo]:
     if not isinstance(root, (dict, list, set, deque)) or id(root) in seen:
         return
     seen.add(id(root))
-    yield _contents(root)
+    yield putting_back(root)
     for value in list(root.values() if isinstance(root, dict) else root):
         yield from _containers(value, seen)
 
 
-def _contents(container: Any) -> Undo:
-    """What a container holds now, put back into the same object."""
-    if not isinstance(container, dict):
-        items = list(container)
-
-        def put_back_items() -> None:
-            container.clear()
-            (container.update if isinstance(container, set) else container.extend)(items)
-
-        return put_back_items
-    pairs = dict(container)
-
-    def put_back_pairs() -> None:
-        for name in [name for name in container if name not in pairs]:
-            del container[name]
-        container.update(pairs)
-
-    return put_back_pairs
+def putting_back(thing: Any) -> Undo:
+    """What a container, or a generator of random numbers, holds now, put back into the same object."""
+    how = kind_of(thing)
+    return (lambda: None) if how is None else partial(how.put, thing, how.take(thing, close=False))
 
 
 def _parked_gradients(workload: Step) -> Iterator[Undo]:

@@ -14,6 +14,7 @@ from pydantic import Field, TypeAdapter, ValidationError, field_validator, model
 from autockpt.errors import PlanError
 from autockpt.schema.base import Data
 from autockpt.schema.graph import Tier, UnitRole
+from autockpt.schema.suggest import closest
 
 LAYERS: tuple[UnitRole, ...] = ("block", "attention", "mlp")
 ATTENTION = "fused_attention"
@@ -257,7 +258,9 @@ def _unreadable(value: object, error: ValidationError) -> PlanError:
     if value is None:
         return PlanError("no choice is written here", remedy=f"Known choices: {', '.join(CHOICE_TYPES)}.")
     if not isinstance(kind, str) or kind not in CHOICE_TYPES:
-        return PlanError(f"unknown choice {kind or value!r}", remedy=f"Known choices: {', '.join(CHOICE_TYPES)}.")
+        near = closest(kind, CHOICE_TYPES) if isinstance(kind, str) else None
+        said = f"Did you mean {near}? " if near else ""
+        return PlanError(f"unknown choice {kind or value!r}", remedy=f"{said}Known choices: {', '.join(CHOICE_TYPES)}.")
     first = error.errors()[0]
     where = ".".join(str(part) for part in first["loc"] if part != kind)
     options = ", ".join(name for name in CHOICE_TYPES[kind].model_fields if name != "kind") or "none"

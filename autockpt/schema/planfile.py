@@ -90,11 +90,7 @@ def _check_choices(document: Document, place: tuple[str | int, ...], choices: ob
             parse_pattern(pattern)
             parse_choice(value)
         except PlanError as error:
-            unknown = error.message.startswith("unknown choice")
-            kind = value.get("kind") if isinstance(value, dict) else value
-            near = closest(kind, choice_kinds()) if unknown and isinstance(kind, str) else None
-            remedy = f"Did you mean {near}? {error.remedy}" if near else error.remedy
-            raise document.complain((*place, pattern), error.message, remedy) from None
+            raise document.complain((*place, pattern), error.message, error.remedy) from None
 
 
 def check_units(document: Document, units: Mapping[str, str]) -> None:

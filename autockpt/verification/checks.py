@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
+from autockpt.history.promises import time_words
 from autockpt.history.statistics import Interval
 from autockpt.policies import POLICIES
 from autockpt.policies.selective import kept_by
@@ -95,10 +96,9 @@ def compared_peak(plan: Plan, measured: Measurement, saving: Measurement | None)
 
 def compared_time(plan: Plan, measured: Measurement, ratio: Interval | None) -> Check:
     """The step time in such steps; ``ratio``: to that of saving everything, interleaved."""
-    parts = [f"{measured.step_seconds * 1e3:.1f} ms ±{measured.noise * 100:.1f} %"]
+    parts = [time_words(measured)]
     if plan.status == "measured" and (promise := plan.measured) is not None:
-        promised = f"{promise.step_seconds * 1e3:.1f} ms ±{promise.noise * 100:.1f} %"
-        parts.append(_instead(plan, promised, measured.step_seconds / promise.step_seconds))
+        parts.append(_instead(plan, time_words(promise), measured.step_seconds / promise.step_seconds))
     if ratio is not None:
         parts.append(f"{ratio.value:.3f} times saving everything alike [{ratio.low:.3f}, {ratio.high:.3f}]")
     return Check(name="step time", state="measured", detail="; ".join(parts))

@@ -88,6 +88,7 @@ class Masking:
     def __init__(self) -> None:
         self.python, self.array, self.old = random.Random(1), numpy.random.default_rng(1), numpy.random.RandomState(1)
         self.torch: torch.Generator | None = None
+        self.system = random.SystemRandom()  # has no state
         self.calls = 0
 
     def __call__(self, rows: list[Tensor]) -> Tensor:

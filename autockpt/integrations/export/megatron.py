@@ -19,7 +19,7 @@ def export_megatron(wanted: LayerChoices) -> Exported:
     names, count = list(wanted.layers), len(wanted.to_free)
     if not count:
         return document("megatron", ["# no flag is needed"], wanted, wanted.lost([]), [_BY_ORDER])
-    if not wanted.others and (modules := _modules(wanted)):
+    if modules := _modules(wanted):
         flags = ["--recompute-granularity selective", f"--recompute-modules {' '.join(modules)}"]
         return document("megatron", flags, wanted, _lost_modules(wanted, modules), [_BY_ORDER])
     first = names[:count]
@@ -37,7 +37,11 @@ def export_megatron(wanted: LayerChoices) -> Exported:
 
 def _modules(wanted: LayerChoices) -> list[str]:
     """Megatron's modules, where every choice is `recompute` on a part that it has a name for; empty otherwise."""
-    if set(wanted.parts.values()) != {"recompute"} or not all(_parts_of(wanted, layer) for layer in wanted.freed):
+    if (
+        wanted.others
+        or set(wanted.parts.values()) != {"recompute"}
+        or not all(_parts_of(wanted, layer) for layer in wanted.freed)
+    ):
         return []
     found = {_module(part) for part in wanted.parts}
     return [] if None in found else sorted(m for m in found if m is not None)
