@@ -34,9 +34,12 @@ class StepRunner:
 
     Every cycle starts from the same random state and runs with learning rates of zero, so that all plans do identical
     work; ``full_step`` workloads are seeded only. No gradients are alive between cycles. After any error the workload
-    can be run again: no choices attached, no gradients, optimizer states as they were. ``beat`` is called with a word
-    whenever a cycle has ended: a sign of life. Plans claim no more than ``host_budget`` bytes on the host, or their
-    step raises HostBudgetExceeded. With ``compiler`` all plans are measured in compiled steps; compiling is not timed.
+    can be run again: no choices attached, no gradients, optimizer states as they were. On devices whose allocator keeps
+    what was freed every plan makes the optimizer's states anew in its first cycle, as training does: they come to lie
+    among the activations of that cycle, and what the allocator needs from then on depends on where. ``beat`` is called
+    with a word whenever a cycle has ended: a sign of life. Plans claim no more than ``host_budget`` bytes on the host,
+    or their step raises HostBudgetExceeded. With ``compiler`` all plans are measured in compiled steps; compiling is
+    not timed.
     """
 
     def __init__(
@@ -55,6 +58,7 @@ class StepRunner:
         self.beat = beat
         self._seed = workload.spec.seed if workload.spec is not None else 0
         self._freezer = conditions.Freezer()
+        self._states = conditions.OptimizerStates(workload.optimizer)
         self._round = 0  # over all comparisons, so that many short ones balance out as well
         self._steady = False  # whether a cycle has run to its end, so that all optimizer states exist
         self._loss_is_finite = True  # of the first cycle: all others do the same work
@@ -62,8 +66,8 @@ class StepRunner:
     def measure(self, choices: Choices | Attach, *, steps: int = 5, budget_bytes: int | None = None) -> Measurement:
         """Peak and time of one plan: a cycle to warm up, ``steps`` timed ones, and one untimed for the peak.
 
-        Where the first cycle shows the peak already, it is the warm-up. The first measurement of all runs a
-        cycle more, so that optimizer states exist. ``noise`` in the result is half the 95 % interval of the median as a
+        Where the first cycle shows the peak already, it is the warm-up. A cycle more comes first where there are no
+        optimizer states yet. ``noise`` in the result is half the 95 % interval of the median as a
         share of it. See ``Measurer.measure`` for the errors.
         """
         if steps < 1:
@@ -194,12 +198,14 @@ class StepRunner:
         Whatever happens inside, that, gradients and half-made optimizer states are gone afterwards; running out of
         memory arrives as DeviceOutOfMemory, with everything that the step held let go.
         """
+        if self.device.keeps_memory:
+            self._steady = False
+            self._states.take_back()
         self.device.release()
         self._freezer.freeze()
-        states = conditions.OptimizerStates(None if self._steady else self.workload.optimizer)
         with ExitStack() as stack:
             stack.enter_context(letting_go(self.device, what))
-            stack.callback(self._tidy, states)
+            stack.callback(self._tidy)
             if self.workload.full_step is None:
                 stack.enter_context(conditions.weights_held(self.workload.optimizer))
             yield stack
@@ -262,10 +268,10 @@ class StepRunner:
         for _ in range(count):
             self.workload.cycle()
 
-    def _tidy(self, states: conditions.OptimizerStates) -> None:
+    def _tidy(self) -> None:
         """Leave the workload as between two cycles, wherever the last one broke off."""
         if not self._steady:
-            states.take_back()
+            self._states.take_back()
         conditions.reset_scaler(self.workload.scaler)
         self.workload.release_gradients()
 

@@ -199,6 +199,40 @@ def test_half_made_optimizer_states_are_taken_back(monkeypatch):
     assert set(workload.optimizer.state[first]) == {"step", "exp_avg", "exp_avg_sq"}
 
 
+@pytest.mark.parametrize("keeps", [True, False])
+def test_where_memory_is_kept_every_plan_makes_optimizer_states_in_its_own_first_cycle(monkeypatch, keeps: bool):
+    """As in training with it: what the allocator needs depends on what they come to lie between."""
+    workload = make_workload()
+    device = get_device("cpu")
+    monkeypatch.setattr(device, "keeps_memory", keeps)
+    assert workload.optimizer is not None
+    found: list[int] = []  # states at the beginning of each cycle's optimizer step
+    hook = workload.optimizer.register_step_pre_hook(lambda optimizer, *_: found.append(len(optimizer.state)))
+    runner = StepRunner(workload, device)
+    for choices in ({}, RECOMPUTE_ALL):
+        runner.measure(choices, steps=1)
+    some = len(workload.optimizer.state)
+    anew = [0, some, some, some] if keeps else [0, some, some]
+    assert some and found == anew + (anew if keeps else [some, some])
+    found.clear()
+    runner.compare({"save": {}, "recompute": RECOMPUTE_ALL}, rounds=1)
+    assert found == ([0, some, some] * 2 if keeps else [some, some] * 2)
+    hook.remove()
+
+
+def test_states_that_were_there_before_stay_where_they_are(monkeypatch):
+    workload = make_workload()
+    workload.cycle()
+    assert workload.optimizer is not None
+    before = {id(v) for state in workload.optimizer.state.values() for v in state.values()}
+    device = get_device("cpu")
+    monkeypatch.setattr(device, "keeps_memory", True)
+    runner = StepRunner(workload, device)
+    for choices in ({}, RECOMPUTE_ALL):
+        runner.measure(choices, steps=1)
+    assert {id(v) for state in workload.optimizer.state.values() for v in state.values()} == before
+
+
 def test_a_scaler_survives_a_cycle_that_broke_off_after_unscaling(monkeypatch):
     model = Stack()
     workload = make_workload(model, scaler=torch.amp.GradScaler("cpu"), max_grad_norm=1.0)
