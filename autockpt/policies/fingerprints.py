@@ -4,7 +4,7 @@ on their device and read by the host all at once.
 The tensor's bytes are read as 32-bit words; each is multiplied by an odd 64-bit number that belongs to its place, and
 the products are summed modulo 2^64 (multiply-add hashing: Carter and Wegman 1979). Words are half as wide as the sums,
 so that no bit of a word can fall out at the top: with words of full width two changed signs would cancel. Nothing is
-read by the host, nothing draws random numbers, and memory is constant: one block of products, and one table of the
+read by the host, nothing draws random numbers, and memory is bounded: one block of products, and one table of the
 numbers, per device.
 
 ``torch.hash_tensor`` is an exclusive or of all elements, the same for every order of them.
@@ -20,11 +20,14 @@ import torch
 from torch import nn
 
 _ON_CPU, _ELSEWHERE = 1 << 14, 1 << 17
-"""Words at a time: products that fit a core's cache, or few launches of a kernel. As many numbers are in the table of a
-device, and as many products beside it for a moment: 128 KiB, or 1 MiB, of each. A table of more would lie where caching
-allocators keep activations, and whatever is made beside it there takes another segment of 20 MiB."""
+"""Numbers in the table of a device, 128 KiB or 1 MiB of them. A table of more would lie where caching allocators keep
+activations, and whatever is made beside it there takes another segment of 20 MiB."""
 TABLE_BYTES = 8 * _ELSEWHERE
 """What fingerprints keep on an accelerator from the first one on."""
+_TABLES_ON_CPU, _TABLES_ELSEWHERE = 1, 16
+"""Tables of words at a time: products that fit a core's cache; or few launches of kernels, as a GPU waits for its host
+where a layer's half a gigabyte goes through them one table at a time, for 16 MiB of products that are there for a
+moment."""
 _WORDS = ((4, torch.int32), (2, torch.int16), (1, torch.uint8))
 
 Place = tuple[Any, ...]
@@ -129,13 +132,26 @@ def _sum_of_piece(piece: torch.Tensor) -> torch.Tensor:
     size, dtype = next((size, dtype) for size, dtype in _WORDS if nbytes % size == 0)
     if width < size and (int(flat.storage_offset()) * width) % size:
         flat = flat.clone()  # the memory begins within a word
-    words = flat.view(dtype).split(_words_at_a_time(flat.device))
-    sums = [torch.mul(part, _numbers(part)).sum() for part in words]
-    return sums[0] if len(sums) == 1 else _sum_of(torch.stack(sums))
+    sums = [sums for words in flat.view(dtype).split(_words_at_a_time(flat.device)) for sums in _sums_of(words)]
+    return sums[0].view(()) if len(sums) == 1 and sums[0].numel() == 1 else _sum_of(torch.cat(sums))
+
+
+def _sums_of(words: torch.Tensor) -> Iterator[torch.Tensor]:
+    """One sum for each table's worth of words, then that of the rest."""
+    numbers = _numbers(words.device)
+    tables, rest = divmod(words.numel(), len(numbers))
+    if tables:
+        yield torch.mul(words[: words.numel() - rest].view(tables, -1), numbers).sum(1)
+    if rest or not tables:
+        yield torch.mul(words[words.numel() - rest :], numbers[:rest]).sum().view(1)
+
+
+def _table_size(device: torch.device) -> int:
+    return _ON_CPU if device.type == "cpu" else _ELSEWHERE
 
 
 def _words_at_a_time(device: torch.device) -> int:
-    return _ON_CPU if device.type == "cpu" else _ELSEWHERE
+    return _table_size(device) * (_TABLES_ON_CPU if device.type == "cpu" else _TABLES_ELSEWHERE)
 
 
 def host_values(numbers: Sequence[torch.Tensor]) -> list[Any]:
@@ -156,18 +172,18 @@ def stream_of(device: torch.device) -> Any:
 _tables: dict[torch.device, torch.Tensor] = {}
 
 
-def _numbers(words: torch.Tensor) -> torch.Tensor:
+def _numbers(device: torch.device) -> torch.Tensor:
     """The odd numbers of the places 0, 1, …, the same everywhere (the finalizer of splitmix64: Steele et al. 2014)."""
-    table = _tables.get(words.device)
+    table = _tables.get(device)
     if table is None:
-        table = torch.arange(1, _words_at_a_time(words.device) + 1, device=words.device).mul_(-7046029254386353131)
+        table = torch.arange(1, _table_size(device) + 1, device=device).mul_(-7046029254386353131)
         for shift, factor in ((30, -4658895280553007687), (27, -7723592293110705685)):
             table.bitwise_xor_(table >> shift).mul_(factor)
         table.bitwise_or_(1)
-        if (stream := stream_of(words.device)) is not None:
+        if (stream := stream_of(device)) is not None:
             stream.synchronize()  # once: other streams will read it, and wait for nobody
-        _tables[words.device] = table
-    return table[: words.numel()]
+        _tables[device] = table
+    return table
 
 
 class Compared(NamedTuple):

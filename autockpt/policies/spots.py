@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from itertools import groupby
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -165,8 +164,11 @@ class DeviceSpots:
                 if distance > some.tolerance:
                     return spotted
         pairs, self.pairs = self.pairs, []
-        for (dtype, stream), alike in groupby(pairs, lambda pair: (pair.found.dtype, pair.stream)):
-            self._send([*alike], dtype, stream)
+        groups: dict[tuple[torch.dtype, Any], list[Pair]] = {}
+        for pair in pairs:
+            groups.setdefault((pair.found.dtype, pair.stream), []).append(pair)
+        for (dtype, stream), alike in groups.items():
+            self._send(alike, dtype, stream)
         return None
 
     def _send(self, pairs: list[Pair], dtype: torch.dtype, stream: Any) -> None:

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -7,6 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from autockpt.policies import fingerprints
 from autockpt.policies.fingerprints import fingerprint, form_of, why_not
 
 FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.complex128)
@@ -15,6 +18,16 @@ OTHERS = (torch.bool, torch.uint8, torch.int16, torch.int32, torch.int64, torch.
 SHAPES = st.sampled_from([(), (0,), (1,), (7,), (3, 0, 2), (2, 3, 5), (64, 33), (70_001,), (3, 40_000), (130, 129, 2)])
 dtypes = st.sampled_from(FLOATS + OTHERS)
 few = settings(max_examples=60, deadline=None)
+
+
+@pytest.fixture(scope="module", autouse=True, params=["as on a CPU", "many tables at a time, as on an accelerator"])
+def _tables(request: pytest.FixtureRequest) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        if "many" in request.param:
+            patch.setattr(fingerprints, "_ON_CPU", 64)
+            patch.setattr(fingerprints, "_TABLES_ON_CPU", 16)
+            patch.setattr(fingerprints, "_tables", {})
+        yield
 
 
 def of(tensor: Tensor) -> int:
