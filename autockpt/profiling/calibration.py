@@ -1,8 +1,12 @@
-"""Two prices that only whole steps tell: ops that run a second time, and copies that no queue hides.
+"""Prices that only whole steps tell: ops that run a second time, copies that no queue hides, and a host that does.
 
-Both depend on what surrounds them (caches, fresh memory, what the copy probe never meets), so they are set by the
-uniform plans: where every unit recomputes, or offloads, prediction and measurement agree, and what lies between them is
-interpolated op by op and byte by byte.
+All depend on what surrounds them (caches, fresh memory, what the copy probe never meets), so they are set by the
+uniform plans: where every unit saves, recomputes or offloads, prediction and measurement agree, and what lies between
+them is interpolated op by op and byte by byte.
+
+An accelerator waits for its host where ops are small, and for what runs again most of all: that is more than op for op,
+as running it again is Python's work. So there the plan that saves tells what the host adds to every op, and the one
+that recomputes what it adds to those of second runs, which may take several times what their kernels do.
 """
 
 from __future__ import annotations
@@ -14,25 +18,32 @@ from autockpt.schema import Graph, OpTimes
 from autockpt.simulator import simulate
 
 ANCHORS = ("save", "recompute", "offload")  # kinds whose uniform plans are timed whole
-RERUN_RANGE = (0.5, 2.0)
+RERUN_RANGE, QUEUED_RERUN_RANGE = (0.5, 2.0), (0.5, 8.0)
 COPY_RANGE = (0.02, 5.0)  # probes of single copies are off by less than this
 
 
 def calibrated(times: OpTimes, graphs: Mapping[str, Graph], seconds: Mapping[str, Sequence[float]]) -> OpTimes:
-    """``times`` with ``rerun_scale`` and, on devices without copy queues, the copy bandwidths set by whole steps.
+    """``times`` with ``rerun_scale`` set by whole steps; on devices without copy queues the copy bandwidths as well, on
+    others ``host_seconds``.
 
     ``graphs`` are the ghost runs of the uniform plans by choice kind, ``seconds`` their interleaved cycle times. What
     lacks times beside those of ``save`` stays as it is.
     """
     if "save" not in seconds:
         return times
+    queued = times.environment.device.copy_queues
+    if queued:
+        kernels = times.model_copy(update={"host_seconds": 0.0})
+        idle = min(seconds["save"]) - simulate(graphs["save"], kernels).step_seconds
+        times = kernels.model_copy(update={"host_seconds": max(0.0, idle) / max(1, _issued(graphs["save"]))})
     if "recompute" in seconds:
         plain = simulate(graphs["recompute"], times)
         again = plain.seconds_by_phase["recompute"]
         extra = _target(times, graphs, seconds, "recompute") - (plain.step_seconds - again)
         if again > 0:
-            times = times.model_copy(update={"rerun_scale": _within(extra / again, RERUN_RANGE)})
-    if "offload" in seconds and not times.environment.device.copy_queues:
+            scale = _within(extra / again, QUEUED_RERUN_RANGE if queued else RERUN_RANGE)
+            times = times.model_copy(update={"rerun_scale": scale})
+    if "offload" in seconds and not queued:
         plain = simulate(graphs["offload"], times)
         extra = _target(times, graphs, seconds, "offload") - (plain.step_seconds - plain.copy_seconds)
         if plain.copy_seconds > 0:
@@ -40,6 +51,11 @@ def calibrated(times: OpTimes, graphs: Mapping[str, Graph], seconds: Mapping[str
             rates = {name: getattr(times, name) / scale for name in ("copy_out_bandwidth", "copy_in_bandwidth")}
             times = times.model_copy(update=rates)
     return times
+
+
+def _issued(graph: Graph) -> int:
+    """Ops that the host issues one by one in a cycle: all but the optimizer's."""
+    return sum(runs for op, runs in zip(graph.ops, graph.runs, strict=True) if op.phase != "optimizer")
 
 
 def _target(times: OpTimes, graphs: Mapping[str, Graph], seconds: Mapping[str, Sequence[float]], kind: str) -> float:

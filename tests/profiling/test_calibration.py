@@ -55,6 +55,16 @@ def test_copies_beside_compute_keep_their_probed_rates():
     assert (found.copy_out_bandwidth, found.copy_in_bandwidth) == (40.0, 20.0)
 
 
+def test_a_host_that_an_accelerator_waits_for_is_in_what_plans_will_take():
+    """What runs again keeps the host longer than its ops do; the plan with every op again was timed by itself."""
+    truth = op_times(queues=True, host_seconds=0.5, rerun_scale=3.0)
+    graphs = uniform()
+    found = calibrated(op_times(queues=True, host_seconds=2.0), graphs, seconds_of(graphs, truth))
+    assert (found.host_seconds, found.rerun_scale) == (pytest.approx(0.5), pytest.approx(3.0))
+    mixed = step(NAMES, {NAMES[0]: parse_choice("recompute"), NAMES[2]: parse_choice("offload")})
+    assert simulate(mixed, found).step_seconds == pytest.approx(simulate(mixed, truth).step_seconds)
+
+
 @pytest.mark.parametrize("left", [(), ("save",), ("recompute", "offload")])
 def test_plans_that_do_not_fit_calibrate_nothing(left):
     graphs = uniform()
