@@ -45,7 +45,7 @@ _LLAMA: dict[str, str | int | bool] = {"model": "llama-1b", "dtype": "bf16", "pa
 CARD = Shapes(
     device="cuda",
     tests=(),
-    processes=8,
+    processes=14,
     attention=_LLAMA | {"batch_size": 1, "seq_len": 2048},
     bits={
         "bf16 weights": {"model": "llama-small", "dtype": "bf16", "batch_size": 4, "seq_len": 512, "packed": True},
@@ -82,7 +82,9 @@ CARD = Shapes(
         "llama-1b chunked": Task(
             _LLAMA | {"batch_size": 5, "seq_len": 2048}, ("24GB", "16GB"), "24GB", options=("--allow-inexact",)
         ),
-        "llama-1b default shape": Task(_LLAMA | {"batch_size": 4, "seq_len": 1536}, ("24GB",), "24GB"),
+        "llama-1b default shape": Task(
+            _LLAMA | {"batch_size": 4, "seq_len": 1536}, ("24GB",), "24GB", seconds=45, rounds=5
+        ),
         "llama-8b lora": Task(
             {"model": "llama-8b", "dtype": "bf16", "packed": True, "lora": 16, "batch_size": 1, "seq_len": 2048},
             ("24GB",),
