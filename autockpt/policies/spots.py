@@ -55,7 +55,7 @@ def _held(tensor: torch.Tensor, first: int) -> bytes | torch.Tensor:
         address = tensor.data_ptr()
         return ctypes.string_at(address + first * width, PLACE * width) if address else b""
     with quietly(), torch._C.DisableTorchFunction():
-        return tensor.detach().view(-1)[first : first + PLACE].clone()
+        return tensor.detach().as_strided((PLACE,), (1,), tensor.storage_offset() + first).clone()
 
 
 class Places:

@@ -35,6 +35,7 @@ def judged(found: Found) -> list[Claim]:
         *_bits(found.get("1-bits", {})),
         _attention(found.get("1-attention", {})),
         _released(found.get("1-released", {})),
+        _allocator(found.get("1-allocator", {})),
         _host_cost(found.get("1-host-cost", {}), found.get("1-attention", {})),
         _stress(found.get("2-stress", {})),
         _host(found.get("2-host-budget", {})),
@@ -113,6 +114,14 @@ def _released(data: Mapping[str, Any]) -> Claim:
     if not count:
         return Claim(text, "undecided", "not measured")
     return Claim(text, _verdict(worst <= PEAK), f"largest difference {worst:.2%} of the peak, over {count} readings")
+
+
+def _allocator(data: Mapping[str, Any]) -> Claim:
+    text = "the simulated allocator, given a process's requests, holds what PyTorch's does at each of them"
+    if not data.get("rows"):
+        return Claim(text, "undecided", data.get("why", "not measured"))
+    requests, different = (sum(row[what] for row in data["rows"].values()) for what in ("requests", "different"))
+    return Claim(text, _verdict(different == 0), f"different at {different} of {requests:,} requests")
 
 
 def _host_cost(data: Mapping[str, Any], attention: Mapping[str, Any]) -> Claim:

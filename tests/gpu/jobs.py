@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 
 from autockpt.bench.peers import PEERS, PLAIN
-from autockpt.errors import AutockptError, DeviceOutOfMemory
+from autockpt.errors import AutockptError, DeviceOutOfMemory, InfeasibleError
 from autockpt.history.statistics import noise, ratio_interval
 from autockpt.measuring import StepRunner
 from autockpt.measuring.failures import device_lost
@@ -32,7 +32,10 @@ Attach = Callable[[nn.Module], Callable[[], None]]
 
 
 def job(context: Context) -> dict[str, Any]:
-    """All budgets of one task: searches first, each in processes of its own, then the table in this one."""
+    """All budgets of one task: searches first, each in processes of its own, then the table in this one.
+
+    Raises RuntimeError where a search ended otherwise than with a plan or in finding that none fits; all else is kept.
+    """
     task: Task = context.shapes.tasks[context.item.subject]
     data: dict[str, Any] = {"spec": task.spec, "middle": task.middle, "budgets": {}}
     for budget in task.budgets:
@@ -50,6 +53,8 @@ def job(context: Context) -> dict[str, Any]:
             ours = {OURS: _ours(found["search"]["choices"])} if found["search"].get("choices") else {}
             found["rows"] = _table(runner, rows | ours, alone, size, task.rounds)
             context.keep(data)
+    if broke := [found["search"]["message"] for found in data["budgets"].values() if found["search"].get("broke")]:
+        raise RuntimeError(f"a search broke: {broke[0]}")  # the next call tries again
     return data
 
 
@@ -86,7 +91,8 @@ def _searched(context: Context, task: Task, budget: str) -> dict[str, Any]:
     words = " ".join(["autockpt", *command[3:-2]])
     if ran.returncode:
         said = [line for line in ran.stderr.splitlines() if line.strip()]
-        return {"command": words, "message": " ".join(said[-4:])[:400] or f"ended with {ran.returncode}"}
+        message = " ".join(said[-4:])[:400] or f"ended with {ran.returncode}"
+        return {"command": words, "message": message, "broke": ran.returncode != InfeasibleError.exit_code}
     outcome = json.loads(ran.stdout)
     plan = Plan.model_validate(outcome["plan"])
     return {

@@ -83,7 +83,7 @@ CARD = Shapes(
             _LLAMA | {"batch_size": 5, "seq_len": 2048}, ("24GB", "16GB"), "24GB", options=("--allow-inexact",)
         ),
         "llama-1b default shape": Task(
-            _LLAMA | {"batch_size": 4, "seq_len": 1536}, ("24GB",), "24GB", seconds=45, rounds=5
+            _LLAMA | {"batch_size": 4, "seq_len": 1536}, ("24GB",), "24GB", seconds=140, rounds=5
         ),
         "llama-8b lora": Task(
             {"model": "llama-8b", "dtype": "bf16", "packed": True, "lora": 16, "batch_size": 1, "seq_len": 2048},

@@ -20,6 +20,7 @@ from tests.gpu import archive, packages, pages
 from tests.gpu.claims import PROMISED, judged
 from tests.gpu.items import items_of, read, write
 from tests.gpu.kernels import hidden, merged, shared, total
+from tests.gpu.runtime import replayed
 from tests.gpu.shapes import CARD, TINY
 
 spans = st.lists(
@@ -188,6 +189,33 @@ def test_host_time_is_judged_beside_the_kernels_of_a_layer(micros, noise, wanted
     rows = {"remake": {"forward": micros / 2, "backward": micros / 2, "noise": noise}}
     rows["torch.utils.checkpoint by hand"] = {"forward": 1e3, "backward": 1e3, "noise": 0.0}
     assert verdict_of({"1-host-cost": {"rows": rows}, "1-attention": attention}, "keeps the host") == wanted
+
+
+def test_a_history_of_requests_is_held_against_the_simulated_allocator():
+    """Two segments, one of them given back, a block of each freed and another in its place."""
+    large, small = 30 << 20, 4096
+    history = [
+        ("segment_alloc", 0, large, 0),
+        ("alloc", 0, large, 0),
+        ("segment_alloc", 1 << 40, 2 << 20, 0),
+        ("alloc", 1 << 40, small, 0),
+        ("snapshot", 0, 0, 0),
+        ("free_requested", 0, large, 0),
+        ("free_completed", 0, large, 0),
+        ("alloc", 0, large - (2 << 20), 0),
+        ("free_completed", 0, large - (2 << 20), 0),
+        ("segment_free", 0, large, 0),
+        ("segment_alloc", 2 << 40, 20 << 20, 3),  # another stream finds nothing of what the first one left
+        ("alloc", 2 << 40, 3 << 20, 3),
+    ]
+    most = large + (2 << 20)
+    wanted = {"requests": 4, "different": 0, "most reserved": most, "most reserved, simulated": most}
+    assert replayed(history) == wanted
+    assert replayed([*history[:2], *history[3:]])["different"] == 3
+    row = {"1-allocator": {"rows": {"all": wanted}}}
+    assert verdict_of(row, "simulated allocator") == "passed"
+    row["1-allocator"]["rows"]["all"] = wanted | {"different": 1}
+    assert verdict_of(row, "simulated allocator") == "failed"
 
 
 def test_stress_proves_nothing_where_plain_training_varies():
