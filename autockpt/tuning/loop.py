@@ -109,10 +109,10 @@ class Loop:
         for candidate in self.proposer.first(self._used_up):
             if self.trials.find(candidate.choices) is None and not self._used_up():
                 self._try(candidate)
-        repeats = 0
-        while not self._enough(repeats):
+        repeats, owed = 0, self.proposer.tries_one_late and not self.trials.spent
+        while not self._enough(repeats, owed):
             candidate = self.proposer.propose()
-            trial, repeats = self.trials.find(candidate.choices), repeats + 1
+            trial, repeats, owed = self.trials.find(candidate.choices), repeats + 1, False
             fresh = trial is None and candidate.allowed
             if fresh:
                 trial, repeats = self._try(candidate), 0
@@ -157,9 +157,9 @@ class Loop:
         late = self.clock.seconds_left <= reserved
         return late and self._over(f"the time limit of {self.clock.timeout:g} s was reached")
 
-    def _enough(self, repeats: int) -> bool:
-        """Whether the search should end; ``stopped`` then says why."""
-        if self._used_up():
+    def _enough(self, repeats: int, owed: bool) -> bool:
+        """Whether the search should end; ``stopped`` then says why. ``owed``: not for want of time."""
+        if self._used_up() and not owed:
             return True
         if repeats >= self.target.most_repeats:
             return self._over("the space offers no further plan within the budget")

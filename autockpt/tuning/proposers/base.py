@@ -25,6 +25,11 @@ class Proposer(Protocol):
     """The least reachable peak in bytes, as far as is known."""
 
     @property
+    def tries_one_late(self) -> bool:
+        """Whether one plan is worth a trial where the time limit is over before any was proposed."""
+        return False
+
+    @property
     def most_baselines(self) -> int:
         """How many baselines there are at most."""
         return len(self.known)

@@ -157,6 +157,11 @@ class SolverProposer(Proposer):
             yield Candidate(dict(choices), name, "seed", fits=fits)
         self.study.enqueue(self._seeds())
 
+    @property
+    def tries_one_late(self) -> bool:
+        """Tracing and profiling may take all the time there is; what they found out is one solution away."""
+        return True
+
     def most_steps(self, left: int) -> int:
         """Ghost runs, where few candidates take many."""
         few = self.target.most_candidates
