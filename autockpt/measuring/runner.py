@@ -21,6 +21,7 @@ from autockpt.measuring.base import TIMED_CYCLE, Choices, unheard
 from autockpt.measuring.compiled import SETTLING, Compiler
 from autockpt.measuring.failures import letting_go
 from autockpt.runtime import Observation, Session, attach, observe, without_kv_cache
+from autockpt.schema.plan import plan_hash
 from autockpt.schema.trial import Measurement
 from autockpt.workload import Step
 
@@ -59,6 +60,7 @@ class StepRunner:
         self._seed = workload.spec.seed if workload.spec is not None else 0
         self._freezer = conditions.Freezer()
         self._states = conditions.OptimizerStates(workload.optimizer)
+        self._sessions: dict[str, Session] = {}  # set aside between the turns of a comparison, by plan
         self._round = 0  # over all comparisons, so that many short ones balance out as well
         self._steady = False  # whether a cycle has run to its end, so that all optimizer states exist
         self._loss_is_finite = True  # of the first cycle: all others do the same work
@@ -102,16 +104,18 @@ class StepRunner:
     ) -> dict[str, list[float]]:
         """Seconds per cycle of every plan in each round. Plans are interleaved; orders rotate, every second mirrored.
 
-        Attaching and removing is not timed, and ``warmup`` cycles follow each switch. Raises DeviceOutOfMemory with the
-        name of the plan that does not fit.
+        Attaching and removing is not timed, and ``warmup`` cycles follow each switch. From its second turn on a plan is
+        attached by the same objects, which know its layers by then. Raises DeviceOutOfMemory with the name of the plan
+        that does not fit.
         """
         times: dict[str, list[float]] = {name: [] for name in plans}
         # a bound on the host is for one plan's memory, not for what another's left behind
         kept = pinned_memory_kept() if self.host_budget is None else nullcontext()
-        with self.device.limit(budget_bytes), kept:
+        with self.device.limit(budget_bytes), kept, ExitStack() as stack:
+            stack.callback(self._sessions.clear)
             for _ in range(rounds):
                 for name in turn_order(list(plans), self._round):
-                    with self.attached(plans[name], what=f"plan {name!r}"):
+                    with self.attached(plans[name], what=f"plan {name!r}", again=rounds > 1):
                         self._warm_up(warmup)
                         times[name].append(self.time_cycle())
                 self._round += 1
@@ -140,13 +144,16 @@ class StepRunner:
         return function(self, payload)
 
     @contextmanager
-    def attached(self, plan: Choices | Attach, *, what: str = "this plan") -> Iterator[Session | None]:
-        """Choices attached to the model while the block runs; or whatever else can be, by a function (None).
-        See ``prepared`` for what holds afterwards."""
+    def attached(
+        self, plan: Choices | Attach, *, what: str = "this plan", again: bool = False
+    ) -> Iterator[Session | None]:
+        """Choices attached to the model while the block runs, perhaps not for the last time (``again``); or whatever
+        else can be, by a function (None). See ``prepared`` for what holds afterwards."""
         with self.prepared(what) as stack:
             session = None
             if isinstance(plan, Mapping):
-                session = stack.enter_context(self.session(plan))
+                turn = self._turn(plan) if again and self.compiler is None else self.session(plan)
+                session = stack.enter_context(turn)
                 stack.enter_context(self.compiling(plan))
             else:
                 stack.callback(plan(self.workload.model))
@@ -162,6 +169,22 @@ class StepRunner:
         session = attach(model, choices, host_budget=self.host_budget)
         session.in_mid_training()
         return session
+
+    @contextmanager
+    def _turn(self, choices: Choices) -> Iterator[Session]:
+        """Choices attached as in their last turn, where they claim nothing on the host that others might want."""
+        key = plan_hash(choices)
+        if (session := self._sessions.pop(key, None)) is not None:
+            session.put_back()
+        else:
+            session = attach(self.workload.model, choices, host_budget=self.host_budget)
+            session.in_mid_training()
+        try:
+            yield session
+            if not session.host_bytes:
+                self._sessions[key] = session
+        finally:
+            session.set_aside()
 
     def compiling(self, choices: Choices) -> AbstractContextManager[None]:
         """The model's calls are compiled while the block runs, where this runner has a compiler."""

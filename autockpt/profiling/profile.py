@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from autockpt.devices import host_bytes_of
 from autockpt.errors import ConflictError, DeviceOutOfMemory
-from autockpt.measuring.base import Measurer, beats_counted
+from autockpt.measuring.base import TIMED_CYCLE, Measurer, beats_counted
 from autockpt.profiling import cache
 from autockpt.profiling.calibration import ANCHORS, calibrated
 from autockpt.profiling.fronts import MOST_SETS, MOST_SETS_BESIDE, remake_front, selective_front
@@ -223,14 +223,9 @@ def measure_op_times(
         cycle = simulate(graph, times).step_seconds
         rounds = round(ANCHOR_SECONDS / (2 * len(anchors) * cycle)) if cycle > 0 else 1
         rounds = max(1, min(5, rounds))
-        listener.stage("time whole plans, interleaved", rounds)
-        with suppress(DeviceOutOfMemory):
-            seconds: dict[str, list[float]] = {kind: [] for kind in anchors}
-            for _ in range(rounds):
-                for kind, found in runs.compare(anchors, rounds=1).items():
-                    seconds[kind] += found
-                listener.advance()
-            times = calibrated(times, graphs, seconds)
+        listener.stage("time whole plans, interleaved", rounds * len(anchors))
+        with suppress(DeviceOutOfMemory), beats_counted(runs, listener, TIMED_CYCLE):
+            times = calibrated(times, graphs, runs.compare(anchors, rounds=rounds))
     cache.store(times, _key(workload))
     return times
 

@@ -6,6 +6,7 @@ import gc
 import sys
 import types
 import weakref
+from collections import Counter
 
 import pytest
 import torch
@@ -16,7 +17,10 @@ from torch import nn
 from autockpt.devices import get_device
 from autockpt.errors import DeviceOutOfMemory, MeasurementError, PlanError
 from autockpt.measuring import StepRunner
+from autockpt.measuring import runner as runner_module
+from autockpt.measuring.base import Choices
 from autockpt.measuring.runner import turn_order
+from autockpt.runtime import Session
 from autockpt.schema import RECOMPUTE, parse_choice
 from autockpt.schema.choices import choice_kinds
 from autockpt.workload import Step
@@ -218,6 +222,28 @@ def test_where_memory_is_kept_every_plan_makes_optimizer_states_in_its_own_first
     runner.compare({"save": {}, "recompute": RECOMPUTE_ALL}, rounds=1)
     assert found == ([0, some, some] * 2 if keeps else [some, some] * 2)
     hook.remove()
+
+
+def test_in_a_comparison_plans_stay_attached_objects_but_what_is_on_the_host_is_let_go(monkeypatch):
+    """A choice learns its layer once; room on the host is for one plan at a time."""
+    made: list[str] = []
+
+    def attach(model: nn.Module, choices: Choices, **more: object) -> Session:
+        made.append(next(iter(choices.values())).kind)
+        return really(model, choices, **more)  # type: ignore[arg-type]
+
+    really = runner_module.attach
+    monkeypatch.setattr(runner_module, "attach", attach)
+    workload = make_workload()
+    runner = runner_of(workload)
+    names = list(RECOMPUTE_ALL)
+    plans = {kind: dict.fromkeys(names, parse_choice(kind)) for kind in ("recompute", "remake", "offload")}
+    times = runner.compare(plans, rounds=3)
+    assert {name: len(seconds) for name, seconds in times.items()} == dict.fromkeys(plans, 3)
+    assert Counter(made) == {"recompute": 1, "remake": 1, "offload": 3}
+    assert all("forward" not in module.__dict__ for module in workload.model.modules())
+    runner.compare(plans, rounds=2)
+    assert Counter(made) == {"recompute": 2, "remake": 2, "offload": 5}  # nothing outlives its comparison
 
 
 def test_states_that_were_there_before_stay_where_they_are(monkeypatch):
