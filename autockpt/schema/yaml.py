@@ -164,6 +164,14 @@ def _at(document: Document, line: int, message: str, remedy: str) -> UsageError:
     return document.error(f"{document.name}:{line}: {message}", remedy=remedy)
 
 
+_OPENED = {
+    "while parsing a flow sequence": "a [",
+    "while parsing a flow mapping": "a {",
+    "while parsing a flow node": "a [ or {",
+    "while scanning a quoted scalar": "a quote",
+}
+
+
 def _syntax_error(bad: yaml.MarkedYAMLError, text: str, document: Document) -> UsageError:
     mark = bad.problem_mark or bad.context_mark
     line = mark.line + 1 if mark else 1
@@ -174,6 +182,11 @@ def _syntax_error(bad: yaml.MarkedYAMLError, text: str, document: Document) -> U
         message = "indented with a tab" if indented else "a tab stands between words"
         rest = lines[mark.line][mark.column :].strip()
         return _at(document, line, f"{message}; YAML takes spaces", f"Put spaces before: {_short(rest)}")
+    opened, at = _OPENED.get(bad.context or ""), bad.context_mark.line if bad.context_mark else 0
+    if opened and (line > at + 1 or "stream" in (bad.problem or "")):
+        if at >= len(lines) or not lines[at].strip():  # the file ends where a value should be
+            return _at(document, line, f"the file ends before {opened} is closed", "Close it, or take it away.")
+        return _at(document, at + 1, f"{opened} that begins here is not closed", f"The line reads: {_short(lines[at])}")
     began = f"What is wrong may begin on line {bad.context_mark.line + 1}." if bad.context_mark else "Correct it there."
     remedy = _QUOTE if content.startswith("*") else f"The line reads: {_short(content)}" if content else began
     return _at(document, line, bad.problem or "not valid YAML", remedy)

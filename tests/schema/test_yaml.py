@@ -53,7 +53,7 @@ def test_every_part_knows_its_line() -> None:
         ("a: 1\n*: save\n", 2, ""),
         ("a: !!python/object:os.system {}\n", 1, "tag"),
         ("a: 1\n---\nb: 2\n", 2, "second document"),
-        ("a: [1, 2\n", 2, ""),
+        ("a: [1, 2\n", 1, "not closed"),
         ("a: 1\n b: 2\n", 2, ""),
         ("a: 1\n? [1, 2]\n: 3\n", 2, "key"),
         ("a: " + "[" * 60 + "]" * 60 + "\n", 1, "deep"),
@@ -143,3 +143,20 @@ def test_unreadable_files_are_errors(tmp_path: Path) -> None:
     (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00\x01")
     with pytest.raises(UsageError, match="UTF-8"):
         read(tmp_path / "binary.yaml")
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("a: 1\nb: [", ":2: a [ or { that begins here is not closed"),
+        ("a: 1\nb: [\n", ":3: the file ends before a [ or { is closed"),
+        ("b: [\n  c: 1\nd: 2\n", ":1: a [ that begins here is not closed"),
+        ("b: {c: 1\nd: 2\n", ":1: a { that begins here is not closed"),
+        ('b: "c\nd: 2\n', ":1: a quote that begins here is not closed"),
+        ("b: {c: 1 d: 2}\n", ":1: expected ',' or '}', but got ':'"),
+    ],
+)
+def test_what_is_not_closed_is_said_where_it_begins(text: str, said: str) -> None:
+    with pytest.raises(UsageError) as refused:
+        parse(text, "plan.yaml")
+    assert refused.value.message == "plan.yaml" + said
