@@ -12,7 +12,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from types import FunctionType
 from typing import Any
@@ -94,8 +94,7 @@ class Compiler:
             callbacks.remove_start_callback(self._start)
             callbacks.remove_end_callback(self._end)
 
-    @contextmanager
-    def attached(self, model: nn.Module, choices: Mapping[str, Choice] | None) -> Iterator[Session]:
+    def attached(self, model: nn.Module, choices: Mapping[str, Choice] | None) -> AbstractContextManager[Session]:
         """Choices attached while the block runs, by the same objects every time: compiled code belongs to them.
 
         None: plain training without a KV cache. Raises what ``attach`` raises.
@@ -104,13 +103,9 @@ class Compiler:
         if (session := self._sessions.get(key)) is None:
             session = without_kv_cache(model) if choices is None else attach(model, choices)
             session.in_mid_training()
-            self._sessions[key] = session
-        else:
-            session.put_back()
-        try:
-            yield session
-        finally:
             session.set_aside()
+            self._sessions[key] = session
+        return session.for_now()
 
     def graphs(self, model: nn.Module, choices: Mapping[str, Choice]) -> int:
         """How many graphs the plan's steps were compiled to.

@@ -115,7 +115,7 @@ class StepRunner:
             stack.callback(self._sessions.clear)
             for _ in range(rounds):
                 for name in turn_order(list(plans), self._round):
-                    with self.attached(plans[name], what=f"plan {name!r}", again=rounds > 1):
+                    with self.attached(plans[name], what=f"plan {name!r}", again=True):
                         self._warm_up(warmup)
                         times[name].append(self.time_cycle())
                 self._round += 1
@@ -152,39 +152,33 @@ class StepRunner:
         with self.prepared(what) as stack:
             session = None
             if isinstance(plan, Mapping):
-                turn = self._turn(plan) if again and self.compiler is None else self.session(plan)
-                session = stack.enter_context(turn)
+                session = stack.enter_context(self.session(plan, again=again))
                 stack.enter_context(self.compiling(plan))
             else:
                 stack.callback(plan(self.workload.model))
             yield session
+            if isinstance(plan, Mapping) and session is not None and session.host_bytes:
+                self._sessions.pop(plan_hash(plan), None)  # room on the host is for one plan at a time
 
-    def session(self, choices: Choices | None) -> AbstractContextManager[Session]:
-        """Choices attached while the block runs; None: only what a plan does besides its choices."""
+    def session(self, choices: Choices | None, *, again: bool = False) -> AbstractContextManager[Session]:
+        """Choices attached while the block runs; None: only what a plan does besides its choices.
+
+        ``again``: by the same objects the next time.
+        """
         model = self.workload.model
         if self.compiler is not None:
             return self.compiler.attached(model, choices)
         if choices is None:
             return without_kv_cache(model)
-        session = attach(model, choices, host_budget=self.host_budget)
-        session.in_mid_training()
-        return session
-
-    @contextmanager
-    def _turn(self, choices: Choices) -> Iterator[Session]:
-        """Choices attached as in their last turn, where they claim nothing on the host that others might want."""
         key = plan_hash(choices)
-        if (session := self._sessions.pop(key, None)) is not None:
-            session.put_back()
-        else:
-            session = attach(self.workload.model, choices, host_budget=self.host_budget)
+        if (session := self._sessions.get(key)) is None:
+            session = attach(model, choices, host_budget=self.host_budget)
             session.in_mid_training()
-        try:
-            yield session
-            if not session.host_bytes:
-                self._sessions[key] = session
-        finally:
+            if not again:
+                return session
             session.set_aside()
+            self._sessions[key] = session
+        return session.for_now()
 
     def compiling(self, choices: Choices) -> AbstractContextManager[None]:
         """The model's calls are compiled while the block runs, where this runner has a compiler."""

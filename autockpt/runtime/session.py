@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -115,6 +115,15 @@ class Session:
         except ConflictError:
             self.set_aside()
             raise
+
+    @contextmanager
+    def for_now(self) -> Iterator[Session]:
+        """Put back while the block runs, then set aside again. Raises as ``put_back``."""
+        self.put_back()
+        try:
+            yield self
+        finally:
+            self.set_aside()
 
     def __enter__(self) -> Session:
         return self

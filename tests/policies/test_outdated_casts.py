@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from copy import deepcopy
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from autockpt.errors import ConflictError
 from autockpt.runtime import attach
 from autockpt.schema.choices import choice_kinds, from_label, parse_choice
+from tests.policies.zoo import Calls
 
 AGAIN = ["recompute", "recompute_offload", "selective", "keep_attention", "segment"]
 Update = Callable[[nn.Module], None]
@@ -310,24 +311,14 @@ def test_nor_does_it_switch_autocast_on_for_the_cpu_where_another_device_has_it_
 class _Functions(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
-        self.products = 0
+        self.count = 0
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.products += func in (torch.addmm, torch.matmul, nn.functional.linear)
+        self.count += func in (torch.addmm, torch.matmul, nn.functional.linear)
         return func(*args, **(kwargs or {}))
 
 
-class _Ops(TorchDispatchMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.products = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.products += func is torch.ops.aten.addmm.default
-        return func(*args, **(kwargs or {}))
-
-
-@pytest.mark.parametrize("mode", [_Functions, _Ops])
+@pytest.mark.parametrize("mode", [_Functions, partial(Calls, torch.ops.aten.addmm.default)], ids=["functions", "ops"])
 @pytest.mark.parametrize("kind", [*AGAIN, "remake"])
 def test_nor_by_modes_that_count_products(kind: str, mode: Any) -> None:
     model = nn.Sequential(nn.Linear(4, 4))
@@ -335,4 +326,4 @@ def test_nor_by_modes_that_count_products(kind: str, mode: Any) -> None:
         for _ in range(3):
             with torch.autocast("cpu", torch.bfloat16):
                 model(torch.randn(2, 4))
-    assert counts.products == 3
+    assert counts.count == 3

@@ -18,7 +18,7 @@ from autockpt.policies.compute_ops import is_heavy
 from autockpt.policies.products import products_known
 from autockpt.runtime import attach
 from autockpt.schema.choices import RECOMPUTE, Choice, dump_choice, parse_choice
-from tests.policies.zoo import CASES, Tally, assert_equal, bytes_alive_after, plain, train
+from tests.policies.zoo import CASES, Calls, Tally, assert_equal, bytes_alive_after, plain, train
 
 Body = Callable[["Unit", Tensor], Tensor]
 
@@ -472,26 +472,16 @@ def test_gradients_are_those_of_plain_training_whatever_is_done_with_a_product(o
     assert all(map(torch.equal, wanted, found))
 
 
-class _Transposed(TorchDispatchMode):
-    """Counts transposed weights: one for every linear layer that begins, and one for its backward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += func is torch.ops.aten.t.default
-        return func(*args, **(kwargs or {}))
-
-
 def test_a_known_product_is_not_even_begun_again():
+    """A weight is transposed for every linear layer that begins, and for its backward."""
+
     def transposed(choice: Choice | None) -> int:
         model = Model(ODD["attention"])
         with attach(model, {"units.0": choice} if choice else {}):
             for _ in range(2):
                 model(torch.randn(4, 8)).sum().backward()
             loss = model(torch.randn(4, 8)).sum()
-            with _Transposed() as mode:
+            with Calls(torch.ops.aten.t.default) as mode:
                 loss.backward()
         return mode.count
 

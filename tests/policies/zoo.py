@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from autockpt.schema.choices import Choice
 from autockpt.workload.units import discover_units
@@ -27,6 +28,18 @@ class Tally(logging.Filter):
         super().__init__()
         self.calls = 0
         self.seen: list[Any] = []
+
+
+class Calls(TorchDispatchMode):
+    """Counts the calls of one op."""
+
+    def __init__(self, op: Any) -> None:
+        super().__init__()
+        self.op, self.count = op, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is self.op
+        return func(*args, **(kwargs or {}))
 
 
 @dataclass(frozen=True)
