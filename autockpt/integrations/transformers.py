@@ -158,6 +158,10 @@ def _refuse_unsearchable(trainer: Any) -> None:
         f"optim={optim}": "layerwise" in optim or "lomo" in optim,
         f"{type(trainer).__name__}, which makes its batches while it trains": type(trainer)._prepare_inputs
         is not transformers.Trainer._prepare_inputs,
+        f"{type(trainer).__name__}, whose training step is its own and not that of compute_loss": not {
+            "compute_loss",
+            "training_step",  # super's, as in TRL's SFTTrainer
+        }.intersection(inspect.unwrap(type(trainer).training_step).__code__.co_names),
     }
     refuse_search("AutockptCallback", reasons, *(["with --compile layers"] if args.torch_compile else []))
 

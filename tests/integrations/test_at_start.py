@@ -252,8 +252,9 @@ def test_what_is_asked_wrongly_is_said_at_once(options, said):
         (lambda run: _kind(run, accelerate.DistributedType.DEEPSPEED), "DeepSpeed"),
         (lambda run: setattr(run.args, "torch_compile", True), "torch_compile=True"),
         (lambda run: setattr(run.args, "optim", "galore_adamw_layerwise"), "optim=galore_adamw_layerwise"),
+        (lambda run: _steps_by(run, _own_step), "Stepping, whose training step is its own"),
     ],
-    ids=["fsdp", "deepspeed", "compile", "layerwise"],
+    ids=["fsdp", "deepspeed", "compile", "layerwise", "own step"],
 )
 def test_where_it_cannot_search_it_says_so_and_what_to_do(tmp_path, change: Callable[[Any], None], said: str):
     run = trainer(tmp_path, LLAMA.make(), [])
@@ -261,6 +262,24 @@ def test_where_it_cannot_search_it_says_so_and_what_to_do(tmp_path, change: Call
     with pytest.raises(UsageError, match=f"cannot search here: {said}") as caught:
         _begin(run)
     assert "pass the plan" in caught.value.remedy
+
+
+def test_a_training_step_around_the_trainers_own_can_be_searched(tmp_path, monkeypatch):
+    monkeypatch.setattr(AutockptCallback, "_await_batches", lambda *args: None)
+    run = trainer(tmp_path, LLAMA.make(), [])
+    base = type(run)
+    _steps_by(run, lambda self, *args, **kwargs: base.training_step(self, *args, **kwargs))
+    _begin(run)
+
+
+def _steps_by(run: Any, step: Callable[..., Any]) -> None:
+    run.__class__ = type("Stepping", (type(run),), {"training_step": step})
+
+
+def _own_step(self: Any, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
+    loss = model(**inputs).loss
+    self.accelerator.backward(loss)
+    return loss.detach()
 
 
 def _kind(run: Any, kind: Any) -> None:
