@@ -25,6 +25,7 @@ _MOST_NAMES = 100_000
 # torch.compile, FSDP1 and torch's own activation-checkpoint wrapper put a component of their own at any depth
 WRAPPED_ANYWHERE = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
 # DDP, PEFT and Lightning's strategies stand in front
+_PROMPTED = "base_model."
 _WRAPPED_IN_FRONT = (("module",), ("base_model", "model"), ("_forward_module",))
 
 
@@ -111,16 +112,16 @@ def _match(parts: Sequence[str | IndexRange], components: tuple[str, ...]) -> bo
     return reach[-1]
 
 
-def expand(entries: Iterable[Entry[T]], names: Iterable[str]) -> dict[str, Entry[T]]:
+def expand(entries: Iterable[Entry[T]], names: Iterable[str], more: Sequence[str] = ()) -> dict[str, Entry[T]]:
     """Which entry speaks for which name, in the order of ``names``; names that no entry speaks for are left out.
 
     Raises PlanError where a pattern is malformed or matches nothing, a range reaches past what exists, or two entries
-    name one unit.
+    name one unit; ``more`` names that it could have meant are none that these patterns may stand for.
     """
     known = dict.fromkeys(names)
     owner: dict[str, Entry[T]] = {}
     for entry in entries:
-        for name in _selected(entry, known):
+        for name in _selected(entry, known, more):
             if name in owner:
                 raise PlanError(
                     entry.located(f"{name} is named twice: by {_source(owner[name])} and by {_source(entry)}"),
@@ -130,13 +131,14 @@ def expand(entries: Iterable[Entry[T]], names: Iterable[str]) -> dict[str, Entry
     return {name: owner[name] for name in known if name in owner}
 
 
-def _selected(entry: Entry[Any], names: Collection[str]) -> list[str]:
+def _selected(entry: Entry[Any], names: Collection[str], more: Sequence[str]) -> list[str]:
     try:
         pattern = parse_pattern(entry.pattern) if entry.pattern not in names else Pattern(entry.pattern, ())
     except PlanError as error:
         raise PlanError(entry.located(error.message), remedy=error.remedy) from None
     found = pattern.select(names)
     if not found:
+        names = [*names, *more]
         near = closest(entry.pattern, fold(dict.fromkeys(names, "")))
         raise PlanError(
             entry.located(f"{entry.pattern!r} matches no unit of this model"),
@@ -246,7 +248,8 @@ def views(names: Iterable[str]) -> list[dict[str, str]]:
     """The ways in which a model's unit names may be meant, best first; each maps the meant name to the real one.
 
     First with wrapper prefixes stripped; then, for a model held as ``self.model`` (Lightning), with that component
-    taken off or put in front.
+    taken off or put in front; last as names in the model that PEFT's prompt tuning holds as ``base_model``, with no
+    ``model`` between.
     """
     real = list(names)
     stripped = {strip_prefixes(n): n for n in real}
@@ -254,6 +257,10 @@ def views(names: Iterable[str]) -> list[dict[str, str]]:
     if stripped and all(n.startswith("model.") for n in stripped):
         result.append({n.removeprefix("model."): r for n, r in stripped.items()})
     result.append({f"model.{n}": r for n, r in stripped.items()})
+    if any(n.startswith(_PROMPTED) for n in stripped):
+        result.append(
+            {n.removeprefix(_PROMPTED) if n.startswith(_PROMPTED) else f"model.{n}": r for n, r in stripped.items()}
+        )
     return result
 
 

@@ -302,7 +302,7 @@ class Plan(Data):
         lines = [e for e in self.entries if head is not None and _names(e.pattern, head)]
         rest = [e for e in self.entries if e not in lines]
         view = align([e.pattern for e in rest], names)
-        owner = expand(rest, view)
+        owner = expand(rest, view, [head] if head is not None and not lines else [])
         check_nesting(owner)
         for name, entry in owner.items():
             _check_role(name, entry, "block")

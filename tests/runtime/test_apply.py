@@ -21,6 +21,7 @@ from autockpt.schema import (
     Plan,
     WorkloadSpec,
 )
+from autockpt.schema.choices import CHUNKED_SOFTMAX
 from autockpt.workload import discover_units, fingerprint
 from tests.policies.zoo import CASES, Tally, assert_equal, plain, train
 
@@ -181,6 +182,21 @@ def test_lora_that_was_not_planned():
     with pytest.warns(UserWarning, match="LoRA adapters, planned without"):
         handle = apply(model, plan)
     assert handle.attached["model.layers.1"].startswith("recompute")
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # PEFT asks for it
+def test_a_plan_is_applied_under_prompt_tuning_and_a_wrong_name_gets_the_heads():
+    peft = pytest.importorskip("peft")
+    plan = Plan(choices={"model.layers.1": RECOMPUTE, "lm_head": CHUNKED_SOFTMAX})
+    prompts = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
+    model = peft.get_peft_model(LLAMA.make(), prompts)
+    attached = apply(model, plan).attached
+    assert attached["layers.1"].startswith("recompute")
+    assert attached["base_model.lm_head"].startswith("chunked_softmax")
+    for other, name in (LLAMA.make(), "lm_hed"), (model, "somewhere"):
+        with pytest.raises(PlanError) as caught:
+            apply(other, Plan(choices={name: RECOMPUTE}))
+        assert "lm_head" in caught.value.remedy
 
 
 def test_an_unmeasured_plan_promises_nothing():

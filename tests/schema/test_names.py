@@ -176,6 +176,13 @@ def test_lightning_names_are_seen_through_only_where_nothing_else_matches() -> N
     assert align(["nothing"], LAYERS)["model.layers.3"] == "model.layers.3"
 
 
+@pytest.mark.parametrize("front", ["", "module."])
+def test_names_are_seen_through_prompt_tuning_head_included(front: str) -> None:
+    names = [f"{front}base_model.lm_head", f"{front}base_model.model.layers.0"]
+    view = align(["lm_head", "model.layers.*"], names)
+    assert view == {"lm_head": names[0], "model.layers.0": names[1]}
+
+
 def test_listing_is_short() -> None:
     assert listing(["my-net.h.0", "my-net.h.1"]) == "my-net.h.0-1"
     assert listing(LAYERS) == "model.layers.0-11"
