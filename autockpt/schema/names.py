@@ -24,9 +24,9 @@ _INDEX = re.compile(r"0|[1-9][0-9]*")
 _MOST_NAMES = 100_000
 # torch.compile, FSDP1 and torch's own activation-checkpoint wrapper put a component of their own at any depth
 WRAPPED_ANYWHERE = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
-# DDP, PEFT and Lightning's strategies stand in front
+# DDP, PEFT, Lightning's strategies and Opacus stand in front
+_WRAPPED_IN_FRONT = (("module",), ("base_model", "model"), ("_forward_module",), ("_module",))
 _PROMPTED = "base_model."
-_WRAPPED_IN_FRONT = (("module",), ("base_model", "model"), ("_forward_module",))
 
 
 class Entry(NamedTuple, Generic[T]):

@@ -159,6 +159,7 @@ def test_nested_choices_need_an_outer_save() -> None:
         ("_forward_module.model.h.0", "model.h.0"),
         ("encoder.module.0", "encoder.module.0"),
         ("base_model.encoder.0", "base_model.encoder.0"),
+        ("_module.layers.0", "layers.0"),
         ("module", ""),
         ("", ""),
     ],
