@@ -325,6 +325,7 @@ class _Calls(TorchFunctionMode):
             or type(func) is MethodWrapperType
             or func in LIGHT_FUNCTIONS
             or frame.inside
+            or torch.is_inference_mode_enabled()  # its tensors count no versions: what it makes is made again
             or (self._attention and not _names_attention(func))
         ):
             return func(*args, **kwargs) if kwargs else func(*args)

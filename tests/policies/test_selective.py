@@ -624,3 +624,19 @@ def test_a_product_that_is_written_to_what_it_is_given_is_written_there_again(ki
         return found
 
     assert all(map(torch.equal, gradients(parse_choice(kind)), gradients(None)))
+
+
+@pytest.mark.parametrize("keep", ["**", "fused_attention"])
+def test_what_is_made_in_inference_mode_is_made_again(keep: str) -> None:
+    """Its tensors count no versions, so nothing tells whether they change."""
+
+    def body(unit: Unit, x: Tensor) -> Tensor:
+        for mode in (torch.no_grad, torch.inference_mode):  # at first to learn what these products are
+            with mode():
+                rows = x[None]
+                seen = F.linear(F.scaled_dot_product_attention(rows, rows, rows)[0], unit.up.weight)
+        return mlp(unit, x) + unit.down(seen.clone())
+
+    wanted, model = gradients(Model(body)), Model(body)
+    with attach(model, dict.fromkeys(("units.0", "units.1"), selective(keep))):
+        assert_equal(gradients(model), wanted)
