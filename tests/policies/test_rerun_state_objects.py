@@ -17,7 +17,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
-from types import MappingProxyType, SimpleNamespace
+from types import MappingProxyType, ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -190,6 +190,12 @@ def longer(holder: Any) -> float:
     return float(len(holder))
 
 
+def remembering() -> Callable[[], Box]:
+    remembered = functools.lru_cache(Box)
+    remembered()
+    return remembered
+
+
 COUNT, NUMBERS, VAR = [0], np.random.default_rng(1), contextvars.ContextVar("VAR", default=0)
 
 
@@ -325,6 +331,8 @@ OBJECTS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
     "iterator of a range": (lambda: iter(range(1, 99, 2)), next),
     "iterator of a text": (lambda: iter("aé" * 50), lambda it: ord(next(it)) % 7),
     "iterator of an array": (lambda: iter(array.array("i", range(99))), next),
+    "iterator of a function": (lambda: iter(Box().tick, None), next),
+    "what a bounded cache keeps": (remembering, lambda o: add(o())),
     "itertools.count": (itertools.count, next),
     "itertools.count of halves": (lambda: itertools.count(0.5, 0.5), next),
     "tensor by .data": (lambda: [torch.zeros(())], lambda o: o[0].data.add_(1).item()),
@@ -482,6 +490,16 @@ def norm_in_a_closure(unit: Any) -> None:
     unit.register_buffer("mirror", norm.running_mean)
 
 
+def with_settings(unit: Any) -> None:
+    unit.settings = ModuleType("settings")
+    unit.settings.n = 0
+
+
+def settings_counted(unit: Any, x: Tensor) -> Tensor:
+    unit.settings.n += 1
+    return x * (1 + 0.1 * unit.settings.n)
+
+
 def with_key(unit: Any) -> None:
     unit.k = nn.Parameter(torch.eye(D), requires_grad=False)
 
@@ -629,6 +647,7 @@ STAGES: dict[str, tuple[Callable[[Any], Any], Callable[[Any, Tensor], Tensor]]] 
     "norm in a list": (norm_in_a_list, lambda unit, x: unit.norms[0](x)),
     "norm in a closure": (norm_in_a_closure, lambda unit, x: unit.norm(x)),
     "norm of the parent": (lambda unit: None, lambda unit, x: unit.parent.norm(x)),
+    "a Python module that is held": (with_settings, settings_counted),
     "momentum encoder": (with_key, momentum),
     "normalized weight": (lambda unit: None, normalized),
     "attribute of the input": (tagging, lambda unit, x: x * getattr(x, "tag", 1.0)),

@@ -40,6 +40,7 @@ _RANGES = (_SMALL_RANGE, type(iter(range(1 << 70))))
 _COUNTED = {type(way(view)) for view in ({}.keys(), {}.values(), {}.items(), deque()) for way in (iter, reversed)}
 _COUNTED.add(type(iter(set())))
 _FORWARDS = (*(v for v in vars(itertools).values() if isinstance(v, type)), map, filter, zip, enumerate, reversed)
+_FORWARDS += (type(iter(int, 1)),)  # of a function until it returns something: what that changes is its own
 _FRAMES = {types.GeneratorType: "gi_frame", types.CoroutineType: "cr_frame", types.AsyncGeneratorType: "ag_frame"}
 ADVANCING = frozenset((*_SEQUENCES, *_RANGES, *_COUNTED, *_FORWARDS, *_FRAMES))
 _FILES = (io.FileIO, io.BufferedReader, io.BufferedWriter, io.BufferedRandom, io.TextIOWrapper)

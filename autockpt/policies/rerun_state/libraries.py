@@ -32,7 +32,7 @@ _BY_THEMSELVES = re.compile(
     r"torch\.(utils\.data|optim|distributed|multiprocessing|autograd|_)|transformers\.(tokenization|train)"
 )
 """Modules of these whose objects work by themselves, whoever derived their classes: data sets, optimizers, trainers."""
-_CONFIGURATIONS = frozenset({"PretrainedConfig", "PreTrainedConfig"})
+_CONFIGURATIONS = frozenset({"PretrainedConfig", "PreTrainedConfig", "GenerationConfig"})
 _BASES = (nn.Module, object, CustomOpDef, torch.quasirandom.SobolEngine, TorchFunctionMode, TorchDispatchMode)
 """Classes of libraries whose objects, and those of classes derived from them, are looked at."""
 

@@ -107,6 +107,7 @@ class Walk:
         self.nodes: list[Node] = []
         self._homes: set[tuple[Any, ...]] = set()
         self.functions: list[tuple[str, types.CodeType]] = []
+        self._scopes: list[dict[str, Any]] = []  # of modules that are held
         self._open: deque[tuple[str, Any, int, bool]] = deque()
         self._optimizers: list[tuple[str, dict[str, Any]]] = []
         self._whole: set[int] = set()  # modules of what the unit has hold of by itself
@@ -178,7 +179,7 @@ class Walk:
         if issubclass(kind, nn.Module):
             self._module(name, value, step, loose)
         elif issubclass(kind, types.ModuleType):
-            return  # by the names that code asks of it
+            self._held(value, step)
         elif issubclass(kind, type):
             self._class(name, value, step)
         elif kind is types.FunctionType:
@@ -192,8 +193,10 @@ class Walk:
             self._class(name, kind, step)
         elif kind is functools._lru_cache_wrapper:
             self._attributes(name, vars(value), step, loose)
-            if value.cache_info().maxsize is None:  # others keep what they have in C's lists, too
-                self._go(name, step, [(".cache", p) for p in gc.get_referents(value) if type(p) is dict], loose)
+            # without bounds a dictionary, else C's list, in which what is new cannot be put back
+            bounded = value.cache_info().maxsize is not None
+            kept = (part for part in gc.get_referents(value) if bounded or type(part) is dict)
+            self._go(name, step, ((".cache", part) for part in kept), loose)
         elif kind is contextvars.ContextVar:
             self._go(name, step, [("", value.get(None))], loose)
         elif issubclass(kind, (weakref.ref, *weakref.ProxyTypes)):
@@ -291,8 +294,16 @@ class Walk:
             self._node(f"{name}:closure", cell, CELL, step, False)
         self._go(f"{name}:default", step, [("", function.__defaults__), ("", function.__kwdefaults__)], False)
         self._node(name, function.__dict__, FIELDS, step, False)
-        names, made = names_of(function.__code__)
-        self._names(home, names, made, step)
+        for scope in (home, *self._scopes):
+            self._names(scope, *names_of(function.__code__), step)
+
+    def _held(self, module: types.ModuleType, step: int) -> None:
+        """A module of somebody's own that is held, as by an attribute: of it that counts which code names."""
+        if in_library(vars(module).get("__name__")):
+            return
+        self._scopes.append(vars(module))
+        for _, code in self.functions:
+            self._names(vars(module), *names_of(code), step)
 
     def _names(self, home: dict[str, Any], names: tuple[str, ...], made: tuple[str, ...], step: int) -> None:
         """Globals that code names, each by itself, as other code names others; those of a module that it names, too.
