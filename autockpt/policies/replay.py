@@ -171,11 +171,13 @@ class Replay:
 
     def finish(self) -> None:
         """The first forward has ended. Raises ConflictError where it did what cannot be done twice."""
-        self._refuse_changes()
+        self._refuse_changed("inputs", self._inputs.changed() or self.hidden.changed())
         for watch in (self.surroundings, self.reached):
             watch.after()
         if (structure := self.state.structure(self.module)) is not self._structure:  # this forward made modules
             self._structure, self.parameters = structure, _Versions(structure.parameters())
+        elif self.parameters.changed():  # such as can be put back
+            self.parameters = _Versions(self.parameters.tensors)
         self.tensors = []
         self._inputs = _NONE
         self._over = True
@@ -194,17 +196,15 @@ class Replay:
             tensor.data.copy_(before)
         self.reached.judge_doubts(same)
 
-    def _refuse_changes(self) -> None:
+    def _refuse_changed(self, what: str, changed: Sequence[torch.Tensor]) -> None:
         unit = self.state.unit
-        inputs = self._inputs.changed() or self.hidden.changed()
-        for what, changed in (("inputs", inputs), ("parameters", self.parameters.changed())):
-            if changed:
-                raise ConflictError(
-                    f"{unit} changes one of its {what} (shape {tuple(changed[0].shape)}) in place, "
-                    "so its forward cannot be run again",
-                    remedy=f"Use `save` or `offload` on {unit}. For inputs: switch off inplace=True in its first "
-                    "operation, or plan the block around it instead, in which they are made again.",
-                )
+        if changed:
+            raise ConflictError(
+                f"{unit} changes one of its {what} (shape {tuple(changed[0].shape)}) in place, "
+                "so its forward cannot be run again",
+                remedy=f"Use `save` or `offload` on {unit}. For inputs: switch off inplace=True in its first "
+                "operation, or plan the block around it instead, in which they are made again.",
+            )
 
     def prepare(self) -> None:
         """The forward is about to run again: see that it would read what it read.
@@ -215,7 +215,8 @@ class Replay:
         """
         unit = self.state.unit
         if not self._over:
-            self._refuse_changes()
+            self._refuse_changed("inputs", self._inputs.changed() or self.hidden.changed())
+            self._refuse_changed("parameters", self.parameters.changed())
         elif not self._structure.still_is():
             raise InPlaceError(
                 f"modules or parameters of {unit} were exchanged or added between forward and backward, so its forward "

@@ -206,13 +206,24 @@ def test_an_input_changed_by_the_unit_is_refused_at_once():
     assert "save" in caught.value.remedy
 
 
-def test_a_parameter_changed_by_the_unit_is_refused_at_once():
+def test_a_small_parameter_is_changed_once_by_each_forward():
     def body(unit, x):
         with torch.no_grad():
-            unit.linear.bias.clamp_(-1, 1)
+            unit.linear.bias.mul_(0.9).add_(0.1)
+        return unit.linear(x).sigmoid()
+
+    assert_as_plain(lambda: Model(body))
+
+
+def test_a_large_parameter_changed_by_the_unit_is_refused_at_once():
+    def body(unit, x):
+        with torch.no_grad():
+            unit.large.clamp_(-1, 1)
         return unit.linear(x).sigmoid()
 
     model = Model(body)
+    for unit in model.units:
+        unit.large = nn.Parameter(torch.zeros(1 << 15))
     with attach(model, CHOICES), pytest.raises(ConflictError, match=r"units\.0 changes one of its parameters"):
         model(torch.randn(4, 8))
 
