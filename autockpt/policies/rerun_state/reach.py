@@ -382,7 +382,7 @@ def code_known(known: dict[int, Code]) -> AbstractContextManager[None]:
 def _warn_of_more() -> None:
     warnings.warn(
         f"more than {OBJECTS} objects, or some more than {DEPTH} steps away or slow to reach, belong to the state of a "
-        "unit that runs again: whether its forward changes the rest is not known",
+        "unit of the plan: whether its forward changes the rest, or how, is not known",
         stacklevel=4,
     )
 
