@@ -151,10 +151,11 @@ class SearchOutcome(Data):
 
 
 class FinishedSearch(Data):
-    """The outcome of a search that came to its end, and how long it was allowed to work."""
+    """The outcome of a search that came to its end, how long it might work, and ``WorkloadSpec.files`` then."""
 
     trials: int
     timeout: float | None = None
+    files: str | None = None
     outcome: SearchOutcome
 
     def answers(self, trials: int, timeout: float | None) -> bool:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
+from functools import cached_property
+from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import Field
@@ -53,6 +56,23 @@ class WorkloadSpec(Data):
     keep_gradients: bool = Field(default=False, description="gradients are set to zero, not to None; simulated")
     ddp: Ddp | None = Field(default=None, description="DDP: gradients copied to buckets, or views of them; simulated")
     shard: int | None = Field(default=None, gt=0, description="ranks that FSDP2 (ZeRO-3) shards over; simulated")
+
+    @cached_property
+    def files(self) -> str | None:
+        """A digest of the files that say what a local model is, as they were when first asked for, trained weights left
+        out; empty for other names. None where code decides what the model is."""
+        path = Path(self.model).expanduser()
+        if ":" in self.model or self.trust_remote_code:
+            return None
+        if not path.exists():
+            return ""
+        digest = hashlib.sha256()
+        try:
+            for file in sorted(path.glob("*.json")) if path.is_dir() else [path]:
+                digest.update(f"{file.name}\n".encode() + hashlib.sha256(file.read_bytes()).digest())
+        except OSError:  # whoever reads them to build a model says so better
+            return None
+        return digest.hexdigest()
 
     def simulated_settings(self) -> dict[str, bool | str | int]:
         """Settings given here that only simulated hardware can follow, by their fields' names."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from contextlib import ExitStack, nullcontext
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from autockpt.errors import RunDirectoryError, UsageError
@@ -60,12 +59,12 @@ def run_search(request: SearchRequest, listener: Listener | None = None) -> Sear
 def _answered(request: SearchRequest) -> SearchOutcome | None:
     """The answer that is on record already, found without tracing; None where there is none to rely on.
 
-    Whoever's code or files make the model may have changed them, which only tracing tells. What it would run on, which
-    may take a process of its own, is asked where a run could be the one. Raises RunDirectoryError where a search of
-    this question is at work.
+    Whoever's code makes the model may have changed it, which only tracing tells; local files are compared. What it
+    would run on, which may take a process of its own, is asked where a run could be the one. Raises RunDirectoryError
+    where a search of this question is at work.
     """
-    model = request.workload.model
-    if request.dry_run or ":" in model or Path(model).expanduser().exists():
+    files = request.workload.files
+    if request.dry_run or files is None:
         return None
     perhaps = list(RunDirectory.alike(request.out, request.question()))
     environment = None
@@ -78,6 +77,9 @@ def _answered(request: SearchRequest) -> SearchOutcome | None:
     question = request.question(environment)
     for run in filter(lambda run: run.may_ask(question), perhaps):
         with run.lock():
+            finished = run.finished()
+            if finished is None or (finished.files or "") != files:
+                continue
             if (outcome := recorded(run, request)) is not None:
                 run.add_command(request.command)
                 return outcome

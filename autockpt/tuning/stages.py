@@ -154,7 +154,9 @@ def conclude(
     if before is not None and before.outcome.plan is not None and before.outcome.plan.hash != plan.hash:
         note = _changed(before.outcome.plan, plan, found)
         outcome = outcome.model_copy(update={"notes": (*outcome.notes, note)})
-    run.write_finished(FinishedSearch(trials=question.trials, timeout=opened.clock.timeout, outcome=outcome))
+    files = question.spec.files if question.spec is not None else None
+    limits = {"trials": question.trials, "timeout": opened.clock.timeout}
+    run.write_finished(FinishedSearch(files=files, outcome=outcome, **limits))
     return outcome
 
 

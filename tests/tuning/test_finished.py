@@ -68,6 +68,19 @@ def test_the_same_command_is_answered_at_once(finished: tuple[Path, SearchOutcom
     assert again.rows == first.rows and any("--again" in note for note in again.notes)
 
 
+def test_so_is_that_of_a_local_configuration_unless_it_was_edited(tmp_path: Path) -> None:
+    settings = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2}
+    config = transformers.LlamaConfig(num_hidden_layers=2, **settings)
+    config.save_pretrained(tmp_path / "model")
+    for model in (tmp_path / "model", tmp_path / "model" / "config.json"):
+        asked = {"workload": WorkloadSpec(model=str(model), batch_size=2, seq_len=16)}
+        stages = [ask(tmp_path / "runs", **asked)[1] for _ in range(2)]
+        assert "trace" in stages[0] and stages[1] == []
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config.to_dict() | {"rope_theta": 5000.0}))
+    _, stages = ask(tmp_path / "runs", workload=WorkloadSpec(model=str(model), batch_size=2, seq_len=16))
+    assert "trace" in stages
+
+
 def test_a_storage_that_an_answer_on_record_does_not_write_to_is_said(
     finished: tuple[Path, SearchOutcome], tmp_path: Path
 ) -> None:
