@@ -79,6 +79,15 @@ def play(candidates: Sequence[Trial], extra: Sequence[Trial], compare: Compare, 
     return Final(leader, times, tuple(n for n in rivals if n != leader))
 
 
+def most_cycles(candidates: Sequence[Trial], extra: Sequence[Trial], *, seconds: float) -> int:
+    """Timed cycles of ``play`` where nobody drops out and nothing settles early; before each one is not timed."""
+    begin = BATCH * (len(candidates) + len(extra))
+    if len(candidates) == 1:
+        return begin
+    each = 2 * statistics.fmean(t.score_seconds for t in candidates)
+    return begin + min((MOST_ROUNDS - BATCH) * len(candidates), int(seconds / each))
+
+
 def remeasured(measured: Measurement, number: int, final: Final) -> Measurement:
     """A trial's measurement with the times of the finals in place of its first ones; the peak stands."""
     times = final.times[number]

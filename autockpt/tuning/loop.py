@@ -55,7 +55,7 @@ class Loop:
             else:
                 with self.clock.stage("search", self.proposer.most_steps(self.most - self.trials.spent)):
                     self._search()
-                with self.clock.stage("finals", self.target.final_rounds):
+                with self.clock.stage("finals"):
                     best = self._finals()
         except KeyboardInterrupt:
             interrupted, self.stopped = True, "interrupted; everything measured so far is kept"

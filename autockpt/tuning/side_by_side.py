@@ -14,11 +14,12 @@ from typing import Any
 from autockpt.errors import AutockptError, MeasurementError
 from autockpt.history.rundir import RunDirectory
 from autockpt.measuring import Measurer, StepRunner
+from autockpt.measuring.base import beats_counted
 from autockpt.measuring.runner import turn_order
 from autockpt.schema import Choice, Listener, Measurement, SearchOutcome, Trial, plan_hash, words
 from autockpt.schema.batches import BatchSetting, SizesTimed
 from autockpt.schema.choices import dump_choices, parse_choices
-from autockpt.tuning.finals import MOST_ROUNDS, Final, play, remeasured
+from autockpt.tuning.finals import Final, most_cycles, play, remeasured
 from autockpt.tuning.jobs import with_rows
 
 NEAR = 0.5  # sizes that seemed at most this much slower than the best may be faster: so much do machines drift
@@ -69,7 +70,8 @@ def timed_together(
     if known is not None and known.plans == plans:
         final = Final(known.winner, {size: list(times) for size, times in known.times.items()}, known.undecided)
     else:
-        listener.stage("time batch sizes side by side", MOST_ROUNDS)
+        seconds = min(SECONDS, seconds)
+        listener.stage("time batch sizes side by side", most_cycles(trials, (), seconds=seconds))
         try:
             final = _raced(trials, {size: best[size][0] for size in near}, best[near[0]][1], meet, seconds, listener)
         except AutockptError as error:
@@ -126,7 +128,7 @@ def _raced(
     listener: Listener,
 ) -> Final:
     done = 0
-    with meet(max(settings)) as measurer:
+    with meet(max(settings)) as measurer, beats_counted(measurer, listener):
         budget_bytes = outcome.budget.bytes if measurer.environment.device.enforces_limit else None
 
         def compare(plans: Mapping[str, Mapping[str, Choice]], rounds: int) -> Mapping[str, Sequence[float]]:
@@ -141,11 +143,9 @@ def _raced(
             }
             payload = {"plans": asked, "rounds": rounds, "first": done, "budget_bytes": budget_bytes}
             done += rounds
-            times = measurer.call("autockpt.tuning.side_by_side:interleaved", payload)
-            listener.advance(rounds)
-            return times
+            return measurer.call("autockpt.tuning.side_by_side:interleaved", payload)
 
-        return play(trials, (), compare, seconds=min(SECONDS, seconds))
+        return play(trials, (), compare, seconds=seconds)
 
 
 def _said(final: Final) -> str:

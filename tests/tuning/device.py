@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from autockpt.errors import DeviceOutOfMemory
+from autockpt.measuring.base import TIMED_CYCLE, unheard
 from autockpt.profiling import CostModel, build_profile, uniform_graphs
 from autockpt.schema import Choice, DeviceInfo, Environment, Graph, Measurement, OpTimes, parse_choice
 from tests.profiling.steps import SECONDS, step
@@ -25,6 +26,7 @@ class MadeUpDevice:
         self.draw = random.Random(0)
         self.measured: list[dict[str, Choice]] = []
         self.interrupt_after: int | None = None
+        self.beat = unheard
         info = DeviceInfo(kind="cpu", name="made up", capacity_bytes=CAPACITY)
         self.environment = Environment(device=info, versions={"autockpt": "0"})
 
@@ -60,7 +62,10 @@ class MadeUpDevice:
     def compare(
         self, plans: Mapping[str, Mapping[str, Choice]], *, rounds: int = 5, budget_bytes: int | None = None
     ) -> dict[str, list[float]]:
-        return {name: [self._noisy(choices) for _ in range(rounds)] for name, choices in plans.items()}
+        times = {name: [self._noisy(choices) for _ in range(rounds)] for name, choices in plans.items()}
+        for _ in range(rounds * len(plans)):
+            self.beat(TIMED_CYCLE)
+        return times
 
     def call(self, ref: str, payload: dict[str, Any]) -> dict[str, Any]:
         raise NotImplementedError(ref)

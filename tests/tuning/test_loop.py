@@ -238,7 +238,7 @@ def test_trials_are_written_with_their_choices_and_the_listener_hears_of_each(tm
     run = run_in(tmp_path)
     found = search(MadeUpDevice(), "50%act", trials=8, run=run, listener=watcher)
     assert [t.number for t in watcher.trials] == [t.number for t in run.trials()]
-    assert watcher.stages == ["baselines", "search", "finals"]
+    assert watcher.stages == ["baselines", "search", "finals", "time the best side by side"]
     assert watcher.total is not None and 0 < watcher.steps <= watcher.total, "the finals say how far they are"
     assert found.best is not None and run.trials()[found.best.number].measured == found.best.measured
 

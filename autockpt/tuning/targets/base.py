@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from autockpt.schema import PlanStatus, Prediction, Trial
-from autockpt.tuning.finals import MOST_ROUNDS
 from autockpt.tuning.refit import ForeseenTimes
 from autockpt.tuning.trials import Candidate, Score, Trials
 
@@ -24,7 +23,7 @@ class Target:
     The space counts as exhausted after ``most_repeats`` known plans in a row. ``worthwhile`` is the share of the step
     below which a gain is not worth a ghost run; ``most_candidates`` ends a search early where it is given, and so do
     ``patience`` candidates in a row that bring no such gain. Where ``knows_seconds`` is False they rank plans and are
-    shown to nobody. Finals have at most ``final_rounds`` rounds, None: they take no time.
+    shown to nobody.
     """
 
     source: PlanStatus = "measured"
@@ -33,7 +32,6 @@ class Target:
     most_candidates: int | None = None
     patience: int | None = None
     knows_seconds: bool = True
-    final_rounds: int | None = MOST_ROUNDS
     notes: list[str] = field(default_factory=list)
 
     def begin(self, trials: Trials, foresee: Foresee | None = None) -> None:

@@ -107,7 +107,7 @@ def _searched(mode: CompileMode, measurer: WorkerMeasurer, opened: Opened) -> Se
         run.write_environment(environment)
         run.write_graph(uniform["save"][1])
     trials = Trials(run)
-    target = CompiledSteps(measurer, clock, confirmation(measurer), mode=mode, within=measurer.within)
+    target = CompiledSteps(measurer, clock, confirmation(measurer, clock.listener), mode=mode, within=measurer.within)
     layers, study = [unit.name for unit in blocks_of(tracer)], f"{opened.title}: sampler"
     proposer = SplitProposer(question, layers, target, trials, opened.storage, room=room, eager=eager, study=study)
     with refusal_on_record(run):

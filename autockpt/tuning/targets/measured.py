@@ -71,7 +71,7 @@ def search_by_steps(measurer: Measurer, opened: Opened) -> SearchOutcome:
         profiled = _profiled(opened, measurer)
     # on other devices a plan's first cycle after another's has its memory to get first
     pairing = Pairing(measurer) if measurer.environment.device.kind == "cpu" else None
-    return find_plan(opened, profiled, RealSteps(measurer, clock, confirmation(measurer), pairing))
+    return find_plan(opened, profiled, RealSteps(measurer, clock, confirmation(measurer, clock.listener), pairing))
 
 
 def _without_refused(opened: Opened, measurer: Measurer) -> Opened:

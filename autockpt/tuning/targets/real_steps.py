@@ -10,9 +10,10 @@ from dataclasses import dataclass, field
 
 from autockpt.errors import DeviceOutOfMemory
 from autockpt.measuring import Measurer, WorkerMeasurer
-from autockpt.schema import Choice, Measurement, Prediction, Trial
+from autockpt.measuring.base import beats_counted
+from autockpt.schema import Choice, Listener, Measurement, Prediction, Trial
 from autockpt.solvers.refine import FASTER
-from autockpt.tuning.finals import Final, play, remeasured
+from autockpt.tuning.finals import Final, most_cycles, play, remeasured
 from autockpt.tuning.paired_timing import Pairing
 from autockpt.tuning.question import Clock
 from autockpt.tuning.refit import noise_of
@@ -34,7 +35,7 @@ BUSY = "step times swing so much that other work must be at it: search again (--
 ON_CORES = ", or leave cores to it, here and in training (OMP_NUM_THREADS): threads that wait for one another take long"
 
 
-def confirmation(measurer: Measurer) -> Confirm | None:
+def confirmation(measurer: Measurer, listener: Listener) -> Confirm | None:
     """A run in a fresh process under a real limit, where the device has one. The CPU's peak is exact anyway.
 
     None for a live model, of which there is no second copy.
@@ -44,7 +45,8 @@ def confirmation(measurer: Measurer) -> Confirm | None:
 
     def confirm(choices: Choices, budget_bytes: int, steps: int) -> Measurement:
         measurer.rest()  # two processes on one device would take each other's memory
-        with measurer.anew(budget_bytes=budget_bytes) as fresh:
+        listener.stage("run the best in a fresh process", steps)
+        with measurer.anew(budget_bytes=budget_bytes) as fresh, beats_counted(fresh, listener):
             return fresh.measure(choices, steps=steps)
 
     return confirm
@@ -106,8 +108,14 @@ class RealSteps(Target):
         others = [t for n in compared if (t := trials.all[n.number]).measured and t.number not in playing]
         fitting = [t for t in others if t.feasible and not (self.pairing and _surely_slower(t, finalists[0]))]
         extra = [t for t in others if t not in fitting and (self.pairing is None or self.pairing.is_standard(t))]
-        with self.clock.part(STEPS):
-            final = play([*finalists, *fitting], extra, self._side_by_side, seconds=min(FINAL_SECONDS, seconds))
+        candidates, seconds, listener = [*finalists, *fitting], min(FINAL_SECONDS, seconds), self.clock.listener
+        listener.stage("time the best side by side", most_cycles(candidates, extra, seconds=seconds))
+
+        def compare(plans: Mapping[str, Choices], rounds: int) -> Mapping[str, list[float]]:
+            return self.measurer.compare(plans, rounds=rounds)
+
+        with self.clock.part(STEPS), beats_counted(self.measurer, listener):
+            final = play(candidates, extra, compare, seconds=seconds)
         self._put_right(trials, [t for t in others if t.number not in final.times], final)
         swings = False
         for number in final.times:
@@ -147,11 +155,6 @@ class RealSteps(Target):
             if (measured := trial.measured) is not None:
                 seconds = measured.step_seconds * change
                 trials.put(trial.model_copy(update={"measured": measured.model_copy(update={"step_seconds": seconds})}))
-
-    def _side_by_side(self, plans: Mapping[str, Choices], rounds: int) -> Mapping[str, list[float]]:
-        times = self.measurer.compare(plans, rounds=rounds)
-        self.clock.listener.advance(rounds)
-        return times
 
     def _confirmed(self, trials: Trials, winner: Trial, budget_bytes: int) -> Trial:
         """The winner after a run in a fresh process under the budget as a limit; infeasible if that did not hold."""

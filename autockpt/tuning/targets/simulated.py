@@ -55,7 +55,6 @@ class Simulated(Target):
     most_repeats: int = MOST_REPEATS // 3  # without noise the solver's prices are right from the start
     worthwhile: float = 1e-3  # no roofline tells plans apart that are closer
     patience: int | None = PATIENCE
-    final_rounds: int | None = None
 
     def score(self, candidate: Candidate, predicted: Prediction | None, budget_bytes: int | None) -> Score:
         """The prediction stands."""
