@@ -176,7 +176,9 @@ class Replay:
             watch.after()
         if (structure := self.state.structure(self.module)) is not self._structure:  # this forward made modules
             self._structure, self.parameters = structure, _Versions(structure.parameters())
-        elif self.parameters.changed():  # such as can be put back
+        elif changed := self.parameters.changed():
+            known = self.reached.changes()
+            self._refuse_changed("parameters", [tensor for tensor in changed if id(tensor) not in known])
             self.parameters = _Versions(self.parameters.tensors)
         self.tensors = []
         self._inputs = _NONE
@@ -202,7 +204,7 @@ class Replay:
             raise ConflictError(
                 f"{unit} changes one of its {what} (shape {tuple(changed[0].shape)}) in place, "
                 "so its forward cannot be run again",
-                remedy=f"Use `save` or `offload` on {unit}. For inputs: switch off inplace=True in its first "
+                remedy=f"Use `save`, `offload` or `remake` on {unit}. For inputs: switch off inplace=True in its first "
                 "operation, or plan the block around it instead, in which they are made again.",
             )
 

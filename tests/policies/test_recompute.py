@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 import random
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -226,6 +227,29 @@ def test_a_large_parameter_changed_by_the_unit_is_refused_at_once():
         unit.large = nn.Parameter(torch.zeros(1 << 15))
     with attach(model, CHOICES), pytest.raises(ConflictError, match=r"units\.0 changes one of its parameters"):
         model(torch.randn(4, 8))
+
+
+class Nested(nn.Module):
+    def __init__(self, depth: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(8))
+        self.inner = Nested(depth - 1) if depth else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.inner is not None:
+            return self.inner(x)
+        with torch.no_grad():
+            self.weight.mul_(0.9)
+        return x * self.weight
+
+
+@pytest.mark.parametrize(("depth", "refused"), [(2, False), (40, True)])
+def test_a_parameter_that_lies_too_deep_to_be_looked_at_is_not_changed_twice(depth: int, refused: bool) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), Nested(depth))
+    outcome = pytest.raises(ConflictError, match="1 changes one of its parameters") if refused else nullcontext()
+    with attach(model, {"1": RECOMPUTE}), outcome:
+        model(torch.randn(4, 8)).sum().backward()
+        assert torch.equal(model.get_parameter(f"1{'.inner' * depth}.weight"), torch.full((8,), 0.9))
 
 
 def test_a_bias_changed_before_backward_is_an_error():

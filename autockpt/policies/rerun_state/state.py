@@ -252,6 +252,10 @@ class UnitState:
         nodes = (*self._still, *(self._quiet.tensors if self._quiet is not None else ()))
         return [node.obj for node in nodes if node.kind is TENSORS]
 
+    def changes(self) -> set[int]:
+        """The ids of what the forward has changed and its second run finds as it was, or is refused for."""
+        return {id(node.obj) for node in self._changing} | self._lost.keys()
+
     def judge_doubts(self, same: bool) -> None:
         """Whether the unit did the same again. Raises ConflictError where it did not."""
         doubts, self.doubts = self.doubts, []
