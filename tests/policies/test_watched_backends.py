@@ -80,6 +80,17 @@ def test_a_unit_that_watching_does_not_change_is_compared_once_and_trains_as_eve
     assert all(torch.equal(a, b) for a, b in zip(wanted, found, strict=True))
 
 
+def test_each_type_that_autocast_computes_in_is_compared_once():
+    model, ran = Model(nn.Linear(8, 8)), []
+    with attach(model, {"unit": parse_choice("remake")}):
+        for dtype in (torch.bfloat16, torch.float16, torch.bfloat16):
+            CALLS.calls = 0
+            with torch.autocast("cpu", dtype):
+                model(torch.randn(4, 8))
+            ran.append(CALLS.calls)
+    assert ran == [3, 3, 1]
+
+
 @pytest.mark.parametrize("choice", ["selective", "keep_attention", "remake"])
 def test_one_that_it_changes_is_refused_by_name(choice, monkeypatch):
     for module in (op_recorder, saved_outputs):  # what is known of the CPU

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections.abc import Sequence
 from typing import Literal
 
 from hypothesis import strategies as st
@@ -39,6 +40,17 @@ def uniform_problem(n: int = 4, budget: int = 0, *, gradient: int = 0, base: int
     units = tuple(UnitOptions(name=f"layers.{i}", options=options) for i in range(n))
     points = (*forward, Point(base=base + 5, prefix=n), *backward)
     return Problem(units=units, points=points, budget_bytes=budget, base_seconds=10.0)
+
+
+def equal_units(
+    menu: Sequence[tuple[float, int, int, int]], forward: Sequence[int], backward: Sequence[int], budget: int
+) -> Problem:
+    """Units of one menu, whose points have bases of their own."""
+    options = tuple(option(Level(level=k), *numbers) for k, numbers in enumerate(menu))
+    units = tuple(UnitOptions(name=f"u{i}", options=options) for i in range(len(forward)))
+    points = [Point(base=base, prefix=i, own=i, phase="forward") for i, base in enumerate(forward)]
+    points += [Point(base=base, prefix=i, own=i, phase="backward") for i, base in enumerate(backward)][::-1]
+    return Problem(units=units, points=tuple(points), budget_bytes=budget, base_seconds=10.0)
 
 
 def brute_force(problem: Problem) -> tuple[float | None, int]:

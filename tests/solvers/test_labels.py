@@ -1,12 +1,15 @@
 from __future__ import annotations
 
+import sys
+from unittest.mock import patch
+
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 
 from autockpt.schema.choices import RECOMPUTE, SAVE
 from autockpt.schema.problem import Point, Problem
 from autockpt.solvers import labels, milp
-from tests.solvers.problems import brute_force, check_exact, small_problems, transformer, uniform_problem
+from tests.solvers.problems import brute_force, check_exact, equal_units, small_problems, transformer, uniform_problem
 
 
 @pytest.mark.slow
@@ -14,6 +17,14 @@ from tests.solvers.problems import brute_force, check_exact, small_problems, tra
 @given(small_problems())
 def test_agrees_with_brute_force(problem):
     check_exact(problem, labels(problem))
+
+
+@settings(max_examples=60)
+@given(small_problems())
+@example(equal_units([(0.0, 5, 5, 8), (1.0, 4, 2, 8), (2.0, 4, 1, 0)], (8, 8), (4, 6), 18))
+def test_what_few_labels_find_and_prove_is_true(problem):
+    with patch.object(sys.modules["autockpt.solvers.labels"], "WIDTHS", (1, 2, 65536)):
+        check_exact(problem, labels(problem, gap=0.0))
 
 
 @pytest.mark.slow

@@ -5,7 +5,16 @@ from hypothesis import given, settings
 
 from autockpt.schema.problem import Point, Problem, UnitOptions
 from autockpt.solvers import labels, milp
-from tests.solvers.problems import Level, brute_force, check_exact, option, small_problems, transformer, uniform_problem
+from tests.solvers.problems import (
+    Level,
+    brute_force,
+    check_exact,
+    equal_units,
+    option,
+    small_problems,
+    transformer,
+    uniform_problem,
+)
 
 
 @pytest.mark.slow
@@ -55,15 +64,12 @@ def test_identical_units_with_growing_gradients_keep_the_optimum():
     [
         ([(0.0, 4, 4, 11), (1.0, 6, 9, 4)], (0, 8), (18, 1), 23),
         ([(0.0, 7, 8, 6), (4.0, 0, 7, 3), (3.0, 6, 10, 2), (2.0, 8, 11, 12)], (1, 7, 10), (5, 3, 16), 43),
+        ([(0.0, 1, 0, 6), (4.0, 0, 2, 1), (1.0, 5, 1, 5)], (7, 9), (1, 8), 11),
     ],
-    ids=["the order is not safe", "it is safe for some pairs"],
+    ids=["the order is not safe", "it is safe for some pairs", "whose options go with others"],
 )
 def test_identical_units_whose_points_differ_keep_the_optimum(menu, forward, backward, budget):
-    options = tuple(option(Level(level=k), *numbers) for k, numbers in enumerate(menu))
-    units = tuple(UnitOptions(name=f"u{i}", options=options) for i in range(len(forward)))
-    points = [Point(base=base, prefix=i, own=i, phase="forward") for i, base in enumerate(forward)]
-    points += [Point(base=base, prefix=i, own=i, phase="backward") for i, base in enumerate(backward)][::-1]
-    problem = Problem(units=units, points=tuple(points), budget_bytes=budget, base_seconds=10.0)
+    problem = equal_units(menu, forward, backward, budget)
     check_exact(problem, milp(problem, gap=0.0))
 
 

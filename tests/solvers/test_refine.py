@@ -4,11 +4,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autockpt.schema.choices import OFFLOAD
-from autockpt.schema.problem import Problem, option_of, peak_of
+from autockpt.schema.choices import OFFLOAD, RECOMPUTE, SAVE
+from autockpt.schema.problem import Point, Problem, UnitOptions, option_of, peak_of
 from autockpt.solvers import Checked, milp, refine
 from autockpt.solvers.refine import point_values, shifted
-from tests.solvers.problems import small_problems, transformer, uniform_problem
+from tests.solvers.problems import option, small_problems, transformer, uniform_problem
 
 
 class Checker:
@@ -32,9 +32,9 @@ def check_locally_best(problem: Problem, check: Checker, choices) -> None:
     """No single unit can take a cheaper option and still pass the check."""
     for unit in problem.units:
         now = option_of(unit, choices[unit.name])
-        for option in unit.options:
-            if option.seconds < now.seconds - 1e-6 * problem.base_seconds:
-                assert check.peak({**choices, unit.name: option.choice}) > problem.budget_bytes
+        for other in unit.options:
+            if other.seconds < now.seconds - 1e-6 * problem.base_seconds:
+                assert check.peak({**choices, unit.name: other.choice}) > problem.budget_bytes
 
 
 @pytest.mark.slow
@@ -143,6 +143,16 @@ def test_where_the_model_misses_mixtures_by_much_the_plan_that_keeps_least_is_as
 
     refined = refine(problem, torn)
     assert refined.feasible and all(choice == OFFLOAD for choice in refined.choices.values())
+
+
+def test_a_faster_option_is_tried_though_one_before_it_is_no_faster():
+    """The model misses both alike: save is refused, and what keeps least is asked about before what is faster."""
+    numbers = ((SAVE, 0.0, 2, 15), (OFFLOAD, 3.0, 0, 18), (RECOMPUTE, 1.0, 1, 18))
+    unit = UnitOptions(name="u", options=tuple(option(c, seconds, kept, own, 0) for c, seconds, kept, own in numbers))
+    point = Point(base=0, prefix=0, own=0, phase="forward")
+    problem = Problem(units=(unit,), points=(point,), budget_bytes=15, base_seconds=10.0)
+    refined = refine(problem, lambda plan: Checked(20 if plan["u"] == SAVE else 10))
+    assert refined.settled and refined.choices == {"u": RECOMPUTE}
 
 
 def test_too_few_calls():
