@@ -3,7 +3,16 @@ from __future__ import annotations
 import pytest
 
 from autockpt.errors import PlanError
-from autockpt.schema.choices import CHOICE_TYPES, choice_kinds, dump_choice, from_label, label, parse_choice
+from autockpt.schema.choices import (
+    CHOICE_TYPES,
+    choice_kinds,
+    dump_choice,
+    from_label,
+    head_kinds,
+    label,
+    parse_choice,
+    parse_choices,
+)
 
 
 @pytest.mark.parametrize(
@@ -16,6 +25,10 @@ from autockpt.schema.choices import CHOICE_TYPES, choice_kinds, dump_choice, fro
         ({"kind": "recompute", "keep": ["a"]}, "recompute has no option 'keep'"),
         ({"kind": "selective", "keep": []}, "selective: keep must name at least one module"),
         ({"kind": "selective", "keep": [3]}, "selective: keep.0: "),
+        ({"kind": "selective", "keep": ["mlp", ""]}, "selective: keep: must name modules"),
+        ({"kind": "selective", "within": ["mlp", "mlp.up"]}, "selective: within names mlp.up and a module around it"),
+        ({"kind": "remake", "within": ["fused_attention"]}, "remake: within must name modules, not fused_attention"),
+        ({"kind": "remake", "within": ["**"]}, "remake: within must name modules, not **"),
         ({"kind": "segment", "size": 0}, "segment: size: "),
         ({"kind": "segment", "levels": 3}, "segment: levels: "),
         ({"kind": "segment", "depth": 2}, "segment has no option 'depth'"),
@@ -32,6 +45,33 @@ def test_what_is_wrong_is_said(value, complaint):
 def test_round_trips(value):
     choice = parse_choice(value)
     assert parse_choice(dump_choice(choice)) == choice == from_label(label(choice))
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ({"keep": "mlp"}, {"keep": ["mlp"]}),
+        ({"keep": ["mlp", "attn", "mlp"]}, {"keep": ["attn", "mlp"]}),
+        ({"keep": ["mlp", "**"]}, {}),
+    ],
+)
+def test_parts_that_mean_the_same_are_one_choice(one, other):
+    assert parse_choice({"kind": "selective", **one}) == parse_choice({"kind": "selective", **other})
+
+
+def test_parts_may_run_again_with_nothing_kept_and_names_that_only_begin_alike():
+    choice = parse_choice({"kind": "selective", "keep": [], "within": ["mlp_norm", "mlp"]})
+    assert dump_choice(choice) == {"kind": "selective", "keep": (), "within": ("mlp", "mlp_norm")}
+
+
+def test_what_is_wrong_with_one_of_many_names_the_unit():
+    with pytest.raises(PlanError) as caught:
+        parse_choices({"h.0": "save", "h.1": "recompte"})
+    assert caught.value.message == "h.1: unknown choice 'recompte'" and "recompute?" in caught.value.remedy
+
+
+def test_only_exact_choices_are_searched_for_the_head_unasked():
+    assert head_kinds() == ("chunked_softmax",)
 
 
 def test_one_letter_each():

@@ -29,7 +29,7 @@ def test_files_hold_a_length_or_a_length_and_a_count_on_each_line(tmp_path: Path
     assert parse_lengths(str(file)).counts == {5: 1, 12: 2, 400: 7}
 
 
-@pytest.mark.parametrize("wrong", ["12\n-3\n", "12 x\n", "", "0:4", "1.5", "17000000000"])
+@pytest.mark.parametrize("wrong", ["12\n-3\n", "12 x\n", "", "0:4", "1.5", "17000000", "17000000000"])
 def test_other_files_are_refused_with_their_line(tmp_path: Path, wrong: str) -> None:
     file = tmp_path / "lengths.txt"
     file.write_text(wrong)
@@ -48,7 +48,7 @@ def test_shares_of_batches_add_up_and_no_batch_is_taken_for_shorter(
     lengths = Lengths(counts=counts)
     exact, rounded = lengths.batches(rows, 1 << 30), lengths.batches(rows, levels)
     assert sum(rounded.values()) == pytest.approx(1) and max(rounded) == max(counts)
-    assert len(rounded) <= levels + 1
+    assert len(rounded) <= levels + 1 and (rounded == exact or len(exact) > levels)
     for length in rounded:
         assert (
             sum(s for n, s in exact.items() if n <= length) >= sum(s for n, s in rounded.items() if n <= length) - 1e-9
@@ -67,6 +67,17 @@ def test_padding_makes_batches_as_long_as_their_longest_row() -> None:
     assert Lengths.of_all(rows, "batches").batches(8, 1 << 30) == Lengths.of_all(rows).batches(1, 1 << 30)
 
 
+def test_rounding_up_adds_few_tokens() -> None:
+    lengths = Lengths(counts=dict.fromkeys(range(1, 1001), 1))
+    exact, rounded = (sum(n * share for n, share in lengths.batches(1, levels).items()) for levels in (1000, 48))
+    assert exact == pytest.approx(500.5) and exact < rounded < 1.05 * exact
+
+
+def test_empty_sequences_take_a_token() -> None:
+    assert Lengths.of_all([0, 3]).counts == {1: 1, 3: 1}
+
+
 def test_longer_sequences_are_cut_off() -> None:
     assert Lengths(counts={5: 1, 9: 2, 100: 3}).cut(9).counts == {5: 1, 9: 5}
+    assert Lengths(counts={5: 1, 9: 2}, of="batches").cut(6) == Lengths(counts={5: 1, 6: 2}, of="batches")
     assert "half of them up to 9" in str(Lengths(counts={5: 1, 9: 2, 100: 3}))

@@ -3,7 +3,7 @@ from __future__ import annotations
 from itertools import pairwise
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from autockpt.errors import PlanError
@@ -39,6 +39,7 @@ def owners(patterns: list[str], names: list[str]) -> dict[str, str]:
         ("model.layers.0-3.mlp", 4),
         ("**.mlp", 12),
         ("**", 12),
+        ("**.0-11", 12),
         ("model.**.self_attn", 12),
         ("*.*.0-1.*", 4),
     ],
@@ -80,6 +81,9 @@ def test_a_pattern_that_matches_nothing_suggests_one() -> None:
         expand([Entry("model.layer.0-11", 1, "plan.yaml:9")], UNITS)
     assert caught.value.message.startswith("plan.yaml:9: ")
     assert "model.layers.0-11" in caught.value.remedy
+    with pytest.raises(PlanError) as caught:
+        expand([Entry("lm_hed", 1)], UNITS, ["lm_head"])
+    assert "lm_head" in caught.value.remedy
 
 
 @pytest.mark.parametrize("pattern", ["model.layers.0-31", "**.layers.0-31", "model.layers.10-12.mlp"])
@@ -97,9 +101,14 @@ def test_a_huge_range_is_refused_quickly() -> None:
         parse_pattern(f"model.layers.0-{10**30}").enumerate()
 
 
+def test_as_many_names_as_are_allowed_are_enumerated() -> None:
+    assert len(parse_pattern("h.0-9.0-9999").enumerate()) == 100_000
+
+
 def test_runs_are_folded() -> None:
     assignment: dict[str, Choice] = {n: SAVE if i < 4 else RECOMPUTE for i, n in enumerate(LAYERS)}
     assert fold(assignment) == {"model.layers.0-3": SAVE, "model.layers.4-11": RECOMPUTE}
+    assert list(fold({"h.0": 1, "norm": 1, "h.1": 1})) == ["h.0-1", "norm"], "in the order of their first names"
 
 
 def test_folding_sees_indices_in_the_middle_and_twice() -> None:
@@ -117,6 +126,7 @@ name = st.lists(component, min_size=1, max_size=4).map(".".join)
 
 @pytest.mark.slow
 @given(st.dictionaries(name, st.integers(0, 2), max_size=25))
+@example({"h.0-1": 0, "h.0": 1, "h.1": 1})
 def test_folding_round_trips(assignment: dict[str, int]) -> None:
     found = expand([Entry(p, v) for p, v in fold(assignment).items()], assignment)
     assert {n: e.value for n, e in found.items()} == assignment
@@ -138,6 +148,10 @@ def test_any_text_is_a_pattern_or_a_plan_error(text: str, names: list[str]) -> N
 
 def test_nested_choices_need_an_outer_save() -> None:
     check_nesting({"h.0": SAVE, "h.0.mlp": RECOMPUTE, "h.1": RECOMPUTE, "h.10": OFFLOAD})
+    with pytest.raises(PlanError, match=r"inside h\.0"):
+        check_nesting({"h.0": RECOMPUTE, "h.0.mlp": SAVE})
+    with pytest.raises(PlanError, match=r"inside h\.0"):
+        check_nesting({"h.0": RECOMPUTE, "h.0.mlp.up": SAVE})
     outer: Entry[Choice] = Entry("h.*", RECOMPUTE, "plan.yaml:3")
     inner: Entry[Choice] = Entry("h.1.mlp", SAVE, "plan.yaml:4")
     entries = expand([outer, inner], ["h.1", "h.1.mlp"])
@@ -188,4 +202,5 @@ def test_listing_is_short() -> None:
     assert listing(["my-net.h.0", "my-net.h.1"]) == "my-net.h.0-1"
     assert listing(LAYERS) == "model.layers.0-11"
     assert listing([f"x{i}" for i in range(9)], 3) == "x0, x1, x2, … (6 more)"
+    assert listing([f"x{i}" for i in range(3)], 3) == "x0, x1, x2"
     assert outermost(UNITS) == LAYERS

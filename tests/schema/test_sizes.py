@@ -83,6 +83,7 @@ def test_decimals_are_exact_down_to_the_byte(number: Decimal, unit: str) -> None
         "24.GB",
         ".5GB",
         "999999999999999TB",
+        "1048577TiB",
         "0.000000001KB",
         "0%",
         "0%act",
@@ -116,6 +117,12 @@ def test_near_misses_name_what_was_meant(text: str, meant: str) -> None:
     with pytest.raises(UsageError) as caught:
         parse_budget(text)
     assert meant in caught.value.remedy
+
+
+def test_nothing_is_no_near_miss() -> None:
+    with pytest.raises(UsageError) as caught:
+        parse_budget("0")
+    assert "Did you mean" not in caught.value.remedy
 
 
 @given(st.text(max_size=20))
@@ -155,6 +162,7 @@ def test_a_budget_is_data() -> None:
         (2**30, "1.00 GiB", "1.07 GB"),
         (1023 * 2**20, "1023 MiB", "1.07 GB"),
         (999_999_999, "954 MiB", "1.00 GB"),
+        (99_700_000_000, "92.9 GiB", "99.7 GB"),
         (512, "512 B", "512 B"),
         (0, "0 B", "0 B"),
         (-300 * 2**20, "-300 MiB", "-315 MB"),

@@ -23,7 +23,6 @@ from autockpt.schema import (
     parse_choice,
     plan_hash,
 )
-from autockpt.tuning.finals import BATCH, Final, play
 from autockpt.tuning.question import Clock
 from autockpt.tuning.targets.real_steps import RealSteps
 from autockpt.tuning.trials import Candidate, Score, Trials
@@ -252,37 +251,6 @@ def test_step_times_of_the_well_known_plans_are_by_rounds_that_the_winner_ran_in
         in_turns = ratio_interval(row.times, ours.times[: len(row.times)], robust=True)
         assert len(row.times) >= 3
         assert row.step_seconds / ours.step_seconds == pytest.approx(in_turns.value)
-
-
-def finals(noise: Any) -> tuple[Final, list[tuple[int, ...]]]:
-    """Of three candidates, the last of them slow, and a well-known plan; ``noise(plan, round)`` is a factor."""
-    measured = Measurement(peak_bytes=1, step_seconds=1.0)
-    trials = [
-        Trial(number=n, name=str(n), encoding="knobs", choices={}, plan_hash=str(n), state="measured", feasible=True)
-        for n in range(4)
-    ]
-    trials = [t.model_copy(update={"measured": measured}) for t in trials]
-    seconds, batches = {0: 1.01, 1: 1.0, 2: 1.4, 3: 1.2}, []
-
-    def compare(plans: Any, rounds: int) -> dict[str, list[float]]:
-        batches.append(tuple(sorted(map(int, plans))))
-        start = BATCH * (len(batches) - 1)
-        return {n: [seconds[int(n)] * noise(int(n), start + r) for r in range(rounds)] for n in plans}
-
-    return play(trials[:3], trials[3:], compare, seconds=60.0), batches
-
-
-def test_finals_go_on_between_those_who_may_win() -> None:
-    final, batches = finals(lambda plan, number: 1 + 0.02 * math.sin(7 * plan + 3 * number))
-    assert final.winner == 1
-    assert batches[0] == (0, 1, 2, 3)
-    assert len(batches) > 1 and all(set(batch) == {0, 1} for batch in batches[1:])
-
-
-def test_finals_compare_what_ran_side_by_side() -> None:
-    """The machine takes twice as long after the first rounds: the plan that left by then is not said to be fast."""
-    final, _ = finals(lambda plan, number: (1 + 0.02 * math.sin(7 * plan + 3 * number)) * (1 if number < BATCH else 2))
-    assert final.seconds(3) / final.seconds(final.winner) == pytest.approx(1.2, rel=0.05)
 
 
 @pytest.mark.parametrize("trials", [1, 4])

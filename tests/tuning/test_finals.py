@@ -1,0 +1,90 @@
+"""The best few side by side, on times that are made up."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from autockpt.schema import Measurement, Trial
+from autockpt.tuning.finals import BATCH, MOST_ROUNDS, Final, most_cycles, play
+
+
+def trial(number: int, seconds: float = 1.0) -> Trial:
+    measured = Measurement(peak_bytes=1, step_seconds=seconds)
+    return Trial(
+        number=number,
+        name=str(number),
+        encoding="knobs",
+        choices={},
+        plan_hash=str(number),
+        state="measured",
+        feasible=True,
+        measured=measured,
+    )
+
+
+def finals(noise: Any, seconds_left: float = 60.0) -> tuple[Final, list[tuple[int, ...]]]:
+    """Of three candidates, the last of them slow, and a well-known plan; ``noise(plan, round)`` is a factor."""
+    trials = [trial(number) for number in range(4)]
+    seconds, batches = {0: 1.01, 1: 1.0, 2: 1.4, 3: 1.2}, []
+
+    def compare(plans: Any, rounds: int) -> dict[str, list[float]]:
+        batches.append(tuple(sorted(map(int, plans))))
+        start = BATCH * (len(batches) - 1)
+        return {n: [seconds[int(n)] * noise(int(n), start + r) for r in range(rounds)] for n in plans}
+
+    return play(trials[:3], trials[3:], compare, seconds=seconds_left), batches
+
+
+def test_finals_go_on_between_those_who_may_win() -> None:
+    final, batches = finals(lambda plan, number: 1 + 0.02 * math.sin(7 * plan + 3 * number))
+    assert final.winner == 1
+    assert batches[0] == (0, 1, 2, 3)
+    assert len(batches) > 1 and all(set(batch) == {0, 1} for batch in batches[1:])
+
+
+def test_finals_compare_what_ran_side_by_side() -> None:
+    """The machine takes twice as long after the first rounds: the plan that left by then is not said to be fast."""
+    final, _ = finals(lambda plan, number: (1 + 0.02 * math.sin(7 * plan + 3 * number)) * (1 if number < BATCH else 2))
+    assert final.seconds(3) / final.seconds(final.winner) == pytest.approx(1.2, rel=0.05)
+
+
+def swinging(plan: int, number: int) -> float:
+    """Neither of the first two plans is ever known to be faster."""
+    return 1 + 0.1 * math.sin(7 * plan + 3 * number)
+
+
+def test_finals_that_nobody_wins_end_and_name_the_rival() -> None:
+    final, batches = finals(swinging)
+    assert len(batches) * BATCH == MOST_ROUNDS == len(final.times[final.winner])
+    assert sorted([final.winner, *final.undecided]) == [0, 1]
+
+
+def test_no_rounds_are_begun_that_would_exceed_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each plan's round takes a second: twelve for the first batch, then six each."""
+    now = 0
+
+    def noise(plan: int, number: int) -> float:
+        nonlocal now
+        now += 1
+        return swinging(plan, number)
+
+    monkeypatch.setattr("autockpt.tuning.finals.time", SimpleNamespace(monotonic=lambda: now))
+    assert [len(finals(noise, seconds)[1]) for seconds in (5, 6, 15, 18)] == [1, 2, 3, 4]
+
+
+def test_the_error_is_of_what_the_rounds_do_not_share() -> None:
+    in_step = {0: [1.0, 1.5, 1.2], 1: [2.0, 3.0, 2.4, 7.0]}
+    assert Final(0, in_step, (1,)).error == pytest.approx(0.0)
+    assert Final(0, in_step, ()).error == 0.0
+    assert Final(0, {0: [1.0, 1.02, 1.0, 1.02], 1: [1.01] * 4}, (1,)).error == pytest.approx(0.004, rel=0.1)
+
+
+def test_no_more_cycles_are_foreseen_than_are_run() -> None:
+    table = [trial(8), trial(9)]
+    assert most_cycles([trial(0)], table, seconds=60.0) == 3 * BATCH
+    assert most_cycles([trial(0), trial(1)], table, seconds=9.0) == 4 * BATCH + 4
+    assert most_cycles([trial(0), trial(1)], table, seconds=1e6) == 4 * BATCH + 2 * (MOST_ROUNDS - BATCH)
