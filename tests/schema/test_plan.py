@@ -24,7 +24,8 @@ from autockpt.schema import (
     WorkloadSpec,
     plan_hash,
 )
-from autockpt.schema.plan import Steps
+from autockpt.schema.choices import CHUNKED_LOSS
+from autockpt.schema.plan import NEVER_CALLED, Steps
 from autockpt.schema.sets import When
 
 UNITS = tuple(Unit(name=f"model.layers.{i}", cls="LlamaDecoderLayer", kind=0) for i in range(12)) + tuple(
@@ -156,6 +157,17 @@ def test_a_plan_that_changed_while_it_was_measured_is_left_alone(tmp_path: Path)
     assert path.read_text() == before
 
 
+def test_two_who_measured_the_same_plan_otherwise_both_find_it_in_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "plan.yaml"
+    full_plan().save(path)
+    read = Plan.load(path)
+    for number, steps in enumerate(("layers", "model"), 1):
+        read.noting(steps, Measurement(peak_bytes=number, step_seconds=1.0)).save_otherwise(path)
+    assert {steps: found.peak_bytes for steps, found in Plan.load(path).otherwise.items()} == {"layers": 1, "model": 2}
+    with pytest.raises(ValueError, match="eager"):
+        read.noting("eager", Measurement(peak_bytes=1, step_seconds=1.0))
+
+
 def test_a_file_in_a_layout_of_its_own_is_written_anew_and_kept(tmp_path: Path) -> None:
     plan = full_plan()
     text = json.dumps({"choices": {n: c.kind for n, c in CHOICES.items()}, **plan.model_dump(exclude={"choices"})})
@@ -196,6 +208,8 @@ def test_an_edited_plan_is_unmeasured(tmp_path: Path) -> None:
 def test_a_plan_cannot_claim_what_it_does_not_hold(tmp_path: Path) -> None:
     claimed = Plan.load(write(tmp_path, "autockpt: 1\nsource: measured\nchoices: {a: recompute}\n"))
     assert claimed.status == "unmeasured"
+    never_run = Plan.create(CHOICES, UNITS, source="measured")
+    assert never_run.status == "unmeasured" and "no measurement" in never_run.status_reason
 
 
 @pytest.mark.parametrize(
@@ -306,6 +320,7 @@ def test_structures_are_compact() -> None:
 def test_times_of_single_steps_stay_out_of_the_plan() -> None:
     plan = full_plan()
     assert plan.measured is not None and plan.measured.times == () and plan.measured.steps == 20
+    assert plan.measured.noise == 0.008 and plan.measured.step_seconds == 0.448
     assert plan.baselines[0].measured is not None and plan.baselines[0].measured.times == ()
 
 
@@ -338,6 +353,37 @@ def test_a_plan_for_blocks_fits_a_model_whose_parts_are_known_too() -> None:
     parts = [Unit(name=f"a.{i}.mlp", cls="MLP", kind=1, role="mlp", parent=f"a.{i}") for i in range(2)]
     plan = Plan.create({"a.0": RECOMPUTE, "a.1": SAVE}, units)
     assert plan.choices_for([*units, *parts]) == {"a.0": RECOMPUTE, "a.1": SAVE}
+
+
+def test_what_no_step_calls_is_no_other_structure() -> None:
+    layer = Unit(name="h.0", cls="Block", kind=0)
+    idle = [Unit(name=f"tower.{i}", cls="Block", kind=0) for i in (1, 10)]
+    plan = Plan.create({"h.0": RECOMPUTE}, [layer], settings={NEVER_CALLED: "tower.1"})
+    plan.check_structure([layer, idle[0]])
+    with pytest.raises(PlanError, match=r"knows no tower\.10"):
+        plan.check_structure([layer, *idle])
+
+
+def test_the_output_head_is_known_in_a_wrapped_model() -> None:
+    units = [Unit(name="h.0", cls="Block", kind=0), Unit(name="lm_head", cls="Linear", kind=1, role="head")]
+    plan = Plan.create({"h.0": RECOMPUTE, "lm_head": CHUNKED_LOSS}, units)
+    layer, head = (unit.model_copy(update={"name": f"module.{unit.name}"}) for unit in units)
+    assert plan.head == "lm_head" and Plan(choices={"h.*": CHUNKED_LOSS}).head is None
+    assert plan.choices_for([layer], head) == {"module.h.0": RECOMPUTE, "module.lm_head": CHUNKED_LOSS}
+
+
+@pytest.mark.parametrize(
+    ("choices", "words"),
+    [
+        ({"lm_head": RECOMPUTE}, "cannot be used on lm_head, which is the output head"),
+        ({"h.0": CHUNKED_LOSS}, "cannot be used on h.0, which is no output head"),
+        ({"h.*": CHUNKED_LOSS}, "cannot be used on h.0, which is no output head"),
+        ({"lm_head": CHUNKED_LOSS, "model.lm_head": SAVE}, "lm_head is named twice"),
+    ],
+)
+def test_choices_on_the_wrong_side_of_the_output_head_are_refused(choices: dict[str, Choice], words: str) -> None:
+    with pytest.raises(PlanError, match=words):
+        Plan(choices=choices).expand(["h.0"], "lm_head")
 
 
 def with_sets() -> Plan:
@@ -380,6 +426,11 @@ def test_an_edited_set_makes_the_plan_unmeasured(tmp_path: Path) -> None:
     ("section", "words"),
     [
         ("- when: {tokens: 8}\n  choices: {a: recompute}\n- when: {tokens: 8}\n  choices: {a: save}", "small to large"),
+        (
+            "- when: {tokens: 8, longest: 8}\n  choices: {a: recompute}\n"
+            "- when: {tokens: 16, longest: 4}\n  choices: {a: save}",
+            "small to large",
+        ),
         ("- when: {tokens: 8}\n  choices: {a: recomptue}", "plan.yaml:5: .*recomptue"),
         ("- when: {tokens: 8}\n  choices: {}", "plan.yaml:5: a plan needs choices"),
         ("- when: {tokens: 0}\n  choices: {a: save}", "plan.yaml:4: .*greater than 0"),

@@ -5,6 +5,7 @@ from unittest.mock import patch
 
 import pytest
 from hypothesis import example, given, settings
+from hypothesis import strategies as st
 
 from autockpt.schema.choices import RECOMPUTE, SAVE
 from autockpt.schema.problem import Point, Problem
@@ -22,9 +23,21 @@ def test_agrees_with_brute_force(problem):
 @settings(max_examples=60)
 @given(small_problems())
 @example(equal_units([(0.0, 5, 5, 8), (1.0, 4, 2, 8), (2.0, 4, 1, 0)], (8, 8), (4, 6), 18))
+@example(equal_units([(0.0, 10, 3, 4), (1.0, 4, 9, 6), (2.0, 1, 2, 5)], (2, 9), (0, 3), 21))
 def test_what_few_labels_find_and_prove_is_true(problem):
     with patch.object(sys.modules["autockpt.solvers.labels"], "WIDTHS", (1, 2, 65536)):
         check_exact(problem, labels(problem, gap=0.0))
+
+
+@settings(max_examples=40)
+@given(small_problems(), st.sampled_from([0.05, 0.2]))
+@example(equal_units([(0.0, 5, 5, 8), (4.0, 1, 6, 6), (2.0, 2, 12, 7)], (11, 7, 7), (11, 9, 10), 24), 0.2)
+def test_no_smaller_gap_is_said_than_there_is(problem, accepted):
+    with patch.object(sys.modules["autockpt.solvers.labels"], "WIDTHS", (1, 2, 65536)):
+        answer = labels(problem, gap=accepted)
+    fastest, _ = brute_force(problem)
+    if fastest is not None:
+        assert answer.seconds - answer.gap * abs(problem.base_seconds + answer.seconds) <= fastest + 1e-9
 
 
 @pytest.mark.slow
