@@ -24,6 +24,7 @@ def test_agrees_with_brute_force(problem):
 @given(small_problems())
 @example(equal_units([(0.0, 5, 5, 8), (1.0, 4, 2, 8), (2.0, 4, 1, 0)], (8, 8), (4, 6), 18))
 @example(equal_units([(0.0, 10, 3, 4), (1.0, 4, 9, 6), (2.0, 1, 2, 5)], (2, 9), (0, 3), 21))
+@example(equal_units([(0.0, 6, 1, 3), (4.0, 0, 3, 0)], (2, 4), (8, 4), 13))
 def test_what_few_labels_find_and_prove_is_true(problem):
     with patch.object(sys.modules["autockpt.solvers.labels"], "WIDTHS", (1, 2, 65536)):
         check_exact(problem, labels(problem, gap=0.0))
