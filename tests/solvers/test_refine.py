@@ -153,6 +153,8 @@ def test_a_faster_option_is_tried_though_one_before_it_is_no_faster():
     problem = Problem(units=(unit,), points=(point,), budget_bytes=15, base_seconds=10.0)
     refined = refine(problem, lambda plan: Checked(20 if plan["u"] == SAVE else 10))
     assert refined.settled and refined.choices == {"u": RECOMPUTE}
+    hasty = refine(problem, lambda plan: Checked(20 if plan["u"] == SAVE else 10), max_calls=1)
+    assert hasty.choices == {"u": OFFLOAD} and hasty.calls == 2, "one more for what keeps least"
 
 
 def test_too_few_calls():
