@@ -182,3 +182,33 @@ def test_where_the_model_misses_to_both_sides_plans_in_between_are_tried_two_at_
     assert refined.feasible and refined.assignment.seconds < 0.04 * problem.base_seconds  # 0.053 by jumping
     assert max(map(len, announced)) == 2
     assert all(plan in check.seen for plans in announced for plan in plans[:1])
+
+
+def with_a_host(copying: int) -> Problem:
+    """One unit within 15 bytes: by the model recomputing needs 18, ``copying`` so many and all of the host budget."""
+    unit = UnitOptions(
+        name="u",
+        options=(
+            option(SAVE, 0.0, 2, 15, 0),
+            option(RECOMPUTE, 3.0, 0, 18, 0),
+            option(OFFLOAD, 1.0, 0, copying, 0).model_copy(update={"host": 4}),
+        ),
+    )
+    point = Point(base=0, prefix=0, own=0, phase="forward")
+    return Problem(units=(unit,), points=(point,), budget_bytes=15, base_seconds=10.0, host_budget=4)
+
+
+def test_an_option_that_takes_the_host_to_its_last_byte_is_tried():
+    def torn(plan) -> Checked:
+        return Checked(20 if plan["u"] == SAVE else 10, host_bytes=4 * (plan["u"] == OFFLOAD))
+
+    assert refine(with_a_host(18), torn).choices == {"u": OFFLOAD}
+
+
+def test_where_nothing_fits_the_plan_named_is_one_that_the_host_can_take():
+    def crowded(plan) -> Checked:
+        copied = plan["u"] == OFFLOAD
+        return Checked(20 if copied else 25, host_bytes=5 * copied)
+
+    refined = refine(with_a_host(14), crowded)
+    assert not refined.feasible and refined.choices != {"u": OFFLOAD}
