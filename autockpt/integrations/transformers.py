@@ -148,6 +148,8 @@ def _refuse_unsearchable(trainer: Any) -> None:
     kind = str(getattr(accelerator.distributed_type, "value", accelerator.distributed_type))
     parallel = getattr(accelerator, "parallelism_config", None)
     optim = str(getattr(args.optim, "value", args.optim))
+    code = getattr(inspect.unwrap(type(trainer).training_step), "__code__", None)
+    step = {*(code.co_names if code is not None else ())}
     reasons = {
         "DeepSpeed": "DEEPSPEED" in kind,
         "FSDP": "FSDP" in kind or bool(getattr(trainer, "is_fsdp_enabled", False)),
@@ -158,10 +160,8 @@ def _refuse_unsearchable(trainer: Any) -> None:
         f"optim={optim}": "layerwise" in optim or "lomo" in optim,
         f"{type(trainer).__name__}, which makes its batches while it trains": type(trainer)._prepare_inputs
         is not transformers.Trainer._prepare_inputs,
-        f"{type(trainer).__name__}, whose training step is its own and not that of compute_loss": not {
-            "compute_loss",
-            "training_step",  # super's, as in TRL's SFTTrainer
-        }.intersection(inspect.unwrap(type(trainer).training_step).__code__.co_names),
+        f"{type(trainer).__name__}, whose training step is its own and not that of compute_loss": "backward" in step
+        and step.isdisjoint(("compute_loss", "training_step")),  # the latter: its base's, as in TRL's SFTTrainer
     }
     refuse_search("AutockptCallback", reasons, *(["with --compile layers"] if args.torch_compile else []))
 

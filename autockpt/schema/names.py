@@ -116,7 +116,7 @@ def expand(entries: Iterable[Entry[T]], names: Iterable[str], more: Sequence[str
     """Which entry speaks for which name, in the order of ``names``; names that no entry speaks for are left out.
 
     Raises PlanError where a pattern is malformed or matches nothing, a range reaches past what exists, or two entries
-    name one unit; ``more`` names that it could have meant are none that these patterns may stand for.
+    name one unit. ``more`` are names that a hint may offer besides, for which these patterns do not stand.
     """
     known = dict.fromkeys(names)
     owner: dict[str, Entry[T]] = {}
