@@ -21,7 +21,7 @@ import statistics
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import FrameType
 
@@ -75,9 +75,14 @@ def by_hand(model: torch.nn.Module) -> Iterator[None]:
             layer.gradient_checkpointing = False
 
 
-def measure(device: str = "cpu", rounds: int = ROUNDS, autocast: bool = False) -> dict[str, dict[str, float | str]]:
+Rows = dict[str, dict[str, float | str]]
+
+
+def measure(
+    device: str = "cpu", rounds: int = ROUNDS, autocast: bool = False, keep: Callable[[Rows], object] | None = None
+) -> Rows:
     """Medians by candidate: µs a layer of forward and backward, their sum's noise, and the ratio to checkpointing by
-    hand in words."""
+    hand in words. ``keep`` is given what is known after every round but the first."""
     torch.set_num_threads(1)
     model, batch = model_and_batch(device)
     names = [f"model.layers.{i}" for i in range(LAYERS)]
@@ -106,8 +111,14 @@ def measure(device: str = "cpu", rounds: int = ROUNDS, autocast: bool = False) -
                 for _ in range(WARMUP):
                     once()
                 times[name].append(once())
+        if keep is not None and turn:
+            keep(_rows(times))
+    return _rows(times)
+
+
+def _rows(times: Mapping[str, list[tuple[float, float]]]) -> Rows:
     hand = [sum(pair) for pair in times[BY_HAND]]
-    found: dict[str, dict[str, float | str]] = {}
+    found: Rows = {}
     for name, pairs in times.items():
         forward, backward = (statistics.median(p[i] for p in pairs) / LAYERS * 1e6 for i in (0, 1))
         ratio = str(ratio_interval([sum(p) for p in pairs], hand, robust=True)) if name != BY_HAND else ""

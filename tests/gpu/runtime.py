@@ -163,4 +163,9 @@ def _beyond(now: int | None, base: int | None) -> int | None:
 
 def host_cost(context: Context) -> dict[str, Any]:
     """Host time of every choice per layer on layers that are next to nothing."""
-    return {"rows": cost.measure(context.device, context.shapes.host_rounds), "layers": cost.LAYERS}
+
+    def kept(rows: cost.Rows) -> dict[str, Any]:
+        return {"rows": rows, "layers": cost.LAYERS}
+
+    rows = cost.measure(context.device, context.shapes.host_rounds, keep=lambda rows: context.keep(kept(rows)))
+    return kept(rows)

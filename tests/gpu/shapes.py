@@ -62,7 +62,7 @@ CARD = Shapes(
         "vit-base": ({"model": "vit-base", "dtype": "bf16", "batch_size": 128}, ("70%act", "40%act")),
         "llama-1b": (_LLAMA | {"batch_size": 4, "seq_len": 1536}, ("28GB", "32GB")),
     },
-    host_rounds=8,
+    host_rounds=5,
     overlap=_LLAMA | {"batch_size": 8, "seq_len": 2048},
     stress={"model": "llama-small", "dtype": "bf16", "batch_size": 8, "seq_len": 512, "packed": True},
     stress_steps=90,
