@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import copy
 import functools
-import itertools
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -22,6 +21,7 @@ from autockpt.policies.compiling import outside_graphs, set_compiler
 from autockpt.policies.conflicts import refuse_capture, refuse_late_writes, refuse_native
 from autockpt.policies.kvcache import with_caches, without_cache
 from autockpt.policies.saved import Group, Packer
+from autockpt.schema.choices import Offload
 from autockpt.schema.graph import Tier
 
 MOVING = ("offload", "recompute_offload")
@@ -31,8 +31,8 @@ _outside_graphs = outside_graphs("offload", "moves what autograd saves by way of
 class Pipeline:
     """The order of offloaded forwards in one model, and the transports they share.
 
-    With copies beside compute a group is settled when the forward of the unit behind it has ended, so that its copies
-    have had that long; else when its own forward has. In backward each group fetches the one before it.
+    With copies beside compute a group is settled when the forward of the unit ``window`` places behind it has ended, so
+    that its copies have had that long; else when its own forward has. In backward each group fetches the one before it.
     """
 
     def __init__(self, transports: Transports) -> None:
@@ -51,36 +51,48 @@ class Pipeline:
     def begin(self) -> None:
         """A forward of the whole model begins: its units are not neighbours of an earlier forward's."""
         self._last: Group | None = None
-        self.unsettled: Group | None = None  # the one whose forward ended last, until it is settled
+        self._unsettled: list[tuple[OffloadState, Group]] = []  # whose forwards have ended
 
-    def open(self, unit: str, device: torch.device, tier: Tier) -> Group:
+    def open(self, state: OffloadState, device: torch.device) -> Group:
         """A unit's forward begins."""
-        return Group(unit, device, self._last, self.transport(device, tier))
+        return Group(state.unit, device, self._last, self.transport(device, state.tier))
 
-    def close(self, group: Group) -> None:
+    def close(self, state: OffloadState, group: Group) -> None:
         """A unit's forward has ended."""
-        self.settle()
-        self._last = self.unsettled = group
-        if not group.transport.copy_queues:
-            self.settle()
-
-    def settle(self) -> None:
-        """Let go of the device memory of the group whose forward has ended."""
-        group, self.unsettled = self.unsettled, None
-        if group is not None:
+        self.passed(state.place)
+        self._last = group
+        if group.transport.copy_queues:
+            self._unsettled.append((state, group))
+        else:
             group.settle()
 
-    end = settle
+    def passed(self, place: int) -> list[Group]:
+        """The forward of the unit at ``place`` has ended: let go of the device memory of groups that had their time.
+        Those of units that are not before it ran in an earlier round through the same units."""
+        done = [group for state, group in self._unsettled if state.due <= place or state.place >= place]
+        self._unsettled = [(state, group) for state, group in self._unsettled if group not in done]
+        for group in done:
+            group.settle()
+        return done
+
+    def end(self) -> None:
+        """The model's forward has ended."""
+        for _, group in self._unsettled:
+            group.settle()
+        self._unsettled = []
 
 
 class OffloadState(Attachment):
-    """An offloaded unit's attachment, or with the default ``tier`` that of a unit behind one."""
+    """An offloaded unit's attachment, or with the default ``tier`` that of one at whose end others are settled.
+
+    ``place`` is its own in the order of all units, ``due`` that of the unit at whose end its copies are waited for.
+    """
 
     has_sentinel: ClassVar[bool] = True
 
-    def __init__(self, unit: str, pipeline: Pipeline, tier: Tier = "cpu") -> None:
+    def __init__(self, unit: str, pipeline: Pipeline, place: int, due: int, tier: Tier = "cpu") -> None:
         super().__init__(unit)
-        self.pipeline = pipeline
+        self.pipeline, self.place, self.due = pipeline, place, due
         self.tier: Tier = tier
         self._cache_buffers: list[tuple[dict[str, Any], str]] | None = None
 
@@ -122,7 +134,7 @@ def offloaded(
     refuse_capture(device, state.unit)
     buffers = state.buffers(module)
     outside = [t for t in tensors if t is not hidden] + buffers
-    group = state.pipeline.open(state.unit, device, state.tier)
+    group = state.pipeline.open(state, device)
     watch = state.sentinel.watch(module) if state.sentinel is not None else None
     packer = Packer(group, outside, module, watch.packed if watch is not None else None, hidden)
     with saving(state.unit, packer.pack, watch, assigns=watch is not None and watch.assigns):
@@ -131,7 +143,7 @@ def offloaded(
             output = call_inner(module, state, args, kwargs)
         finally:
             set_compiler(None)
-    state.pipeline.close(group)
+    state.pipeline.close(state, group)
     return output
 
 
@@ -150,13 +162,24 @@ class OffloadPolicy(Policy):
         tiers: list[Tier] = [unit.choice.tier for unit in units]  # type: ignore[union-attr]
         # a device that nothing can be moved off is refused now, not in the middle of training
         queues = any([pipeline.transport(_device(u), tier).copy_queues for u, tier in zip(units, tiers, strict=True)])
+        places, last = {unit.name: place for place, unit in enumerate(session.order)}, len(session.order) - 1
+        waited: set[int] = set()
         for unit, tier in zip(units, tiers, strict=True):
             refuse_late_writes(unit.module, unit.name)
-            session.place(unit.name, unit.module, self.run, OffloadState(unit.name, pipeline, tier))
+            place = places[unit.name]
+            due = min(place + _window(unit), last)
+            waited.add(due)
+            session.place(unit.name, unit.module, self.run, OffloadState(unit.name, pipeline, place, due, tier))
             where = ", to a file on disk" if tier == "disk" else ""
             session.attached[unit.name] = f"{self.kind}: {self.words}{where}"
-        for unit in _next_others(units, session.order) if queues else ():
-            session.place(unit.name, unit.module, run_then_settle, OffloadState(unit.name, pipeline))
+        for place in sorted(waited) if queues else ():
+            unit = session.order[place]
+            if unit.choice.kind not in MOVING:
+                session.place(unit.name, unit.module, run_then_settle, OffloadState(unit.name, pipeline, place, place))
+
+
+def _window(unit: PlannedUnit) -> int:
+    return unit.choice.window if isinstance(unit.choice, Offload) else 1
 
 
 def _device(unit: PlannedUnit) -> torch.device:
@@ -164,26 +187,17 @@ def _device(unit: PlannedUnit) -> torch.device:
     return torch.device("cpu") if device.type == "meta" else device
 
 
-def _next_others(units: Sequence[PlannedUnit], order: Sequence[PlannedUnit]) -> Iterator[PlannedUnit]:
-    """Units that keep their activations on the device and come right after one of these."""
-    offloaded = {unit.name for unit in units}
-    for unit, following in itertools.pairwise(order):
-        if unit.name in offloaded and following.choice.kind not in MOVING:
-            yield following
-
-
 @_outside_graphs
 def run_then_settle(module: nn.Module, state: OffloadState, /, *args: Any, **kwargs: Any) -> Any:
-    """The forward of a unit behind an offloaded one: when it has ended that one's copies must be done, and when its
-    backward begins they start to come back."""
-    group = state.pipeline.unsettled if acts(state) else None
+    """The forward of a unit so many places behind an offloaded one: when it has ended that one's copies must be done,
+    and when its backward begins they start to come back."""
     output = call_inner(module, state, args, kwargs)
-    if group is not None:
-        state.pipeline.settle()
+    if acts(state) and (groups := state.pipeline.passed(state.place)):
         outputs = (leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor))
         node = next((leaf.grad_fn for leaf in outputs if leaf.grad_fn is not None), None)
         if node is not None:
-            node.register_prehook(functools.partial(_fetch, weakref.ref(group)))
+            for group in groups:
+                node.register_prehook(functools.partial(_fetch, weakref.ref(group)))
     return output
 
 

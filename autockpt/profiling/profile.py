@@ -15,10 +15,12 @@ from autockpt.measuring.base import TIMED_CYCLE, Measurer, beats_counted
 from autockpt.profiling import cache
 from autockpt.profiling.calibration import ANCHORS, calibrated
 from autockpt.profiling.fronts import MOST_SETS, MOST_SETS_BESIDE, remake_front, selective_front
+from autockpt.profiling.hidden import hidden_copies
 from autockpt.profiling.menus import build_menus, head_menu, representatives
 from autockpt.profiling.op_times import TIMED_OPS
 from autockpt.profiling.predictor import MemoryModel, Predictor, Traces
 from autockpt.profiling.problem import build_problem, passed_on, point_bytes
+from autockpt.profiling.segments import segments
 from autockpt.schema import (
     RECOMPUTE,
     SAVE,
@@ -100,16 +102,23 @@ class CostModel:
         return {name: choice for name, choice in choices.items() if name != head or choice != SAVE}
 
     def problem(
-        self, budget_bytes: int, price: Mapping[str, float] | None = None, margin: int = 0, *, plain_head: bool = False
+        self,
+        budget_bytes: int,
+        price: Mapping[str, float] | None = None,
+        margin: int = 0,
+        *,
+        plain_head: bool = False,
+        hidden: float = 0.0,
     ) -> Problem:
         """The planning problem of this workload. ``budget_bytes`` are without the device's own overhead.
 
-        With a ``plain_head`` the output head can only save.
+        With a ``plain_head`` the output head can only save. ``hidden`` is the share of the link's time for which units
+        are offloaded whose copies hide behind compute.
         """
         menus = self.profile.menus
         if plain_head and self.head is not None:
             menus = (*menus[:-1], menus[-1].model_copy(update={"items": menus[-1].items[:1]}))
-        return build_problem(
+        problem = build_problem(
             self.base,
             menus,
             budget_bytes=budget_bytes,
@@ -119,6 +128,15 @@ class CostModel:
             base_seconds=self.profile.save_all_seconds,
             head=self.head,
         )
+        bandwidth = hidden * self.profile.op_times.copy_out_bandwidth
+        return hidden_copies(problem, self._forwards(), bandwidth) if bandwidth > 0 else problem
+
+    def _forwards(self) -> list[float]:
+        """Seconds of one forward of each unit, as all of them save; of an output head they are not known."""
+        parts = segments(self.base, [unit.name for unit in self.units])
+        batches = self.base.repeated + sum(part.unit == 0 and part.place == "forward" for part in parts)
+        saving = {menu.kind: menu.items[0].forward_seconds / batches for menu in self.profile.menus}
+        return [saving.get(unit.kind, 0.0) for unit in self.units]
 
     def check(self, choices: Mapping[str, Choice]) -> Checked:
         """What the ghost run of a plan says, for ``solvers.refine``: bytes without the device's own overhead."""

@@ -14,6 +14,7 @@ from autockpt.schema.suggest import closest
 SPACE_VERSION = 1
 _BY_OPTION = {"chunked_loss": "--allow-inexact (its gradients are equal up to rounding)", "compile_budget": "--compile"}
 Encoding = Literal["knobs", "layers"]
+HIDDEN_COPIES = "hidden_copies"
 Sampler = Literal["gp", "tpe", "nsga2", "random"]
 
 
@@ -39,8 +40,9 @@ class Knob(Data):
 class SearchSpace(Data):
     """What a search may try.
 
-    ``knobs``: the solver makes every plan and a few numbers steer it: ``margin`` (share of the budget left free) and
-    ``<choice>_price`` (factor on the predicted extra seconds of a choice). ``layers``: one categorical per unit,
+    ``knobs``: the solver makes every plan and a few numbers steer it: ``margin`` (share of the budget left free),
+    ``<choice>_price`` (factor on the predicted extra seconds of a choice) and ``hidden_copies`` (share of the link's
+    time in forward for which units are offloaded behind others' compute). ``layers``: one categorical per unit,
     repaired to the budget. ``head``: what the output head may do besides, in all plans of a search. ``margins`` are
     those at which the solver's plans are enqueued as seeds in either encoding.
     """
@@ -111,11 +113,12 @@ class SearchSpace(Data):
         kept = tuple(c for c in self.choices if c in kinds or c == "save")
         if kept == ("save",):
             raise UsageError("with `save` alone there is nothing to choose", remedy="Allow recompute or offload, too.")
-        knobs = {k: v for k, v in self.knobs.items() if not k.endswith("_price") or k.removesuffix("_price") in kept}
+        priced = {name: "offload" if name == HIDDEN_COPIES else name.removesuffix("_price") for name in self.knobs}
+        knobs = {name: knob for name, knob in self.knobs.items() if name == "margin" or priced[name] in kept}
         head = tuple(c for c in self.head if c in kinds)
         return self.model_copy(update={"choices": kept, "head": head, "knobs": knobs})
 
 
 def known_knobs() -> tuple[str, ...]:
-    """Names of all knobs: one margin, and a price per choice that is on the solver's menus."""
-    return ("margin", *(f"{kind}_price" for kind in searched_kinds() if kind not in ("save", "segment")))
+    """Names of all knobs: one margin, the copies that hide, and a price per choice that is on the solver's menus."""
+    return ("margin", HIDDEN_COPIES, *(f"{kind}_price" for kind in searched_kinds() if kind not in ("save", "segment")))

@@ -12,6 +12,7 @@ from autockpt.devices import Device, get_device
 from autockpt.measuring import StepRunner
 from autockpt.runtime import digest_tensors
 from autockpt.schema import RECOMPUTE, SAVE, Choice, Graph, WorkloadSpec, parse_choice
+from autockpt.schema.choices import Offload
 from autockpt.tracing import Tracer
 from autockpt.workload import build, discover_units
 
@@ -49,8 +50,8 @@ def plans(units: list[str], names: tuple[str, ...]) -> dict[str, dict[str, Choic
         "keep attention": lambda i: kinds[2],
         "keep matmuls and attention": lambda i: kinds[3],
         "offload all": lambda i: kinds[4],
-        "offload every second": lambda i: kinds[4] if i % 2 == 0 else SAVE,
-        "offload every fourth": lambda i: kinds[4] if i % 4 == 0 else SAVE,
+        "offload every fourth": lambda i: Offload(window=3) if i % 4 == 0 else SAVE,
+        "offload every eighth": lambda i: Offload(window=6) if i % 8 == 0 else SAVE,
         "recompute and offload": lambda i: parse_choice("recompute_offload"),
         "mixed": lambda i: draw.choice(kinds),
     }

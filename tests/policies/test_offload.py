@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from autockpt.devices import disk
@@ -21,7 +23,7 @@ from autockpt.errors import ConflictError, HostBudgetExceeded, MeasurementError
 from autockpt.policies.base import InPlaceError
 from autockpt.policies.saved import SMALL_BYTES, Group, SavedStorage
 from autockpt.runtime import attach
-from autockpt.schema.choices import OFFLOAD, RECOMPUTE, SAVE, Offload, RecomputeOffload
+from autockpt.schema.choices import OFFLOAD, RECOMPUTE, SAVE, Choice, Offload, RecomputeOffload
 from tests.policies.deferred import DeferredDisk, DeferredTransport
 from tests.policies.zoo import CASES, Tally, assert_equal, bytes_alive_after, plain, train
 
@@ -378,45 +380,112 @@ class Log(DeferredTransport):
         inner.wait, inner.copy = waited, fetched
 
 
-def test_when_copies_are_waited_for_and_started():
+class Mark(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, log: Log, unit: int) -> Tensor:
+        ctx.log, ctx.unit = log, unit
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        ctx.log.now = f"before backward of {ctx.unit}"
+        return gradients[0], None, None
+
+
+def logged(*choices: Choice) -> list[str]:
+    """When one step under these choices waits for copies, and when it starts to bring them back."""
     log = Log()
 
-    class Mark(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x, unit):
-            ctx.unit = unit
-            return x.view_as(x)
-
-        @staticmethod
-        def backward(ctx, gradient):
-            log.now = f"before backward of {ctx.unit}"
-            return gradient, None
-
     class Marked(nn.Module):
-        def __init__(self):
+        def __init__(self) -> None:
             super().__init__()
-            self.units = nn.ModuleList(Unit(lambda unit, x: x * unit.weight) for _ in range(4))
+            self.units = nn.ModuleList(Unit(lambda unit, x: x * unit.weight) for _ in choices)
 
-        def forward(self, x):
+        def forward(self, x: Tensor) -> Tensor:
             for i, unit in enumerate(self.units):
                 x = unit(x)
                 log.now = f"forward of {i} done"
-                x = Mark.apply(x, i)
+                x = Mark.apply(x, log, i)
             return x
 
     model = Marked()
-    choices = {"units.0": OFFLOAD, "units.1": OFFLOAD, "units.2": RECOMPUTE, "units.3": SAVE}
-    with attach(model, choices, transport=log):
+    with attach(model, {f"units.{i}": choice for i, choice in enumerate(choices)}, transport=log):
         model(torch.rand(N).requires_grad_()).sum().backward()
+    return log.lines
+
+
+def test_when_copies_are_waited_for_and_started():
+    lines = logged(OFFLOAD, OFFLOAD, RECOMPUTE, SAVE)
     # 0 is settled when 1 has ended and 1 when 2 has: the log's clock is set after each forward
-    assert log.lines[:2] == ["forward of 0 done: wait", "forward of 1 done: wait"]
+    assert lines[:2] == ["forward of 0 done: wait", "forward of 1 done: wait"]
     # 1 is fetched when 2's backward begins and 0 when 1's does: one ahead; both arrive when they are needed
-    assert log.lines[2:] == [
+    assert lines[2:] == [
         "before backward of 2: fetch",
         "before backward of 1: fetch",
         "before backward of 1: wait",
         "before backward of 0: wait",
     ]
+
+
+def test_a_window_gives_copies_the_forwards_of_several_units():
+    lines = logged(Offload(window=3), SAVE, Offload(window=2), SAVE, RECOMPUTE, SAVE)
+    # 0 is due at the end of 3, and 2 at the end of 4
+    assert lines[:2] == ["forward of 2 done: wait", "forward of 3 done: wait"]
+    # as early as that in backward, too; and 0 when 2 begins at the latest
+    assert lines[2:] == [
+        "before backward of 4: fetch",
+        "before backward of 3: fetch",
+        "before backward of 2: wait",
+        "before backward of 0: wait",
+    ]
+
+
+def test_a_window_ends_with_the_last_unit():
+    """The output head comes behind, which must find the memory free."""
+    assert logged(SAVE, Offload(window=9), SAVE)[:1] == ["forward of 1 done: wait"]
+
+
+def test_a_window_does_not_hold_what_earlier_calls_of_one_unit_moved():
+    """A layer that is called again and again (as in ALBERT) has no unit behind it that would end its window."""
+
+    class Shared(nn.Module):
+        def __init__(self, calls: int) -> None:
+            super().__init__()
+            self.units, self.calls = nn.ModuleList([Unit(lambda unit, x: (x * unit.weight).sin())]), calls
+
+        def forward(self, x: Tensor) -> Tensor:
+            for _ in range(self.calls):
+                x = self.units[0](x)
+            return x
+
+    def kept(calls: int) -> list[str]:
+        log, model = Log(), Shared(calls)
+        with attach(model, {"units.0": Offload(window=5)}, transport=log):
+            log.now = "forward"
+            loss = model(torch.rand(N)).sum()
+            log.now = "after"
+            loss.backward()
+        return [line for line in log.lines if line == "forward: wait"]
+
+    assert len(kept(4)) == 2 * len(kept(2)) > 0
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    st.lists(
+        st.sampled_from([SAVE, RECOMPUTE, OFFLOAD, *(Offload(window=w) for w in (2, 3, 7)), RecomputeOffload()]),
+        min_size=5,
+    )
+)
+def test_gradients_are_equal_with_any_windows(choices):
+    def body(unit, x):
+        return (x * unit.weight).sin().exp() * x
+
+    choices = choices[:7]
+    wanted, model = run(Model(body, n=len(choices))), Model(body, n=len(choices))
+    named = {f"units.{i}": choice for i, choice in enumerate(choices)}
+    with attach(model, named, transport=DeferredTransport()):
+        assert_equal(run(model), wanted)
 
 
 def test_without_copy_queues_nothing_is_fetched_ahead():

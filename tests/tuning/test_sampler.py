@@ -71,7 +71,7 @@ def test_points_that_nobody_asked_for_leave_no_trial_behind(tmp_path: Path) -> N
         return Study("knobs", "random", load_space("knobs").knobs, {}, name="search", storage=storage, seed=0)
 
     storage = f"sqlite:///{tmp_path / 'study.db'}"
-    point = {"margin": 0.01, "recompute_price": 1.0, "offload_price": 1.0}
+    point = {"margin": 0.01, "recompute_price": 1.0, "offload_price": 1.0, "hidden_copies": 0.0}
     study = opened()
     study.enqueue([point, {**point, "margin": 0.02}])
     number, first = study.ask()

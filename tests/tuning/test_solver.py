@@ -5,43 +5,30 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
-
 from autockpt.schema import Measurement, Prediction, Trial
-from autockpt.tuning.proposers.solver import COPY_PRICES, SolverProposer, hidden_copies, neutral, stands_still
+from autockpt.tuning.proposers.solver import SolverProposer, hiding, neutral, stands_still
 from autockpt.tuning.trials import Parameters
 from search_spaces.spaces import load_space
 from tests.reporting.samples import trial
 
 
-@pytest.mark.slow
-def test_the_price_of_copies_is_the_one_whose_plan_should_be_fastest() -> None:
+def test_copies_that_hide_are_tried_first_where_the_simulator_finds_that_faster() -> None:
     space = load_space("knobs")
     plain = neutral(space, 0.0)
 
     def hides(parameters: Parameters) -> float:
-        return abs(float(parameters["offload_price"]) - COPY_PRICES[1])
+        return 1.0 - 0.1 * float(parameters["hidden_copies"])
 
-    assert hidden_copies(plain, space, 1.0, hides) == [{**plain, "offload_price": COPY_PRICES[1]}]
+    assert hiding(plain, space, hides) == [{**plain, "hidden_copies": 1.0}]
 
 
-def test_the_profiles_own_price_is_tried_where_the_fitted_one_is_another() -> None:
+def test_where_they_bring_nothing_none_are_hidden() -> None:
     space = load_space("knobs")
     plain = neutral(space, 0.0)
-
-    def dear(parameters: Parameters) -> float:
-        return -0.5 * float(parameters["offload_price"])
-
-    assert hidden_copies(plain, space, 0.5, dear) == [{**plain, "offload_price": 2.0}]
-
-
-def test_where_the_profile_is_right_nothing_is_added() -> None:
-    space = load_space("knobs")
-    plain = neutral(space, 0.0)
-    assert hidden_copies(plain, space, 0.8, lambda parameters: 1.0) == []
-    assert hidden_copies(plain, space, 0.8, lambda parameters: float("inf")) == []
+    assert hiding(plain, space, lambda parameters: 1.0) == []
+    assert hiding(plain, space, lambda parameters: float("inf")) == []
     without = space.restricted(("recompute",))
-    assert hidden_copies(neutral(without, 0.0), without, 0.8, lambda parameters: 0.0) == []
+    assert hiding(neutral(without, 0.0), without, lambda parameters: 0.0) == []
 
 
 def test_the_simulated_allocator_is_kept_to_the_budget_less_what_ghost_runs_missed() -> None:

@@ -29,6 +29,7 @@ from autockpt.schema import (
 )
 from autockpt.schema.known import NONE, known_plans
 from autockpt.schema.request import Listener, Silence
+from autockpt.schema.space import HIDDEN_COPIES
 from autockpt.solvers import Checked, Refined, exact, refine_segmented
 from autockpt.tuning.infeasible import nothing_fits
 from autockpt.tuning.proposers.base import Plans, Proposer
@@ -40,11 +41,11 @@ from autockpt.tuning.trials import Candidate, Parameters, Score, Trials, peak_of
 
 Checker = Callable[[Mapping[str, Choice]], Checked]
 Size = Callable[[Problem, Mapping[str, Choice]], int]  # bytes of a plan, by the problem's own numbers
-MakeProblem = Callable[[Mapping[str, float], int], Problem]  # prices by kind, bytes left free -> problem
+MakeProblem = Callable[[Mapping[str, float], int, float], Problem]
+"""Prices by kind, bytes left free, the share of the link's time for copies that hide -> problem."""
 
 CHECKS = 8
 REPAIRS = 4
-COPY_PRICES = (0.5, 0.2, 0.1)  # of the profile's, for copies that hide behind other units' compute than their own
 LADDER_CALLS = 3  # ghost runs spent on each
 REFITS = (1, 3, 6)  # after so many scored candidates the solver's plans are asked for again, at the fitted prices
 CLOSE = 1.1  # of the budget: a plan that would reserve more is most likely too large whatever is given back
@@ -244,9 +245,10 @@ class SolverProposer(Proposer):
         """What choices cost by all that was measured so far."""
         return fit(self.unpriced, self.trials.scored)
 
-    def _problem(self, prices: Mapping[str, float], free: int) -> Problem:
-        """The planning problem at these prices, with ``free`` bytes of the budget left unused."""
-        return self.profiled.problem(self._ghost_run_bytes, prices, free)
+    def _problem(self, prices: Mapping[str, float], free: int, hidden: float = 0.0) -> Problem:
+        """The planning problem at these prices, with ``free`` bytes of the budget left unused, and units on offload
+        whose copies hide for that share of the link's time."""
+        return self.profiled.problem(self._ghost_run_bytes, prices, free, hidden=hidden)
 
     @property
     def _ghost_run_bytes(self) -> int:
@@ -277,7 +279,7 @@ class SolverProposer(Proposer):
         """The solver's plans at several margins, in the terms of the encoding."""
         if self.space.encoding == "knobs":
             plain = [neutral(self.space, margin) for margin in self.space.margins]
-            return [plain[0], *self._hidden(plain[0]), *plain[1:]]
+            return [*self._hidden(plain[0]), *plain]
         solved = (self._solved({"margin": m}).choices for m in self.space.margins)
         plans = [*self.known.values(), *self.question.seeds.values(), *solved]
         menus = {name: list(map(label, choices)) for name, choices in self.menus.items()}
@@ -285,10 +287,10 @@ class SolverProposer(Proposer):
         return [point for point in labels if all(point[n] in menu for n, menu in menus.items())]
 
     def _hidden(self, plain: Parameters) -> list[Parameters]:
-        """The price of copies that the simulator prefers to the profile's, if any, where it sees a schedule at all."""
-        if not self.device.copy_queues or self.target.most_candidates is not None:
+        """What hides all the copies that it can, where the simulator finds that faster."""
+        if not self.device.copy_queues:
             return []
-        return hidden_copies(plain, self.space, self._prices.scale.get("offload", 1.0), self._simulated)
+        return hiding(plain, self.space, self._simulated)
 
     def _simulated(self, parameters: Parameters) -> float:
         """Simulated step seconds of the solver's plan under these knobs; infinite where none was found that fits."""
@@ -331,23 +333,16 @@ def neutral(space: SearchSpace, margin: float) -> Parameters:
     return parameters
 
 
-def hidden_copies(
-    plain: Parameters, space: SearchSpace, scale: float, foreseen: Callable[[Parameters], float]
-) -> list[Parameters]:
-    """The knobs of ``plain`` with the price of copies whose plan should be fastest; none where that is the fitted one.
+def hiding(plain: Parameters, space: SearchSpace, foreseen: Callable[[Parameters], float]) -> list[Parameters]:
+    """The knobs of ``plain`` with all the copies that the link has the time for, where that plan should be faster.
 
-    The solver's prices add up, as if every unit had its own compute to hide its copies behind. Between units of
-    different kinds, or with few units that copy, that is too dear; ``foreseen``, the simulated step seconds of the
-    solver's plan under some knobs, sees the whole schedule. ``scale`` is the fitted price as a multiple of the
-    profile's, which is among the points, too: a plan in which every unit copies says little of one where a few do.
+    The solver's prices add up, as if every unit had only its own compute to hide its copies behind; ``foreseen``, the
+    simulated step seconds of the solver's plan under some knobs, sees the whole schedule.
     """
-    knob = space.knobs.get("offload_price")
-    if knob is None:
+    if HIDDEN_COPIES not in space.knobs:
         return []
-    prices = dict.fromkeys((*COPY_PRICES, 1 / scale))
-    points = [plain, *({**plain, "offload_price": p} for p in prices if knob.low <= p <= knob.high)]
-    best = min(points, key=foreseen)
-    return [] if best is plain else [best]
+    hidden = {**plain, HIDDEN_COPIES: space.knobs[HIDDEN_COPIES].high}
+    return [hidden] if foreseen(hidden) < foreseen(plain) else []
 
 
 def from_knobs(
@@ -364,7 +359,7 @@ def from_knobs(
     kinds = {name.removesuffix("_price") for name in parameters if name.endswith("_price")} | set(scale)
     prices = {kind: scale.get(kind, 1.0) * float(parameters.get(f"{kind}_price", 1.0)) for kind in kinds}
     free = int(budget_bytes * float(parameters.get("margin", 0.0)))
-    problem = make_problem(prices, free)
+    problem = make_problem(prices, free, float(parameters.get(HIDDEN_COPIES, 0.0)))
     refined = solve(problem)
     fits_host = problem.host_budget is None or refined.checked.host_bytes <= problem.host_budget
     return Candidate(

@@ -29,6 +29,8 @@ PLANS: dict[str, list[Choice]] = {
     "offload": [OFFLOAD] * BLOCKS,
     "every other": [OFFLOAD, SAVE, OFFLOAD, SAVE],
     "disk": [DISK] * BLOCKS,
+    "wide windows": [Offload(window=2), Offload(window=3), SAVE, OFFLOAD],
+    "wide windows, one waits": [Offload(window=3), SAVE, RECOMPUTE, SAVE],
     "inputs only": [RecomputeOffload()] * BLOCKS,
     "mixed": [DISK, OFFLOAD, RECOMPUTE, RecomputeOffload(tier="disk")],
     "made again": [parse_choice("remake"), parse_choice("selective"), OFFLOAD, parse_choice("remake")],
