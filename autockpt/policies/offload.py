@@ -171,7 +171,8 @@ class OffloadPolicy(Policy):
             waited.add(due)
             session.place(unit.name, unit.module, self.run, OffloadState(unit.name, pipeline, place, due, tier))
             where = ", to a file on disk" if tier == "disk" else ""
-            session.attached[unit.name] = f"{self.kind}: {self.words}{where}"
+            until = f"; waited for {due - place} units on" if queues and due > place + 1 else ""
+            session.attached[unit.name] = f"{self.kind}: {self.words}{where}{until}"
         for place in sorted(waited) if queues else ():
             unit = session.order[place]
             if unit.choice.kind not in MOVING:

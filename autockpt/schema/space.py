@@ -118,6 +118,10 @@ class SearchSpace(Data):
         head = tuple(c for c in self.head if c in kinds)
         return self.model_copy(update={"choices": kept, "head": head, "knobs": knobs})
 
+    def without_knob(self, name: str) -> SearchSpace:
+        """The same space where a number stays as it is."""
+        return self.model_copy(update={"knobs": {known: knob for known, knob in self.knobs.items() if known != name}})
+
 
 def known_knobs() -> tuple[str, ...]:
     """Names of all knobs: one margin, the copies that hide, and a price per choice that is on the solver's menus."""

@@ -440,6 +440,14 @@ def test_a_window_gives_copies_the_forwards_of_several_units():
     ]
 
 
+def test_what_is_attached_says_how_long_copies_may_take():
+    model = Model(lambda unit, x: x * unit.weight, n=4)
+    choices = {"units.0": Offload(window=2), "units.1": OFFLOAD, "units.2": SAVE, "units.3": SAVE}
+    with attach(model, choices, transport=DeferredTransport()) as session:
+        assert session.attached["units.0"].endswith("; waited for 2 units on")
+        assert "waited" not in session.attached["units.1"]
+
+
 def test_a_window_ends_with_the_last_unit():
     """The output head comes behind, which must find the memory free."""
     assert logged(SAVE, Offload(window=9), SAVE)[:1] == ["forward of 1 done: wait"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -12,6 +14,7 @@ from autockpt.profiling import CostModel, build_profile, uniform_graphs, wants_d
 from autockpt.runtime import attach
 from autockpt.schema import (
     OFFLOAD,
+    SAVE,
     DeviceInfo,
     Environment,
     Offload,
@@ -20,6 +23,7 @@ from autockpt.schema import (
     WorkloadSpec,
     parse_budget,
 )
+from autockpt.schema.space import HIDDEN_COPIES
 from autockpt.tracing import Tracer
 from autockpt.tuning.loop import Loop, SearchResult
 from autockpt.tuning.proposers.solver import SolverProposer
@@ -111,10 +115,13 @@ def test_the_disk_tier_is_tried_where_the_host_budget_binds(on_gpu: Tracer):
 
 def solved(known: CostModel, budget: str, space: SearchSpace) -> SearchResult:
     """What a dry run finds."""
+    proposer = proposing(known, budget, space)
+    return Loop(proposer, proposer.target, proposer.trials, 1, Clock(Silence())).run()
+
+
+def proposing(known: CostModel, budget: str, space: SearchSpace) -> SolverProposer:
     question = Question("llama", None, {}, parse_budget(budget), space, 1, host_budget=known.host_budget)
-    target, trials, clock = DryRun(), Trials(None), Clock(Silence())
-    proposer = SolverProposer(question, known, target, trials, None, calls=DRY_CALLS)
-    return Loop(proposer, target, trials, 1, clock).run()
+    return SolverProposer(question, known, DryRun(), Trials(None), None, calls=DRY_CALLS)
 
 
 @pytest.mark.parametrize("share", [0.3, 0.6])
@@ -157,3 +164,22 @@ def test_the_probe_of_the_disk_measures_both_ways(tmp_path, monkeypatch):
     monkeypatch.setattr(op_times, "DISK_PROBE_BYTES", 1 << 20)
     out, back = op_times.disk_bandwidths(torch.device("cpu"))
     assert out > 0 and back > 0
+
+
+def test_copies_hide_behind_as_many_layers_as_they_take(on_gpu: Tracer):
+    """All micro-batches of a cycle count into a layer's seconds; the link has those of one."""
+    known = profiled(on_gpu, "cuda", None)
+    saving, moved = (next(i for i in known.profile.menus[0].items if i.choice == c) for c in (SAVE, OFFLOAD))
+    layers = 2.5  # that a layer's copies take
+    bandwidth = moved.host_bytes / (layers * saving.forward_seconds / SPEC.accumulate)
+    times = known.profile.op_times.model_copy(update={"copy_out_bandwidth": bandwidth})
+    slower = replace(known, profile=known.profile.model_copy(update={"op_times": times}))
+    offered = [option.choice for unit in slower.problem(0, hidden=1.0).units for option in unit.options]
+    assert [c.window for c in offered if isinstance(c, Offload) and c != OFFLOAD] == [2]
+    assert slower.problem(0) == known.problem(0) == known.problem(0, hidden=0.0)
+
+
+def test_where_copies_do_not_run_beside_compute_none_are_hidden(on_cpu: Tracer, on_gpu: Tracer):
+    space = load_space("knobs")
+    assert HIDDEN_COPIES not in proposing(profiled(on_cpu, "cpu", None), "50%act", space).space.knobs
+    assert HIDDEN_COPIES in proposing(profiled(on_gpu, "cuda", None), "50%act", space).space.knobs

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 
 from autockpt.errors import InfeasibleError
@@ -46,7 +47,7 @@ MakeProblem = Callable[[Mapping[str, float], int, float], Problem]
 
 CHECKS = 8
 REPAIRS = 4
-LADDER_CALLS = 3  # ghost runs spent on each
+HIDING_CALLS = 3  # ghost runs spent on the plan that hides copies, and on the one that does not, to compare them
 REFITS = (1, 3, 6)  # after so many scored candidates the solver's plans are asked for again, at the fitted prices
 CLOSE = 1.1  # of the budget: a plan that would reserve more is most likely too large whatever is given back
 MOST_MISSES = 3  # candidates tried for each that is wanted
@@ -79,6 +80,8 @@ class SolverProposer(Proposer):
         self.known = known_plans([u.name for u in profiled.blocks], self.space.choices)
         self.checks: dict[tuple[Choice, ...], Checked] = {}
         self.device = profiled.predictor.device
+        if not self.device.copy_queues:  # nothing is copied beside compute
+            self.space = self.space.without_knob(HIDDEN_COPIES)
         self.room = self.device.capacity_bytes - profiled.used_by_others
         self.unpriced = profiled.problem(0)
         self.notes: list[str] = []
@@ -156,7 +159,8 @@ class SolverProposer(Proposer):
         for name, choices in self.question.seeds.items():
             fits = self._predict(choices).peak_bytes <= self.budget.bytes
             yield Candidate(dict(choices), name, "seed", fits=fits)
-        self.study.enqueue(self._seeds())
+        with self._watched():
+            self.study.enqueue(self._seeds())
 
     @property
     def tries_one_late(self) -> bool:
@@ -165,14 +169,18 @@ class SolverProposer(Proposer):
 
     def most_steps(self, left: int) -> int:
         """Ghost runs, where few candidates take many."""
-        few = self.target.most_candidates
-        return few * (self.calls + 1) if few else super().most_steps(left)
+        few, compared = self.target.most_candidates, 2 * HIDING_CALLS * (HIDDEN_COPIES in self.space.knobs)
+        return few * (self.calls + 1) + compared if few else super().most_steps(left)
+
+    def _watched(self) -> AbstractContextManager[None]:
+        """Within it the listener sees ghost runs pass, where few candidates take many."""
+        return self.profiled.predictor.watched(self.listener if self.target.most_candidates else Silence())
 
     def propose(self) -> Candidate:
         """The plan at the sampler's next point."""
         number, parameters = self.study.ask()
         encoding, name = self.space.encoding, f"{self.space.encoding} #{number}"
-        with self.profiled.predictor.watched(self.listener if self.target.most_candidates else Silence()):
+        with self._watched():
             if encoding == "layers":
                 found = from_layers(parameters, self._ghost_run_bytes, self._problem({}, 0), self.profiled.check)
             else:
@@ -279,22 +287,16 @@ class SolverProposer(Proposer):
         """The solver's plans at several margins, in the terms of the encoding."""
         if self.space.encoding == "knobs":
             plain = [neutral(self.space, margin) for margin in self.space.margins]
-            return [*self._hidden(plain[0]), *plain]
+            return [*hiding(plain[0], self.space, self._simulated), *plain]
         solved = (self._solved({"margin": m}).choices for m in self.space.margins)
         plans = [*self.known.values(), *self.question.seeds.values(), *solved]
         menus = {name: list(map(label, choices)) for name, choices in self.menus.items()}
         labels: list[Parameters] = [{name: label(plan.get(name, SAVE)) for name in menus} for plan in plans]
         return [point for point in labels if all(point[n] in menu for n, menu in menus.items())]
 
-    def _hidden(self, plain: Parameters) -> list[Parameters]:
-        """What hides all the copies that it can, where the simulator finds that faster."""
-        if not self.device.copy_queues:
-            return []
-        return hiding(plain, self.space, self._simulated)
-
     def _simulated(self, parameters: Parameters) -> float:
         """Simulated step seconds of the solver's plan under these knobs; infinite where none was found that fits."""
-        candidate = self._solved(parameters, calls=LADDER_CALLS)
+        candidate = self._solved(parameters, calls=HIDING_CALLS)
         seconds = self._predict(candidate.choices).step_seconds
         return seconds if candidate.fits and seconds is not None else math.inf
 
