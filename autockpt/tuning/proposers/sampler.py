@@ -71,6 +71,10 @@ class Study:
         for trial in self._study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
             self._study.tell(trial.number, state=TrialState.FAIL)
 
+    def leave_out(self, knob: str) -> None:
+        """From now on points have no such number; nothing happens where they had none."""
+        self.distributions.pop(knob, None)
+
     def enqueue(self, points: Iterable[Mapping[str, Any]]) -> None:
         """Try these points before the sampler's own, again where they were tried: what they mean may have changed."""
         self._queue.extend(points)

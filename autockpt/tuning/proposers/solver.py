@@ -160,7 +160,11 @@ class SolverProposer(Proposer):
             fits = self._predict(choices).peak_bytes <= self.budget.bytes
             yield Candidate(dict(choices), name, "seed", fits=fits)
         with self._watched():
-            self.study.enqueue(self._seeds())
+            seeds = self._seeds()
+        if not any(point.get(HIDDEN_COPIES) for point in seeds):  # then the sampler need not try some of them either
+            self.space = self.space.without_knob(HIDDEN_COPIES)
+            self.study.leave_out(HIDDEN_COPIES)
+        self.study.enqueue(seeds)
 
     @property
     def tries_one_late(self) -> bool:
