@@ -1,4 +1,4 @@
-"""Copies that hide behind compute: which units a link has the time to offload, and when it is waited for them."""
+"""Copies that hide behind compute: which units a link has the time to offload, and when they are waited for."""
 
 from __future__ import annotations
 

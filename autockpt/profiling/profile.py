@@ -20,7 +20,6 @@ from autockpt.profiling.menus import build_menus, head_menu, representatives
 from autockpt.profiling.op_times import TIMED_OPS
 from autockpt.profiling.predictor import MemoryModel, Predictor, Traces
 from autockpt.profiling.problem import build_problem, passed_on, point_bytes
-from autockpt.profiling.segments import segments
 from autockpt.schema import (
     RECOMPUTE,
     SAVE,
@@ -129,12 +128,11 @@ class CostModel:
             head=self.head,
         )
         bandwidth = hidden * self.profile.op_times.copy_out_bandwidth
-        return hidden_copies(problem, self._forwards(), bandwidth) if bandwidth > 0 else problem
+        return hidden_copies(problem, self._forwards(problem), bandwidth) if bandwidth > 0 else problem
 
-    def _forwards(self) -> list[float]:
+    def _forwards(self, problem: Problem) -> list[float]:
         """Seconds of one forward of each unit, as all of them save; of an output head they are not known."""
-        parts = segments(self.base, [unit.name for unit in self.units])
-        batches = self.base.repeated + sum(part.unit == 0 and part.place == "forward" for part in parts)
+        batches = self.base.repeated + sum(point.own == 0 and point.phase == "forward" for point in problem.points)
         saving = {menu.kind: menu.items[0].forward_seconds / batches for menu in self.profile.menus}
         return [saving.get(unit.kind, 0.0) for unit in self.units]
 
