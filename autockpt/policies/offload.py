@@ -21,7 +21,6 @@ from autockpt.policies.compiling import outside_graphs, set_compiler
 from autockpt.policies.conflicts import refuse_capture, refuse_late_writes, refuse_native
 from autockpt.policies.kvcache import with_caches, without_cache
 from autockpt.policies.saved import Group, Packer
-from autockpt.schema.choices import Offload
 from autockpt.schema.graph import Tier
 
 MOVING = ("offload", "recompute_offload")
@@ -39,6 +38,7 @@ class Pipeline:
         self._make = transports
         # the way off a device; raises MeasurementError for kinds of device that have none
         self.transport: Callable[[torch.device, Tier], Transport] = functools.cache(transports)
+        self.ends: set[int] = set()  # places of units at whose end others are settled, by either choice that moves
         self.begin()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Pipeline:
@@ -167,20 +167,17 @@ class OffloadPolicy(Policy):
         for unit, tier in zip(units, tiers, strict=True):
             refuse_late_writes(unit.module, unit.name)
             place = places[unit.name]
-            due = min(place + _window(unit), last)
+            due = min(place + unit.choice.window, last)  # type: ignore[union-attr]
             waited.add(due)
             session.place(unit.name, unit.module, self.run, OffloadState(unit.name, pipeline, place, due, tier))
             where = ", to a file on disk" if tier == "disk" else ""
             until = f"; waited for {due - place} units on" if queues and due > place + 1 else ""
             session.attached[unit.name] = f"{self.kind}: {self.words}{where}{until}"
-        for place in sorted(waited) if queues else ():
+        for place in sorted(waited - pipeline.ends) if queues else ():
             unit = session.order[place]
             if unit.choice.kind not in MOVING:
                 session.place(unit.name, unit.module, run_then_settle, OffloadState(unit.name, pipeline, place, place))
-
-
-def _window(unit: PlannedUnit) -> int:
-    return unit.choice.window if isinstance(unit.choice, Offload) else 1
+        pipeline.ends |= waited
 
 
 def _device(unit: PlannedUnit) -> torch.device:

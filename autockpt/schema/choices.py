@@ -126,6 +126,7 @@ class KeepAttention(_Choice):
 
 class _Moving(_Choice):
     tier: Tier = Field(default="cpu", description="on an accelerator: pinned host memory, or a file")
+    window: int = Field(default=1, ge=1, description="units whose forwards run before the copies are waited for")
 
 
 class Offload(_Moving):
@@ -139,11 +140,10 @@ class Offload(_Moving):
 
     letter: ClassVar[str] = "O"
     kind: Literal["offload"] = "offload"
-    window: int = Field(default=1, ge=1, description="units whose forwards run before the copies are waited for")
 
 
 class RecomputeOffload(_Moving):
-    """Run the unit's forward again in backward, and keep its input off the device until then; ``tier`` as above."""
+    """Run the unit's forward again in backward, and keep its input off the device until then; options as above."""
 
     letter: ClassVar[str] = "B"
     kind: Literal["recompute_offload"] = "recompute_offload"
