@@ -109,12 +109,13 @@ def search(
     if told is not None and global_batch is not None:
         raise UsageError("global_batch= and lengths= are two questions", remedy="Ask for the batch first, alone.")
     with ExitStack() as stack:
-        watcher: Listener = stack.enter_context(listener(console(stderr=True))) if progress else Silence()
+        model = step if isinstance(step, str) else type(getattr(step, "model", step)).__name__
+        bar = listener(console(stderr=True), f"search {model} {hardware or device}")
+        watcher: Listener = stack.enter_context(bar) if progress else Silence()
         if out is not None:
             stack.enter_context(_pages_written(Path(out), watcher))
         if log_to:
             text = budget if isinstance(budget, str) else budget.text
-            model = step if isinstance(step, str) else type(getattr(step, "model", step)).__name__
             kinds, folder = [log_to] if isinstance(log_to, str) else log_to, Path(out or ".")
             watcher = stack.enter_context(logging_to(kinds, watcher, folder, run_name(model, text), dict(workload)))
         if isinstance(step, str) and out is None:

@@ -88,7 +88,7 @@ def explain(
     from autockpt.reporting.progress import listener
     from autockpt.reporting.rules_view import print_rules
 
-    with listener(screen.progress()) as watcher:
+    with listener(screen.progress(), f"explain {spec.model}") as watcher:
         if rules:
             from autockpt.explaining import rules as tried
 

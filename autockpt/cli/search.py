@@ -242,7 +242,7 @@ def _with_longest(
     from autockpt.explaining.longest import with_longest
     from autockpt.reporting.progress import listener
 
-    with listener(screen.progress()) as watcher:
+    with listener(screen.progress(), f"longest {spec.model}") as watcher:
         watcher.note("looking for the longest sequences that fit")
         return with_longest(spec, budget, device=device, hardware=named_hardware(simulate), listener=watcher)
 
@@ -320,9 +320,10 @@ def _watched(request: SearchRequest, log_to: Sequence[str]) -> Iterator[Listener
     from autockpt.reporting.loggers import logging_to, run_name
     from autockpt.reporting.progress import listener
 
+    subject = f"search {request.workload.model} {request.hardware.name if request.hardware else request.device}"
     facts = request.workload.model_dump(mode="json", exclude_defaults=True) | {"budget": request.budget.text}
     with (
-        listener(screen.progress()) as bar,
+        listener(screen.progress(), subject) as bar,
         logging_to(log_to, bar, request.out, run_name(request.workload.model, request.budget.text), facts) as watcher,
     ):
         for note in request.notes:

@@ -45,7 +45,11 @@ def trace(
         from autockpt.workload import refuse_simulated
 
         refuse_simulated(spec)
-    graph, settings = _trace(spec, loaded, device)
+    from autockpt.reporting.progress import listener
+
+    with listener(screen.progress(), f"trace {spec.model}") as watcher:
+        watcher.stage("trace")
+        graph, settings = _trace(spec, loaded, device)
     peak = None
     if device is not None:
         from autockpt.hardware.cuda_memory import device_peak
@@ -68,7 +72,7 @@ def trace(
 def _trace(spec: WorkloadSpec, loaded: Plan | None, hardware: Hardware | None) -> tuple[Graph, dict[str, Any]]:
     from autockpt.workload.units import units_named
 
-    with screen.progress().status("tracing …"), _tracer(spec, hardware) as tracer:
+    with _tracer(spec, hardware) as tracer:
         if loaded is not None and spec.units is None and (named := units_named(loaded, tracer.units, tracer.head)):
             with suppress(UsageError):  # names of no module: said below, with what was meant perhaps
                 return _trace(spec.model_copy(update={"units": named}), loaded, hardware)

@@ -46,7 +46,7 @@ def verify(
     from autockpt.reporting.verify_view import print_report
     from autockpt.verification import verify as run_verification
 
-    with listener(screen.progress()) as watcher:
+    with listener(screen.progress(), f"verify {spec.model}") as watcher:
         report = run_verification(plan, spec, device=device, listener=watcher, compile=steps)
     screen.show(report, print_report, as_json)
     if not report.passed:

@@ -159,7 +159,7 @@ def open_subject(question: ExplainRequest, listener: Listener) -> Iterator[Subje
     Raises UsageError for a model without blocks, PlanError for a plan that does not fit the model, and what the tracer
     raises.
     """
-    listener.stage("tracing")
+    listener.stage("trace")
     with ExitStack() as stack:
         tracer = stack.enter_context(question.tracer(question.spec))
         named = units_named(question.plan, tracer.units, tracer.head) if question.plan is not None else None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
@@ -13,7 +12,7 @@ from pydantic import Field, ValidationError
 
 from autockpt.schema import Environment, OpTimes
 from autockpt.schema.base import Data
-from autockpt.schema.files import atomic_write
+from autockpt.schema.files import atomic_write, cache_directory
 
 TABLES = 2
 """Counts how often what is timed has changed: 2, whole plans are timed as in mid-training."""
@@ -25,13 +24,6 @@ class _Table(Data):
     environment: Environment
     seconds: dict[str, float] = Field(default_factory=dict)
     workloads: dict[str, dict[str, float]] = Field(default_factory=dict)
-
-
-def cache_directory() -> Path:
-    """``AUTOCKPT_CACHE``, else ``autockpt`` in the user's cache directory."""
-    if own := os.environ.get("AUTOCKPT_CACHE"):
-        return Path(own)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "autockpt"
 
 
 def lookup(environment: Environment, workload: str, signatures: Iterable[str]) -> OpTimes | None:

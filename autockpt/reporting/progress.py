@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable
 
 from rich.console import Console
@@ -11,14 +10,15 @@ from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
     Progress,
+    ProgressColumn,
     SpinnerColumn,
     Task,
     TextColumn,
     TimeElapsedColumn,
-    TimeRemainingColumn,
 )
 from rich.text import Text
 
+from autockpt.reporting.stage_times import StageTimes
 from autockpt.schema import Trial, format_binary, words
 
 SILENT = 2.0  # seconds after which a stage says how far it came
@@ -37,18 +37,17 @@ FITS = {True: "fits", False: "over the budget", None: ""}
 
 
 class LineListener:
-    """One line per stage and trial, for logs and pipes: ``say`` gets them. ``clock`` returns seconds.
+    """One line per stage and trial, for logs and pipes: ``say`` gets them, ``times`` tell what is left of a stage.
 
     As a context manager it also says, from a thread of its own, that a stage about which nothing is heard still runs.
     """
 
-    def __init__(self, say: Callable[[str], None], clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, say: Callable[[str], None], times: StageTimes | None = None) -> None:
         self._say = say
-        self._clock = clock
+        self._stage = times or StageTimes()
+        self._clock = self._stage.clock
         self.trials = 0
-        self._start = clock()
-        self._stage, self._total, self._done = "", 0, 0
-        self._began = self._came = self._told = self._start
+        self._start = self._told = self._clock()
         self._quiet = QUIET
         self._lock = threading.Lock()
         self._ended = threading.Event()
@@ -58,30 +57,29 @@ class LineListener:
         self._thread.start()
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._ended.set()
         self._thread.join()
+        self._stage.close(kind is None)
 
     def stage(self, name: str, total: int | None = None) -> None:
         with self._lock:
-            self._line(f"{name} …")
-            self._stage, self._total, self._done, self._began = name, total or 0, 0, self._told
-            self._came = self._told
+            self._stage.begin(name, total)
+            left = self._stage.left()
+            self._line(f"{name} …" + (f" {_about(left)}" if left is not None and left > SILENT else ""))
             self._quiet = QUIET
 
     def advance(self, steps: int = 1) -> None:
         with self._lock:
-            self._done += steps
-            now = self._came = self._clock()
-            if now - self._told > SILENT and (left := self._left(now)):
-                self._line(f"{self._stage}: {left}")
+            self._stage.advance(steps)
+            if self._clock() - self._told > SILENT and (left := self._left()):
+                self._line(f"{self._stage.name}: {left}")
 
     def trial(self, trial: Trial, best: Trial | None) -> None:
         with self._lock:
-            self._done += 1
+            self._stage.advance(1)
             self.trials += 1
-            now = self._came = self._clock()
-            left = self._left(now) if now - self._began > SILENT else ""
+            left = self._left() if self._stage.elapsed > SILENT else ""
             self._line(describe_trial(trial, best) + (f"  ({left})" if left else ""))
 
     def note(self, text: str) -> None:
@@ -91,23 +89,21 @@ class LineListener:
     def pulse(self) -> None:
         """Say that the stage still runs, where nothing was said for a while: what is left, or how long it took."""
         with self._lock:
-            now = self._clock()
-            if self._stage and now - self._told >= self._quiet:
+            if self._stage.name and self._clock() - self._told >= self._quiet:
                 self._quiet *= 2
-                self._line(f"{self._stage}: {self._left(now) or f'{words.seconds(now - self._began)} so far'}")
+                self._line(f"{self._stage.name}: {self._left() or f'{words.seconds(self._stage.elapsed)} so far'}")
 
     def _watch(self) -> None:
         while not self._ended.wait(LOOKS):
             self.pulse()
 
-    def _left(self, now: float) -> str:
-        """How far the stage is, where its end is known and not yet there and something of it is done."""
-        if not 0 < self._done < self._total:
+    def _left(self) -> str:
+        """How far the stage is, and what is left of it; "" where that is not known or nothing is."""
+        stage, seconds = self._stage, self._stage.left()
+        if seconds is None:
             return ""
-        # of the steps that are over, or as far as the present one has come
-        each = max((self._came - self._began) / self._done, (now - self._began) / (self._done + 1))
-        seconds = max(each, each * (self._total - self._done) - (now - self._came))
-        return f"{self._done} of {self._total}, about {words.seconds(seconds)} left"
+        far = f"{stage.done} of {stage.total}, " if 0 < stage.done < stage.total else ""
+        return f"{far}{_about(seconds)} left"
 
     def _line(self, text: str) -> None:
         self._told = self._clock()
@@ -121,25 +117,31 @@ class _Count(MofNCompleteColumn):
         return Text("") if task.total is None else super().render(task)
 
 
-class _Left(TimeRemainingColumn):
-    """``0:00:12 left``, and nothing where that cannot be told."""
+class _Left(ProgressColumn):
+    """``about 12 s left``, and nothing where that cannot be told."""
+
+    def __init__(self, stage: StageTimes) -> None:
+        super().__init__()
+        self._stage = stage
 
     def render(self, task: Task) -> Text:
-        return Text("") if not task.time_remaining else Text.assemble(super().render(task), " left")
+        left = self._stage.left() if task.visible else None
+        return Text("" if left is None else f"{_about(left)} left", style="progress.remaining")
 
 
 class BarListener:
     """A bar for the current stage, with the best plan so far next to it; notes scroll above."""
 
-    def __init__(self, console: Console) -> None:
+    def __init__(self, console: Console, times: StageTimes) -> None:
         self._console = console
+        self._stage = times
         self._progress = Progress(
             SpinnerColumn(),
             TextColumn("{task.description}"),
             BarColumn(bar_width=24),
             _Count(),
             TimeElapsedColumn(),
-            _Left(),
+            _Left(times),
             TextColumn("{task.fields[best]}", style="dim"),
             console=console,
             transient=True,
@@ -150,17 +152,21 @@ class BarListener:
         self._progress.start()
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._progress.stop()
+        self._stage.close(kind is None)
 
     def stage(self, name: str, total: int | None = None) -> None:
+        self._stage.begin(name, total)
         self._progress.remove_task(self._task)
         self._task = self._progress.add_task(name, total=total, best="")
 
     def advance(self, steps: int = 1) -> None:
+        self._stage.advance(steps)
         self._progress.advance(self._task, steps)
 
     def trial(self, trial: Trial, best: Trial | None) -> None:
+        self._stage.advance(1)
         said = f"best {describe_numbers(best)}" if best else "nothing fits yet"
         self._progress.update(self._task, advance=1, best=said)
 
@@ -168,11 +174,17 @@ class BarListener:
         self._console.print(Text(text))
 
 
-def listener(console: Console) -> LineListener | BarListener:
-    """The listener that suits where standard error goes."""
+def listener(console: Console, subject: str) -> LineListener | BarListener:
+    """The listener that suits where standard error goes; ``subject``: see ``StageTimes``."""
+    times = StageTimes(subject)
     if console.is_terminal and not console.is_dumb_terminal:
-        return BarListener(console)
-    return LineListener(lambda line: console.print(Text(line), soft_wrap=True))
+        return BarListener(console, times)
+    return LineListener(lambda line: console.print(Text(line), soft_wrap=True), times)
+
+
+def _about(seconds: float) -> str:
+    """``about 12 s``: nobody knows the tenths of it."""
+    return f"about {max(round(seconds), 1)} s" if seconds < 99.5 else f"about {words.seconds(seconds)}"
 
 
 def describe_trial(trial: Trial, best: Trial | None) -> str:

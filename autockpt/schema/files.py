@@ -20,6 +20,13 @@ FULL = (errno.ENOSPC, getattr(errno, "EDQUOT", errno.ENOSPC))
 _LOCK = ".autockpt-lock"
 
 
+def cache_directory() -> Path:
+    """``AUTOCKPT_CACHE``, else ``autockpt`` in the user's cache directory."""
+    if own := os.environ.get("AUTOCKPT_CACHE"):
+        return Path(own)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "autockpt"
+
+
 def atomic_write(path: Path, data: bytes | str, *, parents: bool = False) -> None:
     """Write a whole file or nothing: into a temporary file next to it, then moved over it. Raises OSError.
 

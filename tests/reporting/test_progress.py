@@ -6,14 +6,14 @@ import threading
 from rich.console import Console
 
 from autockpt.reporting.progress import BarListener, LineListener, describe_trial, listener
+from autockpt.reporting.stage_times import StageTimes
 from autockpt.schema import Trial
 from tests.reporting.samples import console, trial
 
 
 def test_elsewhere_there_is_a_line_per_trial() -> None:
     said: list[str] = []
-    ticks = iter(range(100))
-    with LineListener(said.append, clock=lambda: float(next(ticks))) as lines:
+    with LineListener(said.append, StageTimes(clock=lambda: 2.0 * len(said))) as lines:
         lines.stage("trace")
         lines.stage("search", 3)
         lines.trial(trial(0), trial(0))
@@ -27,20 +27,18 @@ def test_elsewhere_there_is_a_line_per_trial() -> None:
 
 def test_a_long_stage_says_how_far_it_came_and_what_is_left() -> None:
     said: list[str] = []
-    now = iter([0.0, 1.0, 2.0, 5.0, 6.0, 7.0, 9.0])
-    with LineListener(said.append, clock=lambda: next(now)) as lines:
-        lines.stage("finals", 15)
-        lines.advance(3)
-        lines.advance(3)
-        lines.advance(3)
-        lines.advance(6)
+    now = [0.0]
+    lines = LineListener(said.append, StageTimes(clock=lambda: now[0]))
+    lines.stage("finals", 15)
+    for now[0], steps in ((1.0, 3), (4.0, 3), (5.0, 3), (8.0, 6)):
+        lines.advance(steps)
     assert [line.partition("] ")[2] for line in said] == ["finals …", "finals: 6 of 15, about 6 s left"]
 
 
 def test_a_stage_about_which_nothing_is_heard_says_that_it_runs_ever_less_often() -> None:
     said: list[str] = []
     now = [0.0]
-    lines = LineListener(said.append, clock=lambda: now[0])
+    lines = LineListener(said.append, StageTimes(clock=lambda: now[0]))
     lines.pulse()
     lines.stage("trace")
     for now[0] in range(1, 40):
@@ -69,11 +67,13 @@ def test_its_thread_ends_with_the_block() -> None:
 
 def test_a_trial_says_what_is_left_of_a_long_stage() -> None:
     said: list[str] = []
-    now = iter([0.0, 0.0, 6.0, 6.0, 9.0, 9.0])
-    with LineListener(said.append, clock=lambda: next(now)) as lines:
-        lines.stage("baselines", 2)
-        lines.trial(trial(0), trial(0))
-        lines.trial(trial(1), trial(0))
+    now = [0.0]
+    lines = LineListener(said.append, StageTimes(clock=lambda: now[0]))
+    lines.stage("baselines", 2)
+    now[0] = 6.0
+    lines.trial(trial(0), trial(0))
+    now[0] = 9.0
+    lines.trial(trial(1), trial(0))
     assert said[1].endswith("(1 of 2, about 6 s left)") and "left" not in said[2]
 
 
@@ -97,7 +97,7 @@ def test_every_end_of_a_trial_has_words() -> None:
 def test_a_terminal_gets_a_bar() -> None:
     file = io.StringIO()
     screen = Console(file=file, width=100, force_terminal=True)
-    watcher = listener(screen)
+    watcher = listener(screen, "")
     assert isinstance(watcher, BarListener)
     best: Trial = trial(0)
     with watcher:
@@ -112,4 +112,4 @@ def test_a_terminal_gets_a_bar() -> None:
 
 
 def test_a_pipe_gets_lines() -> None:
-    assert isinstance(listener(console()[0]), LineListener)
+    assert isinstance(listener(console()[0], ""), LineListener)
