@@ -85,7 +85,7 @@ class SolverProposer(Proposer):
         self.room = self.device.capacity_bytes - profiled.used_by_others
         self.unpriced = profiled.problem(0)
         self.notes: list[str] = []
-        self.fresh = 0
+        self.fresh, self._refit_due = 0, False
         lean_calls = min(LEAN_CALLS, max(2, calls // 2))
         self.listener.stage("ghost-run well-known plans", len(self.known) + lean_calls)
         with profiled.predictor.watched(self.listener):
@@ -182,9 +182,12 @@ class SolverProposer(Proposer):
 
     def propose(self) -> Candidate:
         """The plan at the sampler's next point."""
-        number, parameters = self.study.ask()
-        encoding, name = self.space.encoding, f"{self.space.encoding} #{number}"
         with self._watched():
+            if self._refit_due:
+                self.study.enqueue(self._seeds())
+                self._refit_due = False
+            number, parameters = self.study.ask()
+            encoding, name = self.space.encoding, f"{self.space.encoding} #{number}"
             if encoding == "layers":
                 found = from_layers(parameters, self._ghost_run_bytes, self._problem({}, 0), self.profiled.check)
             else:
@@ -196,8 +199,7 @@ class SolverProposer(Proposer):
         """Seconds and violation: measured where there is a measurement, predicted where it did not fit."""
         if fresh:
             self.fresh += 1
-            if self.fresh in REFITS:
-                self.study.enqueue(self._seeds())
+            self._refit_due = self._refit_due or self.fresh in REFITS
         seconds = None
         if trial is not None:
             seconds = (trial.measured or trial.predicted or Prediction(peak_bytes=0)).step_seconds
