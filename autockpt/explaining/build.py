@@ -17,6 +17,7 @@ from autockpt.history.promises import OTHER_WORKLOAD, made_for
 from autockpt.history.trials import undominated
 from autockpt.profiling import said_of
 from autockpt.schema import Budget, Choice, Listener, Menu, PlanStatus, ResolvedBudget, Silence, Unit, format_bytes
+from autockpt.schema.choices import Offload, RecomputeOffload
 from autockpt.schema.device import WITHOUT_STREAMS
 from autockpt.schema.explanation import Bargain, Explanation, Front, Largest, Reach
 from autockpt.tuning.targets.shallow_twin import calls_per_candidate
@@ -36,7 +37,7 @@ def explain(question: ExplainRequest, listener: Listener | None = None) -> Expla
         found = None
         if budget is not None and question.plan is None:
             found = answers.at(budget.bytes, calls_per_candidate(subject.base))  # as a search would
-        steps = budget_steps(answers, budget)
+        steps = budget_steps(answers, budget, subject.choices if question.plan is not None else None)
         chosen = _chosen(subject, answers, budget, [found, *(step.reach for step in steps if step.ours)])
         graph = subject.tracer.trace(chosen.choices)
         peak = subject.needs(graph)
@@ -119,13 +120,14 @@ def _chosen(
 def fronts(menus: Sequence[Menu], blocks: Sequence[Unit], choices: Mapping[str, Choice]) -> tuple[Front, ...]:
     """The front of every kind of unit: bytes kept for its backward against seconds over saving.
 
-    Dominated choices that the plan took are listed and say so. ``choices`` by unit name.
+    Dominated choices that the plan took are listed and say so. ``choices`` by unit name; how long their copies may
+    take changes no bytes that a unit keeps.
     """
     return tuple(_front(menu, [u for u in blocks if u.kind == menu.kind], choices) for menu in menus)
 
 
 def _front(menu: Menu, units: Sequence[Unit], choices: Mapping[str, Choice]) -> Front:
-    taken = Counter(choices[u.name] for u in units if u.name in choices)
+    taken = Counter(_without_window(choices[u.name]) for u in units if u.name in choices)
     plain = menu.items[0].seconds
     best = [item.choice for item in undominated(menu.items, lambda i: (i.kept_bytes, i.seconds))]
     rows = [
@@ -147,6 +149,10 @@ def _front(menu: Menu, units: Sequence[Unit], choices: Mapping[str, Choice]) -> 
         bargains=tuple(shown),
         left_out=len(rows) - len(shown),
     )
+
+
+def _without_window(choice: Choice) -> Choice:
+    return choice.model_copy(update={"window": 1}) if isinstance(choice, (Offload, RecomputeOffload)) else choice
 
 
 def _limits(

@@ -160,8 +160,13 @@ def _faster(answers: Answers, chosen: Reach, room: int) -> Reach | None:
     return None
 
 
-def budget_steps(answers: Answers, budget: ResolvedBudget | None) -> tuple[BudgetStep, ...]:
-    """What budgets between saving everything and the leanest plan buy, and the one asked for, most bytes first."""
+def budget_steps(
+    answers: Answers, budget: ResolvedBudget | None, plan: Mapping[str, Choice] | None = None
+) -> tuple[BudgetStep, ...]:
+    """What budgets between saving everything and the leanest plan buy, and the one asked for, most bytes first.
+
+    ``plan`` is one that a longer search may have found: where it fits, nothing slower is said to be the fastest.
+    """
     high, low = answers.save_all.peak_bytes, answers.lean.peak_bytes
     asked = {low + (high - low) * share // 100: f"{share}%act" for share in SHARES}
     budget_bytes = None if budget is None else budget.bytes
@@ -173,8 +178,10 @@ def budget_steps(answers: Answers, budget: ResolvedBudget | None) -> tuple[Budge
     seen: set[str] = set()
     for size in sorted(asked):
         found = answers.lean if size == low else answers.at(size, TABLE_CALLS)
+        known = answers.reach(plan, size) if plan is not None else None
+        fitting = [r for r in (found, best, known) if r is not None and (r is not known or r.peak_bytes <= size)]
         # what fits less is not beaten by a slower plan: few ghost runs do not always find the best one
-        best = min((r for r in (found, best) if r is not None), key=lambda r: r.step_seconds, default=None)
+        best = min(fitting, key=lambda r: r.step_seconds, default=None)
         ours, key = size == budget_bytes, plan_hash(best.choices) if best else format_binary(size)
         if ours or key not in seen:  # a budget that buys the very plan of a smaller one is left out
             steps.append(BudgetStep(budget_bytes=size, label=asked[size], reach=best, ours=ours))

@@ -105,6 +105,19 @@ def test_budgets_in_steps(answers: Answers) -> None:
     assert hopeless[-1].reach is None and hopeless[-1].ours
 
 
+def test_a_plan_that_a_search_found_is_in_the_table_where_it_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = Answers(profiled(), KINDS)
+    low, high = answers.lean.peak_bytes, answers.save_all.peak_bytes
+    budget = ResolvedBudget(asked="24GB", bytes=(low + high) // 2 + 1)
+    found = answers.at(budget.bytes)
+    monkeypatch.setattr(answers, "at", lambda size, calls=0: answers.lean if size < high else answers.save_all)
+    (without,) = (s.reach for s in budget_steps(answers, budget) if s.ours)
+    with_it = budget_steps(answers, budget, found.choices if found else None)
+    assert found is not None and without == answers.lean
+    assert [s.reach for s in with_it if s.ours] == [found]
+    assert all(s.reach and s.reach.peak_bytes <= s.budget_bytes for s in with_it)
+
+
 def test_plans_for_smaller_budgets_hold_them_where_an_allocator_fills_what_there_is(answers: Answers) -> None:
     ours = answers.save_all.peak_bytes * 102 // 100
     cached = Answers(profiled(needs=Caches(ours)), KINDS)
