@@ -1,5 +1,3 @@
 """The command line: one file per verb. Nothing heavy is imported before a verb runs."""
 
 from autockpt.cli.app import main
-
-__all__ = ["main"]

@@ -2,5 +2,3 @@
 
 from autockpt.diagnose.build import DiagnoseRequest, diagnose, read_evidence
 from autockpt.diagnose.command import read_command
-
-__all__ = ["DiagnoseRequest", "diagnose", "read_command", "read_evidence"]

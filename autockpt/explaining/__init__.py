@@ -3,5 +3,3 @@
 from autockpt.explaining.build import explain
 from autockpt.explaining.rules import rules
 from autockpt.explaining.subject import ExplainRequest
-
-__all__ = ["ExplainRequest", "explain", "rules"]

@@ -5,5 +5,3 @@ from autockpt.measuring.client import WorkerMeasurer
 from autockpt.measuring.environment import environment_of
 from autockpt.measuring.local import LocalMeasurer
 from autockpt.measuring.runner import StepRunner
-
-__all__ = ["LocalMeasurer", "Measurer", "StepRunner", "WorkerMeasurer", "environment_of"]

@@ -29,31 +29,3 @@ from autockpt.profiling.profile import (
     within_host,
 )
 from autockpt.profiling.refusals import refused_choices
-
-__all__ = [
-    "LEAN_CALLS",
-    "CostModel",
-    "Heads",
-    "MemoryModel",
-    "Predictor",
-    "Traces",
-    "UniformRuns",
-    "build_problem",
-    "build_profile",
-    "cached_op_times",
-    "forget_op_times",
-    "head_graphs",
-    "leanest",
-    "measure_op_times",
-    "memory_at_hand",
-    "needed_on",
-    "refused_choices",
-    "said_of",
-    "simulated_memory",
-    "torch_device",
-    "tracer_for",
-    "uniform_graphs",
-    "used_by_others",
-    "wants_disk",
-    "within_host",
-]

@@ -5,14 +5,3 @@ from autockpt.solvers.labels import labels
 from autockpt.solvers.milp import milp
 from autockpt.solvers.refine import Checked, Refined, refine
 from autockpt.solvers.segments import Segments, refine_segmented
-
-__all__ = [
-    "Checked",
-    "Refined",
-    "Segments",
-    "exact",
-    "labels",
-    "milp",
-    "refine",
-    "refine_segmented",
-]

@@ -2,5 +2,3 @@
 
 from autockpt.tuning.estimates import estimate
 from autockpt.tuning.search import run_search, search_step
-
-__all__ = ["estimate", "run_search", "search_step"]

@@ -1,5 +1,3 @@
 """Holding a plan against its promises with real steps."""
 
 from autockpt.verification.run import verify
-
-__all__ = ["verify"]

@@ -26,5 +26,3 @@ PEERS: dict[str, Peer] = {
     )
 }
 OUR_OWN: dict[str, Ours] = {name: peer for name, peer in PEERS.items() if isinstance(peer, Ours)}
-
-__all__ = ["OURS", "OUR_OWN", "PEERS", "PLAIN", "Context", "Detach", "Peer", "Setting"]
