@@ -1,11 +1,9 @@
 """Applying choices to a live model, and taking them off again."""
 
-from autockpt.policies.replay import recomputing
 from autockpt.policies.sketches import coarsest, coarsest_type, sketch
 from autockpt.runtime.apply import Handle, apply, choices_for
 from autockpt.runtime.gradients import GradientCheck, Reference, compare, judge, observe_reference
 from autockpt.runtime.observation import (
-    ForwardBackward,
     Observation,
     deterministic_algorithms,
     deterministically,
@@ -13,6 +11,6 @@ from autockpt.runtime.observation import (
     kept_state,
     observe,
 )
-from autockpt.runtime.proving import Proof, UnitProof
+from autockpt.runtime.proving import Proof
 from autockpt.runtime.reruns import RunCounter, UnitRuns
 from autockpt.runtime.session import Session, attach, attached_path, remove, without_kv_cache

@@ -18,7 +18,7 @@ from autockpt.schema.choices import (
     parse_choices,
 )
 from autockpt.schema.device import DeviceInfo, DevicePeak, Environment
-from autockpt.schema.graph import PHASES, Graph, Op, Phase, Storage, StorageKind, Unit
+from autockpt.schema.graph import Graph, Op, Phase, Storage, StorageKind, Unit
 from autockpt.schema.hardware import Hardware
 from autockpt.schema.plan import Comparison, CompileMode, Plan, PlanStatus, Verdict, plan_hash
 from autockpt.schema.problem import Assignment, Problem, host_of, option_of, peak_of

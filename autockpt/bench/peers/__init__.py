@@ -1,6 +1,6 @@
 """What autockpt is measured against: one file per way of doing it, and the table of them all."""
 
-from autockpt.bench.peers.base import OURS, PLAIN, Context, Detach, Peer, Setting
+from autockpt.bench.peers.base import OURS, PLAIN, Context, Detach, Peer
 from autockpt.bench.peers.by_layer import EveryNth, FirstK, Plain, RecomputeAll
 from autockpt.bench.peers.by_op import OpSets
 from autockpt.bench.peers.compiled import MemoryBudget, RecomputeAllCompiled
