@@ -86,11 +86,7 @@ class MeasurementError(AutockptError):
 
 
 class DeviceOutOfMemory(MeasurementError):
-    """A step ran out of device memory. ``needed`` is the allocation in bytes that failed, where known. Exit code 4."""
-
-    def __init__(self, message: str, *, remedy: str | None = None, needed: int | None = None) -> None:
-        super().__init__(message, remedy=remedy)
-        self.needed = needed
+    """A step ran out of device memory. Exit code 4."""
 
 
 class HostBudgetExceeded(DeviceOutOfMemory):

@@ -135,7 +135,6 @@ class CudaDevice(AcceleratorDevice):
                 f"the budget of {format_bytes(budget_bytes)} is not more than what the CUDA context alone takes, "
                 f"{format_bytes(context)}",
                 remedy="Raise the budget.",
-                needed=context,
             )
         outside = self._budget, self._fraction
         self._budget, self._limit_set = budget_bytes, False

@@ -58,7 +58,6 @@ class HostUse:
             raise HostBudgetExceeded(
                 f"offloading needs {format_bytes(needed)} of host memory more than the {format_bytes(self.bytes)} "
                 f"that it holds: over the host budget of {format_bytes(self.limit)}",
-                needed=needed,
             )
         return min(wanted, left // mmap.PAGESIZE * mmap.PAGESIZE)
 

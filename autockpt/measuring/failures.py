@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,9 +10,6 @@ from typing import Any
 import autockpt.errors as errors
 from autockpt.devices import Device
 from autockpt.errors import AutockptError, DeviceOutOfMemory, MeasurementError
-
-_UNITS = {"bytes": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
-_TRIED = re.compile(r"(?:[Tt]ried to allocate|Requested size:) (\d+(?:\.\d+)?) ?(bytes|B|KiB|MiB|GiB|TiB)")
 
 
 @contextmanager
@@ -25,7 +21,8 @@ def letting_go(device: Device, what: str) -> Iterator[None]:
     except BaseException as error:
         if not device.out_of_memory(error):
             raise
-        translated = out_of_memory_error(error, f"{what} ran out of memory on {device.torch_device}")
+        first_line = str(error).strip().split("\n")[0] or type(error).__name__
+        translated = DeviceOutOfMemory(f"{what} ran out of memory on {device.torch_device}: {first_line}")
         forget_frames(error)
     device.release()
     raise translated from None
@@ -40,12 +37,6 @@ def device_lost(error: BaseException) -> bool:
     )
 
 
-def needed_bytes(error: BaseException) -> int | None:
-    """The size of the allocation that failed, as PyTorch's messages give it; None where they do not."""
-    match = _TRIED.search(str(error))
-    return round(float(match[1]) * _UNITS[match[2]]) if match else None
-
-
 def forget_frames(error: BaseException) -> None:
     """Clear the local variables of every frame that an exception, or one it came from, passed through.
 
@@ -56,21 +47,9 @@ def forget_frames(error: BaseException) -> None:
         one.__traceback__ = None
 
 
-def out_of_memory_error(error: BaseException, where: str) -> DeviceOutOfMemory:
-    """A DeviceOutOfMemory in place of the device's own error, which can then be forgotten."""
-    if isinstance(error, DeviceOutOfMemory):
-        return DeviceOutOfMemory(error.message, remedy=error.remedy, needed=error.needed)
-    first_line = str(error).strip().split("\n")[0] or type(error).__name__
-    return DeviceOutOfMemory(f"{where}: {first_line}", needed=needed_bytes(error))
-
-
 def to_wire(error: AutockptError) -> dict[str, Any]:
     """An error as JSON-able data."""
-    data: dict[str, Any] = {"class": type(error).__name__, "message": error.message, "remedy": error.remedy}
-    for name in ("needed", "smallest_peak"):
-        if hasattr(error, name):
-            data[name] = getattr(error, name)
-    return data
+    return {"class": type(error).__name__, "message": error.message, "remedy": error.remedy}
 
 
 def from_wire(data: dict[str, Any]) -> AutockptError:
@@ -78,8 +57,7 @@ def from_wire(data: dict[str, Any]) -> AutockptError:
     cls = getattr(errors, str(data.get("class")), None)
     if not (isinstance(cls, type) and issubclass(cls, AutockptError)):
         cls = MeasurementError
-    known = {name: data[name] for name in ("needed", "smallest_peak") if name in data}
-    return cls(data["message"], remedy=data.get("remedy"), **known)
+    return cls(data["message"], remedy=data.get("remedy"))
 
 
 def chain(error: BaseException) -> Iterator[BaseException]:

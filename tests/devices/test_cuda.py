@@ -163,9 +163,8 @@ def test_a_budget_above_all_memory_is_all_memory(gpu):
 
 
 def test_a_budget_below_the_context_cannot_be_met(gpu):
-    with pytest.raises(DeviceOutOfMemory, match="context") as caught, CudaDevice().limit(GIB):
+    with pytest.raises(DeviceOutOfMemory, match="context"), CudaDevice().limit(GIB):
         pass
-    assert caught.value.needed == GIB
     assert gpu.fractions == []
 
 

@@ -242,7 +242,6 @@ def test_the_users_mistakes_arrive_with_their_place(start):
 def test_running_out_of_memory_keeps_the_worker(start):
     measurer = start("too_large")
     pid = pid_of(measurer)
-    with pytest.raises(DeviceOutOfMemory) as caught:
+    with pytest.raises(DeviceOutOfMemory):
         measurer.measure(ALL)
-    assert caught.value.needed == 4 << 46
     assert pid_of(measurer) == pid

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 import autockpt.errors as errors
 from autockpt.devices import get_device
-from autockpt.errors import AutockptError, DeviceOutOfMemory, InfeasibleError, MeasurementError
-from autockpt.measuring.failures import device_lost, forget_frames, from_wire, letting_go, needed_bytes, to_wire
+from autockpt.errors import AutockptError, DeviceOutOfMemory, MeasurementError
+from autockpt.measuring.failures import device_lost, forget_frames, from_wire, letting_go, to_wire
 
 CLASSES = [c for c in vars(errors).values() if isinstance(c, type) and issubclass(c, AutockptError)]
 
@@ -26,40 +26,11 @@ def test_every_error_survives_the_wire(cls, message, remedy):
     assert (back.message, back.remedy, back.exit_code) == (error.message, error.remedy, error.exit_code)
 
 
-def test_numbers_survive_the_wire():
-    memory = from_wire(to_wire(DeviceOutOfMemory("full", needed=12)))
-    infeasible = from_wire(to_wire(InfeasibleError("no", smallest_peak=34)))
-    assert isinstance(memory, DeviceOutOfMemory)
-    assert isinstance(infeasible, InfeasibleError)
-    assert (memory.needed, infeasible.smallest_peak) == (12, 34)
-
-
 @pytest.mark.parametrize("name", ["NewerError", "AutockptErrors", "annotations", None])
 def test_unknown_classes_are_measurement_errors(name):
     error = from_wire({"class": name, "message": "m", "remedy": "r"})
     assert type(error) is MeasurementError
     assert (error.message, error.remedy) == ("m", "r")
-
-
-@pytest.mark.parametrize(
-    ("text", "size"),
-    [
-        (
-            "DefaultCPUAllocator: can't allocate memory: you tried to allocate 140737488355328 bytes.",
-            1 << 47,
-        ),
-        ("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.1 GiB", 2 << 30),
-        ("CUDA out of memory. Tried to allocate 512.00 KiB. GPU", 512 << 10),
-        (
-            "CUDA out of memory. Allocation was preemptively rejected because it would exceed "
-            "per_process_memory_fraction limit. Requested size: 2.00 GiB",
-            2 << 30,
-        ),
-        ("CUDA error: out of memory", None),
-    ],
-)
-def test_the_size_that_failed_is_read_off_the_message(text, size):
-    assert needed_bytes(RuntimeError(text)) == size
 
 
 def test_a_forgotten_error_holds_no_tensors_however_it_came_about():
@@ -92,11 +63,10 @@ def test_a_forgotten_error_holds_no_tensors_however_it_came_about():
 
 def test_only_the_devices_own_error_is_translated():
     with (
-        pytest.raises(DeviceOutOfMemory, match="plan x ran out of memory on cpu") as caught,
+        pytest.raises(DeviceOutOfMemory, match="plan x ran out of memory on cpu"),
         letting_go(get_device("cpu"), "plan x"),
     ):
         raise MemoryError
-    assert caught.value.needed is None
     for error in (KeyError("k"), KeyboardInterrupt(), DeviceOutOfMemory("as it was")):
         with pytest.raises(type(error)) as passed, letting_go(get_device("cpu"), "plan x"):
             raise error
