@@ -80,16 +80,8 @@ def op_seconds(graph: Graph, times: OpTimes) -> np.ndarray:
 
 
 def bytes_timeline(graph: Graph) -> np.ndarray:
-    """Device bytes at each op, int64: ``Graph.timeline`` for graphs of any size."""
-    n = len(graph.ops)
-    change = np.zeros(n + 1, dtype=np.int64)
-    count = len(graph.storages)
-    size = np.fromiter((s.bytes for s in graph.storages), dtype=np.int64, count=count)
-    birth = np.fromiter((s.birth for s in graph.storages), dtype=np.int64, count=count)
-    death = np.fromiter((n if s.death is None else s.death + 1 for s in graph.storages), dtype=np.int64, count=count)
-    np.add.at(change, birth[birth >= 0], size[birth >= 0])
-    np.subtract.at(change, death[death < n], size[death < n])
-    return graph.resident_bytes + np.cumsum(change[:n])
+    """Device bytes at each op, int64."""
+    return np.fromiter(graph.timeline(), dtype=np.int64, count=len(graph.ops))
 
 
 def phases_of(graph: Graph) -> np.ndarray:

@@ -137,16 +137,6 @@ def test_an_empty_cycle():
     assert simulated(graph(""), {}, optimizer_seconds=1.0).step_seconds == 0.0
 
 
-@given(st.lists(st.tuples(st.integers(0, 50), st.integers(-1, 9), st.integers(0, 12)), max_size=12))
-def test_timeline_agrees_with_the_graphs_own(spans):
-    storages = [
-        Storage(id=i, bytes=size, birth=birth, death=None if death >= 10 else max(birth, death))
-        for i, (size, birth, death) in enumerate(spans)
-    ]
-    g = graph("f" * 10, storages=storages)
-    assert bytes_timeline(g).tolist() == list(g.timeline())
-
-
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9), st.integers(1, 40)), max_size=8))
 def test_queues_never_beat_compute_alone_nor_lose_to_inline_copies(spans):
     copies = [
