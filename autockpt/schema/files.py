@@ -123,7 +123,7 @@ def _remove_abandoned(parent: Path) -> None:
     for folder in parent.glob("autockpt-*"):
         with contextlib.suppress(OSError):
             found = folder.lstat()
-            if not stat.S_ISDIR(found.st_mode) or (hasattr(os, "getuid") and found.st_uid != os.getuid()):
+            if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
                 continue
             if (folder / _LOCK).exists():
                 descriptor = open_regular(folder / _LOCK, os.O_RDWR)
@@ -136,19 +136,8 @@ def _remove_abandoned(parent: Path) -> None:
 
 def try_lock(descriptor: int) -> bool:
     """Lock an open file without waiting; False where another process holds it. Closing it releases the lock."""
-    try:
-        import fcntl
-    except ImportError:  # Windows locks byte ranges: take one far behind what is written, which stays readable
-        import msvcrt
+    import fcntl  # not on Windows, where runs can be read and nothing that locks can run
 
-        os.lseek(descriptor, 1 << 20, os.SEEK_SET)
-        try:
-            msvcrt.locking(descriptor, msvcrt.LK_NBLCK, 1)  # type: ignore[attr-defined]
-        except OSError:
-            return False
-        finally:
-            os.lseek(descriptor, 0, os.SEEK_SET)
-        return True
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
