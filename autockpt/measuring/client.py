@@ -66,8 +66,7 @@ class WorkerMeasurer(Measurer):
         self.log_path = Path(self._scratch.name, "worker.log")
         self._child: Child | None = None
         self._facts: dict[str, Any] | None = None
-        self._number = 0
-        self._starting: int | None = None
+        self._starting = False
         self._closed = False
         self._deadline = math.inf
         self._spawn()
@@ -118,7 +117,7 @@ class WorkerMeasurer(Measurer):
 
     def rest(self) -> None:
         """Give the device back: end the worker until the next request, which starts a new one."""
-        child, self._child, self._starting = self._child, None, None
+        child, self._child, self._starting = self._child, None, False
         if child is not None:
             child.kill()
 
@@ -145,7 +144,8 @@ class WorkerMeasurer(Measurer):
         except OSError as error:
             raise MeasurementError(f"the worker process could not be started: {error}") from None
         with self._in_words(starting=True):
-            self._starting = self._send("start", self._start_message)
+            self._starting = True
+            self._send("start", self._start_message)
 
     def _known(self) -> dict[str, Any]:
         """What a worker reported when it was ready; it holds for all that replace it."""
@@ -158,14 +158,14 @@ class WorkerMeasurer(Measurer):
         """Wait until there is a worker with the model built, starting one where there is none."""
         if self._closed:
             raise MeasurementError("this measurer is closed", remedy="Make a new one.")
-        if self._child is None or (self._starting is None and not self._child.alive):
+        if self._child is None or (not self._starting and not self._child.alive):
             self.rest()
             self._spawn()
-        if self._starting is None:
+        if not self._starting:
             return
         try:
-            self._facts = self._await(self._starting, starting=True)
-            self._starting = None
+            self._facts = self._await(starting=True)
+            self._starting = False
         except BaseException:
             self.rest()
             raise
@@ -174,33 +174,29 @@ class WorkerMeasurer(Measurer):
         self._wake()
         try:
             with self._in_words(starting=False):
-                number = self._send(verb, parameters)
-            return self._await(number, starting=False)
+                self._send(verb, parameters)
+            return self._await(starting=False)
         except AutockptError:
             raise
         except BaseException:  # Ctrl-C: the worker is in the middle of something whose answer nobody will read
             self.rest()
             raise
 
-    def _send(self, verb: str, parameters: Mapping[str, Any]) -> int:
+    def _send(self, verb: str, parameters: Mapping[str, Any]) -> None:
         assert self._child is not None
-        self._number += 1
-        self._child.send({"id": self._number, "verb": verb, **parameters}, self._waiting)
-        return self._number
+        self._child.send({"verb": verb, **parameters}, self._waiting)
 
-    def _await(self, number: int, *, starting: bool) -> Any:
-        """The answer to a request; signs of life renew the patience."""
+    def _await(self, *, starting: bool) -> Any:
+        """The answer to the one request that is open; signs of life renew the patience."""
         assert self._child is not None
         while True:
             with self._in_words(starting=starting):
                 message = self._child.receive(self._waiting)
-            if "beat" in message:
-                self.beat(message["beat"])
-            if message.get("id") != number:
-                continue
             if "error" in message:
                 raise from_wire(message["error"])
-            return message["result"]
+            if "result" in message:
+                return message["result"]
+            self.beat(message["beat"])
 
     @contextmanager
     def _in_words(self, *, starting: bool) -> Iterator[None]:

@@ -1,7 +1,7 @@
 """The worker process: holds one workload on one device and measures what it is asked to, until its pipe ends.
 
-``python -m autockpt.measuring.worker READ_FD WRITE_FD``. Messages are JSON lines. Requests are ``{"id", "verb", ...}``,
-``start`` first; answers are ``{"id", "result"}`` or ``{"id", "error"}``, and ``{"beat"}`` in between is a sign of life.
+``python -m autockpt.measuring.worker READ_FD WRITE_FD``. Messages are JSON lines. Requests are ``{"verb", ...}``,
+``start`` first, one at a time; answers are ``{"result"}`` or ``{"error"}``, and ``{"beat"}`` before is a sign of life.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Worker:
         except BaseException as error:  # whatever a user's code raises, SystemExit included
             traceback.print_exc()  # into the log
             answer, lost = {"error": to_wire(_explained(error, request))}, device_lost(error)
-        self._answer({"id": request["id"], **answer})
+        self._answer(answer)
         return not lost
 
     def do_start(self, request: Mapping[str, Any]) -> dict[str, Any]:

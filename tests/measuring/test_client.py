@@ -131,7 +131,7 @@ for line in os.fdopen(int(sys.argv[1])):
         result = {"environment": {"device": device, "versions": {}}, "settings": {}, "notes": []}
     else:
         result = {"pid": os.getpid(), "length": len(line)}
-    say(id=request["id"], result=result)
+    say(result=result)
 """
 
 
