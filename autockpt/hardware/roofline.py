@@ -18,6 +18,7 @@ from autockpt.errors import UsageError
 from autockpt.hardware.signature import ATTENTION
 from autockpt.hardware.work import Work, work_of_op
 from autockpt.schema import DeviceInfo, Environment, Graph, Hardware, Op, OpTimes
+from autockpt.schema.device import WITHOUT_STREAMS
 from autockpt.schema.explanation import Bound
 
 VIEW_SHARE = 0.4  # of an op's host time: a view launches nothing
@@ -59,7 +60,7 @@ def environment_of_hardware(hardware: Hardware) -> Environment:
         name=hardware.description or hardware.name,
         capacity_bytes=hardware.memory_bytes,
         overhead_bytes=hardware.context_bytes,
-        copy_queues=hardware.has_copy_queues,
+        copy_queues=hardware.kind not in WITHOUT_STREAMS,
     )
     return Environment(device=device, versions={"simulated": hardware.name})
 

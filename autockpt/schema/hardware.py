@@ -217,11 +217,6 @@ class Hardware(Data):
         """Whether PyTorch's allocator there keeps what is freed, in segments. Taken to follow CUDA's rules."""
         return self.kind not in WITHOUT_STREAMS
 
-    @property
-    def has_copy_queues(self) -> bool:
-        """Whether copies run concurrently with compute."""
-        return self.kind not in WITHOUT_STREAMS
-
 
 def _known_dtype(name: str) -> None:
     if name not in MATRIX_DTYPES:

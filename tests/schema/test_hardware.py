@@ -88,14 +88,14 @@ def test_impossible_figures_are_named(changes: dict[str, Any], said: tuple[str, 
 def test_a_calibrated_file_may_be_of_any_kind_that_pytorch_has() -> None:
     here = {"device": {"kind": "npu", "name": "a card", "capacity_bytes": 2**34}, "versions": {}}
     card = described(kind="npu", environment=here)
-    assert card.has_copy_queues and card.caches
+    assert card.caches
     with pytest.raises(ValidationError, match="have to be calibrated"):
         described(kind="xpu", environment=here)
 
 
 def test_a_cpu_may_emulate_16_bit_types() -> None:
     cpu = described(kind="cpu", matrix_flops={"float32": 80e12, "bfloat16": 2e12})
-    assert cpu.matrix_flops["bfloat16"] == 2e12 and not cpu.has_copy_queues
+    assert cpu.matrix_flops["bfloat16"] == 2e12 and not cpu.caches
 
 
 rates = st.floats(1e9, 1e14)
