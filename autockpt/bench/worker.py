@@ -127,7 +127,7 @@ def _gradients(runner: StepRunner, payload: Mapping[str, Any]) -> tuple[bool, st
     reference = _reference(runner, not peer.exact)
     if reference is None:
         return True, "not compared: plain training does not fit"
-    if not peer.exact and _draws(reference.first):
+    if not peer.exact and reference.first.draws:
         return True, "not compared: the model draws random numbers, which compiled code draws its own way"
     compiled = peer.group == "compiled"
     attached, sketched = _attached(runner, payload), not peer.exact
@@ -136,12 +136,6 @@ def _gradients(runner: StepRunner, payload: Mapping[str, Any]) -> tuple[bool, st
         observed = observed.model_copy(update={"coarsest": reference.first.coarsest})
     check = judge(reference, observed)
     return check.equal, "bit-equal" if check.equal and peer.exact and check.repeatable else check.describe()
-
-
-def _draws(observed: Observation) -> bool:
-    """Whether steps draw random numbers (dropout): the state then moves on from step to step."""
-    name = "random state after backward"
-    return observed.digests[f"step 1: {name}"] != observed.digests[f"step 2: {name}"]
 
 
 @cache  # a process has one runner

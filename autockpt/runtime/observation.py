@@ -41,6 +41,11 @@ class Observation(Data):
         names = list(dict.fromkeys((*self.digests, *other.digests)))
         return [name for name in names if self.digests.get(name) != other.digests.get(name)]
 
+    @property
+    def draws(self) -> bool:
+        """Whether the steps draw random numbers (dropout): else both begin and end in the same state."""
+        return len({digest for name, digest in self.digests.items() if "random state" in name}) > 1
+
     def distances(self, other: Observation) -> dict[str, float]:
         """How far sketched losses and gradients are apart, each relative to its own length (see ``SMALL``)."""
         losses = {name for name in self.sketches if name.endswith(": loss")}

@@ -265,7 +265,7 @@ class _Verification:
         except AutockptError as error:
             return Check(name=name, state="failed", detail=error.message)
         result = judge(twice, planned)
-        if self._compiled and not result.equal and _draws(twice.first):
+        if self._compiled and not result.equal and twice.first.draws:
             detail = "compiled code draws random numbers in an order of its own under every plan; switch dropout off"
             return Check(name=name, state="skipped", detail=detail)
         words = "plain training" if reference is None else "recomputing every layer"
@@ -376,9 +376,3 @@ class _Verification:
         with beats_counted(self.measurer, self.listener):
             times = self.measurer.compare({"plan": self.choices, name: other}, rounds=self.rounds)
         return ratio_interval(times["plan"], times[name], robust=True)
-
-
-def _draws(observed: Observation) -> bool:
-    """Whether the steps draw random numbers: both begin where the one before ended."""
-    states = {digest for name, digest in observed.digests.items() if "random state" in name}
-    return len(states) > 1
