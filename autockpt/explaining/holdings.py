@@ -41,7 +41,7 @@ class StepBytes:
 
     def alive_at(self, op: int) -> list[Storage]:
         """Storages born in the cycle that are alive while an op runs."""
-        return [s for s in self.own if s.birth <= op and (s.death is None or s.death >= op)]
+        return [s for s in self.own if s.alive_at(op)]
 
     def coming_and_going(self, op: int) -> list[Storage]:
         """Those of them that come and go."""

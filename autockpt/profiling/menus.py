@@ -114,10 +114,7 @@ class _Run:
         return sum(
             s.bytes
             for s in self.graph.storages
-            if s.kind == "activation"
-            and s.unit not in mine
-            and 0 <= s.birth <= at
-            and (s.death is None or s.death >= at)
+            if s.kind == "activation" and s.unit not in mine and s.birth >= 0 and s.alive_at(at)
         )
 
     @property

@@ -198,7 +198,7 @@ def _peak(graph: Graph, timeline: Sequence[int]) -> PeakMoment:
         if s.birth < 0:
             # part of the resident bytes; one that has died by now is taken off them
             by_kind["resident"] -= s.bytes if s.death is not None and s.death < at else 0
-        elif s.birth <= at and (s.death is None or s.death >= at):
+        elif s.alive_at(at):
             by_kind[s.kind] = by_kind.get(s.kind, 0) + s.bytes
             by_owner[s.unit or REMAINDER] += s.bytes
     owner = max(by_owner, key=by_owner.__getitem__, default=REMAINDER)

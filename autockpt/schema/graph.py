@@ -74,6 +74,10 @@ class Storage(Data):
     kind: StorageKind = "activation"
     unit: str | None = None
 
+    def alive_at(self, op: int) -> bool:
+        """Whether it is alive while an op runs."""
+        return self.birth <= op and (self.death is None or self.death >= op)
+
 
 class Copy(Data):
     """Bytes moved off (``out``) or back onto (``in``) the device by an offload choice.
@@ -163,11 +167,7 @@ class Graph(Data):
         """Gradients that the optimizer step finds; those of later micro-batches are added to them and dropped."""
         last = self.ops[-1].index if self.ops else -1
         start = next((op.index for op in self.ops if op.phase == "optimizer"), last)
-        return tuple(
-            s
-            for s in self.storages
-            if s.kind == "gradient" and s.birth <= start and (s.death is None or s.death >= start)
-        )
+        return tuple(s for s in self.storages if s.kind == "gradient" and s.alive_at(start))
 
     def spans(self) -> tuple[Span, ...]:
         """Runs of forward, backward (recompute is part of it) and optimizer."""
