@@ -9,7 +9,6 @@ from typing import Any, ClassVar
 
 from torch import nn
 
-from autockpt.devices.base import Transport
 from autockpt.devices.transport import Transports, Ways
 from autockpt.errors import ConflictError, PlanError
 from autockpt.policies import POLICIES
@@ -136,24 +135,24 @@ def attach(
     model: nn.Module,
     choices: Mapping[str, Choice],
     *,
-    transport: Transport | Transports | None = None,
+    transport: Transports | None = None,
     host_budget: int | None = None,
     sentinels: SentinelMode | None = None,
 ) -> Session:
     """Attach choices to a live model.
 
     ``choices`` are by exact unit name, in order of execution, free of wrapper prefixes (PEFT, compile, DDP, Lightning);
-    units that are not named save. ``transport`` (one, or what gives one for a device and a tier) replaces the device's
-    own for offload; those claim no more than ``host_budget`` bytes of host memory, and a forward that would need more
-    raises HostBudgetExceeded. ``sentinels`` say how often what runs again or comes back is checked (None: as the
-    environment says). From here on the choices act whenever gradients are enabled, in ``eval()`` too. Where every
-    choice is ``save`` nothing at all is attached.
+    units that are not named save. ``transport`` gives what replaces the device's own for offload, by device and tier;
+    those claim no more than ``host_budget`` bytes of host memory, and a forward that would need more raises
+    HostBudgetExceeded. ``sentinels`` say how often what runs again or comes back is checked (None: as the environment
+    says). From here on the choices act whenever gradients are enabled, in ``eval()`` too. Where every choice is
+    ``save`` nothing at all is attached.
 
     Raises PlanError for a name that the model does not have and for a choice inside another; ConflictError where a plan
     is attached already, the model's own activation checkpointing is on, or a choice cannot be made safe. The model is
     then as it was.
     """
-    session = attach_units(model, choices, _ways(transport, host_budget), sentinels)
+    session = attach_units(model, choices, Ways(host_budget) if transport is None else transport, sentinels)
     try:
         if session._placed:
             look_after(model, [unit.module for unit in session.order if unit.choice.kind != "save"], session)
@@ -208,15 +207,6 @@ def remove(model: nn.Module) -> None:
 def attached_path(model: nn.Module) -> str | None:
     """Where in the model a choice is attached, by name; the root is the empty one. None: nowhere."""
     return next((path for path, module in model.named_modules() if attached_to(module) is not None), None)
-
-
-def _ways(transport: Transport | Transports | None, host_budget: int | None) -> Transports:
-    if transport is None:
-        return Ways(host_budget)
-    if isinstance(transport, Transport):
-        chosen = transport
-        return lambda device, tier: chosen
-    return transport
 
 
 def _check_free(model: nn.Module, units: Sequence[PlannedUnit]) -> None:

@@ -24,6 +24,7 @@ from autockpt.schema import Choice, Offload, WorkloadSpec
 from tests.gpu.items import Context
 from tests.gpu.kernels import hidden, merged, profiled, total
 from tests.gpu.measuring import ghosts, gradients_of, plans, running, wrong
+from tests.policies.deferred import always
 
 MOST_DELAY_CYCLES = 2_000_000  # of the GPU's clock: about a millisecond
 SPARE_BYTES = 48 << 20
@@ -93,7 +94,7 @@ def _stressed(
     unequal: list[str] = []
     steps = context.shapes.stress_steps
     with runner.device.limit(limit), runner.attached({}):
-        transport = StreamTransport(LateQueues(device, draw)) if device.type == "cuda" else None
+        transport = always(StreamTransport(LateQueues(device, draw))) if device.type == "cuda" else None
         with attach(runner.workload.model, choices, transport=transport), Poison(device, draw) as poison:
             for step in range(steps):
                 if found := wrong(gradients_of(runner), wanted):

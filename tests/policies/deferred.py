@@ -12,7 +12,13 @@ import torch
 from autockpt.devices.disk import DiskTransport
 from autockpt.devices.hostpool import HostUse
 from autockpt.devices.streams import AcceleratorQueues, StreamTransport
+from autockpt.devices.transport import Transports
 from tests.device import DEVICE
+
+
+def always(transport: Any) -> Transports:
+    """One and the same transport for every device and tier."""
+    return lambda device, tier: transport
 
 
 class Event:

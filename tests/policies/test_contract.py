@@ -20,7 +20,7 @@ from autockpt.policies.kvcache import DroppedCache
 from autockpt.runtime import attach, remove
 from autockpt.schema.choices import CHOICE_TYPES, RECOMPUTE, Choice, choice_kinds, parse_choice
 from tests.device import DEVICE
-from tests.policies.deferred import DeferredTransport
+from tests.policies.deferred import DeferredTransport, always
 from tests.policies.zoo import (
     CASES,
     Case,
@@ -83,7 +83,7 @@ def test_two_steps_are_bit_equal_and_copies_beside_compute_are_waited_for(case, 
     """With copies that arrive as late as they may; with a device's own ways, see ``test_architectures``."""
     model, choices = planned(case, kind)
     transport = DeferredTransport()
-    with attach(model, choices, transport=transport) as session:
+    with attach(model, choices, transport=always(transport)) as session:
         # the cache changes the order of sums; only a plan that attaches something switches it off by itself
         extra = NO_CACHE if case.takes_cache and session.guard() is None else {}
         assert_equal(train(model, case, dtype, **extra), reference(case, dtype))
@@ -94,7 +94,7 @@ def test_two_steps_are_bit_equal_and_copies_beside_compute_are_waited_for(case, 
 def test_every_choice_beside_every_other(case):
     model = case.make()
     mixed = {name: parse_choice(KINDS[i % len(KINDS)]) for i, name in enumerate(case.units(model))}
-    with attach(model, mixed, transport=DeferredTransport()):
+    with attach(model, mixed, transport=always(DeferredTransport())):
         assert_equal(train(model, case, "bf16"), reference(case, "bf16"))
 
 
@@ -196,7 +196,7 @@ def test_is_bit_equal_in(scenario, case, kind):
     model, choices = planned(case, kind)
     transport = DeferredTransport()
     torch.manual_seed(5)
-    with attach(model, choices, transport=transport):
+    with attach(model, choices, transport=always(transport)):
         assert_equal(scenario(case, model) | dict(model.named_buffers()), wanted)
     assert transport.pieces_in_use() == 0
 
@@ -255,7 +255,7 @@ def test_does_nothing_without_gradients(case, kind):
     transport = DeferredTransport()
     with torch.no_grad():
         wanted = case.step(model, case.batch())
-        with attach(model, choices, transport=transport):
+        with attach(model, choices, transport=always(transport)):
             assert torch.equal(case.step(model, case.batch()), wanted)
     assert transport.queues.sent == 0
 
@@ -374,7 +374,7 @@ class Glue(nn.Module):
 @each_kind
 def test_changed_input_is_an_error(kind):
     model = Glue(lambda hidden, out: hidden.add_(1))
-    with attach(model, {f"units.{i}": parse_choice(kind) for i in range(2)}, transport=DeferredTransport()):
+    with attach(model, {f"units.{i}": parse_choice(kind) for i in range(2)}, transport=always(DeferredTransport())):
         loss = model(torch.randn(128, 64).to(DEVICE)).sum()
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             loss.backward()
@@ -387,7 +387,7 @@ def test_changed_output_is_an_error_or_right(kind):
     exact = Glue(lambda hidden, out: None)
     exact(x).sum().backward()
     model = Glue(lambda hidden, out: out.add_(1))
-    with attach(model, {f"units.{i}": parse_choice(kind) for i in range(2)}, transport=DeferredTransport()):
+    with attach(model, {f"units.{i}": parse_choice(kind) for i in range(2)}, transport=always(DeferredTransport())):
         try:
             model(x).sum().backward()
         except RuntimeError as error:
@@ -399,7 +399,7 @@ def test_changed_output_is_an_error_or_right(kind):
 @in_turn(FEW)
 def test_changed_weight_is_an_error(case, kind):
     model, choices = planned(case, kind)
-    with attach(model, choices, transport=DeferredTransport()):
+    with attach(model, choices, transport=always(DeferredTransport())):
         loss = step(case, model)
         with torch.no_grad():
             for p in model.parameters():
@@ -432,7 +432,7 @@ def test_shared_and_skipped_units(kind):
         return gradients(model)
 
     wanted, model = run(Twice()), Twice()
-    with attach(model, {f"units.{i}": parse_choice(kind) for i in range(3)}, transport=DeferredTransport()):
+    with attach(model, {f"units.{i}": parse_choice(kind) for i in range(3)}, transport=always(DeferredTransport())):
         assert_equal(run(model), wanted)
 
 

@@ -24,7 +24,7 @@ from autockpt.policies.base import InPlaceError
 from autockpt.policies.saved import SMALL_BYTES, Group, SavedStorage
 from autockpt.runtime import attach
 from autockpt.schema.choices import OFFLOAD, RECOMPUTE, SAVE, Choice, Offload, RecomputeOffload
-from tests.policies.deferred import DeferredDisk, DeferredTransport
+from tests.policies.deferred import DeferredDisk, DeferredTransport, always
 from tests.policies.zoo import CASES, Tally, assert_equal, bytes_alive_after, plain, train
 
 N = SMALL_BYTES // 4  # this many fp32 numbers are just large enough to be moved
@@ -106,7 +106,7 @@ def test_all_views_of_a_storage_come_back_from_one_copy():
     wanted = run(Model(body, n=1), steps=1)
     layouts = SaveViews.seen[0]
     model, transport = Model(body, n=1), DeferredTransport()
-    with attach(model, model.offloaded(), transport=transport):
+    with attach(model, model.offloaded(), transport=always(transport)):
         assert_equal(run(model, steps=1), wanted)
     assert SaveViews.seen[0] == layouts
     assert len(SaveViews.seen[1]) == 1
@@ -116,7 +116,7 @@ def test_all_views_of_a_storage_come_back_from_one_copy():
 def sent_by(body: Callable[..., Tensor], *more: Any) -> int:
     """Bytes that one unit sends."""
     model, transport = Model(body, n=1), DeferredTransport()
-    with attach(model, model.offloaded(), transport=transport):
+    with attach(model, model.offloaded(), transport=always(transport)):
         model(torch.rand(N).requires_grad_(), *more)
     return transport.queues.sent
 
@@ -135,7 +135,7 @@ def test_what_is_moved_and_what_is_not():
 def test_buffers_stay():
     model, transport = Model(lambda unit, x: (x * unit.table).sin(), n=1), DeferredTransport()
     model.units[0].register_buffer("table", torch.rand(N))
-    with attach(model, model.offloaded(), transport=transport):
+    with attach(model, model.offloaded(), transport=always(transport)):
         model(torch.rand(N).requires_grad_())
     assert transport.queues.sent == 4 * N
 
@@ -147,7 +147,7 @@ def test_autocast_copies_of_weights_stay(frozen):
         DeferredTransport(),
     )
     model.requires_grad_(not frozen)
-    with attach(model, {"0": OFFLOAD}, transport=transport), torch.autocast("cpu", dtype=torch.bfloat16):
+    with attach(model, {"0": OFFLOAD}, transport=always(transport)), torch.autocast("cpu", dtype=torch.bfloat16):
         model(torch.rand(256, 128).requires_grad_())
     moved = 1 if frozen else 2  # the sigmoid; the input in 16 bits is only saved for the weight's gradient
     assert transport.queues.sent == moved * (256 * 128 * 2)
@@ -168,7 +168,7 @@ def test_parts_of_autocast_copies_of_weights_stay():
             return x * first * second * copy.unbind()[0] * copy.as_strided((1, 8 * N), (0, 2))
 
     model, transport = nn.Sequential(Cut(), nn.Identity()), DeferredTransport()
-    with attach(model, {"0": OFFLOAD}, transport=transport):
+    with attach(model, {"0": OFFLOAD}, transport=always(transport)):
         model(torch.rand(1, 8 * N, dtype=torch.bfloat16).requires_grad_())
     assert transport.queues.sent == 4 * 8 * N * 2  # the hidden state and three products
 
@@ -182,7 +182,7 @@ def test_tensors_of_subclasses_stay_and_their_kind_is_said():
 
     wanted, model = run(Model(body)), Model(body)
     transport = DeferredTransport()
-    with attach(model, model.offloaded(), transport=transport), pytest.warns(UserWarning, match="Sharded stay"):
+    with attach(model, model.offloaded(), transport=always(transport)), pytest.warns(UserWarning, match="Sharded stay"):
         assert_equal(run(model), wanted)
     assert transport.queues.sent == 0
 
@@ -194,7 +194,7 @@ def test_nested_tensors_stay():
         torch.manual_seed(0)
         model = nn.Sequential(nn.Sequential(nn.Linear(64, 64), nn.ReLU()), nn.Identity())
         x = torch.nested.nested_tensor([torch.rand(50, 64), torch.rand(70, 64)]).requires_grad_()
-        with attach(model, choices, transport=DeferredTransport()):
+        with attach(model, choices, transport=always(DeferredTransport())):
             model(x).to_padded_tensor(0.0).sum().backward()
         gradients.append({name: p.grad for name, p in model.named_parameters()})
     assert_equal(*gradients)
@@ -202,7 +202,7 @@ def test_nested_tensors_stay():
 
 def test_while_a_graph_is_captured_it_is_refused(monkeypatch):
     model = Model(lambda unit, x: (x * unit.weight).sin(), n=1)
-    with attach(model, model.offloaded(), transport=DeferredTransport()):
+    with attach(model, model.offloaded(), transport=always(DeferredTransport())):
         model(torch.rand(N).requires_grad_())  # as a capture is warmed up
         monkeypatch.setattr(torch.cpu, "is_current_stream_capturing", lambda: True, raising=False)
         with pytest.raises(ConflictError, match=r"captured, and units\.0 offloads"):
@@ -212,7 +212,7 @@ def test_while_a_graph_is_captured_it_is_refused(monkeypatch):
 def test_frozen_weights_stay_too():
     model, transport = Model(lambda unit, x: (x * unit.weight).sin(), n=1), DeferredTransport()
     model.requires_grad_(False)
-    with attach(model, model.offloaded(), transport=transport):
+    with attach(model, model.offloaded(), transport=always(transport)):
         model(torch.rand(N).requires_grad_())
     assert transport.queues.sent == 4 * N
 
@@ -228,7 +228,7 @@ def test_memory_that_is_used_again_is_not_taken_for_the_old():
         return total
 
     wanted, model = run(Model(body)), Model(body)
-    with attach(model, model.offloaded(), transport=DeferredTransport()):
+    with attach(model, model.offloaded(), transport=always(DeferredTransport())):
         assert_equal(run(model), wanted)
 
 
@@ -248,7 +248,7 @@ def test_the_same_memory_with_other_contents_is_sent_again():
 
     wanted, model = run(Model(body, n=1)), Model(body, n=1)
     transport = DeferredTransport()
-    with attach(model, model.offloaded(), transport=transport):
+    with attach(model, model.offloaded(), transport=always(transport)):
         got = run(model)
     # plain autograd itself reads `first` after it was overwritten, so only the last term's gradient is compared
     assert got.keys() == wanted.keys()
@@ -271,7 +271,7 @@ def test_a_tensor_changed_after_it_was_saved_and_sent_again():
         return unit.weight * base * x
 
     wanted, model = run(Model(body)), Model(body)
-    with attach(model, model.offloaded(), transport=DeferredTransport()):
+    with attach(model, model.offloaded(), transport=always(DeferredTransport())):
         assert_equal(run(model), wanted)
 
 
@@ -287,7 +287,7 @@ def test_changes_in_place_are_errors_with_the_units_name(saved, when):
     }[saved]
     kept: list[Tensor] = []
     model = Model(body, n=3, glue=kept.append if when == "afterwards" else lambda x: x.add_(1))
-    with attach(model, model.offloaded(), transport=DeferredTransport()):
+    with attach(model, model.offloaded(), transport=always(DeferredTransport())):
         loss = model(torch.rand(N)).sum()
         for tensor in kept:
             with torch.no_grad():
@@ -308,7 +308,7 @@ def test_a_changed_weight_is_an_error():
 
 def test_nothing_leaks_without_backward():
     model, transport = Model(lambda unit, x: (x * unit.weight).sin().exp()), DeferredTransport()
-    with attach(model, model.offloaded(), transport=transport):
+    with attach(model, model.offloaded(), transport=always(transport)):
         for _ in range(3):
             model(torch.rand(N))
         out = model(torch.rand(N))
@@ -350,7 +350,7 @@ def test_memory_is_given_back_while_the_forward_runs():
 
     def kept(n: int, transport: Any) -> int:
         model = Model(body, n=n)
-        with attach(model, model.offloaded(), transport=transport):
+        with attach(model, model.offloaded(), transport=always(transport)):
             model(torch.rand(N))
             return bytes_alive_after(lambda: model(torch.rand(N)))
 
@@ -409,7 +409,7 @@ def logged(*choices: Choice) -> list[str]:
             return x
 
     model = Marked()
-    with attach(model, {f"units.{i}": choice for i, choice in enumerate(choices)}, transport=log):
+    with attach(model, {f"units.{i}": choice for i, choice in enumerate(choices)}, transport=always(log)):
         model(torch.rand(N).requires_grad_()).sum().backward()
     return log.lines
 
@@ -443,7 +443,7 @@ def test_a_window_gives_copies_the_forwards_of_several_units():
 def test_what_is_attached_says_how_long_copies_may_take():
     model = Model(lambda unit, x: x * unit.weight, n=4)
     choices = {"units.0": Offload(window=2), "units.1": OFFLOAD, "units.2": SAVE, "units.3": SAVE}
-    with attach(model, choices, transport=DeferredTransport()) as session:
+    with attach(model, choices, transport=always(DeferredTransport())) as session:
         assert session.attached["units.0"].endswith("; waited for 2 units on")
         assert "waited" not in session.attached["units.1"]
 
@@ -452,7 +452,7 @@ def test_a_unit_that_two_wait_at_is_attached_to_once():
     model = Model(lambda unit, x: x * unit.weight, n=5)
     choices = [Offload(window=3), SAVE, RecomputeOffload(), SAVE, SAVE]
     named = {f"units.{i}": choice for i, choice in enumerate(choices)}
-    with attach(model, named, transport=DeferredTransport()) as session:
+    with attach(model, named, transport=always(DeferredTransport())) as session:
         assert [module for module, _ in session._placed].count(model.units[3]) == 1
 
 
@@ -476,7 +476,7 @@ def test_a_window_does_not_hold_what_earlier_calls_of_one_unit_moved():
 
     def kept(calls: int) -> list[str]:
         log, model = Log(), Shared(calls)
-        with attach(model, {"units.0": Offload(window=5)}, transport=log):
+        with attach(model, {"units.0": Offload(window=5)}, transport=always(log)):
             log.now = "forward"
             loss = model(torch.rand(N)).sum()
             log.now = "after"
@@ -500,7 +500,7 @@ def test_gradients_are_equal_with_any_windows(choices):
 
     wanted, model = run(Model(body, n=len(choices))), Model(body, n=len(choices))
     named = {f"units.{i}": choice for i, choice in enumerate(choices)}
-    with attach(model, named, transport=DeferredTransport()):
+    with attach(model, named, transport=always(DeferredTransport())):
         assert_equal(run(model), wanted)
 
 
@@ -514,7 +514,7 @@ def test_without_copy_queues_nothing_is_fetched_ahead():
             return parcel
 
     model = Model(lambda unit, x: x * unit.weight)
-    with attach(model, model.offloaded(), transport=Watched()):
+    with attach(model, model.offloaded(), transport=always(Watched())):
         run(model)
     assert calls == []
 
@@ -532,7 +532,7 @@ def test_units_that_are_not_reached_in_backward():
         return {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
 
     wanted, model = part(Model(body)), Model(body)
-    with attach(model, model.offloaded(), transport=DeferredTransport()):
+    with attach(model, model.offloaded(), transport=always(DeferredTransport())):
         assert_equal(part(model), wanted)
 
 
@@ -544,7 +544,7 @@ def test_odd_tensors_stay():
         return part * unit.weight + torch.sparse.mm(sparse, x[:16].view(4, 4)).sum()
 
     wanted, model = run(Model(body)), Model(body)
-    with attach(model, model.offloaded(), transport=DeferredTransport()):
+    with attach(model, model.offloaded(), transport=always(DeferredTransport())):
         assert_equal(run(model), wanted)
 
 
@@ -554,7 +554,7 @@ def test_hooks_of_the_users_own_inside_the_unit():
             return (x * unit.weight).sin() * x
 
     wanted, model = run(Model(body)), Model(body)
-    with attach(model, model.offloaded(), transport=DeferredTransport()):
+    with attach(model, model.offloaded(), transport=always(DeferredTransport())):
         assert_equal(run(model), wanted)
 
 
@@ -565,7 +565,7 @@ def test_a_second_backward_over_the_same_graph(make, n):
         return (x * unit.weight).sin() * x  # two storages in one node, one of them used twice
 
     model, transport = Model(body, n=n), make()
-    with attach(model, model.offloaded(), transport=transport):
+    with attach(model, model.offloaded(), transport=always(transport)):
         loss = model(torch.rand(N).requires_grad_()).sum()
         for turn in (1, 2):
             for parameter in model.parameters():
@@ -582,7 +582,7 @@ def test_what_a_partial_backward_does_not_need_is_let_go_again(make):
         return x.sin() + (unit.weight * x.detach()).cos()  # the second term leads to this unit's weight only
 
     model, transport = Model(body, n=6), make()
-    with attach(model, model.offloaded(), transport=transport):
+    with attach(model, model.offloaded(), transport=always(transport)):
         loss = model(torch.rand(N).requires_grad_()).sum()
         left = bytes_alive_after(lambda: loss.backward(retain_graph=True, inputs=[model.units[0].weight]))
         assert left <= 3 * 4 * N + 1024  # the gradient, and what the first unit did not need
@@ -594,7 +594,7 @@ def test_what_a_partial_backward_does_not_need_is_let_go_again(make):
 def test_a_second_backward_fetches_ahead_as_well():
     log = Log()
     model = Model(lambda unit, x: x * unit.weight)
-    with attach(model, model.offloaded(), transport=log):
+    with attach(model, model.offloaded(), transport=always(log)):
         loss = model(torch.rand(N).requires_grad_()).sum()
         for log.now in ("first", "second"):
             loss.backward(retain_graph=True)
@@ -606,7 +606,7 @@ def test_a_second_backward_fetches_ahead_as_well():
 
 def test_forwards_are_not_neighbours_of_one_another():
     model, transport = Model(lambda unit, x: x * unit.weight, n=2), DeferredTransport()
-    with attach(model, model.offloaded(), transport=transport):
+    with attach(model, model.offloaded(), transport=always(transport)):
         first = model(torch.rand(N).requires_grad_())
         model(torch.rand(N).requires_grad_()).sum().backward()
         assert transport.queues.fetched == 2 * 4 * N  # nothing of the first forward
@@ -648,7 +648,7 @@ def test_what_runs_again_runs_once_and_has_its_input_from_where_that_was():
         return (x * unit.weight).sin() * x
 
     model = Model(body)
-    with attach(model, dict.fromkeys(model.offloaded(), RecomputeOffload()), transport=transport):
+    with attach(model, dict.fromkeys(model.offloaded(), RecomputeOffload()), transport=always(transport)):
         loss = model(torch.rand(N).requires_grad_()).sum()
         assert (counted.calls, transport.queues.sent, transport.queues.fetched) == (3, 3 * 4 * N, 0)
         loss.backward()
