@@ -48,7 +48,7 @@ def paired(ours: str, base: str, rounds: Rounds) -> Ratio | None:
     both = [(seconds[ours], seconds[base]) for seconds in rounds if ours in seconds and base in seconds]
     if not both:
         return None
-    interval = ratio_interval([a for a, _ in both], [b for _, b in both], robust=True)
+    interval = ratio_interval([a for a, _ in both], [b for _, b in both])
     high = interval.high if math.isfinite(interval.high) else None
     return Ratio(low=interval.low, value=interval.value, high=high, rounds=len(both))
 

@@ -68,13 +68,13 @@ def noise(times: Sequence[float]) -> float:
     return min(1.0, median_interval(times).half_width)
 
 
-def ratio_interval(ours: Sequence[float], base: Sequence[float], *, robust: bool = False) -> Interval:
+def ratio_interval(ours: Sequence[float], base: Sequence[float]) -> Interval:
     """How many times as long ``ours`` takes as ``base``, from paired times: ours[i] was measured right next to base[i].
 
-    Pairing removes whatever slows both. By default the geometric mean of the ratios with Student's t interval on their
-    logarithms. ``robust`` takes the Hodges-Lehmann estimate with the interval of the signed-rank test (Hodges & Lehmann
-    1963), which single disturbed rounds hardly move; it needs six pairs and falls back on t below. Raises ValueError
-    where the numbers of times differ, there are none, or one is not positive.
+    Pairing removes whatever slows both. The Hodges-Lehmann estimate of the ratio with the interval of the signed-rank
+    test (Hodges & Lehmann 1963), which single disturbed rounds hardly move; below six pairs the geometric mean with
+    Student's t interval on the logarithms. Raises ValueError where the numbers of times differ, there are none, or one
+    is not positive.
     """
     if len(ours) != len(base):
         raise ValueError(f"paired times are needed: {len(ours)} and {len(base)} were given")
@@ -83,7 +83,7 @@ def ratio_interval(ours: Sequence[float], base: Sequence[float], *, robust: bool
     logs = [math.log(a / b) for a, b in zip(ours, base, strict=True)]
     if len(logs) == 1:
         return Interval(0.0, math.exp(logs[0]), math.inf)
-    if robust and len(logs) >= MIN_FREE:
+    if len(logs) >= MIN_FREE:
         low, middle, high = _signed_rank(logs)
         return Interval(math.exp(low), math.exp(middle), math.exp(high))
     mean, reach = _t_reach(logs)

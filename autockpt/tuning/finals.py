@@ -105,4 +105,4 @@ def remeasured(measured: Measurement, number: int, final: Final) -> Measurement:
 def _ratio(ours: Sequence[float], base: Sequence[float]) -> Interval:
     """Of the rounds that both have."""
     both = min(len(ours), len(base))
-    return ratio_interval(ours[:both], base[:both], robust=True)
+    return ratio_interval(ours[:both], base[:both])

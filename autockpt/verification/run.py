@@ -375,4 +375,4 @@ class _Verification:
         other = known_plans(self.blocks, (RECOMPUTE.kind,))[name]
         with beats_counted(self.measurer, self.listener):
             times = self.measurer.compare({"plan": self.choices, name: other}, rounds=self.rounds)
-        return ratio_interval(times["plan"], times[name], robust=True)
+        return ratio_interval(times["plan"], times[name])

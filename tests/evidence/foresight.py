@@ -89,7 +89,7 @@ def run_case(title: str, spec: WorkloadSpec) -> list[Error]:
     for name, predicted in predictions.items():
         peak = predicted.peak_bytes / peaks[name] - 1
         guess = (predicted.step_seconds or 0.0) / plain - 1
-        ratio = ratio_interval(seconds[name], seconds["save all"], robust=True)
+        ratio = ratio_interval(seconds[name], seconds["save all"])
         real = Interval(ratio.low - 1, ratio.value - 1, ratio.high - 1)
         errors.append(Error(peak, guess - real.value, real))
         print(

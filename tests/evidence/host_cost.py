@@ -121,7 +121,7 @@ def _rows(times: Mapping[str, list[tuple[float, float]]]) -> Rows:
     found: Rows = {}
     for name, pairs in times.items():
         forward, backward = (statistics.median(p[i] for p in pairs) / LAYERS * 1e6 for i in (0, 1))
-        ratio = str(ratio_interval([sum(p) for p in pairs], hand, robust=True)) if name != BY_HAND else ""
+        ratio = str(ratio_interval([sum(p) for p in pairs], hand)) if name != BY_HAND else ""
         both = noise([sum(p) for p in pairs])
         found[name] = {"forward": forward, "backward": backward, "noise": both, "by hand": ratio}
     return found

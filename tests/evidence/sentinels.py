@@ -100,7 +100,7 @@ def main() -> None:
     for words, shape in SHAPES.items():
         for choice in CHOICES:
             off, every, proof = in_turns(shape, choice, rounds)
-            ratio, step = ratio_interval(every, off, robust=True), statistics.median(off)
+            ratio, step = ratio_interval(every, off), statistics.median(off)
             saved = proof.tensors // proof.checks if proof.checks and choice != "offload" else 0
             spots = spotting(saved) * len(proof.units) / step if saved else 0.0
             share, most = ((r - 1) / proof.window + spots for r in (ratio.value, ratio.high))

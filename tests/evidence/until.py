@@ -30,7 +30,6 @@ def compare_until(
     batch: int = 5,
     at_least: int = 10,
     at_most: int = 60,
-    robust: bool = True,
 ) -> PairedTimes:
     """Measure pairs until the 95 % interval of their ratio is ± ``within`` of it, or ``at_most`` rounds are done.
 
@@ -45,7 +44,7 @@ def compare_until(
         more_ours, more_base = draw(min(todo, at_most - len(ours)))
         ours.extend(more_ours)
         base.extend(more_base)
-        ratio = ratio_interval(ours, base, robust=robust)
+        ratio = ratio_interval(ours, base)
         settled = ratio.half_width <= within
         if settled or len(ours) >= at_most or not more_ours:
             return PairedTimes(ratio, tuple(ours), tuple(base), settled)

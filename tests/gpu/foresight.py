@@ -65,7 +65,7 @@ def _time(
         step = median_interval(times)
         rows[plan] |= {"step": step.value, "step between": [step.low, step.high]}
         if "save everything" in seconds:
-            ratio = ratio_interval(times, seconds["save everything"], robust=True)
+            ratio = ratio_interval(times, seconds["save everything"])
             rows[plan]["over saving"] = [ratio.low - 1, ratio.value - 1, ratio.high - 1]
 
 

@@ -214,6 +214,6 @@ def _table(
         row = found[name]
         row |= {"step": statistics.median(seconds), "noise": noise(seconds), "fill": row["peak"] / budget}
         if OURS in times and name != OURS:
-            ratio = ratio_interval(times[OURS], seconds, robust=True)
+            ratio = ratio_interval(times[OURS], seconds)
             row["ours over it"] = [ratio.low, ratio.value, ratio.high]
     return found

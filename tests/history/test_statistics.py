@@ -44,26 +44,25 @@ def test_median_interval_covers_the_median_95_times_in_100(draw, n):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("robust", [False, True])
 @pytest.mark.parametrize("n", [3, 6, 10, 30])
-def test_ratio_interval_covers_the_ratio_95_times_in_100_under_common_drift(robust, n):
+def test_ratio_interval_covers_the_ratio_95_times_in_100_under_common_drift(n):
     rng = random.Random(n)
     found = []
     for _ in range(DRAWS // 2):
         drift = [math.exp(rng.gauss(0.0, 0.3)) for _ in range(n)]
         ours = [1.1 * d * t for d, t in zip(drift, log_normal(rng, n), strict=True)]
         base = [d * t for d, t in zip(drift, log_normal(rng, n), strict=True)]
-        found.append(ratio_interval(ours, base, robust=robust))
+        found.append(ratio_interval(ours, base))
     assert 0.925 <= share_covering(found, 1.1) <= 0.985
 
 
-def test_robust_interval_is_hardly_moved_by_two_disturbed_rounds():
+def test_the_ratios_interval_is_hardly_moved_by_two_disturbed_rounds():
     rng = random.Random(0)
     base, ours = log_normal(rng, 20, 0.005), log_normal(rng, 20, 0.005)
     ours[3], ours[11] = 5.0, 8.0
-    robust, plain_t = ratio_interval(ours, base, robust=True), ratio_interval(ours, base)
-    assert robust.half_width < 0.01 < plain_t.half_width
-    assert abs(robust.value - 1) < 0.01
+    ratio = ratio_interval(ours, base)
+    assert ratio.half_width < 0.01
+    assert abs(ratio.value - 1) < 0.01
 
 
 @given(st.lists(seconds, min_size=1, max_size=60))
@@ -81,10 +80,10 @@ def test_the_median_interval_scales_with_the_unit(times, factor):
     assert scaled.high == pytest.approx(once.high * factor)
 
 
-@given(st.lists(st.tuples(seconds, seconds), min_size=1, max_size=40), st.booleans())
-def test_turning_a_ratio_round_turns_its_interval_round(pairs, robust):
+@given(st.lists(st.tuples(seconds, seconds), min_size=1, max_size=40))
+def test_turning_a_ratio_round_turns_its_interval_round(pairs):
     ours, base = [p[0] for p in pairs], [p[1] for p in pairs]
-    there, back = ratio_interval(ours, base, robust=robust), ratio_interval(base, ours, robust=robust)
+    there, back = ratio_interval(ours, base), ratio_interval(base, ours)
     assert there.low <= there.value <= there.high
     assert there.value == pytest.approx(1 / back.value)
     if math.isfinite(there.high) and there.high < 1e200:
