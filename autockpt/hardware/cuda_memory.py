@@ -14,7 +14,6 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol
 
 import torch
 
@@ -41,17 +40,13 @@ _BLOCK, _SMALLEST_8BIT = 256, 4096
 _TRANSIENT: StorageKind = "optimizer"
 
 
-class Allocates(Protocol):
-    """What the model of a device's allocator goes by, in bytes. ``caches``: whether it keeps what was freed."""
+@dataclass(frozen=True)
+class AtHand:
+    """An accelerator that steps are measured on: its allocator is taken to work as CUDA's does."""
 
-    @property
-    def memory_bytes(self) -> int: ...
-
-    @property
-    def context_bytes(self) -> int: ...
-
-    @property
-    def caches(self) -> bool: ...
+    memory_bytes: int
+    context_bytes: int
+    caches: bool = True
 
 
 def capability_of(hardware: Hardware) -> tuple[int, int] | None:
@@ -156,7 +151,7 @@ class Requests:
         return replay(self.events)
 
 
-def device_peak(hardware: Allocates, graph: Graph | Requests, *, limit: int | None = None) -> DevicePeak:
+def device_peak(hardware: Hardware | AtHand, graph: Graph | Requests, *, limit: int | None = None) -> DevicePeak:
     """Peaks of a graph over two cycles from the building of the model on (or as many as the requests are of); of
     described hardware's, as ``as_seen_by`` returned it.
 

@@ -14,7 +14,7 @@ import torch
 
 from autockpt.devices import host_bytes_of
 from autockpt.errors import UsageError
-from autockpt.hardware.cuda_memory import Allocates, Requests, as_seen_by, capability_of, device_peak, with_resident
+from autockpt.hardware.cuda_memory import AtHand, Requests, as_seen_by, capability_of, device_peak, with_resident
 from autockpt.policies.fingerprints import TABLE_BYTES
 from autockpt.schema import Choice, DeviceInfo, Graph, Hardware, OpTimes, Prediction, WorkloadSpec, plan_hash
 from autockpt.schema.device import WITHOUT_STREAMS
@@ -164,15 +164,6 @@ def tracer_for(
     return tracer
 
 
-@dataclass(frozen=True)
-class AtHand:
-    """An accelerator that steps are measured on: its allocator is taken to work as CUDA's does."""
-
-    memory_bytes: int
-    context_bytes: int
-    caches: bool = True
-
-
 def memory_at_hand(device: DeviceInfo, budget_bytes: int | None = None) -> MemoryModel | None:
     """What graphs need of an accelerator at hand: whole segments of its allocator, not the bytes of tensors alone.
 
@@ -203,7 +194,7 @@ class MemoryModel:
     fails, so a plan may fit that would reserve more if it could. ``beside``: bytes that are there before the step's.
     """
 
-    hardware: Allocates
+    hardware: Hardware | AtHand
     budget_bytes: int | None = None
     safety: float = SAFETY
     beside: int = 0
