@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from scipy import stats
 from torch import Tensor, nn
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.func import functional_call, stack_module_state, vmap
@@ -35,7 +36,7 @@ from autockpt.policies.rerun_state import tensors
 from autockpt.policies.rerun_state.fields import attributes
 from autockpt.policies.rerun_state.tensors import TENSORS
 from autockpt.runtime import attach
-from autockpt.schema.choices import RECOMPUTE, Remake, Segment
+from autockpt.schema.choices import RECOMPUTE, Remake, Segment, parse_choice
 from tests.policies.zoo import assert_equal
 
 D = 8
@@ -303,6 +304,13 @@ def attributes_later_on(kept: dict[str, Any]) -> float:
     return sum(h.n for h in kept["holders"]) + MADE + 3 * globals()["LATER"] + 5 * first + 7 * min(kept["keys"])
 
 
+def drawing() -> Any:
+    """A distribution with a generator of its own."""
+    distribution: Any = stats.norm(0, 1)
+    distribution.random_state = np.random.default_rng(1)
+    return distribution
+
+
 # what makes an object, and what changes it and reads it
 OBJECTS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
     "own class": (Box, add),
@@ -343,6 +351,8 @@ OBJECTS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
     "globals": (Box, of_the_module),
     "a class": (Box, of_the_class),
     "a context variable": (Box, of_the_context),
+    "sequence of SciPy's": (lambda: stats.qmc.Sobol(1, seed=1), lambda o: float(o.random()[0, 0])),
+    "distribution of SciPy's": (drawing, lambda o: float(o.rvs())),
 }
 
 
@@ -442,6 +452,16 @@ def test_what_only_goes_forwards_is_refused_if_it_advanced(make, given, choice, 
                 continue
             with pytest.raises(ConflictError, match=r"layers\.[01] advances (layers\.[01]\.kept|the argument)"):
                 model(torch.randn(4, D)).sum().backward()
+
+
+@pytest.mark.parametrize("make", [np.random.SeedSequence, np.random.default_rng], ids=["sequence", "generator"])
+def test_what_spawns_generators_is_refused(make, monkeypatch):
+    def spawned(source: Any) -> float:
+        return np.random.default_rng(source.spawn(1)[0]).random()
+
+    monkeypatch.setitem(OBJECTS, "it", (make, spawned))
+    with attach(model := Model("it", given=False), {"layers.0": RECOMPUTE}), pytest.raises(ConflictError, match="kept"):
+        model(torch.randn(4, D)).sum().backward()
 
 
 class Stage(nn.Module):
@@ -694,6 +714,29 @@ class Functions(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         return out * add(self) if func is nn.functional.linear else out
+
+
+RECENT: weakref.WeakValueDictionary[str, Tensor] = weakref.WeakValueDictionary()
+
+
+def weakly_held(unit: Any) -> None:
+    unit.recent = RECENT
+    unit.register_forward_hook(lambda module, args, out: RECENT.__setitem__("hidden", out))
+
+
+def after_the_one_before(unit: Any, x: Tensor) -> Tensor:
+    """Goes by the hidden state of the layer before, as long as anybody else holds that."""
+    before = RECENT.get("hidden")
+    return x if before is None else x * float(before.detach().mean())
+
+
+@pytest.mark.parametrize("sentinels", ["off", "sample"])
+def test_a_weak_reference_to_an_activation_is_refused_by_what_runs_twice(sentinels, monkeypatch):
+    monkeypatch.setenv("AUTOCKPT_SENTINELS", sentinels)
+    make = lambda: Stages(weakly_held, after_the_one_before)  # noqa: E731
+    for choice in map(parse_choice, ("recompute", "selective", "recompute_offload")):
+        with pytest.raises(ConflictError, match=r"layers\.1\.recent\.data.* is a weak reference to an activation"):
+            trained(make, choice)
 
 
 @pytest.mark.parametrize("choice", [*CHOICES, Remake()], ids=str)

@@ -361,7 +361,19 @@ _C_DATA: Any = ctypes.Structure.__mro__[1]
 _POINTERS = frozenset("&OPXZz")
 _ARGS: Any = vars(BaseException)["args"]
 _ERROR = Names(("args",), lambda e, _: _ARGS.__get__(e), lambda e, _, args: _ARGS.__set__(e, args), object.__delattr__)
-_NUMPY_BITS = State(lambda b: pickle.dumps(b.state), lambda b, s: setattr(b, "state", pickle.loads(s)))
+
+
+def _take_bits(bits: Any) -> tuple[bytes, int]:
+    return pickle.dumps(bits.state), getattr(bits.seed_seq, "n_children_spawned", 0)
+
+
+def _put_bits(bits: Any, taken: tuple[bytes, int]) -> None:
+    if taken[1] != getattr(bits.seed_seq, "n_children_spawned", 0):
+        raise NotPutBackError
+    bits.state = pickle.loads(taken[0])
+
+
+_NUMPY_BITS = State(_take_bits, _put_bits)
 _NUMPY_GENERATOR = State(
     lambda g: _NUMPY_BITS.take(g.bit_generator, close=False), lambda g, s: _NUMPY_BITS.put(g.bit_generator, s)
 )
@@ -383,6 +395,7 @@ def _of_numpy(numpy: Any) -> tuple[tuple[Any, Kind], ...]:
         (numpy.ndarray, Arrays()),
         (old, State(lambda r: pickle.dumps(old.get_state(r, False)), lambda r, s: old.set_state(r, pickle.loads(s)))),
         (numpy.random.BitGenerator, _NUMPY_BITS),
+        (numpy.random.SeedSequence, State(lambda s: s.n_children_spawned, None)),
         (numpy.random.Generator, _NUMPY_GENERATOR),
     )
 

@@ -32,6 +32,8 @@ _BY_THEMSELVES = re.compile(
     r"torch\.(utils\.data|optim|distributed|multiprocessing|autograd|_)|transformers\.(tokenization|train)"
 )
 """Modules of these whose objects work by themselves, whoever derived their classes: data sets, optimizers, trainers."""
+_OF_USERS = re.compile(r"multiprocessing\.sharedctypes$|scipy\.stats")
+"""Modules of these whose objects are looked at: distributions and sequences have a generator of their own."""
 _CONFIGURATIONS = frozenset({"PretrainedConfig", "PreTrainedConfig", "GenerationConfig"})
 _BASES = (nn.Module, object, CustomOpDef, torch.quasirandom.SobolEngine, TorchFunctionMode, TorchDispatchMode)
 """Classes of libraries whose objects, and those of classes derived from them, are looked at."""
@@ -39,7 +41,7 @@ _BASES = (nn.Module, object, CustomOpDef, torch.quasirandom.SobolEngine, TorchFu
 
 def is_library(cls: type) -> bool:
     """Whether a class is a library's, and none whose objects hold what is the user's."""
-    return cls not in _BASES and cls.__module__ != "multiprocessing.sharedctypes" and _top(cls.__module__) in LIBRARIES
+    return cls not in _BASES and not _OF_USERS.match(cls.__module__) and _top(cls.__module__) in LIBRARIES
 
 
 @functools.cache

@@ -95,7 +95,7 @@ class Walk:
     ``inside``: ids of the unit's modules. ``known``: ids of what need not be looked at. ``lively``: names of what
     changes. ``close``: look at everything closely, else at those alone, and where it is None also glance at small
     buffers. ``fixed``: what was looked at and was not reached by way of something that changes. ``functions``: their
-    code, by name.
+    code, by name. ``passing``: names of weak references to activations.
     """
 
     def __init__(
@@ -107,6 +107,7 @@ class Walk:
         self.nodes: list[Node] = []
         self._homes: set[tuple[Any, ...]] = set()
         self.functions: list[tuple[str, types.CodeType]] = []
+        self.passing: list[str] = []
         self._scopes: list[dict[str, Any]] = []  # of modules that are held
         self._open: deque[tuple[str, Any, int, bool]] = deque()
         self._optimizers: list[tuple[str, dict[str, Any]]] = []
@@ -201,8 +202,10 @@ class Walk:
             self._go(name, step, [("", value.get(None))], loose)
         elif issubclass(kind, (weakref.ref, *weakref.ProxyTypes)):
             target = ctypes.py_object.from_address(id(value) + object.__basicsize__).value
-            if not issubclass(type(target), torch.Tensor):  # which nobody else might hold
+            if not issubclass(type(target), torch.Tensor):
                 self._go(name, step, [("", target)], loose)
+            elif not target.is_leaf:
+                self.passing.append(name)
         elif issubclass(kind, torch.Tensor):
             self._node(name, value, TENSORS, step, loose)
             if name != ARGUMENT and (kind in PLAIN_TENSORS or not is_library(kind)):  # others are libraries' own

@@ -193,6 +193,8 @@ class UnitState:
             walk = Walk(memory.unit, inside, (), memory.lively, close=True)
             memory.code = walk.from_unit(_roots(module))
             self._still = walk.run(arguments)
+            for name in walk.passing:
+                raise _passing(memory.unit, name)
         else:
             self._marks = quiet.marks()
             small = quiet.small
@@ -357,6 +359,14 @@ def _began(unit: str, node: Node) -> ConflictError:
         f"{said(unit, node.name)} is a tensor that this forward changed in place and earlier ones did not, so this "
         "once it cannot run again",
         remedy="Clear the gradients and run the step again: from now on what was in it is kept.",
+    )
+
+
+def _passing(unit: str, name: str) -> ConflictError:
+    return ConflictError(
+        f"{said(unit, name)} is a weak reference to an activation, which may be gone when the forward of {unit} runs "
+        "again",
+        remedy=f"Use `save` on {unit}, or hold the tensor itself.",
     )
 
 
