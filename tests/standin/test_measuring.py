@@ -12,4 +12,4 @@ def test_a_live_search(inside):
 
 
 def test_peaks_of_many_plans(inside):
-    inside(MEASURING, "-k", "predicted or slow_link", STANDIN_ALL="1")
+    inside(MEASURING, "-k", "predicted or slow_link", timeout=3600, STANDIN_ALL="1")
