@@ -16,6 +16,7 @@ from rich.progress import (
     TextColumn,
     TimeElapsedColumn,
 )
+from rich.table import Column
 from rich.text import Text
 
 from autockpt.reporting.stage_times import StageTimes
@@ -66,7 +67,7 @@ class LineListener:
         with self._lock:
             self._stage.begin(name, total)
             left = self._stage.left()
-            self._line(f"{name} …" + (f" {_about(left)}" if left is not None and left > SILENT else ""))
+            self._line(f"{name} …" + (f" about {_rough(left)}" if left is not None and left > SILENT else ""))
             self._quiet = QUIET
 
     def advance(self, steps: int = 1) -> None:
@@ -103,7 +104,7 @@ class LineListener:
         if seconds is None:
             return ""
         far = f"{stage.done} of {stage.total}, " if 0 < stage.done < stage.total else ""
-        return f"{far}{_about(seconds)} left"
+        return f"{far}about {_rough(seconds)} left"
 
     def _line(self, text: str) -> None:
         self._told = self._clock()
@@ -118,15 +119,15 @@ class _Count(MofNCompleteColumn):
 
 
 class _Left(ProgressColumn):
-    """``about 12 s left``, and nothing where that cannot be told."""
+    """``12 s left``, and nothing where that cannot be told."""
 
     def __init__(self, stage: StageTimes) -> None:
-        super().__init__()
+        super().__init__(Column(no_wrap=True))
         self._stage = stage
 
     def render(self, task: Task) -> Text:
         left = self._stage.left() if task.visible else None
-        return Text("" if left is None else f"{_about(left)} left", style="progress.remaining")
+        return Text("" if left is None else f"{_rough(left)} left", style="progress.remaining")
 
 
 class BarListener:
@@ -182,9 +183,9 @@ def listener(console: Console, subject: str) -> LineListener | BarListener:
     return LineListener(lambda line: console.print(Text(line), soft_wrap=True), times)
 
 
-def _about(seconds: float) -> str:
-    """``about 12 s``: nobody knows the tenths of it."""
-    return f"about {max(round(seconds), 1)} s" if seconds < 99.5 else f"about {words.seconds(seconds)}"
+def _rough(seconds: float) -> str:
+    """``12 s``: nobody knows the tenths of what is left."""
+    return f"{max(round(seconds), 1)} s" if seconds < 99.5 else words.seconds(seconds)
 
 
 def describe_trial(trial: Trial, best: Trial | None) -> str:

@@ -14,7 +14,7 @@ from autockpt.schema.files import atomic_write, cache_directory
 
 MOST = 200  # subjects that are kept, the latest
 FIRST_TIME = {"trace": 8.0, "build": 4.0, "build the model": 8.0}
-"""Seconds of stages without steps where no command ran yet: mostly imports, as long as on two cores of a server."""
+"""Seconds of stages that are mostly imports, where no command ran yet: as long as on two cores of a server."""
 Taken = tuple[Annotated[float, Field(ge=0, allow_inf_nan=False)], Annotated[int, Field(ge=0)]]
 """Seconds of a stage, and its steps, or 0 where they are not known."""
 
@@ -29,8 +29,9 @@ class StageTimes:
     """Where the present stage of a command is, and how long it takes yet. ``clock`` returns seconds.
 
     What stages took is kept in the user's cache directory under the ``subject`` (a verb and what it is asked about; "":
-    nothing is read or kept). A stage of a new subject takes about what it took for the latest other one, and before any
-    command ran here, what it takes elsewhere. A cache that cannot be read or written is no error.
+    nothing is read or kept). Where most of a stage is imports, it takes for a new subject about what it took for the
+    latest other one, and before any command ran here, what it takes elsewhere. A cache that cannot be read or written
+    is no error.
     """
 
     def __init__(self, subject: str = "", clock: Callable[[], float] = time.monotonic) -> None:
@@ -92,12 +93,13 @@ class StageTimes:
             self._took[self.name] = self.clock() - self._began, self.total
 
     def _by_the_last_time(self) -> float | None:
-        others = (self._known[subject] for subject in reversed(self._known))
-        for known in (self._known.get(self._subject, {}), *others):
-            if self.name in known:
-                seconds, steps = known[self.name]
-                return seconds * self.total / steps if self.total and steps else seconds
-        return FIRST_TIME.get(self.name) if self._subject else None
+        own = self._known.get(self._subject, {})
+        others = reversed(self._known.values()) if self.name in FIRST_TIME else ()
+        taken = next((known[self.name] for known in (own, *others) if self.name in known), None)
+        if taken is None:
+            return FIRST_TIME.get(self.name) if self._subject else None
+        seconds, steps = taken
+        return seconds * self.total / steps if self.total and steps else seconds
 
     def _read(self) -> dict[str, dict[str, Taken]]:
         with suppress(OSError, ValidationError):

@@ -41,8 +41,9 @@ def test_a_stage_takes_about_what_it_took_the_last_time() -> None:
     assert expected("search a", "finals") is None
 
 
-def test_of_something_new_it_takes_what_it_took_for_the_latest_other() -> None:
-    run("search a", ("trace", 0, 9.0))
+def test_of_something_new_imports_take_what_they_took_for_the_latest_other() -> None:
+    run("search a", ("trace", 0, 9.0), ("finals", 0, 60.0))
+    assert expected("search b", "finals") is None, "that goes by the model"
     run("search b", ("trace", 0, 4.0))
     assert expected("search c", "trace") == 4.0 and expected("search a", "trace") == 9.0
     run("search a", ("trace", 0, 8.0))
