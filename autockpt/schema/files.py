@@ -21,10 +21,13 @@ _LOCK = ".autockpt-lock"
 
 
 def cache_directory() -> Path:
-    """``AUTOCKPT_CACHE``, else ``autockpt`` in the user's cache directory."""
+    """``AUTOCKPT_CACHE``, else ``autockpt`` in the user's cache directory; of who has no home, where nothing can be."""
     if own := os.environ.get("AUTOCKPT_CACHE"):
         return Path(own)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "autockpt"
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "autockpt"
+    except RuntimeError:
+        return Path(os.devnull, "autockpt")
 
 
 def atomic_write(path: Path, data: bytes | str, *, parents: bool = False) -> None:
