@@ -7,8 +7,12 @@ plans that differ only by such swaps are cut off, or hundreds of equal units wou
 
 from __future__ import annotations
 
+import ctypes
 import math
+import os
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -207,13 +211,14 @@ class _Model:
         integral[: self.kept] = 1
         # HiGHS' presolve rarely ends in an internal error (status 4), branching does not
         for presolve in (True, False):
-            result = scipy.optimize.milp(
-                cost,
-                integrality=integral,
-                bounds=scipy.optimize.Bounds(low, high),  # type: ignore[arg-type]
-                constraints=self.structure.constraint(self.columns),
-                options={"time_limit": time_limit, "mip_rel_gap": gap, "presolve": presolve},
-            )
+            with _unprinted():
+                result = scipy.optimize.milp(
+                    cost,
+                    integrality=integral,
+                    bounds=scipy.optimize.Bounds(low, high),  # type: ignore[arg-type]
+                    constraints=self.structure.constraint(self.columns),
+                    options={"time_limit": time_limit, "mip_rel_gap": gap, "presolve": presolve},
+                )
             if result.status != 4:
                 break
         return result
@@ -223,6 +228,27 @@ class _Model:
             return None
         x = np.asarray(result.x)
         return [live[int(np.argmax(x[self.first[i] : self.first[i + 1]]))] for i, live in enumerate(self.live)]
+
+
+@contextmanager
+def _unprinted() -> Iterator[None]:
+    """Without what C code prints to standard output: HiGHS now and then does (``HighsMipSolverData::…``), whatever it
+    is told, and answers go there."""
+    flush = ctypes.CDLL(None).fflush
+    flush(None)
+    try:
+        output = os.dup(1)
+    except OSError:  # it is closed
+        yield
+        return
+    with open(os.devnull, "wb") as nowhere:
+        os.dup2(nowhere.fileno(), 1)
+    try:
+        yield
+    finally:
+        flush(None)
+        os.dup2(output, 1)
+        os.close(output)
 
 
 def _undominated(unit: UnitOptions, host: bool) -> list[int]:

@@ -1,6 +1,10 @@
 from __future__ import annotations
 
+import ctypes
+from typing import Any
+
 import pytest
+import scipy.optimize
 from hypothesis import given, settings
 
 from autockpt.schema.problem import Point, Problem, UnitOptions
@@ -78,6 +82,23 @@ def test_out_of_time_falls_back_to_a_plan_that_fits():
     answer = milp(problem, time_limit=0.0)
     assert answer.feasible and answer.peak <= problem.budget_bytes
     assert answer.gap >= 0.0
+
+
+def test_what_the_solver_prints_by_itself_stays_out_of_answers(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """HiGHS 1.12 prints `HighsMipSolverData::transformNewIntegerFeasibleSolution …` where a line is left in."""
+    solve = scipy.optimize.milp
+
+    def printing(*args: Any, **options: Any) -> Any:
+        ctypes.CDLL(None).puts(b"HighsMipSolverData::")
+        return solve(*args, **options)
+
+    monkeypatch.setattr(scipy.optimize, "milp", printing)
+    print("before")
+    answer = milp(transformer(4, 3, seed=4, share=0.5))
+    print("after")
+    assert answer.feasible and capfd.readouterr().out == "before\nafter\n"
 
 
 def test_rounding_inside_the_solver_does_not_leak_out():
