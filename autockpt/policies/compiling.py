@@ -158,6 +158,8 @@ def eagerly(run: F, *, recursive: bool = True, reason: str | None = None) -> F:
         prepare()
         return disabled[0](*args, **kwargs)
 
+    # Where the compiler has given up on what called this, nobody asks ``outside``: it is to be the same there.
+    run_as_it_is(run, calls=recursive)
     # The compiler counts how often a code object was compiled: each function needs its own.
     outside.__code__ = outside.__code__.replace(co_name=run.__name__)
     return functools.wraps(run)(outside)  # type: ignore[return-value]

@@ -204,3 +204,30 @@ def test_a_mode_of_functions_compiles_nothing_of_its_own() -> None:
 
     wanted = gradient(None)
     assert all(torch.equal(gradient(kind), wanted) for kind in ("recompute", "selective", "keep_attention", "offload"))
+
+
+class Residual(Mlp):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.b(nn.functional.gelu(self.a(x)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [*KINDS[:-1], "remake"])
+def test_steps_go_on_where_the_compiler_has_given_up(kind: str) -> None:
+    """From its limit of recompilations on a forward runs as it is, and so must its second run find it."""
+
+    def train(choices: dict[str, Any], compiled: bool) -> list[Tensor]:
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model = nn.Sequential(*(Residual() for _ in range(3)))
+        with attach(model, {name: parse_choice(choice) for name, choice in choices.items()}):
+            for layer in model if compiled else ():
+                layer.compile(backend="aot_eager")
+            for rows in (16, 24, 40):
+                model(torch.randn(rows, D)).square().sum().backward()
+        return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+    with torch._dynamo.config.patch(recompile_limit=2):
+        got = train({"0": "recompute", "1": kind}, compiled=True)
+    torch.testing.assert_close(got, train({}, compiled=False))
+    torch._dynamo.reset()
