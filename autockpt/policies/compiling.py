@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import sys
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import CodeType
@@ -141,11 +142,16 @@ _EAGER_BACKENDS = ("eager", "eager_noexcept", "eager_debug", "pre_dispatch_eager
 traces_backward._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def eagerly(run: F, *, recursive: bool = True, reason: str | None = None) -> F:
-    """``torch.compiler.disable``, which imports the compiler, but only once one is at work: that takes seconds."""
+def eagerly(run: F, *, recursive: bool = True, reason: str | None = None, warning: str | None = None) -> F:
+    """``torch.compiler.disable``, which imports the compiler, but only once one is at work: that takes seconds.
+
+    There ``warning`` is given.
+    """
     disabled: list[Callable[..., Any]] = []
 
     def prepare() -> None:
+        if warning is not None:
+            warnings.warn(warning, stacklevel=2)
         if not disabled:
             disabled.append(torch.compiler.disable(run, recursive=recursive, reason=reason))
 
@@ -172,9 +178,13 @@ def outside_graphs(kind: str, why: str, *, inside: bool = False) -> Callable[[Ca
     Where a graph break is not allowed (``fullgraph=True``) the compiler's error then names the choice, with ``why`` and
     what to do. Costs nothing where nothing is being compiled.
     """
+    warning = (
+        f"layers with autockpt's choice `{kind}` run uncompiled, as slow as without torch.compile, and their gradients "
+        "are those of compiled steps up to rounding: leave them out of compiling, or choose save, offload or recompute"
+    )
     reason = (
         f"autockpt's choice `{kind}` {why}, so its unit cannot be part of one graph. Compile without "
         "fullgraph=True, or choose save or recompute for it."
     )
 
-    return functools.partial(eagerly, recursive=inside, reason=reason)
+    return functools.partial(eagerly, recursive=inside, reason=reason, warning=warning if inside else None)

@@ -133,7 +133,8 @@ def expand(entries: Iterable[Entry[T]], names: Iterable[str], more: Sequence[str
 
 def _selected(entry: Entry[Any], names: Collection[str], more: Sequence[str]) -> list[str]:
     try:
-        pattern = parse_pattern(entry.pattern) if entry.pattern not in names else Pattern(entry.pattern, ())
+        whole = entry.pattern in names
+        pattern = Pattern(entry.pattern, ()) if whole else parse_pattern(strip_prefixes(entry.pattern) or entry.pattern)
     except PlanError as error:
         raise PlanError(entry.located(error.message), remedy=error.remedy) from None
     found = pattern.select(names)

@@ -231,3 +231,18 @@ def test_steps_go_on_where_the_compiler_has_given_up(kind: str) -> None:
         got = train({"0": "recompute", "1": kind}, compiled=True)
     torch.testing.assert_close(got, train({}, compiled=False))
     torch._dynamo.reset()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "warns"), [("selective", True), ("remake", True), ("recompute", False), ("offload", False)]
+)
+def test_layers_that_run_uncompiled_say_so(kind: str, warns: bool, recwarn: pytest.WarningsRecorder) -> None:
+    torch._dynamo.reset()
+    model = nn.Sequential(Residual())
+    with attach(model, {"0": parse_choice(kind)}):
+        model[0].compile(backend="aot_eager")
+        model(torch.randn(4, D)).sum().backward()
+    said = [str(w.message) for w in recwarn if "run uncompiled" in str(w.message)]
+    assert bool(said) == warns and all(f"`{kind}`" in text for text in said)
+    torch._dynamo.reset()

@@ -42,6 +42,8 @@ def owners(patterns: list[str], names: list[str]) -> dict[str, str]:
         ("**.0-11", 12),
         ("model.**.self_attn", 12),
         ("*.*.0-1.*", 4),
+        ("base_model.model.model.layers.0-11", 12),
+        ("module._orig_mod.model.layers.*.mlp", 12),
     ],
 )
 def test_patterns_name_units(pattern: str, count: int) -> None:
