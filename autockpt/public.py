@@ -110,8 +110,9 @@ def search(
         raise UsageError("global_batch= and lengths= are two questions", remedy="Ask for the batch first, alone.")
     with ExitStack() as stack:
         model = step if isinstance(step, str) else type(getattr(step, "model", step)).__name__
-        bar = listener(console(stderr=True), f"search {model} {hardware or device}")
-        watcher: Listener = stack.enter_context(bar) if progress else Silence()
+        watcher: Listener = Silence()
+        if progress:
+            watcher = stack.enter_context(listener(console(stderr=True), f"search {model} {hardware or device}"))
         if out is not None:
             stack.enter_context(_pages_written(Path(out), watcher))
         if log_to:

@@ -87,7 +87,7 @@ def diagnose(
     from autockpt.reporting.diagnosis_view import print_diagnosis
     from autockpt.reporting.progress import listener
 
-    with listener(screen.progress(), f"diagnose {spec.model if spec is not None else None}") as watcher:
+    with listener(screen.progress(), f"diagnose {spec.model}" if spec is not None else "") as watcher:
         said = diagnosed(question, watcher)
     screen.show(said, print_diagnosis, as_json)
     if said.unprescribed:

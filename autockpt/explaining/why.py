@@ -179,9 +179,10 @@ def budget_steps(
     for size in sorted(asked):
         found = answers.lean if size == low else answers.at(size, TABLE_CALLS)
         known = answers.reach(plan, size) if plan is not None else None
-        fitting = [r for r in (found, best, known) if r is not None and (r is not known or r.peak_bytes <= size)]
+        if known is not None and known.peak_bytes > size:
+            known = None
         # what fits less is not beaten by a slower plan: few ghost runs do not always find the best one
-        best = min(fitting, key=lambda r: r.step_seconds, default=None)
+        best = min((r for r in (found, best, known) if r is not None), key=lambda r: r.step_seconds, default=None)
         ours, key = size == budget_bytes, plan_hash(best.choices) if best else format_binary(size)
         if ours or key not in seen:  # a budget that buys the very plan of a smaller one is left out
             steps.append(BudgetStep(budget_bytes=size, label=asked[size], reach=best, ours=ours))

@@ -164,7 +164,8 @@ def eagerly(run: F, *, recursive: bool = True, reason: str | None = None, warnin
         prepare()
         return disabled[0](*args, **kwargs)
 
-    # Where the compiler has given up on what called this, nobody asks ``outside``: it is to be the same there.
+    # Where the compiler has given up on what calls this (recompile_limit) it is called for real, and the compiler would
+    # take on what is in it: in the first of two runs, not in the second.
     run_as_it_is(run, calls=recursive)
     # The compiler counts how often a code object was compiled: each function needs its own.
     outside.__code__ = outside.__code__.replace(co_name=run.__name__)

@@ -96,9 +96,6 @@ def run_twice(
     return UnitCall(make(module, state, args, kwargs)).run()
 
 
-# Its second run is never compiled; where the compiler has given up on what calls this (recompile_limit), the first one
-# would be.
-run_as_it_is(run_twice)
 _recompute_between_graphs = outside_graphs(
     "recompute", "would run again with other random numbers under this backend", inside=True
 )(run_twice)

@@ -368,9 +368,10 @@ def _take_bits(bits: Any) -> tuple[bytes, int]:
 
 
 def _put_bits(bits: Any, taken: tuple[bytes, int]) -> None:
-    if taken[1] != getattr(bits.seed_seq, "n_children_spawned", 0):
+    state, spawned = taken
+    if spawned != _take_bits(bits)[1]:  # which cannot be taken back
         raise NotPutBackError
-    bits.state = pickle.loads(taken[0])
+    bits.state = pickle.loads(state)
 
 
 _NUMPY_BITS = State(_take_bits, _put_bits)
