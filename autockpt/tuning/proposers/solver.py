@@ -48,6 +48,7 @@ MakeProblem = Callable[[Mapping[str, float], int, float], Problem]
 CHECKS = 8
 REPAIRS = 4
 HIDING_CALLS = 3  # ghost runs spent on the plan that hides copies, and on the one that does not, to compare them
+SURELY = 0.95  # of the step that the solver's own prices promise without hidden copies: by less it is not compared
 REFITS = (1, 3, 6)  # after so many scored candidates the solver's plans are asked for again, at the fitted prices
 CLOSE = 1.1  # of the budget: a plan that would reserve more is most likely too large whatever is given back
 MOST_MISSES = 3  # candidates tried for each that is wanted
@@ -85,7 +86,7 @@ class SolverProposer(Proposer):
         self.room = self.device.capacity_bytes - profiled.used_by_others
         self.unpriced = profiled.problem(0)
         self.notes: list[str] = []
-        self.fresh, self._refit_due = 0, False
+        self.fresh, self._refit_due, self._spent = 0, False, 0
         lean_calls = min(LEAN_CALLS, max(2, calls // 2))
         self.listener.stage("ghost-run well-known plans", len(self.known) + lean_calls)
         with profiled.predictor.watched(self.listener):
@@ -173,7 +174,7 @@ class SolverProposer(Proposer):
 
     def most_steps(self, left: int) -> int:
         """Ghost runs, where few candidates take many."""
-        few, compared = self.target.most_candidates, 2 * HIDING_CALLS * (HIDDEN_COPIES in self.space.knobs)
+        few, compared = self.target.most_candidates, HIDING_CALLS * (HIDDEN_COPIES in self.space.knobs)
         return few * (self.calls + 1) + compared if few else super().most_steps(left)
 
     def _watched(self) -> AbstractContextManager[None]:
@@ -191,7 +192,8 @@ class SolverProposer(Proposer):
             if encoding == "layers":
                 found = from_layers(parameters, self._ghost_run_bytes, self._problem({}, 0), self.profiled.check)
             else:
-                found = self._solved(parameters)
+                found = self._solved(parameters, self.calls - self._spent)
+                self._spent = 0
         choices = self.profiled.plan(found.choices)
         return Candidate(choices, name, encoding, parameters, fits=found.fits, number=number)
 
@@ -277,12 +279,12 @@ class SolverProposer(Proposer):
     def _predict(self, choices: Mapping[str, Choice]) -> Prediction:
         return self.profiled.predictor.predict(choices)
 
-    def _solved(self, parameters: Parameters, calls: int | None = None) -> Candidate:
+    def _solved(self, parameters: Parameters, calls: int) -> Candidate:
         solve = partial(
             refine_segmented,
             check=self.profiled.check,
             segments=self.profiled.segments,
-            max_calls=calls or self.calls,
+            max_calls=max(1, calls),
             remembered=self.checks,
             faster=self.target.worthwhile,
             ahead=self.profiled.predictor.ahead,
@@ -293,8 +295,10 @@ class SolverProposer(Proposer):
         """The solver's plans at several margins, in the terms of the encoding."""
         if self.space.encoding == "knobs":
             plain = [neutral(self.space, margin) for margin in self.space.margins]
-            return [*hiding(plain[0], self.space, self._simulated), *plain]
-        solved = (self._solved({"margin": m}).choices for m in self.space.margins)
+            hidden = hiding(plain[0], self.space, self._simulated, self._at_best)
+            self._spent = HIDING_CALLS * len(hidden)  # on what is asked for next
+            return [*hidden, *plain]
+        solved = (self._solved({"margin": m}, self.calls).choices for m in self.space.margins)
         plans = [*self.known.values(), *self.question.seeds.values(), *solved]
         menus = {name: list(map(label, choices)) for name, choices in self.menus.items()}
         labels: list[Parameters] = [{name: label(plan.get(name, SAVE)) for name in menus} for plan in plans]
@@ -302,9 +306,15 @@ class SolverProposer(Proposer):
 
     def _simulated(self, parameters: Parameters) -> float:
         """Simulated step seconds of the solver's plan under these knobs; infinite where none was found that fits."""
-        candidate = self._solved(parameters, calls=HIDING_CALLS)
+        candidate = self._solved(parameters, HIDING_CALLS)
         seconds = self._predict(candidate.choices).step_seconds
         return seconds if candidate.fits and seconds is not None else math.inf
+
+    def _at_best(self, parameters: Parameters) -> float:
+        """Step seconds of the solver's plan under these knobs, by its prices alone: no ghost run corrects bytes."""
+        problem, _ = with_knobs(parameters, self._usable_bytes, self._prices.scale, self._problem)
+        plan = exact(problem)
+        return problem.base_seconds + plan.seconds if plan.feasible else math.inf
 
 
 def stands_still(tried: Sequence[Trial], patience: int, gain: float) -> bool:
@@ -341,33 +351,47 @@ def neutral(space: SearchSpace, margin: float) -> Parameters:
     return parameters
 
 
-def hiding(plain: Parameters, space: SearchSpace, foreseen: Callable[[Parameters], float]) -> list[Parameters]:
+def hiding(
+    plain: Parameters,
+    space: SearchSpace,
+    foreseen: Callable[[Parameters], float],
+    at_best: Callable[[Parameters], float],
+) -> list[Parameters]:
     """The knobs of ``plain`` with all the copies that the link has the time for, where that plan should be faster.
 
     The solver's prices add up, as if every unit had only its own compute to hide its copies behind; ``foreseen``, the
-    simulated step seconds of the solver's plan under some knobs, sees the whole schedule.
+    simulated step seconds of the solver's plan under some knobs, sees the whole schedule, but takes ghost runs.
+    ``at_best``, by the prices alone, takes none.
     """
     if HIDDEN_COPIES not in space.knobs:
         return []
     hidden = {**plain, HIDDEN_COPIES: space.knobs[HIDDEN_COPIES].high}
-    return [hidden] if foreseen(hidden) < foreseen(plain) else []
+    seconds = foreseen(hidden)
+    return [hidden] if seconds < SURELY * at_best(plain) or seconds < foreseen(plain) else []
 
 
-def from_knobs(
-    parameters: Mapping[str, float | int | str],
-    budget_bytes: int,
-    scale: Mapping[str, float],
-    make_problem: MakeProblem,
-    solve: Callable[[Problem], Refined],
-) -> Candidate:
-    """The solver's plan under these knobs, refined by ``solve`` until its ghost run fits ``budget_bytes``.
+def with_knobs(
+    parameters: Parameters, budget_bytes: int, scale: Mapping[str, float], make_problem: MakeProblem
+) -> tuple[Problem, int]:
+    """The planning problem under these knobs, and the bytes of ``budget_bytes`` that they leave free.
 
     ``scale`` are the prices fitted to measurements so far; each ``<kind>_price`` knob multiplies them.
     """
     kinds = {name.removesuffix("_price") for name in parameters if name.endswith("_price")} | set(scale)
     prices = {kind: scale.get(kind, 1.0) * float(parameters.get(f"{kind}_price", 1.0)) for kind in kinds}
     free = int(budget_bytes * float(parameters.get("margin", 0.0)))
-    problem = make_problem(prices, free, float(parameters.get(HIDDEN_COPIES, 0.0)))
+    return make_problem(prices, free, float(parameters.get(HIDDEN_COPIES, 0.0))), free
+
+
+def from_knobs(
+    parameters: Parameters,
+    budget_bytes: int,
+    scale: Mapping[str, float],
+    make_problem: MakeProblem,
+    solve: Callable[[Problem], Refined],
+) -> Candidate:
+    """The solver's plan under these knobs, refined by ``solve`` until its ghost run fits ``budget_bytes``."""
+    problem, free = with_knobs(parameters, budget_bytes, scale, make_problem)
     refined = solve(problem)
     fits_host = problem.host_budget is None or refined.checked.host_bytes <= problem.host_budget
     return Candidate(
