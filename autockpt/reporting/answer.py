@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 from dataclasses import dataclass
+from textwrap import fill
 
 from rich.console import Console
 from rich.padding import Padding
@@ -14,7 +15,7 @@ from rich.text import Text
 from autockpt.reporting.style import VERDICTS, bullets, plain_table
 from autockpt.schema import Comparison, CompileMode, Plan, SearchOutcome, format_binary, format_bytes, words
 from autockpt.schema.known import NOT_IN_THE_NAME
-from autockpt.schema.planview import set_lines
+from autockpt.schema.planview import choice_lines, set_lines
 
 _PREDICTED = "predicted step"
 SHORT = 14  # a note of up to this many characters stands next to the plan's name, a longer one under the table
@@ -211,8 +212,16 @@ def _print_plan(outcome: SearchOutcome, plan: Plan, console: Console) -> None:
     status = plan.status + (f" for {where}" if where else "")
     console.print()
     console.print(Text.assemble(("Plan  ", "bold"), f"{words.strip(choices)}   {words.tally(choices)}, {status}"))
-    for pattern, choice in plan.choices.items():
-        console.print(Text(f"  {pattern}: {choice}"), style="dim", soft_wrap=True)
+    for line in choice_lines(plan.choices):
+        said = fill(
+            line,
+            console.width,
+            initial_indent="  ",
+            subsequent_indent="    ",
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
+        console.print(Text(said), style="dim", soft_wrap=True)
     for line in set_lines(plan):
         console.print(Padding.indent(Text(line), 2))
     if outcome.plan_path is None:

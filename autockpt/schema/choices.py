@@ -278,7 +278,7 @@ def _unreadable(value: object, error: ValidationError) -> PlanError:
 
 def dump_choice(choice: Choice) -> str | dict[str, Any]:
     """The shortest form of a choice in a plan: its bare name where it has no options."""
-    data = choice.model_dump(exclude_defaults=True) | {"kind": choice.kind}
+    data = {"kind": choice.kind} | choice.model_dump(exclude_defaults=True)
     return choice.kind if set(data) == {"kind"} else data
 
 

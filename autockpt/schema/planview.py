@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from html import escape
 from typing import TYPE_CHECKING
 
@@ -45,6 +46,24 @@ def set_lines(plan: Plan) -> list[str]:
         share = f", {words.share(each.share)} of batches" if each.share is not None else ""
         lines.append(f"{bound}{share}: {_done(each)}; peak {_peak(each)}; step {_step(each)}")
     return lines
+
+
+def choice_lines(choices: Mapping[str, Choice]) -> list[str]:
+    """A line for each choice, with the patterns that it is made for: ``model.layers.0-3, 7: offload``."""
+    by_choice: dict[Choice, list[str]] = {}
+    for pattern, choice in choices.items():
+        by_choice.setdefault(choice, []).append(pattern)
+    return [f"{_listed(patterns)}: {choice}" for choice, patterns in by_choice.items()]
+
+
+def _listed(patterns: Sequence[str]) -> str:
+    """Patterns in a row, each without what it has in common with the one before it: all but the last component."""
+    said, before = "", None
+    for pattern in patterns:
+        outer, _, last = pattern.rpartition(".")
+        said += f", {last if outer == before else pattern}"
+        before = outer
+    return said.removeprefix(", ")
 
 
 def html(plan: Plan) -> str:

@@ -6,7 +6,8 @@ from html.parser import HTMLParser
 
 import pytest
 
-from autockpt.schema import RECOMPUTE, Plan
+from autockpt.schema import RECOMPUTE, Plan, parse_choice
+from autockpt.schema.planview import choice_lines
 from tests.reporting.samples import BLOCKS, UNITS, choices, row
 from tests.schema.test_plan import full_plan
 
@@ -31,6 +32,21 @@ class Shown(HTMLParser):
 
     def handle_data(self, data: str) -> None:
         self.text.append(data)
+
+
+def test_a_choice_is_one_line_wherever_it_is_made() -> None:
+    deeper = parse_choice({"kind": "offload", "window": 2})
+    plan = {
+        "model.layers.0-3": RECOMPUTE,
+        "model.layers.4": deeper,
+        "model.layers.5": RECOMPUTE,
+        "model.layers.6.mlp": RECOMPUTE,
+        "model.layers.7": deeper,
+    }
+    assert choice_lines(plan) == [
+        "model.layers.0-3, 5, model.layers.6.mlp: recompute",
+        "model.layers.4, 7: offload (window 2)",
+    ]
 
 
 def test_a_printed_plan_is_five_lines_with_what_it_does_and_what_that_costs() -> None:
