@@ -177,6 +177,17 @@ def _changed(before: Plan, now: Plan, found: SearchResult) -> str:
     return f"the verdict changed: it was {said(before, old)} and is {said(now, new)} now, because {why}"
 
 
+def refuse_hopeless(opened: Opened, profiled: CostModel) -> None:
+    """Raises InfeasibleError for a budget in bytes that no plan fits, by bytes alone: ``profiled`` may be untimed."""
+    run = opened.run
+    if run is not None:
+        run.write_environment(opened.environment)
+        run.write_graph(profiled.base)
+    with refusal_on_record(run):
+        target, trials = Target(), Trials(None)
+        SolverProposer(opened.question, profiled, target, trials, None, listener=opened.clock.listener).begin()
+
+
 def find_plan(opened: Opened, profiled: CostModel, target: Target, *, checks: int = CHECKS) -> SearchOutcome:
     """Search a profiled workload and write the plan; ``target`` says what is measured. Raises InfeasibleError.
 

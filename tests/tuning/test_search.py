@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 from torch import nn, ones
 
-from autockpt.errors import AutockptError, UsageError
+from autockpt.errors import AutockptError, InfeasibleError, UsageError
 from autockpt.schema import SearchRequest, Silence, WorkloadSpec, parse_budget
 from autockpt.tuning import run_search, search_step
 from autockpt.tuning.search import search_options
-from autockpt.workload import Step
+from autockpt.workload import Step, build
 from search_spaces.spaces import load_space
 
 pytestmark = pytest.mark.slow
@@ -33,6 +33,22 @@ def test_places_that_cannot_be_written_are_refused_at_once(tmp_path: Path, optio
         run_search(request, Untouched())
     assert caught.value.exit_code == 2 and caught.value.remedy
     assert (tmp_path / "file").read_text() == "mine" and not (tmp_path / "runs").exists()
+
+
+class Untimed(Silence):
+    def stage(self, name: str, total: int | None = None) -> None:
+        assert name not in ("time single ops", "time whole plans, interleaved", "baselines"), name
+
+
+def test_a_budget_that_nothing_fits_is_refused_before_a_step_is_timed(tmp_path: Path) -> None:
+    made = build(WorkloadSpec(model="llama-tiny", batch_size=1, seq_len=16))
+    step = Step(made.model, made.batch, optimizer=made.optimizer)
+    asked = search_options(budget="1MB", timeout=1, out=tmp_path)  # looks for no alternatives
+    with pytest.raises(InfeasibleError, match="nothing fits") as caught:
+        search_step(step, asked, Untimed())
+    run = caught.value.run
+    assert run is not None and run.refusal() == caught.value.message and not run.trials()
+    assert run.graph() is not None and run.profile() is None, "bytes are known, seconds are not"
 
 
 @pytest.mark.parametrize("wrong", [{"trials": 0}, {"timeout": 0}, {"budget": "60"}, {"space": "knob"}])

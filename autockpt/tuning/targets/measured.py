@@ -23,7 +23,7 @@ from autockpt.profiling import (
     wants_disk,
     within_host,
 )
-from autockpt.schema import SearchOutcome, SearchRequest
+from autockpt.schema import OpTimes, SearchOutcome, SearchRequest
 from autockpt.tracing import Tracer
 from autockpt.tuning.alternatives import on_device
 from autockpt.tuning.infeasible import naming_alternatives, out_of_memory
@@ -31,7 +31,7 @@ from autockpt.tuning.jobs import Described
 from autockpt.tuning.opening import Opened, traced
 from autockpt.tuning.paired_timing import Pairing
 from autockpt.tuning.question import Clock
-from autockpt.tuning.stages import find_plan, question_of
+from autockpt.tuning.stages import find_plan, question_of, refuse_hopeless
 from autockpt.tuning.targets.real_steps import RealSteps, confirmation
 from autockpt.tuning.targets.simulated import DRY_CALLS, DryRun
 from autockpt.workload import refuse_simulated
@@ -98,6 +98,9 @@ def _profiled(opened: Opened, measurer: Measurer) -> CostModel:
     device = measurer.environment.device
     others = used_by_others(measurer)
     room = device.capacity_bytes - device.overhead_bytes - others
+    budget_bytes = question.budget.budget_bytes
+    if budget_bytes is not None and budget_bytes < min(needed_on(device)(g) for _, g in found.uniform.values()):
+        refuse_hopeless(opened, _untimed(opened, others))  # before a step is taken
     try:
         with clock.part("measured steps"):
             times = measure_op_times(
@@ -134,9 +137,17 @@ def _dry_run(device: Device, opened: Opened) -> SearchOutcome:
             "and no step times are given (a search without --dry-run measures them)"
         )
         opened = replace(opened, question=replace(question, notes=(*question.notes, note)))
-    used = times or nominal_op_times(environment, *graphs, found.uniform["save"][1])
-    others, needs = device.used_by_others(), memory_at_hand(environment.device)
     with clock.stage("profile"):
-        more = {"host_budget": question.host_budget, "listener": clock.listener}
-        profiled = found.cost_model(used, used_by_others=others, needs=needs, **more)
+        profiled = _untimed(opened, device.used_by_others(), times)
     return find_plan(opened, profiled, DryRun(knows_seconds=times is not None), checks=DRY_CALLS)
+
+
+def _untimed(opened: Opened, others: int, times: OpTimes | None = None) -> CostModel:
+    """The workload with op times by nominal rates, where none are known: good for bytes, and for ranking choices."""
+    question, environment, found = opened.question, opened.environment, opened.found
+    if times is None:
+        heads = found.heads.graphs.values() if found.heads else ()
+        lean = leanest(within_host(found.uniform, environment.device, question.host_budget))[1]
+        times = nominal_op_times(environment, lean, *heads, found.uniform["save"][1])
+    more = {"host_budget": question.host_budget, "listener": opened.clock.listener}
+    return found.cost_model(times, used_by_others=others, needs=memory_at_hand(environment.device), **more)
