@@ -148,9 +148,21 @@ def render(sections: Mapping[str, Any], name: str = "plan.yaml") -> str:
     return "".join(text) + "".join(_section(key, value) for key, value in rest.items())
 
 
+class _OfChoices(yaml.SafeDumper):
+    """Writes a choice with options in braces, as people do, not a line for each option."""
+
+    def represent_choice(self, data: dict[str, Any]) -> yaml.MappingNode:
+        return self.represent_mapping("tag:yaml.org,2002:map", data, flow_style="kind" in data)
+
+
+_OfChoices.add_representer(dict, _OfChoices.represent_choice)
+
+
 def _section(key: str, value: Any) -> str:
     """The text of one field, with what is to be said about it."""
-    text = yaml.safe_dump({key: value}, sort_keys=False, allow_unicode=True, width=110)
+    # in braces lines are broken only behind what is over the width
+    dumper, width = (_OfChoices, 80) if key in ("choices", "smaller_batches") else (yaml.SafeDumper, 110)
+    text = yaml.dump({key: value}, Dumper=dumper, sort_keys=False, allow_unicode=True, width=width)
     comment = _COMMENTS.get(key)
     if isinstance(value, dict | list):
         text = "\n" + (f"# {comment}\n" if comment else "") + text

@@ -24,7 +24,7 @@ from autockpt.schema import (
     WorkloadSpec,
     plan_hash,
 )
-from autockpt.schema.choices import CHUNKED_LOSS
+from autockpt.schema.choices import CHUNKED_LOSS, parse_choice, parse_choices
 from autockpt.schema.plan import NEVER_CALLED, Steps
 from autockpt.schema.sets import When
 
@@ -101,8 +101,22 @@ def test_the_file_is_for_people(tmp_path: Path) -> None:
     assert max(map(len, text.splitlines())) <= 120
 
 
+def test_a_choice_with_options_stands_in_braces() -> None:
+    keep = ["fused_attention", "self_attn.k_proj", "self_attn.q_proj.lora_A.default", "self_attn.v_proj.base_layer"]
+    chosen = {"model.layers.0": {"kind": "offload", "window": 2}, "model.layers.1": {"kind": "remake", "keep": keep}}
+    text = full_plan(parse_choices(chosen)).text()
+    assert "\n  model.layers.0: {kind: offload, window: 2}\n  model.layers.1: {kind: remake, keep: [" in text
+    assert max(map(len, text.splitlines())) <= 120
+
+
+WITH_OPTIONS = [
+    parse_choice({"kind": "offload", "window": 2}),
+    parse_choice({"kind": "remake", "keep": ["**", "x: y", "a, b]", "#", "'", "mlp.gate_proj" * 20]}),
+]
+
+
 @pytest.mark.slow
-@given(st.lists(st.sampled_from([SAVE, RECOMPUTE, OFFLOAD]), min_size=12, max_size=12))
+@given(st.lists(st.sampled_from([SAVE, RECOMPUTE, OFFLOAD, *WITH_OPTIONS]), min_size=12, max_size=12))
 def test_any_assignment_round_trips(tmp_path_factory: pytest.TempPathFactory, values: list[Choice]) -> None:
     choices = dict(zip(BLOCKS, values, strict=True))
     path = tmp_path_factory.getbasetemp() / "any.yaml"
