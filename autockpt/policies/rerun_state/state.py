@@ -281,7 +281,9 @@ class UnitState:
                     if node.kind.goes_back:
                         node.kind.put(node.obj, node.taken)
                 except NotPutBackError as cause:
-                    error = self._lost.get(id(node.obj)) or _changed_between(self._memory.unit, node)
+                    by_itself = node.kind is not TENSORS and any(node is own for own in self._changing)
+                    refusal = _advances if by_itself else _changed_between
+                    error = self._lost.get(id(node.obj)) or refusal(self._memory.unit, node)
                     if node.kind is not TENSORS or not place_of(node.obj):
                         raise error from cause
                     unread = unread or Unread(self._memory.unit)
