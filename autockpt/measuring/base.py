@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any, Protocol, Self, runtime_checkable
 
+from autockpt.policies.base import setting
 from autockpt.schema.choices import Choice
 from autockpt.schema.device import Environment
 from autockpt.schema.request import Listener
@@ -61,11 +62,6 @@ def unheard(word: str) -> None:
     """The beat that nobody listens to."""
 
 
-@contextmanager
-def beats_counted(measurer: Measurer, listener: Listener, word: str = TIMED_CYCLE) -> Iterator[None]:
+def beats_counted(measurer: Measurer, listener: Listener, word: str = TIMED_CYCLE) -> AbstractContextManager[None]:
     """Within it the listener sees every beat of this ``word`` as a step of its stage."""
-    measurer.beat = lambda said: listener.advance() if said == word else None
-    try:
-        yield
-    finally:
-        measurer.beat = unheard
+    return setting(measurer, "beat", lambda said: listener.advance() if said == word else None)

@@ -6,16 +6,17 @@ import math
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from autockpt.devices import process_environment
+from autockpt.devices import get_device
 from autockpt.errors import AutockptError, DeviceOutOfMemory, MeasurementError
 from autockpt.measuring.base import Choices, Measurer, unheard
 from autockpt.measuring.failures import from_wire
 from autockpt.measuring.process import Child, ChildDied, ChildSilent, child_environment, last_lines
+from autockpt.policies.base import setting
 from autockpt.schema.choices import dump_choices
 from autockpt.schema.device import Environment
 from autockpt.schema.files import ScratchFolder
@@ -34,8 +35,8 @@ class WorkerMeasurer(Measurer):
 
     The worker starts at once and builds the model while the caller goes on; the first use waits for it, and raises what
     went wrong then (WorkloadError where the user's code raised, with its message and place). A worker that dies, or is
-    killed because it was silent for its ``patience`` (seconds), is replaced on the next request. ``budget_bytes`` holds
-    for every request that names none itself, ``host_budget`` (bytes that offloading may claim on the host) for all.
+    killed because it was silent for its ``patience`` (seconds), is replaced on the next request. ``host_budget`` (bytes
+    that offloading may claim on the host) holds for every request.
     ``compile``: steps are compiled, every layer in place or the whole model.
     ``log_path`` gets all that the workers print, until this is closed. To be closed, or used as a context manager; at
     the latest the worker ends with this process.
@@ -46,7 +47,6 @@ class WorkerMeasurer(Measurer):
         spec: WorkloadSpec,
         device_name: str | None = None,
         *,
-        budget_bytes: int | None = None,
         host_budget: int | None = None,
         compile: CompileMode | None = None,
     ) -> None:
@@ -58,8 +58,7 @@ class WorkerMeasurer(Measurer):
         }
         self.anew = partial(WorkerMeasurer, spec, device_name, host_budget=host_budget, compile=compile)
         """Makes another one of the same workload."""
-        self._budget = budget_bytes
-        self._wanted = process_environment(device_name)
+        self._wanted = get_device(device_name).environment
         self.patience = PATIENCE_SECONDS
         self.beat: Callable[[str], None] = unheard
         self._scratch = ScratchFolder()
@@ -88,32 +87,27 @@ class WorkerMeasurer(Measurer):
 
     def measure(self, choices: Choices, *, steps: int = 5, budget_bytes: int | None = None) -> Measurement:
         """See ``Measurer.measure``. A worker killed by the system counts as out of memory."""
-        wired, limit = dump_choices(choices), self._limit(budget_bytes)
-        return Measurement.model_validate(self._request("measure", choices=wired, steps=steps, budget_bytes=limit))
+        wired = dump_choices(choices)
+        answer = self._request("measure", choices=wired, steps=steps, budget_bytes=budget_bytes)
+        return Measurement.model_validate(answer)
 
     def compare(
         self, plans: Mapping[str, Choices], *, rounds: int = 5, budget_bytes: int | None = None, warmup: int = 1
     ) -> dict[str, list[float]]:
         """See ``Measurer.compare``."""
         wired = {name: dump_choices(choices) for name, choices in plans.items()}
-        limit = self._limit(budget_bytes)
-        return self._request("compare", plans=wired, rounds=rounds, budget_bytes=limit, warmup=warmup)
+        return self._request("compare", plans=wired, rounds=rounds, budget_bytes=budget_bytes, warmup=warmup)
 
     def call(self, ref: str, payload: dict[str, Any]) -> dict[str, Any]:
         """See ``Measurer.call``."""
         return self._request("call", ref=ref, payload=payload)
 
-    @contextmanager
-    def within(self, seconds: float) -> Iterator[None]:
+    def within(self, seconds: float) -> AbstractContextManager[None]:
         """What is asked for inside the block is answered in so many seconds in all, whatever signs of life there are.
 
         Else the worker is ended, in the middle of what it does, with a MeasurementError.
         """
-        before, self._deadline = self._deadline, min(self._deadline, time.monotonic() + seconds)
-        try:
-            yield
-        finally:
-            self._deadline = before
+        return setting(self, "_deadline", min(self._deadline, time.monotonic() + seconds))
 
     def rest(self) -> None:
         """Give the device back: end the worker until the next request, which starts a new one."""
@@ -132,15 +126,11 @@ class WorkerMeasurer(Measurer):
         """Seconds to wait for the next message."""
         return max(0.0, min(self.patience, self._deadline - time.monotonic()))
 
-    def _limit(self, budget_bytes: int | None) -> int | None:
-        return self._budget if budget_bytes is None else budget_bytes
-
     def _spawn(self) -> None:
         """Start a worker and tell it what to build, without waiting for it."""
         try:
             with self.log_path.open("ab") as log:
-                environment = child_environment(self._wanted)
-                self._child = Child(_MODULE, log=log, environment=environment)
+                self._child = Child(_MODULE, log=log, environment=child_environment(self._wanted))
         except OSError as error:
             raise MeasurementError(f"the worker process could not be started: {error}") from None
         with self._in_words(starting=True):

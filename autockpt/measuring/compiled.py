@@ -22,6 +22,7 @@ from torch import nn
 from autockpt.errors import AutockptError, DeviceOutOfMemory, MeasurementError, UsageError
 from autockpt.measuring.base import unheard
 from autockpt.measuring.failures import chain
+from autockpt.policies.base import setting
 from autockpt.runtime import Session, attach, without_kv_cache
 from autockpt.schema.choices import SAVE, Choice, label, parse_choices
 from autockpt.schema.plan import CompileMode, plan_hash
@@ -224,8 +225,5 @@ def _within(error: BaseException) -> AutockptError | None:
 
 def measure_eagerly(runner: Any, payload: dict[str, Any]) -> dict[str, Any]:
     """A plan's Measurement in steps that are not compiled; run in the model's process by ``Measurer.call``."""
-    compiler, runner.compiler = runner.compiler, None
-    try:
+    with setting(runner, "compiler", None):
         return runner.measure(parse_choices(payload["choices"]), steps=payload["steps"]).model_dump(mode="json")
-    finally:
-        runner.compiler = compiler

@@ -5,8 +5,8 @@ Ghost runs are for hardware that need not be at hand, and so are the bytes that 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -15,6 +15,7 @@ import torch
 from autockpt.devices import host_bytes_of
 from autockpt.errors import UsageError
 from autockpt.hardware.cuda_memory import AtHand, Requests, as_seen_by, capability_of, device_peak, with_resident
+from autockpt.policies.base import setting
 from autockpt.policies.fingerprints import TABLE_BYTES
 from autockpt.schema import Choice, DeviceInfo, Graph, Hardware, OpTimes, Prediction, WorkloadSpec, plan_hash
 from autockpt.schema.device import WITHOUT_STREAMS
@@ -64,14 +65,9 @@ class Predictor:
         finally:
             self._listener.advance()
 
-    @contextmanager
-    def watched(self, listener: Listener) -> Iterator[None]:
+    def watched(self, listener: Listener) -> AbstractContextManager[None]:
         """Within it ``listener`` sees each ghost run that is asked for pass, as a step of its stage."""
-        before, self._listener = self._listener, listener
-        try:
-            yield
-        finally:
-            self._listener = before
+        return setting(self, "_listener", listener)
 
     def ahead(self, plans: Iterable[Mapping[str, Choice]]) -> None:
         """Begin with plans that will be asked for."""

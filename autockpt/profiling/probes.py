@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from autockpt.devices import transport_for
 from autockpt.devices.random_states import all_random_states_kept
+from autockpt.policies.base import setting
 from autockpt.runtime import attach
 from autockpt.schema.choices import RECOMPUTE, Choice, Remake
 from autockpt.schema.machine import ElementTime, Links, ProductTime, Traffic
@@ -67,12 +68,8 @@ def time_product(clock: Stopwatch, dtype: str, m: int, k: int, n: int) -> Produc
     kind = getattr(torch, "float32" if dtype == "tf32" else dtype)
     a = torch.randn(m, k, device=clock.device).to(kind)
     b = torch.randn(k, n, device=clock.device).to(kind)
-    before = torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = dtype == "tf32"
-    try:
+    with setting(torch.backends.cuda.matmul, "allow_tf32", dtype == "tf32"):
         return ProductTime(dtype=dtype, m=m, k=k, n=n, seconds=clock.seconds(lambda: torch.mm(a, b)))
-    finally:
-        torch.backends.cuda.matmul.allow_tf32 = before
 
 
 def attention_flops(clock: Stopwatch, dtype: torch.dtype, tokens: int, width: int = 64) -> tuple[float, float]:

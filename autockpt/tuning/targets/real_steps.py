@@ -46,8 +46,8 @@ def confirmation(measurer: Measurer, listener: Listener) -> Confirm | None:
     def confirm(choices: Choices, budget_bytes: int, steps: int) -> Measurement:
         measurer.rest()  # two processes on one device would take each other's memory
         listener.stage("run the best in a fresh process", steps)
-        with measurer.anew(budget_bytes=budget_bytes) as fresh, beats_counted(fresh, listener):
-            return fresh.measure(choices, steps=steps)
+        with measurer.anew() as fresh, beats_counted(fresh, listener):
+            return fresh.measure(choices, steps=steps, budget_bytes=budget_bytes)
 
     return confirm
 
