@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Protocol
 
 import torch
@@ -37,11 +36,6 @@ DEVICES: dict[str, DeviceKind] = {
     "cuda": CudaDevice,
     "cpu": CpuDevice,
 }
-
-
-def process_environment(name: str | None) -> Mapping[str, str]:
-    """The variables that a process measuring on the device of that name should start with; errors as ``get_device``."""
-    return get_device(name).environment
 
 
 def make_current(device: Device) -> None:

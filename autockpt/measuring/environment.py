@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from contextlib import suppress
 from importlib import metadata
 
-from autockpt.devices import Device, get_device, process_environment
+from autockpt.devices import Device, get_device
+from autockpt.measuring.process import child_environment
 from autockpt.schema.device import Environment
 
 _PACKAGES = ("autockpt", "torch", "transformers", "optuna")
@@ -42,7 +43,8 @@ def environment_of(device: Device, variables: Mapping[str, str] = os.environ) ->
 
 def environment_to_measure_in(name: str | None) -> Environment:
     """The named device, as a process of autockpt's that measures on it sees it."""
-    return environment_of(get_device(name), {**process_environment(name), **os.environ})
+    device = get_device(name)
+    return environment_of(device, {**device.environment, **os.environ})
 
 
 def environment_without_context(name: str | None) -> Environment | None:
@@ -50,19 +52,12 @@ def environment_without_context(name: str | None) -> Environment | None:
 
     None where that fails.
     """
-    if get_device(name).kind == "cpu":
+    device = get_device(name)
+    if device.kind == "cpu":
         return environment_to_measure_in(name)
-    from autockpt.measuring.process import child_environment
-
-    command = [sys.executable, "-c", _SAY, name or ""]
+    command, variables = [sys.executable, "-c", _SAY, name or ""], child_environment(device.environment)
     try:
-        told = subprocess.run(
-            command,
-            env=child_environment(process_environment(name)),
-            capture_output=True,
-            check=True,
-            timeout=_PATIENCE,
-        )
+        told = subprocess.run(command, env=variables, capture_output=True, check=True, timeout=_PATIENCE)
         return Environment.model_validate_json(told.stdout)
     except (subprocess.SubprocessError, ValueError):
         return None

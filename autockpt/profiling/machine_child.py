@@ -23,11 +23,11 @@ Tell = Callable[[str], None]
 
 def measure_in_child(device: str | None, *, quick: bool = False, tell: Tell = lambda what: None) -> Machine:
     """``measure_machine`` in a child process. Raises what it raises, and MeasurementError where the child dies."""
-    from autockpt.devices.registry import process_environment
+    from autockpt.devices import get_device
     from autockpt.measuring.failures import from_wire
     from autockpt.measuring.process import Child, ChildDied, ChildSilent, child_environment, last_lines
 
-    wanted = process_environment(device)  # UsageError for a device that is not there
+    wanted = get_device(device).environment  # UsageError for a device that is not there
     with tempfile.NamedTemporaryFile(prefix="autockpt-calibrate-", suffix=".log") as log:
         child = Child(__name__, log=log, environment=child_environment(wanted))  # type: ignore[arg-type]
         try:

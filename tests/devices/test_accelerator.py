@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from autockpt.devices import Device, get_device, process_environment
+from autockpt.devices import Device, get_device
 from autockpt.devices.accelerator import AcceleratorDevice, kinds_in_use
 from autockpt.errors import MeasurementError, UsageError
 from tests.accelerator import GIB, KIND
@@ -16,7 +16,7 @@ def test_a_kind_that_pytorch_has_is_found_by_its_name_and_is_the_best(accelerato
     assert isinstance(device, Device)
     assert (device.kind, device.torch_device) == (KIND, torch.device(KIND, 1))
     assert get_device().kind == KIND
-    assert process_environment(KIND) == {}
+    assert get_device(KIND).environment == {}
     assert not accelerator.opened and not kinds_in_use()
     with pytest.raises(UsageError, match=f"the last one here is {KIND}:1"):
         get_device(f"{KIND}:2")
