@@ -28,7 +28,7 @@ class CudaQueues(AcceleratorQueues):
         try:
             return self._registered(whole_pages(nbytes))
         except MeasurementError as error:
-            if not _in_wsl():
+            if "microsoft" not in platform.uname().release.lower():  # no WSL
                 raise
             refused = error.message
         try:
@@ -95,10 +95,6 @@ def _pinned(size: int, device: torch.device) -> tuple[_PinnedMemory, torch.Tenso
             remedy="Free host memory, set --host-budget, or offload fewer units.",
         ) from None
     return memory, memory.pin(device)
-
-
-def _in_wsl() -> bool:
-    return "microsoft" in platform.uname().release.lower()
 
 
 class _PinnedMemory(mmap.mmap):

@@ -174,10 +174,7 @@ class Pool(Generic[M]):
 
     def _drop_idle(self) -> None:
         """Give up areas that nothing is in: their sizes were those of other steps."""
-        idle = [a for a in self._areas if not a.pieces]
-        if not idle:
-            return
-        self._use.claim(-sum(a.nbytes for a in idle))
+        self._use.claim(-sum(a.nbytes for a in self._areas if not a.pieces))
         self._areas = [a for a in self._areas if a.pieces]
         for size, pieces in list(self._free.items()):
             self._free[size] = [p for p in pieces if p.area.pieces]

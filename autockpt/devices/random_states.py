@@ -13,18 +13,6 @@ import torch
 from autockpt.devices.accelerator import kinds_in_use
 
 
-def random_state(kind: str, index: int) -> torch.Tensor:
-    """The state of one accelerator's generator, which lies on the host. Errors are the backend's own."""
-    module: Any = torch.get_device_module(kind)
-    return module.get_rng_state(index)
-
-
-def set_random_state(kind: str, index: int, state: torch.Tensor) -> None:
-    """Put back what ``random_state`` gave."""
-    module: Any = torch.get_device_module(kind)
-    module.set_rng_state(state, index)
-
-
 def seed(device: torch.device, number: int) -> None:
     """Seed PyTorch's generator of the CPU and, if that is an accelerator, of the device, which must be current."""
     torch.default_generator.manual_seed(number)
@@ -36,11 +24,13 @@ def seed(device: torch.device, number: int) -> None:
 
 class TorchStates:
     """The states of PyTorch's generators as they are now: the CPU's, and those of ``places``, which are kinds of
-    accelerators with an index; of None those of every accelerator in use."""
+    accelerators with an index; of None those of every accelerator in use. They lie on the host; errors are the
+    backends' own."""
 
     def __init__(self, places: Iterable[tuple[str, int]] | None = None) -> None:
         self._cpu = torch.get_rng_state()
-        self._places = {place: random_state(*place) for place in (_places_in_use() if places is None else places)}
+        wanted = _places_in_use() if places is None else places
+        self._places = {place: torch.get_device_module(place[0]).get_rng_state(place[1]) for place in wanted}
 
     @property
     def tensors(self) -> list[torch.Tensor]:
@@ -50,8 +40,8 @@ class TorchStates:
     def put_back(self) -> None:
         """Make them the states that are drawn from."""
         torch.set_rng_state(self._cpu)
-        for place, state in self._places.items():
-            set_random_state(*place, state)
+        for (kind, index), state in self._places.items():
+            torch.get_device_module(kind).set_rng_state(state, index)
 
 
 class RandomStates:

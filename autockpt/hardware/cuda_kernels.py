@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -199,9 +200,6 @@ def cuda_kernels(capability: Capability, unread: Unread = nullcontext) -> Iterat
     """
     plain_norm = torch.rms_norm  # where torch.nn.functional's ends, too
 
-    def sdpa(*args: Any, **kwargs: Any) -> Tensor:
-        return attention(*args, **kwargs, capability=capability, unread=unread)
-
     def rms_norm(
         input: Tensor, normalized_shape: Any, weight: Tensor | None = None, eps: float | None = None
     ) -> Tensor:
@@ -213,7 +211,7 @@ def cuda_kernels(capability: Capability, unread: Unread = nullcontext) -> Iterat
 
     fused_loss = fused_loss_on_cuda() if capability >= AMPERE else nullcontext()
     with (
-        setting(F, "scaled_dot_product_attention", sdpa),
+        setting(F, "scaled_dot_product_attention", partial(attention, capability=capability, unread=unread)),
         setting(F, "rms_norm", rms_norm),
         setting(torch, "rms_norm", rms_norm),
         fused_dropout(),

@@ -37,7 +37,7 @@ _PRODUCTS = frozenset(
 _BUCKET = 25 * MIB  # DistributedDataParallel's bucket_cap_mb
 # bitsandbytes: blocks of 256 values share a scale; states of small tensors stay fp32.
 _BLOCK, _SMALLEST_8BIT = 256, 4096
-_TRANSIENT: StorageKind = "optimizer"
+_CONVOLUTIONS = "What cuDNN takes for convolutions while they run is not counted."
 
 
 @dataclass(frozen=True)
@@ -101,14 +101,13 @@ def as_seen_by(hardware: Hardware, graph: Graph, spec: WorkloadSpec) -> Graph:
     if spec.keep_gradients or spec.ddp == "views":
         graph = _with_kept_gradients(graph)
     if workspace := workspace_bytes(hardware):
-        stay = workspaces_stay(hardware)
-        graph = (
-            with_resident(graph, "matrix workspaces", [workspace] * _HANDLES, "other")
-            if stay
-            else _with_workspaces(graph, workspace)
-        )
-    notes = tuple(_unknown(hardware, graph))
-    return changed(graph, notes=(*graph.notes, *notes)) if notes else graph
+        if workspaces_stay(hardware):
+            graph = with_resident(graph, "matrix workspaces", [workspace] * _HANDLES, "other")
+        else:
+            graph = _with_workspaces(graph, workspace)
+    if hardware.kind in ("cuda", "rocm") and any(op.target.startswith("aten.convolution") for op in graph.ops):
+        graph = changed(graph, notes=(*graph.notes, _CONVOLUTIONS))
+    return graph
 
 
 def _with_workspaces(graph: Graph, nbytes: int) -> Graph:
@@ -123,14 +122,6 @@ def _with_workspaces(graph: Graph, nbytes: int) -> Graph:
         for i, op in enumerate(products)
     )
     return changed(graph, storages=(*graph.storages, *added))
-
-
-def _unknown(hardware: Hardware, graph: Graph) -> Iterator[str]:
-    """What is known to be different on the device and is not modelled, for people."""
-    if hardware.kind not in ("cuda", "rocm"):
-        return
-    if any(op.target.startswith("aten.convolution") for op in graph.ops):
-        yield "What cuDNN takes for convolutions while they run is not counted."
 
 
 @dataclass(frozen=True)
@@ -249,7 +240,7 @@ def _states(graph: Graph) -> list[Storage]:
 def _transients(graph: Graph) -> list[Storage]:
     """What the optimizer step makes and drops, other than what it leaves behind."""
     start = next((op.index for op in graph.ops if op.phase == "optimizer"), len(graph.ops))
-    return [s for s in graph.storages if s.birth >= start and s.kind == _TRANSIENT and s.death is not None]
+    return [s for s in graph.storages if s.birth >= start and s.kind == "optimizer" and s.death is not None]
 
 
 def _eight_bit(graph: Graph) -> Graph:

@@ -122,18 +122,10 @@ def _grouped_mm_flops(a: Tensor, b: Tensor, *_: Any, **__: Any) -> int:
     return 2 * batches * a.size(-2) * a.size(-1) * b.size(-1)
 
 
-def _four_bit_flops(x: Tensor, packed: Tensor, shape: Any, *_: Any, **__: Any) -> int:
-    return 2 * x.numel() * int(shape[0])
-
-
-def _eight_bit_flops(x: Tensor, codes: Tensor, weight: Tensor, *_: Any, **__: Any) -> int:
-    return 2 * codes.numel() * weight.size(0)
-
-
-_FORMULAS = {
+_FORMULAS: dict[str, Callable[..., int]] = {
     "_grouped_mm": _grouped_mm_flops,
-    "gemm_4bit": _four_bit_flops,
-    "int8_mixed_scaled_mm": _eight_bit_flops,
+    "gemm_4bit": lambda x, packed, shape, *_, **__: 2 * x.numel() * int(shape[0]),
+    "int8_mixed_scaled_mm": lambda x, codes, weight, *_, **__: 2 * codes.numel() * weight.size(0),
 }
 """Of products that torch has no formula for: its own, and bitsandbytes'."""
 

@@ -47,19 +47,11 @@ def _int8_quantise(argument: Argument) -> int:
     return argument("A").numel() * (_HALF + 1) if argument("threshold") else 0
 
 
-def _int8_product(argument: Argument) -> int:
-    return _sums(argument("CA"), argument("CB"), argument("A").dtype)
-
-
-def _int8_plain_product(argument: Argument) -> int:
-    return _sums(argument("A"), argument("B"), argument("dtype"))
-
-
 CUDA_RULES: dict[str, Callable[[Argument], int]] = {
     "gemm_4bit": _gemm_4bit,
     "int8_vectorwise_quant": _int8_quantise,
-    "int8_mixed_scaled_mm": _int8_product,
-    "int8_scaled_mm": _int8_plain_product,
+    "int8_mixed_scaled_mm": lambda of: _sums(of("CA"), of("CB"), of("A").dtype),
+    "int8_scaled_mm": lambda of: _sums(of("A"), of("B"), of("dtype")),
 }
 """Bytes beyond inputs and outputs of bitsandbytes' CUDA kernels, by operator."""
 

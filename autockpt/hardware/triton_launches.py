@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -27,11 +27,9 @@ _FUSED_LOSS = "liger_kernel.ops.fused_linear_cross_entropy"
 _HALF = (torch.float16, torch.bfloat16)
 
 
-@contextmanager
-def no_launches() -> Iterator[None]:
+def no_launches() -> AbstractContextManager[None]:
     """Record launches of Triton's kernels and do nothing else."""
-    with launches(lambda _kernel, _launch, args, kwargs: _record(*args, *kwargs.values()), tuned=True):
-        yield
+    return launches(lambda _kernel, _launch, args, kwargs: _record(*args, *kwargs.values()), tuned=True)
 
 
 @contextmanager

@@ -96,9 +96,7 @@ def torch_name(short: str) -> str:
         return short
 
 
-@cache
-def _parsed(signature: str) -> Call:
-    return parse_signature(signature)
+_parsed = cache(parse_signature)
 
 
 def _floating(short: str) -> bool:

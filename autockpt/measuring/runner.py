@@ -74,7 +74,8 @@ class StepRunner:
         """
         if steps < 1:
             raise ValueError("at least one cycle must be timed")
-        at_once = self._peak_at_once
+        # whether a plan's first cycle has the peak of all: nothing compiled, no allocator that keeps what it freed
+        at_once = self.compiler is None and self.workload.full_step is None and not self.device.keeps_memory
         with self.device.limit(budget_bytes), self.attached(choices) as session:
             compiled = self._warm_up(0 if at_once else 1)
             peak = self.measure_peak() if at_once else None
@@ -126,11 +127,6 @@ class StepRunner:
         other = copy.copy(self)
         other.workload = workload
         return other
-
-    @property
-    def _peak_at_once(self) -> bool:
-        """Whether a plan's first cycle has the peak of all: nothing compiled, no allocator that keeps what it freed."""
-        return self.compiler is None and self.workload.full_step is None and not self.device.keeps_memory
 
     def call(self, ref: str, payload: dict[str, Any]) -> dict[str, Any]:
         """Run ``autockpt.module:function`` as ``function(runner, payload)``. MeasurementError for a bad ``ref``."""

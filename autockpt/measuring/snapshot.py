@@ -154,16 +154,13 @@ def _parked_gradients(workload: Step) -> Iterator[Undo]:
         storage = gradient.untyped_storage() if gradient is not None and gradient.layout is torch.strided else None
         if storage is not None and storage._cdata not in parked and storage.nbytes() and storage.resizable():
             parked.add(storage._cdata)
-            yield _refill(storage, _host_copy(storage))
+            yield partial(_refill, storage, _host_copy(storage))
             storage.resize_(0)
         yield partial(setattr, parameter, "grad", gradient)
         parameter.grad = None
 
 
-def _refill(storage: torch.UntypedStorage, saved: torch.UntypedStorage) -> Undo:
-    def undo() -> None:
-        if storage.nbytes() != saved.nbytes():
-            storage.resize_(saved.nbytes())
-        storage.copy_(saved)
-
-    return undo
+def _refill(storage: torch.UntypedStorage, saved: torch.UntypedStorage) -> None:
+    if storage.nbytes() != saved.nbytes():
+        storage.resize_(saved.nbytes())
+    storage.copy_(saved)

@@ -37,11 +37,11 @@ class Worker:
 
     def serve(self, request: dict[str, Any]) -> bool:
         """Answer one request. False where this process should end, because its device will not recover."""
+        lost = False
         try:
             answer = {"result": getattr(self, f"do_{request['verb']}")(request)}
-            lost = False
         except AutockptError as error:
-            answer, lost = {"error": to_wire(error)}, False
+            answer = {"error": to_wire(error)}
         except BaseException as error:  # whatever a user's code raises, SystemExit included
             traceback.print_exc()  # into the log
             answer, lost = {"error": to_wire(_explained(error, request))}, device_lost(error)
@@ -103,7 +103,8 @@ class Worker:
 def main() -> None:
     """Serve the pipes named on the command line until they end."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C is the parent's to act on
-    _first_to_go()
+    with suppress(OSError):  # where the system runs out of memory, it should end this and not the parent with results
+        Path("/proc/self/oom_score_adj").write_text("1000")
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # where a user's factory lies
     reads, writes = int(sys.argv[1]), int(sys.argv[2])
@@ -141,12 +142,6 @@ def _listen(pipe: int, parent: int, put: Callable[[dict[str, Any]], None]) -> No
         for line in lines:
             put(json.loads(line))
     os._exit(0)
-
-
-def _first_to_go() -> None:
-    """Where the system runs out of memory, it should end this process and not the parent that holds the results."""
-    with suppress(OSError):
-        Path("/proc/self/oom_score_adj").write_text("1000")
 
 
 def _explained(error: BaseException, request: Mapping[str, Any]) -> AutockptError:

@@ -34,7 +34,9 @@ class GhostMemory:
 
     def __init__(self, *, writable: bool = False, size: int | None = None) -> None:
         self._mapping = _reserve(writable, _SIZES if size is None else (size,))
-        self._whole = _as_tensor(self._mapping)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # "The given buffer is not writable": nor is it meant to be
+            self._whole = torch.frombuffer(self._mapping, dtype=torch.uint8)
         start, size = self._whole.data_ptr(), len(self._mapping)
         _fence(start, size)
         self.base = start + mmap.PAGESIZE
@@ -119,12 +121,6 @@ def _fence(start: int, size: int) -> None:
     protect.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
     for page in (start, start + size - mmap.PAGESIZE):
         protect(page, mmap.PAGESIZE, 0)
-
-
-def _as_tensor(mapping: mmap.mmap) -> Tensor:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # "The given buffer is not writable": nor is it meant to be
-        return torch.frombuffer(mapping, dtype=torch.uint8)
 
 
 def _anonymous_bytes(lines, base: int, end: int) -> int:

@@ -87,9 +87,9 @@ class SavedTensors:
     def _watched(self, pack: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
         def watching(tensor: Tensor) -> Any:
             packed = pack(tensor)
-            if isinstance(packed, Tensor) and _same_storage(packed, tensor):
+            if isinstance(packed, Tensor) and packed.layout is tensor.layout is torch.strided:
                 sid = self._log.find(packed)
-                if sid is not None:
+                if sid is not None and sid == self._log.find(tensor):
                     self.by_op[self._saving_op(tensor, sid)].append(sid)
             return packed
 
@@ -155,7 +155,3 @@ def _tensor_fields(node: Any) -> Iterator[str]:
 
 def _saves_result(kind: type) -> bool:
     return any(name.startswith(("_saved_result", "_saved_output", "_saved_out")) for name in dir(kind))
-
-
-def _same_storage(a: Tensor, b: Tensor) -> bool:
-    return a.layout is b.layout is torch.strided and a.untyped_storage()._cdata == b.untyped_storage()._cdata

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from autockpt.hardware.operators import Argument, Operator, channels_last, count_flops, flat_tensors
 from autockpt.hardware.signature import contiguous_stride
@@ -244,11 +245,13 @@ class Shapes:
         rule = _REPLACEMENTS.get(operator.base)
         if rule is not None:
             tree = rule(argument)
-            return Outcome(tree, count_flops(operator, args, kwargs, _meta(tree)))
+            made = tree_map_only(Layout, _meta, tree, is_leaf=lambda part: isinstance(part, Layout))
+            return Outcome(tree, count_flops(operator, args, kwargs, made))
         try:
             with setting(_LOGGER, "disabled", True), self._mode:
-                result = func(*_fake(args), **_fake(kwargs))
-            tree = _layouts(result)
+                fake_args, fake_kwargs = tree_map_only(Tensor, _fake, (args, kwargs))
+                result = func(*fake_args, **fake_kwargs)
+            tree = tree_map_only(Tensor, _layout, result)
         except Exception as error:  # a kept exception would keep the tensors of its frames alive
             lines = str(error).splitlines() or [""]
             return Outcome(problem=f"{type(error).__name__}: {lines[0]}"[:200])
@@ -257,28 +260,16 @@ class Shapes:
         return Outcome(tree, count_flops(operator, args, kwargs, result))
 
 
-def _fake(value: Any) -> Any:
-    """A copy of nested arguments with fake tensors in place of tensors; a fake mode must be active."""
-    if isinstance(value, Tensor):
-        return torch.empty_strided(value.size(), value.stride(), dtype=value.dtype)
-    if isinstance(value, dict):
-        return {key: _fake(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)) and not isinstance(value, torch.Size):
-        return type(value)(_fake(item) for item in value)
-    return value
+def _fake(tensor: Tensor) -> Tensor:
+    """A fake tensor like this one; a fake mode must be active."""
+    return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype)
 
 
-def _layouts(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        nbytes = value.untyped_storage().nbytes()
-        return Layout(tuple(value.size()), tuple(value.stride()), value.dtype, int(nbytes))
-    if isinstance(value, (list, tuple)):
-        return type(value)(_layouts(item) for item in value)
-    return value
+def _layout(tensor: Tensor) -> Layout:
+    nbytes = tensor.untyped_storage().nbytes()
+    return Layout(tuple(tensor.size()), tuple(tensor.stride()), tensor.dtype, int(nbytes))
 
 
-def _meta(tree: Any) -> Any:
-    """Tensors without memory of the given layouts."""
-    if isinstance(tree, Layout):
-        return torch.empty_strided(tree.size, tree.stride, dtype=tree.dtype, device="meta")
-    return type(tree)(_meta(item) for item in tree) if isinstance(tree, (list, tuple)) else tree
+def _meta(layout: Layout) -> Tensor:
+    """A tensor without memory of this layout."""
+    return torch.empty_strided(layout.size, layout.stride, dtype=layout.dtype, device="meta")

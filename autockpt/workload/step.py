@@ -26,6 +26,10 @@ _OF_THE_BATCH = ("batch_size", "seq_len", "tokens", "accumulate")
 _SHORT = {dtype: name for name, dtype in DTYPES.items()} | {torch.float64: "fp64"}
 
 
+def _unheard(said: Any) -> None:
+    """What phases and losses are told to where nobody listens."""
+
+
 @dataclass(eq=False)
 class Step:
     """One optimizer step of the user's training, which is what is planned for: its whole accumulation cycle.
@@ -92,26 +96,24 @@ class Step:
         each micro-batch; a ``full_step`` is only announced as "forward" because its phases and losses are its own
         business. Raises WorkloadError for a step without a loss.
         """
+        mark, told = mark or _unheard, told or _unheard
         if self.full_step is not None:
-            _announce(mark, "forward")
+            mark("forward")
             self.full_step()
             return
         for _ in range(self.accumulate):
-            if told is None:
-                self.forward_backward(mark)
-            else:
-                told(self.forward_backward(mark))
-        _announce(mark, "optimizer")
+            told(self.forward_backward(mark))
+        mark("optimizer")
         self._update()
         self.release_gradients()
 
-    def forward_backward(self, mark: Mark | None = None) -> Tensor:
+    def forward_backward(self, mark: Mark = _unheard) -> Tensor:
         """Forward, loss and backward of one micro-batch; the detached loss. Gradients add up in ``.grad``."""
-        _announce(mark, "forward")
+        mark("forward")
         with self._autocast_context():
             assert self.loss is not None
             loss = _checked(self.loss(self.model, self.batch))
-        _announce(mark, "backward")
+        mark("backward")
         scaled = loss if self.accumulate == 1 else loss / self.accumulate
         if self.scaler is not None:
             scaled = self.scaler.scale(scaled)
@@ -161,11 +163,6 @@ class Step:
         else:
             self.scaler.step(self.optimizer)
             self.scaler.update()
-
-
-def _announce(mark: Mark | None, phase: Phase) -> None:
-    if mark is not None:
-        mark(phase)
 
 
 def _checked(loss: Any) -> Tensor:
