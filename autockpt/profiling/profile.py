@@ -193,7 +193,7 @@ def measure_op_times(
     room: int,
     host_budget: int | None = None,
     head: Heads | None = None,
-    listener: Listener | None = None,
+    listener: Listener = Silence(),
 ) -> OpTimes:
     """Op times of this workload on the device: from the cache, or measured in real steps.
 
@@ -211,8 +211,6 @@ def measure_op_times(
     runnable = [graph, *(head.graphs.values() if head is not None else [])]
     if (known := cached_op_times(runs.environment, runnable, workload, disk=disk)) is not None:
         return known
-
-    listener = listener or Silence()
 
     def timed(choices: Mapping[str, Choice], cycles: int, disk: bool = False) -> OpTimes:
         payload = {"choices": dump_choices(choices), "cycles": cycles, "disk": disk}
@@ -304,7 +302,7 @@ def uniform_graphs(
     blocks: Sequence[Unit],
     kinds: Sequence[str],
     besides: Mapping[str, Choice] | None = None,
-    listener: Listener | None = None,
+    listener: Listener = Silence(),
 ) -> UniformRuns:
     """Ghost runs of every unit on the same choice, by choice kind. Kinds that this model refuses are left out.
 
@@ -321,14 +319,14 @@ def uniform_graphs(
             found[kind] = (choices, traces.trace(choices))
         except ConflictError as error:
             refused = error
-        (listener or Silence()).advance()
+        listener.advance()
     if refused is not None and set(found) <= {SAVE.kind}:
         raise refused
     return found
 
 
 def head_graphs(
-    traces: Traces, head: Unit | None, choices: Iterable[Choice], listener: Listener | None = None
+    traces: Traces, head: Unit | None, choices: Iterable[Choice], listener: Listener = Silence()
 ) -> Heads | None:
     """Ghost runs with each choice on the output head alone, which ``listener`` sees pass. Choices that this model
     refuses are left out."""
@@ -338,7 +336,7 @@ def head_graphs(
     for choice in choices:
         with suppress(ConflictError):
             graphs[choice] = traces.trace({head.name: choice})
-        (listener or Silence()).advance()
+        listener.advance()
     return Heads(head, graphs)
 
 
@@ -352,7 +350,7 @@ def build_profile(
     extra: Iterable[Choice] = (),
     needs: MemoryModel | None = None,
     head: Heads | None = None,
-    listener: Listener | None = None,
+    listener: Listener = Silence(),
 ) -> CostModel:
     """Ghost-run each choice on one unit of each kind and read off what it costs.
 
@@ -384,7 +382,6 @@ def build_profile(
             choices += [choice for choice in moving if choice.kind in uniform]
         wanted += ((unit, choice) for choice in dict.fromkeys((*choices, *extra)) if choice != SAVE)
     traces.ahead({unit.name: choice} for unit, choice in wanted if (unit.kind, choice) not in variants)
-    listener = listener or Silence()
     listener.stage("ghost-run each choice on one layer", len(wanted) - len(variants))
     with predictor.watched(listener):
         variants = {

@@ -9,33 +9,11 @@ from typing import Any
 
 from autockpt.errors import AutockptError, UsageError
 from autockpt.history.rundir import RunDirectory
-from autockpt.profiling import (
-    CostModel,
-    Heads,
-    MemoryModel,
-    Traces,
-    UniformRuns,
-    build_profile,
-    head_graphs,
-    uniform_graphs,
-)
-from autockpt.schema import (
-    RECOMPUTE,
-    SAVE,
-    Choice,
-    Environment,
-    Graph,
-    Hardware,
-    OpTimes,
-    SearchOutcome,
-    SearchSpace,
-    Unit,
-    WorkloadSpec,
-    parse_choice,
-    question_hash,
-)
-from autockpt.schema.choices import ChunkedLoss
-from autockpt.schema.request import Listener
+from autockpt.profiling import CostModel, MemoryModel, Traces, UniformRuns, build_profile, uniform_graphs
+from autockpt.profiling.profile import Heads, head_graphs
+from autockpt.schema import Environment, Graph, Hardware, OpTimes, SearchSpace, Unit, WorkloadSpec
+from autockpt.schema.choices import RECOMPUTE, SAVE, Choice, ChunkedLoss, parse_choice
+from autockpt.schema.request import Listener, SearchOutcome, Silence, question_hash
 from autockpt.tracing import Tracer
 from autockpt.tuning.question import Clock, Question
 from autockpt.tuning.targets.shallow_twin import open_twin, transplanted
@@ -81,7 +59,7 @@ class Traced:
         if self.base is None:
             return build_profile(self.tracer, times, self.uniform, head=self.heads, needs=needs, **more)
         small = build_profile(self.twin or self.tracer, times, self.uniform, head=self.heads, **more)
-        return transplanted(small, self.base, self.tracer, needs, more.get("listener"))
+        return transplanted(small, self.base, self.tracer, needs, more.get("listener", Silence()))
 
 
 @dataclass(frozen=True)
@@ -119,7 +97,7 @@ def traced(
     inexact: bool = False,
     notes: Sequence[str] = (),
     of_head: Choice = SAVE,
-    listener: Listener | None = None,
+    listener: Listener = Silence(),
 ) -> Traced:
     """Ghost-run what a search, or an explanation, begins with: the one opening of them all.
 
@@ -130,8 +108,7 @@ def traced(
     chunked = (ChunkedLoss(tokens=tokens) for tokens in CHUNKS)
     choices = dict.fromkeys([*map(parse_choice, space.head), *(chunked if inexact else ()), of_head])
     of_heads = [choice for choice in choices if choice != SAVE and tracer.head is not None]
-    if listener is not None:
-        listener.stage("ghost-run each choice", len(space.choices) + len(of_heads))
+    listener.stage("ghost-run each choice", len(space.choices) + len(of_heads))
     uniform = uniform_graphs(tracer, blocks, space.choices, listener=listener)
     heads = head_graphs(tracer, tracer.head, of_heads, listener)
     notes = list(notes)

@@ -50,13 +50,13 @@ def open_twin(stack: ExitStack, spec: WorkloadSpec, tracer: Tracer, hardware: Ha
 
 
 def transplanted(
-    small: CostModel, base: Graph, traces: Traces, needs: MemoryModel | None = None, listener: Listener | None = None
+    small: CostModel, base: Graph, traces: Traces, needs: MemoryModel | None = None, listener: Listener = Silence()
 ) -> CostModel:
     """The profile of the whole model, whose ghost run is ``base``, with the menus of its shallow twin.
 
     ``needs`` says what a ghost run of the whole model takes of the device.
     """
-    (listener or Silence()).stage("ghost-run the whole model, recomputed")
+    listener.stage("ghost-run the whole model, recomputed")
     times = small.profile.op_times
     recent = RecentTraces(traces)
     recent.always[plan_hash({})] = base
