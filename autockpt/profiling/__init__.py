@@ -15,17 +15,11 @@ from autockpt.profiling.problem import build_problem
 from autockpt.profiling.profile import (
     LEAN_CALLS,
     CostModel,
-    Heads,
     UniformRuns,
     build_profile,
     cached_op_times,
     forget_op_times,
-    head_graphs,
-    leanest,
     measure_op_times,
     uniform_graphs,
     used_by_others,
-    wants_disk,
-    within_host,
 )
-from autockpt.profiling.refusals import refused_choices

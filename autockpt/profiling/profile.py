@@ -20,29 +20,10 @@ from autockpt.profiling.menus import build_menus, head_menu, representatives
 from autockpt.profiling.op_times import TIMED_OPS
 from autockpt.profiling.predictor import MemoryModel, Predictor, Traces
 from autockpt.profiling.problem import build_problem, passed_on, point_bytes
-from autockpt.schema import (
-    RECOMPUTE,
-    SAVE,
-    Choice,
-    DeviceInfo,
-    Environment,
-    Graph,
-    Menu,
-    Offload,
-    OpTimes,
-    Problem,
-    Profile,
-    RecomputeOffload,
-    Remake,
-    Segment,
-    Selective,
-    Unit,
-    dump_choices,
-    format_bytes,
-    parse_choice,
-    plan_hash,
-)
-from autockpt.schema.device import WITHOUT_STREAMS
+from autockpt.schema import Graph, Menu, OpTimes, Problem, Profile, Unit, dump_choices, format_bytes, parse_choice
+from autockpt.schema.choices import RECOMPUTE, SAVE, Choice, Offload, RecomputeOffload, Remake, Segment, Selective
+from autockpt.schema.device import WITHOUT_STREAMS, DeviceInfo, Environment
+from autockpt.schema.plan import plan_hash
 from autockpt.schema.request import Listener, Silence
 from autockpt.simulator import simulate
 from autockpt.solvers import Checked, Segments, exact, refine

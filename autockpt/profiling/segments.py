@@ -10,7 +10,7 @@ from typing import Literal
 import numpy as np
 
 from autockpt.schema.graph import PHASES, Graph
-from autockpt.simulator import bytes_timeline, micro_batch_of, phases_of
+from autockpt.simulator.step import bytes_timeline, micro_batch_of, phases_of
 
 Place = Literal["start", "forward", "after forward", "backward", "after backward", "optimizer"]
 

@@ -5,21 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from autockpt.schema import (
-    SAVE,
-    Choice,
-    Comparison,
-    Plan,
-    PlanStatus,
-    Prediction,
-    ResolvedBudget,
-    Trial,
-    Unit,
-    Verdict,
-    format_bytes,
-    plan_hash,
-)
+from autockpt.schema import SAVE, Choice, Prediction, ResolvedBudget, Trial, Unit, format_bytes
 from autockpt.schema.known import OURS
+from autockpt.schema.plan import Comparison, Plan, PlanStatus, Verdict, plan_hash
 from autockpt.tuning.opening import Opened
 from autockpt.workload import fingerprint
 

@@ -11,22 +11,11 @@ from autockpt.history.rundir import RunDirectory
 from autockpt.measuring import LocalMeasurer
 from autockpt.measuring.environment import environment_without_context
 from autockpt.profiling import needed_on, used_by_others
-from autockpt.schema import (
-    Budget,
-    Environment,
-    Listener,
-    SearchOptions,
-    SearchOutcome,
-    SearchRequest,
-    SearchSpace,
-    Silence,
-    parse_budget,
-    parse_size,
-)
+from autockpt.schema import Budget, Environment, SearchSpace, parse_budget, parse_size
 from autockpt.schema.files import unwritable
 from autockpt.schema.plan import NEVER_CALLED
 from autockpt.schema.remedy import STEP, Terms
-from autockpt.schema.request import TRIALS, identity_of
+from autockpt.schema.request import TRIALS, Listener, SearchOptions, SearchOutcome, SearchRequest, Silence, identity_of
 from autockpt.tracing import Tracer
 from autockpt.tuning.alternatives import WhatIf, on_device
 from autockpt.tuning.infeasible import naming_alternatives

@@ -9,21 +9,10 @@ from contextlib import ExitStack, contextmanager
 from autockpt.errors import InfeasibleError, PlanError, RunDirectoryError
 from autockpt.history.rundir import RunDirectory
 from autockpt.profiling import CostModel, forget_op_times
-from autockpt.schema import (
-    SAVE,
-    Budget,
-    Choice,
-    Comparison,
-    FinishedSearch,
-    Plan,
-    PlanStatus,
-    SearchOutcome,
-    SearchRequest,
-    StageTime,
-    Trial,
-)
+from autockpt.schema import SAVE, Budget, Choice, Comparison, Plan, PlanStatus, Trial
 from autockpt.schema.known import ALL
 from autockpt.schema.outlook import Outlook
+from autockpt.schema.request import FinishedSearch, SearchOutcome, SearchRequest, StageTime
 from autockpt.tuning.loop import Loop, SearchResult
 from autockpt.tuning.opening import Opened, Traced
 from autockpt.tuning.outcome import make_plan, plain, said_of_head, scored_rows, without_seconds

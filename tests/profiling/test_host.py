@@ -10,7 +10,8 @@ import torch
 from autockpt.devices.hostpool import AREA_BYTES
 from autockpt.errors import InfeasibleError
 from autockpt.hardware.nominal import nominal_op_times
-from autockpt.profiling import CostModel, build_profile, uniform_graphs, wants_disk
+from autockpt.profiling import CostModel, build_profile, uniform_graphs
+from autockpt.profiling.profile import wants_disk
 from autockpt.runtime import attach
 from autockpt.schema import (
     OFFLOAD,

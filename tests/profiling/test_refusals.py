@@ -12,7 +12,7 @@ from autockpt.devices import get_device
 from autockpt.errors import DeviceOutOfMemory
 from autockpt.measuring import StepRunner
 from autockpt.policies import watched_backends
-from autockpt.profiling import refused_choices
+from autockpt.profiling.refusals import refused_choices
 from autockpt.schema import SAVE, DeviceInfo, Environment
 from tests.measuring.small_workloads import RECOMPUTE_ALL, make_workload
 

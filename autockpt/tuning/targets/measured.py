@@ -11,18 +11,9 @@ from autockpt.errors import DeviceOutOfMemory
 from autockpt.hardware.nominal import nominal_op_times
 from autockpt.measuring import Measurer, WorkerMeasurer
 from autockpt.measuring.environment import environment_to_measure_in
-from autockpt.profiling import (
-    CostModel,
-    cached_op_times,
-    leanest,
-    measure_op_times,
-    memory_at_hand,
-    needed_on,
-    refused_choices,
-    used_by_others,
-    wants_disk,
-    within_host,
-)
+from autockpt.profiling import CostModel, cached_op_times, measure_op_times, memory_at_hand, needed_on, used_by_others
+from autockpt.profiling.profile import leanest, wants_disk, within_host
+from autockpt.profiling.refusals import refused_choices
 from autockpt.schema import OpTimes, SearchOutcome, SearchRequest
 from autockpt.tracing import Tracer
 from autockpt.tuning.alternatives import on_device

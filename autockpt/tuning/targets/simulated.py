@@ -10,19 +10,9 @@ from functools import partial
 from autockpt.hardware.roofline import environment_of_hardware, roofline_times
 from autockpt.measuring.environment import installed_versions
 from autockpt.profiling import said_of, simulated_memory, torch_device, tracer_for
-from autockpt.schema import (
-    Budget,
-    Environment,
-    Graph,
-    OpTimes,
-    PlanStatus,
-    Prediction,
-    SearchOutcome,
-    SearchRequest,
-    SearchSpace,
-    format_bytes,
-)
+from autockpt.schema import Budget, Environment, Graph, OpTimes, PlanStatus, Prediction, SearchSpace, format_bytes
 from autockpt.schema.hardware import Hardware
+from autockpt.schema.request import SearchOutcome, SearchRequest
 from autockpt.solvers.refine import FASTER
 from autockpt.tracing.tracer import uncollected
 from autockpt.tuning.alternatives import WhatIf
