@@ -8,6 +8,7 @@ import re
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 from torch import Tensor, nn
@@ -30,6 +31,7 @@ Attach = Callable[[nn.Module], Callable[[], None]]
 _REF = re.compile(r"(autockpt(?:\.\w+)+):(\w+)")
 
 
+@dataclass(eq=False, repr=False)
 class StepRunner:
     """Runs whole cycles of a workload under equal conditions and measures them.
 
@@ -43,23 +45,17 @@ class StepRunner:
     not timed.
     """
 
-    def __init__(
-        self,
-        workload: Step,
-        device: Device,
-        *,
-        beat: Callable[[str], None] = unheard,
-        host_budget: int | None = None,
-        compiler: Compiler | None = None,
-    ) -> None:
-        self.workload = workload
-        self.device = device
-        self.compiler = compiler
-        self.host_budget = host_budget
-        self.beat = beat
-        self._seed = workload.spec.seed if workload.spec is not None else 0
+    workload: Step
+    device: Device
+    _: KW_ONLY
+    beat: Callable[[str], None] = unheard
+    host_budget: int | None = None
+    compiler: Compiler | None = None
+
+    def __post_init__(self) -> None:
+        self._seed = self.workload.spec.seed if self.workload.spec is not None else 0
         self._freezer = conditions.Freezer()
-        self._states = conditions.OptimizerStates(workload.optimizer)
+        self._states = conditions.OptimizerStates(self.workload.optimizer)
         self._sessions: dict[str, Session] = {}  # set aside between the turns of a comparison, by plan
         self._round = 0  # over all comparisons, so that many short ones balance out as well
         self._steady = False  # whether a cycle has run to its end, so that all optimizer states exist

@@ -71,7 +71,7 @@ def search(compiler: MadeUpCompiler, budget: str, mode: Any = "layers", *, trial
     tried = Trials(run)
     target = CompiledSteps(compiler, clock, mode=mode, within=compiler.within)  # type: ignore[arg-type]
     storage, eager = run.storage if run else None, more.pop("eager", lambda share: {})
-    proposer = SplitProposer(question, NAMES, target, tried, storage, room=10**6, eager=eager, study="compiled")
+    proposer = SplitProposer(question, NAMES, target, tried, storage, room=10**6, eager=eager, name="compiled")
     return Loop(proposer, target, tried, trials, clock).run()
 
 

@@ -7,7 +7,7 @@ plan in three numbers; what splits cost that were not measured is read off the l
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, field
 
 from autockpt.errors import AutockptError, InfeasibleError, MeasurementError
 from autockpt.schema import RECOMPUTE, SAVE, Choice, CompileMode, ResolvedBudget, Trial
@@ -170,39 +170,37 @@ def proposals(known: Known, budget_bytes: int, mode: CompileMode, layers: int) -
     return sorted(found, key=lambda split: (found[split], split))
 
 
+@dataclass(eq=False)
 class SplitProposer(Proposer):
     """Well-known plans, uniform budgets, the eager solver's plan, then interleaved what should be best by all that was
     measured, and what the sampler wants to know.
 
     Every plan is measured. Nothing is predicted: ghost runs see eager ops, neither what a compiler fuses nor what its
-    partitioner saves. ``layers`` are names of units in order, ``room`` the device's bytes.
+    partitioner saves. ``layers`` are names of units in order, ``room`` the device's bytes, ``name`` the study's.
     """
 
-    def __init__(
-        self,
-        question: Question,
-        layers: Sequence[str],
-        target: CompiledSteps,
-        trials: Trials,
-        storage: str | None,
-        *,
-        room: int,
-        eager: EagerPlans,
-        study: str,
-    ) -> None:
-        self.question, self.layers, self.target, self.trials = question, tuple(layers), target, trials
-        self.mode: CompileMode = target.mode
-        self.storage, self.room, self.eager, self.study_name = storage, room, eager, study
-        self.kinds = question.space.choices
+    question: Question
+    layers: Sequence[str]
+    target: CompiledSteps
+    trials: Trials
+    storage: str | None
+    _: KW_ONLY
+    room: int
+    eager: EagerPlans
+    name: str
+    notes: list[str] = field(default_factory=list)
+    budget: ResolvedBudget | None = None
+    sampler_turn: bool = False
+
+    def __post_init__(self) -> None:
+        self.mode: CompileMode = self.target.mode
+        self.kinds = self.question.space.choices
         self.known = known_plans(self.layers, self.kinds)
         if self.mode == "model":  # where every plan is compiled anew, one that is seldom good is not worth it
             self.known.pop(EVERY_2, None)
-        self.notes: list[str] = []
-        self.budget: ResolvedBudget | None = None
-        self.sampler_turn = False
 
     def begin(self) -> None:
-        seed, name = self.question.seed, self.study_name
+        seed, name = self.question.seed, self.name
         self.study = Study("knobs", "tpe", sampled(self.mode), {}, name=name, storage=self.storage, seed=seed)
         self.target.begin(self.trials)
 

@@ -109,7 +109,7 @@ def _searched(mode: CompileMode, measurer: WorkerMeasurer, opened: Opened) -> Se
     trials = Trials(run)
     target = CompiledSteps(measurer, clock, confirmation(measurer, clock.listener), mode=mode, within=measurer.within)
     layers, study = [unit.name for unit in blocks_of(tracer)], f"{opened.title}: sampler"
-    proposer = SplitProposer(question, layers, target, trials, opened.storage, room=room, eager=eager, study=study)
+    proposer = SplitProposer(question, layers, target, trials, opened.storage, room=room, eager=eager, name=study)
     with refusal_on_record(run):
         found = Loop(proposer, target, trials, question.trials, clock).run()
     found.notes.extend(_graphs(found))
