@@ -131,9 +131,7 @@ class DiskParcel:
     def fetch(self) -> None:
         if self._source is None and self._in is None:
             assert self._piece is not None
-            job = _In(self._transport, self.nbytes, self._piece.memory)
-            job.read = self._transport.run(job)
-            self._in = job
+            self._in = _In(self._transport, self.nbytes, self._piece.memory)
 
     def get(self) -> torch.Tensor:
         if self._source is not None:
@@ -141,7 +139,7 @@ class DiskParcel:
         self.fetch()
         self._written.result()  # an error in writing is an error here, whatever was read
         job = self._in
-        assert job is not None and job.read is not None and job.buffer is not None
+        assert job is not None and job.buffer is not None
         job.read.result()
         self._queues.wait(job.arrived)
         job.waited = True
@@ -216,7 +214,6 @@ class _In:
     The job is done (``read``) when all copies to the buffer have been queued; ``arrived`` is the event of the last.
     """
 
-    read: Future[None] | None = None
     arrived: Any = None
 
     def __init__(self, transport: DiskTransport, nbytes: int, room: FileRoom) -> None:
@@ -224,6 +221,7 @@ class _In:
         self.buffer: torch.Tensor | None = self._queues.device_memory(nbytes)
         self._ready = self._queues.mark()
         self.waited = self.cancelled = self._queued = False
+        self.read = transport.run(self)
 
     def __call__(self, staging: list[_Staging]) -> None:
         buffer, event = self.buffer, None

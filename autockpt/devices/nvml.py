@@ -87,14 +87,12 @@ class _Card:
 
 def total_bytes(index: int) -> int | None:
     """All memory of the GPU that CUDA numbers ``index`` in this process, less what the driver keeps for itself."""
-    memory = _memory(index)
-    return None if memory is None else memory[0]
+    return _memory(index)[0]
 
 
 def used_bytes(index: int) -> int | None:
     """What all processes together hold on it."""
-    memory = _memory(index)
-    return None if memory is None else memory[1]
+    return _memory(index)[1]
 
 
 def processes(index: int) -> dict[int, int] | None:
@@ -118,9 +116,9 @@ def capability(index: int) -> tuple[int, int] | None:
     return None if card is None else card.capability()
 
 
-def _memory(index: int) -> tuple[int, int] | None:
+def _memory(index: int) -> tuple[int, int] | tuple[None, None]:
     card = _card(index)
-    return None if card is None or card.divided() else card.memory()
+    return (None, None) if card is None or card.divided() else card.memory() or (None, None)
 
 
 def _card(index: int) -> _Card | None:

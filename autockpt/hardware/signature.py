@@ -118,12 +118,6 @@ def parse_signature(text: str) -> Call:
         raise ValueError(f"not an op signature: {text!r}") from None
 
 
-def tensor_spec(tensor: Tensor) -> TensorSpec:
-    """Dtype, shape and strides of a tensor as a signature has them."""
-    strided = tensor.layout is torch.strided
-    return TensorSpec(dtype_name(tensor.dtype), tuple(tensor.shape), tuple(tensor.stride()) if strided else ())
-
-
 def dtype_name(dtype: torch.dtype) -> str:
     """The short name of a dtype: ``bf16``; torch's own name for the rare ones."""
     return _DTYPES.get(dtype) or str(dtype)[6:]
@@ -167,7 +161,8 @@ def _attention(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], suffix
 
 def _text(value: Any, name: str) -> str:
     if isinstance(value, Tensor):
-        return str(tensor_spec(value))
+        stride = value.stride() if value.layout is torch.strided else ()
+        return str(TensorSpec(dtype_name(value.dtype), tuple(value.shape), tuple(stride)))
     if isinstance(value, (list, tuple)):
         return f"[{', '.join(_runs([_text(item, name) for item in value]))}]"
     if isinstance(value, float):

@@ -87,14 +87,13 @@ def _host_copy(storage: torch.UntypedStorage) -> torch.UntypedStorage:
 
 def _structure(root: Any) -> Iterator[Undo]:
     """Which objects hang where: states made during steps go, tensors replaced during steps come back."""
-    if isinstance(root, nn.Module):
-        seen = set[int]()
-        for module in root.modules():  # memory banks, counts and metrics are in containers among their attributes
-            yield from _containers(vars(module), seen)
+    seen, homes = set[int](), [root]
+    if isinstance(root, nn.Module):  # memory banks, counts and metrics are in containers among their attributes
+        homes = [vars(module) for module in root.modules()]
     elif isinstance(root, (torch.optim.Optimizer, torch.amp.GradScaler)):
-        yield from _containers(vars(root), set())
-    else:
-        yield from _containers(root, set())
+        homes = [vars(root)]
+    for home in homes:
+        yield from _containers(home, seen)
 
 
 def _own_state(item: Any) -> Iterator[Undo]:

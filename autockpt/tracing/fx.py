@@ -16,6 +16,7 @@ from autockpt.hardware.signature import ATTENTION, Call, TensorSpec, Word, dtype
 from autockpt.schema.graph import Graph, Op, TensorMeta
 
 _Key = tuple[int, int, tuple[int, ...], tuple[int, ...], str]  # storage, offset, shape, stride, dtype
+_TOLD = ("phase", "module", "unit", "flops", "inputs", "outputs", "saves")  # of an op in its node's metadata
 
 
 class StepGraph(fx.Graph):
@@ -72,17 +73,8 @@ class _Builder:
         args, kwargs = self._arguments(op, call)
         node = self._graph.call_function(_overload(op.target), args, kwargs)
         metas = [_tensor_metadata(output) for output in op.outputs]
-        node.meta = {
-            "op": op,
-            "phase": op.phase,
-            "module": op.module,
-            "unit": op.unit,
-            "signature": self._source.signatures[op.signature],
-            "flops": op.flops,
-            "inputs": op.inputs,
-            "outputs": op.outputs,
-            "saves": op.saves,
-        }
+        node.meta = {"op": op, "signature": self._source.signatures[op.signature]}
+        node.meta |= {name: getattr(op, name) for name in _TOLD}
         if metas:
             node.meta["tensor_meta"] = metas[0] if len(metas) == 1 else tuple(metas)
         self._remember(node, op, call)
@@ -96,16 +88,13 @@ class _Builder:
             self._makers[key] = self._latest[output.storage] = make
 
     def _item(self, node: fx.Node, position: int, output: TensorMeta) -> Callable[[], fx.Node]:
-        made: list[fx.Node] = []
-
+        @cache
         def make() -> fx.Node:
-            if not made:
-                with self._graph.inserting_after(node):
-                    item = self._graph.call_function(operator.getitem, (node, position))
-                item.meta = {"phase": node.meta["phase"], "module": node.meta["module"]}
-                item.meta["tensor_meta"] = _tensor_metadata(output)
-                made.append(item)
-            return made[0]
+            with self._graph.inserting_after(node):
+                item = self._graph.call_function(operator.getitem, (node, position))
+            item.meta = {"phase": node.meta["phase"], "module": node.meta["module"]}
+            item.meta["tensor_meta"] = _tensor_metadata(output)
+            return item
 
         return make
 
@@ -161,14 +150,9 @@ class _Builder:
         return make() if make is not None else self._placeholder(storage, offset, spec)
 
     def _placeholder(self, storage: int, offset: int, spec: TensorSpec | None) -> fx.Node:
-        first = next(iter(self._graph.nodes), None)
-        at = (
-            self._graph.inserting_after(self._last_placeholder)
-            if self._last_placeholder
-            else (self._graph.inserting_before(first))
-        )
-        with at:
-            node = self._graph.placeholder(f"storage_{storage}")
+        graph, last = self._graph, self._last_placeholder
+        with graph.inserting_after(last) if last else graph.inserting_before(next(iter(graph.nodes), None)):
+            node = graph.placeholder(f"storage_{storage}")
         self._last_placeholder = node
         node.meta = {"storage": self._source.storages[storage]}
         make = self._latest[storage] = lambda: node

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -76,13 +76,10 @@ class GhostMode(Recorder):
 
         kernels = fused_dropout() if self.fuses_dropout else nullcontext()
         if self.capability is not None:
-            kernels = cuda_kernels(self.capability, self._unread)
+            # what is made for a kernel of CUDA's alone is a ghost, whatever it is made of: nobody asks for its values
+            kernels = cuda_kernels(self.capability, lambda: setting(self, "_values_matter", False))
         with setting(Tensor, "tolist", tolist), no_launches(), super().recording(), kernels:
             yield self
-
-    def _unread(self) -> AbstractContextManager[None]:
-        """What is made inside is a ghost, whatever it is made of: nobody asks for its values."""
-        return setting(self, "_values_matter", False)
 
     def allocate(self, nbytes: int) -> Tensor:
         """A 1-D uint8 ghost, born before the op that runs next."""

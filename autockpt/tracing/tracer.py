@@ -105,7 +105,7 @@ class Tracer:
 
     def ahead(self, plans: Iterable[Mapping[str, Choice]]) -> None:
         """Plans that ``trace`` will be asked for: where there are cores for it they are ghost-run side by side."""
-        self._backend.ahead([self._ordered(plan) for plan in plans])
+        self._backend.ahead([_in_order(plan, self.units) for plan in plans])
 
     def trace(self, choices: Mapping[str, Choice] | None = None) -> Graph:
         """The graph of one steady-state cycle with ``choices`` (by unit name; the rest save) attached.
@@ -114,12 +114,9 @@ class Tracer:
         fails.
         """
         with uncollected():
-            raw = self._backend.trace(self._ordered(choices or {}))
+            raw = self._backend.trace(_in_order(choices or {}, self.units))
             graph = to_graph(raw, self.units, self._notes)
             return graph if self._view is None else self._view(graph)
-
-    def _ordered(self, choices: Mapping[str, Choice]) -> dict[str, Choice]:
-        return {name: choices[name] for name in _in_order(choices, self.units)}
 
     def close(self) -> None:
         """End what was started. Idempotent."""
@@ -141,9 +138,7 @@ def record(workload: Step, choices: Mapping[str, Choice] | None = None) -> Graph
     """
     run = RecordedRun(workload.device)
     run.take(workload)
-    choices = dict(choices or {})
-    raw = run.trace({name: choices[name] for name in _in_order(choices, run.units)})
-    return to_graph(raw, run.units)
+    return to_graph(run.trace(_in_order(choices or {}, run.units)), run.units)
 
 
 def _start(source: Source, spec: WorkloadSpec, device: torch.device, capability: Capability | None) -> GhostProcess:
@@ -219,10 +214,9 @@ class _InProcess:
         self._run = None
 
 
-def _in_order(choices: Mapping[str, Choice], units: tuple[Unit, ...]) -> list[str]:
-    """The names in order of execution; names that are no units come last, for ``attach`` to complain about."""
-    known = [unit.name for unit in units if unit.name in choices]
-    return known + [name for name in choices if name not in set(known)]
+def _in_order(choices: Mapping[str, Choice], units: tuple[Unit, ...]) -> dict[str, Choice]:
+    """Choices in order of execution; names that are no units come last, for ``attach`` to complain about."""
+    return {**{unit.name: choices[unit.name] for unit in units if unit.name in choices}, **choices}
 
 
 @python_door

@@ -15,7 +15,8 @@ IGNORE = -100
 _MASKED_SHARE = 0.15
 _DEFAULT_IMAGE = 224
 _CTC_LABELS = 16
-Size = tuple[int, int | None]  # batch size, sequence length
+SEQUENCES: tuple[Task, ...] = (*TEXT, "speech_seq2seq", "ctc", "audio_classification")
+"""Tasks with a sequence length: of tokens, or of samples of sound. Images have the size that the model takes."""
 
 
 class BatchMaker:
@@ -123,11 +124,6 @@ class BatchMaker:
 
     def _normal(self, shape: tuple[int | None, ...]) -> Tensor:
         return torch.randn(shape, generator=self.generator)  # type: ignore[arg-type]
-
-
-def has_sequences(task: Task) -> bool:
-    """Whether a sequence length means something: tokens, or samples of sound; images have their size from the model."""
-    return task in (*TEXT, "speech_seq2seq", "ctc", "audio_classification")
 
 
 def _special_ids(config: Any) -> list[int]:

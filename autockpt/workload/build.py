@@ -13,7 +13,7 @@ from torch import nn
 
 from autockpt.errors import UsageError, WorkloadError
 from autockpt.schema.workload import WorkloadSpec, as_option
-from autockpt.workload.batches import BatchMaker, has_sequences
+from autockpt.workload.batches import SEQUENCES, BatchMaker
 from autockpt.workload.configs import ConfigSource, find_config, hub_reachable, prepare, quiet
 from autockpt.workload.factory import call_factory, is_factory
 from autockpt.workload.failures import is_out_of_memory, needed, summary
@@ -144,7 +144,7 @@ def _size(spec: WorkloadSpec, source: ConfigSource, head: Head) -> _Size:
     """What the user said, else what the shape says, else something usual; never longer than the positions there are."""
     defaults = source.defaults
     rows = spec.batch_size or (defaults.batch_size if defaults else _DEFAULT_ROWS)
-    if not has_sequences(head.task):
+    if head.task not in SEQUENCES:
         given = [as_option(name) for name in ("seq_len", "pad_to") if getattr(spec, name) is not None]
         notes = (f"{' and '.join(given)} ignored: images have the size that the model takes",) if given else ()
         return _Size(rows, None, None, notes)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any
 
@@ -110,7 +110,8 @@ class Step:
     def forward_backward(self, mark: Mark = _unheard) -> Tensor:
         """Forward, loss and backward of one micro-batch; the detached loss. Gradients add up in ``.grad``."""
         mark("forward")
-        with self._autocast_context():
+        dtype = _dtype(self.autocast)
+        with nullcontext() if dtype is None else torch.autocast(self.device.type, dtype=dtype):
             assert self.loss is not None
             loss = _checked(self.loss(self.model, self.batch))
         mark("backward")
@@ -144,11 +145,6 @@ class Step:
         Parameters, buffers, optimizer states (from the first cycle on), scaler, batch and snapshot objects.
         """
         return storage_bytes(self.tensors())
-
-    def _autocast_context(self) -> AbstractContextManager[Any]:
-        if self.autocast is None:
-            return nullcontext()
-        return torch.autocast(self.device.type, dtype=_dtype(self.autocast))
 
     def _update(self) -> None:
         """Unscale, clip and step, in the order that PyTorch's own recipes give."""
