@@ -73,8 +73,7 @@ def cuda_autocast() -> Iterator[None]:
     def enter(self: Any) -> Any:
         if self._enabled and not library:  # most steps never do: replacing a hundred kernels takes 50 ms
             library.append(torch.library.Library("aten", "IMPL"))
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # that kernels are replaced is the point
+            with warnings.catch_warnings(action="ignore"):  # that kernels are replaced is the point
                 _register(library[0])
         return plain_enter(self)
 

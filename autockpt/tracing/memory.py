@@ -34,8 +34,7 @@ class GhostMemory:
 
     def __init__(self, *, writable: bool = False, size: int | None = None) -> None:
         self._mapping = _reserve(writable, _SIZES if size is None else (size,))
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # "The given buffer is not writable": nor is it meant to be
+        with warnings.catch_warnings(action="ignore"):  # "The given buffer is not writable": nor is it meant to be
             self._whole = torch.frombuffer(self._mapping, dtype=torch.uint8)
         start, size = self._whole.data_ptr(), len(self._mapping)
         _fence(start, size)

@@ -93,8 +93,7 @@ class GhostProcess:
             for stream in (sys.stdout, sys.stderr):
                 with contextlib.suppress(Exception):
                     stream.flush()
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # forking with threads: the child is checked before it is used
+            with warnings.catch_warnings(action="ignore"):  # of threads: the child is checked before its use
                 pid = os.fork()
             if pid:
                 return pid

@@ -69,8 +69,7 @@ def in_four_bits(step: Step) -> Step:
         quantization = quantization_of(_QLORA, compute_dtype(step))
     base = adapted.unload()
     put_quantised(base, quantization, dtype, torch.device("cpu"), initialised=True)
-    with quiet(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that it was adapted before
+    with quiet(), warnings.catch_warnings(action="ignore"):  # that it was adapted before
         model = get_peft_model(base, config, adapter).train(training)
     after = dict(model.named_parameters())
     if missing := trained.keys() - after.keys():

@@ -79,8 +79,7 @@ def add_lora(
     scale, whole = 2 * rank, whole or None
     config = LoraConfig(r=rank, lora_alpha=scale, target_modules=chosen, use_dora=dora, modules_to_save=whole)
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # between PEFT and transformers, nothing a user can act on
+        with warnings.catch_warnings(action="ignore"):  # between PEFT and transformers, nothing a user can act on
             adapted = get_peft_model(model, config)  # type: ignore[arg-type]
     except (TypeError, ValueError) as error:  # TypeError: torchao's weights in 4 bits, which PEFT does not know
         raise WorkloadError(

@@ -47,9 +47,12 @@ class Study:
         seed: int,
     ) -> None:
         logging.getLogger("alembic").setLevel(logging.ERROR)
-        self.distributions = _distributions(encoding, knobs, menus)
         self._queue: deque[Mapping[str, Any]] = deque()
+        self.distributions: dict[str, BaseDistribution] = {
+            name: FloatDistribution(knob.low, knob.high, log=knob.log) for name, knob in knobs.items()
+        }
         if encoding == "layers":
+            self.distributions = {unit: CategoricalDistribution(tuple(map(label, own))) for unit, own in menus.items()}
             # Optuna refuses to mix trials over other menus, which a profile made anew may bring
             name += f"-{hashlib.sha256(repr(sorted(self.distributions.items())).encode()).hexdigest()[:8]}"
         self._open: dict[int, optuna.Trial] = {}
@@ -81,8 +84,7 @@ class Study:
 
     def ask(self) -> tuple[int, Parameters]:
         """The next point to try: Optuna's trial number and its parameters."""
-        with _in_words(self._storage), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with _in_words(self._storage), warnings.catch_warnings(action="ignore"):
             if self._queue:  # one at a time: what is not asked for leaves no trace in the study
                 self._study.enqueue_trial(dict(self._queue.popleft()))
             trial = self._study.ask(self.distributions)
@@ -124,8 +126,7 @@ def show_trials(storage: str, name: str, trials: Sequence[Trial], budget: Resolv
         if name in optuna.get_all_study_names(storage):
             optuna.delete_study(study_name=name, storage=storage)
         study = optuna.create_study(study_name=name, storage=storage, directions=["minimize", "minimize"])
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # metric names are marked experimental
+        with warnings.catch_warnings(action="ignore"):  # metric names are marked experimental
             study.set_metric_names(["step seconds", "peak MiB"])
         study.set_user_attr("budget", budget.asked)
         study.set_user_attr("budget MiB", budget.bytes / MIB)
@@ -196,17 +197,8 @@ def _unusable(storage: str, error: Exception) -> RunDirectoryError:
     return RunDirectoryError(f"the Optuna study at {shown} cannot be used: {said}", remedy=remedy)
 
 
-def _distributions(
-    encoding: Encoding, knobs: Mapping[str, Knob], menus: Mapping[str, Sequence[Choice]]
-) -> dict[str, BaseDistribution]:
-    if encoding == "layers":
-        return {unit: CategoricalDistribution(tuple(map(label, choices))) for unit, choices in menus.items()}
-    return {name: FloatDistribution(knob.low, knob.high, log=knob.log) for name, knob in knobs.items()}
-
-
 def _sampler(name: Sampler, seed: int) -> BaseSampler:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # multivariate TPE is marked experimental
+    with warnings.catch_warnings(action="ignore"):  # multivariate TPE is marked experimental
         if name == "gp":
             return GPSampler(seed=seed, n_startup_trials=4)
         if name == "tpe":
