@@ -111,7 +111,9 @@ class _Reader:
             if not equals:
                 value = "true"
                 follows = self.words[index] if index < len(self.words) else "--end"
-                if not _FLAG.fullmatch(follows) and not self._is_program(name, follows):
+                # the script of a launcher is no switch's value
+                is_word = name not in flags.SWITCHES or follows.lower() in {"true", *_OFF}
+                if not _FLAG.fullmatch(follows) and is_word and not follows.endswith(".py"):
                     value, index = follows, index + 1
                     # several values: --fsdp "full_shard auto_wrap" or --fsdp full_shard auto_wrap
                     while index < len(self.words) and name in ("fsdp", "report_to"):
@@ -123,11 +125,6 @@ class _Reader:
                 name, value = switched, "false"  # --no_gradient_checkpointing, of transformers' HfArgumentParser
             if word.startswith("--"):
                 yield name, value
-
-    @staticmethod
-    def _is_program(name: str, word: str) -> bool:
-        """Whether a word is the script of a launcher, and not a switch's value."""
-        return word.endswith(".py") or (name in flags.SWITCHES and word.lower() not in {"true", *_OFF})
 
     def _files(self) -> Iterator[Path]:
         """Configuration files that the command names: an axolotl YAML, transformers' arguments as JSON."""

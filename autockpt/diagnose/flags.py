@@ -55,32 +55,18 @@ LIGER = ("use_liger_kernel", "use_liger", "enable_liger_kernel")
 WORLD = ("nproc_per_node", "num_processes", "num_gpus", "gpus", "devices", "world_size")
 NODES = ("nnodes", "num_machines", "num_nodes")
 
+_ADAMW = ("adamw", "adam", "adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused")
+_ADAMW8BIT = ("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit", "adamw8bit", "adamw_torch_8bit")
 OPTIMIZERS = {
-    "adamw": "adamw",
-    "adam": "adamw",
-    "adamw_torch": "adamw",
-    "adamw_torch_fused": "adamw",
-    "adamw_hf": "adamw",
-    "adamw_apex_fused": "adamw",
-    "paged_adamw": "adamw",
-    "paged_adamw_32bit": "adamw",
-    "adamw_8bit": "adamw8bit",
-    "adamw_bnb_8bit": "adamw8bit",
-    "paged_adamw_8bit": "adamw8bit",
-    "adamw8bit": "adamw8bit",
-    "adamw_torch_8bit": "adamw8bit",
+    **dict.fromkeys((*_ADAMW, "paged_adamw", "paged_adamw_32bit"), "adamw"),
+    **dict.fromkeys(_ADAMW8BIT, "adamw8bit"),
     "adafactor": "adafactor",
     "sgd": "sgd",
 }
 DTYPES = {
-    "float32": "fp32",
-    "fp32": "fp32",
-    "float": "fp32",
-    "bfloat16": "bf16",
-    "bf16": "bf16",
-    "float16": "fp16",
-    "fp16": "fp16",
-    "half": "fp16",
+    **dict.fromkeys(("float32", "fp32", "float"), "fp32"),
+    **dict.fromkeys(("bfloat16", "bf16"), "bf16"),
+    **dict.fromkeys(("float16", "fp16", "half"), "fp16"),
 }
 # what a flag says about memory that is not modelled: the figure is then too high, or too low
 NOT_MODELLED = {

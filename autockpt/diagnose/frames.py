@@ -18,9 +18,9 @@ from autockpt.schema.diagnosis import Frame, Place, Stage
 
 _CALL = re.compile(r"(?<![\w.])(?:self\.)?([A-Za-z_][\w.]*(?:\[[\w\"']+\])*)\(")
 _INSTALLED = ("/site-packages/", "/dist-packages/", "/lib/python3", "/lib64/python3")
-# packages that run models and are none
-_MACHINERY = ("/torch/", "/accelerate/", "/contextlib.py", "/peft/", "/trl/", "/deepspeed/", "/lightning/", "<frozen")
 _TRAINERS = ("/transformers/trainer", "/trl/trainer/", "/pytorch_lightning/", "/lightning/", "/unsloth/", "unsloth_")
+# packages that run models and are none: PyTorch, trainers and wrappers, which say little of what was computed
+_MACHINERY = ("/torch/", "/accelerate/", "/contextlib.py", "/peft/", "/trl/", "/deepspeed/", *_TRAINERS, "<frozen")
 _LOADING = {
     "from_pretrained",
     "_load_pretrained_model",
@@ -55,11 +55,13 @@ def stage_of(frames: Sequence[Frame]) -> Stage:
     if any(_in_optimizer(f) for f in frames):
         return "optimizer"
     if any(_in_backward(f) for f in frames):
-        return "recompute" if any(_recomputes(f) for f in frames) else "backward"
+        checkpointed = [f for f in frames if path_of(f).endswith("/torch/utils/checkpoint.py")]
+        return "recompute" if any(_function(f) in _RERUNS for f in checkpointed) else "backward"
     inner = _inside_trainer(frames)
     if any(_in_loss(f) for f in inner):
         return "loss"
-    if functions & _LOADING or _moves_module(frames):
+    of_modules = {_function(f) for f in frames if path_of(f).endswith("/torch/nn/modules/module.py")}
+    if functions & _LOADING or of_modules & {"_apply", "cuda", "to", "convert"}:  # module.to(device), module.cuda()
         return "loading"
     if any(_function(f) in ("forward", "_call_impl", "_wrapped_call_impl") for f in inner):
         return "forward"
@@ -84,10 +86,6 @@ def _in_backward(frame: Frame) -> bool:
     return engine or (path.endswith("/torch/_tensor.py") and function == "backward") or ".backward(" in frame.code
 
 
-def _recomputes(frame: Frame) -> bool:
-    return path_of(frame).endswith("/torch/utils/checkpoint.py") and _function(frame) in _RERUNS
-
-
 def _in_loss(frame: Frame) -> bool:
     path = path_of(frame)
     if path.endswith(_LOSS_FILES) or _function(frame) in _LOSS_FUNCTIONS:
@@ -101,28 +99,16 @@ def _inside_trainer(frames: Sequence[Frame]) -> Sequence[Frame]:
     return frames[last + 1 :] or frames
 
 
-def _moves_module(frames: Sequence[Frame]) -> bool:
-    """``module.to(device)`` or ``cuda()`` of a module."""
-    of_modules = {_function(f) for f in frames if path_of(f).endswith("/torch/nn/modules/module.py")}
-    return bool(of_modules & {"_apply", "cuda", "to", "convert"})
-
-
-def is_machinery(frame: Frame) -> bool:
-    """Whether a frame is PyTorch's, a trainer's or a wrapper's, so that it says little of what was computed."""
+def _lies_in(frame: Frame, packages: Iterable[str]) -> bool:
+    """Whether a frame is of these packages, or of no file."""
     path = path_of(frame)
-    return path.startswith("<") or any(part in path for part in (*_MACHINERY, *_TRAINERS))
-
-
-def is_installed(frame: Frame) -> bool:
-    """Whether a frame lies in an installed package or in Python itself."""
-    path = path_of(frame)
-    return path.startswith("<") or any(part in path for part in _INSTALLED)
+    return path.startswith("<") or any(part in path for part in packages)
 
 
 def telling_frame(frames: Sequence[Frame]) -> Frame | None:
     """The innermost frame of model or user code; else the innermost of an optimizer, else of anything."""
     python = [f for f in frames if path_of(f).endswith(".py")]
-    own = [f for f in python if not is_machinery(f)]
+    own = [f for f in python if not _lies_in(f, _MACHINERY)]
     optim = [f for f in python if "/optim/" in path_of(f)]
     return next((group[-1] for group in (optim[:1], own, python) if group), None)
 
@@ -131,8 +117,9 @@ def place_of(frames: Sequence[Frame]) -> Place:
     """Where a stack was: its stage, what the model called, and the frames that say most."""
     if not frames:
         return Place()
-    model = [f for f in _inside_trainer(frames) if not is_machinery(f) and _function(f) in ("forward", "__call__")]
-    user = [f for f in frames if not is_installed(f) and path_of(f).endswith(".py")]
+    calls = [f for f in _inside_trainer(frames) if _function(f) in ("forward", "__call__")]
+    model = [f for f in calls if not _lies_in(f, _MACHINERY)]
+    user = [f for f in frames if path_of(f).endswith(".py") and not _lies_in(f, _INSTALLED)]
     return Place(
         stage=stage_of(frames),
         calls=tuple(_called(model)),
