@@ -36,7 +36,9 @@ def calibrated(times: OpTimes, graphs: Mapping[str, Graph], seconds: Mapping[str
         kernels = times.model_copy(update={"host_seconds": 0.0})
         # the median, as steps are measured: a host that swings would hide in the quickest round
         idle = statistics.median(seconds["save"]) - simulate(graphs["save"], kernels).step_seconds
-        times = kernels.model_copy(update={"host_seconds": max(0.0, idle) / max(1, _issued(graphs["save"]))})
+        plan = graphs["save"]  # of its ops the host issues all but the optimizer's one by one
+        issued = sum(runs for op, runs in zip(plan.ops, plan.runs, strict=True) if op.phase != "optimizer")
+        times = kernels.model_copy(update={"host_seconds": max(0.0, idle) / max(1, issued)})
     if "recompute" in seconds:
         plain = simulate(graphs["recompute"], times)
         again = plain.seconds_by_phase["recompute"]
@@ -52,11 +54,6 @@ def calibrated(times: OpTimes, graphs: Mapping[str, Graph], seconds: Mapping[str
             rates = {name: getattr(times, name) / scale for name in ("copy_out_bandwidth", "copy_in_bandwidth")}
             times = times.model_copy(update=rates)
     return times
-
-
-def _issued(graph: Graph) -> int:
-    """Ops that the host issues one by one in a cycle: all but the optimizer's."""
-    return sum(runs for op, runs in zip(graph.ops, graph.runs, strict=True) if op.phase != "optimizer")
 
 
 def _target(times: OpTimes, graphs: Mapping[str, Graph], seconds: Mapping[str, Sequence[float]], kind: str) -> float:

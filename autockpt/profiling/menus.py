@@ -127,13 +127,10 @@ class _Run:
             if copy.direction == "out" and copy.tier == "cpu"
         )
 
-    def seconds(self, unit: str, phase: str) -> float:
-        return self.simulation.seconds_by_unit[unit][phase]
-
 
 def _change(choice: Choice, plain: _Run, variant: _Run, index: int, name: str) -> MenuItem:
     """A choice's own seconds, and the bytes that it changes against saving."""
-    times = {phase: variant.seconds(name, phase) for phase in ("forward", "backward", "recompute")}
+    times = variant.simulation.seconds_by_unit[name]
     return MenuItem(
         choice=choice,
         **_byte_changes(plain, variant, index)._asdict(),

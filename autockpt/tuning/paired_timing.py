@@ -46,11 +46,6 @@ class Pairing:
         """Whether others were timed against this trial's plan."""
         return self.standard is not None and plan_hash(self.standard[0]) == trial.plan_hash
 
-    @property
-    def scatter(self) -> float:
-        """Standard deviation of the logarithm of one cycle's seconds, over all trials of this search."""
-        return math.sqrt(self._squares / self._freedom)
-
     def measure(self, choices: Choices, *, steps: int, budget_bytes: int | None) -> Measurement:
         """Peak and seconds of a candidate over ``steps`` timed cycles; of the standard about as many.
 
@@ -69,7 +64,9 @@ class Pairing:
         self._learn(ours)
         self._learn(beside)
         ratio = math.exp(_mean_log(ours) - _mean_log(beside))
-        noise = 2 * self.scatter * math.sqrt(1 / len(ours) + 1 / len(beside))
+        # standard deviation of the logarithm of one cycle's seconds, over all trials of this search
+        scatter = math.sqrt(self._squares / self._freedom)
+        noise = 2 * scatter * math.sqrt(1 / len(ours) + 1 / len(beside))
         return measured.model_copy(
             update={"step_seconds": ratio * seconds, "noise": min(1.0, noise), "beside": tuple(beside)}
         )

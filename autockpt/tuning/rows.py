@@ -37,13 +37,8 @@ class Meeting(NamedTuple):
         return f"{name} in {self.module}" if self.module else name
 
 
-def meetings(small: Graph, large: Graph) -> tuple[Meeting, ...]:
-    """Where rows depend on each other, by the traced steps of ``SIZES`` rows; batch norms and comparisons first."""
-    found = dict.fromkeys(_meetings(small, large))
-    return tuple(sorted(found, key=lambda meeting: not meeting.certain))
-
-
-def _meetings(small: Graph, large: Graph) -> Iterator[Meeting]:
+def meetings(small: Graph, large: Graph) -> Iterator[Meeting]:
+    """Where rows depend on each other, by the traced steps of ``SIZES`` rows; some places more than once."""
     few, many = SIZES
     others = dict(_numbered(large))
     for key, op in _numbered(small):
@@ -91,7 +86,8 @@ def dependent_rows(job: Callable[[int], Job], judge: WhatIf, remedy: str) -> tup
     Where the model cannot be ghost-run at these sizes a note says that this was not looked at.
     """
     try:
-        met = meetings(*(_plain_graph(job(size), judge) for size in SIZES))
+        found = dict.fromkeys(meetings(*(_plain_graph(job(size), judge) for size in SIZES)))
+        met = sorted(found, key=lambda meeting: not meeting.certain)  # batch norms and comparisons first
     except AutockptError as error:
         return (f"Whether rows of a batch depend on each other was not looked at: {error.message}",)
     if met and met[0].certain:
