@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -119,39 +120,34 @@ def measure_machine(device: Device, *, quick: bool = False, tell: Tell = lambda 
 
 def _measure(device: Device, sizes: ProbeSizes, tell: Tell, started: float, environment: Environment) -> Machine:
     clock = probes.Stopwatch(device.torch_device, sizes.repeats)
-    half = _attention_dtype(device)
+    dtypes = _dtypes(device)
+    half = torch.bfloat16 if "bfloat16" in dtypes else torch.float16
+    if device.kind == "cpu":
+        half = torch.float32
+    found: dict[str, Any] = {}
     tell("matrix products")
-    products = _products(clock, sizes, _dtypes(device))
+    found["products"] = _products(clock, sizes, dtypes)
     tell("attention")
-    forward, backward = probes.attention_flops(clock, half, sizes.tokens)
+    found["attention_flops"], found["attention_backward_flops"] = probes.attention_flops(clock, half, sizes.tokens)
     tell("memory bandwidth")
-    traffic = tuple(probes.traffic(clock, nbytes, sizes.pool) for nbytes in sizes.traffic)
-    vector = probes.vector_flops(clock, sizes.vector)
+    found["traffic"] = tuple(probes.traffic(clock, nbytes, sizes.pool) for nbytes in sizes.traffic)
+    found["vector_flops"] = probes.vector_flops(clock, sizes.vector)
     tell("single kernels")
-    elements = probes.time_elements(clock, sizes.rows, sizes.columns)
+    found["elements"] = probes.time_elements(clock, sizes.rows, sizes.columns)
     tell("launch overhead")
-    launch, region = probes.host_costs(clock, 2 * sizes.repeats)
-    watch = probes.watch_seconds(clock, sizes.repeats)
+    found["launch_seconds"], found["region_seconds"] = probes.host_costs(clock, 2 * sizes.repeats)
+    found["watch_seconds"] = probes.watch_seconds(clock, sizes.repeats)
     tell("copies off the device and back")
-    links = probes.time_links(clock, small=sizes.copy, large=sizes.large_copy)
+    found["links"] = probes.time_links(clock, small=sizes.copy, large=sizes.large_copy)
     described = environment_of(device) if device.kind != "cpu" else environment  # libraries are loaded by now
     return Machine.model_validate(
         {
-            "kind": _kind(device),
+            **found,
+            "kind": "rocm" if device.kind == "cuda" and torch.version.hip is not None else device.kind,
             "capability": torch.cuda.get_device_capability(device.torch_device) if device.kind == "cuda" else None,
             "environment": described,
-            "products": products,
-            "attention_flops": forward,
-            "attention_backward_flops": backward,
             "attention_dtype": str(half).removeprefix("torch."),
-            "vector_flops": vector,
-            "traffic": traffic,
-            "elements": elements,
             "kernel_seconds": _kernel_seconds(clock) if device.kind == "cuda" else 0.0,
-            "launch_seconds": launch,
-            "region_seconds": region,
-            "watch_seconds": watch,
-            "links": links,
             "memory_bytes": device.capacity(),
             "context_bytes": device.describe().overhead_bytes,
             "seconds": time.perf_counter() - started,
@@ -182,16 +178,6 @@ def _dtypes(device: Device) -> tuple[str, ...]:
     amd = torch.version.hip is not None
     ampere = amd or (major, minor) >= (8, 0)
     return ("float32", *(("tf32",) if ampere and not amd else ()), *(("bfloat16",) if ampere else ()), "float16")
-
-
-def _attention_dtype(device: Device) -> torch.dtype:
-    if device.kind == "cpu":
-        return torch.float32
-    return torch.bfloat16 if "bfloat16" in _dtypes(device) else torch.float16
-
-
-def _kind(device: Device) -> str:
-    return "rocm" if device.kind == "cuda" and torch.version.hip is not None else device.kind
 
 
 def _kernel_seconds(clock: probes.Stopwatch) -> float:
