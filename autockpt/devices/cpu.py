@@ -259,8 +259,7 @@ def _allocations(recorded: Any) -> list[tuple[int, int]]:
             fields = event.extra_fields
             if fields.device.type == "cpu":
                 found.append((event.start_time_ns, fields.ptr, fields.alloc_size))
-    found.sort(key=lambda item: item[0])
-    return [(address, size) for _, address, size in found]
+    return [(address, size) for _, address, size in sorted(found, key=lambda item: item[0])]
 
 
 @contextmanager

@@ -216,23 +216,17 @@ def _processes(text: str, sizes: dict[str, Any], other: int) -> tuple[int | None
         process = None  # an unsigned difference that wrapped around
     if process is None and allocated is not None:
         held = _ROUNDED * (allocated + (sizes["cached"] or 0))
-        process = min((size for size in named if size >= held), default=None)
-        named = _without(named, process)
+        if (process := min((size for size in named if size >= held), default=None)) is not None:
+            named.remove(process)
     elif process is not None and capacity is not None and process + sum(named) > capacity - (free or 0) + HIDDEN:
         again = min(named, key=lambda size: abs(size - process), default=None)
         if again is not None and min(again, process) >= _ROUNDED * max(again, process):
-            named = _without(named, again)
+            named.remove(again)
     others = sum(named) + other
     if process is not None and capacity is not None and free is not None:
         hidden = capacity - free - process
         others = max(others, hidden) if hidden >= HIDDEN else others
     return process, others or None
-
-
-def _without(sizes: list[int], one: int | None) -> list[int]:
-    """The sizes but for one of this size."""
-    index = sizes.index(one) if one is not None else len(sizes)
-    return sizes[:index] + sizes[index + 1 :]
 
 
 def _first(patterns: Sequence[re.Pattern[str]], text: str) -> int | None:

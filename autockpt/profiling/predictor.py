@@ -76,10 +76,7 @@ class Predictor:
 
     def predict(self, choices: Mapping[str, Choice]) -> Prediction:
         """Peak bytes (the device's own overhead included) and seconds of one cycle."""
-        key = plan_hash(choices)
-        if key not in self._known:
-            self.learn(choices, self.graph(choices))
-        return self._known[key][1]
+        return self.known(choices) or self.learn(choices, self.graph(choices))
 
     def keep_within(self, budget_bytes: int) -> None:
         """From now on predict for a device whose allocator is kept to ``budget_bytes``; what fits it stands."""

@@ -221,12 +221,9 @@ def watch_seconds(clock: Stopwatch, cycles: int) -> float:
     ops = _ops_in(lambda: model(batch))
 
     def seconds(plan: Mapping[str, Choice]) -> float:
-        session = attach(model, plan, sentinels="off")
-        try:
+        with attach(model, plan, sentinels="off"):
             model(batch)
             return statistics.median(_host_seconds(clock, lambda: model(batch)) for _ in range(WATCHED_CALLS))
-        finally:
-            session.remove()
 
     watched = {str(i): Remake() for i in range(WATCHED_LAYERS)}
     extra = statistics.median(seconds(watched) - seconds({}) for _ in range(cycles))
@@ -235,13 +232,10 @@ def watch_seconds(clock: Stopwatch, cycles: int) -> float:
 
 def _under(workload: Step, plan: Mapping[str, Choice], measure: Callable[[], T]) -> T:
     """What ``measure`` finds with a plan attached, after a cycle that warms up."""
-    session = attach(workload.model, plan, sentinels="off")
-    session.in_mid_training()
-    try:
+    with attach(workload.model, plan, sentinels="off") as session:
+        session.in_mid_training()
         workload.cycle()
         return measure()
-    finally:
-        session.remove()
 
 
 def _ops_in(fn: Callable[[], Any]) -> int:

@@ -27,11 +27,8 @@ def optimizer_steps(mark: Mark) -> Iterator[None]:
     """Announce every optimizer's step, for training loops that do not announce their phases themselves."""
     before = register_optimizer_step_pre_hook(lambda *_: mark("optimizer"))
     after = register_optimizer_step_post_hook(lambda *_: mark("forward"))
-    try:
+    with before, after:
         yield
-    finally:
-        before.remove()
-        after.remove()
 
 
 class Location:

@@ -152,13 +152,11 @@ class Step:
             if self.scaler is not None and self.optimizer is not None:
                 self.scaler.unscale_(self.optimizer)
             nn.utils.clip_grad_norm_(self.model.parameters(), self.max_grad_norm)
-        if self.optimizer is None:
-            return
-        if self.scaler is None:
-            self.optimizer.step()
-        else:
+        if self.optimizer is not None and self.scaler is not None:
             self.scaler.step(self.optimizer)
             self.scaler.update()
+        elif self.optimizer is not None:
+            self.optimizer.step()
 
 
 def _checked(loss: Any) -> Tensor:
