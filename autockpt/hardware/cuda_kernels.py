@@ -29,15 +29,8 @@ Unread = Callable[[], AbstractContextManager[None]]
 AMPERE: Capability = (8, 0)
 
 # Operators that have no CPU kernel: never run for real, however small their inputs.
-CUDA_ONLY = frozenset(
-    f"{name}{suffix}"
-    for name in (
-        "_scaled_dot_product_flash_attention",
-        "_scaled_dot_product_efficient_attention",
-        "_scaled_dot_product_cudnn_attention",
-    )
-    for suffix in ("", "_backward")
-) | {LAUNCH}
+_FUSED = [f"_scaled_dot_product_{kernel}_attention" for kernel in ("flash", "efficient", "cudnn")]
+CUDA_ONLY = frozenset({LAUNCH, *_FUSED, *(f"{name}_backward" for name in _FUSED)})
 _HALF = (torch.float16, torch.bfloat16)
 _FLASH_HEAD, _CUDNN_HEAD = 256, 128
 _FLASH_ALIGNMENT = 8  # head sizes are padded to it

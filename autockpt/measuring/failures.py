@@ -30,11 +30,8 @@ def letting_go(device: Device, what: str) -> Iterator[None]:
 
 def device_lost(error: BaseException) -> bool:
     """Whether a device has failed for good: CUDA and HIP report an error of one kernel on every call from then on."""
-    return (
-        isinstance(error, RuntimeError)
-        and not isinstance(error, AutockptError)
-        and any(text in str(error) for text in ("CUDA error", "HIP error"))
-    )
+    foreign = isinstance(error, RuntimeError) and not isinstance(error, AutockptError)
+    return foreign and ("CUDA error" in str(error) or "HIP error" in str(error))
 
 
 def forget_frames(error: BaseException) -> None:

@@ -15,16 +15,8 @@ import torch
 from autockpt.errors import AutockptError, UsageError, WorkloadError
 
 _OURS = str(Path(__file__).resolve().parents[1])
-_LIBRARIES = tuple(
-    {
-        os.path.realpath(folder) + os.sep
-        for folder in (
-            *(sysconfig.get_paths()[key] for key in ("stdlib", "platstdlib", "purelib", "platlib")),
-            *site.getsitepackages(),
-            _OURS,
-        )
-    }
-)
+_PYTHONS = [sysconfig.get_paths()[key] for key in ("stdlib", "platstdlib", "purelib", "platlib")]
+_LIBRARIES = tuple({os.path.realpath(folder) + os.sep for folder in (*_PYTHONS, *site.getsitepackages(), _OURS)})
 
 
 @contextmanager
