@@ -9,7 +9,6 @@ import os
 import signal
 import sys
 from contextlib import suppress
-from typing import Annotated
 
 import typer
 
@@ -87,9 +86,9 @@ def _print_version(wanted: bool) -> None:
 
 
 def _root(
-    version: Annotated[
-        bool, opt("--version", "Print the version and exit.", callback=_print_version, is_eager=True)
-    ] = False,
+    version: bool = opt(
+        "--version", "Print the version and exit.", default=False, callback=_print_version, is_eager=True
+    ),
 ) -> None:
     """What should each layer do with its activations, so that training fits the memory budget and stays fast?
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from autockpt.cli import screen
 from autockpt.cli.guard import INTERRUPTED, guarded
-from autockpt.cli.options import DeviceName, Fresh, RunsFolder, duration, listed, opt, takes_workload, workload_spec
+from autockpt.cli.options import DEVICE, FRESH, RUNS_FOLDER, duration, listed, opt, takes_workload, workload_spec
 from autockpt.errors import UsageError
 
 if TYPE_CHECKING:
@@ -22,26 +22,22 @@ if TYPE_CHECKING:
 def bench(
     workload: dict[str, Any],
     *,
-    budgets: Annotated[
-        str, opt("--budgets A,B", "Shares of save-everything's measured peak, or sizes, as in 45%,24GB.")
-    ] = "30%,45%,60%,85%",
-    peers: Annotated[
-        str | None, opt("--peers A,B", "Only these, as in 'first-k,autockpt'. Default: all there are.")
-    ] = None,
-    rounds: Annotated[int, opt("--rounds N", "Time every method this often, interleaved.", min=1)] = 9,
-    most_rounds: Annotated[
-        int, opt("--most-rounds N", "Time what decides who is ahead at most this often.", min=1)
-    ] = 60,
-    timeout: Annotated[str | None, opt("--timeout TIME", "Begin no round after so long: 90s, 10m, 1h.")] = None,
-    trials: Annotated[int, opt("--trials -n N", "Plans measured by each search, at most.", min=1)] = 20,
-    choices: Annotated[
-        str | None, opt("--choices A,B", "What autockpt's plans may use. Default: all; on a CPU no offload.")
-    ] = None,
-    device: DeviceName = None,
-    seed: Annotated[int, opt("--seed N", "For weights, batch and sampler.", min=0)] = 0,
-    out: RunsFolder = Path("results"),
-    fresh: Fresh = False,
-    as_json: Annotated[bool, opt("--json", "Print the report as JSON.")] = False,
+    budgets: str = opt(
+        "--budgets A,B",
+        "Shares of save-everything's measured peak, or sizes, as in 45%,24GB.",
+        default="30%,45%,60%,85%",
+    ),
+    peers: str | None = opt("--peers A,B", "Only these, as in 'first-k,autockpt'. Default: all there are."),
+    rounds: int = opt("--rounds N", "Time every method this often, interleaved.", default=9, min=1),
+    most_rounds: int = opt("--most-rounds N", "Time what decides who is ahead at most this often.", default=60, min=1),
+    timeout: str | None = opt("--timeout TIME", "Begin no round after so long: 90s, 10m, 1h."),
+    trials: int = opt("--trials -n N", "Plans measured by each search, at most.", default=20, min=1),
+    choices: str | None = opt("--choices A,B", "What autockpt's plans may use. Default: all; on a CPU no offload."),
+    device: str | None = DEVICE,
+    seed: int = opt("--seed N", "For weights, batch and sampler.", default=0, min=0),
+    out: Path = RUNS_FOLDER,
+    fresh: bool = FRESH,
+    as_json: bool = opt("--json", "Print the report as JSON.", default=False),
 ) -> None:
     """Measure autockpt's plans against other ways of saving memory.
 

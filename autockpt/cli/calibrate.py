@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 from autockpt.cli import screen
 from autockpt.cli.guard import guarded
@@ -19,13 +19,11 @@ if TYPE_CHECKING:
 @guarded
 def calibrate(
     *,
-    out: Annotated[Path | None, opt("--hardware-out FILE", "File to write. Default: the device's name, here.")] = None,
-    device: Annotated[
-        str | None, opt("--device DEVICE", "cpu, cuda, cuda:1, xpu, … Default: the best there is.")
-    ] = None,
-    quick: Annotated[bool, opt("--quick", "Fewer sizes and repeats.")] = False,
-    force: Annotated[bool, opt("--force", "Replace a file that exists.")] = False,
-    as_json: Annotated[bool, opt("--json", "Print the description as JSON.")] = False,
+    out: Path | None = opt("--hardware-out FILE", "File to write. Default: the device's name, here."),
+    device: str | None = opt("--device DEVICE", "cpu, cuda, cuda:1, xpu, … Default: the best there is."),
+    quick: bool = opt("--quick", "Fewer sizes and repeats.", default=False),
+    force: bool = opt("--force", "Replace a file that exists.", default=False),
+    as_json: bool = opt("--json", "Print the description as JSON.", default=False),
 ) -> None:
     """Measure this machine and write its hardware description.
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from autockpt.cli import screen
 from autockpt.cli.guard import guarded
-from autockpt.cli.options import named_hardware, opt, takes_workload, workload_spec
+from autockpt.cli.options import arg, named_hardware, opt, takes_workload, workload_spec
 from autockpt.errors import InfeasibleError, UsageError
 
 if TYPE_CHECKING:
@@ -19,36 +19,23 @@ if TYPE_CHECKING:
 @guarded
 @takes_workload
 def diagnose(
-    evidence: Annotated[
-        Path | None,
-        typer.Argument(
-            metavar="LOG|SNAPSHOT",
-            help="The failed run's log, or a snapshot by torch.cuda.memory._dump_snapshot, which is read as data only.",
-        ),
-    ] = None,
-    workload: dict[str, Any] = {},  # noqa: B006  filled in by takes_workload
+    workload: dict[str, Any],
+    evidence: Path | None = arg(
+        "LOG|SNAPSHOT",
+        "The failed run's log, or a snapshot by torch.cuda.memory._dump_snapshot, which is read as data only.",
+    ),
     *,
-    run: Annotated[
-        str | None,
-        opt(
-            "--run COMMAND",
-            'The command that failed, quoted: its flags become workload options. --run "python train.py --bf16 …"',
-        ),
-    ] = None,
-    budget: Annotated[
-        str | None, opt("--budget SIZE", "Plan for less than the device has: 22GiB. Default: all of it.")
-    ] = None,
-    hardware: Annotated[
-        str | None,
-        opt(
-            "--hardware NAME",
-            "The device: rtx4090, h100, …, or a YAML file. Default: the one nearest to what the log says.",
-        ),
-    ] = None,
-    plan_out: Annotated[
-        Path | None, opt("--plan-out FILE", "Write the plan here; another one there is set aside.")
-    ] = None,
-    as_json: Annotated[bool, opt("--json", "Print JSON.")] = False,
+    run: str | None = opt(
+        "--run COMMAND",
+        'The command that failed, quoted: its flags become workload options. --run "python train.py --bf16 …"',
+    ),
+    budget: str | None = opt("--budget SIZE", "Plan for less than the device has: 22GiB. Default: all of it."),
+    hardware: str | None = opt(
+        "--hardware NAME",
+        "The device: rtx4090, h100, …, or a YAML file. Default: the one nearest to what the log says.",
+    ),
+    plan_out: Path | None = opt("--plan-out FILE", "Write the plan here; another one there is set aside."),
+    as_json: bool = opt("--json", "Print JSON.", default=False),
 ) -> None:
     """Say what filled a device's memory, and find a plan that fits.
 

@@ -2,33 +2,31 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
-
-import typer
+from typing import Any
 
 from autockpt.cli import screen
 from autockpt.cli.guard import guarded
-from autockpt.cli.options import listed, opt
+from autockpt.cli.options import arg, listed, opt
 from autockpt.errors import UsageError
 
 
 @guarded
 def estimate(
-    models: Annotated[list[str], typer.Argument(metavar="MODEL", help="As for --model of `autockpt search`.")],
+    models: list[str] = arg("MODEL", "As for --model of `autockpt search`.", default=...),
     *,
-    cards: Annotated[str, opt("--cards A,B", "Described devices: rtx4090, h100, …, or YAML files.")] = "rtx4090",
-    batch_sizes: Annotated[str, opt("--batch-sizes N,M", "Sequences per micro-batch.")] = "1",
-    seq_lens: Annotated[str, opt("--seq-lens N,M", "Tokens of a sequence.")] = "2048",
-    lora: Annotated[int, opt("--lora RANK", "Rank of the LoRA rows; 0 leaves them out.", min=0)] = 16,
-    full: Annotated[bool, opt("--full/--no-full", "Rows that train all weights.")] = True,
-    qlora: Annotated[bool, opt("--qlora/--no-qlora", "LoRA rows again on a base in 4 bits.")] = True,
-    prepare_kbit: Annotated[
-        bool, opt("--prepare-kbit/--no-prepare-kbit", "4-bit rows with norms, embeddings and head in fp32, as PEFT's.")
-    ] = False,
-    dtype: Annotated[
-        str | None, opt("--dtype TYPE", "Type of the weights: bf16, fp16, fp32. Default: the model's.")
-    ] = None,
-    as_json: Annotated[bool, opt("--json", "Print JSON, one object a line.")] = False,
+    cards: str = opt("--cards A,B", "Described devices: rtx4090, h100, …, or YAML files.", default="rtx4090"),
+    batch_sizes: str = opt("--batch-sizes N,M", "Sequences per micro-batch.", default="1"),
+    seq_lens: str = opt("--seq-lens N,M", "Tokens of a sequence.", default="2048"),
+    lora: int = opt("--lora RANK", "Rank of the LoRA rows; 0 leaves them out.", default=16, min=0),
+    full: bool = opt("--full/--no-full", "Rows that train all weights.", default=True),
+    qlora: bool = opt("--qlora/--no-qlora", "LoRA rows again on a base in 4 bits.", default=True),
+    prepare_kbit: bool = opt(
+        "--prepare-kbit/--no-prepare-kbit",
+        "4-bit rows with norms, embeddings and head in fp32, as PEFT's.",
+        default=False,
+    ),
+    dtype: str | None = opt("--dtype TYPE", "Type of the weights: bf16, fp16, fp32. Default: the model's."),
+    as_json: bool = opt("--json", "Print JSON, one object a line.", default=False),
 ) -> None:
     """Say whether training fits a card, by what plan, and how fast.
 

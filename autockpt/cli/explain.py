@@ -3,46 +3,38 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
 from autockpt.cli import screen
 from autockpt.cli.guard import guarded
-from autockpt.cli.options import DeviceName, opt, takes_workload, workload_spec
+from autockpt.cli.options import DEVICE, arg, opt, takes_workload, workload_spec
 from autockpt.errors import InfeasibleError, UsageError
 
 
 @guarded
 @takes_workload
 def explain(
-    plan: Annotated[
-        Path | None,
-        typer.Argument(metavar="PLAN|RUN", help="A plan file, or a run's directory. Without: the workload of --model."),
-    ] = None,
-    workload: dict[str, Any] = {},  # noqa: B006  filled in by takes_workload
+    workload: dict[str, Any],
+    plan: Path | None = arg("PLAN|RUN", "A plan file, or a run's directory. Without: the workload of --model."),
     *,
-    budget: Annotated[
-        str | None, opt("--budget SIZE", "Explain the plan that fits: 24GB, 60%, 60%act, auto. Default: the plan's.")
-    ] = None,
-    headroom: Annotated[
-        str | None, opt("--headroom SIZE", "Leave this much of it free: 2%, 500MB. Default: as for search.")
-    ] = None,
-    device: DeviceName = None,
-    hardware: Annotated[
-        str | None,
-        opt(
-            "--hardware NAME",
-            "Simulate this device: rtx4090, h100, or a YAML file. Default: what the plan was simulated for.",
-        ),
-    ] = None,
-    rules: Annotated[bool, opt("--rules", "Put the rules of thumb to the test on this model instead.")] = False,
-    measure: Annotated[bool, opt("--measure", "With --rules: take real steps on the device as well.")] = False,
-    limits: Annotated[
-        bool, opt("--limits/--no-limits", "Look for the largest batch and sequence under the budget.")
-    ] = True,
-    seed: Annotated[int | None, opt("--seed N", "For weights and batch. Default: 0.", min=0)] = None,
-    as_json: Annotated[bool, opt("--json", "Print JSON.")] = False,
+    budget: str | None = opt(
+        "--budget SIZE", "Explain the plan that fits: 24GB, 60%, 60%act, auto. Default: the plan's."
+    ),
+    headroom: str | None = opt("--headroom SIZE", "Leave this much of it free: 2%, 500MB. Default: as for search."),
+    device: str | None = DEVICE,
+    hardware: str | None = opt(
+        "--hardware NAME",
+        "Simulate this device: rtx4090, h100, or a YAML file. Default: what the plan was simulated for.",
+    ),
+    rules: bool = opt("--rules", "Put the rules of thumb to the test on this model instead.", default=False),
+    measure: bool = opt("--measure", "With --rules: take real steps on the device as well.", default=False),
+    limits: bool = opt(
+        "--limits/--no-limits", "Look for the largest batch and sequence under the budget.", default=True
+    ),
+    seed: int | None = opt("--seed N", "For weights and batch. Default: 0.", min=0),
+    as_json: bool = opt("--json", "Print JSON.", default=False),
 ) -> None:
     """Show where a step's bytes go, and what giving some up costs.
 

@@ -3,25 +3,20 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
-
-import typer
 
 from autockpt.cli import screen
 from autockpt.cli.guard import guarded
-from autockpt.cli.options import opt
+from autockpt.cli.options import arg, opt
 from autockpt.errors import UsageError
 
 
 @guarded
 def export(
-    plan: Annotated[Path, typer.Argument(metavar="PLAN|RUN", help="A plan file, or a run's directory.")],
+    plan: Path = arg("PLAN|RUN", "A plan file, or a run's directory.", default=...),
     *,
-    to: Annotated[str, opt("--to TRAINER", "transformers, axolotl, torchtitan or megatron.")],
-    out: Annotated[
-        Path | None, opt("--settings-out FILE", "File to write, never over another. Default: print.")
-    ] = None,
-    as_json: Annotated[bool, opt("--json", "Print settings, losses and notes as JSON.")] = False,
+    to: str = opt("--to TRAINER", "transformers, axolotl, torchtitan or megatron.", default=...),
+    out: Path | None = opt("--settings-out FILE", "File to write, never over another. Default: print."),
+    as_json: bool = opt("--json", "Print settings, losses and notes as JSON.", default=False),
 ) -> None:
     """Write the nearest setting of a trainer's own.
 

@@ -7,13 +7,11 @@ import io
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
-
-import typer
+from typing import TYPE_CHECKING, Any
 
 from autockpt.cli import screen
 from autockpt.cli.guard import guarded
-from autockpt.cli.options import RunsFolder, opt, run_at
+from autockpt.cli.options import RUNS_FOLDER, arg, opt, run_at
 from autockpt.errors import PlanError, RunDirectoryError, UsageError
 
 if TYPE_CHECKING:
@@ -23,20 +21,15 @@ if TYPE_CHECKING:
 
 @guarded
 def history(
-    run: Annotated[
-        Path | None,
-        typer.Argument(metavar="RUN", help="A run's directory, or its name in results/. Without: list the runs."),
-    ] = None,
-    sort: Annotated[str, opt("--sort [number|time|peak|predicted]", "Order of the trials.")] = "number",
-    best: Annotated[int | None, opt("--best N", "Only the N fastest that fit.", min=1)] = None,
-    trial: Annotated[
-        int | None, opt("--trial N", "One trial in full: each measurement, its prediction, why.", min=0)
-    ] = None,
-    plan_out: Annotated[Path | None, opt("--plan-out FILE", "With --trial: write that trial's plan.")] = None,
-    compare: Annotated[Path | None, opt("--compare RUN", "A second run, to compare with the first.")] = None,
-    out: RunsFolder = Path("results"),
-    as_csv: Annotated[bool, opt("--csv", "Print the trials as CSV; bytes and seconds.")] = False,
-    as_json: Annotated[bool, opt("--json", "Print JSON.")] = False,
+    run: Path | None = arg("RUN", "A run's directory, or its name in results/. Without: list the runs."),
+    sort: str = opt("--sort [number|time|peak|predicted]", "Order of the trials.", default="number"),
+    best: int | None = opt("--best N", "Only the N fastest that fit.", min=1),
+    trial: int | None = opt("--trial N", "One trial in full: each measurement, its prediction, why.", min=0),
+    plan_out: Path | None = opt("--plan-out FILE", "With --trial: write that trial's plan."),
+    compare: Path | None = opt("--compare RUN", "A second run, to compare with the first."),
+    out: Path = RUNS_FOLDER,
+    as_csv: bool = opt("--csv", "Print the trials as CSV; bytes and seconds.", default=False),
+    as_json: bool = opt("--json", "Print JSON.", default=False),
 ) -> None:
     """Print what a run tried; without a run, what runs there are.
 

@@ -7,7 +7,7 @@ import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -19,26 +19,30 @@ if TYPE_CHECKING:
     from autockpt.schema import Hardware, WorkloadSpec
 
 
-def opt(usage: str, help: str, **settings: Any) -> Any:
+def opt(usage: str, help: str, default: Any = None, **settings: Any) -> Any:
     """An option as typer declares it. ``--trials -n N``: its names, and what its value is called."""
     *names, last = usage.split()
     if last.startswith("-"):
-        return typer.Option(*names, last, help=help, **settings)
-    return typer.Option(*names, metavar=last, help=help, **settings)
+        return typer.Option(default, *names, last, help=help, **settings)
+    return typer.Option(default, *names, metavar=last, help=help, **settings)
 
 
-DeviceName = Annotated[str | None, opt("--device NAME", "cpu, cuda, cuda:1, xpu, … Default: the best there is.")]
-
-RunsFolder = Annotated[Path, opt("--out -o DIR", "Folder of the runs' directories.")]
-Fresh = Annotated[bool, opt("--fresh", "Set an earlier run of this question aside. Default: continue it.")]
-
-
-def _option(kind: Any, usage: str, help: str, **settings: Any) -> Any:
-    return Annotated[kind | None, opt(usage, help, show_default=False, **settings)]
+def arg(name: str, help: str, default: Any = None) -> Any:
+    """An argument, likewise; ``...`` in place of a default: it must be given."""
+    return typer.Argument(default, metavar=name, help=help)
 
 
-# field of WorkloadSpec -> its option; None means: not given
-WORKLOAD_OPTIONS: dict[str, Any] = {
+DEVICE = opt("--device NAME", "cpu, cuda, cuda:1, xpu, … Default: the best there is.")
+RUNS_FOLDER = opt("--out -o DIR", "Folder of the runs' directories.", default=Path("results"))
+FRESH = opt("--fresh", "Set an earlier run of this question aside. Default: continue it.", default=False)
+
+
+def _option(kind: Any, usage: str, help: str, **settings: Any) -> tuple[Any, Any]:
+    return kind | None, opt(usage, help, show_default=False, **settings)
+
+
+# field of WorkloadSpec -> the type of its option, and the option; None means: not given
+WORKLOAD_OPTIONS: dict[str, tuple[Any, Any]] = {
     "model": _option(
         str, "--model -m MODEL", "Hub id, directory, config.json, built-in shape (llama-8b), or package.module:factory."
     ),
@@ -110,7 +114,7 @@ def takes_workload(verb: Callable[..., None], **instead: Any) -> Callable[..., N
     own = inspect.signature(verb, eval_str=True).parameters
     without = () if "hardware" in own else SIMULATED_ONLY
     options = WORKLOAD_OPTIONS | instead
-    taken = {name: annotation for name, annotation in options.items() if name not in without}
+    taken = {name: option for name, option in options.items() if name not in without}
 
     @functools.wraps(verb)
     def run(**options: Any) -> None:
@@ -119,8 +123,8 @@ def takes_workload(verb: Callable[..., None], **instead: Any) -> Callable[..., N
 
     kept = [p for name, p in own.items() if name != "workload"]
     shared = [
-        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
-        for name, annotation in taken.items()
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=option, annotation=kind)
+        for name, (kind, option) in taken.items()
     ]
     keyword_only = [p for p in kept if p.kind is p.KEYWORD_ONLY]
     positional = [p for p in kept if p.kind is not p.KEYWORD_ONLY]
@@ -153,10 +157,9 @@ def workload_spec(
     except ValidationError as error:
         first = error.errors()[0]
         field = str(first["loc"][0])
-        option = WORKLOAD_OPTIONS[field].__metadata__[0] if field in WORKLOAD_OPTIONS else None
         raise UsageError(
             f"--{field.replace('_', '-')} {values.get(field)}: {plainly(first['msg'])}",
-            remedy=option.help if option else "See `--help` for what it takes.",
+            remedy=WORKLOAD_OPTIONS[field][1].help if field in WORKLOAD_OPTIONS else "See `--help` for what it takes.",
         ) from None
 
 

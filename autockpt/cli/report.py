@@ -3,27 +3,21 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
-
-import typer
 
 from autockpt.cli import screen
 from autockpt.cli.guard import guarded
-from autockpt.cli.options import RunsFolder, opt, run_at
+from autockpt.cli.options import RUNS_FOLDER, arg, opt, run_at
 
 
 @guarded
 def report(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run's directory, or its name in results/.")],
-    other: Annotated[Path | None, typer.Argument(metavar="OTHER", help="A second run, to compare the two.")] = None,
-    report_out: Annotated[
-        Path | None,
-        opt(
-            "--report-out FILE",
-            "Write here. Default: report.html in the run; of two runs, compare-<name>.html in the second.",
-        ),
-    ] = None,
-    out: RunsFolder = Path("results"),
+    run: Path = arg("RUN", "A run's directory, or its name in results/.", default=...),
+    other: Path | None = arg("OTHER", "A second run, to compare the two."),
+    report_out: Path | None = opt(
+        "--report-out FILE",
+        "Write here. Default: report.html in the run; of two runs, compare-<name>.html in the second.",
+    ),
+    out: Path = RUNS_FOLDER,
 ) -> None:
     """Write a run as one HTML page: what was found, and why.
 

@@ -7,17 +7,17 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from autockpt.cli import screen
 from autockpt.cli.guard import INTERRUPTED, guarded
 from autockpt.cli.options import (
+    DEVICE,
+    FRESH,
     LENGTH_OR_AUTO,
-    DeviceName,
-    Fresh,
-    RunsFolder,
+    RUNS_FOLDER,
     duration,
     listed,
     named_hardware,
@@ -44,106 +44,75 @@ DEFAULT_HARDWARE, SIMULATED_MODEL = "rtx4090", "llama-1b"
 def search(
     workload: dict[str, Any],
     *,
-    budget: Annotated[
-        str | None,
-        opt(
-            "--budget SIZE",
-            "24GB, 24GiB, 60% (of this job's own peak), 60%act (of the activation range), auto (all there is). "
-            "Required without --hardware, else by default auto.",
-        ),
-    ] = None,
-    headroom: Annotated[
-        str | None,
-        opt(
-            "--headroom SIZE",
-            "Leave this much of the budget free: 2% (of it), 500MB. Default: 5% of a budget in bytes with --hardware, "
-            "whose peaks no card has confirmed; else 0%.",
-        ),
-    ] = None,
-    host_budget: Annotated[
-        str | None,
-        opt(
-            "--host-budget SIZE",
-            "8GB, 8GiB: most that offloading may claim of the host's memory (on a CPU: of its file). Default: no "
-            "bound.",
-        ),
-    ] = None,
-    global_batch: Annotated[
-        int | None,
-        opt(
-            "--global-batch N",
-            "Sequences per optimizer update: micro-batch, accumulation and plan with the most tokens per second. "
-            "--batch-size is then your own setting, to compare with.",
-            min=1,
-        ),
-    ] = None,
-    tokens_per_update: Annotated[
-        int | None, opt("--tokens-per-update N", "The same, counted in tokens.", min=1)
-    ] = None,
-    lengths: Annotated[
-        str | None,
-        opt(
-            "--lengths FILE|HISTOGRAM",
-            "Sequences of all lengths: a file with a length (and a count) on each line, or 512:100,1024:40,4096:3. One "
-            "plan with sets of choices by the size of the batch, each padded to its own longest sequence.",
-        ),
-    ] = None,
-    device: DeviceName = None,
-    hardware: Annotated[
-        str | None,
-        opt(
-            "--hardware NAME",
-            "Simulate this device, which need not be here, and measure nothing: rtx4090, h100, …, or a YAML file.",
-        ),
-    ] = None,
-    trials: Annotated[
-        int,
-        opt(
-            "--trials -n N", "Measure (or simulate) at most this many candidates, besides the well-known plans.", min=1
-        ),
-    ] = 40,
-    timeout: Annotated[
-        str | None,
-        opt("--timeout TIME", "Stop after this long: 90s, 10m, 1h. Begins once --seq-len auto has found its length."),
-    ] = None,
-    seed: Annotated[int, opt("--seed N", "For weights, batch and sampler.", min=0)] = 0,
-    space: Annotated[
-        str,
-        opt("--space NAME", "What a sampler moves: knobs (a few prices), layers (each choice), or your own YAML file."),
-    ] = "knobs",
-    choices: Annotated[str | None, opt("--choices A,B", "Allow only these, as in save,recompute.")] = None,
-    storage: Annotated[str | None, opt("--storage URL", "Optuna storage. Default: sqlite in the run.")] = None,
-    out: RunsFolder = Path("results"),
-    plan_out: Annotated[
-        Path | None, opt("--plan-out FILE", "Write the plan here, too; another one there is set aside.")
-    ] = None,
-    compile: Annotated[
-        str | None,
-        opt(
-            "--compile [layers|model]",
-            "Plan for compiled training: measure steps with every layer, or the whole model, compiled.",
-        ),
-    ] = None,
-    allow_inexact: Annotated[
-        bool, opt("--allow-inexact", "Also run head and loss in chunks: gradients equal up to rounding.")
-    ] = False,
-    dry_run: Annotated[bool, opt("--dry-run", "Trace, solve and predict; measure nothing.")] = False,
-    fresh: Fresh = False,
-    again: Annotated[
-        bool, opt("--again", "Search on where this question was answered already. Default: the answer on record.")
-    ] = False,
-    resume: Annotated[
-        Path | None,
-        opt(
-            "--resume RUN|PLAN",
-            "Start from this plan or run, which may be simulated: options that are not given are taken from it, its "
-            "plan is tried early, and costs are found anew.",
-        ),
-    ] = None,
-    log_to: Annotated[
-        str | None, opt("--log-to [tensorboard|wandb]", "Also log every trial there; both with a comma.")
-    ] = None,
-    as_json: Annotated[bool, opt("--json", "Print the answer as JSON.")] = False,
+    budget: str | None = opt(
+        "--budget SIZE",
+        "24GB, 24GiB, 60% (of this job's own peak), 60%act (of the activation range), auto (all there is). "
+        "Required without --hardware, else by default auto.",
+    ),
+    headroom: str | None = opt(
+        "--headroom SIZE",
+        "Leave this much of the budget free: 2% (of it), 500MB. Default: 5% of a budget in bytes with --hardware, "
+        "whose peaks no card has confirmed; else 0%.",
+    ),
+    host_budget: str | None = opt(
+        "--host-budget SIZE",
+        "8GB, 8GiB: most that offloading may claim of the host's memory (on a CPU: of its file). Default: no bound.",
+    ),
+    global_batch: int | None = opt(
+        "--global-batch N",
+        "Sequences per optimizer update: micro-batch, accumulation and plan with the most tokens per second. "
+        "--batch-size is then your own setting, to compare with.",
+        min=1,
+    ),
+    tokens_per_update: int | None = opt("--tokens-per-update N", "The same, counted in tokens.", min=1),
+    lengths: str | None = opt(
+        "--lengths FILE|HISTOGRAM",
+        "Sequences of all lengths: a file with a length (and a count) on each line, or 512:100,1024:40,4096:3. One "
+        "plan with sets of choices by the size of the batch, each padded to its own longest sequence.",
+    ),
+    device: str | None = DEVICE,
+    hardware: str | None = opt(
+        "--hardware NAME",
+        "Simulate this device, which need not be here, and measure nothing: rtx4090, h100, …, or a YAML file.",
+    ),
+    trials: int = opt(
+        "--trials -n N",
+        "Measure (or simulate) at most this many candidates, besides the well-known plans.",
+        default=40,
+        min=1,
+    ),
+    timeout: str | None = opt(
+        "--timeout TIME", "Stop after this long: 90s, 10m, 1h. Begins once --seq-len auto has found its length."
+    ),
+    seed: int = opt("--seed N", "For weights, batch and sampler.", default=0, min=0),
+    space: str = opt(
+        "--space NAME",
+        "What a sampler moves: knobs (a few prices), layers (each choice), or your own YAML file.",
+        default="knobs",
+    ),
+    choices: str | None = opt("--choices A,B", "Allow only these, as in save,recompute."),
+    storage: str | None = opt("--storage URL", "Optuna storage. Default: sqlite in the run."),
+    out: Path = RUNS_FOLDER,
+    plan_out: Path | None = opt("--plan-out FILE", "Write the plan here, too; another one there is set aside."),
+    compile: str | None = opt(
+        "--compile [layers|model]",
+        "Plan for compiled training: measure steps with every layer, or the whole model, compiled.",
+    ),
+    allow_inexact: bool = opt(
+        "--allow-inexact", "Also run head and loss in chunks: gradients equal up to rounding.", default=False
+    ),
+    dry_run: bool = opt("--dry-run", "Trace, solve and predict; measure nothing.", default=False),
+    fresh: bool = FRESH,
+    again: bool = opt(
+        "--again", "Search on where this question was answered already. Default: the answer on record.", default=False
+    ),
+    resume: Path | None = opt(
+        "--resume RUN|PLAN",
+        "Start from this plan or run, which may be simulated: options that are not given are taken from it, its "
+        "plan is tried early, and costs are found anew.",
+    ),
+    log_to: str | None = opt("--log-to [tensorboard|wandb]", "Also log every trial there; both with a comma."),
+    as_json: bool = opt("--json", "Print the answer as JSON.", default=False),
 ) -> None:
     """Find a plan that fits a memory budget.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 from autockpt.cli import screen
 from autockpt.cli.guard import guarded
@@ -21,13 +21,11 @@ if TYPE_CHECKING:
 def trace(
     workload: dict[str, Any],
     *,
-    plan: Annotated[Path | None, opt("--plan PLAN|RUN", "Trace with this plan applied, or the run's.")] = None,
-    hardware: Annotated[
-        str | None, opt("--hardware NAME", "Trace for this device: rtx4090, h100, …, or a YAML file.")
-    ] = None,
-    seed: Annotated[int, opt("--seed N", "For weights and batch.", min=0)] = 0,
-    ops: Annotated[bool, opt("--ops", "Print every op instead, tab-separated.")] = False,
-    as_json: Annotated[bool, opt("--json", "Print JSON; with --ops the whole graph, too.")] = False,
+    plan: Path | None = opt("--plan PLAN|RUN", "Trace with this plan applied, or the run's."),
+    hardware: str | None = opt("--hardware NAME", "Trace for this device: rtx4090, h100, …, or a YAML file."),
+    seed: int = opt("--seed N", "For weights and batch.", default=0, min=0),
+    ops: bool = opt("--ops", "Print every op instead, tab-separated.", default=False),
+    as_json: bool = opt("--json", "Print JSON; with --ops the whole graph, too.", default=False),
 ) -> None:
     """Show what a training step holds in memory.
 

@@ -3,33 +3,28 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
 from autockpt.cli import screen
 from autockpt.cli.guard import FAILED, guarded
-from autockpt.cli.options import DeviceName, one_of, opt, takes_workload, workload_spec
+from autockpt.cli.options import DEVICE, arg, one_of, opt, takes_workload, workload_spec
 
 
 @guarded
 @takes_workload
 def verify(
-    plan: Annotated[
-        Path, typer.Argument(metavar="PLAN|RUN", help="The plan file, or the directory of the run that found it.")
-    ],
     workload: dict[str, Any],
+    plan: Path = arg("PLAN|RUN", "The plan file, or the directory of the run that found it.", default=...),
     *,
-    device: DeviceName = None,
-    seed: Annotated[int | None, opt("--seed N", "For weights and batch. Default: 0.", min=0)] = None,
-    compile: Annotated[
-        str | None,
-        opt(
-            "--compile [layers|model|eager]",
-            "Measure these steps instead of those that the plan was made for, and note it in the plan's file.",
-        ),
-    ] = None,
-    as_json: Annotated[bool, opt("--json", "Print the report as JSON.")] = False,
+    device: str | None = DEVICE,
+    seed: int | None = opt("--seed N", "For weights and batch. Default: 0.", min=0),
+    compile: str | None = opt(
+        "--compile [layers|model|eager]",
+        "Measure these steps instead of those that the plan was made for, and note it in the plan's file.",
+    ),
+    as_json: bool = opt("--json", "Print the report as JSON.", default=False),
 ) -> None:
     """Check a plan's promises: gradients, peak and step time.
 
