@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar, NamedTuple
+from unittest.mock import patch
 
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from autockpt.runtime.session import without_kv_cache
 from autockpt.schema import Unit
@@ -78,26 +80,9 @@ def replace_forwards(model: nn.Module, wrapped: Mapping[str, Callable[..., Any] 
         stack.callback(without_kv_cache(model).remove)
         for name, function in wrapped.items():
             if function is not None:
-                stack.callback(_replace(unwrap(module_of(model, name)) if name else unwrap(model), function))
+                module = unwrap(module_of(model, name)) if name else unwrap(model)
+                stack.enter_context(patch.object(module, "forward", partial(function, module.forward)))
         return stack.pop_all().close
-
-
-def _replace(module: nn.Module, function: Callable[..., Any]) -> Detach:
-    before = module.__dict__.get("forward")
-    inner = module.forward
-
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        return function(inner, *args, **kwargs)
-
-    module.__dict__["forward"] = forward
-
-    def restore() -> None:
-        if before is None:
-            module.__dict__.pop("forward", None)
-        else:
-            module.__dict__["forward"] = before
-
-    return restore
 
 
 def recomputed(inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -105,10 +90,10 @@ def recomputed(inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return checkpoint(inner, *args, use_reentrant=False, **kwargs)
 
 
-def recomputed_but(contexts: Callable[[], Any]) -> Callable[..., Any]:
-    """PyTorch's selective activation checkpointing; ``contexts`` makes the pair of modes of one call."""
+def recomputed_but(policy: Callable[[], Callable[..., CheckpointPolicy]]) -> Callable[..., Any]:
+    """PyTorch's selective activation checkpointing; ``policy`` makes what decides, op by op, in one call."""
 
-    def run(inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        return checkpoint(inner, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+    def contexts() -> Any:
+        return create_selective_checkpoint_contexts(policy())
 
-    return run
+    return partial(checkpoint, use_reentrant=False, context_fn=contexts)

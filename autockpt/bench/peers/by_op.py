@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import CheckpointPolicy
 
 from autockpt.bench.peers.base import Context, Detach, Peer, Setting, recomputed_but, replace_forwards
 
@@ -36,10 +36,8 @@ class OpSets(Peer):
             yield Setting(label, dict(kept))
 
     def attach(self, model: nn.Module, units: Sequence[str], setting: Mapping[str, Any]) -> Detach:
-        def contexts() -> Any:
-            return create_selective_checkpoint_contexts(policy(setting["attention"], setting["matmuls"]))
-
-        return replace_forwards(model, dict.fromkeys(units, recomputed_but(contexts)))
+        keeping = recomputed_but(lambda: policy(setting["attention"], setting["matmuls"]))
+        return replace_forwards(model, dict.fromkeys(units, keeping))
 
 
 def policy(attention: bool, matmuls: int) -> Callable[..., CheckpointPolicy]:

@@ -15,7 +15,7 @@ from importlib.util import find_spec
 from typing import Any, ClassVar
 
 from torch import nn
-from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import CheckpointPolicy
 
 from autockpt.bench.peers.base import Context, Detach, Peer, Setting, recomputed, recomputed_but, replace_forwards
 from autockpt.bench.peers.sac_estimate import SacEstimate, estimate
@@ -91,9 +91,7 @@ def answer(found: SacEstimate, share: float) -> dict[str, dict[str, list[int]]] 
 
 
 def _runs(keep: Mapping[str, Sequence[int]]) -> Callable[..., Any]:
-    if not keep:
-        return recomputed
-    return recomputed_but(lambda: create_selective_checkpoint_contexts(policy(keep)))
+    return recomputed_but(lambda: policy(keep)) if keep else recomputed
 
 
 def policy(keep: Mapping[str, Sequence[int]]) -> Callable[..., CheckpointPolicy]:
