@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from autockpt.explaining.holdings import StepBytes, joined
 from autockpt.explaining.limits import MOST_TIMES, workload_limits
@@ -38,15 +38,16 @@ def explain(question: ExplainRequest, listener: Listener | None = None) -> Expla
         if budget is not None and question.plan is None:
             found = answers.at(budget.bytes, calls_per_candidate(subject.base))  # as a search would
         steps = budget_steps(answers, budget, subject.choices if question.plan is not None else None)
-        chosen = _chosen(subject, answers, budget, [found, *(step.reach for step in steps if step.ours)])
-        graph = subject.tracer.trace(chosen.choices)
+        reaches = [found, *(step.reach for step in steps if step.ours)]
+        choices, said, status, notes = _chosen(subject, answers, budget, reaches)
+        graph = subject.tracer.trace(choices)
         peak = subject.needs(graph)
         reserved = peak - graph.peak_bytes - answers.overhead
         held = StepBytes(graph, subject.head, answers.overhead, reserved)
         at, telling = peak_op(graph), telling_op(held)
         device = subject.profiled.predictor.device
-        measured = question.plan.measured if question.plan is not None and chosen.status == "measured" else None
-        reasons = why(answers, chosen.choices, budget.bytes if budget else None)
+        measured = question.plan.measured if question.plan is not None and status == "measured" else None
+        reasons = why(answers, choices, budget.bytes if budget else None)
         limits = _limits(subject, answers, budget, listener)
         seconds, tokens = measured.step_seconds if measured else None, subject.tracer.settings.get("tokens")
         speed = None
@@ -57,9 +58,9 @@ def explain(question: ExplainRequest, listener: Listener | None = None) -> Expla
             model=question.spec.model,
             settings={k: v for k, v in subject.tracer.settings.items() if k != "model"},
             device=device.name,
-            plan=chosen.said,
-            status=chosen.status,
-            choices=chosen.choices,
+            plan=said,
+            status=status,
+            choices=choices,
             source=graph.source,
             basis=subject.times.basis,
             basis_note=subject.times.note,
@@ -75,28 +76,19 @@ def explain(question: ExplainRequest, listener: Listener | None = None) -> Expla
             ops=held.by_kind(telling),
             curve=curve(held),
             moment=moment(held, telling),
-            fronts=fronts(subject.profiled.profile.menus, subject.profiled.units, chosen.choices),
+            fronts=fronts(subject.profiled.profile.menus, subject.profiled.units, choices),
             why=reasons,
             speed=speed,
             budgets=steps,
             limits=limits,
-            notes=(*subject.notes, *chosen.notes, *_of_device(question, device.kind)),
+            notes=(*subject.notes, *notes, *_of_device(question, device.kind)),
         )
-
-
-@dataclass(frozen=True)
-class _Chosen:
-    """The plan that is explained."""
-
-    choices: dict[str, Choice]
-    said: str
-    status: PlanStatus
-    notes: tuple[str, ...] = ()
 
 
 def _chosen(
     subject: Subject, answers: Answers, budget: ResolvedBudget | None, reaches: Sequence[Reach | None]
-) -> _Chosen:
+) -> tuple[dict[str, Choice], str, PlanStatus, tuple[str, ...]]:
+    """The plan that is explained: its choices, what it is in words, its status, and notes."""
     question = subject.question
     if question.plan is not None and subject.choices is not None:
         same = made_for(question.plan, question.spec)
@@ -104,17 +96,16 @@ def _chosen(
         notes = () if same else (OTHER_WORKLOAD,)
         if others := question.plan.smaller_batches:
             notes = (*notes, f"the choices explained are those for the largest batches; {len(others)} more for smaller")
-        return _Chosen(dict(subject.choices), str(question.plan_path or "a plan"), status, notes)
+        return dict(subject.choices), str(question.plan_path or "a plan"), status, notes
     if budget is None:
-        said = "plain training: every layer saves everything"
-        return _Chosen(answers.save_all.choices, said, "simulated")
+        return answers.save_all.choices, "plain training: every layer saves everything", "simulated", ()
     found = min((reach for reach in reaches if reach is not None), key=lambda r: r.step_seconds, default=None)
     if found is not None:
-        return _Chosen(found.choices, f"the solver's plan for {budget.words}", "simulated")
+        return found.choices, f"the solver's plan for {budget.words}", "simulated", ()
     needs = subject.profiled.needs(answers.lean.peak_bytes)
     smallest = format_bytes(answers.lean.peak_bytes)
     note = f"nothing fits {format_bytes(budget.bytes)}: the smallest reachable peak is {smallest}"
-    return _Chosen(answers.lean.choices, "the leanest plan", "simulated", (f"{note}. {needs}",))
+    return answers.lean.choices, "the leanest plan", "simulated", (f"{note}. {needs}",)
 
 
 def fronts(menus: Sequence[Menu], blocks: Sequence[Unit], choices: Mapping[str, Choice]) -> tuple[Front, ...]:

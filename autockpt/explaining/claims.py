@@ -34,6 +34,13 @@ def cited(source: str, address: str = "") -> dict[str, Any]:
     return {"source": source, "address": address}
 
 
+def _amount(
+    name: str, says: str, said: tuple[float, float], found: float, whose: Mapping[str, Any] = cited(COMMON), **more: Any
+) -> Rule:
+    """A rule about an amount: what it says that is for this model, and what is ``found``."""
+    return Rule(name=name, says=says, amount=said, predicted=Reading(amount=found), **whose, **more)
+
+
 SCORES_SOURCE = cited("Korthikanti et al. 2022", "https://arxiv.org/abs/2205.05198")
 CHEN = cited("Chen et al. 2016", "https://arxiv.org/abs/1604.06174")
 _SEVEN = (32, 4096, 4 * 2048)  # layers, width and tokens of a 7B model at 4 × 2048
@@ -97,33 +104,21 @@ class Claims:
         """Activations of a 7B model, scores beside the feed-forward, and a mistake of arithmetic."""
         shape = self.shape
         scale = shape.layers * shape.hidden * shape.tokens / math.prod(_SEVEN)
-        held = Reading(amount=self.activations)
-        course = 800e6 * self._wide_bytes / _COURSE_WIDE
+        note = f"scaled by layers × width × tokens: × {scale:.3g}"
         for low, high in ((10e9, 20e9), (15e9, 25e9)):
             says = f"7B at 4 × 2048: {low / 1e9:g}–{high / 1e9:g} GB"
-            yield Rule(
-                name="activations", source=COMMON, says=says, amount=(low * scale, high * scale),
-                unit="bytes", predicted=held, note=f"scaled by layers × width × tokens: × {scale:.3g}",
-            )  # fmt: skip
-        yield Rule(
-            name="one feed-forward",
-            source=COMMON,
-            says="4 × 4096 tokens of a 7B: 800 MB",
-            amount=(course, course),
-            unit="bytes",
-            predicted=Reading(amount=self._wide_bytes),
-            note="a slip of the source: by its own formula 4 · 4096 · 16384 · 2 B are 537 MB",
-        )
+            yield _amount("activations", says, (low * scale, high * scale), self.activations, unit="bytes", note=note)
+        course = 800e6 * self._wide_bytes / _COURSE_WIDE
+        says = "4 × 4096 tokens of a 7B: 800 MB"
+        note = "a slip of the source: by its own formula 4 · 4096 · 16384 · 2 B are 537 MB"
+        yield _amount("one feed-forward", says, (course, course), self._wide_bytes, unit="bytes", note=note)
         kept = self._largest(self.subject.base)
         if kept[FEED_FORWARD]:
-            yield Rule(
-                name="scores : feed-forward",
-                says="heads · length : width, 8 : 1 for a 7B at 4096",
-                amount=(0.8 * shape.heads * shape.length / shape.wide, 1.2 * shape.heads * shape.length / shape.wide),
-                predicted=Reading(amount=kept[SCORES] / kept[FEED_FORWARD]),
-                note=self._fused or "the largest tensor of each that is kept",
-                **SCORES_SOURCE,
-            )
+            says = "heads · length : width, 8 : 1 for a 7B at 4096"
+            least, most = (factor * shape.heads * shape.length / shape.wide for factor in (0.8, 1.2))
+            found = kept[SCORES] / kept[FEED_FORWARD]
+            note = self._fused or "the largest tensor of each that is kept"
+            yield _amount("scores : feed-forward", says, (least, most), found, SCORES_SOURCE, note=note)
 
     def _mixed_precision(self) -> Iterator[Rule]:
         """fp32 training against bf16 autocast with everything recomputed."""
@@ -155,23 +150,12 @@ class Claims:
                 return
             plain, full = tracer.trace(), tracer.trace(self._recomputed(tracer))
         base = self.subject.base
-        yield Rule(
-            name="recompute all, twice the length",
-            source=COMMON,
-            says="fits where plain training did",
-            amount=(0.0, 1.0),
-            predicted=Reading(amount=full.peak_bytes / base.peak_bytes),
-        )
+        says = "fits where plain training did"
+        yield _amount("recompute all, twice the length", says, (0.0, 1.0), full.peak_bytes / base.peak_bytes)
         once, twice = self._largest(base)[SCORES], self._largest(plain)[SCORES]
         if once:
-            yield Rule(
-                name="scores, twice the length",
-                says="4 times as much: they grow with the square",
-                amount=(3.6, 4.4),
-                predicted=Reading(amount=twice / once),
-                note=self._fused,
-                **SCORES_SOURCE,
-            )
+            name, says = "scores, twice the length", "4 times as much: they grow with the square"
+            yield _amount(name, says, (3.6, 4.4), twice / once, SCORES_SOURCE, note=self._fused)
 
     def _on_one_card(self) -> Iterator[Rule]:
         """bf16, recompute and accumulation on 24 GB, per parameter."""
@@ -180,15 +164,8 @@ class Claims:
             graph = tracer.trace(self._recomputed(tracer))
         room = _CARD * self.shape.params / _SEVEN_PARAMS
         held = ", ".join(f"{name} {size / 1e9:.3g} GB" for name, size in graph.resident.items() if size > 0.01 * room)
-        yield Rule(
-            name="bf16, recompute, accumulation",
-            source=COMMON,
-            says="fit 7B in 24 GB",
-            amount=(0.0, room),
-            unit="bytes",
-            predicted=Reading(amount=graph.peak_bytes),
-            note=f"scaled by parameters, single rows: {held}",
-        )
+        name, note = "bf16, recompute, accumulation", f"scaled by parameters, single rows: {held}"
+        yield _amount(name, "fit 7B in 24 GB", (0.0, room), graph.peak_bytes, unit="bytes", note=note)
 
     def _segments(self) -> Iterator[Rule]:
         """Which length of segments peaks lowest."""
@@ -202,15 +179,10 @@ class Claims:
         if layers < 4 or len(peaks) < len(sizes):
             return
         best = min(peaks, key=lambda size: (peaks[size], abs(size - root)))
-        yield Rule(
-            name="best length of segments",
-            says=f"√L: {root} of {layers} (6 of 32, 10 of 96)",
-            amount=(root - 0.5, root + 0.5),
-            unit="layers",
-            predicted=Reading(amount=best),
-            note=f"of {', '.join(map(str, sizes))}: the least peak of a whole step",
-            **CHEN,
-        )
+        says = f"√L: {root} of {layers} (6 of 32, 10 of 96)"
+        note = f"of {', '.join(map(str, sizes))}: the least peak of a whole step"
+        near = (root - 0.5, root + 0.5)
+        yield _amount("best length of segments", says, near, best, CHEN, unit="layers", note=note)
 
     @cached_property
     def _wide_bytes(self) -> int:

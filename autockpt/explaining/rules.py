@@ -40,7 +40,8 @@ def rules(question: ExplainRequest, listener: Listener | None = None, *, measure
         plans = _plans(subject.base.units)
         graphs = _graphs(subject, plans)
         base = subject.base
-        activations = _activations(base, subject.head)
+        held = StepBytes(base, subject.head).holdings(peak_op(base))
+        activations = sum(h.peak_bytes for h in held if h.comes_and_goes)  # what the rules mean by memory
         overhead = subject.profiled.predictor.device.overhead_bytes  # rules speak of what tensors hold
         peak = base.peak_bytes + overhead
         seconds = {name: simulate(graph, subject.times.times).step_seconds for name, graph in graphs.items()}
@@ -102,11 +103,6 @@ def _graphs(subject: Subject, plans: Plans) -> dict[str, Graph]:
             if name not in found:
                 found[name] = subject.tracer.trace(choices)
     return found
-
-
-def _activations(graph: Graph, head: str | None) -> int:
-    """Bytes that come and go, at the peak of plain training: what the rules mean by memory."""
-    return sum(h.peak_bytes for h in StepBytes(graph, head).holdings(peak_op(graph)) if h.comes_and_goes)
 
 
 def _reading(peak: int, plain: int, activations: int, ratio: float | None) -> Reading:

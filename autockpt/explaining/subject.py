@@ -197,7 +197,10 @@ def _times(question: ExplainRequest, found: Traced) -> tuple[Times, int]:
     """Op times, and the bytes of the device that others hold."""
     heads = list(found.heads.graphs.values()) if found.heads is not None else []
     if question.hardware is not None:
-        return of_hardware(question.hardware, found.graphs, heads), 0
+        times = roofline_times(question.hardware, found.graphs)
+        times = times.completed(roofline_times(question.hardware, heads))
+        said = f"seconds are modelled by a roofline of {question.hardware.name}, nothing was timed"
+        return Times(times, "modelled", said), 0
     device = get_device(question.device)
     environment = environment_to_measure_in(question.device)
     times = of_device(
@@ -221,13 +224,6 @@ def of_device(
         "seconds are modelled from FLOPs and bytes at nominal rates of common hardware: they rank choices and say "
         "little about this device (a search measures its op times; --hardware NAME models a device that is described)",
     )
-
-
-def of_hardware(hardware: Hardware, graphs: Sequence[Graph], heads: Sequence[Graph]) -> Times:
-    """Op times of a device that is described, not at hand."""
-    times = roofline_times(hardware, graphs)
-    times = times.completed(roofline_times(hardware, heads))
-    return Times(times, "modelled", f"seconds are modelled by a roofline of {hardware.name}, nothing was timed")
 
 
 def _of_run(plan: Path | None, graphs: Sequence[Graph]) -> OpTimes | None:

@@ -94,7 +94,7 @@ class Answers:
         worthwhile = WORTH * abs(self.profiled.profile.save_all_seconds)
 
         def promises(budget_bytes: int) -> bool:
-            answer = self._model(budget_bytes)
+            answer = self.model(budget_bytes)
             return answer.feasible and answer.seconds < seconds - worthwhile
 
         if high <= low or not promises(high):
@@ -104,12 +104,7 @@ class Answers:
             low, high = (low, middle) if promises(middle) else (middle, high)
         return high
 
-    def model_seconds(self, budget_bytes: int) -> float | None:
-        """Seconds over saving everything that the corrected model promises for a budget; None where nothing fits."""
-        answer = self._model(budget_bytes)
-        return answer.seconds if answer.feasible else None
-
-    def _model(self, budget_bytes: int) -> Assignment:
+    def model(self, budget_bytes: int) -> Assignment:
         """The best plan by the problem's own numbers, corrected by what ghost runs showed."""
         return solved(self.profiled.problem(budget_bytes - self.overhead), self._offsets)
 
@@ -144,10 +139,8 @@ def _leaner(answers: Answers, chosen: Reach) -> Reach | None:
 
 def _faster(answers: Answers, chosen: Reach, room: int) -> Reach | None:
     """The leanest plan that is faster than this one and does not fit where it does."""
-    here = answers.model_seconds(room)
-    if here is None:
-        return None
-    threshold = answers.next_threshold(room, here)
+    here = answers.model(room)
+    threshold = answers.next_threshold(room, here.seconds) if here.feasible else None
     if threshold is None:
         return None
     margin = WORTH * chosen.step_seconds
