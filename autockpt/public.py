@@ -18,7 +18,7 @@ from pydantic import ValidationError
 from autockpt.errors import UsageError, python_door
 from autockpt.explaining import ExplainRequest
 from autockpt.explaining import explain as explained
-from autockpt.explaining.longest import with_longest
+from autockpt.explaining.limits import with_longest
 from autockpt.explaining.subject import budget_for, hardware_for
 from autockpt.history.rundir import RunDirectory
 from autockpt.history.trialplan import plan_at

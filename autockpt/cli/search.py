@@ -208,7 +208,7 @@ def search(
 def _with_longest(
     spec: WorkloadSpec, budget: Budget, device: str | None, simulate: str | None
 ) -> tuple[WorkloadSpec, str]:
-    from autockpt.explaining.longest import with_longest
+    from autockpt.explaining.limits import with_longest
     from autockpt.reporting.progress import listener
 
     with listener(screen.progress(), f"longest {spec.model}") as watcher:

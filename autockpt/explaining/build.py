@@ -6,10 +6,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from autockpt.explaining.holdings import StepBytes, joined
-from autockpt.explaining.limits import MOST_TIMES, workload_limits
-from autockpt.explaining.longest import largest_lean
-from autockpt.explaining.moment import curve, moment, peak_op, telling_op
+from autockpt.explaining.holdings import StepBytes, curve, joined, moment, peak_op, telling_op
+from autockpt.explaining.limits import MOST_TIMES, largest_lean, workload_limits
 from autockpt.explaining.speed import speed_of
 from autockpt.explaining.subject import ExplainRequest, Subject, open_subject
 from autockpt.explaining.why import Answers, budget_steps, resolved, why

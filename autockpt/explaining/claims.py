@@ -15,8 +15,7 @@ from functools import cached_property
 from typing import Any
 
 from autockpt.errors import AutockptError
-from autockpt.explaining.holdings import StepBytes
-from autockpt.explaining.moment import peak_op
+from autockpt.explaining.holdings import StepBytes, peak_op
 from autockpt.explaining.speed import FEED_FORWARD, SCORES, part_namer, speed_of
 from autockpt.explaining.subject import Subject
 from autockpt.hardware.roofline import roofline_times

@@ -10,8 +10,7 @@ from typing import Any
 
 from autockpt.errors import AutockptError, ConflictError, DeviceOutOfMemory
 from autockpt.explaining.claims import CHEN, COMMON, SCORES_SOURCE, bound_by, cited, claims, text_config
-from autockpt.explaining.holdings import StepBytes
-from autockpt.explaining.moment import peak_op
+from autockpt.explaining.holdings import StepBytes, peak_op
 from autockpt.explaining.subject import ExplainRequest, Subject, open_subject
 from autockpt.measuring import Measurer, WorkerMeasurer
 from autockpt.schema import OFFLOAD, RECOMPUTE, Choice, Graph, Listener, Segment, Selective, Silence, Unit, WorkloadSpec

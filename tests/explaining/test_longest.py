@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from autockpt.errors import InfeasibleError, UsageError
-from autockpt.explaining import longest
-from autockpt.explaining.longest import with_longest
+from autockpt.explaining import limits
+from autockpt.explaining.limits import with_longest
 from autockpt.schema import WorkloadSpec, parse_budget
 from autockpt.schema.choices import RECOMPUTE
 from autockpt.schema.explanation import Largest
@@ -33,11 +33,11 @@ def test_twice_what_is_found_does_not_fit(few_choices: None) -> None:
 
 def test_where_no_length_fits_nothing_does(monkeypatch: pytest.MonkeyPatch) -> None:
     row = Largest(dimension="sequence length", plan="leanest", value=None, now=64)
-    monkeypatch.setattr(longest, "_with_leanest", lambda *asked: row)
+    monkeypatch.setattr(limits, "_with_leanest", lambda *asked: row)
     with pytest.raises(InfeasibleError, match="shortest"):
         with_longest(SPEC, parse_budget("2MB"), device="cpu")
     own = row.model_copy(update={"why": "a factory makes its own batch"})
-    monkeypatch.setattr(longest, "_with_leanest", lambda *asked: own)
+    monkeypatch.setattr(limits, "_with_leanest", lambda *asked: own)
     with pytest.raises(UsageError, match="a factory makes its own batch"):
         with_longest(SPEC, parse_budget("2MB"), device="cpu")
 
@@ -51,6 +51,6 @@ def test_it_is_asked_again_at_what_was_found_as_another_plan_may_be_the_leanest_
         value = {64: 1_000, 1_000: 4_000, 4_000: 4_032}[now]
         return Largest(dimension=dimension, plan="leanest", value=value, peak_bytes=1 << 20, now=now)
 
-    monkeypatch.setattr(longest, "_with_leanest", found)
+    monkeypatch.setattr(limits, "_with_leanest", found)
     spec, note = with_longest(SPEC, parse_budget("40MB"), device="cpu")
     assert spec.seq_len == 4_032 and asked == [64, 1_000, 4_000] and "4,032 tokens" in note
