@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from autockpt.cli import screen
 from autockpt.cli.guard import guarded
-from autockpt.cli.options import RUNS_FOLDER, arg, opt, run_at
+from autockpt.cli.options import RUNS_FOLDER, arg, flag, opt, run_at
 from autockpt.errors import PlanError, RunDirectoryError, UsageError
 
 if TYPE_CHECKING:
@@ -28,22 +28,19 @@ def history(
     plan_out: Path | None = opt("--plan-out FILE", "With --trial: write that trial's plan."),
     compare: Path | None = opt("--compare RUN", "A second run, to compare with the first."),
     out: Path = RUNS_FOLDER,
-    as_csv: bool = opt("--csv", "Print the trials as CSV; bytes and seconds.", default=False),
-    as_json: bool = opt("--json", "Print JSON.", default=False),
+    as_csv: bool = flag("--csv", "Print the trials as CSV; bytes and seconds."),
+    as_json: bool = flag("--json", "Print JSON."),
 ) -> None:
     """Print what a run tried; without a run, what runs there are.
 
     A letter for each layer says what was chosen; the legend under the table names those that occur.
     """
     from autockpt.history.trials import SORT_KEYS
-    from autockpt.schema.suggest import closest
+    from autockpt.schema.suggest import did_you_mean
 
     if sort not in SORT_KEYS:
-        near = closest(sort, SORT_KEYS)
-        raise UsageError(
-            f"trials cannot be sorted by {sort!r}",
-            remedy=(f"Did you mean {near}? " if near else "") + f"Use {', '.join(SORT_KEYS)}.",
-        )
+        remedy = f"{did_you_mean(sort, SORT_KEYS)}Use {', '.join(SORT_KEYS)}."
+        raise UsageError(f"trials cannot be sorted by {sort!r}", remedy=remedy)
     if plan_out is not None and trial is None:
         raise UsageError("--plan-out writes the plan of one trial", remedy="Add --trial with its number.")
     _one_of_these({"--trial": trial is not None, "--compare": compare is not None, "--best": best is not None})

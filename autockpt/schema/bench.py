@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from autockpt.schema.base import Data
+from autockpt.schema.base import Data, Facts
 from autockpt.schema.device import Environment
 from autockpt.schema.request import identity_of
 from autockpt.schema.sizes import Budget, ResolvedBudget
@@ -128,7 +128,7 @@ class BenchReport(Data):
 
     bench: int = 1
     model: str
-    settings: dict[str, str | int | float | bool | None] = Field(default_factory=dict)
+    settings: Facts = Field(default_factory=dict)
     environment: Environment
     command: str = ""
     plain_peak_bytes: int | None = None

@@ -9,12 +9,12 @@ import json
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self, get_args
 
-from pydantic import Field, TypeAdapter, ValidationError, field_validator, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, TypeAdapter, ValidationError, model_validator
 
 from autockpt.errors import PlanError
 from autockpt.schema.base import Data
 from autockpt.schema.graph import Tier, UnitRole
-from autockpt.schema.suggest import closest
+from autockpt.schema.suggest import did_you_mean
 
 LAYERS: tuple[UnitRole, ...] = ("block", "attention", "mlp")
 ATTENTION = "fused_attention"
@@ -56,23 +56,21 @@ class Recompute(_Choice):
     kind: Literal["recompute"] = "recompute"
 
 
+def _tidy(names: tuple[str, ...]) -> tuple[str, ...]:
+    if not all(names):
+        raise ValueError("must name modules, none of them by an empty name")
+    return (EVERYTHING,) if EVERYTHING in names else tuple(sorted(set(names)))
+
+
+_Listed = BeforeValidator(lambda value: (value,) if isinstance(value, str) else value)
+Modules = Annotated[tuple[str, ...], _Listed, AfterValidator(_tidy)]
+
+
 class _NamesParts(_Choice):
     """A choice whose ``keep`` and ``within`` name modules inside the unit."""
 
-    keep: tuple[str, ...] = ()
-    within: tuple[str, ...] = ()
-
-    @field_validator("keep", "within", mode="before")
-    @classmethod
-    def _listed(cls, value: Any) -> Any:
-        return (value,) if isinstance(value, str) else value
-
-    @field_validator("keep", "within")
-    @classmethod
-    def _tidy(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        if not all(value):
-            raise ValueError("must name modules, none of them by an empty name")
-        return (EVERYTHING,) if EVERYTHING in value else tuple(sorted(set(value)))
+    keep: Modules = ()
+    within: Modules = ()
 
     @model_validator(mode="after")
     def _apart(self) -> Self:
@@ -96,7 +94,7 @@ class Selective(_NamesParts):
 
     letter: ClassVar[str] = "S"
     kind: Literal["selective"] = "selective"
-    keep: tuple[str, ...] = (EVERYTHING,)
+    keep: Modules = (EVERYTHING,)
 
     @model_validator(mode="after")
     def _makes_sense(self) -> Self:
@@ -208,20 +206,9 @@ class CompileBudget(_Choice):
     fraction: float = Field(default=0.5, gt=0, lt=1, description="share of the saved bytes; 1 would be `save`")
 
 
-Choice = Annotated[
-    Save
-    | Recompute
-    | KeepAttention
-    | Selective
-    | Remake
-    | Offload
-    | RecomputeOffload
-    | Segment
-    | ChunkedSoftmax
-    | ChunkedLoss
-    | CompileBudget,
-    Field(discriminator="kind"),
-]
+_OfLayers = Save | Recompute | KeepAttention | Selective | Remake | Offload | RecomputeOffload | Segment
+_OfHeads = ChunkedSoftmax | ChunkedLoss
+Choice = Annotated[_OfLayers | _OfHeads | CompileBudget, Field(discriminator="kind")]
 SAVE, RECOMPUTE, OFFLOAD = Save(), Recompute(), Offload()
 CHUNKED_SOFTMAX, CHUNKED_LOSS = ChunkedSoftmax(), ChunkedLoss()
 CHOICE_TYPES: dict[str, type[_Choice]] = {t.model_fields["kind"].default: t for t in get_args(get_args(Choice)[0])}
@@ -261,8 +248,7 @@ def _unreadable(value: object, error: ValidationError) -> PlanError:
     if value is None:
         return PlanError("no choice is written here", remedy=f"Known choices: {', '.join(CHOICE_TYPES)}.")
     if not isinstance(kind, str) or kind not in CHOICE_TYPES:
-        near = closest(kind, CHOICE_TYPES) if isinstance(kind, str) else None
-        said = f"Did you mean {near}? " if near else ""
+        said = did_you_mean(kind, CHOICE_TYPES) if isinstance(kind, str) else ""
         return PlanError(f"unknown choice {kind or value!r}", remedy=f"{said}Known choices: {', '.join(CHOICE_TYPES)}.")
     first = error.errors()[0]
     where = ".".join(str(part) for part in first["loc"] if part != kind)

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from autockpt.schema.base import Data
+from autockpt.schema.base import Data, Facts
 from autockpt.schema.choices import Choice
 from autockpt.schema.explanation import Holding
 from autockpt.schema.plan import Comparison
@@ -191,7 +191,7 @@ class Diagnosis(Data):
     """The whole answer. Bytes of holdings, rows and alternatives are simulated, those of log and snapshot reported."""
 
     model: str | None = None
-    settings: dict[str, str | int | float | bool | None] = Field(default_factory=dict)
+    settings: Facts = Field(default_factory=dict)
     log: LogReading | None = None
     snapshot: SnapshotReading | None = None
     command: CommandReading | None = None

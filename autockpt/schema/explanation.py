@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from autockpt.schema.base import Data
+from autockpt.schema.base import Data, Facts
 from autockpt.schema.choices import Choice
 from autockpt.schema.graph import Phase, Span
 from autockpt.schema.plan import Comparison, PlanStatus
@@ -207,7 +207,7 @@ class Explanation(Data):
     """The whole answer. Bytes are simulated by ghost runs; what seconds rest on is ``basis``."""
 
     model: str
-    settings: dict[str, str | int | float | bool | None] = Field(default_factory=dict)
+    settings: Facts = Field(default_factory=dict)
     device: str
     plan: str = Field(description="what is explained, in words")
     status: PlanStatus = "unmeasured"
@@ -295,7 +295,7 @@ class Rules(Data):
     """Rules of thumb put to the test. ``predicted`` rests on ghost runs and op times, ``measured`` on real steps."""
 
     model: str
-    settings: dict[str, str | int | float | bool | None] = Field(default_factory=dict)
+    settings: Facts = Field(default_factory=dict)
     device: str
     basis: Basis
     basis_note: str = ""

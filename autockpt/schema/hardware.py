@@ -72,6 +72,19 @@ class Efficiency(Data):
         return (self.matrix_of or {}).get(dtype, self.matrix)
 
 
+def _possible_memory(value: int) -> int:
+    if not _SMALLEST_MEMORY <= value <= _LARGEST_MEMORY:
+        raise ValueError(f"{value} bytes is not what a device has; write a size with its unit, such as 24GiB")
+    return value
+
+
+def _possible_elements(value: dict[str, float]) -> dict[str, float]:
+    for name, rate in value.items():
+        if not 1e3 <= rate <= 1e15:
+            raise ValueError(f"{name}: {rate:g} elements per second are impossible; a CPU core does 1e6 to 1e10")
+    return value
+
+
 class Hardware(Data):
     """A device, as its data sheet or a measurement has it.
 
@@ -87,7 +100,7 @@ class Hardware(Data):
         default=None,
         description="compute capability of an NVIDIA GPU, [8, 9]; of an AMD GPU what PyTorch tells: [9, 4] for gfx942",
     )
-    memory_bytes: Bytes = Field(description="what the device has")
+    memory_bytes: Annotated[Bytes, AfterValidator(_possible_memory)] = Field(description="what the device has")
     context_bytes: Bytes = Field(description="what driver, context and loaded kernels hold of it, per process")
     vector_flops: Rate = Field(description="fp32 outside of matrix units")
     matrix_flops: dict[str, Finite] = Field(description="by dtype: float32, tf32, bfloat16, float16, float64")
@@ -108,7 +121,7 @@ class Hardware(Data):
     kernel_seconds: float = Field(default=0.0, ge=0, le=1e-3, description="least time of a kernel on the device")
     cache_bytes: Bytes = Field(default=0, description="last-level cache, where ops find what those before them wrote")
     cache_bandwidth: Bandwidth | None = Field(default=None, description="where all that an op touches fits into it")
-    element_rates: dict[str, Finite] = Field(
+    element_rates: Annotated[dict[str, Finite], AfterValidator(_possible_elements)] = Field(
         default_factory=dict,
         description="elements per second of kernels that neither FLOPs nor bytes explain, by op: tanh, bernoulli_, …",
     )
@@ -139,13 +152,6 @@ class Hardware(Data):
             raise ValueError("only GPUs of kind cuda or rocm have a compute capability; leave it out")
         if not (3 <= value[0] <= 30 and 0 <= value[1] <= 9):
             raise ValueError(f"no GPU has compute capability {value[0]}.{value[1]}; write 8.9 as [8, 9]")
-        return value
-
-    @field_validator("memory_bytes")
-    @classmethod
-    def _possible_memory(cls, value: int) -> int:
-        if not _SMALLEST_MEMORY <= value <= _LARGEST_MEMORY:
-            raise ValueError(f"{value} bytes is not what a device has; write a size with its unit, such as 24GiB")
         return value
 
     @field_validator("context_bytes", "cache_bytes")
@@ -194,14 +200,6 @@ class Hardware(Data):
         memory = info.data.get("bandwidth")
         if value is not None and memory is not None and value < memory:
             raise ValueError(f"{value:g} bytes/s is below the bandwidth of the memory behind the cache ({memory:g})")
-        return value
-
-    @field_validator("element_rates")
-    @classmethod
-    def _possible_elements(cls, value: dict[str, float]) -> dict[str, float]:
-        for name, rate in value.items():
-            if not 1e3 <= rate <= 1e15:
-                raise ValueError(f"{name}: {rate:g} elements per second are impossible; a CPU core does 1e6 to 1e10")
         return value
 
     @field_validator("sources")

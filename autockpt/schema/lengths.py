@@ -7,9 +7,9 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from itertools import accumulate
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import Field, ValidationError, field_validator
+from pydantic import AfterValidator, Field, ValidationError
 
 from autockpt.errors import UsageError
 from autockpt.schema.base import Data
@@ -22,18 +22,17 @@ _LINE = re.compile(r"([0-9]{1,9})(?:[\s:,;]+([0-9]{1,12}))?")
 _BYTES = 200_000_000
 
 
+def _in_order(counts: dict[int, int]) -> dict[int, int]:
+    if any(not 0 < length <= MOST or count < 1 for length, count in counts.items()):
+        raise ValueError("lengths and counts are whole numbers above 0")
+    return dict(sorted(counts.items()))
+
+
 class Lengths(Data):
     """How many sequences (``of="rows"``) or padded batches (``of="batches"``) there are of each length, in tokens."""
 
-    counts: dict[int, int] = Field(min_length=1)
+    counts: Annotated[dict[int, int], AfterValidator(_in_order)] = Field(min_length=1)
     of: Literal["rows", "batches"] = "rows"
-
-    @field_validator("counts")
-    @classmethod
-    def _in_order(cls, counts: dict[int, int]) -> dict[int, int]:
-        if any(not 0 < length <= MOST or count < 1 for length, count in counts.items()):
-            raise ValueError("lengths and counts are whole numbers above 0")
-        return dict(sorted(counts.items()))
 
     @classmethod
     def of_all(cls, lengths: Iterable[int], of: Literal["rows", "batches"] = "rows") -> Lengths:

@@ -179,6 +179,14 @@ def fold(assignment: Mapping[str, T]) -> dict[str, T]:
     return {".".join(parts): value for parts, value, _ in sorted(items, key=lambda item: item[2])}
 
 
+def folded(assignment: Mapping[str, T]) -> list[tuple[str, list[str], T]]:
+    """The same with the names that each pattern stands for."""
+    return [
+        (pattern, [pattern] if pattern in assignment else parse_pattern(pattern).enumerate(), value)
+        for pattern, value in fold(assignment).items()
+    ]
+
+
 def _fold_at(items: list[tuple[tuple[str, ...], T, int]], position: int) -> list[tuple[tuple[str, ...], T, int]]:
     """Join items that differ in one index and follow one another there."""
     result: list[tuple[tuple[str, ...], T, int]] = []

@@ -18,10 +18,10 @@ from pydantic import Field, PrivateAttr, ValidationError, model_validator
 
 from autockpt.errors import PlanError
 from autockpt.schema import planfile, planview
-from autockpt.schema.base import Data
+from autockpt.schema.base import Data, Facts
 from autockpt.schema.choices import SAVE, Choice, CompileBudget, choice_kinds, dump_choice, dump_choices
 from autockpt.schema.device import Environment
-from autockpt.schema.files import set_aside
+from autockpt.schema.files import reason, set_aside, write_file
 from autockpt.schema.graph import Unit, UnitRole
 from autockpt.schema.names import Entry, align, check_nesting, expand, fold, listing, outermost, parse_pattern, views
 from autockpt.schema.planfile import SCHEMA_VERSION
@@ -81,9 +81,7 @@ class Plan(Data):
     hash: str = ""
     model: Structure = Structure()
     workload: WorkloadSpec | None = None
-    settings: dict[str, str | int | float | bool | None] = Field(
-        default_factory=dict, description="resolved facts of the step: dtype, batch_size, seq_len, parameters, …"
-    )
+    settings: Facts = Field(default_factory=dict, description="of the step: dtype, batch_size, seq_len, parameters, …")
     environment: Environment | None = None
     compile: CompileMode | None = Field(
         default=None, description="made for steps in which every layer, or the whole model, is compiled; None: eager"
@@ -119,17 +117,13 @@ class Plan(Data):
         return planview.html(self)
 
     @model_validator(mode="after")
-    def _from_small_to_large(self) -> Plan:
+    def _makes_sense(self) -> Plan:
         bounds = [s.when for s in self.smaller_batches] + ([self.when] if self.when is not None else [])
         for one, two in itertools.pairwise(bounds):
             if one.tokens >= two.tokens or (one.longest or 0) > (two.longest or math.inf):
                 raise ValueError(f"smaller_batches go from small to large, and {one} come before {two}")
         if self.smaller_batches and self.compile == "model":
             raise ValueError("compile: model has one graph, which can have one set of choices, no smaller_batches")
-        return self
-
-    @model_validator(mode="after")
-    def _one_graph_one_budget(self) -> Plan:
         fractions = {choice.fraction for choice in self.choices.values() if isinstance(choice, CompileBudget)}
         if self.compile == "model" and len(fractions) > 1:
             raise ValueError(
@@ -188,8 +182,9 @@ class Plan(Data):
             try:
                 aside = set_aside(path)
             except OSError as error:
-                raise planfile.unwritable(path, error) from None
-        planfile.write(text, path)
+                why = f"{path} cannot be written: {reason(error)}"
+                raise PlanError(why, remedy="Give a path you can write to.") from None
+        write_file(path, text, PlanError)
         return aside
 
     def _is_in(self, path: Path) -> bool:
@@ -226,7 +221,7 @@ class Plan(Data):
         data = wanted.model_dump(mode="json", exclude_defaults=True, include={"otherwise"})
         text = planfile.with_otherwise(path.read_bytes().decode(), there._document, data["otherwise"])
         if _says(text, path.name, wanted):
-            planfile.write(text, path)
+            write_file(path, text, PlanError)
         else:  # laid out in a way of its own: written anew, and the file is kept aside
             wanted.save(path, existing="set_aside")
 

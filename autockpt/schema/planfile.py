@@ -12,7 +12,6 @@ import yaml
 
 from autockpt.errors import PlanError
 from autockpt.schema.choices import choice_kinds, parse_choice
-from autockpt.schema.files import atomic_write, reason
 from autockpt.schema.names import parse_pattern
 from autockpt.schema.sizes import format_bytes
 from autockpt.schema.suggest import closest
@@ -100,19 +99,6 @@ def check_units(document: Document, units: Mapping[str, str]) -> None:
             list(parse_pattern(pattern).enumerate())
         except PlanError as error:
             raise document.complain(("model", "units", pattern), error.message, error.remedy) from None
-
-
-def write(text: str, path: Path) -> None:
-    """Write a plan file, whole or not at all. Raises PlanError where that cannot be."""
-    try:
-        atomic_write(path, text, parents=True)
-    except OSError as error:
-        raise unwritable(path, error) from None
-
-
-def unwritable(path: Path, error: OSError) -> PlanError:
-    """The error for a path that cannot be written."""
-    return PlanError(f"the plan cannot be written to {path}: {reason(error)}", remedy="Give a path you can write to.")
 
 
 def with_otherwise(text: str, document: Document, otherwise: Any) -> str:

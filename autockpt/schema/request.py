@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from pydantic import Field
 
-from autockpt.schema.base import Data
+from autockpt.schema.base import Data, Facts
 from autockpt.schema.device import DeviceInfo, Environment
 from autockpt.schema.hardware import Hardware
 from autockpt.schema.plan import Comparison, CompileMode, Plan, PlanStatus
@@ -135,7 +135,7 @@ class SearchOutcome(Data):
     budget: ResolvedBudget
     device: DeviceInfo
     rows: tuple[Comparison, ...] = Field(default=(), description="none, recompute all, …; ours last")
-    settings: dict[str, str | int | float | bool | None] = Field(default_factory=dict)
+    settings: Facts = Field(default_factory=dict)
     binding: bool = True
     dry_run: bool = False
     interrupted: bool = False

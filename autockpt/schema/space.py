@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from autockpt.errors import UsageError
 from autockpt.schema.base import Data
 from autockpt.schema.choices import head_kinds, searched_kinds
-from autockpt.schema.suggest import closest
+from autockpt.schema.suggest import did_you_mean
 
 SPACE_VERSION = 1
 _BY_OPTION = {"chunked_loss": "--allow-inexact (its gradients are equal up to rounding)", "compile_budget": "--compile"}
@@ -37,6 +37,18 @@ class Knob(Data):
         return self
 
 
+def _known_version(value: int) -> int:
+    if value != SPACE_VERSION:
+        raise ValueError(f"this version of autockpt reads search spaces of version {SPACE_VERSION}")
+    return value
+
+
+def _sane_margins(value: tuple[float, ...]) -> tuple[float, ...]:
+    if not value or not all(0 <= m < 1 for m in value):
+        raise ValueError("margins are shares of the budget, from 0 up to but not including 1")
+    return value
+
+
 class SearchSpace(Data):
     """What a search may try.
 
@@ -47,22 +59,15 @@ class SearchSpace(Data):
     those at which the solver's plans are enqueued as seeds in either encoding.
     """
 
-    search_space: int = SPACE_VERSION
+    search_space: Annotated[int, AfterValidator(_known_version)] = SPACE_VERSION
     name: str = ""
     description: str = ""
     encoding: Encoding
     sampler: Sampler = "gp"
     choices: tuple[str, ...] = Field(default_factory=searched_kinds, description="kinds; always with save")
     head: tuple[str, ...] = Field(default_factory=head_kinds, description="kinds for the output head besides save")
-    margins: tuple[float, ...] = (0.0, 0.02, 0.05)
+    margins: Annotated[tuple[float, ...], AfterValidator(_sane_margins)] = (0.0, 0.02, 0.05)
     knobs: dict[str, Knob] = Field(default_factory=dict)
-
-    @field_validator("search_space")
-    @classmethod
-    def _known_version(cls, value: int) -> int:
-        if value != SPACE_VERSION:
-            raise ValueError(f"this version of autockpt reads search spaces of version {SPACE_VERSION}")
-        return value
 
     @field_validator("choices")
     @classmethod
@@ -77,13 +82,6 @@ class SearchSpace(Data):
     def _known_for_heads(cls, value: tuple[str, ...]) -> tuple[str, ...]:
         if unknown := [c for c in value if c not in head_kinds()]:
             raise ValueError(f"no choice for an output head: {unknown[0]!r}; known are {', '.join(head_kinds())}")
-        return value
-
-    @field_validator("margins")
-    @classmethod
-    def _sane_margins(cls, value: tuple[float, ...]) -> tuple[float, ...]:
-        if not value or not all(0 <= m < 1 for m in value):
-            raise ValueError("margins are shares of the budget, from 0 up to but not including 1")
         return value
 
     @model_validator(mode="after")
@@ -107,9 +105,8 @@ class SearchSpace(Data):
                 remedy=f"Leave it out here; it is searched with {_BY_OPTION[by_option]}.",
             )
         if unknown := next((kind for kind in kinds if kind not in known), None):
-            near = closest(unknown, known)
-            said = (f"Did you mean {near}? " if near else "") + f"Known choices: {', '.join(known)}."
-            raise UsageError(f"unknown choice {unknown!r}", remedy=said)
+            remedy = f"{did_you_mean(unknown, known)}Known choices: {', '.join(known)}."
+            raise UsageError(f"unknown choice {unknown!r}", remedy=remedy)
         kept = tuple(c for c in self.choices if c in kinds or c == "save")
         if kept == ("save",):
             raise UsageError("with `save` alone there is nothing to choose", remedy="Allow recompute or offload, too.")

@@ -12,6 +12,8 @@ from autockpt.schema.sizes import scaled, three
 from autockpt.schema.trial import Measurement, Prediction
 
 USELESS_NOISE = 0.9995  # what would be printed as 100 % or more
+_OF_A_JOB = """dtype autocast batch_size seq_len accumulate optimizer attention lora quantization shard ddp
+    master_weights keep_gradients"""
 
 
 def seconds(value: float) -> str:
@@ -73,22 +75,7 @@ def facts(settings: Mapping[str, object]) -> str:
 
 def job(settings: Mapping[str, object]) -> str:
     """The settings by which a job is known, in one line."""
-    shown = (
-        "dtype",
-        "autocast",
-        "batch_size",
-        "seq_len",
-        "accumulate",
-        "optimizer",
-        "attention",
-        "lora",
-        "quantization",
-        "shard",
-        "ddp",
-        "master_weights",
-        "keep_gradients",
-    )
-    return facts({name: settings.get(name) for name in shown})
+    return facts({name: settings.get(name) for name in _OF_A_JOB.split()})
 
 
 def strip(choices: Mapping[str, Choice], width: int = 48, units: Iterable[str] = ()) -> str:
@@ -99,13 +86,13 @@ def strip(choices: Mapping[str, Choice], width: int = 48, units: Iterable[str] =
     ``width`` is written in runs: ``.×12 R×20``.
     """
     choices = {**dict.fromkeys(units, SAVE), **choices}
-    letters = [choices[name].letter for name in outermost(choices)]
     inner = {}
     for name, choice in choices.items():
         outer = [a for a in ancestors(name) if a in choices]
         if outer and choice.kind != "save":
             inner.setdefault(outer[-1], choice.letter.lower())
-    letters = [inner.get(n, x) if x == "." else x for n, x in zip(outermost(choices), letters, strict=True)]
+    shown = {name: choices[name].letter for name in outermost(choices)}
+    letters = [inner.get(name, ".") if letter == "." else letter for name, letter in shown.items()]
     if len(letters) <= width:
         return "".join(letters)
     return " ".join(f"{letter}×{len(list(run))}" for letter, run in groupby(letters))

@@ -14,7 +14,7 @@ from autockpt.integrations.export.torchtitan import export_torchtitan
 from autockpt.integrations.export.transformers import export_transformers
 from autockpt.integrations.export.wanted import Exported, LayerChoices, read
 from autockpt.schema.plan import Plan
-from autockpt.schema.suggest import closest
+from autockpt.schema.suggest import did_you_mean
 
 TARGETS: dict[str, Callable[[LayerChoices], Exported]] = {
     "transformers": export_transformers,
@@ -31,9 +31,8 @@ def export(plan: Plan, target: str) -> Exported:
     Raises UsageError for an unknown target, PlanError for a plan that names no layers.
     """
     if target not in TARGETS:
-        near = closest(target, TARGETS)
         raise UsageError(
             f"{target!r} is no trainer that a plan can be exported to",
-            remedy=f"{f'Did you mean {near}? ' if near else ''}Known: {', '.join(TARGETS)}.",
+            remedy=f"{did_you_mean(target, TARGETS)}Known: {', '.join(TARGETS)}.",
         )
     return TARGETS[target](read(plan))
