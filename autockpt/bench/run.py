@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +27,11 @@ from autockpt.schema import (
     parse_budget,
 )
 from autockpt.schema.bench import BenchReport, BenchRequest, BenchRow, BudgetResult, SearchCost
-from autockpt.schema.suggest import closest
+from autockpt.schema.suggest import did_you_mean
 from autockpt.tuning import run_search
 from autockpt.tuning.targets.base import COMPILING, STEPS
 
 WORKER = "autockpt.bench.worker"
-_KINDS = ("share", "bytes")
 
 
 def run_bench(request: BenchRequest, listener: Listener | None = None) -> BenchReport:
@@ -51,23 +50,21 @@ def run_bench(request: BenchRequest, listener: Listener | None = None) -> BenchR
         directory = BenchDirectory.enter(request.out, question, model=model, device=device, fresh=request.fresh)
         with directory.lock():
             directory.add_command(request.command)
-            bench = _Bench(request, worker, directory, listener)
-            return bench.run()
+            return _Bench(request, worker, directory, listener).run()
 
 
 def _check(request: BenchRequest) -> None:
     if not request.budgets:
         raise UsageError("no budgets were given", remedy="For example --budgets 30%,45%,60%,85%.")
     for budget in request.budgets:
-        if budget.kind not in _KINDS:
+        if budget.kind not in ("share", "bytes"):
             raise UsageError(
                 f"a bench has no budget {budget.text!r}",
                 remedy="Write shares of save-everything's measured peak (60%) or sizes (24GB).",
             )
     for name in (name for name in request.peers or () if name not in PEERS):
-        near = closest(name, PEERS)
-        hint = f"Did you mean {near!r}? " if near else ""
-        raise UsageError(f"there is no peer {name!r}", remedy=f"{hint}The table has: {', '.join(PEERS)}.")
+        remedy = f"{did_you_mean(name, PEERS)}The table has: {', '.join(PEERS)}."
+        raise UsageError(f"there is no peer {name!r}", remedy=remedy)
 
 
 def taking_part(asked: Sequence[str] | None) -> list[str]:
@@ -100,8 +97,10 @@ class _Bench:
             self._report(interrupted=False)  # what is known is on disk before the long part begins
             if self.request.timeout is not None:
                 self.deadline = time.monotonic() + self.request.timeout
-            self._all_rounds()
-            self._deciding_rounds()
+            self.listener.stage("interleaved rounds", self.request.rounds)
+            self._rounds_of(self._incomplete)
+            self.listener.stage("until decided")
+            self._rounds_of(lambda: open_rows(self._results(), self.request.most_rounds))
         except KeyboardInterrupt:
             interrupted = True
         except AutockptError:
@@ -205,26 +204,17 @@ class _Bench:
 
     # --- rounds
 
-    def _all_rounds(self) -> None:
-        """Every row, interleaved, until each has as many rounds as were asked for."""
-        self.listener.stage("interleaved rounds", self.request.rounds)
-        while time.monotonic() < self.deadline:
-            measured = [row.key for row in self._asked_for() if row.state == "measured"]
-            have = {key: sum(key in seconds for seconds in self.rounds) for key in measured}
-            if min(have.values(), default=self.request.rounds) >= self.request.rounds:
-                return
-            self._round(list(have))
-            self.listener.advance()
-
-    def _deciding_rounds(self) -> None:
-        """Rows that decide who is ahead, until their ratios are known well enough or rounds run out."""
-        self.listener.stage("until decided")
-        while time.monotonic() < self.deadline:
-            keys = open_rows(self._results(), self.request.most_rounds)
-            if not keys:
-                return
+    def _rounds_of(self, wanted: Callable[[], list[str]]) -> None:
+        """Rounds of the rows that are ``wanted``, until none are or time is up."""
+        while time.monotonic() < self.deadline and (keys := wanted()):
             self._round(keys)
             self.listener.advance()
+
+    def _incomplete(self) -> list[str]:
+        """Every row, until each has as many rounds as were asked for."""
+        measured = [row.key for row in self._asked_for() if row.state == "measured"]
+        have = [sum(key in seconds for seconds in self.rounds) for key in measured]
+        return measured if min(have, default=self.request.rounds) < self.request.rounds else []
 
     def _round(self, keys: Sequence[str]) -> None:
         wired = {key: {"peer": self.rows[key].peer, "setting": self.rows[key].setting} for key in keys}

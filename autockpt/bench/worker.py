@@ -32,8 +32,7 @@ def facts(runner: StepRunner, payload: Mapping[str, Any]) -> dict[str, Any]:
             "the factory returned a full_step, and gradients inside it cannot be compared with plain training's",
             remedy="Let it return (model, batch, loss), where loss(model, batch) gives the loss.",
         )
-    missing = {name: PEERS[name].missing(runner.device.kind) for name in payload["peers"]}
-    return {"missing": missing}
+    return {"missing": {name: PEERS[name].missing(runner.device.kind) for name in payload["peers"]}}
 
 
 def settings(runner: StepRunner, payload: Mapping[str, Any]) -> dict[str, Any]:

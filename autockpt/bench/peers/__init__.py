@@ -1,7 +1,7 @@
 """What autockpt is measured against: one file per way of doing it, and the table of them all."""
 
 from autockpt.bench.peers.base import OURS, PLAIN, Context, Detach, Peer
-from autockpt.bench.peers.by_layer import EveryNth, FirstK, Plain, RecomputeAll
+from autockpt.bench.peers.by_layer import BY_LAYER
 from autockpt.bench.peers.by_op import OpSets
 from autockpt.bench.peers.compiled import MemoryBudget, RecomputeAllCompiled
 from autockpt.bench.peers.ours import Ours, OursInCompiledLayers, OursInCompiledModel
@@ -11,10 +11,7 @@ from autockpt.bench.peers.save_on_cpu import SaveOnCpu
 PEERS: dict[str, Peer] = {
     peer.name: peer
     for peer in (
-        Plain(),
-        RecomputeAll(),
-        EveryNth(),
-        FirstK(),
+        *BY_LAYER,
         OpSets(),
         SaveOnCpu(),
         SacIlp(),

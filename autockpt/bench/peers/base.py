@@ -12,6 +12,7 @@ from unittest.mock import patch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from autockpt.measuring.compiled import missing as compiler_missing
 from autockpt.runtime.session import without_kv_cache
 from autockpt.schema import Unit
 from autockpt.schema.bench import Group
@@ -52,14 +53,14 @@ class Peer:
     together but judged within their group only. ``by_name_only``: not among those that take part where none is named.
     """
 
-    name: ClassVar[str]
+    name: str
     group: ClassVar[Group] = "eager"
     exact: ClassVar[bool] = True
     by_name_only: ClassVar[bool] = False
 
     def missing(self, device_kind: str) -> str:
         """Why this peer cannot run here (a package, a compiler), in one line; empty where nothing is known."""
-        return ""
+        return compiler_missing(device_kind) if self.group == "compiled" else ""
 
     def settings(self, context: Context) -> Iterable[Setting]:
         """Every setting worth a row. May run and time ops; leaves the model as it was."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -29,7 +29,7 @@ class OpSets(Peer):
     products are counted through a layer's forward, and those with odd numbers are kept.
     """
 
-    name: ClassVar[str] = "keep ops"
+    name = "keep ops"
 
     def settings(self, context: Context) -> Iterable[Setting]:
         for label, kept in KEEP.items():

@@ -6,14 +6,14 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
-from types import MethodType
 from typing import Any, ClassVar
+from unittest.mock import patch
 
 from torch import nn
 
 from autockpt.bench.peers.base import Context, Detach, Peer, Setting, recomputed
 from autockpt.errors import ConflictError
-from autockpt.measuring.compiled import BACKEND, Compiler, missing
+from autockpt.measuring.compiled import BACKEND, Compiler
 from autockpt.schema import Choice, CompileMode
 from autockpt.schema.bench import Group
 from autockpt.workload.names import unwrap
@@ -34,12 +34,9 @@ class MemoryBudget(Peer):
     A budget is a share of the bytes that the compiled graph would save, not a peak. Gradients are equal up to rounding.
     """
 
-    name: ClassVar[str] = "torch.compile"
+    name = "torch.compile"
     group: ClassVar[Group] = "compiled"
     exact: ClassVar[bool] = False
-
-    def missing(self, device_kind: str) -> str:
-        return missing(device_kind)
 
     def settings(self, context: Context) -> Iterable[Setting]:
         for budget in BUDGETS:
@@ -52,7 +49,7 @@ class MemoryBudget(Peer):
 class RecomputeAllCompiled(MemoryBudget):
     """Every layer is recomputed, as ``gradient_checkpointing=True`` of a Trainer does, and the model compiled."""
 
-    name: ClassVar[str] = "recompute all compiled"
+    name = "recompute all compiled"
 
     def settings(self, context: Context) -> Iterable[Setting]:
         yield Setting("", {"backend": BACKEND})
@@ -60,17 +57,14 @@ class RecomputeAllCompiled(MemoryBudget):
     def attach(self, model: nn.Module, units: Sequence[str], setting: Mapping[str, Any]) -> Detach:
         with ExitStack() as stack:
             for layer in (unwrap(module_of(model, name)) for name in units):
-                forward = MethodType(type(layer).forward, layer)
-                stack.callback(_put(layer, _recomputed.setdefault(layer, partial(recomputed, forward))))
+                if "forward" in layer.__dict__:
+                    raise ConflictError(
+                        "a layer has a forward of its own on the instance, which would be left out here"
+                    )
+                forward = _recomputed.setdefault(layer, partial(recomputed, layer.forward))
+                stack.enter_context(patch.object(layer, "forward", forward))
             stack.callback(compiled(model, self.name, "model", None, setting["backend"]))
             return stack.pop_all().close
-
-
-def _put(layer: nn.Module, forward: Callable[..., Any]) -> Detach:
-    if "forward" in layer.__dict__:
-        raise ConflictError("a layer has a forward of its own on the instance, which would be left out here")
-    layer.__dict__["forward"] = forward
-    return partial(layer.__dict__.pop, "forward")
 
 
 def compiled(

@@ -9,7 +9,7 @@ from torch import nn
 
 from autockpt.bench.peers.base import OURS, Context, Detach, Peer, Setting
 from autockpt.bench.peers.compiled import compiled
-from autockpt.measuring.compiled import BACKEND, missing
+from autockpt.measuring.compiled import BACKEND
 from autockpt.runtime import attach
 from autockpt.schema import CompileMode, parse_choices
 from autockpt.schema.bench import Group
@@ -18,7 +18,7 @@ from autockpt.schema.bench import Group
 class Ours(Peer):
     """Attaches ``setting["choices"]``, as ``autockpt.apply`` would."""
 
-    name: ClassVar[str] = OURS
+    name = OURS
     compile: ClassVar[CompileMode | None] = None
 
     def settings(self, context: Context) -> Iterable[Setting]:
@@ -37,14 +37,11 @@ class OursInCompiledLayers(Ours):
     Its searches compile for minutes, so it takes part only where it is named.
     """
 
-    name: ClassVar[str] = f"{OURS} compiled layers"
+    name = f"{OURS} compiled layers"
     group: ClassVar[Group] = "compiled"
     exact: ClassVar[bool] = False
     by_name_only: ClassVar[bool] = True
     compile: ClassVar[CompileMode | None] = "layers"
-
-    def missing(self, device_kind: str) -> str:
-        return missing(device_kind)
 
     def attach(self, model: nn.Module, units: Sequence[str], setting: Mapping[str, Any]) -> Detach:
         assert self.compile is not None
@@ -56,5 +53,5 @@ class OursInCompiledLayers(Ours):
 class OursInCompiledModel(OursInCompiledLayers):
     """A plan of ``autockpt search --compile model``: the whole model is compiled as one."""
 
-    name: ClassVar[str] = f"{OURS} compiled model"
+    name = f"{OURS} compiled model"
     compile: ClassVar[CompileMode | None] = "model"

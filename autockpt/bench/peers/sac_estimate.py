@@ -53,7 +53,9 @@ def estimate(workload: Step) -> SacEstimate:
             assert workload.loss is not None
             return workload.loss(model, batch)
 
-        with without_kv_cache(model), _modules_kept_alive():
+        alive: list[nn.Module] = []  # a forward may make modules on the fly (a loss), which the tools hold weakly
+        keeping = nn.modules.module.register_module_forward_pre_hook(lambda module, args: alive.append(module))
+        with without_kv_cache(model), keeping:
             memory = MemTracker()
             memory.track_external(model)
             with memory:
@@ -87,21 +89,6 @@ def _forget_modules_without_curve(ops: Any) -> None:
     ops.pwlf_sac_tradeoff_curve(n_segments=2, save_tradeoff_graphs=False)
     for name in [n for n, fit in ops.sac_mod_tradeoff_stats.items() if not all(map(math.isfinite, fit.slopes))]:
         del ops.sac_mod_stats[name], ops.sac_mod_tradeoff_stats[name]
-
-
-@contextlib.contextmanager
-def _modules_kept_alive() -> Iterator[None]:
-    """Keeps modules that a forward makes on the fly (a loss) until its backward: the tools hold them weakly."""
-    alive: list[nn.Module] = []
-
-    def keep(module: nn.Module, args: Any) -> None:
-        alive.append(module)
-
-    handle = nn.modules.module.register_module_forward_pre_hook(keep)
-    try:
-        yield
-    finally:
-        handle.remove()
 
 
 def fake_copy(model: nn.Module, mode: Any) -> nn.Module:
@@ -193,16 +180,9 @@ def _mended_ops() -> Iterator[None]:
     def mended(cls: Any, func: Any, *given: Any) -> Any:
         return timed.__func__(cls, _Timed(func), *given)
 
-    known = op_implementations_dict.get(_grouped_mm())
-    op_implementations_dict[_grouped_mm()] = shape
-    try:
-        with patch.object(RuntimeEstimator, name, classmethod(mended)):
-            yield
-    finally:
-        if known is None:
-            del op_implementations_dict[_grouped_mm()]
-        else:
-            op_implementations_dict[_grouped_mm()] = known
+    patched = patch.object(RuntimeEstimator, name, classmethod(mended))
+    with patch.dict(op_implementations_dict, {_grouped_mm(): shape}), patched:
+        yield
 
 
 class _Event:

@@ -12,7 +12,7 @@ import io
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.util import find_spec
-from typing import Any, ClassVar
+from typing import Any
 
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy
@@ -32,7 +32,7 @@ class SacIlp(Peer):
     call is kept. An empty one keeps nothing.
     """
 
-    name: ClassVar[str] = "torch SAC ILP"
+    name = "torch SAC ILP"
 
     def missing(self, device_kind: str) -> str:
         absent = [name for name in ("pulp", "pwlf") if find_spec(name) is None]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 from torch import nn
 from torch.autograd.graph import save_on_cpu
@@ -14,7 +14,7 @@ from autockpt.bench.peers.base import Context, Detach, Peer, Setting, replace_fo
 class SaveOnCpu(Peer):
     """Everything that the forward saves goes to pinned host memory and comes back in backward."""
 
-    name: ClassVar[str] = "offload all"
+    name = "offload all"
 
     def missing(self, device_kind: str) -> str:
         return "save_on_cpu moves nothing where the device is the CPU itself" if device_kind == "cpu" else ""
