@@ -13,7 +13,7 @@ from autockpt.explaining.kinds import LOSS, OFFLOADED, OTHER, UNMADE, OpKinds, m
 from autockpt.reporting.area import resampled
 from autockpt.schema import Graph, Storage
 from autockpt.schema.explanation import Alive, Curve, Holding, Moment, Slice
-from autockpt.schema.names import fold, parse_pattern
+from autockpt.schema.names import fold, folded
 from autockpt.simulator import bytes_timeline
 
 POINTS = 360  # of a curve: more than a terminal has columns
@@ -98,7 +98,7 @@ class StepBytes:
             sums[s.unit or REST] += s.bytes
         rest = sums.pop(REST, 0)
         ordered = {u.name: sums[u.name] for u in self.graph.blocks() if sums.get(u.name)}
-        return (*folded(ordered), *([Slice(name=REST, bytes=rest)] if rest else []))
+        return (*slices(ordered), *([Slice(name=REST, bytes=rest)] if rest else []))
 
     def by_kind(self, peak_op: int) -> tuple[Slice, ...]:
         """The same by the kind of op that made it, most first."""
@@ -160,13 +160,9 @@ def _died_resident(s: Storage, parts: Mapping[str, int]) -> str:
     return name if name in parts else next(iter(parts))
 
 
-def folded(sizes: Mapping[str, int]) -> list[Slice]:
+def slices(sizes: Mapping[str, int]) -> list[Slice]:
     """Units with equal bytes and names that follow one another as one slice."""
-    out = []
-    for pattern, size in fold(dict(sizes)).items():
-        count = 1 if pattern in sizes else len(parse_pattern(pattern).enumerate())
-        out.append(Slice(name=pattern, bytes=size, count=count))
-    return out
+    return [Slice(name=pattern, bytes=size, count=len(names)) for pattern, names, size in folded(sizes)]
 
 
 def joined(names: Sequence[str]) -> str:

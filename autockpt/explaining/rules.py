@@ -44,15 +44,9 @@ def rules(question: ExplainRequest, listener: Listener | None = None, *, measure
         overhead = subject.profiled.predictor.device.overhead_bytes  # rules speak of what tensors hold
         peak = base.peak_bytes + overhead
         seconds = {name: simulate(graph, subject.times.times).step_seconds for name, graph in graphs.items()}
-        predicted = {
-            name: _reading(
-                graph.peak_bytes + overhead,
-                peak,
-                activations,
-                seconds[name] / seconds[PLAIN] if seconds[PLAIN] else None,
-            )
-            for name, graph in graphs.items()
-        }
+        ratios = {name: took / seconds[PLAIN] if seconds[PLAIN] else None for name, took in seconds.items()}
+        peaks = {name: graph.peak_bytes + overhead for name, graph in graphs.items()}
+        predicted = {name: _reading(peaks[name], peak, activations, ratios[name]) for name in graphs}
         tables = [*_flops_rules(subject, graphs), *_memory_rules(subject, predicted), *claims(subject, activations)]
         notes = list(subject.notes)
         if measure:

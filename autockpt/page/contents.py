@@ -31,7 +31,7 @@ from autockpt.schema import (
 )
 from autockpt.schema.explanation import Speed
 from autockpt.schema.known import OURS
-from autockpt.schema.names import fold, outermost, parse_pattern
+from autockpt.schema.names import folded, outermost
 from autockpt.schema.outlook import Outlook
 from autockpt.schema.planview import set_lines
 
@@ -118,9 +118,8 @@ def contents_of(run: RunDirectory) -> Contents:
     lines = _lines(plan, profile, base.blocks() if base is not None else ())
     prices = [line.price for line in lines if line.price is not None]
     asked = Asked(run.question, run.command())
-    sets = (
-        f"Sets of choices by the size of the batch: {'; '.join(set_lines(plan))}." if plan and set_lines(plan) else ""
-    )
+    sets = set_lines(plan) if plan is not None else []
+    said_of_sets = f"Sets of choices by the size of the batch: {'; '.join(sets)}." if sets else ""
     name = run.path.resolve().name
     place = Path(name) if run.path.is_absolute() else run.path
     plan_file = str(place / (run.answer_path or run.plan_path).name)
@@ -147,7 +146,7 @@ def contents_of(run: RunDirectory) -> Contents:
             settings={k: v for k, v in settings.items() if v not in (None, "", False)},
             environment=environment,
             command=run.command(),
-            notes=tuple(filter(None, (sets, *(answer.notes if answer is not None else ())))),
+            notes=tuple(filter(None, (said_of_sets, *(answer.notes if answer is not None else ())))),
             why=refused.partition("\n")[2] if state == "infeasible" else why(plans, prices),
             compiled=bool(run.question.get("compile")),
             rates=_rates(planned, base, plan, settings),
@@ -209,10 +208,9 @@ def _lines(plan: Plan | None, profile: Profile | None, blocks: Sequence[Any]) ->
     menus |= {unit.name: of_kind[unit.kind] for unit in blocks if unit.kind in of_kind}
     told = {name: (choice, _cost(menus.get(name), choice)) for name, choice in plan.expand_planned().items()}
     lines = []
-    for pattern, (choice, cost) in fold(told).items():
-        count = 1 if pattern in told else len(parse_pattern(pattern).enumerate())
+    for pattern, names, (choice, cost) in folded(told):
         kept, freed, seconds = cost or (None, None, None)
-        lines.append(Line(pattern, count, choice, kept, freed, seconds))
+        lines.append(Line(pattern, len(names), choice, kept, freed, seconds))
     return tuple(lines)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import count
 
 import numpy as np
 
@@ -62,7 +63,7 @@ def tape_of(name: str, graph: Graph, times: OpTimes | None) -> Timeline | None:
     small = np.zeros(n, dtype=np.int64)
     for s in rest:
         small[s.birth : n if s.death is None else s.death + 1] += s.bytes
-    units, kinds, words = _Index(), _Index(), _Index()
+    units, kinds, words = (defaultdict[str, int](count().__next__) for _ in range(3))  # texts by number, each once
     rows = _rows(held, listed, units, kinds, words)
     lasts = np.diff(np.append(begins, 1.0))
     return Timeline(
@@ -107,16 +108,8 @@ def _ranked(held: StepBytes) -> tuple[list[Storage], list[Storage]]:
     return sorted(moving[:LISTED], key=lambda s: s.birth), moving[LISTED:]
 
 
-class _Index(dict[str, int]):
-    """Texts by number, each once."""
-
-    def __missing__(self, text: str) -> int:
-        self[text] = len(self)
-        return self[text]
-
-
 def _rows(
-    held: StepBytes, storages: Sequence[Storage], units: _Index, kinds: _Index, words: _Index
+    held: StepBytes, storages: Sequence[Storage], units: dict[str, int], kinds: dict[str, int], words: dict[str, int]
 ) -> tuple[tuple[int, ...], ...]:
     graph = held.graph
     n = len(graph.ops)

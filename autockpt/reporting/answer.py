@@ -12,7 +12,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from autockpt.reporting.style import VERDICTS, bullets, plain_table
+from autockpt.reporting.style import VERDICTS, plain_table, remarks
 from autockpt.schema import Comparison, CompileMode, Plan, SearchOutcome, format_binary, format_bytes, words
 from autockpt.schema.known import NOT_IN_THE_NAME
 from autockpt.schema.planview import choice_lines, set_lines
@@ -93,8 +93,7 @@ def print_answer(outcome: SearchOutcome, console: Console) -> None:
             console.print("~ simulated, not measured", style="dim")
         named = [f"{row.name}: {NOT_IN_THE_NAME[row.name]}" for row in rows if row.name in NOT_IN_THE_NAME]
         console.print(Text("; ".join(named)), style="dim")
-    console.print()
-    console.print(bullets(_remarks(outcome, rows)))
+    remarks(_remarks(outcome, rows), console)
     if outcome.plan is not None:
         _print_plan(outcome, outcome.plan, console)
 
@@ -177,22 +176,22 @@ def _heading(outcome: SearchOutcome) -> Text:
 
 def _remarks(outcome: SearchOutcome, rows: list[AnswerRow]) -> list[str]:
     """What the table does not say."""
-    remarks = []
+    said = []
     if outcome.interrupted:
         so_far = "this is the best so far" if outcome.plan else "nothing that fits was measured yet"
-        remarks.append(f"Interrupted: {so_far}. The same command again continues.")
+        said.append(f"Interrupted: {so_far}. The same command again continues.")
     if not outcome.binding:
-        remarks.append("Saving everything fits this budget: nothing has to be given up, and the plan is to save all.")
+        said.append("Saving everything fits this budget: nothing has to be given up, and the plan is to save all.")
     if outcome.dry_run:
-        remarks.append("Dry run: nothing was measured, all numbers are simulated.")
+        said.append("Dry run: nothing was measured, all numbers are simulated.")
     elif outcome.source == "simulated":
-        remarks.append(f"Nothing was measured: all numbers are simulated for {outcome.device.name}.")
+        said.append(f"Nothing was measured: all numbers are simulated for {outcome.device.name}.")
     if not outcome.dry_run:
-        remarks.append(_effort(outcome))
-    remarks += [f"{r.name}: {r.note}" for r in rows if len(r.note) > SHORT]
+        said.append(_effort(outcome))
+    said += [f"{r.name}: {r.note}" for r in rows if len(r.note) > SHORT]
     if outcome.set_aside:
-        remarks.append(f"What stood there before is kept as {outcome.set_aside}.")
-    return [*remarks, *outcome.notes]
+        said.append(f"What stood there before is kept as {outcome.set_aside}.")
+    return [*said, *outcome.notes]
 
 
 def _effort(outcome: SearchOutcome) -> str:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from autockpt.reporting.answer import print_answer
-from autockpt.reporting.style import bullets, heading, plain_table
+from autockpt.reporting.style import heading, plain_table, remarks
 from autockpt.schema import Measurement, format_binary, words
 from autockpt.schema.batches import BatchAnswer, BatchSetting
 
@@ -18,13 +17,16 @@ def print_batches(answer: BatchAnswer, console: Console) -> None:
     """Print the best setting's whole answer, all settings by tokens per second, and the trainers' flags."""
     print_answer(answer.outcome, console)
     best = answer.best
-    heading(f"{answer.rows_per_update} rows per update: which micro-batch", console, _batches_table(answer))
+    table = plain_table(">batch", ">×", "<plan", ">peak", ">update", f">{answer.unit}/s", ">of best")
+    table.add_row(*_cells(best, best), style="bold")
+    for setting in answer.others:
+        table.add_row(*_cells(setting, best))
+    heading(f"{answer.rows_per_update} rows per update: which micro-batch", console, table)
     if not isinstance(best.score, Measurement):
         console.print("~ simulated, not measured", style="dim")
-    console.print()
     counted = f"The trials above are those of micro-batches of {best.batch_size}; "
     counted += f"{answer.trials} of all sizes, in {words.seconds(answer.seconds)}."
-    console.print(bullets([counted, *answer.notes]))
+    remarks([counted, *answer.notes], console)
     heading("The settings that go with the plan:", console)
     for trainer, flags in _trainer_flags(best.batch_size, best.accumulate).items():
         console.print(Text(f"  {trainer:<14}{flags}", style="cyan"), soft_wrap=True)
@@ -37,15 +39,6 @@ def batch_lines(answer: BatchAnswer) -> list[str]:
         batch, times, plan, peak, seconds, rate, share = _cells(setting, answer.best)
         lines.append(f"{batch} × {times}: {rate} {answer.unit}/s ({share}), update {seconds}, peak {peak}, {plan}")
     return lines
-
-
-def _batches_table(answer: BatchAnswer) -> Table:
-    """One line per setting, the most tokens per second first; in per cent of the best."""
-    table = plain_table(">batch", ">×", "<plan", ">peak", ">update", f">{answer.unit}/s", ">of best")
-    table.add_row(*_cells(answer.best, answer.best), style="bold")
-    for setting in answer.others:
-        table.add_row(*_cells(setting, answer.best))
-    return table
 
 
 def _cells(setting: BatchSetting, best: BatchSetting) -> list[str]:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.text import Text
 
-from autockpt.reporting.style import bullets, heading, plain_table
+from autockpt.reporting.style import heading, plain_table, remarks
 from autockpt.schema import format_binary, format_bytes, words
 from autockpt.schema.bench import BenchLine, BenchReport, BudgetResult, Ratio
 
@@ -37,14 +37,9 @@ def print_bench(report: BenchReport, console: Console) -> None:
         if table.rows:
             heading(title, console, table)
     lines = {line.row.key: line for line in report.lines}
-    if report.budgets:
-        console.print()
-        console.print(bullets([_verdict(result, lines) for result in report.budgets]))
-    console.print()
-    remarks = _remarks(report)
-    if report.interrupted:
-        remarks.insert(0, "Interrupted: what was measured so far is kept, and the same command continues.")
-    console.print(bullets(remarks))
+    remarks([_verdict(result, lines) for result in report.budgets], console)
+    interrupted = "Interrupted: what was measured so far is kept, and the same command continues."
+    remarks([*([interrupted] if report.interrupted else []), *_remarks(report)], console)
     if report.directory is not None:
         console.print()
         console.print(Text(f"Written to {report.directory}: table.md, picture.svg, report.json"), soft_wrap=True)

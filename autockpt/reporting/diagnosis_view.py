@@ -11,7 +11,7 @@ from rich.text import Text
 
 from autockpt.reporting import area
 from autockpt.reporting.answer import answer_rows, answer_table
-from autockpt.reporting.style import bullets, heading, plain_table
+from autockpt.reporting.style import bullets, heading, plain_table, remarks
 from autockpt.schema import format_binary, words
 from autockpt.schema.diagnosis import CommandReading, DeviceFailure, Diagnosis, Room, SnapshotReading
 
@@ -49,9 +49,7 @@ def print_diagnosis(said: Diagnosis, console: Console) -> None:
         heading("No prescription", console, Text(said.unprescribed))
     if said.advice:
         heading("Besides" if said.room is not None else "What helps", console, bullets(said.advice))
-    if said.notes:
-        console.print()
-        console.print(bullets(said.notes))
+    remarks(said.notes, console)
 
 
 def _reported(failure: DeviceFailure, console: Console) -> None:

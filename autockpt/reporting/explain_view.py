@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from autockpt.reporting import area
-from autockpt.reporting.style import bullets, heading, plain_table
+from autockpt.reporting.style import bullets, heading, plain_table, remarks
 from autockpt.schema import Choice, Remake, Selective, format_binary, format_bytes, words
 from autockpt.schema.explanation import Alive, Basis, Explanation, Front, Reach, Slice, Speed
 from autockpt.schema.known import NONE
@@ -48,9 +48,8 @@ def print_explanation(said: Explanation, console: Console) -> None:
         limits = [bullets(largest_words(said))] if said.limits else []
         heading("Other budgets and sizes", console, _budgets(said, marks), *limits)
     if said.notes or said.basis_note:
-        console.print()
         how = "a ghost run" if said.source == "ghost" else "a recorded real step"
-        console.print(bullets((f"Bytes are simulated by {how}, seconds too: {said.basis_note}.", *said.notes)))
+        remarks((f"Bytes are simulated by {how}, seconds too: {said.basis_note}.", *said.notes), console)
 
 
 def _heading(said: Explanation) -> Text:

@@ -152,6 +152,13 @@ def bullets(lines: Iterable[str], mark: str = "•") -> Table:
     return grid
 
 
+def remarks(lines: Sequence[str], console: Console) -> None:
+    """An empty line and these as paragraphs, where there are any."""
+    if lines:
+        console.print()
+        console.print(bullets(lines))
+
+
 # C0 and C1 controls but for tab and newline, and what turns the direction of text around
 _CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 

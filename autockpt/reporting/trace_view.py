@@ -12,10 +12,10 @@ from rich.table import Table
 from rich.text import Text
 
 from autockpt.reporting import area
-from autockpt.reporting.style import bullets, plain_table, shown
+from autockpt.reporting.style import bullets, plain_table, remarks, shown
 from autockpt.schema import Data, DevicePeak, Graph, Op, Phase, Storage, Unit, format_binary, format_bytes, words
 from autockpt.schema.graph import Span
-from autockpt.schema.names import fold, parse_pattern, strip_prefixes
+from autockpt.schema.names import folded, strip_prefixes
 
 REMAINDER = "(rest of the model)"
 
@@ -182,10 +182,9 @@ def _folded(rows: Sequence[UnitSummary]) -> list[tuple[UnitSummary, set[str]]]:
     """Rows with equal numbers and names that follow one another as one, each with the names it stands for."""
     by_name = {r.name: r.model_copy(update={"name": ""}) for r in rows}
     result = []
-    for pattern, row in fold(by_name).items():
-        members = {pattern} if pattern in by_name else set(parse_pattern(pattern).enumerate())
+    for pattern, members, row in folded(by_name):
         update = {"name": pattern, "count": len(members), "share": row.share * len(members)}
-        result.append((row.model_copy(update=update), members))
+        result.append((row.model_copy(update=update), set(members)))
     return result
 
 
@@ -242,9 +241,7 @@ def print_summary(summary: GraphSummary, settings: Mapping[str, object], console
     console.print(_unit_table(summary, console.width))
     console.print()
     _print_timeline(summary, console)
-    if summary.notes:
-        console.print()
-        console.print(bullets(summary.notes))
+    remarks(summary.notes, console)
 
 
 def _unit_table(summary: GraphSummary, width: int) -> Table:

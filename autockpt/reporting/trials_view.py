@@ -160,13 +160,13 @@ def _beside(trial: Trial) -> Table:
     predicted, measured = trial.predicted, trial.measured
     expected = predicted.step_seconds if predicted else None
 
-    def add_sizes(name: str, said: int | None, real: int | None) -> None:
+    def add_sizes(name: str, field: str) -> None:
+        said, real = (getattr(reading, field, None) for reading in (predicted, measured))
         more = "—" if said is None or real is None else f"{'+' if real > said else ''}{format_binary(real - said)}"
-        table.add_row(
-            name, "—" if said is None else format_binary(said), "—" if real is None else format_bytes(real), more
-        )
+        sizes = "—" if said is None else format_binary(said), "—" if real is None else format_bytes(real)
+        table.add_row(name, *sizes, more)
 
-    add_sizes("peak", predicted.peak_bytes if predicted else None, measured.peak_bytes if measured else None)
+    add_sizes("peak", "peak_bytes")
     table.add_row(
         "step",
         words.seconds(expected) if expected else "—",
@@ -174,7 +174,7 @@ def _beside(trial: Trial) -> Table:
         words.share(measured.step_seconds / expected - 1, signed=True) if measured and expected else "—",
     )
     if (predicted and predicted.host_bytes) or (measured and measured.host_bytes):
-        add_sizes("host", predicted.host_bytes if predicted else None, measured.host_bytes if measured else None)
+        add_sizes("host", "host_bytes")
     return table
 
 
