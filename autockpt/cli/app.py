@@ -20,7 +20,7 @@ from autockpt.cli.estimate import estimate
 from autockpt.cli.explain import explain
 from autockpt.cli.export import export
 from autockpt.cli.history import history
-from autockpt.cli.options import opt
+from autockpt.cli.options import flag
 from autockpt.cli.panels import PanelCommand
 from autockpt.cli.report import report
 from autockpt.cli.search import search
@@ -86,9 +86,7 @@ def _print_version(wanted: bool) -> None:
 
 
 def _root(
-    version: bool = opt(
-        "--version", "Print the version and exit.", default=False, callback=_print_version, is_eager=True
-    ),
+    version: bool = flag("--version", "Print the version and exit.", callback=_print_version, is_eager=True),
 ) -> None:
     """What should each layer do with its activations, so that training fits the memory budget and stays fast?
 

@@ -10,7 +10,7 @@ import typer
 
 from autockpt.cli import screen
 from autockpt.cli.guard import INTERRUPTED, guarded
-from autockpt.cli.options import DEVICE, FRESH, RUNS_FOLDER, duration, listed, opt, takes_workload, workload_spec
+from autockpt.cli.options import DEVICE, FRESH, RUNS_FOLDER, duration, flag, listed, opt, takes_workload, workload_spec
 from autockpt.errors import UsageError
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ def bench(
     seed: int = opt("--seed N", "For weights, batch and sampler.", default=0, min=0),
     out: Path = RUNS_FOLDER,
     fresh: bool = FRESH,
-    as_json: bool = opt("--json", "Print the report as JSON.", default=False),
+    as_json: bool = flag("--json", "Print the report as JSON."),
 ) -> None:
     """Measure autockpt's plans against other ways of saving memory.
 

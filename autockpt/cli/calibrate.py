@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from autockpt.cli import screen
 from autockpt.cli.guard import guarded
-from autockpt.cli.options import opt
+from autockpt.cli.options import flag, opt
 from autockpt.errors import MeasurementError, UsageError
 
 if TYPE_CHECKING:
@@ -21,9 +21,9 @@ def calibrate(
     *,
     out: Path | None = opt("--hardware-out FILE", "File to write. Default: the device's name, here."),
     device: str | None = opt("--device DEVICE", "cpu, cuda, cuda:1, xpu, … Default: the best there is."),
-    quick: bool = opt("--quick", "Fewer sizes and repeats.", default=False),
-    force: bool = opt("--force", "Replace a file that exists.", default=False),
-    as_json: bool = opt("--json", "Print the description as JSON.", default=False),
+    quick: bool = flag("--quick", "Fewer sizes and repeats."),
+    force: bool = flag("--force", "Replace a file that exists."),
+    as_json: bool = flag("--json", "Print the description as JSON."),
 ) -> None:
     """Measure this machine and write its hardware description.
 

@@ -9,7 +9,7 @@ import typer
 
 from autockpt.cli import screen
 from autockpt.cli.guard import guarded
-from autockpt.cli.options import arg, named_hardware, opt, takes_workload, workload_spec
+from autockpt.cli.options import arg, flag, named_hardware, opt, takes_workload, workload_spec
 from autockpt.errors import InfeasibleError, UsageError
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ def diagnose(
         "The device: rtx4090, h100, …, or a YAML file. Default: the one nearest to what the log says.",
     ),
     plan_out: Path | None = opt("--plan-out FILE", "Write the plan here; another one there is set aside."),
-    as_json: bool = opt("--json", "Print JSON.", default=False),
+    as_json: bool = flag("--json", "Print JSON."),
 ) -> None:
     """Say what filled a device's memory, and find a plan that fits.
 

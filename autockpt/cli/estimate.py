@@ -6,7 +6,7 @@ from typing import Any
 
 from autockpt.cli import screen
 from autockpt.cli.guard import guarded
-from autockpt.cli.options import arg, listed, opt
+from autockpt.cli.options import arg, flag, listed, opt
 from autockpt.errors import UsageError
 
 
@@ -20,13 +20,11 @@ def estimate(
     lora: int = opt("--lora RANK", "Rank of the LoRA rows; 0 leaves them out.", default=16, min=0),
     full: bool = opt("--full/--no-full", "Rows that train all weights.", default=True),
     qlora: bool = opt("--qlora/--no-qlora", "LoRA rows again on a base in 4 bits.", default=True),
-    prepare_kbit: bool = opt(
-        "--prepare-kbit/--no-prepare-kbit",
-        "4-bit rows with norms, embeddings and head in fp32, as PEFT's.",
-        default=False,
+    prepare_kbit: bool = flag(
+        "--prepare-kbit/--no-prepare-kbit", "4-bit rows with norms, embeddings and head in fp32, as PEFT's."
     ),
     dtype: str | None = opt("--dtype TYPE", "Type of the weights: bf16, fp16, fp32. Default: the model's."),
-    as_json: bool = opt("--json", "Print JSON, one object a line.", default=False),
+    as_json: bool = flag("--json", "Print JSON, one object a line."),
 ) -> None:
     """Say whether training fits a card, by what plan, and how fast.
 

@@ -9,7 +9,7 @@ import typer
 
 from autockpt.cli import screen
 from autockpt.cli.guard import guarded
-from autockpt.cli.options import DEVICE, arg, opt, takes_workload, workload_spec
+from autockpt.cli.options import DEVICE, arg, flag, opt, takes_workload, workload_spec
 from autockpt.errors import InfeasibleError, UsageError
 
 
@@ -28,13 +28,13 @@ def explain(
         "--hardware NAME",
         "Simulate this device: rtx4090, h100, or a YAML file. Default: what the plan was simulated for.",
     ),
-    rules: bool = opt("--rules", "Put the rules of thumb to the test on this model instead.", default=False),
-    measure: bool = opt("--measure", "With --rules: take real steps on the device as well.", default=False),
+    rules: bool = flag("--rules", "Put the rules of thumb to the test on this model instead."),
+    measure: bool = flag("--measure", "With --rules: take real steps on the device as well."),
     limits: bool = opt(
         "--limits/--no-limits", "Look for the largest batch and sequence under the budget.", default=True
     ),
     seed: int | None = opt("--seed N", "For weights and batch. Default: 0.", min=0),
-    as_json: bool = opt("--json", "Print JSON.", default=False),
+    as_json: bool = flag("--json", "Print JSON."),
 ) -> None:
     """Show where a step's bytes go, and what giving some up costs.
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from autockpt.cli import screen
 from autockpt.cli.guard import guarded
-from autockpt.cli.options import arg, opt
+from autockpt.cli.options import arg, flag, opt
 from autockpt.errors import UsageError
 
 
@@ -16,7 +16,7 @@ def export(
     *,
     to: str = opt("--to TRAINER", "transformers, axolotl, torchtitan or megatron.", default=...),
     out: Path | None = opt("--settings-out FILE", "File to write, never over another. Default: print."),
-    as_json: bool = opt("--json", "Print settings, losses and notes as JSON.", default=False),
+    as_json: bool = flag("--json", "Print settings, losses and notes as JSON."),
 ) -> None:
     """Write the nearest setting of a trainer's own.
 

@@ -57,8 +57,8 @@ def guarded(verb: Callable[..., None]) -> Callable[..., None]:
                 code = _interrupted(as_json, _code(interrupts), kept)
             elif isinstance(error, OSError) and error.errno in _UNWRITTEN and error.filename is None:
                 _silence_output()
-                code, read_it = FAILED, _READ_IT if kept and not options.get("dry_run") else ""
-                _say(f"the answer could not be written: {error.strerror}", read_it, False, code)
+                read_it = _READ_IT if kept and not options.get("dry_run") else ""
+                code = _say(f"the answer could not be written: {error.strerror}", read_it, False, FAILED)
             else:
                 code = _bug(error, as_json)
             raise typer.Exit(code) from None
@@ -115,8 +115,7 @@ def _interrupted(as_json: bool, code: int, kept: bool) -> int:
     with _handling({signal.SIGINT: signal.SIG_IGN, signal.SIGTERM: signal.SIG_IGN}):
         said = "ended by SIGTERM" if code == TERMINATED else "interrupted"
         remedy = "What was measured so far is kept; the same command continues." if kept else _ANEW
-        _say(said, remedy, as_json, code)
-    return code
+        return _say(said, remedy, as_json, code)
 
 
 def _explain(error: AutockptError, as_json: bool) -> int:
@@ -132,8 +131,7 @@ def _explain(error: AutockptError, as_json: bool) -> int:
             remedy = f"The smallest peak that any plan reaches is {smallest}. {remedy}".strip()
     if isinstance(error, InfeasibleError) and error.alternatives:
         more["alternatives"] = [way.model_dump(mode="json") for way in error.alternatives]
-    _say(error.message, remedy, as_json, error.exit_code, **more)
-    return error.exit_code
+    return _say(error.message, remedy, as_json, error.exit_code, **more)
 
 
 def _bug(error: Exception, as_json: bool) -> int:
@@ -146,8 +144,7 @@ def _bug(error: Exception, as_json: bool) -> int:
     except OSError:
         where = "Run it again with AUTOCKPT_DEBUG=1 to see details; please report them."
     first = (str(error).splitlines() or [""])[0][:200]
-    _say(f"unexpected {type(error).__name__}: {first}", f"This is a bug in autockpt. {where}", as_json, FAILED)
-    return FAILED
+    return _say(f"unexpected {type(error).__name__}: {first}", f"This is a bug in autockpt. {where}", as_json, FAILED)
 
 
 def _debug() -> None:
@@ -155,7 +152,8 @@ def _debug() -> None:
         traceback.print_exc()
 
 
-def _say(message: str, remedy: str, as_json: bool, code: int, **more: Any) -> None:
+def _say(message: str, remedy: str, as_json: bool, code: int, **more: Any) -> int:
+    """Show an error; gives its exit code."""
     from rich.text import Text
 
     console = screen.progress()
@@ -169,3 +167,4 @@ def _say(message: str, remedy: str, as_json: bool, code: int, **more: Any) -> No
             screen.print_json(json.dumps({"error": message, "remedy": remedy, "exit_code": code} | more, indent=2))
         except OSError:  # it was said above
             _silence_output()
+    return code

@@ -27,6 +27,11 @@ def opt(usage: str, help: str, default: Any = None, **settings: Any) -> Any:
     return typer.Option(default, *names, metavar=last, help=help, **settings)
 
 
+def flag(usage: str, help: str, **settings: Any) -> Any:
+    """An option without a value, off where it is not given."""
+    return opt(usage, help, default=False, **settings)
+
+
 def arg(name: str, help: str, default: Any = None) -> Any:
     """An argument, likewise; ``...`` in place of a default: it must be given."""
     return typer.Argument(default, metavar=name, help=help)
@@ -34,71 +39,67 @@ def arg(name: str, help: str, default: Any = None) -> Any:
 
 DEVICE = opt("--device NAME", "cpu, cuda, cuda:1, xpu, … Default: the best there is.")
 RUNS_FOLDER = opt("--out -o DIR", "Folder of the runs' directories.", default=Path("results"))
-FRESH = opt("--fresh", "Set an earlier run of this question aside. Default: continue it.", default=False)
+FRESH = flag("--fresh", "Set an earlier run of this question aside. Default: continue it.")
 
 
-def _option(kind: Any, usage: str, help: str, **settings: Any) -> tuple[Any, Any]:
+def _text(usage: str, help: str, kind: Any = str, **settings: Any) -> tuple[Any, Any]:
     return kind | None, opt(usage, help, show_default=False, **settings)
+
+
+_switch = functools.partial(_text, kind=bool)
+_number = functools.partial(_text, kind=int, min=1)
 
 
 # field of WorkloadSpec -> the type of its option, and the option; None means: not given
 WORKLOAD_OPTIONS: dict[str, tuple[Any, Any]] = {
-    "model": _option(
-        str, "--model -m MODEL", "Hub id, directory, config.json, built-in shape (llama-8b), or package.module:factory."
+    "model": _text(
+        "--model -m MODEL", "Hub id, directory, config.json, built-in shape (llama-8b), or package.module:factory."
     ),
-    "batch_size": _option(int, "--batch-size -b N", "Sequences per micro-batch. Default: the shape's.", min=1),
-    "seq_len": _option(int, "--seq-len -s N", "Tokens of the longest sequence. Default: the shape's.", min=1),
-    "units": _option(
-        str, "--units NAMES", "Modules to choose for: encoder.layers.*,mid. Default: repeated blocks, or the best cuts."
+    "batch_size": _number("--batch-size -b N", "Sequences per micro-batch. Default: the shape's."),
+    "seq_len": _number("--seq-len -s N", "Tokens of the longest sequence. Default: the shape's."),
+    "units": _text(
+        "--units NAMES", "Modules to choose for: encoder.layers.*,mid. Default: repeated blocks, or the best cuts."
     ),
-    "pad_to": _option(int, "--pad-to N", "Pad every sequence to this length.", min=1),
-    "packed": _option(bool, "--packed/--padded", "No padding, so no attention mask. Default: padded."),
-    "dtype": _option(str, "--dtype [fp32|bf16|fp16]", "Type of the weights. Default: the shape's."),
-    "autocast": _option(str, "--autocast [bf16|fp16]", "Compute in this type. Default: off."),
-    "attn": _option(str, "--attn NAME", "transformers' attn_implementation: sdpa, eager, …"),
-    "liger": _option(bool, "--liger/--no-liger", "Liger Kernel's kernels, as use_liger_kernel=True. Default: no."),
-    "optimizer": _option(str, "--optimizer [adamw|adamw8bit|adafactor|sgd|none]", "Default: adamw."),
-    "scaler": _option(bool, "--scaler/--no-scaler", "Scale the loss, as for fp16. Default: no."),
-    "accumulate": _option(int, "--accumulate N", "Micro-batches per optimizer step. Default: 1.", min=1),
-    "max_grad_norm": _option(float, "--max-grad-norm NORM", "Clip gradients to this norm. Default: no clipping."),
-    "lora": _option(int, "--lora RANK", "Train LoRA adapters of this rank only.", min=1),
-    "lora_targets": _option(
-        str, "--lora-targets NAMES", "Layers to adapt: all-linear, or q_proj,v_proj. Default: PEFT's."
+    "pad_to": _number("--pad-to N", "Pad every sequence to this length."),
+    "packed": _switch("--packed/--padded", "No padding, so no attention mask. Default: padded."),
+    "dtype": _text("--dtype [fp32|bf16|fp16]", "Type of the weights. Default: the shape's."),
+    "autocast": _text("--autocast [bf16|fp16]", "Compute in this type. Default: off."),
+    "attn": _text("--attn NAME", "transformers' attn_implementation: sdpa, eager, …"),
+    "liger": _switch("--liger/--no-liger", "Liger Kernel's kernels, as use_liger_kernel=True. Default: no."),
+    "optimizer": _text("--optimizer [adamw|adamw8bit|adafactor|sgd|none]", "Default: adamw."),
+    "scaler": _switch("--scaler/--no-scaler", "Scale the loss, as for fp16. Default: no."),
+    "accumulate": _number("--accumulate N", "Micro-batches per optimizer step. Default: 1."),
+    "max_grad_norm": _text("--max-grad-norm NORM", "Clip gradients to this norm. Default: no clipping.", kind=float),
+    "lora": _number("--lora RANK", "Train LoRA adapters of this rank only."),
+    "lora_targets": _text("--lora-targets NAMES", "Layers to adapt: all-linear, or q_proj,v_proj. Default: PEFT's."),
+    "lora_dora": _switch("--lora-dora/--no-lora-dora", "Weight-decomposed adapters (DoRA)."),
+    "lora_modules_to_save": _text(
+        "--lora-modules-to-save NAMES", "Modules trained whole alongside the adapters: lm_head,…"
     ),
-    "lora_dora": _option(bool, "--lora-dora/--no-lora-dora", "Weight-decomposed adapters (DoRA)."),
-    "lora_modules_to_save": _option(
-        str, "--lora-modules-to-save NAMES", "Modules trained whole alongside the adapters: lm_head,…"
+    "load_in_4bit": _switch("--load-in-4bit/--no-load-in-4bit", "Base weights in NF4, quantised twice (bitsandbytes)."),
+    "load_in_8bit": _switch("--load-in-8bit/--no-load-in-8bit", "Base weights in int8 (bitsandbytes)."),
+    "quantization": _text("--quantization FILE", "transformers' quantization_config, as YAML or JSON."),
+    "prepare_kbit": _switch(
+        "--prepare-kbit/--no-prepare-kbit", "As PEFT's prepare_model_for_kbit_training does: norms, head in fp32."
     ),
-    "load_in_4bit": _option(
-        bool, "--load-in-4bit/--no-load-in-4bit", "Base weights in NF4, quantised twice (bitsandbytes)."
+    "weights": _switch("--weights/--no-weights", "Load trained weights. Default: random ones."),
+    "master_weights": _switch(
+        "--master-weights/--no-master-weights", "fp32 copies of 16-bit weights, for the optimizer. Default: no."
     ),
-    "load_in_8bit": _option(bool, "--load-in-8bit/--no-load-in-8bit", "Base weights in int8 (bitsandbytes)."),
-    "quantization": _option(str, "--quantization FILE", "transformers' quantization_config, as YAML or JSON."),
-    "prepare_kbit": _option(
-        bool,
-        "--prepare-kbit/--no-prepare-kbit",
-        "As PEFT's prepare_model_for_kbit_training does: norms, head in fp32.",
+    "keep_gradients": _switch(
+        "--keep-gradients/--free-gradients", "Gradients are zeroed between steps, not freed. Default: freed."
     ),
-    "weights": _option(bool, "--weights/--no-weights", "Load trained weights. Default: random ones."),
-    "master_weights": _option(
-        bool, "--master-weights/--no-master-weights", "fp32 copies of 16-bit weights, for the optimizer. Default: no."
-    ),
-    "keep_gradients": _option(
-        bool, "--keep-gradients/--free-gradients", "Gradients are zeroed between steps, not freed. Default: freed."
-    ),
-    "ddp": _option(
-        str,
+    "ddp": _text(
         "--ddp [buckets|views]",
         "DDP's gradient buckets: copied to, or with gradients as views of them. Default: no DDP.",
     ),
-    "shard": _option(int, "--shard N", "Shard over N GPUs (FSDP2, ZeRO-3). Default: one GPU.", min=1),
-    "trust_remote_code": _option(bool, "--trust-remote-code/--no-remote-code", "Run code of the hub's. Default: no."),
+    "shard": _number("--shard N", "Shard over N GPUs (FSDP2, ZeRO-3). Default: one GPU."),
+    "trust_remote_code": _switch("--trust-remote-code/--no-remote-code", "Run code of the hub's. Default: no."),
 }
 
 
 # instead of the length above, for a verb that can look for it
-LENGTH_OR_AUTO = _option(
-    str,
+LENGTH_OR_AUTO = _text(
     "--seq-len -s N|auto",
     "Tokens of the longest sequence, or auto: the longest that fit the budget. Default: the shape's.",
 )

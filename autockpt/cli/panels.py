@@ -9,26 +9,18 @@ from typer.core import TyperCommand
 
 # heading -> options by parameter name, in this order; what is in none stands under "Options"
 PANELS = {
-    "Model and batch": (
-        "model", "units", "batch_size", "seq_len", "lengths", "batch_sizes", "seq_lens", "pad_to", "packed",
-        "weights", "trust_remote_code", "seed",
-    ),
-    "Training step": (
-        "dtype", "autocast", "attn", "liger", "optimizer", "scaler", "accumulate", "global_batch", "tokens_per_update",
-        "max_grad_norm", "full", "compile",
-    ),
-    "Adapters and quantised weights": (
-        "lora", "lora_targets", "lora_dora", "lora_modules_to_save", "load_in_4bit", "load_in_8bit", "quantization",
-        "prepare_kbit",
-    ),
-    "Device and budget": ("budget", "budgets", "headroom", "host_budget", "device", "hardware", "cards"),
-    "Simulated hardware only": ("master_weights", "keep_gradients", "ddp", "shard"),
-    "Search": (
-        "trials", "timeout", "space", "choices", "allow_inexact", "dry_run", "storage", "resume", "fresh", "again",
-        "rounds", "most_rounds", "peers",
-    ),
-    "Output": ("out", "plan_out", "log_to", "force", "as_json", "help"),
-}  # fmt: skip
+    "Model and batch": """model units batch_size seq_len lengths batch_sizes seq_lens pad_to packed weights
+        trust_remote_code seed""",
+    "Training step": """dtype autocast attn liger optimizer scaler accumulate global_batch tokens_per_update
+        max_grad_norm full compile""",
+    "Adapters and quantised weights": """lora lora_targets lora_dora lora_modules_to_save load_in_4bit load_in_8bit
+        quantization prepare_kbit""",
+    "Device and budget": "budget budgets headroom host_budget device hardware cards",
+    "Simulated hardware only": "master_weights keep_gradients ddp shard",
+    "Search": """trials timeout space choices allow_inexact dry_run storage resume fresh again rounds most_rounds
+        peers""",
+    "Output": "out plan_out log_to force as_json help",
+}
 
 
 HINTS = {"batch_size": "; the one that trains fastest is found with --global-batch N or --tokens-per-update N"}
@@ -64,7 +56,7 @@ class PanelCommand(TyperCommand):
             raise
 
     def format_options(self, ctx: Any, formatter: Any) -> None:  # click's, which typer has under two names
-        heading = {name: title for title, names in PANELS.items() for name in names}
+        heading = {name: title for title, names in PANELS.items() for name in names.split()}
         panels: dict[str, list[tuple[str, str]]] = {title: [] for title in ("Arguments", "Options", *PANELS)}
         for parameter in self.get_params(ctx):
             if (record := parameter.get_help_record(ctx)) is not None:

@@ -19,6 +19,7 @@ from autockpt.cli.options import (
     LENGTH_OR_AUTO,
     RUNS_FOLDER,
     duration,
+    flag,
     listed,
     named_hardware,
     one_of,
@@ -98,21 +99,17 @@ def search(
         "--compile [layers|model]",
         "Plan for compiled training: measure steps with every layer, or the whole model, compiled.",
     ),
-    allow_inexact: bool = opt(
-        "--allow-inexact", "Also run head and loss in chunks: gradients equal up to rounding.", default=False
-    ),
-    dry_run: bool = opt("--dry-run", "Trace, solve and predict; measure nothing.", default=False),
+    allow_inexact: bool = flag("--allow-inexact", "Also run head and loss in chunks: gradients equal up to rounding."),
+    dry_run: bool = flag("--dry-run", "Trace, solve and predict; measure nothing."),
     fresh: bool = FRESH,
-    again: bool = opt(
-        "--again", "Search on where this question was answered already. Default: the answer on record.", default=False
-    ),
+    again: bool = flag("--again", "Search on where this question was answered already. Default: the answer on record."),
     resume: Path | None = opt(
         "--resume RUN|PLAN",
         "Start from this plan or run, which may be simulated: options that are not given are taken from it, its "
         "plan is tried early, and costs are found anew.",
     ),
     log_to: str | None = opt("--log-to [tensorboard|wandb]", "Also log every trial there; both with a comma."),
-    as_json: bool = opt("--json", "Print the answer as JSON.", default=False),
+    as_json: bool = flag("--json", "Print the answer as JSON."),
 ) -> None:
     """Find a plan that fits a memory budget.
 

@@ -9,7 +9,7 @@ import typer
 
 from autockpt.cli import screen
 from autockpt.cli.guard import FAILED, guarded
-from autockpt.cli.options import DEVICE, arg, one_of, opt, takes_workload, workload_spec
+from autockpt.cli.options import DEVICE, arg, flag, one_of, opt, takes_workload, workload_spec
 
 
 @guarded
@@ -24,7 +24,7 @@ def verify(
         "--compile [layers|model|eager]",
         "Measure these steps instead of those that the plan was made for, and note it in the plan's file.",
     ),
-    as_json: bool = opt("--json", "Print the report as JSON.", default=False),
+    as_json: bool = flag("--json", "Print the report as JSON."),
 ) -> None:
     """Check a plan's promises: gradients, peak and step time.
 
