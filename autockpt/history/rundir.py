@@ -39,6 +39,7 @@ M = TypeVar("M", bound=BaseModel)
 Step = Literal["plain", "recompute", "plan"]
 _QUESTION = "question.json"
 BY_LENGTH = "plan_by_length.yaml"
+_ANEW = "Search with --fresh, which sets the directory aside, or restore the file."
 _GRAPHS: dict[Step, str] = {
     "plain": "graph.json.gz",
     "recompute": "graph-recompute.json.gz",
@@ -144,8 +145,8 @@ class RunDirectory:
     def _check_question(self, found: Any) -> None:
         if found == self.question:
             return
-        keys = sorted(set(self.question) | set(found if isinstance(found, dict) else ()))
-        differing = [k for k in keys if not isinstance(found, dict) or found.get(k) != self.question.get(k)]
+        theirs = found if isinstance(found, dict) else {}
+        differing = [k for k in sorted({*self.question, *theirs}) if theirs.get(k) != self.question.get(k)]
         raise RunDirectoryError(
             f"{self.path} belongs to another question (it differs in {', '.join(differing)})",
             remedy="Use --fresh to set that directory aside, or --out for another place.",
@@ -380,10 +381,7 @@ def _own(path: Path) -> Path:
 
 
 def _damaged(path: Path, why: str) -> RunDirectoryError:
-    return RunDirectoryError(
-        f"{path} is damaged: {why}",
-        remedy="Search with --fresh, which sets the directory aside, or restore the file.",
-    )
+    return RunDirectoryError(f"{path} is damaged: {why}", remedy=_ANEW)
 
 
 @contextmanager
@@ -396,9 +394,7 @@ def _explained(path: Path) -> Iterator[None]:
     except (ValidationError, ValueError, EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise _damaged(path, str(error).splitlines()[0]) from None
     except FileNotFoundError:
-        raise RunDirectoryError(
-            f"{path} is missing", remedy="Search with --fresh, which sets the directory aside, or restore the file."
-        ) from None
+        raise RunDirectoryError(f"{path} is missing", remedy=_ANEW) from None
     except OSError as error:
         raise RunDirectoryError(f"{path} cannot be used: {reason(error)}", remedy=_remedy(error)) from None
 

@@ -245,16 +245,14 @@ def found_once(find: Callable[[], Plan]) -> Plan:
     group: Any = distributed.new_group(backend="gloo", timeout=timedelta(days=1))
     answer: list[Any] = [None]
     try:
-        if distributed.get_rank() == 0:
-            answer = [("MeasurementError", "the search was interrupted", "")]
-            try:
+        try:
+            if distributed.get_rank() == 0:
+                answer = [("MeasurementError", "the search was interrupted", "")]
                 answer = [find().model_dump_json()]
-            except AutockptError as error:
-                answer = [(type(error).__name__, error.message, error.remedy)]
-                raise
-            finally:
-                distributed.broadcast_object_list(answer, src=0, group=group)
-        else:
+        except AutockptError as error:
+            answer = [(type(error).__name__, error.message, error.remedy)]
+            raise
+        finally:
             distributed.broadcast_object_list(answer, src=0, group=group)
     finally:
         distributed.destroy_process_group(group)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from torch import nn
 from torch.optim import LBFGS
@@ -158,16 +158,9 @@ def _refuse_other_batches(trainer: Any, plan: Plan) -> None:
         )
 
 
-@contextmanager
-def _unlogged(module: Any) -> Iterator[None]:
+def _unlogged(module: Any) -> AbstractContextManager[Any]:
     """What the module keeps is put back, and what it logs meanwhile is dropped."""
-    before = dict(vars(module))
-    vars(module).update(dict.fromkeys(("log", "log_dict"), lambda *args, **kwargs: None))
-    try:
-        yield
-    finally:
-        vars(module).clear()
-        vars(module).update(before)
+    return patch.dict(vars(module), dict.fromkeys(("log", "log_dict"), lambda *args, **kwargs: None))
 
 
 def called_part(module: nn.Module, plan: Plan | None = None) -> nn.Module:

@@ -6,7 +6,7 @@ import functools
 import random
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from types import FunctionType, MethodType, ModuleType
 from typing import Any, Literal
 
@@ -145,13 +145,10 @@ def _as_before(*objects: Any) -> Iterator[None]:
     draws = random.Random, torch.Generator, *((numpy.random.Generator, numpy.random.RandomState) if numpy else ())
     holders = list(_holders(objects))
     generators = (value for values in holders for value in values.values() if isinstance(value, draws))
-    undo = [putting_back(thing) for thing in (*holders, *generators)]
-    with all_random_states_kept():
-        try:
-            yield
-        finally:
-            for put_back in undo:
-                put_back()
+    with all_random_states_kept(), ExitStack() as undo:
+        for thing in (*holders, *generators):
+            undo.callback(putting_back(thing))
+        yield
 
 
 def _holders(objects: Any) -> Iterator[dict[str, Any]]:

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import transformers
 from torch import nn
@@ -281,16 +282,9 @@ def _unchanged(trainer: Any) -> Iterator[dict[str, Any]]:
     Gives the records that hold more: what a search has to put back itself.
     """
     data = (trainer.train_dataset, trainer.eval_dataset)
-    before, accelerator = dict(vars(trainer)), trainer.accelerator
-    alone = dict.fromkeys(("gather", "gather_for_metrics", "reduce"), lambda tensor, *args, **kwargs: tensor)
-    vars(accelerator).update(alone)
-    try:
-        yield {n: v for n, v in before.items() if isinstance(v, (dict, list)) and not any(v is d for d in data)}
-    finally:
-        for name in alone:
-            del vars(accelerator)[name]
-        vars(trainer).clear()
-        vars(trainer).update(before)
+    alone: Any = dict.fromkeys(("gather", "gather_for_metrics", "reduce"), lambda tensor, *args, **kwargs: tensor)
+    with patch.dict(vars(trainer)), patch.multiple(trainer.accelerator, **alone):
+        yield {n: v for n, v in vars(trainer).items() if isinstance(v, (dict, list)) and not any(v is d for d in data)}
 
 
 def _teller(trainer: Any) -> Callable[[str], None]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from autockpt.devices import Ways
@@ -106,15 +106,12 @@ def _observe_full_steps(runner: StepRunner, sketched: bool) -> Observation:
 @contextmanager
 def _restored(workload: Step) -> Iterator[None]:
     """A user's own cycle changes weights: all of it is put back. Ours leaves only gradients and buffers behind."""
-    if workload.full_step is None:
-        with kept_state(workload.model):
-            yield
-        return
-    snapshot = Snapshot(workload)
-    try:
+    with ExitStack() as stack:
+        if workload.full_step is None:
+            stack.enter_context(kept_state(workload.model))
+        else:
+            stack.callback(Snapshot(workload).restore)
         yield
-    finally:
-        snapshot.restore()
 
 
 def _types(workload: Step) -> list[str]:
