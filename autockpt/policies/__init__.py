@@ -4,9 +4,8 @@ from autockpt.policies.base import Policy
 from autockpt.policies.chunked_loss import ChunkedLossPolicy
 from autockpt.policies.chunked_softmax import ChunkedSoftmaxPolicy
 from autockpt.policies.compile_budget import CompileBudgetPolicy
-from autockpt.policies.offload import OffloadPolicy
+from autockpt.policies.offload import OffloadPolicy, RecomputeOffloadPolicy
 from autockpt.policies.recompute import RecomputePolicy
-from autockpt.policies.recompute_offload import RecomputeOffloadPolicy
 from autockpt.policies.remake import RemakePolicy
 from autockpt.policies.save import SavePolicy
 from autockpt.policies.segment import SegmentPolicy

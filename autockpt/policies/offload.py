@@ -1,4 +1,5 @@
-"""offload: what a unit saves leaves the device after its forward and comes back before its backward."""
+"""offload: what a unit saves leaves the device after its forward and comes back before its backward.
+recompute_offload: the unit runs again in backward, and its input is off the device until then."""
 
 from __future__ import annotations
 
@@ -20,11 +21,12 @@ from autockpt.policies.base import PlannedUnit, Policy, PolicySession, device_of
 from autockpt.policies.compiling import outside_graphs, set_compiler
 from autockpt.policies.conflicts import refuse_capture, refuse_late_writes, refuse_native
 from autockpt.policies.kvcache import with_caches, without_cache
+from autockpt.policies.recompute import RecomputePolicy
 from autockpt.policies.saved import Group, Packer
 from autockpt.schema.graph import Tier
 
 MOVING = ("offload", "recompute_offload")
-_outside_graphs = outside_graphs("offload", "moves what autograd saves by way of hooks")
+_WHY = "moves what autograd saves by way of hooks"
 
 
 class Pipeline:
@@ -102,7 +104,7 @@ class OffloadState(Attachment):
         return [b for home, name in self._cache_buffers if (b := home.get(name)) is not None]
 
 
-@_outside_graphs
+@outside_graphs("offload", _WHY)
 def run_offloaded(module: nn.Module, state: OffloadState, /, *args: Any, **kwargs: Any) -> Any:
     """The unit's forward; where gradients are enabled, what it saves goes off the device.
 
@@ -114,15 +116,15 @@ def run_offloaded(module: nn.Module, state: OffloadState, /, *args: Any, **kwarg
     """
     compiler = set_compiler(None)
     try:
-        return offloaded(module, state, args, kwargs, compiler)
+        return _offloaded(module, state, args, kwargs, compiler)
     finally:
         set_compiler(compiler)
 
 
-def offloaded(
+def _offloaded(
     module: nn.Module, state: OffloadState, args: tuple[Any, ...], kwargs: dict[str, Any], compiler: Any
 ) -> Any:
-    """``run_offloaded``, for choices that do more. ``compiler`` is at work in the unit's own forward, and not here."""
+    """The unit's forward for either choice. ``compiler`` is at work in the unit's own forward, and not here."""
     if not acts(state):
         set_compiler(compiler)
         return call_plainly(module, state, args, kwargs)
@@ -145,6 +147,16 @@ def offloaded(
             set_compiler(None)
     state.pipeline.close(state, group)
     return output
+
+
+@outside_graphs("recompute_offload", _WHY)
+def run_recomputed_and_offloaded(module: nn.Module, state: OffloadState, /, *args: Any, **kwargs: Any) -> Any:
+    """Around a recompute, which saves nothing but the unit's inputs: those leave the device."""
+    compiler = set_compiler(None)
+    try:
+        return _offloaded(module, state, args, kwargs, compiler)
+    finally:
+        set_compiler(compiler)
 
 
 class OffloadPolicy(Policy):
@@ -180,12 +192,24 @@ class OffloadPolicy(Policy):
         pipeline.ends |= waited
 
 
+class RecomputeOffloadPolicy(OffloadPolicy, RecomputePolicy):
+    """Offload around a recompute, whose forward runs again as ever."""
+
+    kind: ClassVar[str] = "recompute_offload"
+    run: ClassVar[Callable[..., Any]] = staticmethod(run_recomputed_and_offloaded)
+    words: ClassVar[str] = "its input leaves the device, its forward runs again in backward"
+
+    def attach(self, units: Sequence[PlannedUnit], session: PolicySession) -> None:
+        RecomputePolicy.attach(self, units, session)
+        super().attach(units, session)
+
+
 def _device(unit: PlannedUnit) -> torch.device:
     device = device_of(unit.module)
     return torch.device("cpu") if device.type == "meta" else device
 
 
-@_outside_graphs
+@outside_graphs("offload", _WHY)
 def run_then_settle(module: nn.Module, state: OffloadState, /, *args: Any, **kwargs: Any) -> Any:
     """The forward of a unit so many places behind an offloaded one: when it has ended that one's copies must be done,
     and when its backward begins they start to come back."""
