@@ -21,6 +21,16 @@ is_wrapped: Callable[[torch.Tensor], bool] = torch._C._functorch.is_functorch_wr
 _SWITCHED_OFF = inspect.unwrap(torch.autograd.graph.disable_saved_tensors_hooks).__code__
 _FLAGS = ("gradient_checkpointing", "activation_checkpointing", "grad_checkpointing")
 _OTHER_ACTIVATION = "Use `save` or `remake` on {unit}, or another activation function."
+_ANOTHER_MODULE = "Use `save` or `offload` on {unit}, or the module that it was scripted or traced from."
+_REFUSED: dict[type[nn.Module], tuple[str, str]] = {
+    # its kernel writes to a tensor after autograd has saved it: hooks on saved tensors see it before, and a copy would
+    # hold something else
+    nn.RReLU: ("an RReLU, which changes a tensor after it was saved", _OTHER_ACTIVATION),
+    # its interpreter can neither be left in the middle of a second run nor be looked at, and runs other code in its
+    # first calls than in later ones
+    torch.jit.ScriptModule: ("a TorchScript module, which cannot run again for backward", _ANOTHER_MODULE),
+}
+"""Kinds of modules, why a unit with one is refused, and what to do."""
 
 
 def flagged_modules(model: nn.Module) -> tuple[str, ...]:
@@ -92,35 +102,18 @@ def refuse_inference(error: RuntimeError, unit: str) -> None:
         ) from error
 
 
-def refuse_late_writes(module: nn.Module, unit: str) -> None:
-    """Raise ConflictError where a module's kernel writes to a tensor after autograd has saved it, as RReLU's does.
-
-    Hooks on saved tensors see it before, so that a copy would hold something else.
-    """
-    for path, inner in module.named_modules():
-        if isinstance(inner, nn.RReLU):
-            raise ConflictError(
-                f"{'.'.join(filter(None, (unit, path)))} is an RReLU, which changes a tensor after it was saved",
-                remedy=_OTHER_ACTIVATION.format(unit=unit),
-            )
-
-
-def refuse_scripted(module: nn.Module, unit: str) -> None:
-    """Raise ConflictError where a module is TorchScript's.
-
-    Its interpreter can neither be left in the middle of a second run nor be looked at, and runs other code in its first
-    calls than in later ones.
-    """
-    for path, inner in module.named_modules():
-        if isinstance(inner, torch.jit.ScriptModule):
-            raise ConflictError(
-                f"{'.'.join(filter(None, (unit, path)))} is a TorchScript module, which cannot run again for backward",
-                remedy=f"Use `save` or `offload` on {unit}, or the module that it was scripted or traced from.",
-            )
+def refuse_modules(module: nn.Module, unit: str, *kinds: type[nn.Module]) -> None:
+    """Raise ConflictError where a module in a unit is of one of ``_REFUSED``; ``kinds``: of one of these alone."""
+    for kind in kinds or _REFUSED:
+        for path, inner in module.named_modules():
+            if isinstance(inner, kind):
+                why, remedy = _REFUSED[kind]
+                name = ".".join(filter(None, (unit, path)))
+                raise ConflictError(f"{name} is {why}", remedy=remedy.format(unit=unit))
 
 
 def refuse_late_written(unit: str) -> None:
-    """The same for functional.rrelu, by the autograd node that is about to get one of ``unit``'s saved tensors.
+    """Raise ConflictError for functional.rrelu, by the node of autograd that is about to get a tensor ``unit`` saved.
 
     Nothing about the tensor itself tells: the kernel's write leaves its version counter as it was.
     """

@@ -19,7 +19,7 @@ from autockpt.policies.assigned import saving
 from autockpt.policies.attachment import Attachment, acts, call_inner, call_plainly
 from autockpt.policies.base import PlannedUnit, Policy, PolicySession, device_of, places_of
 from autockpt.policies.compiling import outside_graphs, set_compiler
-from autockpt.policies.conflicts import refuse_capture, refuse_late_writes, refuse_native
+from autockpt.policies.conflicts import refuse_capture, refuse_modules, refuse_native
 from autockpt.policies.kvcache import with_caches, without_cache
 from autockpt.policies.recompute import RecomputePolicy
 from autockpt.policies.saved import Group, Packer
@@ -177,7 +177,7 @@ class OffloadPolicy(Policy):
         places, last = {unit.name: place for place, unit in enumerate(session.order)}, len(session.order) - 1
         waited: set[int] = set()
         for unit, tier in zip(units, tiers, strict=True):
-            refuse_late_writes(unit.module, unit.name)
+            refuse_modules(unit.module, unit.name, nn.RReLU)
             place = places[unit.name]
             due = min(place + unit.choice.window, last)  # type: ignore[union-attr]
             waited.add(due)

@@ -13,7 +13,7 @@ from autockpt.errors import ConflictError
 from autockpt.policies.attachment import acts, call_inner, call_plainly
 from autockpt.policies.base import PlannedUnit, Policy, PolicySession
 from autockpt.policies.compiling import outside_graphs, run_as_it_is, traces_backward
-from autockpt.policies.conflicts import refuse_late_writes, refuse_native, refuse_scripted
+from autockpt.policies.conflicts import refuse_modules, refuse_native
 from autockpt.policies.joint_graph import claim, save_reads_of_what_changes
 from autockpt.policies.kvcache import without_cache
 from autockpt.policies.region import UnitCall
@@ -25,8 +25,7 @@ class RecomputePolicy(Policy):
     kind: ClassVar[str] = "recompute"
 
     def attach_to(self, unit: PlannedUnit, session: PolicySession) -> str:
-        refuse_late_writes(unit.module, unit.name)
-        refuse_scripted(unit.module, unit.name)
+        refuse_modules(unit.module, unit.name)
         session.place(unit.name, unit.module, run_recomputed, ReplayState(unit.name))
         return "recompute: its inputs are kept, its forward runs again in backward"
 

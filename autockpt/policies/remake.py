@@ -21,7 +21,7 @@ from autockpt.policies.assigned import saving
 from autockpt.policies.attachment import Attachment, acts, call_inner, call_plainly
 from autockpt.policies.base import PlannedUnit, Policy, PolicySession, modules_named, setting
 from autockpt.policies.compiling import outside_graphs
-from autockpt.policies.conflicts import refuse_native, refuse_scripted, sequence_nr
+from autockpt.policies.conflicts import refuse_modules, refuse_native, sequence_nr
 from autockpt.policies.following import Following, RecordedCalls
 from autockpt.policies.op_recorder import HandingOut, Tape, current, running, tape_of
 from autockpt.policies.rerun_state.reach import code_of
@@ -169,7 +169,7 @@ class RemakePolicy(Policy):
     def attach_to(self, unit: PlannedUnit, session: PolicySession) -> str:
         choice = unit.choice
         assert isinstance(choice, Remake)
-        refuse_scripted(unit.module, unit.name)
+        refuse_modules(unit.module, unit.name, torch.jit.ScriptModule)
         for module in modules_named(unit, choice.within, "whose tensors could be made again").values():
             session.place(unit.name, module, run_part, PartState(unit.name, keeps=False))
         keep = [] if EVERYTHING in choice.keep else [name for name in choice.keep if name != ATTENTION]

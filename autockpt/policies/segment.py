@@ -12,7 +12,7 @@ from torch import nn
 from autockpt.policies.attachment import acts, call_plainly
 from autockpt.policies.base import PlannedUnit, Policy, PolicySession
 from autockpt.policies.compiling import outside_graphs
-from autockpt.policies.conflicts import refuse_late_writes, refuse_native, refuse_scripted
+from autockpt.policies.conflicts import refuse_modules, refuse_native
 from autockpt.policies.kvcache import without_cache
 from autockpt.policies.recompute import RecomputePolicy
 from autockpt.policies.region import Region
@@ -39,8 +39,7 @@ class SegmentPolicy(Policy):
             region = Region(len(members), choice.levels, unseen)
             session.listeners.append(region)
             for position, unit in enumerate(members):
-                refuse_late_writes(unit.module, unit.name)
-                refuse_scripted(unit.module, unit.name)
+                refuse_modules(unit.module, unit.name)
                 session.place(unit.name, unit.module, run_in_segment, SegmentState(unit.name, region, position))
                 session.attached[unit.name] = _words(members, region)
 

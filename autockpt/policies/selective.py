@@ -15,7 +15,7 @@ from autockpt.errors import PlanError
 from autockpt.policies.attachment import acts, call_plainly
 from autockpt.policies.base import PlannedUnit, Policy, PolicySession, modules_named
 from autockpt.policies.compiling import outside_graphs
-from autockpt.policies.conflicts import refuse_late_writes, refuse_scripted
+from autockpt.policies.conflicts import refuse_modules
 from autockpt.policies.recompute import run_twice
 from autockpt.policies.replay import ReplayState
 from autockpt.policies.saved_outputs import KeepingReplay, ScopeState, run_scope
@@ -51,8 +51,7 @@ class SelectivePolicy(Policy):
     run: ClassVar[Callable[..., Any]] = staticmethod(run_selective)
 
     def attach_to(self, unit: PlannedUnit, session: PolicySession) -> str:
-        refuse_late_writes(unit.module, unit.name)
-        refuse_scripted(unit.module, unit.name)
+        refuse_modules(unit.module, unit.name)
         keep, regions = kept_by(unit.choice), _regions(unit)
         # first the scopes: what runs again may itself be one, inside of what recomputes it
         for module, attention in _scopes(unit, keep, regions):
