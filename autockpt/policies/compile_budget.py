@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -95,20 +95,14 @@ def _refuse_random_numbers(fraction: str, graph: torch.fx.GraphModule) -> None:
     """The partitioner makes random numbers anew in backward where its budget is below 1 (pytorch#190758, open as of
     torch 2.15): other masks of dropout, wrong gradients, no error.
     """
-    if drawn := next(_random_ops(graph), None):
-        raise ConflictError(
-            f"a compile_budget of {fraction} for a graph that draws random numbers ({drawn}) gives wrong "
-            "gradients: PyTorch's partitioner draws others in backward (pytorch#190758)",
-            remedy="Use save or recompute for layers with dropout, or switch their dropout off.",
-        )
-
-
-def _random_ops(graph: Any) -> Iterator[str]:
-    """Names of the ops that draw random numbers, those in graphs within the graph included."""
-    for module in graph.modules():
+    for module in graph.modules():  # graphs within the graph included
         for node in module.graph.nodes if isinstance(module, torch.fx.GraphModule) else ():
             if node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload) and _draws(node):
-                yield str(node.target)
+                raise ConflictError(
+                    f"a compile_budget of {fraction} for a graph that draws random numbers ({node.target}) gives wrong "
+                    "gradients: PyTorch's partitioner draws others in backward (pytorch#190758)",
+                    remedy="Use save or recompute for layers with dropout, or switch their dropout off.",
+                )
 
 
 def _draws(node: torch.fx.Node) -> bool:

@@ -52,7 +52,9 @@ class SelectivePolicy(Policy):
 
     def attach_to(self, unit: PlannedUnit, session: PolicySession) -> str:
         refuse_modules(unit.module, unit.name)
-        keep, regions = kept_by(unit.choice), _regions(unit)
+        keep, within = kept_by(unit.choice), unit.choice.within if isinstance(unit.choice, Selective) else ()
+        # what runs again, each by itself, by its name inside the unit: "" is the unit
+        regions = modules_named(unit, within, "that could run again") if within else {"": unit.module}
         # first the scopes: what runs again may itself be one, inside of what recomputes it
         for module, attention in _scopes(unit, keep, regions):
             session.place(unit.name, module, run_scope, ScopeState(unit.name, attention=attention))
@@ -82,12 +84,6 @@ def kept_by(choice: Choice) -> tuple[str, ...]:
     if isinstance(choice, KeepAttention):
         return (ATTENTION,)
     return choice.keep if isinstance(choice, Selective | Remake) else ()
-
-
-def _regions(unit: PlannedUnit) -> dict[str, nn.Module]:
-    """What runs again, each by itself, by its name inside the unit: "" is the unit."""
-    within = unit.choice.within if isinstance(unit.choice, Selective) else ()
-    return modules_named(unit, within, "that could run again") if within else {"": unit.module}
 
 
 def _scopes(unit: PlannedUnit, keep: Sequence[str], regions: dict[str, nn.Module]) -> Iterator[tuple[nn.Module, bool]]:
