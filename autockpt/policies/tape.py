@@ -19,7 +19,7 @@ import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Container, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -207,7 +207,11 @@ class Maker:
         ops = self._needed(wanted, values)
         readers = Counter([wanted, *(source for op in ops for source in op.reads)])
         kernels = nullcontext() if switches() == self.switches else switched(self.switches)
-        with _as_below_autograd(self.unit), under(self.modes), kernels:
+        below, modes = torch._C.DisableTorchFunction(), under(self.modes)
+        # ops do just what their call says: no casts, no graph, nothing that a function mode makes of it. Gradients are
+        # enabled as whenever a unit runs again.
+        plainly = torch._C._DisableAutocast()
+        with outside_inference(), torch.enable_grad(), plainly, below, running_again(self.unit), modes, kernels:
             for op in ops:
                 self._run(op, values, readers)
         return values[wanted]
@@ -243,12 +247,3 @@ class Maker:
             readers[source] -= 1
             if not readers[source]:
                 values.pop(source, None)
-
-
-@contextmanager
-def _as_below_autograd(unit: str) -> Iterator[None]:
-    """Ops do just what their call says: no casts, no graph, nothing that a function mode makes of it. Gradients are
-    enabled as whenever a unit runs again."""
-    below = torch._C.DisableTorchFunction()
-    with outside_inference(), torch.enable_grad(), torch._C._DisableAutocast(), below, running_again(unit):
-        yield
