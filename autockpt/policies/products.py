@@ -82,7 +82,7 @@ def cast_again(tensor: torch.Tensor, dtype: torch.dtype, unit: str) -> torch.Ten
     return cast
 
 
-def remembered_casts(saved: Sequence[Any], given: Sequence[Any]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def _remembered_casts(saved: Sequence[Any], given: Sequence[Any]) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Of what a function was given that of which autocast may have remembered a cast, so that no op made it, and it."""
     # where nothing is saved, as without gradients, it remembers none, and is not to begin to
     tensors = [value for value in given if isinstance(value, torch.Tensor)] if saved and autocast_now() else []
@@ -90,7 +90,7 @@ def remembered_casts(saved: Sequence[Any], given: Sequence[Any]) -> list[tuple[t
     return [(leaf, cast) for leaf in leaves if (cast := remembered_cast(leaf)) is not None]
 
 
-def casts_like(
+def _casts_like(
     saved: Sequence[torch.Tensor], given: Sequence[Any], known: tuple[Source, ...]
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """What was cast and saved where a function like it did so: of what it was given, and the cast."""
@@ -99,9 +99,11 @@ def casts_like(
 
 
 def sources_of(
-    saved: Sequence[torch.Tensor], given: Sequence[Any], casts: Sequence[tuple[torch.Tensor, torch.Tensor]]
+    saved: Sequence[torch.Tensor], given: Sequence[Any], known: tuple[Source, ...], ops: Ops | None
 ) -> tuple[tuple[Source, ...], list[torch.Tensor]]:
-    """The sources of what a function saved, and its own among them, without a graph."""
+    """The sources of what a function saved, and its own among them, without a graph. ``ops``: what it did, where they
+    are not ``known``."""
+    casts = _casts_like(saved, given, known) if ops is None else [*ops.casts, *_remembered_casts(saved, given)]
     places: dict[Any, Source] = {
         _extent(tensor): (number, None) for number, tensor in enumerate(given) if isinstance(tensor, torch.Tensor)
     }

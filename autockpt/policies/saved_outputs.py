@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_structure, tree_unflatten
 
+from autockpt.policies import products
 from autockpt.policies.attachment import Attachment, call_inner, current_transform
 from autockpt.policies.base import interned, setting
 from autockpt.policies.casts import TO_COPY
@@ -33,19 +34,6 @@ from autockpt.policies.compute_ops import (
     writes_to_given,
 )
 from autockpt.policies.fingerprints import Geometry, geometry_of
-from autockpt.policies.products import (
-    NEW,
-    PRODUCTS,
-    Learnt,
-    Ops,
-    Source,
-    cast_again,
-    casts_like,
-    key_of,
-    learn,
-    remembered_casts,
-    sources_of,
-)
 from autockpt.policies.replay import Replay, ReplayState
 from autockpt.policies.rerun_state.reach import Node, changed_of
 from autockpt.policies.rerun_state.surroundings import user_modes
@@ -102,7 +90,7 @@ class _Whole(_Output):
     """
 
     def __init__(
-        self, key: Any, out: torch.Tensor, saved: tuple[tuple[Source, Geometry], ...], made: list[torch.Tensor]
+        self, key: Any, out: torch.Tensor, saved: tuple[tuple[products.Source, Geometry], ...], made: list[torch.Tensor]
     ) -> None:
         self.func, self._key, self._trains, self.spoilt = key[0], interned(key), out.requires_grad, False
         self._leaves = (out.detach(), *made)
@@ -119,7 +107,7 @@ class _Whole(_Output):
             return None
         for (number, cast), geometry in self._saved:
             source = given[number] if number >= 0 else self._leaves[-number]
-            source = source if cast is None else cast_again(source, cast, unit)
+            source = source if cast is None else products.cast_again(source, cast, unit)
             same = geometry_of(source) == geometry
             hooks[0](source if same else source.detach().as_strided(*geometry))
         out = self._leaves[0]
@@ -238,7 +226,7 @@ class _Scope(Watching):
         frame.scopes += 1
         self._frame, self._number, self._wanted = frame, frame.scopes, wanted
         self._functions = self._ops = 0
-        self.learning: Ops | None = None
+        self.learning: products.Ops | None = None
 
     def look(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         if passes_by(func):
@@ -339,35 +327,34 @@ class _Calls(TorchFunctionMode):
         """Call a function that may run a wanted op, or hand out what it returned."""
         frame, scope = self._frame, self._scope
         place = scope.next_function()
-        key = key_of(func, args, kwargs) if func in PRODUCTS and frame.whole else None
+        key = products.key_of(func, args, kwargs) if func in products.PRODUCTS and frame.whole else None
         if not frame.recording:
             kept = frame.take_whole(place, func)
             if kept and key and (out := kept.instead(key, (*args, *kwargs.values()), frame.unit)) is not None:
                 scope.as_a_whole()
                 return out
         hooks = hooks_in_force(False) if frame.recording and key is not None and not _other_modes() else None
-        if hooks is None or (known := Learnt.products.get(key, NEW)) is None:
+        if hooks is None or (known := products.Learnt.products.get(key, products.NEW)) is None:
             with scope:
                 return func(*args, **kwargs)
         saved, given = _Noted(hooks[0]), (*args, *kwargs.values())
-        scope.learning = ops = Ops([], []) if known is NEW else None
+        scope.learning = ops = products.Ops([], []) if known is products.NEW else None
         try:
             with saved_tensors_hooks(saved.note, hooks[1]), nullcontext() if ops is None else scope:
                 out = func(*args, **kwargs)
         finally:
             scope.learning = None
-        casts = casts_like(saved, given, known) if ops is None else [*ops.casts, *remembered_casts(saved, given)]
-        sources, made = sources_of(saved, given, casts)
+        sources, made = products.sources_of(saved, given, known, ops)
         layouts = [*map(geometry_of, saved)]
         saved.clear()
         if ops is not None:
-            learn(key, ops.wanted, out, sources, made)
+            products.learn(key, ops.wanted, out, sources, made)
             return out
         scope.as_a_whole()
         if known == sources:
             frame.keep(place, _Whole(key, out, tuple(zip(sources, layouts, strict=True)), made))
         else:
-            Learnt.products[key] = None
+            products.Learnt.products[key] = None
         return out
 
 
