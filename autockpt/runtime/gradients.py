@@ -105,41 +105,28 @@ def observe_reference(observe: Callable[[bool], Observation], again: Callable[[]
 
 
 def judge(reference: Reference, planned: Observation) -> GradientCheck:
-    """The verdict on a plan's observation. Sketched ones are compared within tolerance."""
+    """The verdict on a plan's observation.
+
+    Sketched losses and gradients may be a little apart; whatever else then differs must vary in the reference, too.
+    """
     first, second, deterministic = reference
-    varying = set(first.differences(second))
-    differences = first.differences(planned)
-    if first.sketches:
-        return _judge_within_tolerance(reference, planned)
+    varying, differences = set(first.differences(second)), first.differences(planned)
     deviation = first.largest_deviation(planned)
-    excused = varying and set(differences) <= varying and deviation <= 4 * first.largest_deviation(second)
+    tolerance, away, excused = None, dict[str, float](), False
+    if first.sketches:
+        tolerance = max(TOLERANCE[o.coarsest] for o in (first, planned))
+        away, by_itself = first.distances(planned), first.distances(second)
+        close = {name for name in away if away[name] <= max(tolerance, 4 * by_itself[name])}
+        differences = [name for name in differences if name not in close | (varying - away.keys())]
+    elif varying:
+        excused = set(differences) <= varying and deviation <= 4 * first.largest_deviation(second)
     return GradientCheck(
-        equal=not differences or bool(excused),
-        repeatable=not varying,
+        equal=not differences or excused,
+        repeatable=tolerance is not None or not varying,
         deterministic=deterministic,
         compared=len(first.digests),
         differences=tuple(differences),
         deviation=deviation,
-    )
-
-
-def _judge_within_tolerance(reference: Reference, planned: Observation) -> GradientCheck:
-    """Losses and gradients may be a little apart; whatever else differs must vary in the reference, too."""
-    first, second, deterministic = reference
-    tolerance = max(TOLERANCE[o.coarsest] for o in (first, planned))
-    away, varying = first.distances(planned), first.distances(second)
-    by_itself = set(first.differences(second)) - set(away)
-    wrong = tuple(
-        name
-        for name in first.differences(planned)
-        if name not in by_itself and not (name in away and away[name] <= max(tolerance, 4 * varying[name]))
-    )
-    return GradientCheck(
-        equal=not wrong,
-        deterministic=deterministic,
-        compared=len(first.digests),
-        differences=wrong,
-        deviation=first.largest_deviation(planned),
         tolerance=tolerance,
         distance=max(away.values(), default=0.0),
     )
