@@ -85,13 +85,11 @@ def distance(first: Sequence[float], second: Sequence[float]) -> float:
 @contextmanager
 def coarsest_type(model: nn.Module) -> Iterator[list[str]]:
     """Collects the floating point types that the model's modules give out; ``coarsest`` picks one."""
-    seen = {str(p.dtype).removeprefix("torch.") for p in model.parameters() if p.is_floating_point()}
-    found: list[str] = list(seen)
+    found = list({str(p.dtype).removeprefix("torch.") for p in model.parameters() if p.is_floating_point()})
 
     def note(_: nn.Module, __: object, output: object) -> None:
         for leaf in tree_leaves(output):
-            if isinstance(leaf, Tensor) and leaf.is_floating_point() and (name := str(leaf.dtype)[6:]) not in seen:
-                seen.add(name)
+            if isinstance(leaf, Tensor) and leaf.is_floating_point() and (name := str(leaf.dtype)[6:]) not in found:
                 found.append(name)
 
     handle = register_module_forward_hook(note)

@@ -6,7 +6,7 @@ import math
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from pydantic import Field
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from autockpt.devices.accelerator import kinds_in_use
 from autockpt.devices.cuda import DETERMINISTIC, WORKSPACE
 from autockpt.devices.random_states import RandomStates, TorchStates
+from autockpt.policies.base import setting
 from autockpt.policies.fingerprints import digest
 from autockpt.policies.sketches import SMALL, coarsest, coarsest_type, distance, length, sketch
 from autockpt.schema.base import Data
@@ -159,17 +160,13 @@ def deterministic_algorithms(strict: bool = False) -> Iterator[None]:
     if strict and workspace is None:
         os.environ[WORKSPACE] = DETERMINISTIC
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    cudnn = torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark
-    filling: Any = torch.utils.deterministic
-    filled, filling.fill_uninitialized_memory = filling.fill_uninitialized_memory, False
     torch.use_deterministic_algorithms(True, warn_only=not strict)
-    torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = True, False
+    cudnn, filled = torch.backends.cudnn, setting(torch.utils.deterministic, "fill_uninitialized_memory", False)
     try:
-        yield
+        with filled, setting(cudnn, "deterministic", True), setting(cudnn, "benchmark", False):
+            yield
     finally:
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
-        torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = cudnn
-        filling.fill_uninitialized_memory = filled
         if workspace is None:
             os.environ.pop(WORKSPACE, None)
 

@@ -75,9 +75,8 @@ def sentinels_of(mode: str | None) -> Sentinels:
     """Sentinels for one session: of ``mode``, else of ``AUTOCKPT_SENTINELS``, else ``sample``. Raises UsageError."""
     source = "sentinels" if mode is not None else VARIABLE
     asked = mode if mode is not None else os.environ.get(VARIABLE, "").strip() or "sample"
-    for known in MODES:
-        if asked == known:
-            return Sentinels(known)
+    if asked in MODES:
+        return Sentinels(asked)
     raise UsageError(f"{source} is {asked!r}", remedy=f"Set {source} to {', '.join(MODES[:-1])} or {MODES[-1]}.")
 
 
