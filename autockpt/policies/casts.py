@@ -19,7 +19,8 @@ TO_COPY: Any = torch.ops.aten._to_copy.default
 """The op that casts."""
 _C: Any = torch._C
 _autocast_is_on: Callable[[], bool] = _C._is_any_autocast_enabled
-_dispatch_modes: Callable[[], int] = _C._len_torch_dispatch_stack
+dispatch_modes: Callable[[], int] = _C._len_torch_dispatch_stack
+"""How many modes are in force that look at ops."""
 
 
 def may_be_remembered(tensor: torch.Tensor) -> bool:
@@ -81,7 +82,7 @@ def autocast_block() -> int | None:
         return None
     bias, rows, columns = _empty_product()
     before, dtype = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
-    modes = _disable_current_modes() if _dispatch_modes() else nullcontext()
+    modes = _disable_current_modes() if dispatch_modes() else nullcontext()
     with torch._C.DisableTorchFunction(), modes, torch.enable_grad():
         torch.set_autocast_enabled("cpu", True)  # no block of its own, which might end that of others
         torch.set_autocast_dtype("cpu", torch.bfloat16)

@@ -30,7 +30,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 
 from autockpt.policies.base import places_of
-from autockpt.policies.casts import CastsUsed, autocast_block, autocast_now
+from autockpt.policies.casts import CastsUsed, autocast_block, autocast_now, dispatch_modes
 from autockpt.policies.compiling import run_as_it_is
 from autockpt.policies.compute_ops import METADATA
 from autockpt.policies.conflicts import sequence_nr
@@ -38,15 +38,7 @@ from autockpt.policies.fingerprints import geometry_of
 from autockpt.policies.op_recorder import PLAIN
 from autockpt.policies.rerun_state.code import Code
 from autockpt.policies.saved import Kept
-from autockpt.policies.score import (
-    SAVED,
-    FunctionCall,
-    Met,
-    RecordedCall,
-    dispatch_modes,
-    is_plain,
-    leaves_of,
-)
+from autockpt.policies.score import SAVED, FunctionCall, Met, RecordedCall, is_plain, leaves_of
 from autockpt.policies.slots import Packing
 from autockpt.policies.tape import Maker, Origin, RemadeSlot
 

@@ -16,7 +16,6 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
 from autockpt.errors import ConflictError
-from autockpt.policies.assigned import is_wrapped
 from autockpt.policies.base import setting
 from autockpt.policies.compiling import run_as_it_is
 from autockpt.policies.compute_ops import (
@@ -28,6 +27,7 @@ from autockpt.policies.compute_ops import (
     kind_of,
     written_by,
 )
+from autockpt.policies.conflicts import is_wrapped
 from autockpt.policies.fingerprints import Geometry, geometry_of
 from autockpt.policies.rerun_state.surroundings import switches
 from autockpt.policies.saved import Kept

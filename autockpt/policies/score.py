@@ -18,11 +18,10 @@ from torch._ops import OpOverload, OpOverloadPacket
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from autockpt.policies.assigned import is_wrapped
-from autockpt.policies.casts import TO_COPY, CastsUsed, autocast_now, may_be_remembered
+from autockpt.policies.casts import TO_COPY, CastsUsed, autocast_now, dispatch_modes, may_be_remembered
 from autockpt.policies.compiling import run_as_it_is
 from autockpt.policies.compute_ops import METADATA
-from autockpt.policies.conflicts import sequence_nr
+from autockpt.policies.conflicts import is_wrapped, sequence_nr
 from autockpt.policies.fingerprints import Geometry, geometry_of
 from autockpt.policies.op_recorder import HANDS_OUT, PLAIN, Tape
 from autockpt.policies.tape import Origin, RerunOp
@@ -33,7 +32,6 @@ _EXACT = frozenset(
         *(torch.Size, torch.dtype, torch.device, torch.layout, torch.memory_format),
     )
 )
-dispatch_modes: Any = torch._C._len_torch_dispatch_stack  # type: ignore[attr-defined]
 _MADE_OF_OTHERS: Any = torch._C.DispatchKey.CompositeImplicitAutograd
 _MADE, SAVED = -1, -2  # in place of a tensor's number: an op makes it; it is had where autograd saves it
 

@@ -26,12 +26,12 @@ from torch.utils._python_dispatch import (
 
 from autockpt.devices.random_states import TorchStates
 from autockpt.errors import ConflictError
+from autockpt.policies.casts import dispatch_modes
 from autockpt.policies.rerun_state.libraries import is_library
 
 _C: Any = torch._C
 _CPU = torch.device("cpu")
 _function_modes: Callable[[], int] = _C._len_torch_function_stack
-_dispatch_modes: Callable[[], int] = _C._len_torch_dispatch_stack
 _cuda_is_initialized = torch.cuda.is_initialized
 _warns = _C._get_deterministic_algorithms_warn_only
 _sum_in_fp16 = _C._set_cublas_allow_fp16_reduced_precision_reduction
@@ -141,7 +141,7 @@ def user_function_modes() -> list[Any]:
 
 def user_dispatch_modes() -> list[Any]:
     """The same of ops."""
-    return _of_users(_get_current_dispatch_mode_stack()) if _dispatch_modes() else []
+    return _of_users(_get_current_dispatch_mode_stack()) if dispatch_modes() else []
 
 
 def user_modes() -> list[Any]:
