@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from autockpt.policies.base import setting
 from autockpt.policies.casts import autocast_now, may_be_remembered, remembered_cast
+from autockpt.policies.conflicts import is_wrapped
 from autockpt.policies.fingerprints import geometry_of
 from autockpt.policies.saved import address_of
 from autockpt.policies.slots import differs
@@ -62,8 +63,8 @@ def key_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
                 return None
             forms += (*geometry_of(value), dtype, value.device, value.requires_grad)
             if casts is not None:
-                if (extent := _extent(value)) in given:
-                    return None  # a cast does not show of which of the two it is
+                if is_wrapped(value) or (extent := _extent(value)) in given:
+                    return None  # it has no memory to tell it by, or a cast does not show of which of the two it is
                 given.add(extent)
         elif kind in _SCALARS:
             forms += (kind, value)

@@ -6,8 +6,8 @@ first use in backward exactly the ops that lead to it run, each once, and what t
 fills these. No Python of the unit runs a second time: nothing draws random numbers or changes buffers again, and no
 graph is built. (Rematerialization of single tensors: Griewank and Walther 2000; MONeT, arXiv:2010.14501.)
 
-Only ops that are known to do the same twice are run again (``replayable``); everything else that is saved is held as it
-is. So is whatever was changed in place, or handed to those who may change it unseen.
+Only ops that are known to do the same twice are run again; everything else that is saved is held as it is. So
+is whatever was changed in place, or handed to those who may change it unseen.
 
 Ownership: an autograd graph holds slots, a slot its source, a source its op, an op the sources that it reads. The tape
 itself lives only as long as the forward.

@@ -290,14 +290,17 @@ class Tangents(nn.Module):
         return hidden + both[0] + both[1]
 
 
+@pytest.mark.parametrize("cast", (False, True), ids=["plain", "autocast"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_forward_mode_inside_of_a_unit(kind):
+def test_forward_mode_inside_of_a_unit(kind, cast):
     torch.manual_seed(0)
     model, x = nn.Sequential(Tangents(), Tangents()), torch.randn(256, 64)
 
     def gradients() -> list[Tensor]:
         model.zero_grad()
-        model(x).square().sum().backward()
+        with torch.autocast("cpu", torch.bfloat16, enabled=cast):
+            out = model(x)
+        out.square().sum().backward()
         return [p.grad.clone() for p in model.parameters()]
 
     wanted = gradients()
