@@ -85,7 +85,7 @@ def most_cycles(candidates: Sequence[Trial], extra: Sequence[Trial], *, seconds:
     if len(candidates) == 1:
         return begin
     each = 2 * statistics.fmean(t.score_seconds for t in candidates)
-    return begin + min((MOST_ROUNDS - BATCH) * len(candidates), int(seconds / each))
+    return begin + min((MOST_ROUNDS - BATCH) * len(candidates), max(0, int(seconds / each)))
 
 
 def remeasured(measured: Measurement, number: int, final: Final) -> Measurement:

@@ -87,4 +87,5 @@ def test_no_more_cycles_are_foreseen_than_are_run() -> None:
     table = [trial(8), trial(9)]
     assert most_cycles([trial(0)], table, seconds=60.0) == 3 * BATCH
     assert most_cycles([trial(0), trial(1)], table, seconds=9.0) == 4 * BATCH + 4
+    assert most_cycles([trial(0), trial(1)], table, seconds=-60.0) == 4 * BATCH  # the time was up before
     assert most_cycles([trial(0), trial(1)], table, seconds=1e6) == 4 * BATCH + 2 * (MOST_ROUNDS - BATCH)

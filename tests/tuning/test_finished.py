@@ -101,8 +101,11 @@ def test_a_verdict_stands_where_a_time_limit_leaves_no_room_for_another_plan(
     finished: tuple[Path, SearchOutcome],
 ) -> None:
     out, first = finished
+    assert first.run_directory is not None
+    record = RunDirectory.open(first.run_directory).finished()
     again, _ = ask(out, trials=9, timeout=0.01)
-    assert again.plan is not None and first.plan is not None and again.plan.hash == first.plan.hash
+    assert record is not None and record.outcome.plan is not None
+    assert again.plan is not None and again.plan.hash == record.outcome.plan.hash
     assert any("what the earlier search named stands" in note for note in again.notes)
 
 
