@@ -11,6 +11,7 @@ import shutil
 import stat
 import tempfile
 import weakref
+from collections.abc import Iterator
 from pathlib import Path
 
 from autockpt.errors import AutockptError
@@ -57,11 +58,18 @@ def write_file(
     path: Path, text: str, error: type[AutockptError], remedy: str = "Give a path you can write to."
 ) -> Path:
     """Write a text, and the folders above it. Returns where it lies. Raises ``error`` where that is not possible."""
-    try:
+    with writing(path, error, remedy):
         atomic_write(path, text, parents=True)
+    return path
+
+
+@contextlib.contextmanager
+def writing(path: Path, error: type[AutockptError], remedy: str = "Give a path you can write to.") -> Iterator[None]:
+    """What goes wrong inside with the file at ``path`` is an ``error``, in words."""
+    try:
+        yield
     except OSError as why:
         raise error(f"{path} cannot be written: {reason(why)}", remedy=remedy) from None
-    return path
 
 
 def _mode_of(path: Path) -> int:

@@ -21,7 +21,7 @@ from autockpt.schema import planfile, planview
 from autockpt.schema.base import Data, Facts
 from autockpt.schema.choices import SAVE, Choice, CompileBudget, choice_kinds, dump_choice, dump_choices
 from autockpt.schema.device import Environment
-from autockpt.schema.files import reason, set_aside, write_file
+from autockpt.schema.files import set_aside, write_file, writing
 from autockpt.schema.graph import Unit, UnitRole
 from autockpt.schema.names import Entry, align, check_nesting, expand, fold, listing, outermost, parse_pattern, views
 from autockpt.schema.planfile import SCHEMA_VERSION
@@ -179,11 +179,8 @@ class Plan(Data):
             raise PlanError(f"{path} exists and is another plan", remedy="Give another path, or move that file away.")
         text = self.text(path.name)
         if there:
-            try:
+            with writing(path, PlanError):
                 aside = set_aside(path)
-            except OSError as error:
-                why = f"{path} cannot be written: {reason(error)}"
-                raise PlanError(why, remedy="Give a path you can write to.") from None
         write_file(path, text, PlanError)
         return aside
 
