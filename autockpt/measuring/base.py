@@ -58,10 +58,6 @@ class Measurer(Protocol):
         self.close()
 
 
-def unheard(word: str) -> None:
-    """The beat that nobody listens to."""
-
-
 def beats_counted(measurer: Measurer, listener: Listener, word: str = TIMED_CYCLE) -> AbstractContextManager[None]:
     """Within it the listener sees every beat of this ``word`` as a step of its stage."""
     return setting(measurer, "beat", lambda said: listener.advance() if said == word else None)

@@ -13,7 +13,7 @@ from typing import Any
 
 from autockpt.devices import get_device
 from autockpt.errors import AutockptError, DeviceOutOfMemory, MeasurementError
-from autockpt.measuring.base import Choices, Measurer, unheard
+from autockpt.measuring.base import Choices, Measurer
 from autockpt.measuring.failures import from_wire
 from autockpt.measuring.process import Child, ChildDied, ChildSilent, child_environment, last_lines
 from autockpt.policies.base import setting
@@ -23,6 +23,7 @@ from autockpt.schema.files import ScratchFolder
 from autockpt.schema.plan import CompileMode
 from autockpt.schema.trial import Measurement
 from autockpt.schema.workload import WorkloadSpec
+from autockpt.workload.step import unheard
 
 _MODULE = "autockpt.measuring.worker"
 _SIGKILL = -9

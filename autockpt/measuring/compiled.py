@@ -20,13 +20,13 @@ from typing import Any
 from torch import nn
 
 from autockpt.errors import AutockptError, DeviceOutOfMemory, MeasurementError, UsageError
-from autockpt.measuring.base import unheard
 from autockpt.measuring.failures import chain
 from autockpt.policies.base import setting
 from autockpt.runtime import Session, attach, without_kv_cache
 from autockpt.schema.choices import SAVE, Choice, label, parse_choices
 from autockpt.schema.plan import CompileMode, plan_hash
 from autockpt.workload.names import unwrap
+from autockpt.workload.step import unheard
 from autockpt.workload.units import discover_units, module_of
 
 BACKEND = "inductor"

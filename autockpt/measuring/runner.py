@@ -18,13 +18,14 @@ from autockpt.devices.cuda_pinned import pinned_memory_kept
 from autockpt.errors import MeasurementError
 from autockpt.history.statistics import noise
 from autockpt.measuring import conditions
-from autockpt.measuring.base import TIMED_CYCLE, Choices, unheard
+from autockpt.measuring.base import TIMED_CYCLE, Choices
 from autockpt.measuring.compiled import SETTLING, Compiler
 from autockpt.measuring.failures import letting_go
 from autockpt.runtime import Observation, Session, attach, observe, without_kv_cache
 from autockpt.schema.plan import plan_hash
 from autockpt.schema.trial import Measurement
 from autockpt.workload import Step
+from autockpt.workload.step import unheard
 
 Attach = Callable[[nn.Module], Callable[[], None]]
 """Attaches something other than a plan of ours to the model; what it returns takes that off again."""

@@ -26,8 +26,8 @@ _OF_THE_BATCH = ("batch_size", "seq_len", "tokens", "accumulate")
 _SHORT = {dtype: name for name, dtype in DTYPES.items()} | {torch.float64: "fp64"}
 
 
-def _unheard(said: Any) -> None:
-    """What phases and losses are told to where nobody listens."""
+def unheard(said: Any) -> None:
+    """What is told of a step's progress where nobody listens."""
 
 
 @dataclass(eq=False)
@@ -96,7 +96,7 @@ class Step:
         each micro-batch; a ``full_step`` is only announced as "forward" because its phases and losses are its own
         business. Raises WorkloadError for a step without a loss.
         """
-        mark, told = mark or _unheard, told or _unheard
+        mark, told = mark or unheard, told or unheard
         if self.full_step is not None:
             mark("forward")
             self.full_step()
@@ -107,7 +107,7 @@ class Step:
         self._update()
         self.release_gradients()
 
-    def forward_backward(self, mark: Mark = _unheard) -> Tensor:
+    def forward_backward(self, mark: Mark = unheard) -> Tensor:
         """Forward, loss and backward of one micro-batch; the detached loss. Gradients add up in ``.grad``."""
         mark("forward")
         dtype = _dtype(self.autocast)

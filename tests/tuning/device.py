@@ -8,9 +8,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from autockpt.errors import DeviceOutOfMemory
-from autockpt.measuring.base import TIMED_CYCLE, unheard
+from autockpt.measuring.base import TIMED_CYCLE
 from autockpt.profiling import CostModel, build_profile, uniform_graphs
 from autockpt.schema import Choice, DeviceInfo, Environment, Graph, Measurement, OpTimes, parse_choice
+from autockpt.workload.step import unheard
 from tests.profiling.steps import SECONDS, step
 from tests.simulator.made_up import simulated
 
