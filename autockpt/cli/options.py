@@ -42,12 +42,13 @@ RUNS_FOLDER = opt("--out -o DIR", "Folder of the runs' directories.", default=Pa
 FRESH = flag("--fresh", "Set an earlier run of this question aside. Default: continue it.")
 
 
-def _text(usage: str, help: str, kind: Any = str, **settings: Any) -> tuple[Any, Any]:
+def _option(kind: Any, usage: str, help: str, **settings: Any) -> tuple[Any, Any]:
     return kind | None, opt(usage, help, show_default=False, **settings)
 
 
-_switch = functools.partial(_text, kind=bool)
-_number = functools.partial(_text, kind=int, min=1)
+_text = functools.partial(_option, str)
+_switch = functools.partial(_option, bool)
+_number = functools.partial(_option, int, min=1)
 
 
 # field of WorkloadSpec -> the type of its option, and the option; None means: not given
@@ -69,7 +70,7 @@ WORKLOAD_OPTIONS: dict[str, tuple[Any, Any]] = {
     "optimizer": _text("--optimizer [adamw|adamw8bit|adafactor|sgd|none]", "Default: adamw."),
     "scaler": _switch("--scaler/--no-scaler", "Scale the loss, as for fp16. Default: no."),
     "accumulate": _number("--accumulate N", "Micro-batches per optimizer step. Default: 1."),
-    "max_grad_norm": _text("--max-grad-norm NORM", "Clip gradients to this norm. Default: no clipping.", kind=float),
+    "max_grad_norm": _option(float, "--max-grad-norm NORM", "Clip gradients to this norm. Default: no clipping."),
     "lora": _number("--lora RANK", "Train LoRA adapters of this rank only."),
     "lora_targets": _text("--lora-targets NAMES", "Layers to adapt: all-linear, or q_proj,v_proj. Default: PEFT's."),
     "lora_dora": _switch("--lora-dora/--no-lora-dora", "Weight-decomposed adapters (DoRA)."),
