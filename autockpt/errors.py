@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
+import signal
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
@@ -96,6 +97,16 @@ class HostBudgetExceeded(DeviceOutOfMemory):
         "Raise --host-budget (host_budget= of autockpt.search, `host_budget_bytes` of a plan), offload fewer units, or "
         "write `{kind: offload, tier: disk}` for some of them where the device is an accelerator."
     )
+
+
+def how_it_ended(code: int) -> str:
+    """The exit code of a process in words; negative for a signal, as ``subprocess`` has it."""
+    if code >= 0:
+        return f"exit code {code}"
+    try:
+        return f"signal {signal.Signals(-code).name}"
+    except ValueError:  # a real-time signal
+        return f"signal {-code}"
 
 
 _NOT_ARGUMENTS = {"plan-out": "plan.save()", "fresh": "another out=", "storage": "out=", "resume": "plan"}

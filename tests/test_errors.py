@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from autockpt.errors import InfeasibleError, in_python, python_door
+from autockpt.errors import InfeasibleError, how_it_ended, in_python, python_door
 
 
 @pytest.mark.parametrize(
@@ -28,3 +28,10 @@ def test_errors_in_python_name_arguments(option: str, argument: str) -> None:
         search()
     assert argument in caught.value.message and argument in caught.value.remedy and argument in str(caught.value)
     assert caught.value.smallest_peak == 7
+
+
+@pytest.mark.parametrize(
+    ("code", "words"), [(0, "exit code 0"), (3, "exit code 3"), (-9, "signal SIGKILL"), (-40, "signal 40")]
+)
+def test_ends_of_processes_in_words(code: int, words: str) -> None:
+    assert how_it_ended(code) == words

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -12,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from autockpt.devices import get_device
-from autockpt.errors import AutockptError, DeviceOutOfMemory, MeasurementError
+from autockpt.errors import AutockptError, DeviceOutOfMemory, MeasurementError, how_it_ended
 from autockpt.measuring.base import Choices, Measurer
 from autockpt.measuring.failures import from_wire
 from autockpt.measuring.process import Child, ChildDied, ChildSilent, child_environment, last_lines
@@ -211,7 +210,7 @@ class WorkerMeasurer(Measurer):
                     remedy="Close other programs, or try a smaller batch or budget.",
                 ) from None
             raise MeasurementError(
-                f"the worker process ended while {doing} ({_how_it_ended(death.code)})",
+                f"the worker process ended while {doing} ({how_it_ended(death.code)})",
                 remedy=f"Run the step by itself to see whether it ends a process there, too. {self._printed()}",
             ) from None
 
@@ -219,13 +218,3 @@ class WorkerMeasurer(Measurer):
         """The end of what the worker printed."""
         lines = last_lines(self.log_path)
         return f"The last it printed:\n{lines}" if lines else "It printed nothing."
-
-
-def _how_it_ended(code: int) -> str:
-    """An exit code as ``subprocess`` gives it, in words."""
-    if code >= 0:
-        return f"exit code {code}"
-    try:
-        return f"signal {signal.Signals(-code).name}"
-    except ValueError:
-        return f"signal {-code}"

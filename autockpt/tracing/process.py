@@ -27,7 +27,7 @@ import torch
 from autockpt import errors
 from autockpt.callstack import with_room
 from autockpt.devices.accelerator import kinds_in_use
-from autockpt.errors import GhostError
+from autockpt.errors import GhostError, how_it_ended
 from autockpt.hardware.cuda_kernels import Capability
 from autockpt.schema.workload import WorkloadSpec
 from autockpt.tracing.assemble import Source
@@ -200,8 +200,7 @@ class GhostProcess:
                 f"the tracer's process was killed, {where}; most likely the machine is out of memory",
                 remedy="Free memory, or record a real step instead.",
             )
-        how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-        return GhostError(f"the tracer's process died ({how}), {where}{tail}", remedy=_REMEDY)
+        return GhostError(f"the tracer's process died ({how_it_ended(code)}), {where}{tail}", remedy=_REMEDY)
 
     def _last_words(self) -> str:
         with contextlib.suppress(OSError, ValueError):
