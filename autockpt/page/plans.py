@@ -100,12 +100,12 @@ def plans_of(run: RunDirectory, profile: Profile | None, base: Graph | None, pla
     for trial in trials:
         measured = measurements([reading for reading in readings if reading.number == trial.number])
         points[f"t{trial.number}"] = _tried(trial, trial.number in refitted, len(measured), simulated)
-    model = None
-    if profile is not None and base is not None:
-        model = OtherBudgets.of(trials, profile, base, best, host_budget)
-    tried = {t.plan_hash for t in trials}
     outlook = run.outlook()
     record = {plan_hash(r.choices): r for r in (outlook.plans if outlook is not None else ())}
+    model = None
+    if profile is not None and base is not None:
+        model = OtherBudgets.of(trials, profile, base, best, host_budget, record.values())
+    tried = {t.plan_hash for t in trials}
     for number, (key, ghost) in enumerate(record.items()):
         if key not in tried:
             points[f"g{number}"] = _ghost(f"g{number}", ghost, model, simulated)

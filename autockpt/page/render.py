@@ -109,10 +109,15 @@ def _buys(contents: Contents) -> list[dict[str, Any]]:
 
 
 def _spread(rows: list[dict[str, Any]], most: int) -> list[dict[str, Any]]:
-    """At most so many rows, first and last among them, evenly; what was tried stays before what is predicted."""
+    """At most so many rows, first and last among them: what is only predicted goes first, then ghost runs, and of them
+    the row without which the others' step times are closest."""
+
+    def order(i: int) -> tuple[bool, bool, float]:
+        before, this, after = (row["point"] for row in rows[i - 1 : i + 2])
+        return bool(this.phase), this.sure, before.seconds - after.seconds
+
     while len(rows) > most:
-        inner = [i for i in range(1, len(rows) - 1) if not rows[i]["point"].phase] or [1]
-        del rows[min(inner, key=lambda i: rows[i + 1]["bytes"] - rows[i - 1]["bytes"] if i + 1 < len(rows) else 0)]
+        del rows[min(range(1, len(rows) - 1), key=order)]
     return rows
 
 

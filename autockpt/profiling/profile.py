@@ -15,7 +15,7 @@ from autockpt.measuring.base import TIMED_CYCLE, Measurer, beats_counted
 from autockpt.profiling import cache
 from autockpt.profiling.calibration import ANCHORS, calibrated
 from autockpt.profiling.fronts import MOST_SETS, MOST_SETS_BESIDE, remake_front, selective_front
-from autockpt.profiling.hidden import hidden_copies
+from autockpt.profiling.hidden import with_hidden_copies
 from autockpt.profiling.menus import build_menus, head_menu, representatives
 from autockpt.profiling.op_times import TIMED_OPS
 from autockpt.profiling.predictor import MemoryModel, Predictor, Traces
@@ -108,14 +108,7 @@ class CostModel:
             base_seconds=self.profile.save_all_seconds,
             head=self.head,
         )
-        bandwidth = hidden * self.profile.op_times.copy_out_bandwidth
-        return hidden_copies(problem, self._forwards(problem), bandwidth) if bandwidth > 0 else problem
-
-    def _forwards(self, problem: Problem) -> list[float]:
-        """Seconds of one forward of each unit, as all of them save; of an output head they are not known."""
-        batches = self.base.repeated + sum(point.own == 0 and point.phase == "forward" for point in problem.points)
-        saving = {menu.kind: menu.items[0].forward_seconds / batches for menu in self.profile.menus}
-        return [saving.get(unit.kind, 0.0) for unit in self.units]
+        return with_hidden_copies(problem, self.base, self.profile, self.units, hidden)
 
     def check(self, choices: Mapping[str, Choice]) -> Checked:
         """What the ghost run of a plan says, for ``solvers.refine``: bytes without the device's own overhead."""

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from autockpt.errors import AutockptError
 from autockpt.profiling import CostModel, build_problem
+from autockpt.profiling.hidden import with_hidden_copies
 from autockpt.schema import SAVE, Choice, Graph, Problem, Profile, Trial, Unit, peak_of, plan_hash
 from autockpt.schema.choices import ChunkedLoss
 from autockpt.schema.outlook import GhostAnswer, Outlook
+from autockpt.schema.space import HIDDEN_COPIES
 from autockpt.solvers import exact
 from autockpt.tuning.loop import SearchResult
 from autockpt.tuning.opening import CHUNKS
@@ -41,7 +43,8 @@ class OtherBudgets:
     """The planning problem with prices fitted to the trials, and how far it is from ghost runs.
 
     ``offset`` bytes are added to the problem's own peaks: the device's context, and what ghost runs showed besides;
-    those of plans that were tried are up to ``missed`` bytes from that.
+    those of plans that were tried are up to ``missed`` bytes from that. Plans hide copies for a share ``hidden`` of the
+    link's time, as the answer does. ``least`` bytes are those of the leanest plan that a ghost run is known of.
     """
 
     profile: Profile
@@ -51,28 +54,41 @@ class OtherBudgets:
     offset: int
     missed: int
     host_budget: int | None
+    hidden: float
+    least: int
 
     @classmethod
     def of(
-        cls, trials: Sequence[Trial], profile: Profile, base: Graph, best: str, host_budget: int | None
+        cls,
+        trials: Sequence[Trial],
+        profile: Profile,
+        base: Graph,
+        best: str,
+        host_budget: int | None,
+        ghosts: Iterable[GhostAnswer],
     ) -> OtherBudgets | None:
-        """``best`` is the hash of the answer. None where there is nothing to choose."""
+        """``best`` is the hash of the answer, ``ghosts`` what was ghost-run. None where there is nothing to choose."""
         blocks = {unit.name for unit in base.blocks()}
         own = next((menu for menu in profile.menus if menu.representative not in blocks), None)
         head = Unit(name=own.representative, cls="", kind=own.kind, role="head") if own is not None else None
-        plain = cls(profile, base, head, trials, 0, 0, host_budget).problem()
-        if not any(len(unit.options) > 1 for unit in plain.units):
+        hidden = next((float(t.parameters.get(HIDDEN_COPIES, 0.0)) for t in trials if t.plan_hash == best), 0.0)
+        ghost_run = [t.predicted for t in trials if t.predicted is not None] + [ghost.predicted for ghost in ghosts]
+        least = min([profile.leanest_peak_bytes, *(said.peak_bytes for said in ghost_run)])
+        itself = cls(profile, base, head, trials, 0, 0, host_budget, hidden, least)
+        problems = (itself.problem(), itself.problem(hidden=hidden))
+        if not any(len(unit.options) > 1 for unit in problems[0].units):
             return None
-        saving = {unit.name: SAVE for unit in plain.units}
+        saving = {unit.name: SAVE for unit in problems[0].units}
         errors = {
-            trial.plan_hash: trial.predicted.peak_bytes - peak_of(plain, saving | trial.choices)
+            trial.plan_hash: trial.predicted.peak_bytes - peak_of(problem, saving | trial.choices)
+            for problem in problems
             for trial in trials
-            if trial.predicted is not None and priced(plain, trial.choices)
+            if trial.predicted is not None and priced(problem, trial.choices)
         }
         usual = int(statistics.median(errors.values())) if errors else 0
         offset = errors.get(best, usual or profile.op_times.environment.device.overhead_bytes)
         missed = max((abs(error - offset) for error in errors.values()), default=0)
-        return cls(profile, base, head, trials, offset, missed, host_budget)
+        return replace(itself, offset=offset, missed=missed)
 
     @cached_property
     def prices(self) -> Fit:
@@ -81,23 +97,22 @@ class OtherBudgets:
 
     def seconds(self, choices: Mapping[str, Choice]) -> float | None:
         """Step seconds at the fitted prices; None where a choice has none."""
-        plain = self.problem()
-        return self.prices.predict(plain, choices) if priced(plain, choices) else None
+        problems = (self.problem(hidden=hidden) for hidden in (0.0, self.hidden))
+        return next((self.prices.predict(one, choices) for one in problems if priced(one, choices)), None)
 
     def head_of(self, plan: ForeseenPlan) -> Choice:
         """What a plan does with the output head."""
         return plan.choices.get(self.head.name, SAVE) if self.head is not None else SAVE
 
     def walk(self) -> list[ForeseenPlan]:
-        """The fastest plans by the model from saving everything downwards, each at the bytes that it needs."""
-        plain, prices = self.problem(), self.prices
-        fitted = self.problem(prices.scale)
+        """The fastest plans by the model from saving everything down to the leanest, each at the bytes it needs."""
+        prices, plain = self.prices, self.problem(hidden=self.hidden)
+        fitted = self.problem(prices.scale, hidden=self.hidden)
         found: list[ForeseenPlan] = []
         began = time.monotonic()
-        most = self.profile.save_all_peak_bytes
-        least = min([self.profile.leanest_peak_bytes, *(t.predicted.peak_bytes for t in self.trials if t.predicted)])
-        grain = max(1, (most - least) // BUDGETS)
-        budget_bytes = max(most, max(peak_of(plain, {u.name: SAVE for u in plain.units}) + self.offset, 0))
+        saving = peak_of(plain, {unit.name: SAVE for unit in plain.units}) + self.offset
+        budget_bytes = max(self.profile.save_all_peak_bytes, saving, 0)
+        grain = max(1, (budget_bytes - self.least) // BUDGETS)
         while len(found) < BUDGETS and time.monotonic() - began < PATIENCE:
             answer = exact(fitted.model_copy(update={"budget_bytes": budget_bytes - self.offset}), time_limit=PATIENCE)
             if not answer.feasible:
@@ -109,9 +124,9 @@ class OtherBudgets:
             budget_bytes = min(peak - 1, budget_bytes - grain)
         return found
 
-    def problem(self, price: Mapping[str, float] | None = None) -> Problem:
+    def problem(self, price: Mapping[str, float] | None = None, *, hidden: float = 0.0) -> Problem:
         """The problem of the profile; its budget is not set."""
-        return build_problem(
+        problem = build_problem(
             self.base,
             self.profile.menus,
             budget_bytes=0,
@@ -120,6 +135,8 @@ class OtherBudgets:
             base_seconds=self.profile.save_all_seconds,
             head=self.head,
         )
+        units = [*self.base.blocks(), *([self.head] if self.head is not None else [])]
+        return with_hidden_copies(problem, self.base, self.profile, units, hidden)
 
 
 def look_around(
@@ -135,7 +152,8 @@ def look_around(
     runs = {plan_hash(run.choices): run for run in (known.plans if known is not None else ())}
     runs |= {plan_hash(run.choices): run for run in ghost_runs(profiled)}
     best, trials = found.best, found.trials
-    model = OtherBudgets.of(trials, profiled.profile, profiled.base, best.plan_hash, profiled.host_budget)
+    made_of = profiled.profile, profiled.base, best.plan_hash, profiled.host_budget
+    model = OtherBudgets.of(trials, *made_of, runs.values())
     walked = [foreseen.choices for foreseen in _spread(model.walk() if model is not None else [], budget_bytes)]
     others = {key: choices for choices in walked if (key := plan_hash(choices)) not in runs}
     in_chunks = _in_chunks(profiled, best, head)
