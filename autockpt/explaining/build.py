@@ -15,7 +15,7 @@ from autockpt.history.promises import OTHER_WORKLOAD, made_for
 from autockpt.history.trials import undominated
 from autockpt.profiling import said_of
 from autockpt.schema import Budget, Choice, Listener, Menu, PlanStatus, ResolvedBudget, Silence, Unit, format_bytes
-from autockpt.schema.choices import Offload, RecomputeOffload
+from autockpt.schema.choices import OFFLOAD, Offload, RecomputeOffload
 from autockpt.schema.device import WITHOUT_STREAMS
 from autockpt.schema.explanation import Bargain, Explanation, Front, Largest, Reach
 from autockpt.tuning.targets.shallow_twin import calls_per_candidate
@@ -117,6 +117,7 @@ def fronts(menus: Sequence[Menu], blocks: Sequence[Unit], choices: Mapping[str, 
 
 def _front(menu: Menu, units: Sequence[Unit], choices: Mapping[str, Choice]) -> Front:
     taken = Counter(_without_window(choices[u.name]) for u in units if u.name in choices)
+    hides = any(isinstance(choice, Offload) and choice.window > 1 for choice in choices.values())
     plain = menu.items[0].seconds
     best = [item.choice for item in undominated(menu.items, lambda i: (i.kept_bytes, i.seconds))]
     rows = [
@@ -126,6 +127,7 @@ def _front(menu: Menu, units: Sequence[Unit], choices: Mapping[str, Choice]) -> 
             extra_seconds=item.seconds - plain,
             taken=taken.get(item.choice, 0),
             dominated=item.choice not in best,
+            hides=hides and item.choice == OFFLOAD and item.choice in taken,
         )
         for item in menu.items
     ]

@@ -166,7 +166,7 @@ def _front(front: Front, said: Explanation, marks: area.Marks) -> Table:
         price = f"{tilde}{words.seconds(b.extra_seconds / freed * 2**20)}" if freed > 0 else ""
         extra = f"{tilde}{words.seconds(b.extra_seconds)}" if b.extra_seconds else "0"
         taken = f"{b.taken} of {front.count}" if b.taken else ""
-        taken += " (beaten by another)" if b.dominated else ""
+        taken += " (copies hide)" if b.hides else " (beaten by another)" if b.dominated else ""
         ours, kept = marks.ours if b.taken else "", format_binary(b.kept_bytes)
         row = (ours, choice_words(b.choice), kept, extra, price, taken.strip())
         table.add_row(*row, style="bold" if b.taken else None)

@@ -102,6 +102,7 @@ class Bargain(Data):
     extra_seconds: float
     taken: int = Field(default=0, description="units of this kind that the plan gives this choice")
     dominated: bool = Field(default=False, description="another choice keeps no more and costs no more")
+    hides: bool = Field(default=False, description="the plan hides its copies behind compute, so it costs less")
 
 
 class Front(Data):

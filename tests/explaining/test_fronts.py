@@ -47,7 +47,11 @@ def test_what_the_plan_took_is_shown_even_where_another_beats_it() -> None:
 
 def test_how_long_copies_may_take_is_no_choice_of_its_own() -> None:
     (front,) = fronts([MENU], UNITS, {"h.0": OFFLOAD, "h.1": Offload(window=3), "h.2": RECOMPUTE})
-    assert {str(b.choice): b.taken for b in front.bargains} == {"save": 0, "recompute": 1, "offload": 2}
+    assert {str(b.choice): (b.taken, b.hides) for b in front.bargains} == {
+        "save": (0, False),
+        "recompute": (1, False),
+        "offload": (2, True),
+    }
 
 
 def test_of_equal_choices_one_stays() -> None:

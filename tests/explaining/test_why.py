@@ -8,6 +8,8 @@ import pytest
 from autockpt.explaining.why import Answers, budget_steps, why
 from autockpt.profiling import CostModel, build_profile, uniform_graphs
 from autockpt.schema import Graph, OpTimes, ResolvedBudget
+from autockpt.schema.choices import Offload
+from autockpt.solvers import refine
 from tests.profiling.steps import SECONDS
 from tests.tuning.device import MadeUpDevice
 
@@ -64,6 +66,20 @@ def test_answers_are_the_fastest_that_fit(answers: Answers) -> None:
         assert found is not None and found.peak_bytes <= budget
         assert found.step_seconds <= min(s for p, s in plans if p <= budget) * 1.02
     assert answers.at(answers.lean.peak_bytes - 1) is None
+
+
+def test_copies_hide_as_in_a_search() -> None:
+    device = MadeUpDevice(8)
+    info = device.environment.device.model_copy(update={"copy_queues": True})
+    environment = device.environment.model_copy(update={"device": info})
+    times = OpTimes(environment=environment, seconds=SECONDS, copy_out_bandwidth=5.0, copy_in_bandwidth=1000.0)
+    made = build_profile(device, times, uniform_graphs(device, device.trace().blocks(), KINDS))
+    answers = Answers(made, KINDS)
+    budget = (answers.lean.peak_bytes + answers.save_all.peak_bytes) // 2
+    found, without = answers.at(budget), refine(made.problem(budget - answers.overhead), made.check)
+    assert found is not None and found.peak_bytes <= budget and without.feasible
+    assert found.step_seconds < answers.reach(without.choices).step_seconds
+    assert max(choice.window for choice in found.choices.values() if isinstance(choice, Offload)) > 1
 
 
 def test_neighbours_lie_on_both_sides_and_prices_are_their_slopes(answers: Answers) -> None:

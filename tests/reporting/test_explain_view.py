@@ -108,7 +108,7 @@ def explanation(**changes: object) -> Explanation:
                 bargains=(
                     Bargain(choice=SAVE, kept_bytes=30 * MIB, extra_seconds=0.0, taken=12),
                     Bargain(choice=RECOMPUTE, kept_bytes=2 * MIB, extra_seconds=0.028, taken=20, dominated=True),
-                    Bargain(choice=OFFLOAD, kept_bytes=0, extra_seconds=0.06),
+                    Bargain(choice=OFFLOAD, kept_bytes=0, extra_seconds=0.06, taken=2, dominated=True, hides=True),
                 ),
                 left_out=3,
             ),
@@ -154,6 +154,7 @@ def test_an_explanation_on_screen(width: int) -> None:
     assert "model.layers.20-31 ×12 30.0 MiB 360 MiB 90.0 %" in said and "4 more" in said
     assert "Peak at op 320 of 800: aten.mm.default, backward in lm_head" in said
     assert "4×2048×14336 bf16" in said and "12 of 32" in said and "beaten by another" in said
+    assert "2 of 32 (copies hide)" in said
     assert "needs 28.0 MiB less and is ~30.0 ms slower, ~1.07 ms per MiB: 1 layer from save to recompute" in said
     assert "needs 56.0 MiB more and is ~100 ms faster" in said and "2 layers from recompute to save" in said
     assert "nothing fits" in said and "none fits saving everything, 11 with the leanest plan; now 4" in said
