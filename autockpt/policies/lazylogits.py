@@ -43,6 +43,12 @@ class _Family:
         self.open_to_writes = False
         self._ways: set[object] = set()
 
+    def apart(self) -> _Family:
+        """That of a copy, which plain training has in memory of its own, too."""
+        copied = _Family()
+        copied.watchers, copied._ways = self.watchers, self._ways
+        return copied
+
     def way(self, source: LogitsSource) -> Callable[[], None]:
         """To be called when backward comes by what was made of these logits, as often as it does.
 
@@ -187,6 +193,9 @@ class LogitsSource:
         self.family.used = True
         if "hidden" in changes:
             changes["version"] = changes["hidden"]._version
+            if self.call.exact and changes["hidden"].untyped_storage()._cdata != self.hidden.untyped_storage()._cdata:
+                self.check()  # what was written to the original would be in the copy
+                changes["family"] = self.family.apart()
         made = self.made if "steps" not in changes and _same_memory(self.hidden, changes.get("hidden")) else []
         source = replace(self, **changes, made=made, real=None, seen=None, watch=None)
         if self.watch is not None or (source.steps and self.family.open_to_writes):

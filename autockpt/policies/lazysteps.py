@@ -75,7 +75,7 @@ def _cast(dtype: torch.dtype) -> Callable[..., Any]:
 def _to(source: LogitsSource, *args: Any, **kwargs: Any) -> Any:
     try:
         device, dtype, _, memory_format = torch._C._nn._parse_to(*args, **kwargs)  # type: ignore[attr-defined]
-    except TypeError:
+    except (TypeError, RuntimeError):  # that of `copy`
         return NotImplemented
     if memory_format is not None or (device is not None and device != source.hidden.device):
         return NotImplemented
@@ -138,7 +138,7 @@ UNDERSTOOD: dict[Any, Callable[..., Any]] = {
     torch.detach: _detached,
     **dict.fromkeys((_T.view, _T.reshape, torch.reshape), _shaped(torch.Tensor.reshape)),
     **dict.fromkeys((_T.flatten, torch.flatten), _shaped(torch.flatten)),
-    _T.contiguous: _without_options(lambda source: source.derive()),
+    _T.contiguous: _without_options(lambda source: source.derive(hidden=source.hidden.contiguous())),
     _T.__getitem__: _index,
     _T.float: _cast(torch.float32),
     _T.double: _cast(torch.float64),

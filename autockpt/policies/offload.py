@@ -11,10 +11,10 @@ from typing import Any, ClassVar
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
 from autockpt.devices.base import Transport
 from autockpt.devices.transport import Transports, Ways
+from autockpt.policies.arguments import tensors_of
 from autockpt.policies.assigned import saving
 from autockpt.policies.attachment import Attachment, acts, call_inner, call_plainly
 from autockpt.policies.base import PlannedUnit, Policy, PolicySession, device_of, places_of
@@ -130,7 +130,7 @@ def _offloaded(
         return call_plainly(module, state, args, kwargs)
     refuse_native(module, state.unit)
     args, kwargs = with_caches(*without_cache(module, state.unit, args, kwargs, twice=False))
-    tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+    tensors = tensors_of((args, kwargs))
     hidden = next((t for t in tensors if t.is_floating_point()), None)
     device = device_of(module) if hidden is None else hidden.device
     refuse_capture(device, state.unit)
@@ -215,8 +215,7 @@ def run_then_settle(module: nn.Module, state: OffloadState, /, *args: Any, **kwa
     and when its backward begins they start to come back."""
     output = call_inner(module, state, args, kwargs)
     if acts(state) and (groups := state.pipeline.passed(state.place)):
-        outputs = (leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor))
-        node = next((leaf.grad_fn for leaf in outputs if leaf.grad_fn is not None), None)
+        node = next((t.grad_fn for t in tensors_of(output) if t.grad_fn is not None), None)
         if node is not None:
             for group in groups:
                 node.register_prehook(functools.partial(_fetch, weakref.ref(group)))

@@ -14,8 +14,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
-from torch.utils._pytree import tree_leaves
 
+from autockpt.policies.arguments import tensors_of
 from autockpt.policies.fingerprints import quietly
 
 SUMS = 64
@@ -88,8 +88,8 @@ def coarsest_type(model: nn.Module) -> Iterator[list[str]]:
     found = list({str(p.dtype).removeprefix("torch.") for p in model.parameters() if p.is_floating_point()})
 
     def note(_: nn.Module, __: object, output: object) -> None:
-        for leaf in tree_leaves(output):
-            if isinstance(leaf, Tensor) and leaf.is_floating_point() and (name := str(leaf.dtype)[6:]) not in found:
+        for tensor in tensors_of(output):
+            if tensor.is_floating_point() and (name := str(tensor.dtype)[6:]) not in found:
                 found.append(name)
 
     handle = register_module_forward_hook(note)

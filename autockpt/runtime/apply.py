@@ -199,13 +199,13 @@ def _limit(adaptive: bool | str, plan: Plan) -> int | None:
 
 def choices_for(model: nn.Module, plan: Plan) -> dict[str, Choice]:
     """The plan's choice for every unit of a live model, by name. Raises PlanError where it belongs to another model."""
-    units = plan_units(model, plan.settings.get("units"), list(plan.choices))
-    if not units:
+    units, head = plan_units(model, plan.settings.get("units"), list(plan.choices)), discover_head(model)
+    if not units and (head is None or head.name not in plan.choices):
         raise PlanError(
             f"{type(model).__name__} has no repeated blocks, nor modules that the plan names",
             remedy="Apply the plan to the model it was made for; autockpt trace shows a model's units.",
         )
-    return plan.choices_for(units, discover_head(model))
+    return plan.choices_for(units, head)
 
 
 def _check(model: nn.Module, choices: Mapping[str, Choice], batch: Any, loss: Callable[..., Tensor] | None) -> None:

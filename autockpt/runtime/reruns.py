@@ -11,9 +11,9 @@ import torch
 from pydantic import Field
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from autockpt.devices import Parcel, Transport, Transports, transport_for
+from autockpt.policies.arguments import tensors_of
 from autockpt.policies.compiling import uncompiled
 from autockpt.policies.compute_ops import draws_random_numbers, is_attention, is_heavy
 from autockpt.policies.replay import recomputing
@@ -133,8 +133,7 @@ class RunCounter(TorchDispatchMode):
         self._unit = self._owner[module]
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        leaves = tree_leaves(output)
-        if any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves):
+        if any(tensor.requires_grad for tensor in tensors_of(output)):
             self._trains.add(self._roots[module])
         self._unit = None
 

@@ -130,6 +130,13 @@ def test_whatever_is_done_to_logits_is_bit_equal(name, dtype):
         assert_equal(*both(lambda: small_llama()().to(dtype), run))
 
 
+def test_to_with_a_copy():
+    def loss(logits: Tensor, loss: Callable[[Tensor], Tensor]) -> Tensor:
+        return loss(logits.to(torch.float32, copy=True))
+
+    assert_equal(*both(small_llama(), odd_loss(loss)))
+
+
 TWICE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "two losses": lambda x, y: F.cross_entropy(x[0], y[0]) + F.cross_entropy(x[1:].flatten(0, 1), y[1:].flatten()),
     "a loss and more": lambda x, y: F.cross_entropy(x.view(-1, 64), y.view(-1)) + x.logsumexp(-1).square().mean(),
@@ -297,6 +304,26 @@ def _written_after_a_step(logits: Tensor, loss: Callable[[Tensor], Tensor]) -> T
     return loss(flat)
 
 
+def _copy_changed_in_place(logits: Tensor, loss: Callable[[Tensor], Tensor]) -> Tensor:
+    copied = logits[:, 1:].contiguous()
+    read = copied.sum()
+    copied.mul_(3.0)
+    return 0.1 * copied.logsumexp(-1).mean() + 0 * read + loss(logits)
+
+
+def _copy_written_unseen(logits: Tensor, loss: Callable[[Tensor], Tensor]) -> Tensor:
+    copied = logits[:, :-1].contiguous()
+    hits = copied.argmax(-1).float().mean()
+    copied.detach()[..., 5] = -9.0
+    return loss(logits) + 0 * hits
+
+
+def _copy_summed(logits: Tensor, loss: Callable[[Tensor], Tensor]) -> Tensor:
+    copied = logits[:, 1:].contiguous()
+    flat = copied.view(-1, 64)
+    return F.cross_entropy(flat, torch.arange(len(flat)) % 64) + copied.mean()
+
+
 EXACT_OR_CHUNKED = pytest.mark.parametrize("choice", [CHUNK, ChunkedLoss(tokens=48)], ids=lambda c: c.kind)
 
 
@@ -310,6 +337,11 @@ def test_writes_that_plain_training_sees_too(do, choice):
             if choice.kind == "chunked_loss"
             else torch.equal(got[name], tensor)
         ), name
+
+
+@pytest.mark.parametrize("do", [_copy_changed_in_place, _copy_written_unseen, _copy_summed])
+def test_a_contiguous_copy_is_one(do):
+    assert_equal(*both(small_llama(), odd_loss(do)))
 
 
 @EXACT_OR_CHUNKED

@@ -5,6 +5,7 @@ from __future__ import annotations
 import array
 import collections
 import contextvars
+import csv
 import ctypes
 import dataclasses
 import functools
@@ -13,6 +14,8 @@ import itertools
 import mmap
 import multiprocessing
 import random
+import re
+import struct
 import threading
 import weakref
 from collections.abc import Callable
@@ -312,6 +315,11 @@ def drawing() -> Any:
 
 
 # what makes an object, and what changes it and reads it
+def caused(error: ValueError) -> int:
+    error.__cause__ = KeyError(error.__cause__.args[0] + 1 if error.__cause__ else 1)
+    return error.__cause__.args[0]
+
+
 OBJECTS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
     "own class": (Box, add),
     "slots": (Slots, add),
@@ -339,7 +347,9 @@ OBJECTS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
     "iterator of a range": (lambda: iter(range(1, 99, 2)), next),
     "iterator of a text": (lambda: iter("aé" * 50), lambda it: ord(next(it)) % 7),
     "iterator of an array": (lambda: iter(array.array("i", range(99))), next),
+    "iterator of a NumPy array": (lambda: iter(np.arange(99)), next),
     "iterator of a function": (lambda: iter(Box().tick, None), next),
+    "the cause of an error": (lambda: ValueError("x"), caused),
     "what a bounded cache keeps": (remembering, lambda o: add(o())),
     "itertools.count": (itertools.count, next),
     "itertools.count of halves": (lambda: itertools.count(0.5, 0.5), next),
@@ -439,8 +449,19 @@ def second_time_round(cycle: itertools.cycle) -> itertools.cycle:
         lambda: map(int, iter([1, 2, 3])),
         lambda: enumerate([1, 2]),
         lambda: filter(None, itertools.count()),
+        lambda: iter(collections.OrderedDict.fromkeys((1, 2, 3))),
+        lambda: iter(memoryview(b"123")),
+        lambda: struct.iter_unpack("b", b"123"),
+        lambda: itertools.tee((1, 2, 3))[1],
+        lambda: re.finditer(".", "123"),
+        lambda: np.arange(1, 4).flat,
+        lambda: np.nditer(np.arange(1, 4)),
+        lambda: csv.reader(["1", "2", "3"]),
     ],
-    ids=["generator", "cycle", "cycle later", "reversed", "deque", "map", "enumerate", "count in a filter"],
+    ids=[
+        *("generator", "cycle", "cycle later", "reversed", "deque", "map", "enumerate", "count in a filter"),
+        *("ordered", "memory", "struct", "tee", "matches", "flat", "nditer", "csv"),
+    ],
 )
 def test_what_only_goes_forwards_is_refused_if_it_advanced(make, given, choice, monkeypatch):
     for use, refused in ((next, True), (lambda _: 1, False)):
@@ -452,6 +473,17 @@ def test_what_only_goes_forwards_is_refused_if_it_advanced(make, given, choice, 
                 continue
             with pytest.raises(ConflictError, match=r"layers\.[01] advances (layers\.[01]\.kept|the argument)"):
                 model(torch.randn(4, D)).sum().backward()
+
+
+def test_a_record_of_numpys_is_refused_if_it_changed(monkeypatch):
+    def use(record: Any) -> int:
+        record["n"] += 1
+        return int(record["n"])
+
+    monkeypatch.setitem(OBJECTS, "it", (lambda: np.zeros(1, [("n", "i4")])[0], use))
+    refused = pytest.raises(ConflictError, match=r"layers\.0 advances layers\.0\.kept")
+    with attach(model := Model("it", given=False), {"layers.0": RECOMPUTE}), refused:
+        model(torch.randn(4, D)).sum().backward()
 
 
 @pytest.mark.parametrize("make", [np.random.SeedSequence, np.random.default_rng], ids=["sequence", "generator"])

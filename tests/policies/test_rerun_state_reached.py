@@ -283,6 +283,15 @@ class Numbered:
         return len(LOG)
 
 
+def in_a_closure(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """A decorator that does not say what it decorates."""
+
+    def inner(x: Tensor) -> Tensor:
+        return function(x)
+
+    return inner
+
+
 class Helper(nn.Module):
     """Its forward changes what only a decorator, a built-in method, a slot or an import leads to."""
 
@@ -294,6 +303,15 @@ class Helper(nn.Module):
         self.keep, self.draw, self.failed = self.kept.append, random.Random(1).random, 0
         self.next = itertools.count(1).__next__
         object.__setattr__(self, "slot", 0)
+
+        def handling(x: Tensor) -> Tensor:
+            try:
+                return torch.tanh(self.w(x))
+            except Exception:
+                self.failed += 1
+                raise
+
+        self.closed = in_a_closure(handling)
         self.register_buffer("seen", torch.zeros(1))
 
     @torch.no_grad()
@@ -337,6 +355,8 @@ class Helper(nn.Module):
 
                 reached_by_import.calls += 1
                 return torch.tanh(self.w(x) * reached_by_import.calls)
+            case "a handler in a closure":
+                return self.closed(x)
             case "clipped gradients":
                 torch.nn.utils.clip_grad_norm_(self.parameters(), 0.01)
                 return torch.tanh(self.w(x))
@@ -362,7 +382,12 @@ class Helper(nn.Module):
 
 WAYS = ["no_grad", "no_grad on a method", "autocast", "contextmanager", "singledispatch", "a bound append"]
 WAYS += ["a bound generator", "a bound __next__", "special methods", "a slot", "a relative import", "clipped gradients"]
-WAYS += ["a handler that counts", "an error raised from another", "a handler with an error of its own"]
+WAYS += [
+    "a handler in a closure",
+    "a handler that counts",
+    "an error raised from another",
+    "a handler with an error of its own",
+]
 
 
 @pytest.mark.parametrize("choice", CHOICES, ids=str)

@@ -21,7 +21,7 @@ from autockpt.schema import (
     Plan,
     WorkloadSpec,
 )
-from autockpt.schema.choices import CHUNKED_SOFTMAX
+from autockpt.schema.choices import CHUNKED_SOFTMAX, ChunkedSoftmax
 from autockpt.workload import discover_units, fingerprint
 from tests.policies.zoo import CASES, Tally, assert_equal, plain, train
 
@@ -113,6 +113,22 @@ def test_a_measured_plan_says_nothing_where_it_holds():
         assert handle.notes == ()
         assert str(handle).startswith("autockpt plan, measured, applied:")
         model(**LLAMA.batch())
+
+
+def test_a_plan_for_the_head_alone_needs_no_blocks():
+    class Headed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.lm_head = nn.Embedding(8, 4), nn.Linear(4, 8)
+
+        def get_output_embeddings(self) -> nn.Module:
+            return self.lm_head
+
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            return self.lm_head(self.embed(ids))
+
+    with apply(model := Headed(), Plan(choices={"lm_head": ChunkedSoftmax()})):
+        assert "forward" in vars(model.lm_head)
 
 
 def test_plans_of_another_model_are_refused():

@@ -10,9 +10,10 @@ import types
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-_METHOD = re.compile(r":\w+\.(\w+)$")
+_METHOD = re.compile(r":(?!closure\.)\w+\.(\w+)$")
 _UNSEEN = frozenset({"data", "numpy", "untyped_storage", "storage", "data_ptr", "from_dlpack", "__array_interface__"})
 _UNSEEN |= {"asarray", "asanyarray", "ascontiguousarray", "from_numpy", "_unsafe_preserve_version_counter"}
+_UNSEEN |= {"__array__", "array", "asfortranarray", "require", "nditer", "atleast_1d", "atleast_2d", "atleast_3d"}
 _UNSEEN |= {"all_reduce", "all_gather", "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single", "recv"}
 _UNSEEN |= {"broadcast", "irecv"}
 """Names by which code comes to write to a tensor without its version counter showing it."""

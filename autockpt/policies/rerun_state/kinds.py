@@ -35,6 +35,7 @@ Way = Callable[..., Any]
 ABSENT = object()
 _PLAIN = (bool, int, str, bytes)
 _SEQUENCES = {type(iter(kind)) for kind in ([], (), "", "é", b"", bytearray(), array("i"))} | {type(reversed([]))}
+_SEQUENCES.add(type(iter(type("", (), {"__getitem__": len})())))  # of whatever has elements by number, as arrays
 _SMALL_RANGE = type(iter(range(0)))
 _RANGES = (_SMALL_RANGE, type(iter(range(1 << 70))))
 _COUNTED = {type(way(view)) for view in ({}.keys(), {}.values(), {}.items(), deque()) for way in (iter, reversed)}
@@ -162,19 +163,17 @@ class Elements(Kind):
         self._kind: Any = kind
 
     def take(self, obj: Any, *, close: bool) -> Any:
-        if self._kind is set:
-            return set.union(set(), obj)  # by its own table: elements are not hashed anew
-        return self._kind(self._kind.__iter__(obj))
+        return [*self._kind.__iter__(obj)]
 
     def unchanged(self, obj: Any, taken: Any) -> bool:
         now = self.take(obj, close=False)
-        if self._kind is set:
-            return len(now) == len(taken) and set(map(id, now)) == set(map(id, taken))
-        return len(now) == len(taken) and all(map(_same, now, taken))
+        return len(now) == len(taken) and all(map(operator.is_ if self._kind is set else _same, now, taken))
 
     def put(self, obj: Any, taken: Any) -> None:
         self._kind.clear(obj)
         (self._kind.update if self._kind is set else self._kind.extend)(obj, taken)
+        if not self.unchanged(obj, taken):  # a set in another order
+            raise NotPutBackError
 
     def size(self, obj: Any) -> int:
         return self._kind.__len__(obj)
@@ -287,7 +286,18 @@ def position(iterator: Any) -> Any:
         far = (ctypes.c_ssize_t * 3).from_address(id(iterator) + object.__basicsize__)[2]
     deeper = [part for value in held for part in (value if type(value) is tuple else (value,))]
     inner = [position(value) for value in deeper if type(value) in ADVANCING]
-    return [id(value) for value in held], frame and frame.f_lasti, far, inner
+    return [id(value) for value in (*held, *deeper)], frame and frame.f_lasti, far, inner
+
+
+def _memory(obj: Any) -> bytes:
+    """What an object of C's own has behind its header: of an iterator how far it is, among other things."""
+    header = object.__basicsize__
+    return ctypes.string_at(id(obj) + header, type(obj).__basicsize__ - header)
+
+
+def _is_iterator_in_c(kind: type) -> bool:
+    found = next((vars(owner)["__next__"] for owner in kind.__mro__ if "__next__" in vars(owner)), None)
+    return type(found) is types.WrapperDescriptorType and not issubclass(kind, io.IOBase)
 
 
 def _tell(file: Any) -> Any:
@@ -343,11 +353,14 @@ def _rewind_range(iterator: Any, taken: Any) -> None:
 
 FIELDS, DICT, PARAMETERS = Fields(), Fields(form="[{!r}]", ordered=True), Parameters(form="[{!r}]")
 OF_THREADS = OfThreads()
+IN_C = State(_memory, None)
+"""Iterators, and the like, of which nothing but their memory tells that they have advanced."""
 BY_TYPE: dict[type, Kind] = {
     **dict.fromkeys(ADVANCING, State(position, None)),
     **dict.fromkeys(_SEQUENCES, State(position, _rewind)),
     **dict.fromkeys(_RANGES, State(position, _rewind_range)),
     **dict.fromkeys(_FILES, State(_tell, None)),
+    **dict.fromkeys((type(itertools.tee(())[0]), type(re.compile("").scanner(""))), IN_C),
     itertools.count: Counts(),
     itertools.repeat: State(lambda r: operator.length_hint(r, -1), None),
     **dict.fromkeys((io.StringIO, io.BytesIO), State(lambda f: f.__getstate__(), lambda f, was: f.__setstate__(was))),
@@ -359,8 +372,13 @@ BY_TYPE: dict[type, Kind] = {
 """Kinds of these very types; those of subclasses: ``kind_of``."""
 _C_DATA: Any = ctypes.Structure.__mro__[1]
 _POINTERS = frozenset("&OPXZz")
-_ARGS: Any = vars(BaseException)["args"]
-_ERROR = Names(("args",), lambda e, _: _ARGS.__get__(e), lambda e, _, args: _ARGS.__set__(e, args), object.__delattr__)
+_OF_ERRORS: Any = vars(BaseException)
+_ERROR = Names(
+    ("args", "__cause__"),
+    lambda error, name: _OF_ERRORS[name].__get__(error),
+    lambda error, name, value: _OF_ERRORS[name].__set__(error, value),
+    object.__delattr__,
+)
 
 
 def _take_bits(bits: Any) -> tuple[bytes, int]:
@@ -389,11 +407,21 @@ _BY_BASE: tuple[tuple[Any, Kind | None], ...] = (
 )
 
 
+def _index(iterator: Any) -> tuple[bytes, int | None]:
+    """Whether ``nditer`` has begun, and the index, which lies elsewhere."""
+    try:
+        return _memory(iterator), iterator.iterindex
+    except ValueError:  # closed
+        return b"", None
+
+
 @functools.cache
 def _of_numpy(numpy: Any) -> tuple[tuple[Any, Kind], ...]:
     old: Any = numpy.random.RandomState
     return (
         (numpy.ndarray, Arrays()),
+        (numpy.void, State(lambda record: record.tobytes(), None)),
+        (numpy.nditer, State(_index, None)),
         (old, State(lambda r: pickle.dumps(old.get_state(r, False)), lambda r, s: old.set_state(r, pickle.loads(s)))),
         (numpy.random.BitGenerator, _NUMPY_BITS),
         (numpy.random.SeedSequence, State(lambda s: s.n_children_spawned, None)),
@@ -409,4 +437,4 @@ def kind_of(value: Any) -> Kind | None:
     for base, how in _BY_BASE if numpy is None else (*_BY_BASE, *_of_numpy(numpy)):
         if issubclass(kind, base):
             return how
-    return None
+    return IN_C if _is_iterator_in_c(kind) else None

@@ -35,6 +35,7 @@ from autockpt.policies.rerun_state.kinds import (
     ABSENT,
     ADVANCING,
     FIELDS,
+    IN_C,
     OF_THREADS,
     PARAMETERS,
     Elements,
@@ -62,6 +63,7 @@ _IN_MODULES = re.compile(r"\._modules\['[^']*'\]$")
 _INSIDE = re.compile(r"\._(?:modules|buffers|parameters)\['([^']*)'\]")
 _WRAPPERS = (types.MethodType, types.MappingProxyType, functools.partial, functools.cached_property)
 _WRAPPERS += (staticmethod, classmethod, property, types.BuiltinMethodType, types.MethodWrapperType)
+_WRAPPERS += (type(re.compile("").match),)  # methods of C's that know their class
 _EMPTY = types.CellType()
 _CLASS: Any = vars(object)["__class__"]
 
@@ -218,7 +220,7 @@ class Walk:
                 if issubclass(kind, torch.optim.Optimizer):
                     self._optimizers.append((name, vars(value)))
                 return
-            if kind in ADVANCING or issubclass(kind, ctypes._Pointer):
+            if kind in ADVANCING or how is IN_C or issubclass(kind, ctypes._Pointer):
                 self._go(name, step, (("", part) for part in gc.get_referents(value)), loose)
             else:
                 self._object(name, value, step, loose)
