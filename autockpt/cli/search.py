@@ -48,12 +48,12 @@ def search(
     budget: str | None = opt(
         "--budget SIZE",
         "24GB, 24GiB, 60% (of this job's own peak), 60%act (of the activation range), auto (all there is). "
-        "Required without --hardware, else by default auto.",
+        "Required without --hardware and --resume, else by default auto.",
     ),
     headroom: str | None = opt(
         "--headroom SIZE",
-        "Leave this much of the budget free: 2% (of it), 500MB. Default: 5% of a budget in bytes with --hardware, "
-        "whose peaks no card has confirmed; else 0%.",
+        "Leave this much of the budget free: 2% (of it), 500MB. Default: 5% of a budget in bytes, or of auto, with "
+        "--hardware, whose peaks no card has confirmed; else 0%.",
     ),
     host_budget: str | None = opt(
         "--host-budget SIZE",
@@ -78,7 +78,8 @@ def search(
     ),
     trials: int = opt(
         "--trials -n N",
-        "Measure (or simulate) at most this many candidates, besides the well-known plans.",
+        "Measure (or simulate) at most this many candidates, besides the well-known plans; with --lengths or "
+        "--global-batch at least three for each size.",
         default=40,
         min=1,
     ),

@@ -229,7 +229,10 @@ def largest_lean(
             break
         spec = question.spec.model_copy(update={FIELDS[dimension]: best.value})
         found = _with_leanest(replace(question, spec=spec), dimension, listener)
-        if found is None or found.value is None or found.value <= best.value:
+        if found is None or found.value is None:
+            break
+        if found.value <= best.value:  # a search there would know the plan that is the leanest there
+            best = found.model_copy(update={"now": best.now})
             break
         grown = found.value - best.value
         best = found.model_copy(update={"now": best.now})

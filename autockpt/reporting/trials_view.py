@@ -78,7 +78,7 @@ def print_table(trials: Sequence[Trial], front: Sequence[Trial], console: Consol
     console.print(_trials_table(trials, {t.number for t in front}, console.width))
     console.print()
     letters = ", ".join(f"{letter} {kind}" for letter, kind in words.letters(trial.choices for trial in trials))
-    said = f"A letter for each layer, first to last: {letters}; a small letter: in a part of the layer alone"
+    said = f"A letter for each layer, first to last: {letters}; a small letter: for its attention or MLP alone"
     console.print(Text(said, style="dim"))
     if front:
         console.print(Text("* on the Pareto front: no other is both faster and leaner", style="dim"))

@@ -120,8 +120,9 @@ def apply(
     otherwise), one warning says that its promise does not hold here.
 
     While training, sentinels compare what backward is given with what forward had computed: every unit's first calls,
-    then each unit once in 499 steps, and of all other calls a few tensors at one place (``sentinels="sample"``, also by
-    the environment variable ``AUTOCKPT_SENTINELS``), every call whole (``"all"``) or none (``"off"``). A mismatch ends
+    then each unit once in 499 steps (forwards with gradients), and of all other calls a few tensors at one place
+    (``sentinels="sample"``, also by the environment variable ``AUTOCKPT_SENTINELS``), every call whole (``"all"``) or
+    none (``"off"``). A mismatch ends
     that backward with a ConflictError that names the unit, before the optimizer's step unless that is itself a hook of
     backward; what differs at a place on an accelerator ends a forward soon after. Other ranks of a distributed training
     then see this one gone, as after any exception.

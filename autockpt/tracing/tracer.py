@@ -221,10 +221,11 @@ def _in_order(choices: Mapping[str, Choice], units: tuple[Unit, ...]) -> dict[st
 
 @python_door
 def trace(step: Step, plan: Plan | Mapping[str, Choice] | str | Path | None = None) -> Graph:
-    """Trace one whole training step of a live model, with a plan (or choices by unit name) attached or without.
+    """Trace one whole training step of a live model, with a plan attached or without.
 
-    The model, its optimizer and its gradients stay as they are; nothing is computed and no memory is taken for the
-    step: it is ghost-run where that is possible, else recorded from a real step, and the graph says so. Raises
+    ``plan`` is a Plan, the path of a plan file, or Choice objects by exact unit name. The model, its optimizer and its
+    gradients stay as they are. The step is ghost-run where that is possible: nothing is computed, and no memory taken
+    for it. Else it is recorded from a real step, and the graph says so. Raises UsageError for what is no Step,
     PlanError for a plan that does not fit the model, WorkloadError where the step fails, GhostError where a model on an
     accelerator cannot be traced without real steps.
     """

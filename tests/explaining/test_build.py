@@ -73,7 +73,8 @@ def test_a_peak_in_the_optimizer_is_said_and_the_activations_shown_all_the_same(
     assert not any(h.peak_bytes for h in said.holdings if h.comes_and_goes)
 
 
-def test_plain_training_has_no_limits_and_nominal_rates_say_nothing_of_its_speed() -> None:
+def test_plain_training_has_no_limits_and_nominal_rates_say_nothing_of_its_speed(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setenv("AUTOCKPT_CACHE", str(tmp_path))
     said = explain(ExplainRequest(SPEC))
     assert said.speed is None
     assert said.budget is None and said.limits == () and said.peak_bytes == said.save_all_peak

@@ -146,3 +146,15 @@ def test_it_is_asked_again_at_what_was_found_as_another_plan_may_be_the_leanest_
     monkeypatch.setattr(limits_module, "_with_leanest", found)
     spec, note = with_longest(SPEC, parse_budget("40MB"), device="cpu")
     assert spec.seq_len == 4_032 and asked == [64, 1_000, 4_000] and "4,032 tokens" in note
+
+
+def test_no_length_is_named_that_the_search_would_refuse(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The plan that is the leanest at the length of now may fit where the one that is the leanest there does not."""
+
+    def found(question, dimension, listener) -> Largest:
+        value = {64: 1_000, 1_000: 960}[question.spec.seq_len]
+        return Largest(dimension=dimension, plan="leanest", value=value, peak_bytes=1 << 20, now=question.spec.seq_len)
+
+    monkeypatch.setattr(limits_module, "_with_leanest", found)
+    spec, note = with_longest(SPEC, parse_budget("40MB"), device="cpu")
+    assert spec.seq_len == 960 and "960 tokens" in note

@@ -23,6 +23,7 @@ from autockpt.schema import (
     parse_choice,
     plan_hash,
 )
+from autockpt.tuning.proposers import solver
 from autockpt.tuning.question import Clock
 from autockpt.tuning.targets.real_steps import RealSteps
 from autockpt.tuning.trials import Candidate, Score, Trials
@@ -303,6 +304,18 @@ def test_plans_from_elsewhere_are_tried_first_and_scored_here(space: str) -> Non
     assert seed.choices == choices and seed.measured is not None
     assert seed.measured.step_seconds == device.true_seconds(choices)
     assert all(t.encoding in ("baseline", "seed") for t in found.trials[: seed.number + 1])
+
+
+def test_a_plan_from_elsewhere_is_tried_before_a_budget_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may be leaner than all that the solver comes to."""
+    device = MadeUpDevice()
+    lean = dict.fromkeys(device.names, RECOMPUTE)
+    peak, most = device.trace(lean).peak_bytes, device.trace().peak_bytes
+    monkeypatch.setattr(solver, "smallest_peaks", lambda *asked, **more: (most, most))
+    with pytest.raises(InfeasibleError):
+        search(device, f"{peak / 1000}KB", simulated=True)
+    found = search(device, f"{peak / 1000}KB", simulated=True, seeds={"lean": lean})
+    assert found.best is not None and found.best.feasible and found.smallest_peak == peak
 
 
 def test_a_plan_from_elsewhere_with_choices_that_have_no_price_here_does_not_stop_the_search() -> None:

@@ -93,6 +93,8 @@ class SolverProposer(Proposer):
             self.smallest_peak, self._plain_smallest = smallest_peaks(
                 profiled, question.budget, self.known, calls=lean_calls
             )
+        seeds = [choices for choices in question.seeds.values() if not profiled.predictor.over_host(choices)]
+        self.smallest_peak = min([self.smallest_peak, *(self._predict(choices).peak_bytes for choices in seeds)])
         # Until the baselines have run, the best guess of what the budget is in bytes.
         top = self._predict(self.known[NONE]).peak_bytes
         self.budget = question.budget.resolved(top, self._plain_smallest, self.room, self.device.kind)
