@@ -33,9 +33,11 @@ from autockpt.policies.rerun_state.tensors import COPIED_BYTES, TENSORS, Kind, N
 
 Way = Callable[..., Any]
 ABSENT = object()
+_PATTERN: Any = re.compile("")
 _PLAIN = (bool, int, str, bytes)
 _SEQUENCES = {type(iter(kind)) for kind in ([], (), "", "é", b"", bytearray(), array("i"))} | {type(reversed([]))}
-_SEQUENCES.add(type(iter(type("", (), {"__getitem__": len})())))  # of whatever has elements by number, as arrays
+_NUMBERED: Any = type("", (), {"__getitem__": len})()
+_SEQUENCES.add(type(iter(_NUMBERED)))  # of whatever has elements by number, as arrays
 _SMALL_RANGE = type(iter(range(0)))
 _RANGES = (_SMALL_RANGE, type(iter(range(1 << 70))))
 _COUNTED = {type(way(view)) for view in ({}.keys(), {}.values(), {}.items(), deque()) for way in (iter, reversed)}
@@ -360,7 +362,7 @@ BY_TYPE: dict[type, Kind] = {
     **dict.fromkeys(_SEQUENCES, State(position, _rewind)),
     **dict.fromkeys(_RANGES, State(position, _rewind_range)),
     **dict.fromkeys(_FILES, State(_tell, None)),
-    **dict.fromkeys((type(itertools.tee(())[0]), type(re.compile("").scanner(""))), IN_C),
+    **dict.fromkeys((type(itertools.tee(())[0]), type(_PATTERN.scanner(""))), IN_C),
     itertools.count: Counts(),
     itertools.repeat: State(lambda r: operator.length_hint(r, -1), None),
     **dict.fromkeys((io.StringIO, io.BytesIO), State(lambda f: f.__getstate__(), lambda f, was: f.__setstate__(was))),
