@@ -41,8 +41,9 @@ def estimate(
     Models are named as for ``search``, cards as for its ``hardware``. The weights are of ``dtype``, by default what the
     shape's file says (bf16, mostly), the optimizer is AdamW, and the budget is what the card has, less the headroom
     that a search leaves (5 %). Plans choose for whole layers, so that a row takes seconds: a search for the same
-    question finds an equally fast plan or a faster one. Nothing is measured. Raises UsageError for an unknown card or
-    type, WorkloadError for a model that cannot be found; a row that cannot be had says why in ``note``.
+    question finds an equally fast plan or a faster one. Nothing is measured. When the first row is asked for: raises
+    UsageError for an unknown card or type, WorkloadError for a model that cannot be found; a row that cannot be had
+    says why in ``note``.
     """
     if dtype not in (None, *get_args(Dtype)):
         raise UsageError(f"--dtype {dtype} is not known", remedy=f"Write one of {', '.join(get_args(Dtype))}.")
