@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import types
 from collections.abc import Iterator
 from typing import Any
@@ -31,7 +32,7 @@ def own_fields(value: Any) -> dict[str, Any] | None:
     cls = type(value)
     if cls is not types.SimpleNamespace:
         owners = cls.__mro__[:-1]
-        if not owners or not all(owner.__flags__ & HEAP for owner in owners) or any(map(is_library, owners)):
+        if not owners or not all(map(_in_python, owners)) or any(map(is_library, owners)):
             return None
         if issubclass(cls, (type, nn.Module)) or cls.__new__ is not object.__new__ or hasattr(cls, "__del__"):
             return None
@@ -44,6 +45,14 @@ def own_fields(value: Any) -> dict[str, Any] | None:
         return None
     found = {name: part for name in slots_of(cls) if (part := _slot(value, name)) is not ABSENT} | (fields or {})
     return None if any(type(p) in (list, dict, tuple) and len(p) > _LONG for p in found.values()) else found
+
+
+@functools.lru_cache(maxsize=10_000)
+def _in_python(cls: type) -> bool:
+    """Whether a class is written in Python. Those that C makes at run time look alike; in one that ``object.__new__``
+    makes nothing would be set."""
+    in_c = (types.WrapperDescriptorType, types.MethodDescriptorType)
+    return bool(cls.__flags__ & HEAP) and not any(type(value) in in_c for value in vars(cls).values())
 
 
 def slots_of(cls: type) -> Iterator[str]:
