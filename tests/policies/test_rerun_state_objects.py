@@ -26,6 +26,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from scipy import stats
 from torch import Tensor, nn
 from torch.distributed.checkpoint.stateful import Stateful
@@ -37,7 +39,8 @@ from autockpt.errors import ConflictError, RerunMismatch
 from autockpt.policies.base import InPlaceError
 from autockpt.policies.rerun_state import tensors
 from autockpt.policies.rerun_state.fields import attributes
-from autockpt.policies.rerun_state.tensors import TENSORS
+from autockpt.policies.rerun_state.kinds import Sets
+from autockpt.policies.rerun_state.tensors import TENSORS, NotPutBackError
 from autockpt.runtime import attach
 from autockpt.schema.choices import RECOMPUTE, Remake, Segment, parse_choice
 from tests.policies.zoo import assert_equal
@@ -314,12 +317,12 @@ def drawing() -> Any:
     return distribution
 
 
-# what makes an object, and what changes it and reads it
 def caused(error: ValueError) -> int:
     error.__cause__ = KeyError(error.__cause__.args[0] + 1 if error.__cause__ else 1)
     return error.__cause__.args[0]
 
 
+# what makes an object, and what changes it and reads it
 OBJECTS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
     "own class": (Box, add),
     "slots": (Slots, add),
@@ -473,6 +476,23 @@ def test_what_only_goes_forwards_is_refused_if_it_advanced(make, given, choice, 
                 continue
             with pytest.raises(ConflictError, match=r"layers\.[01] advances (layers\.[01]\.kept|the argument)"):
                 model(torch.randn(4, D)).sum().backward()
+
+
+@given(st.lists(st.text(max_size=4)), st.lists(st.text(max_size=4), max_size=3), st.integers(0, 3))
+def test_sets_are_put_back_in_their_order_or_refused(first, added, dropped):
+    """Which depends on hashes, and on what came and went; those that are as they were stay."""
+    elements, kind = set(first), Sets()
+    taken, order = kind.take(elements, close=True), [*elements]
+    kind.put(elements, taken)
+    assert [*elements] == order and kind.unchanged(elements, taken)
+    elements.update(added)
+    elements.difference_update(order[:dropped])
+    try:
+        kind.put(elements, taken)
+    except NotPutBackError:
+        assert added or dropped
+    else:
+        assert [*elements] == order
 
 
 def test_a_record_of_numpys_is_refused_if_it_changed(monkeypatch):

@@ -13,7 +13,7 @@ from autockpt.policies.rerun_state.kinds import ABSENT, Names
 from autockpt.policies.rerun_state.libraries import is_library
 
 HEAP = 1 << 9
-"""The flag of classes that are written in Python."""
+"""The flag of classes that are made at run time: those written in Python, and some of C's."""
 _DESCRIPTORS = (types.MemberDescriptorType, types.GetSetDescriptorType)
 _LONG = 10_000
 

@@ -159,29 +159,60 @@ class Parameters(Fields):
 
 
 class Elements(Kind):
-    """A list, deque or set, without what a subclass adds."""
+    """A list or deque, without what a subclass adds."""
 
     def __init__(self, kind: type) -> None:
         self._kind: Any = kind
 
     def take(self, obj: Any, *, close: bool) -> Any:
-        return [*self._kind.__iter__(obj)]
+        return self._kind(self._kind.__iter__(obj))
 
     def unchanged(self, obj: Any, taken: Any) -> bool:
         now = self.take(obj, close=False)
-        return len(now) == len(taken) and all(map(operator.is_ if self._kind is set else _same, now, taken))
+        return len(now) == len(taken) and all(map(_same, now, taken))
 
     def put(self, obj: Any, taken: Any) -> None:
         self._kind.clear(obj)
-        (self._kind.update if self._kind is set else self._kind.extend)(obj, taken)
-        if not self.unchanged(obj, taken):  # a set in another order
-            raise NotPutBackError
+        self._kind.extend(obj, taken)
 
     def size(self, obj: Any) -> int:
         return self._kind.__len__(obj)
 
     def parts(self, taken: Any) -> Iterable[tuple[str, Any]]:
         return [(f"[{i}]", value) for i, value in enumerate(taken)]
+
+
+class Sets(Elements):
+    """A set: its elements in their order, as code that goes through it may depend on that, and a copy. All goes by the
+    tables of sets, so that no element is hashed anew."""
+
+    def __init__(self) -> None:
+        super().__init__(set)
+
+    def take(self, obj: Any, *, close: bool) -> Any:
+        return [*set.__iter__(obj)], set.union(set(), obj)
+
+    def unchanged(self, obj: Any, taken: Any) -> bool:
+        order, _ = taken
+        now = [*set.__iter__(obj)]
+        return len(now) == len(order) and all(map(operator.is_, now, order))
+
+    def put(self, obj: Any, taken: Any) -> None:
+        _, was = taken
+        now = set.union(set(), obj)
+        # what stays keeps its place, which depends on what was there when it came
+        set.difference_update(obj, set.difference(now, was))
+        set.update(obj, set.difference(was, now))
+        if self.unchanged(obj, taken):
+            return
+        set.clear(obj)
+        set.update(obj, was)
+        if not self.unchanged(obj, taken):
+            raise NotPutBackError
+
+    def parts(self, taken: Any) -> Iterable[tuple[str, Any]]:
+        order, _ = taken
+        return super().parts(order)
 
 
 class State(Kind):
@@ -401,7 +432,8 @@ _NUMPY_GENERATOR = State(
 _BY_BASE: tuple[tuple[Any, Kind | None], ...] = (
     (torch.Tensor, TENSORS),
     (dict, DICT),
-    *((kind, Elements(kind)) for kind in (list, deque, set)),
+    *((kind, Elements(kind)) for kind in (list, deque)),
+    (set, Sets()),
     ((memoryview, mmap.mmap, _C_DATA), State(_bytes, _set_bytes)),
     (BaseException, _ERROR),
     (random.SystemRandom, None),
