@@ -2,28 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
-from autockpt.schema import Graph, Profile, Unit
 from autockpt.schema.choices import OFFLOAD, Offload
 from autockpt.schema.problem import Problem, UnitOptions
 
 NEARLY_FREE = 0.02
 """What is left of the seconds of copies that hide: so that no unit is offloaded without need."""
-
-
-def with_hidden_copies(problem: Problem, base: Graph, profile: Profile, units: Iterable[Unit], share: float) -> Problem:
-    """The problem of a profile, whose ``units`` are given in order, with copies hidden for a share of the link's time.
-
-    Forwards are those of units that save; of an output head they are not known.
-    """
-    bandwidth = share * profile.op_times.copy_out_bandwidth
-    if bandwidth <= 0:
-        return problem
-    batches = base.repeated + sum(point.own == 0 and point.phase == "forward" for point in problem.points)
-    saving = {menu.kind: menu.items[0].forward_seconds / batches for menu in profile.menus}
-    return hidden_copies(problem, [saving.get(unit.kind, 0.0) for unit in units], bandwidth)
 
 
 def hidden_copies(problem: Problem, forwards: Sequence[float], bandwidth: float) -> Problem:

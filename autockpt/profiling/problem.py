@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from autockpt.profiling.hidden import hidden_copies
 from autockpt.profiling.segments import OpRange, segment_peaks, segments
 from autockpt.schema.choices import SAVE
 from autockpt.schema.graph import Graph, Unit
@@ -21,6 +22,7 @@ def build_problem(
     host_budget: int | None = None,
     base_seconds: float | None = None,
     head: Unit | None = None,
+    hidden_bandwidth: float = 0.0,
 ) -> Problem:
     """The problem whose points are the segments of ``base``: every unit's forward and backward, and the times between.
 
@@ -28,7 +30,8 @@ def build_problem(
     saving everything gives the real bytes exactly, gradients that accumulate and every micro-batch included. ``price``
     multiplies the extra seconds of a choice kind, ``margin`` bytes are left free of ``budget_bytes``, ``host_budget``
     bounds what all units move to the host. ``base_seconds`` is the save-everything step time; without it, the units'
-    own share of it. An output ``head`` that has a menu is a unit like the blocks, and the last one.
+    own share of it. An output ``head`` that has a menu is a unit like the blocks, and the last one. Units are offloaded
+    whose copies hide behind compute, as many as ``hidden_bandwidth`` bytes per second of the link have the time for.
     """
     by_kind = {menu.kind: menu for menu in menus}
     planned = [*base.blocks(), *([head] if head is not None else [])]
@@ -41,7 +44,7 @@ def build_problem(
     for option in saving:
         before.append(before[-1] + option.kept)
     points = [_point(s, peak, before, saving) for s, peak in zip(parts, segment_peaks(base, parts), strict=True)]
-    return Problem(
+    problem = Problem(
         units=tuple(units),
         points=tuple(points),
         budget_bytes=budget_bytes - margin,
@@ -49,6 +52,12 @@ def build_problem(
         base_seconds=base_seconds,
         head=None if head is None else head.name,
     )
+    if hidden_bandwidth <= 0:
+        return problem
+    batches = base.repeated + sum(point.own == 0 and point.phase == "forward" for point in points)
+    # of units that save; of an output head they are not known
+    forwards = {menu.kind: menu.items[0].forward_seconds / batches for menu in menus}
+    return hidden_copies(problem, [forwards.get(unit.kind, 0.0) for unit in planned], hidden_bandwidth)
 
 
 def point_bytes(base: Graph, graph: Graph, head: Unit | None = None) -> tuple[int | None, ...]:

@@ -15,7 +15,6 @@ from autockpt.measuring.base import TIMED_CYCLE, Measurer, beats_counted
 from autockpt.profiling import cache
 from autockpt.profiling.calibration import ANCHORS, calibrated
 from autockpt.profiling.fronts import MOST_SETS, MOST_SETS_BESIDE, remake_front, selective_front
-from autockpt.profiling.hidden import with_hidden_copies
 from autockpt.profiling.menus import build_menus, head_menu, representatives
 from autockpt.profiling.op_times import TIMED_OPS
 from autockpt.profiling.predictor import MemoryModel, Predictor, Traces
@@ -98,7 +97,7 @@ class CostModel:
         menus = self.profile.menus
         if plain_head and self.head is not None:
             menus = (*menus[:-1], menus[-1].model_copy(update={"items": menus[-1].items[:1]}))
-        problem = build_problem(
+        return build_problem(
             self.base,
             menus,
             budget_bytes=budget_bytes,
@@ -107,8 +106,8 @@ class CostModel:
             host_budget=self.host_budget,
             base_seconds=self.profile.save_all_seconds,
             head=self.head,
+            hidden_bandwidth=hidden * self.profile.op_times.copy_out_bandwidth,
         )
-        return with_hidden_copies(problem, self.base, self.profile, self.units, hidden)
 
     def check(self, choices: Mapping[str, Choice]) -> Checked:
         """What the ghost run of a plan says, for ``solvers.refine``: bytes without the device's own overhead."""

@@ -11,7 +11,6 @@ from functools import cached_property
 
 from autockpt.errors import AutockptError
 from autockpt.profiling import CostModel, build_problem
-from autockpt.profiling.hidden import with_hidden_copies
 from autockpt.schema import SAVE, Choice, Graph, Problem, Profile, Trial, Unit, peak_of, plan_hash
 from autockpt.schema.choices import ChunkedLoss
 from autockpt.schema.outlook import GhostAnswer, Outlook
@@ -75,13 +74,13 @@ class OtherBudgets:
         ghost_run = [t.predicted for t in trials if t.predicted is not None] + [ghost.predicted for ghost in ghosts]
         least = min([profile.leanest_peak_bytes, *(said.peak_bytes for said in ghost_run)])
         itself = cls(profile, base, head, trials, 0, 0, host_budget, hidden, least)
-        problems = (itself.problem(), itself.problem(hidden=hidden))
-        if not any(len(unit.options) > 1 for unit in problems[0].units):
+        plain, hiding = itself.unpriced
+        if not any(len(unit.options) > 1 for unit in plain.units):
             return None
-        saving = {unit.name: SAVE for unit in problems[0].units}
+        saving = {unit.name: SAVE for unit in plain.units}
         errors = {
             trial.plan_hash: trial.predicted.peak_bytes - peak_of(problem, saving | trial.choices)
-            for problem in problems
+            for problem in (plain, hiding)
             for trial in trials
             if trial.predicted is not None and priced(problem, trial.choices)
         }
@@ -91,14 +90,18 @@ class OtherBudgets:
         return replace(itself, offset=offset, missed=missed)
 
     @cached_property
+    def unpriced(self) -> tuple[Problem, Problem]:
+        """The problem at the profile's own prices, without hidden copies and with them."""
+        return self.problem(), self.problem(hidden=self.hidden)
+
+    @cached_property
     def prices(self) -> Fit:
         """What choices cost by the trials that have step times."""
-        return fit(self.problem(), [t for t in self.trials if t.score is not None])
+        return fit(self.unpriced[0], [t for t in self.trials if t.score is not None])
 
     def seconds(self, choices: Mapping[str, Choice]) -> float | None:
         """Step seconds at the fitted prices; None where a choice has none."""
-        problems = (self.problem(hidden=hidden) for hidden in (0.0, self.hidden))
-        return next((self.prices.predict(one, choices) for one in problems if priced(one, choices)), None)
+        return next((self.prices.predict(one, choices) for one in self.unpriced if priced(one, choices)), None)
 
     def head_of(self, plan: ForeseenPlan) -> Choice:
         """What a plan does with the output head."""
@@ -106,27 +109,27 @@ class OtherBudgets:
 
     def walk(self) -> list[ForeseenPlan]:
         """The fastest plans by the model from saving everything down to the leanest, each at the bytes it needs."""
-        prices, plain = self.prices, self.problem(hidden=self.hidden)
+        prices, unpriced = self.prices, self.unpriced[1]
         fitted = self.problem(prices.scale, hidden=self.hidden)
         found: list[ForeseenPlan] = []
         began = time.monotonic()
-        saving = peak_of(plain, {unit.name: SAVE for unit in plain.units}) + self.offset
+        saving = peak_of(unpriced, {unit.name: SAVE for unit in unpriced.units}) + self.offset
         budget_bytes = max(self.profile.save_all_peak_bytes, saving, 0)
         grain = max(1, (budget_bytes - self.least) // BUDGETS)
         while len(found) < BUDGETS and time.monotonic() - began < PATIENCE:
             answer = exact(fitted.model_copy(update={"budget_bytes": budget_bytes - self.offset}), time_limit=PATIENCE)
             if not answer.feasible:
                 break
-            peak = peak_of(plain, answer.choices) + self.offset
+            peak = peak_of(unpriced, answer.choices) + self.offset
             head = self.head.name if self.head is not None else None
             choices = {n: c for n, c in answer.choices.items() if n != head or c != SAVE}
-            found.append(ForeseenPlan(choices, peak, prices.predict(plain, answer.choices)))
+            found.append(ForeseenPlan(choices, peak, prices.predict(unpriced, answer.choices)))
             budget_bytes = min(peak - 1, budget_bytes - grain)
         return found
 
     def problem(self, price: Mapping[str, float] | None = None, *, hidden: float = 0.0) -> Problem:
         """The problem of the profile; its budget is not set."""
-        problem = build_problem(
+        return build_problem(
             self.base,
             self.profile.menus,
             budget_bytes=0,
@@ -134,9 +137,8 @@ class OtherBudgets:
             host_budget=self.host_budget,
             base_seconds=self.profile.save_all_seconds,
             head=self.head,
+            hidden_bandwidth=hidden * self.profile.op_times.copy_out_bandwidth,
         )
-        units = [*self.base.blocks(), *([self.head] if self.head is not None else [])]
-        return with_hidden_copies(problem, self.base, self.profile, units, hidden)
 
 
 def look_around(
