@@ -10,6 +10,7 @@ import re
 import runpy
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import tomllib
@@ -125,6 +126,7 @@ def test_a_program_of_the_checkout_is_there_and_takes_its_arguments(
 
     monkeypatch.setattr(argparse.ArgumentParser, "parse_args", only_parse)
     monkeypatch.setattr(sys, "argv", words[2:])
+    monkeypatch.setattr(signal, "signal", lambda number, handler: None)  # theirs would stay
     with pytest.raises(Parsed):
         runpy.run_module(words[2], run_name="__main__")
 

@@ -4,7 +4,6 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -125,19 +124,13 @@ def test_an_interrupt_is_one_whatever_the_interrupted_code_makes_of_it(
     assert signal.getsignal(signal.SIGINT) is before
 
 
-@pytest.fixture
-def unhandled() -> Iterator[None]:
-    """Whatever other tests of this process left behind."""
-    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    yield
-    signal.signal(signal.SIGTERM, before)
-
-
-@pytest.mark.usefixtures("unhandled")
 @pytest.mark.parametrize("turned_into", [None, RecursionError("too deep"), typer.Exit(130)])
 def test_sigterm_is_an_interrupt_with_a_code_of_its_own(
     turned_into: Exception | None, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    assert before is signal.SIG_DFL
+
     @guarded
     def verb(**_: object) -> None:
         try:
@@ -148,7 +141,7 @@ def test_sigterm_is_an_interrupt_with_a_code_of_its_own(
     with pytest.raises(typer.Exit) as caught:
         verb()
     said = capsys.readouterr().err
-    assert caught.value.exit_code == 143 and "bug" not in said and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    assert caught.value.exit_code == 143 and "bug" not in said and signal.getsignal(signal.SIGTERM) is before
     assert isinstance(turned_into, typer.Exit) or "ended by SIGTERM" in said
 
 
