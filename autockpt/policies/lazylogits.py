@@ -72,7 +72,7 @@ class _Family:
 
     def hand_out(self, source: LogitsSource, logits: Tensor) -> None:
         """Somebody gets these logits of the source, whole, and may write to them unseen."""
-        if logits.untyped_storage()._cdata != source.hidden.untyped_storage()._cdata:
+        if not _share(logits, source.hidden):
             if all(logits is not known for _, known, _ in self.handed_out):
                 self.handed_out.append((source.steps, logits, MemoryWatch(logits, set_now=True)))
             return
@@ -193,7 +193,7 @@ class LogitsSource:
         self.family.used = True
         if "hidden" in changes:
             changes["version"] = changes["hidden"]._version
-            if self.call.exact and changes["hidden"].untyped_storage()._cdata != self.hidden.untyped_storage()._cdata:
+            if self.call.exact and not _share(changes["hidden"], self.hidden):
                 self.check()  # what was written to the original would be in the copy
                 changes["family"] = self.family.apart()
         made = self.made if "steps" not in changes and _same_memory(self.hidden, changes.get("hidden")) else []
@@ -202,6 +202,10 @@ class LogitsSource:
             self.check()
             source.watch_hidden()
         return _stand_in(source)
+
+
+def _share(one: Tensor, other: Tensor) -> bool:
+    return one.untyped_storage()._cdata == other.untyped_storage()._cdata
 
 
 def _same_memory(hidden: Tensor, other: Tensor | None) -> bool:

@@ -122,10 +122,9 @@ def apply(
     While training, sentinels compare what backward is given with what forward had computed: every unit's first calls,
     then each unit once in 499 steps (forwards with gradients), and of all other calls a few tensors at one place
     (``sentinels="sample"``, also by the environment variable ``AUTOCKPT_SENTINELS``), every call whole (``"all"``) or
-    none (``"off"``). A mismatch ends
-    that backward with a ConflictError that names the unit, before the optimizer's step unless that is itself a hook of
-    backward; what differs at a place on an accelerator ends a forward soon after. Other ranks of a distributed training
-    then see this one gone, as after any exception.
+    none (``"off"``). A mismatch ends that backward with a ConflictError that names the unit, before the optimizer's
+    step unless that is itself a hook of backward; what differs at a place on an accelerator ends a forward soon after.
+    Other ranks of a distributed training then see this one gone, as after any exception.
 
     Raises PlanError where the plan is malformed or belongs to another model; RunDirectoryError where a directory holds
     none; ConflictError where it cannot be attached

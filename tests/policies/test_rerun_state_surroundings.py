@@ -108,6 +108,15 @@ def test_how_precise_kernels_are_is_put_back(where, name, other):
         setattr(where, name, usual)
 
 
+def test_whether_anomalies_are_looked_for_is_put_back():
+    before = switches()
+    with torch.autograd.set_detect_anomaly(True, check_nan=False):
+        of_forward = switches()
+    with switched(of_forward):
+        assert torch.is_anomaly_enabled() and not torch.is_anomaly_check_nan_enabled()
+    assert not torch.is_anomaly_enabled() and switches() == before
+
+
 def _first_attention_puts_another_order(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """As CUDA does on some cards, once in a process; the order that it puts."""
     before = torch._C._get_sdp_priority_order()

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -254,6 +255,19 @@ def test_code_that_a_forward_does_not_come_to_does_not_count() -> None:
     assert code_of("1", Unit(nothing, 0)) == Code()  # ``reset`` names .data
     assert code_of("1", Unit(an_average_by_data, 0)) == Code(writes_unseen=True, writes_to_any=True)
     assert code_of("1", Unit(assigned, 0)) == Code(writes_unseen=True, writes_to_any=True, assigns=True)
+
+
+def test_code_in_closures_counts_and_all_names_for_a_tensors_memory() -> None:
+    def closed(function: Callable[[Any, Tensor], Tensor]) -> Callable[[Any, Tensor], Tensor]:
+        return lambda unit, x: function(unit, x)
+
+    def by_numpy(unit: Any, x: Tensor) -> Tensor:
+        np.atleast_1d(x.detach())[:] = 0
+        return x
+
+    for function in (by_numpy, closed(by_numpy)):
+        assert code_of("1", Unit(function, 0)) == Code(writes_unseen=True, writes_to_any=True)
+    assert code_of("1", Unit(closed(assigned), 0)).assigns
 
 
 class Kept(nn.Module):

@@ -21,7 +21,7 @@ from autockpt.schema import (
     Plan,
     WorkloadSpec,
 )
-from autockpt.schema.choices import CHUNKED_SOFTMAX, ChunkedSoftmax
+from autockpt.schema.choices import CHUNKED_SOFTMAX
 from autockpt.workload import discover_units, fingerprint
 from tests.policies.zoo import CASES, Tally, assert_equal, plain, train
 
@@ -127,7 +127,7 @@ def test_a_plan_for_the_head_alone_needs_no_blocks():
         def forward(self, ids: torch.Tensor) -> torch.Tensor:
             return self.lm_head(self.embed(ids))
 
-    with apply(model := Headed(), Plan(choices={"lm_head": ChunkedSoftmax()})):
+    with apply(model := Headed(), Plan(choices={"lm_head": CHUNKED_SOFTMAX})):
         assert "forward" in vars(model.lm_head)
 
 

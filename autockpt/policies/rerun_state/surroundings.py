@@ -36,12 +36,6 @@ _cuda_is_initialized = torch.cuda.is_initialized
 _warns = _C._get_deterministic_algorithms_warn_only
 _sum_in_fp16 = _C._set_cublas_allow_fp16_reduced_precision_reduction
 _sum_in_bf16 = _C._set_cublas_allow_bf16_reduced_precision_reduction
-
-
-def _anomaly() -> tuple[bool, bool]:
-    return torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()
-
-
 _SWITCHES = (
     (torch.backends.cuda.flash_sdp_enabled, torch.backends.cuda.enable_flash_sdp),
     (torch.backends.cuda.mem_efficient_sdp_enabled, torch.backends.cuda.enable_mem_efficient_sdp),
@@ -51,7 +45,10 @@ _SWITCHES = (
     (_C._get_sdp_priority_order, _C._set_sdp_priority_order),
     (torch.get_default_dtype, torch.set_default_dtype),
     (torch.get_num_threads, torch.set_num_threads),
-    (_anomaly, lambda of: torch.set_anomaly_enabled(*of)),
+    (
+        lambda: (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()),
+        lambda of: torch.set_anomaly_enabled(*of),
+    ),
     (_C._get_deterministic_algorithms, lambda on: _C._set_deterministic_algorithms(on, warn_only=_warns())),
     (_C._get_cudnn_enabled, _C._set_cudnn_enabled),
     (_C._get_cudnn_benchmark, _C._set_cudnn_benchmark),
