@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import gc
 import io
-import itertools
 import mmap
 import operator
 import pickle
@@ -20,7 +18,6 @@ import random
 import re
 import sys
 import threading
-import types
 from array import array
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable
@@ -29,28 +26,12 @@ from typing import Any
 import torch
 
 from autockpt.policies.attachment import AttachedForward
-from autockpt.policies.rerun_state.tensors import COPIED_BYTES, TENSORS, Kind, NotPutBackError
+from autockpt.policies.rerun_state.iterators import IN_C, ITERATORS, is_iterator_in_c, memory_of
+from autockpt.policies.rerun_state.tensors import COPIED_BYTES, PLAIN, TENSORS, Kind, NotPutBackError, State, same
 
 Way = Callable[..., Any]
 ABSENT = object()
-_PATTERN: Any = re.compile("")
-_PLAIN = (bool, int, str, bytes)
-_SEQUENCES = {type(iter(kind)) for kind in ([], (), "", "é", b"", bytearray(), array("i"))} | {type(reversed([]))}
-_NUMBERED: Any = type("", (), {"__getitem__": len})()
-_SEQUENCES.add(type(iter(_NUMBERED)))  # of whatever has elements by number, as arrays
-_SMALL_RANGE = type(iter(range(0)))
-_RANGES = (_SMALL_RANGE, type(iter(range(1 << 70))))
-_COUNTED = {type(way(view)) for view in ({}.keys(), {}.values(), {}.items(), deque()) for way in (iter, reversed)}
-_COUNTED.add(type(iter(set())))
-_FORWARDS = (*(v for v in vars(itertools).values() if isinstance(v, type)), map, filter, zip, enumerate, reversed)
-_FORWARDS += (type(iter(int, 1)),)  # of a function until it returns something: what that changes is its own
-_FRAMES = {types.GeneratorType: "gi_frame", types.CoroutineType: "cr_frame", types.AsyncGeneratorType: "ag_frame"}
-ADVANCING = frozenset((*_SEQUENCES, *_RANGES, *_COUNTED, *_FORWARDS, *_FRAMES))
 _FILES = (io.FileIO, io.BufferedReader, io.BufferedWriter, io.BufferedRandom, io.TextIOWrapper)
-
-
-def _same(a: Any, b: Any) -> bool:
-    return a is b or (type(a) is type(b) and type(a) in _PLAIN and a == b)
 
 
 class Names(Kind):
@@ -70,7 +51,7 @@ class Names(Kind):
 
     def _differing(self, now: Any, taken: Any) -> list[Any]:
         both = [*taken, *(key for key in now if key not in taken)]
-        return [key for key in both if not _same(now.get(key, ABSENT), taken.get(key, ABSENT))]
+        return [key for key in both if not same(now.get(key, ABSENT), taken.get(key, ABSENT))]
 
     def put(self, obj: Any, taken: Any) -> None:
         for key in self._differing(self.take(obj, close=False), taken):
@@ -119,7 +100,7 @@ class Fields(Names):
         shown = [(key, value) for key, value in taken.items() if key not in self.hidden]
         named = [(self._form.format(key if type(key) is str else "…"), value) for key, value in shown]
         # tensors as keys, as of an optimizer's state, are there for which they are
-        keys = (key for key in taken if type(key) not in _PLAIN and not issubclass(type(key), torch.Tensor))
+        keys = (key for key in taken if type(key) not in PLAIN and not issubclass(type(key), torch.Tensor))
         return named + [("[a key]", key) for key in keys]
 
 
@@ -169,7 +150,7 @@ class Elements(Kind):
 
     def unchanged(self, obj: Any, taken: Any) -> bool:
         now = self.take(obj, close=False)
-        return len(now) == len(taken) and all(map(_same, now, taken))
+        return len(now) == len(taken) and all(map(same, now, taken))
 
     def put(self, obj: Any, taken: Any) -> None:
         self._kind.clear(obj)
@@ -215,47 +196,6 @@ class Sets(Elements):
         return super().parts(order)
 
 
-class State(Kind):
-    """What gives and takes its whole state: generators of random numbers, byte arrays, iterators over sequences."""
-
-    def __init__(self, get: Way, put: Way | None) -> None:
-        self._get, self._put, self.goes_back = get, put, put is not None
-
-    def take(self, obj: Any, *, close: bool) -> Any:
-        return self._get(obj)
-
-    def put(self, obj: Any, taken: Any) -> None:
-        assert self._put is not None, "asked only what goes back"
-        try:
-            self._put(obj, taken)
-        except (ValueError, TypeError, OSError, BufferError) as error:
-            raise NotPutBackError from error
-
-
-class Counts(Kind):
-    """``itertools.count``: its next number, which CPython keeps behind the object's header; as an object beside it
-    where the step is not 1."""
-
-    def take(self, obj: Any, *, close: bool) -> Any:
-        held, text = held_by(obj), repr(obj)[len("count(") : -1]  # the number as an object, and the step
-        return held[0] if len(held) > 1 else None if text.startswith("<") else int(text)
-
-    def unchanged(self, obj: Any, taken: Any) -> bool:
-        return _same(self.take(obj, close=False), taken)
-
-    def put(self, obj: Any, taken: Any) -> None:
-        now, as_object = self.take(obj, close=False), len(held_by(obj)) > 1
-        words = (ctypes.c_ssize_t * 2).from_address(id(obj) + object.__basicsize__)
-        if [*words] != [sys.maxsize, id(now)] if as_object else [*words] != [now, 0] or type(taken) is not int:
-            raise NotPutBackError  # not where CPython keeps them, as of 3.13
-        if as_object:
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(taken))
-            words[1] = id(taken)
-            ctypes.pythonapi.Py_DecRef(ctypes.py_object(now))
-        else:
-            words[0] = taken
-
-
 class Arrays(Kind):
     """NumPy arrays."""
 
@@ -298,41 +238,6 @@ def _delete_item(fields: Any, key: Any) -> None:
     _base_of(fields).__delitem__(fields, key)
 
 
-def held_by(iterator: Any) -> list[Any]:
-    """The objects that an iterator refers to, less its class, which those of itertools hold from Python 3.12 on."""
-    return [held for held in gc.get_referents(iterator) if held is not type(iterator)]
-
-
-def position(iterator: Any) -> Any:
-    """What tells that an iterator has advanced: what it holds, and how far the iterators in it are."""
-    kind = type(iterator)
-    frame = getattr(iterator, _FRAMES[kind]) if kind in _FRAMES else None  # first: it is itself something to refer to
-    held = held_by(iterator)
-    if kind is itertools.count:
-        return Counts().take(iterator, close=False)
-    if kind in _SEQUENCES or kind is reversed:
-        return iterator.__reduce__()[2:]
-    if kind in _RANGES:  # up to Python 3.11 the range and how far, later what is left of it
-        return iterator.__reduce__()[1:]
-    far = iterator.__length_hint__() if kind in _COUNTED else None
-    if kind is itertools.cycle:  # it keeps what it goes over, what it saved of that, and how far in this it is
-        far = (ctypes.c_ssize_t * 3).from_address(id(iterator) + object.__basicsize__)[2]
-    deeper = [part for value in held for part in (value if type(value) is tuple else (value,))]
-    inner = [position(value) for value in deeper if type(value) in ADVANCING]
-    return [id(value) for value in (*held, *deeper)], frame and frame.f_lasti, far, inner
-
-
-def _memory(obj: Any) -> bytes:
-    """What an object of C's own has behind its header: of an iterator how far it is, among other things."""
-    header = object.__basicsize__
-    return ctypes.string_at(id(obj) + header, type(obj).__basicsize__ - header)
-
-
-def _is_iterator_in_c(kind: type) -> bool:
-    found = next((vars(owner)["__next__"] for owner in kind.__mro__ if "__next__" in vars(owner)), None)
-    return type(found) is types.WrapperDescriptorType and not issubclass(kind, io.IOBase)
-
-
 def _tell(file: Any) -> Any:
     try:
         return None if file.isatty() else file.tell()
@@ -366,36 +271,11 @@ def _set_torch(generator: torch.Generator, taken: bytes) -> None:
     generator.set_state(torch.frombuffer(bytearray(taken), dtype=torch.uint8))
 
 
-def _rewind(iterator: Any, taken: Any) -> None:
-    if not taken or len(iterator.__reduce__()) < 3:  # at its end it has let go of what it went over
-        raise NotPutBackError
-    iterator.__setstate__(taken[0])
-
-
-def _rewind_range(iterator: Any, taken: Any) -> None:
-    (left,), far = taken
-    if far is not None:
-        iterator.__setstate__(far)
-        return
-    (now,), _ = position(iterator)
-    words = (ctypes.c_long * 3).from_address(id(iterator) + object.__basicsize__)
-    if type(iterator) is not _SMALL_RANGE or [*words] != [now.start, now.step, len(now)]:
-        raise NotPutBackError  # not where CPython keeps them, as of 3.13
-    words[:] = left.start, left.step, len(left)
-
-
 FIELDS, DICT, PARAMETERS = Fields(), Fields(form="[{!r}]", ordered=True), Parameters(form="[{!r}]")
 OF_THREADS = OfThreads()
-IN_C = State(_memory, None)
-"""Iterators, and the like, of which nothing but their memory tells that they have advanced."""
 BY_TYPE: dict[type, Kind] = {
-    **dict.fromkeys(ADVANCING, State(position, None)),
-    **dict.fromkeys(_SEQUENCES, State(position, _rewind)),
-    **dict.fromkeys(_RANGES, State(position, _rewind_range)),
+    **ITERATORS,
     **dict.fromkeys(_FILES, State(_tell, None)),
-    **dict.fromkeys((type(itertools.tee(())[0]), type(_PATTERN.scanner(""))), IN_C),
-    itertools.count: Counts(),
-    itertools.repeat: State(lambda r: operator.length_hint(r, -1), None),
     **dict.fromkeys((io.StringIO, io.BytesIO), State(lambda f: f.__getstate__(), lambda f, was: f.__setstate__(was))),
     bytearray: State(bytes, lambda b, taken: bytearray.__setitem__(b, slice(None), taken)),
     array: State(array.__copy__, lambda a, taken: array.__setitem__(a, slice(None), taken)),
@@ -444,7 +324,7 @@ _BY_BASE: tuple[tuple[Any, Kind | None], ...] = (
 def _index(iterator: Any) -> tuple[bytes, int | None]:
     """Whether ``nditer`` has begun, and the index, which lies elsewhere."""
     try:
-        return _memory(iterator), iterator.iterindex
+        return memory_of(iterator), iterator.iterindex
     except ValueError:  # closed
         return b"", None
 
@@ -471,4 +351,4 @@ def kind_of(value: Any) -> Kind | None:
     for base, how in _BY_BASE if numpy is None else (*_BY_BASE, *_of_numpy(numpy)):
         if issubclass(kind, base):
             return how
-    return IN_C if _is_iterator_in_c(kind) else None
+    return IN_C if is_iterator_in_c(kind) else None

@@ -31,11 +31,10 @@ from autockpt.policies.base import setting
 from autockpt.policies.fingerprints import host_values
 from autockpt.policies.rerun_state.code import Code, may_do, names_of
 from autockpt.policies.rerun_state.fields import HEAP, attributes, slots_named, slots_of
+from autockpt.policies.rerun_state.iterators import ADVANCING, IN_C
 from autockpt.policies.rerun_state.kinds import (
     ABSENT,
-    ADVANCING,
     FIELDS,
-    IN_C,
     OF_THREADS,
     PARAMETERS,
     Elements,

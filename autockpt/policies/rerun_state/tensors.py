@@ -1,8 +1,9 @@
-"""What is known of a kind of things that can change and stay the same object, and the kind of tensors."""
+"""What is known of a kind of things that can change and stay the same object, of those with a state as a whole, and of
+tensors."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -19,6 +20,7 @@ SMALL_BYTES = 1 << 16
 which a step must not need more memory than in others."""
 QUIET_BYTES = 1 << 20
 """Buffers up to this size are copied before every forward, as one may begin to change them."""
+PLAIN = (bool, int, str, bytes)
 PLAIN_TENSORS, _STRIDED = frozenset((torch.Tensor, nn.Parameter, nn.Buffer)), torch.strided
 
 
@@ -49,6 +51,28 @@ class Kind(Protocol):
     def parts(self, taken: Any) -> Iterable[tuple[str, Any]]:
         """What is in it, with how to get there."""
         return ()
+
+
+class State(Kind):
+    """What gives and takes its whole state: generators of random numbers, byte arrays, iterators over sequences."""
+
+    def __init__(self, get: Callable[..., Any], put: Callable[..., Any] | None) -> None:
+        self._get, self._put, self.goes_back = get, put, put is not None
+
+    def take(self, obj: Any, *, close: bool) -> Any:
+        return self._get(obj)
+
+    def put(self, obj: Any, taken: Any) -> None:
+        assert self._put is not None, "asked only what goes back"
+        try:
+            self._put(obj, taken)
+        except (ValueError, TypeError, OSError, BufferError) as error:
+            raise NotPutBackError from error
+
+
+def same(a: Any, b: Any) -> bool:
+    """Whether two values are one, or plain ones and alike."""
+    return a is b or (type(a) is type(b) and type(a) in PLAIN and a == b)
 
 
 class TensorTaken(NamedTuple):
