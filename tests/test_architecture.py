@@ -19,7 +19,7 @@ SOURCE = ROOT / "autockpt"
 
 # Imports point to a lower layer only; packages of one layer do not import one another.
 LAYERS = (
-    ("errors", "schema", "callstack", "collector"),
+    ("errors", "schema", "callstack", "collector", "signals"),
     ("simulator", "solvers", "devices", "history"),
     ("policies", "workload", "reporting"),
     ("runtime", "hardware"),

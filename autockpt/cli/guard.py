@@ -10,10 +10,9 @@ import signal
 import sys
 import tempfile
 import textwrap
-import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
@@ -23,6 +22,7 @@ import typer
 
 from autockpt.cli import screen
 from autockpt.errors import AutockptError, InfeasibleError
+from autockpt.signals import handling
 
 INTERRUPTED, UNREAD, TERMINATED = 130, 141, 143
 FAILED = 4
@@ -83,20 +83,8 @@ def _noting(interrupts: list[int]) -> Iterator[None]:
         signal.default_int_handler(number, frame)
 
     usual = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
-    with _handling({number: note for number, handler in usual.items() if signal.getsignal(number) is handler}):
+    with handling({number: note for number, handler in usual.items() if signal.getsignal(number) is handler}):
         yield
-
-
-@contextmanager
-def _handling(handlers: Mapping[signal.Signals, Any]) -> Iterator[None]:
-    """Other handlers for signals within the block; only the main thread ever gets any."""
-    main = threading.current_thread() is threading.main_thread()
-    before = {number: signal.signal(number, handler) for number, handler in handlers.items() if main}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _code(interrupts: list[int]) -> int:
@@ -112,7 +100,7 @@ _ANEW = "The same command begins anew."
 def _interrupted(as_json: bool, code: int, kept: bool) -> int:
     _debug()
     # whoever presses Ctrl-C twice still gets the message
-    with _handling({signal.SIGINT: signal.SIG_IGN, signal.SIGTERM: signal.SIG_IGN}):
+    with handling({signal.SIGINT: signal.SIG_IGN, signal.SIGTERM: signal.SIG_IGN}):
         said = "ended by SIGTERM" if code == TERMINATED else "interrupted"
         remedy = "What was measured so far is kept; the same command continues." if kept else _ANEW
         return _say(said, remedy, as_json, code)

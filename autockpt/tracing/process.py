@@ -30,6 +30,7 @@ from autockpt.devices.accelerator import kinds_in_use
 from autockpt.errors import GhostError, how_it_ended
 from autockpt.hardware.cuda_kernels import Capability
 from autockpt.schema.workload import WorkloadSpec
+from autockpt.signals import fork
 from autockpt.tracing.assemble import Source
 from autockpt.tracing.child import ALIVE, DONE, FAILED, FORK, READY, Build, Note, serve, wait
 from autockpt.tracing.run import TracedRun
@@ -94,7 +95,7 @@ class GhostProcess:
                 with contextlib.suppress(Exception):
                     stream.flush()
             with warnings.catch_warnings(action="ignore"):  # of threads: the child is checked before its use
-                pid = os.fork()
+                pid = fork()
             if pid:
                 return pid
             try:

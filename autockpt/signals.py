@@ -1,0 +1,38 @@
+"""Signals of the system, whose handlers run in the main thread alone."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+ENDING = (signal.SIGINT, signal.SIGTERM)
+
+
+@contextmanager
+def handling(handlers: Mapping[signal.Signals, Any]) -> Iterator[None]:
+    """Other handlers for signals within the block; only the main thread ever gets any."""
+    main = threading.current_thread() is threading.main_thread()
+    before = {number: signal.signal(number, handler) for number, handler in handlers.items() if main}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def fork() -> int:
+    """``os.fork``, where a Ctrl-C or SIGTERM that comes meanwhile is handled right afterwards, in the parent alone.
+
+    Python runs hooks before it returns from a fork, and drops what a handler raises in one: the signal would be lost.
+    """
+    came: list[signal.Signals] = []
+    ours = {number: lambda number, frame: came.append(signal.Signals(number)) for number in ENDING}
+    with handling({number: note for number, note in ours.items() if callable(signal.getsignal(number))}):
+        pid = os.fork()
+    for number in came if pid else ():
+        signal.raise_signal(number)
+    return pid
