@@ -16,12 +16,9 @@ if TYPE_CHECKING:
     from autockpt.errors import AutockptError
     from autockpt.history.openrun import Run, open_run
     from autockpt.integrations.transformers import AutockptCallback
-    from autockpt.public import explain, report, search
+    from autockpt.public import estimate, explain, report, search, trace, verify
     from autockpt.runtime import apply
     from autockpt.schema.plan import Plan
-    from autockpt.tracing import trace
-    from autockpt.tuning import estimate
-    from autockpt.verification import verify
     from autockpt.workload import Step
     from autockpt.workload.lengths import lengths_of
 
@@ -34,14 +31,14 @@ _HOME = {
     "Run": "autockpt.history.openrun",
     "Step": "autockpt.workload",
     "apply": "autockpt.runtime",
-    "estimate": "autockpt.tuning",
+    "estimate": "autockpt.public",
     "explain": "autockpt.public",
     "lengths_of": "autockpt.workload.lengths",
     "open_run": "autockpt.history.openrun",
     "report": "autockpt.public",
     "search": "autockpt.public",
-    "trace": "autockpt.tracing",
-    "verify": "autockpt.verification",
+    "trace": "autockpt.public",
+    "verify": "autockpt.public",
 }
 
 __all__ = [

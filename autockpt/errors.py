@@ -2,14 +2,8 @@
 
 from __future__ import annotations
 
-import functools
-import re
 import signal
-from collections.abc import Callable
-from typing import Any, ParamSpec, TypeVar
-
-P = ParamSpec("P")
-R = TypeVar("R")
+from typing import Any
 
 
 class AutockptError(Exception):
@@ -109,40 +103,18 @@ def how_it_ended(code: int) -> str:
         return f"signal {-code}"
 
 
-_NOT_ARGUMENTS = {"plan-out": "plan.save()", "fresh": "another out=", "storage": "out=", "resume": "plan"}
-_FLAGS = {
-    *("again", "allow-inexact", "dry-run", "load-in-4bit", "load-in-8bit", "lora-dora", "master-weights"),
-    *("keep-gradients", "liger", "packed", "prepare-kbit", "scaler", "trust-remote-code", "weights"),
+_PLAINLY = {
+    "Input should be a valid integer": "a whole number is needed",
+    "Input should be a valid number": "a number is needed",
+    "Input should be greater than or equal to": "it has to be at least",
+    "Input should be": "it has to be",
 }
-# a whole command stays as it is; what follows an option is its value where it looks like one
-_OPTION = re.compile(
-    r"`autockpt [^`]*`|--([a-z][a-z0-9-]*[a-z0-9])(?: (?=[\dA-Z]|sgd|adam|fp\d|bf16|all-linear|layers\b|auto\b))?"
-)
 
 
-def in_python(text: str) -> str:
-    """A message with the arguments of ``autockpt.search`` in place of the command line's options."""
-
-    def said(match: re.Match[str]) -> str:
-        name = match[1]
-        if name is None:
-            return match[0]
-        argument = _NOT_ARGUMENTS.get(name) or f"{name.replace('-', '_')}={'True' if name in _FLAGS else ''}"
-        return argument if argument.endswith("=") else argument + " " * match[0].endswith(" ")
-
-    return _OPTION.sub(said, text)
-
-
-def python_door(function: Callable[P, R]) -> Callable[P, R]:
-    """A public function whose errors name its arguments, not options of the command line."""
-
-    @functools.wraps(function)
-    def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        try:
-            return function(*args, **kwargs)
-        except AutockptError as error:
-            error.message, error.remedy = in_python(error.message), in_python(error.remedy)
-            error.args = (error.message,)
-            raise
-
-    return call
+def plainly(message: str) -> str:
+    """What a validator says of a value, in words for people."""
+    for theirs, ours in _PLAINLY.items():
+        if message.startswith(theirs):
+            rest = message.removeprefix(theirs)
+            return ours + ("" if rest.startswith(",") else rest)
+    return message.rstrip(".")

@@ -15,7 +15,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from autockpt.errors import UsageError, python_door
+from autockpt.errors import UsageError
 from autockpt.explaining import ExplainRequest
 from autockpt.explaining import explain as explained
 from autockpt.explaining.limits import with_longest
@@ -39,17 +39,24 @@ from autockpt.schema import (
     Silence,
     WorkloadSpec,
 )
+from autockpt.schema.arguments import python_door
+from autockpt.schema.base import first_violation, short
 from autockpt.schema.batches import BatchAnswer
 from autockpt.schema.explanation import Explanation
 from autockpt.schema.lengths import Lengths, as_lengths
 from autockpt.schema.plan import CompileMode
 from autockpt.schema.request import TRIALS
+from autockpt.tracing import trace as traced
+from autockpt.tuning import estimate as estimated
 from autockpt.tuning import run_search
 from autockpt.tuning.batches import search_batch_sizes, search_step_batches
 from autockpt.tuning.lengths import search_lengths_of, search_step_lengths
 from autockpt.tuning.search import search_options, search_step
+from autockpt.verification import verify as verified
 from autockpt.workload import Step
 from search_spaces.hardware import load_hardware
+
+estimate, trace, verify = python_door(estimated), python_door(traced), python_door(verified)
 
 
 @python_door
@@ -272,9 +279,8 @@ def _workload(model: str, given: dict[str, Any], seed: int = 0) -> WorkloadSpec:
     try:
         return WorkloadSpec.model_validate({"seed": seed, **given, "model": model})
     except ValidationError as error:
-        first = error.errors()[0]
-        field = str(first["loc"][0])
+        field, why = first_violation(error)
         raise UsageError(
-            f"{field}={given.get(field)!r}: {first['msg'].lower()}",
+            f"{field}={short(given.get(field))}: {why}",
             remedy=f"What describes a workload: {', '.join(WorkloadSpec.model_fields)}.",
         ) from None

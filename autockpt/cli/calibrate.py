@@ -61,14 +61,13 @@ def _described(machine: Machine, name: str) -> Hardware:
     from pydantic import ValidationError
 
     from autockpt.profiling.fit import fit_hardware
+    from autockpt.schema.base import first_violation
 
     try:
         return fit_hardware(machine, name)
     except ValidationError as error:
-        first = error.errors()[0]
-        figure = ".".join(str(part) for part in first["loc"])
         raise MeasurementError(
-            f"what was measured contradicts itself: {figure}: {first['msg'].removeprefix('Value error, ')}",
+            f"what was measured contradicts itself: {': '.join(first_violation(error))}",
             remedy="Measure again while nothing else runs on the machine, without --quick.",
         ) from None
 

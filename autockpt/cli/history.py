@@ -132,8 +132,11 @@ def _csv(trials: Sequence[Trial]) -> str:
 
 
 def _print_trial(run: RunDirectory, number: int, plan_out: Path | None, as_json: bool) -> None:
+    from autockpt.history.rundir import BY_LENGTH, PLAN
     from autockpt.history.trialplan import plan_of_trial, trial_of
 
+    if plan_out is not None and plan_out.resolve() in (run.path.resolve() / name for name in (PLAN, BY_LENGTH)):
+        raise UsageError(f"{plan_out} is where the run keeps its own answer", remedy="Give another --plan-out.")
     trial = trial_of(run, number)
     readings = [reading for reading in run.readings() if reading.number == number]
     set_aside = plan_of_trial(run, trial).save(plan_out, existing="set_aside") if plan_out is not None else None

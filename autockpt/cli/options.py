@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from autockpt.cli.panels import plainly
 from autockpt.errors import UsageError
 
 if TYPE_CHECKING:
@@ -37,6 +36,7 @@ def arg(name: str, help: str, default: Any = None) -> Any:
     return typer.Argument(default, metavar=name, help=help)
 
 
+MOST_SEED = (1 << 32) - 1  # NumPy takes no larger ones
 DEVICE = opt("--device NAME", "cpu, cuda, cuda:1, xpu, … Default: the best there is.")
 RUNS_FOLDER = opt("--out -o DIR", "Folder of the runs' directories.", default=Path("results"))
 FRESH = flag("--fresh", "Set an earlier run of this question aside. Default: continue it.")
@@ -146,6 +146,7 @@ def workload_spec(
     """
     from pydantic import ValidationError
 
+    from autockpt.schema.base import first_violation
     from autockpt.schema.workload import WorkloadSpec
 
     start = base.model_dump() if base is not None else {"model": default} if default else {}
@@ -157,10 +158,9 @@ def workload_spec(
     try:
         return WorkloadSpec.model_validate(values)
     except ValidationError as error:
-        first = error.errors()[0]
-        field = str(first["loc"][0])
+        field, why = first_violation(error)
         raise UsageError(
-            f"--{field.replace('_', '-')} {values.get(field)}: {plainly(first['msg'])}",
+            f"--{field.replace('_', '-')} {values.get(field)}: {why}",
             remedy=WORKLOAD_OPTIONS[field][1].help if field in WORKLOAD_OPTIONS else "See `--help` for what it takes.",
         ) from None
 

@@ -7,6 +7,8 @@ from typing import Any
 import typer
 from typer.core import TyperCommand
 
+from autockpt.errors import plainly
+
 # heading -> options by parameter name, in this order; what is in none stands under "Options"
 PANELS = {
     "Model and batch": """model units batch_size seq_len lengths batch_sizes seq_lens pad_to packed weights
@@ -25,21 +27,6 @@ PANELS = {
 
 HINTS = {"batch_size": "; the one that trains fastest is found with --global-batch N or --tokens-per-update N"}
 """What else may be meant where an option's value is no number, by parameter name."""
-_PLAINLY = {
-    "Input should be a valid integer": "a whole number is needed",
-    "Input should be a valid number": "a number is needed",
-    "Input should be greater than or equal to": "it has to be at least",
-    "Input should be": "it has to be",
-}
-
-
-def plainly(message: str) -> str:
-    """What a validator says of a value, in words for people."""
-    for theirs, ours in _PLAINLY.items():
-        if message.startswith(theirs):
-            rest = message.removeprefix(theirs)
-            return ours + ("" if rest.startswith(",") else rest)
-    return message.rstrip(".")
 
 
 class PanelCommand(TyperCommand):

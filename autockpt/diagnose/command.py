@@ -228,9 +228,10 @@ class _Reader:
         switched_off = any(f in self.values and not self._on(f) for f in flags.LORA_ON)
         if on is None and (rank_flag is None or switched_off):
             return
-        value = self.values.get(rank_flag or "", "16")
-        rank = int(value) if _NUMBER.fullmatch(value) and int(value) else 16
-        self._take(rank_flag or on or "lora", "lora", rank, "" if rank_flag else "no rank was given: 16 is assumed")
+        value = self.values.get(rank_flag or "", "")
+        rank = int(value) if _NUMBER.fullmatch(value) else 0
+        given = f"{value} is no rank" if rank_flag else "no rank was given"
+        self._take(rank_flag or on or "lora", "lora", rank or 16, "" if rank else f"{given}: 16 is assumed")
         self._adapters()
 
     def _adapters(self) -> None:

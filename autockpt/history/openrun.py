@@ -7,11 +7,12 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from autockpt.errors import UsageError, python_door
+from autockpt.errors import UsageError
 from autockpt.history.rundir import RunDirectory
 from autockpt.history.trialplan import plan_of_trial, trial_of
 from autockpt.history.trials import best, pareto_front
 from autockpt.schema import Plan, Trial
+from autockpt.schema.arguments import python_door
 
 
 @python_door
@@ -49,6 +50,7 @@ class Run:
         """Trials that no other is both leaner and faster than, leanest first, whether they fit the budget or not."""
         return pareto_front(self.trials)
 
+    @python_door
     def best(self, count: int = 1) -> list[Trial]:
         """The fastest plans that fit, fastest first; fewer where no more were tried."""
         return best(self.trials, count)

@@ -27,10 +27,11 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any, Literal, Self, TypeVar
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, TypeAdapter, ValidationError
 
-from autockpt.errors import RunDirectoryError
+from autockpt.errors import PlanError, RunDirectoryError
 from autockpt.schema import Environment, FinishedSearch, Graph, Plan, Profile, Trial, question_hash
+from autockpt.schema.base import first_violation
 from autockpt.schema.batches import SizesTimed
 from autockpt.schema.files import FULL, atomic_write, open_regular, read_regular, reason, set_aside, try_lock
 from autockpt.schema.outlook import Outlook
@@ -38,6 +39,7 @@ from autockpt.schema.outlook import Outlook
 M = TypeVar("M", bound=BaseModel)
 Step = Literal["plain", "recompute", "plan"]
 _QUESTION = "question.json"
+PLAN = "plan.yaml"
 BY_LENGTH = "plan_by_length.yaml"
 _ANEW = "Search with --fresh, which sets the directory aside, or restore the file."
 _GRAPHS: dict[Step, str] = {
@@ -164,7 +166,7 @@ class RunDirectory:
     @property
     def plan_path(self) -> Path:
         """Where the run's plan is written."""
-        return self.path / "plan.yaml"
+        return self.path / PLAN
 
     @property
     def model(self) -> str:
@@ -202,7 +204,7 @@ class RunDirectory:
 
     def events(self) -> list[dict[str, Any]]:
         """All events, oldest first."""
-        return list(self.lines("events.jsonl", json.loads))
+        return list(self.lines("events.jsonl", TypeAdapter(dict[str, Any]).validate_json))
 
     def add_command(self, command: Sequence[str]) -> None:
         """Keep a command line, ready to be pasted into a shell; a repeated one is kept once."""
@@ -238,14 +240,30 @@ class RunDirectory:
         """A traced step; None where it was not written."""
         return self._model(_GRAPHS[step], Graph)
 
-    def write_plan(self, plan: Plan) -> Path:
+    def write_plan(self, plan: Plan, name: str = PLAN) -> Path:
         """Write the run's answer over an earlier one of this run; one that was edited is set aside."""
-        edited = _own(self.plan_path).exists() and not self._wrote_plan()
-        plan.save(self.plan_path, existing="set_aside" if edited else "replace")
-        return self.plan_path
+        path = self.path / name
+        edited = _own(path).exists() and not _as_written(path)
+        plan.save(path, existing="set_aside" if edited else "replace")
+        return path
+
+    def put_back_plan(self, plan: Plan) -> str:
+        """Write the run's answer where its file is gone or holds other choices; what was done, in words, else nothing.
+
+        What stood there is set aside.
+        """
+        if there := _own(self.plan_path).exists():
+            with suppress(PlanError, ValidationError):
+                if Plan.load(self.plan_path).expand_planned() == plan.expand_planned():
+                    return ""
+        aside = plan.save(self.plan_path, existing="set_aside")
+        was = f"no longer held this answer; what stood there is kept as {aside}" if there else "was gone"
+        return f"{self.plan_path} {was}: it was written again"
 
     def write_finished(self, finished: FinishedSearch) -> None:
-        self.write("outcome.json", finished.model_dump_json() + "\n")
+        """Keep an answer, without the paths of its files: whoever reads it knows where the run is by then."""
+        paths = {"outcome": {"run_directory", "plan_path", "set_aside"}}
+        self.write("outcome.json", finished.model_dump_json(exclude=paths) + "\n")
 
     def finished(self) -> FinishedSearch | None:
         """What was answered when a search came to its end; None while none has."""
@@ -287,13 +305,6 @@ class RunDirectory:
         same = _own(by_length).exists() and Plan.load(by_length).choices == Plan.load(self.plan_path).choices
         return by_length if same else self.plan_path
 
-    def _wrote_plan(self) -> bool:
-        try:
-            plan = Plan.load(self.plan_path)
-        except Exception:  # whatever is wrong with it, we did not write it
-            return False
-        return plan.status == plan.source
-
     def _model(self, name: str, model: type[M]) -> M | None:
         path = self.path / name
         if not path.exists():
@@ -332,6 +343,15 @@ class RunDirectory:
                     f"{path}:{number}: this line is damaged",
                     remedy="Delete the line, or search with --fresh, which sets the whole directory aside.",
                 ) from None
+
+
+def _as_written(path: Path) -> bool:
+    """Whether a plan's file holds the choices that a search wrote."""
+    try:
+        plan = Plan.load(path)
+    except Exception:  # whatever is wrong with it, we did not write it
+        return False
+    return plan.status == plan.source
 
 
 def directory_name(model: str, device: str, budget: str, digest: str) -> str:
@@ -392,7 +412,8 @@ def _explained(path: Path) -> Iterator[None]:
     except RecursionError:
         raise _damaged(path, "it nests too deeply") from None
     except (ValidationError, ValueError, EOFError, gzip.BadGzipFile, zlib.error) as error:
-        raise _damaged(path, str(error).splitlines()[0]) from None
+        said = ": ".join(filter(None, first_violation(error))) if isinstance(error, ValidationError) else str(error)
+        raise _damaged(path, said.splitlines()[0]) from None
     except FileNotFoundError:
         raise RunDirectoryError(f"{path} is missing", remedy=_ANEW) from None
     except OSError as error:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from autockpt.errors import RunDirectoryError
+from autockpt.errors import PlanError, RunDirectoryError
 from autockpt.history.rundir import RunDirectory
 from autockpt.schema import Plan, Trial, Unit, WorkloadSpec
 
@@ -16,6 +16,9 @@ def plan_at(path: Path) -> Plan:
 
 def plan_file(path: Path) -> Path:
     """The file itself, or that of a run's answer: with its sets for smaller batches, where it has them."""
+    if not path.exists():
+        remedy = "Check the path: it is that of a plan's file or of a run's directory, not a model's name."
+        raise PlanError(f"there is no file {path}", remedy=remedy)
     if not path.is_dir():
         return path
     run = RunDirectory.open(path)

@@ -19,6 +19,7 @@ from autockpt.reporting.batches_view import batch_lines
 from autockpt.reporting.progress import LineListener
 from autockpt.runtime import Handle, apply
 from autockpt.schema import words
+from autockpt.schema.arguments import python_door
 from autockpt.schema.lengths import Lengths, as_lengths
 from autockpt.schema.plan import Plan
 from autockpt.schema.remedy import Terms
@@ -162,6 +163,7 @@ class PlanCallback:
     search has; PlanError for a malformed plan.
     """
 
+    @python_door
     def __init__(
         self,
         plan: Plan | str | Path | None = None,
@@ -203,14 +205,13 @@ class PlanCallback:
                 "global_batch= and lengths= are two questions",
                 remedy="Ask for the batch first, and then for its settings with lengths=.",
             )
-        if global_batch is not None and (isinstance(global_batch, bool) or not global_batch > 0):
+        if global_batch is not None and not global_batch > 0:
             raise UsageError(
                 f"global_batch={global_batch!r} are no rows", remedy="Give the rows of an optimizer update."
             )
         if global_batch is not None or lengths is not None:
             parsed.refuse_share("differs by batch and length")
-        if not timeout > 0:
-            raise UsageError(f"a search cannot take {timeout:g} s", remedy="Give a timeout in seconds above 0.")
+        search_options(budget=budget, timeout=timeout, **options)  # what is wrong with them is said here
         told = lengths if lengths is None or lengths == OWN else as_lengths(lengths)
         self.plan = PlanWanted(budget, timeout, None if out is None else Path(out), options, global_batch, told)
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from autockpt.errors import plainly
 
 Facts = dict[str, str | int | float | bool | None]
 """Settings of a step as they came out, by name."""
@@ -12,3 +14,18 @@ class Data(BaseModel):
     """A frozen record; unknown keys are errors. Safe to hash, compare, send between processes and write to disk."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+def first_violation(error: ValidationError) -> tuple[str, str]:
+    """The first field that does not fit, as ``device.capacity_bytes``, and why, in words that follow it."""
+    first = error.errors()[0]
+    why = plainly(first["msg"].removeprefix("Value error, "))
+    return ".".join(map(str, first["loc"])), why[:1].lower() + why[1:]
+
+
+def short(value: object) -> str:
+    """A value as Python writes it, cut where it is long; an object that writes itself at length by its class."""
+    if isinstance(value, str | int | float | bool | list | tuple | dict | None):
+        text = repr(value)
+        return text if len(text) <= 60 else text[:57] + "…"
+    return f"<{type(value).__name__}>"

@@ -12,7 +12,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self, get_args
 from pydantic import AfterValidator, BeforeValidator, Field, TypeAdapter, ValidationError, model_validator
 
 from autockpt.errors import PlanError
-from autockpt.schema.base import Data
+from autockpt.schema.base import Data, short
 from autockpt.schema.graph import Tier, UnitRole
 from autockpt.schema.suggest import did_you_mean
 
@@ -249,7 +249,8 @@ def _unreadable(value: object, error: ValidationError) -> PlanError:
         return PlanError("no choice is written here", remedy=f"Known choices: {', '.join(CHOICE_TYPES)}.")
     if not isinstance(kind, str) or kind not in CHOICE_TYPES:
         said = did_you_mean(kind, CHOICE_TYPES) if isinstance(kind, str) else ""
-        return PlanError(f"unknown choice {kind or value!r}", remedy=f"{said}Known choices: {', '.join(CHOICE_TYPES)}.")
+        remedy = f"{said}Known choices: {', '.join(CHOICE_TYPES)}."
+        return PlanError(f"unknown choice {short(kind or value)}", remedy=remedy)
     first = error.errors()[0]
     where = ".".join(str(part) for part in first["loc"] if part != kind)
     options = ", ".join(name for name in CHOICE_TYPES[kind].model_fields if name != "kind") or "none"

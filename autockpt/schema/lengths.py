@@ -80,7 +80,7 @@ def as_lengths(given: Lengths | Mapping[int, int] | Iterable[int] | str) -> Leng
     if isinstance(given, str):
         return parse_lengths(given)
     try:
-        return Lengths(counts=dict(given)) if isinstance(given, Mapping) else Lengths.of_all(given)
+        return Lengths(counts=dict(given if isinstance(given, Mapping) else Counter(given)))
     except (ValidationError, TypeError, ValueError):
         raise UsageError(
             f"lengths={str(given)[:60]}: whole numbers above 0 are asked for, one at least",
@@ -101,7 +101,7 @@ def parse_lengths(text: str) -> Lengths:
         raise UsageError(f"{text} is no text", remedy=_HOW) from None
     except (OSError, ValueError) as error:
         why = reason(error) if isinstance(error, OSError) else str(error)
-        raise UsageError(f"--lengths {text} cannot be read: {why}", remedy=_HOW) from None
+        raise UsageError(f"the lengths in {text} cannot be read: {why}", remedy=_HOW) from None
     return _counted(text, lines)
 
 

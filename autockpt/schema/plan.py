@@ -18,6 +18,7 @@ from pydantic import Field, PrivateAttr, ValidationError, model_validator
 
 from autockpt.errors import PlanError
 from autockpt.schema import planfile, planview
+from autockpt.schema.arguments import checked
 from autockpt.schema.base import Data, Facts
 from autockpt.schema.choices import SAVE, Choice, CompileBudget, choice_kinds, dump_choice, dump_choices
 from autockpt.schema.device import Environment
@@ -156,6 +157,7 @@ class Plan(Data):
         return cls(hash=plan_hash(choices), model=structure, choices=fold(choices), **rest)
 
     @classmethod
+    @checked
     def load(cls, path: str | Path) -> Plan:
         """Read and validate a plan file. Raises PlanError naming file, line and remedy."""
         document = planfile.read_document(Path(path))
@@ -167,6 +169,7 @@ class Plan(Data):
                 each.expand_planned()  # so that patterns which clash or match nothing are refused here, with their line
         return plan
 
+    @checked
     def save(self, path: str | Path, *, existing: Literal["refuse", "set_aside", "replace"] = "refuse") -> Path | None:
         """Write the plan, whole or not at all. The same plan again is no conflict.
 
@@ -174,6 +177,8 @@ class Plan(Data):
         that path, ``replace`` overwrites it. Raises PlanError where the path cannot be written.
         """
         path = Path(path)
+        if path.is_dir():
+            raise PlanError(f"{path} is a directory", remedy="Give a file, as plan.yaml in it.")
         there, aside = path.exists() and existing != "replace" and not self._is_in(path), None
         if there and existing == "refuse":
             raise PlanError(f"{path} exists and is another plan", remedy="Give another path, or move that file away.")

@@ -32,7 +32,7 @@ _HEADER = """\
 _COMMENTS = {
     "when": "the largest batch that the choices above were made for",
     "smaller_batches": "instead of the choices above, for batches of at most so many tokens; chosen at each forward",
-    "source": "measured: real steps held the budget; simulated: predicted only",
+    "source": "measured: these choices took real steps; simulated: predicted only",
     "hash": "of the choices that the numbers below belong to",
     "model": "the model this was made for",
     "workload": "the training step this was made for",

@@ -17,7 +17,7 @@ from autockpt.schema.plan import Comparison, CompileMode, Plan, PlanStatus
 from autockpt.schema.sizes import Budget, ResolvedBudget
 from autockpt.schema.space import SearchSpace
 from autockpt.schema.trial import Trial
-from autockpt.schema.workload import WorkloadSpec
+from autockpt.schema.workload import SEEDS, WorkloadSpec
 
 _VERSIONS = ("autockpt", "torch", "transformers")
 _NO_FIGURES = {"description", "sources", "environment", "measured"}  # a simulation does not depend on them
@@ -37,7 +37,7 @@ class SearchOptions(Data):
     host_budget: int | None = Field(default=None, gt=0, description="bytes that offloading may claim on the host")
     trials: int = Field(default=TRIALS, gt=0, description="candidates at most; well-known plans are measured besides")
     timeout: float | None = Field(default=None, gt=0)
-    seed: int = 0
+    seed: int = Field(default=0, ge=0, lt=SEEDS)
     out: Path | None = None
     allow_inexact: bool = Field(default=False, description="choices whose gradients are equal up to rounding, too")
     again: bool = Field(default=False, description="measure on where the search had come to its end")

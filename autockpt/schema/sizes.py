@@ -126,10 +126,10 @@ class ResolvedBudget(Data):
     """
 
     asked: str
-    bytes: int
+    bytes: int = Field(ge=0)
     covers: str = ""
     headroom: str = ""
-    headroom_bytes: int = 0
+    headroom_bytes: int = Field(default=0, ge=0)
 
     @property
     def whole(self) -> int:

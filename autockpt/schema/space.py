@@ -21,8 +21,8 @@ Sampler = Literal["gp", "tpe", "nsga2", "random"]
 class Knob(Data):
     """The range of one number that steers the solver. ``neutral`` is the value that changes nothing."""
 
-    low: float
-    high: float
+    low: float = Field(allow_inf_nan=False)
+    high: float = Field(allow_inf_nan=False)
     log: bool = Field(default=False, description="search the logarithm; low must be above zero")
     neutral: float | None = None
 
@@ -89,6 +89,11 @@ class SearchSpace(Data):
         known = known_knobs()
         if unknown := [k for k in self.knobs if k not in known]:
             raise ValueError(f"unknown knob {unknown[0]!r}; known are {', '.join(known)}")
+        for name, knob in self.knobs.items():
+            if name in ("margin", HIDDEN_COPIES) and not (knob.low >= 0 and knob.high <= 1):
+                raise ValueError(f"knobs go from 0 to 1 where they are shares, as {name} is")
+            if name.endswith("_price") and knob.low < 0:
+                raise ValueError(f"knobs begin at 0 where they are factors, as {name} is")
         if (self.encoding == "knobs") != bool(self.knobs):
             raise ValueError("the encoding `knobs` needs knobs, the encoding `layers` has none")
         return self

@@ -15,6 +15,7 @@ Dtype = Literal["fp32", "bf16", "fp16"]
 OptimizerName = Literal["adamw", "adamw8bit", "adafactor", "sgd", "none"]
 Ddp = Literal["buckets", "views"]
 
+SEEDS = 1 << 32  # NumPy takes no larger ones
 MOST = 1 << 24  # sequences of a batch, or tokens of a sequence
 
 
@@ -51,7 +52,7 @@ class WorkloadSpec(Data):
     )
     weights: bool = Field(default=False, description="load trained weights instead of random ones")
     trust_remote_code: bool = False
-    seed: int = 0
+    seed: int = Field(default=0, ge=0, lt=SEEDS)
     master_weights: bool = Field(default=False, description="fp32 copies of 16-bit weights for optimizers; simulated")
     keep_gradients: bool = Field(default=False, description="gradients are set to zero, not to None; simulated")
     ddp: Ddp | None = Field(default=None, description="DDP: gradients copied to buckets, or views of them; simulated")

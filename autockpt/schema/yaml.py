@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from autockpt.errors import UsageError
+from autockpt.errors import UsageError, plainly
 from autockpt.schema.files import read_regular, reason
 from autockpt.schema.suggest import closest
 
@@ -77,7 +77,7 @@ class Document:
             return self.complain(loc, f"unknown key {loc[-1]!r}", hint)
         if first["type"] == "missing":
             return self.complain(loc[:-1], f"{key!r} is missing", f"Add a line {loc[-1]}: …")
-        said = first["msg"].removeprefix("Value error, ")
+        said = plainly(first["msg"].removeprefix("Value error, "))
         if not loc:  # of the whole document; its message begins with the part that it is about, if there is one
             return self.complain(tuple(said.split()[:1]), said, f"Correct it in {self.name}.")
         return self.complain(loc, f"{key}: {said[:1].lower()}{said[1:]}", f"It reads {_short(first['input'])} now.")

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from autockpt.collector import frozen
-from autockpt.errors import GhostError, TracingError, UsageError, python_door
+from autockpt.errors import GhostError, TracingError, UsageError
 from autockpt.hardware.cuda_kernels import Capability
 from autockpt.schema.choices import Choice
 from autockpt.schema.graph import Graph, Unit
@@ -24,6 +24,10 @@ from autockpt.tracing.run import Change, GhostRun, RecordedRun, capability_of
 from autockpt.workload import Step, preload
 
 _IN_PROCESS = "Traced inside this process, because it uses an accelerator."
+_BY_ITSELF = (
+    "Neither ghosts nor a real step on the CPU could be traced. Build the model and take one training step of it in a "
+    "Python process of its own: where that ends as said here, the model's code is what ends it."
+)
 _ASSUMED_CAPABILITY = (
     "Which kernels this GPU takes could not be asked without starting CUDA: those of compute capability 8.0 are "
     "assumed. Where GPUs differ, CUDA_DEVICE_ORDER=PCI_BUS_ID tells them apart."
@@ -167,7 +171,10 @@ def _ghost_or_recorded(
         if not fallback:
             raise
         why = error.message
-    return Tracer(Crew(start("recorded"), 1), (f"A real step on the CPU was recorded, because {why}.",), view)
+    try:
+        return Tracer(Crew(start("recorded"), 1), (f"A real step on the CPU was recorded, because {why}.",), view)
+    except GhostError as error:
+        raise TracingError(error.message, remedy=_BY_ITSELF) from None
 
 
 _frozen = False  # whether objects were seen frozen by somebody else; to count them takes a while
@@ -219,7 +226,6 @@ def _in_order(choices: Mapping[str, Choice], units: tuple[Unit, ...]) -> dict[st
     return {**{unit.name: choices[unit.name] for unit in units if unit.name in choices}, **choices}
 
 
-@python_door
 def trace(step: Step, plan: Plan | Mapping[str, Choice] | str | Path | None = None) -> Graph:
     """Trace one whole training step of a live model, with a plan attached or without.
 

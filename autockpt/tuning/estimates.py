@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from itertools import product
 from typing import get_args
 
-from autockpt.errors import AutockptError, InfeasibleError, UsageError, python_door
+from autockpt.errors import AutockptError, InfeasibleError, UsageError
 from autockpt.schema import SAVE, Estimate, SearchRequest, Silence, WorkloadSpec, parse_budget
 from autockpt.schema.workload import Dtype
 from autockpt.tuning.question import Clock
@@ -21,7 +21,6 @@ CHOICES = ("save", "recompute", "offload", "recompute_offload", "chunked_softmax
 """Choices of whole layers, and of the output head. ``search`` has finer ones, which take it longer to weigh."""
 
 
-@python_door
 def estimate(
     models: str | Sequence[str],
     *,

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from autockpt.errors import UsageError
-from autockpt.history.rundir import BY_LENGTH
+from autockpt.history.rundir import BY_LENGTH, RunDirectory
 from autockpt.policies.offload import MOVING
 from autockpt.runtime.compiled import compiled_as
 from autockpt.schema import Budget, Listener, Plan, SearchOptions, SearchOutcome, SearchRequest, SearchSpace, words
@@ -248,8 +248,7 @@ def _of_all(
     longest = outcomes[lengths.longest]
     path = longest.plan_path
     if longest.run_directory is not None and plan.smaller_batches:
-        path = longest.run_directory / BY_LENGTH
-        plan.save(path, existing="replace")
+        path = RunDirectory.open(longest.run_directory).write_plan(plan, BY_LENGTH)
     spent = sum(outcome.measured_trials for outcome in outcomes.values())
     took = words.seconds(clock.elapsed)
     counted = (f"The trials listed are those of the longest; {spent} of {len(outcomes)} lengths, in {took}.",)

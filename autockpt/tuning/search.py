@@ -6,12 +6,15 @@ from contextlib import ExitStack, nullcontext
 from functools import partial
 from typing import Any
 
+from pydantic import ValidationError
+
 from autockpt.errors import RunDirectoryError, UsageError
 from autockpt.history.rundir import RunDirectory
 from autockpt.measuring import LocalMeasurer
 from autockpt.measuring.environment import environment_without_context
 from autockpt.profiling import needed_on, used_by_others
 from autockpt.schema import Budget, Environment, SearchSpace, parse_budget, parse_size
+from autockpt.schema.base import first_violation, short
 from autockpt.schema.files import unwritable
 from autockpt.schema.plan import NEVER_CALLED
 from autockpt.schema.remedy import STEP, Terms
@@ -53,7 +56,7 @@ def _answered(request: SearchRequest) -> SearchOutcome | None:
     where a search of this question is at work.
     """
     files = request.workload.files
-    if request.dry_run or files is None:
+    if request.dry_run or request.fresh or request.start is not None or files is None:
         return None
     perhaps = list(RunDirectory.alike(request.out, request.question()))
     environment = None
@@ -125,19 +128,19 @@ def search_options(
         raise UsageError(
             f"a host budget of {host_budget!r} bytes allows nothing", remedy='Write it as "8GB" or "8GiB".'
         )
-    if trials < 1 or (timeout is not None and timeout <= 0):
-        raise UsageError(
-            f"a search with trials={trials} and timeout={timeout} could not measure anything",
-            remedy="Give trials of at least 1, and a timeout in seconds above 0 or None.",
-        )
-    return SearchOptions(
-        budget=parse_budget(budget).with_headroom(headroom, simulated=simulated),
-        host_budget=host_budget,
-        space=load_space(space) if isinstance(space, str) else space,
-        trials=trials,
-        timeout=timeout,
+    asked = {
+        "budget": parse_budget(budget).with_headroom(headroom, simulated=simulated),
+        "host_budget": host_budget,
+        "space": load_space(space) if isinstance(space, str) else space,
+        "trials": trials,
+        "timeout": timeout,
         **more,
-    )
+    }
+    try:
+        return SearchOptions.model_validate(asked)
+    except ValidationError as error:
+        name, why = first_violation(error)
+        raise UsageError(f"{name}={short(asked.get(name))}: {why}", remedy="See help(autockpt.search).") from None
 
 
 def search_step(
@@ -184,9 +187,8 @@ def search_step(
         if asked.out is not None:
             run = _directory_of_live(question, environment, tracer, asked)
             stack.enter_context(run.lock())
-            known = None if asked.again else run.finished()
-            if known is not None and known.outcome.plan is not None and known.answers(asked.trials, asked.timeout):
-                return known.outcome
+            if (known := recorded(run, asked)) is not None:
+                return known
         return Opened(question, environment, found, clock, partial(search_by_steps, measurer)).answer(run)
 
 

@@ -12,7 +12,7 @@ from autockpt.profiling import CostModel, forget_op_times
 from autockpt.schema import SAVE, Budget, Choice, Comparison, Plan, PlanStatus, Trial
 from autockpt.schema.known import ALL
 from autockpt.schema.outlook import Outlook
-from autockpt.schema.request import FinishedSearch, SearchOutcome, SearchRequest, StageTime
+from autockpt.schema.request import FinishedSearch, SearchOptions, SearchOutcome, SearchRequest, StageTime
 from autockpt.tuning.loop import Loop, SearchResult
 from autockpt.tuning.opening import Opened, Traced
 from autockpt.tuning.outcome import make_plan, plain, said_of_head, scored_rows, without_seconds
@@ -86,20 +86,26 @@ def enter_run(stack: ExitStack, request: SearchRequest, opened: Opened) -> tuple
     )
     stack.enter_context(run.lock())
     run.add_command(request.command)
-    return run, recorded(run, request)
+    return run, recorded(run, request) if request.start is None else None
 
 
-def recorded(run: RunDirectory, request: SearchRequest) -> SearchOutcome | None:
-    """What a run answered, if its search came to its end and the request asks for no more than that."""
+def recorded(run: RunDirectory, asked: SearchOptions) -> SearchOutcome | None:
+    """What a run answered, if its search came to its end and no more is asked for than that; its plan's file is there.
+
+    Raises RunDirectoryError or PlanError where that file cannot be written again.
+    """
     finished = run.finished()
-    if finished is None or request.again or request.fresh or request.start is not None:
+    if finished is None or asked.again or not finished.answers(asked.trials, asked.timeout):
         return None
-    if not finished.answers(request.trials, request.timeout):
-        return None
+    outcome = finished.outcome
     note = f"This is the answer of {run.path}, where the search had ended; --again, or more --trials, searches on."
-    if request.storage is not None:
+    if isinstance(asked, SearchRequest) and asked.storage is not None:
         note += " So nothing was written to --storage: --again writes the study there."
-    return finished.outcome.model_copy(update={"notes": (*finished.outcome.notes, note), "set_aside": None})
+    said = [note]
+    if outcome.plan is not None and (put_back := run.put_back_plan(outcome.plan)):
+        said.append(put_back)
+    here = {"run_directory": run.path, "plan_path": run.plan_path, "set_aside": None}
+    return outcome.model_copy(update={**here, "notes": (*outcome.notes, *said)})
 
 
 def conclude(

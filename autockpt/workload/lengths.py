@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from autockpt.devices.random_states import all_random_states_kept
-from autockpt.errors import UsageError, python_door
+from autockpt.errors import UsageError
+from autockpt.schema.arguments import python_door
 from autockpt.schema.lengths import Lengths
 from autockpt.workload.step import Step
 from autockpt.workload.storages import cut_tensors

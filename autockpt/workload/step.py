@@ -200,12 +200,18 @@ def _check_numbers(step: Step) -> None:
     accumulate, norm = step.accumulate, step.max_grad_norm
     if isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1:
         raise WorkloadError(f"accumulate is {accumulate!r}", remedy="Pass the number of micro-batches, 1 or more.")
-    if norm is not None and not norm > 0:
+    if norm is not None and (isinstance(norm, bool) or not isinstance(norm, int | float) or not norm > 0):
         raise WorkloadError(f"max_grad_norm is {norm!r}", remedy="Pass a number above zero, or None.")
+    if step.units is not None and not isinstance(step.units, str):
+        raise WorkloadError(
+            f"units is {step.units!r}", remedy='Pass patterns of module names, as in "encoder.layers.*,mid".'
+        )
 
 
 def _check_optimizer(step: Step) -> None:
-    optimizer = step.optimizer
+    optimizer, scaler = step.optimizer, step.scaler
+    if scaler is not None and not all(callable(getattr(scaler, name, None)) for name in ("scale", "step", "update")):
+        raise WorkloadError(f"the scaler is a {type(scaler).__name__}", remedy="Pass a torch.amp.GradScaler, or None.")
     if optimizer is None or (hasattr(optimizer, "param_groups") and not isinstance(optimizer, type)):
         return
     what = f"the class {optimizer.__name__}" if isinstance(optimizer, type) else f"a {type(optimizer).__name__}"
@@ -243,11 +249,10 @@ def _check_device(step: Step) -> None:
 
 
 def _dtype(autocast: torch.dtype | str | None) -> torch.dtype | None:
-    if autocast is None or isinstance(autocast, torch.dtype):
-        return autocast
-    if autocast not in ("bf16", "fp16"):
+    dtype = DTYPES.get(autocast) if isinstance(autocast, str) else autocast
+    if autocast is not None and dtype not in (torch.bfloat16, torch.float16):
         raise WorkloadError(f"autocast is {autocast!r}", remedy="Pass torch.bfloat16, torch.float16, or None.")
-    return DTYPES[autocast]
+    return dtype
 
 
 def _facts(step: Step) -> dict[str, Any]:

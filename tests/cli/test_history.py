@@ -195,6 +195,8 @@ def test_a_trials_plan_is_a_plan(autockpt, tmp_path: Path) -> None:
     plan = Plan.load(file)
     assert str(plan.choices["h.0-1"]) == "recompute" and plan.status == "measured"
     assert plan.measured is not None and plan.measured.peak_bytes == 1700 and "trial 1 of" in plan.notes[0]
+    own = autockpt("history", str(run.path), "--trial", "1", "--plan-out", str(run.path / "plan.yaml"))
+    assert own.code == 2 and "its own answer" in own.err
     failed = autockpt("history", str(run.path), "--trial", "3", "--plan-out", str(tmp_path / "failed.yaml"))
     assert failed.code == 0 and "not the answer" in " ".join(Plan.load(tmp_path / "failed.yaml").notes)
 

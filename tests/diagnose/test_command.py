@@ -155,6 +155,7 @@ def test_what_is_not_modelled_is_said(flag: str, said: str) -> None:
             {"load_in_4bit": True, "lora": 8, "lora_targets": "all-linear", "seq_len": 512},
         ),
         ("python t.py --load_in_8bit --use_dora --use_lora", {"load_in_8bit": True, "lora": 16, "lora_dora": True}),
+        ("python t.py --use_lora --lora_r 0", {"lora": 16}),
         ("llamafactory-cli train --quantization_bit 4", {"load_in_4bit": True, "lora": 16}),
         ("python t.py --adapter qlora --lora_target_linear", {"load_in_4bit": True, "lora_targets": "all-linear"}),
         ("python t.py --load_in_4bit false", {}),

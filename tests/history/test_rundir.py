@@ -174,6 +174,16 @@ def test_damaged_files_are_errors(tmp_path: Path, name: str, content: bytes) -> 
     assert caught.value.remedy and caught.value.exit_code == 2
 
 
+def test_what_is_damaged_is_told_by_its_field_and_a_line_that_is_no_object_by_its_number(tmp_path: Path) -> None:
+    run = enter(tmp_path)
+    (run.path / "profile.json").write_text('{"choices": 3}')
+    with pytest.raises(RunDirectoryError, match=r"profile\.json is damaged: [a-z_.]+: "):
+        run.profile()
+    run.append("events.jsonl", "[1]")
+    with pytest.raises(RunDirectoryError, match=r"events\.jsonl:1"):
+        run.dates()
+
+
 OWN = ("lock", "question.json", "command.txt", "environment.json", "trials.jsonl", "events.jsonl", "graph.json.gz")
 
 

@@ -243,6 +243,7 @@ def test_a_plan_cannot_claim_what_it_does_not_hold(tmp_path: Path) -> None:
         ("autockpt: 1\nchoices:\n  a*: save\n", 3, "a*"),
         ("autockpt: 1\nchoices:\n  a: save\n  a: recompute\n", 4, "line 3"),
         ("autockpt: 1\nbudgt: {}\nchoices:\n  a: save\n", 2, "budgt"),
+        ("autockpt: 1\nbudget:\n  asked: x\n  bytes: -5\nchoices:\n  a: save\n", 4, "at least 0"),
         ("autockpt: 1\nbudget:\n  asked: x\n  bytes: many\nchoices:\n  a: save\n", 4, "bytes"),
         ("autockpt: 1\nmodel:\n  units:\n    a.*: X\nchoices:\n  a: save\n", 4, "a.*"),
         ("autockpt: 1\nmodel:\n  units:\n    a: X\nchoices:\n  b: save\n", 6, "'b'"),
@@ -316,6 +317,9 @@ def test_an_unwritable_path_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(PlanError, match="cannot be written"):
         full_plan().save(tmp_path / "file" / "plan.yaml")
+    for existing in ("refuse", "set_aside", "replace"):
+        with pytest.raises(PlanError, match="is a directory"):
+            full_plan().save(tmp_path, existing=existing)
 
 
 def test_the_hash_is_of_what_a_plan_does() -> None:

@@ -22,7 +22,7 @@ SETS = "  model.layers.0: recompute\nsmaller_batches:\n- when: {tokens: 4096}\n 
         ("  a: {kind: selective, keep: 3}\n", ":3: selective: keep: has to be a list of names", "Its options: keep"),
         ("  a: {kind: segment, size: 0}\n", ":3: segment: size: has to be greater than or equal to 1", "Its options"),
         (SETS.replace("tokens", "token"), ":5: unknown key 'token'", "Did you mean 'tokens'?"),
-        (SETS.replace("4096", "-1"), ":5: smaller_batches.0.when.tokens: input should be greater", "It reads -1 now."),
+        (SETS.replace("4096", "-1"), ":5: smaller_batches.0.when.tokens: it has to be greater", "It reads -1 now."),
         (
             SETS + "- when: {tokens: 8}\n  choices: {a: save}\n",
             ":4: smaller_batches go from small to large",

@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autockpt.errors import ConflictError, GhostError, PlanError, WorkloadError
+from autockpt.errors import ConflictError, GhostError, PlanError, TracingError, WorkloadError
 from autockpt.schema.choices import OFFLOAD, RECOMPUTE, SAVE, parse_choice
 from autockpt.schema.graph import Graph
 from autockpt.schema.workload import WorkloadSpec
@@ -279,6 +279,9 @@ def test_a_child_that_dies_is_told(end: Callable[[], None], words: str) -> None:
 
     with pytest.raises(GhostError, match=words):
         Tracer.from_step(workload(step), fallback=False)
+    with pytest.raises(TracingError, match=words) as caught:
+        Tracer.from_step(workload(step))
+    assert "Neither ghosts nor a real step" in caught.value.remedy
 
 
 def test_choices_that_do_not_fit_leave_the_tracer_usable() -> None:

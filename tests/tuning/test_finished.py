@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import transformers
 
 from autockpt.errors import RunDirectoryError
 from autockpt.history.rundir import RunDirectory
-from autockpt.schema import Plan, SearchOutcome, SearchRequest, Silence, WorkloadSpec, parse_budget
+from autockpt.schema import RECOMPUTE, Plan, SearchOutcome, SearchRequest, Silence, WorkloadSpec, parse_budget
 from autockpt.tuning import run_search, search_step
 from autockpt.tuning.search import search_options
 from autockpt.workload import Step
@@ -66,6 +67,31 @@ def test_the_same_command_is_answered_at_once(finished: tuple[Path, SearchOutcom
     assert stages == [] and again.plan is not None and first.plan is not None
     assert again.plan.hash == first.plan.hash == Plan.load(tmp_path / "plan.yaml").hash
     assert again.rows == first.rows and any("--again" in note for note in again.notes)
+
+
+def test_the_files_it_names_are_there_wherever_the_run_was_moved_to(
+    finished: tuple[Path, SearchOutcome], tmp_path: Path
+) -> None:
+    (run,) = finished[0].iterdir()
+    moved = tmp_path / "elsewhere"
+    shutil.copytree(run, moved / run.name)
+    plan = moved / run.name / "plan.yaml"
+
+    def asked_again() -> str:
+        again, stages = ask(moved)
+        assert stages == [] and again.plan is not None
+        assert (again.run_directory, again.plan_path) == (plan.parent, plan)
+        assert Plan.load(plan).hash == again.plan.hash
+        return again.notes[-1]
+
+    assert "was written again" not in asked_again()
+    plan.unlink()
+    assert "was gone: it was written again" in asked_again()
+    plan.write_text("")
+    assert str(plan.with_name("plan.yaml.1")) in asked_again()
+    Plan(choices={"model.layers.*": RECOMPUTE}).save(plan, existing="replace")
+    assert str(plan.with_name("plan.yaml.2")) in asked_again()
+    assert plan.with_name("plan.yaml.1").read_text() == "" and "written again" not in asked_again()
 
 
 def test_so_is_that_of_a_local_configuration_unless_it_was_edited(tmp_path: Path) -> None:
