@@ -117,7 +117,8 @@ class PlanWanted:
         what = f"found in {took}" if heard.trials else f"known from an earlier run, read in {took}"
         measured = plan.measured
         numbers = f": {words.step_time(measured)}, {format_binary(measured.peak_bytes)}, measured" if measured else ""
-        say(f"the plan was {what}{numbers}; kept in {folder}")
+        page = f"; `autockpt report {outcome.run_directory}` shows it on a page" if outcome.run_directory else ""
+        say(f"the plan was {what}{numbers}; kept in {folder}{page}")
         return plan
 
     def _for_batch(self, training: Training) -> Callable[..., SearchOutcome]:
