@@ -75,6 +75,11 @@ class TracingError(AutockptError):
 class GhostError(TracingError):
     """The ghost run failed or took its process down; the caller may record a real step instead. Exit code 4."""
 
+    default_remedy = (
+        "Let a function make the model (--model package.module:function): a copy of it, on the CPU and in a process of "
+        "its own, then takes a real step to be recorded."
+    )
+
 
 class MeasurementError(AutockptError):
     """The device failed, or a measurement could not be completed. Exit code 4."""

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from autockpt.callstack import with_room
-from autockpt.errors import AutockptError
+from autockpt.errors import AutockptError, GhostError
 from autockpt.hardware.cuda_kernels import Capability
 from autockpt.schema.workload import WorkloadSpec
 from autockpt.tracing.assemble import Source
@@ -164,7 +164,7 @@ def _answer(connection: Connection, work: Callable[[], tuple[Any, ...]]) -> bool
 def _described(error: BaseException) -> tuple[str, str, str]:
     if isinstance(error, AutockptError):
         return type(error).__name__, error.message, error.remedy
-    return "GhostError", f"the trace failed: {summary(error)}", "Record a real step instead."
+    return "GhostError", f"the trace failed: {summary(error)}", GhostError.default_remedy
 
 
 _OP, _PLACE = 128, 384

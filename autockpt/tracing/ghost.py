@@ -28,8 +28,7 @@ _REAL_TOKEN_BYTES, _TOKEN_DIMS = 1 << 28, 2
 _REAL_FLOAT_BYTES = 1 << 18
 _ONLY_POSITIONS = frozenset({"argsort", "argmax", "argmin", "multinomial"})
 _MASKS = (torch.bool, torch.uint8)
-_RECORD = "Record a real step instead."
-_DEPENDS_ON_DATA = "Its graph depends on data: record a real step instead."
+_DEPENDS_ON_DATA = f"Its graph depends on data. {GhostError.default_remedy}"
 
 
 class GhostMode(Recorder):
@@ -117,9 +116,7 @@ class GhostMode(Recorder):
         base, end = self._base, self._end
         for tensor in tensors:
             if tensor.layout is not torch.strided or _dispatch_of(type(tensor)) is not _PLAIN_DISPATCH:
-                raise self._refusal(
-                    f"{type(tensor).__name__} tensors of layout {tensor.layout} have no ghosts", _RECORD
-                )
+                raise self._refusal(f"{type(tensor).__name__} tensors of layout {tensor.layout} have no ghosts", None)
             if base <= tensor.data_ptr() < end:
                 return True
         return False
@@ -229,7 +226,7 @@ class GhostMode(Recorder):
         self.notes.setdefault("A value computed from activations was read by the step (`.item()`); 1.0 was assumed.")
         return 1.0 if tensor.is_floating_point() else 1.0 + 0.0j
 
-    def _refusal(self, message: str, remedy: str) -> GhostError:
+    def _refusal(self, message: str, remedy: str | None) -> GhostError:
         """The error to raise; remembered, because others may catch it and raise their own."""
         self.refused = message
         return GhostError(message, remedy=remedy)

@@ -43,8 +43,7 @@ def ghost_copy(workload: Step, mode: GhostMode) -> Step:
     """
     if workload.full_step is not None:
         raise GhostError(
-            "full_step runs on the model itself, so a copy of the workload cannot be ghost-run in this process",
-            remedy="Record a real step instead.",
+            "full_step runs on the model itself, so a copy of the workload cannot be ghost-run in this process"
         )
     twins = _Twins(mode)
     memo: dict[int, Any] = {}
@@ -65,10 +64,7 @@ def ghost_copy(workload: Step, mode: GhostMode) -> Step:
     except GhostError:
         raise
     except Exception as error:
-        raise GhostError(
-            f"the model or its optimizer cannot be copied: {type(error).__name__}: {error}",
-            remedy="Record a real step instead.",
-        ) from None
+        raise GhostError(f"the model or its optimizer cannot be copied: {type(error).__name__}: {error}") from None
     twin = dataclasses.replace(
         workload, model=model, optimizer=optimizer, scaler=scaler, batch=batch, snapshot=snapshot
     )
@@ -124,7 +120,7 @@ class _Twins:
 
     def ghost(self, tensor: Tensor) -> Tensor:
         if tensor.layout is not torch.strided:
-            raise GhostError(f"tensors of layout {tensor.layout} have no ghosts", remedy="Record a real step instead.")
+            raise GhostError(f"tensors of layout {tensor.layout} have no ghosts")
         source = tensor.untyped_storage()
         twin = self._storages.get(source._cdata)
         if twin is None:

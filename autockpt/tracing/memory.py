@@ -79,7 +79,7 @@ class GhostMemory:
             if not any(end - start >= padded for start, end in self._gaps):
                 raise GhostError(
                     f"the ghost run's address space of {self.size} bytes is full",
-                    remedy="Raise the limit on address space (`ulimit -v`), or record a real step instead.",
+                    remedy="Raise the limit on address space (`ulimit -v`).",
                 )
         self._next, self._limit = self._gaps.pop()
         return self._next
@@ -98,7 +98,7 @@ class GhostMemory:
 
 def _reserve(writable: bool, sizes: tuple[int, ...]) -> mmap.mmap:
     if sys.platform == "win32":
-        raise GhostError("ghost runs need POSIX memory mappings", remedy="Record a real step instead.")
+        raise GhostError("ghost runs need POSIX memory mappings")
     protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
     for _ in range(2):
         for size in sizes:
@@ -107,7 +107,7 @@ def _reserve(writable: bool, sizes: tuple[int, ...]) -> mmap.mmap:
         gc.collect()  # cycles may hold what earlier ghost runs reserved
     raise GhostError(
         "the system grants no address space for a ghost run",
-        remedy="Raise the limit on address space (`ulimit -v`, vm.overcommit_memory), or record a real step instead.",
+        remedy="Raise the limit on address space (`ulimit -v`, vm.overcommit_memory).",
     )
 
 

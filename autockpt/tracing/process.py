@@ -37,7 +37,6 @@ from autockpt.tracing.run import TracedRun
 from autockpt.workload.configs import quiet
 
 _SECONDS_TO_WAKE = 60.0
-_REMEDY = "Record a real step instead."
 _imported_by_children: dict[str, None] = {}
 _open_ends: weakref.WeakSet[Connection] = weakref.WeakSet()
 
@@ -193,15 +192,15 @@ class GhostProcess:
         code = self._life.ended(5.0)
         self._end()
         if code is None:
-            return GhostError(f"the tracer's process does not answer any more, {where}", remedy=_REMEDY)
+            return GhostError(f"the tracer's process does not answer any more, {where}")
         if code in (-signal.SIGSEGV, -signal.SIGBUS):
-            return GhostError(f"a kernel slipped through and touched ghost memory, {where}", remedy=_REMEDY)
+            return GhostError(f"a kernel slipped through and touched ghost memory, {where}")
         if code == -signal.SIGKILL:
             return GhostError(
                 f"the tracer's process was killed, {where}; most likely the machine is out of memory",
-                remedy="Free memory, or record a real step instead.",
+                remedy="Free memory.",
             )
-        return GhostError(f"the tracer's process died ({how_it_ended(code)}), {where}{tail}", remedy=_REMEDY)
+        return GhostError(f"the tracer's process died ({how_it_ended(code)}), {where}{tail}")
 
     def _last_words(self) -> str:
         with contextlib.suppress(OSError, ValueError):

@@ -297,15 +297,12 @@ class GhostRun(TracedRun):
         place = f" at {found}" if (found := location(error)) else ""
         return GhostError(
             f"the step failed in the ghost run{place}, {self._mode.last_op}: {summary(error)}",
-            remedy="If a plain step works, record a real step instead and please report the model.",
+            remedy=f"{GhostError.default_remedy} Please report the model.",
         )
 
     def _check_memory(self) -> None:
         if self._writable and self._memory.touched_bytes():
-            raise GhostError(
-                "a kernel wrote to ghost memory, so what followed cannot be trusted",
-                remedy="Record a real step instead.",
-            )
+            raise GhostError("a kernel wrote to ghost memory, so what followed cannot be trusted")
 
 
 class RecordedRun(TracedRun):

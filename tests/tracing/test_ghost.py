@@ -84,7 +84,7 @@ def test_floats_are_assumed_and_noted_others_refused(mode: GhostMode) -> None:
     ):
         with pytest.raises(GhostError, match=r"value|cannot be ghost-run") as caught:
             ask()
-        assert "record a real step" in caught.value.remedy
+        assert "takes a real step to be recorded" in caught.value.remedy
 
 
 def test_data_dependent_shapes_are_refused(mode: GhostMode) -> None:
