@@ -109,4 +109,4 @@ def _space(choices: str | None, device: str | None) -> tuple[SearchSpace, tuple[
         "plans are searched without offload here: on a CPU it goes to memory-mapped files, which a peak does not count "
         "(--choices allows it)"
     )
-    return space.restricted((*(c for c in space.choices if "offload" not in c), *space.head)), (note,)
+    return space.without([kind for kind in space.choices if "offload" in kind]), (note,)

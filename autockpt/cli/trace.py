@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from autockpt.cli import screen
 from autockpt.cli.guard import guarded
 from autockpt.cli.options import MOST_SEED, flag, named_hardware, opt, takes_workload, workload_spec
-from autockpt.errors import UsageError
 
 if TYPE_CHECKING:
     from autockpt.schema import DevicePeak, Graph, Hardware, Plan, WorkloadSpec
-    from autockpt.tracing import Tracer
 
 
 @guarded
@@ -68,27 +66,15 @@ def trace(
 
 
 def _trace(spec: WorkloadSpec, loaded: Plan | None, hardware: Hardware | None) -> tuple[Graph, dict[str, Any]]:
-    from autockpt.workload.units import units_named
+    from autockpt.tracing import open_tracer
 
-    with _tracer(spec, hardware) as tracer:
-        if loaded is not None and spec.units is None and (named := units_named(loaded, tracer.units, tracer.head)):
-            with suppress(UsageError):  # names of no module: said below, with what was meant perhaps
-                return _trace(spec.model_copy(update={"units": named}), loaded, hardware)
+    with ExitStack() as stack:
+        tracer, _ = open_tracer(stack, hardware, spec, loaded)
         graph = tracer.trace(loaded.choices_for(tracer.units, tracer.head) if loaded is not None else None)
         settings = dict(tracer.settings)
         settings |= {"device": f"{hardware.name}, simulated"} if hardware else {}
         settings |= {"plan": f"{loaded.file} ({loaded.status})"} if loaded else {}
         return graph.model_copy(update={"notes": (*tracer.notes, *graph.notes)}), settings
-
-
-def _tracer(spec: WorkloadSpec, hardware: Hardware | None) -> Tracer:
-    if hardware is None:
-        from autockpt.tracing import Tracer
-
-        return Tracer.from_spec(spec)
-    from autockpt.profiling import tracer_for
-
-    return tracer_for(hardware, spec)
 
 
 def _print_json(graph: Graph, settings: dict[str, Any], whole: bool, peak: DevicePeak | None) -> None:

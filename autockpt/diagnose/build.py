@@ -23,6 +23,7 @@ from autockpt.schema.diagnosis import (
 )
 from autockpt.schema.files import read_regular, reason
 from autockpt.schema.hardware import Hardware, HardwareKind
+from autockpt.tracing import tracer_for
 from search_spaces.hardware import list_hardware, load_hardware
 
 _ARCHIVES = {
@@ -99,7 +100,6 @@ def _simulated(question: DiagnoseRequest, spec: WorkloadSpec, listener: Listener
     be written.
     """
     from autockpt.diagnose.agreement import compare
-    from autockpt.profiling import tracer_for
     from autockpt.tuning.outcome import plain
     from autockpt.tuning.question import Clock
     from autockpt.tuning.search import search_described

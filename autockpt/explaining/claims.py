@@ -213,7 +213,7 @@ class Claims:
         return [simulate(graph, times).step_seconds for graph in graphs]
 
     def _tracer(self, spec: WorkloadSpec) -> Tracer:
-        return self.subject.question.tracer(spec, fallback=False)
+        return self.subject.question.tracer(spec)
 
     def _recomputed(self, tracer: Tracer) -> Mapping[str, Choice]:
         return {unit.name: RECOMPUTE for unit in tracer.units if unit.role == "block"}

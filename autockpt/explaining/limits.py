@@ -157,7 +157,7 @@ def workload_limits(
 
         def peak(plan: str, size: int, field_name: str = field_name) -> int:
             resized = spec.model_copy(update={field_name: size})
-            with subject.question.tracer(resized, fallback=False) as tracer:
+            with subject.question.tracer(resized) as tracer:
                 return subject.needs(tracer.trace(plans[plan]))
 
         out += largest(peak, first, budget_bytes, step_of(dimension, now), dimension, now, floor)

@@ -124,7 +124,7 @@ def _flops_rules(subject: Subject, graphs: Mapping[str, Graph]) -> list[Rule]:
     with suppress(AutockptError):  # the same of this model with adapters, where it takes them
         if hidden is not None:
             adapted = spec.model_copy(update={"lora": LORA_RANK})
-            with subject.question.tracer(adapted, fallback=False) as tracer:
+            with subject.question.tracer(adapted) as tracer:
                 blocks = [u.name for u in tracer.units if u.role == "block"]
                 found += _pair(LORA_RANK, hidden, tracer.trace(), tracer.trace(dict.fromkeys(blocks, RECOMPUTE)))
     return found

@@ -10,6 +10,8 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import torch
+
 from autockpt.devices import get_device
 from autockpt.errors import RunDirectoryError, UsageError
 from autockpt.hardware.nominal import nominal_op_times
@@ -17,7 +19,7 @@ from autockpt.hardware.roofline import roofline_times
 from autockpt.history.promises import made_for
 from autockpt.history.rundir import RunDirectory
 from autockpt.measuring.environment import environment_to_measure_in
-from autockpt.profiling import CostModel, UniformRuns, cached_op_times, simulated_memory, tracer_for
+from autockpt.profiling import CostModel, UniformRuns, cached_op_times, simulated_memory
 from autockpt.schema import (
     SAVE,
     Budget,
@@ -34,10 +36,9 @@ from autockpt.schema import (
     parse_budget,
 )
 from autockpt.schema.explanation import Basis
-from autockpt.tracing import Tracer
+from autockpt.tracing import Tracer, open_tracer, tracer_for
 from autockpt.tuning.opening import Traced, traced, traced_for
 from autockpt.tuning.question import workload_key
-from autockpt.workload.units import units_named
 from search_spaces.hardware import list_hardware, load_hardware
 from search_spaces.spaces import load_space
 
@@ -67,11 +68,14 @@ class ExplainRequest:
             return self.budget.budget_bytes
         return self.plan.budget.bytes if self.plan is not None and self.plan.budget is not None else None
 
-    def tracer(self, spec: WorkloadSpec, *, fallback: bool = True) -> Tracer:
-        """A tracer of a workload on the device, or for the hardware, of this question."""
-        if self.hardware is not None:
-            return tracer_for(self.hardware, spec, fallback=fallback)
-        return Tracer.from_spec(spec, device=get_device(self.device).torch_device, fallback=fallback)
+    def tracer(self, spec: WorkloadSpec) -> Tracer:
+        """A tracer of another workload on the device, or for the hardware, of this question. Ghost runs alone."""
+        return tracer_for(self.hardware, spec, device=self.torch_device, fallback=False)
+
+    @property
+    def torch_device(self) -> torch.device:
+        """The device at hand, where no hardware is simulated."""
+        return torch.device("cpu") if self.hardware is not None else get_device(self.device).torch_device
 
 
 def hardware_for(name: str | None, device: str | None, plan: Plan | None) -> Hardware | None:
@@ -161,13 +165,9 @@ def open_subject(question: ExplainRequest, listener: Listener) -> Iterator[Subje
     """
     listener.stage("trace")
     with ExitStack() as stack:
-        tracer = stack.enter_context(question.tracer(question.spec))
-        named = units_named(question.plan, tracer.units, tracer.head) if question.plan is not None else None
-        if named is not None and question.spec.units is None:
-            spec = question.spec.model_copy(update={"units": named})
-            with suppress(UsageError):  # names of no module: said below, with what was meant perhaps
-                tracer = stack.enter_context(question.tracer(spec))
-                question = replace(question, spec=spec)
+        asked = question.hardware, question.spec, question.plan
+        tracer, spec = open_tracer(stack, *asked, device=question.torch_device)
+        question = replace(question, spec=spec)
         choices = question.plan.choices_for(tracer.units, tracer.head) if question.plan is not None else None
         of_head = SAVE if tracer.head is None else (choices or {}).get(tracer.head.name, SAVE)
         space, card = load_space(SPACE), question.hardware

@@ -8,8 +8,6 @@ from autockpt.profiling.predictor import (
     needed_on,
     said_of,
     simulated_memory,
-    torch_device,
-    tracer_for,
 )
 from autockpt.profiling.problem import build_problem
 from autockpt.profiling.profile import (

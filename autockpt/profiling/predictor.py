@@ -10,18 +10,14 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-import torch
-
 from autockpt.devices import host_bytes_of
-from autockpt.errors import UsageError
-from autockpt.hardware.cuda_memory import AtHand, Requests, as_seen_by, capability_of, device_peak, with_resident
+from autockpt.hardware.cuda_memory import AtHand, Requests, device_peak, with_resident
 from autockpt.policies.base import setting
 from autockpt.policies.fingerprints import TABLE_BYTES
-from autockpt.schema import Choice, DeviceInfo, Graph, Hardware, OpTimes, Prediction, WorkloadSpec, plan_hash
+from autockpt.schema import Choice, DeviceInfo, Graph, Hardware, OpTimes, Prediction, plan_hash
 from autockpt.schema.device import WITHOUT_STREAMS
 from autockpt.schema.request import Listener, Silence
 from autockpt.simulator import Simulation, simulate
-from autockpt.tracing import Tracer
 
 
 class Traces(Protocol):
@@ -124,37 +120,6 @@ class Predictor:
 SAFETY = 0.02
 """Share of what a caching allocator is simulated to reserve that a promise adds to it: no model of fragmentation knows
 every request that libraries make."""
-
-
-def torch_device(hardware: Hardware) -> torch.device:
-    """The device that a step on this hardware would name. Raises UsageError where this PyTorch does not know it."""
-    try:
-        return torch.device("cuda" if hardware.kind == "rocm" else hardware.kind)
-    except RuntimeError:
-        raise UsageError(
-            f"this PyTorch does not know {hardware.kind} devices, which {hardware.name} describes one of",
-            remedy="Install the package that gives PyTorch this backend.",
-        ) from None
-
-
-def tracer_for(
-    hardware: Hardware, spec: WorkloadSpec, *, fallback: bool = True, beside: Tracer | None = None
-) -> Tracer:
-    """A tracer of the workload with the kernels of the hardware, whose graphs are as its memory sees them, and whose
-    settings say what only simulated hardware follows.
-
-    ``fallback`` and ``beside`` as for ``Tracer.from_spec``. Raises what ``Tracer.from_spec`` does.
-    """
-    tracer = Tracer.from_spec(
-        spec,
-        device=torch_device(hardware),
-        capability=capability_of(hardware),
-        fallback=fallback,
-        view=lambda graph: as_seen_by(hardware, graph, spec),
-        beside=beside,
-    )
-    tracer.settings |= spec.simulated_settings()
-    return tracer
 
 
 def memory_at_hand(device: DeviceInfo, budget_bytes: int | None = None) -> MemoryModel | None:

@@ -41,7 +41,19 @@ class SearchOptions(Data):
     out: Path | None = None
     allow_inexact: bool = Field(default=False, description="choices whose gradients are equal up to rounding, too")
     again: bool = Field(default=False, description="measure on where the search had come to its end")
+    fresh: bool = Field(default=False, description="set an earlier run of this question aside")
     continued: bool = Field(default=False, description="a further round: what was named so far is no verdict")
+    command: tuple[str, ...] = Field(default=(), description="the exact command line")
+
+    def question(self, environment: Environment | None = None, **more: Any) -> dict[str, Any]:
+        """All that changes the answer, as JSON: runs of one question share a directory and continue one another.
+
+        How long to search, where to write and what was printed is not part of it. ``more`` says what trains, and adds
+        facts found on the way, such as the model's structure fingerprint. Without ``environment`` it is that of any
+        device.
+        """
+        asked = {"seed": self.seed, "allow_inexact": self.allow_inexact, "host_budget": self.host_budget}
+        return identity_of(environment, self.space, self.budget, **asked, **more)
 
 
 class SearchRequest(SearchOptions):
@@ -56,8 +68,6 @@ class SearchRequest(SearchOptions):
     out: Path = Path("results")
     plan_out: Path | None = Field(default=None, description="write the plan here as well")
     dry_run: bool = Field(default=False, description="trace, solve and predict; measure nothing")
-    fresh: bool = Field(default=False, description="set an earlier run of this question aside")
-    command: tuple[str, ...] = Field(default=(), description="the exact command line")
     notes: tuple[str, ...] = Field(default=(), description="decided for the user, to be repeated with the answer")
 
     @property
@@ -66,21 +76,12 @@ class SearchRequest(SearchOptions):
         return question_hash(self.question(on=self.device))
 
     def question(self, environment: Environment | None = None, **more: Any) -> dict[str, Any]:
-        """All that changes the answer, as JSON: runs of one question share a directory and continue one another.
-
-        How long to search, where to write and what was printed is not part of it. ``more`` adds facts found on the way,
-        such as the model's structure fingerprint. Without ``environment`` it is that of any device.
-        """
-        return identity_of(
+        """The same, of this workload in these steps."""
+        return super().question(
             environment,
-            self.space,
-            self.budget,
-            seed=self.seed,
             workload=self.workload.model_dump(mode="json"),
-            allow_inexact=self.allow_inexact,
             compile=self.compile,
             hardware=self.hardware and self.hardware.model_dump(mode="json", exclude=_NO_FIGURES),
-            host_budget=self.host_budget,
             **more,
         )
 

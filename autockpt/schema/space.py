@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
@@ -119,6 +120,10 @@ class SearchSpace(Data):
         knobs = {name: knob for name, knob in self.knobs.items() if name == "margin" or priced[name] in kept}
         head = tuple(c for c in self.head if c in kinds)
         return self.model_copy(update={"choices": kept, "head": head, "knobs": knobs})
+
+    def without(self, kinds: Container[str]) -> SearchSpace:
+        """The same space without these choices. Raises UsageError where only ``save`` would be left."""
+        return self.restricted(tuple(kind for kind in (*self.choices, *self.head) if kind not in kinds))
 
     def without_knob(self, name: str) -> SearchSpace:
         """The same space where a number stays as it is."""

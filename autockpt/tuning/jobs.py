@@ -15,11 +15,10 @@ from typing import Any, get_args
 import torch
 from torch import Tensor, nn
 
-from autockpt.profiling import tracer_for
 from autockpt.schema import Hardware, WorkloadSpec
 from autockpt.schema.remedy import COMMAND_LINE, STEP, Terms
 from autockpt.schema.workload import OptimizerName
-from autockpt.tracing import Tracer
+from autockpt.tracing import Tracer, tracer_for
 from autockpt.workload import Step, cut_tensors, nested_tensors
 from autockpt.workload.configs import quiet
 from autockpt.workload.factory import is_factory
@@ -86,9 +85,7 @@ class Described:
 
     def tracer(self, device: torch.device) -> Tracer:
         """Raises what ``Tracer.from_spec`` and ``Tracer.from_step`` do."""
-        if self.hardware is not None:
-            return tracer_for(self.hardware, self.spec, fallback=False)
-        return Tracer.from_spec(self.spec, device=device, fallback=False)
+        return tracer_for(self.hardware, self.spec, device=device, fallback=False)
 
     def _with(self, **update: Any) -> Described:
         return replace(self, spec=self.spec.model_copy(update=update))

@@ -262,7 +262,7 @@ def _unmoved(space: SearchSpace, listener: Listener) -> SearchSpace:
     if not moving:
         return space
     listener.note(f"layers are compiled, so sets by length leave out {' and '.join(moving)}")
-    return space.restricted(tuple(kind for kind in (*space.choices, *space.head) if kind not in moving))
+    return space.without(moving)
 
 
 def refuse_lengths(budget: Budget, **given: object) -> None:

@@ -114,7 +114,7 @@ def traced(
     notes = list(notes)
     if refused := [kind for kind in space.choices if kind not in uniform]:
         notes.append(f"not for this model: {', '.join(refused)} (apply such a plan to see why)")
-        space = space.restricted((*uniform, *space.head))
+        space = space.without(refused)
     if inexact and tracer.head is None:
         notes.append("--allow-inexact changes nothing: the model has no output head")
     return Traced(tracer, uniform, heads, space, tuple(notes))

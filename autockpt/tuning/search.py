@@ -3,34 +3,25 @@
 from __future__ import annotations
 
 from contextlib import ExitStack, nullcontext
-from functools import partial
 from typing import Any
 
 from pydantic import ValidationError
 
 from autockpt.errors import RunDirectoryError, UsageError
 from autockpt.history.rundir import RunDirectory
-from autockpt.measuring import LocalMeasurer
 from autockpt.measuring.environment import environment_without_context
-from autockpt.profiling import needed_on, used_by_others
-from autockpt.schema import Budget, Environment, SearchSpace, parse_budget, parse_size
+from autockpt.schema import Budget, SearchSpace, parse_budget, parse_size
 from autockpt.schema.base import first_violation, short
 from autockpt.schema.files import unwritable
-from autockpt.schema.plan import NEVER_CALLED
 from autockpt.schema.remedy import STEP, Terms
-from autockpt.schema.request import TRIALS, Listener, SearchOptions, SearchOutcome, SearchRequest, Silence, identity_of
-from autockpt.tracing import Tracer
-from autockpt.tuning.alternatives import WhatIf, on_device
-from autockpt.tuning.infeasible import naming_alternatives
-from autockpt.tuning.jobs import Live
-from autockpt.tuning.opening import Opened, traced
+from autockpt.schema.request import TRIALS, Listener, SearchOptions, SearchOutcome, SearchRequest, Silence
 from autockpt.tuning.outcome import plain
-from autockpt.tuning.question import Clock, Question
+from autockpt.tuning.question import Clock
 from autockpt.tuning.stages import enter_run, recorded, save_plan_copy
 from autockpt.tuning.targets.compiled import open_compiled
-from autockpt.tuning.targets.measured import open_measured, search_by_steps
+from autockpt.tuning.targets.measured import open_live, open_measured
 from autockpt.tuning.targets.simulated import open_simulated, simulated_environment
-from autockpt.workload import Step, fingerprint
+from autockpt.workload import Step
 from search_spaces.spaces import load_space
 
 
@@ -163,50 +154,9 @@ def search_step(
     """
     clock = Clock(listener or Silence(), asked.timeout)
     with ExitStack() as stack:
-        measurer = stack.enter_context(LocalMeasurer(step, host_budget=asked.host_budget, others_wait=others_wait))
-        environment = measurer.environment
-        with clock.stage("trace"):
-            tracer = stack.enter_context(Tracer.from_step(step))
-            found = traced(tracer, asked.space, asked.allow_inexact, listener=clock.listener)
-
-        def what_if() -> WhatIf:
-            return on_device(asked.budget, step.device, environment, used_by_others(measurer), found.uniform)
-
-        needs, job = needed_on(environment.device), Live(step, terms)
-        stack.enter_context(naming_alternatives(found, needs, clock, job, asked.budget, what_if))
-        question = Question.of(
-            asked,
-            name=type(step.model).__name__,
-            spec=None,
-            settings={**step.settings, **{k: v for k, v in tracer.settings.items() if k in ("units", NEVER_CALLED)}},
-            budget=asked.budget,
-            space=found.space,
-            notes=found.said,
-        )
-        run = None
-        if asked.out is not None:
-            run = _directory_of_live(question, environment, tracer, asked)
-            stack.enter_context(run.lock())
-            if (known := recorded(run, asked)) is not None:
-                return known
-        return Opened(question, environment, found, clock, partial(search_by_steps, measurer)).answer(run)
-
-
-def _directory_of_live(
-    question: Question, environment: Environment, tracer: Tracer, asked: SearchOptions
-) -> RunDirectory:
-    """The run's directory of a live model: its question is the structure and everything else that was said."""
-    assert asked.out is not None
-    identity = identity_of(
-        environment,
-        question.space,
-        question.budget,
-        seed=asked.seed,
-        model=question.name,
-        model_fingerprint=fingerprint(tracer.units),
-        settings=plain(question.settings),
-        host_budget=asked.host_budget,
-        allow_inexact=asked.allow_inexact,
-    )
-    device, budget = environment.device.kind, question.budget.text
-    return RunDirectory.enter(asked.out, identity, model=question.name, device=device, budget=budget)
+        opened = open_live(stack, step, asked, clock, terms, others_wait=others_wait)
+        if asked.out is None:
+            return opened.answer()
+        question = opened.question
+        run, known = enter_run(stack, asked, opened, model=question.name, settings=plain(question.settings))
+        return known or opened.answer(run)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
 from autockpt.errors import InfeasibleError, PlanError, RunDirectoryError
 from autockpt.history.rundir import RunDirectory
@@ -70,23 +71,32 @@ def save_plan_copy(request: SearchRequest, outcome: SearchOutcome) -> SearchOutc
     return outcome.model_copy(update={"plan_path": request.plan_out, "set_aside": set_aside})
 
 
-def enter_run(stack: ExitStack, request: SearchRequest, opened: Opened) -> tuple[RunDirectory, SearchOutcome | None]:
-    """The directory of this question, locked until ``stack`` ends.
+def enter_run(
+    stack: ExitStack, asked: SearchOptions, opened: Opened, **facts: Any
+) -> tuple[RunDirectory, SearchOutcome | None]:
+    """The directory of this question, locked until ``stack`` ends; ``facts`` tell it from others of the same words.
 
     With what it answers already, where a search of this question came to its end. Raises RunDirectoryError where it is
     another question's, corrupt or in use.
     """
+    assert asked.out is not None
+    question, environment, found = opened.question, opened.environment, opened.found
     run = RunDirectory.enter(
-        request.out,
-        request.question(opened.environment, model_fingerprint=fingerprint(opened.found.tracer.units)),
-        model=opened.question.name,
-        device=opened.device or opened.environment.device.kind,
-        budget=request.budget.text,
-        fresh=request.fresh,
+        asked.out,
+        asked.question(environment, model_fingerprint=fingerprint(found.tracer.units), **facts),
+        model=question.name,
+        device=opened.device or environment.device.kind,
+        budget=asked.budget.text,
+        fresh=asked.fresh,
     )
     stack.enter_context(run.lock())
-    run.add_command(request.command)
-    return run, recorded(run, request) if request.start is None else None
+    run.add_command(asked.command)
+    another = isinstance(asked, SearchRequest) and asked.start is not None
+    known = None if another else recorded(run, asked)
+    if known is None:
+        run.write_environment(environment)
+        run.write_graph(found.plain)
+    return run, known
 
 
 def recorded(run: RunDirectory, asked: SearchOptions) -> SearchOutcome | None:
@@ -174,11 +184,7 @@ def _changed(before: Plan, now: Plan, found: SearchResult) -> str:
 
 def refuse_hopeless(opened: Opened, profiled: CostModel) -> None:
     """Raises InfeasibleError for a budget in bytes that no plan fits, by bytes alone: ``profiled`` may be untimed."""
-    run = opened.run
-    if run is not None:
-        run.write_environment(opened.environment)
-        run.write_graph(profiled.base)
-    with refusal_on_record(run):
+    with refusal_on_record(opened.run):
         target, trials = Target(), Trials(None)
         SolverProposer(opened.question, profiled, target, trials, None, listener=opened.clock.listener).begin()
 
@@ -191,8 +197,6 @@ def find_plan(opened: Opened, profiled: CostModel, target: Target, *, checks: in
     question, environment, clock, run = opened.question, opened.environment, opened.clock, opened.run
     head = opened.found.tracer.head
     if run is not None:
-        run.write_environment(environment)
-        run.write_graph(profiled.base)
         run.write_profile(profiled.profile)
     trials = Trials(run)
     with refusal_on_record(run, profiled):

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ class Tracer:
     """A tracer whose model is always the same."""
 
     asked: list[tuple[WorkloadSpec, object]]
+    hardware: Hardware | None
 
     def __init__(self, spec: WorkloadSpec) -> None:
         self.spec = spec
@@ -21,16 +23,6 @@ class Tracer:
         self.settings = {"dtype": "fp32", "parameters": 12}
         self.notes = ("a note of the tracer's",)
 
-    @classmethod
-    def from_spec(cls, spec: WorkloadSpec) -> Tracer:
-        return cls(spec)
-
-    def __enter__(self) -> Tracer:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
-
     def trace(self, choices: object = None) -> Graph:
         Tracer.asked.append((self.spec, choices))
         return small_graph()
@@ -38,8 +30,14 @@ class Tracer:
 
 @pytest.fixture
 def traced(replace) -> list[tuple[WorkloadSpec, object]]:
+    def open_tracer(
+        stack: ExitStack, hardware: Hardware | None, spec: WorkloadSpec, plan: Plan | None = None
+    ) -> tuple[Tracer, WorkloadSpec]:
+        Tracer.hardware = hardware
+        return Tracer(spec), spec
+
     Tracer.asked = []
-    replace("autockpt.tracing", Tracer=Tracer)
+    replace("autockpt.tracing", open_tracer=open_tracer)
     return Tracer.asked
 
 
@@ -96,15 +94,7 @@ def test_a_model_is_needed(autockpt, traced) -> None:
     assert result.code == 2 and "--model" in result.err
 
 
-def test_described_hardware_is_traced_as_a_search_traces_it(autockpt, replace) -> None:
-    asked: list[str] = []
-    Tracer.asked = []
-
-    def tracer_for(hardware: Hardware, spec: WorkloadSpec) -> Tracer:
-        asked.append(hardware.name)
-        return Tracer(spec)
-
-    replace("autockpt.profiling", tracer_for=tracer_for)
+def test_described_hardware_is_traced_as_a_search_traces_it(autockpt, traced) -> None:
     result = autockpt("trace", "--model", "llama-tiny", "--hardware", "m4-max")
     assert result.code == 0, result.err
-    assert asked == ["m4-max"] and "simulated" in result.out
+    assert Tracer.hardware is not None and Tracer.hardware.name == "m4-max" and "simulated" in result.out

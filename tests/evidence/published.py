@@ -27,10 +27,10 @@ from pydantic import BaseModel, ConfigDict
 
 from autockpt.hardware.cuda_memory import device_peak
 from autockpt.hardware.roofline import roofline_times
-from autockpt.profiling import tracer_for
 from autockpt.profiling.predictor import SAFETY
 from autockpt.schema import Choice, WorkloadSpec, parse_choice
 from autockpt.simulator import simulate
+from autockpt.tracing import tracer_for
 from autockpt.workload import Step, build
 from search_spaces.hardware import load_hardware
 

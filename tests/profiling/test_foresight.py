@@ -6,10 +6,11 @@ import pytest
 
 from autockpt.hardware.cuda_memory import device_peak, with_resident, workspaces_stay
 from autockpt.policies.fingerprints import TABLE_BYTES
-from autockpt.profiling import memory_at_hand, simulated_memory, tracer_for
+from autockpt.profiling import memory_at_hand, simulated_memory
 from autockpt.profiling.predictor import SAFETY
 from autockpt.schema import OFFLOAD, DeviceInfo, Graph, WorkloadSpec
 from autockpt.simulator.allocator import SMALL_SIZE
+from autockpt.tracing import tracer_for
 from search_spaces.hardware import load_hardware
 
 CARD, CPU = load_hardware("rtx4090"), load_hardware("cpu")

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from autockpt.hardware.roofline import roofline_times
-from autockpt.profiling import simulated_memory, tracer_for
+from autockpt.profiling import simulated_memory
 from autockpt.reporting.trace_view import summarise
 from autockpt.schema import Graph, WorkloadSpec, parse_choice
 from autockpt.simulator import simulate
-from autockpt.tracing import run
+from autockpt.tracing import run, tracer_for
 from search_spaces.hardware import load_hardware
 
 CARD = load_hardware("rtx4090")

@@ -10,11 +10,10 @@ import torch
 from torch import Tensor
 
 from autockpt.errors import ConflictError, UsageError
-from autockpt.profiling import tracer_for
 from autockpt.runtime import attach
 from autockpt.schema.choices import Choice, choice_kinds, parse_choice
 from autockpt.schema.workload import WorkloadSpec
-from autockpt.tracing import Tracer
+from autockpt.tracing import Tracer, tracer_for
 from autockpt.tracing.tracer import trace
 from autockpt.workload import Step, build, discover_units
 from autockpt.workload.liger import apply_liger

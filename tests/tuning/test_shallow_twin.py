@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import transformers
 
-from autockpt.profiling import build_profile, tracer_for, uniform_graphs
+from autockpt.profiling import build_profile, uniform_graphs
 from autockpt.profiling.profile import head_graphs
 from autockpt.schema import RECOMPUTE, SAVE, WorkloadSpec, plan_hash
 from autockpt.schema.choices import CHUNKED_SOFTMAX
-from autockpt.tracing import Tracer
+from autockpt.tracing import Tracer, tracer_for
 from autockpt.tuning.targets import shallow_twin as depth
 from autockpt.tuning.targets.simulated import modelled
 from search_spaces.hardware import load_hardware

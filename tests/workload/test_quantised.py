@@ -11,9 +11,8 @@ import torch
 
 from autockpt.cli.options import workload_spec
 from autockpt.errors import UsageError, WorkloadError
-from autockpt.profiling import tracer_for
 from autockpt.schema.workload import WorkloadSpec
-from autockpt.tracing import Tracer
+from autockpt.tracing import Tracer, tracer_for
 from autockpt.workload import build
 from autockpt.workload.quantised import quantization_of
 from search_spaces.hardware import load_hardware

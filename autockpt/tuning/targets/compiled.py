@@ -103,9 +103,6 @@ def _searched(mode: CompileMode, measurer: WorkerMeasurer, opened: Opened) -> Se
             refined = refine(problem, profiled.check, max_calls=CHECKS)
         return {"eager solver's": dict(refined.choices)} if refined.feasible else {}
 
-    if run is not None:
-        run.write_environment(environment)
-        run.write_graph(uniform["save"][1])
     trials = Trials(run)
     target = CompiledSteps(measurer, clock, confirmation(measurer, clock.listener), mode=mode, within=measurer.within)
     layers, study = [unit.name for unit in blocks_of(tracer)], f"{opened.title}: sampler"

@@ -9,23 +9,25 @@ from functools import partial
 from autockpt.devices import Device, get_device
 from autockpt.errors import DeviceOutOfMemory
 from autockpt.hardware.nominal import nominal_op_times
-from autockpt.measuring import Measurer, WorkerMeasurer
+from autockpt.measuring import LocalMeasurer, Measurer, WorkerMeasurer
 from autockpt.measuring.environment import environment_to_measure_in
 from autockpt.profiling import CostModel, cached_op_times, measure_op_times, memory_at_hand, needed_on, used_by_others
 from autockpt.profiling.profile import leanest, wants_disk, within_host
 from autockpt.profiling.refusals import refused_choices
-from autockpt.schema import OpTimes, SearchOutcome, SearchRequest
+from autockpt.schema import OpTimes, SearchOptions, SearchOutcome, SearchRequest
+from autockpt.schema.plan import NEVER_CALLED
+from autockpt.schema.remedy import Terms
 from autockpt.tracing import Tracer
-from autockpt.tuning.alternatives import on_device
+from autockpt.tuning.alternatives import WhatIf, on_device
 from autockpt.tuning.infeasible import naming_alternatives, out_of_memory
-from autockpt.tuning.jobs import Described
+from autockpt.tuning.jobs import Described, Live
 from autockpt.tuning.opening import Opened, traced
 from autockpt.tuning.paired_timing import Pairing
-from autockpt.tuning.question import Clock
+from autockpt.tuning.question import Clock, Question
 from autockpt.tuning.stages import find_plan, question_of, refuse_hopeless
 from autockpt.tuning.targets.real_steps import RealSteps, confirmation
 from autockpt.tuning.targets.simulated import DRY_CALLS, DryRun
-from autockpt.workload import refuse_simulated
+from autockpt.workload import Step, refuse_simulated
 
 
 def open_measured(stack: ExitStack, request: SearchRequest, clock: Clock) -> Opened:
@@ -54,6 +56,37 @@ def open_measured(stack: ExitStack, request: SearchRequest, clock: Clock) -> Ope
     return Opened(question, environment, found, clock, search)
 
 
+def open_live(
+    stack: ExitStack, step: Step, asked: SearchOptions, clock: Clock, terms: Terms, *, others_wait: bool
+) -> Opened:
+    """The same for a live step, in this process: a second copy of the model might not fit.
+
+    ``terms`` and ``others_wait`` as for ``search_step``.
+    """
+    measurer = stack.enter_context(LocalMeasurer(step, host_budget=asked.host_budget, others_wait=others_wait))
+    environment = measurer.environment
+    with clock.stage("trace"):
+        tracer = stack.enter_context(Tracer.from_step(step))
+        found = traced(tracer, asked.space, asked.allow_inexact, listener=clock.listener)
+
+    def what_if() -> WhatIf:
+        return on_device(asked.budget, step.device, environment, used_by_others(measurer), found.uniform)
+
+    needs, job = needed_on(environment.device), Live(step, terms)
+    stack.enter_context(naming_alternatives(found, needs, clock, job, asked.budget, what_if))
+    found_there = {k: v for k, v in tracer.settings.items() if k in ("units", NEVER_CALLED)}
+    question = Question.of(
+        asked,
+        name=type(step.model).__name__,
+        spec=None,
+        settings={**step.settings, **found_there},
+        budget=asked.budget,
+        space=found.space,
+        notes=found.said,
+    )
+    return Opened(question, environment, found, clock, partial(search_by_steps, measurer))
+
+
 def search_by_steps(measurer: Measurer, opened: Opened) -> SearchOutcome:
     """Profile on the device, search by real steps, write the plan."""
     clock = opened.clock
@@ -71,9 +104,7 @@ def _without_refused(opened: Opened, measurer: Measurer) -> Opened:
     refused = refused_choices(measurer, found.uniform["save"][0], question.space.choices)
     if not refused:
         return opened
-    space = question.space.restricted(
-        tuple(k for k in (*question.space.choices, *question.space.head) if k not in refused)
-    )
+    space = question.space.without(refused)
     note = f"not on this device: {', '.join(refused)} ({next(iter(refused.values()))})"
     uniform = {kind: pair for kind, pair in found.uniform.items() if kind not in refused}
     return replace(

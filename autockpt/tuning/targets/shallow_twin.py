@@ -12,12 +12,12 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from autockpt.errors import AutockptError
-from autockpt.profiling import CostModel, MemoryModel, Predictor, Traces, tracer_for
+from autockpt.profiling import CostModel, MemoryModel, Predictor, Traces
 from autockpt.profiling.menus import representatives
 from autockpt.profiling.profile import segments_of
 from autockpt.schema import RECOMPUTE, Choice, Graph, Hardware, Listener, Silence, Unit, WorkloadSpec, plan_hash
 from autockpt.schema.files import ScratchFolder
-from autockpt.tracing import Tracer
+from autockpt.tracing import Tracer, tracer_for
 from autockpt.workload.shallow import shallow_twin
 
 DEEP = 16  # blocks from which on a twin is worth its while

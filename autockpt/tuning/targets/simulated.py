@@ -9,11 +9,12 @@ from functools import partial
 
 from autockpt.hardware.roofline import environment_of_hardware, roofline_times
 from autockpt.measuring.environment import installed_versions
-from autockpt.profiling import said_of, simulated_memory, torch_device, tracer_for
+from autockpt.profiling import said_of, simulated_memory
 from autockpt.schema import Budget, Environment, Graph, OpTimes, PlanStatus, Prediction, SearchSpace, format_bytes
 from autockpt.schema.hardware import Hardware
 from autockpt.schema.request import SearchOutcome, SearchRequest
 from autockpt.solvers.refine import FASTER
+from autockpt.tracing import torch_device, tracer_for
 from autockpt.tracing.tracer import uncollected
 from autockpt.tuning.alternatives import WhatIf
 from autockpt.tuning.infeasible import naming_alternatives
@@ -105,9 +106,8 @@ def without_offload(space: SearchSpace, hardware: Hardware) -> tuple[SearchSpace
     moving = [kind for kind in space.choices if "offload" in kind]
     if not hardware.unified_memory or not moving:
         return space, ()
-    rest = tuple(kind for kind in space.choices if kind not in moving)
     note = f"not on {hardware.name}: {', '.join(moving)} (host and device share their memory)"
-    return space.restricted((*rest, *space.head)), (note,)
+    return space.without(moving), (note,)
 
 
 def on_hardware(request: SearchRequest, hardware: Hardware, kinds: Iterable[str]) -> WhatIf:
