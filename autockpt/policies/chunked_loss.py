@@ -113,7 +113,8 @@ def _unsuited(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 def plain_head(module: nn.Module) -> nn.Module | None:
     """The layer inside PEFT's wrappers around an output head."""
     for _ in range(4):
-        inner = module._modules.get("base_layer") or module._modules.get("original_module")
+        inside = (module._modules.get(name) for name in ("base_layer", "original_module", "token_adapter"))
+        inner = next(filter(None, inside), None)
         if inner is None:
             return module
         module = inner

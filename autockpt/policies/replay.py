@@ -204,8 +204,8 @@ class Replay:
             raise ConflictError(
                 f"{unit} changes one of its {what} (shape {tuple(changed[0].shape)}) in place, "
                 "so its forward cannot be run again",
-                remedy=f"Use `save`, `offload` or `remake` on {unit}. For inputs: switch off inplace=True in its first "
-                "operation, or plan the block around it instead, in which they are made again.",
+                remedy=f"Use `save`, `offload` or `remake` on {unit}. For inputs: plan the block around it instead, in "
+                "which they are made again; or switch that off where it is an operation's inplace=True.",
             )
 
     def prepare(self) -> None:

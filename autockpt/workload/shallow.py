@@ -20,8 +20,8 @@ _PER_LAYER = ("layer_types", "mlp_layer_types")  # lists with an entry per layer
 
 
 def shallow_twin(spec: WorkloadSpec, settings: Mapping[str, Any], blocks: int, folder: Path) -> WorkloadSpec | None:
-    """The workload of ``spec`` with at most ``blocks`` blocks in each of its stacks (encoder, decoder, vision tower),
-    its configuration written to ``folder``; None where unknown how.
+    """The workload of ``spec`` with ``blocks`` blocks in each of its stacks (encoder, decoder, vision tower), or as
+    many as it takes for one of every type; its configuration is written to ``folder``. None where unknown how.
 
     ``settings`` are the resolved ones of the whole workload, whose shape the twin keeps. Only models of transformers
     whose configuration counts their layers have twins; the caller checks that the blocks are alike.
@@ -47,8 +47,10 @@ def shallow_twin(spec: WorkloadSpec, settings: Mapping[str, Any], blocks: int, f
 
 
 def _shorten(config: dict[str, Any], blocks: int) -> bool:
-    """Count at most ``blocks`` layers in each part of a configuration; whether that changes any."""
+    """Count at most ``blocks`` layers, but one of each type, in each part of a configuration; whether any changed."""
     parts = [_shorten(part, blocks) for part in config.values() if isinstance(part, dict)]
+    types = [config[name] for name in _PER_LAYER if isinstance(config.get(name), list)]
+    blocks = max([blocks, *(1 + each.index(kind) for each in types for kind in set(each))])
     deep = [name for name in _COUNTS & config.keys() if isinstance(config[name], int) and config[name] > blocks]
     config |= dict.fromkeys(deep, blocks)
     config |= {name: config[name][:blocks] for name in _PER_LAYER if deep and isinstance(config.get(name), list)}

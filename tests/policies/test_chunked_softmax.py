@@ -154,15 +154,19 @@ def test_two_ways_through_a_cast_are_refused_and_without_one_are_bit_equal(name)
         both(lambda: small_llama()().bfloat16(), lambda model: run(model, Tensor.float))
 
 
-@pytest.mark.parametrize("way", ["lora", "modules_to_save", "dropout", "backward hook", "forward hook", "tied, biased"])
+@pytest.mark.parametrize(
+    "way",
+    ["lora", "modules_to_save", "dropout", "trained tokens", "backward hook", "forward hook", "tied, biased"],
+)
 def test_heads_of_all_kinds(way):
     def make() -> nn.Module:
-        model = small_llama(tie_word_embeddings=way == "tied, biased")()
+        model = small_llama(tie_word_embeddings=way in ("tied, biased", "trained tokens"))()
         if way == "tied, biased":
             model.lm_head.bias = nn.Parameter(torch.linspace(-1, 1, 64))
-        if way in ("lora", "modules_to_save", "dropout"):
+        if way in ("lora", "modules_to_save", "dropout", "trained tokens"):
             peft = pytest.importorskip("peft")
             more = {"modules_to_save": ["lm_head"]} if way == "modules_to_save" else {}
+            more |= {"trainable_token_indices": [5, 6]} if way == "trained tokens" else {}
             dropout = 0.5 if way == "dropout" else 0.0
             modules = ["q_proj"] if more else ["q_proj", "lm_head"]
             torch.manual_seed(1)

@@ -21,7 +21,7 @@ from autockpt.tracing import Tracer, tracer_for
 from autockpt.workload.shallow import shallow_twin
 
 DEEP = 16  # blocks from which on a twin is worth its while
-TWIN_BLOCKS = 6  # of each stack
+TWIN_BLOCKS = 4  # of each stack, more where it has more types of blocks
 REMEMBERED_OPS = 100_000  # of ghost runs that are kept: about 0.3 GB
 OPS_PER_CANDIDATE = 120_000  # ghost-run for one candidate: fewer ghost runs of deeper models
 FEWEST_CALLS, MOST_CALLS = 6, 8
