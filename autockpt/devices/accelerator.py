@@ -60,9 +60,10 @@ class AcceleratorDevice:
     def describe(self) -> DeviceInfo:
         """Name and memory. Raises MeasurementError where the backend's allocator tells no peak."""
         self._open()
+        name = getattr(self._module, "get_device_name", None)
         return DeviceInfo(
             kind=self.kind,
-            name=self._name(),
+            name=str(name(self.torch_device)) if name is not None else self.kind,
             capacity_bytes=self.capacity(),
             overhead_bytes=self.context_bytes(),
             copy_queues=self.kind not in WITHOUT_STREAMS,
@@ -155,10 +156,6 @@ class AcceleratorDevice:
                 "what it held, so no plan can be measured there",
                 remedy="Search on another device, or for a described one (autockpt search --hardware).",
             )
-
-    def _name(self) -> str:
-        name = getattr(self._module, "get_device_name", None)
-        return str(name(self.torch_device)) if name is not None else self.kind
 
     def _free_and_total(self) -> tuple[int, int]:
         self._open()

@@ -111,7 +111,10 @@ def read_log(path: Path) -> LogReading:
     if host_at is not None and (last := read_text(later, str(path))).host is not None:
         reading = last.model_copy(update={"zero_stage": reading.zero_stage})
     if not reading.failures and reading.host is None:
-        raise UsageError(f"{path} has no message of PyTorch's that memory ran out{_ending(text)}", remedy=_REMEDY)
+        last_lines = reversed(clean_lines(text)[-400:])
+        error = next((m for line in last_lines if (m := _LAST_ERROR.match(line)) is not None), None)
+        ending = f"; it ends with {error[1].strip()[:160]}" if error else ""
+        raise UsageError(f"{path} has no message of PyTorch's that memory ran out{ending}", remedy=_REMEDY)
     return reading
 
 
@@ -261,13 +264,6 @@ def _notes(failures: Sequence[DeviceFailure]) -> Iterator[str]:
         names = ", ".join(f"rank {f.rank}" if f.rank is not None else f"GPU {f.device}" for f in ranks[:16])
         names += f" and {len(ranks) - 16} more" if len(ranks) > 16 else ""
         yield f"{names} ran out of memory; the first is looked at"
-
-
-def _ending(text: str) -> str:
-    """The error that a log ends with instead, where it ends with one."""
-    lines = clean_lines(text)
-    found = next((m for line in reversed(lines[-400:]) if (m := _LAST_ERROR.match(line)) is not None), None)
-    return f"; it ends with {found[1].strip()[:160]}" if found else ""
 
 
 CHUNK = 1 << 20

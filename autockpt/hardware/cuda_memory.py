@@ -97,7 +97,8 @@ def as_seen_by(hardware: Hardware, graph: Graph, spec: WorkloadSpec) -> Graph:
     if spec.shard is not None and spec.shard > 1:
         graph = sharded(graph, spec.shard)
     if spec.ddp == "buckets":
-        graph = with_resident(graph, "gradient buckets", _buckets(sum(_gradients(graph).values())), "other")
+        whole, rest = divmod(sum(_gradients(graph).values()), _BUCKET)
+        graph = with_resident(graph, "gradient buckets", [_BUCKET] * whole + ([rest] if rest else []), "other")
     if spec.keep_gradients or spec.ddp == "views":
         graph = _with_kept_gradients(graph)
     if workspace := workspace_bytes(hardware):
@@ -284,8 +285,3 @@ def _with_kept_gradients(graph: Graph) -> Graph:
     )
     graph = changed(graph, storages=storages)
     return with_resident(graph, "gradients", list(kept.values()), "gradient")
-
-
-def _buckets(nbytes: int) -> list[int]:
-    whole, rest = divmod(nbytes, _BUCKET)
-    return [_BUCKET] * whole + ([rest] if rest else [])

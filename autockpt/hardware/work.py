@@ -185,16 +185,12 @@ def _attention(op: Op, name: str, call: Call, inputs: list[TensorSpec]) -> Work:
     """
     query, key = inputs[0], inputs[1]
     causal = call.kwargs.get("causal") is True and query.shape[-2] == key.shape[-2]
-    flops = op.flops or _attention_flops(query, key, inputs[2], name != ATTENTION)
+    # two products forward; five backward, one of which makes the scores again
+    inner, outer = query.shape[-1], inputs[2].shape[-1]
+    each = inner + outer if name == ATTENTION else 3 * inner + 2 * outer
+    flops = op.flops or 2.0 * prod(query.shape[:-1]) * key.shape[-2] * each
     moved = _written(op) + sum(_size(t) for t in inputs)
     if name != ATTENTION:  # the gradient of the result and the result itself are not in the signature
         moved += 2 * _size(query)
     dtype = torch_name(query.dtype)
     return Work("attention", name, dtype, flops * (0.5 if causal else 1.0), moved, prod(query.shape), query.shape[-1])
-
-
-def _attention_flops(query: TensorSpec, key: TensorSpec, value: TensorSpec, backward: bool) -> float:
-    """Two products forward; five backward, one of which makes the scores again."""
-    scores = 2.0 * prod(query.shape[:-1]) * key.shape[-2]
-    inner, outer = query.shape[-1], value.shape[-1]
-    return scores * (3 * inner + 2 * outer) if backward else scores * (inner + outer)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import sys
-from contextlib import AbstractContextManager
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -125,7 +124,8 @@ def _search(trainer: Any, module: Any, plan: PlanWanted, first: Any, index: int)
             settings={"trainer": type(module).__name__, "autocast": trainer.precision, "processes": processes},
         )
 
-    with _unlogged(module):
+    # what the module logs meanwhile is dropped
+    with patch.dict(vars(module), dict.fromkeys(("log", "log_dict"), lambda *args, **kwargs: None)):
         return plan.find(
             Training(
                 step=step,
@@ -156,11 +156,6 @@ def _refuse_other_batches(trainer: Any, plan: Plan) -> None:
             "has begun",
             remedy="Write these settings and start again: the plan is on record.",
         )
-
-
-def _unlogged(module: Any) -> AbstractContextManager[Any]:
-    """What the module keeps is put back, and what it logs meanwhile is dropped."""
-    return patch.dict(vars(module), dict.fromkeys(("log", "log_dict"), lambda *args, **kwargs: None))
 
 
 def called_part(module: nn.Module, plan: Plan | None = None) -> nn.Module:

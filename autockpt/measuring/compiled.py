@@ -157,7 +157,10 @@ class Compiler:
         if key not in self._functions:
             import torch
 
-            self._functions[key] = torch.compile(own_code(_call), backend=self._counting(key))
+            # compiled code is kept by code object, a few versions of each: every function has one of its own
+            code = _call.__code__.replace(co_name=f"{_call.__name__}_{next(_number)}")
+            own = FunctionType(code, globals(), code.co_name)
+            self._functions[key] = torch.compile(own, backend=self._counting(key))
         return self._functions[key]
 
     def _counting(self, key: Key) -> Callable[..., Any]:
@@ -194,12 +197,6 @@ def _call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     return module._call_impl(*args, **kwargs)
 
 
-def own_code(function: FunctionType) -> FunctionType:
-    """The same function with a code object of its own: compiled code is kept by code object, a few versions of each."""
-    code = function.__code__.replace(co_name=f"{function.__name__}_{next(_number)}")
-    return FunctionType(code, function.__globals__, code.co_name, function.__defaults__, function.__closure__)
-
-
 @contextmanager
 def _in_words() -> Iterator[None]:
     """Errors of the compiler as ours, with what a choice of ours had to say where it was one that refused."""
@@ -208,19 +205,14 @@ def _in_words() -> Iterator[None]:
     try:
         yield
     except (TorchDynamoException, FailOnRecompileLimitHit) as error:
-        ours, first = _within(error), str(error).strip().split("\n")[0]
+        wrapped = (e for e in chain(error) if isinstance(e, AutockptError) and not isinstance(e, DeviceOutOfMemory))
+        ours, first = next(wrapped, None), str(error).strip().split("\n")[0]
         if isinstance(error, FailOnRecompileLimitHit):
             first = "a layer had to be compiled anew more often than torch._dynamo.config.recompile_limit allows"
         if ours is None:
             remedy = "Run the step compiled by itself to see all of the error."
             ours = MeasurementError(f"the compiler failed: {first}", remedy=remedy)
         raise ours from None
-
-
-def _within(error: BaseException) -> AutockptError | None:
-    """What the compiler wrapped."""
-    ours = (e for e in chain(error) if isinstance(e, AutockptError) and not isinstance(e, DeviceOutOfMemory))
-    return next(ours, None)
 
 
 def measure_eagerly(runner: Any, payload: dict[str, Any]) -> dict[str, Any]:

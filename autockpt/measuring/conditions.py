@@ -92,10 +92,3 @@ class OptimizerStates:
             elif isinstance(value, dict):
                 for name in set(value) - self._keys[id(key)]:
                     del value[name]
-
-
-def reset_scaler(scaler: torch.amp.GradScaler | None) -> None:
-    """Let a scaler forget that it has unscaled already, after a cycle that broke off before its update."""
-    states = getattr(scaler, "_per_optimizer_states", None)
-    if states is not None:
-        states.clear()

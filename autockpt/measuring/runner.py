@@ -78,7 +78,9 @@ class StepRunner:
             peak = self.measure_peak() if at_once else None
             times = [self.time_cycle() for _ in range(steps)]
             peak = peak or self.measure_peak()
-            graphs = self._graphs(choices)
+            graphs = 0
+            if self.compiler is not None and isinstance(choices, Mapping):
+                graphs = self.compiler.graphs(self.workload.model, choices)
         return Measurement(
             peak_bytes=peak.peak_bytes,
             step_seconds=statistics.median(times),
@@ -197,10 +199,6 @@ class StepRunner:
             remedy="Run it with TORCH_LOGS=recompiles to see why, or search without --compile.",
         )
 
-    def _graphs(self, plan: Choices | Attach) -> int:
-        compiler = self.compiler
-        return compiler.graphs(self.workload.model, plan) if compiler is not None and isinstance(plan, Mapping) else 0
-
     @contextmanager
     def prepared(self, what: str) -> Iterator[ExitStack]:
         """Equal conditions for what is attached next; what takes it off goes on the stack.
@@ -282,7 +280,8 @@ class StepRunner:
         """Leave the workload as between two cycles, wherever the last one broke off."""
         if not self._steady:
             self._states.take_back()
-        conditions.reset_scaler(self.workload.scaler)
+        # a cycle that broke off before its update has unscaled already
+        getattr(self.workload.scaler, "_per_optimizer_states", {}).clear()
         self.workload.release_gradients()
 
 

@@ -168,7 +168,9 @@ def _tensors_in(cache: Any) -> Iterator[torch.Tensor]:
 
 def _emptied(cache: Any, module: nn.Module, unit: str) -> StandIn | None:
     """What comes in the cache's place, once it is sure that it holds nothing for this layer."""
-    layer = _layer_index(module)
+    # where a layer's part is, by the name that transformers' attentions give it (XLM: the second)
+    indices = (getattr(inner, name, None) for name in ("layer_idx", "layer_id") for inner in module.modules())
+    layer = next((index for index in indices if isinstance(index, int)), None)
     if _holds_something(cache, layer):
         raise ConflictError(
             f"{unit} was called with a KV cache that already holds keys and values, while gradients are enabled",
@@ -199,13 +201,6 @@ def _twin(cache: Any) -> Any:
         elif name.endswith("_cache"):
             setattr(twin, name, _twin(value))
     return twin
-
-
-def _layer_index(module: nn.Module) -> int | None:
-    """Where a layer's part of a cache is, by the name that transformers' attentions give it (XLM: the second)."""
-    names = "layer_idx", "layer_id"
-    indices = (getattr(inner, name, None) for name in names for inner in module.modules())
-    return next((index for index in indices if isinstance(index, int)), None)
 
 
 def _holds_something(cache: Any, layer: int | None) -> bool:

@@ -34,7 +34,8 @@ def refuse_changed(module: nn.Module, state: Attachment, args: tuple[Any, ...], 
     Asked before each forward; on devices that are not ``KNOWN`` the unit runs twice more at the first one with these
     settings of autocast, as a copy that shares its parameters.
     """
-    kind = _kind(args, kwargs, module)
+    kinds = [value.device.type for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
+    kind = next((kind for kind in kinds if kind not in KNOWN), kinds[0] if kinds else device_of(module).type)
     if kind in KNOWN:
         return
     known: set[Any] = state.__dict__.get("_cache_compared") or set()
@@ -56,11 +57,6 @@ def refuse_changed(module: nn.Module, state: Attachment, args: tuple[Any, ...], 
             remedy=f"Use recompute, offload or save on {state.unit}.",
         )
     known.add(settings)
-
-
-def _kind(args: tuple[Any, ...], kwargs: dict[str, Any], module: nn.Module) -> str:
-    kinds = [value.device.type for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
-    return next((kind for kind in kinds if kind not in KNOWN), kinds[0] if kinds else device_of(module).type)
 
 
 def _bits(

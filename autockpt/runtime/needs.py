@@ -21,7 +21,8 @@ class LearnedPeaks:
 
     def learn(self, number: int, tokens: int, took: int, room: int | None) -> None:
         """A batch took so many bytes; ``room`` there was, None where the allocator had to give its cache back."""
-        seen, group = self._seen.setdefault(number, {}), _group(tokens)
+        shift = max(0, tokens.bit_length() - 4)  # sizes that count as one: eight to each doubling
+        seen, group = self._seen.setdefault(number, {}), -(-tokens >> shift) << shift
         most, before = seen.get(group, (0, 0.0))
         seen[group] = max(most, tokens), max(took, before - (before - took) / FORGET)
         if room is not None:
@@ -76,9 +77,3 @@ class LearnedPeaks:
             return float(numpy.interp(tokens, sizes, took))
         apart = [(last - less) / (most - size) for size, less in zip(sizes, took, strict=True) if most >= APART * size]
         return last + max(apart, default=last / most) * (tokens - most) * tokens / most
-
-
-def _group(tokens: int) -> int:
-    """Sizes that count as one: eight to each doubling."""
-    shift = max(0, tokens.bit_length() - 4)
-    return -(-tokens >> shift) << shift if shift else tokens

@@ -49,7 +49,9 @@ def serve(
     run = _run(source, threads, note)
     try:
         while True:
-            _check_autograd()
+            # backward must work here: it does not after a fork where the engine has threads for accelerators
+            with torch.enable_grad():
+                torch.ones(1, requires_grad=True).sum().backward()
             connection.send((ALIVE,))
             if not _answer(connection, partial(_prepared, run, prepare)):
                 return
@@ -131,12 +133,6 @@ def _be_a_child() -> None:
     gc.freeze()  # what the parent left behind is never looked through
     gc.disable()  # nor what is imported and built: there is one collection before each trace
     sys.stdout = sys.stderr = open(1, "w", buffering=1, closefd=False, errors="replace")  # noqa: SIM115
-
-
-def _check_autograd() -> None:
-    """Backward must work here: it does not after a fork where the engine has threads for accelerators."""
-    with torch.enable_grad():
-        torch.ones(1, requires_grad=True).sum().backward()
 
 
 def _prepared(run: TracedRun, prepare: Callable[[TracedRun], None]) -> tuple[Any, ...]:

@@ -102,8 +102,9 @@ class GhostMode(Recorder):
         operator, kwargs = call.kind.operator, call.kwargs
         if self._on_op is not None:
             self._on_op(operator)
-        if "device" in kwargs:
-            kwargs = {**kwargs, "device": _as_cpu(kwargs["device"])}
+        device = kwargs.get("device")
+        if device is not None and torch.device(device).type not in ("cpu", "meta"):
+            kwargs = {**kwargs, "device": torch.device("cpu")}
         if kwargs.get("pin_memory"):
             kwargs = {**kwargs, "pin_memory": False}
         if kwargs is not call.kwargs:
@@ -237,10 +238,6 @@ def _dispatch_of(kind: type) -> Any:
 
 
 _PLAIN_DISPATCH = _dispatch_of(Tensor)
-
-
-def _as_cpu(device: Any) -> Any:
-    return device if device is None or torch.device(device).type in ("cpu", "meta") else torch.device("cpu")
 
 
 def _written(call: OpCall) -> Any:

@@ -99,7 +99,9 @@ class SavedTensors:
         """Outputs are packed after their op, inputs before the op that reads them."""
         last = self._log.clock - 1
         is_output = self._log.birth[sid] == last and tensor.grad_fn is not None
-        return last if is_output and _saves_result(type(tensor.grad_fn)) else last + 1
+        fields = dir(type(tensor.grad_fn)) if is_output else ()
+        saves_it = any(name.startswith(("_saved_result", "_saved_output", "_saved_out")) for name in fields)
+        return last if saves_it else last + 1
 
     def _held_by(self, node: Any) -> Iterator[Tensor]:
         kind = type(node)
@@ -151,7 +153,3 @@ def _tensor_fields(node: Any) -> Iterator[str]:
             continue
         if value is None or isinstance(value, Tensor) or flat_tensors(value):
             yield name
-
-
-def _saves_result(kind: type) -> bool:
-    return any(name.startswith(("_saved_result", "_saved_output", "_saved_out")) for name in dir(kind))

@@ -81,7 +81,8 @@ def _norm_statistics(tree: Any, argument: Argument) -> Any:
     weight, x = argument("weight"), argument("input")
     if weight is None or weight.dtype == x.dtype:
         return tree
-    return (tree[0], *(_retyped(layout, weight.dtype) for layout in tree[1:]))
+    size = weight.dtype.itemsize
+    return (tree[0], *(t._replace(dtype=weight.dtype, nbytes=t.nbytes // t.dtype.itemsize * size) for t in tree[1:]))
 
 
 def _batch_norm(tree: Any, argument: Argument) -> Any:
@@ -139,10 +140,6 @@ def _recurrent_layer(tree: Any, argument: Argument) -> Any:
         real = [torch.zeros(a.size(), dtype=a.dtype) if isinstance(a, Tensor) else a for a in given]
         workspace = torch.ops.aten.mkldnn_rnn_layer.default(*real)[3]
     return (*tree[:3], dense(workspace.size(), workspace.stride(), workspace.dtype))
-
-
-def _retyped(layout: Layout, dtype: torch.dtype) -> Layout:
-    return layout._replace(dtype=dtype, nbytes=layout.nbytes // layout.dtype.itemsize * dtype.itemsize)
 
 
 def _grouped_mm(argument: Argument) -> Layout:
