@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -24,15 +24,25 @@ def handling(handlers: Mapping[signal.Signals, Any]) -> Iterator[None]:
             signal.signal(number, handler)
 
 
+@contextmanager
+def held_back(numbers: Iterable[signal.Signals]) -> Iterator[list[signal.Signals]]:
+    """Signals that come within the block are in the list that it is given, and are handled after it."""
+    came: list[signal.Signals] = []
+    try:
+        with handling(dict.fromkeys(numbers, lambda number, frame: came.append(signal.Signals(number)))):
+            yield came
+    finally:
+        for number in came:
+            signal.raise_signal(number)
+
+
 def fork() -> int:
     """``os.fork``, where a Ctrl-C or SIGTERM that comes meanwhile is handled right afterwards, in the parent alone.
 
     Python runs hooks before it returns from a fork, and drops what a handler raises in one: the signal would be lost.
     """
-    came: list[signal.Signals] = []
-    ours = {number: lambda number, frame: came.append(signal.Signals(number)) for number in ENDING}
-    with handling({number: note for number, note in ours.items() if callable(signal.getsignal(number))}):
+    with held_back([number for number in ENDING if callable(signal.getsignal(number))]) as came:
         pid = os.fork()
-    for number in came if pid else ():
-        signal.raise_signal(number)
+        if not pid:
+            came.clear()
     return pid

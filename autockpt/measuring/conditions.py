@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 import torch
 
-from autockpt.collector import frozen
+from autockpt.collector import frozen, waiting
 from autockpt.devices import random_states
 
 
@@ -65,13 +65,8 @@ class Freezer:
 def garbage_held() -> Iterator[None]:
     """Collect now and not again until the end: a collection inside a timed cycle would be measured with it."""
     gc.collect()
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
+    with waiting():
         yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 class OptimizerStates:

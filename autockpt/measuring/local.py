@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -20,6 +19,7 @@ from autockpt.measuring.runner import StepRunner
 from autockpt.measuring.snapshot import Snapshot
 from autockpt.schema.plan import CompileMode
 from autockpt.schema.trial import Measurement
+from autockpt.signals import held_back
 from autockpt.workload import Step
 
 
@@ -120,19 +120,7 @@ def refuse_many_processes() -> None:
         )
 
 
-@contextmanager
-def _interrupt_waits() -> Iterator[None]:
-    """Hold back Ctrl-C until the block is done, and deliver it then. Only the main thread ever gets it."""
-    before = signal.getsignal(signal.SIGINT)
+def _interrupt_waits() -> AbstractContextManager[Any]:
+    """Hold back Ctrl-C until the block is done, and deliver it then."""
     # None: installed outside of Python, so it could not be put back and is left alone
-    if before is None or threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    came: list[int] = []
-    signal.signal(signal.SIGINT, lambda number, frame: came.append(number))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-        if came:
-            signal.raise_signal(signal.SIGINT)
+    return held_back([signal.SIGINT] if signal.getsignal(signal.SIGINT) is not None else [])

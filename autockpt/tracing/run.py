@@ -13,6 +13,7 @@ from functools import partial
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
+from autockpt.collector import waiting
 from autockpt.devices import nvml
 from autockpt.devices.base import Transport
 from autockpt.devices.cpu import HostMemory
@@ -173,22 +174,18 @@ class TracedRun:
     def _cycle(self) -> None:
         """Record one cycle. The garbage collector waits: when it runs in a real step is anyone's guess."""
         workload, recorder = self.workload, self._recorder
-        collecting = gc.isenabled()
         recorder.restart()  # the last recording need not be looked through
         gc.collect()
-        gc.disable()
         mark = recorder.location.mark
         steps = nullcontext() if workload.full_step is None else optimizer_steps(mark)
         failure: AutockptError | None = None
         try:
-            with recorder.recording(), steps:
+            with waiting(), recorder.recording(), steps:
                 workload.cycle(mark)
         except (Exception, SystemExit) as error:
             failure = self._explained(error)
         finally:
             workload.release_gradients()
-            if collecting:
-                gc.enable()
         if failure is not None:  # raised out here it does not drag the step's frames and their tensors along
             raise failure
 

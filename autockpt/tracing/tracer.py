@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from autockpt.collector import frozen
+from autockpt.collector import frozen, waiting
 from autockpt.errors import GhostError, TracingError, UsageError
 from autockpt.hardware.cuda_kernels import Capability
 from autockpt.schema.choices import Choice
@@ -187,17 +187,15 @@ def uncollected() -> Iterator[None]:
     Nor right afterwards: what was made inside counts as old, unless this process keeps objects frozen for itself.
     """
     global _frozen
-    collecting = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collecting:
-            _frozen = _frozen or frozen()
-            if not _frozen:
-                gc.freeze()
-                gc.unfreeze()
-            gc.enable()
+    with waiting() as collecting:
+        try:
+            yield
+        finally:
+            if collecting:
+                _frozen = _frozen or frozen()
+                if not _frozen:
+                    gc.freeze()
+                    gc.unfreeze()
 
 
 class _InProcess:
