@@ -26,13 +26,13 @@ TRAINER_NORM = 1.0
 
 
 def read_command(
-    text: str, given: Mapping[str, Any] | None = None, folder: Path | None = None, *, logged_stage: int | None = None
+    text: str, given: Mapping[str, Any] | None = None, *, logged_stage: int | None = None
 ) -> CommandReading:
     """What a training command says about memory. Nothing is run; configuration files that it names are read.
 
-    ``given`` are workload options that were given beside it: they count, and what they overrule is told. ``folder`` is
-    where its relative paths begin, ``logged_stage`` the ZeRO stage that its log tells of. Raises UsageError for a line
-    that no shell would take, or flags that contradict one another.
+    ``given`` are workload options that were given beside it: they count, and what they overrule is told.
+    ``logged_stage`` is the ZeRO stage that its log tells of. Raises UsageError for a line that no shell would take, or
+    flags that contradict one another.
     """
     try:
         words = shlex.split(text)
@@ -40,7 +40,7 @@ def read_command(
         raise UsageError(f"--run cannot be read: {str(error).lower()}", remedy="Quote it as one argument.") from None
     if not words:
         raise UsageError("--run is empty", remedy='Give the whole command: --run "python train.py --bf16 …".')
-    return _Reader(text, words, given or {}, folder or Path(), logged_stage).read()
+    return _Reader(text, words, given or {}, logged_stage).read()
 
 
 @dataclass
@@ -50,7 +50,6 @@ class _Reader:
     command: str
     words: list[str]
     given: Mapping[str, Any]
-    folder: Path
     logged_stage: int | None
     options: dict[str, Any] = field(default_factory=dict)
     taken: list[Taken] = field(default_factory=list)
@@ -130,7 +129,7 @@ class _Reader:
         """Configuration files that the command names: an axolotl YAML, transformers' arguments as JSON."""
         previous = ""
         for word in self.words:
-            path = self.folder / word
+            path = Path(word)
             if word.endswith((".yaml", ".yml", ".json")) and previous not in ("--deepspeed", "--config_file"):
                 if path.is_file() and path.stat().st_size <= _LARGEST_FILE:
                     yield path
@@ -268,7 +267,7 @@ class _Reader:
                 self.taken.append(
                     Taken(flag=f"--{flag}", option=f"every layer recomputed, in what the run needed; {_BESIDE_A_PLAN}")
                 )
-        elif self._uses("trl"):
+        elif self._uses_trl():
             self.recompute = True
             self.notes.append(
                 f"TRL switches gradient checkpointing on where nothing is said: it is taken to be on; {_BESIDE_A_PLAN}"
@@ -303,7 +302,7 @@ class _Reader:
             return self.logged_stage
         if value in ("0", "1", "2", "3"):
             return int(value)
-        path = self.folder / value
+        path = Path(value)
         if path.is_file() and path.stat().st_size <= _LARGEST_FILE:
             section = _json(path).get("zero_optimization", {})
             section = section if isinstance(section, dict) else {}
@@ -320,15 +319,15 @@ class _Reader:
         self.missing.append(f"{value} is not here, so its sharding is not known: --shard N says it")
         return None
 
-    def _uses(self, program: str) -> bool:
+    def _uses_trl(self) -> bool:
         first = (Path(word).name for word in self.words[:6])
-        return program in first or any(word.startswith(f"{program}/") for word in self.words)
+        return "trl" in first or any(word.startswith("trl/") for word in self.words)
 
     def _defaults(self) -> None:
         """What transformers' arguments are where the command says nothing."""
         trainer = {"output_dir", "per_device_train_batch_size", "num_train_epochs", "gradient_accumulation_steps"}
         defaults = [("Trainer", "batch_size", TRAINER_BATCH), ("Trainer", "max_grad_norm", TRAINER_NORM)]
-        if self._uses("trl"):
+        if self._uses_trl():
             defaults.append(("TRL", "seq_len", TRL_LENGTH))
         elif not trainer & set(self.values):
             return

@@ -96,7 +96,7 @@ SLOW_SHARE = 0.2  # of the fp32 rate: a 16-bit type that is emulated is not wort
 SMALL_KERNEL = 256  # elements: nothing but the start of a kernel
 
 
-def measure_machine(device: Device, *, quick: bool = False, tell: Tell = lambda what: None) -> Machine:
+def measure_machine(device: Device, *, quick: bool, tell: Tell) -> Machine:
     """Measure a device: rates, bandwidths, overheads. ``tell`` hears what is being measured.
 
     Raises MeasurementError where the device's backend cannot be measured, and DeviceOutOfMemory where it is too full.

@@ -21,7 +21,7 @@ PATIENCE = 300.0  # seconds without a sign of life
 Tell = Callable[[str], None]
 
 
-def measure_in_child(device: str | None, *, quick: bool = False, tell: Tell = lambda what: None) -> Machine:
+def measure_in_child(device: str | None, *, quick: bool, tell: Tell) -> Machine:
     """``measure_machine`` in a child process. Raises what it raises, and MeasurementError where the child dies."""
     from autockpt.devices import get_device
     from autockpt.measuring.failures import from_wire

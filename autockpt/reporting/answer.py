@@ -12,7 +12,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from autockpt.reporting.style import VERDICTS, plain_table, remarks
+from autockpt.reporting.style import SIMULATED, VERDICTS, plain_table, remarks
 from autockpt.schema import Comparison, CompileMode, Plan, SearchOutcome, format_binary, format_bytes, words
 from autockpt.schema.known import NOT_IN_THE_NAME
 from autockpt.schema.planview import choice_lines, set_lines
@@ -90,7 +90,7 @@ def print_answer(outcome: SearchOutcome, console: Console) -> None:
         beneath = table.columns[-1].header != _PREDICTED and any(r.predicted_bytes is not None for r in rows)
         modelled = [r.simulated or r.overhead_predicted for r in rows if r.predicted_seconds and r.overhead is not None]
         if beneath or any(modelled):
-            console.print("~ simulated, not measured", style="dim")
+            console.print(SIMULATED)
         named = [f"{row.name}: {NOT_IN_THE_NAME[row.name]}" for row in rows if row.name in NOT_IN_THE_NAME]
         console.print(Text("; ".join(named)), style="dim")
     remarks(_remarks(outcome, rows), console)

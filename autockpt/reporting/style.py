@@ -28,6 +28,9 @@ VERDICTS = {
 }
 
 
+SIMULATED = Text("~ simulated, not measured", style="dim")
+
+
 class _Table(Table):
     """A table of which nothing is lost on a narrow screen, and no word or figure is broken.
 

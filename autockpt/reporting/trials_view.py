@@ -12,7 +12,7 @@ from rich.text import Text
 
 from autockpt.history.trials import measurements
 from autockpt.reporting.progress import FITS, STATES
-from autockpt.reporting.style import heading, plain_table
+from autockpt.reporting.style import SIMULATED, heading, plain_table
 from autockpt.schema import Measurement, Trial, format_binary, format_bytes, words
 from autockpt.schema.names import fold
 
@@ -50,7 +50,7 @@ def print_runs(runs: Sequence[tuple[Mapping[str, Any], Trial | None]], console: 
     if table.row_count:
         console.print(table)
     if any(best is not None and best.state == "simulated" for _, best in runs):
-        console.print(Text("~ simulated, not measured", style="dim"))
+        console.print(SIMULATED)
     if said:
         if table.row_count:
             console.print()
@@ -83,7 +83,7 @@ def print_table(trials: Sequence[Trial], front: Sequence[Trial], console: Consol
     if front:
         console.print(Text("* on the Pareto front: no other is both faster and leaner", style="dim"))
     if any(t.state == "simulated" for t in trials):
-        console.print(Text("~ simulated, not measured", style="dim"))
+        console.print(SIMULATED)
     if any(t.feasible is None for t in trials):
         console.print(Text(f"? {UNJUDGED}", style="dim"))
     console.print()

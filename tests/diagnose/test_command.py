@@ -100,18 +100,20 @@ def test_sharding_and_ddp(command: str, want: dict[str, Any]) -> None:
     assert options(command) == want
 
 
-def test_a_deepspeed_file_that_is_there_is_read(tmp_path: Path) -> None:
+def test_a_deepspeed_file_that_is_there_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "ds.json").write_text(json.dumps({"zero_optimization": {"stage": 3, "offload_optimizer": {"x": 1}}}))
-    said = read_command("deepspeed --num_gpus 2 t.py --deepspeed ds.json", folder=tmp_path)
+    said = read_command("deepspeed --num_gpus 2 t.py --deepspeed ds.json")
     assert said.options == {"shard": 2} and any("host" in note for note in said.notes)
 
 
-def test_an_axolotl_file_is_read(tmp_path: Path) -> None:
+def test_an_axolotl_file_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "lora.yml").write_text(
         "base_model: gpt2\nadapter: lora\nlora_r: 8\nmicro_batch_size: 2\nsequence_len: 512\nbf16: true\n"
         "optimizer: adamw_8bit\ngradient_checkpointing: true\nsample_packing: true\ndatasets:\n  - path: x\n"
     )
-    said = read_command("axolotl train lora.yml", folder=tmp_path)
+    said = read_command("axolotl train lora.yml")
     assert said.options == {
         "model": "gpt2",
         "batch_size": 2,
@@ -122,7 +124,7 @@ def test_an_axolotl_file_is_read(tmp_path: Path) -> None:
         "packed": True,
     }
     assert said.recompute
-    assert any("is not here" in said for said in read_command("axolotl train absent.yml", folder=tmp_path).missing)
+    assert any("is not here" in said for said in read_command("axolotl train absent.yml").missing)
 
 
 def test_torchtitan() -> None:
@@ -183,18 +185,18 @@ def test_a_switch_does_not_swallow_the_script() -> None:
 @settings(max_examples=100, deadline=None)
 def test_no_line_breaks_the_reader(tmp_path_factory: Any, words: list[str]) -> None:
     try:
-        said = read_command("python t.py " + " ".join(words), folder=Path("/nonexistent"))
+        said = read_command("python t.py " + " ".join(words))
     except UsageError:
         return
     assert set(said.options) <= set(WorkloadSpec.model_fields)
 
 
-def test_the_zero_stage_that_the_log_tells_of_is_not_ddp(tmp_path: Path) -> None:
+def test_the_zero_stage_that_the_log_tells_of_is_not_ddp() -> None:
     command = "torchrun --nproc_per_node 4 train.py --model_name_or_path llama-1b"
     assert read_command(command).options["ddp"] == "buckets"
     said = read_command(command, logged_stage=3)
     assert said.options["shard"] == 4 and "ddp" not in said.options and any("ZeRO stage 3" in n for n in said.notes)
-    absent = read_command(f"{command} --deepspeed absent.json", folder=tmp_path, logged_stage=3)
+    absent = read_command(f"{command} --deepspeed absent.json", logged_stage=3)
     assert absent.options["shard"] == 4 and "absent.json is not here" in absent.missing[0]
 
 

@@ -77,13 +77,13 @@ def test_a_device_that_is_not_there() -> None:
     if torch.cuda.is_available():
         pytest.skip("there is one")
     with pytest.raises(UsageError, match="no cuda device"):
-        machine_child.measure_in_child("cuda")
+        machine_child.measure_in_child("cuda", quick=True, tell=print)
 
 
 def test_a_child_that_dies_is_an_error_with_its_last_words(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine_child, "__name__", "autockpt.nothing_of_this_name")
     with pytest.raises(MeasurementError, match="nothing_of_this_name"):
-        machine_child.measure_in_child("cpu")
+        machine_child.measure_in_child("cpu", quick=True, tell=print)
 
 
 def test_an_error_in_the_child_keeps_its_class(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
