@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from autockpt.explaining.holdings import StepBytes, curve, joined, moment, peak_op, telling_op
-from autockpt.explaining.limits import MOST_TIMES, largest_lean, workload_limits
+from autockpt.explaining.limits import MOST_TIMES, Lean, largest_lean, workload_limits
 from autockpt.explaining.speed import speed_of
 from autockpt.explaining.subject import ExplainRequest, Subject, open_subject
 from autockpt.explaining.why import Answers, budget_steps, resolved, why
@@ -157,7 +157,7 @@ def _limits(
     fixed = Budget(text=budget.words, kind="bytes", size=budget.bytes)  # a share would grow with the sizes
     question = replace(subject.question, budget=fixed)
     return tuple(
-        largest_lean(question, limit.dimension, listener, limit) or limit
+        largest_lean(question, limit.dimension, listener, Lean(limit, answers.lean.choices)) or limit
         if limit.plan == "leanest" and (limit.value or 0) < MOST_TIMES * limit.now
         else limit
         for limit in found

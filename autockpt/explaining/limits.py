@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import islice
+from typing import NamedTuple
 
 from autockpt.errors import AutockptError, InfeasibleError, UsageError
 from autockpt.explaining.subject import ExplainRequest, Subject, open_subject
@@ -13,35 +14,45 @@ from autockpt.explaining.why import Answers, resolved
 from autockpt.schema import Budget, Choice, Graph, Hardware, Listener, Silence, WorkloadSpec, format_bytes
 from autockpt.schema.explanation import Dimension, Largest
 
-MOST_RUNS = 7  # sizes tried per plan and dimension
+MOST_RUNS = 8  # sizes tried per plan and dimension
 MOST_TIMES = 64  # as large as now is as far as anybody looks
 MOST_ROUNDS = 4  # plans that are asked for their largest size, each the leanest at what was found before
 GRAIN = 32  # sequences are distinguished to a share of 1/32, in powers of two
 FIELDS: dict[Dimension, str] = {"batch size": "batch_size", "sequence length": "seq_len"}  # of WorkloadSpec
 
-Peak = Callable[[str, int], int]
+
+class Needed(NamedTuple):
+    """Bytes that a step needs, and the ``least`` that it could, were there no gaps between what it holds."""
+
+    peak: int
+    least: int
+
+
+Peak = Callable[[str, int], Needed]
 
 
 @dataclass
 class _Search:
-    """Brackets the largest size that fits: peaks grow with size, and between two readings about linearly.
+    """Brackets the largest size that fits: what a step holds grows with size, and between two readings about linearly.
 
-    ``floor`` is about what is there at any size: from it and the first reading the second size is guessed.
+    Lines go through the ``least`` that sizes need: near the budget an allocator gives back what it can, and peaks are
+    on no line. ``floor`` is about what is there at any size: from it and the first reading the second size is guessed.
     """
 
     budget_bytes: int
+    dimension: Dimension
     step: int
     most: int
     floor: int
     high: int  # does not fit, cannot be built, or is larger than anybody looks
     low: int = 0  # fits, or 0
-    peaks: dict[int, int] = field(default_factory=dict)
+    read: dict[int, Needed] = field(default_factory=dict)
     why: str = ""
     width: int = 0  # between the two when the last guess was made
 
-    def note(self, size: int, peak: int) -> None:
-        self.peaks[size] = peak
-        if peak <= self.budget_bytes:
+    def note(self, size: int, needed: Needed) -> None:
+        self.read[size] = needed
+        if needed.peak <= self.budget_bytes:
             self.low = max(self.low, size)
         else:
             self.high = min(self.high, size)
@@ -52,18 +63,19 @@ class _Search:
     @property
     def done(self) -> bool:
         """Whether nothing larger is left to try."""
-        return self.high - self.low <= self.step or self._next_is_too_large()
+        apart = max(self.step, step_of(self.dimension, self.low))
+        return self.high - self.low <= apart or self._next_is_too_large()
 
     def _next_is_too_large(self) -> bool:
         """Whether the line through the two largest sizes that fit is beyond the budget one step on.
 
-        Peaks are convex in the size (a maximum over moments, each growing linearly or faster), so they lie above it.
+        What is held is convex in the size (a maximum over moments, each growing linearly or faster), so above it.
         """
-        fit = sorted(k for k, peak in self.peaks.items() if peak <= self.budget_bytes)[-2:]
+        fit = sorted(k for k, needed in self.read.items() if needed.peak <= self.budget_bytes)[-2:]
         if len(fit) < 2 or fit[-1] != self.low:
             return False
-        slope = (self.peaks[fit[1]] - self.peaks[fit[0]]) / (fit[1] - fit[0])
-        return self.peaks[self.low] + slope * self.step > self.budget_bytes
+        slope = (self.read[fit[1]].least - self.read[fit[0]].least) / (fit[1] - fit[0])
+        return self.read[self.low].least + slope * self.step > self.budget_bytes
 
     def guess(self) -> int:
         """The next size to try: where the line through two readings meets the budget, kept within bounds.
@@ -77,38 +89,47 @@ class _Search:
         return max(self.step, min(self.most, aim // self.step * self.step if aim >= self.step else self.step))
 
     def _aim(self) -> int:
-        known = sorted(self.peaks)
+        known = sorted(self.read)
         if len(known) < 2:
-            size, peak = known[0], self.peaks[known[0]]
-            return int(size * max(0, self.budget_bytes - self.floor) / max(1, peak - self.floor))
-        if self.low and self.high in self.peaks:
-            width = self.high - self.low
+            size, least = known[0], self.read[known[0]].least
+            return int(size * max(0, self.budget_bytes - self.floor) / max(1, least - self.floor))
+        above = self.read.get(self.high) if self.low else None
+        near, far = (known[-1], known[-2]) if self.low == known[-1] else (known[0], known[1])
+        if above is not None:
+            near, far, width = self.low, self.high, self.high - self.low
             stalled, self.width = 2 * width > self.width > 0, width
-            if stalled:
+            if stalled and above.peak == above.least:
                 return (self.low + self.high) // 2
-            slope = (self.peaks[self.high] - self.peaks[self.low]) / width
-            return self.low + int((self.budget_bytes - self.peaks[self.low]) / slope)
-        near, far = (known[-1], known[-2]) if self.low else (known[0], known[1])
-        slope = (self.peaks[far] - self.peaks[near]) / (far - near)
-        return near + int((self.budget_bytes - self.peaks[near]) / slope) if slope > 0 else 2 * near
+        slope = (self.read[far].least - self.read[near].least) / (far - near)
+        aim = near + int((self.budget_bytes - self.read[near].least) / slope) if slope > 0 else 2 * near
+        if above is not None and above.peak > above.least:  # no line tells how much an allocator can give back
+            aim = max(self.low + width // 4, min(aim, self.high - width // 4))
+        return aim
 
 
 def largest(
-    peak: Peak, first: Mapping[str, int], budget_bytes: int, step: int, dimension: Dimension, now: int, floor: int = 0
+    peak: Peak,
+    first: Mapping[str, Needed],
+    budget_bytes: int,
+    step: int,
+    dimension: Dimension,
+    now: int,
+    floor: int = 0,
 ) -> tuple[Largest, ...]:
     """For each plan, the largest size whose peak is within ``budget_bytes``.
 
-    ``first`` gives every plan's peak at the size of ``now``; ``peak(plan, size)`` gives it at others, and raises
-    AutockptError where the size cannot be built. Sizes are multiples of ``step``, and ``now`` itself. At most
-    ``MOST_RUNS`` are tried per plan. ``floor``: about how many bytes are there at any size.
+    ``first`` gives what every plan needs at the size of ``now``; ``peak(plan, size)`` gives it at others, and raises
+    AutockptError where the size cannot be built. Sizes are multiples of ``step``, and ``now`` itself; larger ones are
+    told apart as ``step_of`` says. At most ``MOST_RUNS`` are tried per plan. ``floor``: about how many bytes are there
+    at any size.
     """
     found = []
     for name in first:
         most = max(step, now * MOST_TIMES // step * step)
-        search = _Search(budget_bytes, step, most, floor, high=most + step)
+        search = _Search(budget_bytes, dimension, step, most, floor, high=most + step)
         search.note(now, first[name])
         for _ in range(MOST_RUNS - 1):
-            if search.done or (size := search.guess()) in search.peaks:
+            if search.done or (size := search.guess()) in search.read:
                 break
             try:
                 search.note(size, peak(name, size))
@@ -118,13 +139,13 @@ def largest(
         if search.low:
             why = search.why or ("" if all_tried else f"{search.low} was as far as was tried")
         else:  # the smallest does not fit, or cannot be asked for: a factory makes its own batch
-            why = "" if step in search.peaks else search.why
+            why = "" if step in search.read else search.why
         found.append(
             Largest(
                 dimension=dimension,
                 plan=name,  # type: ignore[arg-type]
                 value=search.low or None,
-                peak_bytes=search.peaks.get(search.low),
+                peak_bytes=search.read[search.low].peak if search.low else None,
                 now=now,
                 open_ended=search.low > 0 and (not all_tried or bool(search.why)),
                 why=why,
@@ -146,8 +167,14 @@ def workload_limits(
     spec = subject.question.spec
     run = subject.profiled.predictor.graph
     graphs = {name: run(choices) if choices else subject.base for name, choices in plans.items()}
-    first = {name: subject.needs(graph) for name, graph in graphs.items()}
-    floor = min(first[name] - graph.peak_bytes + _at_any_size(graph) for name, graph in graphs.items())
+    overhead = subject.profiled.predictor.device.overhead_bytes
+
+    def needed(graph: Graph) -> Needed:
+        peak = subject.needs(graph)
+        return Needed(peak, min(peak, graph.peak_bytes + overhead))
+
+    first = {name: needed(graph) for name, graph in graphs.items()}
+    floor = min(_at_any_size(graph) for graph in graphs.values()) + overhead
     out: list[Largest] = []
     for dimension, field_name in FIELDS.items():
         now = subject.tracer.settings.get(field_name)
@@ -155,10 +182,10 @@ def workload_limits(
         if dimension not in dimensions or not isinstance(now, int) or padded:
             continue
 
-        def peak(plan: str, size: int, field_name: str = field_name) -> int:
+        def peak(plan: str, size: int, field_name: str = field_name) -> Needed:
             resized = spec.model_copy(update={field_name: size})
             with subject.question.tracer(resized) as tracer:
-                return subject.needs(tracer.trace(plans[plan]))
+                return needed(tracer.trace(plans[plan]))
 
         out += largest(peak, first, budget_bytes, step_of(dimension, now), dimension, now, floor)
     return tuple(out)
@@ -215,37 +242,52 @@ def with_longest(
     return spec.model_copy(update={"seq_len": found.value}), said
 
 
+@dataclass(frozen=True)
+class Lean:
+    """The largest size of a plan that was the leanest at another one."""
+
+    largest: Largest
+    choices: Mapping[str, Choice]
+
+
 def largest_lean(
-    question: ExplainRequest, dimension: Dimension, listener: Listener, first: Largest | None = None
+    question: ExplainRequest, dimension: Dimension, listener: Listener, first: Lean | None = None
 ) -> Largest | None:
     """The largest size that fits with the leanest plan of that very size; None for a workload without such sizes.
 
     At sizes of now the optimizer may set the peak, and every plan seem as lean as any other: so it is asked again at
-    what was found, with the plan that is the leanest there. ``first`` is the answer at the size of now, where known.
+    what was found, where another plan is the leanest there. ``first`` is the answer at the size of now, where known.
     """
-    best = first if first is not None else _with_leanest(question, dimension, listener)
+    known = first if first is not None else _with_leanest(question, dimension, listener)
+    if known is None:
+        return None
+    best, now = known, known.largest.now
     for _ in range(MOST_ROUNDS - 1):
-        if best is None or best.value is None or abs(best.value - best.now) <= step_of(dimension, best.value):
+        size = best.largest.value
+        if size is None or abs(size - best.largest.now) <= step_of(dimension, size):
             break
-        spec = question.spec.model_copy(update={FIELDS[dimension]: best.value})
-        found = _with_leanest(replace(question, spec=spec), dimension, listener)
-        if found is None or found.value is None:
+        there = replace(question, spec=question.spec.model_copy(update={FIELDS[dimension]: size}))
+        found = _with_leanest(there, dimension, listener, unlike=best.choices)
+        if found is None or found.largest.value is None:
             break
-        grown = found.value - best.value
-        # less, too: a search there would know the plan that is the leanest there
-        best = found.model_copy(update={"now": best.now})
-        if grown <= step_of(dimension, found.value):
+        best = found  # where it is less, too: a search there would know the plan that is the leanest there
+        if found.largest.value - size <= step_of(dimension, found.largest.value):
             break
-    return best
+    return best.largest.model_copy(update={"now": now})
 
 
-def _with_leanest(question: ExplainRequest, dimension: Dimension, listener: Listener) -> Largest | None:
-    """The largest size of the plan that is the leanest at the size of now; None where there is no such size."""
+def _with_leanest(
+    question: ExplainRequest, dimension: Dimension, listener: Listener, unlike: Mapping[str, Choice] | None = None
+) -> Lean | None:
+    """The largest size of the plan that is the leanest at the size of now.
+
+    None where there is no such size, or where that plan is the one not to be asked about again.
+    """
     with open_subject(question, listener) as subject:
         answers = Answers(subject.profiled, subject.uniform)
         budget, lean = resolved(question, answers), answers.lean.choices
-        if budget is None or subject.base.source != "ghost":
+        if budget is None or subject.base.source != "ghost" or lean == unlike:
             return None
         listener.stage("trying other sizes")
         found = workload_limits(subject, {"leanest": lean}, budget.bytes, [dimension])
-    return next(iter(found), None)
+    return Lean(found[0], lean) if found else None

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from autockpt.errors import InfeasibleError, UsageError, WorkloadError
 from autockpt.explaining import limits as limits_module
-from autockpt.explaining.limits import MOST_RUNS, grain, largest, with_longest
+from autockpt.explaining.limits import MOST_RUNS, Lean, Needed, grain, largest, with_longest
 from autockpt.schema import WorkloadSpec, parse_budget
 from autockpt.schema.choices import RECOMPUTE
 from autockpt.schema.explanation import Largest
@@ -19,17 +19,26 @@ PLANS = ("save everything", "leanest")
 
 
 def limits(
-    save: Callable[[int], int], lean: Callable[[int], int], now: int, budget_bytes: int, floor: int = 0
+    save: Callable[[int], int],
+    lean: Callable[[int], int],
+    now: int,
+    budget_bytes: int,
+    floor: int = 0,
+    save_least: Callable[[int], int] | None = None,
 ) -> tuple[Largest, Largest, list[tuple[str, int]]]:
-    """The largest sizes of two plans, and what was asked for them."""
+    """The largest sizes of two plans, and what was asked for them. By default they need no more than the least."""
     grow = dict(zip(PLANS, (save, lean), strict=True))
+    least = grow | ({PLANS[0]: save_least} if save_least is not None else {})
     asked: list[tuple[str, int]] = []
 
-    def peak(plan: str, size: int) -> int:
-        asked.append((plan, size))
-        return grow[plan](size)
+    def needed(plan: str, size: int) -> Needed:
+        return Needed(grow[plan](size), least[plan](size))
 
-    first = {plan: grow[plan](now) for plan in PLANS}
+    def peak(plan: str, size: int) -> Needed:
+        asked.append((plan, size))
+        return needed(plan, size)
+
+    first = {plan: needed(plan, now) for plan in PLANS}
     save_all, leanest = largest(peak, first, budget_bytes, 1, "batch size", now, floor)
     assert (save_all.plan, leanest.plan) == PLANS
     return save_all, leanest, asked
@@ -77,23 +86,37 @@ def test_peaks_that_do_not_grow_evenly_are_closed_in_on() -> None:
     assert len(asked) <= 10, asked
 
 
+def test_gaps_that_an_allocator_gives_back_near_the_budget_hide_no_larger_size() -> None:
+    """As of a real step near its budget: cached blocks are let go, so that the peak stays at the budget for a while."""
+
+    def held(size: int) -> int:
+        return 1000 + 50 * size
+
+    def reserved(size: int) -> int:
+        return max(held(size) + 100, min(10_000, held(size) * 6 // 5))
+
+    save, _, asked = limits(reserved, held, 4, 10_000, floor=1000, save_least=held)
+    assert save.value == 178 and not save.open_ended
+    assert len(asked) <= 2 * (MOST_RUNS - 1)
+
+
 def test_sizes_that_the_model_refuses_end_the_search() -> None:
-    def peak(plan: str, size: int) -> int:
+    def peak(plan: str, size: int) -> Needed:
         if size > 128:
             raise WorkloadError("the model has 128 positions")
-        return size
+        return Needed(size, size)
 
-    save, _ = largest(peak, dict.fromkeys(PLANS, 64), 10**6, 2, "sequence length", 64)
+    save, _ = largest(peak, dict.fromkeys(PLANS, Needed(64, 64)), 10**6, 2, "sequence length", 64)
     assert save.value == 128 and save.open_ended and "128 positions" in save.why
 
 
 def test_other_sizes_that_cannot_be_asked_for_are_not_said_not_to_fit() -> None:
     """A factory makes its own batch, which does not fit."""
 
-    def peak(plan: str, size: int) -> int:
+    def peak(plan: str, size: int) -> Needed:
         raise WorkloadError("--batch-size has no effect on train:make", remedy="Leave it out.")
 
-    (found,) = largest(peak, {"leanest": 2000}, 1000, 1, "batch size", 4)
+    (found,) = largest(peak, {"leanest": Needed(2000, 2000)}, 1000, 1, "batch size", 4)
     assert (found.value, found.why) == (None, "--batch-size has no effect on train:make")
 
 
@@ -125,11 +148,11 @@ def test_twice_what_is_found_does_not_fit(few_choices: None) -> None:
 
 def test_where_no_length_fits_nothing_does(monkeypatch: pytest.MonkeyPatch) -> None:
     row = Largest(dimension="sequence length", plan="leanest", value=None, now=64)
-    monkeypatch.setattr(limits_module, "_with_leanest", lambda *asked: row)
+    monkeypatch.setattr(limits_module, "_with_leanest", lambda *asked: Lean(row, {}))
     with pytest.raises(InfeasibleError, match="shortest"):
         with_longest(SPEC, parse_budget("2MB"), device="cpu")
     own = row.model_copy(update={"why": "a factory makes its own batch"})
-    monkeypatch.setattr(limits_module, "_with_leanest", lambda *asked: own)
+    monkeypatch.setattr(limits_module, "_with_leanest", lambda *asked: Lean(own, {}))
     with pytest.raises(UsageError, match="a factory makes its own batch"):
         with_longest(SPEC, parse_budget("2MB"), device="cpu")
 
@@ -138,10 +161,10 @@ def test_it_is_asked_again_at_what_was_found_as_another_plan_may_be_the_leanest_
     """At short sequences the optimizer sets the peak, and every plan seems as lean as any other."""
     asked: list[int | None] = []
 
-    def found(question, dimension, listener) -> Largest:
+    def found(question, dimension, listener, unlike=None) -> Lean:
         asked.append(now := question.spec.seq_len)
         value = {64: 1_000, 1_000: 4_000, 4_000: 4_032}[now]
-        return Largest(dimension=dimension, plan="leanest", value=value, peak_bytes=1 << 20, now=now)
+        return Lean(Largest(dimension=dimension, plan="leanest", value=value, peak_bytes=1 << 20, now=now), {})
 
     monkeypatch.setattr(limits_module, "_with_leanest", found)
     spec, note = with_longest(SPEC, parse_budget("40MB"), device="cpu")
@@ -151,9 +174,9 @@ def test_it_is_asked_again_at_what_was_found_as_another_plan_may_be_the_leanest_
 def test_no_length_is_named_that_the_search_would_refuse(monkeypatch: pytest.MonkeyPatch) -> None:
     """The plan that is the leanest at the length of now may fit where the one that is the leanest there does not."""
 
-    def found(question, dimension, listener) -> Largest:
-        value = {64: 1_000, 1_000: 960}[question.spec.seq_len]
-        return Largest(dimension=dimension, plan="leanest", value=value, peak_bytes=1 << 20, now=question.spec.seq_len)
+    def found(question, dimension, listener, unlike=None) -> Lean:
+        value, now = {64: 1_000, 1_000: 960}[question.spec.seq_len], question.spec.seq_len
+        return Lean(Largest(dimension=dimension, plan="leanest", value=value, peak_bytes=1 << 20, now=now), {})
 
     monkeypatch.setattr(limits_module, "_with_leanest", found)
     spec, note = with_longest(SPEC, parse_budget("40MB"), device="cpu")
