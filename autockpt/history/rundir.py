@@ -257,8 +257,8 @@ class RunDirectory:
                 if Plan.load(self.plan_path).expand_planned() == plan.expand_planned():
                     return ""
         aside = plan.save(self.plan_path, existing="set_aside")
-        was = f"no longer held this answer; what stood there is kept as {aside}" if there else "was gone"
-        return f"{self.plan_path} {was}: it was written again"
+        said = f"{self.plan_path} {'no longer held this answer' if there else 'was gone'} and was written again"
+        return f"{said}; what stood there is kept as {aside}" if aside is not None else said
 
     def write_finished(self, finished: FinishedSearch) -> None:
         """Keep an answer, without the paths of its files: whoever reads it knows where the run is by then."""
