@@ -40,7 +40,7 @@ from autockpt.schema import (
     WorkloadSpec,
 )
 from autockpt.schema.arguments import python_door
-from autockpt.schema.base import first_violation, short
+from autockpt.schema.base import unfit
 from autockpt.schema.batches import BatchAnswer
 from autockpt.schema.explanation import Explanation
 from autockpt.schema.lengths import Lengths, as_lengths
@@ -279,8 +279,4 @@ def _workload(model: str, given: dict[str, Any], seed: int = 0) -> WorkloadSpec:
     try:
         return WorkloadSpec.model_validate({"seed": seed, **given, "model": model})
     except ValidationError as error:
-        field, why = first_violation(error)
-        raise UsageError(
-            f"{field}={short(given.get(field))}: {why}",
-            remedy=f"What describes a workload: {', '.join(WorkloadSpec.model_fields)}.",
-        ) from None
+        raise unfit(error, f"What describes a workload: {', '.join(WorkloadSpec.model_fields)}.") from None

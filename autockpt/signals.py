@@ -9,8 +9,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-ENDING = (signal.SIGINT, signal.SIGTERM)
-
 
 @contextmanager
 def handling(handlers: Mapping[signal.Signals, Any]) -> Iterator[None]:
@@ -26,10 +24,14 @@ def handling(handlers: Mapping[signal.Signals, Any]) -> Iterator[None]:
 
 @contextmanager
 def held_back(numbers: Iterable[signal.Signals]) -> Iterator[list[signal.Signals]]:
-    """Signals that come within the block are in the list that it is given, and are handled after it."""
+    """Signals that come within the block are in the list that it is given, and are handled after it.
+
+    A handler that was installed outside of Python could not be put back, and is left alone.
+    """
     came: list[signal.Signals] = []
+    ours = [number for number in numbers if signal.getsignal(number) is not None]
     try:
-        with handling(dict.fromkeys(numbers, lambda number, frame: came.append(signal.Signals(number)))):
+        with handling(dict.fromkeys(ours, lambda number, frame: came.append(signal.Signals(number)))):
             yield came
     finally:
         for number in came:
@@ -41,7 +43,7 @@ def fork() -> int:
 
     Python runs hooks before it returns from a fork, and drops what a handler raises in one: the signal would be lost.
     """
-    with held_back([number for number in ENDING if callable(signal.getsignal(number))]) as came:
+    with held_back((signal.SIGINT, signal.SIGTERM)) as came:
         pid = os.fork()
         if not pid:
             came.clear()

@@ -9,7 +9,7 @@ import typer
 
 from autockpt.cli import screen
 from autockpt.cli.guard import guarded
-from autockpt.cli.options import DEVICE, MOST_SEED, arg, flag, opt, takes_workload, workload_spec
+from autockpt.cli.options import DEVICE, arg, flag, opt, takes_workload, workload_spec
 from autockpt.errors import InfeasibleError, UsageError
 
 
@@ -33,7 +33,7 @@ def explain(
     limits: bool = opt(
         "--limits/--no-limits", "Look for the largest batch and sequence under the budget.", default=True
     ),
-    seed: int | None = opt("--seed N", "For weights and batch. Default: 0.", min=0, max=MOST_SEED),
+    seed: int | None = opt("--seed N", "For weights and batch. Default: 0.", min=0),
     as_json: bool = flag("--json", "Print JSON."),
 ) -> None:
     """Show where a step's bytes go, and what giving some up costs.

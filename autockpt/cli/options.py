@@ -36,7 +36,6 @@ def arg(name: str, help: str, default: Any = None) -> Any:
     return typer.Argument(default, metavar=name, help=help)
 
 
-MOST_SEED = (1 << 32) - 1  # NumPy takes no larger ones
 DEVICE = opt("--device NAME", "cpu, cuda, cuda:1, xpu, … Default: the best there is.")
 RUNS_FOLDER = opt("--out -o DIR", "Folder of the runs' directories.", default=Path("results"))
 FRESH = flag("--fresh", "Set an earlier run of this question aside. Default: continue it.")
@@ -158,7 +157,8 @@ def workload_spec(
     try:
         return WorkloadSpec.model_validate(values)
     except ValidationError as error:
-        field, why = first_violation(error)
+        name, why = first_violation(error)
+        field = name.partition(".")[0]
         raise UsageError(
             f"--{field.replace('_', '-')} {values.get(field)}: {why}",
             remedy=WORKLOAD_OPTIONS[field][1].help if field in WORKLOAD_OPTIONS else "See `--help` for what it takes.",

@@ -17,7 +17,6 @@ from autockpt.cli.options import (
     DEVICE,
     FRESH,
     LENGTH_OR_AUTO,
-    MOST_SEED,
     RUNS_FOLDER,
     duration,
     flag,
@@ -87,7 +86,7 @@ def search(
     timeout: str | None = opt(
         "--timeout TIME", "Stop after this long: 90s, 10m, 1h. Begins once --seq-len auto has found its length."
     ),
-    seed: int = opt("--seed N", "For weights, batch and sampler.", default=0, min=0, max=MOST_SEED),
+    seed: int = opt("--seed N", "For weights, batch and sampler.", default=0, min=0),
     space: str = opt(
         "--space NAME",
         "What a sampler moves: knobs (a few prices), layers (each choice), or your own YAML file.",

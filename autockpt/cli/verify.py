@@ -9,7 +9,7 @@ import typer
 
 from autockpt.cli import screen
 from autockpt.cli.guard import FAILED, guarded
-from autockpt.cli.options import DEVICE, MOST_SEED, arg, flag, one_of, opt, takes_workload, workload_spec
+from autockpt.cli.options import DEVICE, arg, flag, one_of, opt, takes_workload, workload_spec
 
 
 @guarded
@@ -19,7 +19,7 @@ def verify(
     plan: Path = arg("PLAN|RUN", "The plan file, or the directory of the run that found it.", default=...),
     *,
     device: str | None = DEVICE,
-    seed: int | None = opt("--seed N", "For weights and batch. Default: 0.", min=0, max=MOST_SEED),
+    seed: int | None = opt("--seed N", "For weights and batch. Default: 0.", min=0),
     compile: str | None = opt(
         "--compile [layers|model|eager]",
         "Measure these steps instead of those that the plan was made for, and note it in the plan's file.",

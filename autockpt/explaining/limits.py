@@ -108,22 +108,15 @@ class _Search:
 
 
 def largest(
-    peak: Peak,
-    first: Mapping[str, Needed],
-    budget_bytes: int,
-    step: int,
-    dimension: Dimension,
-    now: int,
-    floor: int = 0,
+    peak: Peak, first: Mapping[str, Needed], budget_bytes: int, dimension: Dimension, now: int, floor: int = 0
 ) -> tuple[Largest, ...]:
     """For each plan, the largest size whose peak is within ``budget_bytes``.
 
     ``first`` gives what every plan needs at the size of ``now``; ``peak(plan, size)`` gives it at others, and raises
-    AutockptError where the size cannot be built. Sizes are multiples of ``step``, and ``now`` itself; larger ones are
-    told apart as ``step_of`` says. At most ``MOST_RUNS`` are tried per plan. ``floor``: about how many bytes are there
-    at any size.
+    AutockptError where the size cannot be built. Sizes are told apart as ``step_of`` says. At most ``MOST_RUNS`` are
+    tried per plan. ``floor``: about how many bytes are there at any size.
     """
-    found = []
+    found, step = [], step_of(dimension, now)
     for name in first:
         most = max(step, now * MOST_TIMES // step * step)
         search = _Search(budget_bytes, dimension, step, most, floor, high=most + step)
@@ -187,7 +180,7 @@ def workload_limits(
             with subject.question.tracer(resized) as tracer:
                 return needed(tracer.trace(plans[plan]))
 
-        out += largest(peak, first, budget_bytes, step_of(dimension, now), dimension, now, floor)
+        out += largest(peak, first, budget_bytes, dimension, now, floor)
     return tuple(out)
 
 
@@ -258,10 +251,10 @@ def largest_lean(
     At sizes of now the optimizer may set the peak, and every plan seem as lean as any other: so it is asked again at
     what was found, where another plan is the leanest there. ``first`` is the answer at the size of now, where known.
     """
-    known = first if first is not None else _with_leanest(question, dimension, listener)
-    if known is None:
+    best = first if first is not None else _with_leanest(question, dimension, listener)
+    if best is None:
         return None
-    best, now = known, known.largest.now
+    now = best.largest.now
     for _ in range(MOST_ROUNDS - 1):
         size = best.largest.value
         if size is None or abs(size - best.largest.now) <= step_of(dimension, size):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -49,7 +49,7 @@ class LocalMeasurer(Measurer):
         self._runner = StepRunner(workload, self._device, host_budget=host_budget, compiler=compiler)
         self._snapshot: Snapshot | None = None
         try:
-            with _interrupt_waits():
+            with held_back([signal.SIGINT]):
                 self._snapshot = Snapshot(workload)
                 self._device.release()
         except BaseException:  # a Ctrl-C that waited comes here, and nobody else will close this
@@ -84,7 +84,7 @@ class LocalMeasurer(Measurer):
 
     def close(self) -> None:
         """Restore the user's state. The second call does nothing."""
-        with _interrupt_waits():
+        with held_back([signal.SIGINT]):
             snapshot, self._snapshot = self._snapshot, None
             if snapshot is not None:
                 self._device.release()
@@ -118,9 +118,3 @@ def refuse_many_processes() -> None:
             remedy="Search once without torchrun (for instance: autockpt search --model package.module:factory "
             "--budget …), then call autockpt.apply(model, 'plan.yaml') in every process.",
         )
-
-
-def _interrupt_waits() -> AbstractContextManager[Any]:
-    """Hold back Ctrl-C until the block is done, and deliver it then."""
-    # None: installed outside of Python, so it could not be put back and is left alone
-    return held_back([signal.SIGINT] if signal.getsignal(signal.SIGINT) is not None else [])

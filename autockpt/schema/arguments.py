@@ -6,7 +6,7 @@ import functools
 import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import NoneType, UnionType
 from typing import Any, Literal, ParamSpec, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -14,7 +14,7 @@ from pydantic import TypeAdapter, ValidationError
 from pydantic.errors import PydanticSchemaGenerationError
 
 from autockpt.errors import AutockptError, UsageError
-from autockpt.schema.base import first_violation, short
+from autockpt.schema.base import short, unfit
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -40,9 +40,9 @@ def checked(function: Callable[P, R]) -> Callable[P, R]:
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
         given = signature.bind(*args, **kwargs)
-        adapters = _adapters(function)
-        for name in given.arguments.keys() & adapters.keys():
-            given.arguments[name] = _fitting(function, name, given.arguments[name], adapters[name])
+        for name, adapter in _adapters(function).items():
+            if name in given.arguments:
+                given.arguments[name] = _fitting(function, name, given.arguments[name], adapter)
         return function(*given.args, **given.kwargs)
 
     return call
@@ -79,13 +79,11 @@ def in_python(text: str) -> str:
 @functools.cache
 def _adapters(function: Callable[..., Any]) -> Mapping[str, TypeAdapter[Any]]:
     """What checks each named argument that can be checked."""
-    found = dict[str, TypeAdapter[Any]]()
+    found, hints = dict[str, TypeAdapter[Any]](), get_type_hints(function)
     for name, parameter in inspect.signature(function).parameters.items():
-        if parameter.annotation is not inspect.Parameter.empty and parameter.kind != inspect.Parameter.VAR_KEYWORD:
-            try:
-                found[name] = TypeAdapter(get_type_hints(function)[name])
-            except PydanticSchemaGenerationError:
-                continue
+        if name in hints and parameter.kind != inspect.Parameter.VAR_KEYWORD:
+            with suppress(PydanticSchemaGenerationError):
+                found[name] = TypeAdapter(hints[name])
     return found
 
 
@@ -123,8 +121,7 @@ def _errors_in_python() -> Iterator[None]:
         error.args = (error.message,)
         raise
     except ValidationError as error:
-        name, why = first_violation(error)
-        raise UsageError(f"{name}={short(error.errors()[0]['input'])}: {why}") from None
+        raise unfit(error) from None
 
 
 def _told_in_python(values: Iterator[Any]) -> Iterator[Any]:

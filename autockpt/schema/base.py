@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from autockpt.errors import plainly
+from autockpt.errors import UsageError, plainly
 
 Facts = dict[str, str | int | float | bool | None]
 """Settings of a step as they came out, by name."""
@@ -21,6 +21,12 @@ def first_violation(error: ValidationError) -> tuple[str, str]:
     first = error.errors()[0]
     why = plainly(first["msg"].removeprefix("Value error, "))
     return ".".join(map(str, first["loc"])), why[:1].lower() + why[1:]
+
+
+def unfit(error: ValidationError, remedy: str = "") -> UsageError:
+    """The error for people about the first field that does not fit, as Python writes it: ``seed=-1: …``."""
+    name, why = first_violation(error)
+    return UsageError(f"{name}={short(error.errors()[0]['input'])}: {why}", remedy=remedy)
 
 
 def short(value: object) -> str:

@@ -45,6 +45,11 @@ class SearchOptions(Data):
     continued: bool = Field(default=False, description="a further round: what was named so far is no verdict")
     command: tuple[str, ...] = Field(default=(), description="the exact command line")
 
+    @property
+    def anew(self) -> bool:
+        """Whether no answer on record will do."""
+        return self.again or self.fresh
+
     def question(self, environment: Environment | None = None, **more: Any) -> dict[str, Any]:
         """All that changes the answer, as JSON: runs of one question share a directory and continue one another.
 
@@ -69,6 +74,11 @@ class SearchRequest(SearchOptions):
     plan_out: Path | None = Field(default=None, description="write the plan here as well")
     dry_run: bool = Field(default=False, description="trace, solve and predict; measure nothing")
     notes: tuple[str, ...] = Field(default=(), description="decided for the user, to be repeated with the answer")
+
+    @property
+    def anew(self) -> bool:
+        """The same; a plan to start from is to be tried."""
+        return super().anew or self.start is not None
 
     @property
     def key(self) -> str:

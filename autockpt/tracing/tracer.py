@@ -26,7 +26,7 @@ from autockpt.workload import Step, preload
 _IN_PROCESS = "Traced inside this process, because it uses an accelerator."
 _BY_ITSELF = (
     "Neither ghosts nor a real step on the CPU could be traced. Build the model and take one training step of it in a "
-    "Python process of its own: where that ends as said here, the model's code is what ends it."
+    "Python process of its own, which shows whether its own code ends it."
 )
 _ASSUMED_CAPABILITY = (
     "Which kernels this GPU takes could not be asked without starting CUDA: those of compute capability 8.0 are "
@@ -174,7 +174,8 @@ def _ghost_or_recorded(
     try:
         return Tracer(Crew(start("recorded"), 1), (f"A real step on the CPU was recorded, because {why}.",), view)
     except GhostError as error:
-        raise TracingError(error.message, remedy=_BY_ITSELF) from None
+        own = "" if error.remedy == GhostError.default_remedy else f"{error.remedy} "
+        raise TracingError(error.message, remedy=f"{own}{_BY_ITSELF}") from None
 
 
 _frozen = False  # whether objects were seen frozen by somebody else; to count them takes a while

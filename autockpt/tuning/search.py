@@ -11,7 +11,7 @@ from autockpt.errors import RunDirectoryError, UsageError
 from autockpt.history.rundir import RunDirectory
 from autockpt.measuring.environment import environment_without_context
 from autockpt.schema import Budget, SearchSpace, parse_budget, parse_size
-from autockpt.schema.base import first_violation, short
+from autockpt.schema.base import unfit
 from autockpt.schema.files import unwritable
 from autockpt.schema.remedy import STEP, Terms
 from autockpt.schema.request import TRIALS, Listener, SearchOptions, SearchOutcome, SearchRequest, Silence
@@ -47,7 +47,7 @@ def _answered(request: SearchRequest) -> SearchOutcome | None:
     where a search of this question is at work.
     """
     files = request.workload.files
-    if request.dry_run or request.fresh or request.start is not None or files is None:
+    if request.dry_run or request.anew or files is None:
         return None
     perhaps = list(RunDirectory.alike(request.out, request.question()))
     environment = None
@@ -130,8 +130,7 @@ def search_options(
     try:
         return SearchOptions.model_validate(asked)
     except ValidationError as error:
-        name, why = first_violation(error)
-        raise UsageError(f"{name}={short(asked.get(name))}: {why}", remedy="See help(autockpt.search).") from None
+        raise unfit(error, "See help(autockpt.search).") from None
 
 
 def search_step(

@@ -91,8 +91,7 @@ def enter_run(
     )
     stack.enter_context(run.lock())
     run.add_command(asked.command)
-    another = isinstance(asked, SearchRequest) and asked.start is not None
-    known = None if another else recorded(run, asked)
+    known = recorded(run, asked)
     if known is None:
         run.write_environment(environment)
         run.write_graph(found.plain)
@@ -105,7 +104,7 @@ def recorded(run: RunDirectory, asked: SearchOptions) -> SearchOutcome | None:
     Raises RunDirectoryError or PlanError where that file cannot be written again.
     """
     finished = run.finished()
-    if finished is None or asked.again or not finished.answers(asked.trials, asked.timeout):
+    if finished is None or asked.anew or not finished.answers(asked.trials, asked.timeout):
         return None
     outcome = finished.outcome
     note = f"This is the answer of {run.path}, where the search had ended; --again, or more --trials, searches on."

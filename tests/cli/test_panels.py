@@ -40,3 +40,8 @@ def test_what_is_missing_is_named(autockpt: Autockpt) -> None:
 def test_so_it_is_where_the_workload_looks_at_a_value() -> None:
     with pytest.raises(UsageError, match=r"--seq-len long: a whole number is needed\nTokens of the longest sequence"):
         workload_spec({"model": "x", "seq_len": "long"})
+
+
+def test_a_seed_that_numpy_does_not_take_is_refused() -> None:
+    with pytest.raises(UsageError, match="--seed 4294967296: it has to be less than 4294967296"):
+        workload_spec({"model": "x"}, seed=1 << 32)

@@ -39,7 +39,7 @@ def limits(
         return needed(plan, size)
 
     first = {plan: needed(plan, now) for plan in PLANS}
-    save_all, leanest = largest(peak, first, budget_bytes, 1, "batch size", now, floor)
+    save_all, leanest = largest(peak, first, budget_bytes, "batch size", now, floor)
     assert (save_all.plan, leanest.plan) == PLANS
     return save_all, leanest, asked
 
@@ -106,7 +106,7 @@ def test_sizes_that_the_model_refuses_end_the_search() -> None:
             raise WorkloadError("the model has 128 positions")
         return Needed(size, size)
 
-    save, _ = largest(peak, dict.fromkeys(PLANS, Needed(64, 64)), 10**6, 2, "sequence length", 64)
+    save, _ = largest(peak, dict.fromkeys(PLANS, Needed(64, 64)), 10**6, "sequence length", 64)
     assert save.value == 128 and save.open_ended and "128 positions" in save.why
 
 
@@ -116,7 +116,7 @@ def test_other_sizes_that_cannot_be_asked_for_are_not_said_not_to_fit() -> None:
     def peak(plan: str, size: int) -> Needed:
         raise WorkloadError("--batch-size has no effect on train:make", remedy="Leave it out.")
 
-    (found,) = largest(peak, {"leanest": Needed(2000, 2000)}, 1000, 1, "batch size", 4)
+    (found,) = largest(peak, {"leanest": Needed(2000, 2000)}, 1000, "batch size", 4)
     assert (found.value, found.why) == (None, "--batch-size has no effect on train:make")
 
 
