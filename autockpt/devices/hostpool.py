@@ -100,8 +100,10 @@ class Pool(Generic[M]):
     """Pieces of exact sizes, cut from larger areas and used again.
 
     ``allocate(nbytes)`` makes an area of whole pages, ``area_bytes`` says how large one should be.
-    Sizes that no longer occur are given up before more is allocated. ``use``, shared among pools, is told of all that
-    is held, and bounds it. Raises HostBudgetExceeded from ``take`` where it does.
+    Sizes that no longer occur are given up before more is allocated. Where sizes vary from step to step, as of batches
+    that are padded to their longest sequence, one area holds them all, and is cut up anew whenever nothing is in it;
+    ``moment`` gives an event after all that reads from it by then. ``use``, shared among pools, is told of all that is
+    held, and bounds it. Raises HostBudgetExceeded from ``take`` where it does.
     """
 
     def __init__(
@@ -110,15 +112,19 @@ class Pool(Generic[M]):
         area_bytes: AreaBytes,
         use: HostUse | None = None,
         align: int = _ALIGN,
+        moment: Callable[[], Any] = lambda: None,
     ) -> None:
         self._allocate = allocate
         self._area_bytes = area_bytes
         self._use = use or HostUse()
         self._align = align
+        self._moment = moment
         self._areas: list[_Area[M]] = []
         self._free: defaultdict[int, list[Piece[M]]] = defaultdict(list)
         self._returned: deque[Piece[M]] = deque()  # appended to by finalisers, at any moment and in any thread
         self._process = os.getpid()
+        self._varies = False
+        self._cut: Any = None  # event after which pieces that are new may be written
 
     @property
     def held_bytes(self) -> int:
@@ -130,14 +136,17 @@ class Pool(Generic[M]):
         if self._process != os.getpid():
             self._leave_to_parent()
         self._sort_returned()
+        begins = bool(self._areas) and not any(area.pieces for area in self._areas)
+        if begins and (self._varies or not self._free[nbytes]):
+            self._cut_anew()
         if self._free[nbytes]:
             piece = self._free[nbytes].pop()
             piece.area.pieces += 1
             return piece
         area = self._area_with_room(nbytes)
         memory: Any = area.memory
-        piece = Piece(memory[area.used : area.used + nbytes], nbytes, area)
-        area.used += -(-nbytes // self._align) * self._align
+        piece = Piece(memory[area.used : area.used + nbytes], nbytes, area, self._cut)
+        area.used += -(-max(nbytes, 1) // self._align) * self._align
         area.pieces += 1
         return piece
 
@@ -161,20 +170,42 @@ class Pool(Generic[M]):
         self._areas, self._free = [], defaultdict(list)
 
     def _area_with_room(self, nbytes: int) -> _Area[M]:
-        for area in self._areas:
-            if area.nbytes - area.used >= nbytes:
-                return area
-        self._drop_idle()
-        wanted = whole_pages(max(nbytes, self._area_bytes(nbytes, self.held_bytes)))
-        size = self._use.fitting(whole_pages(nbytes), wanted)
+        if (area := self._with_room(nbytes)) is not None:
+            return area
+        idle = [area for area in self._areas if not area.pieces]
+        self._empty(idle)
+        if (area := self._with_room(nbytes)) is not None:
+            return area
+        self._give_up(idle)
+        return self._new_area(nbytes, self._area_bytes(nbytes, self.held_bytes))
+
+    def _with_room(self, nbytes: int) -> _Area[M] | None:
+        return next((area for area in self._areas if area.nbytes - area.used >= nbytes), None)
+
+    def _cut_anew(self) -> None:
+        """Nothing is in use: what there is becomes one area, in which a step of any sizes finds room without gaps."""
+        together, grown = self.held_bytes, self._varies
+        self._empty(self._areas)
+        if len(self._areas) > 1:
+            self._give_up(self._areas)
+            self._new_area(together, together + together // 8 * grown)  # the longest so far may not be the longest
+
+    def _empty(self, idle: list[_Area[M]]) -> None:
+        """Forget how areas that nothing is in were cut: that was for the sizes of other steps."""
+        if idle:
+            self._varies, self._cut = True, self._moment()
+        for area in idle:
+            area.used = 0
+        for size, pieces in list(self._free.items()):
+            self._free[size] = [piece for piece in pieces if piece.area.pieces]
+
+    def _give_up(self, idle: list[_Area[M]]) -> None:
+        self._use.claim(-sum(area.nbytes for area in idle))
+        self._areas = [area for area in self._areas if area.pieces]
+
+    def _new_area(self, needed: int, wanted: int) -> _Area[M]:
+        size = self._use.fitting(whole_pages(needed), whole_pages(max(needed, wanted)))
         area = _Area(self._allocate(size), size)
         self._use.claim(size)
         self._areas.append(area)
         return area
-
-    def _drop_idle(self) -> None:
-        """Give up areas that nothing is in: their sizes were those of other steps."""
-        self._use.claim(-sum(a.nbytes for a in self._areas if not a.pieces))
-        self._areas = [a for a in self._areas if a.pieces]
-        for size, pieces in list(self._free.items()):
-            self._free[size] = [p for p in pieces if p.area.pieces]

@@ -72,6 +72,10 @@ class AcceleratorQueues:
             torch.accelerator.set_device_index(device)
         return stream.record_event()
 
+    def all_in(self) -> Any:
+        """The event of the end of all copies in so far: those out write to the host in their order anyway."""
+        return self._streams["in"].record_event()
+
     def wait(self, event: Any) -> None:
         """Make the current compute queue wait for the event."""
         torch.accelerator.current_stream(self.device).wait_event(event)
@@ -113,7 +117,7 @@ class StreamTransport:
 
     def __init__(self, queues: AcceleratorQueues, use: HostUse | None = None) -> None:
         self.queues = queues
-        self.pool = Pool(queues.host_memory, pinned_area, use)
+        self.pool = Pool(queues.host_memory, pinned_area, use, moment=queues.all_in)
         self.unwaited: list[Any] = []
 
     def send(self, source: torch.Tensor) -> StreamParcel:

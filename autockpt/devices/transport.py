@@ -19,6 +19,7 @@ from autockpt.errors import MeasurementError
 from autockpt.schema.device import WITHOUT_STREAMS
 from autockpt.schema.graph import Copy, Tier
 
+_STEPS = 4  # until pools have found their form, where sizes come and go within a step
 Transports = Callable[[torch.device, Tier], Transport]
 """The way off a device into a tier. Raises MeasurementError for a kind of device that has none."""
 
@@ -78,7 +79,7 @@ class Ways:
 def host_bytes_of(copies: Iterable[Copy], device_kind: str, limit: int | None = None) -> int:
     """Host memory that offloading claims for a step with these copies, its pools' rounding included.
 
-    What the real pools would do is done on paper, for two steps. With a ``limit`` areas are made no larger than it
+    What the real pools would do is done on paper, for a few steps. With a ``limit`` areas are made no larger than it
     allows; an answer above it means that the pools would refuse. Without streams the mapped file is what counts: its
     pages lie in host memory until the system writes them out.
     """
@@ -97,7 +98,7 @@ def host_bytes_of(copies: Iterable[Copy], device_kind: str, limit: int | None = 
         + [(copy.released, given, n) for n, copy in mine if copy.released is not None]
     )
     sizes = {n: copy.bytes for n, copy in mine}
-    for _ in range(2):
+    for _ in range(_STEPS):
         for _, kind, n in events:
             if kind == taken:
                 places[n] = pool.take(sizes[n])

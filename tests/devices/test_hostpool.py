@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import warnings
 
@@ -77,6 +78,53 @@ def test_copies_of_the_ways_have_a_budget_of_their_own():
     ways.use.claim(MIB)
     for twin in (copy.deepcopy(ways), pickle.loads(pickle.dumps(ways))):
         assert twin.use.limit == 5 * MIB and twin.use.bytes == 0
+
+
+LAYER = [4, 4, 1, 1, 4, 14, 14, 14, 4]
+"""KiB a token of what a layer saves, as keys and values are narrower than the rest and an MLP is wider."""
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(1, 2048), min_size=2, max_size=12), st.booleans())
+def test_memory_for_the_longest_batch_serves_all_others(lengths, bounded):
+    """As batches are that are padded to their longest sequence: pinning memory anew for each costs seconds a step."""
+    made: list[int] = []
+    moments = iter(range(100))
+
+    def allocate(nbytes: int) -> range:
+        made.append(nbytes)
+        return range(sum(made) - nbytes, sum(made))  # no two areas at one address
+
+    def step(length: int) -> None:
+        pieces = [pool.take(length * width << 10) for _ in range(4) for width in LAYER]
+        taken = sorted((piece.memory.start, piece.memory.stop) for piece in pieces)
+        assert all(end <= start for (_, end), (start, _) in itertools.pairwise(taken))
+        for piece in pieces:
+            pool.give(piece)
+
+    use = HostUse()
+    pool = Pool(allocate, pinned_area, use, moment=lambda: next(moments))
+    step(max(lengths))
+    held = pool.held_bytes
+    if bounded:
+        use.limit = held  # what the longest batch takes, to the byte
+    before = len(made)
+    for length in lengths:
+        step(length)
+    assert len(made) - before <= 1 and use.peak <= max(held, held * 9 // 8 + AREA_BYTES)
+
+
+def test_what_is_cut_anew_waits_for_all_that_was_read_from_it():
+    pool = Pool(range, pinned_area, moment=lambda: "all that was read")
+    first = pool.take(20 * MIB)
+    assert first.ready is None
+    first.ready = "its own"
+    pool.give(first)
+    assert pool.take(20 * MIB).ready == "its own"
+    pool.give(first)
+    second, third = pool.take(12 * MIB), pool.take(8 * MIB)
+    assert (second.ready, third.ready) == ("all that was read",) * 2
+    assert pool.held_bytes == 20 * MIB
 
 
 def out(size: int, issued: int, released: int | None, tier: str = "cpu") -> Copy:

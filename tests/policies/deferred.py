@@ -81,6 +81,9 @@ class DeferredQueues(AcceleratorQueues):
         self._last[direction] = event = Event(copy)
         return event
 
+    def all_in(self) -> Event:
+        return self._last.get("in", Event())
+
     def wait(self, event: Event) -> None:
         event.wait()
 

@@ -77,6 +77,9 @@ MUTANTS = {
     "host memory is used again after the copy out": Mutant(
         _STREAMS, "self._left if self._arrived is None else self._arrived", "self._left"
     ),
+    "host memory that is cut anew is used at once": Mutant(
+        "autockpt.devices.hostpool", "self._varies, self._cut = True, self._moment()", "self._varies = True"
+    ),
     "copies wait for nothing": Mutant(
         _STREAMS,
         "            stream.wait_event(event.event if isinstance(event, _Mark) else event)\n",

@@ -202,6 +202,12 @@ def _micro_batches(model: nn.Module) -> dict[str, Tensor]:
     return gradients(model)
 
 
+def _batches_of_all_lengths(model: nn.Module) -> dict[str, Tensor]:
+    for seed, length in enumerate([128, 72, 104, 40, 128, 96]):
+        model(batch(seed)[:length]).backward()
+    return gradients(model)
+
+
 def _two_graphs(model: nn.Module) -> dict[str, Tensor]:
     first, second, third = (model(batch(seed)) for seed in range(3))
     second.backward()
@@ -361,23 +367,32 @@ def _trained(model: nn.Module) -> dict[str, Tensor]:
     return {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
-def _forward_beside_a_backward(model: nn.Module) -> dict[str, Tensor]:
-    """A forward on another stream does not wait for the backward before it, and takes the host memory that is free."""
+def beside(model: nn.Module, first: list[int], later: int) -> dict[str, Tensor]:
+    """A forward on another stream does not wait for the backward before it, and takes the host memory that is free.
+    Of batches of these lengths; the ``first`` are checked by sentinels, for which the host waits."""
     here, aside = torch.accelerator.current_stream(), SIDES[0]
-    for seed in range(2):  # the first are checked by sentinels, for which the host waits
-        model(batch(seed)).backward()
-    loss, later = model(batch()), batch(1)
+    for seed, length in enumerate(first):
+        model(batch(seed)[:length]).backward()
+    loss, last = model(batch()), batch(1)[:later]
     begun = here.record_event()
     loss.backward()
     aside.wait_event(begun)
     torch.accelerator.set_stream(aside)
     try:
-        loss = model(later)
+        loss = model(last)
     finally:
         torch.accelerator.set_stream(here)
         here.wait_event(aside.record_event())
     loss.backward()
     return gradients(model)
+
+
+def _forward_beside_a_backward(model: nn.Module) -> dict[str, Tensor]:
+    return beside(model, [128, 128], 128)
+
+
+def _forward_of_another_length_beside_a_backward(model: nn.Module) -> dict[str, Tensor]:
+    return beside(model, [128, 40, 72], 104)
 
 
 SCENARIOS: dict[str, Callable[[Model], dict[str, Tensor]]] = {
