@@ -175,9 +175,10 @@ class CudaDevice(AcceleratorDevice):
         """Every step multiplies matrices: with the library for it loaded, the context is near its full size.
 
         At a process's first product PyTorch looks once whether cuBLAS' workspace is one that it calls deterministic;
-        strict comparisons of gradients are refused for ever if not. From Hopper on that one has the usual size.
+        strict comparisons of gradients are refused for ever if not. From Hopper on that one has the usual size; ROCm,
+        which looks at the same variable, has others.
         """
-        if torch.cuda.get_device_capability(self.torch_device) >= (9, 0):
+        if torch.version.hip is None and torch.cuda.get_device_capability(self.torch_device) >= (9, 0):
             os.environ.setdefault(WORKSPACE, DETERMINISTIC)
         square = torch.ones(16, 16, device=self.torch_device)
         torch.mm(square, square)

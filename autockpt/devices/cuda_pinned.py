@@ -89,6 +89,8 @@ def _pinned(size: int, device: torch.device) -> tuple[_PinnedMemory, torch.Tenso
     """New memory, and all of it as a tensor. Raises MeasurementError where the host has no more, or refuses."""
     try:
         memory = _PinnedMemory(-1, size)
+        if hasattr(mmap, "MADV_DONTFORK"):  # workers that load data would keep it alive
+            memory.madvise(mmap.MADV_DONTFORK)
     except (OSError, MemoryError) as error:
         raise MeasurementError(
             f"the host has no {size / 2**20:.0f} MiB more for offloading ({error})",

@@ -30,7 +30,7 @@ def speed_of(
     if said.step_seconds <= 0:
         return None
     each = op_seconds(graph, times) * graph.runs
-    overhead = times.environment.device.overhead_bytes
+    overhead = times.device.overhead_bytes
     average = float((bytes_timeline(graph) * each).sum() / max(each.sum(), 1e-12))
     return Speed(
         seconds=measured or said.step_seconds,

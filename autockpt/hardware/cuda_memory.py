@@ -65,22 +65,35 @@ def workspace_bytes(hardware: Hardware) -> int:
     An AMD GPU whose description does not tell its architecture counts as one that takes more.
     """
     if hardware.kind == "rocm":
-        large = hardware.capability is None or hardware.capability in _LARGE_ON_ROCM
-        return _LARGE_ROCM_WORKSPACE if large else _ROCM_WORKSPACE
+        return _rocm_workspace(hardware.capability)
     capability = capability_of(hardware)
-    if capability is None:
-        return 0
+    return 0 if capability is None else _cuda_workspace(capability)
+
+
+def _rocm_workspace(capability: tuple[int, int] | None) -> int:
+    return _LARGE_ROCM_WORKSPACE if capability is None or capability in _LARGE_ON_ROCM else _ROCM_WORKSPACE
+
+
+def _cuda_workspace(capability: tuple[int, int]) -> int:
     return _LARGE_WORKSPACE if capability >= (9, 0) else _WORKSPACE
 
 
-def workspaces_stay(hardware: Hardware) -> bool:
+def kept_workspaces(device: torch.device) -> tuple[int, ...]:
+    """Bytes that matrix libraries keep of the allocator's memory on a device at hand, by their handles."""
+    if device.type != "cuda" or not workspaces_stay("rocm" if torch.version.hip else "cuda"):
+        return ()
+    capability = torch.cuda.get_device_capability(device)
+    return (_rocm_workspace(capability) if torch.version.hip else _cuda_workspace(capability),) * _HANDLES
+
+
+def workspaces_stay(kind: str) -> bool:
     """Whether handles keep their workspaces once they have been used.
 
     On CUDA they do up to torch 2.14; from 2.15 on every product takes one and gives it back, unless
     TORCH_CUBLAS_WORKSPACE_CACHE=1 (https://github.com/pytorch/pytorch/pull/194311, which leaves ROCm as it was).
     """
     version = tuple(int(part) for part in torch.__version__.split(".")[:2])
-    return hardware.kind == "rocm" or version < (2, 15) or os.environ.get(_CACHE_WORKSPACES) == "1"
+    return kind == "rocm" or version < (2, 15) or os.environ.get(_CACHE_WORKSPACES) == "1"
 
 
 def as_seen_by(hardware: Hardware, graph: Graph, spec: WorkloadSpec) -> Graph:
@@ -102,7 +115,7 @@ def as_seen_by(hardware: Hardware, graph: Graph, spec: WorkloadSpec) -> Graph:
     if spec.keep_gradients or spec.ddp == "views":
         graph = _with_kept_gradients(graph)
     if workspace := workspace_bytes(hardware):
-        if workspaces_stay(hardware):
+        if workspaces_stay(hardware.kind):
             graph = with_resident(graph, "matrix workspaces", [workspace] * _HANDLES, "other")
         else:
             graph = _with_workspaces(graph, workspace)

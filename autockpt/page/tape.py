@@ -52,7 +52,7 @@ def tape_of(name: str, graph: Graph, times: OpTimes | None) -> Timeline | None:
     """The tape of a traced step; None for one without ops. Bytes include the context of the device."""
     if not graph.ops:
         return None
-    overhead = times.environment.device.overhead_bytes if times is not None else 0
+    overhead = times.device.overhead_bytes if times is not None else 0
     held = StepBytes(graph, overhead=overhead)
     total = bytes_timeline(graph) + overhead
     begins, seconds = _clock(graph, times)

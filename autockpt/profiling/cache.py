@@ -7,6 +7,7 @@ import json
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from pydantic import Field, ValidationError
 
@@ -23,7 +24,7 @@ class _Table(Data):
 
     environment: Environment
     seconds: dict[str, float] = Field(default_factory=dict)
-    workloads: dict[str, dict[str, float]] = Field(default_factory=dict)
+    workloads: dict[str, dict[str, Any]] = Field(default_factory=dict)
 
 
 def lookup(environment: Environment, workload: str, signatures: Iterable[str]) -> OpTimes | None:

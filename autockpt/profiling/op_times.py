@@ -17,9 +17,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from autockpt.devices import transport_for
 from autockpt.devices.disk import DiskTransport
+from autockpt.hardware.cuda_memory import kept_workspaces
 from autockpt.hardware.signature import signature
 from autockpt.policies.compiling import uncompiled
-from autockpt.profiling.probes import Stopwatch, by_transport, watch_seconds
+from autockpt.profiling.probes import CLOCK_HERTZ, Stopwatch, by_transport, watch_seconds
 from autockpt.schema.choices import parse_choices
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ QUEUED_COPY_PROBE_BYTES = 32 * 2**20  # a link of 50 GB/s moves 4 MiB in the tim
 # The device is kept busy while the host queues so many ops: else it would wait for the host between two events, and ops
 # would seem to take as long as launching them. A launch queue holds about a thousand entries, and an op makes three.
 # Where the backend has no `_sleep` as CUDA has, short ops do seem to take so long.
-OPS_AHEAD, SECONDS_AHEAD_PER_OP, CLOCK_HERTZ = 200, 1e-4, 2e9
+OPS_AHEAD, SECONDS_AHEAD_PER_OP = 200, 1e-4
 DISK_PROBE_BYTES, DISK_ROUNDS = 128 * 2**20, 3
 WATCH_ROUNDS = 3
 TIMED_OPS = "timed ops"
@@ -101,7 +102,8 @@ def measure_in_runner(runner: StepRunner, payload: Mapping[str, Any]) -> dict[st
     """Time every op of ``payload["cycles"]`` cycles with ``payload["choices"]`` attached. Runs where the model lives.
 
     Returns seconds per signature (median), the optimizer phase, the host's share per op, what an op costs besides where
-    it is watched, and the copy bandwidths, with ``payload["disk"]`` those of the disk tier too.
+    it is watched, the copy bandwidths, with ``payload["disk"]`` those of the disk tier too, and the bytes that the
+    context and matrix libraries have taken by then.
     """
     choices = parse_choices(payload["choices"])
     device = runner.device.torch_device
@@ -135,6 +137,8 @@ def measure_in_runner(runner: StepRunner, payload: Mapping[str, Any]) -> dict[st
         "copy_in_bandwidth": back,
         "disk_out_bandwidth": disk[0],
         "disk_in_bandwidth": disk[1],
+        "context_bytes": runner.device.describe().overhead_bytes,
+        "workspaces": kept_workspaces(device),
     }
 
 

@@ -47,7 +47,7 @@ class Predictor:
     @property
     def device(self) -> DeviceInfo:
         """The device that predictions are for."""
-        return self.op_times.environment.device
+        return self.op_times.device
 
     def simulation(self, graph: Graph) -> Simulation:
         """Bytes over time and step time of a traced cycle on the device."""
@@ -122,15 +122,18 @@ SAFETY = 0.02
 every request that libraries make."""
 
 
-def memory_at_hand(device: DeviceInfo, budget_bytes: int | None = None) -> MemoryModel | None:
+def memory_at_hand(
+    device: DeviceInfo, budget_bytes: int | None = None, workspaces: tuple[int, ...] = ()
+) -> MemoryModel | None:
     """What graphs need of an accelerator at hand: whole segments of its allocator, not the bytes of tensors alone.
 
     None for devices that give tensors what they ask for. ``budget_bytes``: what it is kept to (default: all there are).
-    What libraries take besides is not known; real steps judge.
+    ``workspaces``: what matrix libraries keep. What others take besides is not known; real steps judge.
     """
     if device.kind in WITHOUT_STREAMS:
         return None
-    at_hand = MemoryModel(AtHand(device.capacity_bytes, device.overhead_bytes), safety=0.0, beside=TABLE_BYTES)
+    allocator = AtHand(device.capacity_bytes, device.overhead_bytes)
+    at_hand = MemoryModel(allocator, safety=0.0, beside=(TABLE_BYTES, *workspaces))
     return at_hand if budget_bytes is None else at_hand.within(budget_bytes)
 
 
@@ -149,20 +152,21 @@ class MemoryModel:
     """Bytes that a step is promised to take of a device, context included: reserved ones, and a share for safety.
 
     An allocator that is kept to ``budget_bytes`` (None: to what the device has) gives cached segments back before it
-    fails, so a plan may fit that would reserve more if it could. ``beside``: bytes that are there before the step's.
+    fails, so a plan may fit that would reserve more if it could. ``beside``: allocations that are there before the
+    step's.
     """
 
     hardware: Hardware | AtHand
     budget_bytes: int | None = None
     safety: float = SAFETY
-    beside: int = 0
+    beside: tuple[int, ...] = ()
 
     def __call__(self, graph: Graph) -> int:
         """The promise for a ghost run; more than ``budget_bytes`` where it cannot be kept to that."""
         return self._promised(self._requests(graph))
 
     def _requests(self, graph: Graph) -> Requests:
-        return Requests(with_resident(graph, "beside the step", [self.beside], "other") if self.beside else graph)
+        return Requests(with_resident(graph, "beside the step", [*self.beside], "other") if self.beside else graph)
 
     def _promised(self, requests: Requests) -> int:
         context, share = self.hardware.context_bytes, self._share

@@ -6,7 +6,7 @@ from pydantic import Field
 
 from autockpt.schema.base import Data
 from autockpt.schema.choices import Choice
-from autockpt.schema.device import Environment
+from autockpt.schema.device import DeviceInfo, Environment
 
 
 class MenuItem(Data):
@@ -49,6 +49,14 @@ class OpTimes(Data):
     copy_in_bandwidth: float = Field(default=0.0, description="bytes per second back onto it")
     disk_out_bandwidth: float = Field(default=0.0, description="the same to a file; 0: not measured")
     disk_in_bandwidth: float = Field(default=0.0, description="and back")
+    context_bytes: int = Field(default=0, description="what the device's context takes once steps have run")
+    workspaces: tuple[int, ...] = Field(default=(), description="bytes that matrix libraries keep, by their handles")
+
+    @property
+    def device(self) -> DeviceInfo:
+        """The device as steps find it: its context grows while kernels are loaded."""
+        device = self.environment.device
+        return device.model_copy(update={"overhead_bytes": max(device.overhead_bytes, self.context_bytes)})
 
     def completed(self, other: OpTimes) -> OpTimes:
         """These, with the seconds of those ops that only ``other`` knows."""

@@ -85,7 +85,7 @@ class OtherBudgets:
             if trial.predicted is not None and priced(problem, trial.choices)
         }
         usual = int(statistics.median(errors.values())) if errors else 0
-        offset = errors.get(best, usual or profile.op_times.environment.device.overhead_bytes)
+        offset = errors.get(best, usual or profile.op_times.device.overhead_bytes)
         missed = max((abs(error - offset) for error in errors.values()), default=0)
         return replace(itself, offset=offset, missed=missed)
 

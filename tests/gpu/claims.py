@@ -121,7 +121,8 @@ def _allocator(data: Mapping[str, Any]) -> Claim:
     if not data.get("rows"):
         return Claim(text, "undecided", data.get("why", "not measured"))
     requests, different = (sum(row[what] for row in data["rows"].values()) for what in ("requests", "different"))
-    return Claim(text, _verdict(different == 0), f"different at {different} of {requests:,} requests")
+    right = different == 0 if requests else None
+    return Claim(text, _verdict(right), f"different at {different} of {requests:,} requests")
 
 
 def _host_cost(data: Mapping[str, Any], attention: Mapping[str, Any]) -> Claim:
@@ -164,6 +165,7 @@ def _host(data: Mapping[str, Any]) -> Claim:
         and claimed <= data["budget"]
         and data["half of it refused"]
         and data["growths in later steps"] == 0
+        and data.get("growths in steps of other lengths", 0) <= 1  # one area for all
     )
     detail = f"{'more than' if claimed is None else f'{claimed} of'} {data['budget']} bytes, "
     detail += f"{data['growths in later steps']} growths after the first step"
@@ -262,6 +264,8 @@ def _jobs(items: Found) -> Iterator[Claim]:
 def _fastest(where: str, rows: Mapping[str, Any]) -> Claim:
     """Passed by the medians of interleaved steps; failed only where somebody is surely faster."""
     text = f"{where}: ours is the fastest of the rows that fit"
+    if rows.get("ours", {}).get("state") == "failed":
+        return Claim(text, "failed", f"ours does not run: {rows['ours'].get('message', '')}")
     ours = rows.get("ours", {}).get("step")
     rivals = {n: r for n, r in rows.items() if "ours over it" in r and not n.startswith("torch.compile")}
     if ours is None or not rivals:

@@ -48,25 +48,20 @@ def _pytest(*arguments: str) -> list[str]:
 
 def _collected(wanted: tuple[str, ...], environment: dict[str, str]) -> list[str]:
     chosen = ["-k", " or ".join(f"({name})" for name in wanted)] if wanted else []
-    listed = subprocess.run(
-        _pytest("--collect-only", "-qq", "-o", "addopts=", *chosen, *FILES),
-        env=environment,
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-    )
-    names = [line for line in listed.stdout.splitlines() if "::" in line]
-    if not names:  # with -qq pytest counts by file: once less quiet
+    names: list[str] = []
+    for quiet in ("-qq", "-q"):  # with -qq some versions of pytest count by file
         listed = subprocess.run(
-            _pytest("--collect-only", "-q", "-o", "addopts=", *chosen, *FILES),
+            _pytest("--collect-only", quiet, "-o", "addopts=", *chosen, *FILES),
             env=environment,
             cwd=ROOT,
             capture_output=True,
             text=True,
         )
         names = [line for line in listed.stdout.splitlines() if "::" in line]
-    if not names:
-        raise RuntimeError(f"no tests were collected: {(listed.stdout + listed.stderr)[-500:]}")
+        if names or listed.returncode:
+            break
+    if not names or listed.returncode:  # a file that cannot be imported has no tests
+        raise RuntimeError(f"tests were not collected: {(listed.stdout + listed.stderr)[-500:]}")
     return names
 
 

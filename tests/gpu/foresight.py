@@ -30,7 +30,7 @@ def foresight(context: Context) -> dict[str, Any]:
         times = measure_op_times(worker, uniform, name, room=device.capacity_bytes - device.overhead_bytes)
         predictor = build_profile(tracer, times, uniform).predictor
         chosen = plans([unit.name for unit in blocks], PLANS)
-        hardware = _hardware(device)
+        hardware = _hardware(times.device)
         rows: dict[str, Any] = {}
         for plan, choices in chosen.items():
             graph = tracer.trace(choices)
@@ -49,7 +49,7 @@ def foresight(context: Context) -> dict[str, Any]:
                 rows[plan]["message"] = error.message
                 continue
             rows[plan]["allocated"] = measured.allocated_bytes or measured.peak_bytes
-            rows[plan]["reserved"] = measured.peak_bytes - device.overhead_bytes
+            rows[plan]["reserved"] = measured.peak_bytes - times.device.overhead_bytes
             context.keep({"rows": rows})
         fitting = {plan: chosen[plan] for plan, row in rows.items() if "allocated" in row}
         _time(rows, fitting, worker, context.shapes.foresight_rounds)

@@ -126,25 +126,31 @@ def host_budget(context: Context) -> dict[str, Any]:
         choices = plans(units, ("offload all",))["offload all"]
         copies = tracer.trace(choices).copies
         predicted = host_bytes_of(copies, runner.device.kind)
-        claimed, first, later = _claims(runner, choices, None)
+        claimed, first, later, others = _claims(runner, choices, None)
         assert claimed is not None
-        tight = host_bytes_of(copies, runner.device.kind, 1)  # what is needed at the least, areas as small as can be
+        kind, tight = runner.device.kind, 1
+        while (needed := host_bytes_of(copies, kind, tight)) > tight:  # the least that they get along with
+            tight = needed
         found = {
             "predicted": predicted,
             "claimed": claimed,
             "growths in the first step": first,
             "growths in later steps": later,
+            "growths in steps of other lengths": others,
             "budget": tight,
             "seconds to pin a GiB": _seconds_to_pin(runner.device.torch_device),
         }
         context.keep(found)
-        within, _, _ = _claims(runner, choices, tight)
-        half, _, _ = _claims(runner, choices, tight // 2)
+        within, *_ = _claims(runner, choices, tight)
+        half, *_ = _claims(runner, choices, tight // 2)
         return found | {"claimed under the budget": within, "half of it refused": half is None}
 
 
-def _claims(runner: StepRunner, choices: Mapping[str, Choice], budget: int | None) -> tuple[int | None, int, int]:
-    """Most bytes claimed (None: refused), and how often pools grew in the first step and in three later ones."""
+def _claims(runner: StepRunner, choices: Mapping[str, Choice], budget: int | None) -> tuple[int | None, int, int, int]:
+    """Most bytes claimed (None: refused), and how often pools grew in the first step, in three later ones, and in as
+    many of shorter batches."""
+    workload = runner.workload
+    batch: Any = workload.batch
     ways = Ways(budget)
     ways.use = use = CountingUse(budget)
     with runner.attached({}), attach(runner.workload.model, choices, transport=ways):
@@ -153,9 +159,15 @@ def _claims(runner: StepRunner, choices: Mapping[str, Choice], budget: int | Non
             first = use.growths
             for _ in range(3):
                 runner.run_cycle()
+            later = use.growths
+            for share in (0.75, 0.5, 0.9):
+                workload.batch = {name: value[:, : int(share * value.shape[1])] for name, value in batch.items()}
+                runner.run_cycle()
         except HostBudgetExceeded:
-            return None, 0, 0
-    return use.peak, first, use.growths - first
+            return None, 0, 0, 0
+        finally:
+            workload.batch = batch
+    return use.peak, first, later - first, use.growths - later
 
 
 def _seconds_to_pin(device: torch.device, nbytes: int = 1 << 30) -> float | None:

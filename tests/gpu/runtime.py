@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 
-from autockpt.errors import AutockptError
+from autockpt.errors import ConflictError, RerunMismatch
 from autockpt.measuring import StepRunner
+from autockpt.policies.base import InPlaceError
 from autockpt.runtime import deterministic_algorithms
 from autockpt.schema import WorkloadSpec, parse_choice
 from autockpt.schema.choices import choice_kinds, dump_choice
@@ -80,7 +81,9 @@ def _bits_of(runner: StepRunner, units: list[str], kind: str, wanted: Mapping[st
     try:
         with runner.attached(dict.fromkeys(units, parse_choice(kind))):
             unequal = {name: None for _ in range(2) for name in wrong(gradients_of(runner), wanted)}
-    except AutockptError as error:
+    except (RerunMismatch, InPlaceError) as error:  # found wrong while it trained
+        return {"values": len(wanted), "unequal": len(wanted), "first": str(error)[:200]}
+    except ConflictError as error:
         return {"values": 0, "unequal": 0, "message": error.message[:200]}
     return {"values": len(wanted), "unequal": len(unequal), "first": next(iter(unequal), "")}
 

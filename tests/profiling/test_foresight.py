@@ -8,7 +8,7 @@ from autockpt.hardware.cuda_memory import device_peak, with_resident, workspaces
 from autockpt.policies.fingerprints import TABLE_BYTES
 from autockpt.profiling import memory_at_hand, simulated_memory
 from autockpt.profiling.predictor import SAFETY
-from autockpt.schema import OFFLOAD, DeviceInfo, Graph, WorkloadSpec
+from autockpt.schema import OFFLOAD, DeviceInfo, Environment, Graph, OpTimes, WorkloadSpec
 from autockpt.simulator.allocator import SMALL_SIZE
 from autockpt.tracing import tracer_for
 from search_spaces.hardware import load_hardware
@@ -27,7 +27,7 @@ def graph() -> Graph:
 @pytest.mark.slow
 def test_a_promise_holds_context_reserve_and_margin(graph: Graph) -> None:
     peak = device_peak(CARD, graph)
-    assert ("matrix workspaces" in graph.resident) == workspaces_stay(CARD)  # as the device sees it
+    assert ("matrix workspaces" in graph.resident) == workspaces_stay(CARD.kind)  # as the device sees it
     assert simulated_memory(CARD)(graph) == peak.total + int(SAFETY * peak.reserved) > graph.peak_bytes
 
 
@@ -50,7 +50,17 @@ def test_an_accelerator_at_hand_needs_whole_segments_and_its_context_without_a_m
     beside = with_resident(graph, "fingerprints", [TABLE_BYTES], "other")
     assert needs is not None and needs(graph) == device_peak(CARD, beside).total
     assert needs.within(needs(graph) - (1 << 20))(graph) < needs(graph)  # cached segments are given back
+    libraries = with_resident(beside, "matrix workspaces", [32 << 20] * 2, "other")
+    needs = memory_at_hand(device, workspaces=(32 << 20, 32 << 20))
+    assert needs is not None and needs(graph) == device_peak(CARD, libraries).total
     assert memory_at_hand(device.model_copy(update={"kind": "cpu"})) is None
+
+
+def test_a_context_that_grew_while_steps_ran_is_counted() -> None:
+    info = DeviceInfo(kind="cuda", name="x", capacity_bytes=CARD.memory_bytes, overhead_bytes=600 << 20)
+    times = OpTimes(environment=Environment(device=info, versions={}, platform=""), seconds={})
+    assert times.device == info  # nothing is known
+    assert times.model_copy(update={"context_bytes": 700 << 20}).device.overhead_bytes == 700 << 20
 
 
 @pytest.mark.slow

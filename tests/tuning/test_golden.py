@@ -8,13 +8,12 @@ import pytest
 import transformers
 
 from autockpt.hardware.cuda_memory import workspaces_stay
-from search_spaces.hardware import load_hardware
 from tests.tuning.golden.cases import ANSWERS, CASES, MADE_UP, answer, compared
 
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(
-        not workspaces_stay(load_hardware("rtx4090")),
+        not workspaces_stay("cuda"),
         reason="the answers are kept for torch up to 2.14, where CUDA's matrix workspaces stay once they are taken",
     ),
 ]

@@ -272,9 +272,13 @@ def switches() -> list[Any]:
 @functools.cache
 def _settle_order_of_attentions() -> None:
     """At a process's first fused attention on CUDA PyTorch may put cuDNN's first (``priority_order`` in its
-    ``cuda/sdp_utils.cpp``; seen on an H100 with torch 2.11). Read before that, the order is not the one in force."""
+    ``cuda/sdp_utils.cpp``; seen on an H100 with torch 2.11). Read before that, the order is not the one in force.
+
+    Asked on a GPU that is in use: another would be given a context of its own, and may order them in another way."""
+    current, there = torch.cuda.current_device(), range(torch.cuda.device_count())
+    used = next((n for n in (current, *there) if _C._cuda_hasPrimaryContext(n)), current)
     with torch._C.DisableTorchFunction(), _disable_current_modes(), torch.inference_mode(False):
-        given = torch.empty(1, 1, 8, 8, dtype=torch.float16, device="cuda")
+        given = torch.empty(1, 1, 8, 8, dtype=torch.float16, device=f"cuda:{used}")
         _C._VariableFunctions._fused_sdp_choice(given, given, given)
 
 

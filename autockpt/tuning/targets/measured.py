@@ -141,7 +141,7 @@ def _profiled(opened: Opened, measurer: Measurer) -> CostModel:
         times,
         used_by_others=others,
         host_budget=question.host_budget,
-        needs=memory_at_hand(device),
+        needs=memory_at_hand(times.device, workspaces=times.workspaces),
         listener=clock.listener,
     )
 
@@ -172,4 +172,5 @@ def _untimed(opened: Opened, others: int, times: OpTimes | None = None) -> CostM
         lean = leanest(within_host(found.uniform, environment.device, question.host_budget))[1]
         times = nominal_op_times(environment, lean, *heads, found.uniform["save"][1])
     more = {"host_budget": question.host_budget, "listener": opened.clock.listener}
-    return found.cost_model(times, used_by_others=others, needs=memory_at_hand(environment.device), **more)
+    needs = memory_at_hand(times.device, workspaces=times.workspaces)
+    return found.cost_model(times, used_by_others=others, needs=needs, **more)
