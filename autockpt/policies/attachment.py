@@ -21,6 +21,7 @@ from torch import nn
 from torch.autograd import forward_ad
 
 from autockpt.errors import ConflictError
+from autockpt.policies.compiling import exports
 from autockpt.policies.user_checkpoint import Passes, inside_checkpoint
 
 if TYPE_CHECKING:
@@ -113,7 +114,7 @@ def acts(state: Attachment) -> bool:
     (``torch.autograd.graph.disable_saved_tensors_hooks``), and where a program is made of their ops (``torch.export``,
     ``torch.jit.trace``, ``make_fx``).
     """
-    if not state.active or not torch.is_grad_enabled() or torch.compiler.is_exporting():
+    if not state.active or not torch.is_grad_enabled() or exports():
         return False
     if torch.compiler.is_compiling():
         return True

@@ -41,6 +41,12 @@ def _leave(code: CodeType, calls: bool) -> None:
     eval_frame.set_code_exec_strategy(code, eval_frame._FrameExecStrategy(action.SKIP, called))
 
 
+def exports() -> bool:
+    """Whether a program is made of the ops by ``torch.export``. Up to some torch behind 2.11 the compiler takes
+    ``torch.compiler.is_exporting()`` for true wherever it is at work."""
+    return torch.compiler._is_exporting_flag
+
+
 def changes_bits(compiler: Any) -> bool:
     """Whether what ``set_compiler`` returned may make other bits of code than running it as it is: all but compilers
     for looking at it, of which torch's own ``map`` and ``cond`` make use, too."""
@@ -159,7 +165,7 @@ def eagerly(run: F, *, recursive: bool = True, reason: str | None = None, warnin
     prepare._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
     def outside(*args: Any, **kwargs: Any) -> Any:
-        if not torch.compiler.is_compiling() or torch.compiler.is_exporting():
+        if not torch.compiler.is_compiling() or exports():
             return run(*args, **kwargs)
         prepare()
         return disabled[0](*args, **kwargs)

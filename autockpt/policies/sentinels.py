@@ -48,7 +48,7 @@ from autockpt.policies.rerun_state.reach import code_of
 from autockpt.policies.saved import probe_of
 from autockpt.policies.sketches import distance_of, repeats, tolerance_of, unseen_sums
 from autockpt.policies.slots import Packing
-from autockpt.policies.spots import DeviceSpots, Places, SpotCheck, can_be_spotted, tensor_read
+from autockpt.policies.spots import DeviceSpots, Places, SpotCheck, can_be_spotted, is_computed, tensor_read
 
 Mode = Literal["off", "sample", "all"]
 WINDOW = 499
@@ -62,7 +62,8 @@ the unit's code may write to it unseen."""
 _CAUSES = (
     "Likely causes: an object, counter, generator, attribute, hook or context that forward reads was changed, by it or "
     "before backward; forward draws from a generator that it seeds anew (`default_rng()`, `seed()`), or reads a clock; "
-    "a tensor was written to by `.data` or NumPy; memory or hardware failed."
+    "a tensor was written to by `.data` or NumPy; a function of torch.jit.script was compiled anew; memory or hardware "
+    "failed."
 )
 
 _OF_THE_PROCESS = ("_lock", "open", "spots", "_pending", "_in_a_thread")
@@ -271,6 +272,7 @@ class CheckedCall:
         self.proven = False
         self._room, self._since = hold, sequence_nr()
         self._fit: list[int] = []  # entries that later calls can look at
+        self._last: int | None = None
         self._entries: list[WatchedTensor] = []
         self._compared: list[Compared] = []
         self._state: list[tuple[str, torch.Tensor, Form, torch.Tensor]] = []
@@ -284,6 +286,7 @@ class CheckedCall:
         self._entries.append(entry)
         if can_be_spotted(tensor, self._since):
             self._fit.append(entry.number)
+            self._last = entry.number if is_computed(tensor, self._since) else self._last
         if self._room is not None and entry.held is not None:
             self._room -= tensor.nbytes
             if self._room < 0:
@@ -293,7 +296,7 @@ class CheckedCall:
     @eagerly
     def forward_ended(self) -> None:
         """The unit's forward has ended."""
-        self.sentinel.places = Places(len(self._entries), self._fit)
+        self.sentinel.places = Places(len(self._entries), self._fit, self._last)
         for entry in self._entries:
             entry.let_go()
         if self.sentinels.written_to_by_others:

@@ -116,9 +116,14 @@ class Filler:
                 raise differs(self._unit, f"saved a tensor {was} in forward and {now} when it ran again")
             if self._fills and slot.waits:
                 slot.fill(value)
-        if self._stops and self.seen == len(slots):
+        if self.full:
             raise Enough
         return value
+
+    @property
+    def full(self) -> bool:
+        """Whether the run was to end, as all slots are filled."""
+        return self._stops and self.seen == len(self._slots)
 
     def ended(self, moved: dict[int, int]) -> None:
         """The run has ended. State was put back after it, its version counters (from, to), too: what is saved of it is
@@ -134,7 +139,8 @@ def differs(unit: str, what: str) -> ConflictError:
     """The error for a unit that is not repeatable."""
     return ConflictError(
         f"{unit} {what}: it does not do the same twice",
-        remedy="Use `save` or `offload` for it; something that it reads has changed between forward and backward.",
+        remedy="Use `save` or `offload` for it; something that it reads has changed between forward and backward. "
+        "(A function of torch.jit.script changes in its first calls: run two steps before the plan is applied.)",
     )
 
 

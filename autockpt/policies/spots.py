@@ -18,7 +18,7 @@ import torch
 
 from autockpt.errors import RerunMismatch
 from autockpt.policies.conflicts import current_node, is_wrapped, sequence_nr
-from autockpt.policies.fingerprints import quietly, stream_of
+from autockpt.policies.fingerprints import left_unwritten, quietly, stream_of
 from autockpt.policies.sketches import distance_of, repeats, tolerance_of
 
 if TYPE_CHECKING:
@@ -28,28 +28,39 @@ PLACE = 8
 """Neighbouring elements that are compared, others in every step."""
 IN_TURN = 2
 """Tensors of each call that are looked at besides the last."""
+_CHANNELS_LAST = {4: (torch.channels_last,), 5: (torch.channels_last_3d,)}
 ROOM = 4.0
 """Few elements may be farther apart than a whole tensor is, relative to their length, by rounding alone."""
 
 
-def can_be_spotted(tensor: torch.Tensor, since: int) -> bool:
-    """Whether a unit whose forward began at this autograd sequence number has computed it, and it lies in one piece."""
+def is_computed(tensor: torch.Tensor, since: int) -> bool:
+    """Whether a unit whose forward began at this autograd sequence number has computed it, with a gradient."""
     node = tensor.grad_fn
+    return node is not None and node._sequence_nr() >= since
+
+
+def can_be_spotted(tensor: torch.Tensor, since: int) -> bool:
+    """Whether the unit has computed it, or may have without a gradient, and it lies in one piece."""
     return (
-        node is not None
-        and node._sequence_nr() >= since
+        (is_computed(tensor, since) or not tensor.requires_grad)
         and type(tensor) is torch.Tensor
         and tensor.layout is torch.strided
         and not tensor.is_nested
         and tensor.is_floating_point()
-        and tensor.is_contiguous()
+        and _order_of(tensor) is not None
         and tensor.numel() >= PLACE
         and not (tensor.is_meta or tensor.is_neg() or is_wrapped(tensor))
     )
 
 
+def _order_of(tensor: torch.Tensor) -> torch.memory_format | None:
+    """How its elements lie one after the other; None where they do not."""
+    orders = (torch.contiguous_format, *_CHANNELS_LAST.get(tensor.dim(), ()))
+    return next((order for order in orders if tensor.is_contiguous(memory_format=order)), None)
+
+
 def _held(tensor: torch.Tensor, first: int) -> bytes | torch.Tensor:
-    """What a tensor holds from an element on: bytes of the host's memory, or a copy on its device."""
+    """What a tensor holds from an element on, as they lie: bytes of the host's memory, or a copy on its device."""
     if tensor.is_cpu:
         width = tensor.element_size()
         address = tensor.data_ptr()
@@ -59,13 +70,15 @@ def _held(tensor: torch.Tensor, first: int) -> bytes | torch.Tensor:
 
 
 class Places:
-    """What one call of a unit saved, and which of it later calls look at: the last that can be, and others in turn."""
+    """What one call of a unit saved, and which of it later calls look at: the ``last`` that was computed with a
+    gradient, and others in turn."""
 
-    def __init__(self, saved: int, fit: Sequence[int]) -> None:
+    def __init__(self, saved: int, fit: Sequence[int], last: int | None = None) -> None:
         self.saved = saved
-        self._turns = [frozenset((fit[-1], *fit[i : i + IN_TURN])) for i in range(0, len(fit), IN_TURN)]
+        last = fit[-1] if fit and last is None else last
+        self._turns = [frozenset((last, *fit[i : i + IN_TURN])) for i in range(0, len(fit), IN_TURN)]
 
-    def in_turn(self, call: int) -> frozenset[int]:
+    def in_turn(self, call: int) -> frozenset[int | None]:
         """The numbers of those that this call looks at."""
         return self._turns[call % len(self._turns)] if self._turns else frozenset()
 
@@ -90,12 +103,12 @@ class SpotCheck:
 class SpottedTensor:
     """A saved tensor: what it held at one place."""
 
-    __slots__ = ("_first", "_held", "_number", "_step", "_stream", "_what", "sentinel")
+    __slots__ = ("_first", "_held", "_number", "_order", "_step", "_stream", "_what", "sentinel")
 
     def __init__(self, sentinel: UnitSentinel, number: int, tensor: torch.Tensor) -> None:
         self.sentinel, self._number = sentinel, number
         self._step = sentinel.sentinels.step or sentinel.calls
-        self._first = self._step * 7919 % (tensor.numel() - PLACE + 1)
+        self._first, self._order = self._step * 7919 % (tensor.numel() - PLACE + 1), _order_of(tensor)
         self._held, self._stream = _held(tensor, self._first), None if tensor.is_cpu else stream_of(tensor.device)
 
     def look_again(self) -> None:
@@ -104,7 +117,9 @@ class SpottedTensor:
     def handed(self, value: torch.Tensor) -> None:
         """Backward is given ``value`` for it. Raises RerunMismatch at once where the host can see that it differs."""
         stream = None if value.is_cpu else stream_of(value.device)
-        if stream != self._stream or not value.is_contiguous():
+        if stream != self._stream or _order_of(value) is not self._order:
+            return
+        if (node := current_node()) is not None and left_unwritten(node, value):
             return
         found = _held(value, self._first)
         self.sentinel.spots += 1

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.ao.quantization.fake_quantize import FusedMovingAvgObsFakeQuantize
 
 from autockpt.errors import AutockptError, ConflictError, RerunMismatch
 from autockpt.policies.base import InPlaceError
@@ -367,3 +368,87 @@ def test_what_a_unit_returned_is_written_to_around_it_and_it_begins_late_to_read
         assert by != "reads"
     else:
         assert_equal(got, wanted)
+
+
+class Scripted(nn.Module):
+    """As Megatron's blocks, which end in a function of TorchScript: what that saves is the unit's last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.bias = nn.Linear(D, D), nn.Linear(D, D, bias=False), nn.Parameter(torch.zeros(D))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return gated(self.down(torch.tanh(self.up(x))), self.bias, x)
+
+
+@torch.jit.script
+def gated(x: Tensor, bias: Tensor, rest: Tensor) -> Tensor:
+    return rest * torch.sigmoid(x + bias)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_functions_of_torchscript_that_hold_a_units_last_saved_tensor(kind: str) -> None:
+    def train(kind: str) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = nn.Sequential(Scripted(), Scripted())
+        with attach(model, dict.fromkeys(("0", "1"), from_label(kind)), sentinels="sample"):
+            for _ in range(4):
+                model(torch.randn(4, D)).square().mean().backward()
+        return [p.grad for p in model.parameters() if p.grad is not None]
+
+    train("save")  # it is compiled anew in its first calls
+    for found, wanted in zip(train(kind), train("save"), strict=True):
+        assert torch.equal(found, wanted)
+    # which graph it runs may change at any call, so every call is compared as a whole
+    assert code_of("0", Scripted()).writes_unseen and not code_of("0", nn.Linear(2, 2)).writes_unseen
+
+
+class Observed(nn.Module):
+    """Observes its values for quantisation, from when on a tensor says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.observer = nn.Linear(D, D), FusedMovingAvgObsFakeQuantize()
+        self.observer.disable_observer()
+        self.observer.disable_fake_quant()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.observer(self.inner(x)))
+
+
+class Normed(nn.Module):
+    """Running statistics without a count of them, of which nothing tells."""
+
+    started: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.norm = nn.Linear(D, D), nn.BatchNorm1d(D)
+        self.norm.num_batches_tracked = None
+        self.register_buffer("started", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.norm.train(bool(self.started))
+        return torch.tanh(self.norm(self.inner(x)))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("unit", (Observed, Normed))
+def test_statistics_that_nothing_tells_of_begin_late(unit: type[nn.Module], kind: str) -> None:
+    def train(kind: str) -> list[Tensor]:
+        torch.manual_seed(0)
+        model: Any = nn.Sequential(unit(), unit())
+        with attach(model, dict.fromkeys(("0", "1"), from_label(kind)), sentinels="sample"):
+            for step in range(9):
+                if step == 4:
+                    for each in model:
+                        each.observer.enable_observer() if unit is Observed else each.started.fill_(1.0)
+                if step == 7 and unit is Observed:
+                    for each in model:
+                        each.observer.disable_observer()
+                        each.observer.enable_fake_quant()
+                model(torch.randn(4, D) * (1 + step)).square().mean().backward()
+        return [*(p.grad for p in model.parameters()), *model.buffers()]
+
+    for found, wanted in zip(train(kind), train("save"), strict=True):
+        assert torch.equal(found, wanted)

@@ -17,6 +17,9 @@ _UNSEEN |= {"__array__", "array", "asfortranarray", "require", "nditer", "atleas
 _UNSEEN |= {"all_reduce", "all_gather", "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single", "recv"}
 _UNSEEN |= {"broadcast", "irecv"}
 """Names by which code comes to write to a tensor without its version counter showing it."""
+OBSERVES = "fused_moving_avg_obs_fake_quant"
+_STATISTICS = frozenset({"batch_norm", OBSERVES})
+"""Names of what writes so to running statistics alone."""
 _GRADIENTS = frozenset({"backward", "zero_grad", "clip_grad_norm_", "clip_grad_value_"})
 """Names by which code comes to add to gradients, or to change them."""
 _KERNELS = frozenset({"backends", "cudnn", "mkldnn", "flags", "set_flags", "set_num_threads", "set_default_dtype"})
@@ -60,7 +63,7 @@ def may_do(functions: Sequence[tuple[str, types.CodeType]]) -> Code:
     to_any = not named.isdisjoint(_UNSEEN)
     kernels, flushes = not named.isdisjoint(_KERNELS), "set_flush_denormal" in named
     handles = any(part.co_exceptiontable for part in found)
-    return Code(to_any or "batch_norm" in named, to_any, assigns, gradients, kernels, flushes, handles)
+    return Code(to_any or not named.isdisjoint(_STATISTICS), to_any, assigns, gradients, kernels, flushes, handles)
 
 
 @functools.lru_cache(maxsize=10_000)

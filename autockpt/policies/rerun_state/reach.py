@@ -29,7 +29,7 @@ from torch import nn
 from autockpt.policies.attachment import attached_to
 from autockpt.policies.base import setting
 from autockpt.policies.fingerprints import host_values
-from autockpt.policies.rerun_state.code import Code, may_do, names_of
+from autockpt.policies.rerun_state.code import OBSERVES, Code, may_do, names_of
 from autockpt.policies.rerun_state.fields import HEAP, attributes, slots_named, slots_of
 from autockpt.policies.rerun_state.iterators import ADVANCING, IN_C
 from autockpt.policies.rerun_state.kinds import (
@@ -193,6 +193,8 @@ class Walk:
         elif issubclass(kind, threading.local):
             self._node(name, value, OF_THREADS, step, loose)
             self._class(name, kind, step)
+        elif issubclass(kind, torch.jit.ScriptFunction):
+            self.functions.append((name, _unread.__code__))
         elif kind is functools._lru_cache_wrapper:
             self._attributes(name, vars(value), step, loose)
             # without bounds a dictionary, else C's list, in which what is new cannot be put back
@@ -266,6 +268,8 @@ class Walk:
         self._node(name, fields, kind, step, False)
         if slots := tuple(slots_of(type(module))):
             self._node(name, module, slots_named(*slots), step, loose)
+        if (code := _untold(module)) is not None:
+            self.functions.append((name, code))
         self._go(f"{name}.forward", step, [("", placed_before(fields.get("forward")))], False)
         self._class(name, type(module), step)
 
@@ -327,6 +331,22 @@ class Walk:
                 self.nodes.append(Node(f"the global {key}", home, Global(key), {key: value}))
                 if value is not ABSENT:
                     self._open.append((f"the global {key}", value, step + 1, False))
+
+
+def _unread(tensor: torch.Tensor) -> torch.Tensor:
+    """Stands for code that cannot be read: it may do whatever this does."""
+    return tensor.data
+
+
+def _untold(module: nn.Module) -> types.CodeType | None:
+    """The forward of a library's module where it writes to buffers that tell nothing of it; of running statistics their
+    number tells, where they are counted."""
+    code = getattr(type(module).forward, "__code__", None)
+    if code is None or OBSERVES in code.co_names:
+        return code
+    buffers = module._buffers
+    untold = buffers.get("running_mean") is not None and buffers.get("num_batches_tracked") is None
+    return code if untold and "batch_norm" in code.co_names else None
 
 
 class _Known:
