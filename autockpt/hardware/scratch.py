@@ -1,9 +1,9 @@
-"""Scratch memory of oneDNN's kernels, measured: each op runs once for real, on zeros, under the allocator's events.
+"""Scratch memory of oneDNN's kernels and a few more, measured: each op runs once for real, on zeros.
 
 What oneDNN takes for a convolution or a 16-bit product (blocked copies, packed panels, sums per thread) is decided when
 it picks one of dozens of implementations by shape, instruction set and threads: a depthwise convolution's backward on
-2x2 images takes 250 times its weights. No table of rules follows that, one call does. Ops whose tensors or arithmetic
-are too much for a look ahead keep the rules of ``workspaces.py``.
+2x2 images takes 250 times its weights. No table of rules follows that, one call under the allocator's events does. Ops
+whose tensors or arithmetic are too much for a look ahead keep the rules of ``workspaces.py``.
 """
 
 from __future__ import annotations
@@ -24,7 +24,27 @@ from autockpt.hardware.operators import Operator, flat_tensors, overload_of
 from autockpt.hardware.signature import TensorSpec, Word, dtype_of, parse_signature, word_value
 from autockpt.schema.files import ScratchFolder
 
-_ALWAYS = frozenset({"convolution", "convolution_backward", "mkldnn_rnn_layer_backward"})
+_ONEDNN = frozenset({"convolution", "convolution_backward", "mkldnn_rnn_layer_backward"})
+# ATen's own, which copy what does not lie as they like it; that depends on channels, threads and layouts.
+_COPYING = frozenset(
+    (
+        "upsample_nearest1d",
+        "upsample_nearest2d",
+        "_upsample_nearest_exact2d",
+        "upsample_linear1d",
+        "upsample_bilinear2d",
+        "_upsample_bilinear2d_aa",
+        "_upsample_bicubic2d_aa",
+        "upsample_bicubic2d",
+        "max_pool2d_with_indices_backward",
+        "_adaptive_avg_pool2d_backward",
+        "im2col",
+        "kthvalue",
+        "_embedding_bag",
+        "_embedding_bag_backward",
+        "_trilinear",
+    )
+)
 _ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"  # packs its blocks by oneDNN's products
 _ATTENTIONS = frozenset({_ATTENTION, f"{_ATTENTION}_backward"})
 _SIXTEEN_BIT = (torch.bfloat16, torch.float16)
@@ -33,8 +53,8 @@ _MOST_BYTES = 1 << 29
 _MOST_FLOPS, _MOST_FLOPS_TOGETHER = 3e10, 2e11
 _SECONDS = 300.0
 GIVEN_UP = (
-    "What the largest convolutions and 16-bit products take while they run was not tried out: rules stand for "
-    "convolutions and attention, nothing for products."
+    "What the largest convolutions, resamplings and 16-bit products take while they run was not tried out: rules stand "
+    "for convolutions and attention, nothing for the others."
 )
 
 
@@ -78,9 +98,11 @@ class WorkspaceTrials:
 
 def is_measured(operator: Operator, tensors: list[Tensor]) -> bool:
     """Whether only a real call tells what the CPU kernel takes while it runs."""
+    if operator.base in _COPYING:
+        return True
     if not torch.backends.mkldnn.is_available():
         return False
-    if operator.base in _ALWAYS:
+    if operator.base in _ONEDNN:
         return True
     packs = operator.multiplies or operator.base in _ATTENTIONS or operator.base == "gemm_4bit"
     return packs and bool(tensors) and tensors[0].dtype in _SIXTEEN_BIT

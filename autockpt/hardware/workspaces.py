@@ -5,15 +5,14 @@ all: oneDNN copies input, weight and output to blocked layouts of 16 channels. W
 is possible (``scratch.py``); its rules here, read off the allocator's events on x86-64 with AVX-512, stand in for the
 rest. The other rules are ATen's own and hold on every CPU.
 
-CUDA's kernels have rules of their own, read off the sources of torch 2.11 to 2.13; not measured on a device yet. Not
-among them: what cuDNN takes for convolutions (its heuristics decide), and scratch pads of sorts and scans of a few
-kilobytes. Other devices have other kernels: there only what ops hold that are put together from others.
+Those of accelerators are in ``accelerator_workspaces.py``.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -21,7 +20,7 @@ from torch import Tensor
 from torch._prims_common import ELEMENTWISE_TYPE_PROMOTION_KIND, elementwise_dtypes
 
 from autockpt.hardware.operators import Argument, Operator, channels_last
-from autockpt.hardware.quantised_kernels import CUDA_RULES, cpu_quantised
+from autockpt.hardware.quantised_kernels import cpu_quantised
 
 _BLOCK = 16  # channels
 _UNBLOCKED_INPUT = 3  # channels up to which the input of a convolution is taken as it is
@@ -69,8 +68,10 @@ def _convolution_backward(argument: Argument, threads: int) -> int:
 
 
 def _batch_norm_backward(argument: Argument, threads: int) -> int:
-    """The input's gradient is allocated twice."""
-    x, mask = argument("input"), argument("output_mask")
+    """The input's gradient is allocated twice, unless one has channels last and the other not."""
+    x, grad, mask = argument("input"), argument("grad_out"), argument("output_mask")
+    if channels_last(x) != channels_last(grad):
+        return 2 * x.nbytes if channels_last(x) and x.dtype in _SIXTEEN_BIT else 0  # computed in fp32
     return x.nbytes if mask is None or mask[0] else 0
 
 
@@ -96,10 +97,16 @@ def _roll(argument: Argument, threads: int) -> int:
     return x.nbytes if len(argument("shifts")) > 1 else 0
 
 
-def _scatter_add(argument: Argument, threads: int) -> int:
-    """16-bit types are added up in a fp32 copy of the result."""
+def _scatter(argument: Argument, threads: int) -> int:
+    """16-bit types are scattered into an fp32 copy of the result."""
     x = argument("self")
-    return 4 * x.numel() if x.dtype in (torch.bfloat16, torch.float16) else 0
+    return FLOAT * x.numel() if x.dtype in _SIXTEEN_BIT else 0
+
+
+def _gather(argument: Argument, threads: int) -> int:
+    """Likewise, unless there is but one dimension."""
+    x, index = argument("self"), argument("index")
+    return FLOAT * index.numel() if x.dtype in _SIXTEEN_BIT and x.dim() > 1 else 0
 
 
 def _gelu_backward(argument: Argument, threads: int) -> int:
@@ -137,6 +144,81 @@ def _wider_reduction(argument: Argument, threads: int) -> int:
     return x.numel() * dtype.itemsize if dtype is not x.dtype and x.dim() else 0
 
 
+def _sum(argument: Argument, threads: int) -> int:
+    """16-bit types are summed up in fp32 where what is reduced does not lie together (``should_use_acc_buffer``)."""
+    x = argument("self")
+    if x.dtype not in _SIXTEEN_BIT or argument("dtype") is torch.float32:
+        return _wider_reduction(argument, threads)
+    reduced = sorted((x.stride(dim), x.size(dim)) for dim in _reduced(argument) if x.size(dim) > 1)
+    together = all(step * size == following for (step, size), (following, _) in pairwise(reduced))
+    return 0 if together else _in_fp32(argument)
+
+
+def _mean(argument: Argument, threads: int) -> int:
+    """16-bit types are summed up in fp32 (``native/ReduceOps.cpp``)."""
+    x = argument("self")
+    if x.dtype not in _SIXTEEN_BIT or argument("dtype") is torch.float32:
+        return _wider_reduction(argument, threads)
+    return _in_fp32(argument)
+
+
+def _in_fp32(argument: Argument) -> int:
+    """Input and result of a reduction."""
+    x = argument("self")
+    return FLOAT * (x.numel() + x.numel() // max(math.prod(x.size(dim) for dim in _reduced(argument)), 1))
+
+
+def _reduced(argument: Argument) -> Sequence[int]:
+    """The dimensions that a reduction goes over: where none are given, all."""
+    return argument("dim") or range(argument("self").dim())
+
+
+def _loss(reduced: int, unreduced: int = 0) -> Callable[[Argument, int], int]:
+    """Elementwise losses hold so many tensors as large as their input where they reduce it, and where they do not."""
+
+    def rule(argument: Argument, threads: int) -> int:
+        x, target = argument("self"), argument("target")
+        dtype, converted = torch.promote_types(x.dtype, target.dtype), _converted([x, target])
+        count = math.prod(torch.broadcast_shapes(x.size(), target.size()))
+        if argument("reduction") == NO_REDUCTION:
+            return unreduced * count * dtype.itemsize + converted
+        mean = argument("reduction") in (None, _MEAN) and dtype in _SIXTEEN_BIT
+        # converted by two iterators, one for the shape of the result and one for the kernel
+        return (reduced * dtype.itemsize + (FLOAT if mean else 0)) * count + 2 * converted
+
+    return rule
+
+
+def _loss_backward(argument: Argument, threads: int) -> int:
+    x = argument("self")
+    return _converted([x, argument("target"), argument("grad_output")], x)
+
+
+def soft_margin_backward(argument: Argument, threads: int = 1) -> int:
+    """Put together from elementwise ops (``native/Loss.cpp``)."""
+    return 2 * argument("self").nbytes
+
+
+def _nll(argument: Argument, threads: int) -> int:
+    """Contiguous copies, where it reduces."""
+    if argument("reduction") == NO_REDUCTION:
+        return 0
+    return _contiguous_copies("self", "weight")(argument, threads)
+
+
+def logsumexp(argument: Argument, threads: int = 1) -> int:
+    """Exponentials, and the maxima beside the result (``native/ReduceOps.cpp``)."""
+    x = argument("self")
+    reduced = math.prod(x.size(dim) for dim in argument("dim")) if x.dim() else 1
+    return x.nbytes + x.nbytes // max(reduced, 1)
+
+
+def distances(argument: Argument, threads: int = 1) -> int:
+    """One product gives them, of copies with two more columns."""
+    points, others = argument("x1"), argument("x2")
+    return sum(x.nbytes // max(x.size(-1), 1) * (x.size(-1) + 2) for x in (points, others))
+
+
 def _attention(argument: Argument, threads: int) -> int:
     """Blocks of scores and results per thread: ``cpu/FlashAttentionKernel.cpp``, ``cpu_flash_attention``."""
     query = argument("query")
@@ -166,18 +248,25 @@ def _converted_operands(operator: Operator, args: tuple[Any, ...], kwargs: dict[
     """
     values = {name: operator.argument(name, args, kwargs) for name in operator.positions}
     operands = [v for name, v in values.items() if isinstance(v, Tensor) and name not in _CONDITIONS]
-    types = {t.dtype for t in operands if t.dim()}
-    if len(types) < 2:
+    return _converted(operands, operands[0] if operator.mutates else None)
+
+
+def _converted(operands: list[Tensor], written: Tensor | None = None) -> int:
+    """Bytes of operands in the type they have in common, where that is not their own."""
+    if len({t.dtype for t in operands}) < 2:
         return 0
     # the type that elementwise kernels compute in; tensors without dimensions count less
     _, common = elementwise_dtypes(*operands, type_promotion_kind=ELEMENTWISE_TYPE_PROMOTION_KIND.DEFAULT)
     nbytes = sum(t.numel() * common.itemsize for t in operands if t.dim() and t.dtype is not common)
-    if operator.mutates and operands[0].dtype is not common:
-        nbytes += operands[0].numel() * common.itemsize
+    if written is not None and written.dtype is not common:
+        nbytes += written.numel() * common.itemsize
     return nbytes
 
 
 _CONDITIONS = frozenset({"condition", "mask"})
+FLOAT, LONG = 4, 8
+_SIXTEEN_BIT = (torch.bfloat16, torch.float16)
+NO_REDUCTION, _MEAN = 0, 1  # at::Reduction
 
 
 _RULES: dict[str, Callable[[Argument, int], int]] = {
@@ -193,15 +282,30 @@ _RULES: dict[str, Callable[[Argument, int], int]] = {
     "_softmax_backward_data": _contiguous_copies("grad_output", "output"),
     "_log_softmax_backward_data": _contiguous_copies("grad_output", "output"),
     "gelu_backward": _gelu_backward,
-    "sum": _wider_reduction,
-    "mean": _wider_reduction,
+    "sum": _sum,
+    "mean": _mean,
     "cumsum": _wider_reduction,
     "_scaled_dot_product_flash_attention_for_cpu": _attention,
     "_scaled_dot_product_flash_attention_for_cpu_backward": _attention_backward,
     "embedding_dense_backward": _contiguous_copies("grad_output"),
     "roll": _roll,
-    "scatter_add": _scatter_add,
-    "scatter_add_": _scatter_add,
+    "gather": _gather,
+    "scatter": _scatter,
+    "scatter_": _scatter,
+    "scatter_add": _scatter,
+    "scatter_add_": _scatter,
+    "mse_loss": _loss(1),
+    "mse_loss_backward": _loss_backward,
+    "smooth_l1_loss": _loss(1),
+    "smooth_l1_loss_backward": _loss_backward,
+    "huber_loss": _loss(1),
+    "binary_cross_entropy": _loss(0),
+    "binary_cross_entropy_with_logits": _loss(2, 1),
+    "soft_margin_loss": _loss(0),
+    "soft_margin_loss_backward": soft_margin_backward,
+    "nll_loss_forward": _nll,
+    "logsumexp": logsumexp,
+    "_euclidean_dist": distances,
     "gemm_4bit": cpu_quantised,
     "_safe_softmax": _safe_softmax,
 }
@@ -226,10 +330,10 @@ def _blocked(x: Tensor, weight: Tensor, output: Sequence[int]) -> tuple[int, int
     itemsize = x.element_size()
     few = x.size(1) <= _UNBLOCKED_INPUT
     depthwise = weight.size(1) == 1
-    blocked_x = 0 if few else _up(x.size(1), _BLOCK) * (x.numel() // x.size(1)) * itemsize
-    inner = weight.size(1) if few or depthwise else _up(weight.size(1), _BLOCK)
-    blocked_w = _up(weight.size(0), _BLOCK) * inner * math.prod(weight.shape[2:]) * itemsize
-    blocked_y = _up(output[1], _BLOCK) * (math.prod(output) // output[1]) * itemsize
+    blocked_x = 0 if few else up_to(x.size(1), _BLOCK) * (x.numel() // x.size(1)) * itemsize
+    inner = weight.size(1) if few or depthwise else up_to(weight.size(1), _BLOCK)
+    blocked_w = up_to(weight.size(0), _BLOCK) * inner * math.prod(weight.shape[2:]) * itemsize
+    blocked_y = up_to(output[1], _BLOCK) * (math.prod(output) // output[1]) * itemsize
     return blocked_x, blocked_w, blocked_y
 
 
@@ -253,83 +357,6 @@ def _output_size(argument: Argument, x: Tensor, weight: Tensor) -> tuple[int, ..
     return (x.size(0), weight.size(0), *spatial)
 
 
-_FLOAT, _LONG = 4, 8
-_ROWS_PER_THREAD = 10
-_FEW_INDICES = 3072
-
-
-def accelerator_workspace_bytes(
-    operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], cuda: bool = True
-) -> int:
-    """Bytes beyond inputs and outputs that the kernel of CUDA, or of another accelerator, holds at its worst moment.
-
-    0 where none are known of.
-    """
-    argument = operator.arguments(args, kwargs)
-    if operator.base == "_safe_softmax":  # put together from the same ops on every device
-        return argument("self").numel()  # the rows' own mask is a block by itself, and a small one
-    if cuda and (own := _CUDA_RULES.get(operator.base)):
-        return max(own(argument), 0)
-    return 0
-
-
-def _flash_backward(argument: Argument) -> int:
-    """fp32 sums of the queries' gradient and of the rows, and gradients per query head where heads are shared.
-
-    ``aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp``, ``mha_bwd``.
-    """
-    query, key = argument("query"), argument("key")
-    batch, heads, length, head = query.shape
-    rows = _up(length, 128)
-    padded = _up(head, 32 if head <= 128 else 64)
-    nbytes = batch * heads * rows * (padded + 1) * _FLOAT
-    if key.size(1) != heads:
-        nbytes += 2 * batch * heads * key.size(2) * head * query.element_size()
-    return nbytes
-
-
-def _efficient_backward(argument: Argument) -> int:
-    """Row sums, and fp32 sums of the queries' gradient for 16-bit types.
-
-    ``mem_eff_attention/kernel_backward.h``: ``workspace_elements_gq`` and ``delta``.
-    """
-    query = argument("query")
-    batch, heads, length, head = query.shape
-    nbytes = batch * heads * _up(length, 32) * _FLOAT
-    if query.element_size() < _FLOAT:
-        nbytes += batch * heads * _up(length, 64) * _up(head, 64) * _FLOAT
-    return nbytes
-
-
-def _cudnn_backward(argument: Argument) -> int:
-    """cuDNN's own plan decides; the fp32 sums that it cannot do without are counted."""
-    query = argument("query")
-    batch, heads, length, head = query.shape
-    return batch * heads * _up(length, 128) * (_up(head, 32) + 1) * _FLOAT
-
-
-def _embedding_backward(argument: Argument) -> int:
-    """Sorted indices and their places, and fp32 partial sums of each run of equal tokens.
-
-    ``EmbeddingBackwardKernel.cu``; how many runs there are depends on the tokens, so this is the most there can be.
-    """
-    grad, indices, rows = argument("grad_output"), argument("indices"), argument("num_weights")
-    count = indices.numel()
-    copied = 0 if grad.is_contiguous() else grad.nbytes
-    if count <= _FEW_INDICES:
-        return copied
-    runs = min(count, int(rows)) + -(-count // _ROWS_PER_THREAD)
-    return copied + 4 * count * _LONG + runs * grad.size(-1) * _FLOAT
-
-
-def _up(size: int, multiple: int) -> int:
+def up_to(size: int, multiple: int) -> int:
+    """The next multiple."""
     return -(-size // multiple) * multiple
-
-
-_CUDA_RULES: dict[str, Callable[[Argument], int]] = {
-    "_scaled_dot_product_flash_attention_backward": _flash_backward,
-    "_scaled_dot_product_efficient_attention_backward": _efficient_backward,
-    "_scaled_dot_product_cudnn_attention_backward": _cudnn_backward,
-    "embedding_dense_backward": _embedding_backward,
-    **CUDA_RULES,
-}

@@ -11,12 +11,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from autockpt.hardware.accelerator_workspaces import accelerator_workspace_bytes
 from autockpt.hardware.operators import Operator, Operators, count_flops, flat_tensors
 from autockpt.hardware.quantised_kernels import notes_on_quantised
 from autockpt.hardware.scratch import GIVEN_UP, WorkspaceTrials, is_measured
 from autockpt.hardware.signature import dtype_name, plain_signature, signature
 from autockpt.hardware.triton_launches import LAUNCH, NOTE
-from autockpt.hardware.workspaces import accelerator_workspace_bytes, workspace_bytes
+from autockpt.hardware.workspaces import workspace_bytes
 from autockpt.policies.base import setting
 from autockpt.policies.compiling import uncompiled
 from autockpt.schema.graph import Tier

@@ -57,7 +57,6 @@ _ELEMENTWISE = frozenset(
         "logical_and",
         "logical_or",
         "logit_backward",
-        "mse_loss_backward",
         "native_dropout_backward",
         "softplus_backward",
         "xlogy",
@@ -128,6 +127,31 @@ def _suggested(x: Tensor) -> Layout:
     """A new tensor in the memory format that ``x`` suggests: channels last or contiguous."""
     shape = torch.empty(x.size(), device="meta", memory_format=channels_last(x) or torch.contiguous_format)
     return dense(x.size(), shape.stride(), x.dtype)
+
+
+def _like_input(tree: Layout, argument: Argument) -> Layout:
+    """Contiguous, in the input's type."""
+    return dense(tree.size, contiguous_stride(tree.size), argument("self").dtype)
+
+
+def _cross_entropy(tree: Layout, argument: Argument) -> Layout:
+    """Strides of its input where it stays as large."""
+    like = torch.empty_like(argument("self"), device="meta")
+    return (
+        dense(like.size(), like.stride(), like.dtype) if tree.size == like.size() else _reduced_in_place(tree, argument)
+    )
+
+
+def _reduced_in_place(tree: Layout, argument: Argument) -> Layout:
+    """Losses that shrink the unreduced result to its mean or sum: the memory stays as large as it was."""
+    target = argument("target")
+    count = math.prod(torch.broadcast_shapes(argument("self").size(), target.size()))
+    return tree._replace(nbytes=max(tree.nbytes, count * tree.dtype.itemsize))
+
+
+def _fold(tree: Layout, argument: Argument) -> Layout:
+    """Allocated like its input, and shrunk."""
+    return tree._replace(nbytes=max(tree.nbytes, argument("self").nbytes))
 
 
 def _recurrent_layer(tree: Any, argument: Argument) -> Any:
@@ -202,6 +226,15 @@ _CORRECTIONS: dict[str, Callable[[Any, Argument], Any]] = {
     "gelu_backward": _gelu,
     "roll": _roll,
     "mkldnn_rnn_layer": _recurrent_layer,
+    "mse_loss": _reduced_in_place,
+    "smooth_l1_loss": _reduced_in_place,
+    "soft_margin_loss": _reduced_in_place,
+    "binary_cross_entropy": _cross_entropy,
+    "binary_cross_entropy_backward": _cross_entropy,
+    "mse_loss_backward": _like_input,
+    "smooth_l1_loss_backward": _like_input,
+    "huber_loss_backward": _like_input,
+    "col2im": _fold,
 }
 # For operators whose inference fails on valid arguments.
 _REPLACEMENTS: dict[str, Callable[[Argument], Any]] = {

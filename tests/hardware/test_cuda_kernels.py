@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from autockpt.hardware.accelerator_workspaces import accelerator_workspace_bytes
 from autockpt.hardware.cuda_kernels import (
     AMPERE,
     AttentionCall,
@@ -15,7 +16,6 @@ from autockpt.hardware.cuda_kernels import (
     fuses_dropout,
 )
 from autockpt.hardware.operators import Operator
-from autockpt.hardware.workspaces import accelerator_workspace_bytes
 from autockpt.schema import RECOMPUTE, Graph, WorkloadSpec
 from autockpt.tracing import Tracer, run
 from tests.hardware.cuda_models import HEADS, LENGTH, WIDTH

@@ -86,6 +86,23 @@ def test_large_ops_are_given_up_however_fast_the_machine() -> None:
     assert wanted[0].workspace != 7 and [c.workspace for c in wanted[1:]] == [7, 7]
 
 
+def test_what_the_copies_of_resampling_take_is_measured() -> None:
+    image = torch.rand(2, 8, 16, 16)
+    last = image.to(memory_format=torch.channels_last)
+    halves, where = aten.max_pool2d_with_indices.default(last, [2, 2], [2, 2])
+    pooled: tuple[Any, ...] = (halves, last, [2, 2], [2, 2], [0, 0], [1, 1], False, where)
+    calls: list[tuple[Any, tuple[Any, ...]]] = [
+        (aten.upsample_nearest2d.default, (image, [32, 32], 2.0, 2.0)),
+        (aten.upsample_bilinear2d.default, (last, [32, 32], False, 2.0, 2.0)),
+        (aten.im2col.default, (image, [3, 3], [1, 1], [1, 1], [1, 1])),
+        (aten.max_pool2d_with_indices_backward.default, pooled),
+    ]
+    for func, args in calls:
+        assert is_measured(Operator(func), [args[0]])
+        text = plain_signature(func, args)
+        assert measured_bytes([text], torch.get_num_threads()) == {text: real_workspace(func, *args)}
+
+
 def test_fp32_products_and_other_ops_are_not_tried() -> None:
     x = torch.rand(4, 4)
     assert not is_measured(Operator(aten.mm.default), [x])

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from autockpt.hardware.accelerator_workspaces import accelerator_workspace_bytes
 from autockpt.hardware.operators import Operator, flat_tensors
 from autockpt.hardware.workspaces import workspace_bytes
 from tests.tracing.reference import peak_over
@@ -128,6 +129,94 @@ def test_gradients_of_norms_and_gelu() -> None:
     ]
     for func, args in calls:
         assert known(func, *args) == real_workspace(func, *args), func
+
+
+def losses(dtype: torch.dtype, reduction: int) -> list[tuple[Any, tuple[Any, ...]]]:
+    x, y, weight = torch.rand(8, 32, 16).to(dtype), torch.rand(8, 32, 16).to(dtype), torch.rand(16).to(dtype)
+    grad = x if reduction == 0 else torch.ones((), dtype=dtype)
+    return [
+        (aten.mse_loss.default, (x, y, reduction)),
+        (aten.mse_loss_backward.default, (grad, x, y, reduction)),
+        (aten.smooth_l1_loss.default, (x, y, reduction)),
+        (aten.huber_loss.default, (x, y, reduction)),
+        (aten.soft_margin_loss.default, (x, y, reduction)),
+        (aten.soft_margin_loss_backward.default, (grad, x, y, reduction)),
+        (aten.binary_cross_entropy.default, (x, y, None, reduction)),
+        (aten.binary_cross_entropy_with_logits.default, (x, y, None, None, reduction)),
+        (aten.binary_cross_entropy_with_logits.default, (x, y, weight, weight, reduction)),
+        (aten.nll_loss_forward.default, (x[0].t(), torch.zeros(16).long(), None, reduction, -100)),
+    ]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("reduction", [0, 1, 2])
+def test_losses_hold_what_they_reduce(dtype: torch.dtype, reduction: int) -> None:
+    for func, args in losses(dtype, reduction):
+        assert known(func, *args) == pytest.approx(real_workspace(func, *args), abs=128), func
+
+
+def test_losses_of_two_types_copy_the_narrower_one() -> None:
+    wide, narrow = torch.rand(8, 32, 16), torch.rand(8, 32, 16).bfloat16()
+    one = torch.ones(())
+    for x, y in ((wide, narrow), (narrow, wide)):
+        for reduction in (0, 1, 2):
+            func: Any = aten.mse_loss.default
+            assert known(func, x, y, reduction) == pytest.approx(real_workspace(func, x, y, reduction), abs=64)
+        backward: tuple[Any, ...] = (one, x, y, 1)
+        assert known(aten.mse_loss_backward.default, *backward) == real_workspace(
+            aten.mse_loss_backward.default, *backward
+        )
+
+
+def test_losses_on_accelerators_hold_what_they_reduce() -> None:
+    def of(func: Any, *args: Any, cuda: bool = True) -> int:
+        return accelerator_workspace_bytes(Operator(func), args, {}, cuda)
+
+    x = torch.rand(8, 32, device="meta")
+    assert of(aten.mse_loss.default, x, x) == of(aten.smooth_l1_loss.default, x, x, 2) == x.nbytes
+    assert of(aten.mse_loss.default, x, x, 0) == of(aten.mse_loss.default, x, x, cuda=False) == 0
+    assert of(aten.mse_loss.default, x.bfloat16(), x.bfloat16()) == x.nbytes // 2
+    logits = aten.binary_cross_entropy_with_logits.default
+    assert of(logits, x, x, None, None, 1, cuda=False) == 2 * x.nbytes
+    assert of(logits, x, x, None, None, 0) == x.nbytes
+
+
+def test_16_bit_reductions_add_up_in_fp32() -> None:
+    x = torch.rand(4, 8, 16, 2).bfloat16()
+    calls: list[tuple[Any, tuple[Any, ...]]] = [
+        (aten.mean.default, (x,)),
+        (aten.mean.dim, (x, [-1])),
+        (aten.mean.dim, (x, [0, 2], True)),
+        (aten.sum.default, (x,)),
+        (aten.sum.default, (x.transpose(1, 2),)),
+        (aten.sum.dim_IntList, (x, [0, 1])),
+        (aten.sum.dim_IntList, (x, [0, 2, 3])),
+        (aten.gather.default, (x, 1, torch.zeros(4, 3, 16, 2).long())),
+        (aten.gather.default, (torch.rand(16).bfloat16(), 0, torch.zeros(64).long())),
+        (aten.scatter.src, (x, 1, torch.zeros(4, 3, 16, 2).long(), x)),
+    ]
+    for func, args in calls:
+        assert known(func, *args) == pytest.approx(real_workspace(func, *args), abs=64), func
+    rows = torch.rand(64, 32)
+    assert known(aten.logsumexp.default, rows, [1]) == real_workspace(aten.logsumexp.default, rows, [1])
+    assert known(aten.logsumexp.default, rows, [0, 1]) == real_workspace(aten.logsumexp.default, rows, [0, 1])
+    distances = aten._euclidean_dist.default
+    assert known(distances, rows, rows[:40]) == real_workspace(distances, rows, rows[:40])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_batch_norm_with_channels_first_or_last(dtype: torch.dtype) -> None:
+    first, weight = torch.rand(8, 32, 16, 16).to(dtype), torch.ones(32, dtype=dtype)
+    last = first.contiguous(memory_format=torch.channels_last)
+    backward = aten.native_batch_norm_backward.default
+    for grad, x in ((first, first), (first, last), (last, first), (last, last)):
+        args = (grad, x, weight, weight, weight, weight, weight, True, 1e-5, [True] * 3)
+        assert known(backward, *args) == pytest.approx(real_workspace(backward, *args), abs=256)
+
+
+def test_a_number_of_a_wider_type_decides_the_type() -> None:
+    mask, number = torch.rand(8, 32) > 0.5, torch.tensor(2.0)
+    assert known(aten.mul.Tensor, mask, number) == real_workspace(aten.mul.Tensor, mask, number) == 4 * 8 * 32
 
 
 def test_most_kernels_need_none() -> None:

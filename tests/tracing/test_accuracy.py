@@ -157,6 +157,16 @@ def test_pytorchs_own_recompute(reentrant: bool) -> None:
     assert any(op.phase == "recompute" for op in graph.ops)
 
 
+@pytest.mark.parametrize("loss", ["mse_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy"])
+def test_losses_over_a_large_output(loss: str) -> None:
+    model = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.Upsample(scale_factor=2), nn.Sigmoid())
+    batch = torch.rand(2, 3, 32, 32), torch.rand(2, 8, 64, 64)
+    workload = Step(model, batch, loss=lambda m, b: getattr(nn.functional, loss)(m(b[0]), b[1]))
+    with Tracer.from_step(workload, fallback=False) as tracer:
+        graph = tracer.trace()
+    assert graph.peak_bytes == pytest.approx(Real(workload).peak_bytes, abs=16)
+
+
 @pytest.mark.parametrize("name", ["mlp", "conv"])
 def test_plain_modules(name: str) -> None:
     torch.manual_seed(0)

@@ -97,6 +97,26 @@ def test_images(kind: str, grad_kind: str) -> None:
         check(aten.native_group_norm_backward.default, grad, x, mean, inverse, weight, 2, 8, 36, 2, [True, True, False])
 
 
+@pytest.mark.parametrize("kind", ["contiguous", "channels_last", "transposed"])
+@pytest.mark.parametrize("reduction", [0, 1, 2])
+def test_reduced_losses_keep_the_memory_of_the_unreduced(kind: str, reduction: int) -> None:
+    x, y = strided(kind, 2, 8, 6, 6), strided("contiguous", 2, 8, 6, 6)
+    grad = y if reduction == 0 else torch.ones(())
+    for loss in (aten.mse_loss, aten.smooth_l1_loss, aten.huber_loss, aten.soft_margin_loss):
+        check(loss.default, x, y, reduction)
+    check(aten.binary_cross_entropy.default, x, y, None, reduction)
+    check(aten.binary_cross_entropy_backward.default, grad, x, y, None, reduction)
+    check(aten.mse_loss_backward.default, grad, x, y, reduction)
+    check(aten.smooth_l1_loss_backward.default, grad, x, y, reduction, 1.0)
+    check(aten.huber_loss_backward.default, grad, x, y, reduction, 1.0)
+    check(aten.mse_loss.default, x.bfloat16(), y, reduction)
+    check(aten.mse_loss_backward.default, grad, x.bfloat16(), y, reduction)
+
+
+def test_folded_patches_keep_as_much_memory_as_the_patches() -> None:
+    check(aten.col2im.default, torch.rand(2, 8 * 9, 36), [6, 6], [3, 3], [1, 1], [1, 1], [1, 1])
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_norm_statistics_under_autocast_are_32_bit(dtype: torch.dtype) -> None:
     weight = torch.ones(8)

@@ -8,12 +8,15 @@ from typing import Any
 import pytest
 from torch import nn, ones
 
+from autockpt.devices.cpu import CpuDevice
 from autockpt.errors import AutockptError, InfeasibleError, UsageError
 from autockpt.schema import SearchRequest, Silence, WorkloadSpec, parse_budget
-from autockpt.tuning import run_search, search_step
+from autockpt.tuning import alternatives, run_search, search_step
 from autockpt.tuning.search import search_options
+from autockpt.tuning.targets import measured
 from autockpt.workload import Step, build
 from search_spaces.spaces import load_space
+from tests.tuning.small import TWO_LAYERS
 
 pytestmark = pytest.mark.slow
 
@@ -49,6 +52,22 @@ def test_a_budget_that_nothing_fits_is_refused_before_a_step_is_timed(tmp_path: 
     run = caught.value.run
     assert run is not None and run.refusal() == caught.value.message and not run.trials()
     assert run.graph() is not None and run.profile() is None, "bytes are known, seconds are not"
+
+
+def test_what_the_worker_holds_is_not_another_s(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    judged: list[int] = []
+
+    def on_device(*asked: Any) -> Any:
+        judged.append(asked[3])
+        return alternatives.on_device(*asked)
+
+    monkeypatch.setattr(measured, "on_device", on_device)
+    monkeypatch.setattr(CpuDevice, "used_by_others", lambda self: self.capacity())  # here; the worker sees for itself
+    asked = {"budget": parse_budget("800KB"), "workload": WorkloadSpec(model=TWO_LAYERS, batch_size=1, seq_len=16)}
+    request = SearchRequest.model_validate(asked | {"space": load_space("knobs"), "out": tmp_path, "device": "cpu"})
+    with pytest.raises(InfeasibleError, match="nothing fits"):
+        run_search(request)
+    assert 0 <= judged[0] < CpuDevice().capacity()
 
 
 @pytest.mark.parametrize("wrong", [{"trials": 0}, {"timeout": 0}, {"budget": "60"}, {"space": "knob"}])

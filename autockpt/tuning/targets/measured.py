@@ -47,7 +47,9 @@ def open_measured(stack: ExitStack, request: SearchRequest, clock: Clock) -> Ope
     else:  # asking a GPU oneself would open a context, for as long as this process lives
         with clock.stage("build"):
             environment = worker.environment
-    needs, others = needed_on(environment.device), device.used_by_others()
+    needs = needed_on(environment.device)
+    # as the worker sees it: to this process the model that it has built would be another's
+    others = device.used_by_others() if worker is None else used_by_others(worker)
     what_if = partial(on_device, request.budget, device.torch_device, environment, others, found.uniform)
     job = Described(request.workload)
     stack.enter_context(naming_alternatives(found, needs, clock, job, request.budget, what_if))
