@@ -43,7 +43,7 @@ def write_page(run: RunDirectory, path: Path | None = None) -> Path:
 
     Raises RunDirectoryError where the run is damaged or the file cannot be written.
     """
-    return write_file(path or run.path / PAGE, run_page(run), RunDirectoryError, _ELSEWHERE)
+    return _written(path or run.path / PAGE, run, run_page(run))
 
 
 def write_comparison(first: RunDirectory, second: RunDirectory, path: Path | None = None) -> Path:
@@ -52,7 +52,13 @@ def write_comparison(first: RunDirectory, second: RunDirectory, path: Path | Non
     Raises RunDirectoryError or PlanError where a file of one is damaged, or the page cannot be written.
     """
     path = path or second.path / f"compare-{first.path.resolve().name}.html"
-    return write_file(path, compare_page(first, second), RunDirectoryError, _ELSEWHERE)
+    return _written(path, second, compare_page(first, second))
+
+
+def _written(path: Path, run: RunDirectory, page: str) -> Path:
+    """Where the page lies. A run's own files are no links to others."""
+    own = path.parent.resolve() == run.path.resolve()
+    return write_file(path, page, RunDirectoryError, _ELSEWHERE, links=not own)
 
 
 def of_run(contents: Contents) -> dict[str, Any]:
