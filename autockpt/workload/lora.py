@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import warnings
 from collections.abc import Iterable
+from typing import Any
 
 from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
@@ -90,8 +91,9 @@ def add_lora(
             + "Correct --lora-targets or --lora-modules-to-save, or attach adapters yourself in a factory.",
         ) from None
     # as PEFT has them by now: it takes older names for the experts of some models
-    known = adapted.peft_config["default"].target_modules if targets not in (None, ALL_LINEAR) else ()
-    _refuse_unmatched(present, "--lora-targets", () if isinstance(known, str) else known or ())
+    known: Any = vars(adapted.peft_config["default"]).get("target_modules")
+    if targets not in (None, ALL_LINEAR) and not isinstance(known, str):
+        _refuse_unmatched(present, "--lora-targets", known or ())
     _refuse_unmatched(present, "--lora-modules-to-save", whole or ())
     experts = any(type(module).__name__ == "ParamWrapper" for module in adapted.modules())
     return adapted, [_assumed(adapted, rank, why, dora, whole), *([_EXPERTS] if experts else [])]
