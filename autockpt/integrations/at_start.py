@@ -232,7 +232,8 @@ def refuse_search(callback: str, reasons: Mapping[str, bool], way: str = _SIMULA
     if named := [reason for reason, holds in reasons.items() if holds]:
         raise UsageError(
             f"{callback} cannot search here: {named[0]}",
-            remedy=f'Search beforehand (autockpt search --budget …; {way}) and pass the plan: {callback}("plan.yaml").',
+            remedy=f"Search beforehand (`autockpt search --budget …`; {way}) and pass the plan: "
+            f'{callback}("plan.yaml").',
         )
 
 
