@@ -9,9 +9,10 @@ import pytest
 from torch import nn, ones
 
 from autockpt.errors import AutockptError, InfeasibleError, UsageError
-from autockpt.schema import SearchRequest, Silence, WorkloadSpec, parse_budget
+from autockpt.schema import DeviceInfo, Environment, SearchRequest, Silence, WorkloadSpec, parse_budget
 from autockpt.tuning import run_search, search_step
 from autockpt.tuning.search import search_options
+from autockpt.tuning.stages import less_than_asked
 from autockpt.workload import Step, build
 from search_spaces.spaces import load_space
 
@@ -49,6 +50,14 @@ def test_a_budget_that_nothing_fits_is_refused_before_a_step_is_timed(tmp_path: 
     run = caught.value.run
     assert run is not None and run.refusal() == caught.value.message and not run.trials()
     assert run.graph() is not None and run.profile() is None, "bytes are known, seconds are not"
+
+
+def test_a_budget_above_what_the_device_has_is_said_to_be() -> None:
+    device = DeviceInfo(kind="cuda", name="a card", capacity_bytes=24 << 30)
+    environment = Environment(device=device, versions={})
+    (note,) = less_than_asked(parse_budget("24TB"), environment)
+    assert "a card has 24.0 GiB" in note and "less than the budget" in note
+    assert not less_than_asked(parse_budget("24GB"), environment) + less_than_asked(parse_budget("auto"), environment)
 
 
 @pytest.mark.parametrize("wrong", [{"trials": 0}, {"timeout": 0}, {"budget": "60"}, {"space": "knob"}])
