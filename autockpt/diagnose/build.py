@@ -237,6 +237,11 @@ def _nearest(capacity: int, kind: HardwareKind, *, below: bool = True) -> tuple[
     """The described device whose memory comes nearest, and that this is a guess."""
     known = [h for name in list_hardware() if (h := load_hardware(name)).kind == kind]
     enough = [h for h in known if below or h.memory_bytes >= capacity] or known
-    found = min(enough, key=lambda h: abs(h.memory_bytes - capacity))
+    least = min(abs(h.memory_bytes - capacity) for h in enough)
+    near = [h for h in enough if abs(h.memory_bytes - capacity) == least]
+    found = max(near, key=lambda h: (h.capability or (), h.bandwidth))  # of several the newest
     note = "which device it was is not known: kernels and seconds are those of"
-    return found, (f"{note} {found.name}, whose memory comes nearest; --hardware NAME names yours",)
+    why = "whose memory comes nearest"
+    if others := [h.name for h in near if h is not found]:
+        why = f"the newest of those whose memory comes nearest (as near: {', '.join(others)})"
+    return found, (f"{note} {found.name}, {why}; --hardware NAME names yours",)

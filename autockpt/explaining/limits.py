@@ -170,7 +170,8 @@ def workload_limits(
     floor = min(_at_any_size(graph) for graph in graphs.values()) + overhead
     out: list[Largest] = []
     for dimension, field_name in FIELDS.items():
-        now = subject.tracer.settings.get(field_name)
+        settings = subject.tracer.settings
+        now = settings.get(field_name) or settings.get(f"asked_{field_name}")
         padded = field_name == "seq_len" and spec.pad_to is not None
         if dimension not in dimensions or not isinstance(now, int) or padded:
             continue
@@ -221,7 +222,8 @@ def with_longest(
     if found is None:
         raise UsageError(
             "this workload has no sequence length that could be found",
-            remedy="Leave --seq-len auto and --pad-to out.",
+            remedy="Leave --seq-len auto and --pad-to out; a function of your own needs a parameter seq_len with a "
+            "default.",
         )
     if found.value is None and found.why:
         raise UsageError(f"other sequence lengths cannot be asked for: {found.why}", remedy="Leave --seq-len auto out.")

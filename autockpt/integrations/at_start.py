@@ -14,6 +14,7 @@ from torch import distributed, nn
 
 from autockpt import errors
 from autockpt.errors import AutockptError, UsageError
+from autockpt.history.trialplan import plan_at
 from autockpt.integrations.rows import OWN, batch_of_longest, largest_batch, lengths_here
 from autockpt.reporting.batches_view import batch_lines
 from autockpt.reporting.progress import LineListener
@@ -197,7 +198,7 @@ class PlanCallback:
                 f"{', '.join(f'{name}=' for name in _OPTIONS)}.",
             )
         if plan is not None:
-            self.plan = plan if isinstance(plan, Plan) else Plan.load(plan)
+            self.plan = plan if isinstance(plan, Plan) else plan_at(Path(plan))
             return
         assert budget is not None
         parsed = parse_budget(budget)
@@ -232,7 +233,8 @@ def refuse_search(callback: str, reasons: Mapping[str, bool], way: str = _SIMULA
     if named := [reason for reason, holds in reasons.items() if holds]:
         raise UsageError(
             f"{callback} cannot search here: {named[0]}",
-            remedy=f'Search beforehand (autockpt search --budget …; {way}) and pass the plan: {callback}("plan.yaml").',
+            remedy=f"Search beforehand (`autockpt search --budget …`; {way}) and pass the plan: "
+            f'{callback}("plan.yaml").',
         )
 
 

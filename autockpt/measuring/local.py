@@ -115,6 +115,6 @@ def refuse_many_processes() -> None:
     if size > 1:
         raise UsageError(
             f"this is one of {size} training processes, and a search measures in a single one",
-            remedy="Search once without torchrun (for instance: autockpt search --model package.module:factory "
-            "--budget …), then call autockpt.apply(model, 'plan.yaml') in every process.",
+            remedy="Search once without torchrun (for instance: `autockpt search --model package.module:factory "
+            "--budget …`), then call autockpt.apply(model, 'plan.yaml') in every process.",
         )

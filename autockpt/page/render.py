@@ -29,7 +29,6 @@ from autockpt.schema.names import fold, parse_pattern
 
 PAGE = "report.html"
 BEST_FEW = 5
-_ELSEWHERE = "Give another file: --report-out, or report_out=."
 
 
 def run_page(run: RunDirectory) -> str:
@@ -43,7 +42,7 @@ def write_page(run: RunDirectory, path: Path | None = None) -> Path:
 
     Raises RunDirectoryError where the run is damaged or the file cannot be written.
     """
-    return write_file(path or run.path / PAGE, run_page(run), RunDirectoryError, _ELSEWHERE)
+    return _written(path or run.path / PAGE, run_page(run), run)
 
 
 def write_comparison(first: RunDirectory, second: RunDirectory, path: Path | None = None) -> Path:
@@ -52,7 +51,15 @@ def write_comparison(first: RunDirectory, second: RunDirectory, path: Path | Non
     Raises RunDirectoryError or PlanError where a file of one is damaged, or the page cannot be written.
     """
     path = path or second.path / f"compare-{first.path.resolve().name}.html"
-    return write_file(path, compare_page(first, second), RunDirectoryError, _ELSEWHERE)
+    return _written(path, compare_page(first, second), first, second)
+
+
+def _written(path: Path, page: str, *runs: RunDirectory) -> Path:
+    """Where the page lies. A run's own files are no links to others."""
+    own = path.parent.resolve() in [run.path.resolve() for run in runs]
+    named = " ".join(str(run.path) for run in runs)
+    elsewhere = f"`autockpt report {named} --report-out FILE` writes it elsewhere; in Python report_out= does."
+    return write_file(path, page, RunDirectoryError, elsewhere, links=not own)
 
 
 def of_run(contents: Contents) -> dict[str, Any]:

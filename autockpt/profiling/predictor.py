@@ -212,5 +212,5 @@ def said_of(hardware: Hardware) -> str:
         "peaks are what a caching allocator kept to the budget would reserve, fragmentation included (a plan that "
         f"keeps fewer tensors may reserve more), with the context of {context}, and {safety} for safety; peaks that "
         "others published, mostly of older software, are 7 % above in the median: where you cannot verify on the card, "
-        "leave more --headroom"
+        "leave more free of it (--headroom of a search, or a smaller --budget)"
     )

@@ -1,5 +1,5 @@
 """Files: none is left half written by a crash, a full disk or a second process, none of our own is opened through a
-link that somebody put in its place, and no temporary folder outlives its process for long.
+link that somebody put in its place, nothing but a file is replaced, and no temporary folder outlives its process.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import errno
 import os
 import shutil
 import stat
+import sys
 import tempfile
 import weakref
 from collections.abc import Iterator
@@ -55,12 +56,61 @@ def atomic_write(path: Path, data: bytes | str, *, parents: bool = False) -> Non
 
 
 def write_file(
-    path: Path, text: str, error: type[AutockptError], remedy: str = "Give a path you can write to."
+    path: Path,
+    text: str,
+    error: type[AutockptError],
+    remedy: str = "Give a path you can write to.",
+    *,
+    links: bool = True,
 ) -> Path:
-    """Write a text, and the folders above it. Returns where it lies. Raises ``error`` where that is not possible."""
+    """Write a text where a person wants it, and the folders above it. Returns where it lies.
+
+    A stream as ``/dev/stdout`` takes the text as it is. Without ``links`` the file's own place must hold no link, nor
+    anything else that is no file. Raises ``error`` where it cannot be written.
+    """
     with writing(path, error, remedy):
-        atomic_write(path, text, parents=True)
+        if not links and (path.exists() or path.is_symlink()):
+            os.close(open_regular(path))
+        target = replaced_by(path)
+        if target is None:
+            _write_stream(path, text)
+        else:
+            atomic_write(target, text, parents=True)
     return path
+
+
+def replaced_by(path: Path) -> Path | None:
+    """The file that writing to ``path`` replaces, which may not exist yet: links stay, and lead to it.
+
+    None for a stream, into which one writes: a pipe, a device as ``/dev/null``, what this process prints to. Raises
+    OSError for what is neither.
+    """
+    try:
+        mode = path.stat().st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        return Path(os.path.realpath(path)) if path.is_symlink() else path
+    if stat.S_ISFIFO(mode) or stat.S_ISCHR(mode) or _own_stream(path) is not None:
+        return None
+    if not stat.S_ISREG(mode):
+        raise OSError(errno.EINVAL, f"it is {_kind(mode)}, not a file", str(path))
+    return Path(os.path.realpath(path)) if path.is_symlink() else path
+
+
+def _own_stream(path: Path) -> int | None:
+    """Which of this process's standard output and error a path leads to."""
+    for descriptor in (1, 2):
+        with contextlib.suppress(OSError):
+            if os.path.samestat(path.stat(), os.fstat(descriptor)):
+                return descriptor
+    return None
+
+
+def _write_stream(path: Path, text: str) -> None:
+    # what is printed to a file would be lost, were that file opened a second time and emptied
+    own = _own_stream(path)
+    sys.stdout.flush()
+    with open(path if own is None else os.dup(own), "wb") as file:
+        file.write(text.encode())
 
 
 @contextlib.contextmanager
@@ -108,8 +158,11 @@ def open_regular(path: Path, flags: int = os.O_RDONLY, *, links: bool = False) -
     if stat.S_ISREG(mode) or own_end:
         return descriptor
     os.close(descriptor)
-    what = "a pipe" if stat.S_ISFIFO(mode) else "a directory" if stat.S_ISDIR(mode) else "a device or socket"
-    raise OSError(errno.EINVAL, f"it is {what}, not a file", str(path))
+    raise OSError(errno.EINVAL, f"it is {_kind(mode)}, not a file", str(path))
+
+
+def _kind(mode: int) -> str:
+    return "a pipe" if stat.S_ISFIFO(mode) else "a directory" if stat.S_ISDIR(mode) else "a device or socket"
 
 
 def read_regular(path: Path, most: int = -1, *, links: bool = False) -> bytes:
@@ -168,11 +221,11 @@ def unwritable(path: Path) -> str:
 
     Asks without writing: the nearest folder above that exists must be one in which this user may make files.
     """
-    path = Path(path)
-    if path.is_dir():
-        return "it is a directory"
     try:
-        above = next(p for p in path.absolute().parents if p.exists())
+        target = replaced_by(Path(path))
+        if target is None:
+            return "" if os.access(path, os.W_OK) else "it is not yours to write to"
+        above = next(p for p in target.absolute().parents if p.exists())
         if not above.is_dir():
             return f"{above} is no directory"
         return "" if os.access(above, os.W_OK | os.X_OK) else f"{above} is not yours to write to"

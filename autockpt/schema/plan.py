@@ -22,7 +22,7 @@ from autockpt.schema.arguments import checked
 from autockpt.schema.base import Data, Facts
 from autockpt.schema.choices import SAVE, Choice, CompileBudget, choice_kinds, dump_choice, dump_choices
 from autockpt.schema.device import Environment
-from autockpt.schema.files import set_aside, write_file, writing
+from autockpt.schema.files import replaced_by, set_aside, write_file, writing
 from autockpt.schema.graph import Unit, UnitRole
 from autockpt.schema.names import Entry, align, check_nesting, expand, fold, listing, outermost, parse_pattern, views
 from autockpt.schema.planfile import SCHEMA_VERSION
@@ -174,18 +174,21 @@ class Plan(Data):
         """Write the plan, whole or not at all. The same plan again is no conflict.
 
         Where another file stands there: ``refuse`` raises PlanError, ``set_aside`` renames it to ``name.1`` and returns
-        that path, ``replace`` overwrites it. Raises PlanError where the path cannot be written.
+        that path, ``replace`` overwrites it. A link stays, and that is about the file it leads to; a stream as
+        ``/dev/stdout`` takes the text. Raises PlanError where the path cannot be written.
         """
         path = Path(path)
         if path.is_dir():
             raise PlanError(f"{path} is a directory", remedy="Give a file, as plan.yaml in it.")
-        there, aside = path.exists() and existing != "replace" and not self._is_in(path), None
+        with writing(path, PlanError):
+            file = replaced_by(path)
+        there = file is not None and file.exists() and existing != "replace" and not self._is_in(file)
         if there and existing == "refuse":
             raise PlanError(f"{path} exists and is another plan", remedy="Give another path, or move that file away.")
-        text = self.text(path.name)
-        if there:
+        text, aside = self.text(path.name), None
+        if there and file is not None:
             with writing(path, PlanError):
-                aside = set_aside(path)
+                aside = set_aside(file)
         write_file(path, text, PlanError)
         return aside
 

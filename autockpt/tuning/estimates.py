@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import product
 from typing import get_args
 
 from autockpt.errors import AutockptError, InfeasibleError, UsageError
-from autockpt.schema import SAVE, Estimate, SearchRequest, Silence, WorkloadSpec, parse_budget
+from autockpt.schema import SAVE, Estimate, Hardware, SearchRequest, Silence, WorkloadSpec, parse_budget
 from autockpt.schema.workload import Dtype
 from autockpt.tuning.question import Clock
 from autockpt.tuning.search import search_described
@@ -40,7 +40,7 @@ def estimate(
     Models are named as for ``search``, cards as for its ``hardware``. The weights are of ``dtype``, by default what the
     shape's file says (bf16, mostly), the optimizer is AdamW, and the budget is what the card has, less the headroom
     that a search leaves (5 %). Plans choose for whole layers, so that a row takes seconds: a search for the same
-    question finds an equally fast plan or a faster one. Nothing is measured. When the first row is asked for: raises
+    question finds an equally fast plan or a faster one. Nothing is measured. Raises, before the first row is begun,
     UsageError for an unknown card or type, WorkloadError for a model that cannot be found; a row that cannot be had
     says why in ``note``.
     """
@@ -57,8 +57,16 @@ def estimate(
     for name in named:  # a misspelt one is no row
         if not is_factory(name):
             find_config(WorkloadSpec(model=name))
+    return _rows(product(named, known, batch_sizes, seq_lens, ways), dtype, prepare_kbit)
+
+
+def _rows(
+    cells: Iterable[tuple[str, tuple[str, Hardware], int, int, tuple[int | None, bool]]],
+    dtype: Dtype | None,
+    prepare_kbit: bool,
+) -> Iterator[Estimate]:
     space = load_space("knobs").restricted(CHOICES)
-    for model, (card, hardware), batch, length, (rank, in_4bit) in product(named, known, batch_sizes, seq_lens, ways):
+    for model, (card, hardware), batch, length, (rank, in_4bit) in cells:
         spec = WorkloadSpec(
             model=model, batch_size=batch, seq_len=length, dtype=dtype, lora=rank,
             load_in_4bit=in_4bit, prepare_kbit=prepare_kbit and in_4bit,

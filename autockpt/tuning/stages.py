@@ -10,7 +10,7 @@ from typing import Any
 from autockpt.errors import InfeasibleError, PlanError, RunDirectoryError
 from autockpt.history.rundir import RunDirectory
 from autockpt.profiling import CostModel, forget_op_times
-from autockpt.schema import SAVE, Budget, Choice, Comparison, Plan, PlanStatus, Trial
+from autockpt.schema import SAVE, Budget, Choice, Comparison, Environment, Plan, PlanStatus, Trial, format_bytes
 from autockpt.schema.known import ALL
 from autockpt.schema.outlook import Outlook
 from autockpt.schema.request import FinishedSearch, SearchOptions, SearchOutcome, SearchRequest, StageTime
@@ -27,6 +27,14 @@ from autockpt.workload import fingerprint
 
 OFF = 3.0
 """Steps that take so many times as long as op times tell, or so many times less, are not those that were timed."""
+
+
+def less_than_asked(budget: Budget, environment: Environment) -> tuple[str, ...]:
+    """A note where the device has less than the budget, and so is what plans are held against."""
+    device = environment.device
+    if budget.kind != "bytes" or (budget.size or 0) <= device.capacity_bytes:
+        return ()
+    return (f"{device.name} has {format_bytes(device.capacity_bytes)}, less than the budget: planned for what it has",)
 
 
 def question_of(request: SearchRequest, found: Traced, budget: Budget, notes: Sequence[str] = ()) -> Question:

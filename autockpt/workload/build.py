@@ -15,7 +15,7 @@ from autockpt.errors import UsageError, WorkloadError
 from autockpt.schema.workload import WorkloadSpec, as_option
 from autockpt.workload.batches import SEQUENCES, BatchMaker
 from autockpt.workload.configs import ConfigSource, find_config, hub_reachable, prepare, quiet
-from autockpt.workload.factory import call_factory, is_factory
+from autockpt.workload.factory import asked_length, call_factory, is_factory
 from autockpt.workload.failures import is_out_of_memory, needed, summary
 from autockpt.workload.fastinit import fast_init
 from autockpt.workload.heads import Head, head_of, remote_head
@@ -196,7 +196,7 @@ def _dtype_name(spec: WorkloadSpec, source: ConfigSource) -> str:
 def _from_factory(spec: WorkloadSpec, device: torch.device) -> Step:
     made = call_factory(spec)
     if isinstance(made, Step):
-        made.settings |= {"model": spec.model}
+        made.settings |= _of_factory(spec, made)
         return replace(made, spec=spec, units=spec.units or made.units)
     if spec.lora is not None and made.get("optimizer") is not None:
         raise UsageError(
@@ -208,8 +208,15 @@ def _from_factory(spec: WorkloadSpec, device: torch.device) -> Step:
     made["model"], notes = adapt(made["model"], spec)
     workload = _assemble(spec, made, device)
     workload.notes += tuple(notes)
-    workload.settings |= {"model": spec.model, "lora": spec.lora, "quantization": quantization_facts(made["model"])}
+    workload.settings |= _of_factory(spec, workload)
+    workload.settings |= {"lora": spec.lora, "quantization": quantization_facts(made["model"])}
     return workload
+
+
+def _of_factory(spec: WorkloadSpec, made: Step) -> dict[str, Any]:
+    length = asked_length(spec) if made.settings["seq_len"] is None else None
+    # a batch without token ids does not tell how long its sequences are, and other lengths can be asked for
+    return {"model": spec.model} | ({} if length is None else {"asked_seq_len": length})
 
 
 def _assemble(spec: WorkloadSpec, parts: dict[str, Any], device: torch.device) -> Step:

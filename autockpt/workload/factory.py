@@ -57,6 +57,17 @@ def call_factory(spec: WorkloadSpec) -> Step | dict[str, Any]:
     return returned
 
 
+def asked_length(spec: WorkloadSpec) -> int | None:
+    """The ``seq_len`` that the user's function is called with, its own default included; None where it takes none."""
+    if spec.seq_len is not None:
+        return spec.seq_len
+    try:
+        own = inspect.signature(_find(spec.model)).parameters["seq_len"].default
+    except (KeyError, TypeError, ValueError):
+        return None
+    return own if isinstance(own, int) and own > 0 else None
+
+
 _NEEDED = {"batch_size": ", which a search for a global batch needs", "seq_len": ", which a search for lengths needs"}
 
 

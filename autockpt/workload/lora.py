@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import importlib
 import warnings
+from collections.abc import Iterable
+from typing import Any
 
 from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from autockpt.errors import UsageError, WorkloadError
+from autockpt.schema.suggest import did_you_mean
 from autockpt.schema.workload import WorkloadSpec, as_option
 from autockpt.workload.failures import needed, summary
 from autockpt.workload.quantised import PACKED, is_quantised, left_whole, prepare_for_training
@@ -76,7 +79,7 @@ def add_lora(
             "LoRA has nothing to adapt: the model's blocks hold no linear layers",
             remedy="Leave --lora out, or attach adapters yourself in a factory.",
         )
-    scale, whole = 2 * rank, whole or None
+    scale, whole, present = 2 * rank, whole or None, [name for name, _ in model.named_modules()]
     config = LoraConfig(r=rank, lora_alpha=scale, target_modules=chosen, use_dora=dora, modules_to_save=whole)
     try:
         with warnings.catch_warnings(action="ignore"):  # between PEFT and transformers, nothing a user can act on
@@ -84,8 +87,14 @@ def add_lora(
     except (TypeError, ValueError) as error:  # TypeError: torchao's weights in 4 bits, which PEFT does not know
         raise WorkloadError(
             f"peft cannot adapt this model: {summary(error)}",
-            remedy="Correct --lora-targets or --lora-modules-to-save, or attach adapters yourself in a factory.",
+            remedy=_nearest(present, _unmatched(present, _names(targets)))
+            + "Correct --lora-targets or --lora-modules-to-save, or attach adapters yourself in a factory.",
         ) from None
+    # as PEFT has them by now: it takes older names for the experts of some models
+    known: Any = vars(adapted.peft_config["default"]).get("target_modules")
+    if targets not in (None, ALL_LINEAR) and not isinstance(known, str):
+        _refuse_unmatched(present, "--lora-targets", known or ())
+    _refuse_unmatched(present, "--lora-modules-to-save", whole or ())
     experts = any(type(module).__name__ == "ParamWrapper" for module in adapted.modules())
     return adapted, [_assumed(adapted, rank, why, dora, whole), *([_EXPERTS] if experts else [])]
 
@@ -99,6 +108,29 @@ def _targets(model: nn.Module, wanted: str | None) -> tuple[str | list[str] | No
     if (own := _peft_targets(model)) is not None:
         return own, ", PEFT's choice for this type of model"
     return _linear_names(model), ", every linear layer in the blocks"
+
+
+def _unmatched(present: Iterable[str], wanted: Iterable[str]) -> list[str]:
+    """The wanted names that no module has, nor ends in."""
+    ends = {".".join(parts[i:]) for parts in (name.split(".") for name in present) for i in range(len(parts))}
+    return [name for name in wanted if name not in ends]
+
+
+def _refuse_unmatched(present: list[str], option: str, wanted: Iterable[str]) -> None:
+    """PEFT says nothing of a name that matches no module where another one does."""
+    if unmatched := sorted(_unmatched(present, wanted)):
+        one = unmatched[0]
+        raise WorkloadError(
+            f"no module of the model is named {one!r}, which {option} names",
+            remedy=f"{_nearest(present, [one])}Name modules, by the end of their names or in full.",
+        )
+
+
+def _nearest(present: Iterable[str], unmatched: list[str]) -> str:
+    if not unmatched:
+        return ""
+    wanted = unmatched[0]
+    return did_you_mean(wanted, present if "." in wanted else {name.rpartition(".")[2] for name in present})
 
 
 def _names(text: str | None) -> list[str]:

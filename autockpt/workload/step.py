@@ -217,7 +217,8 @@ def _check_optimizer(step: Step) -> None:
     what = f"the class {optimizer.__name__}" if isinstance(optimizer, type) else f"a {type(optimizer).__name__}"
     raise WorkloadError(
         f"the optimizer is {what}, not an optimizer",
-        remedy="Pass the optimizer itself, as in torch.optim.AdamW(model.parameters()); schedulers are not part of it.",
+        remedy="Pass the optimizer itself, as in torch.optim.AdamW(model.parameters()); schedulers are not part of it. "
+        "Several optimizers, or a loop of your own: Step(…, full_step=one_cycle, snapshot=(optimizer, other)).",
     )
 
 

@@ -26,6 +26,12 @@ def test_the_device_is_the_one_of_the_message() -> None:
     assert room.others == 0 and "comes nearest" in notes[0]
 
 
+def test_of_cards_that_are_equally_near_the_newest_is_taken_and_the_others_are_named() -> None:
+    _, hardware, (note, *_) = room_of(DiagnoseRequest(log=log()))
+    assert hardware.name == "rtx4090"
+    assert "rtx4090, the newest of" in note and "as near: rtx3090" in note and "--hardware" in note
+
+
 def test_what_others_hold_is_not_there_for_a_plan() -> None:
     room, _, _ = room_of(DiagnoseRequest(log=log(process="12.41 GiB", allocated="11.40 GiB")))
     assert room.others == round(23.52 * GIB) - round(1.10 * GIB) - round(12.41 * GIB)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -15,6 +16,17 @@ from autockpt.schema.explanation import Largest
 from autockpt.tracing import Tracer
 
 SPEC = WorkloadSpec(model="llama-tiny", batch_size=2, seq_len=64)
+FRAMES = """
+import torch
+from torch import nn
+
+def loss(model, batch):
+    return model(batch["frames"]).square().mean()
+
+def make(seq_len=32):
+    layers = nn.Sequential(*(nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16)) for _ in range(4)))
+    return layers, {"frames": torch.ones(2, seq_len, 16)}, loss
+"""
 PLANS = ("save everything", "leanest")
 
 
@@ -144,6 +156,16 @@ def test_twice_what_is_found_does_not_fit(few_choices: None) -> None:
         units = [unit.name for unit in tracer.units if unit.role == "block"]
         peak = tracer.trace(dict.fromkeys(units, RECOMPUTE)).peak_bytes
     assert budget.size is not None and peak > budget.size
+
+
+@pytest.mark.slow
+def test_a_factory_whose_batch_holds_no_token_ids_starts_from_its_own_length(
+    few_choices: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "factory_of_frames.py").write_text(FRAMES)
+    found, note = with_longest(WorkloadSpec(model="factory_of_frames:make"), parse_budget("4MB"), device="cpu")
+    assert found.seq_len is not None and found.seq_len > 32 and f"{found.seq_len:,} tokens" in note
 
 
 def test_where_no_length_fits_nothing_does(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,7 @@ from autockpt.integrations.transformers import AutockptCallback
 from autockpt.policies.attachment import attached_to
 from autockpt.policies.replay import recomputing
 from autockpt.schema.plan import Plan
+from tests.page.samples import make_run
 from tests.policies.zoo import CASES, assert_equal
 
 pytestmark = pytest.mark.slow
@@ -224,6 +225,11 @@ def test_a_bad_plan_is_found_before_training(tmp_path):
         AutockptCallback(tmp_path / "missing.yaml")
     with pytest.raises(PlanError, match="matches no unit"):
         trainer(tmp_path, LLAMA.make(), [AutockptCallback(plan({"h.0": "recompute"}))]).train()
+
+
+def test_a_runs_directory_is_its_plan(tmp_path):
+    run = make_run(tmp_path)
+    assert AutockptCallback(run.path).plan == run.plan()
 
 
 def test_it_is_a_public_name():

@@ -306,6 +306,19 @@ def test_a_damaged_run_and_an_unwritable_page_are_errors(tmp_path: Path) -> None
         run_page(run)
 
 
+def test_a_page_in_the_run_is_written_through_no_link(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    (tmp_path / "theirs").write_text("kept")
+    (run.path / "report.html").symlink_to(tmp_path / "theirs")
+    for path in (None, run.path / "report.html"):
+        with pytest.raises(RunDirectoryError, match="symbolic link"):
+            write_page(run, path)
+    assert (tmp_path / "theirs").read_text() == "kept"
+    (tmp_path / "link.html").symlink_to(tmp_path / "page.html")
+    write_page(run, tmp_path / "link.html")
+    assert (tmp_path / "link.html").is_symlink() and (tmp_path / "page.html").read_text().startswith("<!doctype")
+
+
 def test_two_runs_on_one_page(tmp_path: Path) -> None:
     name = "<b>other</b>"
     first, second, other = (make_run(tmp_path, **more) for more in ({}, {"budget": "70%act"}, {"model": name}))

@@ -1,12 +1,15 @@
 from __future__ import annotations
 
+import contextlib
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from autockpt.errors import UsageError
 from autockpt.schema.files import (
     ScratchFolder,
     atomic_write,
@@ -15,6 +18,7 @@ from autockpt.schema.files import (
     reason,
     set_aside,
     unwritable,
+    write_file,
 )
 
 ROOT = Path(__file__).parents[2]
@@ -62,7 +66,7 @@ def test_what_cannot_be_written_is_known_before(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     assert unwritable(tmp_path / "plan.yaml") == unwritable(tmp_path / "file") == ""
     assert unwritable(tmp_path / "new" / "folder" / "plan.yaml") == ""
-    assert unwritable(tmp_path) == "it is a directory"
+    assert unwritable(tmp_path) == "it is a directory, not a file"
     assert "is no directory" in unwritable(tmp_path / "file" / "plan.yaml")
     assert sorted(os.listdir(tmp_path)) == ["file"]
 
@@ -87,6 +91,63 @@ def test_only_regular_files_are_opened_and_links_only_where_they_are_asked_for(t
             assert word in reason(caught.value)
     (tmp_path / "folder").symlink_to(tmp_path)  # only the file's own place matters
     assert read_regular(tmp_path / "folder" / "real") == b"kept"
+
+
+def test_a_link_stays_and_its_target_is_written(tmp_path: Path) -> None:
+    real, link, dangling = tmp_path / "real", tmp_path / "link", tmp_path / "dangling"
+    real.write_text("before")
+    link.symlink_to(real)
+    dangling.symlink_to(tmp_path / "new")
+    assert unwritable(link) == unwritable(dangling) == ""
+    for path in (link, dangling):
+        write_file(path, "after", UsageError)
+        assert path.is_symlink() and path.read_text() == "after"
+    assert real.read_text() == (tmp_path / "new").read_text() == "after"
+    with pytest.raises(UsageError, match="symbolic link"):
+        write_file(link, "theirs", UsageError, links=False)
+    assert real.read_text() == "after"
+
+
+def test_a_pipe_takes_the_text_and_stays_one(tmp_path: Path) -> None:
+    pipe, link = tmp_path / "pipe", tmp_path / "link"
+    os.mkfifo(pipe)
+    link.symlink_to(pipe)
+    for path in (pipe, link):
+        assert unwritable(path) == ""
+        reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+        write_file(path, "text", UsageError)
+        assert os.read(reader, 100) == b"text"
+        os.close(reader)
+    assert sorted(os.listdir(tmp_path)) == ["link", "pipe"] and pipe.is_fifo()
+
+
+def test_what_is_neither_file_nor_stream_is_refused(tmp_path: Path) -> None:
+    path, loop = tmp_path / "s", tmp_path / "loop"
+    loop.symlink_to(loop)
+    with contextlib.chdir(tmp_path), socket.socket(socket.AF_UNIX) as made:  # the name of a socket must be short
+        made.bind("s")
+        for wrong, word in ((path, "socket, not a file"), (loop, "links"), (tmp_path, "a directory")):
+            assert word in unwritable(wrong)
+            with pytest.raises(UsageError, match=f"{word}[^\n]*\nGive a path") as caught:
+                write_file(wrong, "text", UsageError)
+            assert str(wrong) in caught.value.message
+    assert sorted(os.listdir(tmp_path)) == ["loop", "s"]
+
+
+@pytest.mark.slow
+def test_what_is_printed_stays_where_a_file_is_written_to_the_output(tmp_path: Path) -> None:
+    code = (
+        "from pathlib import Path; from autockpt.schema.files import write_file\n"
+        "print('before'); write_file(Path('stream'), 'text\\n', Exception); print('after')"
+    )
+    (tmp_path / "stream").symlink_to("/proc/self/fd/1")
+    with open(tmp_path / "printed", "wb") as printed:
+        subprocess.run(
+            [sys.executable, "-c", code], stdout=printed, timeout=900, cwd=tmp_path, check=True,
+            env=os.environ | {"PYTHONPATH": str(ROOT)},
+        )  # fmt: skip
+    assert (tmp_path / "printed").read_text() == "before\ntext\nafter\n"
+    assert sorted(os.listdir(tmp_path)) == ["printed", "stream"]
 
 
 @pytest.mark.slow

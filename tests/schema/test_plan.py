@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -311,6 +312,21 @@ def test_an_existing_file_is_never_lost(tmp_path: Path) -> None:
     with pytest.raises(PlanError):
         first.save(path)
     assert sorted(p.name for p in path.parent.iterdir()) == ["plan.yaml", "plan.yaml.1"]
+
+
+def test_a_link_to_a_plan_stays_and_a_pipe_takes_it(tmp_path: Path) -> None:
+    first, second = full_plan(), full_plan(dict.fromkeys(BLOCKS, RECOMPUTE))
+    link, file, pipe = tmp_path / "link.yaml", tmp_path / "plan.yaml", tmp_path / "pipe"
+    link.symlink_to(file)
+    assert first.save(link) is None and Plan.load(file) == first
+    assert second.save(link, existing="set_aside") == tmp_path / "plan.yaml.1"
+    assert link.is_symlink() and Plan.load(file) == second and Plan.load(tmp_path / "plan.yaml.1") == first
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    assert first.save(pipe, existing="set_aside") is None
+    assert os.read(reader, 2**16).decode() == first.text("pipe")
+    os.close(reader)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["link.yaml", "pipe", "plan.yaml", "plan.yaml.1"]
 
 
 def test_an_unwritable_path_is_an_error(tmp_path: Path) -> None:

@@ -10,9 +10,10 @@ from torch import nn, ones
 
 from autockpt.devices.cpu import CpuDevice
 from autockpt.errors import AutockptError, InfeasibleError, UsageError
-from autockpt.schema import SearchRequest, Silence, WorkloadSpec, parse_budget
+from autockpt.schema import DeviceInfo, Environment, SearchRequest, Silence, WorkloadSpec, parse_budget
 from autockpt.tuning import alternatives, run_search, search_step
 from autockpt.tuning.search import search_options
+from autockpt.tuning.stages import less_than_asked
 from autockpt.tuning.targets import measured
 from autockpt.workload import Step, build
 from search_spaces.spaces import load_space
@@ -68,6 +69,14 @@ def test_what_the_worker_holds_is_not_another_s(tmp_path: Path, monkeypatch: pyt
     with pytest.raises(InfeasibleError, match="nothing fits"):
         run_search(request)
     assert 0 <= judged[0] < CpuDevice().capacity()
+
+
+def test_a_budget_above_what_the_device_has_is_said_to_be() -> None:
+    device = DeviceInfo(kind="cuda", name="a card", capacity_bytes=24 << 30)
+    environment = Environment(device=device, versions={})
+    (note,) = less_than_asked(parse_budget("24TB"), environment)
+    assert "a card has 24.0 GiB" in note and "less than the budget" in note
+    assert not less_than_asked(parse_budget("24GB"), environment) + less_than_asked(parse_budget("auto"), environment)
 
 
 @pytest.mark.parametrize("wrong", [{"trials": 0}, {"timeout": 0}, {"budget": "60"}, {"space": "knob"}])

@@ -141,6 +141,13 @@ def test_options_reach_the_parameters_of_their_names() -> None:
         make("options", dtype="bf16")
 
 
+def test_the_length_that_a_batch_without_token_ids_was_asked_for_is_known() -> None:
+    for given, asked in ((None, 3), (5, 5)):
+        settings = make("options", seq_len=given, seed=1).settings
+        assert (settings["seq_len"], settings["asked_seq_len"]) == (None, asked)
+    assert "asked_seq_len" not in make("three").settings and "asked_seq_len" not in make("two").settings
+
+
 @pytest.mark.parametrize(
     ("option", "value"), [("lora", 2), ("accumulate", 4), ("optimizer", "sgd"), ("autocast", "bf16"), ("liger", True)]
 )

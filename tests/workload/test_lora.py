@@ -83,6 +83,29 @@ def test_unknown_targets_are_refused() -> None:
         build(WorkloadSpec(model="llama-tiny", lora=2, lora_targets="nothing_of_this_name"))
 
 
+@pytest.mark.parametrize(
+    ("option", "names", "wrong", "near"),
+    [
+        ("lora_targets", "q_prj,v_proj", "q_prj", "q_proj"),
+        ("lora_targets", "q_prj", "q_prj", "q_proj"),
+        ("lora_targets", "q_proj,layers.0.self_atn.v_proj", "layers.0.self_atn.v_proj", "v_proj"),
+        ("lora_targets", "all-linear,q_proj", "all-linear", ""),
+        ("lora_modules_to_save", "lm_hed", "lm_hed", "lm_head"),
+    ],
+)
+def test_a_name_that_matches_nothing_is_told_the_nearest(option: str, names: str, wrong: str, near: str) -> None:
+    with pytest.raises(WorkloadError, match=wrong) as caught:
+        build(WorkloadSpec.model_validate({"model": "llama-tiny", "lora": 2, option: names}))
+    assert (f"Did you mean {near}" in caught.value.remedy or f"{near}? " in caught.value.remedy) == bool(near)
+
+
+def test_targets_may_be_ends_of_names_and_those_that_peft_translates() -> None:
+    spec = WorkloadSpec(model="llama-tiny", lora=2, lora_targets="self_attn.q_proj,model.layers.0.self_attn.v_proj")
+    assert adapted(build(spec).model) == {"q_proj", "v_proj"}
+    experts = WorkloadSpec(model="mixtral-tiny", lora=2, lora_targets="w1,w2,w3,q_proj")
+    assert "q_proj" in adapted(build(experts).model)
+
+
 def test_nothing_to_adapt() -> None:
     with pytest.raises(WorkloadError, match="no linear layers"):
         build(WorkloadSpec(model="resnet-tiny", lora=2))

@@ -209,6 +209,7 @@ def test_eval_mode_is_kept_and_said() -> None:
         ({"optimizer": torch.optim.SGD(net().parameters())}, "no trainable parameter of this model"),
         ({"optimizer": "adamw"}, "the optimizer is a str"),
         ({"optimizer": torch.optim.AdamW}, "the optimizer is the class AdamW"),
+        ({"optimizer": []}, r"the optimizer is a list(.|\n)*full_step=one_cycle, snapshot="),
         ({"batch": torch.ones(2, 4, device="meta")}, "batch is on meta"),
         ({"full_step": lambda: None}, "both given"),
         ({"full_step": lambda: None, "loss": None}, "without naming"),

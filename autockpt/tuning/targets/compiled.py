@@ -24,7 +24,7 @@ from autockpt.tuning.proposers.base import Plans
 from autockpt.tuning.proposers.solver import CHECKS
 from autockpt.tuning.proposers.splits import SplitProposer
 from autockpt.tuning.question import Clock
-from autockpt.tuning.stages import conclude, question_of, refusal_on_record
+from autockpt.tuning.stages import conclude, less_than_asked, question_of, refusal_on_record
 from autockpt.tuning.targets.base import COMPILING, STEPS
 from autockpt.tuning.targets.compiled_steps import CompiledSteps
 from autockpt.tuning.targets.real_steps import confirmation
@@ -62,10 +62,11 @@ def open_compiled(stack: ExitStack, request: SearchRequest, mode: CompileMode, c
         found = traced(tracer, request.space.restricted(inside), listener=clock.listener)
     outside = [kind for kind in request.space.choices if kind not in IN_GRAPHS]
     left_out = (f"not part of a compiled graph, so left out: {', '.join(outside)}",) if outside else ()
-    question = question_of(request, found, request.budget, (*left_out, _NOT_PREDICTED))
-    question = replace(question, settings={**question.settings, "compile": mode})
     with clock.stage("build"):
         environment = measurer.environment
+    notes = (*less_than_asked(request.budget, environment), *left_out, _NOT_PREDICTED)
+    question = question_of(request, found, request.budget, notes)
+    question = replace(question, settings={**question.settings, "compile": mode})
     return Opened(question, environment, found, clock, partial(_searched, mode, measurer))
 
 

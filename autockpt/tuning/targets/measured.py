@@ -24,7 +24,7 @@ from autockpt.tuning.jobs import Described, Live
 from autockpt.tuning.opening import Opened, traced
 from autockpt.tuning.paired_timing import Pairing
 from autockpt.tuning.question import Clock, Question
-from autockpt.tuning.stages import find_plan, question_of, refuse_hopeless
+from autockpt.tuning.stages import find_plan, less_than_asked, question_of, refuse_hopeless
 from autockpt.tuning.targets.real_steps import RealSteps, confirmation
 from autockpt.tuning.targets.simulated import DRY_CALLS, DryRun
 from autockpt.workload import Step, refuse_simulated
@@ -53,7 +53,7 @@ def open_measured(stack: ExitStack, request: SearchRequest, clock: Clock) -> Ope
     what_if = partial(on_device, request.budget, device.torch_device, environment, others, found.uniform)
     job = Described(request.workload)
     stack.enter_context(naming_alternatives(found, needs, clock, job, request.budget, what_if))
-    question = question_of(request, found, request.budget)
+    question = question_of(request, found, request.budget, less_than_asked(request.budget, environment))
     search = partial(_dry_run, device) if worker is None else partial(search_by_steps, worker)
     return Opened(question, environment, found, clock, search)
 
@@ -84,7 +84,7 @@ def open_live(
         settings={**step.settings, **found_there},
         budget=asked.budget,
         space=found.space,
-        notes=found.said,
+        notes=(*less_than_asked(asked.budget, environment), *found.said),
     )
     return Opened(question, environment, found, clock, partial(search_by_steps, measurer))
 
