@@ -91,7 +91,7 @@ class _Outside:
         self._trains, self.fields = tensor.requires_grad, tensor.__dict__.copy()
         hooks = hooks_in_force(False) if alone else None
         if hooks is None:
-            self._packed, self._unpack = Kept(tensor, unit), Kept.unpack
+            self._packed, self._unpack = Kept(tensor.detach(), unit), Kept.unpack
         else:
             self._packed, self._unpack = hooks[0](tensor), hooks[1]
 
