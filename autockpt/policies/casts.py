@@ -46,9 +46,13 @@ def _kinds() -> tuple[str, ...]:
 def inside_autocast() -> bool:
     """Whether a block of autocast is around this. Inside a dispatch mode autocast always says that it is off; how deep
     its blocks are nested it tells."""
-    depth = torch.autocast_increment_nesting()
-    torch.autocast_decrement_nesting()
-    return depth > 1
+    return autocast_depth() > 0
+
+
+def autocast_depth() -> int:
+    """How many blocks of autocast are around this."""
+    torch.autocast_increment_nesting()
+    return torch.autocast_decrement_nesting()
 
 
 @contextmanager

@@ -248,9 +248,15 @@ def left_unwritten(node: Any, tensor: torch.Tensor) -> bool:
     oneDNN's workspace. Fused attention saves the state of its generator, one or two 64-bit integers, which without
     dropout are empty memory (PyTorch's ``transformers/cuda/attention.cu``, ``flash_attn/flash_api.cpp``); a third that
     flash attention saves, of no dimension and type uint64, always is. Other integers there, lengths of sequences, are
-    32 bits wide.
+    32 bits wide. CTC loss (``LossCTC.cpp``) writes its table, of each row by time and place in the target, as far as
+    that row goes; so does memory-efficient attention to packed sequences with its sums for each head and place.
     """
     name = node.name()
+    if name.startswith("CtcLoss"):  # log-probabilities have the row second
+        rows = node._input_metadata[0].shape[0]
+        return tensor.dim() == 3 and tensor.size(0) == rows and tensor.size(2) % 2 == 1
+    if name.startswith("EfficientAttention") and tensor.dim() == 3:  # what it attends to and with has four
+        return True
     if name.startswith("RreluWithNoise"):
         return True
     if "Attention" in name and tensor.dtype in (torch.int64, torch.uint64) and tensor.numel() <= 2:

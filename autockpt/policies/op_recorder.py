@@ -243,9 +243,8 @@ class Tape:
             return Kept(tensor, self.unit)
         memo: dict[Origin, float] = {}
         if source.nbytes <= self._small or self._by_making(source, memo, _DEPTH) >= source.nbytes:
-            kept = Kept(tensor, self.unit)
-            source.keep(kept.tensor)
-            return kept
+            source.hold(tensor)
+            return Kept(tensor, self.unit)
         self._commit(source, memo)
         entry = self._packing(tensor) if self._packing is not None else None
         slot = RemadeSlot(self._maker, source, geometry_of(tensor), entry)

@@ -91,7 +91,7 @@ class _Outside:
         self._trains, self.fields = tensor.requires_grad, tensor.__dict__.copy()
         hooks = hooks_in_force(False) if alone else None
         if hooks is None:
-            self._packed, self._unpack = Kept(tensor, unit), Kept.unpack
+            self._packed, self._unpack = Kept(tensor.detach(), unit), Kept.unpack
         else:
             self._packed, self._unpack = hooks[0](tensor), hooks[1]
 
@@ -142,6 +142,7 @@ class UnitCall:
         anew = bool(user_dispatch_modes())
         self._watch = sentinel.watch(replay.module, code=code, anew=anew) if sentinel is not None else None
         self._packing = sentinel.packing(self._watch) if sentinel is not None else None
+        self._must_end = code.must_end
         self.readers: dict[int, list[int]] = {}
         self.outputs: dict[int, torch.Tensor] = {}
         self._bind(region)
@@ -211,8 +212,9 @@ class UnitCall:
         return any(slot.waits for ref in self._slots if (slot := ref()) is not None)
 
     def _run_again(self, target: UnitCall, fill: bool) -> None:
-        """Run as in forward; ``target`` is the last call of this refill, which ends as soon as its slots are full."""
-        filler = Filler(self.unit, self._slots, fills=fill, stops=self is target)
+        """Run as in forward; ``target`` is the last call of this refill, which ends as soon as its slots are full
+        unless it has to go on to its end."""
+        filler = Filler(self.unit, self._slots, fills=fill, stops=self is target and not self._must_end)
         tensors = self._inputs()
         self._replay.prepare()
         if self._watch is not None:

@@ -174,14 +174,14 @@ class Moved(Watched):
 class Kept:
     """A saved tensor that stays. Detached: a graph that holds its own output by way of Python is never freed.
 
-    ``tensor`` shares memory and version counter with what was saved. ``itself``: it is that, as of one without a
-    gradient nothing else leads to what was set on it.
+    ``tensor`` shares memory and version counter with what was saved. Of a leaf it is that, as autograd holds it: what
+    was set on it is there, and where another memory is assigned to its ``.data``, backward reads that.
     """
 
     __slots__ = ("_unit", "_version", "tensor")
 
-    def __init__(self, tensor: torch.Tensor, unit: str, *, itself: bool = False) -> None:
-        self.tensor, self._version, self._unit = tensor if itself else tensor.detach(), tensor._version, unit
+    def __init__(self, tensor: torch.Tensor, unit: str) -> None:
+        self.tensor, self._version, self._unit = tensor if tensor.is_leaf else tensor.detach(), tensor._version, unit
 
     @run_as_it_is
     def unpack(self) -> torch.Tensor:
@@ -236,7 +236,7 @@ class Packer:
     def pack(self, tensor: torch.Tensor) -> Moved | Kept:
         # inside of forward-mode AD what is made here would be its own, without memory to copy
         if forward_ad._current_level >= 0 or not self._leaves(tensor):
-            return Kept(tensor, self._group.unit, itself=not tensor.requires_grad)
+            return Kept(tensor, self._group.unit)
         entry = self._packing(tensor) if self._packing is not None else None
         return Moved(tensor, self._storage_of(tensor), entry)
 

@@ -74,11 +74,8 @@ class Origin:
 
     def hold(self, tensor: torch.Tensor) -> None:
         """Keep the bytes by a tensor on this storage. How it was made is of no use any more."""
-        self.keep(alias(tensor))
-
-    def keep(self, detached: torch.Tensor) -> None:
-        """The same by a tensor without a graph."""
-        self.held, self.version = detached, detached._version
+        held: torch.Tensor = alias(tensor)
+        self.held, self.version = held, held._version
         self.op = self.made = None
         self.free = True
         for slot in self.waiting():  # for what is held, not for a copy that was made along with something else

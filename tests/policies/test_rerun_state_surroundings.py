@@ -4,6 +4,9 @@ import functools
 import random
 import subprocess
 import sys
+import threading
+from collections.abc import Callable
+from contextlib import nullcontext
 from unittest.mock import patch
 
 import numpy as np
@@ -23,7 +26,7 @@ from autockpt.policies.rerun_state.surroundings import (
     switches,
 )
 from autockpt.runtime import attach
-from autockpt.schema.choices import from_label
+from autockpt.schema.choices import Segment, from_label
 
 DRAWS = (random.random, lambda: random.gauss(0, 1), lambda: random.getrandbits(70), lambda: random.shuffle([1, 2, 3]))
 
@@ -117,6 +120,148 @@ def test_whether_anomalies_are_looked_for_is_put_back():
     assert not torch.is_anomaly_enabled() and switches() == before
 
 
+D = 16
+
+
+class Begins(nn.Module):
+    """What it begins by hand it ends by hand, after all that backward needs is there; ``late``: from then on alone."""
+
+    def __init__(self, begin: Callable[[Begins], Callable[[], object]], late: int) -> None:
+        super().__init__()
+        self.a, self.b, self.begin, self.late, self.calls = nn.Linear(D, D), nn.Linear(D, D), begin, late, 0
+        self.lock, self.room, self.busy = threading.Lock(), threading.Semaphore(1), threading.Event()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        end = self.begin(self) if self.calls > self.late else int
+        result = x + self.b(torch.tanh(self.a(x))).float()
+        end()
+        return result
+
+
+def _lock(unit: Begins) -> Callable[[], None]:
+    assert unit.lock.acquire(timeout=0.1)
+    return unit.lock.release
+
+
+def _room(unit: Begins) -> Callable[[], None]:
+    assert unit.room.acquire(timeout=0.1)
+    return unit.room.release
+
+
+def _event(unit: Begins) -> Callable[[], None]:
+    if unit.busy.is_set():  # forward goes another way where it is inside of itself
+        unit.b.weight.requires_grad_(False)
+    unit.busy.set()
+    return unit.busy.clear
+
+
+def _autocast(unit: Begins) -> Callable[[], object]:
+    block = torch.autocast("cpu", torch.bfloat16)
+    block.__enter__()
+    return lambda: block.__exit__(None, None, None)
+
+
+def _autocast_flag(unit: Begins) -> Callable[[], None]:
+    before = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
+    torch.set_autocast_enabled("cpu", True)
+    torch.set_autocast_dtype("cpu", torch.float16)
+
+    def end() -> None:
+        torch.set_autocast_enabled("cpu", before[0])
+        torch.set_autocast_dtype("cpu", before[1])
+        torch.clear_autocast_cache()
+
+    return end
+
+
+def _default_device(unit: Begins) -> Callable[[], None]:
+    assert torch.empty(0).device.type == "cpu"
+    torch.set_default_device("meta")
+    return lambda: torch.set_default_device(None)
+
+
+def _default_type(unit: Begins) -> Callable[[], None]:
+    torch.set_default_dtype(torch.float64)
+    return lambda: torch.set_default_dtype(torch.float32)
+
+
+class Doubles(torch.overrides.TorchFunctionMode):
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        return 2 * result if func is torch.tanh else result
+
+
+def _mode(unit: Begins) -> Callable[[], None]:
+    mode = Doubles()
+    mode.__enter__()
+    return lambda: mode.__exit__(None, None, None)
+
+
+def _around_all() -> tuple[object, ...]:
+    depth, modes = torch.autocast_increment_nesting(), torch._C._len_torch_function_stack()
+    torch.autocast_decrement_nesting()
+    casts = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"), torch.is_autocast_cache_enabled()
+    return depth, modes, casts, torch.get_default_dtype(), torch.is_grad_enabled()
+
+
+@pytest.mark.parametrize("sentinels", ["sample", "off"])
+@pytest.mark.parametrize("late", [0, 4])
+@pytest.mark.parametrize("kind", ["recompute", "selective", "segment"])
+@pytest.mark.parametrize(
+    "begin", [_lock, _room, _event, _autocast, _autocast_flag, _default_device, _default_type, _mode]
+)
+def test_what_a_forward_begins_by_hand_is_over_when_it_has_run_again(begin, kind, late, sentinels) -> None:
+    def trained(planned: bool) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model, found, before = nn.Sequential(Begins(begin, late), Begins(begin, late)), [], _around_all()
+        choice = Segment(size=2) if kind == "segment" else from_label(kind)
+        session = attach(model, {"0": choice, "1": choice}, sentinels=sentinels) if planned else nullcontext()
+        with session:
+            for _ in range(late + 4):
+                model.zero_grad()
+                loss = model(torch.randn(8, D)).square().mean()
+                loss.backward()
+                assert _around_all() == before
+                found += [loss.detach(), *(p.grad.clone() for p in model.parameters())]
+        return found
+
+    try:
+        assert all(map(torch.equal, trained(True), trained(False)))
+    finally:
+        torch.set_default_device(None)
+        torch.set_default_dtype(torch.float32)
+
+
+def test_a_block_that_one_unit_enters_and_another_leaves() -> None:
+    block = torch.autocast("cpu", torch.bfloat16)
+
+    class Enters(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            block.__enter__()
+            return super().forward(x)
+
+    class Leaves(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = super().forward(x)
+            block.__exit__(None, None, None)
+            return x
+
+    def trained(choices) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model, found, before = nn.Sequential(Enters(D, D), nn.Tanh(), Leaves(D, D)), [], _around_all()
+        with attach(model, choices):
+            for _ in range(4):
+                model.zero_grad()
+                model(torch.randn(8, D)).float().square().mean().backward()
+                assert _around_all() == before
+                found += [p.grad.clone() for p in model.parameters()]
+        return found
+
+    planned = trained({"0": from_label("recompute"), "2": from_label("recompute")})
+    assert all(map(torch.equal, planned, trained({})))
+
+
 def _first_attention_puts_another_order(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """As CUDA does on some cards, once in a process; the order that it puts."""
     before = torch._C._get_sdp_priority_order()
@@ -150,7 +295,7 @@ def test_the_order_of_attentions_that_a_second_run_finds_is_the_one_that_the_fir
 _FIRST_OF_A_PROCESS = """
 import torch, transformers
 from autockpt.runtime import attach
-from autockpt.schema.choices import from_label
+from autockpt.schema.choices import Segment, from_label
 torch.manual_seed(0)
 config = transformers.LlamaConfig(
     vocab_size=64, hidden_size=256, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4

@@ -331,6 +331,33 @@ def test_seeds_of_attention_count_where_there_is_dropout(dtype, shape, dropout, 
     assert left_unwritten(node, torch.zeros(shape, dtype=dtype)) == unwritten
 
 
+@pytest.mark.parametrize(("shape", "unwritten"), [((2, 4, 32), True), ((1, 40, 4, 8), False)])
+def test_sums_of_attention_to_packed_sequences_end_with_each_of_them(shape: tuple[int, ...], unwritten: bool) -> None:
+    node = SimpleNamespace(name=lambda: "EfficientAttentionBackward0", _saved_dropout_p=0.0)
+    assert left_unwritten(node, torch.zeros(shape)) == unwritten
+
+
+@pytest.mark.parametrize("kind", RERUNNING, ids=str)
+@pytest.mark.parametrize("vocabulary", [20, 21])
+def test_the_part_of_a_table_that_ctc_loss_leaves_unwritten_is_no_mismatch(kind: Any, vocabulary: int) -> None:
+    lengths, steps = torch.tensor([8, 3, 5, 1]), torch.tensor([12, 12, 9, 7])
+    targets = torch.arange(32).view(4, 8) % 19 + 1
+
+    def body(unit: Any, x: Tensor) -> Tensor:
+        guessed = unit.up(unit.a(x)).log_softmax(-1).transpose(0, 1)
+        junk = [torch.full((4, 12, 17), i + 1.0) for i in range(8)]  # so that memory is not as it was
+        return x + junk[0][0, 0, 0] * nn.functional.ctc_loss(guessed, targets, steps, lengths) + unit.b(x)
+
+    model, batch = Model(body), torch.randn(4, 12, WIDTH)
+    for unit in model.units:
+        unit.up = nn.Linear(WIDTH, vocabulary)
+    with attached(model, kind, sentinels="all") as session:
+        for _ in range(4):
+            model(batch).square().mean().backward()
+    unchecked = [unit.unchecked for unit in session.proof().units.values()]
+    assert all(counts == {"a tensor that its kernel need not write": 4} for counts in unchecked)
+
+
 @pytest.mark.parametrize("kind", [*RERUNNING, "remake", "offload"], ids=str)
 def test_running_statistics_that_a_kernel_writes_to_after_they_were_saved_are_no_mismatch(kind: Any) -> None:
     rows, channels = 64, 80  # a copy of them for each row, which is large enough to leave the device

@@ -301,6 +301,36 @@ def test_a_weight_written_before_backward_matters_where_it_is_read_again(kind: s
             gradients(choices)
 
 
+@pytest.mark.parametrize("sentinels", ["sample", "off"])
+@pytest.mark.parametrize("late", [0, 4])
+@pytest.mark.parametrize("kind", ["offload", "remake", '{"kind": "remake", "keep": ["**"]}'])
+def test_other_memory_assigned_to_weights_before_backward_is_read_where_autograd_would(
+    kind: str, late: int, sentinels: Any
+) -> None:
+    def block() -> nn.Module:
+        frozen = nn.Conv2d(4, 4, 1).requires_grad_(False)
+        read_from_views = nn.Linear(16, 16)
+        return nn.Sequential(
+            nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4).eval(), nn.SiLU(), frozen, read_from_views, nn.PReLU(4)
+        )
+
+    def gradients(choices: dict[str, Any]) -> dict[str, Tensor]:
+        torch.manual_seed(0)
+        model, found = nn.Sequential(block(), block(), nn.Conv2d(4, 4, 1)), {}
+        with attach(model, choices, sentinels=sentinels):
+            for step in range(late + 3):
+                model.zero_grad()
+                loss = model(torch.randn(8, 4, 16, 16)).square().mean()
+                if step >= late:
+                    for tensor in (*model.parameters(), *model.buffers()):
+                        tensor.data = tensor.data * 2
+                loss.backward()
+                found |= {f"{step} {n}": p.grad for n, p in model.named_parameters() if p.grad is not None}
+        return found
+
+    assert_equal(gradients({"0": from_label(kind), "1": from_label(kind)}), gradients({}))
+
+
 class EndsInTanh(nn.Module):
     def __init__(self, late: int) -> None:
         super().__init__()

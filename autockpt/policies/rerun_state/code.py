@@ -25,6 +25,8 @@ _GRADIENTS = frozenset({"backward", "zero_grad", "clip_grad_norm_", "clip_grad_v
 _KERNELS = frozenset({"backends", "cudnn", "mkldnn", "flags", "set_flags", "set_num_threads", "set_default_dtype"})
 _KERNELS |= {"set_float32_matmul_precision", "use_deterministic_algorithms"}
 """Names by which code comes to choose the kernels that ops run, and their precision."""
+_BEGINS = frozenset({"acquire", "__enter__", "enter_context", "set_default_device", "set_flush_denormal"})
+"""Names by which code comes to begin what it has to end itself. So it does by the method ``set`` of an event."""
 _ASSIGNS, _BY_WORDS = frozenset({"STORE_GLOBAL", "STORE_ATTR"}), frozenset({"globals", "setattr", "vars", "__dict__"})
 """Instructions by which code makes names, and names by which it comes to make others."""
 
@@ -33,7 +35,8 @@ class Code(NamedTuple):
     """Whether code names what writes to tensors behind autograd's back, whether to any that it comes by and not to
     running statistics alone, whether it assigns to a ``.data``, whether it may call ``backward`` or go by a ``.grad``,
     whether it may choose the kernels of its ops, whether it may have the CPU take denormal numbers for zero, which
-    nobody can ask it, and whether it does something of its own where an error passes by."""
+    nobody can ask it, whether it does something of its own where an error passes by, and whether it may begin what it
+    has to end itself, as to hold a lock."""
 
     writes_unseen: bool = False
     writes_to_any: bool = False
@@ -42,6 +45,7 @@ class Code(NamedTuple):
     chooses_kernels: bool = False
     flushes_denormals: bool = False
     handles_errors: bool = False
+    must_end: bool = False
 
 
 def may_do(functions: Sequence[tuple[str, types.CodeType]]) -> Code:
@@ -63,7 +67,9 @@ def may_do(functions: Sequence[tuple[str, types.CodeType]]) -> Code:
     to_any = not named.isdisjoint(_UNSEEN)
     kernels, flushes = not named.isdisjoint(_KERNELS), "set_flush_denormal" in named
     handles = any(part.co_exceptiontable for part in found)
-    return Code(to_any or not named.isdisjoint(_STATISTICS), to_any, assigns, gradients, kernels, flushes, handles)
+    must_end = not named.isdisjoint(_BEGINS) or any(map(_calls_set, found))
+    untold = to_any or not named.isdisjoint(_STATISTICS)
+    return Code(untold, to_any, assigns, gradients, kernels, flushes, handles, must_end)
 
 
 @functools.lru_cache(maxsize=10_000)
@@ -84,6 +90,12 @@ def _goes_by_grad(code: types.CodeType) -> bool:
     steps = list(dis.get_instructions(code)) if "grad" in code.co_names else []
     attributes = (pair for pair in itertools.pairwise(steps) if pair[1].opname.endswith(("_ATTR", "_METHOD")))
     return any(step.argval == "grad" and before.argval != "autograd" for before, step in attributes)
+
+
+def _calls_set(code: types.CodeType) -> bool:
+    """Whether code names a ``.set``; ``set`` by itself is a class."""
+    steps = dis.get_instructions(code) if "set" in code.co_names else ()
+    return any(step.argval == "set" and step.opname.endswith(("_ATTR", "_METHOD")) for step in steps)
 
 
 def _parts(code: types.CodeType) -> Iterator[types.CodeType]:

@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import (
 
 from autockpt.devices.random_states import TorchStates
 from autockpt.errors import ConflictError
-from autockpt.policies.casts import dispatch_modes
+from autockpt.policies.casts import autocast_depth, dispatch_modes
 from autockpt.policies.rerun_state.libraries import is_library
 
 _C: Any = torch._C
@@ -128,13 +128,30 @@ class Casts:
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """As then."""
-        cache, states = self._then
-        with ExitStack() as stack:
-            for kind, enabled, dtype in states if self._then != self._now() else ():
-                stack.enter_context(torch.autocast(kind, dtype, enabled, cache))
-            with under(self._modes):
-                yield
+        """As then, and afterwards as now: of blocks entered by hand a run that ends early does not find the end."""
+        (cache, states), now, depth = self._then, self._now(), autocast_depth()
+        try:
+            with ExitStack() as stack:
+                for kind, enabled, dtype in states if self._then != now else ():
+                    stack.enter_context(torch.autocast(kind, dtype, enabled, cache))
+                with under(self._modes):
+                    yield
+        finally:
+            if (now, depth) != (self._now(), autocast_depth()):
+                _put_autocast(*now, depth)
+
+
+def _put_autocast(cache: bool, states: Iterable[tuple[str, bool, torch.dtype]], depth: int) -> None:
+    for kind, enabled, dtype in states:
+        torch.set_autocast_enabled(kind, enabled)
+        torch.set_autocast_dtype(kind, dtype)
+    torch.set_autocast_cache_enabled(cache)
+    for _ in range(autocast_depth(), depth):
+        torch.autocast_increment_nesting()
+    for _ in range(depth, autocast_depth()):
+        torch.autocast_decrement_nesting()
+    if depth == 0:  # as where its outermost block ends
+        torch.clear_autocast_cache()
 
 
 def user_function_modes() -> list[Any]:
