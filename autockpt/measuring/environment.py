@@ -12,7 +12,7 @@ from importlib import metadata
 
 from autockpt.devices import Device, get_device
 from autockpt.measuring.process import child_environment
-from autockpt.schema.device import Environment
+from autockpt.schema.device import ALLOCATOR_SETTINGS, Environment
 
 _PACKAGES = ("autockpt", "torch", "transformers", "optuna")
 # Settings of PyTorch's allocator change what is reserved for the same tensors (both names are in use), those of the C
@@ -37,7 +37,7 @@ def environment_of(device: Device, variables: Mapping[str, str] = os.environ) ->
     versions = installed_versions()
     names = _ALLOCATOR.get(device.kind, _ANY_ALLOCATOR)
     if settings := [f"{name}={variables[name]}" for name in names if name in variables]:
-        versions["allocator settings"] = " ".join(settings)
+        versions[ALLOCATOR_SETTINGS] = " ".join(settings)
     return Environment(device=device.describe(), versions=versions, platform=platform.platform())
 
 

@@ -14,8 +14,8 @@ from autockpt.devices import host_bytes_of
 from autockpt.hardware.cuda_memory import AtHand, Requests, device_peak, with_resident
 from autockpt.policies.base import setting
 from autockpt.policies.fingerprints import TABLE_BYTES
-from autockpt.schema import Choice, DeviceInfo, Graph, Hardware, OpTimes, Prediction, plan_hash
-from autockpt.schema.device import WITHOUT_STREAMS
+from autockpt.schema import Choice, DeviceInfo, Environment, Graph, Hardware, OpTimes, Prediction, plan_hash
+from autockpt.schema.device import ALLOCATOR_SETTINGS, WITHOUT_STREAMS
 from autockpt.schema.request import Listener, Silence
 from autockpt.simulator import Simulation, simulate
 
@@ -123,23 +123,28 @@ every request that libraries make."""
 
 
 def memory_at_hand(
-    device: DeviceInfo, budget_bytes: int | None = None, workspaces: tuple[int, ...] = ()
+    environment: Environment, budget_bytes: int | None = None, times: OpTimes | None = None
 ) -> MemoryModel | None:
     """What graphs need of an accelerator at hand: whole segments of its allocator, not the bytes of tensors alone.
 
     None for devices that give tensors what they ask for. ``budget_bytes``: what it is kept to (default: all there are).
-    ``workspaces``: what matrix libraries keep. What others take besides is not known; real steps judge.
+    ``times`` of steps tell what its context and matrix libraries have taken by then. What others take besides is not
+    known; real steps judge.
     """
+    device = environment.device if times is None else times.device
     if device.kind in WITHOUT_STREAMS:
         return None
-    allocator = AtHand(device.capacity_bytes, device.overhead_bytes)
-    at_hand = MemoryModel(allocator, safety=0.0, beside=(TABLE_BYTES, *workspaces))
+    # with these it gives back what lies between tensors before it fails: no segments to be filled
+    caches = "expandable_segments:True" not in environment.versions.get(ALLOCATOR_SETTINGS, "")
+    allocator = AtHand(device.capacity_bytes, device.overhead_bytes, caches)
+    beside = (TABLE_BYTES, *(times.workspaces if times is not None else ()))
+    at_hand = MemoryModel(allocator, safety=0.0, beside=beside)
     return at_hand if budget_bytes is None else at_hand.within(budget_bytes)
 
 
-def needed_on(device: DeviceInfo) -> Callable[[Graph], int]:
+def needed_on(environment: Environment) -> Callable[[Graph], int]:
     """Bytes that a ghost run takes of a device at hand, its own overhead included."""
-    return memory_at_hand(device) or (lambda graph: graph.peak_bytes + device.overhead_bytes)
+    return memory_at_hand(environment) or (lambda graph: graph.peak_bytes + environment.device.overhead_bytes)
 
 
 def simulated_memory(hardware: Hardware, budget_bytes: int | None = None) -> MemoryModel:

@@ -10,6 +10,10 @@ WITHOUT_STREAMS = ("cpu", "mps")
 """Kinds of device whose copies wait their turn: PyTorch has a single stream there, or none."""
 
 
+ALLOCATOR_SETTINGS = "allocator settings"
+"""Where an environment's ``versions`` have them."""
+
+
 class DeviceInfo(Data):
     """What identifies a device. ``capacity_bytes`` is all its memory, ``overhead_bytes`` what its context takes."""
 

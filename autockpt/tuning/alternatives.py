@@ -74,7 +74,7 @@ def on_device(
     """Variants of the job on a device at hand, within what others leave of it, at nominal rates of its kind."""
     room = environment.device.capacity_bytes - used_by_others
     budget_bytes = min(budget.resolve(0, 0, room), room)
-    times, needs = partial(nominal_op_times, environment), memory_at_hand(environment.device, budget_bytes)
+    times, needs = partial(nominal_op_times, environment), memory_at_hand(environment, budget_bytes)
     return WhatIf(budget_bytes, torch_device, lambda graphs: times(*graphs), tuple(kinds), needs, seconds=False)
 
 

@@ -45,15 +45,26 @@ def test_under_a_budget_cached_segments_are_given_back_before_it_fails(graph: Gr
 
 def test_an_accelerator_at_hand_needs_whole_segments_and_its_context_without_a_margin(graph: Graph) -> None:
     device = DeviceInfo(kind="xpu", name="x", capacity_bytes=CARD.memory_bytes, overhead_bytes=CARD.context_bytes)
-    needs = memory_at_hand(device)
+    environment = Environment(device=device, versions={})
+    needs = memory_at_hand(environment)
     assert TABLE_BYTES <= SMALL_SIZE  # or it would keep activations from sharing a segment
     beside = with_resident(graph, "fingerprints", [TABLE_BYTES], "other")
     assert needs is not None and needs(graph) == device_peak(CARD, beside).total
     assert needs.within(needs(graph) - (1 << 20))(graph) < needs(graph)  # cached segments are given back
     libraries = with_resident(beside, "matrix workspaces", [32 << 20] * 2, "other")
-    needs = memory_at_hand(device, workspaces=(32 << 20, 32 << 20))
+    times = OpTimes(environment=environment, seconds={}, workspaces=(32 << 20, 32 << 20))
+    needs = memory_at_hand(environment, times=times)
     assert needs is not None and needs(graph) == device_peak(CARD, libraries).total
-    assert memory_at_hand(device.model_copy(update={"kind": "cpu"})) is None
+    cpu = Environment(device=device.model_copy(update={"kind": "cpu"}), versions={})
+    assert memory_at_hand(cpu) is None
+
+
+def test_an_allocator_whose_segments_expand_is_not_held_to_have_segments(graph: Graph) -> None:
+    device = DeviceInfo(kind="cuda", name="x", capacity_bytes=CARD.memory_bytes, overhead_bytes=CARD.context_bytes)
+    settings = {"allocator settings": "PYTORCH_ALLOC_CONF=expandable_segments:True"}
+    expands, plain = (memory_at_hand(Environment(device=device, versions=v)) for v in (settings, {}))
+    assert expands is not None and plain is not None
+    assert expands(graph) == graph.peak_bytes + TABLE_BYTES + CARD.context_bytes < plain(graph)
 
 
 def test_a_context_that_grew_while_steps_ran_is_counted() -> None:

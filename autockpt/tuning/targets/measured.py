@@ -47,7 +47,7 @@ def open_measured(stack: ExitStack, request: SearchRequest, clock: Clock) -> Ope
     else:  # asking a GPU oneself would open a context, for as long as this process lives
         with clock.stage("build"):
             environment = worker.environment
-    needs = needed_on(environment.device)
+    needs = needed_on(environment)
     # as the worker sees it: to this process the model that it has built would be another's
     others = device.used_by_others() if worker is None else used_by_others(worker)
     what_if = partial(on_device, request.budget, device.torch_device, environment, others, found.uniform)
@@ -74,7 +74,7 @@ def open_live(
     def what_if() -> WhatIf:
         return on_device(asked.budget, step.device, environment, used_by_others(measurer), found.uniform)
 
-    needs, job = needed_on(environment.device), Live(step, terms)
+    needs, job = needed_on(environment), Live(step, terms)
     stack.enter_context(naming_alternatives(found, needs, clock, job, asked.budget, what_if))
     found_there = {k: v for k, v in tracer.settings.items() if k in ("units", NEVER_CALLED)}
     question = Question.of(
@@ -123,7 +123,9 @@ def _profiled(opened: Opened, measurer: Measurer) -> CostModel:
     others = used_by_others(measurer)
     room = device.capacity_bytes - device.overhead_bytes - others
     budget_bytes = question.budget.budget_bytes
-    if budget_bytes is not None and budget_bytes < min(needed_on(device)(g) for _, g in found.uniform.values()):
+    if budget_bytes is not None and budget_bytes < min(
+        needed_on(measurer.environment)(g) for _, g in found.uniform.values()
+    ):
         refuse_hopeless(opened, _untimed(opened, others))  # before a step is taken
     try:
         with clock.part("measured steps"):
@@ -137,13 +139,13 @@ def _profiled(opened: Opened, measurer: Measurer) -> CostModel:
                 listener=clock.listener,
             )
     except DeviceOutOfMemory as error:
-        smallest = needed_on(device)(leanest(found.uniform)[1])
+        smallest = needed_on(measurer.environment)(leanest(found.uniform)[1])
         raise out_of_memory("the leanest plan does not run", error.message, smallest) from None
     return found.cost_model(
         times,
         used_by_others=others,
         host_budget=question.host_budget,
-        needs=memory_at_hand(times.device, workspaces=times.workspaces),
+        needs=memory_at_hand(times.environment, times=times),
         listener=clock.listener,
     )
 
@@ -174,5 +176,5 @@ def _untimed(opened: Opened, others: int, times: OpTimes | None = None) -> CostM
         lean = leanest(within_host(found.uniform, environment.device, question.host_budget))[1]
         times = nominal_op_times(environment, lean, *heads, found.uniform["save"][1])
     more = {"host_budget": question.host_budget, "listener": opened.clock.listener}
-    needs = memory_at_hand(times.device, workspaces=times.workspaces)
+    needs = memory_at_hand(times.environment, times=times)
     return found.cost_model(times, used_by_others=others, needs=needs, **more)
