@@ -182,6 +182,8 @@ def search(
 
     told = None if lengths is None else parse_lengths(lengths)
     with _watched(request, listed(log_to or "")) as watcher:
+        if simulate is None and device is None and _stand_in():
+            watcher.note(_ON_THE_CPU)
         if rows is not None:
             from autockpt.tuning.batches import search_batch_sizes
 
@@ -218,6 +220,11 @@ _INSTEAD = (
     f"There is no GPU here and no model was named, so this simulates {SIMULATED_MODEL} on a 24 GB card "
     f"({DEFAULT_HARDWARE}); nothing is measured. To measure on this machine: --device cpu, or --model with yours; "
     "--hardware simulates another card."
+)
+
+_ON_THE_CPU = (
+    "There is no GPU here: this plans for this machine's CPU and memory, by steps on it. "
+    "--hardware plans for a described card."
 )
 
 

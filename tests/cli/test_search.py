@@ -95,6 +95,17 @@ def test_a_model_of_ones_own_is_measured(autockpt, asked: list[SearchRequest], r
     assert asked[0].hardware is None and asked[0].workload.model == "llama-small"
 
 
+def test_that_a_named_model_is_planned_for_the_cpu_is_said_where_nobody_asked_for_it(autockpt, asked, replace) -> None:
+    device(replace, "cpu")
+    plain = ("search", "--budget", "60%", "--model", "llama-tiny")
+    said = "There is no GPU here"
+    assert said in autockpt(*plain).err
+    assert said not in autockpt(*plain, "--device", "cpu").err
+    assert said not in autockpt(*plain, "--hardware", "rtx4090").err
+    device(replace, "cuda")
+    assert said not in autockpt(*plain).err
+
+
 def test_hardware_is_simulated_and_its_memory_is_the_budget(autockpt, asked: list[SearchRequest]) -> None:
     assert autockpt("search", "--hardware", "RTX 4090", "--model", "llama-8b", "--lora", "16").code == 0
     (request,) = asked
