@@ -11,6 +11,7 @@ import contextvars
 import ctypes
 import functools
 import gc
+import inspect
 import re
 import sys
 import threading
@@ -341,7 +342,7 @@ def _unread(tensor: torch.Tensor) -> torch.Tensor:
 def _untold(module: nn.Module) -> types.CodeType | None:
     """The forward of a library's module where it writes to buffers that tell nothing of it; of running statistics their
     number tells, where they are counted."""
-    code = getattr(type(module).forward, "__code__", None)
+    code = getattr(inspect.getattr_static(type(module), "forward"), "__code__", None)
     if code is None or OBSERVES in code.co_names:
         return code
     buffers = module._buffers
