@@ -196,8 +196,9 @@ class Pool(Generic[M]):
             self._varies, self._cut = True, self._moment()
         for area in idle:
             area.used = 0
-        for size, pieces in list(self._free.items()):
-            self._free[size] = [piece for piece in pieces if piece.area.pieces]
+        left = {size: [piece for piece in pieces if piece.area.pieces] for size, pieces in self._free.items()}
+        # not those of every size that there ever was: this runs in every step where they vary
+        self._free = defaultdict(list, {size: pieces for size, pieces in left.items() if pieces})
 
     def _give_up(self, idle: list[_Area[M]]) -> None:
         self._use.claim(-sum(area.nbytes for area in idle))

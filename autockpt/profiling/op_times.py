@@ -20,7 +20,7 @@ from autockpt.devices.disk import DiskTransport
 from autockpt.hardware.cuda_memory import kept_workspaces
 from autockpt.hardware.signature import signature
 from autockpt.policies.compiling import uncompiled
-from autockpt.profiling.probes import CLOCK_HERTZ, Stopwatch, by_transport, watch_seconds
+from autockpt.profiling.probes import Stopwatch, by_transport, keep_busy, watch_seconds
 from autockpt.schema.choices import parse_choices
 
 if TYPE_CHECKING:
@@ -28,9 +28,8 @@ if TYPE_CHECKING:
 
 COPY_PROBE_BYTES, COPY_PROBES = 4 * 2**20, 8
 QUEUED_COPY_PROBE_BYTES = 32 * 2**20  # a link of 50 GB/s moves 4 MiB in the time that queueing a copy takes
-# The device is kept busy while the host queues so many ops: else it would wait for the host between two events, and ops
-# would seem to take as long as launching them. A launch queue holds about a thousand entries, and an op makes three.
-# Where the backend has no `_sleep` as CUDA has, short ops do seem to take so long.
+# The device is kept busy while the host queues so many ops: a launch queue holds about a thousand entries, and an op
+# makes three.
 OPS_AHEAD, SECONDS_AHEAD_PER_OP = 200, 1e-4
 DISK_PROBE_BYTES, DISK_ROUNDS = 128 * 2**20, 3
 WATCH_ROUNDS = 3
@@ -44,7 +43,6 @@ class _OpTimer(TorchDispatchMode):
     def __init__(self, device: torch.device) -> None:
         super().__init__()
         self._device = device
-        self._sleep = getattr(torch.get_device_module(device), "_sleep", None)
         self.phase = "forward"
         self.seconds: dict[str, list[float]] = defaultdict(list)
         self.optimizer: float = 0.0
@@ -76,10 +74,8 @@ class _OpTimer(TorchDispatchMode):
 
     def _get_ahead(self) -> None:
         """Every so often, give the device as much to wait for as the host needs to queue the next ops."""
-        if self._sleep is None:
-            return
         if not self._until_ahead:
-            self._sleep(int(OPS_AHEAD * SECONDS_AHEAD_PER_OP * CLOCK_HERTZ))
+            keep_busy(self._device, OPS_AHEAD * SECONDS_AHEAD_PER_OP)
             self._until_ahead = OPS_AHEAD
         self._until_ahead -= 1
 

@@ -25,8 +25,16 @@ from autockpt.workload import Step, build
 T = TypeVar("T")
 WATCHED_LAYERS, WATCHED_CALLS = 4, 5
 COPY_ROUNDS = 5
-SECONDS_AHEAD_PER_CALL, CLOCK_HERTZ = 2e-5, 2e9
+SECONDS_AHEAD_PER_CALL = 2e-5
+_CLOCK_HERTZ = 2e9
 LEAST_SAMPLE = 2e-3  # seconds: shorter samples are repeated until they last that long
+
+
+def keep_busy(device: torch.device, seconds: float) -> None:
+    """Give an accelerator about so long to wait, in which the host queues what comes next: else it would wait for the
+    host, and short ops would seem to take as long as launching them. So they do where it has no ``_sleep`` as CUDA."""
+    if (sleep := getattr(torch.get_device_module(device), "_sleep", None)) is not None:
+        sleep(int(seconds * _CLOCK_HERTZ))
 
 
 @dataclass(frozen=True)
@@ -49,8 +57,7 @@ class Stopwatch:
     def sample(self, fn: Callable[[], Any], calls: int) -> float:
         """Seconds of ``calls`` calls."""
         if self.device.type != "cpu":
-            if (sleep := getattr(torch.get_device_module(self.device), "_sleep", None)) is not None:
-                sleep(int(calls * SECONDS_AHEAD_PER_CALL * CLOCK_HERTZ))  # or a device waits for a slow host
+            keep_busy(self.device, calls * SECONDS_AHEAD_PER_CALL)
             begin, end = (torch.Event(self.device, enable_timing=True) for _ in range(2))
             stream = torch.accelerator.current_stream(self.device)
             begin.record(stream)

@@ -85,15 +85,16 @@ def replaced_by(path: Path) -> Path | None:
     None for a stream, into which one writes: a pipe, a device as ``/dev/null``, what this process prints to. Raises
     OSError for what is neither.
     """
+    file = Path(os.path.realpath(path)) if path.is_symlink() else path
     try:
         mode = path.stat().st_mode
     except (FileNotFoundError, NotADirectoryError):
-        return Path(os.path.realpath(path)) if path.is_symlink() else path
+        return file
     if stat.S_ISFIFO(mode) or stat.S_ISCHR(mode) or _own_stream(path) is not None:
         return None
     if not stat.S_ISREG(mode):
         raise OSError(errno.EINVAL, f"it is {_kind(mode)}, not a file", str(path))
-    return Path(os.path.realpath(path)) if path.is_symlink() else path
+    return file
 
 
 def _own_stream(path: Path) -> int | None:

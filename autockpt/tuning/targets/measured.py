@@ -122,10 +122,8 @@ def _profiled(opened: Opened, measurer: Measurer) -> CostModel:
     device = measurer.environment.device
     others = used_by_others(measurer)
     room = device.capacity_bytes - device.overhead_bytes - others
-    budget_bytes = question.budget.budget_bytes
-    if budget_bytes is not None and budget_bytes < min(
-        needed_on(measurer.environment)(g) for _, g in found.uniform.values()
-    ):
+    budget_bytes, needs = question.budget.budget_bytes, needed_on(opened.environment)
+    if budget_bytes is not None and budget_bytes < min(needs(graph) for _, graph in found.uniform.values()):
         refuse_hopeless(opened, _untimed(opened, others))  # before a step is taken
     try:
         with clock.part("measured steps"):
@@ -139,7 +137,7 @@ def _profiled(opened: Opened, measurer: Measurer) -> CostModel:
                 listener=clock.listener,
             )
     except DeviceOutOfMemory as error:
-        smallest = needed_on(measurer.environment)(leanest(found.uniform)[1])
+        smallest = needs(leanest(found.uniform)[1])
         raise out_of_memory("the leanest plan does not run", error.message, smallest) from None
     return found.cost_model(
         times,
