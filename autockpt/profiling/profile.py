@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -202,7 +201,7 @@ def measure_op_times(
         for choices in others:
             with suppress(DeviceOutOfMemory):
                 times = times.completed(timed({**lean, **choices}, 1))
-        cache.store(times, _key(single))
+        cache.store(times, single)
     graphs = {kind: graph for kind, (_, graph) in uniform.items()}
     fitting = {kind: choices for kind, (choices, graph) in allowed.items() if graph.peak_bytes <= room}
     anchors = {kind: fitting[kind] for kind in ANCHORS if kind in fitting}
@@ -213,7 +212,7 @@ def measure_op_times(
         listener.stage("time whole plans, interleaved", rounds * len(anchors))
         with suppress(DeviceOutOfMemory), beats_counted(runs, listener, TIMED_CYCLE):
             times = calibrated(times, graphs, runs.compare(anchors, rounds=rounds))
-    cache.store(times, _key(workload))
+    cache.store(times, workload)
     return times
 
 
@@ -223,7 +222,8 @@ def _single_ops(workload: str) -> str:
 
 def forget_op_times(environment: Environment, workload: str) -> None:
     """Have the next search of this workload measure its op times again."""
-    cache.forget(environment, [_key(workload), _key(_single_ops(workload))])
+    for name in (workload, _single_ops(workload)):
+        cache.forget(environment, name)
 
 
 def wants_disk(uniform: UniformRuns, device: DeviceInfo, host_budget: int | None) -> bool:
@@ -250,12 +250,8 @@ def cached_op_times(
 ) -> OpTimes | None:
     """Op times of an earlier run on the same device and versions, if they cover the graphs and this workload, and where
     asked for the disk."""
-    known = cache.lookup(environment, _key(workload), {text for graph in graphs for text in graph.timed})
+    known = cache.lookup(environment, workload, {text for graph in graphs for text in graph.timed})
     return None if known is not None and disk and not known.disk_out_bandwidth else known
-
-
-def _key(workload: str) -> str:
-    return hashlib.sha256(workload.encode()).hexdigest()[:12]
 
 
 def used_by_others(runs: Measurer) -> int:

@@ -209,9 +209,9 @@ def test_op_times_that_steps_contradict_are_measured_anew_next_time(
         return "time single ops" in stages.begun, any("measures op times anew" in note for note in found.notes)
 
     assert asked()[0]
-    (kept,) = tmp_path.glob("op_times/*.json")
-    table = json.loads(kept.read_text())
-    table["seconds"] = {op: 100.0 for op in table["seconds"]}
-    kept.write_text(json.dumps(table))
+    for kept in tmp_path.glob("op_times/*.json"):
+        times = json.loads(kept.read_text())
+        times["seconds"] = {op: 100.0 for op in times["seconds"]}
+        kept.write_text(json.dumps(times))
     assert asked() == (False, True)
     assert asked()[0]
