@@ -2,8 +2,17 @@
 
 from __future__ import annotations
 
+import re
 import signal
 from typing import Any
+from urllib.parse import unquote
+
+_PASSWORDS = (
+    re.compile(r"(?P<kept>://[^\s:/]*:)(?P<secret>\S*)(?=@)"),
+    re.compile(
+        r"(?P<kept>[?&;][^\s=&;]*(?:passw|passphrase|pwd|secret|token|odbc_connect)[^\s=&;]*=)(?P<secret>[^\s&]+)", re.I
+    ),
+)
 
 
 class AutockptError(Exception):
@@ -17,9 +26,9 @@ class AutockptError(Exception):
     default_remedy = ""
 
     def __init__(self, message: str, *, remedy: str | None = None) -> None:
-        super().__init__(message)
-        self.message = message
-        self.remedy = self.default_remedy if remedy is None else remedy
+        self.message = without_passwords(message)
+        self.remedy = without_passwords(self.default_remedy if remedy is None else remedy)
+        super().__init__(self.message)
 
     def __str__(self) -> str:
         return f"{self.message}\n{self.remedy}" if self.remedy else self.message
@@ -96,6 +105,20 @@ class HostBudgetExceeded(DeviceOutOfMemory):
         "Raise --host-budget (host_budget= of autockpt.search, `host_budget_bytes` of a plan), offload fewer units, or "
         "write `{kind: offload, tier: disk}` for some of them where the device is an accelerator."
     )
+
+
+def without_passwords(text: str, url: str = "") -> str:
+    """A text with ``***`` for every password of a URL in it: ``db://user:***@host``, ``db://host?password=***``.
+
+    What is the password of ``url`` is replaced wherever the text repeats it. A database takes a password that holds an
+    unescaped ``@`` or ``/`` apart, and may name one part as its host.
+    """
+    for pattern in _PASSWORDS:
+        for secret in (match["secret"] for match in pattern.finditer(url)):
+            for part in sorted({secret, unquote(secret), *re.split("[@/]", secret)}, key=len, reverse=True):
+                text = text.replace(part, "***") if len(part) > 2 else text
+        text = pattern.sub(r"\g<kept>***", text)
+    return text
 
 
 def how_it_ended(code: int) -> str:

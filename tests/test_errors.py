@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from autockpt.errors import how_it_ended
+from autockpt.errors import UsageError, how_it_ended, without_passwords
 
 
 @pytest.mark.parametrize(
@@ -10,3 +10,28 @@ from autockpt.errors import how_it_ended
 )
 def test_ends_of_processes_in_words(code: int, words: str) -> None:
     assert how_it_ended(code) == words
+
+
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        ("postgresql://optuna:hunter2@host:5432/db", "postgresql://optuna:***@host:5432/db"),
+        ("postgresql://me@server:hunter2@host/db", "postgresql://me@server:***@host/db"),
+        ("postgresql://me:hunter2@hunter2/hunter2@host/db", "postgresql://me:***@host/db"),
+        ("redis://:hunter2@host", "redis://:***@host"),
+        ("mysql://host/db?user=me&password=hunter2&ssl=1", "mysql://host/db?user=me&password=***&ssl=1"),
+        ("mssql+pyodbc:///?odbc_connect=UID%3Dme%3BPWD%3Dhunter2", "mssql+pyodbc:///?odbc_connect=***"),
+        *((url, url) for url in ("sqlite:///study.db", "sqlite:////tmp/a:b@c.db?mode=ro", "postgresql://me@host/db")),
+    ],
+)
+def test_a_url_is_shown_without_its_password(url: str, shown: str) -> None:
+    assert without_passwords(url) == shown
+    assert without_passwords(f"--storage={url} and more") == f"--storage={shown} and more"
+    error = UsageError(f"{url} is wrong", remedy=f"Not {url}")
+    assert "hunter2" not in f"{error} {error!r} {error.args}"
+
+
+def test_a_password_that_a_database_took_apart_or_decoded_is_not_repeated() -> None:
+    url = "postgresql://me:hunter2@host%21@nowhere/db"
+    said = without_passwords('no host "host%21@nowhere"; tried hunter2@host! on nowhere', url)
+    assert said == 'no host "***@nowhere"; tried *** on nowhere'

@@ -21,7 +21,7 @@ from typing import Any
 import typer
 
 from autockpt.cli import screen
-from autockpt.errors import AutockptError, InfeasibleError
+from autockpt.errors import AutockptError, InfeasibleError, without_passwords
 from autockpt.signals import handling
 
 INTERRUPTED, UNREAD, TERMINATED = 130, 141, 143
@@ -127,17 +127,17 @@ def _bug(error: Exception, as_json: bool) -> int:
     name = f"autockpt-error-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}.log"
     try:
         log = Path(tempfile.gettempdir()) / name
-        log.write_text(f"{sys.argv}\n\n{''.join(traceback.format_exception(error))}")
+        log.write_text(without_passwords(f"{sys.argv}\n\n{''.join(traceback.format_exception(error))}"))
         where = f"Details are in {log}; please report them."
     except OSError:
         where = "Run it again with AUTOCKPT_DEBUG=1 to see details; please report them."
-    first = (str(error).splitlines() or [""])[0][:200]
+    first = without_passwords((str(error).splitlines() or [""])[0])[:200]
     return _say(f"unexpected {type(error).__name__}: {first}", f"This is a bug in autockpt. {where}", as_json, FAILED)
 
 
 def _debug() -> None:
     if os.environ.get("AUTOCKPT_DEBUG", "") not in ("", "0"):
-        traceback.print_exc()
+        print(without_passwords(traceback.format_exc()), end="", file=sys.stderr)
 
 
 def _say(message: str, remedy: str, as_json: bool, code: int, **more: Any) -> int:

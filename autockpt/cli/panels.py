@@ -7,7 +7,7 @@ from typing import Any
 import typer
 from typer.core import TyperCommand
 
-from autockpt.errors import plainly
+from autockpt.errors import plainly, without_passwords
 
 # heading -> options by parameter name, in this order; what is in none stands under "Options"
 PANELS = {
@@ -40,6 +40,10 @@ class PanelCommand(TyperCommand):
             hint = HINTS.get(getattr(error.param, "name", None) or "", "") if "number is needed" in said else ""
             if said:  # of what is missing click has the words
                 error.message = f"{said}{hint}."
+            raise
+        except typer.TyperException as error:
+            stray: Any = error  # click's usage errors repeat the words of the command line
+            stray.message = without_passwords(getattr(error, "message", ""))
             raise
 
     def format_options(self, ctx: Any, formatter: Any) -> None:  # click's, which typer has under two names

@@ -27,7 +27,7 @@ from autockpt.cli.options import (
     takes_workload,
     workload_spec,
 )
-from autockpt.errors import UsageError
+from autockpt.errors import UsageError, without_passwords
 
 if TYPE_CHECKING:
     from autockpt.schema import Budget, Listener, SearchOutcome, SearchRequest, WorkloadSpec
@@ -93,7 +93,12 @@ def search(
         default="knobs",
     ),
     choices: str | None = opt("--choices A,B", "Allow only these, as in save,recompute."),
-    storage: str | None = opt("--storage URL", "Optuna storage. Default: sqlite in the run."),
+    storage: str | None = opt(
+        "--storage URL",
+        "Optuna storage. Default: sqlite in the run. Give a URL with a password by AUTOCKPT_STORAGE, or keep the "
+        "password in ~/.pgpass: other users can read command lines.",
+        envvar="AUTOCKPT_STORAGE",
+    ),
     out: Path = RUNS_FOLDER,
     plan_out: Path | None = opt("--plan-out FILE", "Write the plan here, too; another one there is set aside."),
     compile: str | None = opt(
@@ -143,6 +148,9 @@ def search(
     spec, notes = _workload(asked_for, device, seed, simulate, base)
     if simulate is not None and hardware is None:
         notes = (_INSTEAD,)
+    command = ("autockpt", *sys.argv[1:])
+    if any(without_passwords(word) != word for word in command):
+        notes = (*notes, _NO_PASSWORD)
     if open_length:
         spec, found = _with_longest(spec, asked, device, simulate)
         notes = (*notes, found)
@@ -165,7 +173,7 @@ def search(
         dry_run=dry_run,
         fresh=fresh,
         again=again,
-        command=("autockpt", *sys.argv[1:]),
+        command=command,
         notes=notes,
     )
     rows = _rows_per_update(global_batch, tokens_per_update, spec)
@@ -225,6 +233,12 @@ _INSTEAD = (
 _ON_THE_CPU = (
     "There is no GPU here: this plans for this machine's CPU and memory, by steps on it. "
     "--hardware plans for a described card."
+)
+
+
+_NO_PASSWORD = (
+    "The command is recorded without its password. To repeat it, set AUTOCKPT_STORAGE to the whole URL and leave "
+    "--storage out; or keep the password of a PostgreSQL server in ~/.pgpass."
 )
 
 

@@ -29,7 +29,7 @@ from typing import Any, Literal, Self, TypeVar
 
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
-from autockpt.errors import PlanError, RunDirectoryError
+from autockpt.errors import PlanError, RunDirectoryError, without_passwords
 from autockpt.schema import Environment, FinishedSearch, Graph, Plan, Profile, Trial, question_hash
 from autockpt.schema.base import first_violation
 from autockpt.schema.batches import SizesTimed
@@ -207,8 +207,8 @@ class RunDirectory:
         return list(self.lines("events.jsonl", TypeAdapter(dict[str, Any]).validate_json))
 
     def add_command(self, command: Sequence[str]) -> None:
-        """Keep a command line, ready to be pasted into a shell; a repeated one is kept once."""
-        line = shlex.join(command)
+        """Keep a command line, ready to be pasted into a shell, without passwords; a repeated one is kept once."""
+        line = shlex.join(map(without_passwords, command))
         known = self.command().splitlines()
         if line and line not in known:
             self.write("command.txt", "\n".join([*known, line]) + "\n")

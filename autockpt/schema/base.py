@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from typing import Annotated
 
-from autockpt.errors import UsageError, plainly
+from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
+
+from autockpt.errors import UsageError, plainly, without_passwords
 
 Facts = dict[str, str | int | float | bool | None]
 """Settings of a step as they came out, by name."""
+Command = Annotated[tuple[str, ...], AfterValidator(lambda words: tuple(map(without_passwords, words)))]
+"""A command line, word by word, without passwords."""
 
 
 class Data(BaseModel):

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from autockpt.schema.base import Data, Facts
+from autockpt.schema.base import Command, Data, Facts
 from autockpt.schema.device import Environment
 from autockpt.schema.request import identity_of
 from autockpt.schema.sizes import Budget, ResolvedBudget
@@ -39,7 +39,7 @@ class BenchRequest(Data):
     seed: int = 0
     out: Path = Path("results")
     fresh: bool = False
-    command: tuple[str, ...] = ()
+    command: Command = ()
     notes: tuple[str, ...] = ()
 
     def question(self, environment: Environment) -> dict[str, Any]:

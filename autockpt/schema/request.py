@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from pydantic import Field
 
-from autockpt.schema.base import Data, Facts
+from autockpt.schema.base import Command, Data, Facts
 from autockpt.schema.device import DeviceInfo, Environment
 from autockpt.schema.hardware import Hardware
 from autockpt.schema.plan import Comparison, CompileMode, Plan, PlanStatus
@@ -43,7 +43,7 @@ class SearchOptions(Data):
     again: bool = Field(default=False, description="measure on where the search had come to its end")
     fresh: bool = Field(default=False, description="set an earlier run of this question aside")
     continued: bool = Field(default=False, description="a further round: what was named so far is no verdict")
-    command: tuple[str, ...] = Field(default=(), description="the exact command line")
+    command: Command = Field(default=(), description="the command line")
 
     @property
     def anew(self) -> bool:
@@ -69,7 +69,12 @@ class SearchRequest(SearchOptions):
     device: str | None = Field(default=None, description="cpu, cuda, cuda:1, xpu, …; None: the best there is")
     hardware: Hardware | None = Field(default=None, description="simulate this device; nothing is measured")
     start: Plan | None = Field(default=None, description="an earlier plan, tried early; its prices are not used")
-    storage: str | None = Field(default=None, description="URL of the Optuna storage; None: sqlite in the directory")
+    storage: str | None = Field(
+        default=None,
+        exclude=True,  # it may hold a password
+        repr=False,
+        description="URL of the Optuna storage; None: sqlite in the directory",
+    )
     out: Path = Path("results")
     plan_out: Path | None = Field(default=None, description="write the plan here as well")
     dry_run: bool = Field(default=False, description="trace, solve and predict; measure nothing")

@@ -269,3 +269,39 @@ def test_a_search_ends_with_a_page_and_outlives_one_that_fails(autockpt, replace
 def test_as_many_trials_as_in_python(autockpt, asked: list[SearchRequest]) -> None:
     autockpt("search", "--budget", "1GB", "--model", "llama-tiny", "--device", "cpu")
     assert asked[0].trials == TRIALS
+
+
+URL = "postgresql://optuna:hunter2@host/db"
+
+
+@pytest.mark.parametrize("words", [("--storage", URL), (f"--storage={URL}",)])
+def test_a_password_reaches_the_storage_and_nothing_else(autockpt, asked, words: tuple[str, ...]) -> None:
+    result = autockpt("search", "--budget", "60%", "--model", "llama-tiny", *words)
+    (request,) = asked
+    assert request.storage == URL and "AUTOCKPT_STORAGE" in result.err
+    kept = f"{request!r} {request.model_dump_json()} {' '.join(request.command)}"
+    assert "hunter2" not in kept + result.out + result.err and "optuna:***@host" in " ".join(request.command)
+
+
+def test_the_environment_names_the_storage(autockpt, asked, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AUTOCKPT_STORAGE", URL)
+    result = autockpt("search", "--budget", "60%", "--model", "llama-tiny")
+    other = autockpt("search", "--budget", "60%", "--model", "llama-tiny", "--storage", "sqlite:///x.db")
+    assert [request.storage for request in asked] == [URL, "sqlite:///x.db"]
+    assert "hunter2" not in result.out + result.err and "AUTOCKPT_STORAGE" not in result.err + other.err
+
+
+def test_a_stray_url_is_refused_without_its_password(autockpt, asked) -> None:
+    result = autockpt("search", "--budget", "60%", URL)
+    assert result.code == 2 and "optuna:***@host" in result.err and "hunter2" not in result.err
+
+
+def test_neither_a_bug_nor_its_log_shows_a_password(autockpt, replace, monkeypatch, tmp_path: Path) -> None:
+    def run_search(request: SearchRequest, listener: Listener) -> SearchOutcome:
+        raise KeyError(request.storage)
+
+    replace("autockpt.tuning", run_search=run_search)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    result = autockpt("search", "--budget", "60%", "--model", "llama-tiny", "--storage", URL, "--json")
+    (log,) = tmp_path.glob("autockpt-error-*.log")
+    assert result.code == 4 and "hunter2" not in result.out + result.err + log.read_text()

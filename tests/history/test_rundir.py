@@ -118,6 +118,12 @@ def test_everything_written_is_read_back(tmp_path: Path) -> None:
     assert read.storage == f"sqlite:///{run.path.resolve()}/study.db"
 
 
+def test_a_command_is_kept_without_its_password(tmp_path: Path) -> None:
+    run = enter(tmp_path)
+    run.add_command(["autockpt", "search", "--storage", "postgresql://me:hunter2@host/db?a=1&sslpassword=hunter2"])
+    assert run.command() == "autockpt search --storage 'postgresql://me:***@host/db?a=1&sslpassword=***'\n"
+
+
 def test_a_trial_can_be_told_again(tmp_path: Path) -> None:
     run = enter(tmp_path)
     for t in (trial(1), trial(0), trial(1, seconds=0.3)):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import re
 import warnings
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -17,7 +16,7 @@ from optuna.distributions import BaseDistribution, CategoricalDistribution, Floa
 from optuna.samplers import BaseSampler, GPSampler, NSGAIISampler, RandomSampler, TPESampler
 from optuna.trial import TrialState
 
-from autockpt.errors import RunDirectoryError
+from autockpt.errors import RunDirectoryError, without_passwords
 from autockpt.measuring.failures import chain
 from autockpt.schema import Choice, ResolvedBudget, Trial, label
 from autockpt.schema.files import FULL
@@ -182,7 +181,7 @@ def _in_words(storage: str) -> Iterator[None]:
 
 def _unusable(storage: str, error: Exception) -> RunDirectoryError:
     """The error for a study that cannot be used; a password in its URL is not repeated."""
-    shown = re.sub(r"(://[^:/@]*):[^@/]*@", r"\1:***@", storage)
+    shown = without_passwords(storage)
     # what the system or the database said is behind what Optuna makes of it
     if any(getattr(one, "errno", None) in FULL or "disk is full" in str(one) for one in chain(error)):
         return RunDirectoryError(
@@ -193,7 +192,11 @@ def _unusable(storage: str, error: Exception) -> RunDirectoryError:
     if storage.startswith("sqlite:"):
         remedy = "Move the file away (nothing in it was changed), name another --storage, or use --fresh."
     else:
-        remedy = "Give --storage an SQLAlchemy URL, as sqlite:///study.db, whose database is there and has its driver."
+        remedy = (
+            "Give --storage an SQLAlchemy URL, as sqlite:///study.db, whose database is there and has its driver. "
+            "Set AUTOCKPT_STORAGE to a URL that holds a password, or keep a PostgreSQL server's in ~/.pgpass."
+        )
+    said = without_passwords(said, storage)
     return RunDirectoryError(f"the Optuna study at {shown} cannot be used: {said}", remedy=remedy)
 
 
