@@ -2,7 +2,8 @@
 
 results/<model>_<device>_<budget>_<hash of the question>/
     question.json      what was asked          trials.jsonl      one line per trial, only ever appended to
-    command.txt        every command line      events.jsonl      what happened when
+    run_id             names this run          events.jsonl      what happened when
+    command.txt        every command line
     environment.json   device and versions     graph.json.gz     the plain step as traced
     plan.yaml          the answer              profile.json      what each choice costs
     study.db           the Optuna study        outcome.json      what was answered, once the search had ended
@@ -19,6 +20,7 @@ import gzip
 import json
 import os
 import re
+import secrets
 import shlex
 import time
 import zlib
@@ -157,6 +159,15 @@ class RunDirectory:
     def lock(self) -> AbstractContextManager[None]:
         """Hold the directory against a second search for as long as the context lasts."""
         return exclusive(self.path / "lock")
+
+    @property
+    def id(self) -> str:
+        """Eight hex digits that tell this run from all others, also from those of the same question elsewhere."""
+        path = self.path / "run_id"
+        if not path.exists():
+            self.write("run_id", secrets.token_hex(4) + "\n")
+        with _explained(path):
+            return read_regular(path).decode().strip()
 
     @property
     def storage(self) -> str:

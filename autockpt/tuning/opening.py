@@ -86,8 +86,8 @@ class Opened:
 
     @property
     def title(self) -> str:
-        """What a study of this question is called: in a storage of many searches no two of them are called the same."""
-        digest = f" ({question_hash(self.run.question)})" if self.run is not None else ""
+        """What this run's studies are called. No other run has studies of that name in a storage that several share."""
+        digest = f" ({question_hash(self.run.question)}-{self.run.id})" if self.run is not None else ""
         return f"{self.question.name} on {self.environment.device.name} within {self.question.budget.text}{digest}"
 
 

@@ -124,6 +124,14 @@ def test_a_command_is_kept_without_its_password(tmp_path: Path) -> None:
     assert run.command() == "autockpt search --storage 'postgresql://me:***@host/db?a=1&sslpassword=***'\n"
 
 
+def test_every_run_has_an_id_that_stays_with_it(tmp_path: Path) -> None:
+    first, second = enter(tmp_path / "a"), enter(tmp_path / "b")
+    known, other = first.id, second.id
+    assert known != other and enter(tmp_path / "a").id == known
+    assert RunDirectory.open(first.path.rename(tmp_path / "moved")).id == known
+    assert enter(tmp_path / "b", fresh=True).id not in (known, other)
+
+
 def test_a_trial_can_be_told_again(tmp_path: Path) -> None:
     run = enter(tmp_path)
     for t in (trial(1), trial(0), trial(1, seconds=0.3)):

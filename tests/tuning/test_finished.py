@@ -7,13 +7,14 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import optuna
 import pytest
 import torch
 import transformers
 
 from autockpt.errors import RunDirectoryError
 from autockpt.history.rundir import RunDirectory
-from autockpt.schema import RECOMPUTE, Plan, SearchOutcome, SearchRequest, Silence, WorkloadSpec, parse_budget
+from autockpt.schema import RECOMPUTE, Plan, SearchOutcome, SearchRequest, Silence, Trial, WorkloadSpec, parse_budget
 from autockpt.tuning import run_search, search_step
 from autockpt.tuning.search import search_options
 from autockpt.workload import Step
@@ -114,6 +115,32 @@ def test_a_storage_that_an_answer_on_record_does_not_write_to_is_said(
     said = [" ".join(ask(finished[0], **more)[0].notes) for more in ({}, {"storage": storage})]
     assert ["nothing was written to --storage" in notes for notes in said] == [False, True]
     assert not (tmp_path / "studies.db").exists()
+
+
+class AskingElsewhere(Stages):
+    """Asks the same question in another folder while a trial of the first search runs."""
+
+    def __init__(self, elsewhere: Path, storage: str) -> None:
+        super().__init__()
+        self._elsewhere, self._storage, self.second = elsewhere, storage, list[SearchOutcome]()
+
+    def trial(self, trial: Trial, best: Trial | None) -> None:
+        if trial.encoding == "knobs" and not self.second:
+            self.second.append(ask(self._elsewhere, storage=self._storage)[0])
+
+
+def test_searches_of_one_question_that_share_a_storage_leave_one_another_alone(tmp_path: Path) -> None:
+    storage = f"sqlite:///{tmp_path / 'studies.db'}"
+    first = AskingElsewhere(tmp_path / "b", storage)
+    outcome = ask(tmp_path / "a", first, storage=storage)[0]
+    (second,) = first.second
+    assert outcome.plan is not None and second.plan is not None and outcome.plan.hash == second.plan.hash
+    studies = {
+        name: optuna.load_study(study_name=name, storage=storage) for name in optuna.get_all_study_names(storage)
+    }
+    assert len(studies) == 4
+    asked = [study for name, study in studies.items() if name.endswith(": sampler")]
+    assert len(asked) == 2 and {trial.state.name for study in asked for trial in study.trials} == {"COMPLETE"}
 
 
 @pytest.mark.parametrize("more", [{"again": True}, {"trials": 3}])

@@ -28,7 +28,8 @@ from autockpt.tuning.trials import Parameters
 class Study:
     """One study of ``knobs``, or with the encoding "layers" of ``menus``, the choices of each unit.
 
-    ``storage`` None keeps it in memory.
+    ``storage`` None keeps it in memory. The study ``name`` belongs to one run, which no second process works on: trials
+    that a killed search of this run left are marked as failed.
 
     A trial that ran out of memory or over the budget is reported as complete, with its predicted time and a positive
     violation: reported as failed it would teach the sampler nothing.
