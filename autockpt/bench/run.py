@@ -13,6 +13,7 @@ from autockpt.bench.peers import OUR_OWN, PEERS, PLAIN
 from autockpt.bench.store import BenchDirectory
 from autockpt.errors import AutockptError, InfeasibleError, MeasurementError, UsageError
 from autockpt.measuring import WorkerMeasurer
+from autockpt.measuring.local import refuse_many_processes
 from autockpt.reporting.bench_picture import bench_picture
 from autockpt.reporting.bench_view import bench_page
 from autockpt.schema import (
@@ -54,6 +55,7 @@ def run_bench(request: BenchRequest, listener: Listener | None = None) -> BenchR
 
 
 def _check(request: BenchRequest) -> None:
+    refuse_many_processes()
     if not request.budgets:
         raise UsageError("no budgets were given", remedy="For example --budgets 30%,45%,60%,85%.")
     for budget in request.budgets:

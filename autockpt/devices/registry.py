@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Protocol
 
 import torch
@@ -47,12 +48,14 @@ def make_current(device: Device) -> None:
 def get_device(name: str | None = None) -> Device:
     """The device of that name ("cpu", "cuda:1", "xpu", "npu"); without a name the best there is. Initialises nothing.
 
+    Without a number it is the one that a launcher gave this process by LOCAL_RANK, as far as there are so many; else
+    the first.
     The kind is one of ``DEVICES``, or any other that PyTorch has a module for, registered backends included: those are
     served by PyTorch's generic accelerator API. Raises UsageError for a name that is not known, or a device that is not
     there.
     """
     if name is None:
-        return next(kind() for kind in map(_kind, _known()) if kind is not None and kind.count())
+        return next(kind(_own_index(kind)) for kind in map(_kind, _known()) if kind is not None and kind.count())
     kind_name, colon, number = name.partition(":")
     kind = _kind(kind_name)
     if kind is None or (colon and not number.isdecimal()):
@@ -63,7 +66,7 @@ def get_device(name: str | None = None) -> Device:
             f"unknown device {name!r}",
             remedy=f"Known devices: {', '.join(known)}; one of several is written cuda:1.{meant}",
         )
-    index = int(number or 0)
+    index = int(number) if colon else _own_index(kind)
     there = kind.count()
     if not there:
         raise UsageError(
@@ -74,6 +77,12 @@ def get_device(name: str | None = None) -> Device:
         last = f"{kind_name}:{there - 1}" if there > 1 else kind_name
         raise UsageError(f"there is no device {name}: the last one here is {last}", remedy=f"Use {last}.")
     return kind(index)
+
+
+def _own_index(kind: DeviceKind) -> int:
+    """Which of these devices is this process's; the first where a launcher shows each process its own one alone."""
+    rank = os.environ.get("LOCAL_RANK", "")
+    return int(rank) if rank.isdecimal() and int(rank) < kind.count() else 0
 
 
 def _known() -> list[str]:

@@ -11,6 +11,7 @@ from typing import NamedTuple
 from autockpt.errors import AutockptError, InfeasibleError, UsageError
 from autockpt.explaining.subject import ExplainRequest, Subject, open_subject
 from autockpt.explaining.why import Answers, resolved
+from autockpt.measuring.local import refuse_many_processes
 from autockpt.schema import Budget, Choice, Graph, Hardware, Listener, Silence, WorkloadSpec, format_bytes
 from autockpt.schema.explanation import Dimension, Largest
 
@@ -210,12 +211,13 @@ def with_longest(
     hardware: Hardware | None = None,
     listener: Listener | None = None,
 ) -> tuple[WorkloadSpec, str]:
-    """The workload with the longest sequences that its leanest plan holds ``budget`` with, and a word on that.
+    """The workload, for a search, with the longest sequences that its leanest plan holds ``budget`` with, and a note.
 
     By ghost runs of a few lengths; nothing is measured. Lengths are told apart to about a share of 1/32. Raises
-    UsageError for a budget that is a share of the job's own peak and for models without sequences, InfeasibleError
-    where not even the shortest fits.
+    UsageError for a budget that is a share of the job's own peak, for models without sequences and under a distributed
+    launch, InfeasibleError where not even the shortest fits.
     """
+    refuse_many_processes()
     budget.refuse_share("grows with its sequences")
     asked = ExplainRequest(spec=spec, budget=budget, device=device, hardware=hardware)
     found = largest_lean(asked, "sequence length", listener or Silence())

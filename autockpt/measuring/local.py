@@ -116,5 +116,6 @@ def refuse_many_processes() -> None:
         raise UsageError(
             f"this is one of {size} training processes, and a search measures in a single one",
             remedy="Search once without torchrun (for instance: `autockpt search --model package.module:factory "
-            "--budget …`), then call autockpt.apply(model, 'plan.yaml') in every process.",
+            "--budget …`), then call autockpt.apply(model, 'plan.yaml') in every process. Where this process trains "
+            "by itself, unset WORLD_SIZE.",
         )

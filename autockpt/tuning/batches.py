@@ -19,6 +19,7 @@ from autockpt.devices import get_device
 from autockpt.errors import InfeasibleError, UsageError
 from autockpt.measuring import LocalMeasurer, Measurer, WorkerMeasurer, environment_of
 from autockpt.measuring.environment import environment_to_measure_in, environment_without_context
+from autockpt.measuring.local import refuse_many_processes
 from autockpt.profiling import uniform_graphs
 from autockpt.schema import Comparison, Listener, SearchOptions, SearchOutcome, SearchRequest, WorkloadSpec
 from autockpt.schema.batches import BatchAnswer, BatchSetting
@@ -149,6 +150,8 @@ def search_step_batches(
     micro-batch. ``others_wait`` and ``terms`` as for ``search_step``. The answer is in ``outcome.plan.settings``, as
     ``batch_size`` and ``accumulate``. Raises UsageError for a batch that cannot be divided.
     """
+    if not others_wait:
+        refuse_many_processes()
     of_rows = partial(_made, step) if not isinstance(step, Step) else partial(_of_rows, step, rows)
     asked.budget.refuse_share("differs by batch size")
     _refuse_none(rows)
@@ -367,6 +370,7 @@ def variant(spec: WorkloadSpec, rows: int, size: int) -> WorkloadSpec:
 
 
 def _refuse(request: SearchRequest, rows: int) -> None:
+    refuse_many_processes()
     _refuse_none(rows)
     given = request.workload.batch_size
     if given is not None and rows % given:

@@ -10,6 +10,7 @@ from pydantic import ValidationError
 from autockpt.errors import RunDirectoryError, UsageError
 from autockpt.history.rundir import RunDirectory
 from autockpt.measuring.environment import environment_without_context
+from autockpt.measuring.local import refuse_many_processes
 from autockpt.schema import Budget, SearchSpace, parse_budget, parse_size
 from autockpt.schema.base import unfit
 from autockpt.schema.files import unwritable
@@ -29,10 +30,11 @@ def run_search(request: SearchRequest, listener: Listener | None = None) -> Sear
     """Search for the workload that ``request`` describes; steps are measured in a worker process.
 
     With ``request.compile`` these steps are compiled. Where ``request.hardware`` is given, nothing is measured: the
-    search is simulated for it. Writes the run's directory and plan. Raises UsageError, WorkloadError, InfeasibleError,
-    RunDirectoryError or MeasurementError; whatever was measured until then is kept. Ctrl-C ends the search with the
-    best plan so far.
+    search is simulated for it. Writes the run's directory and plan. Raises UsageError (under a distributed launch as
+    well), WorkloadError, InfeasibleError, RunDirectoryError or MeasurementError; whatever was measured until then is
+    kept. Ctrl-C ends the search with the best plan so far.
     """
+    refuse_many_processes()
     _refuse_unwritable(request)
     with nullcontext() if request.dry_run else RunDirectory.reserved(request.out, request.key):
         outcome = _answered(request) or search_described(request, Clock(listener or Silence(), request.timeout))

@@ -27,6 +27,15 @@ def test_the_best_is_a_gpu_where_there_is_one(monkeypatch):
     assert get_device().kind == "cpu"
 
 
+@pytest.mark.parametrize(("rank", "index"), [("1", 1), ("0", 0), ("7", 0), ("", 0), ("-1", 0), ("x", 0)])
+def test_a_launcher_says_which_device_is_this_process_s(monkeypatch, rank, index):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setenv("LOCAL_RANK", rank)
+    assert get_device().torch_device == get_device("cuda").torch_device == torch.device("cuda", index)
+    assert get_device("cuda:0").torch_device == torch.device("cuda", 0)
+    assert get_device("cpu").torch_device == torch.device("cpu")
+
+
 @pytest.mark.parametrize("name", ["tpu", "cuda:x", "cuda:-1", "", "cpu:", "CUDA"])
 def test_unknown_names_list_the_known(name):
     with pytest.raises(UsageError, match="unknown device") as caught:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +11,17 @@ from torch import nn, ones
 
 from autockpt.devices.cpu import CpuDevice
 from autockpt.errors import AutockptError, InfeasibleError, UsageError
+from autockpt.explaining.limits import with_longest
 from autockpt.schema import DeviceInfo, Environment, SearchRequest, Silence, WorkloadSpec, parse_budget
+from autockpt.schema.lengths import Lengths
 from autockpt.tuning import alternatives, run_search, search_step
+from autockpt.tuning.batches import search_batch_sizes, search_step_batches
+from autockpt.tuning.lengths import search_lengths_of, search_step_lengths
 from autockpt.tuning.search import search_options
 from autockpt.tuning.stages import less_than_asked
 from autockpt.tuning.targets import measured
 from autockpt.workload import Step, build
+from search_spaces.hardware import load_hardware
 from search_spaces.spaces import load_space
 from tests.tuning.small import TWO_LAYERS
 
@@ -37,6 +43,59 @@ def test_places_that_cannot_be_written_are_refused_at_once(tmp_path: Path, optio
         run_search(request, Untouched())
     assert caught.value.exit_code == 2 and caught.value.remedy
     assert (tmp_path / "file").read_text() == "mine" and not (tmp_path / "runs").exists()
+
+
+def children() -> set[str]:
+    """Processes that this one started and that are still there."""
+    return {child for task in Path("/proc/self/task").iterdir() for child in (task / "children").read_text().split()}
+
+
+def described(out: Path, **more: Any) -> SearchRequest:
+    asked = {"workload": WorkloadSpec(model=TWO_LAYERS, batch_size=2), "space": load_space("knobs"), "out": out}
+    return SearchRequest.model_validate(asked | {"budget": parse_budget("1GB")} | more)
+
+
+def live() -> Step:
+    made = build(WorkloadSpec(model=TWO_LAYERS, batch_size=2, seq_len=16))
+    return Step(made.model, made.batch, optimizer=made.optimizer)
+
+
+LENGTHS, LIVE = Lengths(counts={16: 1, 8: 1}), search_options(budget="1GB")
+DOORS: dict[str, Callable[[Path], object]] = {
+    "described": lambda out: run_search(described(out), Untouched()),
+    "simulated": lambda out: run_search(described(out, hardware=load_hardware("rtx4090")), Untouched()),
+    "compiled": lambda out: run_search(described(out, compile="layers"), Untouched()),
+    "dry run": lambda out: run_search(described(out, dry_run=True), Untouched()),
+    "batches": lambda out: search_batch_sizes(described(out), 4, run_search, Untouched()),
+    "lengths": lambda out: search_lengths_of(described(out), LENGTHS, run_search, Untouched()),
+    "longest": lambda out: with_longest(described(out).workload, parse_budget("1GB"), listener=Untouched()),
+    "live": lambda out: search_step(live(), LIVE, Untouched()),
+    "live batches": lambda out: search_step_batches(live(), 4, LIVE, Untouched()),
+    "live lengths": lambda out: search_step_lengths(live(), LENGTHS, LIVE, Untouched()),
+}
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_one_of_many_processes_is_refused_before_another_is_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, door: str
+) -> None:
+    def started(*_: object, **__: object) -> None:
+        raise AssertionError("a process was started")
+
+    for start in ("tracing.process.GhostProcess.__init__", "measuring.process.Child.__init__"):
+        monkeypatch.setattr(f"autockpt.{start}", started)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    before = children()
+    with pytest.raises(UsageError, match="one of 2 training processes") as caught:
+        DOORS[door](tmp_path / "runs")
+    assert "torchrun" in caught.value.remedy and children() == before and not (tmp_path / "runs").exists()
+
+
+def test_a_live_search_that_fails_ends_the_processes_that_it_started() -> None:
+    before = children()
+    with pytest.raises(UsageError, match="no repeated blocks"):
+        search_step(Step(nn.Linear(4, 4), ones(2, 4), loss=lambda model, batch: model(batch).sum()), LIVE)
+    assert children() == before
 
 
 class Untimed(Silence):
