@@ -33,6 +33,7 @@ def estimate(
     are loaded. Plans choose for whole layers; `autockpt search --hardware` evaluates finer choices for one row,
     which can only be faster. A row in which nothing fits is an answer, too: the exit code is 0.
     """
+    from autockpt.reporting.progress import listener
     from autockpt.tuning import estimate as estimated
 
     kind: Any = dtype
@@ -46,6 +47,7 @@ def estimate(
         qlora=qlora,
         prepare_kbit=prepare_kbit,
         dtype=kind,
+        watch=lambda subject: listener(screen.progress(), subject),
     )
     if as_json:
         for row in rows:

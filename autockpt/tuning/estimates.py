@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from itertools import product
 from typing import get_args
 
 from autockpt.errors import AutockptError, InfeasibleError, UsageError
-from autockpt.schema import SAVE, Estimate, Hardware, SearchRequest, Silence, WorkloadSpec, parse_budget
+from autockpt.schema import SAVE, Estimate, Hardware, Listener, SearchRequest, Silence, WorkloadSpec, parse_budget
 from autockpt.schema.workload import Dtype
 from autockpt.tuning.question import Clock
 from autockpt.tuning.search import search_described
@@ -32,6 +33,7 @@ def estimate(
     qlora: bool = True,
     prepare_kbit: bool = False,
     dtype: Dtype | None = None,
+    watch: Callable[[str], AbstractContextManager[Listener]] = lambda subject: nullcontext(Silence()),
 ) -> Iterator[Estimate]:
     """One simulated answer after the other: for full training, for LoRA adapters of rank ``lora`` (0: none), and with
     ``qlora`` for these on a base in 4 bits, which needs bitsandbytes to be installed; ``prepare_kbit`` then has the
@@ -40,7 +42,8 @@ def estimate(
     Models are named as for ``search``, cards as for its ``hardware``. The weights are of ``dtype``, by default what the
     shape's file says (bf16, mostly), the optimizer is AdamW, and the budget is what the card has, less the headroom
     that a search leaves (5 %). Plans choose for whole layers, so that a row takes seconds: a search for the same
-    question finds an equally fast plan or a faster one. Nothing is measured. Raises, before the first row is begun,
+    question finds an equally fast plan or a faster one. Nothing is measured. ``watch`` opens the listener that sees the
+    stages of one row; it is closed before the row is yielded. Raises, before the first row is begun,
     UsageError for an unknown card or type, WorkloadError for a model that cannot be found; a row that cannot be had
     says why in ``note``.
     """
@@ -57,13 +60,14 @@ def estimate(
     for name in named:  # a misspelt one is no row
         if not is_factory(name):
             find_config(WorkloadSpec(model=name))
-    return _rows(product(named, known, batch_sizes, seq_lens, ways), dtype, prepare_kbit)
+    return _rows(product(named, known, batch_sizes, seq_lens, ways), dtype, prepare_kbit, watch)
 
 
 def _rows(
     cells: Iterable[tuple[str, tuple[str, Hardware], int, int, tuple[int | None, bool]]],
     dtype: Dtype | None,
     prepare_kbit: bool,
+    watch: Callable[[str], AbstractContextManager[Listener]],
 ) -> Iterator[Estimate]:
     space = load_space("knobs").restricted(CHOICES)
     for model, (card, hardware), batch, length, (rank, in_4bit) in cells:
@@ -81,12 +85,14 @@ def _rows(
         row = Estimate(
             model=model, card=card, batch_size=batch, seq_len=length, lora=rank, load_in_4bit=in_4bit, fits=False
         )
-        yield _answered(row, request)
+        with watch(f"estimate {model}") as listener:
+            answered = _answered(row, request, listener)
+        yield answered
 
 
-def _answered(row: Estimate, request: SearchRequest) -> Estimate:
+def _answered(row: Estimate, request: SearchRequest, listener: Listener) -> Estimate:
     try:
-        outcome = search_described(request, Clock(Silence()), alternatives=False)
+        outcome = search_described(request, Clock(listener), alternatives=False)
     except InfeasibleError as error:
         return row.model_copy(update={"smallest_peak": error.smallest_peak})
     except AutockptError as error:
