@@ -19,6 +19,7 @@ from autockpt.errors import UsageError
 from autockpt.explaining import ExplainRequest
 from autockpt.explaining import explain as explained
 from autockpt.explaining.limits import with_longest
+from autockpt.explaining.recorded import explain_run
 from autockpt.explaining.subject import budget_for, hardware_for
 from autockpt.history.rundir import RunDirectory
 from autockpt.history.trialplan import plan_at
@@ -209,7 +210,7 @@ def explain(
     headroom: str | None = None,
     hardware: str | None = None,
     device: str | None = None,
-    limits: bool = True,
+    limits: bool | None = None,
     show: bool = True,
     **workload: Any,
 ) -> Explanation:
@@ -217,11 +218,17 @@ def explain(
 
     ``plan`` is a plan, its file, or a run's directory; without one, what fits ``budget`` is explained for ``model``, or
     plain training. ``headroom`` is left free of it, as in ``search``. What ``model`` and ``workload`` do not say is as
-    in the plan. ``limits`` also looks for the largest batch and sequence. ``show`` prints it as the command line does.
-    Bytes and seconds in what is returned.
+    in the plan. ``limits`` also looks for the largest batch and sequence (by default: except for a run, which is
+    explained from its own files). ``show`` prints it as the command line does. Bytes and seconds in what is returned.
     """
     _refuse_both(hardware, device)
     loaded = plan if plan is None or isinstance(plan, Plan) else plan_at(Path(plan))
+    path = None if plan is None or isinstance(plan, Plan) else Path(plan)
+    as_planned = not (workload or model or device or hardware or limits)
+    if path is not None and loaded is not None and as_planned:
+        stored = explain_run(path, loaded, budget, headroom)
+        if stored is not None:
+            return _shown(stored, show)
     name = model or (loaded.workload.model if loaded is not None and loaded.workload is not None else None)
     if name is None:
         raise UsageError("no model was named", remedy='Give model="llama-8b", or a plan that a search made.')
@@ -230,13 +237,16 @@ def explain(
     question = ExplainRequest(
         spec=spec,
         plan=loaded,
-        plan_path=None if plan is None or isinstance(plan, Plan) else Path(plan),
-        budget=budget_for(budget, headroom, loaded, spec, card),
+        plan_path=path,
+        budget=budget_for(budget, headroom, loaded, spec, card.name if card is not None else None),
         device=device,
         hardware=card,
-        limits=limits,
+        limits=limits is not False,
     )
-    said = explained(question)
+    return _shown(explained(question), show)
+
+
+def _shown(said: Explanation, show: bool) -> Explanation:
     if show:
         print_explanation(said, console(stderr=False))
     return said

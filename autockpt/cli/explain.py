@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -11,6 +11,9 @@ from autockpt.cli import screen
 from autockpt.cli.guard import guarded
 from autockpt.cli.options import DEVICE, arg, flag, opt, takes_workload, workload_spec
 from autockpt.errors import InfeasibleError, UsageError
+
+if TYPE_CHECKING:
+    from autockpt.schema.explanation import Explanation
 
 
 @guarded
@@ -30,8 +33,8 @@ def explain(
     ),
     rules: bool = flag("--rules", "Put the rules of thumb to the test on this model instead."),
     measure: bool = flag("--measure", "With --rules: take real steps on the device as well."),
-    limits: bool = opt(
-        "--limits/--no-limits", "Look for the largest batch and sequence under the budget.", default=True
+    limits: bool | None = opt(
+        "--limits/--no-limits", "Look for the largest batch and sequence under the budget. Default: except for a run."
     ),
     seed: int | None = opt("--seed N", "For weights and batch. Default: 0.", min=0),
     as_json: bool = flag("--json", "Print JSON."),
@@ -40,8 +43,9 @@ def explain(
 
     Explains a plan; or what fits a budget; or, with neither, plain training. Nothing is run: bytes come from ghost runs
     (whole steps on tensors without memory), seconds from op times where any are known. Options that are not given are
-    those that the plan was made with. Exits with 3 where nothing fits the budget, after explaining the plan with the
-    least peak.
+    those that the plan was made with. A run is explained from its own files, unless an option asks for another workload
+    or device, or for --limits. Exits with 3 where nothing fits the budget, after explaining the plan with the least
+    peak.
     """
     if measure and not rules:
         raise UsageError("--measure belongs to --rules", remedy="Add --rules; `autockpt verify` measures a plan.")
@@ -60,23 +64,29 @@ def explain(
             f"--hardware models a device that is not at hand; {other} needs one", remedy="Give one of them."
         )
     from autockpt.explaining import ExplainRequest
+    from autockpt.explaining.recorded import explain_run
     from autockpt.explaining.subject import budget_for, hardware_for
     from autockpt.history.trialplan import plan_at
 
     loaded = plan_at(plan) if plan is not None else None
+    as_planned = not (workload or device or hardware or limits) and seed is None
+    if plan is not None and loaded is not None and as_planned:
+        stored = explain_run(plan, loaded, budget, headroom)
+        if stored is not None:
+            _show(stored, as_json)
+            return
     spec = workload_spec(workload, base=loaded.workload if loaded else None, seed=seed)
     card = hardware_for(hardware, device, loaded)
     question = ExplainRequest(
         spec=spec,
         plan=loaded,
         plan_path=plan,
-        budget=budget_for(budget, headroom, loaded, spec, card),
+        budget=budget_for(budget, headroom, loaded, spec, card.name if card is not None else None),
         device=device,
         hardware=card,
-        limits=limits,
+        limits=limits is not False,
     )
     from autockpt.explaining import explain as explained
-    from autockpt.reporting.explain_view import print_explanation
     from autockpt.reporting.progress import listener
     from autockpt.reporting.rules_view import print_rules
 
@@ -87,6 +97,13 @@ def explain(
             screen.show(tried(question, watcher, measure=measure), print_rules, as_json)
             return
         said = explained(question, watcher)
+    _show(said, as_json)
+
+
+def _show(said: Explanation, as_json: bool) -> None:
+    """Print an explanation. Raises Exit where nothing fits its budget."""
+    from autockpt.reporting.explain_view import print_explanation
+
     screen.show(said, print_explanation, as_json)
     if said.budget is not None and said.smallest_peak > said.budget.bytes:
         raise typer.Exit(InfeasibleError.exit_code)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from autockpt.explaining.holdings import StepBytes, curve, joined, moment, peak_op, telling_op
 from autockpt.explaining.limits import MOST_TIMES, Lean, largest_lean, workload_limits
@@ -14,7 +15,19 @@ from autockpt.explaining.why import Answers, budget_steps, resolved, why
 from autockpt.history.promises import OTHER_WORKLOAD, made_for
 from autockpt.history.trials import undominated
 from autockpt.profiling import said_of
-from autockpt.schema import Budget, Choice, Listener, Menu, PlanStatus, ResolvedBudget, Silence, Unit, format_bytes
+from autockpt.schema import (
+    Budget,
+    Choice,
+    Graph,
+    Listener,
+    Menu,
+    Plan,
+    PlanStatus,
+    ResolvedBudget,
+    Silence,
+    Unit,
+    format_bytes,
+)
 from autockpt.schema.choices import OFFLOAD, Offload, RecomputeOffload
 from autockpt.schema.device import WITHOUT_STREAMS
 from autockpt.schema.explanation import Bargain, Explanation, Front, Largest, Reach
@@ -39,17 +52,13 @@ def explain(question: ExplainRequest, listener: Listener | None = None) -> Expla
         reaches = [found, *(step.reach for step in steps if step.ours)]
         choices, said, status, notes = _chosen(subject, answers, budget, reaches)
         graph = subject.tracer.trace(choices)
-        peak = subject.needs(graph)
-        reserved = peak - graph.peak_bytes - answers.overhead
-        held = StepBytes(graph, subject.head, answers.overhead, reserved)
-        at, telling = peak_op(graph), telling_op(held)
         device = subject.profiled.predictor.device
-        measured = question.plan.measured if question.plan is not None and status == "measured" else None
+        measured = facts_of_measurement(question.plan if status == "measured" else None)
         reasons = why(answers, choices, budget.bytes if budget else None)
         limits = _limits(subject, answers, budget, listener)
-        seconds, tokens = measured.step_seconds if measured else None, subject.tracer.settings.get("tokens")
+        seconds, tokens = measured["measured_seconds"], subject.tracer.settings.get("tokens")
         speed = None
-        if subject.times.basis != "nominal" or measured:  # such rates rank choices, and say nothing about seconds
+        if subject.times.basis != "nominal" or seconds:  # such rates rank choices, and say nothing about seconds
             counted = tokens if isinstance(tokens, int) else None
             speed = speed_of(graph, subject.base, subject.times.times, question.hardware, counted, seconds)
         return Explanation(
@@ -59,21 +68,13 @@ def explain(question: ExplainRequest, listener: Listener | None = None) -> Expla
             plan=said,
             status=status,
             choices=choices,
-            source=graph.source,
             basis=subject.times.basis,
             basis_note=subject.times.note,
             budget=budget,
-            peak_bytes=peak,
             save_all_peak=answers.save_all.peak_bytes,
             smallest_peak=answers.lean.peak_bytes,
-            measured_peak=measured.peak_bytes if measured else None,
-            measured_seconds=seconds,
-            beside=tuple(row for row in question.plan.baselines if row.measured) if question.plan and measured else (),
-            holdings=held.holdings(at),
-            units=held.by_unit(telling),
-            ops=held.by_kind(telling),
-            curve=curve(held),
-            moment=moment(held, telling),
+            **facts_of_bytes(graph, subject.head, answers.overhead, subject.needs(graph)),
+            **measured,
             fronts=fronts(subject.profiled.profile.menus, subject.profiled.units, choices),
             why=reasons,
             speed=speed,
@@ -81,6 +82,41 @@ def explain(question: ExplainRequest, listener: Listener | None = None) -> Expla
             limits=limits,
             notes=(*subject.notes, *notes, *_of_device(question, device.kind)),
         )
+
+
+def facts_of_bytes(graph: Graph, head: str | None, overhead: int, peak: int) -> dict[str, Any]:
+    """The fields of an explanation about the bytes of its step.
+
+    ``overhead`` are the bytes of the device's context. ``peak`` is what the device needs, its allocator included.
+    """
+    held = StepBytes(graph, head, overhead, peak - graph.peak_bytes - overhead)
+    at, telling = peak_op(graph), telling_op(held)
+    return {
+        "source": graph.source,
+        "peak_bytes": peak,
+        "holdings": held.holdings(at),
+        "units": held.by_unit(telling),
+        "ops": held.by_kind(telling),
+        "curve": curve(held),
+        "moment": moment(held, telling),
+    }
+
+
+def facts_of_measurement(plan: Plan | None) -> dict[str, Any]:
+    """The fields of an explanation about what was measured of its plan. None: a plan without a measurement."""
+    measured = plan.measured if plan is not None else None
+    return {
+        "measured_peak": measured.peak_bytes if measured else None,
+        "measured_seconds": measured.step_seconds if measured else None,
+        "beside": tuple(row for row in plan.baselines if row.measured) if plan and measured else (),
+    }
+
+
+def smaller_batches_note(plan: Plan) -> tuple[str, ...]:
+    """A note on a plan with several sets of choices, of which one is explained."""
+    if others := plan.smaller_batches:
+        return (f"the choices explained are those for the largest batches; {len(others)} more for smaller",)
+    return ()
 
 
 def _chosen(
@@ -91,9 +127,7 @@ def _chosen(
     if question.plan is not None and subject.choices is not None:
         same = made_for(question.plan, question.spec)
         status = question.plan.status if same else "unmeasured"
-        notes = () if same else (OTHER_WORKLOAD,)
-        if others := question.plan.smaller_batches:
-            notes = (*notes, f"the choices explained are those for the largest batches; {len(others)} more for smaller")
+        notes = (*(() if same else (OTHER_WORKLOAD,)), *smaller_batches_note(question.plan))
         return dict(subject.choices), str(question.plan_path or "a plan"), status, notes
     if budget is None:
         return answers.save_all.choices, "plain training: every layer saves everything", "simulated", ()

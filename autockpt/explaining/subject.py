@@ -85,9 +85,9 @@ def hardware_for(name: str | None, device: str | None, plan: Plan | None) -> Har
     """
     if name is not None:
         return load_hardware(name)
-    if device is not None or plan is None or plan.source != "simulated" or plan.environment is None:
+    if device is not None or plan is None or plan.source != "simulated":
         return None
-    planned = plan.environment.versions.get("simulated")
+    planned = simulated_hardware(plan)
     if planned is None:
         return None  # a dry run on the device at hand
     if planned not in list_hardware():
@@ -98,23 +98,32 @@ def hardware_for(name: str | None, device: str | None, plan: Plan | None) -> Har
     return load_hardware(planned)
 
 
+def simulated_hardware(plan: Plan) -> str | None:
+    """The name of the hardware that a plan was simulated for; None for a plan of the device at hand."""
+    return plan.environment.versions.get("simulated") if plan.environment is not None else None
+
+
 def budget_for(
-    asked: str | Budget | None, headroom: str | None, plan: Plan | None, spec: WorkloadSpec, hardware: Hardware | None
+    asked: str | Budget | None,
+    headroom: str | None,
+    plan: Plan | None,
+    spec: WorkloadSpec | None,
+    simulated: str | None,
 ) -> Budget | None:
     """What a plan is held against: the budget as asked for, by default the plan's own as it stands (None).
 
+    ``simulated`` is the name of the hardware that is simulated; None: the device at hand.
     A share is of the job's own peak, and ``auto`` all that a device has: of another workload or device they are another
     size. Raises UsageError for what is no budget, and for a headroom without one.
     """
     if asked is not None:
-        return parse_budget(asked).with_headroom(headroom, simulated=hardware is not None)
+        return parse_budget(asked).with_headroom(headroom, simulated=simulated is not None)
     planned = None if plan is None else plan.budget
     if headroom is not None and planned is None:
         raise UsageError("a headroom is left free of a budget, and none was given", remedy="Give --budget, too.")
     if plan is None or planned is None:
         return None
-    simulated = plan.environment.versions.get("simulated") if plan.environment is not None else None
-    elsewhere = simulated != (hardware.name if hardware is not None else None)
+    elsewhere = simulated != simulated_hardware(plan)
     again = elsewhere if planned.asked == "auto" else "%" in planned.asked and (elsewhere or not made_for(plan, spec))
     if headroom is None and not again:
         return None
@@ -199,8 +208,7 @@ def _times(question: ExplainRequest, found: Traced) -> tuple[Times, int]:
     if question.hardware is not None:
         times = roofline_times(question.hardware, found.graphs)
         times = times.completed(roofline_times(question.hardware, heads))
-        said = f"seconds are modelled by a roofline of {question.hardware.name}, nothing was timed"
-        return Times(times, "modelled", said), 0
+        return _modelled(times, question.hardware.name), 0
     device = get_device(question.device)
     environment = environment_to_measure_in(question.device)
     times = of_device(
@@ -209,13 +217,25 @@ def _times(question: ExplainRequest, found: Traced) -> tuple[Times, int]:
     return times, device.used_by_others()
 
 
+def _modelled(times: OpTimes, name: str) -> Times:
+    return Times(times, "modelled", f"seconds are modelled by a roofline of {name}, nothing was timed")
+
+
+def stored_times(times: OpTimes) -> Times:
+    """The op times in a run's profile, with what they rest on."""
+    if (simulated := times.environment.versions.get("simulated")) is not None:
+        return _modelled(times, simulated)
+    note = f"op times were measured on {times.environment.device.name}, in the plan's run"
+    return Times(times, "measured", note)
+
+
 def of_device(
     environment: Environment, uniform: UniformRuns, heads: Sequence[Graph], workload_key: str, plan: Path | None = None
 ) -> Times:
     """Op times of the device at hand, from the plan's run directory or the cache; else rates of common hardware."""
     lean = (uniform.get("recompute") or uniform["save"])[1]  # all that is timed; copies are known by their rates
     if (found := _of_run(plan, [lean, *heads])) is not None:
-        return Times(found, "measured", f"op times were measured on {found.environment.device.name}, in the plan's run")
+        return stored_times(found)
     if (cached := cached_op_times(environment, [lean, *heads], workload_key)) is not None:
         return Times(cached, "measured", f"op times were measured on {environment.device.name} by an earlier search")
     return Times(

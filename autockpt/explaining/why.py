@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from typing import Protocol
 
 from autockpt.explaining.subject import ExplainRequest
 from autockpt.profiling import CostModel
@@ -20,6 +21,32 @@ HALVINGS = 24
 BEYOND = (0.0, 0.01, 0.05)  # shares of what is left that the model's next threshold may be too low by
 SHARES = (100, 80, 60, 40, 20, 0)  # per cent of the activation range
 WORTH = 1e-4  # share of the step time below which two plans are as fast as one another
+
+
+class Neighbours(Protocol):
+    """The plans that a plan is compared with."""
+
+    @property
+    def save_all(self) -> Reach: ...
+
+    @property
+    def lean(self) -> Reach: ...
+
+    def reach(self, choices: Mapping[str, Choice], budget_bytes: int | None = None) -> Reach:
+        """What a plan comes to, with its allocator kept to ``budget_bytes``."""
+        ...
+
+    def at(self, budget_bytes: int, calls: int = CALLS) -> Reach | None:
+        """The fastest plan within a budget; None where nothing fits."""
+        ...
+
+    def leaner(self, chosen: Reach) -> Reach | None:
+        """The fastest plan that needs less than this one."""
+        ...
+
+    def faster(self, chosen: Reach, budget_bytes: int) -> Reach | None:
+        """The leanest plan that is faster than this one and does not fit where it does."""
+        ...
 
 
 class Answers:
@@ -89,6 +116,26 @@ class Answers:
             tensor_bytes -= reach.peak_bytes - budget_bytes  # what an allocator kept to this budget cannot give back
         return None
 
+    def leaner(self, chosen: Reach) -> Reach | None:
+        least = self.least(chosen.choices)
+        if least <= self.least(self.lean.choices):
+            return None
+        found = self.at(least - 1)
+        return found if found is not None and found.peak_bytes < chosen.peak_bytes else None
+
+    def faster(self, chosen: Reach, budget_bytes: int) -> Reach | None:
+        here = self.model(budget_bytes)
+        threshold = self.next_threshold(budget_bytes, here.seconds) if here.feasible else None
+        if threshold is None:
+            return None
+        for share in BEYOND:
+            found = self.at(threshold + int(share * max(0, self.save_all.peak_bytes - threshold)))
+            if found is None or found.peak_bytes <= chosen.peak_bytes:
+                continue
+            if is_faster(found, chosen):
+                return found
+        return None
+
     def least(self, choices: Mapping[str, Choice]) -> int:
         """Bytes that a plan needs, without what a caching allocator holds and could give back."""
         return self.profiled.check(choices).peak_bytes + self.overhead
@@ -137,43 +184,26 @@ def resolved(question: ExplainRequest, answers: Answers) -> ResolvedBudget | Non
     return question.budget.resolved(answers.save_all.peak_bytes, answers.lean.peak_bytes, capacity, device.kind)
 
 
-def why(answers: Answers, choices: Mapping[str, Choice], budget_bytes: int | None) -> Why:
+def is_faster(one: Reach, other: Reach) -> bool:
+    """Whether a plan is faster than another by more than the precision of the times of ops."""
+    return one.step_seconds < other.step_seconds - WORTH * other.step_seconds
+
+
+def why(answers: Neighbours, choices: Mapping[str, Choice], budget_bytes: int | None) -> Why:
     """A plan among its neighbours. ``choices`` need not be the solver's, nor within the budget."""
     chosen = answers.reach(choices)
     room = chosen.peak_bytes if budget_bytes is None else max(budget_bytes, chosen.peak_bytes)
     best = answers.at(room)
-    margin = WORTH * chosen.step_seconds
-    better = best if best is not None and best.step_seconds < chosen.step_seconds - margin else None
-    return Why(chosen=chosen, best=better, leaner=_leaner(answers, chosen), faster=_faster(answers, chosen, room))
-
-
-def _leaner(answers: Answers, chosen: Reach) -> Reach | None:
-    """The fastest plan that needs less than this one."""
-    least = answers.least(chosen.choices)
-    if least <= answers.least(answers.lean.choices):
-        return None
-    found = answers.at(least - 1)
-    return found if found is not None and found.peak_bytes < chosen.peak_bytes else None
-
-
-def _faster(answers: Answers, chosen: Reach, room: int) -> Reach | None:
-    """The leanest plan that is faster than this one and does not fit where it does."""
-    here = answers.model(room)
-    threshold = answers.next_threshold(room, here.seconds) if here.feasible else None
-    if threshold is None:
-        return None
-    margin = WORTH * chosen.step_seconds
-    for share in BEYOND:
-        found = answers.at(threshold + int(share * max(0, answers.save_all.peak_bytes - threshold)))
-        if found is None or found.peak_bytes <= chosen.peak_bytes:
-            continue
-        if found.step_seconds < chosen.step_seconds - margin:
-            return found
-    return None
+    return Why(
+        chosen=chosen,
+        best=best if best is not None and is_faster(best, chosen) else None,
+        leaner=answers.leaner(chosen),
+        faster=answers.faster(chosen, room),
+    )
 
 
 def budget_steps(
-    answers: Answers, budget: ResolvedBudget | None, plan: Mapping[str, Choice] | None = None
+    answers: Neighbours, budget: ResolvedBudget | None, plan: Mapping[str, Choice] | None = None
 ) -> tuple[BudgetStep, ...]:
     """What budgets between saving everything and the leanest plan buy, and the one asked for, most bytes first.
 

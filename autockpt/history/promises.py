@@ -20,7 +20,7 @@ SIMULATED_PEAK_SLACK = 0.05
 OTHER_WORKLOAD = "the workload is not the one that the plan was made for: its promise does not count"
 
 
-def made_for(plan: Plan, spec: WorkloadSpec) -> bool:
+def made_for(plan: Plan, spec: WorkloadSpec | None) -> bool:
     """Whether what a plan promises is about this workload; a plan that names none is taken at its word."""
     return plan.workload is None or plan.workload == spec
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from pydantic import Field
 
 from autockpt.schema.base import Data
 from autockpt.schema.choices import Choice
 from autockpt.schema.device import DeviceInfo, Environment
+from autockpt.schema.graph import Unit
 
 
 class MenuItem(Data):
@@ -71,3 +74,9 @@ class Profile(Data):
     save_all_peak_bytes: int
     save_all_seconds: float = Field(description="predicted cycle time with every unit on save")
     leanest_peak_bytes: int
+
+    def head(self, blocks: Iterable[Unit]) -> Unit | None:
+        """The model's output head, where it has choices: the one menu that is of none of the ``blocks``."""
+        names = {unit.name for unit in blocks}
+        own = next((menu for menu in self.menus if menu.representative not in names), None)
+        return Unit(name=own.representative, cls="", kind=own.kind, role="head") if own is not None else None

@@ -67,9 +67,7 @@ class OtherBudgets:
         ghosts: Iterable[GhostAnswer],
     ) -> OtherBudgets | None:
         """``best`` is the hash of the answer, ``ghosts`` what was ghost-run. None where there is nothing to choose."""
-        blocks = {unit.name for unit in base.blocks()}
-        own = next((menu for menu in profile.menus if menu.representative not in blocks), None)
-        head = Unit(name=own.representative, cls="", kind=own.kind, role="head") if own is not None else None
+        head = profile.head(base.blocks())
         hidden = next((float(t.parameters.get(HIDDEN_COPIES, 0.0)) for t in trials if t.plan_hash == best), 0.0)
         ghost_run = [t.predicted for t in trials if t.predicted is not None] + [ghost.predicted for ghost in ghosts]
         least = min([profile.leanest_peak_bytes, *(said.peak_bytes for said in ghost_run)])

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-import autockpt.explaining.subject  # noqa: F401  the stand-in takes the place of the package alone
+import autockpt.explaining.recorded  # noqa: F401  the stand-in takes the place of the package alone
 from autockpt.schema import (
     SAVE,
     DeviceInfo,
@@ -17,6 +17,7 @@ from autockpt.schema import (
     Unit,
     WorkloadSpec,
 )
+from tests.page.samples import make_run
 from tests.reporting.test_explain_view import MIB, explanation
 
 
@@ -142,3 +143,16 @@ def test_a_plan_brings_its_workload(autockpt, asked: Asked, tmp_path: Path) -> N
 def test_wrong_questions(autockpt, asked: Asked, arguments: tuple[str, ...], said: str) -> None:
     result = autockpt("explain", *arguments)
     assert result.code == 2 and said in result.err and not result.out and not asked.questions
+
+
+def test_a_run_is_explained_from_its_files_unless_another_step_is_asked_for(
+    autockpt, asked: Asked, tmp_path: Path
+) -> None:
+    run = make_run(tmp_path)
+    result = autockpt("explain", str(run.path), "--json")
+    assert not asked.questions and result.code == 0, result.err
+    assert result.json["choices"].keys() == {"h.0", "h.1"}
+    assert autockpt("explain", str(run.path), "--budget", "1KB").code == 3 and not asked.questions
+    for option in ("--limits", "-b4", "--device=cpu", "--seed=1"):
+        assert autockpt("explain", str(run.path), "--model", "llama-tiny", option).code == 0
+    assert len(asked.questions) == 4

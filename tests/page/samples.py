@@ -28,7 +28,7 @@ from autockpt.schema import (
     plan_hash,
 )
 from autockpt.schema.profile import MenuItem
-from tests.reporting.samples import small_graph
+from tests.reporting.samples import MATMUL, small_graph
 
 DEVICE = DeviceInfo(kind="cpu", name="a processor", capacity_bytes=2**34)
 ENVIRONMENT = Environment(device=DEVICE, versions={"torch": "2.13.0"}, platform="Linux")
@@ -70,7 +70,7 @@ def profile() -> Profile:
         )
         for choice, kept, again in ((SAVE, 140, 0.0), (RECOMPUTE, 10, 0.02))
     )
-    times = OpTimes(environment=ENVIRONMENT, seconds={"mm": 0.01}, optimizer_seconds=0.02)
+    times = OpTimes(environment=ENVIRONMENT, seconds={MATMUL: 0.01}, optimizer_seconds=0.02)
     return Profile(
         op_times=times,
         menus=(Menu(kind=0, representative="h.0", items=items),),

@@ -37,6 +37,8 @@ MIB = 2**20
 BLOCKS = [f"model.layers.{i}" for i in range(12)]
 UNITS = tuple(Unit(name=n, cls="LlamaDecoderLayer", kind=0) for n in BLOCKS)
 
+MATMUL = "aten.mm.default(f32[4,4], f32[4,4])"
+
 
 def console(width: int = 80, encoding: str = "utf-8") -> tuple[Console, io.BytesIO]:
     """A console that is no terminal, and the bytes that it wrote."""
@@ -159,7 +161,7 @@ class GraphBuilder:
     def graph(self) -> Graph:
         return Graph(
             resident_bytes=self.resident,
-            signatures=("mm",),
+            signatures=(MATMUL,),
             ops=tuple(self.ops),
             storages=tuple(self.storages),
             units=self.units,

@@ -1,0 +1,80 @@
+"""The plan of a run, explained from the run's files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from autockpt.explaining.recorded import explain_run
+from autockpt.history.rundir import RunDirectory
+from autockpt.history.trialplan import plan_at
+from autockpt.schema import OFFLOAD, RECOMPUTE, SAVE, Prediction, WorkloadSpec
+from autockpt.schema.explanation import Explanation
+from autockpt.schema.outlook import GhostAnswer, Outlook
+from tests.page.samples import BUDGET, make_run, plan_of
+from tests.reporting.samples import small_graph
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDirectory:
+    made = make_run(tmp_path)
+    graph = small_graph()
+    made.write_graph(graph.model_copy(update={"resident_bytes": graph.resident_bytes - 400}), "plan")
+    return made
+
+
+def explained(run: RunDirectory, *budget: str) -> Explanation:
+    said = explain_run(run.path, plan_at(run.path), *budget)
+    assert said is not None
+    return said
+
+
+def test_a_run_is_explained_without_its_model(run: RunDirectory) -> None:
+    """The model is called ``small``: no such model could be built."""
+    said = explained(run)
+    assert said.model == "small" and said.status == "measured" and said.basis == "measured"
+    assert said.peak_bytes == 1847 == sum(h.peak_bytes for h in said.holdings) and said.measured_peak == 1850
+    assert said.choices == plan_of(RECOMPUTE, SAVE) and said.budget == BUDGET and said.fits
+    assert (said.save_all_peak, said.smallest_peak) == (2197, 1697), "a trial that failed is no plan to compare with"
+    assert said.fronts[0].count == 2 and said.speed is not None and said.speed.seconds == 0.16
+
+
+def test_neighbours_are_the_plans_that_the_search_tried(run: RunDirectory) -> None:
+    why = explained(run).why
+    assert why is not None and why.leaner is not None and why.faster is not None and why.best is None
+    assert why.leaner.choices == plan_of(RECOMPUTE, RECOMPUTE) and why.faster.choices == plan_of(SAVE, SAVE)
+    assert why.chosen.step_seconds == pytest.approx(0.176)
+
+
+def test_neighbours_are_ghost_runs_of_other_budgets_too(run: RunDirectory) -> None:
+    ghost = Prediction(peak_bytes=2000, step_seconds=0.15)
+    run.write_outlook(Outlook(plans=(GhostAnswer(choices={"h.1": OFFLOAD}, predicted=ghost),)))
+    said = explained(run, "2.1KB", "0%")
+    assert said.why is not None and said.why.best is not None and said.why.best.peak_bytes == 2000
+    assert [step.reach for step in said.budgets if step.ours] == [said.why.best]
+
+
+@pytest.mark.parametrize(("budget", "fits"), [("1KB", False), ("2KB", True), ("100%act", True)])
+def test_another_budget_is_compared_with(run: RunDirectory, budget: str, fits: bool) -> None:
+    said = explained(run, budget)
+    assert said.fits is fits and said.budget is not None and said.budget.asked == budget
+
+
+def test_only_a_plan_that_the_runs_graphs_are_of_is_explained_from_them(run: RunDirectory) -> None:
+    plan = plan_at(run.path)
+    assert explain_run(run.plan_path, plan) is not None
+    text = run.plan_path.read_text()
+    run.plan_path.write_text(text.replace("h.0: recompute", "h.0: save"))
+    assert explain_run(run.path, plan_at(run.path)) is None, "an edited plan"
+    run.plan_path.write_text(text)
+    (run.path / "graph-plan.json.gz").unlink()
+    assert explain_run(run.path, plan) is None, "a run without the plan's graph"
+    assert explain_run(run.path.parent, plan) is None, "no run"
+
+
+def test_what_the_files_lack_is_named_with_its_command(run: RunDirectory) -> None:
+    assert "--limits" not in explained(run).notes[-1], "a live step cannot be built again"
+    described = plan_at(run.path).model_copy(update={"workload": WorkloadSpec(model="llama-tiny")})
+    said = explain_run(run.path, described)
+    assert said is not None and f"explain {run.path} --limits" in said.notes[-1]
