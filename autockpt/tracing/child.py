@@ -141,7 +141,7 @@ def _prepared(run: TracedRun, prepare: Callable[[TracedRun], None]) -> tuple[Any
     gc.freeze()  # what is there now stays: collections before each trace only look at what is new
     workload = run.workload
     imported = [name for name in sys.modules if name.startswith(_LARGE)]
-    return READY, run.units, run.head, workload.settings, workload.notes, imported
+    return READY, run.units, run.head, run.outside, workload.settings, workload.notes, imported
 
 
 def _answer(connection: Connection, work: Callable[[], tuple[Any, ...]]) -> bool:

@@ -31,7 +31,8 @@ class Crew:
         self._busy: dict[GhostProcess, _Key] = {}
         self._done: dict[_Key, Any] = {}
         self._seconds = 0.0  # of the last ghost run that was waited for
-        self.units, self.head, self.settings, self.notes = first.units, first.head, first.settings, first.notes
+        self.units, self.head, self.outside = first.units, first.head, first.outside
+        self.settings, self.notes = first.settings, first.notes
 
     def with_another(self, build: Build) -> Crew:
         """One whose first process is forked from this one's to ``build`` another workload, which takes a while.

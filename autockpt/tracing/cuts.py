@@ -1,4 +1,4 @@
-"""Where nothing repeats: which modules are worth a choice, from one recorded step."""
+"""Which modules are worth a choice, from one recorded step: where nothing repeats, and besides what repeats."""
 
 from __future__ import annotations
 
@@ -6,13 +6,15 @@ from collections import defaultdict
 from collections.abc import Collection, Sequence
 
 from autockpt.schema.graph import Graph
-from autockpt.schema.names import ancestors, listing
+from autockpt.schema.names import ancestors, fold, listing
 from autockpt.schema.sizes import format_bytes
 
 SMALL = 0.5  # inputs are small that are at most this part of what the module keeps
 MOST_INSIDE = 24  # a module is not split into more
 WORTH_SPLITTING = 0.5  # the members of a module are chosen for where together they free this part of what it would
 LEAST = 0.01  # of all that is kept: what frees less is left out
+MOST_NAMED = 4
+MUCH = 0.1  # of the peak: modules that are no units and hold so much together are worth a note
 
 
 def find_cuts(graph: Graph, called: Collection[str]) -> list[str]:
@@ -51,6 +53,34 @@ def said_of_cuts(graph: Graph, cuts: Sequence[str]) -> str:
     return (
         f"Chosen for are the modules that keep most beyond their inputs: {listing(cuts)} ({part} what is kept for "
         f"backward, {format_bytes(held)}, for {format_bytes(inputs)} of inputs). --units names others."
+    )
+
+
+def said_of_left_out(graph: Graph, outside: Collection[str]) -> tuple[str, ...]:
+    """A sentence on modules that hold much of the peak and are no units, the largest first; none where they hold less.
+
+    ``graph`` saves everything; ``outside`` are the modules that were called outside of units and of the output head.
+    """
+    line = list(graph.timeline())
+    peak = max(range(len(line)), key=line.__getitem__, default=0)
+    held: dict[str, int] = defaultdict(int)
+    cuts = find_cuts(graph, outside)
+    for storage in graph.storages:
+        if storage.kind == "activation" and storage.birth >= 0 and storage.alive_at(peak):
+            module = graph.ops[storage.birth].module
+            for cut in {module, *ancestors(module)}.intersection(cuts):
+                held[cut] += storage.bytes
+    total = sum(held.values())
+    if not total or total < MUCH * graph.peak_bytes:
+        return ()
+    largest = sorted(held, key=lambda cut: -held[cut])
+    listed = ", ".join(f"{cut} {format_bytes(held[cut])}" for cut in largest[:MOST_NAMED])
+    more = f" and {len(largest) - MOST_NAMED} more" if len(largest) > MOST_NAMED else ""
+    units = ",".join(fold(dict.fromkeys([*(unit.name for unit in graph.blocks()), *largest], "")))
+    share = total / graph.peak_bytes
+    return (
+        f"Modules that are no units hold {share:.0%} of the peak of saving everything, and no choice is made for them: "
+        f"{listed}{more}. --units '{units}' makes them units (units= of a Step).",
     )
 
 

@@ -75,7 +75,7 @@ class GhostProcess:
             if meanwhile is not None:
                 meanwhile()
             self._await_alive()
-            self.units, self.head, self.settings, self.notes, imported = self._receive(READY)
+            self.units, self.head, self.outside, self.settings, self.notes, imported = self._receive(READY)
             _imported_by_children.update(dict.fromkeys(imported))
         except BaseException:
             self.close()

@@ -30,7 +30,7 @@ from autockpt.runtime import attach
 from autockpt.schema.choices import Choice, Save
 from autockpt.schema.device import WITHOUT_STREAMS
 from autockpt.schema.graph import Tier, Unit
-from autockpt.schema.names import fold, outermost
+from autockpt.schema.names import ancestors, fold, outermost
 from autockpt.schema.plan import NEVER_CALLED
 from autockpt.schema.workload import WorkloadSpec
 from autockpt.tracing.assemble import Place, RawGraph, Source, summarize, to_graph
@@ -62,12 +62,16 @@ Change = Callable[[Step], Step]
 
 
 class TracedRun:
-    """A workload that is cycled under a recorder. ``units`` are known from the first cycle on."""
+    """A workload that is cycled under a recorder.
+
+    ``units`` are known from the first cycle on, and so are the modules that were called ``outside`` of them.
+    """
 
     source: Source
     workload: Step
     units: tuple[Unit, ...] = ()
     head: Unit | None = None
+    outside: tuple[str, ...] = ()
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
@@ -123,6 +127,14 @@ class TracedRun:
         head = discover_head(workload.model)
         self.head = None if head is None or unit_of(head.name, self.units) else head  # inside a unit, that chooses
         self._places = [(path, unit_of(path, self.units)) for path in self._recorder.location.paths]
+        self.outside = self._outside()
+
+    def _outside(self) -> tuple[str, ...]:
+        """Modules that were called, and neither lie in units or in the head nor contain any."""
+        taken = {unit.name for unit in self.units} | ({self.head.name} if self.head is not None else set())
+        around = {outer for name in taken for outer in ancestors(name)}
+        called = [self._recorder.location.paths[number] for number in self._recorder.location.order]
+        return tuple(p for p in called if p and p not in around and taken.isdisjoint((p, *ancestors(p))))
 
     def _units(self, workload: Step) -> tuple[Unit, ...]:
         """Units that the first cycle called: those that were asked for, else blocks, else the best cuts.

@@ -40,7 +40,8 @@ class Tracer:
     The workload lives as ghosts in a child process where that is possible, so that nothing it meets can harm this one.
     A workload that cannot be ghost-run is run for real there, one cycle per trace, and its graphs say so
     (``source="recorded"``, and a note). ``units`` are the units that were called, in order, ``head`` is the model's
-    output head; ``settings`` and ``notes`` are the workload's. A context manager.
+    output head, ``outside`` names the modules that were called outside of these; ``settings`` and ``notes`` are the
+    workload's. A context manager.
     """
 
     def __init__(
@@ -51,6 +52,7 @@ class Tracer:
         self._notes = notes
         self.units: tuple[Unit, ...] = backend.units
         self.head: Unit | None = backend.head
+        self.outside: tuple[str, ...] = backend.outside
         self.settings: dict[str, Any] = dict(backend.settings)
         self.notes: tuple[str, ...] = tuple(backend.notes)
 
@@ -205,7 +207,7 @@ class _InProcess:
     def __init__(self, workload: Step, change: Change | None = None) -> None:
         self._run: GhostRun | None = GhostRun(writable=True, threads=torch.get_num_threads())
         self._run.copy(workload, change)
-        self.units, self.head = self._run.units, self._run.head
+        self.units, self.head, self.outside = self._run.units, self._run.head, self._run.outside
         self.settings, self.notes = self._run.workload.settings, self._run.workload.notes
 
     def ahead(self, plans: Iterable[Mapping[str, Choice]]) -> None:

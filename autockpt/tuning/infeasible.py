@@ -99,8 +99,9 @@ def naming_alternatives(
                 error.remedy += _of_shares(error.smallest_peak / needs(found.plain))
             if not inexact and job.ranks is None:
                 error.remedy += _in_chunks(found, needs, job.terms)
-        if found.tracer.notes:  # what was assumed may be that which makes nothing fit
-            error.remedy += "\n".join(["\nHow the job was counted:", *(f"• {note}" for note in found.tracer.notes)])
+        # what was assumed, or what has no choice, may be that which makes nothing fit
+        if notes := (*found.tracer.notes, *found.left_out):
+            error.remedy += "\n".join(["\nHow the job was counted:", *(f"• {note}" for note in notes)])
         raise
 
 

@@ -15,6 +15,7 @@ from autockpt.schema import Environment, Graph, Hardware, OpTimes, SearchSpace, 
 from autockpt.schema.choices import RECOMPUTE, SAVE, Choice, ChunkedLoss, parse_choice
 from autockpt.schema.request import Listener, SearchOutcome, Silence, question_hash
 from autockpt.tracing import Tracer
+from autockpt.tracing.cuts import said_of_left_out
 from autockpt.tuning.question import Clock, Question
 from autockpt.tuning.targets.shallow_twin import open_twin, transplanted
 
@@ -47,7 +48,12 @@ class Traced:
     @property
     def said(self) -> tuple[str, ...]:
         """What people should know of the model, its plain step and what it refuses."""
-        return (*self.tracer.notes, *self.plain.notes, *self.notes)
+        return (*self.tracer.notes, *self.left_out, *self.plain.notes, *self.notes)
+
+    @property
+    def left_out(self) -> tuple[str, ...]:
+        """A note on modules that hold much and are no units; none where the units were named by the user."""
+        return () if self.tracer.settings.get("units") else said_of_left_out(self.plain, self.tracer.outside)
 
     @property
     def graphs(self) -> list[Graph]:

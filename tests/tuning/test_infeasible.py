@@ -51,11 +51,14 @@ def test_combinations_are_tried_where_no_single_change_helps_and_shorter_sequenc
     assert asked.index("--batch-size 2 --accumulate 2") < asked.index("--batch-size 2 --accumulate 2 --allow-inexact")
 
 
-def naming(*notes: str, timeout: float | None = None, budget: str = "1KB") -> AbstractContextManager[None]:
+def naming(
+    *notes: str, left_out: tuple[str, ...] = (), timeout: float | None = None, budget: str = "1KB"
+) -> AbstractContextManager[None]:
     """``naming_alternatives`` for a job that needs 1,000 B while it saves everything, after two seconds."""
     tracer = SimpleNamespace(settings=SETTINGS, notes=notes, head=None)
     graph = SimpleNamespace(resident={})
-    found: Any = SimpleNamespace(tracer=tracer, heads=None, twin=None, uniform={"recompute": ({}, graph)}, plain=graph)
+    facts = {"tracer": tracer, "heads": None, "twin": None, "left_out": left_out}
+    found: Any = SimpleNamespace(**facts, uniform={"recompute": ({}, graph)}, plain=graph)
     clock = Clock(Silence(), timeout)
     clock.began -= 2.0
     bench: Any = alternatives.WhatIf(5, cast("Any", None), cast("Any", None), ("recompute",), None)
@@ -105,10 +108,10 @@ def test_a_share_that_nothing_fits_is_said_with_the_least_that_is_enough() -> No
 def test_what_was_assumed_is_said_with_the_alternatives(monkeypatch: pytest.MonkeyPatch) -> None:
     way = Alternative(options="--lora 16", effect="e", plan="p", peak_bytes=1, step_seconds=None, relative_cost=1.0)
     monkeypatch.setattr(infeasible, "alternatives", lambda *_, **__: (way,))
-    with pytest.raises(InfeasibleError) as refused, naming("Experts is not quantised"):
+    with pytest.raises(InfeasibleError) as refused, naming("Experts is not quantised", left_out=("lstm holds most",)):
         raise InfeasibleError("nothing fits")
     remedy = refused.value.remedy
-    assert "--lora 16" in remedy and remedy.endswith("\n• Experts is not quantised")
+    assert "--lora 16" in remedy and remedy.endswith("\n• Experts is not quantised\n• lstm holds most")
     assert refused.value.alternatives == (way,)
     with pytest.raises(InfeasibleError) as without, naming():
         raise InfeasibleError("nothing fits")

@@ -1,0 +1,87 @@
+"""Modules that hold much and are no units are named."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import nn
+
+from autockpt.schema import WorkloadSpec
+from autockpt.tracing import Tracer
+from autockpt.tracing.cuts import said_of_left_out
+from autockpt.tuning.opening import traced
+from autockpt.workload import Step
+from search_spaces.spaces import load_space
+
+pytestmark = pytest.mark.slow
+
+WIDTH = 32
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.nn.functional.gelu(self.up(x)))
+
+
+class Tagger(nn.Module):
+    """Four equal blocks behind a sequence of layers and an LSTM, which hold more than they do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        wide = nn.Linear(WIDTH, 2 * WIDTH)
+        self.front = nn.Sequential(wide, nn.GELU(), nn.Linear(2 * WIDTH, WIDTH), nn.GELU())
+        self.lstm = nn.LSTM(WIDTH, WIDTH, num_layers=2, batch_first=True)
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x, _ = self.lstm(self.front(x))
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def squares(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    return model(batch).square().mean()
+
+
+def tracer(units: str | None = None) -> Tracer:
+    return Tracer.from_step(Step(Tagger(), torch.randn(8, 32, WIDTH), loss=squares, units=units))
+
+
+@pytest.fixture(scope="module")
+def plain() -> Iterator[Tracer]:
+    with tracer() as made:
+        yield made
+
+
+def advised(said: str) -> str:
+    found = re.search(r"--units '([^']+)'", said)
+    assert found is not None
+    return found[1]
+
+
+def test_modules_that_hold_much_and_are_no_units_are_named_the_largest_first(plain: Tracer) -> None:
+    assert "lstm" in plain.outside and "front" in plain.outside and "blocks.0" not in plain.outside
+    (said,) = said_of_left_out(plain.trace(), plain.outside)
+    assert said.index("lstm ") < said.index("front ")
+    assert advised(said) == "blocks.0-3,lstm,front"
+
+
+def test_who_follows_the_advice_hears_no_more_of_it(plain: Tracer) -> None:
+    (said,) = traced(plain, load_space("knobs").restricted(("save", "recompute"))).left_out
+    with tracer(advised(said)) as named:
+        found = traced(named, load_space("knobs").restricted(("save", "recompute")))
+    assert {unit.name for unit in found.plain.blocks()} >= {"front", "lstm", "blocks.0", "blocks.3"}
+    assert found.left_out == () and said not in found.said
+
+
+def test_a_transformer_whose_layers_hold_nearly_all_has_no_such_note() -> None:
+    with Tracer.from_spec(WorkloadSpec(model="llama-tiny", batch_size=2, seq_len=32)) as made:
+        assert said_of_left_out(made.trace(), made.outside) == ()
