@@ -13,6 +13,8 @@ from autockpt.schema.trial import Measurement
 CheckState = Literal["passed", "failed", "skipped", "measured"]
 """``measured``: a finding, with nothing that it is held against."""
 
+MARKS: dict[CheckState, str] = {"passed": "ok", "failed": "FAILED", "skipped": "skipped", "measured": "measured"}
+
 
 class Check(Data):
     """One promise of a plan, held against real steps, or what they take where nothing was promised for such steps."""
@@ -23,7 +25,7 @@ class Check(Data):
 
 
 class VerifyReport(Data):
-    """All checks of one plan on one device. ``skipped`` says in its detail why."""
+    """All checks of one plan on one device. ``skipped`` says in its detail why. As text it is a table."""
 
     checks: tuple[Check, ...]
     notes: tuple[str, ...] = ()
@@ -31,6 +33,28 @@ class VerifyReport(Data):
     steps: Steps | None = Field(
         default=None, description="where they were compiled otherwise than those the plan was made for: how"
     )
+
+    def __str__(self) -> str:
+        names = max((len(check.name) for check in self.checks), default=0)
+        marks = max((len(MARKS[check.state]) for check in self.checks), default=0)
+        rows = [f"{MARKS[c.state]:<{marks}}  {c.name:<{names}}  {c.detail}".rstrip() for c in self.checks]
+        return "\n".join([*rows, *(f"• {note}" for note in self.notes), self.verdict])
+
+    @property
+    def verdict(self) -> str:
+        """What follows from the checks, in one sentence."""
+        failed = [c.name for c in self.checks if c.state == "failed"]
+        steps = f"steps that are compiled otherwise than the plan's ({self.steps})"
+        if failed:
+            said = "does not keep its promise" if self.steps is None else f"cannot be used in {steps}"
+            return f"The plan {said}: {', '.join(failed)}."
+        if self.steps is not None:
+            return f"This is what {steps} take; it promises nothing about them."
+        if any(c.state == "passed" for c in self.checks if c.name in ("peak", "step time")):
+            return "The plan keeps its promise."
+        if self.passed:
+            return "No check failed; no peak or step time was compared with the plan's."
+        return "Nothing could be checked."
 
     @property
     def passed(self) -> bool:
