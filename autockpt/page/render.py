@@ -23,8 +23,9 @@ from autockpt.page.plans import PHASES, SAID, PlanPoint
 from autockpt.page.sentence import compared
 from autockpt.reporting.answer import answer_rows, loading_lines
 from autockpt.schema import SAVE, format_binary, words
+from autockpt.schema.choices import legend
 from autockpt.schema.files import write_file
-from autockpt.schema.known import OURS
+from autockpt.schema.known import OURS, legend_of_names
 from autockpt.schema.names import fold, parse_pattern
 
 PAGE = "report.html"
@@ -79,6 +80,8 @@ def of_run(contents: Contents) -> dict[str, Any]:
         "buys": _buys(contents),
         "phases": _phases(tried),
         "letters": words.letters(p.choices for p in points),
+        "legend": legend(choice for p in points for choice in p.choices.values() if choice != SAVE),
+        "names": legend_of_names([r.name for r in contents.rows] + [p.name.partition(" ")[2] for p in tried]),
         "units": _in_order(contents.units),
         "misses": _misses(tried),
     }

@@ -12,9 +12,9 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from autockpt.reporting.style import SIMULATED, VERDICTS, plain_table, remarks
+from autockpt.reporting.style import SIMULATED, VERDICTS, plain_table, print_legend, remarks
 from autockpt.schema import Comparison, CompileMode, Plan, SearchOutcome, format_binary, format_bytes, words
-from autockpt.schema.known import NOT_IN_THE_NAME
+from autockpt.schema.known import legend_of_names
 from autockpt.schema.planview import choice_lines, set_lines
 
 _PREDICTED = "predicted step"
@@ -91,8 +91,7 @@ def print_answer(outcome: SearchOutcome, console: Console) -> None:
         modelled = [r.simulated or r.overhead_predicted for r in rows if r.predicted_seconds and r.overhead is not None]
         if beneath or any(modelled):
             console.print(SIMULATED)
-        named = [f"{row.name}: {NOT_IN_THE_NAME[row.name]}" for row in rows if row.name in NOT_IN_THE_NAME]
-        console.print(Text("; ".join(named)), style="dim")
+        console.print(Text("; ".join(legend_of_names(row.name for row in rows))), style="dim")
     remarks(_remarks(outcome, rows), console)
     if outcome.plan is not None:
         _print_plan(outcome, outcome.plan, console)
@@ -221,6 +220,7 @@ def _print_plan(outcome: SearchOutcome, plan: Plan, console: Console) -> None:
             break_on_hyphens=False,
         )
         console.print(Text(said), style="dim", soft_wrap=True)
+    print_legend(choices.values(), console)
     for line in set_lines(plan):
         console.print(Padding.indent(Text(line), 2))
     if outcome.plan_path is None:

@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from autockpt.reporting import area
-from autockpt.reporting.style import bullets, heading, plain_table, remarks
+from autockpt.reporting.style import bullets, heading, plain_table, print_legend, remarks
 from autockpt.schema import Choice, Remake, Selective, format_binary, format_bytes, words
 from autockpt.schema.explanation import Alive, Basis, Explanation, Front, Reach, Slice, Speed
 from autockpt.schema.known import NONE
@@ -42,6 +42,7 @@ def print_explanation(said: Explanation, console: Console) -> None:
         heading("Where the seconds go", console, bullets((speed_words(said),)), parts, bullets(bound_words(said.speed)))
     for front in said.fronts:
         heading(f"Choices for {front.units}", console, _front(front, said, marks))
+    print_legend((bargain.choice for front in said.fronts for bargain in front.bargains), console)
     if said.why is not None:
         heading("Why this plan", console, bullets(reason_words(said)))
     if said.budgets:

@@ -16,6 +16,8 @@ from rich.segment import Segment
 from rich.table import Column, Table
 from rich.text import Text
 
+from autockpt.schema.choices import SAVE, Choice, legend
+
 # a rule under the heading and nothing else, so that what is printed can be cut and pasted
 RULE = Box("    \n    \n ── \n    \n    \n ── \n    \n    \n")
 # what a verdict is called, and its colour
@@ -160,6 +162,12 @@ def remarks(lines: Sequence[str], console: Console) -> None:
     if lines:
         console.print()
         console.print(bullets(lines))
+
+
+def print_legend(choices: Iterable[Choice], console: Console) -> None:
+    """A dim line for each kind of choice that occurs besides ``save``: what it does."""
+    for line in legend(choice for choice in choices if choice != SAVE):
+        console.print(Padding.indent(Text(line, style="dim"), 2))
 
 
 # C0 and C1 controls but for tab and newline, and what turns the direction of text around

@@ -7,13 +7,15 @@ from datetime import datetime
 from typing import Any
 
 from rich.console import Console
+from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
 from autockpt.history.trials import measurements
 from autockpt.reporting.progress import FITS, STATES
-from autockpt.reporting.style import SIMULATED, heading, plain_table
+from autockpt.reporting.style import SIMULATED, heading, plain_table, print_legend
 from autockpt.schema import Measurement, Trial, format_binary, format_bytes, words
+from autockpt.schema.known import legend_of_names
 from autockpt.schema.names import fold
 
 WIDE = 100
@@ -80,6 +82,9 @@ def print_table(trials: Sequence[Trial], front: Sequence[Trial], console: Consol
     letters = ", ".join(f"{letter} {kind}" for letter, kind in words.letters(trial.choices for trial in trials))
     said = f"A letter for each layer, first to last: {letters}; a small letter: for its attention or MLP alone"
     console.print(Text(said, style="dim"))
+    print_legend((choice for trial in trials for choice in trial.choices.values()), console)
+    for line in legend_of_names(trial.name for trial in trials):
+        console.print(Padding.indent(Text(line, style="dim"), 2))
     if front:
         console.print(Text("* on the Pareto front: no other is both faster and leaner", style="dim"))
     if any(t.state == "simulated" for t in trials):
@@ -152,6 +157,7 @@ def print_trial(trial: Trial, readings: Sequence[Trial], console: Console) -> No
     console.print(Text(f"{words.strip(trial.choices)}   {words.tally(trial.choices)}"))
     for pattern, choice in fold(trial.choices).items():
         console.print(Text(f"  {pattern}: {choice}", style="dim"), soft_wrap=True)
+    print_legend(trial.choices.values(), console)
 
 
 def _beside(trial: Trial) -> Table:

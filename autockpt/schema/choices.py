@@ -6,7 +6,7 @@ A new choice is one class here, one file in ``policies`` and one line in the tab
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self, get_args
 
 from pydantic import AfterValidator, BeforeValidator, Field, TypeAdapter, ValidationError, model_validator
@@ -28,6 +28,8 @@ def _words(value: object) -> str:
 class _Choice(Data):
     letter: ClassVar[str]
     """What stands for the choice where a plan is shown in one line."""
+    says: ClassVar[str]
+    """What the choice does, for the legends of whatever shows it."""
     searched: ClassVar[bool] = True
     """Whether a search tries the choice for a layer by itself; in a plan every choice may be written."""
     roles: ClassVar[tuple[UnitRole, ...]] = LAYERS
@@ -45,6 +47,7 @@ class Save(_Choice):
     """Keep every activation for the backward pass, as PyTorch does by itself. Nothing is attached."""
 
     letter: ClassVar[str] = "."
+    says: ClassVar[str] = "keep every activation for backward, as PyTorch does by itself"
     roles: ClassVar[tuple[UnitRole, ...]] = (*LAYERS, "head")
     kind: Literal["save"] = "save"
 
@@ -53,6 +56,7 @@ class Recompute(_Choice):
     """Keep only the unit's inputs and run its forward again in backward (Chen et al. 2016, arXiv:1604.06174)."""
 
     letter: ClassVar[str] = "R"
+    says: ClassVar[str] = "keep the input alone and run the forward again in backward"
     kind: Literal["recompute"] = "recompute"
 
 
@@ -66,11 +70,14 @@ _Listed = BeforeValidator(lambda value: (value,) if isinstance(value, str) else 
 Modules = Annotated[tuple[str, ...], _Listed, AfterValidator(_tidy)]
 
 
+_KEPT = "modules whose matrix products are kept (**: all)"
+
+
 class _NamesParts(_Choice):
     """A choice whose ``keep`` and ``within`` name modules inside the unit."""
 
-    keep: Modules = ()
-    within: Modules = ()
+    keep: Modules = Field(default=(), description=_KEPT)
+    within: Modules = Field(default=(), description="modules whose ops run again (default: all of the unit's)")
 
     @model_validator(mode="after")
     def _apart(self) -> Self:
@@ -93,8 +100,9 @@ class Selective(_NamesParts):
     """
 
     letter: ClassVar[str] = "S"
+    says: ClassVar[str] = "keep some outputs and run the rest of the forward again in backward"
     kind: Literal["selective"] = "selective"
-    keep: Modules = (EVERYTHING,)
+    keep: Modules = Field(default=(EVERYTHING,), description=_KEPT)
 
     @model_validator(mode="after")
     def _makes_sense(self) -> Self:
@@ -112,6 +120,7 @@ class Remake(_NamesParts):
     """
 
     letter: ClassVar[str] = "T"  # of tensors: with M, "OOM" would be a plan
+    says: ClassVar[str] = "drop saved tensors and rematerialize each in backward, by the ops that made it"
     kind: Literal["remake"] = "remake"
 
 
@@ -119,6 +128,7 @@ class KeepAttention(_Choice):
     """Keep the output of fused attention, which recomputes inside itself already, and run the rest again."""
 
     letter: ClassVar[str] = "A"
+    says: ClassVar[str] = "keep the output of fused attention and run the rest of the forward again in backward"
     kind: Literal["keep_attention"] = "keep_attention"
 
 
@@ -137,6 +147,7 @@ class Offload(_Moving):
     """
 
     letter: ClassVar[str] = "O"
+    says: ClassVar[str] = "move saved activations off the device after forward and back before backward"
     kind: Literal["offload"] = "offload"
 
 
@@ -144,6 +155,7 @@ class RecomputeOffload(_Moving):
     """Run the unit's forward again in backward, and keep its input off the device until then; options as above."""
 
     letter: ClassVar[str] = "B"
+    says: ClassVar[str] = "run the forward again in backward, and keep its input off the device until then"
     kind: Literal["recompute_offload"] = "recompute_offload"
 
 
@@ -156,9 +168,10 @@ class Segment(_Choice):
     """
 
     letter: ClassVar[str] = "G"
+    says: ClassVar[str] = "several consecutive units are one region: keep its input alone and run it again in backward"
     kind: Literal["segment"] = "segment"
-    size: int = Field(default=2, ge=1)
-    levels: Literal[1, 2] = 1
+    size: int = Field(default=2, ge=1, description="units of one region")
+    levels: Literal[1, 2] = Field(default=1, description="2: what passes between units first, then unit by unit")
 
 
 class ChunkedSoftmax(_Choice):
@@ -169,6 +182,7 @@ class ChunkedSoftmax(_Choice):
     """
 
     letter: ClassVar[str] = "L"
+    says: ClassVar[str] = "keep the logits alone; run softmax and cross-entropy on chunks of tokens, again in backward"
     searched: ClassVar[bool] = False
     roles: ClassVar[tuple[UnitRole, ...]] = ("head",)
     kind: Literal["chunked_softmax"] = "chunked_softmax"
@@ -182,6 +196,9 @@ class ChunkedLoss(_Choice):
     """
 
     letter: ClassVar[str] = "C"
+    says: ClassVar[str] = (
+        "run head and cross-entropy on chunks of tokens, again in backward; gradients are equal up to rounding"
+    )
     searched: ClassVar[bool] = False
     roles: ClassVar[tuple[UnitRole, ...]] = ("head",)
     exact: ClassVar[bool] = False
@@ -199,6 +216,7 @@ class CompileBudget(_Choice):
     """
 
     letter: ClassVar[str] = "P"
+    says: ClassVar[str] = "let the compiler save at most a share of what it would save by itself"
     searched: ClassVar[bool] = False
     roles: ClassVar[tuple[UnitRole, ...]] = ("block",)
     exact: ClassVar[bool] = False
@@ -228,6 +246,20 @@ def searched_kinds() -> tuple[str, ...]:
 def head_kinds() -> tuple[str, ...]:
     """Names of the choices that a search tries for the output head unasked: those that are exact."""
     return tuple(kind for kind, t in CHOICE_TYPES.items() if t.roles == ("head",) and t.exact)
+
+
+def legend(choices: Iterable[Choice]) -> list[str]:
+    """A line for each kind of choice that occurs: what it does, and what the options that occur mean."""
+    found: dict[str, dict[str, None]] = {}
+    for choice in choices:
+        options = choice.model_dump(exclude_defaults=True, exclude={"kind"})
+        found.setdefault(choice.kind, {}).update(dict.fromkeys(options))
+    lines = []
+    for kind in sorted(found, key=list(CHOICE_TYPES).index):
+        fields = CHOICE_TYPES[kind].model_fields
+        options = [f"{name}: {fields[name].description}" for name in fields if name in found[kind]]
+        lines.append("; ".join([f"{kind}: {CHOICE_TYPES[kind].says}", *options]))
+    return lines
 
 
 def parse_choice(value: object) -> Choice:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from autockpt.schema.choices import OFFLOAD, RECOMPUTE, SAVE, Choice, RecomputeOffload
 
@@ -16,6 +16,23 @@ NOT_IN_THE_NAME = {
     OURS: "what this search found",
 }
 """What plans do whose names do not say it."""
+NUMBERED = {
+    "knobs": "the solver's plan for the n-th set of prices and margins (knobs) that Optuna proposed",
+    "layers": "the n-th plan that Optuna proposed layer by layer",
+}
+"""What plans are that are named by how they were proposed and a number, as ``knobs #3``."""
+
+
+def legend_of_names(names: Iterable[str]) -> list[str]:
+    """What the names of plans mean, where they do not say it: a text for each."""
+    found: dict[str, None] = {}
+    for name in names:
+        kind, numbered, _ = name.partition(" #")
+        if name in NOT_IN_THE_NAME:
+            found[f"{name}: {NOT_IN_THE_NAME[name]}"] = None
+        elif numbered and kind in NUMBERED:
+            found[f"{kind} #n: {NUMBERED[kind]}"] = None
+    return list(found)
 
 
 def known_plans(units: Sequence[str], kinds: Sequence[str]) -> dict[str, dict[str, Choice]]:

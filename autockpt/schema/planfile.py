@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import re
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from autockpt.errors import PlanError
-from autockpt.schema.choices import choice_kinds, parse_choice
+from autockpt.schema.choices import choice_kinds, legend, parse_choice
 from autockpt.schema.names import parse_pattern
 from autockpt.schema.sizes import format_bytes
 from autockpt.schema.suggest import closest
@@ -128,7 +128,9 @@ def render(sections: Mapping[str, Any], name: str = "plan.yaml") -> str:
     )
     rest = dict(sections)
     text = [_HEADER.format(name=name, kinds=kinds), f"autockpt: {rest.pop('autockpt')}\n"]
-    text.append(_section("choices", rest.pop("choices")))
+    choices = rest.pop("choices")
+    every = [*choices.values(), *(c for each in rest.get("smaller_batches", ()) for c in each["choices"].values())]
+    text.append(_section("choices", choices, legend(map(parse_choice, every))))
     text += [_section(key, rest.pop(key)) for key in ("when", "share", "smaller_batches") if key in rest]
     text.append("\n")
     return "".join(text) + "".join(_section(key, value) for key, value in rest.items())
@@ -144,14 +146,16 @@ class _OfChoices(yaml.SafeDumper):
 _OfChoices.add_representer(dict, _OfChoices.represent_choice)
 
 
-def _section(key: str, value: Any) -> str:
+def _section(key: str, value: Any, comments: Sequence[str] = ()) -> str:
     """The text of one field, with what is to be said about it."""
     # in braces lines are broken only behind what is over the width
     dumper, width = (_OfChoices, 80) if key in ("choices", "smaller_batches") else (yaml.SafeDumper, 110)
     text = yaml.dump({key: value}, Dumper=dumper, sort_keys=False, allow_unicode=True, width=width)
     comment = _COMMENTS.get(key)
     if isinstance(value, dict | list):
-        text = "\n" + (f"# {comment}\n" if comment else "") + text
+        comments = [*([comment] if comment else []), *comments]
+        above = [textwrap.fill(line, 110, initial_indent="# ", subsequent_indent="#   ") for line in comments]
+        text = "\n" + "".join(f"{line}\n" for line in above) + text
     elif comment:
         text = f"{text.rstrip()}  # {comment}\n"
     return _BYTES.sub(lambda m: f"{m[1]}{m[2]}  # {format_bytes(int(m[2]))}", text)

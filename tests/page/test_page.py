@@ -16,6 +16,7 @@ from autockpt.page.render import _in_order, run_page
 from autockpt.page.sentence import a_little_more, more_budget
 from autockpt.schema import OFFLOAD, RECOMPUTE, SAVE, FinishedSearch, Prediction, WorkloadSpec
 from autockpt.schema.batches import SizesTimed
+from autockpt.schema.known import NUMBERED
 from autockpt.schema.outlook import GhostAnswer, Outlook
 from tests.page.samples import BUDGET, make_run, plan_of, trials, tried
 from tests.reporting.samples import small_graph
@@ -74,6 +75,7 @@ def test_a_page_has_every_part_and_needs_nothing_else(tmp_path: Path) -> None:
     assert "Of 3 plans with numbers 2 fit, and none of these is faster. The next leaner one, 150 B less" in page.said
     assert 'autockpt.apply(model, "' in page.said and "autockpt search --model" in page.said
     assert "The boxes, first to last: h.0-1." in page.said
+    assert f"recompute: {RECOMPUTE.says}" in page.said and f"knobs #n: {NUMBERED['knobs']}" in page.said
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from autockpt.schema.choices import (
     from_label,
     head_kinds,
     label,
+    legend,
     parse_choice,
     parse_choices,
 )
@@ -85,3 +86,15 @@ def test_tiers_of_offload() -> None:
     with pytest.raises(PlanError, match="tier") as caught:
         parse_choice({"kind": "offload", "tier": "tape"})
     assert "tier" in caught.value.remedy
+
+
+def test_every_kind_of_choice_says_what_it_does() -> None:
+    assert len({t.says for t in CHOICE_TYPES.values()}) == len(CHOICE_TYPES)
+
+
+def test_a_legend_explains_the_kinds_and_options_that_occur() -> None:
+    texts = ["save", "offload", {"kind": "remake", "within": ["mlp"]}, {"kind": "remake", "keep": ["up"]}, "offload"]
+    remake, offload = CHOICE_TYPES["remake"], CHOICE_TYPES["offload"]
+    save, remade, offloaded = legend(map(parse_choice, texts))
+    assert save.startswith("save: ") and offloaded == f"offload: {offload.says}"
+    assert remade.startswith(f"remake: {remake.says}; keep: ") and "; within: " in remade

@@ -8,7 +8,14 @@ import pytest
 
 from autockpt import Plan
 from autockpt.errors import PlanError
+from autockpt.schema.choices import CHOICE_TYPES
 
+MIXED = """  h.0: {kind: remake, within: [mlp]}
+  h.1: offload
+smaller_batches:
+- when: {tokens: 4096}
+  choices: {h.0: save, h.1: recompute}
+"""
 SETS = "  model.layers.0: recompute\nsmaller_batches:\n- when: {tokens: 4096}\n  choices: {model.layers.0: save}\n"
 
 
@@ -37,3 +44,16 @@ def test_what_is_wrong_is_said_with_its_line(choices: str, said: str, remedy: st
         Plan.load(path)
     assert f"plan.yaml{said}" in refused.value.message
     assert refused.value.remedy.startswith(remedy)
+
+
+def test_every_kind_of_choice_in_a_file_has_one_comment(tmp_path: Path) -> None:
+    path = tmp_path / "plan.yaml"
+    path.write_text(f"autockpt: 1\nchoices:\n{MIXED}")
+    plan = Plan.load(path)
+    text = plan.text()
+    path.write_text(text)
+    assert Plan.load(path) == plan
+    comments = " ".join(text.replace("\n#   ", " ").split())
+    for kind, cls in CHOICE_TYPES.items():
+        assert comments.count(f"# {kind}: {cls.says}") == (kind in ("save", "recompute", "remake", "offload")), kind
+    assert "within: modules" in comments and "keep: modules" not in comments
