@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from functools import cache, partial
+from functools import lru_cache, partial
 from typing import Any
 
 from torch import nn
@@ -14,11 +14,12 @@ from autockpt.bench.peers.compiled import compile_seconds
 from autockpt.errors import AutockptError, DeviceOutOfMemory, UsageError
 from autockpt.measuring import StepRunner
 from autockpt.measuring.failures import device_lost
+from autockpt.policies.fingerprints import digest
 from autockpt.runtime import without_kv_cache
 from autockpt.runtime.gradients import Reference, judge, observe_reference
 from autockpt.runtime.observation import Observation, deterministically
 from autockpt.schema import Unit
-from autockpt.workload import discover_units
+from autockpt.workload import discover_units, nested_tensors
 from autockpt.workload.failures import summary
 
 
@@ -123,7 +124,7 @@ def _blocks(runner: StepRunner) -> list[Unit]:
 def _gradients(runner: StepRunner, payload: Mapping[str, Any]) -> tuple[bool, str]:
     """Whether two steps are those of plain training, and what the comparison says."""
     peer = PEERS[payload["peer"]]
-    reference = _reference(runner, not peer.exact)
+    reference = _reference(runner, not peer.exact, _state(runner))
     if reference is None:
         return True, "not compared: plain training does not fit"
     if not peer.exact and reference.first.draws:
@@ -137,9 +138,19 @@ def _gradients(runner: StepRunner, payload: Mapping[str, Any]) -> tuple[bool, st
     return check.equal, "bit-equal" if check.equal and peer.exact and check.repeatable else check.describe()
 
 
-@cache  # a process has one runner
-def _reference(runner: StepRunner, sketched: bool) -> Reference | None:
-    """Plain training; None where that does not fit."""
+def _state(runner: StepRunner) -> tuple[str, ...]:
+    """Fingerprints of all tensors that the gradients of a step depend on."""
+    step = runner.workload
+    return tuple(map(digest, nested_tensors(step.model, step.scaler, step.batch, *step.snapshot)))
+
+
+@lru_cache(maxsize=2)  # a process has one runner: with sketches and without
+def _reference(runner: StepRunner, sketched: bool, state: tuple[str, ...]) -> Reference | None:
+    """Plain training from this state; None where that does not fit.
+
+    Timed steps change the state (running statistics, a scaler's scale). The reference is then observed again, so that
+    it starts where the candidate starts: an observation restores what it changed.
+    """
 
     def plain(model: nn.Module) -> Detach:
         return without_kv_cache(model).remove

@@ -18,6 +18,7 @@ from autockpt.devices import get_device
 from autockpt.measuring import StepRunner
 from autockpt.schema import WorkloadSpec
 from autockpt.workload import build, discover_units
+from tests.measuring.small_workloads import Stack, make_workload
 
 pytestmark = pytest.mark.slow
 
@@ -184,3 +185,16 @@ def test_compiled_rows_compile_once_each(runner: StepRunner) -> None:
     assert graphs[0] == graphs[1], "the second turn finds what the first compiled"
     peaks = [worker.prepare(runner, row)["peak_bytes"] for row in rows.values()]
     assert peaks[1] != peaks[0], "each budget has code of its own"
+
+
+@pytest.mark.parametrize("growing", [False, True])
+def test_a_reference_starts_from_the_candidates_state(growing: bool) -> None:
+    # what timed steps change: running statistics of a norm outside the units, and a scaler's scale
+    scaler = torch.amp.GradScaler("cpu", growth_interval=1) if growing else None
+    made = StepRunner(make_workload(Stack(norm=not growing), scaler=scaler), get_device("cpu"))
+    rows = [("save everything", {"recompute": []}), ("recompute all", {"recompute": [0, 1, 2, 3]})]
+    try:
+        answers = [worker.prepare(made, {"peer": peer, "setting": setting}) for peer, setting in rows * 2]
+    finally:
+        made.close()
+    assert [(a["state"], a.get("gradients")) for a in answers] == [("measured", "bit-equal")] * 4, answers
