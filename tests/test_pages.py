@@ -314,8 +314,7 @@ def test_what_is_asked_before_there_is_a_run(autockpt: Autockpt) -> None:
     assert {json.loads(row)["seq_len"] for row in rows} == {32, 64}
     Path("train.log").write_text(FORWARD + message())
     command = next(c for c in commands_of(ROOT / "README.md") if c.startswith("autockpt diagnose"))
-    shorter = [word.replace("--max_seq_length 2048", "--max_seq_length 32") for word in small(command)]
-    assert json.loads(autockpt(*shorter[:-1], "diagnosed.yaml", "--json"))
+    assert json.loads(autockpt(*small(command)[:-1], "diagnosed.yaml", "--json"))
 
 
 def test_a_simulated_search(autockpt: Autockpt) -> None:

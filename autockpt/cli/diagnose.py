@@ -20,15 +20,12 @@ if TYPE_CHECKING:
 @takes_workload
 def diagnose(
     workload: dict[str, Any],
-    evidence: Path | None = arg(
+    evidence: Path = arg(
         "LOG|SNAPSHOT",
         "The failed run's log, or a snapshot by torch.cuda.memory._dump_snapshot, which is read as data only.",
+        ...,
     ),
     *,
-    run: str | None = opt(
-        "--run COMMAND",
-        'The command that failed, quoted: its flags become workload options. --run "python train.py --bf16 …"',
-    ),
     budget: str | None = opt("--budget SIZE", "Plan for less than the device has: 22GiB. Default: all of it."),
     hardware: str | None = opt(
         "--hardware NAME",
@@ -39,32 +36,20 @@ def diagnose(
 ) -> None:
     """Say what filled a device's memory, and find a plan that fits.
 
-    Takes the log of the failed run, a memory snapshot, or the command line alone, and the model. Nothing is run: bytes
-    come from ghost runs (whole steps on tensors without memory), seconds from a roofline. Exits with 3 where no plan
-    fits, after saying what would.
+    Takes the log of the failed run or a memory snapshot, and the job. Nothing is run: bytes come from ghost runs (whole
+    steps on tensors without memory), seconds from a roofline. Exits with 3 where no plan fits, after saying what would.
     """
-    from autockpt.diagnose import DiagnoseRequest, read_command, read_evidence
+    from autockpt.diagnose import DiagnoseRequest, read_evidence
     from autockpt.schema.diagnosis import LogReading, SnapshotReading
 
     asked = _budget(budget)
-    if evidence is None and run is None and "model" not in workload:
-        raise UsageError(
-            "there is nothing to diagnose",
-            remedy="Name the failed run's log or memory snapshot, or its command with --run.",
-        )
-    reading = read_evidence(evidence) if evidence is not None else None
-    stage = reading.zero_stage if isinstance(reading, LogReading) else None
-    command = read_command(run, workload, logged_stage=stage) if run is not None else None
-    options = {**(command.options if command is not None else {}), **workload}
-    spec = workload_spec(options) if "model" in options else None
+    reading = read_evidence(evidence)
+    spec = workload_spec(workload) if "model" in workload else None
     if spec is None and plan_out is not None:
-        raise UsageError("--plan-out needs a model to plan for", remedy="Add --model, or a --run that names one.")
-    if reading is None and spec is None:
-        raise UsageError("--run names no model", remedy="Add --model.")
+        raise UsageError("--plan-out needs a model to plan for", remedy="Add --model.")
     question = DiagnoseRequest(
         log=reading if isinstance(reading, LogReading) else None,
         snapshot=reading if isinstance(reading, SnapshotReading) else None,
-        command=command,
         spec=spec,
         budget=asked,
         hardware=named_hardware(hardware),

@@ -1,4 +1,3 @@
 """From an out-of-memory failure to a prescription: what the run said, what filled the device, and what would fit."""
 
 from autockpt.diagnose.build import DiagnoseRequest, diagnose, read_evidence
-from autockpt.diagnose.command import read_command

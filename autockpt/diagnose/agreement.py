@@ -142,8 +142,7 @@ def _compared(simulated: Stage, reported: Stage) -> str:
     if _IN_ORDER.index(reported) > _IN_ORDER.index(simulated):
         return (
             "The run came further: a first step has no optimizer states yet, batches may be smaller, or the run "
-            "recomputes layers that the simulated step keeps (TRL does unless told otherwise: add "
-            "--gradient_checkpointing true to its command)."
+            "recomputes layers that the simulated step keeps (TRL does by default)."
         )
     return "The run failed earlier: its batches may be larger, or others hold memory on the device."
 

@@ -11,10 +11,9 @@ from autockpt.diagnose.advice import advice_of, verdict_of
 from autockpt.diagnose.oom_log import read_log
 from autockpt.diagnose.snapshot import read_snapshot
 from autockpt.errors import InfeasibleError, TracingError, UsageError, WorkloadError
-from autockpt.schema import RECOMPUTE, Budget, Listener, SearchRequest, Silence, WorkloadSpec, format_binary
+from autockpt.schema import Budget, Listener, SearchRequest, Silence, WorkloadSpec, format_binary
 from autockpt.schema.diagnosis import (
     Backend,
-    CommandReading,
     DeviceFailure,
     Diagnosis,
     LogReading,
@@ -35,14 +34,13 @@ _ARCHIVES = {
 
 @dataclass(frozen=True)
 class DiagnoseRequest:
-    """The evidence (a log or a snapshot, already read), the command that was run, and the job in autockpt's own words.
+    """The evidence (a log or a snapshot, already read), and the job that failed.
 
     Without ``spec`` only the evidence is told. ``budget`` is of kind bytes or auto; None: what the device has.
     """
 
     log: LogReading | None = None
     snapshot: SnapshotReading | None = None
-    command: CommandReading | None = None
     spec: WorkloadSpec | None = None
     budget: Budget | None = None
     hardware: Hardware | None = None
@@ -75,7 +73,7 @@ def diagnose(question: DiagnoseRequest, listener: Listener | None = None) -> Dia
     memory the device has. A model that cannot be built or traced is an error only where there is no evidence to tell.
     """
     told: dict[str, Any] = {
-        **{name: getattr(question, name) for name in ("log", "snapshot", "command")},
+        **{name: getattr(question, name) for name in ("log", "snapshot")},
         "verdict": verdict_of(question.log, question.snapshot),
         "advice": tuple(advice_of(question.log, question.snapshot)),
         "notes": tuple(_notes(question)),
@@ -108,10 +106,9 @@ def _simulated(question: DiagnoseRequest, spec: WorkloadSpec, listener: Listener
 
     room, hardware, doubts = room_of(question)
     clock = Clock(listener)
-    recompute = question.command is not None and question.command.recompute
     with clock.stage("trace"), tracer_for(hardware, spec) as tracer:
         units, head = tracer.units, tracer.head
-        graph = tracer.trace({u.name: RECOMPUTE for u in units if recompute and u.role == "block"})
+        graph = tracer.trace({})
         settings = {k: v for k, v in plain(tracer.settings).items() if k != "model"}
         notes = (*tracer.notes, *graph.notes)
     name = head.name if head is not None else None
@@ -142,10 +139,10 @@ def _simulated(question: DiagnoseRequest, spec: WorkloadSpec, listener: Listener
 
 
 def _notes(question: DiagnoseRequest) -> Iterator[str]:
-    for reading in filter(None, (question.log, question.snapshot, question.command)):
+    for reading in filter(None, (question.log, question.snapshot)):
         yield from reading.notes
     if question.spec is None:
-        yield "no model was named, so nothing is prescribed: add --model, and --batch-size, --seq-len, … or --run"
+        yield "no model was named, so nothing is prescribed: add --model, and --batch-size, --seq-len, …"
 
 
 _KINDS: dict[Backend, HardwareKind] = {"cuda": "cuda", "hip": "rocm", "xpu": "cuda", "mps": "mps"}

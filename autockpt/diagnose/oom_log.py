@@ -119,8 +119,8 @@ def read_log(path: Path) -> LogReading:
 
 
 _REMEDY = (
-    "Name the log that has the message “CUDA out of memory. Tried to allocate …” (standard error of the run), a memory "
-    "snapshot, or with --run the command alone."
+    "Name the log that has the message “CUDA out of memory. Tried to allocate …” (standard error of the run), or a "
+    "memory snapshot."
 )
 
 

@@ -13,12 +13,12 @@ from autockpt.reporting import area
 from autockpt.reporting.answer import answer_rows, answer_table
 from autockpt.reporting.style import SIMULATED, bullets, heading, plain_table, remarks
 from autockpt.schema import format_binary, words
-from autockpt.schema.diagnosis import CommandReading, DeviceFailure, Diagnosis, Room, SnapshotReading
+from autockpt.schema.diagnosis import DeviceFailure, Diagnosis, Room, SnapshotReading
 
 _BAR = 20
 _FITS_ALREADY = (
-    "By the simulation the job fits without a plan. Describe it as it ran (--batch-size, --seq-len, --run), or take "
-    "one of these by its peak:"
+    "By the simulation the job fits without a plan. Describe it as it ran (--batch-size, --seq-len, …), or take one "
+    "of these by its peak:"
 )
 SNAPSHOT_RULE = (
     "Purposes are read off the stacks, so they are likely, not certain: modules built, loaded or moved are weights, "
@@ -29,9 +29,6 @@ SNAPSHOT_RULE = (
 
 def print_diagnosis(said: Diagnosis, console: Console) -> None:
     """Print it all, a heading per question."""
-    if said.command is not None and said.command.missing:  # nothing below holds without it
-        console.print(bullets(said.command.missing))
-        console.print()
     if said.verdict:
         console.print(Text(said.verdict, style="bold"))
     if said.model is not None:
@@ -40,8 +37,6 @@ def print_diagnosis(said: Diagnosis, console: Console) -> None:
         _reported(said.log.failures[0], console)
     if said.snapshot is not None:
         _snapshot(said.snapshot, console)
-    if said.command is not None:
-        _command(said.command, console)
     if said.agreement is not None and said.room is not None:
         _simulated(said, console)
         _prescription(said, said.room, console)
@@ -94,24 +89,6 @@ def _groups(said: SnapshotReading) -> Table:
     if said.other_count:
         table.add_row(format_binary(said.other_bytes), f"{said.other_count:,}", "", "smaller ones", style="dim")
     return table
-
-
-def _command(said: CommandReading, console: Console) -> None:
-    heading("What was taken from the command", console)
-    lines = [*said.overruled]
-    if said.not_understood:
-        lines.append(f"not understood, and left out: {', '.join(said.not_understood)}")
-    if said.harmless:
-        lines.append(f"without effect on a step's memory: {', '.join(said.harmless)}")
-    if said.taken:
-        table = plain_table("<", "<", "<", show_header=False)
-        for t in said.taken:
-            table.add_row(t.flag, t.option, Text(t.note, style="dim"))
-        console.print(table)
-    else:
-        lines.append("nothing: no flag in it says anything about memory")
-    if lines:
-        console.print(bullets(lines))
 
 
 def _simulated(said: Diagnosis, console: Console) -> None:

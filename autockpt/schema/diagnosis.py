@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import Field
 
@@ -125,29 +125,6 @@ class SnapshotReading(Data):
     notes: tuple[str, ...] = ()
 
 
-class Taken(Data):
-    """A flag of the command line and the workload option that it became."""
-
-    flag: str
-    option: str
-    note: str = ""
-
-
-class CommandReading(Data):
-    """A training command, read. ``options`` are fields of WorkloadSpec."""
-
-    command: str
-    options: dict[str, Any] = Field(default_factory=dict)
-    recompute: bool = Field(default=False, description="gradient checkpointing was on")
-    world: int = 1
-    taken: tuple[Taken, ...] = ()
-    overruled: tuple[str, ...] = Field(default=(), description="flags for an option that was given, which counts")
-    not_understood: tuple[str, ...] = Field(default=(), description="flags that may change memory")
-    harmless: tuple[str, ...] = Field(default=(), description="flags known to leave memory as it is")
-    missing: tuple[str, ...] = Field(default=(), description="files that are not here, and what that leaves unknown")
-    notes: tuple[str, ...] = ()
-
-
 class Room(Data):
     """The memory that a plan may use, in bytes, and how that is known."""
 
@@ -194,7 +171,6 @@ class Diagnosis(Data):
     settings: Facts = Field(default_factory=dict)
     log: LogReading | None = None
     snapshot: SnapshotReading | None = None
-    command: CommandReading | None = None
     verdict: str = Field(default="", description="what happened, in a sentence")
     room: Room | None = None
     holdings: tuple[Holding, ...] = Field(default=(), description="of the simulated step where it runs over")

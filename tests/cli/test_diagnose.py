@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from autockpt.diagnose.build import read_evidence
-from autockpt.diagnose.command import read_command
 from autockpt.schema import WorkloadSpec
 from autockpt.schema.diagnosis import Diagnosis
 from tests.diagnose.logs import FORWARD, message
@@ -36,7 +35,6 @@ def asked(replace) -> Asked:
         "autockpt.diagnose",
         diagnose=stand_in.diagnose,
         DiagnoseRequest=SimpleNamespace,
-        read_command=read_command,
         read_evidence=read_evidence,
     )
     return stand_in
@@ -49,15 +47,12 @@ def log(tmp_path: Path) -> Path:
     return path
 
 
-def test_options_count_before_the_commands_flags(autockpt, asked: Asked, log: Path) -> None:
-    result = autockpt(
-        "diagnose", "run.log", "--run", "python t.py --batch_size 8 --seq_len 64", "-m", "gpt2", "-b", "2"
-    )
+def test_the_job_is_described_as_for_a_search(autockpt, asked: Asked, log: Path) -> None:
+    result = autockpt("diagnose", "run.log", "-m", "gpt2", "-b", "2", "--seq-len", "64")
     assert result.code == 0, result.err
     (question,) = asked.questions
     assert question.spec == WorkloadSpec(model="gpt2", batch_size=2, seq_len=64)
     assert question.log.failures[0].tried and question.snapshot is None
-    assert question.command.overruled == ("--batch_size 8: --batch-size 2 was given",)
 
 
 def test_a_snapshot_budget_and_hardware(autockpt, asked: Asked, tmp_path: Path) -> None:
@@ -100,14 +95,12 @@ def test_a_log_alone_is_told(autockpt, log: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ((), "nothing to diagnose"),
+        ((), "Missing argument 'LOG|SNAPSHOT'"),
         (("absent.log",), "cannot be read"),
         (("run.log", "--budget", "60%", "-m", "gpt2"), "share of a peak"),
         (("run.log", "--budget", "24"), "no"),
         (("run.log", "--plan-out", "p.yaml"), "needs a model"),
-        (("run.log", "--run", "python t.py --bf16 --fp16"), "both --bf16 and --fp16"),
         (("run.log", "-m", "gpt2", "--hardware", "rtx9999"), "no hardware"),
-        (("--run", "python t.py --batch_size 4"), "names no model"),
         (("quiet.log",), "no message of PyTorch's that memory ran out"),
         (("cut.pickle",), "cut off"),
         (("other.pickle",), "no memory snapshot"),

@@ -13,7 +13,7 @@ from autockpt.schema.diagnosis import Stage
     [
         ("forward", "forward", "They agree."),
         ("forward", "loss", "came further"),
-        ("loss", "backward", "--gradient_checkpointing true"),
+        ("loss", "backward", "recomputes layers"),
         ("backward", "forward", "failed earlier"),
         ("recompute", "forward", "do not agree"),
         ("loss", "optimizer", "no optimizer states yet"),
