@@ -20,11 +20,7 @@ if TYPE_CHECKING:
 @takes_workload
 def diagnose(
     workload: dict[str, Any],
-    evidence: Path = arg(
-        "LOG|SNAPSHOT",
-        "The failed run's log, or a snapshot by torch.cuda.memory._dump_snapshot, which is read as data only.",
-        ...,
-    ),
+    log: Path = arg("LOG", "The failed run's log: what it wrote to standard error.", ...),
     *,
     budget: str | None = opt("--budget SIZE", "Plan for less than the device has: 22GiB. Default: all of it."),
     hardware: str | None = opt(
@@ -36,20 +32,18 @@ def diagnose(
 ) -> None:
     """Say what filled a device's memory, and find a plan that fits.
 
-    Takes the log of the failed run or a memory snapshot, and the job. Nothing is run: bytes come from ghost runs (whole
-    steps on tensors without memory), seconds from a roofline. Exits with 3 where no plan fits, after saying what would.
+    Takes the log of the failed run, and the job. Nothing is run: bytes come from ghost runs (whole steps on tensors
+    without memory), seconds from a roofline. Exits with 3 where no plan fits, after saying what would.
     """
-    from autockpt.diagnose import DiagnoseRequest, read_evidence
-    from autockpt.schema.diagnosis import LogReading, SnapshotReading
+    from autockpt.diagnose import DiagnoseRequest, read_log
 
     asked = _budget(budget)
-    reading = read_evidence(evidence)
+    reading = read_log(log)
     spec = workload_spec(workload) if "model" in workload else None
     if spec is None and plan_out is not None:
         raise UsageError("--plan-out needs a model to plan for", remedy="Add --model.")
     question = DiagnoseRequest(
-        log=reading if isinstance(reading, LogReading) else None,
-        snapshot=reading if isinstance(reading, SnapshotReading) else None,
+        log=reading,
         spec=spec,
         budget=asked,
         hardware=named_hardware(hardware),

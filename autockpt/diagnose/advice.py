@@ -1,4 +1,4 @@
-"""What evidence alone says: what happened, in a sentence, and what helps whatever the model is."""
+"""What the log alone says: what happened, in a sentence, and what helps whatever the model is."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from autockpt.diagnose.frames import STAGES
 from autockpt.diagnose.host import ADVICE
 from autockpt.schema import format_binary
-from autockpt.schema.diagnosis import DeviceFailure, HostKind, LogReading, Place, SnapshotReading, Stage
+from autockpt.schema.diagnosis import DeviceFailure, HostKind, LogReading, Place, Stage
 
 _HOST: dict[HostKind, str] = {
     "killed": "The operating system killed the process for want of the host's memory: no device ran out",
@@ -29,23 +29,14 @@ EXPANDABLE = (
 )
 
 
-def verdict_of(log: LogReading | None, snapshot: SnapshotReading | None) -> str:
+def verdict_of(log: LogReading) -> str:
     """What happened, in a sentence."""
-    if log is not None and log.failures:
+    if log.failures:
         return _of_failure(log.failures[0])
-    if log is not None and log.host is not None:
+    if log.host is not None:
         tried = f" ({format_binary(log.host.tried)} were asked for)" if log.host.tried is not None else ""
         return f"{_HOST[log.host.kind]}{tried}."
-    if snapshot is None:
-        return ""
-    held = f"{format_binary(snapshot.allocated)} in use of {format_binary(snapshot.reserved)} reserved"
-    if not snapshot.at_oom:
-        return f"The snapshot of GPU {snapshot.device} has {held}; it tells of no failure."
-    free = f", {format_binary(snapshot.free)} were free on the device" if snapshot.free is not None else ""
-    return (
-        f"GPU {snapshot.device} ran out of memory {_where(snapshot.place)}: {format_binary(snapshot.tried or 0)} were "
-        f"asked for{free}, with {held}."
-    )
+    return ""
 
 
 def _of_failure(failure: DeviceFailure) -> str:
@@ -71,24 +62,21 @@ def _where(place: Place) -> str:
 _SHOWN_BY = {"hip": "rocm-smi", "xpu": "xpu-smi", "mps": "the Activity Monitor"}
 
 
-def advice_of(log: LogReading | None, snapshot: SnapshotReading | None) -> Iterator[str]:
-    """What helps, by the evidence alone."""
-    if log is not None and log.host is not None:
+def advice_of(log: LogReading) -> Iterator[str]:
+    """What helps, by the log alone."""
+    if log.host is not None:
         yield from ADVICE[log.host.kind]
+    if not log.failures:
         return
-    if log is not None and log.failures:
-        failure = log.failures[0]
-        yield from _of_memory(failure.reserved, failure.cached, failure.tried)
-        if failure.others is not None and failure.capacity and failure.others > 0.02 * failure.capacity:
-            shown = f"{_SHOWN_BY.get(failure.backend, 'nvidia-smi')} shows them"
-            yield (
-                f"Others hold {format_binary(failure.others)} of the device: other processes ({shown}, an earlier run "
-                "may still live), or a desktop. End them, and the budget grows by that."
-            )
-        yield from filter(None, [_BY_STAGE.get(failure.place.stage)])
-    if snapshot is not None:
-        yield from _of_memory(snapshot.reserved, snapshot.inactive, snapshot.tried)
-        yield from filter(None, [_BY_STAGE.get(snapshot.place.stage)])
+    failure = log.failures[0]
+    yield from _of_memory(failure.reserved, failure.cached, failure.tried)
+    if failure.others is not None and failure.capacity and failure.others > 0.02 * failure.capacity:
+        shown = f"{_SHOWN_BY.get(failure.backend, 'nvidia-smi')} shows them"
+        yield (
+            f"Others hold {format_binary(failure.others)} of the device: other processes ({shown}, an earlier run "
+            "may still live), or a desktop. End them, and the budget grows by that."
+        )
+    yield from filter(None, [_BY_STAGE.get(failure.place.stage)])
 
 
 def _of_memory(reserved: int | None, unused: int | None, tried: int | None) -> Iterator[str]:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
-from autockpt.diagnose.frames import OPTIMIZER, STAGES, WEIGHTS
+from autockpt.diagnose.frames import STAGES
 from autockpt.explaining.holdings import LOGITS, StepBytes
 from autockpt.profiling import simulated_memory
 from autockpt.schema import Graph, Hardware, format_binary
-from autockpt.schema.diagnosis import Agreement, DeviceFailure, Room, SnapshotReading, Stage, Tensor
+from autockpt.schema.diagnosis import Agreement, DeviceFailure, Room, Stage, Tensor
 from autockpt.schema.explanation import Holding
 
 _SMALLEST_TOLD = 20 << 20  # bytes; the allocator asks for 2 or 20 MiB whatever smaller tensors need
@@ -24,10 +24,9 @@ def compare(
     head: str | None,
     hardware: Hardware,
     room: Room,
-    failure: DeviceFailure | None,
-    snapshot: SnapshotReading | None,
+    failure: DeviceFailure,
 ) -> tuple[Agreement, tuple[Holding, ...]]:
-    """How a traced step, as the device sees it, agrees with the evidence; and what it holds where it runs over.
+    """How a traced step, as the device sees it, agrees with the failure; and what it holds where it runs over.
 
     Holdings are those at the peak where it does not. Bytes include the context.
     """
@@ -38,8 +37,7 @@ def compare(
     at = over if over is not None else max(range(len(line)), key=line.__getitem__, default=0)
     promised = simulated_memory(hardware, room.budget)(graph)
     overflows = over is not None or promised > room.budget
-    evidence = failure or snapshot
-    tried = evidence.tried if evidence is not None else None
+    tried = failure.tried
     agreement = Agreement(
         simulated_peak=peak,
         simulated_reserved=promised,
@@ -48,24 +46,8 @@ def compare(
         place=graph.ops[over].module if over is not None else "",
         asked=tuple(_of_size(graph, tried)) if tried else (),
     )
-    reported = evidence.place.stage if evidence is not None else "unknown"
-    holdings = held.holdings(at)
-    verdicts = [*_verdicts(agreement, room, reported, tried)]
-    verdicts += _beside(snapshot, holdings) if snapshot is not None else ()
-    return agreement.model_copy(update={"verdicts": tuple(verdicts)}), holdings
-
-
-def _beside(snapshot: SnapshotReading, holdings: Sequence[Holding]) -> Iterator[str]:
-    """What the snapshot has for a purpose beside what the simulated step has, for purposes that stay."""
-    simulated = {h.name: h.most_bytes for h in holdings}
-    for purpose, name in ((WEIGHTS, "weights"), (OPTIMIZER, "optimizer states")):
-        seen, expected = snapshot.purposes.get(purpose), simulated.get(name, 0)
-        if seen is None:
-            continue
-        alike = abs(seen - expected) <= _TOLERANCE * max(seen, expected)
-        verdict = "they agree" if alike else "model, type or optimizer were others in the run"
-        sizes = f"{format_binary(seen)} in the snapshot, {format_binary(expected)} in the simulated step"
-        yield f"{name.capitalize()}: {sizes}; {verdict}."
+    verdicts = tuple(_verdicts(agreement, room, failure.place.stage, tried))
+    return agreement.model_copy(update={"verdicts": verdicts}), held.holdings(at)
 
 
 def _stage(graph: Graph, held: StepBytes, at: int) -> Stage:

@@ -1,4 +1,4 @@
-"""What ``autockpt diagnose`` is asked, and from the evidence and the job to the whole Diagnosis."""
+"""What ``autockpt diagnose`` is asked, and from the log and the job to the whole Diagnosis."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from autockpt.diagnose.advice import advice_of, verdict_of
-from autockpt.diagnose.oom_log import read_log
-from autockpt.diagnose.snapshot import read_snapshot
 from autockpt.errors import InfeasibleError, TracingError, UsageError, WorkloadError
 from autockpt.schema import Budget, Listener, SearchRequest, Silence, WorkloadSpec, format_binary
 from autockpt.schema.diagnosis import (
@@ -18,29 +16,20 @@ from autockpt.schema.diagnosis import (
     Diagnosis,
     LogReading,
     Room,
-    SnapshotReading,
 )
-from autockpt.schema.files import read_regular, reason
 from autockpt.schema.hardware import Hardware, HardwareKind
 from autockpt.tracing import tracer_for
 from search_spaces.hardware import list_hardware, load_hardware
 
-_ARCHIVES = {
-    b"PK\x03\x04": "a zip archive, as torch.save writes",
-    b"\x1f\x8b": "compressed with gzip",
-    b"\x28\xb5\x2f\xfd": "compressed with zstd",
-}
-
 
 @dataclass(frozen=True)
 class DiagnoseRequest:
-    """The evidence (a log or a snapshot, already read), and the job that failed.
+    """The log, already read, and the job that failed.
 
-    Without ``spec`` only the evidence is told. ``budget`` is of kind bytes or auto; None: what the device has.
+    Without ``spec`` only what the log says is told. ``budget`` is of kind bytes or auto; None: what the device has.
     """
 
-    log: LogReading | None = None
-    snapshot: SnapshotReading | None = None
+    log: LogReading
     spec: WorkloadSpec | None = None
     budget: Budget | None = None
     hardware: Hardware | None = None
@@ -49,48 +38,34 @@ class DiagnoseRequest:
     @property
     def failure(self) -> DeviceFailure | None:
         """The first failure of a device that the log tells of."""
-        return self.log.failures[0] if self.log is not None and self.log.failures else None
-
-
-def read_evidence(path: Path) -> LogReading | SnapshotReading:
-    """What a file tells, be it a log or a snapshot. Raises UsageError for one that is neither."""
-    try:
-        head = read_regular(path, 8, links=True)
-    except OSError as error:
-        remedy = "Name the log of the failed run, or a memory snapshot."
-        raise UsageError(f"{path} cannot be read: {reason(error)}", remedy=remedy) from None
-    for magic, what in _ARCHIVES.items():
-        if head.startswith(magic):
-            raise UsageError(f"{path} is {what}, not a log or a memory snapshot", remedy="Unpack it first.")
-    binary_pickle = len(head) > 1 and head[0] == 0x80 and head[1] <= 5
-    return read_snapshot(path) if binary_pickle or path.suffix in (".pickle", ".pkl") else read_log(path)
+        return self.log.failures[0] if self.log.failures else None
 
 
 def diagnose(question: DiagnoseRequest, listener: Listener | None = None) -> Diagnosis:
     """What happened, what filled the device, and what helps; no step is run.
 
     A job for which no plan fits is no error: ``ways`` say what would fit. Raises UsageError where nothing says how much
-    memory the device has. A model that cannot be built or traced is an error only where there is no evidence to tell.
+    memory the device has. A model that cannot be built or traced is named in ``unprescribed``.
     """
     told: dict[str, Any] = {
-        **{name: getattr(question, name) for name in ("log", "snapshot")},
-        "verdict": verdict_of(question.log, question.snapshot),
-        "advice": tuple(advice_of(question.log, question.snapshot)),
+        "log": question.log,
+        "verdict": verdict_of(question.log),
+        "advice": tuple(advice_of(question.log)),
         "notes": tuple(_notes(question)),
     }
-    if question.spec is None or (question.log is not None and not question.log.failures):
+    if question.spec is None or question.failure is None:
         return Diagnosis(model=question.spec.model if question.spec else None, **told)
     try:
-        found = _simulated(question, question.spec, listener or Silence())
+        found = _simulated(question, question.spec, question.failure, listener or Silence())
     except (WorkloadError, TracingError) as error:
-        if question.log is None and question.snapshot is None:
-            raise
         return Diagnosis(model=question.spec.model, unprescribed=str(error), **told)
     notes = (*told.pop("notes"), *found.pop("notes"))
     return Diagnosis(model=question.spec.model, notes=notes, **told, **found)
 
 
-def _simulated(question: DiagnoseRequest, spec: WorkloadSpec, listener: Listener) -> dict[str, Any]:
+def _simulated(
+    question: DiagnoseRequest, spec: WorkloadSpec, failure: DeviceFailure, listener: Listener
+) -> dict[str, Any]:
     """Fields of the Diagnosis that ghost runs and modelled seconds fill: what fills the device, and what helps.
 
     That is a plan, saved where the question wants it; where none fits, changes of the job that would. Peaks are what
@@ -112,7 +87,7 @@ def _simulated(question: DiagnoseRequest, spec: WorkloadSpec, listener: Listener
         settings = {k: v for k, v in plain(tracer.settings).items() if k != "model"}
         notes = (*tracer.notes, *graph.notes)
     name = head.name if head is not None else None
-    agreement, holdings = compare(graph, name, hardware, room, question.failure, question.snapshot)
+    agreement, holdings = compare(graph, name, hardware, room, failure)
     found: dict[str, Any] = {"settings": settings, "room": room, "holdings": holdings, "agreement": agreement}
     request = SearchRequest(
         budget=room.for_plans,
@@ -139,8 +114,7 @@ def _simulated(question: DiagnoseRequest, spec: WorkloadSpec, listener: Listener
 
 
 def _notes(question: DiagnoseRequest) -> Iterator[str]:
-    for reading in filter(None, (question.log, question.snapshot)):
-        yield from reading.notes
+    yield from question.log.notes
     if question.spec is None:
         yield "no model was named, so nothing is prescribed: add --model, and --batch-size, --seq-len, …"
 
@@ -153,13 +127,11 @@ _FAR = 0.2  # share by which the nearest description's memory may differ before 
 def room_of(question: DiagnoseRequest) -> tuple[Room, Hardware, tuple[str, ...]]:
     """What a plan may use, the device with the figures that were reported, and remarks.
 
-    Raises UsageError where neither evidence nor options say what the device has.
+    Raises UsageError where neither the log nor options say what the device has.
     """
     failure = question.failure
     if failure is not None and failure.capacity is not None:
         return _of_failure(question, failure, failure.capacity)
-    if question.snapshot is not None and question.snapshot.at_oom and question.snapshot.free is not None:
-        return _of_snapshot(question, question.snapshot.reserved + question.snapshot.free)
     if question.hardware is None:
         if question.budget is None or question.budget.size is None:
             raise UsageError(
@@ -188,15 +160,6 @@ def _of_failure(
     return _room(question, hardware, failure.others or 0, said), hardware, notes
 
 
-def _of_snapshot(question: DiagnoseRequest, held: int) -> tuple[Room, Hardware, tuple[str, ...]]:
-    hardware, notes = _device(question, held, "cuda", below=False)
-    # a snapshot does not know the context, so this is what the allocator had and could have had, and a usual context
-    capacity = held + hardware.context_bytes
-    hardware = hardware.model_copy(update={"memory_bytes": capacity})
-    said = "reserved and free memory at the OOM, and a usual context"
-    return _room(question, hardware, 0, said), hardware, notes
-
-
 def _room(question: DiagnoseRequest, hardware: Hardware, others: int, said: str) -> Room:
     available = hardware.memory_bytes - others
     asked = question.budget.size if question.budget is not None else None
@@ -218,11 +181,9 @@ def _room(question: DiagnoseRequest, hardware: Hardware, others: int, said: str)
     )
 
 
-def _device(
-    question: DiagnoseRequest, capacity: int, kind: HardwareKind, *, below: bool = True
-) -> tuple[Hardware, tuple[str, ...]]:
+def _device(question: DiagnoseRequest, capacity: int, kind: HardwareKind) -> tuple[Hardware, tuple[str, ...]]:
     if question.hardware is None:
-        return _nearest(capacity, kind, below=below)
+        return _nearest(capacity, kind)
     has = question.hardware.memory_bytes
     if abs(has / capacity - 1) > _FAR:
         note = f"{question.hardware.name} has {format_binary(has)}, the failed run's device {format_binary(capacity)}"
@@ -230,12 +191,11 @@ def _device(
     return question.hardware, ()
 
 
-def _nearest(capacity: int, kind: HardwareKind, *, below: bool = True) -> tuple[Hardware, tuple[str, ...]]:
+def _nearest(capacity: int, kind: HardwareKind) -> tuple[Hardware, tuple[str, ...]]:
     """The described device whose memory comes nearest, and that this is a guess."""
     known = [h for name in list_hardware() if (h := load_hardware(name)).kind == kind]
-    enough = [h for h in known if below or h.memory_bytes >= capacity] or known
-    least = min(abs(h.memory_bytes - capacity) for h in enough)
-    near = [h for h in enough if abs(h.memory_bytes - capacity) == least]
+    least = min(abs(h.memory_bytes - capacity) for h in known)
+    near = [h for h in known if abs(h.memory_bytes - capacity) == least]
     found = max(near, key=lambda h: (h.capability or (), h.bandwidth))  # of several the newest
     note = "which device it was is not known: kernels and seconds are those of"
     why = "whose memory comes nearest"

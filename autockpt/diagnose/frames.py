@@ -1,12 +1,6 @@
-"""What a stack tells: which stage of training it belongs to, which of its frames say most, what its block was for.
+"""What a stack tells: which stage of training it belongs to, and which of its frames say most.
 
 Frames come outermost first. All of this is by file and function names, so it is a reading, not a proof.
-
-Purposes of a snapshot's blocks. Weights: made while the model was built, loaded or moved. Optimizer: a frame of an
-optimizer. Backward: a block whose allocation was recorded without a Python frame, because autograd launches CUDA
-kernels from a thread of its own that no Python code called, or a frame of autograd's engine; gradients are among it,
-and cannot be told from what backward drops again. Made again: a frame of torch.utils.checkpoint below autograd. Logits
-and loss, batch: by the functions' names. All else within a forward call is an activation.
 """
 
 from __future__ import annotations
@@ -105,14 +99,6 @@ def _lies_in(frame: Frame, packages: Iterable[str]) -> bool:
     return path.startswith("<") or any(part in path for part in packages)
 
 
-def telling_frame(frames: Sequence[Frame]) -> Frame | None:
-    """The innermost frame of model or user code; else the innermost of an optimizer, else of anything."""
-    python = [f for f in frames if path_of(f).endswith(".py")]
-    own = [f for f in python if not _lies_in(f, _MACHINERY)]
-    optim = [f for f in python if "/optim/" in path_of(f)]
-    return next((group[-1] for group in (optim[:1], own, python) if group), None)
-
-
 def place_of(frames: Sequence[Frame]) -> Place:
     """Where a stack was: its stage, what the model called, and the frames that say most."""
     if not frames:
@@ -147,33 +133,3 @@ STAGES: dict[Stage, str] = {
     "evaluation": "in evaluation",
     "unknown": "at a place that the stack does not tell",
 }
-
-
-WEIGHTS, OPTIMIZER, BACKWARD, AGAIN = "weights", "optimizer", "gradients and backward", "made again for backward"
-ACTIVATIONS, LOGITS, BATCH, OTHER = "activations", "logits and loss", "batch", "other"
-UNRECORDED = "no stack recorded"
-_BY_STAGE: dict[Stage, str] = {
-    "loading": WEIGHTS,
-    "batch": BATCH,
-    "forward": ACTIVATIONS,
-    "evaluation": ACTIVATIONS,
-    "loss": LOGITS,
-    "backward": BACKWARD,
-    "recompute": AGAIN,
-    "optimizer": OPTIMIZER,
-}
-
-
-def purpose_of(frames: Sequence[Frame], *, recorded: bool = True) -> str:
-    """The purpose of a block by its stack, outermost frame first; ``recorded``: its allocation was seen."""
-    python = [f for f in frames if path_of(f).endswith((".py", ">"))]
-    if not python:
-        return BACKWARD if recorded or frames else UNRECORDED
-    first, last = python[0], python[-1]
-    # autograd's thread called back into Python to run a region again, where a stack begins there
-    below = path_of(first).endswith("/torch/utils/checkpoint.py") and first.function in (*_RERUNS, "inner_unpack")
-    if below or last.function in ("unpack_hook", "recompute_fn"):
-        return AGAIN
-    if last.function == "__init__" and "/optim" not in path_of(last):
-        return WEIGHTS
-    return _BY_STAGE.get(stage_of(python), OTHER)

@@ -18,6 +18,7 @@ from autockpt.diagnose.frames import place_of
 from autockpt.diagnose.host import HOST_MARKERS, host_failure
 from autockpt.errors import UsageError
 from autockpt.schema.diagnosis import Backend, DeviceFailure, Frame, LogReading
+from autockpt.schema.files import read_regular, reason
 
 MOST = 400  # frames of one stack that are kept
 _PYTHON = re.compile(r'^\s*File "([^"]{1,500})", line (\d{1,9}), in (\S.{0,200})$')
@@ -102,6 +103,7 @@ def read_log(path: Path) -> LogReading:
 
     Raises UsageError for a file that cannot be read, or in which nothing ran out of memory.
     """
+    _check_kind(path)
     text, at = read_window(path, DEVICE_MARKERS)
     reading = read_text(text, str(path))
     if reading.zero_stage is None:  # said when the run begins
@@ -118,10 +120,27 @@ def read_log(path: Path) -> LogReading:
     return reading
 
 
-_REMEDY = (
-    "Name the log that has the message “CUDA out of memory. Tried to allocate …” (standard error of the run), or a "
-    "memory snapshot."
-)
+_REMEDY = "Name the log that has the message “CUDA out of memory. Tried to allocate …” (standard error of the run)."
+_OTHER_FILES = {
+    b"PK\x03\x04": ("a zip archive, as torch.save writes", "Unpack it first."),
+    b"\x1f\x8b": ("compressed with gzip", "Unpack it first."),
+    b"\x28\xb5\x2f\xfd": ("compressed with zstd", "Unpack it first."),
+    b"\x80": (
+        "a pickle, perhaps a memory snapshot",
+        "PyTorch's viewer shows snapshots: https://docs.pytorch.org/memory_viz.",
+    ),
+}
+
+
+def _check_kind(path: Path) -> None:
+    """Raise UsageError for a file that cannot be read or is surely no log."""
+    try:
+        head = read_regular(path, 8, links=True)
+    except OSError as error:
+        raise UsageError(f"{path} cannot be read: {reason(error)}", remedy="Name the log of the failed run.") from None
+    for magic, (what, remedy) in _OTHER_FILES.items():
+        if head.startswith(magic):
+            raise UsageError(f"{path} is {what}, not a log", remedy=remedy)
 
 
 def read_text(text: str, path: str = "") -> LogReading:

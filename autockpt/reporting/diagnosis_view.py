@@ -13,17 +13,12 @@ from autockpt.reporting import area
 from autockpt.reporting.answer import answer_rows, answer_table
 from autockpt.reporting.style import SIMULATED, bullets, heading, plain_table, remarks
 from autockpt.schema import format_binary, words
-from autockpt.schema.diagnosis import DeviceFailure, Diagnosis, Room, SnapshotReading
+from autockpt.schema.diagnosis import DeviceFailure, Diagnosis, Room
 
 _BAR = 20
 _FITS_ALREADY = (
     "By the simulation the job fits without a plan. Describe it as it ran (--batch-size, --seq-len, …), or take one "
     "of these by its peak:"
-)
-SNAPSHOT_RULE = (
-    "Purposes are read off the stacks, so they are likely, not certain: modules built, loaded or moved are weights, "
-    "frames of an optimizer its states, recorded blocks without a Python stack what backward made, gradients among "
-    "it, calls of forward activations."
 )
 
 
@@ -33,10 +28,8 @@ def print_diagnosis(said: Diagnosis, console: Console) -> None:
         console.print(Text(said.verdict, style="bold"))
     if said.model is not None:
         console.print(Text(", ".join(filter(None, (said.model, words.job(said.settings)))), style="dim"))
-    if said.log is not None and said.log.failures:
+    if said.log.failures:
         _reported(said.log.failures[0], console)
-    if said.snapshot is not None:
-        _snapshot(said.snapshot, console)
     if said.agreement is not None and said.room is not None:
         _simulated(said, console)
         _prescription(said, said.room, console)
@@ -69,25 +62,6 @@ def _sizes(rows: Mapping[str, int]) -> Table:
     table = plain_table("<", ">", show_header=False)
     for name, size in rows.items():
         table.add_row(name, format_binary(size))
-    return table
-
-
-def _snapshot(said: SnapshotReading, console: Console) -> None:
-    table = _sizes({**(said.purposes or {"in use": said.allocated}), "reserved, unused": said.inactive})
-    table.add_section()
-    table.add_row(f"reserved, in {words.counted(said.segments, 'segment')}", format_binary(said.reserved))
-    heading("What the snapshot holds" + (", when memory ran out" if said.at_oom else ""), console, table)
-    if said.with_stacks:
-        heading("The largest, by who asked for them", console, _groups(said), Text(SNAPSHOT_RULE, style="dim"))
-
-
-def _groups(said: SnapshotReading) -> Table:
-    table = plain_table(">all", ">blocks", "purpose", "<asked for in")
-    for g in said.groups:
-        where = str(g.frame) if g.frame is not None else ""
-        table.add_row(format_binary(g.bytes), f"{g.count:,}", g.purpose, where)
-    if said.other_count:
-        table.add_row(format_binary(said.other_bytes), f"{said.other_count:,}", "", "smaller ones", style="dim")
     return table
 
 

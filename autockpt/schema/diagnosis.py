@@ -92,39 +92,6 @@ class LogReading(Data):
     notes: tuple[str, ...] = ()
 
 
-class BlockGroup(Data):
-    """Live blocks that were allocated at one place."""
-
-    purpose: str
-    frame: Frame | None = Field(default=None, description="the frame that says most; None without a Python stack")
-    bytes: int
-    count: int
-
-
-class SnapshotReading(Data):
-    """What a memory snapshot of PyTorch's allocator holds, at its last OOM where it has one, else when it was taken."""
-
-    path: str
-    device: int
-    reserved: int
-    allocated: int = Field(description="blocks in use, as the allocator rounds them up")
-    requested: int = Field(description="what was asked for by blocks in use")
-    awaiting: int = Field(default=0, description="freed, but another stream may still use it")
-    inactive: int = Field(default=0, description="reserved and free")
-    largest_free: int = Field(default=0, description="the largest free block: what could still be had of it")
-    segments: int = 0
-    at_oom: bool = Field(default=False, description="the state is that of an OOM event, else of the dump")
-    tried: int | None = None
-    free: int | None = Field(default=None, description="what the device had left at the OOM")
-    place: Place = Place()
-    purposes: dict[str, int] = Field(default_factory=dict, description="bytes in use by purpose, most first")
-    groups: tuple[BlockGroup, ...] = Field(default=(), description="largest first")
-    other_bytes: int = 0
-    other_count: int = 0
-    with_stacks: bool = Field(default=True, description="whether stacks were recorded")
-    notes: tuple[str, ...] = ()
-
-
 class Room(Data):
     """The memory that a plan may use, in bytes, and how that is known."""
 
@@ -165,12 +132,11 @@ class Agreement(Data):
 
 
 class Diagnosis(Data):
-    """The whole answer. Bytes of holdings, rows and alternatives are simulated, those of log and snapshot reported."""
+    """The whole answer. Bytes of holdings, rows and alternatives are simulated, those of the log reported."""
 
     model: str | None = None
     settings: Facts = Field(default_factory=dict)
-    log: LogReading | None = None
-    snapshot: SnapshotReading | None = None
+    log: LogReading
     verdict: str = Field(default="", description="what happened, in a sentence")
     room: Room | None = None
     holdings: tuple[Holding, ...] = Field(default=(), description="of the simulated step where it runs over")

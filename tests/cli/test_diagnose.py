@@ -1,18 +1,15 @@
 from __future__ import annotations
 
-import pickle
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from autockpt.diagnose.build import read_evidence
+from autockpt.diagnose.oom_log import read_log, read_text
 from autockpt.schema import WorkloadSpec
 from autockpt.schema.diagnosis import Diagnosis
 from tests.diagnose.logs import FORWARD, message
-from tests.diagnose.snapshots import dumped, training_oom
-from tests.diagnose.test_unpickle import Creates
 from tests.reporting.test_diagnosis_view import no_plan_fits, planned
 
 
@@ -35,7 +32,7 @@ def asked(replace) -> Asked:
         "autockpt.diagnose",
         diagnose=stand_in.diagnose,
         DiagnoseRequest=SimpleNamespace,
-        read_evidence=read_evidence,
+        read_log=read_log,
     )
     return stand_in
 
@@ -52,17 +49,16 @@ def test_the_job_is_described_as_for_a_search(autockpt, asked: Asked, log: Path)
     assert result.code == 0, result.err
     (question,) = asked.questions
     assert question.spec == WorkloadSpec(model="gpt2", batch_size=2, seq_len=64)
-    assert question.log.failures[0].tried and question.snapshot is None
+    assert question.log.failures[0].tried
 
 
-def test_a_snapshot_budget_and_hardware(autockpt, asked: Asked, tmp_path: Path) -> None:
-    (tmp_path / "snap").write_bytes(dumped(training_oom()))
+def test_budget_and_hardware(autockpt, asked: Asked, log: Path) -> None:
     result = autockpt(
-        "diagnose", "snap", "-m", "gpt2", "--budget", "20GiB", "--hardware", "h100", "--plan-out", "p.yaml"
+        "diagnose", "run.log", "-m", "gpt2", "--budget", "20GiB", "--hardware", "h100", "--plan-out", "p.yaml"
     )
     assert result.code == 0, result.err
     (question,) = asked.questions
-    assert question.snapshot.at_oom and question.budget.size == 20 * 2**30 and question.hardware.name == "h100"
+    assert question.budget.size == 20 * 2**30 and question.hardware.name == "h100"
     assert question.plan_out == Path("p.yaml")
 
 
@@ -78,7 +74,9 @@ def test_where_no_plan_fits_the_exit_code_is_3(autockpt, asked: Asked, log: Path
 
 
 def test_a_model_that_cannot_be_built_is_an_error_beside_what_the_log_says(autockpt, asked: Asked, log: Path) -> None:
-    asked.answer = Diagnosis(model="x", verdict="GPU 0 ran out.", unprescribed="there is no model x\nName another.")
+    asked.answer = Diagnosis(
+        model="x", log=read_text(message()), verdict="GPU 0 ran out.", unprescribed="there is no model x\nName another."
+    )
     result = autockpt("diagnose", "run.log", "--model", "x")
     assert result.code == 2 and "GPU 0 ran out." in result.out and "there is no model x" in result.out
 
@@ -95,28 +93,21 @@ def test_a_log_alone_is_told(autockpt, log: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ((), "Missing argument 'LOG|SNAPSHOT'"),
+        ((), "Missing argument 'LOG'"),
         (("absent.log",), "cannot be read"),
         (("run.log", "--budget", "60%", "-m", "gpt2"), "share of a peak"),
         (("run.log", "--budget", "24"), "no"),
         (("run.log", "--plan-out", "p.yaml"), "needs a model"),
         (("run.log", "-m", "gpt2", "--hardware", "rtx9999"), "no hardware"),
         (("quiet.log",), "no message of PyTorch's that memory ran out"),
-        (("cut.pickle",), "cut off"),
-        (("other.pickle",), "no memory snapshot"),
+        (("snapshot.pickle",), "docs.pytorch.org/memory_viz"),
+        (("packed.zip",), "a zip archive"),
+        ((".",), "cannot be read"),
     ],
 )
 def test_bad_input_is_a_clear_error(autockpt, log: Path, tmp_path: Path, arguments: tuple[str, ...], said: str) -> None:
     (tmp_path / "quiet.log").write_text("all went well\n")
-    (tmp_path / "cut.pickle").write_bytes(dumped(training_oom())[:-400])
-    (tmp_path / "other.pickle").write_bytes(dumped([1, 2]))
+    (tmp_path / "snapshot.pickle").write_bytes(b"\x80\x04}.")
+    (tmp_path / "packed.zip").write_bytes(b"PK\x03\x04rest")
     result = autockpt("diagnose", *arguments)
     assert result.code == 2 and said in " ".join(result.err.split()), result.err
-
-
-def test_a_hostile_snapshot_is_refused_and_runs_nothing(autockpt, tmp_path: Path) -> None:
-    made = tmp_path / "made"
-    (tmp_path / "snap.pickle").write_bytes(pickle.dumps({"segments": [Creates(made)]}))
-    result = autockpt("diagnose", "snap.pickle")
-    assert result.code == 2 and "io.open" in result.err and "refused" in result.err
-    assert not made.exists()

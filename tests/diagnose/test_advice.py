@@ -23,5 +23,5 @@ from autockpt.diagnose.oom_log import read_text
     ],
 )
 def test_others_are_shown_by_what_there_is_on_that_machine(message: str, tool: str) -> None:
-    others = [line for line in advice_of(read_text(message), None) if line.startswith("Others hold")]
+    others = [line for line in advice_of(read_text(message)) if line.startswith("Others hold")]
     assert len(others) == 1 and f"{tool} shows them" in others[0]

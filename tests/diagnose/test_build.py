@@ -7,15 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from autockpt.diagnose import DiagnoseRequest, diagnose, read_evidence
+from autockpt.diagnose import DiagnoseRequest, diagnose
 from autockpt.diagnose.oom_log import read_text
-from autockpt.errors import UsageError, WorkloadError
-from autockpt.schema import Plan, WorkloadSpec, parse_budget
-from autockpt.schema.diagnosis import LogReading, SnapshotReading
+from autockpt.schema import Plan, WorkloadSpec
+from autockpt.schema.diagnosis import LogReading
 from search_spaces.hardware import load_hardware
 from search_spaces.spaces import load_space
 from tests.diagnose.logs import FORWARD, LOSS, message
-from tests.diagnose.snapshots import dumped, training_oom
 
 pytestmark = pytest.mark.slow
 
@@ -40,7 +38,8 @@ def few_choices() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def plain_peak(few_choices: None) -> int:
     """Simulated peak of the job without a plan, context included, on a card with lots of room."""
-    said = diagnose(DiagnoseRequest(spec=SPEC, hardware=load_hardware("rtx4090")))
+    bare = read_text("RuntimeError: CUDA error: out of memory\n")
+    said = diagnose(DiagnoseRequest(log=bare, spec=SPEC, hardware=load_hardware("rtx4090")))
     assert said.agreement is not None and said.fits_already and not said.alternatives
     return said.agreement.simulated_peak
 
@@ -101,8 +100,6 @@ def test_a_model_that_cannot_be_built_leaves_the_evidence(tmp_path: Path) -> Non
     spec = WorkloadSpec(model=str(tmp_path / "absent"))
     said = diagnose(DiagnoseRequest(log=read_text(FORWARD + message()), spec=spec))
     assert said.verdict and said.unprescribed
-    with pytest.raises((WorkloadError, UsageError)):
-        diagnose(DiagnoseRequest(spec=spec, budget=parse_budget("24GiB")))
 
 
 def test_fragmentation_and_other_processes_are_named() -> None:
@@ -111,15 +108,3 @@ def test_fragmentation_and_other_processes_are_named() -> None:
     )
     assert any("expandable_segments" in line for line in said.advice)
     assert any("other processes" in line for line in said.advice)
-
-
-def test_evidence_is_told_by_its_bytes(tmp_path: Path) -> None:
-    (tmp_path / "a").write_bytes(dumped(training_oom()))
-    (tmp_path / "b").write_text(FORWARD + message())
-    assert isinstance(read_evidence(tmp_path / "a"), SnapshotReading)
-    assert isinstance(read_evidence(tmp_path / "b"), LogReading)
-    (tmp_path / "c").write_bytes(b"PK\x03\x04rest")
-    with pytest.raises(UsageError, match="zip archive"):
-        read_evidence(tmp_path / "c")
-    with pytest.raises(UsageError, match="cannot be read"):
-        read_evidence(tmp_path)

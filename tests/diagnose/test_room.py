@@ -4,13 +4,11 @@ import pytest
 
 from autockpt.diagnose.build import DiagnoseRequest, room_of
 from autockpt.diagnose.oom_log import read_text
-from autockpt.diagnose.snapshot import summarise_snapshot
 from autockpt.errors import UsageError
 from autockpt.schema import parse_budget
 from autockpt.schema.diagnosis import LogReading
 from search_spaces.hardware import load_hardware
 from tests.diagnose.logs import FORWARD, message
-from tests.diagnose.snapshots import training_oom
 
 MIB, GIB = 2**20, 2**30
 
@@ -56,18 +54,13 @@ def test_a_smaller_budget_counts_and_a_larger_one_does_not() -> None:
     assert room_of(DiagnoseRequest(log=log(), budget=parse_budget("200GiB")))[0].budget == round(23.52 * GIB)
 
 
-def test_a_snapshot_knows_what_was_reserved_and_free() -> None:
-    room, hardware, _ = room_of(DiagnoseRequest(snapshot=summarise_snapshot(training_oom())))
-    assert room.budget == (1700 + 120) * MIB + hardware.context_bytes
-
-
-def test_without_evidence_options_say_it() -> None:
-    assert (
-        room_of(DiagnoseRequest(hardware=load_hardware("rtx4090")))[0].capacity == load_hardware("rtx4090").memory_bytes
-    )
-    assert room_of(DiagnoseRequest(budget=parse_budget("24GiB")))[0].budget == 24 * GIB
+def test_without_figures_options_say_what_the_device_has() -> None:
+    bare = read_text("RuntimeError: CUDA error: out of memory\n")
+    rtx4090 = load_hardware("rtx4090")
+    assert room_of(DiagnoseRequest(log=bare, hardware=rtx4090))[0].capacity == rtx4090.memory_bytes
+    assert room_of(DiagnoseRequest(log=bare, budget=parse_budget("24GiB")))[0].budget == 24 * GIB
     with pytest.raises(UsageError, match="not known"):
-        room_of(DiagnoseRequest())
+        room_of(DiagnoseRequest(log=bare))
 
 
 def test_nothing_is_left_beside_others() -> None:

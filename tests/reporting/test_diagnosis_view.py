@@ -8,7 +8,6 @@ from rich.console import Console
 
 from autockpt.diagnose.advice import advice_of, verdict_of
 from autockpt.diagnose.oom_log import read_text
-from autockpt.diagnose.snapshot import summarise_snapshot
 from autockpt.reporting.diagnosis_view import print_diagnosis
 from autockpt.schema import Comparison, Prediction
 from autockpt.schema.choices import parse_choice
@@ -16,7 +15,6 @@ from autockpt.schema.diagnosis import Agreement, Diagnosis, Room
 from autockpt.schema.explanation import Holding
 from autockpt.schema.remedy import Alternative
 from tests.diagnose.logs import FORWARD, message
-from tests.diagnose.snapshots import training_oom
 
 GIB = 2**30
 
@@ -27,8 +25,8 @@ def _base() -> Diagnosis:
         model="llama-1b",
         settings={"batch_size": 4},
         log=log,
-        verdict=verdict_of(log, None),
-        advice=advice_of(log, None),
+        verdict=verdict_of(log),
+        advice=advice_of(log),
         room=Room(
             budget=24 * GIB, hardware="rtx4090", capacity=25 * GIB, overhead=GIB // 2, others=GIB, said="so it is"
         ),
@@ -99,13 +97,6 @@ def test_alternatives_have_their_peak_and_their_cost() -> None:
     assert "No plan alone fits: the leanest needs 27.0 GiB." in text
     for part in ("--batch-size 1 --accumulate 4", "20.0 GiB", "~2.5 s", "~1.25×", "every layer on recompute"):
         assert part in text, part
-
-
-def test_a_snapshot_is_shown_with_the_rule_of_its_purposes() -> None:
-    reading = summarise_snapshot(training_oom())
-    text = shown(Diagnosis(snapshot=reading, verdict=verdict_of(None, reading)))
-    assert "ran out of memory at the logits and the loss" in text
-    assert "modeling_llama.py:155 forward" in text and "likely, not certain" in text and "800 MiB" in text
 
 
 @pytest.mark.parametrize("width", [60, 80, 200])
