@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -85,6 +85,7 @@ def _simulated(
         units, head = tracer.units, tracer.head
         graph = tracer.trace({})
         settings = {k: v for k, v in plain(tracer.settings).items() if k != "model"}
+        doubts = (*doubts, *_other_parameters(question.log, settings))
         notes = (*tracer.notes, *graph.notes)
     name = head.name if head is not None else None
     agreement, holdings = compare(graph, name, hardware, room, failure)
@@ -115,11 +116,29 @@ def _simulated(
 
 def _notes(question: DiagnoseRequest) -> Iterator[str]:
     yield from question.log.notes
-    if question.spec is None:
+    log, spec = question.log, question.spec
+    if spec is not None and log.world is not None and log.world > 1 and spec.shard is None and spec.ddp is None:
+        stage = f", with ZeRO stage {log.zero_stage}" if log.zero_stage else ""
+        sharded = f"--shard {log.world}" + ("" if log.zero_stage == 3 else " (FSDP, ZeRO-3) or --ddp buckets")
+        yield f"the run had {log.world} ranks{stage}, the job that was described has one: add {sharded}"
+    if spec is None:
         yield "no model was named, so nothing is prescribed: add --model, and --batch-size, --seq-len, …"
 
 
-_KINDS: dict[Backend, HardwareKind] = {"cuda": "cuda", "hip": "rocm", "xpu": "cuda", "mps": "mps"}
+def _other_parameters(log: LogReading, settings: Mapping[str, Any]) -> Iterator[str]:
+    """Where the log counts other parameters than the job has that was described."""
+    for logged, name, words, remedy in (
+        (log.total_params, "params", "parameters", "name the model that ran"),
+        (log.trainable_params, "trainable_params", "parameters that train", "describe its adapters (--lora RANK, …)"),
+    ):
+        described = settings.get(name)
+        if logged and described and abs(described / logged - 1) > _OTHER:
+            yield f"the run had {logged:,} {words}, the job that was described has {described:,}: {remedy}"
+
+
+_KINDS: dict[Backend, HardwareKind] = {"hip": "rocm", "mps": "mps"}  # of other makers than NVIDIA none is described
+_UNDESCRIBED: dict[Backend, str] = {"xpu": "Intel GPU", "npu": "NPU", "hpu": "Gaudi", "other": "such device"}
+_OTHER = 0.05  # share by which counts of parameters may differ: prompts, resized embeddings
 _LEAST_CONTEXT = 100 << 20  # bytes; a process without one is not on the device yet
 _FAR = 0.2  # share by which the nearest description's memory may differ before that is worth saying
 
@@ -149,13 +168,13 @@ def _of_failure(
 ) -> tuple[Room, Hardware, tuple[str, ...]]:
     if failure.allowed is not None:
         capacity = min(capacity, failure.allowed + (failure.overhead or 0))
-    hardware, notes = _device(question, capacity, _KINDS[failure.backend])
+    hardware, notes = _device(question, capacity, _KINDS.get(failure.backend, "cuda"))
     overhead = min(hardware.context_bytes, capacity // 2)
     if failure.overhead is not None and failure.overhead >= _LEAST_CONTEXT:
         overhead = min(failure.overhead, capacity - 1)
     hardware = hardware.model_copy(update={"memory_bytes": capacity, "context_bytes": overhead})
-    if failure.backend == "xpu":
-        notes = (*notes, "no Intel GPU is described: its kernels and seconds are taken to be those of an NVIDIA GPU")
+    if (name := _UNDESCRIBED.get(failure.backend)) is not None:
+        notes = (*notes, f"no {name} is described: its kernels and seconds are taken to be those of an NVIDIA GPU")
     said = "capacity and other processes as the message has them"
     return _room(question, hardware, failure.others or 0, said), hardware, notes
 

@@ -18,6 +18,10 @@ HOST_MARKERS = (
     "oom_kill",
     "Killed process",
     "MemoryError",
+    "bad_alloc",
+    "OOMKilled",
+    "OOM killer",
+    "running low on memory",
     "Unable to allocate",
     "shared memory",
     "Cannot allocate memory",
@@ -31,19 +35,20 @@ _PATTERNS: tuple[tuple[HostKind, re.Pattern[str]], ...] = (
         "allocator",
         re.compile(
             r"DefaultCPUAllocator: (?:can't allocate memory|not enough memory)|\bMemoryError\b(?!\s*as)"
-            r"|Unable to allocate [\d.]+ [KMGT]iB|Cannot allocate memory"
+            r"|Unable to allocate [\d.]+ [KMGT]iB|[Cc]annot allocate memory|std::bad_alloc"
         ),
     ),
     (
         "killed",
         re.compile(
-            r"exit ?code *: -9\b|exit code 137|Signal 9 \(SIGKILL\)|\(SIGKILL\)|died with <Signals\.SIGKILL"
+            r"exit ?code *: -9\b|exit code:? *137|OOMKilled|killed by the OOM killer"
+            r"|node running low on memory|Signal 9 \(SIGKILL\)|\(SIGKILL\)|died with <Signals\.SIGKILL"
             r"|oom[-_]kill|Out of memory: Killed process|Killed process \d+|^\s*(?:\S+: line \d+: *\d+ )?Killed\b",
             re.I,
         ),
     ),
 )
-_TRIED = re.compile(r"you tried to allocate (\d{1,20}) bytes")
+_TRIED = re.compile(r"(?:you tried to allocate|unable to mmap) (\d{1,20}) bytes")
 _ARRAY = re.compile(r"Unable to allocate ([\d.]{1,12}) ([KMGT])iB")
 
 ADVICE: dict[HostKind, tuple[str, ...]] = {

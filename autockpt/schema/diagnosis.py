@@ -16,7 +16,7 @@ from autockpt.schema.sizes import Budget
 
 Stage = Literal["loading", "batch", "forward", "loss", "backward", "recompute", "optimizer", "evaluation", "unknown"]
 """What a program was doing: building the model, moving a batch, forward, logits and loss, backward, …."""
-Backend = Literal["cuda", "hip", "xpu", "mps"]
+Backend = Literal["cuda", "hip", "xpu", "mps", "npu", "hpu", "other"]
 HostKind = Literal["killed", "worker", "allocator", "shared_memory"]
 
 
@@ -61,8 +61,11 @@ class DeviceFailure(Data):
 
     @property
     def reserved(self) -> int | None:
-        """What the allocator held of the device."""
-        return None if self.allocated is None else self.allocated + (self.cached or 0)
+        """What the allocator held of the device: at most all of it, where the driver moved more to the host."""
+        if self.allocated is None:
+            return None
+        held = self.allocated + (self.cached or 0)
+        return held if self.capacity is None else min(held, self.capacity)
 
     @property
     def overhead(self) -> int | None:
@@ -88,6 +91,10 @@ class LogReading(Data):
     failures: tuple[DeviceFailure, ...] = ()
     host: HostFailure | None = None
     zero_stage: int | None = Field(default=None, description="of DeepSpeed, where the log says it")
+    world: int | None = Field(default=None, description="ranks of the run, where the log says it")
+    total_params: int | None = Field(default=None, description="as PEFT counts them, where the log says it")
+    trainable_params: int | None = None
+    can_expand: bool = Field(default=True, description="the allocator's segments can expand there: not on Windows")
     count: int = Field(default=0, description="out-of-memory messages in the part of the log that was read")
     notes: tuple[str, ...] = ()
 

@@ -108,3 +108,13 @@ def test_fragmentation_and_other_processes_are_named() -> None:
     )
     assert any("expandable_segments" in line for line in said.advice)
     assert any("other processes" in line for line in said.advice)
+
+
+def test_what_the_log_says_of_the_run_is_compared_with_the_job() -> None:
+    said = "world_size: 8\ntrainable params: 20,971,520 || all params: 8,051,232,768 || trainable%: 0.26\n"
+    log = read_text(said + FORWARD + message())
+    notes = diagnose(DiagnoseRequest(log=log, spec=SPEC)).notes
+    assert sum("8 ranks" in n and "--shard 8" in n for n in notes) == 1
+    assert sum("8,051,232,768" in n for n in notes) == sum("20,971,520" in n and "--lora" in n for n in notes) == 1
+    sharded = SPEC.model_copy(update={"shard": 8})
+    assert not any("8 ranks" in n for n in diagnose(DiagnoseRequest(log=log, spec=sharded)).notes)

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from autockpt.diagnose.oom_log import parse_message, read_log, read_text
 from autockpt.errors import UsageError
 from tests.diagnose.logs import BACKWARD, FORWARD, LOSS, MODELING, OPTIMIZER, message, prefixed
+from tests.diagnose.origins import LOGS
 
 MIB, GIB = 2**20, 2**30
 
@@ -122,6 +123,16 @@ def test_recomputing_within_backward() -> None:
 def test_every_wording(text: str, want: dict[str, object]) -> None:
     (failure,) = read_text(text).failures
     assert {name: getattr(failure, name) for name in want} == want
+
+
+@pytest.mark.parametrize("origin", LOGS)
+def test_logs_of_many_origins(origin: str) -> None:
+    text, of_failure, of_reading = LOGS[origin]
+    reading = read_text(text)
+    failure = reading.failures[0]
+    found = {name: failure.place.stage if name == "stage" else getattr(failure, name) for name in of_failure}
+    assert found == of_failure
+    assert {name: getattr(reading, name) for name in of_reading} == of_reading
 
 
 def test_a_message_that_a_terminal_wrapped() -> None:
@@ -320,11 +331,11 @@ def test_hostile_logs_take_time_linear_in_their_length(text: str) -> None:
 SIZES = st.integers(1, 2**40 - 1)
 
 
-@given(tried=SIZES, capacity=SIZES, allocated=SIZES, cached=SIZES)
+@given(tried=SIZES, rest=SIZES, allocated=SIZES, cached=SIZES)
 @settings(max_examples=60, deadline=None)
-def test_figures_survive_to_the_digits_that_a_message_has(
-    tried: int, capacity: int, allocated: int, cached: int
-) -> None:
+def test_figures_survive_to_the_digits_that_a_message_has(tried: int, rest: int, allocated: int, cached: int) -> None:
+    capacity = allocated + cached + rest
+
     def said(size: int) -> str:  # c10's format_size
         for bound, name in ((GIB, "GiB"), (MIB, "MiB"), (1024, "KiB")):
             if size >= bound:

@@ -67,3 +67,14 @@ def test_nothing_is_left_beside_others() -> None:
     crowded = log(capacity="24.00 GiB", free="0 bytes", process="210.00 MiB", allocated="0 bytes", cached="0 bytes")
     with pytest.raises(UsageError, match="nothing is left"):
         room_of(DiagnoseRequest(log=crowded))
+
+
+def test_devices_that_are_not_described_say_so() -> None:
+    npu = read_text("RuntimeError: NPU out of memory. Tried to allocate 1.00 GiB (NPU 0; 60.96 GiB total capacity)")
+    room, _, notes = room_of(DiagnoseRequest(log=npu))
+    assert room.capacity == round(60.96 * GIB) and any("no NPU is described" in note for note in notes)
+
+
+def test_a_process_of_which_nothing_is_known_leaves_what_it_holds_and_what_is_free() -> None:
+    room, _, _ = room_of(DiagnoseRequest(log=log(process="0 bytes", allocated="10.00 GiB", cached="0 bytes")))
+    assert room.budget == round(10.00 * GIB) + round(1.10 * GIB)
