@@ -66,7 +66,7 @@ WORKLOAD_OPTIONS: dict[str, tuple[Any, Any]] = {
     "autocast": _text("--autocast [bf16|fp16]", "Compute in this type. Default: off."),
     "attn": _text("--attn NAME", "transformers' attn_implementation: sdpa, eager, …"),
     "liger": _switch("--liger/--no-liger", "Liger Kernel's kernels, as use_liger_kernel=True. Default: no."),
-    "optimizer": _text("--optimizer [adamw|adamw8bit|adafactor|sgd|none]", "Default: adamw."),
+    "optimizer": _text("--optimizer [adamw|adamw_fused|adamw8bit|adafactor|sgd|none]", "Default: adamw."),
     "scaler": _switch("--scaler/--no-scaler", "Scale the loss, as for fp16. Default: no."),
     "accumulate": _number("--accumulate N", "Micro-batches per optimizer step. Default: 1."),
     "max_grad_norm": _option(float, "--max-grad-norm NORM", "Clip gradients to this norm. Default: no clipping."),

@@ -12,7 +12,7 @@ from pydantic import Field
 from autockpt.schema.base import Data
 
 Dtype = Literal["fp32", "bf16", "fp16"]
-OptimizerName = Literal["adamw", "adamw8bit", "adafactor", "sgd", "none"]
+OptimizerName = Literal["adamw", "adamw_fused", "adamw8bit", "adafactor", "sgd", "none"]
 Ddp = Literal["buckets", "views"]
 
 SEEDS = 1 << 32  # NumPy takes no larger ones

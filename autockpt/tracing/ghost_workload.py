@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
+import torch.optim.optimizer as optimizers
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils._foreach_utils import _get_foreach_kernels_supported_devices
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from autockpt.errors import GhostError
+from autockpt.policies.base import setting
 from autockpt.tracing.ghost import GhostMode
 from autockpt.workload import Step
 from autockpt.workload.storages import nested_tensors
+
+_WITHOUT_FOREACH = ("cpu", "mps")
 
 
 def ghost_in_place(workload: Step, mode: GhostMode) -> None:
@@ -24,7 +30,7 @@ def ghost_in_place(workload: Step, mode: GhostMode) -> None:
 
     Small tensors keep their values. For a process of one's own: the workload's data is lost there.
     """
-    imitate_device(workload, workload.device)
+    _use_ghosts_in_scaler(workload)
     for parameter in workload.model.parameters():
         parameter.grad = None
     twins = _Twins(mode)
@@ -68,7 +74,7 @@ def ghost_copy(workload: Step, mode: GhostMode) -> Step:
     twin = dataclasses.replace(
         workload, model=model, optimizer=optimizer, scaler=scaler, batch=batch, snapshot=snapshot
     )
-    imitate_device(twin, workload.device)
+    _use_ghosts_in_scaler(twin)
     mode.log.adopt(_tensors(twin))
     return twin
 
@@ -95,20 +101,30 @@ def untouched(workload: Step) -> Iterator[None]:
         )
 
 
-def imitate_device(workload: Step, device: torch.device) -> None:
-    """Let a workload that will run on ghosts choose what it would choose on ``device``.
-
-    On accelerators optimizers update all parameters at once (`foreach`) unless told otherwise, and hold whole lists of
-    temporaries while they do.
-    """
+def _use_ghosts_in_scaler(workload: Step) -> None:
+    """Let the gradient scaler of a workload of ghosts take them for tensors on its own device."""
     if workload.scaler is not None and hasattr(workload.scaler, "_device"):
         workload.scaler._device = "cpu"
-    if device.type == "cpu" or workload.optimizer is None:
+
+
+@contextmanager
+def optimizers_on(device: torch.device) -> Iterator[None]:
+    """Let torch's optimizers choose on ghosts what they choose on ``device``.
+
+    Where neither ``foreach`` nor ``fused`` is set, an optimizer's own rule decides by the type of device. Most take
+    ``foreach`` on accelerators, which holds temporaries as large as all trained weights; Adafactor does not.
+    ``capturable`` is refused on the CPU, where ghosts are.
+    """
+    if device.type in _WITHOUT_FOREACH:
+        yield
         return
-    for group in workload.optimizer.param_groups:
-        chosen = group.get("foreach", False) is not None or group.get("fused") or group.get("differentiable")
-        if not chosen:
-            group["foreach"] = True
+    devices = [*_get_foreach_kernels_supported_devices(), "cpu"]
+    with ExitStack() as stack:
+        stack.enter_context(setting(optimizers, "_get_foreach_kernels_supported_devices", lambda: devices))
+        for name, module in list(sys.modules.items()):
+            if name.startswith("torch.optim.") and hasattr(module, "_get_capturable_supported_devices"):
+                stack.enter_context(setting(module, "_get_capturable_supported_devices", lambda **_: devices))
+        yield
 
 
 class _Twins:

@@ -36,7 +36,7 @@ from autockpt.schema.workload import WorkloadSpec
 from autockpt.tracing.assemble import Place, RawGraph, Source, summarize, to_graph
 from autockpt.tracing.cuts import find_cuts, said_of_cuts
 from autockpt.tracing.ghost import GhostMode
-from autockpt.tracing.ghost_workload import ghost_copy, ghost_in_place, imitate_device, untouched
+from autockpt.tracing.ghost_workload import ghost_copy, ghost_in_place, optimizers_on, untouched
 from autockpt.tracing.location import optimizer_steps
 from autockpt.tracing.memory import GhostMemory
 from autockpt.tracing.recorder import RealRecorder, Recorder
@@ -220,6 +220,7 @@ class GhostRun(TracedRun):
         self._mode.threads = threads
         self._guard: Callable[[], AbstractContextManager[None]] = nullcontext
         self._attention: Callable[[], AbstractContextManager[None]] = nullcontext
+        self._optimizers: Callable[[], AbstractContextManager[None]] = nullcontext
         super().__init__(self._mode)
 
     def build(self, spec: WorkloadSpec, device: torch.device, capability: Capability | None = None) -> None:
@@ -238,12 +239,10 @@ class GhostRun(TracedRun):
         self._imitate(device, capability)
         workload.settings |= {"optimizer": spec.optimizer} if spec.optimizer == "adamw8bit" else {}
         workload.settings["device"] = str(device)
-        imitate_device(workload, device)
         ghost_in_place(workload, self._mode)
         if spec.attn in FLASH:
             workload.notes += (note_on_flash(spec.attn),)
-        with self._attention():
-            self._start(workload)
+        self._start(workload)
 
     def take(self, workload: Step, change: Change | None = None) -> None:
         device = workload.device
@@ -266,7 +265,6 @@ class GhostRun(TracedRun):
             return ghosts
         with self._building():
             made = change(ghosts)
-        imitate_device(made, device)
         ghost_in_place(made, self._mode)
         return made
 
@@ -279,17 +277,19 @@ class GhostRun(TracedRun):
     def _start(self, workload: Step) -> None:
         self._repeated = max(0, workload.accumulate - MICRO_BATCHES)
         workload.accumulate -= self._repeated
-        super()._start(workload)
+        with self._attention(), self._optimizers():
+            super()._start(workload)
         if self._mode.on_cuda and any(isinstance(module, torch.nn.RNNBase) for module in workload.model.modules()):
             workload.notes += (RECURRENT,)
 
     def trace(self, choices: Mapping[str, Choice]) -> RawGraph:
-        with self._guard(), self._attention():
+        with self._guard(), self._attention(), self._optimizers():
             raw = super().trace(choices)
         self._check_memory()
         return raw
 
     def _imitate(self, device: torch.device, capability: Capability | None = None) -> None:
+        self._optimizers = partial(optimizers_on, device)
         self._queues = device.type not in WITHOUT_STREAMS
         self._mode.on_cpu = device.type == "cpu"
         self._mode.on_cuda = device.type == "cuda"

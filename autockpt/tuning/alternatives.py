@@ -21,7 +21,7 @@ from autockpt.profiling import MemoryModel, Predictor, UniformRuns, memory_at_ha
 from autockpt.schema import SAVE, Budget, Choice, Environment, Graph, Listener, OpTimes, Prediction, Silence
 from autockpt.schema.remedy import Alternative
 from autockpt.tracing import Tracer
-from autockpt.tuning.jobs import Described, Job
+from autockpt.tuning.jobs import LEANER_OPTIMIZERS, Described, Job
 from autockpt.tuning.opening import LEANEST_CHUNKS, blocks_of
 
 Times = Callable[[Sequence[Graph]], OpTimes]  # op times that cover these ghost runs
@@ -128,7 +128,7 @@ def _combined(job: Job, settings: Mapping[str, Any], chunked: bool, lighter: boo
     batches = list(_smaller_batches(job, settings))
     if batches and not (lighter or chunked):
         yield map(_in_chunks, batches)
-    for other, most in ((_lean_optimizers, 1), (_with_adapters, None)):
+    for other, most in ((_lean_optimizers, 2), (_with_adapters, None)):
         both = _and(batches[-1] if batches else Change(job, "", ""), other)[:most]
         if batches:
             yield iter(both)
@@ -189,10 +189,9 @@ def _sharded(start: Change) -> Iterator[Change]:
 
 
 def _lean_optimizers(job: Job) -> Iterator[Change]:
-    """Optimizers with fewer states."""
+    """Optimizers that hold less."""
     for name, leaner in job.leaner_optimizers():
-        states = "no optimizer states" if name == "sgd" else "optimizer states in 8 bits"
-        yield Change(leaner, job.terms.optimizer.format(name=name), f"{states}; other training")
+        yield Change(leaner, job.terms.optimizer.format(name=name), LEANER_OPTIMIZERS[name])
 
 
 def _together(job: Job, settings: Mapping[str, Any], chunked: bool, shared: bool) -> Iterator[Change]:

@@ -10,14 +10,13 @@ import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, get_args
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from autockpt.schema import Hardware, WorkloadSpec
 from autockpt.schema.remedy import COMMAND_LINE, STEP, Terms
-from autockpt.schema.workload import OptimizerName
 from autockpt.tracing import Tracer, tracer_for
 from autockpt.workload import Step, cut_tensors, nested_tensors
 from autockpt.workload.configs import quiet
@@ -26,6 +25,13 @@ from autockpt.workload.four_bits import can_be_in_four_bits, compute_dtype, in_f
 from autockpt.workload.lora import add_lora
 
 _ADAPTERS = "adapters only are trained"
+FUSED, EIGHT_BIT, PLAIN = "adamw_fused", "adamw8bit", "sgd"
+LEANER_OPTIMIZERS = {
+    FUSED: "no temporaries of the optimizer; the same update up to rounding",
+    EIGHT_BIT: "optimizer states in 8 bits; other training",
+    PLAIN: "no optimizer states; other training",
+}
+"""The mildest first, and what each changes."""
 
 
 @dataclass(frozen=True)
@@ -57,14 +63,13 @@ class Described:
         return self._with(seq_len=tokens, pad_to=None)
 
     def leaner_optimizers(self) -> Iterator[tuple[str, Described]]:
-        """The same with an optimizer that holds fewer states, by its name.
+        """The same with an optimizer that holds less, by its name; the mildest first.
 
-        Those in 8 bits, which take a library and CUDA to run, before SGD.
+        AdamW in one kernel, which holds no temporaries; states in 8 bits, which take a library and CUDA; SGD.
         """
-        if self.spec.optimizer not in ("none", "sgd"):
-            others = [name for name in get_args(OptimizerName) if name != self.spec.optimizer]
-            lean = [name for name in others if "8bit" in name and self.hardware is not None]
-            yield from ((name, self._with(optimizer=name)) for name in (*lean, "sgd"))
+        if (now := self.spec.optimizer) not in ("none", PLAIN):
+            tried = {FUSED: now == "adamw", EIGHT_BIT: now != EIGHT_BIT and self.hardware is not None, PLAIN: True}
+            yield from ((name, self._with(optimizer=name)) for name, wanted in tried.items() if wanted)
 
     def adapted(self, rank: int) -> Iterator[tuple[str, str, Described]]:
         """Adapters of this rank alone trained, then these on a base in 4 bits; the name, the effect, and the job.
@@ -121,7 +126,7 @@ class Live:
         if optimizer is None or isinstance(optimizer, torch.optim.SGD) or self.step.full_step is not None:
             return
         trained = [p for group in optimizer.param_groups for p in group["params"]]
-        yield "sgd", self._with(optimizer=torch.optim.SGD(trained, lr=1e-3))
+        yield PLAIN, self._with(optimizer=torch.optim.SGD(trained, lr=1e-3))
 
     def adapted(self, rank: int) -> Iterator[tuple[str, str, Live]]:
         """The base in 4 bits is made where the job is ghost-run, of random weights: no other than ghosts are there."""

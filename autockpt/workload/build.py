@@ -31,6 +31,7 @@ _DEFAULT_LENGTH = 1024
 _SOUND_LENGTH = 16_000  # samples: one second as most models take it
 # The first scale is too large for fp16 more often than not, and a step that overflows is skipped whole.
 _FIRST_SCALE = 1024.0
+_ADAFACTORS_RATE = 1e-3
 
 
 def build(spec: WorkloadSpec, device: torch.device | str = "cpu") -> Step:
@@ -255,7 +256,10 @@ def _move_model(model: nn.Module, device: torch.device) -> None:
 
 
 def make_optimizer(name: str, model: nn.Module) -> torch.optim.Optimizer | None:
-    """The named optimizer with PyTorch's own defaults over the trainable parameters; None for ``none``."""
+    """The named optimizer over the trainable parameters; None for ``none``.
+
+    PyTorch's, with its own defaults; ``adafactor`` is transformers', as its Trainer makes it.
+    """
     trainable = [p for p in model.parameters() if p.requires_grad]
     if name == "none":
         return None
@@ -266,8 +270,13 @@ def make_optimizer(name: str, model: nn.Module) -> torch.optim.Optimizer | None:
         )
     if name == "adamw8bit":
         return _eight_bit(trainable)
-    kind = {"adamw": torch.optim.AdamW, "adafactor": torch.optim.Adafactor, "sgd": torch.optim.SGD}[name]
-    return kind(trainable)
+    if name == "adafactor":
+        from transformers.optimization import Adafactor
+
+        return Adafactor(trainable, lr=_ADAFACTORS_RATE, scale_parameter=False, relative_step=False)
+    if name == "sgd":
+        return torch.optim.SGD(trainable)
+    return torch.optim.AdamW(trainable, fused=True if name == "adamw_fused" else None)
 
 
 def _eight_bit(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:

@@ -266,6 +266,8 @@ def _facts(step: Step) -> dict[str, Any]:
     config = getattr(inner_model(model), "config", None)
     rows, length = _batch_size(step.batch)
     optimizer = "none" if step.optimizer is None else type(step.optimizer).__name__
+    if step.optimizer is not None and any(group.get("fused") for group in step.optimizer.param_groups):
+        optimizer = f"{optimizer} (fused)"
     return {
         "model": type(inner_model(model)).__name__,
         "params": sum(_numbers(p) for p in parameters),

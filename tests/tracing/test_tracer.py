@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from autockpt.errors import ConflictError, GhostError, PlanError, TracingError, WorkloadError
+from autockpt.hardware.cuda_memory import bytes_timeline
 from autockpt.schema.choices import OFFLOAD, RECOMPUTE, SAVE, parse_choice
 from autockpt.schema.graph import Graph
 from autockpt.schema.workload import WorkloadSpec
@@ -214,6 +215,48 @@ def test_an_accelerators_optimizer_works_on_all_parameters_at_once() -> None:
     updates = [op.target for op in graph.ops if op.phase == "optimizer"]
     assert any("_foreach_" in target for target in updates)
     assert all(c.awaited is None or c.issued < c.awaited for c in graph.copies if c.direction == "out")
+
+
+def optimized(**flags: Any) -> dict[str, Any]:
+    model = nn.Sequential(*(nn.Linear(512, 512) for _ in range(4)))
+    made = flags.pop("made", torch.optim.AdamW)(model.parameters(), **flags)
+    return {"model": model, "batch": torch.randn(2, 512), "loss": mean_square, "optimizer": made}
+
+
+def fused() -> dict[str, Any]:
+    return optimized(fused=True)
+
+
+def one_by_one() -> dict[str, Any]:
+    return optimized(foreach=False)
+
+
+def capturable() -> dict[str, Any]:
+    return optimized(capturable=True)
+
+
+def adafactor() -> dict[str, Any]:
+    return optimized(made=torch.optim.Adafactor)
+
+
+@pytest.mark.parametrize(
+    ("factory", "device", "weights"),
+    [
+        ("optimized", "cuda", 1.0),
+        ("capturable", "cuda", 1.0),
+        ("one_by_one", "cuda", 0.5),  # two as large as one of the four weights
+        ("fused", "cuda", 0.0),
+        ("adafactor", "cuda", 0.25),
+        ("optimized", "mps", 0.5),
+        ("fused", "cpu", 0.0),
+    ],
+)
+def test_temporaries_follow_the_optimizers_flags(factory: str, device: str, weights: float) -> None:
+    with Tracer.from_spec(WorkloadSpec(model=f"{__name__}:{factory}"), device=device, fallback=False) as tracer:
+        graph = tracer.trace()
+    first = next(op.index for op in graph.ops if op.phase == "optimizer")
+    held = bytes_timeline(graph)[first:]
+    assert (held.max() - held[0]) / graph.resident["weights"] == pytest.approx(weights, abs=0.01)
 
 
 # Failures.

@@ -14,6 +14,7 @@ from autockpt.tuning import search_step
 from autockpt.tuning.jobs import Described, Live
 from autockpt.tuning.search import search_options
 from autockpt.workload import Step, build
+from search_spaces.hardware import load_hardware
 
 ROWS, LENGTH = 4, 16
 
@@ -60,7 +61,9 @@ def test_optimizers_with_fewer_states() -> None:
     assert name == "sgd" and isinstance(leaner.step.optimizer, torch.optim.SGD)
     assert isinstance(job.step.optimizer, torch.optim.AdamW) and not list(leaner.leaner_optimizers())
     described = Described(WorkloadSpec(model="llama-tiny"))
-    assert [name for name, _ in described.leaner_optimizers()] == ["sgd"]  # 8 bits where a card is simulated
+    assert [name for name, _ in described.leaner_optimizers()] == ["adamw_fused", "sgd"]
+    simulated = Described(described.spec, load_hardware("h100"))
+    assert [name for name, _ in simulated.leaner_optimizers()] == ["adamw_fused", "adamw8bit", "sgd"]
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ import copy
 import json
 import weakref
 from collections import UserDict
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -173,6 +174,8 @@ def test_any_batch_with_a_step() -> None:
     w.cycle()
     assert w.model is model and w.optimizer is optimizer and w.autocast is torch.bfloat16
     assert w.settings["optimizer"] == "SGD" and w.settings["batch_size"] == 2 and w.spec is None
+    fused = replace(w, optimizer=torch.optim.AdamW(w.model.parameters(), fused=True), settings={})
+    assert fused.settings["optimizer"] == "AdamW (fused)"
 
 
 def test_mappings_need_no_step() -> None:
