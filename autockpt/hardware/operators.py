@@ -47,6 +47,7 @@ class Operator:
 
     ``view``: returns views of its inputs. ``layout_only``: mutates metadata only. ``mutates``: writes to an input.
     ``returned``: for each return value the name of the argument that it is, or None for a new tensor.
+    ``written``: names of the arguments that it writes to and does not return.
     ``pointwise``: runs on torch's elementwise iterator.
     ``in_place``: the overload of ``IN_PLACE`` that a plain step may run instead, or None.
     ``flops``: torch's formula for floating point operations, or None.
@@ -63,6 +64,7 @@ class Operator:
         written = {label: a.name for a in writes for label in a.alias_info.before_set}
         aliased = [r.alias_info for r in schema.returns]
         self.returned = [_argument_of(alias, written) for alias in aliased]
+        self.written = [a.name for a in writes if a.name not in self.returned]
         self.layout_only = self.base in _LAYOUT_ONLY
         self.view = not writes and (any(a is not None for a in aliased) or self.base in _HIDDEN_VIEWS)
         self.detaches = self.base == "detach"

@@ -6,12 +6,13 @@ lookup the rows it takes and not the table, fused attention no matrix of scores.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 from math import prod
 from typing import Literal
 
-from autockpt.hardware.operators import IN_PLACE
+from autockpt.hardware.operators import IN_PLACE, Operator, leaves, overload_of
 from autockpt.hardware.signature import ATTENTION, Call, TensorSpec, dtype_of, parse_signature
 from autockpt.schema.graph import Op
 from autockpt.simulator.estimate import UNTOUCHED, base_name, element_bytes
@@ -78,7 +79,7 @@ def work_of_op(op: Op, signature: str) -> Work:
     if name == "gemm_4bit":
         return _four_bits(op, call, inputs)
     dtype = next((torch_name(t.dtype) for t in inputs if _floating(t.dtype)), "float32")
-    moved, elements = _moved(op, name, inputs), _elements(op, inputs)
+    moved, elements = _moved(op, name, inputs) + _written_into(call), _elements(op, inputs)
     if op.flops and (name in _PRODUCTS or name in _CONVOLUTIONS):
         smallest = _smallest_of_convolution(inputs) if name in _CONVOLUTIONS else _smallest(inputs)
         return Work("matrix", name, dtype, float(op.flops), moved, elements, smallest)
@@ -135,7 +136,35 @@ def _moved(op: Op, name: str, inputs: list[TensorSpec]) -> float:
     if name in _LOOKUPS:
         indices = sum(_size(t) for t in inputs if not _floating(t.dtype))
         return 2 * written + indices
-    return written + sum(_size(t) for t in inputs)
+    return written + sum(_size(t) for t in _read(op, name, inputs))
+
+
+def _read(op: Op, name: str, inputs: list[TensorSpec]) -> Iterable[TensorSpec]:
+    """The tensors that are read. An op over lists reads one that is in two of them (a squared gradient's) once."""
+    if not name.startswith("_foreach_") or len(op.inputs) != len(inputs):
+        return inputs
+    offsets = op.offsets or (0,) * len(inputs)
+    return dict(zip(zip(op.inputs, offsets, strict=True), inputs, strict=True)).values()
+
+
+def _written_into(call: Call) -> float:
+    """Bytes written into arguments that are not returned, as the ops of optimizers over all parameters do."""
+    if (operator := _operator(call.target)) is None:
+        return 0.0
+    # fused optimizers write to gradients only to unscale them
+    read_only = () if call.kwargs.get("grad_scale") is not None else ("grads",)
+    names = (name for name in operator.written if name not in read_only)
+    written = [operator.argument(name, tuple(call.args), call.kwargs) for name in names]
+    return sum(_size(t) for t in leaves(written, TensorSpec))
+
+
+@cache
+def _operator(target: str) -> Operator | None:
+    """None for an op of a library that is not imported here."""
+    try:
+        return Operator(overload_of(target))
+    except (AttributeError, ValueError):
+        return None
 
 
 def _elements(op: Op, inputs: list[TensorSpec]) -> int:

@@ -69,6 +69,25 @@ def test_an_addition_costs_the_same_in_place_or_not() -> None:
     assert in_place.bytes == 3 * 4 * 32
 
 
+@pytest.mark.parametrize(
+    ("call", "inputs", "passes"),
+    [
+        ("aten._foreach_mul_.Scalar([f32[8,4]*2], float)", (1, 2), 2),
+        ("aten._foreach_lerp_.Scalar([f32[8,4]*2], [f32[8,4]*2], float)", (1, 2, 3, 4), 3),
+        ("aten._foreach_addcdiv_.ScalarList([f32[8,4]*2], [f32[8,4]*2], [f32[8,4]*2], [float])", (1, 2, 3, 4, 5, 6), 4),
+        # AdamW's second moment: the same gradients twice, which are read once
+        ("aten._foreach_addcmul_.Scalar([f32[8,4]*2], [f32[8,4]*2], [f32[8,4]*2], float)", (1, 2, 3, 4, 3, 4), 3),
+        ("aten._foreach_sqrt.default([f32[8,4]*2])", (1, 2), 1),  # and what it returns, below
+        (f"aten._fused_adamw_.default({', '.join(['[f32[8,4]*2]'] * 4)}, [], [])", tuple(range(8)), 7),
+        (f"aten._fused_adamw_.default({', '.join(['[f32[8,4]*2]'] * 4)}, [], [], grad_scale=f32[])", (), 8),
+        ("aten._amp_foreach_non_finite_check_and_unscale_.default([f32[8,4]*2], f32[], f32[])", (1, 2, 3, 4), 2),
+        ("nowhere.add_.default([f32[8,4]*2])", (1, 2), 1),
+    ],
+)
+def test_what_is_written_into_arguments_is_moved(call: str, inputs: tuple[int, ...], passes: int) -> None:
+    assert work(call, inputs=inputs).bytes // (2 * 4 * 32) == passes
+
+
 def test_an_expanded_tensor_counts_where_it_has_memory() -> None:
     found = work("aten.add.Tensor(f32[8,100], f32[8,100]{0,1})", tensor("float32", 8, 100))
     assert found.bytes == 4 * (800 + 100 + 800) and found.elements == 800
