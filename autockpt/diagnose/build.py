@@ -108,6 +108,7 @@ def _simulated(
             "rows": outcome.rows,
             "choices": plan.choices_for(units, head) if plan is not None else {},
             "plan_path": outcome.plan_path,
+            "step_note": outcome.step_note,
             "fits_already": not outcome.binding,
             "smallest_peak": outcome.smallest_peak,
         }

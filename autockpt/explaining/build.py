@@ -31,6 +31,7 @@ from autockpt.schema import (
 from autockpt.schema.choices import OFFLOAD, Offload, RecomputeOffload
 from autockpt.schema.device import WITHOUT_STREAMS
 from autockpt.schema.explanation import Bargain, Explanation, Front, Largest, Reach
+from autockpt.schema.step_note import step_note
 from autockpt.tuning.targets.shallow_twin import calls_per_candidate
 
 
@@ -52,7 +53,8 @@ def explain(question: ExplainRequest, listener: Listener | None = None) -> Expla
         reaches = [found, *(step.reach for step in steps if step.ours)]
         choices, said, status, notes = _chosen(subject, answers, budget, reaches)
         graph = subject.tracer.trace(choices)
-        device = subject.profiled.predictor.device
+        environment = subject.times.times.environment
+        device = environment.device
         measured = facts_of_measurement(question.plan if status == "measured" else None)
         reasons = why(answers, choices, budget.bytes if budget else None)
         limits = _limits(subject, answers, budget, listener)
@@ -78,6 +80,7 @@ def explain(question: ExplainRequest, listener: Listener | None = None) -> Expla
             fronts=fronts(subject.profiled.profile.menus, subject.profiled.units, choices),
             why=reasons,
             speed=speed,
+            step_note=step_note(environment, question.spec),
             budgets=steps,
             limits=limits,
             notes=(*subject.notes, *notes, *_of_device(question, device.kind)),

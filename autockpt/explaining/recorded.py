@@ -18,6 +18,7 @@ from autockpt.explaining.why import budget_steps, is_faster, why
 from autockpt.history.rundir import RunDirectory
 from autockpt.schema import SAVE, Budget, Choice, Plan, Prediction, Profile, plan_hash
 from autockpt.schema.explanation import Explanation, Reach
+from autockpt.schema.step_note import step_note
 
 
 def explain_run(
@@ -73,6 +74,7 @@ def explain_run(
         fronts=fronts(profile.menus, (*base.blocks(), *([head] if head else ())), choices),
         why=why(answers, choices, held.bytes if held else None),
         speed=speed_of(graph, base, times.times, hardware, tokens, measured["measured_seconds"]),
+        step_note=step_note(times.times.environment, plan.workload),
         budgets=budget_steps(answers, held, choices),
         notes=(
             *(finished.outcome.notes if finished is not None else plan.notes),

@@ -34,6 +34,7 @@ from autockpt.schema.known import OURS
 from autockpt.schema.names import folded, outermost
 from autockpt.schema.outlook import Outlook
 from autockpt.schema.planview import set_lines
+from autockpt.schema.step_note import step_note
 
 # an absolute path, also behind a quote, an equals sign or a URL's scheme
 _PATH = re.compile(r"(?<![\w.…/])(?:~|[A-Za-z]:)?[/\\]+(?:[^\s'\"/\\:,;()]+[/\\]+)+([^\s'\"/\\,;()]*)")
@@ -82,6 +83,7 @@ class Contents:
     environment: Environment | None
     command: str
     notes: tuple[str, ...]
+    step_note: str = ""
     rates: str = ""
     compiled: bool = False
     why: str = ""
@@ -150,6 +152,7 @@ def contents_of(run: RunDirectory) -> Contents:
             why=refused.partition("\n")[2] if state == "infeasible" else why(plans, prices),
             compiled=bool(run.question.get("compile")),
             rates=_rates(planned, base, plan, settings),
+            step_note=step_note(environment, plan.workload if plan is not None else None),
         )
     )
 
@@ -251,7 +254,10 @@ def as_json(contents: Contents) -> dict[str, Any]:
         plans[key] = figures | {"strip": strip}
     known = {str(c): c for point in contents.plans.points.values() for c in point.choices.values()} | {"save": SAVE}
     return {
-        **{name: getattr(contents, name) for name in ("run", "model", "device", "source", "state", "sentence")},
+        **{
+            name: getattr(contents, name)
+            for name in ("run", "model", "device", "source", "state", "sentence", "step_note")
+        },
         "budget_bytes": contents.budget.bytes if contents.budget is not None else None,
         "headroom": contents.budget.headroom if contents.budget is not None else "",
         "units": list(contents.units),

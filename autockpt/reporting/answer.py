@@ -12,7 +12,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from autockpt.reporting.style import SIMULATED, VERDICTS, plain_table, print_legend, remarks
+from autockpt.reporting.style import VERDICTS, plain_table, print_legend, remarks, simulated
 from autockpt.schema import Comparison, CompileMode, Plan, SearchOutcome, format_binary, format_bytes, words
 from autockpt.schema.known import legend_of_names
 from autockpt.schema.planview import choice_lines, set_lines
@@ -89,8 +89,8 @@ def print_answer(outcome: SearchOutcome, console: Console) -> None:
         console.print(table)
         beneath = table.columns[-1].header != _PREDICTED and any(r.predicted_bytes is not None for r in rows)
         modelled = [r.simulated or r.overhead_predicted for r in rows if r.predicted_seconds and r.overhead is not None]
-        if beneath or any(modelled):
-            console.print(SIMULATED)
+        if beneath or any(modelled) or outcome.step_note:
+            console.print(simulated(outcome.step_note))
         console.print(Text("; ".join(legend_of_names(row.name for row in rows))), style="dim")
     remarks(_remarks(outcome, rows), console)
     if outcome.plan is not None:

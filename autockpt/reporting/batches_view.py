@@ -6,7 +6,7 @@ from rich.console import Console
 from rich.text import Text
 
 from autockpt.reporting.answer import print_answer
-from autockpt.reporting.style import SIMULATED, heading, plain_table, remarks
+from autockpt.reporting.style import heading, plain_table, remarks, simulated
 from autockpt.schema import Measurement, format_binary, words
 from autockpt.schema.batches import BatchAnswer, BatchSetting
 
@@ -23,7 +23,7 @@ def print_batches(answer: BatchAnswer, console: Console) -> None:
         table.add_row(*_cells(setting, best))
     heading(f"{answer.rows_per_update} rows per update: which micro-batch", console, table)
     if not isinstance(best.score, Measurement):
-        console.print(SIMULATED)
+        console.print(simulated(answer.outcome.step_note))
     counted = f"The trials above are those of micro-batches of {best.batch_size}; "
     counted += f"{answer.trials} of all sizes, in {words.seconds(answer.seconds)}."
     remarks([counted, *answer.notes], console)

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from autockpt.reporting import area
 from autockpt.reporting.answer import answer_rows, answer_table
-from autockpt.reporting.style import SIMULATED, bullets, heading, plain_table, remarks
+from autockpt.reporting.style import bullets, heading, plain_table, remarks, simulated
 from autockpt.schema import format_binary, words
 from autockpt.schema.diagnosis import DeviceFailure, Diagnosis, Room
 
@@ -87,7 +87,7 @@ def _prescription(said: Diagnosis, room: Room, console: Console) -> None:
             console.print(Text(_FITS_ALREADY))
         console.print()
         console.print(answer_table(answer_rows(said.rows, room.for_plans.budget_bytes or 0), console))
-        console.print(SIMULATED)
+        console.print(simulated(said.step_note))
         console.print()
         console.print(Text(f"Plan  {words.strip(said.choices)}   {words.tally(said.choices)}, simulated", style="bold"))
         _how_to(said, console)

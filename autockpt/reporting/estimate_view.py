@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.padding import Padding
 from rich.text import Text
 
+from autockpt.reporting.style import simulated
 from autockpt.schema import Estimate, format_binary, words
 from autockpt.schema.sizes import SIMULATED_HEADROOM
 
@@ -18,12 +19,14 @@ _TITLES = ("model", "card", "batch", "trains", "fits", "peak", "step")
 def print_estimates(estimates: Iterable[Estimate], console: Console) -> None:
     """A line for each estimate as soon as there is one, and its plan beneath. Simulated figures bear a ``~``."""
     console.print(Text(_line(_TITLES), style="bold"), soft_wrap=True)
+    notes: dict[str, None] = {}
     for estimate in estimates:
+        notes |= {estimate.step_note: None} if estimate.step_note else {}
         console.print(Text(_line(_cells(estimate))), soft_wrap=True)
         if said := _said(estimate):
             console.print(Padding.indent(Text(said, style="dim"), 4))
-    rests_on = f"~ simulated, not measured; with context and allocator, {SIMULATED_HEADROOM} of a card left free"
-    console.print(Text(rests_on, style="dim"))
+    console.print(simulated(" ".join(notes)))
+    console.print(Text(f"Peaks with context and allocator, {SIMULATED_HEADROOM} of a card left free", style="dim"))
 
 
 def _cells(estimate: Estimate) -> tuple[str, ...]:

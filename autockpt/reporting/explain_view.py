@@ -39,7 +39,8 @@ def print_explanation(said: Explanation, console: Console) -> None:
     heading(f"The largest alive {then}", console, _alive(said, console.width))
     if said.speed is not None:
         parts = _parts(said.speed, basis_mark(said.basis))
-        heading("Where the seconds go", console, bullets((speed_words(said),)), parts, bullets(bound_words(said.speed)))
+        step = bullets(filter(None, (speed_words(said), said.step_note)))
+        heading("Where the seconds go", console, step, parts, bullets(bound_words(said.speed)))
     for front in said.fronts:
         heading(f"Choices for {front.units}", console, _front(front, said, marks))
     print_legend((bargain.choice for front in said.fronts for bargain in front.bargains), console)

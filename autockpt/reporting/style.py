@@ -30,7 +30,9 @@ VERDICTS = {
 }
 
 
-SIMULATED = Text("~ simulated, not measured", style="dim")
+def simulated(step_note: str = "") -> Text:
+    """What a ``~`` stands for, beneath a table; with what is known of its step times."""
+    return Text(" ".join(filter(None, ["~ simulated, not measured.", step_note])), style="dim")
 
 
 class _Table(Table):

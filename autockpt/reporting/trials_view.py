@@ -13,7 +13,7 @@ from rich.text import Text
 
 from autockpt.history.trials import measurements
 from autockpt.reporting.progress import FITS, STATES
-from autockpt.reporting.style import SIMULATED, heading, plain_table, print_legend
+from autockpt.reporting.style import heading, plain_table, print_legend, simulated
 from autockpt.schema import Measurement, Trial, format_binary, format_bytes, words
 from autockpt.schema.known import legend_of_names
 from autockpt.schema.names import fold
@@ -52,7 +52,7 @@ def print_runs(runs: Sequence[tuple[Mapping[str, Any], Trial | None]], console: 
     if table.row_count:
         console.print(table)
     if any(best is not None and best.state == "simulated" for _, best in runs):
-        console.print(SIMULATED)
+        console.print(simulated())
     if said:
         if table.row_count:
             console.print()
@@ -88,7 +88,7 @@ def print_table(trials: Sequence[Trial], front: Sequence[Trial], console: Consol
     if front:
         console.print(Text("* on the Pareto front: no other is both faster and leaner", style="dim"))
     if any(t.state == "simulated" for t in trials):
-        console.print(SIMULATED)
+        console.print(simulated())
     if any(t.feasible is None for t in trials):
         console.print(Text(f"? {UNJUDGED}", style="dim"))
     console.print()

@@ -151,6 +151,7 @@ class Diagnosis(Data):
     rows: tuple[Comparison, ...] = Field(default=(), description="well-known plans and ours, simulated")
     choices: dict[str, Choice] = Field(default_factory=dict, description="the plan that is prescribed")
     plan_path: Path | None = None
+    step_note: str = Field(default="", description="known error of simulated steps, and what they leave out")
     fits_already: bool = Field(default=False, description="saving everything fits, by the simulation")
     smallest_peak: int | None = None
     alternatives: tuple[Alternative, ...] = ()

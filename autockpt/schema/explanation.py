@@ -231,6 +231,7 @@ class Explanation(Data):
     fronts: tuple[Front, ...] = ()
     why: Why | None = None
     speed: Speed | None = None
+    step_note: str = Field(default="", description="known error of simulated steps, and what they leave out")
     budgets: tuple[BudgetStep, ...] = ()
     limits: tuple[Largest, ...] = ()
     notes: tuple[str, ...] = ()

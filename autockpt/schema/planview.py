@@ -10,6 +10,7 @@ from autockpt.errors import PlanError
 from autockpt.schema import words
 from autockpt.schema.choices import Choice
 from autockpt.schema.sizes import format_binary, format_bytes
+from autockpt.schema.step_note import step_note
 
 if TYPE_CHECKING:
     from autockpt.schema.plan import Comparison, Plan
@@ -29,9 +30,11 @@ TILE = "display:inline-block;min-width:1.5em;text-align:center;font:700 13px/1.7
 
 
 def text(plan: Plan) -> str:
-    """Five lines: for what, what is done, peak, step time, how to load it; and one for each set of choices."""
+    """For what, what is done, peak, step time, and how to load it; a line more for each set of choices."""
     lines = [_made_for(plan), f"  {_done(plan)}", f"  peak {_peak(plan)}", f"  step {_step(plan)}"]
     lines += [f"  {line}" for line in set_lines(plan)]
+    if plan.status == "simulated" and (note := step_note(plan.environment, plan.workload)):
+        lines.append(f"  {note}")
     return "\n".join([*lines, f'  autockpt.apply(model, "{plan.file if plan.file != "PLAN" else "plan.yaml"}")'])
 
 

@@ -162,6 +162,7 @@ class SearchOutcome(Data):
     plan_path: Path | None = Field(default=None, description="where to load the plan from")
     set_aside: Path | None = Field(default=None, description="where an earlier, different plan file was moved to")
     smallest_peak: int | None = None
+    step_note: str = Field(default="", description="known error of simulated steps, and what they leave out")
     stages: tuple[StageTime, ...] = ()
     notes: tuple[str, ...] = ()
 
@@ -220,3 +221,4 @@ class Estimate(Data):
     smallest_peak: int | None = Field(default=None, description="bytes of the leanest plan")
     note: str = ""
     simulated: bool = True
+    step_note: str = Field(default="", description="known error of simulated steps, and what they leave out")

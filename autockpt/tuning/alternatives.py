@@ -52,9 +52,9 @@ class WhatIf:
     """What variants are judged by: their budget in bytes, the device they would run on, and its op times.
 
     ``kinds`` are the choices that are allowed; ``needs`` says what a ghost run takes where that is more than its
-    tensors; ``seconds``: whether op times are good for more than ranking; ``late`` says when to look for no more.
-    ``head`` is what the output head does unless it runs in chunks with the loss. ``listener`` sees each sort of change
-    pass.
+    tensors; ``seconds``: whether op times are good for more than ranking, ``step_note`` what is known of their error.
+    ``late`` says when to look for no more. ``head`` is what the output head does unless it runs in chunks with the
+    loss. ``listener`` sees each sort of change pass.
     """
 
     budget_bytes: int
@@ -63,6 +63,7 @@ class WhatIf:
     kinds: tuple[str, ...]
     needs: MemoryModel | None
     seconds: bool = True
+    step_note: str = ""
     late: Callable[[], bool] = lambda: False
     head: Choice = SAVE
     listener: Listener = field(default_factory=Silence)

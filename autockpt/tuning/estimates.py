@@ -107,5 +107,6 @@ def _answered(row: Estimate, request: SearchRequest, listener: Listener) -> Esti
             "step_seconds": predicted.step_seconds,
             "choices": dict(chosen),
             "smallest_peak": outcome.smallest_peak,
+            "step_note": outcome.step_note,
         }
     )

@@ -92,7 +92,7 @@ def naming_alternatives(
                     uniform = uniform_graphs(found.tracer, blocks_of(found.tracer), kinds)
                 bench = replace(what_if(), head=head_of_alternatives(found), late=late, listener=clock.listener)
                 ways = alternatives(job, found.tracer.settings, uniform, bench, chunked=inexact)
-            _add_alternatives(error, ways, job.terms, clock.timeout if late() else None)
+            _add_alternatives(error, ways, job.terms, clock.timeout if late() else None, bench.step_note)
         else:
             if budget.kind == "share" and error.smallest_peak:  # of which a smaller job needs more
                 error.remedy = error.remedy.replace(f", or {job.terms.smaller}", "")
@@ -135,15 +135,17 @@ def _in_chunks(found: Traced, needs: Callable[[Graph], int], terms: Terms) -> st
     )
 
 
-def _add_alternatives(error: InfeasibleError, ways: Sequence[Alternative], terms: Terms, ended: float | None) -> None:
+def _add_alternatives(
+    error: InfeasibleError, ways: Sequence[Alternative], terms: Terms, ended: float | None, note: str
+) -> None:
     """Make the alternatives the error's remedy; the run that it is on record in keeps them.
 
     ``terms`` are those of its remedy now. ``ended``: the time limit, in seconds, at which the search for alternatives
-    ended early.
+    ended early; ``note`` is on the step times of the ways.
     """
     if ways:
         lines = ["What would fit, least change first, each ghost-run with one choice on all layers; simulated:"]
-        error.remedy = "\n".join([*lines, *map(describe, ways)])
+        error.remedy = "\n".join([*lines, *map(describe, ways), *filter(None, [note])])
         error.alternatives = tuple(ways)
         if error.run is not None:
             known = error.run.outlook() or Outlook(infeasible=error.message)

@@ -14,6 +14,7 @@ from autockpt.schema import SAVE, Budget, Choice, Comparison, Environment, Plan,
 from autockpt.schema.known import ALL
 from autockpt.schema.outlook import Outlook
 from autockpt.schema.request import FinishedSearch, SearchOptions, SearchOutcome, SearchRequest, StageTime
+from autockpt.schema.step_note import step_note
 from autockpt.tuning.loop import Loop, SearchResult
 from autockpt.tuning.opening import Opened, Traced
 from autockpt.tuning.outcome import make_plan, plain, said_of_head, scored_rows, without_seconds
@@ -157,6 +158,7 @@ def conclude(
         plan_path=run.plan_path if run and plan else None,
         set_aside=run.set_aside if run else None,
         smallest_peak=found.smallest_peak,
+        step_note=step_note(opened.environment, question.spec),
         stages=tuple(stages),
         notes=(*question.notes, *found.notes),
     )

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from autockpt.errors import RunDirectoryError
+from autockpt.hardware.roofline import environment_of_hardware
 from autockpt.history.rundir import RunDirectory
 from autockpt.page import compare_page, write_page
 from autockpt.page.contents import contents_of, without_paths
@@ -18,6 +19,8 @@ from autockpt.schema import OFFLOAD, RECOMPUTE, SAVE, FinishedSearch, Prediction
 from autockpt.schema.batches import SizesTimed
 from autockpt.schema.known import NUMBERED
 from autockpt.schema.outlook import GhostAnswer, Outlook
+from autockpt.schema.step_note import step_note
+from search_spaces.hardware import load_hardware
 from tests.page.samples import BUDGET, make_run, plan_of, trials, tried
 from tests.reporting.samples import small_graph
 
@@ -290,8 +293,10 @@ def test_a_simulated_run_never_says_measured(tmp_path: Path) -> None:
     rows = tuple(row.model_copy(update={"measured": None}) for row in finished.outcome.rows)
     outcome = finished.outcome.model_copy(update={"rows": rows, "source": "simulated"})
     run.write_finished(FinishedSearch(trials=2, outcome=outcome))
+    environment = environment_of_hardware(load_hardware("h100"))
+    run.write_environment(environment)
     said = Read(run_page(run)).said
-    assert "simulated, nothing was measured" in said and "autockpt verify" in said
+    assert f"simulated, nothing was measured. {step_note(environment, None)}" in said and "autockpt verify" in said
     assert "Nothing was measured, so there is nothing to hold the predictions against." in said
     ghost = GhostAnswer(choices=plan_of(OFFLOAD, SAVE), predicted=Prediction(peak_bytes=1840, step_seconds=0.1759))
     run.write_outlook(Outlook(plans=(ghost,)))

@@ -105,6 +105,14 @@ def test_a_dry_run_shows_only_what_is_simulated() -> None:
     assert "±" not in text and "trials measured" not in text
 
 
+def test_the_known_error_of_simulated_steps_stands_under_the_table() -> None:
+    found = outcome(source="simulated", step_note="Known error. Collectives are not counted.")
+    text = " ".join(printed(found).split())
+    assert text.index("~ simulated, not measured. Known error. Collectives are not") < text.index(
+        "Nothing was measured"
+    )
+
+
 def test_what_happened_is_said() -> None:
     assert "Interrupted" in printed(outcome(interrupted=True))
     assert "nothing has to be given up" in printed(outcome(binding=False))

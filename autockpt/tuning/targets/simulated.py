@@ -13,6 +13,7 @@ from autockpt.profiling import said_of, simulated_memory
 from autockpt.schema import Budget, Environment, Graph, OpTimes, PlanStatus, Prediction, SearchSpace, format_bytes
 from autockpt.schema.hardware import Hardware
 from autockpt.schema.request import SearchOutcome, SearchRequest
+from autockpt.schema.step_note import step_note
 from autockpt.solvers.refine import FASTER
 from autockpt.tracing import torch_device, tracer_for
 from autockpt.tracing.tracer import uncollected
@@ -114,7 +115,8 @@ def on_hardware(request: SearchRequest, hardware: Hardware, kinds: Iterable[str]
     """Variants of the job on this hardware."""
     budget_bytes = within(request.budget, hardware)[0].resolve(0, 0, hardware.memory_bytes)
     times, needs = partial(modelled, hardware), simulated_memory(hardware, budget_bytes)
-    return WhatIf(budget_bytes, torch_device(hardware), times, tuple(kinds), needs)
+    note = step_note(simulated_environment(hardware), request.workload)
+    return WhatIf(budget_bytes, torch_device(hardware), times, tuple(kinds), needs, step_note=note)
 
 
 def modelled(hardware: Hardware, graphs: Sequence[Graph]) -> OpTimes:
