@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -11,28 +10,31 @@ from pathlib import Path
 from typing import Any, Literal
 
 from torch import distributed, nn
+from tqdm.auto import tqdm
 
 from autockpt import errors
 from autockpt.errors import AutockptError, UsageError
 from autockpt.history.trialplan import plan_at
 from autockpt.integrations.rows import OWN, batch_of_longest, largest_batch, lengths_here
 from autockpt.reporting.batches_view import batch_lines
-from autockpt.reporting.progress import LineListener
+from autockpt.reporting.progress import describe_numbers
 from autockpt.runtime import Handle, apply
-from autockpt.schema import words
+from autockpt.schema import Trial, planview, words
 from autockpt.schema.arguments import python_door
 from autockpt.schema.lengths import Lengths, as_lengths
 from autockpt.schema.plan import Plan
 from autockpt.schema.remedy import Terms
 from autockpt.schema.request import Listener, SearchOptions, SearchOutcome
-from autockpt.schema.sizes import format_binary, parse_budget
-from autockpt.tuning.batches import search_step_batches
+from autockpt.schema.sizes import parse_budget
+from autockpt.tuning.batches import NOTES, search_step_batches
 from autockpt.tuning.lengths import search_step_lengths
 from autockpt.tuning.search import search_options, search_step
 from autockpt.workload import Step
 
 TIMEOUT = 600.0
-"""Seconds that a search at the start of training may take, by default."""
+"""Seconds that a search at the start of training may take, by default; and a tenth of the training at most."""
+QUIET = 60.0
+"""Seconds between two lines of progress: a line for every trial would fill the log of the training."""
 _SIMULATED = "for FSDP and ZeRO-3 simulated, with --shard N --hardware …"
 _OPTIONS = ("headroom", "host_budget", "allow_inexact", "space", "trials", "seed", "again")
 
@@ -43,8 +45,8 @@ class Training:
 
     ``step`` makes the trainer's own step of a batch, and of how many of these an update is made; ``first`` is the batch
     that training begins with, ``own`` the rows of a micro-batch by the trainer's settings, ``rows`` those of an update
-    in this process where the micro-batch is a question. ``say`` gets a line at a time: progress, and in the end what it
-    cost. ``terms`` are the trainer's words for what would fit where nothing does, ``folder`` is for its runs.
+    in this process where the micro-batch is a question, ``steps`` the optimizer steps that the training will take where
+    they are known. ``terms`` are the trainer's words for what would fit where nothing does, ``folder`` is for its runs.
     """
 
     step: Callable[[Any, int], Step]
@@ -52,11 +54,11 @@ class Training:
     own: int | None
     accumulate: int
     rows: int
+    steps: int | None
     processes: int
     dataset: Any
     collate: Any
     folder: Path
-    say: Callable[[str], None]
     terms: Terms
 
 
@@ -64,12 +66,13 @@ class Training:
 class PlanWanted:
     """A plan that is still to be found: the budget, and how long that may take. ``options`` are those of ``search``.
 
+    ``timeout`` None: ``TIMEOUT``, and at most a tenth of the training's predicted time, but at least the baselines.
     ``global_batch``: rows of an update, whose micro-batch is to be found, too. ``lengths`` of the sequences to come,
     or ``OWN``: those of the trainer's data set.
     """
 
     budget: str
-    timeout: float = TIMEOUT
+    timeout: float | None = None
     out: Path | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
     global_batch: int | None = None
@@ -104,11 +107,13 @@ class PlanWanted:
         without its inner frames.
         """
         ask = self._for_batch(training) if self.global_batch is None else self._for_rows(training)
-        folder, say = self.out or training.folder, training.say
-        began, heard = time.monotonic(), LineListener(say)
-        say(f"searching for a plan within {self.budget}, for at most {words.seconds(self.timeout)}")
+        folder = self.out or training.folder
+        began, heard = time.monotonic(), _Progress()
+        timeout, steps = (TIMEOUT, training.steps) if self.timeout is None else (self.timeout, None)
+        say(f"searching for a plan within {self.budget}, for at most {words.seconds(timeout)}")
         try:
-            asked = search_options(budget=self.budget, timeout=self.timeout, out=folder, **self.options)
+            limits = {"timeout": timeout, "training_steps": steps}
+            asked = search_options(budget=self.budget, out=folder, **limits, **self.options)
             outcome = ask(asked, heard, others_wait=training.processes > 1, terms=training.terms)
         except AutockptError as error:
             raise error.with_traceback(None) from None
@@ -116,28 +121,25 @@ class PlanWanted:
             raise KeyboardInterrupt
         took = words.seconds(time.monotonic() - began)
         what = f"found in {took}" if heard.trials else f"known from an earlier run, read in {took}"
-        measured = plan.measured
-        numbers = f": {words.step_time(measured)}, {format_binary(measured.peak_bytes)}, measured" if measured else ""
-        page = f"; `autockpt report {outcome.run_directory}` shows it on a page" if outcome.run_directory else ""
-        say(f"the plan was {what}{numbers}; kept in {folder}{page}")
+        say(f"the plan was {what}; `autockpt report {outcome.run_directory}` shows it on a page")
         return plan
 
     def _for_batch(self, training: Training) -> Callable[..., SearchOutcome]:
         """The search for a plan of the trainer's own micro-batch."""
         dataset, collate = training.dataset, training.collate
         batch, source = largest_batch(training.first, dataset, collate, training.own)
-        training.say(f"planning for {source}")
+        say(f"planning for {source}")
         step, lengths = training.step(batch, training.accumulate), None
         if self.lengths is not None:
             lengths, said = lengths_here(self.lengths, step, dataset, collate)
-            training.say(f"lengths: {said}")
+            say(f"lengths: {said}")
 
         def ask(asked: SearchOptions, heard: Listener, **live: Any) -> SearchOutcome:
             if lengths is None:
                 return search_step(step, asked, heard, **live)
             outcome = search_step_lengths(step, lengths, asked, heard, **live)
             for note in outcome.notes[-2:]:  # what the sets gain, and for which batches
-                training.say(note)
+                say(note)
             return outcome
 
         return ask
@@ -151,11 +153,36 @@ class PlanWanted:
 
         def ask(asked: SearchOptions, heard: Listener, **live: Any) -> SearchOutcome:
             answer = search_step_batches(step, rows, asked, heard, given=training.own, **live)
-            for line in (*batch_lines(answer), *answer.notes):
-                training.say(line)
+            for line in (*batch_lines(answer), *(note for note in answer.notes if note not in NOTES)):
+                say(line)
             return answer.outcome
 
         return ask
+
+
+class _Progress(Listener):
+    """Says how far a search is, at most once in ``QUIET`` seconds, and all that the user should know now."""
+
+    def __init__(self) -> None:
+        self.trials, self.best = 0, ""
+        self._stage, self._said = "", time.monotonic()
+
+    def stage(self, name: str, total: int | None = None) -> None:
+        self._stage = name
+        self.advance()
+
+    def advance(self, steps: int = 1) -> None:
+        if time.monotonic() - self._said >= QUIET:
+            self.note(f"searching: {self._stage}, {words.counted(self.trials, 'plan')} tried{self.best}")
+
+    def trial(self, trial: Trial, best: Trial | None) -> None:
+        self.trials += 1
+        self.best = f", best {describe_numbers(best)}" if best is not None else ""
+        self.advance()
+
+    def note(self, text: str) -> None:
+        self._said = time.monotonic()
+        say(text)
 
 
 class PlanCallback:
@@ -171,7 +198,7 @@ class PlanCallback:
         plan: Plan | str | Path | None = None,
         *,
         budget: str | None = None,
-        timeout: float = TIMEOUT,
+        timeout: float | None = None,
         out: str | Path | None = None,
         global_batch: int | None = None,
         lengths: Any = None,
@@ -223,9 +250,15 @@ class PlanCallback:
             self.handle.remove()
 
     def _apply(self, plan: Plan, model: nn.Module, *, aloud: bool) -> None:
+        """Apply the plan; the process that is to report it does so, ``aloud``, in one line."""
         self.handle = apply(model, plan)
         if aloud:
-            logging.getLogger(type(self).__module__).info("%s", self.handle)
+            say(f"applied {planview.applied(plan, self.handle.choices)}")
+
+
+def say(line: str) -> None:
+    """Print a line, above a progress bar where there is one."""
+    tqdm.write(f"autockpt: {line}")
 
 
 def refuse_search(callback: str, reasons: Mapping[str, bool], way: str = _SIMULATED) -> None:

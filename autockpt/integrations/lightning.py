@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import logging
+import math
 import sys
 from importlib import import_module
 from importlib.util import find_spec
@@ -20,7 +20,6 @@ from autockpt.schema.plan import Plan
 from autockpt.schema.remedy import LIGHTNING
 from autockpt.workload import Step, discover_units, find_loss, move
 
-_log = logging.getLogger(__name__)
 _LIBRARIES = ("lightning.pytorch", "pytorch_lightning")
 
 
@@ -72,6 +71,9 @@ class AutockptLightningCallback(PlanCallback, *_callback_classes()):  # type: ig
     def on_train_batch_start(self, trainer: Any, pl_module: nn.Module, batch: Any, batch_idx: int) -> None:
         if self.handle is None and isinstance(plan := self.plan, PlanWanted):
             found = found_once(lambda: _search(trainer, pl_module, plan, batch, batch_idx))
+            bar = getattr(trainer.progress_bar_callback, "train_progress_bar", None)
+            if (unpause := getattr(bar, "unpause", None)) is not None:  # tqdm's, which is to count training alone
+                unpause()
             if plan.global_batch is not None:
                 _refuse_other_batches(trainer, found)
             self._apply(found, called_part(pl_module, found), aloud=_is_first(trainer))
@@ -100,8 +102,6 @@ def _refuse_unsearchable(trainer: Any, module: Any) -> None:
 
 def _search(trainer: Any, module: Any, plan: PlanWanted, first: Any, index: int) -> Plan:
     """Search with the module's own ``training_step``, batch and optimizer; nothing of it is another afterwards."""
-    bar = trainer.progress_bar_callback
-    show = bar.print if bar is not None else _log.info
     loaders = trainer.fit_loop._combined_loader.flattened
     loader = loaders[0] if len(loaders) == 1 else None
     accumulate, processes = trainer.accumulate_grad_batches, trainer.world_size
@@ -133,14 +133,22 @@ def _search(trainer: Any, module: Any, plan: PlanWanted, first: Any, index: int)
                 own=own,
                 accumulate=accumulate,
                 rows=plan.rows(processes, (own or 0) * accumulate * processes) if plan.global_batch is not None else 0,
+                steps=_steps_left(trainer),
                 processes=processes,
                 dataset=getattr(loader, "dataset", None),
                 collate=getattr(loader, "collate_fn", None),
                 folder=Path(trainer.default_root_dir) / "autockpt",
-                say=lambda line: show(f"autockpt: {line}"),
                 terms=LIGHTNING,
             )
         )
+
+
+def _steps_left(trainer: Any) -> int | None:
+    """The optimizer steps that this training will still take; None where it has no end."""
+    ends = [trainer.max_steps] if trainer.max_steps > 0 else []
+    if (trainer.max_epochs or 0) > 0 and trainer.num_training_batches < math.inf:
+        ends.append(math.ceil(trainer.num_training_batches / trainer.accumulate_grad_batches) * trainer.max_epochs)
+    return max(0, min(ends) - trainer.global_step) if ends else None
 
 
 def _refuse_other_batches(trainer: Any, plan: Plan) -> None:

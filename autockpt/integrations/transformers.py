@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-import logging
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -16,13 +16,12 @@ from torch import nn
 from transformers import TrainerCallback
 
 from autockpt.errors import ConflictError, UsageError
-from autockpt.integrations.at_start import PlanCallback, PlanWanted, Training, found_once, refuse_search
+from autockpt.integrations.at_start import PlanCallback, PlanWanted, Training, found_once, refuse_search, say
 from autockpt.schema.plan import Plan
 from autockpt.schema.remedy import TRAINER
 from autockpt.workload import Step, move
 
-_EPOCH, _SKIPPED = "_run_epoch", "steps_trained_in_current_epoch"
-_log = logging.getLogger(__name__)
+_EPOCH, _LOG, _SKIPPED = "_run_epoch", "log", "steps_trained_in_current_epoch"
 _SPELLINGS = ("activation_checkpointing", "gradient_checkpointing")
 # options that only make sense where somebody wants the Trainer's own; the others go with defaults of some trainers
 _TELLING = ("every_n_layers", "offload", "selective")
@@ -36,8 +35,10 @@ class AutockptCallback(PlanCallback, TrainerCallback):
 
     With ``budget`` (text, as for ``autockpt.search``) the search measures the Trainer's own model, loss, optimizer and
     batch size, with the longest rows of the data set, in the Trainer's process and before its first step. It takes at
-    most about ``timeout`` seconds. The run is kept in ``out`` (default: ``autockpt`` in the output directory), where
-    the next training finds the answer again. ``options`` go to the search: ``headroom``, ``host_budget``, ``trials``, …
+    most about ``timeout`` seconds; by default ten minutes, and a tenth of the training's predicted time, but at least
+    as long as the baselines take. The Trainer's own times and rates leave it out. The run is kept in ``out`` (default:
+    ``autockpt`` in the output directory), where the next training finds the answer again. ``options`` go to the search:
+    ``headroom``, ``host_budget``, ``trials``, …
     Weights, optimizer, random state and order of the data are afterwards what they were. Under DDP the first process
     searches and the others wait.
 
@@ -67,7 +68,7 @@ class AutockptCallback(PlanCallback, TrainerCallback):
             self._apply(self.plan, kwargs["model"], aloud=state.is_world_process_zero)
         else:
             trainer = calling_trainer()
-            vars(trainer).pop(_EPOCH, None)
+            _restore(trainer)
             _refuse_unsearchable(trainer)
             if self.plan.global_batch is None:
                 self._await_batches(trainer, self.plan)
@@ -84,7 +85,7 @@ class AutockptCallback(PlanCallback, TrainerCallback):
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.remove()
         if isinstance(self.plan, PlanWanted):
-            vars(calling_trainer()).pop(_EPOCH, None)
+            _restore(calling_trainer())
 
     def _await_batches(self, trainer: Any, plan: PlanWanted) -> None:
         """Search once the batches of the first step are there: drawn as ever, so the order of the data stays."""
@@ -94,14 +95,11 @@ class AutockptCallback(PlanCallback, TrainerCallback):
             batches, items = drawn
             if batches:
                 del trainer.get_batch_samples
-                found = self._find(trainer, plan, batches[0], items)
+                found = _timed_apart(trainer, lambda: _search(trainer, plan, batches[0], items))
                 self._apply(found, trainer.model, aloud=trainer.state.is_world_process_zero)
             return drawn
 
         trainer.get_batch_samples = get_batch_samples
-
-    def _find(self, trainer: Any, plan: PlanWanted, first: Any, items: Any) -> Plan:
-        return found_once(lambda: _search(trainer, plan, first, items))
 
     def _await_epoch(self, trainer: Any, plan: PlanWanted) -> None:
         """Search before the first epoch's batches are drawn, and have all epochs draw theirs in the size found."""
@@ -111,7 +109,7 @@ class AutockptCallback(PlanCallback, TrainerCallback):
 
         def run_epoch(**given: Any) -> Any:
             if self.handle is None:
-                found = found_once(lambda: _search(trainer, plan, rows=rows))
+                found = _timed_apart(trainer, lambda: _search(trainer, plan, rows=rows))
                 changed.update(_resized(trainer, found, given))
                 self._apply(found, trainer.model, aloud=trainer.state.is_world_process_zero)
             # of a run that is resumed within an epoch, counted in its former micro-batches
@@ -141,6 +139,36 @@ def calling_trainer() -> Any:
         "AutockptCallback(budget=…) was called by something else than a Trainer of transformers",
         remedy="Use autockpt.search(autockpt.Step(model, batch, …)) there, and autockpt.apply.",
     )
+
+
+def _timed_apart(trainer: Any, search: Callable[[], Plan]) -> Plan:
+    """The plan that ``search`` finds, in the first process. The Trainer's bar, times and rates leave the search out.
+
+    They are counted from the beginning of its training, so ``log``, which gets all of them, shifts that by the search.
+    """
+    began = time.time()
+    plan = found_once(search)
+    searched, log = time.time() - began, trainer.log
+
+    def log_without(logs: dict[str, Any], start_time: float | None = None) -> Any:
+        took = logs.get("train_runtime", 0.0)
+        if took > searched:  # the last one of a training: its figures are made already
+            logs["train_runtime"] = round(took - searched, 4)
+            for name in [n for n in logs if n.startswith("train_") and n.endswith("_per_second")]:
+                logs[name] = round(round(logs[name] * took) / (took - searched), 3)  # steps, samples: whole numbers
+        return log(logs, *([] if start_time is None else [start_time + searched]))
+
+    setattr(trainer, _LOG, log_without)
+    bars = (getattr(callback, "training_bar", None) for callback in trainer.callback_handler.callbacks)
+    for bar in filter(None, bars):
+        bar.unpause()
+    return plan
+
+
+def _restore(trainer: Any) -> None:
+    """The Trainer's own methods again, as far as a search had replaced them."""
+    for name in (_EPOCH, _LOG):
+        vars(trainer).pop(name, None)
 
 
 def _refuse_unsearchable(trainer: Any) -> None:
@@ -179,7 +207,6 @@ def _search(trainer: Any, plan: PlanWanted, first: Any = None, items: Any = None
         # DDP's buckets, in which gradients lie a second time
         buckets = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
         plan = replace(plan, options={"headroom": f"{buckets // 1024 + 1}KiB", **plan.options})
-    say = _teller(trainer)
     if rows:
         say(f"{rows} rows per update in this process: planning for the longest rows of the data set")
     with _unchanged(trainer) as records:
@@ -213,11 +240,11 @@ def _search(trainer: Any, plan: PlanWanted, first: Any = None, items: Any = None
                 own=trainer.state.train_batch_size,
                 accumulate=args.gradient_accumulation_steps,
                 rows=rows,
+                steps=trainer.state.max_steps - trainer.state.global_step,
                 processes=processes,
                 dataset=loader.dataset,
                 collate=loader.collate_fn,
                 folder=Path(args.output_dir) / "autockpt",
-                say=say,
                 terms=TRAINER,
             )
         )
@@ -253,7 +280,6 @@ def _resized(trainer: Any, plan: Plan, given: Mapping[str, Any]) -> dict[str, An
     replaced = {"train_dataloader": loader, "steps_in_epoch": len(loader)}
     if not trainer.state.is_world_process_zero:
         return replaced
-    say = _teller(trainer)
     say(f"training goes on with {settings}, instead of {before[0]} and {before[1]}: the same rows in every update")
     if not trainer.model_accepts_loss_kwargs and trainer.compute_loss_func is None:
         say(
@@ -285,15 +311,6 @@ def _unchanged(trainer: Any) -> Iterator[dict[str, Any]]:
     alone: Any = dict.fromkeys(("gather", "gather_for_metrics", "reduce"), lambda tensor, *args, **kwargs: tensor)
     with patch.dict(vars(trainer)), patch.multiple(trainer.accelerator, **alone):
         yield {n: v for n, v in vars(trainer).items() if isinstance(v, (dict, list)) and not any(v is d for d in data)}
-
-
-def _teller(trainer: Any) -> Callable[[str], None]:
-    """What shows a line as the Trainer shows its own: above its progress bar, printed, or logged where it is silent."""
-    callbacks = trainer.callback_handler.callbacks
-    bar = next((b for c in callbacks if (b := getattr(c, "training_bar", None)) is not None), None)
-    printing = any(isinstance(c, transformers.PrinterCallback) for c in callbacks)
-    show = bar.write if bar is not None else print if printing else _log.info
-    return lambda line: show(f"autockpt: {line}")
 
 
 def refuse_own_checkpointing(args: Any) -> None:

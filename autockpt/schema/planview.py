@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from autockpt.errors import PlanError
 from autockpt.schema import words
 from autockpt.schema.choices import Choice
+from autockpt.schema.known import ALL, NONE
 from autockpt.schema.sizes import format_binary, format_bytes
 from autockpt.schema.step_note import step_note
 
@@ -36,6 +37,32 @@ def text(plan: Plan) -> str:
     if plan.status == "simulated" and (note := step_note(plan.environment, plan.workload)):
         lines.append(f"  {note}")
     return "\n".join([*lines, f'  autockpt.apply(model, "{plan.file if plan.file != "PLAN" else "plan.yaml"}")'])
+
+
+def applied(plan: Plan, choices: Mapping[str, Choice]) -> str:
+    """One line for a training's log: which plan, how many units do what, its peak, its step against the usual plans.
+
+    ``choices`` are those attached, by unit.
+    """
+    sets = f", and {words.counted(len(plan.smaller_batches), 'set')} of choices for smaller batches"
+    done = f"{words.tally(choices)}{sets if plan.smaller_batches else ''}"
+    named = f"plan {plan.hash}, {plan.status}" if plan.hash else "plan by hand"
+    return "; ".join([f"{named}: {done}", f"peak {_peak(plan)}", *_gains(plan)])
+
+
+def _gains(plan: Plan) -> list[str]:
+    """The plan's step time against recomputing and saving everything, as far as both were measured, or predicted."""
+    said, of = list[str](), "measured" if plan.measured is not None else "predicted"
+    ours, rows = getattr(plan, of), {row.name: row for row in plan.baselines}
+    for name, than in ((ALL, "recomputing every layer"), (NONE, "saving everything")):
+        row = rows.get(name)
+        if plan.status == "unmeasured" or ours is None or row is None or row.plan_hash == plan.hash:
+            continue
+        if row.verdict == "out_of_memory":
+            said.append(f"{than} runs out of memory")
+        elif (other := getattr(row, of)) is not None and ours.step_seconds and other.step_seconds:
+            said.append(words.compared(ours, other, than) + (", predicted" if of == "predicted" else ""))
+    return said
 
 
 def set_lines(plan: Plan) -> list[str]:

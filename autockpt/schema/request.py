@@ -37,6 +37,9 @@ class SearchOptions(Data):
     host_budget: int | None = Field(default=None, gt=0, description="bytes that offloading may claim on the host")
     trials: int = Field(default=TRIALS, gt=0, description="candidates at most; well-known plans are measured besides")
     timeout: float | None = Field(default=None, gt=0)
+    training_steps: int | None = Field(
+        default=None, ge=0, description="of the training that waits: the search takes at most a tenth of their time"
+    )
     seed: int = Field(default=0, ge=0, lt=SEEDS)
     out: Path | None = None
     allow_inexact: bool = Field(default=False, description="choices whose gradients are equal up to rounding, too")
@@ -172,13 +175,15 @@ class FinishedSearch(Data):
 
     trials: int
     timeout: float | None = None
+    training_steps: int | None = None
     files: str | None = None
     outcome: SearchOutcome
 
-    def answers(self, trials: int, timeout: float | None) -> bool:
+    def answers(self, asked: SearchOptions) -> bool:
         """Whether a search with these limits would have stopped by now, too."""
-        longer = self.timeout is not None and (timeout is None or timeout > self.timeout)
-        return trials <= self.trials and not (longer and "time limit" in self.outcome.stopped)
+        limits = (self.timeout, asked.timeout), (self.training_steps, asked.training_steps)
+        longer = any(had is not None and (now is None or now > had) for had, now in limits)
+        return asked.trials <= self.trials and not (longer and "time limit" in self.outcome.stopped)
 
 
 class Listener(Protocol):

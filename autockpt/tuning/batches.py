@@ -70,7 +70,9 @@ class Climb:
         self.clock.listener.note(f"micro-batch {size} × {self.rows // size}: up to {trials} candidates")
         continued = self.found.get(size) is not None
         try:
-            self.found[size] = self.search(size, trials, None if left == math.inf else max(1.0, left), continued)
+            outcome = self.search(size, trials, None if left == math.inf else max(1.0, left), continued)
+            self.clock.limit_by(row.measured for row in outcome.rows)
+            self.found[size] = outcome
         except InfeasibleError:
             if not any(self.found.values()) and size == 1:
                 raise
@@ -177,7 +179,7 @@ def search_step_batches(
         device = of_rows(1).device
         here = get_device(str(device))
         judge = on_device(asked.budget, device, environment_of(here), here.used_by_others(), _kinds(asked))
-        climb = Climb(rows, at, Clock(listener, asked.timeout))
+        climb = Climb(rows, at, Clock(listener, asked.timeout, asked.training_steps))
         return _most_tokens(climb, lambda size: Live(of_rows(size)), judge, given, asked.trials, THE_STEP, meet)
 
 

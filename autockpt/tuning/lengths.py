@@ -232,11 +232,12 @@ def _of_all(
     listener: Listener,
 ) -> SearchOutcome:
     """The outcome of the longest, with the plan that holds the sets of all, by a ``search`` of one length at a time."""
-    outcomes, clock = dict[int, SearchOutcome](), Clock(listener, asked.timeout)
+    outcomes, clock = dict[int, SearchOutcome](), Clock(listener, asked.timeout, asked.training_steps)
 
     def at(length: int, trials: int) -> Plan:
         left = None if clock.timeout is None else max(1.0, clock.seconds_left / 2)
         outcomes[length] = outcome = search(length, trials, left)
+        clock.limit_by(row.measured for row in outcome.rows)
         if outcome.plan is None or outcome.interrupted:
             raise KeyboardInterrupt
         return outcome.plan

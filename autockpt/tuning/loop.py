@@ -48,6 +48,8 @@ class Loop:
             self.proposer.begin()
             with self.clock.stage("baselines", self.proposer.most_baselines):
                 self._baselines()
+            if shorter := self.clock.limit_by(trial.measured for trial in self.trials.all):
+                self.clock.listener.note(shorter)
             self._judge()
             if not self.binding:
                 self.stopped = "saving everything fits the budget, so there is nothing to trade"

@@ -5,12 +5,16 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Self
 
-from autockpt.schema import Budget, Choice, Listener, SearchOptions, SearchSpace, StageTime, WorkloadSpec
+from autockpt.schema import Budget, Choice, Listener, SearchOptions, SearchSpace, StageTime, WorkloadSpec, words
+from autockpt.schema.trial import Measurement
+
+OF_TRAINING = 0.1
+"""The share of a training's predicted time that a search for it may take, where no time limit was given."""
 
 
 @dataclass(frozen=True)
@@ -55,11 +59,13 @@ def workload_key(spec: WorkloadSpec | None, name: str, settings: Mapping[str, An
 class Clock:
     """Wall time by stage, reported to the listener as it passes.
 
-    ``timeout``: a time limit in seconds, which holds for the whole search, tracing and profiling included.
+    ``timeout``: a time limit in seconds, which holds for the whole search, tracing and profiling included. It becomes
+    shorter where ``training_steps`` are few: see ``limit_by``.
     """
 
-    def __init__(self, listener: Listener, timeout: float | None = None) -> None:
-        self.listener, self.timeout = listener, timeout
+    def __init__(self, listener: Listener, timeout: float | None = None, training_steps: int | None = None) -> None:
+        self.listener, self.timeout, self.asked_timeout = listener, timeout, timeout
+        self.training_steps = training_steps
         self.stages: list[StageTime] = []
         self.began = time.monotonic()
 
@@ -72,6 +78,19 @@ class Clock:
     def seconds_left(self) -> float:
         """Of the time limit; infinite without one."""
         return math.inf if self.timeout is None else self.timeout - self.elapsed
+
+    def limit_by(self, measured: Iterable[Measurement | None]) -> str:
+        """Shorten the time limit to a tenth of the training, as the fastest of these steps predicts its time.
+
+        Returns the sentence that reports it; "" where the limit stays.
+        """
+        seconds = min((m.step_seconds for m in measured if m is not None), default=math.inf)
+        share = OF_TRAINING * (self.training_steps or math.inf) * seconds
+        if share >= (math.inf if self.timeout is None else self.timeout):
+            return ""
+        self.timeout = float(f"{share:.3g}")
+        training = f"{words.counted(self.training_steps or 0, 'step')} of {words.seconds(seconds)}"
+        return f"the search ends after {words.seconds(share)}, a tenth of {training}, or as soon as it has a plan"
 
     @contextmanager
     def stage(self, name: str, total: int | None = None) -> Iterator[None]:

@@ -153,7 +153,7 @@ def search_step(
     Raises UsageError under a distributed launch, WorkloadError for a step that does not run, InfeasibleError where
     nothing fits. The outcome has no plan where Ctrl-C came before anything fitting was measured.
     """
-    clock = Clock(listener or Silence(), asked.timeout)
+    clock = Clock(listener or Silence(), asked.timeout, asked.training_steps)
     with ExitStack() as stack:
         opened = open_live(stack, step, asked, clock, terms, others_wait=others_wait)
         if asked.out is None:

@@ -113,7 +113,7 @@ def recorded(run: RunDirectory, asked: SearchOptions) -> SearchOutcome | None:
     Raises RunDirectoryError or PlanError where that file cannot be written again.
     """
     finished = run.finished()
-    if finished is None or asked.anew or not finished.answers(asked.trials, asked.timeout):
+    if finished is None or asked.anew or not finished.answers(asked):
         return None
     outcome = finished.outcome
     note = f"This is the answer of {run.path}, where the search had ended; --again, or more --trials, searches on."
@@ -169,7 +169,8 @@ def conclude(
         note = _changed(before.outcome.plan, plan, found)
         outcome = outcome.model_copy(update={"notes": (*outcome.notes, note)})
     files = question.spec.files if question.spec is not None else None
-    limits = {"trials": question.trials, "timeout": opened.clock.timeout}
+    clock = opened.clock
+    limits = {"trials": question.trials, "timeout": clock.asked_timeout, "training_steps": clock.training_steps}
     run.write_finished(FinishedSearch(files=files, outcome=outcome, **limits))
     return outcome
 

@@ -98,7 +98,7 @@ BUSY = {
 
 
 @pytest.mark.parametrize("more", [{}, BUSY | {"bf16": True}], ids=["plain", "busy in bf16"])
-def test_the_same_weights_come_out(tmp_path, more):
+def test_the_same_weights_come_out(tmp_path, capfd, more):
     model, twin = LLAMA.make(), LLAMA.make()
     counted, plainly = Reruns(twin), Reruns(model)
     callback = AutockptCallback(plan())
@@ -111,6 +111,8 @@ def test_the_same_weights_come_out(tmp_path, more):
     assert len(counted.generated) == 4 and all(map(torch.equal, counted.generated, plainly.generated))
     assert untouched(twin)
     assert callback.handle is not None and callback.handle.attached.keys() == CHOICES.keys()
+    (line,) = [line for line in capfd.readouterr().out.splitlines() if line.startswith("autockpt: ")]
+    assert "by hand" in line and "1 recompute, 1 save, 1 offload" in line
     if more:
         configs = [json.loads((tmp_path / w / "checkpoint-2" / "config.json").read_text()) for w in ("without", "with")]
         assert configs[0] == configs[1]

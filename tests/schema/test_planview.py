@@ -6,8 +6,8 @@ from html.parser import HTMLParser
 
 import pytest
 
-from autockpt.schema import RECOMPUTE, Plan, parse_choice
-from autockpt.schema.planview import choice_lines
+from autockpt.schema import RECOMPUTE, SAVE, Plan, parse_choice
+from autockpt.schema.planview import applied, choice_lines
 from tests.reporting.samples import BLOCKS, UNITS, choices, row
 from tests.schema.test_plan import full_plan
 
@@ -61,6 +61,22 @@ def test_a_printed_plan_is_five_lines_with_what_it_does_and_what_that_costs() ->
     overhead = plan.measured.step_seconds / 1.0 - 1
     assert f"{overhead * 100:+.1f} % against saving everything" in lines[3]
     assert lines[4].strip() == 'autockpt.apply(model, "plan.yaml")'
+
+
+def test_an_applied_plan_is_one_line_with_its_peak_and_its_step_against_the_usual_plans() -> None:
+    rows = (row("none", "out_of_memory", 900, 1.0, None), row("recompute all", "fits", 400, 1.4, (405, 2.0)))
+    plan = full_plan().model_copy(update={"baselines": rows})
+    measured, attached = plan.measured, {"a.0": RECOMPUTE, "a.1": SAVE, "a.2": RECOMPUTE}
+    assert measured is not None and measured.step_seconds < 2.0
+    line = applied(plan, attached)
+    assert "\n" not in line and f"plan {plan.hash}, measured: 2 recompute, 1 save; peak " in line
+    faster = f"{(1 - measured.step_seconds / 2.0) * 100:.0f} % faster than recomputing every layer (±"
+    assert faster in line
+    assert "saving everything runs out of memory" in line
+    itself = row("recompute all", "fits", 400, 1.4, (405, 2.0)).model_copy(update={"plan_hash": plan.hash})
+    assert "recomputing" not in applied(plan.model_copy(update={"baselines": (itself,)}), attached)
+    by_hand = applied(Plan(choices={"layers.*": RECOMPUTE}), attached)
+    assert "by hand" in by_hand and "peak unknown" in by_hand
 
 
 @pytest.mark.parametrize("status", ["measured", "simulated", "unmeasured"])

@@ -2,7 +2,19 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from autockpt.schema import DeviceInfo, Environment, SearchRequest, Silence, WorkloadSpec, parse_budget
+import pytest
+
+from autockpt.schema import (
+    DeviceInfo,
+    Environment,
+    FinishedSearch,
+    ResolvedBudget,
+    SearchOutcome,
+    SearchRequest,
+    Silence,
+    WorkloadSpec,
+    parse_budget,
+)
 from autockpt.schema.request import question_hash
 from search_spaces.spaces import load_space
 
@@ -30,6 +42,18 @@ def test_how_long_and_where_is_not_the_question() -> None:
     assert digest(request()) == digest(same)
     versions = ENVIRONMENT.versions | {"optuna": "6"}
     assert digest(request()) == digest(request(), ENVIRONMENT.model_copy(update={"versions": versions}))
+
+
+@pytest.mark.parametrize(
+    ("now", "answered"), [((600, 100), True), ((600, 50), True), ((600, 200), False), ((600, None), False)]
+)
+def test_a_longer_training_searches_on_where_time_ran_out(now: tuple[float, int | None], answered: bool) -> None:
+    budget = ResolvedBudget(asked="60%", bytes=60)
+    outcome = SearchOutcome(plan=None, budget=budget, device=ENVIRONMENT.device, stopped="the time limit was reached")
+    finished = FinishedSearch(trials=40, timeout=600, training_steps=100, outcome=outcome)
+    assert finished.answers(request(timeout=now[0], training_steps=now[1])) == answered
+    ended = finished.model_copy(update={"outcome": outcome.model_copy(update={"stopped": "nothing is left"})})
+    assert ended.answers(request(timeout=now[0], training_steps=now[1]))
 
 
 def test_what_changes_the_answer_is() -> None:

@@ -69,3 +69,17 @@ def test_settings_in_one_line() -> None:
 def test_a_job_is_known_by_what_only_simulated_hardware_follows_too() -> None:
     settings = {"dtype": "bf16", "shard": 8, "ddp": "views", "master_weights": True, "keep_gradients": False}
     assert words.job(settings) == "dtype bf16, shard 8, ddp views, master weights"
+
+
+def test_a_comparison_never_comes_without_its_interval() -> None:
+    ours, none = (Measurement(peak_bytes=1, step_seconds=s, noise=n) for s, n in ((1.05, 0.003), (1.0, 0.004)))
+    assert words.compared(ours, none, "saving everything") == "5.0 % slower than saving everything (±0.5 %)"
+    assert words.compared(none, ours, "ours") == "4.8 % faster than ours (±0.5 %)"
+
+
+def test_inside_the_noise_plans_are_about_as_fast() -> None:
+    ours = Measurement(peak_bytes=1, step_seconds=0.975, noise=0.119)
+    none = Measurement(peak_bytes=1, step_seconds=1.0, noise=0.01)
+    assert words.compared(ours, none, "saving everything") == "about as fast as saving everything (±12 %)"
+    once = Measurement(peak_bytes=1, step_seconds=0.5, noise=1.0)
+    assert "about as fast" in words.compared(once, none, "saving everything")

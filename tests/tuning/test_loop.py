@@ -274,6 +274,18 @@ def test_the_time_limit_holds_for_the_whole_search_and_still_names_a_plan() -> N
     assert found.best.measured.steps == 3  # one batch of interleaved cycles, no more
 
 
+@pytest.mark.parametrize(("steps", "fewer"), [(10, True), (10**9, False), (None, False)])
+def test_a_short_training_shortens_its_search_but_not_the_baselines(steps: int | None, fewer: bool) -> None:
+    watcher, device = Watcher(), MadeUpDevice()
+    clock = Clock(watcher, 3600, steps)
+    clock.began -= 1800
+    found = search(device, "50%act", clock=clock)
+    fastest = min(t.measured.step_seconds for t in found.trials if t.encoding == "baseline" and t.measured)
+    assert sum(t.encoding == "baseline" for t in found.trials) == 5 and found.best is not None
+    assert clock.timeout == (pytest.approx(fastest, rel=0.01) if fewer else 3600)  # a tenth of ten steps
+    assert ("time limit" in found.stopped) == fewer == any("a tenth of 10 steps" in note for note in watcher.notes)
+
+
 def test_a_simulated_search_measures_nothing_and_names_the_fastest_that_fits() -> None:
     device, watcher = MadeUpDevice(), Watcher()
     found = search(device, "50%act", simulated=True, listener=watcher)
