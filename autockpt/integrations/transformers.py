@@ -6,7 +6,7 @@ import inspect
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -53,14 +53,17 @@ class AutockptCallback(PlanCallback, TrainerCallback):
 
     Raises UsageError unless exactly one of plan and budget is given, PlanError for a malformed plan, both at once;
     ConflictError when the Trainer is made or training begins and the Trainer's arguments ask for activation
-    checkpointing of its own: one of the two must be switched off. Before the first step: UsageError where no search is
+    checkpointing of its own: one of the two must be switched off. Where these arguments have it on by default (TRL's),
+    the plan replaces it, and a line reports that. Before the first step: UsageError where no search is
     possible in this trainer (FSDP, DeepSpeed, torch_compile), InfeasibleError where nothing fits the budget.
     """
 
     def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        take_over(args, kwargs["model"], aloud=state.is_world_process_zero)
         refuse_own_checkpointing(args)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        take_over(args, kwargs["model"], aloud=state.is_world_process_zero)
         refuse_own_checkpointing(args)
         self.remove()  # left from a run that was interrupted, or that is tried again with a smaller batch
         self.handle = None
@@ -313,6 +316,25 @@ def _unchanged(trainer: Any) -> Iterator[dict[str, Any]]:
         yield {n: v for n, v in vars(trainer).items() if isinstance(v, (dict, list)) and not any(v is d for d in data)}
 
 
+def take_over(args: Any, model: Any, *, aloud: bool) -> None:
+    """Switch the trainer's activation checkpointing off where its class of arguments has it on by default.
+
+    That is how TRL's are: that it is on says nothing of what the user wants, and the plan replaces it. Options of it
+    stay, and are refused.
+    """
+    on = [name for name in _SPELLINGS if getattr(args, name, False)]
+    by_default = any(field.name in _SPELLINGS and field.default is True for field in fields(args))
+    if not on or not by_default:
+        return
+    for name in on:
+        setattr(args, name, False)
+    if any(vars(module).get(name) is True for module in model.modules() for name in _SPELLINGS):
+        # train() switches it on before this callback runs, where that was added to a trainer made before
+        next(getattr(model, f"{name}_disable") for name in _SPELLINGS if hasattr(model, f"{name}_disable"))()
+    if aloud:
+        say(f"{on[0]} of {type(args).__name__}, on by default there, is switched off: the plan replaces it")
+
+
 def refuse_own_checkpointing(args: Any) -> None:
     """Raise ConflictError where training arguments ask for activation checkpointing or offloading on top of the plan's.
 
@@ -339,7 +361,7 @@ def refuse_own_checkpointing(args: Any) -> None:
     raise ConflictError(
         f"{type(args).__name__} has {', '.join(asked)}, and AutockptCallback is to apply a plan: a layer can follow "
         "only one of them",
-        remedy="The plan wins where the arguments leave activations alone: pass activation_checkpointing=False "
-        "(gradient_checkpointing=False in older versions and in TRL, where it is on by default), without its options. "
-        "To train with the Trainer's own instead, leave AutockptCallback out.",
+        remedy=f"The plan wins where the arguments leave activations alone: remove that from {type(args).__name__}(…), "
+        f"or pass {next(n for n in _SPELLINGS if hasattr(args, n))}=False without options there. To train with the "
+        "Trainer's own instead, leave AutockptCallback out.",
     )

@@ -45,8 +45,8 @@ def refuse_native(module: nn.Module, name: str) -> None:
         if values.get(flag) is True:
             raise ConflictError(
                 f"{name or type(module).__name__} has {flag}=True while an autockpt plan is applied to the model",
-                remedy="Switch one off: pass activation_checkpointing=False (gradient_checkpointing=False) to the "
-                "trainer or call model.activation_checkpointing_disable(), or remove the plan.",
+                remedy="Switch one off: leave activation_checkpointing (gradient_checkpointing) out of the trainer's "
+                "arguments and call model.activation_checkpointing_disable(), or remove the plan.",
             )
 
 

@@ -196,10 +196,9 @@ def test_a_plan_for_all_lengths_of_the_data_set_trains_to_the_end_as_without(tmp
 @pytest.mark.filterwarnings("ignore")
 def test_sft_on_texts_leaves_the_same_as_with_the_plan(tmp_path, capfd):
     """TRL's own loss and metrics; the longest texts are planned for, whichever batch comes first."""
-    off = {"gradient_checkpointing": False} | LOGGED
-    found = train(sft(tmp_path / "found", [AutockptCallback(**SHORT)], **off))
+    found = train(sft(tmp_path / "found", [AutockptCallback(**SHORT)], **LOGGED))
     assert "planning for the 2 longest rows" in capfd.readouterr().out
-    planned = train(sft(tmp_path / "planned", [AutockptCallback(found_plan(tmp_path / "found"))], **off))
+    planned = train(sft(tmp_path / "planned", [AutockptCallback(found_plan(tmp_path / "found"))], **LOGGED))
     same(found, planned)
     assert all("mean_token_accuracy" in logs for logs in found[1].logged[:-1])
 

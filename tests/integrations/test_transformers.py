@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -201,6 +202,9 @@ def test_the_trainers_own_is_an_error(tmp_path, spelling, when):
         run.train()
     assert "The plan wins" in caught.value.remedy and f"{SPELLINGS[0]}=False" in caught.value.remedy
     assert spelling in caught.value.message  # whichever of the two it was
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FutureWarning)
+        arguments(tmp_path, **{SPELLINGS[0]: False})  # what the remedy says
     assert caught.value.message.count("=True") == 1  # the mirrored spelling is not named as a second conflict
 
 
@@ -240,7 +244,7 @@ def test_it_is_a_public_name():
 
 @pytest.mark.parametrize("adapters", [False, True])
 @pytest.mark.filterwarnings("ignore")
-def test_trl(tmp_path, adapters):
+def test_trl(tmp_path, capfd, adapters):
     def train(folder: Path, callbacks: list[Any], **more: Any) -> tuple[dict[str, Tensor], Any]:
         run = sft(folder, callbacks, adapters, **more)
         run.train()
@@ -248,13 +252,18 @@ def test_trl(tmp_path, adapters):
 
     wanted, _ = train(tmp_path / "without", [], gradient_checkpointing=False)
     callback = AutockptCallback(plan())
-    got, run = train(tmp_path / "with", [callback], gradient_checkpointing=False)
+    got, run = train(tmp_path / "with", [callback])  # TRL has its own on by default: the plan replaces it
     assert_equal(got, wanted)
     assert callback.handle is not None and untouched(run.model)
-    with pytest.raises(ConflictError, match=r"SFTConfig has .*checkpointing=True"):
-        train(tmp_path / "conflict", [AutockptCallback(plan())])  # TRL's default
-    with pytest.raises(ConflictError, match="activation_offloading=True"):
-        train(tmp_path / "more", [AutockptCallback(plan())], gradient_checkpointing=False, activation_offloading=True)
+    assert not any(getattr(run.args, name, False) for name in SPELLINGS)
+    assert capfd.readouterr().out.count("of SFTConfig, on by default there, is switched off") == 1
+    late = sft(tmp_path / "late", [], adapters)
+    late.add_callback(AutockptCallback(plan()))
+    late.train()
+    assert_equal(weights(late.model), wanted)
+    for more in ({"activation_offloading": True}, {f"{SPELLINGS[0]}_kwargs": {"every_n_layers": 2}}):
+        with pytest.raises(ConflictError, match=next(iter(more))):
+            train(tmp_path / "more", [AutockptCallback(plan())], **more)
 
 
 def sft(folder: Path, callbacks: list[Any], adapters: bool = False, **more: Any) -> Any:
