@@ -14,7 +14,7 @@ from autockpt.errors import UsageError
 def export(
     plan: Path = arg("PLAN|RUN", "A plan file, or a run's directory.", default=...),
     *,
-    to: str = opt("--to TRAINER", "transformers, axolotl, torchtitan or megatron.", default=...),
+    to: str = opt("--to TRAINER", "transformers, trl, axolotl, torchtitan or megatron.", default=...),
     out: Path | None = opt("--settings-out FILE", "File to write, never over another. Default: print."),
     as_json: bool = flag("--json", "Print settings, losses and notes as JSON."),
 ) -> None:

@@ -12,10 +12,10 @@ import yaml
 
 from autockpt.errors import PlanError, UsageError
 from autockpt.integrations.export import TARGETS, export
-from autockpt.integrations.export.transformers import _supported
+from autockpt.integrations.export.trainers import _supported
 from autockpt.integrations.export.wanted import LayerChoices
-from autockpt.schema import Plan
-from autockpt.schema.plan import Structure
+from autockpt.schema import Measurement, Plan, Prediction
+from autockpt.schema.plan import Comparison, Structure
 from autockpt.schema.sets import When
 
 LAYERS = 8
@@ -167,6 +167,53 @@ def test_axolotl(asked, keys, losses):
     assert len(result.losses) == losses, result.losses
 
 
+@pytest.mark.parametrize(
+    ("asked", "on", "offloading", "losses"),
+    [
+        (wanted(), False, None, 0),
+        (wanted(all="recompute"), True, None, 0),
+        (wanted(all="offload"), False, True, 0),
+        (wanted(at3="offload"), False, True, 1),
+        (wanted(all="recompute_offload"), True, True, 0),
+        (wanted(all="recompute", at0="offload"), True, True, 2),
+        (wanted(all="recompute", at0="save", at1="recompute_offload"), True, True, 2),
+    ],
+)
+def test_trl(asked, on, offloading, losses):
+    result = TARGETS["trl"](asked)
+    settings = yaml.safe_load(result.settings)
+    assert settings.pop(_supported()[0]) is on and settings.get("activation_offloading") is offloading
+    assert len(result.losses) == losses, result.losses
+
+
+def usual(name: str, verdict: str = "fits", **readings: Any) -> Comparison:
+    return Comparison.model_validate({"name": name, "verdict": verdict, **readings})
+
+
+@pytest.mark.parametrize(
+    ("choices", "target", "said"),
+    [
+        (FIRST, "transformers", ["`recompute all`", "measured", "400 ms ±2.0 %", "3.00 KiB", "over the plan's budget"]),
+        (EVEN, "transformers", ["`every-2`", "predicted", "~300 ms", "4.00 KiB"]),
+        ({"model.layers.0-7": "offload"}, "trl", ["`offload all`", "~500 ms"]),
+        ({"model.layers.0-6": "offload"}, "axolotl", ["`offload all`", "~500 ms"]),
+        (FIRST, "megatron", []),
+        ({"model.layers.0-7": "recompute_offload"}, "trl", []),  # was not compared
+    ],
+)
+def test_figures_of_a_usual_plan_go_with_the_setting_that_it_is(choices, target, said):
+    rows = (
+        usual("recompute all", "over_budget", measured=Measurement(peak_bytes=3072, step_seconds=0.4, noise=0.02)),
+        usual("every-2", "not_measured", predicted=Prediction(peak_bytes=4096, step_seconds=0.3)),
+        usual("offload all", "not_measured", predicted=Prediction(peak_bytes=1024, step_seconds=0.5)),
+    )
+    made = plan(choices).model_copy(update={"baselines": rows})
+    notes = " ".join(export(made, target).notes)
+    assert all(word in notes for word in said), notes
+    assert ("this setting (" in notes) == bool(said)
+    assert "this setting (" not in " ".join(export(plan(choices), target).notes)
+
+
 @pytest.mark.parametrize("target", TARGETS)
 def test_what_nobody_has_heard_of_is_a_stated_loss(target):
     """A choice of a later version: the layer is freed all the same, and the difference said by name."""
@@ -184,7 +231,9 @@ def test_no_less_is_freed_than_planned_or_it_is_said(target, kind, freed):
     told = " ".join(result.losses)
     assert "more memory" not in told
     if result.exact:
-        expected = {"transformers": "recompute_offload", "axolotl": "offload"}.get(target, "recompute")
+        expected = {"transformers": "recompute_offload", "axolotl": "offload", "trl": "offload"}.get(
+            target, "recompute"
+        )
         assert kind in (expected, "recompute", "recompute_offload", "offload", "keep_attention")
         assert freed in (1, 8) or target == "megatron"
 
@@ -194,7 +243,8 @@ def test_no_less_is_freed_than_planned_or_it_is_said(target, kind, freed):
 def test_where_the_head_frees_memory_all_layers_do_instead(target, layers):
     with_head = TARGETS[target](wanted(**layers, others={"lm_head": "chunked_softmax"}))
     of_all = TARGETS[target](wanted(all="recompute"))
-    assert set(flags(of_all.settings)) <= set(flags(with_head.settings))
+    settings = set(flags(with_head.settings))
+    assert set(flags(of_all.settings)) <= settings or "activation_offloading: true" in settings
     assert any("lm_head: `chunked_softmax` is left out (more memory)" in loss for loss in with_head.losses)
 
 

@@ -6,9 +6,12 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from autockpt.errors import PlanError
+from autockpt.schema import words
 from autockpt.schema.base import Data
+from autockpt.schema.known import known_plans
 from autockpt.schema.names import listing, outermost, parse_pattern
-from autockpt.schema.plan import Plan
+from autockpt.schema.plan import Comparison, Plan
+from autockpt.schema.sizes import format_binary
 
 Losses = Mapping[str, str | None]
 """By kind of choice: what a setting does otherwise, in words; None where it does just that."""
@@ -22,6 +25,8 @@ AS_RECOMPUTE: Losses = {
     "offload": "recomputed instead of moved off the device; its input stays",
 }
 """What is lost of each choice where a layer is recomputed as a whole."""
+_DONE = {"offload": "moved off the device"}
+_KINDS = ("recompute", "offload", "recompute_offload")
 
 
 class Exported(Data):
@@ -46,7 +51,7 @@ class LayerChoices:
     choice for a part of it counts as that: freeing more than the plan keeps its budget, freeing less breaks it.
     ``parts`` are choices on parts of layers, ``others`` those on anything else (a head, a loss). ``whole`` is False
     where the plan does not say how many layers there are, ``promises`` whether it has a peak and a step time, ``sets``
-    how many sets of choices for smaller batches.
+    how many sets of choices for smaller batches. ``baselines`` are the usual plans that its search compared it with.
     """
 
     layers: dict[str, str]
@@ -55,6 +60,7 @@ class LayerChoices:
     whole: bool = True
     promises: bool = False
     sets: int = 0
+    baselines: tuple[Comparison, ...] = ()
 
     @property
     def freed(self) -> list[str]:
@@ -90,6 +96,21 @@ class LayerChoices:
         if self.sets:
             found.append(f"{self.sets} more sets of choices, for smaller batches: these settings are for the largest")
         return found
+
+    def figures(self, picked: Collection[str] | None, kind: str) -> str:
+        """What the plan's search found about ``kind`` on the layers ``picked`` and nothing else; "" where it is none of
+        the usual plans that were compared there."""
+        does = {name: kind if name in (picked or ()) else "save" for name in self.layers}
+        usual = known_plans(list(self.layers), _KINDS)
+        names = {n for n, plan in usual.items() if {name: choice.kind for name, choice in plan.items()} == does}
+        row = next((row for row in self.baselines if row.name in names), None)
+        reading = (row.measured or row.predicted) if row is not None else None
+        if row is None or reading is None or picked is None:
+            return ""
+        how = "measured" if row.measured is not None else "predicted"
+        said = f"the plan's search {how} this setting (`{row.name}`): {words.step_of(reading)} a step"
+        fits = "" if row.verdict != "over_budget" else ", over the plan's budget"
+        return f"{said}, peak {format_binary(reading.peak_bytes)}{fits}"
 
     def _misplaced(self, picked: Collection[str], done: str) -> list[str]:
         more = [n for n in self.layers if n in picked and n not in self.freed]
@@ -131,7 +152,7 @@ def read(plan: Plan) -> LayerChoices:
         )
     others = {n: chosen[n] for n in outer if n not in layers and chosen[n] != "save"}
     promises, sets = plan.status != "unmeasured", len(plan.smaller_batches)
-    return LayerChoices(layers, parts, others, whole=bool(known), promises=promises, sets=sets)
+    return LayerChoices(layers, parts, others, bool(known), promises, sets, plan.baselines)
 
 
 def _enumerate(pattern: str) -> list[str]:
@@ -163,13 +184,28 @@ def nearest_stride(wanted: LayerChoices, pick: Callable[[list[str], int], list[s
 
 
 def document(
-    target: str, lines: Iterable[str], wanted: LayerChoices, losses: Sequence[str], notes: Sequence[str] = ()
+    target: str,
+    lines: Iterable[str],
+    wanted: LayerChoices,
+    picked: Collection[str] | None,
+    kind: str = "recompute",
+    losses: Losses = AS_RECOMPUTE,
+    notes: Sequence[str] = (),
+    *,
+    lost: Sequence[str] | None = None,
 ) -> Exported:
-    """The settings with their losses and notes as comments in front."""
-    if losses and wanted.promises:
+    """The settings with their losses, their figures where these are known, and notes, as comments in front.
+
+    They give the layers ``picked`` the choice ``kind``; None where they go by parts of layers, and ``lost`` says what
+    differs.
+    """
+    lost = wanted.lost(picked or (), losses, _DONE.get(kind, "recomputed")) if lost is None else lost
+    if figures := wanted.figures(picked, kind):
+        notes = [*notes, figures]
+    elif lost and wanted.promises:
         notes = [*notes, "the plan's peak and step time were found for the plan, not for this setting"]
     head = [f"The nearest setting of {target} to an autockpt plan."]
-    head += ["What is lost:", *(f"- {loss}" for loss in losses)] if losses else ["Nothing is lost."]
+    head += ["What is lost:", *(f"- {loss}" for loss in lost)] if lost else ["Nothing is lost."]
     head += [f"Note: {note}" for note in notes]
     text = "\n".join([*(f"# {line}" for line in head), *lines]) + "\n"
-    return Exported(target=target, settings=text, losses=tuple(losses), notes=tuple(notes))
+    return Exported(target=target, settings=text, losses=tuple(lost), notes=tuple(notes))
