@@ -1,0 +1,85 @@
+from __future__ import annotations
+
+import itertools
+
+from hypothesis import assume, given
+
+from autockpt.schema.choices import OFFLOAD, SAVE, Choice
+from autockpt.schema.problem import Problem, host_of, peak_of, seconds_of
+from autockpt.solvers import Checked, exact, refine_two_runs, rest_saves, two_runs
+from tests.solvers.problems import small_problems, uniform_problem
+from tests.solvers.test_host import with_host
+
+
+def by_hand(problem: Problem) -> list[tuple[float, int]]:
+    """Seconds and peaks of all plans in two runs that fit, one by one."""
+    layers = [unit for unit in problem.units if unit.name != problem.head]
+    choices = list(dict.fromkeys(option.choice for unit in layers for option in unit.options))
+    heads = [()] if problem.head is None else [(o.choice,) for o in problem.units[-1].options]
+    found = []
+    for front, back in itertools.product(choices, repeat=2):
+        for count, head in itertools.product(range(len(layers) + 1), heads):
+            wanted = [front if i < count else back for i in range(len(layers))]
+            plan = {
+                unit.name: choice if choice in [o.choice for o in unit.options] else unit.options[0].choice
+                for unit, choice in zip(layers, wanted, strict=True)
+            }
+            plan |= {problem.head: head[0]} if problem.head is not None else {}
+            fits = problem.host_budget is None or host_of(problem, plan) <= problem.host_budget
+            if fits and peak_of(problem, plan) <= problem.budget_bytes:
+                found.append((seconds_of(problem, plan), peak_of(problem, plan)))
+    return found
+
+
+@given(small_problems())
+def test_the_fastest_plan_in_two_runs_is_found(problem: Problem) -> None:
+    plans, known = two_runs(problem), by_hand(problem)
+    assert bool(plans) == bool(known)
+    for plan in plans:
+        assert plan.peak == peak_of(problem, plan.choices) <= problem.budget_bytes
+        assert abs(plan.seconds - seconds_of(problem, plan.choices)) < 1e-9
+    if known:
+        assert abs(plans[0].seconds - min(known)[0]) < 1e-9
+        assert exact(problem).seconds <= plans[0].seconds + 1e-4
+
+
+@given(small_problems())
+def test_an_output_head_takes_each_of_its_options(problem: Problem) -> None:
+    assume(len(problem.units) > 1)
+    headed = problem.model_copy(update={"head": problem.units[-1].name})
+    plans, known = two_runs(headed), by_hand(headed)
+    assert bool(plans) == bool(known)
+    if known:
+        assert abs(plans[0].seconds - min(known)[0]) < 1e-9
+
+
+def test_a_host_budget_bounds_what_is_offloaded() -> None:
+    problem = with_host(uniform_problem(4, 125), [0, 0, 10], 20)
+    plans = two_runs(problem, lambda front, back: {front, back} == {SAVE, OFFLOAD})
+    assert plans and all(host_of(problem, plan.choices) <= 20 for plan in plans)
+
+
+def test_only_accepted_pairs_are_looked_at() -> None:
+    plans = two_runs(uniform_problem(4, 135), rest_saves)
+    assert plans and all(len(set(plan.choices.values()) - {SAVE}) <= 1 for plan in plans)
+
+
+def test_refining_ends_with_a_plan_that_the_check_lets_pass() -> None:
+    problem = uniform_problem(6, 140)
+    asked: list[int] = []
+
+    def check(plan: dict[str, Choice]) -> Checked:
+        asked.append(1)
+        return Checked(peak_of(problem, plan) + 7)  # the linear model misses 7 bytes
+
+    plan = refine_two_runs(problem, check, rest_saves)
+    assert plan is not None
+    assert plan.peak == peak_of(problem, plan.choices) + 7 <= 140 and len(asked) <= 4
+    fewer = [name for name in plan.choices if plan.choices[name] != SAVE][:-1]
+    faster = {u.name: plan.choices[u.name] if u.name in fewer else SAVE for u in problem.units}
+    assert peak_of(problem, faster) + 7 > 140  # one layer less would not fit
+
+
+def test_refining_says_where_nothing_fits() -> None:
+    problem = uniform_problem(4, 140)
+    assert refine_two_runs(problem, lambda plan: Checked(1000)) is None
