@@ -1,4 +1,4 @@
-"""Prices that only whole steps tell: ops that run a second time, copies that no queue hides, and a host that does.
+"""Cost coefficients that only whole steps show: recomputed ops, copies that no queue hides, and the host's own time.
 
 All depend on what surrounds them (caches, fresh memory, what the copy probe never meets), so they are set by the
 uniform plans: where every unit saves, recomputes or offloads, prediction and measurement agree, and what lies between
@@ -7,6 +7,9 @@ them is interpolated op by op and byte by byte.
 An accelerator waits for its host where ops are small, and for what runs again most of all: that is more than op for op,
 as running it again is Python's work. So there the plan that saves tells what the host adds to every op, and the one
 that recomputes what it adds to those of second runs, which may take several times what their kernels do.
+
+Choices that keep a part of a unit cost the host time in forward as well: hooks, dispatch modes, bookkeeping. It is what
+their uniform plans take beyond the ops of their ghost runs, per unit.
 """
 
 from __future__ import annotations
@@ -17,14 +20,15 @@ from collections.abc import Mapping, Sequence
 from autockpt.schema import Graph, OpTimes
 from autockpt.simulator import simulate
 
-ANCHORS = ("save", "recompute", "offload")  # kinds whose uniform plans are timed whole
+HOST_PRICED = ("selective", "remake")  # kinds of choices that cost the host time besides their ops
+ANCHORS = ("save", "recompute", "offload", *HOST_PRICED)  # kinds whose uniform plans are timed whole
 RERUN_RANGE, QUEUED_RERUN_RANGE = (0.5, 2.0), (0.5, 8.0)
 COPY_RANGE = (0.02, 5.0)  # probes of single copies are off by less than this
 
 
 def calibrated(times: OpTimes, graphs: Mapping[str, Graph], seconds: Mapping[str, Sequence[float]]) -> OpTimes:
-    """``times`` with ``rerun_scale`` set by whole steps; on devices without copy queues the copy bandwidths as well, on
-    others ``host_seconds``.
+    """``times`` with ``rerun_scale`` and ``choice_seconds`` set by whole steps; on devices without copy queues the copy
+    bandwidths as well, on others ``host_seconds``.
 
     ``graphs`` are the ghost runs of the uniform plans by choice kind, ``seconds`` their interleaved cycle times. What
     lacks times beside those of ``save`` stays as it is.
@@ -53,7 +57,12 @@ def calibrated(times: OpTimes, graphs: Mapping[str, Graph], seconds: Mapping[str
             scale = _within(extra / plain.copy_seconds, COPY_RANGE)
             rates = {name: getattr(times, name) / scale for name in ("copy_out_bandwidth", "copy_in_bandwidth")}
             times = times.model_copy(update=rates)
-    return times
+    host = {}
+    for kind in HOST_PRICED:
+        if kind in seconds:
+            extra = _target(times, graphs, seconds, kind) - simulate(graphs[kind], times).step_seconds
+            host[kind] = max(0.0, extra) / max(1, len(graphs[kind].blocks()))
+    return times.model_copy(update={"choice_seconds": host})
 
 
 def _target(times: OpTimes, graphs: Mapping[str, Graph], seconds: Mapping[str, Sequence[float]], kind: str) -> float:

@@ -32,12 +32,16 @@ def representatives(blocks: Iterable[Unit]) -> dict[int, Unit]:
 
 
 def build_menus(
-    base: Graph, variants: Mapping[tuple[int, Choice], Graph], simulation: Callable[[Graph], Simulation]
+    base: Graph,
+    variants: Mapping[tuple[int, Choice], Graph],
+    simulation: Callable[[Graph], Simulation],
+    host_seconds: Callable[[Choice], float] = lambda choice: 0.0,
 ) -> tuple[Menu, ...]:
     """The menu of every kind of unit, ``save`` first, then the choices that ``variants`` hold.
 
     ``base`` is the ghost run with every unit on save; ``variants[kind, choice]`` the one with ``choice`` on the kind's
-    representative alone; ``simulation`` gives a graph's seconds on the device. Bytes are peaks over all micro-batches.
+    representative alone; ``simulation`` gives a graph's seconds on the device, ``host_seconds`` what a choice costs the
+    host besides its ops. Bytes are peaks over all micro-batches.
     """
     units = [u.name for u in base.blocks()]
     plain = _Run.of(base, units, simulation)
@@ -46,6 +50,7 @@ def build_menus(
         index = units.index(unit.name)
         runs = {choice: _Run.of(graph, units, simulation) for (of, choice), graph in variants.items() if of == kind}
         items = [_change(choice, plain, run, index, unit.name) for choice, run in [(SAVE, plain), *runs.items()]]
+        items = [item.model_copy(update={"host_seconds": host_seconds(item.choice)}) for item in items]
         levels = _saved_levels(plain, index, unit.name)
         menus.append(Menu(kind=kind, representative=unit.name, items=_lifted(items, levels)))
     return tuple(menus)

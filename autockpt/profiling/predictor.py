@@ -101,18 +101,19 @@ class Predictor:
 
     def learn(self, choices: Mapping[str, Choice], graph: Graph) -> Prediction:
         """Keep the prediction of a plan whose ghost run is at hand."""
-        prediction = self._said(graph, self.needs)
+        prediction = self._said(choices, graph, self.needs)
         self._known[plan_hash(choices)] = (dict(choices), prediction)
         return prediction
 
     def elsewhere(self, choices: Mapping[str, Choice]) -> Prediction:
         """What the plan would do within the least budget that it fits, whatever this predictor is kept to."""
-        return self._said(self.graph(choices), self.needs.smallest_budget if self.needs else None)
+        return self._said(choices, self.graph(choices), self.needs.smallest_budget if self.needs else None)
 
-    def _said(self, graph: Graph, needs: Callable[[Graph], int] | None) -> Prediction:
+    def _said(self, choices: Mapping[str, Choice], graph: Graph, needs: Callable[[Graph], int] | None) -> Prediction:
+        host_seconds = sum(map(self.op_times.host_seconds_of, choices.values()))
         return Prediction(
             peak_bytes=needs(graph) if needs else graph.peak_bytes + self.device.overhead_bytes,
-            step_seconds=self.simulation(graph).step_seconds,
+            step_seconds=self.simulation(graph).step_seconds + host_seconds,
             host_bytes=host_bytes_of(graph.copies, self.device.kind, self.host_budget),
         )
 

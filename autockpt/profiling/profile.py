@@ -357,7 +357,7 @@ def build_profile(
             (unit.kind, choice): variants.get((unit.kind, choice)) or predictor.graph({unit.name: choice})
             for unit, choice in wanted
         }
-    menus = build_menus(base, variants, predictor.simulation)
+    menus = build_menus(base, variants, predictor.simulation, times.host_seconds_of)
     unit = None
     if head is not None and head.graphs:
         unit = head.unit.model_copy(update={"kind": 1 + max(menu.kind for menu in menus)})

@@ -23,12 +23,14 @@ class MenuItem(Data):
     backward_seconds: float
     recompute_seconds: float
     copy_seconds: float = Field(default=0.0, description="copies that do not fit behind compute")
+    host_seconds: float = Field(default=0.0, description="what carrying it out costs the host besides its ops")
     host_bytes: int = Field(default=0, description="what it moves to the host, at once")
 
     @property
     def seconds(self) -> float:
         """All that the choice takes on its unit in one cycle."""
-        return self.forward_seconds + self.backward_seconds + self.recompute_seconds + self.copy_seconds
+        ops = self.forward_seconds + self.backward_seconds + self.recompute_seconds
+        return ops + self.copy_seconds + self.host_seconds
 
 
 class Menu(Data):
@@ -47,6 +49,10 @@ class OpTimes(Data):
     optimizer_seconds: float = Field(default=0.0, description="the optimizer phase of one cycle, whole")
     host_seconds: float = Field(default=0.0, description="what each op costs on top of its kernel: Python, autograd")
     watch_seconds: float = Field(default=0.0, description="what an op costs besides where Python watches it")
+    choice_seconds: dict[str, float] = Field(
+        default_factory=dict,
+        description="what carrying out a choice costs the host per unit and cycle besides its ops, by kind of choice",
+    )
     rerun_scale: float = Field(default=1.0, description="times as long as at first an op takes when it runs again")
     copy_out_bandwidth: float = Field(default=0.0, description="bytes per second off the device")
     copy_in_bandwidth: float = Field(default=0.0, description="bytes per second back onto it")
@@ -54,6 +60,12 @@ class OpTimes(Data):
     disk_in_bandwidth: float = Field(default=0.0, description="and back")
     context_bytes: int = Field(default=0, description="what the device's context takes once steps have run")
     workspaces: tuple[int, ...] = Field(default=(), description="bytes that matrix libraries keep, by their handles")
+
+    def host_seconds_of(self, choice: Choice) -> float:
+        """Seconds per unit and cycle that carrying out a choice costs the host besides its ops."""
+        # keep_attention is carried out as selective is
+        kind = "selective" if choice.kind == "keep_attention" else choice.kind
+        return self.choice_seconds.get(kind, 0.0)
 
     @property
     def device(self) -> DeviceInfo:

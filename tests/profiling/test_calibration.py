@@ -80,3 +80,23 @@ def test_noise_never_makes_a_price_absurd():
     seconds |= {"recompute": [s / 3 for s in seconds["save"]], "offload": [s / 3 for s in seconds["save"]]}
     found = calibrated(op_times(), graphs, seconds)
     assert found.rerun_scale > 0 and found.copy_out_bandwidth > 0 and found.copy_in_bandwidth > 0
+
+
+def test_the_host_time_of_a_choice_is_what_its_uniform_plan_takes_besides_ops():
+    graphs = uniform(("save", "recompute", "selective"))
+    times = seconds_of(graphs, op_times())
+    times["selective"] = [
+        seconds + 0.5 * len(NAMES) * pace for seconds, pace in zip(times["selective"], (0.9, 1.7, 1.0), strict=True)
+    ]
+    found = calibrated(op_times(), graphs, times)
+    assert found.choice_seconds == pytest.approx({"selective": 0.5})
+    assert found.host_seconds_of(parse_choice("selective")) == pytest.approx(0.5)
+    assert found.host_seconds_of(parse_choice("keep_attention")) == pytest.approx(0.5)
+    assert found.host_seconds_of(parse_choice("recompute")) == 0.0
+
+
+def test_a_choice_that_costs_the_host_nothing_is_not_made_cheaper():
+    graphs = uniform(("save", "selective"))
+    quick = seconds_of(graphs, op_times())
+    quick["selective"] = [0.9 * seconds for seconds in quick["selective"]]
+    assert calibrated(op_times(), graphs, quick).choice_seconds == {"selective": 0.0}
