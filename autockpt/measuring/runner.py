@@ -22,6 +22,7 @@ from autockpt.measuring.base import TIMED_CYCLE, Choices
 from autockpt.measuring.compiled import SETTLING, Compiler
 from autockpt.measuring.failures import letting_go
 from autockpt.runtime import Observation, Session, attach, observe, without_kv_cache
+from autockpt.schema.choices import SAVE
 from autockpt.schema.plan import plan_hash
 from autockpt.schema.trial import Measurement
 from autockpt.workload import Step
@@ -29,6 +30,8 @@ from autockpt.workload.step import unheard
 
 Attach = Callable[[nn.Module], Callable[[], None]]
 """Attaches something other than a plan of ours to the model; what it returns takes that off again."""
+WARM_UP = 2
+"""Cycles of a plan before timed ones: its units learn from their first calls, and check them."""
 _REF = re.compile(r"(autockpt(?:\.\w+)+):(\w+)")
 
 
@@ -63,19 +66,19 @@ class StepRunner:
         self._loss_is_finite = True  # of the first cycle: all others do the same work
 
     def measure(self, choices: Choices | Attach, *, steps: int = 5, budget_bytes: int | None = None) -> Measurement:
-        """Peak and time of one plan: a cycle to warm up, ``steps`` timed ones, and one untimed for the peak.
+        """Peak and time of one plan: ``WARM_UP`` cycles, ``steps`` timed ones, and one untimed for the peak.
 
-        Where the first cycle shows the peak already, it is the warm-up. A cycle more comes first where there are no
-        optimizer states yet. ``noise`` in the result is half the 95 % interval of the median as a
-        share of it. See ``Measurer.measure`` for the errors.
+        Where the first cycle shows the peak already, it is the first of the warm-up; saving everything needs no second.
+        A cycle more comes first where there are no optimizer states yet. ``noise`` in the result is half the 95 %
+        interval of the median as a share of it. See ``Measurer.measure`` for the errors.
         """
         if steps < 1:
             raise ValueError("at least one cycle must be timed")
         # whether a plan's first cycle has the peak of all: nothing compiled, no allocator that keeps what it freed
         at_once = self.compiler is None and self.workload.full_step is None and not self.device.keeps_memory
         with self.device.limit(budget_bytes), self.attached(choices) as session:
-            compiled = self._warm_up(0 if at_once else 1)
             peak = self.measure_peak() if at_once else None
+            compiled = self._warm_up(max(1, self._first_calls(choices)) - at_once)
             times = [self.time_cycle() for _ in range(steps)]
             peak = peak or self.measure_peak()
             graphs = 0
@@ -104,19 +107,20 @@ class StepRunner:
     ) -> dict[str, list[float]]:
         """Seconds per cycle of every plan in each round. Plans are interleaved; orders rotate, every second mirrored.
 
-        Attaching and removing is not timed, and ``warmup`` cycles follow each switch. From its second turn on a plan is
-        attached by the same objects, which know its layers by then. Raises DeviceOutOfMemory with the name of the plan
-        that does not fit.
+        Attaching and removing is not timed, and ``warmup`` cycles follow each switch, in a plan's first turn at least
+        ``WARM_UP``. From its second turn on a plan is attached by the same objects, which know its layers by then.
+        Raises DeviceOutOfMemory with the name of the plan that does not fit.
         """
         times: dict[str, list[float]] = {name: [] for name in plans}
         # a bound on the host is for one plan's memory, not for what another's left behind
         kept = pinned_memory_kept() if self.host_budget is None else nullcontext()
         with self.device.limit(budget_bytes), kept, ExitStack() as stack:
             stack.callback(self._sessions.clear)
-            for _ in range(rounds):
+            for number in range(rounds):
                 for name in turn_order(list(plans), self._round):
+                    first = 0 if number else self._first_calls(plans[name])
                     with self.attached(plans[name], what=f"plan {name!r}", again=True):
-                        self._warm_up(warmup)
+                        self._warm_up(max(warmup, first))
                         times[name].append(self.time_cycle())
                 self._round += 1
         return times
@@ -179,6 +183,11 @@ class StepRunner:
         """The model's calls are compiled while the block runs, where this runner has a compiler."""
         compiler = self.compiler
         return nullcontext() if compiler is None else compiler.compiling(self.workload.model, choices)
+
+    def _first_calls(self, plan: Choices | Attach) -> int:
+        """Cycles in which what was just attached takes longer than later on. Compiling is waited for by itself."""
+        saves = isinstance(plan, Mapping) and all(choice == SAVE for choice in plan.values())
+        return 0 if saves or self.compiler is not None else WARM_UP
 
     def _warm_up(self, cycles: int) -> float:
         """Run cycles until one needed nothing to be compiled; seconds that compiling took.
