@@ -20,7 +20,6 @@ from autockpt.history.rundir import RunDirectory
 from autockpt.page import draw
 from autockpt.page.contents import Contents, as_json, contents_of, without_paths
 from autockpt.page.plans import PHASES, SAID, PlanPoint
-from autockpt.page.sentence import compared
 from autockpt.reporting.answer import answer_rows, loading_lines
 from autockpt.schema import SAVE, format_binary, words
 from autockpt.schema.choices import legend
@@ -249,7 +248,7 @@ def _verdict(first: Contents, second: Contents) -> str:
         return f"These are two jobs, {said}: what they need and how long they take does not compare."
     more = ours[1].peak_bytes - ours[0].peak_bytes
     said = f"The second plan needs {format_binary(abs(more))} {'more' if more >= 0 else 'less'} and is "
-    text = said + compared(ours[1], ours[0], "the first") + "."
+    text = said + words.compared(ours[1], ours[0], "the first") + "."
     if first.source != second.source:
         text += " One was measured and the other simulated: their times are not of one kind."
     elif first.device != second.device:

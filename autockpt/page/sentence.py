@@ -10,8 +10,6 @@ from autockpt.page.plans import MEASURED, SAID, WORTH, PlanPoint, Plans
 from autockpt.schema import (
     SAVE,
     Comparison,
-    Measurement,
-    Prediction,
     ResolvedBudget,
     format_binary,
     format_decimal,
@@ -47,32 +45,13 @@ def sentence(
         f"Fits {asked} with {format_binary(spare)} to spare" if spare >= 0 else f"Needs {format_binary(-spare)} more"
     ]
     if (other := known.get(ALL)) is not None:
-        said.append(compared(score, other, "recomputing everything"))
+        said.append(words.compared(score, other, "recomputing everything"))
     if (other := known.get(NONE)) is not None:
         fit = "" if other.peak_bytes <= budget.bytes else ", which does not fit"
-        said.append(compared(score, other, "saving everything") + fit)
+        said.append(words.compared(score, other, "saving everything") + fit)
     word = "measured by real steps" if source == "measured" else "simulated, nothing was measured"
     text = "; ".join([", ".join(said[:2]), *said[2:]])
     return f"{text} ({word})." + (f" {STATES[state]}" if state in ("running", "stopped") else "")
-
-
-def compared(ours: Measurement | Prediction, other: Measurement | Prediction, name: str) -> str:
-    """Ours against another plan's step time, or that the two cannot be distinguished."""
-    if not ours.step_seconds or not other.step_seconds:
-        return f"its step time against {name} is not known"
-    less = 1 - ours.step_seconds / other.step_seconds
-    noise = math.hypot(ours.noise, other.noise)
-    if abs(less) < 0.0005:
-        return f"as fast as {name}"
-    said = f"{_percent(less)} {'faster' if less > 0 else 'slower'} than {name}"
-    if abs(less) <= noise:
-        return f"{said} (within the noise of ±{_percent(noise)})"
-    return said
-
-
-def _percent(share: float) -> str:
-    value = abs(share) * 100
-    return f"{value:.0f} %" if value >= 9.95 else f"{value:.1f} %"
 
 
 def next_steps(

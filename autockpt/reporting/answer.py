@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shlex
 from dataclasses import dataclass
 from textwrap import fill
@@ -32,6 +33,7 @@ class AnswerRow:
     headroom_bytes: int | None
     step: str
     overhead: float | None
+    overhead_noise: float
     overhead_predicted: bool
     predicted_bytes: int | None
     predicted_seconds: float | None
@@ -60,6 +62,7 @@ def _row(row: Comparison, none: Comparison | None, budget_bytes: int, ours: bool
         headroom_bytes=budget_bytes - known.peak_bytes if known else None,
         step=words.step_of(known),
         overhead=_overhead(row, none, both_measured),
+        overhead_noise=math.hypot(measured.noise, none.measured.noise) if measured and none and none.measured else 0.0,
         overhead_predicted=not both_measured,
         predicted_bytes=predicted.peak_bytes if predicted else None,
         predicted_seconds=predicted.step_seconds if predicted else None,
@@ -132,6 +135,8 @@ def _cells(row: AnswerRow, wide: bool, host: bool) -> list[Text | str]:
     overhead = "—"
     if row.overhead is not None:
         overhead = f"{'~' if row.overhead_predicted else ''}{words.share(row.overhead, signed=True)}"
+        if 0 < row.overhead_noise < words.USELESS_NOISE:
+            overhead += f"{' ' if wide else chr(10)}±{words.share(row.overhead_noise)}"
     cells: list[Text | str] = [
         name,
         Text(word, style=colour),

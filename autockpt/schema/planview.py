@@ -144,12 +144,12 @@ def _step(plan: Plan) -> str:
     score, of = (plan.measured, "measured") if plan.measured is not None else (plan.predicted, "predicted")
     if plan.status == "unmeasured" or score is None or not score.step_seconds:
         return "time unknown"
-    rows, said = {row.name: row for row in plan.baselines}, words.step_of(score)
+    rows, said = {row.name: row for row in plan.baselines}, [words.step_of(score)]
     for name, than in (("none", "saving everything"), ("recompute all", "recomputing everything")):
         reading = getattr(rows[name], of) if name in rows else None
         if reading is not None and reading.step_seconds:
-            said += f", {words.share(score.step_seconds / reading.step_seconds - 1, signed=True)} against {than}"
-    return said
+            said.append(words.compared(score, reading, than))
+    return ", ".join(said)
 
 
 def _row(row: Comparison, plan: Plan) -> str:

@@ -36,6 +36,13 @@ def test_without_a_measured_baseline_the_overhead_is_the_predicted_one() -> None
     assert rows["ours"].overhead == pytest.approx(0.451 / 0.409 - 1) and rows["ours"].overhead_predicted
 
 
+def test_an_overhead_comes_with_its_interval() -> None:
+    rows = (noisy("none", "over_budget", 500, 1.0, 0.03), noisy("ours", "fits", 400, 1.1, 0.04))
+    assert answer_rows(rows, 450 * MIB)[-1].overhead_noise == pytest.approx(0.05)
+    answer = outcome().model_copy(update={"rows": rows})
+    assert "±5.0 %" in printed(answer) and "±5.0 %" in cells(printed(answer, 160), "ours")
+
+
 @pytest.mark.parametrize("width", [80, 100, 120, 160])
 def test_the_answer_fits_the_screen(width: int) -> None:
     for answer in (outcome(), outcome(none_fits=False), outcome(dry_run=True)):
