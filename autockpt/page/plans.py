@@ -191,6 +191,8 @@ def phase_of(trial: Trial, refitted: bool = False) -> str:
         return BASELINES
     if trial.encoding == "seed":
         return SEEDS
+    if trial.encoding == "solver":
+        return SOLVER
     prices = [value for name, value in trial.parameters.items() if name.endswith("_price")]
     if not prices or any(price != 1 for price in prices):
         return OPTUNA

@@ -53,7 +53,7 @@ class Trial(Data):
 
     number: int
     name: str = Field(description="none, recompute all, every-2, …, or the encoding's own words")
-    encoding: str = Field(description="baseline, seed, proposed, final, or the space's: knobs, layers")
+    encoding: str = Field(description="baseline, seed, solver, proposed, final, or the space's: knobs, layers")
     choices: dict[str, Choice]
     plan_hash: str
     state: TrialState

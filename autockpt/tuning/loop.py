@@ -119,6 +119,10 @@ class Loop:
             if fresh:
                 trial, repeats = self._try(candidate), 0
             self.proposer.tell(candidate, trial, fresh)
+        if self.clock.seconds_left > self._reserved:
+            for candidate in self.proposer.last():
+                if self.trials.find(candidate.choices) is None and self.clock.seconds_left > self._reserved:
+                    self._try(candidate)
 
     def _try(self, candidate: Candidate) -> Trial | None:
         """Score a plan where its ghost run says that this can be worth it; None where time ran out over it."""
@@ -153,11 +157,15 @@ class Loop:
         """Whether a limit is reached; ``stopped`` then says which."""
         if self.trials.spent >= self.most:
             return self._over(f"as many candidates were tried as --trials allows ({self.most})")
-        reserved = 0.0
-        if self.clock.timeout is not None and self.proposer.knows_the_budget:
-            reserved = self.target.reserved(self.trials, self.proposer.compared())
-        late = self.clock.seconds_left <= reserved
+        late = self.clock.seconds_left <= self._reserved
         return late and self._over(f"the time limit of {self.clock.timeout:g} s was reached")
+
+    @property
+    def _reserved(self) -> float:
+        """Seconds of the time limit that are kept for the finals."""
+        if self.clock.timeout is None or not self.proposer.knows_the_budget:
+            return 0.0
+        return self.target.reserved(self.trials, self.proposer.compared())
 
     def _enough(self, repeats: int, owed: bool) -> bool:
         """Whether the search should end; ``stopped`` then says why. ``owed``: not for want of time."""

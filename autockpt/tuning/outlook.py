@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -11,7 +12,19 @@ from functools import cached_property
 
 from autockpt.errors import AutockptError
 from autockpt.profiling import CostModel, build_problem
-from autockpt.schema import SAVE, Choice, Graph, Problem, Profile, Trial, Unit, peak_of, plan_hash
+from autockpt.schema import (
+    SAVE,
+    Choice,
+    Graph,
+    Problem,
+    Profile,
+    Trial,
+    Unit,
+    format_binary,
+    peak_of,
+    plan_hash,
+    words,
+)
 from autockpt.schema.choices import ChunkedLoss
 from autockpt.schema.outlook import GhostAnswer, Outlook
 from autockpt.schema.space import HIDDEN_COPIES
@@ -25,6 +38,8 @@ BUDGETS = 24  # that the solver is asked for plans for, at most
 PATIENCE = 3.0  # seconds that it may take for all of them
 FEWEST, MOST = 2, 12  # of its plans that are ghost-run
 SHARE = 0.1  # of the search's time that their ghost runs may take
+HARDLY_SLOWER = 0.01  # of the step: plans up to that much slower are offered where they leave more room
+NOTABLE_ROOM = 0.03  # of the budget
 KEPT = 64  # ghost runs on record, the latest
 
 
@@ -169,6 +184,31 @@ def look_around(
                 break
             runs[key] = GhostAnswer(choices=choices, predicted=predictor.elsewhere(choices))
     return Outlook(plans=tuple(runs.values())[-KEPT:], chunked_peak_bytes=chunked)
+
+
+def trade(best: Trial, trials: Sequence[Trial], outlook: Outlook | None, budget_bytes: int) -> str:
+    """A sentence on the leanest plan that is hardly slower than the best; empty where none has notably more room.
+
+    Measured plans are compared with measured ones. In a simulation the ghost runs of other budgets count as well.
+    """
+    if best.score is None or best.score.step_seconds is None:
+        return ""
+    most = best.score.step_seconds * (1 + HARDLY_SLOWER)
+    simulated = best.state == "simulated"
+    known = [t.score for t in trials if t.score is not None]
+    known += [run.predicted for run in outlook.plans] if outlook is not None and simulated else []
+    near = [score for score in known if score.step_seconds is not None and score.step_seconds <= most]
+    lean = min(near, key=lambda score: score.peak_bytes)
+    room = best.score.peak_bytes - lean.peak_bytes
+    if room < NOTABLE_ROOM * budget_bytes or lean.step_seconds is None:
+        return ""
+    slower = words.share(lean.step_seconds / best.score.step_seconds - 1, signed=True)
+    noise = math.hypot(lean.noise, best.score.noise)
+    within = f" ± {words.share(noise)}" if noise else ""
+    return (
+        f"{format_binary(room)} more room costs {slower}{within} of the step time: search with a budget of "
+        f"{format_binary(lean.peak_bytes)} to get that plan."
+    )
 
 
 def ghost_runs(profiled: CostModel) -> tuple[GhostAnswer, ...]:

@@ -18,7 +18,7 @@ from autockpt.schema.step_note import step_note
 from autockpt.tuning.loop import Loop, SearchResult
 from autockpt.tuning.opening import Opened, Traced
 from autockpt.tuning.outcome import make_plan, plain, said_of_head, scored_rows, without_seconds
-from autockpt.tuning.outlook import ghost_runs, look_around
+from autockpt.tuning.outlook import ghost_runs, look_around, trade
 from autockpt.tuning.proposers.sampler import show_trials
 from autockpt.tuning.proposers.solver import CHECKS, SolverProposer
 from autockpt.tuning.question import Question
@@ -235,6 +235,8 @@ def find_plan(opened: Opened, profiled: CostModel, target: Target, *, checks: in
             if not found.interrupted and clock.seconds_left > 0:
                 with clock.stage("other budgets"):
                     run.write_outlook(look_around(profiled, found, head, run.outlook(), clock))
+        if found.binding and (offer := trade(found.best, found.trials, run and run.outlook(), found.budget.bytes)):
+            found.notes.append(offer)
     return conclude(opened, found, rows, plan, source=target.source, stages=clock.stages)
 
 

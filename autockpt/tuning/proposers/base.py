@@ -66,6 +66,10 @@ class Proposer(Protocol):
         """The next plan to try."""
         ...
 
+    def last(self) -> Iterator[Candidate]:
+        """Plans to try after all others: leaner or simpler than the best, and as fast."""
+        return iter(())
+
     def tell(self, candidate: Candidate, trial: Trial | None, fresh: bool) -> None:
         """What became of a proposed plan; ``fresh``: it was tried just now. None where it was not."""
         ...

@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
+from itertools import groupby
 
 from autockpt.errors import InfeasibleError
 from autockpt.profiling import LEAN_CALLS, CostModel
@@ -29,16 +30,19 @@ from autockpt.schema import (
     peak_of,
 )
 from autockpt.schema.known import NONE, known_plans
+from autockpt.schema.problem import Assignment, seconds_of
 from autockpt.schema.request import Listener, Silence
 from autockpt.schema.space import HIDDEN_COPIES
-from autockpt.solvers import Checked, Refined, exact, refine_segmented
+from autockpt.solvers import Checked, Refined, exact, leanest, refine_segmented, refine_two_runs, rest_saves
+from autockpt.solvers.runs import Accept
 from autockpt.tuning.infeasible import nothing_fits
+from autockpt.tuning.preference import AS_FAST, AS_LEAN
 from autockpt.tuning.proposers.base import Plans, Proposer
 from autockpt.tuning.proposers.sampler import Study
 from autockpt.tuning.question import Question
-from autockpt.tuning.refit import Fit, fit, foreseen, unseen_bytes
+from autockpt.tuning.refit import Fit, fit, foreseen, priced, unseen_bytes
 from autockpt.tuning.targets.base import Target
-from autockpt.tuning.trials import Candidate, Parameters, Score, Trials, peak_of_trial
+from autockpt.tuning.trials import SOLVER, Candidate, Parameters, Score, Trials, peak_of_trial
 
 Checker = Callable[[Mapping[str, Choice]], Checked]
 Size = Callable[[Problem, Mapping[str, Choice]], int]  # bytes of a plan, by the problem's own numbers
@@ -50,6 +54,10 @@ REPAIRS = 4
 HIDING_CALLS = 3  # ghost runs spent on the plan that hides copies, and on the one that does not, to compare them
 SURELY = 0.95  # of the step that the solver's own prices promise without hidden copies: by less it is not compared
 REFITS = (1, 3, 6)  # after so many scored candidates the solver's plans are asked for again, at the fitted prices
+SIMPLE_CALLS = 3  # ghost runs spent on refining one simple plan
+SIMPLE_WORTH = 0.1  # of the step: simple plans that should be slower than the best of them by more are not tried
+MOST_SIMPLE = 4
+FEW_RUNS = 3
 CLOSE = 1.1  # of the budget: a plan that would reserve more is most likely too large whatever is given back
 MOST_MISSES = 3  # candidates tried for each that is wanted
 
@@ -162,12 +170,57 @@ class SolverProposer(Proposer):
         for name, choices in self.question.seeds.items():
             fits = self._predict(choices).peak_bytes <= self.budget.bytes
             yield Candidate(dict(choices), name, "seed", fits=fits)
+        yield from self._simple()
         with self._watched():
             seeds = self._seeds()
         if not any(point.get(HIDDEN_COPIES) for point in seeds):  # then the sampler need not try some of them either
             self.space = self.space.without_knob(HIDDEN_COPIES)
             self.study.leave_out(HIDDEN_COPIES)
         self.study.enqueue(seeds)
+
+    def _simple(self) -> list[Candidate]:
+        """Plans that people write by hand: of every kind of choice the best on the first or last layers alone, and the
+        best plan in two runs of layers. Those that are predicted to be slow are left out."""
+        problem = self._problem(self._prices.scale, 0)
+        kinds = {option.choice.kind for unit in problem.units for option in unit.options if unit.name != problem.head}
+        accepted: list[Accept] = [lambda front, back: True]
+        if self.target.most_candidates is None:  # otherwise ghost runs are expensive
+            accepted += [partial(_of_kind, kind) for kind in sorted(kinds - {SAVE.kind})]
+        with self._watched():
+            found = [refine_two_runs(problem, self.profiled.check, pair, max_calls=SIMPLE_CALLS) for pair in accepted]
+        plans = sorted((plan for plan in found if plan is not None), key=lambda plan: plan.seconds)
+        near = [p for p in plans if p.seconds <= plans[0].seconds + SIMPLE_WORTH * abs(problem.base_seconds)]
+        return [self._of_solver(plan) for plan in near[:MOST_SIMPLE]]
+
+    def last(self) -> Iterator[Candidate]:
+        """The leanest plan that is as fast as the best by its cost coefficients, and plans in two runs that are."""
+        best = self.trials.best
+        if best is None:
+            return
+        hidden = float(best.parameters.get(HIDDEN_COPIES, 0.0))
+        problem = self._problem(self._prices.scale, 0, hidden)
+        if not priced(problem, best.choices):
+            return
+        saving = {unit.name: SAVE for unit in problem.units}
+        most = seconds_of(problem, saving | best.choices) + AS_FAST * best.score_seconds
+        lean = leanest(problem, most)
+        budgets = [problem.budget_bytes]
+        if lean is not None:
+            yield self._of_solver(lean)
+            budgets.append(min(problem.budget_bytes, lean.peak + int(AS_LEAN * problem.budget_bytes)))
+        for budget_bytes in budgets:
+            within = problem.model_copy(update={"budget_bytes": budget_bytes})
+            plan = refine_two_runs(within, self.profiled.check, max_calls=SIMPLE_CALLS)
+            if plan is not None and plan.seconds <= most:
+                yield self._of_solver(plan)
+
+    def _of_solver(self, plan: Assignment) -> Candidate:
+        """A plan that no sampler asked for, named by its runs of layers where they are few."""
+        choices = self.profiled.plan(plan.choices)
+        runs = [(choice.kind, len(list(run))) for choice, run in groupby(choices.values())]
+        name = ", ".join(f"{count} {kind}" for kind, count in runs) if len(runs) <= FEW_RUNS else "leaner, as fast"
+        fits = self._predict(choices).peak_bytes <= self._usable_bytes
+        return Candidate(choices, name, SOLVER, fits=fits)
 
     @property
     def tries_one_late(self) -> bool:
@@ -245,7 +298,7 @@ class SolverProposer(Proposer):
     def _beaten(self) -> bool:
         """Whether the refitted solver's optimum, less the largest error seen of its predictions, is beaten already."""
         best = self.trials.best
-        candidates = [t for t in self.trials.scored if t.encoding != "baseline"]
+        candidates = [t for t in self.trials.scored if t.encoding not in ("baseline", SOLVER)]
         if best is None or best.score is None or len(candidates) < len(self.space.margins):
             return False
         prices = self._prices
@@ -317,6 +370,11 @@ class SolverProposer(Proposer):
         problem, _ = with_knobs(parameters, self._usable_bytes, self._prices.scale, self._problem)
         plan = exact(problem)
         return problem.base_seconds + plan.seconds if plan.feasible else math.inf
+
+
+def _of_kind(kind: str, front: Choice, back: Choice) -> bool:
+    """Whether one run of layers makes a choice of this kind and the other saves."""
+    return rest_saves(front, back) and {front.kind, back.kind} == {kind, SAVE.kind}
 
 
 def stands_still(tried: Sequence[Trial], patience: int, gain: float) -> bool:

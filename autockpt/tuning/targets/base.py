@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from autockpt.schema import PlanStatus, Prediction, Trial
+from autockpt.tuning.preference import preferred
 from autockpt.tuning.refit import ForeseenTimes
 from autockpt.tuning.trials import Candidate, Score, Trials
 
@@ -53,4 +54,5 @@ class Target:
 
         ``compared`` are well-known plans to time with the best; ``seconds`` are left to do so.
         """
-        return trials.best
+        fitting = trials.ranking()
+        return preferred(fitting, {t.number: t.score_seconds for t in fitting}, budget_bytes) if fitting else None

@@ -15,6 +15,7 @@ from autockpt.schema import Choice, Listener, Measurement, Prediction, Trial
 from autockpt.solvers.refine import FASTER
 from autockpt.tuning.finals import Final, most_cycles, play, remeasured
 from autockpt.tuning.paired_timing import Pairing
+from autockpt.tuning.preference import AS_FAST, complexity, preferred
 from autockpt.tuning.question import Clock
 from autockpt.tuning.refit import noise_of
 from autockpt.tuning.targets.base import STEPS, Foresee, Target
@@ -23,12 +24,15 @@ from autockpt.tuning.trials import Candidate, Score, Trials
 SECONDS_PER_TRIAL = 2.0  # of timed cycles, at least three and at most ten of them
 FEWEST_BESIDE, MOST_BESIDE = 2, 6  # cycles timed where a reference plan is interleaved
 FINALISTS = 3
+SIMPLE, SIMPLE_FINALISTS = 3, 2  # so many of the fastest plans with one choice on the first or last layers as well
 FINAL_SECONDS = 30.0
 CONFIRMING_STEPS = 20
 
 Choices = Mapping[str, Choice]
 Confirm = Callable[[Choices, int, int], Measurement]  # choices, budget in bytes, steps
 
+MOST_ERROR = 0.01
+"""Share of the step: plans that differ by more are not equally fast, however noisy their measurements."""
 SWINGS = 0.25
 """Noise of a step, as a share, that comes of other work on the machine."""
 BUSY = "step times swing so much that other work must be at it: search again (--again) when there is none"
@@ -91,14 +95,18 @@ class RealSteps(Target):
             weighed = self._foresee(trials.scored).weigh(tried, {t.number: noise_of(t) for t in fitting})
             fitting = sorted(fitting, key=lambda t: weighed[t.number])
         finalists = fitting[:FINALISTS]
+        simple = [t for t in fitting[FINALISTS:] if complexity(t.choices) <= SIMPLE]
+        finalists += [t for t in simple if not _surely_slower(t, fitting[0])][:SIMPLE_FINALISTS]
         while finalists:
-            winner = self._fastest(trials, finalists, compared, seconds)
+            winner = self._fastest(trials, finalists, compared, budget_bytes, seconds)
             if self.confirm is None or (winner := self._confirmed(trials, winner, budget_bytes)).feasible:
                 return winner
             finalists = [t for t in finalists if t.number != winner.number]
         return None
 
-    def _fastest(self, trials: Trials, finalists: list[Trial], compared: Sequence[Trial], seconds: float) -> Trial:
+    def _fastest(
+        self, trials: Trials, finalists: list[Trial], compared: Sequence[Trial], budget_bytes: int, seconds: float
+    ) -> Trial:
         """The plan that wins side by side; the times of the finals go into all trials that took part.
 
         Well-known plans that fit may win as well. Where trials were timed against a standard, those that are surely
@@ -126,20 +134,20 @@ class RealSteps(Target):
             trials.put(trial.model_copy(update={"measured": measured}))
         if swings:
             self.notes.append(BUSY + (ON_CORES if self.measurer.environment.device.kind == "cpu" else ""))
-        return trials.all[self._named(trials, final)]
+        return self._named(trials, final, budget_bytes)
 
-    def _named(self, trials: Trials, final: Final) -> int:
-        """The number of the fastest; of indistinguishable ones, the one that should be by prices as well."""
-        if not final.undecided:
-            return final.winner
+    def _named(self, trials: Trials, final: Final, budget_bytes: int) -> Trial:
+        """The fastest; of plans whose steps cannot be told apart the preferred one (see ``preferred``)."""
         times = {number: final.seconds(number) for number in (final.winner, *final.undecided)}
-        named = final.winner
         if self._foresee is not None:
-            weighed = self._foresee(trials.scored).weigh(times, dict.fromkeys(times, final.error))
-            named = min(weighed, key=lambda number: weighed[number])
-        close = ", ".join(f"#{number}" for number in times if number != named)
-        why = "" if named == final.winner else "; by what their choices cost in all trials, the first is faster"
-        self.notes.append(f"trial #{named} and {close} cannot be distinguished at the noise of this machine{why}")
+            times = self._foresee(trials.scored).weigh(times, dict.fromkeys(times, final.error))
+        error = min(max(AS_FAST, final.error), MOST_ERROR)
+        named = preferred([trials.all[number] for number in times], times, budget_bytes, error)
+        if close := [f"#{number}" for number in times if number != named.number]:
+            self.notes.append(
+                f"trial #{named.number} and {', '.join(close)} cannot be distinguished at the noise of this machine; "
+                "of equally fast plans the leanest is named, of equally lean ones the simplest"
+            )
         return named
 
     @staticmethod

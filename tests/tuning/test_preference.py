@@ -1,0 +1,80 @@
+from __future__ import annotations
+
+import math
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from autockpt.schema import SAVE, Choice, Prediction, Trial, parse_choice, plan_hash
+from autockpt.tuning.preference import AS_FAST, AS_LEAN, complexity, preferred
+
+MIB = 2**20
+BUDGET = 100 * MIB
+KINDS = [SAVE, parse_choice("recompute"), parse_choice("offload")]
+
+
+def trial(number: int, seconds: float, peak_bytes: int, choices: dict[str, Choice]) -> Trial:
+    return Trial(
+        number=number,
+        name="",
+        encoding="knobs",
+        choices=choices,
+        plan_hash=plan_hash(choices),
+        state="simulated",
+        feasible=True,
+        predicted=Prediction(peak_bytes=peak_bytes, step_seconds=seconds),
+    )
+
+
+def layers(letters: str) -> dict[str, Choice]:
+    kinds = dict(zip(".RO", KINDS, strict=True))
+    return {f"layers.{i}": kinds[letter] for i, letter in enumerate(letters)}
+
+
+def named(*plans: Trial, error: float = AS_FAST) -> int:
+    return preferred(plans, {plan.number: plan.score_seconds for plan in plans}, BUDGET, error).number
+
+
+def test_the_fastest_is_named_whatever_the_others_need() -> None:
+    assert named(trial(0, 1.0, 99 * MIB, layers("RORO")), trial(1, 1.1, 10 * MIB, layers("RRRR"))) == 0
+
+
+def test_of_equally_fast_plans_the_leanest_is_named() -> None:
+    assert named(trial(0, 1.0, 99 * MIB, layers("RR..")), trial(1, 1.004, 90 * MIB, layers("ROOO"))) == 1
+
+
+def test_of_equally_fast_and_lean_plans_the_simplest_is_named() -> None:
+    assert named(trial(0, 1.0, 90 * MIB, layers("RORO")), trial(1, 1.004, 91 * MIB, layers("RR.."))) == 1
+
+
+def test_complexity_counts_choices_and_runs() -> None:
+    by_letters = {letters: complexity(layers(letters)) for letters in ("....", "RRRR", "RR..", "RROO", "RORO")}
+    assert by_letters == {"....": 1, "RRRR": 2, "RR..": 3, "RROO": 4, "RORO": 6}
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.floats(1.0, 1.05), st.integers(1, 100), st.text(alphabet=".RO", min_size=4, max_size=4).map(layers)
+        ),
+        min_size=1,
+        max_size=8,
+    ),
+    st.sampled_from([0.0, AS_FAST, 0.01]),
+)
+def test_no_plan_is_named_that_another_one_dominates(
+    plans: list[tuple[float, int, dict[str, Choice]]], error: float
+) -> None:
+    trials = [trial(i, seconds, peak * MIB, choices) for i, (seconds, peak, choices) in enumerate(plans)]
+    ours = trials[named(*trials, error=error)]
+    peak = ours.predicted.peak_bytes if ours.predicted is not None else math.inf
+    for other in trials:
+        assert other.predicted is not None
+        faster = other.score_seconds * (1 + error) < ours.score_seconds
+        leaner = other.predicted.peak_bytes < peak - AS_LEAN * BUDGET
+        assert not (faster and other.predicted.peak_bytes <= peak)
+        assert not (leaner and other.score_seconds <= ours.score_seconds)
+        equal = complexity(other.choices) <= complexity(ours.choices)
+        both = other.score_seconds <= ours.score_seconds and other.predicted.peak_bytes <= peak
+        better = other.score_seconds < ours.score_seconds or other.predicted.peak_bytes < peak
+        assert not (equal and both and better)
