@@ -78,7 +78,7 @@ def search(
     ),
     trials: int = opt(
         "--trials -n N",
-        "Measure (or simulate) at most this many candidates, besides the well-known plans; with --lengths or "
+        "Measure (or simulate) at most this many candidates, besides well-known and simple plans; with --lengths or "
         "--global-batch at least three for each size.",
         default=40,
         min=1,
