@@ -123,7 +123,14 @@ def _notes(question: DiagnoseRequest) -> Iterator[str]:
         sharded = f"--shard {log.world}" + ("" if log.zero_stage == 3 else " (FSDP, ZeRO-3) or --ddp buckets")
         yield f"the run had {log.world} ranks{stage}, the job that was described has one: add {sharded}"
     if spec is None:
+        total, trained = log.total_params, log.trainable_params
+        counts = (f"{total:,} parameters" if total else "", f"{trained:,} that train" if trained else "")
+        if known := ", ".join(filter(None, counts)):
+            yield f"the run had {known}"
         yield "no model was named, so nothing is prescribed: add --model, and --batch-size, --seq-len, …"
+
+
+_OTHER = 0.05  # share by which counts of parameters may differ: prompts, resized embeddings
 
 
 def _other_parameters(log: LogReading, settings: Mapping[str, Any]) -> Iterator[str]:
@@ -137,9 +144,8 @@ def _other_parameters(log: LogReading, settings: Mapping[str, Any]) -> Iterator[
             yield f"the run had {logged:,} {words}, the job that was described has {described:,}: {remedy}"
 
 
-_KINDS: dict[Backend, HardwareKind] = {"hip": "rocm", "mps": "mps"}  # of other makers than NVIDIA none is described
+_KINDS: dict[Backend, HardwareKind] = {"hip": "rocm", "mps": "mps"}  # all others: cuda
 _UNDESCRIBED: dict[Backend, str] = {"xpu": "Intel GPU", "npu": "NPU", "hpu": "Gaudi", "other": "such device"}
-_OTHER = 0.05  # share by which counts of parameters may differ: prompts, resized embeddings
 _LEAST_CONTEXT = 100 << 20  # bytes; a process without one is not on the device yet
 _FAR = 0.2  # share by which the nearest description's memory may differ before that is worth saying
 

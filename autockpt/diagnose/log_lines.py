@@ -35,10 +35,10 @@ _MASK = "\0"
 _FRAME = re.compile(r'(.{0,199}?\S *)(?:File "[^"]{1,300}", line [\d\0]|File [/~.\w]\S{0,300}?:[\d\0]+, in |╭─)')
 _RANK_LABEL = re.compile(
     r"(?:[\[(]?\0[\])]? ?)?(?:\[(?:rank|default|local_rank):?\s*\d{1,5}\]:? ?|\[\d{1,5}\]:? "
-    r"|\[\d+,\d{1,5}\]<std\w+>: ?|\d{1,5}: )"
+    r"|\[(?:\d+,)?\d{1,5}\]<std\w+>: ?| *\d{1,5}: )"
 )
-_RANK_WORD = re.compile(r"\b(?:rank|default|local_rank)[ :=]{0,3}(\d{1,5})\b|\[\d+,(\d{1,5})\]<std", re.IGNORECASE)
-_RANK_FIRST = re.compile(r"(?:[\[(]?\0[\])]? ?)?(?:\[(\d{1,5})\]:? |(\d{1,5}): )")
+_RANK_WORD = re.compile(r"\b(?:rank|default|local_rank)[ :=]{0,3}(\d{1,5})\b|\[(?:\d+,)?(\d{1,5})\]<std", re.IGNORECASE)
+_RANK_FIRST = re.compile(r"(?:[\[(]?\0[\])]? ?)?(?:\[(\d{1,5})\]:? | *(\d{1,5}): )")
 _COUNTED = 2  # more prefixes than these, hardly two of them alike, differ by a counter
 
 

@@ -41,6 +41,8 @@ def test_prefixes_come_off_and_other_lines_stay() -> None:
         ("2026-03-01 10:00:00 node-2: [default7]:", 7),
         ("[2026-03-01 10:00:00] [4]: ", 4),
         ("12: ", 12),
+        (" 7: ", 7),
+        ("Tue Mar  5 10:00:00 2024[2]<stderr>:", 2),
         ("[1,6]<stderr>: ", 6),
         ("node-3: ", None),
         ("192.168.0.6: ", None),

@@ -216,6 +216,12 @@ def test_talk_of_it_is_no_failure(text: str) -> None:
         ("RuntimeError: [enforce fail at alloc_cpu.cpp:117] err == 0. DefaultCPUAllocator: can't allocate memory: you "
          "tried to allocate 68719476736 bytes. Error code 12 (Cannot allocate memory)", "allocator", 64 * GIB),
         ("RuntimeError: DataLoader worker (pid 164244) is killed by signal: Killed. ", "worker", None),
+        ("RuntimeError: unable to mmap 4976698672 bytes from file <model.safetensors>: Cannot allocate memory (12)",
+         "allocator", 4976698672),
+        ("terminate called after throwing an instance of 'std::bad_alloc'", "allocator", None),
+        ("ray.exceptions.OutOfMemoryError: Task was killed due to the node running low on memory.", "killed", None),
+        ("    Reason:       OOMKilled", "killed", None),
+        ("train.service: A process of this unit has been killed by the OOM killer.", "killed", None),
         ("RuntimeError: DataLoader worker (pid 13176) is killed by signal: Bus error. It is possible that dataloader's "
          "workers are out of shared memory. Please try to raise your shared memory limit.", "shared_memory", None),
         ("  exitcode  : -9 (pid: 907695)", "killed", None),
