@@ -35,7 +35,9 @@ class SearchOptions(Data):
     budget: Budget
     space: SearchSpace
     host_budget: int | None = Field(default=None, gt=0, description="bytes that offloading may claim on the host")
-    trials: int = Field(default=TRIALS, gt=0, description="candidates at most; well-known and simple plans are measured besides")
+    trials: int = Field(
+        default=TRIALS, gt=0, description="candidates at most; well-known and simple plans are measured besides"
+    )
     timeout: float | None = Field(default=None, gt=0)
     training_steps: int | None = Field(
         default=None, ge=0, description="of the training that waits: the search takes at most a tenth of their time"

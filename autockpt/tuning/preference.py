@@ -20,8 +20,8 @@ AS_LEAN = 0.016
 
 def complexity(choices: Mapping[str, Choice]) -> int:
     """Distinct choices besides saving, plus runs of consecutive units that make the same choice."""
-    kinds = {choice for choice in choices.values() if choice != SAVE}
-    return len(kinds) + sum(1 for _ in groupby(choices.values()))
+    others = dict.fromkeys(choice for choice in choices.values() if choice != SAVE)
+    return len(others) + sum(1 for _ in groupby(choices.values()))
 
 
 def preferred(plans: Sequence[Trial], seconds: Mapping[int, float], budget_bytes: int, error: float = AS_FAST) -> Trial:
