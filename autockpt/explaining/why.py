@@ -226,7 +226,9 @@ def budget_steps(
         # what fits less is not beaten by a slower plan: few ghost runs do not always find the best one
         best = min((r for r in (found, best, known) if r is not None), key=lambda r: r.step_seconds, default=None)
         ours, key = size == budget_bytes, plan_hash(best.choices) if best else format_binary(size)
-        if ours or key not in seen:  # a budget that buys the very plan of a smaller one is left out
+        if ours:  # a budget that buys the very plan of another one is left out, the one asked for never
+            steps = [s for s in steps if s.reach is None or best is None or s.reach.choices != best.choices]
+        if ours or key not in seen:
             steps.append(BudgetStep(budget_bytes=size, label=asked[size], reach=best, ours=ours))
         seen.add(key)
     return tuple(reversed(steps))

@@ -23,6 +23,7 @@ from autockpt.page.plans import PHASES, SAID, PlanPoint
 from autockpt.reporting.answer import answer_rows, loading_lines
 from autockpt.schema import SAVE, format_binary, words
 from autockpt.schema.choices import legend
+from autockpt.schema.device import WITHOUT_STREAMS
 from autockpt.schema.files import write_file
 from autockpt.schema.known import OURS, legend_of_names
 from autockpt.schema.names import fold, parse_pattern
@@ -73,6 +74,7 @@ def of_run(contents: Contents) -> dict[str, Any]:
         "load": loading_lines(contents.plan_file, contents.plan.compile if contents.plan else None),
         "tried": tried,
         "said": SAID,
+        "allocator": contents.environment is not None and contents.environment.device.kind not in WITHOUT_STREAMS,
         "small": [(style, f"other budgets: {SAID[basis]}") for basis, style in draw.SMALL.items() if basis in others],
         "best_few": fitting[:BEST_FEW],
         "without": [p for p in tried if p.fits is False],
@@ -114,16 +116,20 @@ def _buys(contents: Contents) -> list[dict[str, Any]]:
                 "strip": words.strip(point.choices, 40, contents.units),
             }
         )
-    return _spread(rows, 14)
+    nearest = next((row for row in rows if budget_bytes < row["bytes"]), None)
+    return _spread(rows, 14, nearest)
 
 
-def _spread(rows: list[dict[str, Any]], most: int) -> list[dict[str, Any]]:
-    """At most so many rows, first and last among them: what is only predicted goes first, then ghost runs, and of them
-    the row without which the others' step times are closest."""
+def _spread(rows: list[dict[str, Any]], most: int, nearest: dict[str, Any] | None) -> list[dict[str, Any]]:
+    """At most so many rows: the first, the last, and the ``nearest`` larger budget are among them.
+
+    What is only predicted goes first, then ghost runs, and of them the row without which the others' step times are
+    closest.
+    """
 
     def order(i: int) -> tuple[bool, bool, float]:
         before, this, after = (row["point"] for row in rows[i - 1 : i + 2])
-        return bool(this.phase), this.sure, before.seconds - after.seconds
+        return bool(this.phase) or rows[i] is nearest, this.sure, before.seconds - after.seconds
 
     while len(rows) > most:
         del rows[min(range(1, len(rows) - 1), key=order)]

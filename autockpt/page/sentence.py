@@ -77,7 +77,12 @@ def next_steps(
         steps.append(f"On the device, hold the plan against real steps: autockpt verify {shlex.quote(plan_file)}")
     else:
         steps.append("Load the plan with the lines above and train.")
-    if rivals := _undecided(plans, best):
+    if best.basis == MEASURED and best.low is None:
+        steps.append(
+            f"The step times of {best.name} vary too much to compare plans: measure again with less else running (the "
+            "same command with --again)."
+        )
+    elif rivals := _undecided(plans, best):
         names = ", ".join(rivals[:4]) + (" and others" if len(rivals) > 4 else "")
         steps.append(
             f"{best.name} cannot be distinguished from {names} at the noise of this machine: measure again with less "
@@ -114,15 +119,19 @@ def why(plans: Plans, prices: Sequence[float]) -> str:
     said = f"Of {words.counted(len(tried), 'plan')} with numbers "
     said += f"{len(fitting)} fit" if len(fitting) > 1 else "only this one fits"
     if faster:
-        said += f"; the finals chose it over {', '.join(faster)}, whose times one reading cannot distinguish."
+        said += (
+            f". Within their error {', '.join(faster)} {'is' if len(faster) == 1 else 'are'} as fast; of equally fast "
+            "plans the leanest is named, of equally lean ones the simplest."
+        )
     else:
         said += ", and none of these is faster." if len(fitting) > 1 else "."
-    leaner = [plans.points[t.predicted or t.tried or ""] for t in plans.thresholds if t.bytes < best.peak]
-    slower = [(p.peak, p.seconds, p.basis) for p in leaner if p.peak and p.seconds and p.seconds > best.seconds]
-    if slower:
-        peak, seconds, basis = max(slower, key=lambda p: p[0])
-        less, more = format_binary(best.peak - peak), words.share(seconds / best.seconds - 1)
-        said += f" The next leaner one, {less} less, would cost {more} more time ({SAID[basis]})."
+    known = [plans.points[t.predicted or t.tried or ""] for t in plans.thresholds if t.bytes < best.peak]
+    leaner = [(p.peak, p.seconds, p.basis) for p in known if p.peak and p.seconds and p.key != best.key]
+    if leaner:
+        peak, seconds, basis = max(leaner, key=lambda p: p[0])
+        more = seconds / best.seconds - 1
+        cost = f"would cost {words.share(more)} more time" if more >= words.NO_DIFFERENCE else "would cost no more time"
+        said += f" The next leaner one, {format_binary(best.peak - peak)} less, {cost} ({SAID[basis]})."
     if paid := [price * 2**20 for price in prices if price > 0]:
         least, most = words.seconds(min(paid)), words.seconds(max(paid))
         said += f" Each MiB that its layers give up costs {least if least == most else f'{least} to {most}'} of a step."
@@ -172,6 +181,9 @@ def _another(plans: Plans, best: PlanPoint, budget: ResolvedBudget, most: float)
     if gain < WORTH:
         return f"{asked} would buy no time that is known of."
     saving = all(choice == SAVE for choice in point.choices.values())
+    if (point.peak or 0) <= budget.bytes:  # no more memory is needed for it
+        known = _basis(plans, point, gain * best.seconds)
+        return f"Another plan that fits this budget would be {words.share(gain)} faster ({known})."
     what = f"saving everything, {words.seconds(point.seconds or 0.0)} a step" if saving else "another plan"
     said = f"{words.share(gain)} faster ({_basis(plans, point, gain * best.seconds)})"
     return f"{asked} would buy {what}, {said}, which needs {format_binary(point.peak or 0)}."

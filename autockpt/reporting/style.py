@@ -199,8 +199,14 @@ class SafeConsole(Console):
 
 
 def console(stderr: bool) -> Console:
-    """Colour only on terminals and without NO_COLOR; pipes and files get 120 columns unless COLUMNS says otherwise."""
-    made = SafeConsole(stderr=stderr, highlight=False, markup=False, emoji=False)
+    """Colour only on terminals and without NO_COLOR; pipes and files get 120 columns unless COLUMNS says otherwise.
+
+    Results in a notebook are plain text: as HTML every line would be an output of its own.
+    """
+    settings: dict[str, bool] = {"stderr": stderr, "highlight": False, "markup": False, "emoji": False}
+    made = SafeConsole(**settings)
+    if made.is_jupyter and not stderr:
+        made = SafeConsole(**settings, force_jupyter=False, force_terminal=False)
     if not made.is_terminal and not os.environ.get("COLUMNS"):
         made.width = 120
     return made

@@ -64,7 +64,7 @@ def compared(ours: Measurement | Prediction, other: Measurement | Prediction, na
     within = "" if noise == 0 else " (±?)" if noise >= USELESS_NOISE else f" (±{_percent(noise)})"
     less = 1 - ours.step_seconds / other.step_seconds
     if abs(less) <= max(noise, NO_DIFFERENCE):
-        return f"about as fast as {name}{within}"
+        return f"{'about ' if noise else ''}as fast as {name}{within}"
     return f"{_percent(less)} {'faster' if less > 0 else 'slower'} than {name}{within}"
 
 

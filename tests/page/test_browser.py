@@ -46,12 +46,18 @@ CONTRAST = """(() => {
 })()"""
 
 
+SQUEEZED = """[...document.querySelectorAll("table")]
+  .filter((table) => getComputedStyle(table.parentElement).overflowX !== "auto"
+    || table.caption?.getBoundingClientRect().width > innerWidth).map((table) => table.outerHTML.slice(0, 60))"""
+
+
 @pytest.mark.parametrize("width", [390, 1280])
 @pytest.mark.parametrize("theme", ["light", "dark"])
 def test_all_parts_are_there_and_legible(browser: Browser, page: Path, width: int, theme: str) -> None:
     browser.open(page, width, theme)
     assert browser.complaints() == []
     assert browser.js("document.documentElement.scrollWidth") <= width, "nothing sticks out to the right"
+    assert browser.js(SQUEEZED) == [], "tables scroll by themselves"
     for drawing in ("plane", "steps", "progress", "agreement-peak", "agreement-seconds"):
         assert browser.js(f"document.getElementById('{drawing}').getBoundingClientRect().height") > 100, drawing
     assert browser.js("document.querySelectorAll('#plan-strip .tile').length") == 2
