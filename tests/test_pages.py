@@ -28,7 +28,6 @@ from autockpt import Plan
 from autockpt.cli import search as searching
 from autockpt.cli.app import build
 from autockpt.devices import get_device
-from autockpt.explaining import subject
 from autockpt.tuning import search
 from search_spaces.spaces import load_space
 from tests.diagnose.logs import FORWARD, message
@@ -397,12 +396,19 @@ def test_a_step_with_a_loss_of_its_own_is_searched_as_the_page_says() -> None:
     assert names["plan"].status == "measured" and names["plan"].measured.peak_bytes <= names["plan"].budget.bytes
 
 
+def test_the_notebook_is_stored_with_its_outputs_and_nobodys_paths() -> None:
+    cells = json.loads((ROOT / "docs" / "notebook.ipynb").read_text())["cells"]
+    outputs = [output for cell in cells if cell["cell_type"] == "code" for output in cell["outputs"]]
+    assert all(cell["outputs"] for cell in cells if cell["cell_type"] == "code")
+    assert {output["output_type"] for output in outputs} == {"stream", "execute_result"}, "no error is among them"
+    assert not re.search(r"(?<![\w.…])/(?:home|root|tmp|usr|work|opt|Users)/|stderr", json.dumps(outputs))
+
+
 def test_the_notebook_runs_from_its_first_cell_to_its_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As a kernel runs them: in one namespace, the last expression of each cell shown. With few choices on the menu."""
     monkeypatch.chdir(tmp_path)
     few = load_space("knobs").restricted(("save", "recompute", "offload"))
-    for module in (search, subject):
-        monkeypatch.setattr(module, "load_space", lambda name: few)
+    monkeypatch.setattr(search, "load_space", lambda name: few)
     names: dict[str, Any] = {"__name__": "__main__"}
     shown = []
     for cell in json.loads((ROOT / "docs" / "notebook.ipynb").read_text())["cells"]:

@@ -7,6 +7,7 @@ import os
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 
 from rich.box import Box
 from rich.cells import cell_len
@@ -203,10 +204,10 @@ def console(stderr: bool) -> Console:
 
     Results in a notebook are plain text: as HTML every line would be an output of its own.
     """
-    settings: dict[str, bool] = {"stderr": stderr, "highlight": False, "markup": False, "emoji": False}
-    made = SafeConsole(**settings)
+    plain = partial(SafeConsole, stderr=stderr, highlight=False, markup=False, emoji=False)
+    made = plain()
     if made.is_jupyter and not stderr:
-        made = SafeConsole(**settings, force_jupyter=False, force_terminal=False)
+        made = plain(force_jupyter=False, force_terminal=False)
     if not made.is_terminal and not os.environ.get("COLUMNS"):
         made.width = 120
     return made

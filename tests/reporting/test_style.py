@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
 from rich.table import Table
 
+from autockpt.reporting import style
 from autockpt.reporting.style import plain_table
 from tests.reporting.samples import console
 
@@ -61,3 +63,11 @@ def test_a_table_is_as_before_on_another_screen() -> None:
     wide.print(made)
     wide.file.flush()
     assert raw.getvalue().decode() == printed(140)
+
+
+def test_results_in_a_notebook_are_text_in_one_output(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
+    monkeypatch.setenv("FORCE_COLOR", "1")  # as its kernel does
+    results = style.console(stderr=False)
+    assert not results.is_jupyter and not results.is_terminal and results.color_system is None
+    assert style.console(stderr=True).is_jupyter, "a bar moves there as before"
