@@ -75,7 +75,11 @@ def explain_run(
         why=why(answers, choices, held.bytes if held else None),
         speed=speed_of(graph, base, times.times, hardware, tokens, measured["measured_seconds"]),
         step_note=step_note(times.times.environment, plan.workload),
-        budgets=budget_steps(answers, held, choices),
+        # sizes alone: these plans need not span all that a share of the activation range is of
+        budgets=tuple(
+            step if step.ours else step.model_copy(update={"label": ""})
+            for step in budget_steps(answers, held, choices)
+        ),
         notes=(
             *(finished.outcome.notes if finished is not None else plan.notes),
             *smaller_batches_note(plan),
