@@ -94,6 +94,12 @@ class MeasurementError(AutockptError):
     """The device failed, or a measurement could not be completed. Exit code 4."""
 
 
+class TimeLimitReached(MeasurementError):
+    """A search's time limit came before a plan that fits had been measured. Exit code 4."""
+
+    default_remedy = "Allow more --timeout: the same command goes on from what is known. Or predict with --dry-run."
+
+
 class DeviceOutOfMemory(MeasurementError):
     """A step ran out of device memory. Exit code 4."""
 

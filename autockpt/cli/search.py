@@ -84,7 +84,9 @@ def search(
         min=1,
     ),
     timeout: str | None = opt(
-        "--timeout TIME", "Stop after this long: 90s, 10m, 1h. Begins once --seq-len auto has found its length."
+        "--timeout TIME",
+        "Stop after this long: 90s, 10m, 1h. Stages that would exceed it are shortened, and a note says which. Begins "
+        "once --seq-len auto has found its length.",
     ),
     seed: int = opt("--seed N", "For weights, batch and sampler.", default=0, min=0),
     space: str = opt(

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from autockpt.devices import get_device
-from autockpt.errors import AutockptError, DeviceOutOfMemory, MeasurementError, how_it_ended
+from autockpt.errors import AutockptError, DeviceOutOfMemory, MeasurementError, TimeLimitReached, how_it_ended
 from autockpt.measuring.base import Choices, Measurer
 from autockpt.measuring.failures import from_wire
 from autockpt.measuring.process import Child, ChildDied, ChildSilent, child_environment, last_lines
@@ -105,7 +105,7 @@ class WorkerMeasurer(Measurer):
     def within(self, seconds: float) -> AbstractContextManager[None]:
         """What is asked for inside the block is answered in so many seconds in all, whatever signs of life there are.
 
-        Else the worker is ended, in the middle of what it does, with a MeasurementError.
+        Else the worker is ended, in the middle of what it does, with TimeLimitReached.
         """
         return setting(self, "_deadline", min(self._deadline, time.monotonic() + seconds))
 
@@ -197,7 +197,7 @@ class WorkerMeasurer(Measurer):
         except ChildSilent:
             self.rest()
             if time.monotonic() >= self._deadline:
-                raise MeasurementError(f"the worker process was ended at the time limit while {doing}") from None
+                raise TimeLimitReached(f"the worker process was ended at the time limit while {doing}") from None
             raise MeasurementError(
                 f"the worker process was silent for {self.patience:.4g} seconds while {doing} and was ended",
                 remedy=f"Try a smaller batch or model. {self._printed()}",

@@ -6,6 +6,7 @@ better than timing them alone. One lean cycle, every unit recomputed, runs every
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections import defaultdict
@@ -33,6 +34,7 @@ QUEUED_COPY_PROBE_BYTES = 32 * 2**20  # a link of 50 GB/s moves 4 MiB in the tim
 OPS_AHEAD, SECONDS_AHEAD_PER_OP = 200, 1e-4
 DISK_PROBE_BYTES, DISK_ROUNDS = 128 * 2**20, 3
 WATCH_ROUNDS = 3
+TIMED_SLOWER = 2.0  # times as long as others a cycle takes whose ops are timed, about
 TIMED_OPS = "timed ops"
 """The runner's beat after each cycle whose ops were timed."""
 
@@ -99,8 +101,10 @@ def measure_in_runner(runner: StepRunner, payload: Mapping[str, Any]) -> dict[st
 
     Returns seconds per signature (median), the optimizer phase, the host's share per op, what an op costs besides where
     it is watched, the copy bandwidths, with ``payload["disk"]`` those of the disk tier too, and the bytes that the
-    context and matrix libraries have taken by then.
+    context and matrix libraries have taken by then. With ``payload["within"]`` no cycle is begun that would not end in
+    so many seconds; nothing is returned where that leaves none.
     """
+    began, within = time.monotonic(), payload.get("within", math.inf)
     choices = parse_choices(payload["choices"])
     device = runner.device.torch_device
     seconds: dict[str, list[float]] = defaultdict(list)
@@ -108,7 +112,13 @@ def measure_in_runner(runner: StepRunner, payload: Mapping[str, Any]) -> dict[st
     residue: list[float] = []
     with runner.attached(choices):
         runner.run_cycle()
-        for _ in range(int(payload.get("cycles", 2))):
+        each = (1 + TIMED_SLOWER) * (time.monotonic() - began)
+        for number in range(int(payload.get("cycles", 2))):
+            started = time.monotonic()
+            if started + each - began > within:
+                if not number:
+                    return {}
+                break
             plain = runner.time_cycle()
             timer = _OpTimer(device)
             with uncompiled(), timer:
@@ -120,6 +130,7 @@ def measure_in_runner(runner: StepRunner, payload: Mapping[str, Any]) -> dict[st
             optimizer.append(timer.optimizer)
             for name, values in timer.seconds.items():
                 seconds[name].extend(values)
+            each = time.monotonic() - started
     size = COPY_PROBE_BYTES if device.type == "cpu" else QUEUED_COPY_PROBE_BYTES  # about that of one activation
     out, back = by_transport(device, size, COPY_PROBES, time.perf_counter, runner.device.synchronize)
     disk = disk_bandwidths(device) if payload.get("disk") else (0.0, 0.0)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -30,6 +31,7 @@ from autockpt.solvers.segments import Member
 TIMED_CYCLES = 2
 ANCHOR_SECONDS = 12.0  # for the uniform plans, interleaved: at least one round of them and at most five
 NUMBERS = re.compile(r"\d+")
+SLOWED = 3.0  # times as long as op times say steps may take on a machine in use, before a first one has warmed up
 LEAN_CALLS = 4  # ghost runs spent on finding the leanest plan
 
 
@@ -166,9 +168,12 @@ def measure_op_times(
     host_budget: int | None = None,
     head: Heads | None = None,
     listener: Listener = Silence(),
-) -> OpTimes:
+    left: Callable[[], float] = lambda: math.inf,
+) -> OpTimes | None:
     """Op times of this workload on the device: from the cache, or measured in real steps.
 
+    ``left`` says how many seconds measuring may take yet: with few, whole plans are not timed, and None is returned
+    where they are not enough for single ops.
     Ops are timed with the leanest of the ``uniform`` plans attached, those of other output heads (``head``, as
     ``head_graphs`` gives them) with these besides; then the uniform plans that fit into ``room`` bytes are timed whole,
     interleaved, for what single ops do not tell. The disk is timed where the host budget makes it worth having.
@@ -184,11 +189,15 @@ def measure_op_times(
     if (known := cached_op_times(runs.environment, runnable, workload, disk=disk)) is not None:
         return known
 
-    def timed(choices: Mapping[str, Choice], cycles: int, disk: bool = False) -> OpTimes:
+    def timed(choices: Mapping[str, Choice], cycles: int, disk: bool = False) -> OpTimes | None:
+        if (seconds := left()) <= 0:
+            return None
         payload = {"choices": dump_choices(choices), "cycles": cycles, "disk": disk}
+        if math.isfinite(seconds):
+            payload["within"] = seconds
         with beats_counted(runs, listener, TIMED_OPS):
             found = runs.call("autockpt.profiling.op_times:measure_in_runner", payload)
-        return OpTimes(environment=runs.environment, **found)
+        return OpTimes(environment=runs.environment, **found) if found else None
 
     # kept by themselves, for a search that is stopped before whole plans are timed
     single = _single_ops(workload)
@@ -197,18 +206,24 @@ def measure_op_times(
         # a plain head may be what does not fit
         first, *others = [{}, *heads] if graph.peak_bytes <= room or not heads else heads
         listener.stage("time single ops", TIMED_CYCLES + len(others))
-        times = timed({**lean, **first}, TIMED_CYCLES, disk)
+        if (times := timed({**lean, **first}, TIMED_CYCLES, disk)) is None:
+            return None
         for choices in others:
             with suppress(DeviceOutOfMemory):
-                times = times.completed(timed({**lean, **choices}, 1))
+                if (more := timed({**lean, **choices}, 1)) is None:
+                    return times
+                times = times.completed(more)
         cache.store(times, single)
     graphs = {kind: graph for kind, (_, graph) in uniform.items()}
     fitting = {kind: choices for kind, (choices, graph) in allowed.items() if graph.peak_bytes <= room}
     anchors = {kind: fitting[kind] for kind in ANCHORS if kind in fitting}
     if "save" in anchors and len(anchors) > 1:
         cycle = simulate(graph, times).step_seconds
-        rounds = round(ANCHOR_SECONDS / (2 * len(anchors) * cycle)) if cycle > 0 else 1
-        rounds = max(1, min(5, rounds))
+        round_seconds = 2 * len(anchors) * cycle
+        if SLOWED * round_seconds > left():
+            return times
+        seconds = min(ANCHOR_SECONDS, left() / SLOWED)
+        rounds = max(1, min(5, round(seconds / round_seconds))) if cycle > 0 else 1
         listener.stage("time whole plans, interleaved", rounds * len(anchors))
         with suppress(DeviceOutOfMemory), beats_counted(runs, listener, TIMED_CYCLE):
             times = calibrated(times, graphs, runs.compare(anchors, rounds=rounds))
@@ -272,10 +287,12 @@ def uniform_graphs(
     kinds: Sequence[str],
     besides: Mapping[str, Choice] | None = None,
     listener: Listener = Silence(),
+    skip: Callable[[Choice], bool] = lambda choice: False,
 ) -> UniformRuns:
     """Ghost runs of every unit on the same choice, by choice kind. Kinds that this model refuses are left out.
 
-    ``besides`` are choices for other units, in each of them. ``listener`` sees the ghost runs pass.
+    ``besides`` are choices for other units, in each of them. ``listener`` sees the ghost runs pass. ``skip`` is asked
+    right before each whether it is left out.
     Raises ConflictError where it refuses all but ``save``.
     """
     found: dict[str, tuple[dict[str, Choice], Graph]] = {}
@@ -285,7 +302,8 @@ def uniform_graphs(
     traces.ahead(plans.values())
     for kind, choices in plans.items():
         try:
-            found[kind] = (choices, traces.trace(choices))
+            if not skip(parse_choice(kind)):
+                found[kind] = (choices, traces.trace(choices))
         except ConflictError as error:
             refused = error
         listener.advance()
@@ -295,16 +313,23 @@ def uniform_graphs(
 
 
 def head_graphs(
-    traces: Traces, head: Unit | None, choices: Iterable[Choice], listener: Listener = Silence()
+    traces: Traces,
+    head: Unit | None,
+    choices: Iterable[Choice],
+    listener: Listener = Silence(),
+    skip: Callable[[Choice], bool] = lambda choice: False,
 ) -> Heads | None:
-    """Ghost runs with each choice on the output head alone, which ``listener`` sees pass. Choices that this model
-    refuses are left out."""
+    """Ghost runs with each choice on the output head alone. Choices that this model refuses are left out.
+
+    ``listener`` and ``skip`` as for ``uniform_graphs``.
+    """
     if head is None:
         return None
     graphs: dict[Choice, Graph] = {}
     for choice in choices:
         with suppress(ConflictError):
-            graphs[choice] = traces.trace({head.name: choice})
+            if not skip(choice):
+                graphs[choice] = traces.trace({head.name: choice})
         listener.advance()
     return Heads(head, graphs)
 
@@ -320,12 +345,14 @@ def build_profile(
     needs: MemoryModel | None = None,
     head: Heads | None = None,
     listener: Listener = Silence(),
+    late: Callable[[], bool] = lambda: False,
 ) -> CostModel:
     """Ghost-run each choice on one unit of each kind and read off what it costs.
 
     ``uniform`` are the ghost runs of ``uniform_graphs``, save among them; ``extra`` choices are put on the menus, too.
     ``needs`` as for ``Predictor``; ``head`` are the ghost runs of ``head_graphs``. Where the host budget (bytes) binds,
     choices that offload come with the disk tier as well, if its bandwidth is known. ``listener`` sees the ghost runs.
+    Once it is ``late`` menus get nothing but recomputing besides what is on them already.
     """
     base = uniform["save"][1]
     predictor = Predictor(traces, times, host_budget, needs)
@@ -353,10 +380,9 @@ def build_profile(
     traces.ahead({unit.name: choice} for unit, choice in wanted if (unit.kind, choice) not in variants)
     listener.stage("ghost-run each choice on one layer", len(wanted) - len(variants))
     with predictor.watched(listener):
-        variants = {
-            (unit.kind, choice): variants.get((unit.kind, choice)) or predictor.graph({unit.name: choice})
-            for unit, choice in wanted
-        }
+        for unit, choice in wanted:
+            if (unit.kind, choice) not in variants and (choice == RECOMPUTE or not late()):
+                variants[unit.kind, choice] = predictor.graph({unit.name: choice})
     menus = build_menus(base, variants, predictor.simulation, times.host_seconds_of)
     unit = None
     if head is not None and head.graphs:

@@ -16,7 +16,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from autockpt.devices import get_device
-from autockpt.errors import InfeasibleError, UsageError
+from autockpt.errors import InfeasibleError, TimeLimitReached, UsageError
 from autockpt.measuring import LocalMeasurer, Measurer, WorkerMeasurer, environment_of
 from autockpt.measuring.environment import environment_to_measure_in, environment_without_context
 from autockpt.measuring.local import refuse_many_processes
@@ -77,6 +77,10 @@ class Climb:
             if not any(self.found.values()) and size == 1:
                 raise
             self.found[size] = None
+        except TimeLimitReached:
+            if not any(self.found.values()):
+                raise
+            self.skipped.add(size)
         return self.best(size)
 
     def best(self, size: int) -> BatchSetting | None:

@@ -21,6 +21,8 @@ from autockpt.schema import Choice, Measurement, Trial
 WITHIN = 0.005
 BATCH = 3
 MOST_ROUNDS = 15
+SWITCHING = 1.25
+"""What a cycle of the finals takes on top of its step: interleaved plans are attached and removed each time."""
 
 Compare = Callable[[Mapping[str, Mapping[str, Choice]], int], Mapping[str, Sequence[float]]]
 
@@ -77,6 +79,11 @@ def play(candidates: Sequence[Trial], extra: Sequence[Trial], compare: Compare, 
             break
         playing = rivals
     return Final(leader, times, tuple(n for n in rivals if n != leader))
+
+
+def first_rounds(trials: Sequence[Trial]) -> float:
+    """Seconds that the first rounds of the finals take, all or nothing: a cycle to warm up and a timed one each."""
+    return SWITCHING * 2 * BATCH * sum(t.score_seconds for t in trials if t.measured is not None)
 
 
 def most_cycles(candidates: Sequence[Trial], extra: Sequence[Trial], *, seconds: float) -> int:

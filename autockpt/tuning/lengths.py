@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from autockpt.errors import UsageError
+from autockpt.errors import TimeLimitReached, UsageError
 from autockpt.history.rundir import BY_LENGTH, RunDirectory
 from autockpt.policies.offload import MOVING
 from autockpt.runtime.compiled import compiled_as
@@ -140,7 +140,11 @@ def search_lengths(
 
     def look(length: int, candidates: int) -> None:
         listener.note(f"batches padded to {length:,} tokens: up to {candidates} candidates")
-        foreseen.plans[length] = at(length, candidates)
+        try:
+            foreseen.plans[length] = at(length, candidates)
+        except TimeLimitReached:
+            if not foreseen.plans:
+                raise
 
     look(longest, max(FEWEST, trials // 2))
     settings = foreseen.plans[longest].settings

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NoReturn
 
+from autockpt.errors import TimeLimitReached
 from autockpt.schema import ResolvedBudget, Trial
 from autockpt.schema.known import NONE
 from autockpt.tuning.proposers.base import Proposer
@@ -35,13 +37,14 @@ class Loop:
 
     def __init__(self, proposer: Proposer, target: Target, trials: Trials, most: int, clock: Clock) -> None:
         self.proposer, self.target, self.trials, self.most, self.clock = proposer, target, trials, most, clock
-        self.stopped = ""
+        self.stopped, self._took = "", 0.0  # seconds of the last candidate, with the ghost runs that it took
 
     def run(self) -> SearchResult:
         """Search until the trials, the time or the possibilities are used up; Ctrl-C ends it with the best so far.
 
-        Raises InfeasibleError where nothing fits the budget, naming the smallest reachable peak; KeyboardInterrupt
-        where not even the budget was known in bytes by then.
+        Raises InfeasibleError where nothing fits the budget, naming the smallest reachable peak; TimeLimitReached where
+        the time limit came before that was known; KeyboardInterrupt where not even the budget was known in bytes by
+        then.
         """
         best, interrupted = None, False
         try:
@@ -59,15 +62,16 @@ class Loop:
                     self._search()
                 with self.clock.stage("finals"):
                     best = self._finals()
-        except KeyboardInterrupt:
-            interrupted, self.stopped = True, "interrupted; everything measured so far is kept"
+        except (KeyboardInterrupt, TimeLimitReached) as end:
+            interrupted = isinstance(end, KeyboardInterrupt)
+            self.stopped = "interrupted; everything measured so far is kept" if interrupted else self._limit
             if self.trials.budget_bytes is None and self._plain is not None and self.proposer.knows_the_budget:
                 self._judge()
             best = self.trials.best
+        if best is None and not interrupted:
+            self._refuse()
         if self.proposer.budget is None:
             raise KeyboardInterrupt
-        if best is None and not interrupted:
-            raise self.proposer.infeasible()
         return SearchResult(
             budget=self.proposer.budget,
             best=best,
@@ -95,7 +99,9 @@ class Loop:
         """Plans that everybody knows, whatever they need: the budget may be a share of what they do."""
         for candidate in self.proposer.baselines(self._used_up):
             if self.trials.find(candidate.choices) is None:
+                began = self.clock.elapsed
                 self._try(candidate)
+                self._took = self.clock.elapsed - began
             else:
                 self.clock.listener.advance()
         for note in self.trials.notes:  # time to stop and mend it, and not everybody sees the answer's notes
@@ -112,16 +118,18 @@ class Loop:
             if self.trials.find(candidate.choices) is None and not self._used_up():
                 self._try(candidate)
         repeats, owed = 0, self.proposer.tries_one_late and not self.trials.spent
-        while not self._enough(repeats, owed):
+        while not self._enough(repeats, owed and self.clock.seconds_until_stopped >= self._took):
+            began = self.clock.elapsed
             candidate = self.proposer.propose()
             trial, repeats, owed = self.trials.find(candidate.choices), repeats + 1, False
             fresh = trial is None and candidate.allowed
             if fresh:
                 trial, repeats = self._try(candidate), 0
             self.proposer.tell(candidate, trial, fresh)
-        if self.clock.seconds_left > self._reserved:
+            self._took = self.clock.elapsed - began if fresh else self._took
+        if not self._late:
             for candidate in self.proposer.last():
-                if self.trials.find(candidate.choices) is None and self.clock.seconds_left > self._reserved:
+                if self.trials.find(candidate.choices) is None and not self._late:
                     self._try(candidate)
 
     def _try(self, candidate: Candidate) -> Trial | None:
@@ -151,21 +159,32 @@ class Loop:
         compared, left = self.proposer.compared(), self.clock.seconds_left
         return self.target.winner(self.trials, compared, self.trials.budget_bytes, left)
 
+    def _refuse(self) -> NoReturn:
+        """Raises InfeasibleError, or TimeLimitReached where plans may fit that were not measured for want of time."""
+        budget = self.proposer.budget
+        if self.stopped == self._limit and (budget is None or self.proposer.smallest_peak <= budget.bytes):
+            raise TimeLimitReached(f"{self._limit} before a plan that fits was measured")
+        raise self.proposer.infeasible()
+
     # -- when to stop -------------------------------------------------------------------------------------------------
 
     def _used_up(self) -> bool:
         """Whether a limit is reached; ``stopped`` then says which."""
         if self.trials.spent >= self.most:
             return self._over(f"as many candidates were tried as --trials allows ({self.most})")
-        late = self.clock.seconds_left <= self._reserved
-        return late and self._over(f"the time limit of {self.clock.timeout:g} s was reached")
+        return self._late and self._over(self._limit)
 
     @property
-    def _reserved(self) -> float:
-        """Seconds of the time limit that are kept for the finals."""
-        if self.clock.timeout is None or not self.proposer.knows_the_budget:
-            return 0.0
-        return self.target.reserved(self.trials, self.proposer.compared())
+    def _limit(self) -> str:
+        return f"the time limit of {self.clock.timeout or 0.0:g} s was reached"
+
+    @property
+    def _late(self) -> bool:
+        """Whether the time limit leaves no room for another candidate besides the finals."""
+        reserved = 0.0
+        if self.clock.timeout is not None and self.proposer.knows_the_budget:
+            reserved = self.target.reserved(self.trials, self.proposer.compared())
+        return self.clock.seconds_left <= reserved + self._took
 
     def _enough(self, repeats: int, owed: bool) -> bool:
         """Whether the search should end; ``stopped`` then says why. ``owed``: not for want of time."""

@@ -12,7 +12,7 @@ from autockpt.history.rundir import RunDirectory
 from autockpt.profiling import CostModel, MemoryModel, Traces, UniformRuns, build_profile, uniform_graphs
 from autockpt.profiling.profile import Heads, head_graphs
 from autockpt.schema import Environment, Graph, Hardware, OpTimes, SearchSpace, Unit, WorkloadSpec
-from autockpt.schema.choices import RECOMPUTE, SAVE, Choice, ChunkedLoss, parse_choice
+from autockpt.schema.choices import RECOMPUTE, SAVE, Choice, ChunkedLoss, RecomputeOffload, parse_choice
 from autockpt.schema.request import Listener, SearchOutcome, Silence, question_hash
 from autockpt.tracing import Tracer
 from autockpt.tracing.cuts import said_of_left_out
@@ -104,26 +104,44 @@ def traced(
     notes: Sequence[str] = (),
     of_head: Choice = SAVE,
     listener: Listener = Silence(),
+    late: Callable[[], bool] = lambda: False,
 ) -> Traced:
     """Ghost-run what a search, or an explanation, begins with: the one opening of them all.
 
     ``inexact`` lets the output head run in chunks; ``of_head`` is a choice of a plan's for it besides those of the
-    space. ``listener`` is told of each ghost run. Raises UsageError for a model without blocks to choose for.
+    space. ``listener`` is told of each ghost run. Once it is ``late`` only saving, recomputing, and both
+    recomputing and offloading everything are ghost-run. Raises UsageError for a model without blocks to choose for.
     """
     blocks = blocks_of(tracer)
     chunked = (ChunkedLoss(tokens=tokens) for tokens in CHUNKS)
     choices = dict.fromkeys([*map(parse_choice, space.head), *(chunked if inexact else ()), of_head])
     of_heads = [choice for choice in choices if choice != SAVE and tracer.head is not None]
     listener.stage("ghost-run each choice", len(space.choices) + len(of_heads))
-    uniform = uniform_graphs(tracer, blocks, space.choices, listener=listener)
-    heads = head_graphs(tracer, tracer.head, of_heads, listener)
+    unseen: list[str] = []
+    uniform = uniform_graphs(tracer, blocks, space.choices, listener=listener, skip=_once(late, unseen))
+    heads = head_graphs(tracer, tracer.head, of_heads, listener, skip=_once(late, unseen))
     notes = list(notes)
+    if unseen:
+        notes.append(f"left out, as the time limit left no room to trace them: {', '.join(unseen)}")
+        space = space.without([kind for kind in unseen if kind in space.choices])
     if refused := [kind for kind in space.choices if kind not in uniform]:
         notes.append(f"not for this model: {', '.join(refused)} (apply such a plan to see why)")
         space = space.without(refused)
     if inexact and tracer.head is None:
         notes.append("--allow-inexact changes nothing: the model has no output head")
     return Traced(tracer, uniform, heads, space, tuple(notes))
+
+
+def _once(late: Callable[[], bool], skipped: list[str]) -> Callable[[Choice], bool]:
+    """Whether a choice is left out because it is late; those that are go to ``skipped``."""
+
+    def skip(choice: Choice) -> bool:
+        if choice in (SAVE, RECOMPUTE, RecomputeOffload()) or not late():  # what budgets mean goes by the leanest plan
+            return False
+        skipped.append(choice.kind)
+        return True
+
+    return skip
 
 
 def traced_for(

@@ -56,11 +56,20 @@ def workload_key(spec: WorkloadSpec | None, name: str, settings: Mapping[str, An
     return json.dumps([described, name], default=str)
 
 
+TRACING, TIMING, PROFILING = 0.4, 0.5, 0.65
+"""Shares of the time limit from which on a search does with fewer kinds of choices, with op times by nominal rates, and
+without sets of choices that take a ghost run each: the rest is for real steps."""
+
+GRACE_SHARE, GRACE = 0.1, 2.0
+"""Share of the time limit, and seconds, by which steps may exceed it."""
+
+
 class Clock:
     """Wall time by stage, reported to the listener as it passes.
 
-    ``timeout``: a time limit in seconds, which holds for the whole search, tracing and profiling included. It becomes
-    shorter where ``training_steps`` are few: see ``limit_by``.
+    ``timeout``: a time limit in seconds, which holds for the whole search, tracing and profiling included. Every stage
+    asks for what is left before it begins with anything that the answer can do without. The limit becomes shorter where
+    ``training_steps`` are few: see ``limit_by``.
     """
 
     def __init__(self, listener: Listener, timeout: float | None = None, training_steps: int | None = None) -> None:
@@ -78,6 +87,19 @@ class Clock:
     def seconds_left(self) -> float:
         """Of the time limit; infinite without one."""
         return math.inf if self.timeout is None else self.timeout - self.elapsed
+
+    @property
+    def seconds_until_stopped(self) -> float:
+        """Until steps that are being measured are broken off: a little later than the time limit."""
+        return self.seconds_left if self.timeout is None else self.seconds_left + GRACE_SHARE * self.timeout + GRACE
+
+    def passed(self, share: float) -> bool:
+        """Whether more than this share of the time limit has passed."""
+        return self.seconds_within(share) <= 0
+
+    def seconds_within(self, share: float) -> float:
+        """Seconds until this share of the time limit has passed; infinite without one."""
+        return math.inf if self.timeout is None else share * self.timeout - self.elapsed
 
     def limit_by(self, measured: Iterable[Measurement | None]) -> str:
         """Shorten the time limit to a tenth of the training, as the fastest of these steps predicts its time.

@@ -19,7 +19,7 @@ from autockpt.measuring.runner import turn_order
 from autockpt.schema import Choice, Listener, Measurement, SearchOutcome, Trial, plan_hash, words
 from autockpt.schema.batches import BatchSetting, SizesTimed
 from autockpt.schema.choices import dump_choices, parse_choices
-from autockpt.tuning.finals import Final, most_cycles, play, remeasured
+from autockpt.tuning.finals import Final, first_rounds, most_cycles, play, remeasured
 from autockpt.tuning.jobs import with_rows
 
 NEAR = 0.5  # sizes that seemed at most this much slower than the best may be faster: so much do machines drift
@@ -69,6 +69,8 @@ def timed_together(
     known = None if run is None else run.sizes()
     if known is not None and known.plans == plans:
         final = Final(known.winner, {size: list(times) for size, times in known.times.items()}, known.undecided)
+    elif first_rounds(trials) > seconds:
+        return None, "The time limit left no room to time the micro-batches side by side."
     else:
         seconds = min(SECONDS, seconds)
         listener.stage("time batch sizes side by side", most_cycles(trials, (), seconds=seconds))

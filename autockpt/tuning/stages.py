@@ -196,7 +196,7 @@ def refuse_hopeless(opened: Opened, profiled: CostModel) -> None:
     """Raises InfeasibleError for a budget in bytes that no plan fits, by bytes alone: ``profiled`` may be untimed."""
     with refusal_on_record(opened.run):
         target, trials = Target(), Trials(None)
-        SolverProposer(opened.question, profiled, target, trials, None, listener=opened.clock.listener).begin()
+        SolverProposer(opened.question, profiled, target, trials, None, clock=opened.clock).begin()
 
 
 def find_plan(opened: Opened, profiled: CostModel, target: Target, *, checks: int = CHECKS) -> SearchOutcome:
@@ -210,11 +210,11 @@ def find_plan(opened: Opened, profiled: CostModel, target: Target, *, checks: in
         run.write_profile(profiled.profile)
     trials = Trials(run)
     with refusal_on_record(run, profiled):
-        more = {"calls": checks, "study": f"{opened.title}: sampler", "listener": clock.listener}
+        more = {"calls": checks, "study": f"{opened.title}: sampler", "clock": clock}
         with clock.part("well-known plans"):
             proposer = SolverProposer(question, profiled, target, trials, opened.storage, **more)
         found = Loop(proposer, target, trials, question.trials, clock).run()
-    if (pace := _pace(found)) is not None:
+    if target.knows_seconds and (pace := _pace(found)) is not None:
         forget_op_times(environment, question.workload_key)
         found.notes.append(
             f"steps took {pace:.2g} times as long as op times predicted: other work ran on the machine, now or when "
@@ -230,7 +230,7 @@ def find_plan(opened: Opened, profiled: CostModel, target: Target, *, checks: in
         if run is not None:
             run.write_plan(plan)
             run.write_graph(profiled.predictor.graph(found.best.choices), "plan")
-            if ALL in proposer.known:
+            if ALL in proposer.known and clock.seconds_left > 0:
                 run.write_graph(profiled.predictor.graph(proposer.known[ALL]), "recompute")
             if not found.interrupted and clock.seconds_left > 0:
                 with clock.stage("other budgets"):

@@ -51,7 +51,7 @@ def search(
     target = Simulated() if simulated else RealSteps(device, clock, confirm)  # type: ignore[arg-type]
     tried = Trials(run)
     storage = run.storage if run else None
-    proposer = SolverProposer(question, device.profiled(host_budget=host_budget), target, tried, storage)
+    proposer = SolverProposer(question, device.profiled(host_budget=host_budget), target, tried, storage, clock=clock)
     return Loop(proposer, target, tried, trials, clock).run()
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from autockpt.devices import get_device
-from autockpt.errors import InfeasibleError, UsageError
+from autockpt.errors import InfeasibleError, TimeLimitReached, UsageError
 from autockpt.measuring import environment_of
 from autockpt.runtime import apply
 from autockpt.schema import (
@@ -140,6 +140,18 @@ def test_sizes_that_there_was_no_time_for_are_said() -> None:
     climb.clock.began -= 50.0
     assert climb.at(2, 3) is None and climb.at(4, 3) is None and climb.at(1, 3) is not None
     assert climb.left_out().startswith("The time limit of 60 s left none for micro-batches of 2, 4: ")
+
+
+def test_a_size_whose_time_ran_out_leaves_the_answers_of_others() -> None:
+    def search(size: int, trials: int, left: float | None, continued: bool) -> SearchOutcome:
+        if size == 2:
+            raise TimeLimitReached("too slow")
+        return outcome(1.0)
+
+    climb = Made(4, search, Clock(Silence(), 60.0))
+    with pytest.raises(TimeLimitReached):
+        climb.at(2, 3)
+    assert climb.at(1, 3) is not None and climb.at(2, 3) is None and climb.skipped == {2}
 
 
 def test_the_second_search_of_a_size_goes_on_with_the_first() -> None:

@@ -29,9 +29,9 @@ from autockpt.schema import (
     option_of,
     peak_of,
 )
-from autockpt.schema.known import NONE, known_plans
+from autockpt.schema.known import ALL, NONE, known_plans
 from autockpt.schema.problem import Assignment, seconds_of
-from autockpt.schema.request import Listener, Silence
+from autockpt.schema.request import Silence
 from autockpt.schema.space import HIDDEN_COPIES
 from autockpt.solvers import Checked, Refined, exact, leanest, refine_segmented, refine_two_runs, rest_saves
 from autockpt.solvers.runs import Accept
@@ -39,7 +39,7 @@ from autockpt.tuning.infeasible import nothing_fits
 from autockpt.tuning.preference import AS_FAST, AS_LEAN
 from autockpt.tuning.proposers.base import Plans, Proposer
 from autockpt.tuning.proposers.sampler import Study
-from autockpt.tuning.question import Question
+from autockpt.tuning.question import PROFILING, Clock, Question
 from autockpt.tuning.refit import Fit, fit, foreseen, priced, unseen_bytes
 from autockpt.tuning.targets.base import Target
 from autockpt.tuning.trials import SOLVER, Candidate, Parameters, Score, Trials, peak_of_trial
@@ -66,7 +66,7 @@ class SolverProposer(Proposer):
     """Plans of the solver for one question; what is predicted of them comes from ghost runs and op times.
 
     ``calls`` are the ghost runs that may be spent on refining one candidate; ``study`` names the sampler's study.
-    ``listener`` sees these ghost runs where few candidates take many.
+    The ``clock``'s listener sees these ghost runs where few candidates take many, and its time limit makes them fewer.
     """
 
     budget: ResolvedBudget
@@ -81,11 +81,12 @@ class SolverProposer(Proposer):
         *,
         calls: int = CHECKS,
         study: str = "search",
-        listener: Listener | None = None,
+        clock: Clock | None = None,
     ) -> None:
         self.question, self.profiled, self.target, self.trials = question, profiled, target, trials
         self.space, self.storage, self.calls, self.study_name = question.space, storage, calls, study
-        self.listener = listener or Silence()
+        self.clock = clock or Clock(Silence())
+        self._ghost_seconds = 0.0  # of the last ghost run
         self.known = known_plans([u.name for u in profiled.blocks], self.space.choices)
         self.checks: dict[tuple[Choice, ...], Checked] = {}
         self.device = profiled.predictor.device
@@ -96,11 +97,12 @@ class SolverProposer(Proposer):
         self.notes: list[str] = []
         self.fresh, self._refit_due, self._spent = 0, False, 0
         lean_calls = min(LEAN_CALLS, max(2, calls // 2))
-        self.listener.stage("ghost-run well-known plans", len(self.known) + lean_calls)
-        with profiled.predictor.watched(self.listener):
-            self.smallest_peak, self._plain_smallest = smallest_peaks(
-                profiled, question.budget, self.known, calls=lean_calls
-            )
+        known = self.known
+        if self.clock.passed(PROFILING):
+            lean_calls, known = 1, {name: plan for name, plan in known.items() if name in (NONE, ALL)}
+        self.clock.listener.stage("ghost-run well-known plans", len(known) + lean_calls)
+        with profiled.predictor.watched(self.clock.listener):
+            self.smallest_peak, self._plain_smallest = smallest_peaks(profiled, question.budget, known, lean_calls)
         seeds = [choices for choices in question.seeds.values() if not profiled.predictor.over_host(choices)]
         self.smallest_peak = min([self.smallest_peak, *(self._predict(choices).peak_bytes for choices in seeds)])
         # Until the baselines have run, the best guess of what the budget is in bytes.
@@ -126,8 +128,10 @@ class SolverProposer(Proposer):
         )
 
     def baselines(self, used_up: Callable[[], bool]) -> Iterator[Candidate]:
-        """The well-known plans, all of them: what the budget means may depend on each."""
-        yield from (Candidate(dict(choices), name) for name, choices in self.known.items())
+        """The well-known plans; the two that say what the budget means even where the limits are used up."""
+        for name, choices in self.known.items():
+            if name in (NONE, ALL) or not used_up():
+                yield Candidate(dict(choices), name)
         if not self.trials.scored and self.profiled.head is None and self.target.source == "measured":
             raise self.infeasible()
 
@@ -184,10 +188,13 @@ class SolverProposer(Proposer):
         problem = self._problem(self._prices.scale, 0)
         kinds = {option.choice.kind for unit in problem.units for option in unit.options if unit.name != problem.head}
         accepted: list[Accept] = [lambda front, back: True]
-        if self.target.most_candidates is None:  # otherwise ghost runs are expensive
+        calls = SIMPLE_CALLS * len(kinds)
+        if (
+            self.target.most_candidates is None and self._affordable(calls) == calls
+        ):  # otherwise ghost runs are too slow
             accepted += [partial(_of_kind, kind) for kind in sorted(kinds - {SAVE.kind})]
         with self._watched():
-            found = [refine_two_runs(problem, self.profiled.check, pair, max_calls=SIMPLE_CALLS) for pair in accepted]
+            found = [self._two_runs(problem, pair) for pair in accepted]
         plans = sorted((plan for plan in found if plan is not None), key=lambda plan: plan.seconds)
         near = [p for p in plans if p.seconds <= plans[0].seconds + SIMPLE_WORTH * abs(problem.base_seconds)]
         return [self._of_solver(plan) for plan in near[:MOST_SIMPLE]]
@@ -210,9 +217,13 @@ class SolverProposer(Proposer):
             budgets.append(min(problem.budget_bytes, lean.peak + int(AS_LEAN * problem.budget_bytes)))
         for budget_bytes in budgets:
             within = problem.model_copy(update={"budget_bytes": budget_bytes})
-            plan = refine_two_runs(within, self.profiled.check, max_calls=SIMPLE_CALLS)
+            plan = self._two_runs(within)
             if plan is not None and plan.seconds <= most:
                 yield self._of_solver(plan)
+
+    def _two_runs(self, problem: Problem, accept: Accept = lambda front, back: True) -> Assignment | None:
+        """The fastest plan in two runs of layers whose ghost run fits."""
+        return refine_two_runs(problem, self._check, accept, max_calls=self._affordable(SIMPLE_CALLS))
 
     def _of_solver(self, plan: Assignment) -> Candidate:
         """A plan that no sampler asked for, named by its runs of layers where they are few."""
@@ -234,7 +245,7 @@ class SolverProposer(Proposer):
 
     def _watched(self) -> AbstractContextManager[None]:
         """Within it the listener sees ghost runs pass, where few candidates take many."""
-        return self.profiled.predictor.watched(self.listener if self.target.most_candidates else Silence())
+        return self.profiled.predictor.watched(self.clock.listener if self.target.most_candidates else Silence())
 
     def propose(self) -> Candidate:
         """The plan at the sampler's next point."""
@@ -245,7 +256,7 @@ class SolverProposer(Proposer):
             number, parameters = self.study.ask()
             encoding, name = self.space.encoding, f"{self.space.encoding} #{number}"
             if encoding == "layers":
-                found = from_layers(parameters, self._ghost_run_bytes, self._problem({}, 0), self.profiled.check)
+                found = from_layers(parameters, self._ghost_run_bytes, self._problem({}, 0), self._check)
             else:
                 found = self._solved(parameters, self.calls - self._spent)
                 self._spent = 0
@@ -334,12 +345,25 @@ class SolverProposer(Proposer):
     def _predict(self, choices: Mapping[str, Choice]) -> Prediction:
         return self.profiled.predictor.predict(choices)
 
+    def _check(self, choices: Mapping[str, Choice]) -> Checked:
+        """What the ghost run of a plan says."""
+        fresh, began = self.profiled.predictor.known(choices) is None, self.clock.elapsed
+        checked = self.profiled.check(choices)
+        self._ghost_seconds = self.clock.elapsed - began if fresh else self._ghost_seconds
+        return checked
+
+    def _affordable(self, calls: int) -> int:
+        """So many ghost runs, or as many as a quarter of the time left is enough for; at least one."""
+        if self._ghost_seconds > 0:
+            calls = int(min(calls, self.clock.seconds_left / 4 / self._ghost_seconds))
+        return max(1, calls)
+
     def _solved(self, parameters: Parameters, calls: int) -> Candidate:
         solve = partial(
             refine_segmented,
-            check=self.profiled.check,
+            check=self._check,
             segments=self.profiled.segments,
-            max_calls=max(1, calls),
+            max_calls=self._affordable(calls),
             remembered=self.checks,
             faster=self.target.worthwhile,
             ahead=self.profiled.predictor.ahead,
@@ -350,7 +374,11 @@ class SolverProposer(Proposer):
         """The solver's plans at several margins, in the terms of the encoding."""
         if self.space.encoding == "knobs":
             plain = [neutral(self.space, margin) for margin in self.space.margins]
-            hidden = hiding(plain[0], self.space, self._simulated, self._at_best)
+            hidden = (
+                hiding(plain[0], self.space, self._simulated, self._at_best)
+                if self._affordable(HIDING_CALLS) > 1
+                else []
+            )
             self._spent = HIDING_CALLS * len(hidden)  # on what is asked for next
             return [*hidden, *plain]
         solved = (self._solved({"margin": m}, self.calls).choices for m in self.space.margins)

@@ -105,7 +105,7 @@ def _searched(mode: CompileMode, measurer: WorkerMeasurer, opened: Opened) -> Se
         return {"eager solver's": dict(refined.choices)} if refined.feasible else {}
 
     trials = Trials(run)
-    target = CompiledSteps(measurer, clock, confirmation(measurer, clock.listener), mode=mode, within=measurer.within)
+    target = CompiledSteps(measurer, clock, confirmation(measurer, clock), mode=mode, within=measurer.within)
     layers, study = [unit.name for unit in blocks_of(tracer)], f"{opened.title}: sampler"
     proposer = SplitProposer(question, layers, target, trials, opened.storage, room=room, eager=eager, name=study)
     with refusal_on_record(run):

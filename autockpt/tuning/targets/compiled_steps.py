@@ -9,15 +9,11 @@ from dataclasses import dataclass, field
 
 from autockpt.errors import ConflictError, MeasurementError
 from autockpt.schema import CompileMode, Prediction, Trial
-from autockpt.tuning.finals import BATCH
+from autockpt.tuning.finals import first_rounds
 from autockpt.tuning.targets.base import Foresee
-from autockpt.tuning.targets.real_steps import FINALISTS, RealSteps
+from autockpt.tuning.targets.real_steps import FINALISTS, FINALS_SHARE, RealSteps
 from autockpt.tuning.trials import Candidate, Score, Trials
 
-FINALS_SHARE = 0.2
-"""Of the time limit, at most, is kept for the finals."""
-SWITCHING = 1.25
-"""What a cycle of the finals takes on top of its step: interleaved plans are attached and removed each time."""
 LATELY = 3
 """So many plans before it say how long the next one takes to compile and measure."""
 ANSWERING = 5.0
@@ -75,26 +71,16 @@ class CompiledSteps(RealSteps):
             return 0.0
         contest = [*trials.ranking()[:FINALISTS], *compared]
         anew = sum(t.measured.compile_seconds for t in contest if t.measured and t.number < trials.resumed)
-        finals = min(_first_rounds(contest) * 2 + anew, FINALS_SHARE * self.clock.timeout)
+        finals = min(first_rounds(contest) * 2 + anew, FINALS_SHARE * self.clock.timeout)
         return finals + statistics.median(self._took[-LATELY:])
 
     def winner(self, trials: Trials, compared: Sequence[Trial], budget_bytes: int, seconds: float) -> Trial | None:
         """The best plan by steps side by side; where time runs out over them, the best by those it was tried with."""
-        compared, finalists = list(compared), trials.ranking()[:FINALISTS]
-        while compared and _first_rounds([*finalists, *compared]) > self.clock.seconds_left:
-            compared.pop(0)
-        left = self.clock.seconds_left - _first_rounds([*finalists, *compared])
-        if left > 0:
-            try:  # plans of an earlier run are compiled here first
-                with self.within(max(ANSWERING, self.clock.seconds_left)):
-                    return super().winner(trials, compared, budget_bytes, left)
-            except MeasurementError:
-                if self.clock.seconds_left > 0:
-                    raise
-        self.notes.append("the time limit left no room to measure the best plans side by side")
+        try:  # plans of an earlier run are compiled here first
+            with self.within(max(ANSWERING, self.clock.seconds_left)):
+                return super().winner(trials, compared, budget_bytes, seconds)
+        except MeasurementError:
+            if self.clock.seconds_left > 0:
+                raise
+        self.notes.append("the time limit was reached while the best plans were measured side by side")
         return trials.best
-
-
-def _first_rounds(trials: Sequence[Trial]) -> float:
-    """Seconds that the first rounds of the finals take, all or nothing: a cycle to warm up and a timed one each."""
-    return SWITCHING * 2 * BATCH * sum(t.score_seconds for t in trials if t.measured is not None)

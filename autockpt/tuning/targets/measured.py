@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from functools import partial
 
 from autockpt.devices import Device, get_device
-from autockpt.errors import DeviceOutOfMemory
+from autockpt.errors import DeviceOutOfMemory, TimeLimitReached
 from autockpt.hardware.nominal import nominal_op_times
 from autockpt.measuring import LocalMeasurer, Measurer, WorkerMeasurer
 from autockpt.measuring.environment import environment_to_measure_in
@@ -23,7 +23,7 @@ from autockpt.tuning.infeasible import naming_alternatives, out_of_memory
 from autockpt.tuning.jobs import Described, Live
 from autockpt.tuning.opening import Opened, traced
 from autockpt.tuning.paired_timing import Pairing
-from autockpt.tuning.question import Clock, Question
+from autockpt.tuning.question import PROFILING, TIMING, TRACING, Clock, Question
 from autockpt.tuning.stages import find_plan, less_than_asked, question_of, refuse_hopeless
 from autockpt.tuning.targets.real_steps import RealSteps, confirmation
 from autockpt.tuning.targets.simulated import DRY_CALLS, DryRun
@@ -41,7 +41,8 @@ def open_measured(stack: ExitStack, request: SearchRequest, clock: Clock) -> Ope
         stack.enter_context(worker)
     with clock.stage("trace"):
         tracer = stack.enter_context(Tracer.from_spec(request.workload, device=device.torch_device))
-        found = traced(tracer, request.space, request.allow_inexact, listener=clock.listener)
+        late = partial(clock.passed, TRACING)
+        found = traced(tracer, request.space, request.allow_inexact, listener=clock.listener, late=late)
     if worker is None:
         environment = environment_to_measure_in(request.device)
     else:  # asking a GPU oneself would open a context, for as long as this process lives
@@ -69,7 +70,8 @@ def open_live(
     environment = measurer.environment
     with clock.stage("trace"):
         tracer = stack.enter_context(Tracer.from_step(step))
-        found = traced(tracer, asked.space, asked.allow_inexact, listener=clock.listener)
+        late = partial(clock.passed, TRACING)
+        found = traced(tracer, asked.space, asked.allow_inexact, listener=clock.listener, late=late)
 
     def what_if() -> WhatIf:
         return on_device(asked.budget, step.device, environment, used_by_others(measurer), found.uniform)
@@ -92,12 +94,20 @@ def open_live(
 def search_by_steps(measurer: Measurer, opened: Opened) -> SearchOutcome:
     """Profile on the device, search by real steps, write the plan."""
     clock = opened.clock
-    with clock.stage("profile"):
-        opened = _without_refused(opened, measurer)
-        profiled = _profiled(opened, measurer)
+    within = measurer.within if isinstance(measurer, WorkerMeasurer) else lambda seconds: nullcontext()
     # on other devices a plan's first cycle after another's has its memory to get first
     pairing = Pairing(measurer) if measurer.environment.device.kind == "cpu" else None
-    return find_plan(opened, profiled, RealSteps(measurer, clock, confirmation(measurer, clock.listener), pairing))
+    with within(clock.seconds_until_stopped):
+        with clock.stage("profile"):
+            opened = _without_refused(opened, measurer)
+            profiled, timed = _profiled(opened, measurer)
+        target = RealSteps(measurer, clock, confirmation(measurer, clock), pairing, knows_seconds=timed)
+        if not timed:
+            target.notes.append("the time limit left no room to time ops: nominal rates of the device ranked choices")
+        known = opened.run is not None and opened.run.trials()
+        if clock.seconds_until_stopped <= 0 and not known and isinstance(measurer, WorkerMeasurer):
+            raise TimeLimitReached(f"the time limit of {clock.timeout:g} s was reached before a step was measured")
+        return find_plan(opened, profiled, target)
 
 
 def _without_refused(opened: Opened, measurer: Measurer) -> Opened:
@@ -116,15 +126,18 @@ def _without_refused(opened: Opened, measurer: Measurer) -> Opened:
     )
 
 
-def _profiled(opened: Opened, measurer: Measurer) -> CostModel:
-    """Op times, menus and predictions of the workload on the measurer's device."""
+def _profiled(opened: Opened, measurer: Measurer) -> tuple[CostModel, bool]:
+    """Op times, menus and predictions of the workload on the measurer's device, and whether ops were timed there.
+
+    Where the time limit leaves no room for that, op times are by nominal rates.
+    """
     question, found, clock = opened.question, opened.found, opened.clock
     device = measurer.environment.device
     others = used_by_others(measurer)
     room = device.capacity_bytes - device.overhead_bytes - others
     budget_bytes, needs = question.budget.budget_bytes, needed_on(opened.environment)
     if budget_bytes is not None and budget_bytes < min(needs(graph) for _, graph in found.uniform.values()):
-        refuse_hopeless(opened, _untimed(opened, others))  # before a step is taken
+        refuse_hopeless(opened, _cost_model(opened, others))  # before a step is taken
     try:
         with clock.part("measured steps"):
             times = measure_op_times(
@@ -135,17 +148,12 @@ def _profiled(opened: Opened, measurer: Measurer) -> CostModel:
                 host_budget=question.host_budget,
                 head=found.heads,
                 listener=clock.listener,
+                left=partial(clock.seconds_within, TIMING),
             )
     except DeviceOutOfMemory as error:
         smallest = needs(leanest(found.uniform)[1])
         raise out_of_memory("the leanest plan does not run", error.message, smallest) from None
-    return found.cost_model(
-        times,
-        used_by_others=others,
-        host_budget=question.host_budget,
-        needs=memory_at_hand(times.environment, times=times),
-        listener=clock.listener,
-    )
+    return _cost_model(opened, others, times), times is not None
 
 
 def _dry_run(device: Device, opened: Opened) -> SearchOutcome:
@@ -162,17 +170,18 @@ def _dry_run(device: Device, opened: Opened) -> SearchOutcome:
         )
         opened = replace(opened, question=replace(question, notes=(*question.notes, note)))
     with clock.stage("profile"):
-        profiled = _untimed(opened, device.used_by_others(), times)
+        profiled = _cost_model(opened, device.used_by_others(), times)
     return find_plan(opened, profiled, DryRun(knows_seconds=times is not None), checks=DRY_CALLS)
 
 
-def _untimed(opened: Opened, others: int, times: OpTimes | None = None) -> CostModel:
-    """The workload with op times by nominal rates, where none are known: good for bytes, and for ranking choices."""
+def _cost_model(opened: Opened, others: int, times: OpTimes | None = None) -> CostModel:
+    """What choices cost by these op times; by nominal rates where none are known, good for bytes and for ranking."""
     question, environment, found = opened.question, opened.environment, opened.found
     if times is None:
         heads = found.heads.graphs.values() if found.heads else ()
         lean = leanest(within_host(found.uniform, environment.device, question.host_budget))[1]
         times = nominal_op_times(environment, lean, *heads, found.uniform["save"][1])
     more = {"host_budget": question.host_budget, "listener": opened.clock.listener}
+    more |= {"late": partial(opened.clock.passed, PROFILING)}
     needs = memory_at_hand(times.environment, times=times)
     return found.cost_model(times, used_by_others=others, needs=needs, **more)

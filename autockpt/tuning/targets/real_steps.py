@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from autockpt.errors import DeviceOutOfMemory
 from autockpt.measuring import Measurer, WorkerMeasurer
 from autockpt.measuring.base import beats_counted
-from autockpt.schema import Choice, Listener, Measurement, Prediction, Trial
+from autockpt.schema import Choice, Measurement, Prediction, Trial
 from autockpt.solvers.refine import FASTER
-from autockpt.tuning.finals import Final, most_cycles, play, remeasured
+from autockpt.tuning.finals import Final, first_rounds, most_cycles, play, remeasured
 from autockpt.tuning.paired_timing import Pairing
 from autockpt.tuning.preference import AS_FAST, complexity, preferred
 from autockpt.tuning.question import Clock
@@ -26,6 +26,10 @@ FEWEST_BESIDE, MOST_BESIDE = 2, 6  # cycles timed where a reference plan is inte
 FINALISTS = 3
 SIMPLE, SIMPLE_FINALISTS = 3, 2  # so many of the fastest plans with one choice on the first or last layers as well
 FINAL_SECONDS = 30.0
+FINALS_SHARE = 0.2
+"""Of the time limit, at most, is kept for the finals."""
+HURRIED = 0.75
+"""Share of the time limit from which on candidates are timed by a single step."""
 CONFIRMING_STEPS = 20
 
 Choices = Mapping[str, Choice]
@@ -39,7 +43,7 @@ BUSY = "step times swing so much that other work must be at it: search again (--
 ON_CORES = ", or leave cores to it, here and in training (OMP_NUM_THREADS): threads that wait for one another take long"
 
 
-def confirmation(measurer: Measurer, listener: Listener) -> Confirm | None:
+def confirmation(measurer: Measurer, clock: Clock) -> Confirm | None:
     """A run in a fresh process under a real limit, where the device has one. The CPU's peak is exact anyway.
 
     None for a live model, of which there is no second copy.
@@ -49,8 +53,9 @@ def confirmation(measurer: Measurer, listener: Listener) -> Confirm | None:
 
     def confirm(choices: Choices, budget_bytes: int, steps: int) -> Measurement:
         measurer.rest()  # two processes on one device would take each other's memory
-        listener.stage("run the best in a fresh process", steps)
-        with measurer.anew() as fresh, beats_counted(fresh, listener):
+        clock.listener.stage("run the best in a fresh process", steps)
+        until = clock.seconds_until_stopped
+        with measurer.anew() as fresh, fresh.within(until), beats_counted(fresh, clock.listener):
             return fresh.measure(choices, steps=steps, budget_bytes=budget_bytes)
 
     return confirm
@@ -79,6 +84,8 @@ class RealSteps(Target):
         cycles = SECONDS_PER_TRIAL / max(seconds or 1.0, 1e-3)
         try:
             with self.clock.part(STEPS):
+                if self.clock.passed(HURRIED):
+                    return Score("measured", self.measurer.measure(choices, steps=1, budget_bytes=budget_bytes))
                 if self.pairing is None:
                     steps = max(3, min(10, round(cycles)))
                     return Score("measured", self.measurer.measure(choices, steps=steps, budget_bytes=budget_bytes))
@@ -87,16 +94,34 @@ class RealSteps(Target):
         except DeviceOutOfMemory as error:
             return Score("out_of_memory", message=error.message)
 
-    def winner(self, trials: Trials, compared: Sequence[Trial], budget_bytes: int, seconds: float) -> Trial | None:
-        """Measure the best few again side by side, confirm the winner, and return it with its final numbers."""
+    def reserved(self, trials: Trials, compared: Sequence[Trial]) -> float:
+        """What the first rounds of the finals take."""
+        contest = [*self._finalists(trials), *compared]
+        return min(first_rounds(contest), FINALS_SHARE * (self.clock.timeout or 0.0))
+
+    def _finalists(self, trials: Trials) -> list[Trial]:
+        """The best few by all that is known of their step times, and simple plans that may be as fast."""
         fitting = trials.ranking()
         if self._foresee is not None:
             tried = {t.number: t.score_seconds for t in fitting}
             weighed = self._foresee(trials.scored).weigh(tried, {t.number: noise_of(t) for t in fitting})
             fitting = sorted(fitting, key=lambda t: weighed[t.number])
-        finalists = fitting[:FINALISTS]
         simple = [t for t in fitting[FINALISTS:] if complexity(t.choices) <= SIMPLE]
-        finalists += [t for t in simple if not _surely_slower(t, fitting[0])][:SIMPLE_FINALISTS]
+        return [*fitting[:FINALISTS], *[t for t in simple if not _surely_slower(t, fitting[0])][:SIMPLE_FINALISTS]]
+
+    def winner(self, trials: Trials, compared: Sequence[Trial], budget_bytes: int, seconds: float) -> Trial | None:
+        """Measure the best few again side by side, confirm the winner, and return it with its final numbers.
+
+        Where ``seconds`` are too few for the first rounds, fewer well-known plans take part; where they are too few for
+        the best alone, that is the best as it was tried.
+        """
+        compared, finalists = list(compared), self._finalists(trials)
+        while compared and first_rounds([*finalists, *compared]) > seconds:
+            compared.pop(0)
+        seconds -= first_rounds([*finalists, *compared])
+        if seconds <= 0:
+            self.notes.append("the time limit left no room to measure the best plans side by side")
+            return trials.best
         while finalists:
             winner = self._fastest(trials, finalists, compared, budget_bytes, seconds)
             if self.confirm is None or (winner := self._confirmed(trials, winner, budget_bytes)).feasible:
