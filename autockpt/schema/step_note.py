@@ -6,7 +6,7 @@ from autockpt.schema.device import Environment
 from autockpt.schema.workload import WorkloadSpec
 
 _ERRORS = {
-    "cuda": "Simulated steps are mostly too short: by 9 % in the median of 39 published steps on NVIDIA GPUs (32 % too "
+    "cuda": "Simulated steps are mostly too short: by 6 % in the median of 39 published steps on NVIDIA GPUs (32 % too "
     "short to 10 % too long), and by a fifth of the device's time on our H200.",
     "cpu": "Simulated steps of nine models on one CPU were 8 to 20 % too short.",
 }
