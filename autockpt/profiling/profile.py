@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import NamedTuple
 
 from autockpt.devices import host_bytes_of
@@ -33,6 +34,7 @@ ANCHOR_SECONDS = 12.0  # for the uniform plans, interleaved: at least one round 
 NUMBERS = re.compile(r"\d+")
 SLOWED = 3.0  # times as long as op times say steps may take on a machine in use, before a first one has warmed up
 LEAN_CALLS = 4  # ghost runs spent on finding the leanest plan
+_LEANEST = 2  # plans of which the least budget is looked for
 
 
 UniformRuns = Mapping[str, tuple[dict[str, Choice], Graph]]  # uniform plans and their ghost runs by choice kind
@@ -139,6 +141,16 @@ class CostModel:
         lean = refine(self.problem(0, plain_head=plain_head), self.check, max_calls=calls)
         plans = (lean.choices, *known)
         return min(self.predictor.predict(plan).peak_bytes for plan in plans if not self.predictor.over_host(plan))
+
+    def smallest_budget(self) -> int | None:
+        """The least bytes, overhead included, that the leanest plans ghost-run so far can be kept to; None without any.
+
+        An allocator without a limit reserves more: by chance less for a longer sequence than for a shorter one.
+        """
+        host = math.inf if self.host_budget is None else self.host_budget
+        plans = [(plan, said.peak_bytes) for plan, said in self.predictor.ghost_runs if said.host_bytes <= host]
+        leanest = sorted(plans, key=itemgetter(1))[:_LEANEST]
+        return min((self.predictor.elsewhere(plan).peak_bytes for plan, _ in leanest), default=None)
 
     def smallest_segmented(self) -> int | None:
         """The peak in bytes, overhead included, of the leanest plan with segments; None where there is none."""

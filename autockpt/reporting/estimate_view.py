@@ -25,8 +25,8 @@ def print_estimates(estimates: Iterable[Estimate], console: Console) -> None:
         console.print(Text(_line(_cells(estimate))), soft_wrap=True)
         if said := _said(estimate):
             console.print(Padding.indent(Text(said, style="dim"), 4))
-    console.print(simulated(" ".join(notes)))
     console.print(Text(f"Peaks with context and allocator, {SIMULATED_HEADROOM} of a card left free", style="dim"))
+    console.print(simulated(" ".join(notes)))
 
 
 def _cells(estimate: Estimate) -> tuple[str, ...]:
@@ -45,10 +45,12 @@ def _cells(estimate: Estimate) -> tuple[str, ...]:
 
 
 def _said(estimate: Estimate) -> str:
-    """The plan in words; nothing where everything is saved."""
-    if estimate.note or not estimate.fits:
-        return estimate.note or "the leanest plan needs that much"
-    return ", ".join(f"{count} {kind}" for kind, count in estimate.choices.items())
+    """The plan in words; nothing where everything is saved. And what does not grow with batch and length."""
+    if estimate.note:
+        return estimate.note
+    plan = ", ".join(f"{count} {kind}" for kind, count in estimate.choices.items())
+    said = plan if estimate.fits else "the leanest plan needs that much"
+    return "; ".join(filter(None, (said, estimate.remark)))
 
 
 def _line(texts: tuple[str, ...]) -> str:

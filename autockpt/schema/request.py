@@ -212,7 +212,8 @@ class Estimate(Data):
     """A simulated answer: whether a training step fits a card, with what plan, and how fast. Nothing was measured.
 
     ``lora`` None stands for training all weights. Without a fit ``smallest_peak`` is the least that any of the plans
-    needs; ``note`` says why there is no answer at all.
+    needs; ``note`` says why there is no answer at all. Bytes and seconds grow with batch and length, or ``remark``
+    names the row that they do not go with, and why.
     """
 
     model: str
@@ -227,5 +228,6 @@ class Estimate(Data):
     choices: dict[str, int] = Field(default_factory=dict, description="how many units do what; the others save")
     smallest_peak: int | None = Field(default=None, description="bytes of the leanest plan")
     note: str = ""
+    remark: str = Field(default="", description="why it needs less than a smaller job, or more than a larger one")
     simulated: bool = True
     step_note: str = Field(default="", description="known error of simulated steps, and what they leave out")

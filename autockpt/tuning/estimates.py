@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -70,6 +71,7 @@ def _rows(
     watch: Callable[[str], AbstractContextManager[Listener]],
 ) -> Iterator[Estimate]:
     space = load_space("knobs").restricted(CHOICES)
+    earlier: dict[tuple[str, str, int | None, bool], list[Estimate]] = {}
     for model, (card, hardware), batch, length, (rank, in_4bit) in cells:
         spec = WorkloadSpec(
             model=model, batch_size=batch, seq_len=length, dtype=dtype, lora=rank,
@@ -86,8 +88,32 @@ def _rows(
             model=model, card=card, batch_size=batch, seq_len=length, lora=rank, load_in_4bit=in_4bit, fits=False
         )
         with watch(f"estimate {model}") as listener:
-            answered = _answered(row, request, listener)
-        yield answered
+            row = _answered(row, request, listener)
+        others = earlier.setdefault((model, card, rank, in_4bit), [])
+        row = row.model_copy(update={"remark": remark(row, others)})
+        others.append(row)
+        yield row
+
+
+def remark(row: Estimate, others: Iterable[Estimate]) -> str:
+    """Why a row needs less, or takes less time, than one of a smaller batch and length, or more than one of a larger.
+
+    ``others`` are rows of the same model, card and way of training. Empty where all grow with batch and length.
+    """
+    for other in others:
+        grows = other.batch_size <= row.batch_size and other.seq_len <= row.seq_len
+        small, large = (other, row) if grows else (row, other)
+        if small.batch_size > large.batch_size or small.seq_len > large.seq_len or row.note or other.note:
+            continue
+        bytes_shrink = (large.peak_bytes or large.smallest_peak or 0) < (small.peak_bytes or small.smallest_peak or 0)
+        if not bytes_shrink and (large.step_seconds or math.inf) >= (small.step_seconds or 0.0):
+            continue
+        what = "needs" if bytes_shrink else "takes"
+        why = "by how the allocator's memory divides" if bytes_shrink else "by the kernels of its size"
+        if small.choices != large.choices:
+            why = "with another plan" if small.fits and large.fits else "with the plan that fits there"
+        return f"{what} {'less' if grows else 'more'} than {other.batch_size}×{other.seq_len}: {why}"
+    return ""
 
 
 def _answered(row: Estimate, request: SearchRequest, listener: Listener) -> Estimate:

@@ -10,6 +10,7 @@ import pytest
 import autockpt
 from autockpt.errors import UsageError, WorkloadError
 from autockpt.schema import Estimate, Silence, parse_size
+from autockpt.tuning.estimates import remark
 from search_spaces.hardware import load_hardware
 
 
@@ -65,6 +66,39 @@ def test_what_does_not_fit_says_what_it_needs(small_card):
     (row,) = autockpt.estimate("gpt2-tiny", cards=["small"], batch_sizes=[64], seq_lens=[64], lora=0)
     assert not row.fits and row.lora is None and row.step_seconds is None
     assert row.smallest_peak and row.smallest_peak > parse_size("500MB")
+
+
+@pytest.mark.slow
+def test_what_is_said_to_be_needed_is_the_least_that_suffices(small_card):
+    def row(size: int) -> Estimate:
+        small_card(f"{size / 1e6}MB")
+        (found,) = autockpt.estimate("gpt2-tiny", cards=["small"], batch_sizes=[64], seq_lens=[64], lora=0)
+        return found
+
+    needed = row(500_000_000).smallest_peak
+    assert needed and row(int(needed / 0.95 * 1.001)).fits and not row(int(needed / 0.95 * 0.985)).fits
+
+
+def estimated(batch: int, length: int, peak: int, seconds: float = 1.0, fits: bool = True, **more: int) -> Estimate:
+    sizes = {"peak_bytes": peak, "step_seconds": seconds} if fits else {"smallest_peak": peak}
+    row = {"model": "m", "card": "c", "batch_size": batch, "seq_len": length, "fits": fits, "choices": more}
+    return Estimate.model_validate({**row, **sizes})
+
+
+@pytest.mark.parametrize(
+    ("row", "other", "says"),
+    [
+        (estimated(1, 64, 5), estimated(1, 32, 5), ""),
+        (estimated(1, 64, 5), estimated(2, 32, 9), ""),  # neither is the larger one
+        (estimated(1, 64, 5, recompute=2), estimated(1, 32, 9), "needs less than 1×32: with another plan"),
+        (estimated(1, 32, 9), estimated(1, 64, 5, recompute=2), "needs more than 1×64: with another plan"),
+        (estimated(1, 64, 5, fits=False), estimated(1, 32, 9, fits=False), "by how the allocator's memory divides"),
+        (estimated(1, 64, 9, 0.5), estimated(1, 32, 5), "takes less than 1×32: by the kernels"),
+    ],
+)
+def test_what_does_not_grow_with_batch_and_length_says_why(row: Estimate, other: Estimate, says: str) -> None:
+    found = remark(row, [other])
+    assert says in found and bool(says) == bool(found)
 
 
 @pytest.mark.slow

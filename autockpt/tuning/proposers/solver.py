@@ -165,7 +165,8 @@ class SolverProposer(Proposer):
 
     def infeasible(self) -> InfeasibleError:
         measured = [trial.measured.peak_bytes for trial in self.trials.scored if trial.measured is not None]
-        return nothing_fits(self.profiled, self.budget, self.smallest_peak, min(measured, default=0))
+        smallest = min(self.smallest_peak, self.profiled.smallest_budget() or self.smallest_peak)
+        return nothing_fits(self.profiled, self.budget, smallest, min(measured, default=0))
 
     # -- candidates ---------------------------------------------------------------------------------------------------
 
