@@ -2,4 +2,4 @@
 
 from autockpt.devices.base import Device, Parcel, Peak, Transport
 from autockpt.devices.registry import DEVICES, get_device, make_current
-from autockpt.devices.transport import Transports, Ways, host_bytes_of, transport_for
+from autockpt.devices.transport import Transports, Ways, host_bytes_of, said_of_host, transport_for

@@ -10,14 +10,16 @@ from pathlib import Path
 import torch
 
 from autockpt.devices.base import Transport
+from autockpt.devices.cpu import HostMemory
 from autockpt.devices.cuda_pinned import CudaQueues
 from autockpt.devices.disk import DiskTransport, staging_bytes
 from autockpt.devices.hostpool import AreaBytes, HostUse, HostUseOnPaper, Piece, Pool, file_area, pinned_area
 from autockpt.devices.scratch import scratch_folder, unnamed_file
 from autockpt.devices.streams import AcceleratorQueues, StreamTransport
 from autockpt.errors import MeasurementError
-from autockpt.schema.device import WITHOUT_STREAMS
+from autockpt.schema.device import WITHOUT_STREAMS, Environment
 from autockpt.schema.graph import Copy, Tier
+from autockpt.schema.sizes import format_binary
 
 _STEPS = 4  # until pools have found their form, where sizes come and go within a step
 Transports = Callable[[torch.device, Tier], Transport]
@@ -165,3 +167,21 @@ class CpuParcel:
 
     def __del__(self) -> None:
         self._pool.give(self._piece)
+
+
+def said_of_host(environment: Environment, host_bytes: int, host_budget: int | None = None) -> tuple[str, ...]:
+    """A note on the host memory that a plan's offloading takes, and on what there is; none where it takes none.
+
+    ``environment`` is that of the plan: the machine here, or a described device, whose host is not described.
+    """
+    if not host_bytes:
+        return ()
+    pinned = environment.device.kind not in WITHOUT_STREAMS
+    how = "pinned (page-locked) host memory" if pinned else "host memory, in a mapped file"
+    if (device := environment.versions.get("simulated")) is not None:
+        there = f"What the host of a {device} has is not described: check that it has as much free."
+    else:
+        host = HostMemory()
+        there = f"This host has {format_binary(host.capacity())}, of which {format_binary(host.free())} are free now."
+    bound = "--host-budget bounds it." if host_budget is None else f"--host-budget allows {format_binary(host_budget)}."
+    return (f"Offloading takes {format_binary(host_bytes)} of {how} in each process. {there} {bound}",)

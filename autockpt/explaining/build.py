@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from autockpt.devices import host_bytes_of, said_of_host
 from autockpt.explaining.holdings import StepBytes, curve, joined, moment, peak_op, telling_op
 from autockpt.explaining.limits import MOST_TIMES, Lean, largest_lean, workload_limits
 from autockpt.explaining.speed import speed_of
@@ -55,6 +56,7 @@ def explain(question: ExplainRequest, listener: Listener | None = None) -> Expla
         graph = subject.tracer.trace(choices)
         environment = subject.times.times.environment
         device = environment.device
+        on_host = said_of_host(environment, host_bytes_of(graph.copies, device.kind))
         measured = facts_of_measurement(question.plan if status == "measured" else None)
         reasons = why(answers, choices, budget.bytes if budget else None)
         limits = _limits(subject, answers, budget, listener)
@@ -83,7 +85,7 @@ def explain(question: ExplainRequest, listener: Listener | None = None) -> Expla
             step_note=step_note(environment, question.spec),
             budgets=steps,
             limits=limits,
-            notes=(*subject.notes, *notes, *_of_device(question, device.kind)),
+            notes=(*subject.notes, *notes, *on_host, *_of_device(question, device.kind)),
         )
 
 

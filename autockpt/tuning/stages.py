@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+from autockpt.devices import said_of_host
 from autockpt.errors import InfeasibleError, PlanError, RunDirectoryError
 from autockpt.history.rundir import RunDirectory
 from autockpt.profiling import CostModel, forget_op_times
@@ -225,6 +226,8 @@ def find_plan(opened: Opened, profiled: CostModel, target: Target, *, checks: in
     plan = None
     if found.best is not None:
         found.notes.extend(said_of_head(head, found.best.choices))
+        if (score := found.best.score or found.best.predicted) is not None:
+            found.notes.extend(said_of_host(environment, score.host_bytes, question.host_budget))
         notes = (*question.notes, *found.notes) if target.source == "simulated" else found.notes
         plan = make_plan(opened, found.best.choices, found.budget, source=target.source, rows=rows, notes=notes)
         if run is not None:

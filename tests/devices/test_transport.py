@@ -14,8 +14,9 @@ import torch
 from autockpt.devices import disk, hostpool, scratch, transport
 from autockpt.devices.base import Parcel, Transport
 from autockpt.devices.hostpool import Pool
-from autockpt.devices.transport import CpuTransport, transport_for
+from autockpt.devices.transport import CpuTransport, said_of_host, transport_for
 from autockpt.errors import MeasurementError
+from autockpt.schema import DeviceInfo, Environment
 from tests.policies.deferred import DeferredDisk, DeferredTransport
 
 
@@ -296,3 +297,21 @@ def test_cuda_moves_bytes_through_pinned_memory():
         assert torch.equal(parcel.get().cpu(), some_bytes(9 << 20, seed))
         del parcel
     assert way.pool.held_bytes < 2 * (9 << 20)
+
+
+def environment(kind: str, **versions: str) -> Environment:
+    return Environment(device=DeviceInfo(kind=kind, name="x", capacity_bytes=1), versions=versions)
+
+
+@pytest.mark.parametrize(
+    ("where", "budget", "says"),
+    [
+        (environment("cuda"), None, ("6.00 GiB of pinned", "This host has", "--host-budget bounds")),
+        (environment("cuda", simulated="h100"), None, ("6.00 GiB of pinned", "host of a h100 is not described")),
+        (environment("cpu"), 8 << 30, ("6.00 GiB of host memory, in a mapped file", "--host-budget allows 8.00 GiB")),
+    ],
+)
+def test_host_memory_of_a_plan_is_named(where: Environment, budget: int | None, says: tuple[str, ...]) -> None:
+    (note,) = said_of_host(where, 6 << 30, budget)
+    assert all(text in note for text in says)
+    assert said_of_host(where, 0, budget) == ()
