@@ -206,6 +206,7 @@ def explain(
     plan: Plan | str | Path | None = None,
     *,
     model: str | None = None,
+    step: Step | None = None,
     budget: str | Budget | None = None,
     headroom: str | None = None,
     hardware: str | None = None,
@@ -218,12 +219,19 @@ def explain(
 
     ``plan`` is a plan, its file, or a run's directory; without one, what fits ``budget`` is explained for ``model``, or
     plain training. ``headroom`` is left free of it, as in ``search``. What ``model`` and ``workload`` do not say is as
-    in the plan. ``limits`` also looks for the largest batch and sequence (by default: except for a run, which is
-    explained from its own files). ``show`` prints it as the command line does. Bytes and seconds in what is returned.
+    in the plan. ``step`` is explained in place of a named model: a live step, of which only ghost runs are made.
+    ``limits`` also looks for the largest batch and sequence (by default: except for a run, which is explained from its
+    own files), for a live step with its batch cut or repeated. ``show`` prints it as the command line does. Bytes and
+    seconds in what is returned.
     """
     _refuse_both(hardware, device)
     loaded = plan if plan is None or isinstance(plan, Plan) else plan_at(Path(plan))
     path = None if plan is None or isinstance(plan, Plan) else Path(plan)
+    if step is not None:
+        _refuse_described(step, {"model": model, "hardware": hardware, "device": device, **workload})
+        within = budget_for(budget, headroom, loaded, None, None)
+        question = ExplainRequest(spec=None, step=step, plan=loaded, budget=within, limits=limits is not False)
+        return _shown(explained(question), show)
     as_planned = not (workload or model or device or hardware or limits)
     if path is not None and loaded is not None and as_planned:
         stored = explain_run(path, loaded, budget, headroom)

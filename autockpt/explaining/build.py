@@ -66,7 +66,7 @@ def explain(question: ExplainRequest, listener: Listener | None = None) -> Expla
             counted = tokens if isinstance(tokens, int) else None
             speed = speed_of(graph, subject.base, subject.times.times, question.hardware, counted, seconds)
         return Explanation(
-            model=question.spec.model,
+            model=question.name,
             settings={k: v for k, v in subject.tracer.settings.items() if k != "model"},
             device=device.name,
             plan=said,

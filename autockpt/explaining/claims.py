@@ -70,7 +70,7 @@ class Shape:
     @classmethod
     def of(cls, subject: Subject) -> Shape | None:
         """None for what is no transformer on sequences."""
-        settings, config = subject.tracer.settings, text_config(subject.question.spec)
+        settings, config = subject.tracer.settings, text_config(subject.question.described)
         hidden, heads = (getattr(config, name, None) for name in ("hidden_size", "num_attention_heads"))
         wide = getattr(config, "intermediate_size", None) or (4 * hidden if isinstance(hidden, int) else None)
         rows, length, params = (settings.get(name) for name in ("batch_size", "seq_len", "params"))
@@ -121,7 +121,7 @@ class Claims:
 
     def _mixed_precision(self) -> Iterator[Rule]:
         """fp32 training against bf16 autocast with everything recomputed."""
-        spec = self.subject.question.spec.model_copy(update={"dtype": "fp32", "autocast": None, "scaler": False})
+        spec = self.subject.question.described.model_copy(update={"dtype": "fp32", "autocast": None, "scaler": False})
         with self._tracer(spec) as plain, self._tracer(spec.model_copy(update={"autocast": "bf16"})) as mixed:
             first, then = plain.trace(), mixed.trace(self._recomputed(mixed))
         overhead = self.subject.profiled.predictor.device.overhead_bytes
@@ -143,7 +143,7 @@ class Claims:
     def _longer(self) -> Iterator[Rule]:
         """Twice the sequence in the same bytes; how scores grow with it."""
         double = 2 * self.shape.length
-        spec = self.subject.question.spec.model_copy(update={"seq_len": double, "pad_to": None})
+        spec = self.subject.question.described.model_copy(update={"seq_len": double, "pad_to": None})
         with self._tracer(spec) as tracer:
             if tracer.settings.get("seq_len") != double:
                 return
@@ -159,7 +159,7 @@ class Claims:
     def _on_one_card(self) -> Iterator[Rule]:
         """bf16, recompute and accumulation on 24 GB, per parameter."""
         update = {"dtype": "bf16", "autocast": None, "scaler": False, "batch_size": 1, "accumulate": 2}
-        with self._tracer(self.subject.question.spec.model_copy(update=update)) as tracer:
+        with self._tracer(self.subject.question.described.model_copy(update=update)) as tracer:
             graph = tracer.trace(self._recomputed(tracer))
         room = _CARD * self.shape.params / _SEVEN_PARAMS
         held = ", ".join(f"{name} {size / 1e9:.3g} GB" for name, size in graph.resident.items() if size > 0.01 * room)

@@ -4,7 +4,7 @@ whoever leaves their length open."""
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import NamedTuple
 
@@ -158,7 +158,7 @@ def workload_limits(
 
     Dimensions that it does not have are left out.
     """
-    spec = subject.question.spec
+    question, spec = subject.question, subject.question.spec
     run = subject.profiled.predictor.graph
     graphs = {name: run(choices) if choices else subject.base for name, choices in plans.items()}
     overhead = subject.profiled.predictor.device.overhead_bytes
@@ -173,13 +173,12 @@ def workload_limits(
     for dimension, field_name in FIELDS.items():
         settings = subject.tracer.settings
         now = settings.get(field_name) or settings.get(f"asked_{field_name}")
-        padded = field_name == "seq_len" and spec.pad_to is not None
+        padded = field_name == "seq_len" and spec is not None and spec.pad_to is not None
         if dimension not in dimensions or not isinstance(now, int) or padded:
             continue
 
         def peak(plan: str, size: int, field_name: str = field_name) -> Needed:
-            resized = spec.model_copy(update={field_name: size})
-            with subject.question.tracer(resized) as tracer:
+            with question.sized(field_name, size).tracer() as tracer:
                 return needed(tracer.trace(plans[plan]))
 
         out += largest(peak, first, budget_bytes, dimension, now, floor)
@@ -263,8 +262,7 @@ def largest_lean(
         size = best.largest.value
         if size is None or abs(size - best.largest.now) <= step_of(dimension, size):
             break
-        there = replace(question, spec=question.spec.model_copy(update={FIELDS[dimension]: size}))
-        found = _with_leanest(there, dimension, listener, unlike=best.choices)
+        found = _with_leanest(question.sized(FIELDS[dimension], size), dimension, listener, unlike=best.choices)
         if found is None or found.largest.value is None:
             break
         best = found  # where it is less, too: a search there would know the plan that is the leanest there

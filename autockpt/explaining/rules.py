@@ -52,14 +52,14 @@ def rules(question: ExplainRequest, listener: Listener | None = None, *, measure
         if measure:
             listener.stage("taking real steps")
             runnable = {name: plans[name] for name in graphs}
-            with WorkerMeasurer(question.spec, question.device) as measurer:
+            with WorkerMeasurer(question.described, question.device) as measurer:
                 measured, said = take_steps(measurer, runnable, activations)
             # counts of FLOPs are held against no measurement
             measured_of = [measured.get(r.name) if r.factor is None else None for r in tables]
             tables = [r.model_copy(update={"measured": m}) for r, m in zip(tables, measured_of, strict=True)]
             notes += said
         return Rules(
-            model=question.spec.model,
+            model=question.described.model,
             settings={k: v for k, v in subject.tracer.settings.items() if k != "model"},
             device=subject.profiled.predictor.device.name,
             basis=subject.times.basis,
@@ -116,7 +116,7 @@ def forwards(graph: Graph, plain: Graph) -> float | None:
 
 def _flops_rules(subject: Subject, graphs: Mapping[str, Graph]) -> list[Rule]:
     """The factors of DeepSpeed-Chat: 3 forwards' worth a step, 4 with recompute; LoRA takes 1 − 2r/h off either."""
-    spec, hidden = subject.question.spec, hidden_size(subject.question.spec)
+    spec, hidden = subject.question.described, hidden_size(subject.question.described)
     plain, full = graphs[PLAIN], graphs.get(FULL)
     if spec.lora is not None:
         return [] if hidden is None else _pair(spec.lora, hidden, plain, full)

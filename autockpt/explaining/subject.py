@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -18,7 +19,7 @@ from autockpt.hardware.nominal import nominal_op_times
 from autockpt.hardware.roofline import roofline_times
 from autockpt.history.promises import made_for
 from autockpt.history.rundir import RunDirectory
-from autockpt.measuring.environment import environment_to_measure_in
+from autockpt.measuring.environment import environment_of, environment_to_measure_in
 from autockpt.profiling import CostModel, UniformRuns, cached_op_times, simulated_memory
 from autockpt.schema import (
     SAVE,
@@ -37,8 +38,10 @@ from autockpt.schema import (
 )
 from autockpt.schema.explanation import Basis
 from autockpt.tracing import Tracer, open_tracer, tracer_for
-from autockpt.tuning.opening import Traced, traced, traced_for
+from autockpt.tuning.jobs import resized
+from autockpt.tuning.opening import Traced, live_settings, traced, traced_for
 from autockpt.tuning.question import workload_key
+from autockpt.workload import Step
 from search_spaces.hardware import list_hardware, load_hardware
 from search_spaces.spaces import load_space
 
@@ -50,16 +53,35 @@ COVERED = 0.9  # share of the op signatures that timed ones must cover; the rest
 class ExplainRequest:
     """What to explain: a plan, or what fits a budget, or plain training.
 
-    On ``device``, or on ``hardware`` as it is described. ``plan_path`` is the plan's file or run directory.
+    Of the workload that ``spec`` describes, on ``device`` or on ``hardware`` as it is described; or of a live ``step``
+    (``spec`` None), where its model is. ``plan_path`` is the plan's file or run directory.
     """
 
-    spec: WorkloadSpec
+    spec: WorkloadSpec | None
     plan: Plan | None = None
     plan_path: Path | None = None
     budget: Budget | None = None
     device: str | None = None
     hardware: Hardware | None = None
     limits: bool = True
+    step: Step | None = None
+
+    @property
+    def described(self) -> WorkloadSpec:
+        """The workload, in questions that no live step is asked."""
+        assert self.spec is not None
+        return self.spec
+
+    @property
+    def name(self) -> str:
+        """Of the model."""
+        return self.described.model if self.step is None else type(self.step.model).__name__
+
+    def sized(self, field_name: str, size: int) -> ExplainRequest:
+        """The same question of another ``batch_size`` or ``seq_len``. Raises UsageError for a batch without such."""
+        if self.step is not None:
+            return replace(self, step=resized(self.step, field_name, size))
+        return replace(self, spec=self.described.model_copy(update={field_name: size}))
 
     @property
     def budget_bytes(self) -> int | None:
@@ -68,13 +90,17 @@ class ExplainRequest:
             return self.budget.budget_bytes
         return self.plan.budget.bytes if self.plan is not None and self.plan.budget is not None else None
 
-    def tracer(self, spec: WorkloadSpec) -> Tracer:
-        """A tracer of another workload on the device, or for the hardware, of this question. Ghost runs alone."""
-        return tracer_for(self.hardware, spec, device=self.torch_device, fallback=False)
+    def tracer(self, spec: WorkloadSpec | None = None) -> Tracer:
+        """A tracer of this question's workload, or of another, on its device or for its hardware. Ghost runs alone."""
+        if self.step is not None:
+            return Tracer.from_step(self.step, fallback=False)
+        return tracer_for(self.hardware, spec or self.described, device=self.torch_device, fallback=False)
 
     @property
     def torch_device(self) -> torch.device:
         """The device at hand, where no hardware is simulated."""
+        if self.step is not None:
+            return self.step.device
         return torch.device("cpu") if self.hardware is not None else get_device(self.device).torch_device
 
 
@@ -174,16 +200,19 @@ def open_subject(question: ExplainRequest, listener: Listener) -> Iterator[Subje
     """
     listener.stage("trace")
     with ExitStack() as stack:
-        asked = question.hardware, question.spec, question.plan
-        tracer, spec = open_tracer(stack, *asked, device=question.torch_device)
-        question = replace(question, spec=spec)
+        if question.step is not None:
+            tracer = stack.enter_context(Tracer.from_step(question.step))
+        else:
+            asked = question.hardware, question.described, question.plan
+            tracer, spec = open_tracer(stack, *asked, device=question.torch_device)
+            question = replace(question, spec=spec)
         choices = question.plan.choices_for(tracer.units, tracer.head) if question.plan is not None else None
         of_head = SAVE if tracer.head is None else (choices or {}).get(tracer.head.name, SAVE)
         space, card = load_space(SPACE), question.hardware
         if card is None:
             found = traced(tracer, space, of_head=of_head, listener=listener)
         else:
-            found = traced_for(stack, card, question.spec, tracer, space, of_head=of_head, listener=listener)
+            found = traced_for(stack, card, question.described, tracer, space, of_head=of_head, listener=listener)
         times, others = _times(question, found)
         listener.stage("profiling choices")
         needs = simulated_memory(question.hardware, question.budget_bytes) if question.hardware is not None else None
@@ -209,12 +238,14 @@ def _times(question: ExplainRequest, found: Traced) -> tuple[Times, int]:
         times = roofline_times(question.hardware, found.graphs)
         times = times.completed(roofline_times(question.hardware, heads))
         return _modelled(times, question.hardware.name), 0
-    device = get_device(question.device)
-    environment = environment_to_measure_in(question.device)
-    times = of_device(
-        environment, found.uniform, heads, workload_key(question.spec, question.spec.model, {}), question.plan_path
-    )
-    return times, device.used_by_others()
+    step, settings = question.step, dict[str, Any]()
+    device = get_device(question.device if step is None else str(step.device))
+    if step is None:
+        environment = environment_to_measure_in(question.device)
+    else:
+        environment, settings = environment_of(device), live_settings(step, found.tracer)
+    key = workload_key(question.spec, question.name, settings)
+    return of_device(environment, found.uniform, heads, key, question.plan_path), device.used_by_others()
 
 
 def _modelled(times: OpTimes, name: str) -> Times:

@@ -98,7 +98,7 @@ class AutockptCallback(PlanCallback, TrainerCallback):
             batches, items = drawn
             if batches:
                 del trainer.get_batch_samples
-                found = _timed_apart(trainer, lambda: _search(trainer, plan, batches[0], items))
+                found = self._find(trainer, lambda: _search(trainer, plan, batches[0], items))
                 self._apply(found, trainer.model, aloud=trainer.state.is_world_process_zero)
             return drawn
 
@@ -112,7 +112,7 @@ class AutockptCallback(PlanCallback, TrainerCallback):
 
         def run_epoch(**given: Any) -> Any:
             if self.handle is None:
-                found = _timed_apart(trainer, lambda: _search(trainer, plan, rows=rows))
+                found = self._find(trainer, lambda: _search(trainer, plan, rows=rows))
                 changed.update(_resized(trainer, found, given))
                 self._apply(found, trainer.model, aloud=trainer.state.is_world_process_zero)
             # of a run that is resumed within an epoch, counted in its former micro-batches
@@ -128,6 +128,10 @@ class AutockptCallback(PlanCallback, TrainerCallback):
                 remedy="Search beforehand (autockpt.search(step, global_batch=…)), and pass its plan and settings.",
             )
         setattr(trainer, _EPOCH, run_epoch)
+
+    def _find(self, trainer: Any, search: Callable[[], Plan]) -> Plan:
+        """What ``search`` finds."""
+        return _timed_apart(trainer, search)
 
 
 def calling_trainer() -> Any:

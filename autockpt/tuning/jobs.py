@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from autockpt.errors import UsageError
 from autockpt.schema import Hardware, WorkloadSpec
 from autockpt.schema.remedy import COMMAND_LINE, STEP, Terms
 from autockpt.tracing import Tracer, tracer_for
@@ -22,6 +23,7 @@ from autockpt.workload import Step, cut_tensors, nested_tensors
 from autockpt.workload.configs import quiet
 from autockpt.workload.factory import is_factory
 from autockpt.workload.four_bits import can_be_in_four_bits, compute_dtype, in_four_bits
+from autockpt.workload.lengths import with_length
 from autockpt.workload.lora import add_lora
 
 _ADAPTERS = "adapters only are trained"
@@ -193,6 +195,22 @@ def with_rows(step: Step, rows: int, accumulate: int) -> Step | None:
     if any(tensor.dim() and tensor.shape[0] != rows for tensor in nested_tensors(batch)):
         return None
     return step.with_batch(batch, accumulate)
+
+
+def resized(step: Step, field_name: str, size: int) -> Step:
+    """The step with a batch of so many rows (``batch_size``), or tokens a row (``seq_len``), what it has repeated.
+
+    What fits is asked of it, not the same training: rows may depend on each other. Raises UsageError for a batch that
+    has no such dimension.
+    """
+    if field_name == "seq_len":
+        return with_length(step, size)
+    if (made := with_rows(step, size, step.accumulate)) is None:
+        raise UsageError(
+            "this batch cannot be divided into rows: its tensors do not all begin with as many of them",
+            remedy="Give autockpt.Step(model, batch) whose tensors are (rows, …).",
+        )
+    return made
 
 
 def _cut(tensor: Tensor, length: int, tokens: int) -> Tensor:

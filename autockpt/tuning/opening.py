@@ -13,15 +13,22 @@ from autockpt.profiling import CostModel, MemoryModel, Traces, UniformRuns, buil
 from autockpt.profiling.profile import Heads, head_graphs
 from autockpt.schema import Environment, Graph, Hardware, OpTimes, SearchSpace, Unit, WorkloadSpec
 from autockpt.schema.choices import RECOMPUTE, SAVE, Choice, ChunkedLoss, RecomputeOffload, parse_choice
+from autockpt.schema.plan import NEVER_CALLED
 from autockpt.schema.request import Listener, SearchOutcome, Silence, question_hash
 from autockpt.tracing import Tracer
 from autockpt.tracing.cuts import said_of_left_out
 from autockpt.tuning.question import Clock, Question
 from autockpt.tuning.targets.shallow_twin import open_twin, transplanted
+from autockpt.workload import Step
 
 CHUNKS = (256, 1024, 4096)
 """Tokens of a chunk, where head and loss run in chunks: fewer hold fewer logits, more keep a device busier."""
 LEANEST_CHUNKS = ChunkedLoss(tokens=CHUNKS[0])
+
+
+def live_settings(step: Step, tracer: Tracer) -> dict[str, Any]:
+    """What a live step is known by, with what its ghost run found of its units."""
+    return {**step.settings, **{k: v for k, v in tracer.settings.items() if k in ("units", NEVER_CALLED)}}
 
 
 @dataclass(frozen=True)

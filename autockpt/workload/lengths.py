@@ -84,21 +84,28 @@ def shortened(step: Step, length: int) -> Step:
     """The step with its batch cut to ``length`` tokens a row. Raises UsageError for longer ones than it has, and for
     a batch or a step that cannot be cut."""
     have = step.settings.get("seq_len")
-    if step.full_step is not None or not isinstance(have, int):
-        raise UsageError(
-            "a batch without token ids, or a full_step of its own, cannot be made shorter",
-            remedy="Search with autockpt.Step(model, batch) whose batch holds input_ids; or without lengths.",
-        )
-    if length > have:
+    if isinstance(have, int) and length > have:
         raise UsageError(
             f"the batch of the step has {have} tokens a row, the longest of the lengths {length}",
             remedy=f"Give a batch as long as the longest sequence, or lengths.cut({have}) where they are cut off.",
         )
+    return with_length(step, length)
 
-    def cut(tensor: Tensor) -> Tensor:
+
+def with_length(step: Step, length: int) -> Step:
+    """The step with ``length`` tokens in each row of its batch: cut, or repeated. Raises UsageError for a batch or a
+    step whose length is not known."""
+    have = step.settings.get("seq_len")
+    if step.full_step is not None or not isinstance(have, int):
+        raise UsageError(
+            "a batch without token ids, or a full_step of its own, cannot get another length",
+            remedy="Give autockpt.Step(model, batch) whose batch holds input_ids.",
+        )
+
+    def sized(tensor: Tensor) -> Tensor:
         for dim in range(1, tensor.dim()):
             if tensor.shape[dim] == have and (dim == 1 or tensor.dim() > 3):
-                tensor = tensor.narrow(dim, 0, length)
+                tensor = torch.cat([tensor] * -(-length // have), dim).narrow(dim, 0, length)
         return tensor.contiguous() if tensor.dim() > 1 else tensor
 
-    return step.with_batch(cut_tensors(step.batch, cut))
+    return step.with_batch(cut_tensors(step.batch, sized))

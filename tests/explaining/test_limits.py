@@ -2,19 +2,27 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor, nn
 
+from autockpt import explain
 from autockpt.errors import InfeasibleError, UsageError, WorkloadError
 from autockpt.explaining import limits as limits_module
-from autockpt.explaining.limits import MOST_RUNS, Lean, Needed, grain, largest, with_longest
+from autockpt.explaining.limits import FIELDS, MOST_RUNS, Lean, Needed, grain, largest, step_of, with_longest
 from autockpt.schema import WorkloadSpec, parse_budget
 from autockpt.schema.choices import RECOMPUTE
 from autockpt.schema.explanation import Largest
 from autockpt.tracing import Tracer
+from autockpt.tuning.jobs import resized
+from autockpt.workload import Step, nested_tensors
+from tests.policies.zoo import CASES
 
+LLAMA = CASES["llama"]
 SPEC = WorkloadSpec(model="llama-tiny", batch_size=2, seq_len=64)
 FRAMES = """
 import torch
@@ -203,3 +211,49 @@ def test_no_length_is_named_that_the_search_would_refuse(monkeypatch: pytest.Mon
     monkeypatch.setattr(limits_module, "_with_leanest", found)
     spec, note = with_longest(SPEC, parse_budget("40MB"), device="cpu")
     assert spec.seq_len == 960 and "960 tokens" in note
+
+
+class Normed(nn.Module):
+    """Rows that depend on each other, by a batch norm in each block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64)) for _ in range(4)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x)
+
+
+def live_step(kind: str) -> Step:
+    if kind == "normed":
+        batch: Any = {"x": torch.ones(40, 64)}
+        return Step(Normed(), batch, loss=lambda model, batch: model(batch["x"]).square().mean())
+    model = LLAMA.make()
+    return Step(model, LLAMA.batch(), optimizer=torch.optim.AdamW(model.parameters()))
+
+
+@pytest.mark.parametrize(("kind", "dimensions"), [("llama", list(FIELDS)), ("normed", ["batch size"])])
+def test_a_live_step_has_a_largest_batch_and_a_longest_sequence(kind: str, dimensions: list[str]) -> None:
+    """What is named fits by a ghost run of that very size, and one more does not."""
+    step = live_step(kind)
+    before = [tensor.clone() for tensor in nested_tensors(step.model, step.batch)]
+    with Tracer.from_step(step) as tracer:
+        kib = int(tracer.trace().peak_bytes * 1.7) >> 10
+    found = explain(step=step, budget=f"{kib}KiB", headroom="0%", show=False)
+    assert list(dict.fromkeys(limit.dimension for limit in found.limits)) == dimensions
+    for limit in found.limits:
+        if limit.plan != "save everything":
+            continue
+        assert limit.value is not None and limit.value > limit.now and not limit.open_ended
+        name = FIELDS[limit.dimension]
+        more = limit.value + step_of(limit.dimension, limit.value)
+        for size, fits in ((limit.value, True), (more, False)):
+            with Tracer.from_step(resized(step, name, size)) as tracer:
+                assert tracer.settings[name] == size
+                assert (tracer.trace().peak_bytes <= kib << 10) == fits, (name, size)
+    assert all(map(torch.equal, nested_tensors(step.model, step.batch), before))
+
+
+def test_a_live_step_goes_with_no_description() -> None:
+    with pytest.raises(UsageError, match="hardware= does not go with a live step"):
+        explain(step=live_step("normed"), hardware="rtx4090")

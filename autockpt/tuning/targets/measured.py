@@ -15,13 +15,12 @@ from autockpt.profiling import CostModel, cached_op_times, measure_op_times, mem
 from autockpt.profiling.profile import leanest, wants_disk, within_host
 from autockpt.profiling.refusals import refused_choices
 from autockpt.schema import OpTimes, SearchOptions, SearchOutcome, SearchRequest
-from autockpt.schema.plan import NEVER_CALLED
 from autockpt.schema.remedy import Terms
 from autockpt.tracing import Tracer
 from autockpt.tuning.alternatives import WhatIf, on_device
 from autockpt.tuning.infeasible import naming_alternatives, out_of_memory
 from autockpt.tuning.jobs import Described, Live
-from autockpt.tuning.opening import Opened, traced
+from autockpt.tuning.opening import Opened, live_settings, traced
 from autockpt.tuning.paired_timing import Pairing
 from autockpt.tuning.question import PROFILING, TIMING, TRACING, Clock, Question
 from autockpt.tuning.stages import find_plan, less_than_asked, question_of, refuse_hopeless
@@ -78,12 +77,11 @@ def open_live(
 
     needs, job = needed_on(environment), Live(step, terms)
     stack.enter_context(naming_alternatives(found, needs, clock, job, asked.budget, what_if))
-    found_there = {k: v for k, v in tracer.settings.items() if k in ("units", NEVER_CALLED)}
     question = Question.of(
         asked,
         name=type(step.model).__name__,
         spec=None,
-        settings={**step.settings, **found_there},
+        settings=live_settings(step, tracer),
         budget=asked.budget,
         space=found.space,
         notes=(*less_than_asked(asked.budget, environment), *found.said),
