@@ -110,8 +110,7 @@ def as_seen_by(hardware: Hardware, graph: Graph, spec: WorkloadSpec) -> Graph:
     if spec.shard is not None and spec.shard > 1:
         graph = sharded(graph, spec.shard)
     if spec.ddp == "buckets":
-        whole, rest = divmod(sum(_gradients(graph).values()), _BUCKET)
-        graph = with_resident(graph, "gradient buckets", [_BUCKET] * whole + ([rest] if rest else []), "other")
+        graph = with_buckets(graph)
     if spec.keep_gradients or spec.ddp == "views":
         graph = _with_kept_gradients(graph)
     if workspace := workspace_bytes(hardware):
@@ -122,6 +121,12 @@ def as_seen_by(hardware: Hardware, graph: Graph, spec: WorkloadSpec) -> Graph:
     if hardware.kind in ("cuda", "rocm") and any(op.target.startswith("aten.convolution") for op in graph.ops):
         graph = changed(graph, notes=(*graph.notes, _CONVOLUTIONS))
     return graph
+
+
+def with_buckets(graph: Graph) -> Graph:
+    """The graph with the buckets that DistributedDataParallel copies gradients into, which it never gives back."""
+    whole, rest = divmod(sum(_gradients(graph).values()), _BUCKET)
+    return with_resident(graph, "gradient buckets", [_BUCKET] * whole + ([rest] if rest else []), "other")
 
 
 def _with_workspaces(graph: Graph, nbytes: int) -> Graph:

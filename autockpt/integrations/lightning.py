@@ -18,7 +18,7 @@ from autockpt.integrations.at_start import PlanCallback, PlanWanted, Training, f
 from autockpt.runtime import choices_for
 from autockpt.schema.plan import Plan
 from autockpt.schema.remedy import LIGHTNING
-from autockpt.workload import Step, discover_units, find_loss, move
+from autockpt.workload import Step, ddp_of, discover_units, find_loss, move
 
 _LIBRARIES = ("lightning.pytorch", "pytorch_lightning")
 
@@ -121,7 +121,12 @@ def _search(trainer: Any, module: Any, plan: PlanWanted, first: Any, index: int)
             accumulate=accumulate,
             max_grad_norm=trainer.gradient_clip_val or None,
             snapshot=(module,),
-            settings={"trainer": type(module).__name__, "autocast": trainer.precision, "processes": processes},
+            settings={
+                "trainer": type(module).__name__,
+                "autocast": trainer.precision,
+                "processes": processes,
+                "ddp": ddp_of(trainer.strategy.model),
+            },
         )
 
     # what the module logs meanwhile is dropped

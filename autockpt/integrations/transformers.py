@@ -6,7 +6,7 @@ import inspect
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import fields, replace
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -19,7 +19,7 @@ from autockpt.errors import ConflictError, UsageError
 from autockpt.integrations.at_start import PlanCallback, PlanWanted, Training, found_once, refuse_search, say
 from autockpt.schema.plan import Plan
 from autockpt.schema.remedy import TRAINER
-from autockpt.workload import Step, move
+from autockpt.workload import Step, ddp_of, move
 
 _EPOCH, _LOG, _SKIPPED = "_run_epoch", "log", "steps_trained_in_current_epoch"
 _SPELLINGS = ("activation_checkpointing", "gradient_checkpointing")
@@ -210,10 +210,6 @@ def _search(trainer: Any, plan: PlanWanted, first: Any = None, items: Any = None
     """
     args, model, optimizer = trainer.args, trainer.model, trainer.optimizer
     loader, processes = trainer.callback_handler.train_dataloader, trainer.accelerator.num_processes
-    if processes > 1 and model.device.type == "cpu":  # elsewhere the allocator counts them, as they are there already
-        # DDP's buckets, in which gradients lie a second time
-        buckets = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
-        plan = replace(plan, options={"headroom": f"{buckets // 1024 + 1}KiB", **plan.options})
     if rows:
         say(f"{rows} rows per update in this process: planning for the longest rows of the data set")
     with _unchanged(trainer) as records:
@@ -305,6 +301,7 @@ def _facts(trainer: Any) -> dict[str, Any]:
         "label_smoothing": args.label_smoothing_factor,
         "autocast": None if (precision := trainer.accelerator.mixed_precision) == "no" else precision,
         "processes": trainer.accelerator.num_processes,
+        "ddp": ddp_of(trainer.model_wrapped),
     }
 
 

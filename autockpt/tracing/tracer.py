@@ -13,6 +13,7 @@ import torch
 from autockpt.collector import frozen, waiting
 from autockpt.errors import GhostError, TracingError, UsageError
 from autockpt.hardware.cuda_kernels import Capability
+from autockpt.hardware.cuda_memory import with_buckets
 from autockpt.schema.choices import Choice
 from autockpt.schema.graph import Graph, Unit
 from autockpt.schema.plan import Plan
@@ -21,7 +22,7 @@ from autockpt.tracing.assemble import Source, to_graph
 from autockpt.tracing.crew import MOST, Crew
 from autockpt.tracing.process import GhostProcess, NotForkable, can_fork
 from autockpt.tracing.run import Change, GhostRun, RecordedRun, capability_of
-from autockpt.workload import Step, preload
+from autockpt.workload import BUCKETS, Step, preload
 
 _IN_PROCESS = "Traced inside this process, because it uses an accelerator."
 _BY_ITSELF = (
@@ -101,13 +102,15 @@ class Tracer:
         of the ghosts, which are its own to change; there is no fallback then. Raises WorkloadError where the step
         fails, GhostError where it cannot be ghost-run.
         """
+        view = with_buckets if workload.settings.get("ddp") == BUCKETS else None
         try:
             return _ghost_or_recorded(
                 lambda source: GhostProcess.fork(source, lambda run: run.take(workload, change)),
                 fallback and change is None and workload.device.type == "cpu",
+                view,
             )
         except NotForkable:
-            return cls(_InProcess(workload, change), (_IN_PROCESS,))
+            return cls(_InProcess(workload, change), (_IN_PROCESS,), view)
 
     def ahead(self, plans: Iterable[Mapping[str, Choice]]) -> None:
         """Plans that ``trace`` will be asked for: where there are cores for it they are ghost-run side by side."""

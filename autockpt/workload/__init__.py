@@ -3,6 +3,6 @@
 from autockpt.workload.build import build, preload, refuse_simulated, sequence_length
 from autockpt.workload.failures import explain, step_failed
 from autockpt.workload.losses import find_loss
-from autockpt.workload.step import Step
+from autockpt.workload.step import BUCKETS, Step, ddp_of
 from autockpt.workload.storages import cut_tensors, move, nested_tensors
 from autockpt.workload.units import discover_head, discover_units, fingerprint

@@ -26,6 +26,9 @@ _OF_THE_BATCH = ("batch_size", "seq_len", "tokens", "accumulate")
 _SHORT = {dtype: name for name, dtype in DTYPES.items()} | {torch.float64: "fp64"}
 
 
+BUCKETS = "buckets"
+
+
 def unheard(said: Any) -> None:
     """What is told of a step's progress where nobody listens."""
 
@@ -142,9 +145,11 @@ class Step:
     def resident_bytes(self) -> int:
         """Bytes on the model's device between two cycles, each storage once.
 
-        Parameters, buffers, optimizer states (from the first cycle on), scaler, batch and snapshot objects.
+        Parameters, buffers, optimizer states (from the first cycle on), scaler, batch, snapshot objects, and the
+        buckets of DistributedDataParallel where ``settings`` tell of them: no Python object holds these.
         """
-        return storage_bytes(self.tensors())
+        trained = (p for p in self.model.parameters() if p.requires_grad and self.settings.get("ddp") == BUCKETS)
+        return storage_bytes(self.tensors()) + sum(p.numel() * p.element_size() for p in trained)
 
     def _update(self) -> None:
         """Unscale, clip and step, in the order that PyTorch's own recipes give."""
@@ -283,7 +288,13 @@ def _facts(step: Step) -> dict[str, Any]:
         "max_grad_norm": step.max_grad_norm,
         "attention": getattr(config, "_attn_implementation", None),
         "device": str(step.device),
-    }
+    } | ({} if (ddp := ddp_of(model)) is None else {"ddp": ddp})
+
+
+def ddp_of(model: Any) -> str | None:
+    """``buckets`` where DistributedDataParallel copies gradients into buckets that it keeps; None elsewhere."""
+    copies = isinstance(model, nn.parallel.DistributedDataParallel) and not model.gradient_as_bucket_view
+    return BUCKETS if copies else None
 
 
 def short_dtype(dtype: torch.dtype) -> str:

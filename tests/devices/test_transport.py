@@ -307,7 +307,7 @@ def environment(kind: str, **versions: str) -> Environment:
     ("where", "budget", "says"),
     [
         (environment("cuda"), None, ("6.00 GiB of pinned", "This host has", "--host-budget bounds")),
-        (environment("cuda", simulated="h100"), None, ("6.00 GiB of pinned", "host of a h100 is not described")),
+        (environment("cuda", simulated="h100"), None, ("6.00 GiB of pinned", "host of a h100 has is not described")),
         (environment("cpu"), 8 << 30, ("6.00 GiB of host memory, in a mapped file", "--host-budget allows 8.00 GiB")),
     ],
 )

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from autockpt.errors import ConflictError, GhostError, PlanError, TracingError, WorkloadError
 from autockpt.hardware.cuda_memory import bytes_timeline
+from autockpt.measuring.local import LocalMeasurer
 from autockpt.schema.choices import OFFLOAD, RECOMPUTE, SAVE, parse_choice
 from autockpt.schema.graph import Graph
 from autockpt.schema.workload import WorkloadSpec
@@ -257,6 +258,15 @@ def test_temporaries_follow_the_optimizers_flags(factory: str, device: str, weig
     first = next(op.index for op in graph.ops if op.phase == "optimizer")
     held = bytes_timeline(graph)[first:]
     assert (held.max() - held[0]) / graph.resident["weights"] == pytest.approx(weights, abs=0.01)
+
+
+def test_buckets_of_ddp_are_in_the_bytes_of_a_live_step() -> None:
+    plain, buckets = workload(), workload(settings={"ddp": "buckets"})
+    gradients = sum(4 * p.numel() for p in plain.model.parameters())
+    assert buckets.resident_bytes() == plain.resident_bytes() + gradients
+    assert trace(buckets).peak_bytes == trace(plain).peak_bytes + gradients
+    with LocalMeasurer(buckets) as measurer:
+        assert measurer.measure({}, steps=1).peak_bytes == trace(buckets).peak_bytes
 
 
 # Failures.

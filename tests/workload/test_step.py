@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from autockpt.errors import WorkloadError
 from autockpt.schema.workload import WorkloadSpec
-from autockpt.workload import Step, build
+from autockpt.workload import Step, build, ddp_of
 
 
 class Net(nn.Module):
@@ -253,6 +253,13 @@ def test_a_built_workload() -> None:
     }
     assert expected.items() <= settings.items()
     json.dumps(settings)
+
+
+@pytest.mark.parametrize(("views", "says"), [(False, "buckets"), (True, None)])
+def test_a_model_under_ddp_has_buckets_unless_gradients_are_views_of_them(views: bool, says: str | None) -> None:
+    wrapped = nn.parallel.DistributedDataParallel.__new__(nn.parallel.DistributedDataParallel)
+    wrapped.__dict__["gradient_as_bucket_view"] = views
+    assert ddp_of(wrapped) == says and ddp_of(nn.Linear(1, 1)) is None
 
 
 def test_the_weights_type_is_that_of_most_numbers() -> None:
