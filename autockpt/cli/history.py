@@ -87,8 +87,9 @@ def _print_run(run: RunDirectory, sort: str, best_count: int | None, as_csv: boo
         screen.print_json(json.dumps(data, indent=2))
         return
     from autockpt.reporting.trials_view import print_table, print_trials, when
+    from autockpt.schema.step_note import step_note
 
-    console = screen.results()
+    console, note = screen.results(), step_note(run.environment(), None)
     begun, last = run.dates()
     console.print(str(run.path), style="bold", soft_wrap=True)
     console.print(f"begun {when(begun)}, last trial {when(last)}", style="dim")
@@ -96,12 +97,12 @@ def _print_run(run: RunDirectory, sort: str, best_count: int | None, as_csv: boo
         console.print(refused, markup=False, soft_wrap=True)
     console.print()
     if best_count is None:
-        print_trials(shown, front, console)
+        print_trials(shown, front, console, note)
         if sets := _sets(run):
             console.print("\nThe answer's sets of choices, by the size of the batch:", style="bold")
             console.print("\n".join(f"  {line}" for line in sets), markup=False, soft_wrap=True)
         return
-    print_table(shown, front, console)
+    print_table(shown, front, console, note)
     if len(shown) < best_count:
         console.print(f"No more than these were tried and fit: {len(shown)} of {best_count}.")
 

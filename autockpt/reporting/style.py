@@ -33,7 +33,7 @@ VERDICTS = {
 
 def simulated(step_note: str = "") -> Text:
     """What a ``~`` stands for, beneath a table; with what is known of its step times."""
-    return Text(" ".join(filter(None, ["~ simulated, not measured.", step_note])), style="dim")
+    return Text(". ".join(filter(None, ["~ simulated, not measured", step_note])), style="dim")
 
 
 class _Table(Table):

@@ -59,9 +59,9 @@ def print_runs(runs: Sequence[tuple[Mapping[str, Any], Trial | None]], console: 
         console.print(Text("\n".join(said)), soft_wrap=True)
 
 
-def print_trials(trials: Sequence[Trial], front: Sequence[Trial], console: Console) -> None:
+def print_trials(trials: Sequence[Trial], front: Sequence[Trial], console: Console, step_note: str = "") -> None:
     """Print trials in the order given, a ``*`` at those on the front, then the front by itself."""
-    print_table(trials, front, console)
+    print_table(trials, front, console, step_note)
     counted = "simulated" if any(t.state == "simulated" for t in front) else "measured"
     console.print(Text(f"Pareto front (no other {counted} trial is both faster and leaner)", style="bold"))
     if not front:
@@ -75,7 +75,7 @@ def print_trials(trials: Sequence[Trial], front: Sequence[Trial], console: Conso
     console.print(table)
 
 
-def print_table(trials: Sequence[Trial], front: Sequence[Trial], console: Console) -> None:
+def print_table(trials: Sequence[Trial], front: Sequence[Trial], console: Console, step_note: str = "") -> None:
     """Print trials in the order given, and what the letters mean."""
     console.print(_trials_table(trials, {t.number for t in front}, console.width))
     console.print()
@@ -88,7 +88,7 @@ def print_table(trials: Sequence[Trial], front: Sequence[Trial], console: Consol
     if front:
         console.print(Text("* on the Pareto front: no other is both faster and leaner", style="dim"))
     if any(t.state == "simulated" for t in trials):
-        console.print(simulated())
+        console.print(simulated(step_note))
     if any(t.feasible is None for t in trials):
         console.print(Text(f"? {UNJUDGED}", style="dim"))
     console.print()
