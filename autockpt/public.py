@@ -20,6 +20,7 @@ from autockpt.explaining import ExplainRequest
 from autockpt.explaining import explain as explained
 from autockpt.explaining.limits import with_longest
 from autockpt.explaining.recorded import explain_run
+from autockpt.explaining.sizes import estimate_step
 from autockpt.explaining.subject import budget_for, hardware_for
 from autockpt.history.rundir import RunDirectory
 from autockpt.history.trialplan import plan_at
@@ -31,6 +32,7 @@ from autockpt.reporting.progress import listener
 from autockpt.reporting.style import console
 from autockpt.schema import (
     Budget,
+    Estimate,
     Listener,
     Plan,
     SearchOptions,
@@ -57,7 +59,7 @@ from autockpt.verification import verify as verified
 from autockpt.workload import Step
 from search_spaces.hardware import load_hardware
 
-estimate, trace, verify = python_door(estimated), python_door(traced), python_door(verified)
+trace, verify = python_door(traced), python_door(verified)
 
 
 @python_door
@@ -199,6 +201,29 @@ def _refuse_described(step: Any, given: Mapping[str, Any]) -> None:
             f"{named[0]}= does not go with a live step, which is measured where its model is",
             remedy='Leave it out, or give the model\'s name instead: autockpt.search("llama-8b", …).',
         )
+
+
+@python_door
+def estimate(
+    models: str | Sequence[str] | Step,
+    *,
+    batch_sizes: Sequence[int] | None = None,
+    seq_lens: Sequence[int] | None = None,
+    **described: Any,
+) -> Iterator[Estimate]:
+    """Does it fit, with what plan, how fast: one answer for each size, as soon as it is known. No step is measured.
+
+    Of models by their names all is simulated, for ``cards`` that are described: see
+    ``autockpt.tuning.estimates.estimate`` for these options, ``described``; sizes are 1 × 2048 where none are given. A
+    live ``Step`` is asked on the device of its model, its batch cut or repeated; sizes are its own where none are
+    given. Bytes and seconds. Raises UsageError for options of described models with a live step.
+    """
+    if isinstance(models, Step):
+        _refuse_described(models, described)
+        return estimate_step(models, batch_sizes, seq_lens)
+    sizes = {"batch_sizes": batch_sizes, "seq_lens": seq_lens}
+    given = {name: value for name, value in sizes.items() if value is not None}
+    return python_door(estimated)(models, **given, **described)
 
 
 @python_door

@@ -36,7 +36,7 @@ def _cells(estimate: Estimate) -> tuple[str, ...]:
     return (
         estimate.model,
         estimate.card,
-        f"{estimate.batch_size}×{estimate.seq_len}",
+        "×".join(str(size) for size in (estimate.batch_size, estimate.seq_len) if size is not None),
         f"{'Q' * estimate.load_in_4bit}LoRA {estimate.lora}" if estimate.lora else "full",
         fits,
         f"~{format_binary(peak)}" if peak else "",

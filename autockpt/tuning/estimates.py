@@ -101,9 +101,11 @@ def remark(row: Estimate, others: Iterable[Estimate]) -> str:
     ``others`` are rows of the same model, card and way of training. Empty where all grow with batch and length.
     """
     for other in others:
-        grows = other.batch_size <= row.batch_size and other.seq_len <= row.seq_len
+        sizes, others_sizes = _sizes(row), _sizes(other)
+        grows = all(a <= b for a, b in zip(others_sizes, sizes, strict=True))
         small, large = (other, row) if grows else (row, other)
-        if small.batch_size > large.batch_size or small.seq_len > large.seq_len or row.note or other.note:
+        shrinks = any(a > b for a, b in zip(_sizes(small), _sizes(large), strict=True))
+        if shrinks or row.note or other.note:
             continue
         bytes_shrink = (large.peak_bytes or large.smallest_peak or 0) < (small.peak_bytes or small.smallest_peak or 0)
         if not bytes_shrink and (large.step_seconds or math.inf) >= (small.step_seconds or 0.0):
@@ -114,6 +116,10 @@ def remark(row: Estimate, others: Iterable[Estimate]) -> str:
             why = "with another plan" if small.fits and large.fits else "with the plan that fits there"
         return f"{what} {'less' if grows else 'more'} than {other.batch_size}×{other.seq_len}: {why}"
     return ""
+
+
+def _sizes(row: Estimate) -> tuple[int, int]:
+    return row.batch_size or 0, row.seq_len or 0
 
 
 def _answered(row: Estimate, request: SearchRequest, listener: Listener) -> Estimate:

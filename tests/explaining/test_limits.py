@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from autockpt import explain
+from autockpt import estimate, explain
 from autockpt.errors import InfeasibleError, UsageError, WorkloadError
 from autockpt.explaining import limits as limits_module
 from autockpt.explaining.limits import FIELDS, MOST_RUNS, Lean, Needed, grain, largest, step_of, with_longest
@@ -252,6 +252,19 @@ def test_a_live_step_has_a_largest_batch_and_a_longest_sequence(kind: str, dimen
                 assert tracer.settings[name] == size
                 assert (tracer.trace().peak_bytes <= kib << 10) == fits, (name, size)
     assert all(map(torch.equal, nested_tensors(step.model, step.batch), before))
+
+
+def test_a_live_step_is_estimated_at_other_sizes() -> None:
+    step = live_step("llama")
+    rows = list(estimate(step, batch_sizes=[1, 4], seq_lens=[8, 16]))
+    assert [(row.batch_size, row.seq_len) for row in rows] == [(1, 8), (1, 16), (4, 8), (4, 16)]
+    assert all(row.fits and row.peak_bytes and not row.note for row in rows)
+    peaks = [row.peak_bytes or 0 for row in rows]
+    assert peaks == sorted(peaks) and peaks[0] < peaks[-1]
+    (own,) = estimate(live_step("normed"))
+    assert own.fits and own.seq_len is None
+    with pytest.raises(UsageError):
+        estimate(step, cards="rtx4090")
 
 
 def test_a_live_step_goes_with_no_description() -> None:
