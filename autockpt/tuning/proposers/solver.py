@@ -175,7 +175,8 @@ class SolverProposer(Proposer):
         for name, choices in self.question.seeds.items():
             fits = self._predict(choices).peak_bytes <= self.budget.bytes
             yield Candidate(dict(choices), name, "seed", fits=fits)
-        yield from self._simple()
+        if self.target.source == "measured":  # their steps teach what choices cost; simulated ones teach nothing
+            yield from self._simple()
         with self._watched():
             seeds = self._seeds()
         if not any(point.get(HIDDEN_COPIES) for point in seeds):  # then the sampler need not try some of them either
@@ -201,7 +202,10 @@ class SolverProposer(Proposer):
         return [self._of_solver(plan) for plan in near[:MOST_SIMPLE]]
 
     def last(self) -> Iterator[Candidate]:
-        """The leanest plan that is as fast as the best by its cost coefficients, and plans in two runs that are."""
+        """Simple plans where they were not tried at first; then the leanest plan that is as fast as the best by its
+        cost coefficients, and plans in two runs that are."""
+        if self.target.source != "measured":
+            yield from self._simple()
         best = self.trials.best
         if best is None:
             return
