@@ -126,6 +126,8 @@ def _chains(problem: Problem) -> Iterable[_Chain]:
     forward, backward = rows("forward"), rows("backward")
     phases = np.array([p.phase == "forward" for p in points])
     needs = np.where(own < 0, 0, np.where(phases, forward[:, own], backward[:, own]))
+    prefix = np.array([min(p.prefix, at_head) for p in points], dtype=np.int64)
+    kept, host, seconds = rows("kept"), rows("host"), rows("seconds")
     for head in heads:
         base = [
             p.base
@@ -137,11 +139,11 @@ def _chains(problem: Problem) -> Iterable[_Chain]:
             choices=choices,
             names=[unit.name for unit in layers],
             options=options,
-            kept=rows("kept"),
-            host=rows("host"),
-            seconds=rows("seconds"),
+            kept=kept,
+            host=host,
+            seconds=seconds,
             base=np.array(base, dtype=np.int64),
-            prefix=np.array([min(p.prefix, at_head) for p in points], dtype=np.int64),
+            prefix=prefix,
             own=own,
             needs=needs,
             head={} if head is None or problem.head is None else {problem.head: head.choice},
