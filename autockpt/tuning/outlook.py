@@ -195,7 +195,7 @@ def trade(best: Trial, trials: Sequence[Trial], outlook: Outlook | None, budget_
         return ""
     most = best.score.step_seconds * (1 + HARDLY_SLOWER)
     simulated = best.state == "simulated"
-    known = [t.score for t in trials if t.score is not None]
+    known = [best.score, *(t.score for t in trials if t.score is not None)]
     known += [run.predicted for run in outlook.plans] if outlook is not None and simulated else []
     near = [score for score in known if score.step_seconds is not None and score.step_seconds <= most]
     lean = min(near, key=lambda score: score.peak_bytes)

@@ -191,9 +191,8 @@ class SolverProposer(Proposer):
         kinds = {option.choice.kind for unit in problem.units for option in unit.options if unit.name != problem.head}
         accepted: list[Accept] = [lambda front, back: True]
         calls = SIMPLE_CALLS * len(kinds)
-        if (
-            self.target.most_candidates is None and self._affordable(calls) == calls
-        ):  # otherwise ghost runs are too slow
+        slow = self.target.most_candidates is not None or self._affordable(calls) < calls
+        if not slow:  # a ghost run for every kind of choice is affordable
             accepted += [partial(_of_kind, kind) for kind in sorted(kinds - {SAVE.kind})]
         with self._watched():
             found = [self._two_runs(problem, pair) for pair in accepted]
