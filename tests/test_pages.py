@@ -365,8 +365,6 @@ def test_real_steps_go_on_from_a_simulated_plan(autockpt: Autockpt) -> None:
 @pytest.mark.campaign
 def test_what_explain_tries_out(autockpt: Autockpt, plan: dict[str, Any]) -> None:
     assert json.loads(autockpt("explain", plan["run_directory"], "--json"))["limits"]
-    command = words_of(on("docs/simulation.md", "explain --rules"))[1:]
-    assert json.loads(autockpt(*command, "--batch-size", "2", "--seq-len", "32", "--json"))["rules"]
 
 
 def test_a_step_as_a_graph_of_torch_fx(capsys: pytest.CaptureFixture[str]) -> None:

@@ -31,8 +31,6 @@ def explain(
         "--hardware NAME",
         "Simulate this device: rtx4090, h100, or a YAML file. Default: what the plan was simulated for.",
     ),
-    rules: bool = flag("--rules", "Put the rules of thumb to the test on this model instead."),
-    measure: bool = flag("--measure", "With --rules: take real steps on the device as well."),
     limits: bool | None = opt(
         "--limits/--no-limits", "Look for the largest batch and sequence under the budget. Default: except for a run."
     ),
@@ -47,21 +45,13 @@ def explain(
     or device, or for --limits. Exits with 3 where nothing fits the budget, after explaining the plan with the least
     peak.
     """
-    if measure and not rules:
-        raise UsageError("--measure belongs to --rules", remedy="Add --rules; `autockpt verify` measures a plan.")
     if plan is not None and not plan.exists():
         raise UsageError(
             f"there is no plan or run {plan}", remedy=f"Check the path; of a model: autockpt explain --model {plan}."
         )
-    if rules and (plan is not None or budget is not None or headroom is not None):
+    if hardware is not None and device is not None:
         raise UsageError(
-            "--rules looks at the model alone",
-            remedy="Leave the plan, --budget and --headroom out, and name the --model.",
-        )
-    if hardware is not None and (device is not None or measure):
-        other = "--device" if device is not None else "--measure"
-        raise UsageError(
-            f"--hardware models a device that is not at hand; {other} needs one", remedy="Give one of them."
+            "--hardware models a device that is not at hand; --device needs one", remedy="Give one of them."
         )
     from autockpt.explaining import ExplainRequest
     from autockpt.explaining.recorded import explain_run
@@ -88,14 +78,8 @@ def explain(
     )
     from autockpt.explaining import explain as explained
     from autockpt.reporting.progress import listener
-    from autockpt.reporting.rules_view import print_rules
 
     with listener(screen.progress(), f"explain {spec.model}") as watcher:
-        if rules:
-            from autockpt.explaining import rules as tried
-
-            screen.show(tried(question, watcher, measure=measure), print_rules, as_json)
-            return
         said = explained(question, watcher)
     _show(said, as_json)
 

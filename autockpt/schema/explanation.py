@@ -15,7 +15,6 @@ from autockpt.schema.sizes import ResolvedBudget
 Bound = Literal["arithmetic", "bandwidth", "link", "launches"]
 Basis = Literal["measured", "modelled", "nominal"]
 """What seconds rest on: ops timed on the device; a roofline of a named device; rates of common hardware."""
-FACTOR_TOLERANCE = 0.05
 Dimension = Literal["batch size", "sequence length"]
 
 
@@ -240,68 +239,3 @@ class Explanation(Data):
     def fits(self) -> bool:
         """Whether the explained plan is within the budget that was asked for."""
         return self.budget is None or self.peak_bytes <= self.budget.bytes
-
-
-class Reading(Data):
-    """What a rule's plan does: shares of bytes saved and of step time added; None where that is not known."""
-
-    peak_saved: float | None = Field(default=None, description="of the save-everything peak")
-    activations_saved: float | None = Field(default=None, description="of what comes and goes at that peak")
-    time_added: float | None = None
-    factor: float | None = Field(default=None, description="FLOPs of a step in forwards, for rules about those")
-    amount: float | None = Field(default=None, description="in the rule's ``unit``, for rules about an amount")
-
-
-class Rule(Data):
-    """A rule of thumb, whose it is, and what becomes of it on this model. Ranges are (from, to)."""
-
-    name: str
-    source: str
-    says: str
-    address: str = Field(default="", description="of the source; empty for what no page could be named for")
-    memory: tuple[float, float] | None = Field(default=None, description="share of ``of`` that it promises to save")
-    of: Literal["activations", "peak"] = "activations"
-    time: tuple[float, float] | None = None
-    factor: float | None = None
-    amount: tuple[float, float] | None = Field(default=None, description="what it comes to for this model")
-    unit: Literal["bytes", "times", "layers"] = "times"
-    predicted: Reading | None = None
-    measured: Reading | None = None
-    note: str = ""
-
-    def misses(self, reading: Reading | None) -> tuple[str, ...] | None:
-        """What of the rule a reading does not keep, in words; empty where it holds.
-
-        It holds with at least that memory saved, at most that time added, that factor, and an amount within what it
-        says. None where nothing that it promises is known.
-        """
-        if reading is None:
-            return None
-        saved = reading.peak_saved if self.of == "peak" else reading.activations_saved
-        known: list[tuple[str, bool]] = []
-        if self.memory is not None and saved is not None:
-            known.append(("saves less", saved < self.memory[0]))
-        if self.time is not None and reading.time_added is not None:
-            known.append(("takes longer", reading.time_added > self.time[1]))
-        if self.factor is not None and reading.factor is not None:
-            ratio = reading.factor / self.factor
-            known.append(("more work", ratio > 1 + FACTOR_TOLERANCE))
-            known.append(("less work", ratio < 1 - FACTOR_TOLERANCE))
-        if self.amount is not None and reading.amount is not None:
-            known.append(("more", reading.amount > self.amount[1]))
-            known.append(("less", reading.amount < self.amount[0]))
-        return tuple(word for word, missed in known if missed) if known else None
-
-
-class Rules(Data):
-    """Rules of thumb put to the test. ``predicted`` rests on ghost runs and op times, ``measured`` on real steps."""
-
-    model: str
-    settings: Facts = Field(default_factory=dict)
-    device: str
-    basis: Basis
-    basis_note: str = ""
-    save_all_peak: int
-    activation_bytes: int
-    rules: tuple[Rule, ...]
-    notes: tuple[str, ...] = ()

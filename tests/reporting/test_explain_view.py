@@ -4,7 +4,6 @@ import pytest
 
 from autockpt.reporting import area
 from autockpt.reporting.explain_view import bound_words, difference, largest_words, print_explanation, reason_words
-from autockpt.reporting.rules_view import print_rules
 from autockpt.schema import OFFLOAD, RECOMPUTE, SAVE, Choice, Comparison, Measurement, ResolvedBudget
 from autockpt.schema.explanation import (
     Alive,
@@ -18,9 +17,6 @@ from autockpt.schema.explanation import (
     Moment,
     Part,
     Reach,
-    Reading,
-    Rule,
-    Rules,
     Slice,
     Span,
     Speed,
@@ -200,40 +196,6 @@ def test_the_ruler() -> None:
 def test_what_changes_between_plans() -> None:
     assert difference(CHOICES, CHOICES) == "the same choices"
     assert difference({"a": SAVE}, {"b": RECOMPUTE}) == "1 layer from save to recompute"
-
-
-@pytest.mark.parametrize("width", [80, 120])
-def test_rules_on_screen(width: int) -> None:
-    screen, raw = console(width)
-    reading = Reading(peak_saved=0.4, activations_saved=0.7, time_added=0.3)
-    rules = (
-        Rule(
-            name="recompute all", source="somebody", says="much", memory=(0.6, 0.8), time=(0.2, 0.4), predicted=reading
-        ),
-        Rule(
-            name="recompute all",
-            source="others",
-            says="more",
-            memory=(0.75, 0.85),
-            predicted=reading,
-            measured=Reading(activations_saved=0.8, time_added=0.25),
-        ),
-        Rule(name="plain step", source="x", says="3 forwards", factor=3, predicted=Reading(factor=2.0)),
-    )
-    said = Rules(
-        model="m", device="d", basis="nominal", basis_note="rates", save_all_peak=10, activation_bytes=5, rules=rules
-    )
-    print_rules(said, screen)
-    text = raw.getvalue().decode()
-    assert all(len(line) <= width for line in text.splitlines())
-    words = " ".join(text.split())
-    assert "70.0 % less, ~+30.0 % time" in words and "holds" in words and "no: saves less" in words
-    assert "2.00 forwards" in words and "no: less work" in words and "not measured" in words
-    assert "Nothing was measured" not in words
-    poor, raw = console(80, "cp1252")
-    rooted = said.model_copy(update={"rules": (rules[0].model_copy(update={"says": "√4 − 1"}),)})
-    print_rules(rooted, poor)
-    assert "sqrt 4 - 1" in raw.getvalue().decode("cp1252") and "--measure" in raw.getvalue().decode("cp1252")
 
 
 def test_nominal_rates_rank_nothing_above_what_a_plan_says_was_measured() -> None:

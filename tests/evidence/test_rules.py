@@ -6,11 +6,12 @@ from typing import Any
 import pytest
 
 from autockpt.errors import DeviceOutOfMemory
-from autockpt.explaining import ExplainRequest, rules
-from autockpt.explaining.rules import FULL, PLAIN, Plans, forwards, take_steps
+from autockpt.explaining import ExplainRequest, subject
 from autockpt.schema import RECOMPUTE, Choice, DeviceInfo, Environment, Measurement, WorkloadSpec
-from autockpt.schema.explanation import Reading, Rule, Rules
 from search_spaces.hardware import load_hardware
+from search_spaces.spaces import load_space
+from tests.evidence.rules.plans import FULL, PLAIN, Plans, forwards, rules, take_steps
+from tests.evidence.rules.rule import Reading, Rule, Rules, table
 
 pytestmark = pytest.mark.slow
 
@@ -63,17 +64,20 @@ def test_a_rule_says_what_it_misses() -> None:
 
 
 @pytest.fixture(scope="module")
-def said(few_choices: None) -> Rules:
-    """Of a model whose eager attention keeps its scores."""
+def found() -> Rules:
+    """Of a model whose eager attention keeps its scores. Few choices on the menu: the rules do not depend on them."""
     eager = WorkloadSpec(model="llama-tiny", batch_size=2, seq_len=256, attn="eager", dtype="bf16")
-    return rules(ExplainRequest(eager, hardware=load_hardware("rtx4090")))
+    few = load_space(subject.SPACE).restricted(("save", "recompute", "offload"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(subject, "load_space", lambda name: few)
+        return rules(ExplainRequest(eager, hardware=load_hardware("rtx4090")))
 
 
-def test_the_rules_on_a_real_model(said: Rules) -> None:
-    by_name = {(r.name, r.says): r for r in said.rules}
-    plain = next(r for r in said.rules if r.name == "plain step")
-    full = next(r for r in said.rules if r.name == FULL and r.factor)
-    lora = next(r for r in said.rules if r.name.startswith("recompute all, LoRA"))
+def test_the_rules_on_a_real_model(found: Rules) -> None:
+    by_name = {(r.name, r.says): r for r in found.rules}
+    plain = next(r for r in found.rules if r.name == "plain step")
+    full = next(r for r in found.rules if r.name == FULL and r.factor)
+    lora = next(r for r in found.rules if r.name.startswith("recompute all, LoRA"))
     assert plain.predicted and plain.predicted.factor == pytest.approx(3.0, rel=0.05), "one forward, two of backward"
     assert full.factor == 4 and full.predicted and full.predicted.factor
     assert plain.predicted.factor is not None and plain.predicted.factor < full.predicted.factor < 4.1, (
@@ -82,32 +86,40 @@ def test_the_rules_on_a_real_model(said: Rules) -> None:
     # hidden size 64, rank 16: 4 − (1 − 2·16/64)
     assert lora.factor == pytest.approx(3.5) and lora.predicted and lora.predicted.factor
     assert lora.predicted.factor < full.predicted.factor
-    memory = next(r for r in said.rules if r.name == FULL and r.of == "activations" and r.memory)
+    memory = next(r for r in found.rules if r.name == FULL and r.of == "activations" and r.memory)
     assert memory.predicted and memory.predicted.peak_saved and memory.predicted.activations_saved
     assert 0 < memory.predicted.peak_saved < memory.predicted.activations_saved < 1
     assert memory.predicted.time_added and memory.predicted.time_added > 0
-    assert len(by_name) == len(said.rules) and all(r.measured is None for r in said.rules)
-    assert said.basis == "modelled" and said.activation_bytes < said.save_all_peak
+    assert len(by_name) == len(found.rules) and all(r.measured is None for r in found.rules)
+    assert found.activation_bytes < found.save_all_peak
 
 
-def test_claims_about_bytes_are_scaled_to_the_model(said: Rules) -> None:
-    by_name: dict[str, Rule] = {r.name: r for r in said.rules if r.amount or r.name.startswith("AMP")}
+def test_claims_about_bytes_are_scaled_to_the_model(found: Rules) -> None:
+    by_name: dict[str, Rule] = {r.name: r for r in found.rules if r.amount or r.name.startswith("AMP")}
     slip = by_name["one feed-forward"]
     assert slip.predicted and slip.amount and "537 MB" in slip.note
     assert slip.predicted.amount == 2 * 256 * 176 * 2  # rows, tokens, width of its feed-forward, bf16
     assert slip.predicted.amount / slip.amount[0] == pytest.approx(0.671, abs=1e-3) and slip.misses(slip.predicted)
     scores = by_name["scores, twice the length"]
     assert scores.misses(scores.predicted) == (), "eager attention keeps its scores"
-    seven = next(r for r in said.rules if r.name == "activations" and "15–25 GB" in r.says)
+    seven = next(r for r in found.rules if r.name == "activations" and "15–25 GB" in r.says)
     assert seven.amount and seven.amount[1] / seven.amount[0] == pytest.approx(25 / 15)
-    assert seven.predicted and seven.predicted.amount == said.activation_bytes
+    assert seven.predicted and seven.predicted.amount == found.activation_bytes
     mixed, card = by_name["AMP and recompute all"].predicted, by_name["bf16, recompute, accumulation"]
     assert mixed and mixed.peak_saved and mixed.time_added is not None
     assert card.predicted and card.amount and card.misses(card.predicted) in ((), ("more",))
     assert by_name["best length of segments"].predicted
-    assert {r.address[:8] for r in said.rules if r.source != "common advice"} == {"https://"}
-    bound = next(r for r in said.rules if r.says.startswith("bound by arithmetic"))
+    assert {r.address[:8] for r in found.rules if r.source != "common advice"} == {"https://"}
+    bound = next(r for r in found.rules if r.says.startswith("bound by arithmetic"))
     assert bound.time in ((0.25, 0.30), (0.40, 0.50), (0.25, 0.50))
+
+
+def test_the_table_has_a_row_for_each_rule_with_its_verdict(found: Rules) -> None:
+    lines = [line for line in table(found).splitlines() if line.startswith("| ")][1:]
+    assert len(lines) == len(found.rules)
+    for line, rule in zip(lines, found.rules, strict=True):
+        misses = rule.misses(rule.predicted)
+        assert ("; holds" in line, "**no**" in line) == (misses == (), bool(misses)), line
 
 
 def test_an_amount_beside_what_was_said() -> None:

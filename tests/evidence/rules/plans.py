@@ -1,4 +1,4 @@
-"""Rules of thumb about recompute and offload, put to the test on one model."""
+"""Test the rules of thumb about recompute and offload on one model: ghost runs of the plans that they speak of."""
 
 from __future__ import annotations
 
@@ -6,16 +6,17 @@ import math
 import statistics
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 from autockpt.errors import AutockptError, ConflictError, DeviceOutOfMemory
-from autockpt.explaining.claims import CHEN, COMMON, SCORES_SOURCE, bound_by, cited, claims, text_config
 from autockpt.explaining.holdings import StepBytes, peak_op
 from autockpt.explaining.subject import ExplainRequest, Subject, open_subject
 from autockpt.measuring import Measurer, WorkerMeasurer
 from autockpt.schema import OFFLOAD, RECOMPUTE, Choice, Graph, Listener, Segment, Selective, Silence, Unit, WorkloadSpec
-from autockpt.schema.explanation import Reading, Rule, Rules
 from autockpt.simulator import simulate
+from tests.evidence.rules.claims import CHEN, COMMON, SCORES_SOURCE, bound_by, cited, claims, text_config
+from tests.evidence.rules.rule import Reading, Rule, Rules
 
 PLAIN, FULL, ROOT, ATTENTION, OFFLOADED = "plain", "recompute all", "√n segments", "attention only", "offload all"
 SECOND, FOURTH, MATRICES = "every 2nd layer", "segments of 4", "products kept"
@@ -31,7 +32,7 @@ Plans = dict[str, dict[str, Choice]]
 def rules(question: ExplainRequest, listener: Listener | None = None, *, measure: bool = False) -> Rules:
     """Each rule with what it says, what ghost runs and op times predict, and with ``measure`` what real steps say.
 
-    Raises what ``explain`` raises; a plan that the model refuses or that does not fit the device leaves its rules open.
+    A plan that the model refuses or that does not fit the device leaves its rules open.
     """
     listener = listener or Silence()
     with open_subject(question, listener) as subject:
@@ -56,13 +57,12 @@ def rules(question: ExplainRequest, listener: Listener | None = None, *, measure
                 measured, said = take_steps(measurer, runnable, activations)
             # counts of FLOPs are held against no measurement
             measured_of = [measured.get(r.name) if r.factor is None else None for r in tables]
-            tables = [r.model_copy(update={"measured": m}) for r, m in zip(tables, measured_of, strict=True)]
+            tables = [replace(r, measured=m) for r, m in zip(tables, measured_of, strict=True)]
             notes += said
         return Rules(
             model=question.described.model,
             settings={k: v for k, v in subject.tracer.settings.items() if k != "model"},
             device=subject.profiled.predictor.device.name,
-            basis=subject.times.basis,
             basis_note=subject.times.note,
             save_all_peak=peak,
             activation_bytes=activations,

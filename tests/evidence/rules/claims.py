@@ -20,10 +20,10 @@ from autockpt.explaining.speed import FEED_FORWARD, SCORES, part_namer, speed_of
 from autockpt.explaining.subject import Subject
 from autockpt.hardware.roofline import roofline_times
 from autockpt.schema import RECOMPUTE, Choice, Graph, Segment, WorkloadSpec
-from autockpt.schema.explanation import Reading, Rule
 from autockpt.simulator import simulate
 from autockpt.tracing import Tracer
 from autockpt.workload.configs import find_config
+from tests.evidence.rules.rule import Reading, Rule
 
 COMMON = "common advice"
 
