@@ -324,9 +324,9 @@ def test_a_simulated_search(autockpt: Autockpt) -> None:
     assert answer["plan"]["predicted"]["peak_bytes"] <= answer["budget"]["bytes"]
 
 
-def test_a_trace(autockpt: Autockpt) -> None:
-    command = next(c for c in commands_of(ROOT / "docs" / "simulation.md") if c.startswith("autockpt trace"))
-    assert json.loads(autockpt(*small(command), "--json"))["summary"]["peak"]["bytes"]
+def test_a_step_is_explained(autockpt: Autockpt) -> None:
+    command = next(c for c in commands_of(ROOT / "docs" / "simulation.md") if c.startswith("autockpt explain"))
+    assert json.loads(autockpt(*small(command), "--no-limits", "--json"))["peak_bytes"]
 
 
 @pytest.mark.campaign

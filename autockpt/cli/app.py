@@ -24,10 +24,9 @@ from autockpt.cli.options import flag
 from autockpt.cli.panels import PanelCommand
 from autockpt.cli.report import report
 from autockpt.cli.search import search
-from autockpt.cli.trace import trace
 from autockpt.cli.verify import verify
 
-VERBS = (search, estimate, trace, explain, diagnose, verify, history, report, export, bench, calibrate)
+VERBS = (search, estimate, explain, diagnose, verify, history, report, export, bench, calibrate)
 
 COLLECT_AFTER = (100_000, 50)
 """Objects, and collections of the young, until the garbage collector looks again: what PyTorch and transformers make

@@ -34,6 +34,7 @@ def explain(
     limits: bool | None = opt(
         "--limits/--no-limits", "Look for the largest batch and sequence under the budget. Default: except for a run."
     ),
+    ops: bool = flag("--ops", "Print every op of the step instead, tab-separated; with --json the whole graph."),
     seed: int | None = opt("--seed N", "For weights and batch. Default: 0.", min=0),
     as_json: bool = flag("--json", "Print JSON."),
 ) -> None:
@@ -49,17 +50,22 @@ def explain(
         raise UsageError(
             f"there is no plan or run {plan}", remedy=f"Check the path; of a model: autockpt explain --model {plan}."
         )
+    if ops and (budget is not None or headroom is not None or limits):
+        raise UsageError(
+            "--ops prints the step of a plan, or of plain training",
+            remedy="Leave --budget, --headroom and --limits out, or name a plan.",
+        )
     if hardware is not None and device is not None:
         raise UsageError(
             "--hardware models a device that is not at hand; --device needs one", remedy="Give one of them."
         )
     from autockpt.explaining import ExplainRequest
     from autockpt.explaining.recorded import explain_run
-    from autockpt.explaining.subject import budget_for, hardware_for
+    from autockpt.explaining.subject import budget_for, hardware_for, step_graph
     from autockpt.history.trialplan import plan_at
 
     loaded = plan_at(plan) if plan is not None else None
-    as_planned = not (workload or device or hardware or limits) and seed is None
+    as_planned = not (workload or device or hardware or limits or ops) and seed is None
     if plan is not None and loaded is not None and as_planned:
         stored = explain_run(plan, loaded, budget, headroom)
         if stored is not None:
@@ -77,9 +83,14 @@ def explain(
         limits=limits is not False,
     )
     from autockpt.explaining import explain as explained
+    from autockpt.reporting.explain_view import print_ops
     from autockpt.reporting.progress import listener
 
     with listener(screen.progress(), f"explain {spec.model}") as watcher:
+        if ops:
+            watcher.stage("trace")
+            screen.show(step_graph(question), print_ops, as_json)
+            return
         said = explained(question, watcher)
     _show(said, as_json)
 

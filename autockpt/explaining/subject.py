@@ -191,6 +191,15 @@ class Subject:
         return predictor.needs(graph) if predictor.needs else graph.peak_bytes + predictor.device.overhead_bytes
 
 
+def step_graph(question: ExplainRequest) -> Graph:
+    """Every op of the described step, under the plan of a question that has one. Raises as ``open_subject`` does."""
+    plan = question.plan
+    with ExitStack() as stack:
+        tracer, _ = open_tracer(stack, question.hardware, question.described, plan, device=question.torch_device)
+        graph = tracer.trace(plan.choices_for(tracer.units, tracer.head) if plan is not None else None)
+        return graph.model_copy(update={"notes": (*tracer.notes, *graph.notes)})
+
+
 @contextmanager
 def open_subject(question: ExplainRequest, listener: Listener) -> Iterator[Subject]:
     """Ghost-run and profile the workload of a question; the tracer's process ends with the block.

@@ -1,4 +1,4 @@
-"""Bytes over time in block characters: as an area, what is fixed below what comes and goes; or as one line."""
+"""Bytes over time in block characters: as an area, what is fixed below what comes and goes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from autockpt.schema.graph import Span
 from autockpt.schema.sizes import format_binary
 
 BLOCKS = "▁▂▃▄▅▆▇█"
-ASCII = "_.-=+*#@"
 CUT = 0.4  # where more than this share of the peak is always there, the axis begins above zero
 
 
@@ -92,15 +91,6 @@ def _cell(curve: Curve, i: int, bottom: float, top: float, marks: Marks) -> str:
         return " "
     share = min(1.0, (total - bottom) / (top - bottom))
     return marks.levels[max(1, round(share * (len(marks.levels) - 1)))] if total > solid else " "
-
-
-def sparkline(values: Sequence[float], low: float, high: float, levels: str = BLOCKS) -> str:
-    """A character per value, the lowest level at ``low`` and the highest only at ``high`` itself or above."""
-    span = high - low
-    if span <= 0:
-        return levels[0] * len(values)
-    top = len(levels) - 1
-    return "".join(levels[max(0, min(top, int((v - low) / span * top)))] for v in values)
 
 
 def resampled(values: Sequence[int], columns: int) -> list[int]:

@@ -9,8 +9,8 @@ from rich.table import Table
 from rich.text import Text
 
 from autockpt.reporting import area
-from autockpt.reporting.style import bullets, heading, plain_table, print_legend, remarks
-from autockpt.schema import Choice, Remake, Selective, format_binary, format_bytes, words
+from autockpt.reporting.style import bullets, heading, plain_table, print_legend, remarks, shown
+from autockpt.schema import Choice, Graph, Remake, Selective, format_binary, format_bytes, words
 from autockpt.schema.explanation import Alive, Basis, Explanation, Front, Reach, Slice, Speed
 from autockpt.schema.known import NONE
 
@@ -21,7 +21,6 @@ ROWS = 9
 _IN_OPTIMIZER = " The peak lies in the optimizer step, when no activations are left: no choice for them lowers it."
 LONG = 46  # columns of a choice
 WORTH = 0.01  # share of a step from which it is said what bounds a part
-_PLAIN = str.maketrans({"√": "sqrt ", "−": "-", "µ": "u"})
 
 
 def print_explanation(said: Explanation, console: Console) -> None:
@@ -196,9 +195,17 @@ def _budgets(said: Explanation, marks: area.Marks) -> Table:
     return table
 
 
-def writable(text: str, encoding: str) -> str:
-    """The text, with signs that the output's encoding lacks spelled in ASCII."""
-    return text if area.encodes(encoding, text) else text.translate(_PLAIN)
+def print_ops(graph: Graph, console: Console) -> None:
+    """One line per op, as wide as it is: for ``less -S`` and ``grep``."""
+    # past rich, which would turn the tabs into spaces
+    print("op\tphase\ttarget\tmodule\toutputs\tbytes\tFLOPs\tdevice bytes", file=console.file)
+    size = {s.id: s.bytes for s in graph.storages}
+    born = {s.id: s.birth for s in graph.storages}
+    for op, held in zip(graph.ops, graph.timeline(), strict=True):
+        outputs = " ".join(f"{o.dtype}{list(o.shape)}" for o in op.outputs)
+        fresh = sum(size.get(i, 0) for i in {o.storage for o in op.outputs} if born.get(i) == op.index)
+        cells = (op.index, op.phase, op.target, op.module or "-", outputs or "-", fresh, op.flops, held)
+        print("\t".join(shown(str(c)) for c in cells), file=console.file)
 
 
 def choice_words(choice: Choice) -> str:

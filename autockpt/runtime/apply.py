@@ -206,7 +206,7 @@ def choices_for(model: nn.Module, plan: Plan) -> dict[str, Choice]:
     if not units and (head is None or head.name not in plan.choices):
         raise PlanError(
             f"{type(model).__name__} has no repeated blocks, nor modules that the plan names",
-            remedy="Apply the plan to the model it was made for; autockpt trace shows a model's units.",
+            remedy="Apply the plan to the model it was made for; `autockpt explain` shows a model's units.",
         )
     return plan.choices_for(units, head)
 

@@ -44,11 +44,6 @@ class DevicePeak(Data):
     fits: bool = Field(default=True, description="whether a run within the limit gets through")
 
     @property
-    def fragmentation(self) -> int:
-        """Reserved bytes beyond what was ever allocated."""
-        return self.reserved - self.allocated
-
-    @property
     def total(self) -> int:
         """What counts against a budget: reserved bytes and context."""
         return self.reserved + self.context

@@ -158,7 +158,7 @@ class TracedRun:
         if not names:
             raise UsageError(
                 f"units {workload.units!r}: none of these modules is called in the step",
-                remedy="Name modules whose forward runs; `autockpt trace --ops` prints the module of every op.",
+                remedy="Name modules whose forward runs; `autockpt explain --ops` prints the module of every op.",
             )
         if named:
             workload.settings = {**workload.settings, "units": ",".join(fold(dict.fromkeys(names, "")))}

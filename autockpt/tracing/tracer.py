@@ -242,7 +242,7 @@ def trace(step: Step, plan: Plan | Mapping[str, Choice] | str | Path | None = No
     if not isinstance(step, Step):
         raise UsageError(
             f"a {type(step).__name__} is no training step",
-            remedy="Give autockpt.Step(model, batch, optimizer=optimizer); `autockpt trace --model` takes names.",
+            remedy="Give autockpt.Step(model, batch, optimizer=optimizer); `autockpt explain --model` takes names.",
         )
     with Tracer.from_step(step) as tracer:
         if isinstance(plan, (str, Path)):

@@ -176,6 +176,6 @@ def blocks_of(tracer: Tracer) -> tuple[Unit, ...]:
             "the model has no repeated blocks, and no module that keeps much more for backward than it is given: "
             "there is nothing to choose for",
             remedy="Name modules with --units (any whose forward is called), or move a part of the model's own forward "
-            "into a module; `autockpt trace` shows what is kept.",
+            "into a module; `autockpt explain` shows what is kept.",
         )
     return blocks

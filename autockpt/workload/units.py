@@ -113,7 +113,7 @@ def _only(unit_name: str, longer: Mapping[str, nn.Module]) -> nn.Module:
     if longer:
         found = ", ".join(list(longer)[:4])
         raise PlanError(f"{unit_name!r} could be any of {found}", remedy="Write the module's full name.")
-    remedy = "Check that the plan was made for this model; `autockpt trace` prints the names of its units."
+    remedy = "Check that the plan was made for this model; `autockpt explain` prints the names of its units."
     if (inner := strip_prefixes(unit_name)) != unit_name:
         remedy = f"Names are without what wrappers put into them (PEFT, compile, DDP): write {inner!r}."
     raise PlanError(f"the model has no module named {unit_name!r}", remedy=remedy)

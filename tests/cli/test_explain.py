@@ -133,6 +133,7 @@ def test_a_plan_brings_its_workload(autockpt, asked: Asked, tmp_path: Path) -> N
         ((".",), ""),
         (("--model", "llama-tiny", "--budget", "24"), "budget"),
         (("--model", "llama-tiny", "--headroom", "2%"), "--budget"),
+        (("--model", "llama-tiny", "--ops", "--budget", "24GB"), "--ops"),
         (("--model", "llama-tiny", "--hardware", "rtx4090", "--device", "cpu"), "--device"),
         (("--model", "llama-tiny", "--hardware", "rtx409"), "rtx4090"),
         (("llama-8b",), "autockpt explain --model llama-8b"),

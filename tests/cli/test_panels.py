@@ -28,7 +28,7 @@ def test_what_a_value_has_to_be_is_said_in_plain_words(autockpt: Autockpt, optio
 def test_only_what_can_simulate_a_device_takes_options_that_no_real_step_follows(autockpt: Autockpt) -> None:
     for verb in VERBS:
         text = autockpt(verb.__name__, "--help").out
-        assert ("--shard" in text) is (verb.__name__ in ("search", "trace", "explain", "diagnose")), verb.__name__
+        assert ("--shard" in text) is (verb.__name__ in ("search", "explain", "diagnose")), verb.__name__
         assert "--shard" not in text or "--hardware" in text
 
 

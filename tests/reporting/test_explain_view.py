@@ -1,9 +1,18 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from autockpt.reporting import area
-from autockpt.reporting.explain_view import bound_words, difference, largest_words, print_explanation, reason_words
+from autockpt.reporting.explain_view import (
+    bound_words,
+    difference,
+    largest_words,
+    print_explanation,
+    print_ops,
+    reason_words,
+)
 from autockpt.schema import OFFLOAD, RECOMPUTE, SAVE, Choice, Comparison, Measurement, ResolvedBudget
 from autockpt.schema.explanation import (
     Alive,
@@ -22,7 +31,7 @@ from autockpt.schema.explanation import (
     Speed,
     Why,
 )
-from tests.reporting.samples import console
+from tests.reporting.samples import console, small_graph
 
 MIB = 2**20
 NAMES = [f"model.layers.{i}" for i in range(32)]
@@ -238,3 +247,23 @@ def test_copies_that_hardly_wait_are_no_advice_and_have_no_rate() -> None:
     print_explanation(explanation(speed=speed), screen)
     line = next(line for line in raw.getvalue().decode().splitlines() if "waiting for copies" in line)
     assert line.split()[-3:] == ["—", "—", "link"]
+
+
+def test_ops_are_tab_separated() -> None:
+    screen, raw = console(20)
+    print_ops(small_graph(), screen)
+    lines = raw.getvalue().decode().splitlines()
+    assert len(lines) == 1 + len(small_graph().ops)
+    assert lines[1].split("\t") == ["0", "forward", "aten.mm.default", "embed", "uint8[10]", "10", "0", "1010"]
+
+
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=60), st.integers(1, 20))
+def test_downsampling_loses_no_peak(values: list[int], points: int) -> None:
+    sampled = area.resampled(values, min(points, len(values)))
+    assert max(values[i] for i in sampled) == max(values) and len(set(sampled)) == min(points, len(values))
+
+
+def test_a_curve_shorter_than_the_screen_is_stretched() -> None:
+    assert area.resampled([1, 9, 2, 3], 2) == [1, 3]
+    assert area.resampled([1, 2], 4) == [0, 0, 1, 1]
+    assert area.resampled([], 2) == []

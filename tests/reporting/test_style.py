@@ -71,3 +71,13 @@ def test_results_in_a_notebook_are_text_in_one_output(monkeypatch: pytest.Monkey
     results = style.console(stderr=False)
     assert not results.is_jupyter and not results.is_terminal and results.color_system is None
     assert style.console(stderr=True).is_jupyter, "a bar moves there as before"
+
+
+def test_no_cell_is_cut_where_a_table_is_wider_than_the_screen() -> None:
+    out, raw = console(30)
+    table = plain_table("shape", "bytes", "name")
+    table.add_row("4x1536x8192 bf16", "1.50 GiB", "model.layers.0-15")
+    out.print(table)
+    lines = [line.rstrip() for line in raw.getvalue().decode().splitlines()]
+    assert max(map(len, lines)) <= 30
+    assert " ".join(" ".join(lines).split()) == "4x1536x8192 bf16 bytes 1.50 GiB, name model.layers.0-15"
