@@ -24,7 +24,7 @@ from autockpt.explaining.sizes import estimate_step
 from autockpt.explaining.subject import budget_for, hardware_for
 from autockpt.history.rundir import RunDirectory
 from autockpt.history.trialplan import plan_at
-from autockpt.page import write_comparison, write_page
+from autockpt.page import write_page
 from autockpt.reporting.batches_view import batch_lines
 from autockpt.reporting.explain_view import print_explanation
 from autockpt.reporting.loggers import logging_to, run_name
@@ -286,14 +286,13 @@ def _shown(said: Explanation, show: bool) -> Explanation:
 
 
 @python_door
-def report(run: str | Path, other: str | Path | None = None, *, report_out: str | Path | None = None) -> Path:
-    """Write a run (or two, compared) as one offline HTML page; returns where it lies.
+def report(run: str | Path, *, report_out: str | Path | None = None) -> Path:
+    """Write a run as one offline HTML page; returns where it lies.
 
-    ``report_out`` is the file; by default ``report.html`` in the run, or ``compare-<name>.html`` in the second.
+    ``report_out`` is the file; by default ``report.html`` in the run.
     Raises RunDirectoryError where there is no run, or the file cannot be written.
     """
-    first, target = RunDirectory.open(run), None if report_out is None else Path(report_out)
-    return write_page(first, target) if other is None else write_comparison(first, RunDirectory.open(other), target)
+    return write_page(RunDirectory.open(run), None if report_out is None else Path(report_out))
 
 
 @contextmanager

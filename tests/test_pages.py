@@ -247,10 +247,7 @@ def test_a_measured_search_its_history_and_what_becomes_of_the_plan(autockpt: Au
 def test_what_becomes_of_a_run(autockpt: Autockpt, plan: dict[str, Any]) -> None:
     run = Path(plan["run_directory"])
     autockpt("report", str(run))
-    autockpt("report", str(run), str(run))
-    assert {page.name for page in run.glob("*.html")} == {"report.html", f"compare-{run.name}.html"}
-    assert len(autockpt("history", str(run), "--csv").splitlines()) > 2
-    assert "llama-tiny" in autockpt("history", str(run), "--compare", str(run))
+    assert [page.name for page in run.glob("*.html")] == ["report.html"]
     assert run.name in autockpt("history")
     assert "Trial 0: none" in autockpt("history", str(run), "--trial", "0")
     autockpt("history", str(run), "--trial", "0", "--plan-out", "trial.yaml")

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import json
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,60 +19,38 @@ if TYPE_CHECKING:
 @guarded
 def history(
     run: Path | None = arg("RUN", "A run's directory, or its name in results/. Without: list the runs."),
-    sort: str = opt("--sort [number|time|peak|predicted]", "Order of the trials.", default="number"),
-    best: int | None = opt("--best N", "Only the N fastest that fit.", min=1),
+    best: int | None = opt("--best N", "Only the N fastest that fit, fastest first.", min=1),
     trial: int | None = opt("--trial N", "One trial in full: each measurement, its prediction, why.", min=0),
     plan_out: Path | None = opt("--plan-out FILE", "With --trial: write that trial's plan."),
-    compare: Path | None = opt("--compare RUN", "A second run, to compare with the first."),
     out: Path = RUNS_FOLDER,
-    as_csv: bool = flag("--csv", "Print the trials as CSV; bytes and seconds."),
     as_json: bool = flag("--json", "Print JSON."),
 ) -> None:
     """Print what a run tried; without a run, what runs there are.
 
     A letter for each layer says what was chosen; the legend under the table names those that occur.
     """
-    from autockpt.history.trials import SORT_KEYS
-    from autockpt.schema.suggest import did_you_mean
-
-    if sort not in SORT_KEYS:
-        remedy = f"{did_you_mean(sort, SORT_KEYS)}Use {', '.join(SORT_KEYS)}."
-        raise UsageError(f"trials cannot be sorted by {sort!r}", remedy=remedy)
     if plan_out is not None and trial is None:
         raise UsageError("--plan-out writes the plan of one trial", remedy="Add --trial with its number.")
-    _one_of_these({"--trial": trial is not None, "--compare": compare is not None, "--best": best is not None})
-    _one_of_these({"--trial": trial is not None, "--compare": compare is not None, "--csv": as_csv})
-    _one_of_these({"--csv": as_csv, "--json": as_json})
+    if trial is not None and best is not None:
+        raise UsageError("--trial and --best do not go together", remedy="Leave one of them out.")
     if run is None:
-        if trial is not None or compare is not None or best is not None or as_csv:
+        if trial is not None or best is not None:
             raise UsageError("no run was named", remedy="Name a run's directory, or leave the other options out.")
         _list_runs(out, as_json)
         return
     opened = run_at(run, out)
     if trial is not None:
         _print_trial(opened, trial, plan_out, as_json)
-    elif compare is not None:
-        _compare(opened, run_at(compare, out), as_json)
     else:
-        _print_run(opened, sort, best, as_csv, as_json)
+        _print_run(opened, best, as_json)
 
 
-def _one_of_these(given: Mapping[str, bool]) -> None:
-    asked = [option for option, is_given in given.items() if is_given]
-    if len(asked) > 1:
-        raise UsageError(f"{' and '.join(asked)} do not go together", remedy="Leave one of them out.")
-
-
-def _print_run(run: RunDirectory, sort: str, best_count: int | None, as_csv: bool, as_json: bool) -> None:
-    from autockpt.history.trials import best, pareto_front, ranked
+def _print_run(run: RunDirectory, best_count: int | None, as_json: bool) -> None:
+    from autockpt.history.trials import best, pareto_front
 
     trials = run.trials()
     front = pareto_front(trials)
     shown = best(trials, best_count) if best_count else trials
-    shown = ranked(shown, "time" if best_count and sort == "number" else sort)
-    if as_csv:
-        screen.print_json(_csv(shown))
-        return
     if as_json:
         data: dict[str, Any] = {
             "run": str(run.path),
@@ -118,20 +93,6 @@ def _sets(run: RunDirectory) -> list[str]:
     return [] if plan is None else set_lines(plan)
 
 
-def _csv(trials: Sequence[Trial]) -> str:
-    """The trials as a table for other programs; choices as they are written in plans, one line of JSON."""
-    from autockpt.history.openrun import row
-    from autockpt.schema import dump_choices
-    from autockpt.schema.names import fold
-
-    rows = [row(t) | {"choices": json.dumps(dump_choices(fold(t.choices)))} for t in trials]
-    text = io.StringIO()
-    table = csv.DictWriter(text, rows[0] if rows else ("number",), lineterminator="\n")
-    table.writeheader()
-    table.writerows(rows)
-    return text.getvalue().rstrip("\n")
-
-
 def _print_trial(run: RunDirectory, number: int, plan_out: Path | None, as_json: bool) -> None:
     from autockpt.history.rundir import BY_LENGTH, PLAN
     from autockpt.history.trialplan import plan_of_trial, trial_of
@@ -155,30 +116,6 @@ def _print_trial(run: RunDirectory, number: int, plan_out: Path | None, as_json:
         console.print(f"Its plan is written to {plan_out}{kept}.", soft_wrap=True)
 
 
-def _compare(first: RunDirectory, second: RunDirectory, as_json: bool) -> None:
-    """Two runs compared."""
-    from autockpt.history.comparison import differences, in_both
-
-    asked = list(differences(first.question, second.question))
-    both = in_both(first.trials(), second.trials())
-    runs = [_in_short(run) for run in (first, second)]
-    if as_json:
-        data = {
-            "runs": [_with_best(*run) for run in runs],
-            "asked_differently": [dict(zip(("what", "first", "second"), row, strict=True)) for row in asked],
-            "plans_of_both": [[one.number, other.number] for one, other in both],
-        }
-        screen.print_json(json.dumps(data, indent=2))
-        return
-    from autockpt.reporting.progress import describe_numbers
-    from autockpt.reporting.trials_view import print_comparison
-
-    rows = [facts | {"best": fastest and describe_numbers(fastest)} for facts, fastest in runs]
-    told = [name for name in rows[0] if name != "infeasible" or any(row[name] for row in rows)]
-    found = [(name, *(str(row[name]) if row[name] is not None else "—" for row in rows)) for name in told]
-    print_comparison(("first", "second"), found, asked, both, screen.results())  # type: ignore[arg-type]
-
-
 def _in_short(run: RunDirectory) -> tuple[dict[str, Any], Trial | None]:
     """One run in a few facts, and its fastest trial that fits."""
     from autockpt.history.trials import best
@@ -196,7 +133,7 @@ def _in_short(run: RunDirectory) -> tuple[dict[str, Any], Trial | None]:
 
 
 def _with_best(facts: dict[str, Any], fastest: Trial | None) -> dict[str, Any]:
-    """The same for other programs, with that trial's numbers as in ``--csv``."""
+    """The same for other programs, with that trial's numbers."""
     from autockpt.history.openrun import row
 
     return facts | {"best": row(fastest) if fastest is not None else None}

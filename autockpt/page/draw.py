@@ -20,25 +20,22 @@ from autockpt.schema import format_binary, words
 SMALL = {SIMULATED: "known", GHOST: "ghost", PREDICTED: "predicted"}  # styles of plans that are no trials
 
 
-def plane(contents: Contents, other: Contents | None = None) -> Markup:
-    """Peak against step time: trials, baselines, Pareto staircase and budget; of a second run, hollow."""
-    runs = [contents, *([other] if other is not None else [])]
-    shown = [p for run in runs for p in run.plans.points.values() if p.shown]
+def plane(contents: Contents) -> Markup:
+    """Peak against step time: trials, baselines, Pareto staircase and budget."""
+    plans = contents.plans
+    shown = sorted((p for p in plans.points.values() if p.shown), key=lambda p: p.phase != "")
     if not shown:
         return Markup("")
-    budgets = [run.budget.bytes for run in runs if run.budget is not None]
-    x = Axis([*(float(p.peak or 0) for p in shown), *map(float, budgets)], 0, 100)
+    budget = [float(contents.budget.bytes)] if contents.budget is not None else []
+    x = Axis([*(float(p.peak or 0) for p in shown), *budget], 0, 100)
     y = Axis([v for p in shown for v in _reach(p)], 100, 0)
-    parts = _grid(x, y, "peak of a whole step", "step time")
-    for number, run in enumerate(runs):
-        front = [run.plans.points[key] for key in run.plans.front if run.plans.points[key].shown]
-        parts.append(_stairs([(x(p.peak or 0), y(p.seconds or 0)) for p in front], number))
-        points = sorted((p for p in run.plans.points.values() if p.shown), key=lambda p: p.phase != "")
-        parts += [_point(p, x, y, p.key == run.plans.best, number) for p in points]
-    if other is None and contents.budget is not None:
-        parts.append(_handle("budget", x(contents.budget.bytes), "Memory budget"))
-    else:
-        parts += [f'<line class="budget" x1="{x(b):.2f}%" x2="{x(b):.2f}%" y1="0%" y2="100%"/>' for b in budgets]
+    front = [plans.points[key] for key in plans.front if plans.points[key].shown]
+    parts = [
+        *_grid(x, y, "peak of a whole step", "step time"),
+        _stairs([(x(p.peak or 0), y(p.seconds or 0)) for p in front]),
+        *(_point(p, x, y, p.key == plans.best) for p in shown),
+        *(_handle("budget", x(value), "Memory budget") for value in budget),
+    ]
     axes = f'data-low="{x.low:.0f}" data-high="{x.high:.0f}"'
     return _svg(parts, "plane", "Peak memory against step time of every plan", extra=axes)
 
@@ -50,18 +47,18 @@ def _reach(point: PlanPoint) -> tuple[float, ...]:
     return (seconds, *ends)
 
 
-def _stairs(corners: Sequence[tuple[float, float]], number: int) -> str:
+def _stairs(corners: Sequence[tuple[float, float]]) -> str:
     """A line that goes to the right and then down at each corner, and from the last one to the edge."""
     if not corners:
         return ""
     (px, py), *rest = corners
     steps = "".join(f"H{px:.2f}V{py:.2f}" for px, py in rest)
-    return _stretched(f'<path class="front run{number}" d="M{px:.2f} {py:.2f}{steps}H100"/>')
+    return _stretched(f'<path class="front" d="M{px:.2f} {py:.2f}{steps}H100"/>')
 
 
-def _point(point: PlanPoint, x: Axis, y: Axis, best: bool, number: int) -> str:
+def _point(point: PlanPoint, x: Axis, y: Axis, best: bool) -> str:
     px, py = x(point.peak or 0), y(point.seconds or 0)
-    style = f"{'phase' + str(_phase(point)) if point.phase else SMALL[point.basis]} run{number}"
+    style = f"{'phase' + str(_phase(point)) if point.phase else SMALL[point.basis]} run0"
     title = f"{point.name}: {format_binary(point.peak or 0)}, {words.seconds(point.seconds or 0)}, {point.basis}"
     kind = MARKS[_phase(point)] if point.phase else "circle"
     size = 3 if not point.phase else 6 if best else 4.5
@@ -95,11 +92,8 @@ def _mark(kind: str, r: float, style: str, title: str) -> str:
     return mark(kind, r, f'class="mark {style}"', title)
 
 
-def steps(tapes: Sequence[Timeline], budget_bytes: int | None, still: bool = False) -> Markup:
-    """Bytes through the step of each tape, overlaid on one axis of time (of ops, where times are not known).
-
-    ``still``: no moment can be chosen.
-    """
+def steps(tapes: Sequence[Timeline], budget_bytes: int | None) -> Markup:
+    """Bytes through the step of each tape, overlaid on one axis of time (of ops, where times are not known)."""
     if not tapes:
         return Markup("")
     lengths = [tape.seconds if tape.seconds is not None else float(max(tape.ops) + 1) for tape in tapes]
@@ -124,15 +118,14 @@ def steps(tapes: Sequence[Timeline], budget_bytes: int | None, still: bool = Fal
     for tape, length in reversed(list(zip(tapes, lengths, strict=True))):
         end = 100 * length / longest
         points = " ".join(f"{a * end:.2f},{y(b):.2f}" for a, b in zip(tape.at, tape.total, strict=True))
-        slug = {"save everything": "none", "recompute all": "all", "first run": "all"}.get(tape.name, "ours")
+        slug = {"save everything": "none", "recompute all": "all"}.get(tape.name, "ours")
         closed = f'<polygon class="area {slug}" points="0,{y(0):.2f} {points} {end:.2f},{y(0):.2f}"/>'
         parts.append(_stretched(f'{closed}<polyline class="curve {slug}" points="{points}"/>'))
     if near and budget_bytes is not None:
         at = y(budget_bytes)
         parts.append(f'<line class="budget" x1="0%" x2="100%" y1="{at:.2f}%" y2="{at:.2f}%"/>')
         parts.append(f'<text class="tick" x="100%" y="{at:.2f}%" dy="-5" text-anchor="end">budget</text>')
-    if not still:
-        parts.append(_handle("moment", 50, "Moment of the step"))
+    parts.append(_handle("moment", 50, "Moment of the step"))
     return _svg(parts, "steps", "Bytes on the device through the step", extra=f'data-longest="{longest}"')
 
 
@@ -150,7 +143,7 @@ def progress(contents: Contents) -> Markup:
         if (point.seconds or math.inf) < best:
             best = point.seconds or math.inf
             corners.append((x(point.elapsed), y(best)))
-    parts.append(_stairs(corners, 0))
+    parts.append(_stairs(corners))
     for point in tried:
         fits = {True: "fits", False: "does not fit", None: "not known whether it fits"}[point.fits]
         title = f"{point.name}: {words.seconds(point.seconds or 0)}, {fits}, after {words.seconds(point.elapsed)}"

@@ -1,10 +1,9 @@
-"""From the contents of a run, or of two, to one HTML file without any other file or address in it."""
+"""From the contents of a run to one HTML file without any other file or address in it."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import cache
 from importlib.resources import files
 from itertools import pairwise
@@ -15,17 +14,16 @@ from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
 from autockpt.errors import RunDirectoryError
-from autockpt.history.comparison import differences
 from autockpt.history.rundir import RunDirectory
 from autockpt.page import draw
-from autockpt.page.contents import Contents, as_json, contents_of, without_paths
+from autockpt.page.contents import Contents, as_json, contents_of
 from autockpt.page.plans import PHASES, SAID, PlanPoint
 from autockpt.reporting.answer import answer_rows, loading_lines
 from autockpt.schema import SAVE, format_binary, words
 from autockpt.schema.choices import legend
 from autockpt.schema.device import WITHOUT_STREAMS
 from autockpt.schema.files import write_file
-from autockpt.schema.known import OURS, legend_of_names
+from autockpt.schema.known import legend_of_names
 from autockpt.schema.names import fold, parse_pattern
 
 PAGE = "report.html"
@@ -43,24 +41,10 @@ def write_page(run: RunDirectory, path: Path | None = None) -> Path:
 
     Raises RunDirectoryError where the run is damaged or the file cannot be written.
     """
-    return _written(path or run.path / PAGE, run_page(run), run)
-
-
-def write_comparison(first: RunDirectory, second: RunDirectory, path: Path | None = None) -> Path:
-    """Write the page about both to ``path`` (default: compare-<first>.html in the second). Returns where it lies.
-
-    Raises RunDirectoryError or PlanError where a file of one is damaged, or the page cannot be written.
-    """
-    path = path or second.path / f"compare-{first.path.resolve().name}.html"
-    return _written(path, compare_page(first, second), first, second)
-
-
-def _written(path: Path, page: str, *runs: RunDirectory) -> Path:
-    """Where the page lies. A run's own files are no links to others."""
-    own = path.parent.resolve() in [run.path.resolve() for run in runs]
-    named = " ".join(str(run.path) for run in runs)
-    elsewhere = f"`autockpt report {named} --report-out FILE` writes it elsewhere; in Python report_out= does."
-    return write_file(path, page, RunDirectoryError, elsewhere, links=not own)
+    path = path or run.path / PAGE
+    own = path.parent.resolve() == run.path.resolve()  # a run's own files are no links to others
+    elsewhere = f"`autockpt report {run.path} --report-out FILE` writes it elsewhere; in Python report_out= does."
+    return write_file(path, run_page(run), RunDirectoryError, elsewhere, links=not own)
 
 
 def of_run(contents: Contents) -> dict[str, Any]:
@@ -193,77 +177,3 @@ def embedded(data: dict[str, Any]) -> Markup:
     """JSON that can stand in a script element: nothing in it ends the element or begins another."""
     text = json.dumps(data, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
     return Markup(text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026"))
-
-
-def compare_page(first: RunDirectory, second: RunDirectory) -> str:
-    """One page about two runs. Raises RunDirectoryError or PlanError where a file of one is damaged."""
-    both = contents_of(first), contents_of(second)
-    return rendered(
-        "compare.html.j2",
-        {"plans": {}, "choices": [], "units": [], "thresholds": [], "tapes": []},
-        first=both[0],
-        second=both[1],
-        verdict=_verdict(*both),
-        asked=[tuple(map(without_paths, row)) for row in differences(first.question, second.question)],
-        found=_found(*both),
-        strips=[_strip(run) for run in both],
-        tapes=[
-            replace(run.tapes[-1], name=name)
-            for run, name in zip(both, ("first run", "second run"), strict=True)
-            if run.tapes and run.tapes[-1].name == OURS
-        ],
-    )
-
-
-def _found(*runs: Contents) -> list[tuple[str, ...]]:
-    """Rows of what came of each: a name, and a text for each run."""
-
-    def of_answer(read: Any) -> list[str]:
-        return [read(run.answer) if run.answer is not None else "—" for run in runs]
-
-    rows: list[tuple[str, ...]] = [
-        ("model", *(run.model for run in runs)),
-        ("device", *(run.device for run in runs)),
-        ("budget", *(format_binary(run.budget.bytes) if run.budget is not None else "—" for run in runs)),
-        ("peak", *of_answer(lambda p: format_binary(p.peak) if p.peak is not None else "—")),
-        ("step", *of_answer(_step)),
-        ("known how", *of_answer(lambda p: p.basis or "—")),
-        ("plans tried", *(str(sum(p.phase != "" for p in run.plans.points.values())) for run in runs)),
-        ("ended", *(run.outcome.stopped if run.outcome is not None else run.state for run in runs)),
-    ]
-    versions = [dict(run.environment.versions) if run.environment is not None else {} for run in runs]
-    for name in dict.fromkeys(k for told in versions for k in told):
-        if len({told.get(name) for told in versions}) > 1:
-            rows.append((name, *(told.get(name, "—") for told in versions)))
-    return rows
-
-
-def _step(point: PlanPoint) -> str:
-    interval = f" ({words.seconds(point.low)} to {words.seconds(point.high)})" if point.low and point.high else ""
-    return f"{words.seconds(point.seconds)}{interval}" if point.seconds else "—"
-
-
-def _verdict(first: Contents, second: Contents) -> str:
-    """The second run's plan against the first's, where they are of one model."""
-    ours = [{row.name: row.measured or row.predicted for row in run.rows}.get(OURS) for run in (first, second)]
-    if ours[0] is None or ours[1] is None:
-        return "One of the two runs has no plan yet."
-    jobs = [(run.model, run.settings.get("batch_size"), run.settings.get("seq_len")) for run in (first, second)]
-    if jobs[0] != jobs[1]:
-        said = " and ".join(f"{job[0]} at {' × '.join(str(n) for n in job[1:] if n is not None)}" for job in jobs)
-        return f"These are two jobs, {said}: what they need and how long they take does not compare."
-    more = ours[1].peak_bytes - ours[0].peak_bytes
-    said = f"The second plan needs {format_binary(abs(more))} {'more' if more >= 0 else 'less'} and is "
-    text = said + words.compared(ours[1], ours[0], "the first") + "."
-    if first.source != second.source:
-        text += " One was measured and the other simulated: their times are not of one kind."
-    elif first.device != second.device:
-        text += " They are of different devices."
-    return text
-
-
-def _strip(run: Contents) -> list[tuple[str, str, str]]:
-    """Letter, kind and words of every unit of the answer."""
-    choices = run.answer.choices if run.answer is not None else {}
-    told = {unit: choices.get(unit, SAVE) for unit in run.units if choices}
-    return [(choice.letter, choice.kind, f"{unit}: {choice}") for unit, choice in told.items()]

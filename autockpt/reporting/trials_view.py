@@ -192,36 +192,3 @@ def _readings(measured: Sequence[Measurement]) -> Table:
             str(number), format_binary(reading.peak_bytes), words.step_time(reading), str(reading.steps), times
         )
     return table
-
-
-def print_comparison(
-    names: tuple[str, str],
-    found: Sequence[tuple[str, str, str]],
-    asked: Sequence[tuple[str, str, str]],
-    both: Sequence[tuple[Trial, Trial]],
-    console: Console,
-) -> None:
-    """Two runs side by side: what came of them, what was asked differently, and plans that both tried."""
-    for title, rows in (("What came of them", found), ("What was asked differently", asked)):
-        console.print(Text(title, style="bold"))
-        if not rows:
-            console.print("  nothing: it is the same question")
-        else:
-            table = plain_table("<", *(f"<{name}" for name in names))
-            for row in rows:
-                table.add_row(*row)
-            console.print(table)
-        console.print()
-    console.print(Text("Plans that both tried", style="bold"))
-    if not both:
-        console.print("  none")
-        return
-    table = plain_table(">#", ">#", ">step", ">step", ">peak", ">peak", "<choices")
-    for one, other in both:
-        table.add_row(
-            *(str(t.number) for t in (one, other)),
-            *(words.step_of(t.score) for t in (one, other)),
-            *(format_binary(t.score.peak_bytes) if t.score else "—" for t in (one, other)),
-            words.strip(one.choices, 24),
-        )
-    console.print(table)

@@ -20,10 +20,3 @@ def test_what_is_no_run_is_an_error(autockpt, tmp_path: Path) -> None:
     for given in ("nothing", "other"):
         result = autockpt("report", given)
         assert result.code == 2 and "autockpt search" in result.err and not result.out
-
-
-def test_two_runs_are_compared(autockpt, tmp_path: Path) -> None:
-    first, second = make_run(tmp_path / "results"), make_run(tmp_path / "results", budget="70%act")
-    result = autockpt("report", first.path.name, second.path.name)
-    assert result.code == 0, result.err
-    assert "The second plan needs" in (second.path / f"compare-{first.path.name}.html").read_text()

@@ -1,10 +1,9 @@
 from __future__ import annotations
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autockpt.history.trials import SORT_KEYS, best, pareto_front, ranked
+from autockpt.history.trials import best, pareto_front
 from autockpt.schema.trial import Measurement, Prediction, Trial
 
 
@@ -39,23 +38,6 @@ def test_best_is_the_fastest_measured_plan_that_fits():
     assert numbers(best(trials)) == [2]
     assert numbers(best(trials, 5)) == [2, 1]
     assert best(trials[:1]) == []
-
-
-def test_ranking_by_each_key():
-    trials = [
-        trial(0, 70, 1.0, fits=False, predicted=(70, 9.0)),
-        trial(1, 50, 3.0, predicted=(50, 1.0)),
-        trial(2, 60, 2.0),
-        trial(3, predicted=(10, 0.5), state="predicted_over"),
-        trial(4, state="failed"),
-    ]
-    assert numbers(ranked(trials, "time")) == [2, 1, 0, 3, 4]
-    assert numbers(ranked(trials, "peak")) == [3, 1, 2, 0, 4]
-    assert numbers(ranked(trials, "predicted")) == [3, 1, 0, 2, 4]
-    assert numbers(ranked(reversed(trials), "number")) == [0, 1, 2, 3, 4]  # type: ignore[arg-type]
-    assert set(SORT_KEYS) == {"number", "time", "peak", "predicted"}
-    with pytest.raises(KeyError):
-        ranked(trials, "name")
 
 
 def test_pareto_front_leanest_first_and_over_budget_included():

@@ -10,7 +10,7 @@ import pytest
 from autockpt.errors import RunDirectoryError
 from autockpt.hardware.roofline import environment_of_hardware
 from autockpt.history.rundir import RunDirectory
-from autockpt.page import compare_page, write_page
+from autockpt.page import write_page
 from autockpt.page.contents import contents_of, without_paths
 from autockpt.page.plans import GHOST, OPTUNA, SOLVER
 from autockpt.page.render import _in_order, run_page
@@ -324,15 +324,3 @@ def test_a_page_in_the_run_is_written_through_no_link(tmp_path: Path) -> None:
     (tmp_path / "link.html").symlink_to(tmp_path / "page.html")
     write_page(run, tmp_path / "link.html")
     assert (tmp_path / "link.html").is_symlink() and (tmp_path / "page.html").read_text().startswith("<!doctype")
-
-
-def test_two_runs_on_one_page(tmp_path: Path) -> None:
-    name = "<b>other</b>"
-    first, second, other = (make_run(tmp_path, **more) for more in ({}, {"budget": "70%act"}, {"model": name}))
-    page = Read(compare_page(first, second))
-    assert "The second plan needs 0 B more and is about as fast as the first" in page.said
-    assert "budget 60%act 70%act" in page.said
-    text = compare_page(first, other)
-    page = Read(text)
-    assert "These are two jobs, small at" in page.said and f"model small {name}" in page.said and "<b>" not in text
-    assert "somebody" not in text and len(text.encode()) < 2**20
