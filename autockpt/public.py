@@ -27,7 +27,6 @@ from autockpt.history.trialplan import plan_at
 from autockpt.page import write_page
 from autockpt.reporting.batches_view import batch_lines
 from autockpt.reporting.explain_view import print_explanation
-from autockpt.reporting.loggers import logging_to, run_name
 from autockpt.reporting.progress import listener
 from autockpt.reporting.style import console
 from autockpt.schema import (
@@ -83,7 +82,6 @@ def search(
     out: str | Path | None = None,
     again: bool = False,
     progress: bool = True,
-    log_to: str | Sequence[str] = (),
     **workload: Any,
 ) -> Plan:
     """The fastest plan that fits a budget, for a live training step or for a model by its name.
@@ -107,8 +105,7 @@ def search(
     chunks of tokens: gradients are then equal up to rounding.
     ``timeout`` is in seconds, ``out`` the folder that keeps the run and its page (None: nothing is kept). A search that
     came to its end there answers from its record, unless ``again``. ``progress`` is a bar on a terminal's standard
-    error, lines elsewhere; ``log_to`` ("tensorboard", "wandb" or both) also logs every trial by these packages' own
-    clients, under ``out`` or in the working directory.
+    error, lines elsewhere.
 
     A live model's weights, optimizer, gradients and random state are the caller's again afterwards, bit for bit.
     Raises UsageError for what does not go together, WorkloadError for a step that does not run, InfeasibleError where
@@ -125,10 +122,6 @@ def search(
             watcher = stack.enter_context(listener(console(stderr=True), f"search {model} {hardware or device}"))
         if out is not None:
             stack.enter_context(_pages_written(Path(out), watcher))
-        if log_to:
-            text = budget if isinstance(budget, str) else budget.text
-            kinds, folder = [log_to] if isinstance(log_to, str) else log_to, Path(out or ".")
-            watcher = stack.enter_context(logging_to(kinds, watcher, folder, run_name(model, text), dict(workload)))
         if isinstance(step, str) and out is None:
             out = stack.enter_context(tempfile.TemporaryDirectory())
         asked = search_options(

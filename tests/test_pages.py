@@ -298,13 +298,6 @@ def test_a_bare_search_simulates_a_card(autockpt: Autockpt, monkeypatch: pytest.
     assert answer["plan"]["source"] == "simulated"
 
 
-def test_trials_are_logged(autockpt: Autockpt) -> None:
-    pytest.importorskip("tensorboard", reason="needs tensorboard")
-    step = ("--model", "llama-tiny", "--batch-size", "2", "--seq-len", "32", "--budget", "60%act")
-    autockpt(*small(on("docs/report.md", "--log-to")), *step, "--out", "logged")
-    assert any(Path("logged/tensorboard").rglob("events*"))
-
-
 def test_what_is_asked_before_there_is_a_run(autockpt: Autockpt) -> None:
     rows = autockpt("estimate", "llama-tiny", "--cards", "rtx4090", "--seq-lens", "32,64", "--json").splitlines()
     assert {json.loads(row)["seq_len"] for row in rows} == {32, 64}

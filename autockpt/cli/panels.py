@@ -21,7 +21,7 @@ PANELS = {
     "Simulated hardware only": "master_weights keep_gradients ddp shard",
     "Search": """trials timeout space choices allow_inexact dry_run storage resume fresh again rounds most_rounds
         peers""",
-    "Output": "out plan_out log_to force as_json help",
+    "Output": "out plan_out force as_json help",
 }
 
 

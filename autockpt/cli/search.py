@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -116,7 +116,6 @@ def search(
         "Start from this plan or run, which may be simulated: options that are not given are taken from it, its "
         "plan is tried early, and costs are found anew.",
     ),
-    log_to: str | None = opt("--log-to [tensorboard|wandb]", "Also log every trial there; both with a comma."),
     as_json: bool = flag("--json", "Print the answer as JSON."),
 ) -> None:
     """Find a plan that fits a memory budget.
@@ -191,7 +190,7 @@ def search(
     from autockpt.tuning import run_search
 
     told = None if lengths is None else parse_lengths(lengths)
-    with _watched(request, listed(log_to or "")) as watcher:
+    with _watched(request) as watcher:
         if simulate is None and device is None and _stand_in():
             watcher.note(_ON_THE_CPU)
         if rows is not None:
@@ -305,17 +304,12 @@ def _rows_per_update(rows: int | None, tokens: int | None, spec: WorkloadSpec) -
 
 
 @contextmanager
-def _watched(request: SearchRequest, log_to: Sequence[str]) -> Iterator[Listener]:
-    """Progress on the screen, and trials wherever else they are wanted."""
-    from autockpt.reporting.loggers import logging_to, run_name
+def _watched(request: SearchRequest) -> Iterator[Listener]:
+    """Progress on the screen, with what the request has to note."""
     from autockpt.reporting.progress import listener
 
     subject = f"search {request.workload.model} {request.hardware.name if request.hardware else request.device}"
-    facts = request.workload.model_dump(mode="json", exclude_defaults=True) | {"budget": request.budget.text}
-    with (
-        listener(screen.progress(), subject) as bar,
-        logging_to(log_to, bar, request.out, run_name(request.workload.model, request.budget.text), facts) as watcher,
-    ):
+    with listener(screen.progress(), subject) as watcher:
         for note in request.notes:
             watcher.note(note)
         yield watcher

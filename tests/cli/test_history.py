@@ -177,8 +177,6 @@ def test_a_trials_plan_is_a_plan(autockpt, tmp_path: Path) -> None:
     assert failed.code == 0 and "not the answer" in " ".join(Plan.load(tmp_path / "failed.yaml").notes)
 
 
-@pytest.mark.parametrize(
-    "options", [("--trial", "1"), ("--plan-out", "x.yaml"), ("--best", "2")]
-)
+@pytest.mark.parametrize("options", [("--trial", "1"), ("--plan-out", "x.yaml"), ("--best", "2")])
 def test_what_is_about_one_run_needs_one(autockpt, options: tuple[str, ...]) -> None:
     assert autockpt("history", *options).code == 2
