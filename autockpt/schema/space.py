@@ -1,4 +1,4 @@
-"""Search spaces: what the search may try and with which sampler, as data."""
+"""Search spaces: what the search may try, as data."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ SPACE_VERSION = 1
 _BY_OPTION = {"chunked_loss": "--allow-inexact (its gradients are equal up to rounding)", "compile_budget": "--compile"}
 Encoding = Literal["knobs", "layers"]
 HIDDEN_COPIES = "hidden_copies"
-Sampler = Literal["gp", "tpe", "nsga2", "random"]
 
 
 class Knob(Data):
@@ -64,7 +63,6 @@ class SearchSpace(Data):
     name: str = ""
     description: str = ""
     encoding: Encoding
-    sampler: Sampler = "gp"
     choices: tuple[str, ...] = Field(default_factory=searched_kinds, description="kinds; always with save")
     head: tuple[str, ...] = Field(default_factory=head_kinds, description="kinds for the output head besides save")
     margins: Annotated[tuple[float, ...], AfterValidator(_sane_margins)] = (0.0, 0.02, 0.05)

@@ -93,13 +93,13 @@ class Opened:
     storage: str | None = None
 
     def answer(self, run: RunDirectory | None = None, storage: str | None = None) -> SearchOutcome:
-        """Search, and keep what comes of it in ``run``; by default only the studies' storage is the run's own."""
+        """Search, and keep what comes of it in ``run``; by default only the study's storage is the run's own."""
         storage = storage or (run.storage if run is not None else None)
         return self.search(replace(self, run=run, storage=storage))
 
     @property
     def title(self) -> str:
-        """What this run's studies are called. No other run has studies of that name in a storage that several share."""
+        """What this run's study is called. No other run has a study of that name in a storage that several share."""
         digest = f" ({question_hash(self.run.question)}-{self.run.id})" if self.run is not None else ""
         return f"{self.question.name} on {self.environment.device.name} within {self.question.budget.text}{digest}"
 

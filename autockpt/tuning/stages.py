@@ -8,7 +8,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from autockpt.devices import said_of_host
-from autockpt.errors import InfeasibleError, PlanError, RunDirectoryError
+from autockpt.errors import InfeasibleError, PlanError
 from autockpt.history.rundir import RunDirectory
 from autockpt.profiling import CostModel, forget_op_times
 from autockpt.schema import SAVE, Budget, Choice, Comparison, Environment, Plan, PlanStatus, Trial, format_bytes
@@ -20,7 +20,6 @@ from autockpt.tuning.loop import Loop, SearchResult
 from autockpt.tuning.opening import Opened, Traced
 from autockpt.tuning.outcome import make_plan, plain, said_of_head, scored_rows, without_seconds
 from autockpt.tuning.outlook import ghost_runs, look_around, trade
-from autockpt.tuning.proposers.sampler import show_trials
 from autockpt.tuning.proposers.solver import CHECKS, SolverProposer
 from autockpt.tuning.question import Question
 from autockpt.tuning.targets.base import Target
@@ -136,13 +135,8 @@ def conclude(
     source: PlanStatus,
     stages: Sequence[StageTime],
 ) -> SearchOutcome:
-    """What people get of a search, on record; in the storage the study that they open."""
+    """What people get of a search, on record."""
     question, run = opened.question, opened.run
-    if run is not None and opened.storage is not None:
-        try:
-            show_trials(opened.storage, opened.title, found.trials, found.budget)
-        except RunDirectoryError as error:  # the search has its answer
-            found.notes.append(f"the study for Optuna's tools was not written: {error.message}")
     outcome = SearchOutcome(
         plan=plan,
         source=source,
@@ -211,7 +205,7 @@ def find_plan(opened: Opened, profiled: CostModel, target: Target, *, checks: in
         run.write_profile(profiled.profile)
     trials = Trials(run)
     with refusal_on_record(run, profiled):
-        more = {"calls": checks, "study": f"{opened.title}: sampler", "clock": clock}
+        more = {"calls": checks, "study": opened.title, "clock": clock}
         with clock.part("well-known plans"):
             proposer = SolverProposer(question, profiled, target, trials, opened.storage, **more)
         found = Loop(proposer, target, trials, question.trials, clock).run()

@@ -23,9 +23,9 @@ def test_all_shipped_spaces_load() -> None:
 
 def test_the_two_encodings() -> None:
     knobs, layers = load_space("knobs"), load_space("layers")
-    assert (knobs.encoding, knobs.sampler) == ("knobs", "gp")
+    assert knobs.encoding == "knobs"
     assert {"margin", "recompute_price"} <= set(knobs.knobs) <= set(known_knobs())
-    assert (layers.encoding, layers.sampler) == ("layers", "tpe") and not layers.knobs
+    assert layers.encoding == "layers" and not layers.knobs
 
 
 def test_fewer_choices_take_their_knobs_along() -> None:
@@ -43,9 +43,9 @@ def test_fewer_choices_take_their_knobs_along() -> None:
 
 def test_ones_own_file(tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
-    path.write_text("search_space: 1\nencoding: layers\nsampler: random\nchoices: [recompute]\n")
+    path.write_text("search_space: 1\nencoding: layers\nchoices: [recompute]\n")
     space = load_space(str(path))
-    assert (space.name, space.sampler, space.choices) == ("mine", "random", ("save", "recompute"))
+    assert (space.name, space.encoding, space.choices) == ("mine", "layers", ("save", "recompute"))
     assert SearchSpace.model_validate_json(space.model_dump_json()) == space
 
 

@@ -5,10 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import pytest
+from optuna.samplers import RandomSampler
+
 from autockpt.history.rundir import RunDirectory
 from autockpt.schema import Choice, Silence, parse_budget
 from autockpt.schema.choices import dump_choice
 from autockpt.tuning.loop import Loop, SearchResult
+from autockpt.tuning.proposers import solver
 from autockpt.tuning.proposers.solver import SolverProposer
 from autockpt.tuning.question import Clock, Question
 from autockpt.tuning.targets.real_steps import RealSteps
@@ -23,7 +27,7 @@ def search(
     budget: str,
     *,
     space: str = "knobs",
-    sampler: str = "random",
+    own_sampler: bool = False,
     trials: int = 20,
     run: RunDirectory | None = None,
     listener: Any = None,
@@ -35,15 +39,15 @@ def search(
     host_budget: int | None = None,
     headroom: str | None = None,
 ) -> SearchResult:
-    """What the loop finds with the solver's plans. A sampler that draws at random costs nothing beside one that fits a
-    Gaussian process before each trial ("gp", which searches have by themselves); what the loop does is the same."""
+    """What the loop finds with the solver's plans. ``own_sampler``: with the sampler of real searches, which fits a
+    Gaussian process before each trial; drawing at random costs nothing, and what the loop does is the same."""
     clock = clock or Clock(listener or Silence(), timeout)
     question = Question(
         name="made up",
         spec=None,
         settings={},
         budget=parse_budget(budget).with_headroom(headroom),
-        space=load_space(space).model_copy(update={"sampler": sampler}),
+        space=load_space(space),
         trials=trials,
         host_budget=host_budget,
         seeds=seeds or {},
@@ -52,12 +56,15 @@ def search(
     tried = Trials(run)
     storage = run.storage if run else None
     proposer = SolverProposer(question, device.profiled(host_budget=host_budget), target, tried, storage, clock=clock)
-    return Loop(proposer, target, tried, trials, clock).run()
+    with pytest.MonkeyPatch.context() as patch:
+        if not own_sampler:
+            patch.setattr(solver, "sampler_for", lambda encoding, seed: RandomSampler(seed))
+        return Loop(proposer, target, tried, trials, clock).run()
 
 
 def search_made_up(space: str, budget: str, units: int, *, simulated: bool) -> dict[str, Any]:
     """The best plan's bytes and seconds, and the plan."""
-    found = search(MadeUpDevice(units), budget, space=space, sampler="gp", simulated=simulated)
+    found = search(MadeUpDevice(units), budget, space=space, own_sampler=True, simulated=simulated)
     assert found.best is not None and found.best.score is not None
     return {
         "budget_bytes": found.budget.bytes,

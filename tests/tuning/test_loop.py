@@ -30,7 +30,6 @@ from autockpt.tuning.proposers import solver
 from autockpt.tuning.question import Clock
 from autockpt.tuning.targets.real_steps import RealSteps
 from autockpt.tuning.trials import Candidate, Score, Trials
-from search_spaces.spaces import load_space
 from tests.tuning.device import MadeUpDevice
 from tests.tuning.made_up import search
 
@@ -67,7 +66,7 @@ def run_in(tmp_path: Path, question: str = "q") -> RunDirectory:
 @pytest.mark.parametrize("budget", ["30%act", "50%act", "80%act"])
 def test_names_a_plan_close_to_the_optimum_although_the_profile_is_wrong(space: str, budget: str) -> None:
     device = MadeUpDevice()
-    found = search(device, budget, space=space, sampler=load_space(space).sampler)
+    found = search(device, budget, space=space, own_sampler=True)
     assert found.best is not None and found.best.measured is not None
     assert found.best.measured.peak_bytes <= found.budget.bytes
     assert device.true_seconds(found.best.choices) <= 1.03 * device.optimum(found.budget.bytes)

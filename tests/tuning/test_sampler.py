@@ -1,26 +1,29 @@
 from __future__ import annotations
 
-import itertools
 import sqlite3
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import optuna
 import pytest
 
 from autockpt.errors import RunDirectoryError
-from autockpt.schema import RECOMPUTE, SAVE, Measurement, ResolvedBudget, Trial
-from autockpt.tuning.proposers.sampler import MIB, Study, show_trials
+from autockpt.schema import RECOMPUTE, SAVE, Measurement, Trial
+from autockpt.schema.space import Encoding
+from autockpt.tuning.proposers.sampler import Study, sampler_for
 from search_spaces.spaces import load_space
 from tests.reporting.samples import trial
+
+
+def knobs_study(storage: str | None) -> Study:
+    return Study("knobs", sampler_for("knobs", 0), load_space("knobs").knobs, {}, name="search", storage=storage)
 
 
 @pytest.mark.parametrize("storage", ["nonsense", "nosuchdriver://someone:secret@nowhere/db"])
 def test_a_storage_that_cannot_be_opened_is_named_without_its_password(storage: str) -> None:
     with pytest.raises(RunDirectoryError, match="cannot be used") as caught:
-        Study("knobs", "gp", load_space("knobs").knobs, {}, name="search", storage=storage, seed=0)
+        knobs_study(storage)
     assert "secret" not in str(caught.value) and "sqlite:///" in caught.value.remedy
     assert caught.value.exit_code == 2
 
@@ -37,7 +40,7 @@ def test_a_full_disk_is_called_one(tmp_path: Path, monkeypatch: pytest.MonkeyPat
             connection.close()
 
     def opened(storage: str) -> Study:
-        return Study("knobs", "gp", load_space("knobs").knobs, {}, name="search", storage=storage, seed=0)
+        return knobs_study(storage)
 
     study = opened(f"sqlite:///{tmp_path / 'study.db'}")
     monkeypatch.setattr(study._study, "ask", commit)
@@ -49,10 +52,10 @@ def test_a_full_disk_is_called_one(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sampler", ["gp", "tpe", "nsga2", "random"])
-def test_every_sampler_stays_within_the_knobs_and_takes_trials_that_did_not_fit(sampler: Any) -> None:
+@pytest.mark.parametrize("encoding", ["knobs", "layers"])
+def test_either_sampler_stays_within_the_knobs_and_takes_trials_that_did_not_fit(encoding: Encoding) -> None:
     space = load_space("knobs")
-    study = Study("knobs", sampler, space.knobs, {}, name="search", storage=None, seed=0)
+    study = Study("knobs", sampler_for(encoding, 0), space.knobs, {}, name="search", storage=None)
     record = Trial(number=0, name="t", encoding="knobs", choices={}, plan_hash="h", state="measured", feasible=True)
     record = record.model_copy(update={"measured": Measurement(peak_bytes=1, step_seconds=1.0)})
     margins = []
@@ -68,7 +71,7 @@ def test_every_sampler_stays_within_the_knobs_and_takes_trials_that_did_not_fit(
 @pytest.mark.slow
 def test_points_that_nobody_asked_for_leave_no_trial_behind(tmp_path: Path) -> None:
     def opened() -> Study:
-        return Study("knobs", "random", load_space("knobs").knobs, {}, name="search", storage=storage, seed=0)
+        return knobs_study(storage)
 
     storage = f"sqlite:///{tmp_path / 'study.db'}"
     point = {"margin": 0.01, "recompute_price": 1.0, "offload_price": 1.0, "hidden_copies": 0.0}
@@ -86,29 +89,15 @@ def test_points_that_nobody_asked_for_leave_no_trial_behind(tmp_path: Path) -> N
 
 
 @pytest.mark.slow
-def test_people_see_every_trial_once_with_what_their_tools_plot(tmp_path: Path) -> None:
-    storage = f"sqlite:///{tmp_path / 'study.db'}"
-    budget = ResolvedBudget(asked="60%", bytes=int(440 * MIB))
-    trials = [
-        trial(
-            0, encoding="baseline", name="recompute all", choices=dict.fromkeys("abc", RECOMPUTE), elapsed_seconds=3.0
-        ),
-        trial(1, choices={"a": RECOMPUTE, "b": SAVE, "c": SAVE}, parameters={"margin": 0.02}, elapsed_seconds=5.0),
-        trial(2, state="failed", measured=None, message="it raised", elapsed_seconds=9.0),
-    ]
-    for _ in range(2):  # a second time it takes the place of the first
-        show_trials(storage, "a question", trials, budget)
-    study = optuna.load_study(study_name="a question", storage=storage)
-    assert study.metric_names == ["step seconds", "peak MiB"] and study.user_attrs["budget"] == "60%"
-    everything, knobs, failed = study.trials
-    assert everything.params["recompute layers"] == 3 and knobs.params["recompute layers"] == 1
-    assert knobs.values == [0.448, pytest.approx(440.7, abs=0.01)] and knobs.user_attrs["margin"] == 0.02
-    assert knobs.constraints["over budget"] == pytest.approx(0.7 / 440, abs=1e-4) and not study.best_trials
-    assert knobs.user_attrs["a"] == "recompute" and knobs.user_attrs["b"] == "save"
-    assert all(t.duration for t in study.trials)
-    ran = itertools.pairwise(study.trials)
-    assert all(earlier.datetime_complete == later.datetime_start for earlier, later in ran)  # one after the other
-    assert failed.state.name == "FAIL" and failed.user_attrs["why"] == "it raised"
+def test_the_study_says_what_became_of_each_trial_in_units_that_people_read(tmp_path: Path) -> None:
+    study = knobs_study(storage := f"sqlite:///{tmp_path / 'study.db'}")
+    number, _ = study.ask()
+    study.tell(number, 0.448, 0.01, trial(1, choices={"h.0": RECOMPUTE, "h.1": RECOMPUTE, "h.2": SAVE}))
+    kept = optuna.load_study(study_name="search", storage=storage)
+    assert kept.metric_names == ["step seconds"] and kept.trials[0].value == 0.448
+    attributes = kept.trials[0].user_attrs
+    assert attributes["choices"] == {"h.0-1": "recompute", "h.2": "save"} and attributes["trial"] == 1
+    assert attributes["peak MiB"] == pytest.approx(440.7, abs=0.01) and attributes["state"] == "measured"
 
 
 _CALLER = """
@@ -118,10 +107,10 @@ class Model: pass
 
 def proposes():
     model = Model()
-    from autockpt.tuning.proposers.sampler import Study
+    from autockpt.tuning.proposers.sampler import Study, sampler_for
     from search_spaces.spaces import load_space
     from tests.reporting.samples import trial
-    study = Study("knobs", "gp", load_space("knobs").knobs, {}, name="search", storage=None, seed=0)
+    study = Study("knobs", sampler_for("knobs", 0), load_space("knobs").knobs, {}, name="search", storage=None)
     for n in range(6):
         study.tell(study.ask()[0], 1.0 + n, -0.5, trial(number=n))
     return weakref.ref(model)
@@ -140,7 +129,7 @@ def test_nothing_keeps_the_frames_of_whoever_is_the_first_to_search() -> None:
 
 
 def test_a_knob_that_is_left_out_is_in_no_further_point() -> None:
-    study = Study("knobs", "gp", load_space("knobs").knobs, {}, name="search", storage=None, seed=0)
+    study = knobs_study(None)
     study.leave_out("hidden_copies")
     study.leave_out("nothing of this name")
     study.enqueue([{"margin": 0.01, "recompute_price": 1.0, "offload_price": 1.0, "hidden_copies": 0.0}])

@@ -8,21 +8,22 @@ import warnings
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from datetime import datetime, timedelta
 from typing import Any
 
 import optuna
-from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
-from optuna.samplers import BaseSampler, GPSampler, NSGAIISampler, RandomSampler, TPESampler
+from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution
+from optuna.samplers import BaseSampler, GPSampler, TPESampler
 from optuna.trial import TrialState
 
 from autockpt.errors import RunDirectoryError, without_passwords
 from autockpt.measuring.failures import chain
-from autockpt.schema import Choice, ResolvedBudget, Trial, label
+from autockpt.schema import Choice, Trial, label
 from autockpt.schema.files import FULL
 from autockpt.schema.names import fold
-from autockpt.schema.space import Encoding, Knob, Sampler
+from autockpt.schema.space import Encoding, Knob
 from autockpt.tuning.trials import Parameters
+
+MIB = 2**20
 
 
 class Study:
@@ -38,13 +39,12 @@ class Study:
     def __init__(
         self,
         encoding: Encoding,
-        sampler: Sampler,
+        sampler: BaseSampler,
         knobs: Mapping[str, Knob],
         menus: Mapping[str, Sequence[Choice]],
         *,
         name: str,
         storage: str | None,
-        seed: int,
     ) -> None:
         logging.getLogger("alembic").setLevel(logging.ERROR)
         self._queue: deque[Mapping[str, Any]] = deque()
@@ -61,10 +61,12 @@ class Study:
             self._study = optuna.create_study(
                 study_name=name,
                 storage=storage,
-                sampler=_sampler(sampler, seed),
+                sampler=sampler,
                 direction="minimize",
                 load_if_exists=True,
             )
+            with warnings.catch_warnings(action="ignore"):  # metric names are marked experimental
+                self._study.set_metric_names(["step seconds"])
             self._reap()
 
     def _reap(self) -> None:
@@ -99,77 +101,18 @@ class Study:
         trial = self._open.pop(number)
         with _in_words(self._storage):
             trial.set_constraint("over_budget", violation)
-            trial.set_user_attr("plan_hash", record.plan_hash)
-            trial.set_user_attr("choices", {name: str(c) for name, c in record.choices.items()})
             trial.set_user_attr("trial", record.number)
+            trial.set_user_attr("state", record.state)
+            trial.set_user_attr("plan", record.plan_hash)
+            trial.set_user_attr("choices", {units: str(choice) for units, choice in fold(record.choices).items()})
+            if (known := record.measured or record.predicted) is not None:
+                trial.set_user_attr("peak MiB", known.peak_bytes / MIB)
             self._study.tell(trial, seconds)
 
     def fail(self, number: int) -> None:
         """The trial could not be completed for a reason that says nothing about its parameters."""
         with _in_words(self._storage):
             self._study.tell(self._open.pop(number), state=TrialState.FAIL)
-
-
-MIB = 2**20
-
-
-def show_trials(storage: str, name: str, trials: Sequence[Trial], budget: ResolvedBudget) -> None:
-    """Write the study ``name`` for people and their tools, over an earlier one: every trial once, as it stands now.
-
-    Its values are step seconds and peak MiB; its parameters say how many layers do what, so that baselines have them,
-    too; its constraint is the budget. A trial without numbers is there as failed, with the reason. Raises
-    RunDirectoryError where the storage cannot be used.
-    """
-    optuna.logging.set_verbosity(optuna.logging.ERROR)
-    kinds = sorted({c.kind for trial in trials for c in trial.choices.values()} - {"save"})
-    with _in_words(storage):
-        if name in optuna.get_all_study_names(storage):
-            optuna.delete_study(study_name=name, storage=storage)
-        study = optuna.create_study(study_name=name, storage=storage, directions=["minimize", "minimize"])
-        with warnings.catch_warnings(action="ignore"):  # metric names are marked experimental
-            study.set_metric_names(["step seconds", "peak MiB"])
-        study.set_user_attr("budget", budget.asked)
-        study.set_user_attr("budget MiB", budget.bytes / MIB)
-        study.add_trials(_timed(trials, [_shown(trial, kinds, budget) for trial in trials]))
-
-
-def _shown(trial: Trial, kinds: Sequence[str], budget: ResolvedBudget) -> optuna.trial.FrozenTrial:
-    """One trial for ``show_trials``."""
-    layers = len(trial.choices)
-    counts = {kind: sum(choice.kind == kind for choice in trial.choices.values()) for kind in kinds}
-    attrs: dict[str, Any] = {"trial": trial.number, "name": trial.name, "from": trial.encoding, "state": trial.state}
-    attrs |= {"plan": trial.plan_hash, **trial.parameters, **({"why": trial.message} if trial.message else {})}
-    if trial.predicted is not None:
-        attrs["predicted peak MiB"] = trial.predicted.peak_bytes / MIB
-        attrs |= {"predicted step seconds": trial.predicted.step_seconds} if trial.predicted.step_seconds else {}
-    if trial.measured is not None:
-        attrs["noise"] = trial.measured.noise
-    attrs |= {unit: str(choice) for unit, choice in fold(trial.choices).items()}
-    score = trial.score
-    over = None if score is None else score.peak_bytes / budget.bytes - 1
-    values = None
-    if score is not None and score.step_seconds is not None:
-        values = [score.step_seconds, score.peak_bytes / MIB]
-    return optuna.trial.create_trial(
-        state=TrialState.FAIL if values is None else TrialState.COMPLETE,
-        values=values,
-        params={f"{kind} layers": count for kind, count in counts.items()},
-        distributions={f"{kind} layers": IntDistribution(0, max(layers, 1)) for kind in kinds},
-        user_attrs=attrs | ({"over budget": over} if over is not None else {}),
-        constraints={"over budget": over} if over is not None else None,
-        # where optuna-dashboard looks for them
-        system_attrs={"constraints": [over]} if over is not None else None,
-    )
-
-
-def _timed(trials: Sequence[Trial], shown: Sequence[optuna.trial.FrozenTrial]) -> Sequence[optuna.trial.FrozenTrial]:
-    """When each trial ran, counted back from now, as a search that has just ended went on without a break."""
-    ends = [trial.elapsed_seconds for trial in trials]
-    began = datetime.now() - timedelta(seconds=max(ends, default=0.0))
-    for one, end in zip(shown, ends, strict=True):
-        before = max((other for other in ends if other < end), default=0.0)
-        one.datetime_start, one.datetime_complete = (began + timedelta(seconds=at) for at in (before, end))
-    return shown
 
 
 @contextmanager
@@ -201,12 +144,9 @@ def _unusable(storage: str, error: Exception) -> RunDirectoryError:
     return RunDirectoryError(f"the Optuna study at {shown} cannot be used: {said}", remedy=remedy)
 
 
-def _sampler(name: Sampler, seed: int) -> BaseSampler:
+def sampler_for(encoding: Encoding, seed: int) -> BaseSampler:
+    """A Gaussian process over a few prices, a tree-structured Parzen estimator over many categoricals."""
     with warnings.catch_warnings(action="ignore"):  # multivariate TPE is marked experimental
-        if name == "gp":
+        if encoding == "knobs":
             return GPSampler(seed=seed, n_startup_trials=4)
-        if name == "tpe":
-            return TPESampler(seed=seed, multivariate=True, n_startup_trials=6)
-        if name == "random":
-            return RandomSampler(seed=seed)
-        return NSGAIISampler(seed=seed, population_size=12)  # Optuna's 50 are more than a search has trials
+        return TPESampler(seed=seed, multivariate=True, n_startup_trials=6)

@@ -38,7 +38,7 @@ from autockpt.solvers.runs import Accept
 from autockpt.tuning.infeasible import nothing_fits
 from autockpt.tuning.preference import AS_FAST, AS_LEAN
 from autockpt.tuning.proposers.base import Plans, Proposer
-from autockpt.tuning.proposers.sampler import Study
+from autockpt.tuning.proposers.sampler import Study, sampler_for
 from autockpt.tuning.question import PROFILING, Clock, Question
 from autockpt.tuning.refit import Fit, fit, foreseen, priced, unseen_bytes
 from autockpt.tuning.targets.base import Target
@@ -65,7 +65,7 @@ MOST_MISSES = 3  # candidates tried for each that is wanted
 class SolverProposer(Proposer):
     """Plans of the solver for one question; what is predicted of them comes from ghost runs and op times.
 
-    ``calls`` are the ghost runs that may be spent on refining one candidate; ``study`` names the sampler's study.
+    ``calls`` are the ghost runs that may be spent on refining one candidate; ``study`` names Optuna's study.
     The ``clock``'s listener sees these ghost runs where few candidates take many, and its time limit makes them fewer.
     """
 
@@ -119,12 +119,11 @@ class SolverProposer(Proposer):
         space = self.space
         self.study = Study(
             space.encoding,
-            space.sampler,
+            sampler_for(space.encoding, seed),
             space.knobs,
             self.menus,
             name=self.study_name,
             storage=self.storage,
-            seed=seed,
         )
 
     def baselines(self, used_up: Callable[[], bool]) -> Iterator[Candidate]:

@@ -16,7 +16,7 @@ from autockpt.schema.known import ALL, EVERY_2, NONE, known_plans
 from autockpt.schema.space import Knob
 from autockpt.tuning.infeasible import nothing_compiled_fits, out_of_memory
 from autockpt.tuning.proposers.base import Plans, Proposer
-from autockpt.tuning.proposers.sampler import Study
+from autockpt.tuning.proposers.sampler import Study, sampler_for
 from autockpt.tuning.question import Question
 from autockpt.tuning.targets.compiled_steps import CompiledSteps
 from autockpt.tuning.trials import Candidate, Parameters, Trials
@@ -201,7 +201,9 @@ class SplitProposer(Proposer):
 
     def begin(self) -> None:
         seed, name = self.question.seed, self.name
-        self.study = Study("knobs", "tpe", sampled(self.mode), {}, name=name, storage=self.storage, seed=seed)
+        self.study = Study(
+            "knobs", sampler_for("layers", seed), sampled(self.mode), {}, name=name, storage=self.storage
+        )
         self.target.begin(self.trials)
 
     @property

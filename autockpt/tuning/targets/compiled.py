@@ -106,7 +106,7 @@ def _searched(mode: CompileMode, measurer: WorkerMeasurer, opened: Opened) -> Se
 
     trials = Trials(run)
     target = CompiledSteps(measurer, clock, confirmation(measurer, clock), mode=mode, within=measurer.within)
-    layers, study = [unit.name for unit in blocks_of(tracer)], f"{opened.title}: sampler"
+    layers, study = [unit.name for unit in blocks_of(tracer)], opened.title
     proposer = SplitProposer(question, layers, target, trials, opened.storage, room=room, eager=eager, name=study)
     with refusal_on_record(run):
         found = Loop(proposer, target, trials, question.trials, clock).run()

@@ -11,11 +11,12 @@ from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
+from optuna.samplers import BaseSampler, NSGAIISampler, RandomSampler
 
 from autockpt.schema import Choice, Problem, SearchSpace, Trial, from_label, label, parse_choice
 from autockpt.schema.known import known_plans
 from autockpt.solvers import Checked, exact, refine
-from autockpt.tuning.proposers.sampler import Study
+from autockpt.tuning.proposers.sampler import Study, sampler_for
 from autockpt.tuning.proposers.solver import CHECKS, from_knobs, from_layers, neutral
 from autockpt.tuning.refit import fit
 from autockpt.tuning.trials import Candidate, Parameters, Score, Trials
@@ -27,6 +28,12 @@ from tests.evidence.samplers.family import instance
 KINDS = ("save", "recompute", "keep_attention", "offload")
 UNITS, SHARE, NOISE = 32, 0.3, 0.01
 REFITS = (1, 3, 6)  # as in the engine
+SAMPLERS: dict[str, Callable[[int], BaseSampler]] = {
+    "gp": partial(sampler_for, "knobs"),
+    "tpe": partial(sampler_for, "layers"),
+    "random": RandomSampler,
+    "nsga2": lambda seed: NSGAIISampler(seed=seed, population_size=12),  # Optuna's 50 are more than a search has trials
+}
 
 
 @dataclass(frozen=True)
@@ -63,15 +70,15 @@ class Run:
     def __init__(self, q: Question, method: Method, seed: int) -> None:
         self.q, self.method, self.profiled = q, method, q.beliefs[seed]
         space = load_space(method.encoding).restricted(KINDS)
-        self.space: SearchSpace = space.model_copy(update={"sampler": method.sampler})
+        self.space: SearchSpace = space
         self.device = MadeUpDevice(q.truth, noise=NOISE, seed=seed)
         self.tried = Trials(None)
         self.tried.judge(q.budget)
         self.checks: dict[tuple[Choice, ...], Checked] = {}
         self.unpriced = self.profiled.problem(0)
         menus = {unit.name: [option.choice for option in unit.options] for unit in self.unpriced.units}
-        space = self.space
-        self.study = Study(space.encoding, space.sampler, space.knobs, menus, name="search", storage=None, seed=seed)
+        sampler = SAMPLERS[method.sampler](seed)
+        self.study = Study(space.encoding, sampler, space.knobs, menus, name="search", storage=None)
         self.curve: list[Trial | None] = []
 
     def play(self) -> list[float | None]:
