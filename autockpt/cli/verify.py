@@ -9,7 +9,7 @@ import typer
 
 from autockpt.cli import screen
 from autockpt.cli.guard import FAILED, guarded
-from autockpt.cli.options import DEVICE, arg, flag, one_of, opt, takes_workload, workload_spec
+from autockpt.cli.options import DEVICE, arg, flag, opt, takes_workload, workload_spec
 
 
 @guarded
@@ -20,29 +20,22 @@ def verify(
     *,
     device: str | None = DEVICE,
     seed: int | None = opt("--seed N", "For weights and batch. Default: 0.", min=0),
-    compile: str | None = opt(
-        "--compile [layers|model|eager]",
-        "Measure these steps instead of those that the plan was made for, and note it in the plan's file.",
-    ),
     as_json: bool = flag("--json", "Print the report as JSON."),
 ) -> None:
     """Check a plan's promises: gradients, peak and step time.
 
     In a fresh process: gradients equal to plain training's, ops recomputed as planned, peak and step time as promised.
     Options that are not given are those that the plan was made with. Exits with 4 where a promise is not kept.
-
-    With --compile: what the same choices take in steps that are compiled otherwise, next to the promise.
     """
     from autockpt.history.trialplan import plan_at
 
-    steps = one_of("--compile", compile, ("layers", "model", "eager"))
     spec = workload_spec(workload, base=plan_at(plan).workload, seed=seed)
     from autockpt.reporting.progress import listener
     from autockpt.reporting.verify_view import print_report
     from autockpt.verification import verify as run_verification
 
     with listener(screen.progress(), f"verify {spec.model}") as watcher:
-        report = run_verification(plan, spec, device=device, listener=watcher, compile=steps)
+        report = run_verification(plan, spec, device=device, listener=watcher)
     screen.show(report, print_report, as_json)
     if not report.passed:
         raise typer.Exit(FAILED)

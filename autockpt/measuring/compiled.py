@@ -21,9 +21,8 @@ from torch import nn
 
 from autockpt.errors import AutockptError, DeviceOutOfMemory, MeasurementError, UsageError
 from autockpt.measuring.failures import chain
-from autockpt.policies.base import setting
 from autockpt.runtime import Session, attach, without_kv_cache
-from autockpt.schema.choices import SAVE, Choice, label, parse_choices
+from autockpt.schema.choices import SAVE, Choice, label
 from autockpt.schema.plan import CompileMode, plan_hash
 from autockpt.workload.names import unwrap
 from autockpt.workload.step import unheard
@@ -40,8 +39,7 @@ _number = itertools.count()
 class Compiler:
     """Compiles a model's steps as ``mode`` says. ``seconds`` of compiling so far, in ``times`` compilations.
 
-    ``strict``: a plan of which a part runs eagerly, or would in a training, in which all layers share one cache, is an
-    error. Else it is compiled as that training would compile it, into a cache of its own.
+    A plan of which a part runs eagerly, or would in a training, in which all layers share one cache, is an error.
 
     ``beat`` is called with a word whenever a compilation begins or ends. Raises UsageError where this machine has no
     compiler for ``device_kind``.
@@ -58,7 +56,6 @@ class Compiler:
         if backend == BACKEND and (why := missing(device_kind)):
             raise UsageError(f"steps cannot be compiled here: {why}", remedy="Install it, or leave out --compile.")
         self.mode: CompileMode = mode
-        self.strict = True
         self.seconds, self.times = 0.0, 0
         self._backend, self._beat = backend, beat
         self._functions: dict[Key, Callable[..., Any]] = {}
@@ -87,7 +84,7 @@ class Compiler:
                 module._compiled_call_impl = partial(self._function(key), module)  # type: ignore[assignment]
                 placed.append(module)
             # a plan that falls back to eager code without a word would be measured as something that it is not
-            with config.patch(fail_on_recompile_limit_hit=self.strict), _in_words():
+            with config.patch(fail_on_recompile_limit_hit=True), _in_words():
                 yield
         finally:
             for module in placed:
@@ -111,15 +108,13 @@ class Compiler:
     def graphs(self, model: nn.Module, choices: Mapping[str, Choice]) -> int:
         """How many graphs the plan's steps were compiled to.
 
-        Raises MeasurementError, if ``strict``, where a part of the model was not compiled at all, or where there are so
+        Raises MeasurementError where a part of the model was not compiled at all, or where there are so
         many that a training, in which all layers share one cache, would reach the compiler's limit and run the rest
         eagerly.
         """
         from torch._dynamo import config
 
         keys = {key: module for key, module in self.parts(model, choices)}
-        if not self.strict:
-            return sum(self._graphs.get(key, 0) for key in keys)
         for key, module in keys.items():
             if not self._graphs.get(key):
                 raise MeasurementError(
@@ -143,9 +138,6 @@ class Compiler:
         for unit in discover_units(model):
             if unit.role == "block":
                 module = unwrap(module_of(model, unit.name))
-                if not self.strict:
-                    yield ("layers", plan_hash(choices)), module
-                    continue
                 inside = [
                     f"{name.removeprefix(unit.name)} {label(choice)}"
                     for name, choice in sorted(choices.items())
@@ -213,9 +205,3 @@ def _in_words() -> Iterator[None]:
             remedy = "Run the step compiled by itself to see all of the error."
             ours = MeasurementError(f"the compiler failed: {first}", remedy=remedy)
         raise ours from None
-
-
-def measure_eagerly(runner: Any, payload: dict[str, Any]) -> dict[str, Any]:
-    """A plan's Measurement in steps that are not compiled; run in the model's process by ``Measurer.call``."""
-    with setting(runner, "compiler", None):
-        return runner.measure(parse_choices(payload["choices"]), steps=payload["steps"]).model_dump(mode="json")

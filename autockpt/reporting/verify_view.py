@@ -9,7 +9,7 @@ from autockpt.reporting.style import bullets, plain_table
 from autockpt.schema import VerifyReport
 from autockpt.schema.verification import MARKS
 
-_COLOURS = {"passed": "green", "failed": "bold red", "skipped": "yellow", "measured": "cyan"}
+_COLOURS = {"passed": "green", "failed": "bold red", "skipped": "yellow"}
 
 
 def print_report(report: VerifyReport, console: Console) -> None:
@@ -22,4 +22,4 @@ def print_report(report: VerifyReport, console: Console) -> None:
         console.print(bullets(report.notes))
     failed = any(check.state == "failed" for check in report.checks)
     style = "bold red" if failed else "bold green" if report.passed else "bold yellow"
-    console.print(Text(report.verdict, style="bold" if report.steps is not None and not failed else style))
+    console.print(Text(report.verdict, style=style))

@@ -30,13 +30,11 @@ from autockpt.schema.sets import OF_A_SET, Choices, ChoiceSet, When
 from autockpt.schema.sizes import ResolvedBudget
 from autockpt.schema.trial import Measurement, Prediction
 from autockpt.schema.workload import WorkloadSpec
-from autockpt.schema.yaml import Document, parse
+from autockpt.schema.yaml import Document
 
 PlanStatus = Literal["measured", "simulated", "unmeasured"]
 CompileMode = Literal["layers", "model"]
 """How a training step is compiled: every layer in place, or the whole model as one. None stands for eager steps."""
-Steps = Literal["eager", "layers", "model"]
-"""The same, with a word for eager steps."""
 NEVER_CALLED = "never called"
 """In a plan's settings: what would be units if the step called it, as a vision tower where it reads text alone."""
 R = TypeVar("R", Prediction | None, Measurement | None)
@@ -93,9 +91,6 @@ class Plan(Data):
     )
     predicted: Prediction | None = None
     measured: Measurement | None = None
-    otherwise: dict[Steps, Measurement] = Field(
-        default_factory=dict, description="what these choices did in steps that are compiled otherwise"
-    )
     baselines: tuple[Comparison, ...] = ()
     notes: tuple[str, ...] = ()
     choices: Choices = Field(description="pattern of unit names -> choice")
@@ -148,7 +143,6 @@ class Plan(Data):
         Seconds are rounded to microseconds, and those of single cycles are left to the history.
         """
         rest["predicted"], rest["measured"] = _tidy(rest.get("predicted")), _tidy(rest.get("measured"))
-        rest["otherwise"] = {steps: _tidy(measured) for steps, measured in rest.get("otherwise", {}).items()}
         rest["baselines"] = tuple(
             row.model_copy(update={"predicted": _tidy(row.predicted), "measured": _tidy(row.measured)})
             for row in rest.get("baselines", ())
@@ -211,31 +205,6 @@ class Plan(Data):
             data.pop("hash", None)
         return planfile.render({key: data[key] for key in Plan.model_fields if key in data}, name)
 
-    def save_otherwise(self, path: str | Path) -> None:
-        """Write what the choices did in steps that are compiled otherwise into a file that holds this plan.
-
-        The rest of the file stays as it is, comments and layout included. Raises PlanError where the file is another
-        plan by now, or cannot be written.
-        """
-        path = Path(path)
-        there = Plan.load(path)
-        if there.model_copy(update={"otherwise": self.otherwise}) != self:
-            raise PlanError(f"{path} is another plan by now", remedy="Verify it once more.")
-        wanted = there.model_copy(update={"otherwise": {**there.otherwise, **self.otherwise}})
-        assert there._document is not None
-        data = wanted.model_dump(mode="json", exclude_defaults=True, include={"otherwise"})
-        text = planfile.with_otherwise(path.read_bytes().decode(), there._document, data["otherwise"])
-        if _says(text, path.name, wanted):
-            write_file(path, text, PlanError)
-        else:  # laid out in a way of its own: written anew, and the file is kept aside
-            wanted.save(path, existing="set_aside")
-
-    def noting(self, steps: Steps, measured: Measurement) -> Plan:
-        """The plan with what its choices did in steps that are compiled otherwise. Raises ValueError for its own."""
-        if steps == self.steps:
-            raise ValueError(f"the plan was made for these steps: {steps}")
-        return self.model_copy(update={"otherwise": {**self.otherwise, steps: _tidy(measured)}})
-
     @property
     def sets(self) -> tuple[Plan, ...]:
         """Every set of choices as a plan by itself, for the smallest batches first; a plan without others: itself."""
@@ -245,7 +214,7 @@ class Plan(Data):
         largest, found = Plan(**fields), list[Plan]()
         for number, each in enumerate(self.smaller_batches):
             own: dict[str, Any] = {name: getattr(each, name) for name in OF_A_SET}
-            own |= {"hash": each.hash_of_choices, "baselines": (), "otherwise": {}, "workload": self._at(each.when)}
+            own |= {"hash": each.hash_of_choices, "baselines": (), "workload": self._at(each.when)}
             found.append(Plan(**{**fields, **own}))
             found[-1]._place = ("smaller_batches", number, "choices")
         for plan in (*found, largest):
@@ -275,11 +244,6 @@ class Plan(Data):
     def file(self) -> str:
         """The path that the plan was read from, as it was given; a word for it where it was from none."""
         return self._document.name if self._document is not None else "PLAN"
-
-    @property
-    def steps(self) -> Steps:
-        """How the steps are compiled that the plan was made for."""
-        return self.compile or "eager"
 
     @cached_property
     def entries(self) -> tuple[Entry[Choice], ...]:
@@ -426,11 +390,3 @@ def _difference(planned: Mapping[str, str], present: Mapping[str, str]) -> str:
         return f"the plan knows no {listing(new, 3)}"
     other = next((name for name, cls in planned.items() if present[name] != cls), None)
     return "" if other is None else f"{other} is a {present[other]}, planned as a {planned[other]}"
-
-
-def _says(text: str, name: str, plan: Plan) -> bool:
-    """Whether a file with this text would be read as this plan."""
-    try:
-        return parse(text, name, PlanError).validate(Plan) == plan
-    except PlanError:
-        return False

@@ -39,7 +39,6 @@ _COMMENTS = {
     "settings": "facts of that step",
     "environment": "the device it was measured on, or simulated for",
     "compile": "its steps are compiled: each layer by layer.compile(), or the whole model",
-    "otherwise": "the same choices in steps that are compiled otherwise, or not at all",
     "predicted": "simulated: bytes by a ghost run of this very plan, seconds by op times",
     "measured": "by real training steps; noise is relative",
     "baselines": "well-known plans, for comparison",
@@ -99,25 +98,6 @@ def check_units(document: Document, units: Mapping[str, str]) -> None:
             list(parse_pattern(pattern).enumerate())
         except PlanError as error:
             raise document.complain(("model", "units", pattern), error.message, error.remedy) from None
-
-
-def with_otherwise(text: str, document: Document, otherwise: Any) -> str:
-    """A file's text with the section ``otherwise`` in the place of the one that it has, else behind ``measured``."""
-    places, lines = document.lines, text.splitlines(keepends=True)
-    section = _section("otherwise", otherwise)
-    old = places.get(("otherwise",))
-    end = old or places.get(("measured",), len(lines))
-    begin = end - 1
-    while end < len(lines) and lines[end][0].isspace():
-        end += 1
-    while not lines[end - 1].strip():
-        end -= 1
-    if old is None:
-        begin = end
-    elif begin > 0 and lines[begin - 1].startswith("# the same choices in steps"):
-        begin -= 1
-    lines[begin:end] = [section if old is None else section.lstrip()]
-    return "".join(lines)
 
 
 def render(sections: Mapping[str, Any], name: str = "plan.yaml") -> str:

@@ -7,17 +7,15 @@ from typing import Literal
 from pydantic import Field
 
 from autockpt.schema.base import Data
-from autockpt.schema.plan import Steps
 from autockpt.schema.trial import Measurement
 
-CheckState = Literal["passed", "failed", "skipped", "measured"]
-"""``measured``: a finding, with nothing that it is held against."""
+CheckState = Literal["passed", "failed", "skipped"]
 
-MARKS: dict[CheckState, str] = {"passed": "ok", "failed": "FAILED", "skipped": "skipped", "measured": "measured"}
+MARKS: dict[CheckState, str] = {"passed": "ok", "failed": "FAILED", "skipped": "skipped"}
 
 
 class Check(Data):
-    """One promise of a plan, held against real steps, or what they take where nothing was promised for such steps."""
+    """One promise of a plan, compared with real steps."""
 
     name: str = Field(description="gradients, recomputed ops, peak, step time, …")
     state: CheckState
@@ -30,9 +28,6 @@ class VerifyReport(Data):
     checks: tuple[Check, ...]
     notes: tuple[str, ...] = ()
     measured: Measurement | None = Field(default=None, description="what the plan's steps took")
-    steps: Steps | None = Field(
-        default=None, description="where they were compiled otherwise than those the plan was made for: how"
-    )
 
     def __str__(self) -> str:
         names = max((len(check.name) for check in self.checks), default=0)
@@ -44,12 +39,8 @@ class VerifyReport(Data):
     def verdict(self) -> str:
         """What follows from the checks, in one sentence."""
         failed = [c.name for c in self.checks if c.state == "failed"]
-        steps = f"steps that are compiled otherwise than the plan's ({self.steps})"
         if failed:
-            said = "does not keep its promise" if self.steps is None else f"cannot be used in {steps}"
-            return f"The plan {said}: {', '.join(failed)}."
-        if self.steps is not None:
-            return f"This is what {steps} take; it promises nothing about them."
+            return f"The plan does not keep its promise: {', '.join(failed)}."
         if any(c.state == "passed" for c in self.checks if c.name in ("peak", "step time")):
             return "The plan keeps its promise."
         if self.passed:

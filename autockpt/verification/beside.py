@@ -37,13 +37,6 @@ def describe_units(runner: StepRunner, payload: dict[str, Any]) -> dict[str, Any
     }
 
 
-def compile_as_training(runner: StepRunner, payload: dict[str, Any]) -> dict[str, Any]:
-    """From now on plans are compiled as a training compiles them, with whatever that leaves to run eagerly."""
-    if runner.compiler is not None:
-        runner.compiler.strict = False
-    return {}
-
-
 def observe_steps(runner: StepRunner, payload: dict[str, Any]) -> dict[str, Any]:
     """An Observation of two steps: under ``payload["choices"]``, or plainly where that is None."""
     workload = runner.workload

@@ -4,16 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from autockpt.history.promises import time_words
-from autockpt.history.statistics import Interval
 from autockpt.policies import POLICIES
 from autockpt.policies.selective import kept_by
 from autockpt.runtime import Proof, UnitRuns
-from autockpt.runtime.compiled import STEPS
 from autockpt.schema.choices import Choice
-from autockpt.schema.plan import Plan
 from autockpt.schema.sizes import format_bytes
-from autockpt.schema.trial import Measurement
 from autockpt.schema.verification import Check
 from autockpt.schema.workload import WorkloadSpec
 
@@ -78,31 +73,3 @@ def judge_proof(proof: Proof) -> Check:
     units = sum(1 for unit in proof.units.values() if unit.checks)
     detail = f"{proof.tensors} tensors that backward of {units} units was given are those that forward had computed"
     return Check(name=name, state="passed", detail=f"{detail}{besides}")
-
-
-def compared_peak(plan: Plan, measured: Measurement, saving: Measurement | None) -> Check:
-    """The peak in steps that are compiled otherwise than the plan's; ``saving``: of saving everything in such steps."""
-    parts = [format_bytes(measured.peak_bytes)]
-    if plan.status == "measured" and plan.measured is not None:
-        parts.append(
-            _instead(plan, format_bytes(plan.measured.peak_bytes), measured.peak_bytes / plan.measured.peak_bytes)
-        )
-    if saving is not None:
-        parts.append(f"saving everything alike takes {format_bytes(saving.peak_bytes)}")
-    if plan.budget is not None and measured.peak_bytes > plan.budget.whole:
-        parts.append(f"over the budget of {format_bytes(plan.budget.whole)}")
-    return Check(name="peak", state="measured", detail="; ".join(parts))
-
-
-def compared_time(plan: Plan, measured: Measurement, ratio: Interval | None) -> Check:
-    """The step time in such steps; ``ratio``: to that of saving everything, interleaved."""
-    parts = [time_words(measured)]
-    if plan.status == "measured" and (promise := plan.measured) is not None:
-        parts.append(_instead(plan, time_words(promise), measured.step_seconds / promise.step_seconds))
-    if ratio is not None:
-        parts.append(f"{ratio.value:.3f} times saving everything alike [{ratio.low:.3f}, {ratio.high:.3f}]")
-    return Check(name="step time", state="measured", detail="; ".join(parts))
-
-
-def _instead(plan: Plan, promised: str, ratio: float) -> str:
-    return f"in {STEPS[plan.steps]}, for which the plan was made, {promised} ({ratio - 1:+.1%} now)"

@@ -19,12 +19,12 @@ from autockpt.runtime import Observation, Proof, UnitRuns, judge, observe_refere
 from autockpt.schema.choices import RECOMPUTE, Choice, dump_choices
 from autockpt.schema.graph import Unit
 from autockpt.schema.known import ALL, NONE, known_plans
-from autockpt.schema.plan import Plan, Steps, plan_hash
+from autockpt.schema.plan import Plan
 from autockpt.schema.request import Listener, Silence
 from autockpt.schema.trial import Measurement
 from autockpt.schema.verification import Check, VerifyReport
 from autockpt.schema.workload import WorkloadSpec
-from autockpt.verification.checks import compared_peak, compared_time, judge_proof, judge_runs, smaller_shapes
+from autockpt.verification.checks import judge_proof, judge_runs, smaller_shapes
 from autockpt.workload import Step
 
 BESIDE = "autockpt.verification.beside"
@@ -40,7 +40,6 @@ def verify(
     listener: Listener | None = None,
     measurer: Measurer | None = None,
     steps: int = 10,
-    compile: Steps | None = None,
 ) -> VerifyReport:
     """Run a plan's training steps and plain ones, and hold the plan against what it promises.
 
@@ -53,22 +52,16 @@ def verify(
     layer at full shape); *recomputed ops* by unit as the plan says; *peak* and *step time* as promised (alternated with
     saving or recomputing everything, where that was measured for the plan and fits: a slow day slows both).
 
-    With ``compile`` the steps are ``eager``, or compiled by ``layers`` or as one ``model``. Where the plan was made for
-    others, peak and step time are measured and not judged, alongside saving everything in such steps, and noted in the
-    plan's file, where ``plan`` is one: ``apply`` then says by how much they differ. Of a Plan, ``noting`` gives one
-    with the report's measurement.
-
     Of a plan with sets of choices for smaller batches every set is held against its own promise, at its own length; of
     a live workload, whose batch is as it is, smaller sets' gradients alone.
+
+    Steps are compiled as those that the plan was made for.
 
     Raises PlanError where the plan does not belong to the model, or does not say what to run; UsageError where nothing
     can be compiled here.
     """
-    path = None
     if not isinstance(plan, Plan):
-        path = plan_file(Path(plan))
-        plan = Plan.load(path)
-    mode = compile or plan.steps
+        plan = Plan.load(plan_file(Path(plan)))
     subject = workload if workload is not None else plan.workload
     if subject is None and measurer is None:
         raise PlanError(
@@ -82,12 +75,9 @@ def verify(
             remedy="Train with it: gradients are checked there, and print(handle.sentinels) says how many. Or search "
             "without these options, and verify that plan.",
         )
-    with _open(subject, device, measurer, plan, mode) as runs:
-        asked = (subject, runs, device, listener or Silence(), steps, mode)
+    with _open(subject, device, measurer, plan) as runs:
+        asked = (subject, runs, device, listener or Silence(), steps)
         report = _Verification(_for(plan, subject), *asked).report()
-        if path is not None and report.measured is not None and report.steps is not None:
-            said = _unlike(plan, subject, runs) or _note(plan, path, report.steps, report.measured)
-            report = report.model_copy(update={"notes": (*report.notes, said)})
         if measurer is not None or not isinstance(subject, WorkloadSpec):
             for each in plan.sets[:-1]:
                 report = _with_set(report, each, _Verification(each, *asked).gradients())
@@ -95,7 +85,7 @@ def verify(
     for each in plan.sets[:-1]:
         length = each.workload.seq_len if each.workload is not None else None
         spec = subject.model_copy(update={"seq_len": length or subject.seq_len})
-        found = verify(each, spec, device=device, listener=listener, steps=steps, compile=compile)
+        found = verify(each, spec, device=device, listener=listener, steps=steps)
         report = _with_set(report, each, found)
     return report
 
@@ -117,41 +107,16 @@ def _with_set(report: VerifyReport, plan: Plan, found: VerifyReport) -> VerifyRe
     return report.model_copy(update={"checks": (*report.checks, *named), "notes": (*report.notes, *notes)})
 
 
-def _note(plan: Plan, path: Path, steps: Steps, measured: Measurement) -> str:
-    """Write the measurement into the plan's file; what became of that."""
-    try:
-        plan.noting(steps, measured).save_otherwise(path)
-    except PlanError as error:
-        return f"not noted in the plan: {error.message}"
-    return f"noted in {path}: applied to a model that runs like this, the plan warns with these numbers"
-
-
-def _unlike(plan: Plan, subject: WorkloadSpec | Step | None, measurer: Measurer) -> str:
-    """Why what was measured is not to be set against the plan's own measurement; empty where it is."""
-    if plan.status != "measured":
-        return f"not noted in the plan, which is {plan.status}: there is nothing that these steps could differ from"
-    if plan.environment is None:
-        return "not noted in the plan, which does not say where it was measured"
-    device, step = measurer.environment.device, getattr(measurer, "settings", None) or getattr(subject, "settings", {})
-    for there, here in ((plan.environment.device.model_dump(), device.model_dump()), (plan.settings, step)):
-        for name in here:
-            if name in there and there[name] != here[name]:
-                fact = name.replace("_", " ")
-                return f"not noted in the plan, which was measured with {fact} {there[name]}; here it is {here[name]}"
-    return ""
-
-
 def _open(
-    subject: WorkloadSpec | Step | None, device: str | None, given: Measurer | None, plan: Plan, mode: Steps
+    subject: WorkloadSpec | Step | None, device: str | None, given: Measurer | None, plan: Plan
 ) -> AbstractContextManager[Measurer]:
     """What measures the subject: the one given, which stays open, or one of its own."""
     if given is not None:
         return nullcontext(given)
     assert subject is not None
-    compile = None if mode == "eager" else mode
     if isinstance(subject, WorkloadSpec):
-        return WorkerMeasurer(subject, device, host_budget=plan.host_budget_bytes, compile=compile)
-    return LocalMeasurer(subject, host_budget=plan.host_budget_bytes, compile=compile)
+        return WorkerMeasurer(subject, device, host_budget=plan.host_budget_bytes, compile=plan.compile)
+    return LocalMeasurer(subject, host_budget=plan.host_budget_bytes, compile=plan.compile)
 
 
 @dataclass
@@ -164,7 +129,6 @@ class _Verification:
     device: str | None
     listener: Listener
     steps: int
-    mode: Steps
     measured: Measurement | None = None
     notes: list[str] = field(default_factory=list)
 
@@ -190,12 +154,8 @@ class _Verification:
                 f"what the plan promises was simulated for {simulated_for(self.plan)}; it was never measured. "
                 f"Here it ran on {here}. `autockpt search --resume` makes a measured plan from it."
             )
-        own = self.mode == self.plan.steps
-        if not own:
-            self._call("compile_as_training", {})
-        checks = (*self._gradients(), *self._reruns(), *(self._promises() if own else self._comparison()))
-        steps = None if own else self.mode
-        return VerifyReport(checks=checks, notes=tuple(self.notes), measured=self.measured, steps=steps)
+        checks = (*self._gradients(), *self._reruns(), *self._promises())
+        return VerifyReport(checks=checks, notes=tuple(self.notes), measured=self.measured)
 
     def gradients(self) -> VerifyReport:
         """The first check alone."""
@@ -215,7 +175,7 @@ class _Verification:
 
     @property
     def _compiled(self) -> bool:
-        return self.mode != "eager"
+        return self.plan.compile is not None
 
     def _call(self, function: str, payload: dict[str, Any]) -> dict[str, Any]:
         return self.measurer.call(f"{BESIDE}:{function}", payload)
@@ -285,7 +245,7 @@ class _Verification:
             if rest is not None:
                 rest()  # two models would share the device
             try:
-                with _open(spec, self.device, None, self.plan, self.mode) as measurer:
+                with _open(spec, self.device, None, self.plan) as measurer:
                     check = self._compared(name, measurer, None)
                     return check.model_copy(update={"detail": f"{shape}: {check.detail}"})
             except DeviceOutOfMemory:
@@ -319,24 +279,6 @@ class _Verification:
         if self.measured is not None:
             yield judge_peak(self.plan, self.measured, self.measurer.environment.device.kind)
             yield self._step_time(self.measured)
-
-    def _comparison(self) -> Iterator[Check]:
-        """In steps that the plan was not made for."""
-        yield from self._measure(None)
-        if self.measured is None:
-            return
-        if self._compiled:
-            graphs = f"{self.measured.graphs or 'no'} graph{'' if self.measured.graphs == 1 else 's'}"
-            self.notes.append(f"compiled to {graphs}; what a choice needs and no graph can hold runs eagerly")
-        saving, ratio = None, None
-        if plan_hash(self.choices) != plan_hash(nothing := known_plans(self.blocks, ())[NONE]):
-            try:
-                saving = self._timed("measure saving everything", nothing)
-                ratio = self._beside(NONE)
-            except DeviceOutOfMemory:
-                self.notes.append("saving everything does not fit the device in such steps")
-        yield compared_peak(self.plan, self.measured, saving)
-        yield compared_time(self.plan, self.measured, ratio)
 
     def _measure(self, budget_bytes: int | None) -> Iterator[Check]:
         """Fill ``measured``; or the checks that failed because it does not run."""

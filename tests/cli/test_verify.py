@@ -5,7 +5,6 @@ from pathlib import Path
 import pytest
 
 from autockpt.schema import Plan, VerifyReport, WorkloadSpec
-from autockpt.schema.plan import Steps
 from autockpt.schema.verification import Check
 from tests.reporting.samples import UNITS, choices
 
@@ -15,12 +14,10 @@ def verified(replace) -> list[WorkloadSpec]:
     """Workloads that were verified; every second plan keeps its promise."""
     specs: list[WorkloadSpec] = []
 
-    def verify(
-        plan: Path, spec: WorkloadSpec, *, device: str | None, listener: object, compile: Steps | None
-    ) -> VerifyReport:
+    def verify(plan: Path, spec: WorkloadSpec, *, device: str | None, listener: object) -> VerifyReport:
         specs.append(spec)
         check = Check(name="peak", state="passed" if len(specs) % 2 else "failed", detail="d")
-        return VerifyReport(checks=(check,), steps=compile)
+        return VerifyReport(checks=(check,))
 
     replace("autockpt.verification", verify=verify)
     return specs
@@ -41,13 +38,3 @@ def test_a_plan_by_hand_needs_a_model(autockpt, verified, tmp_path: Path) -> Non
     assert autockpt("verify", "plan.yaml").code == 2
     assert autockpt("verify", "plan.yaml", "--model", "llama-tiny").code == 0
     assert autockpt("verify", "missing.yaml").code == 2
-
-
-def test_steps_that_are_compiled_otherwise(autockpt, verified, tmp_path: Path) -> None:
-    Plan.create(choices(), UNITS, workload=WorkloadSpec(model="llama-tiny")).save(tmp_path / "plan.yaml")
-    result = autockpt("verify", "plan.yaml", "--compile", "layers")
-    assert result.code == 0 and "promises nothing" in result.out
-    result = autockpt("verify", "plan.yaml", "--compile", "model")
-    assert result.code == 4 and "cannot be used" in result.out
-    result = autockpt("verify", "plan.yaml", "--compile", "yes")
-    assert result.code == 2 and "layers, model or eager" in result.err and len(verified) == 2

@@ -88,11 +88,10 @@ def test_a_plan_acts_whether_applied_before_or_after_compiling(mode: str, first:
         torch.testing.assert_close(found[name], gradient)
 
 
-def test_a_compiled_plan_on_an_eager_model_warns_once_with_the_measured_difference():
+def test_a_compiled_plan_on_an_eager_model_warns_once():
     model = make()
-    eager = Measurement(peak_bytes=3 * 2**20, step_seconds=0.75)
-    with apply(model, plan_for(model, "layers", otherwise={"eager": eager})):
-        with pytest.warns(UserWarning, match=r"this model runs eagerly.*3.00 MiB.*0.75 s.*1.00 MiB.*0.5 s"):
+    with apply(model, plan_for(model, "layers")):
+        with pytest.warns(UserWarning, match=r"this model runs eagerly.*`autockpt search` finds"):
             gradients(model)
         with warnings.catch_warnings():
             warnings.simplefilter("error", UserWarning)
@@ -108,9 +107,7 @@ def test_an_eager_plan_on_a_compiled_model_warns_once(mode: str):
     plan = Plan.create(choices, discover_units(model), source="measured", measured=measured)
     with apply(model, plan):
         compile_in_place(model, mode)
-        with pytest.warns(
-            UserWarning, match=f"for eager steps.*`autockpt verify PLAN --compile {mode}` does.*search --compile {mode}"
-        ):
+        with pytest.warns(UserWarning, match=f"for eager steps.*`autockpt search --compile {mode}` finds"):
             gradients(model)
         with warnings.catch_warnings():
             warnings.simplefilter("error", UserWarning)

@@ -1,11 +1,10 @@
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from autockpt.errors import PlanError
@@ -26,7 +25,7 @@ from autockpt.schema import (
     plan_hash,
 )
 from autockpt.schema.choices import CHUNKED_LOSS, parse_choice, parse_choices
-from autockpt.schema.plan import NEVER_CALLED, Steps
+from autockpt.schema.plan import NEVER_CALLED
 from autockpt.schema.sets import When
 
 UNITS = tuple(Unit(name=f"model.layers.{i}", cls="LlamaDecoderLayer", kind=0) for i in range(12)) + tuple(
@@ -124,72 +123,6 @@ def test_any_assignment_round_trips(tmp_path_factory: pytest.TempPathFactory, va
     full_plan(choices).save(path, existing="replace")
     loaded = Plan.load(path)
     assert loaded.expand(BLOCKS) == choices and loaded.status == "measured"
-
-
-MEASUREMENTS = st.builds(
-    Measurement, peak_bytes=st.integers(1, 2**40), step_seconds=st.integers(1, 10**9).map(lambda n: n / 10**6)
-)
-
-
-@pytest.mark.slow
-@settings(max_examples=12)
-@given(
-    st.dictionaries(st.sampled_from(["layers", "model"]), MEASUREMENTS, max_size=2),
-    st.dictionaries(st.sampled_from(["layers", "model"]), MEASUREMENTS, min_size=1),
-    st.sampled_from(["", "# mine\n", "\n\n", "# mine\n\n# and mine\n"]),
-)
-def test_what_was_measured_otherwise_goes_into_the_file_and_nothing_else_changes(
-    tmp_path_factory: pytest.TempPathFactory,
-    first: dict[Steps, Measurement],
-    then: dict[Steps, Measurement],
-    comment: str,
-) -> None:
-    path = tmp_path_factory.getbasetemp() / "otherwise.yaml"
-    plan = full_plan().model_copy(update={"otherwise": first})
-    plan.save(path, existing="replace")
-    assert Plan.load(path) == plan
-    path.write_text(path.read_text().replace("baselines:", f"{comment}baselines:") + comment)
-    before = path.read_text()
-    loaded = Plan.load(path)
-    for steps, measured in then.items():
-        loaded = loaded.noting(steps, measured)
-        loaded.save_otherwise(path)
-    noted = Plan.load(path)
-    assert noted.otherwise == {**first, **then} and noted.status == "measured" and noted.hash == plan.hash
-    assert noted.model_copy(update={"otherwise": first}) == plan
-    kept = iter(path.read_text().splitlines())
-    section = before.index("otherwise:") if first else len(before)
-    assert all(line in kept for line in before[:section].splitlines()), "every line is still there, in order"
-    assert path.read_text().count("otherwise:") == 1 and path.read_text().count("mine") == before.count("mine")
-
-
-def test_a_plan_that_changed_while_it_was_measured_is_left_alone(tmp_path: Path) -> None:
-    path = tmp_path / "plan.yaml"
-    full_plan(dict.fromkeys(BLOCKS, RECOMPUTE)).save(path)
-    before = path.read_text()
-    with pytest.raises(PlanError, match="another plan"):
-        full_plan().noting("layers", Measurement(peak_bytes=1, step_seconds=1.0)).save_otherwise(path)
-    assert path.read_text() == before
-
-
-def test_two_who_measured_the_same_plan_otherwise_both_find_it_in_the_file(tmp_path: Path) -> None:
-    path = tmp_path / "plan.yaml"
-    full_plan().save(path)
-    read = Plan.load(path)
-    for number, steps in enumerate(("layers", "model"), 1):
-        read.noting(steps, Measurement(peak_bytes=number, step_seconds=1.0)).save_otherwise(path)
-    assert {steps: found.peak_bytes for steps, found in Plan.load(path).otherwise.items()} == {"layers": 1, "model": 2}
-    with pytest.raises(ValueError, match="eager"):
-        read.noting("eager", Measurement(peak_bytes=1, step_seconds=1.0))
-
-
-def test_a_file_in_a_layout_of_its_own_is_written_anew_and_kept(tmp_path: Path) -> None:
-    plan = full_plan()
-    text = json.dumps({"choices": {n: c.kind for n, c in CHOICES.items()}, **plan.model_dump(exclude={"choices"})})
-    path = write(tmp_path, text)
-    Plan.load(path).noting("model", Measurement(peak_bytes=1, step_seconds=1.0)).save_otherwise(path)
-    assert Plan.load(path).otherwise["model"].peak_bytes == 1
-    assert (tmp_path / "plan.yaml.1").read_text() == text
 
 
 def test_the_smallest_plan_is_written_by_hand(tmp_path: Path) -> None:

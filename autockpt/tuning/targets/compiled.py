@@ -8,13 +8,12 @@ from dataclasses import replace
 from functools import partial
 
 from autockpt.devices import get_device
-from autockpt.errors import DeviceOutOfMemory, MeasurementError, UsageError
+from autockpt.errors import UsageError
 from autockpt.hardware.nominal import nominal_op_times
 from autockpt.measuring import WorkerMeasurer
 from autockpt.measuring.compiled import missing
 from autockpt.profiling import build_profile, used_by_others
-from autockpt.schema import CompileMode, Measurement, SearchOutcome, SearchRequest, StageTime, format_bytes
-from autockpt.schema.choices import dump_choices
+from autockpt.schema import CompileMode, SearchOutcome, SearchRequest, StageTime
 from autockpt.solvers import refine
 from autockpt.tracing import Tracer
 from autockpt.tuning.loop import Loop, SearchResult
@@ -33,7 +32,6 @@ from autockpt.workload import refuse_simulated
 
 IN_GRAPHS = ("save", "recompute")
 """Choices that can be part of a compiled graph, compile_budget besides."""
-EAGER_STEPS = 3
 _NOT_PREDICTED = (
     "compiled steps are only measured: ghost runs and op times see eager ops, not what a compiler makes of them, so "
     "nothing is predicted (and a search without --compile offers more choices)"
@@ -113,12 +111,9 @@ def _searched(mode: CompileMode, measurer: WorkerMeasurer, opened: Opened) -> Se
     found.notes.extend(_graphs(found))
     rows, plan = scored_rows(proposer.known, found.trials, found.best), None
     if found.best is not None:
-        elsewise, said = (None, []) if clock.seconds_left < 0 else _in_eager_steps(measurer, found)
-        found.notes.extend(said)
         choices, notes = found.best.choices, (*found.notes, _NOT_PREDICTED)
         plan = make_plan(opened, choices, found.budget, source="measured", rows=rows, notes=notes)
         plan = plan.model_copy(update={"compile": mode})
-        plan = plan if elsewise is None else plan.noting("eager", elsewise)
         if run is not None:
             run.write_plan(plan)
     stages = _compiling_apart(clock.stages, found)
@@ -130,21 +125,6 @@ def _compiling_apart(stages: Sequence[StageTime], found: SearchResult) -> tuple[
     compiling = sum(t.measured.compile_seconds for t in found.trials[found.resumed :] if t.measured is not None)
     steps = [s.model_copy(update={"seconds": s.seconds - compiling}) if s.name == STEPS else s for s in stages]
     return (*steps, StageTime(name=COMPILING, seconds=compiling, part=True))
-
-
-def _in_eager_steps(measurer: WorkerMeasurer, found: SearchResult) -> tuple[Measurement | None, list[str]]:
-    """What the same choices do without a compiler; there a compile_budget saves everything."""
-    assert found.best is not None
-    if found.interrupted:
-        return None, []
-    payload = {"choices": dump_choices(found.best.choices), "steps": EAGER_STEPS}
-    try:
-        answer = measurer.call("autockpt.measuring.compiled:measure_eagerly", payload)
-        measured = Measurement.model_validate(answer)
-    except (DeviceOutOfMemory, MeasurementError) as error:
-        return None, [f"the same choices in eager steps: {error.message}"]
-    peak, seconds = format_bytes(measured.peak_bytes), measured.step_seconds
-    return measured, [f"the same choices in eager steps: {peak}, {seconds:.3g} s"]
 
 
 def _graphs(found: SearchResult) -> list[str]:
