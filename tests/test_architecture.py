@@ -26,7 +26,7 @@ LAYERS = (
     ("tracing", "measuring"),
     ("profiling",),
     ("tuning",),
-    ("integrations", "verification", "bench", "explaining", "diagnose", "page"),
+    ("integrations", "verification", "explaining", "diagnose", "page"),
     ("cli", "auto", "public"),
     ("__main__",),
 )

@@ -13,7 +13,6 @@ from contextlib import suppress
 import typer
 
 from autockpt.callstack import with_room
-from autockpt.cli.bench import bench
 from autockpt.cli.calibrate import calibrate
 from autockpt.cli.diagnose import diagnose
 from autockpt.cli.estimate import estimate
@@ -26,7 +25,7 @@ from autockpt.cli.report import report
 from autockpt.cli.search import search
 from autockpt.cli.verify import verify
 
-VERBS = (search, estimate, explain, diagnose, verify, history, report, export, bench, calibrate)
+VERBS = (search, estimate, explain, diagnose, verify, history, report, export, calibrate)
 
 COLLECT_AFTER = (100_000, 50)
 """Objects, and collections of the young, until the garbage collector looks again: what PyTorch and transformers make

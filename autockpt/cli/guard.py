@@ -26,7 +26,7 @@ from autockpt.signals import handling
 
 INTERRUPTED, UNREAD, TERMINATED = 130, 141, 143
 FAILED = 4
-CONTINUED = ("search", "bench")  # verbs that write down what they measure as it comes
+CONTINUED = ("search",)  # verbs that write down what they measure as it comes
 
 
 def guarded(verb: Callable[..., None]) -> Callable[..., None]:

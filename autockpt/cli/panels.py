@@ -17,10 +17,9 @@ PANELS = {
         max_grad_norm full compile""",
     "Adapters and quantised weights": """lora lora_targets lora_dora lora_modules_to_save load_in_4bit load_in_8bit
         quantization prepare_kbit""",
-    "Device and budget": "budget budgets headroom host_budget device hardware cards",
+    "Device and budget": "budget headroom host_budget device hardware cards",
     "Simulated hardware only": "master_weights keep_gradients ddp shard",
-    "Search": """trials timeout space choices allow_inexact dry_run storage resume fresh again rounds most_rounds
-        peers""",
+    "Search": """trials timeout space choices allow_inexact dry_run storage resume fresh again""",
     "Output": "out plan_out force as_json help",
 }
 

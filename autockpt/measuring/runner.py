@@ -32,7 +32,7 @@ Attach = Callable[[nn.Module], Callable[[], None]]
 """Attaches something other than a plan of ours to the model; what it returns takes that off again."""
 WARM_UP = 2
 """Cycles of a plan before timed ones: its units learn from their first calls, and check them."""
-_REF = re.compile(r"(autockpt(?:\.\w+)+):(\w+)")
+_REF = re.compile(r"(\w+(?:\.\w+)+):(\w+)")
 
 
 @dataclass(eq=False, repr=False)
@@ -132,10 +132,10 @@ class StepRunner:
         return other
 
     def call(self, ref: str, payload: dict[str, Any]) -> dict[str, Any]:
-        """Run ``autockpt.module:function`` as ``function(runner, payload)``. MeasurementError for a bad ``ref``."""
+        """Run ``package.module:function`` as ``function(runner, payload)``. MeasurementError for a bad ``ref``."""
         match = _REF.fullmatch(ref)
         if match is None:
-            raise MeasurementError(f"{ref!r} does not name a function of autockpt")
+            raise MeasurementError(f"{ref!r} does not name a function")
         try:
             function = getattr(importlib.import_module(match[1]), match[2])
         except (ImportError, AttributeError) as error:

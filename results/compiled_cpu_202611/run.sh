@@ -4,8 +4,8 @@
 # pip install -c constraints.txt -e . and a C++ compiler; what was measured before is continued.
 set -eu
 export OMP_NUM_THREADS=1
-autockpt bench --model llama-small --device cpu --budgets 45%,60%,75% --trials 12 --rounds 12 --most-rounds 40 \
+python -m tests.evidence.bench --model llama-small --device cpu --budgets 45%,60%,75% --trials 12 --rounds 12 --most-rounds 40 \
     --timeout 6m --peers 'torch.compile,recompute all compiled,autockpt compiled layers' --out results/compiled_cpu_202611
 # plans for the model as one graph beside plans of layers
-autockpt bench --model llama-small --device cpu --budgets 60%,75% --trials 12 --rounds 12 --most-rounds 30 \
+python -m tests.evidence.bench --model llama-small --device cpu --budgets 60%,75% --trials 12 --rounds 12 --most-rounds 30 \
     --timeout 45m --peers 'torch.compile,autockpt compiled model,autockpt compiled layers' --out results/compiled_cpu_202611

@@ -32,7 +32,7 @@ def test_only_a_search_looks_for_the_longest_sequences_and_says_so() -> None:
         if "--seq-len" in option.opts
     }
     assert said.pop("search") == "N|auto"
-    assert set(said) == {"bench", "diagnose", "explain", "verify"} and set(said.values()) == {"N"}
+    assert set(said) == {"diagnose", "explain", "verify"} and set(said.values()) == {"N"}
 
 
 def test_without_a_model_there_is_a_remedy() -> None:

@@ -13,7 +13,6 @@ from typing import Any
 
 from torch import nn
 
-from autockpt.bench.peers import PEERS, PLAIN
 from autockpt.errors import AutockptError, DeviceOutOfMemory, InfeasibleError
 from autockpt.history.statistics import noise, ratio_interval
 from autockpt.measuring import StepRunner
@@ -23,6 +22,7 @@ from autockpt.schema import WorkloadSpec, parse_choice
 from autockpt.schema.choices import CHUNKED_LOSS, dump_choice
 from autockpt.schema.plan import Plan
 from autockpt.workload import discover_head
+from tests.evidence.bench.peers import PEERS, PLAIN
 from tests.gpu.items import Context
 from tests.gpu.measuring import plans, running
 from tests.gpu.shapes import Task

@@ -324,7 +324,7 @@ def test_a_full_step_is_exact_wherever_it_releases_gradients(order, vectors):
     assert runner_of(workload).measure({}, steps=1).peak_bytes == vectors * n * 4
 
 
-def test_only_functions_of_autockpt_can_be_called(monkeypatch):
+def test_functions_of_a_package_can_be_called(monkeypatch):
     probe = types.ModuleType("autockpt.probe")
     probe.echo = lambda runner, payload: {"kind": runner.device.kind, **payload}  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "autockpt.probe", probe)

@@ -7,12 +7,12 @@ from typing import Any, ClassVar
 
 from torch import nn
 
-from autockpt.bench.peers.base import OURS, Context, Detach, Peer, Setting
-from autockpt.bench.peers.compiled import compiled
 from autockpt.measuring.compiled import BACKEND
 from autockpt.runtime import attach
 from autockpt.schema import CompileMode, parse_choices
-from autockpt.schema.bench import Group
+from tests.evidence.bench.peers.base import OURS, Context, Detach, Peer, Setting
+from tests.evidence.bench.peers.compiled import compiled
+from tests.evidence.bench.report import Group
 
 
 class Ours(Peer):

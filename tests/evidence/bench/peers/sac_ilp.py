@@ -17,9 +17,9 @@ from typing import Any
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy
 
-from autockpt.bench.peers.base import Context, Detach, Peer, Setting, recomputed, recomputed_but, replace_forwards
-from autockpt.bench.peers.sac_estimate import SacEstimate, estimate
 from autockpt.errors import MeasurementError
+from tests.evidence.bench.peers.base import Context, Detach, Peer, Setting, recomputed, recomputed_but, replace_forwards
+from tests.evidence.bench.peers.sac_estimate import SacEstimate, estimate
 
 # Its peak is its own estimate and what it finds may lie over the budget: it is asked for less, too, in these steps.
 LOWER = (1.0, 0.93, 0.86)
@@ -36,7 +36,7 @@ class SacIlp(Peer):
 
     def missing(self, device_kind: str) -> str:
         absent = [name for name in ("pulp", "pwlf") if find_spec(name) is None]
-        return f"needs {' and '.join(absent)} (pip install 'autockpt[bench]')" if absent else ""
+        return f"needs {' and '.join(absent)} (pip install '.[dev]')" if absent else ""
 
     def settings(self, context: Context) -> Iterable[Setting]:
         if context.plain_peak is None:

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from autockpt.history.rundir import RunDirectory
-from autockpt.schema.bench import BenchRow
+from tests.evidence.bench.report import BenchRow
 
 
 class BenchDirectory(RunDirectory):

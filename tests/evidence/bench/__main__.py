@@ -1,4 +1,7 @@
-"""``autockpt bench``: side by side with every other way of saving memory."""
+"""Measure autockpt's plans against every other way of saving memory: same machine, batch and meter, interleaved.
+
+python -m tests.evidence.bench --model llama-small --device cpu --budgets 45%,60%
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from autockpt.callstack import with_room
 from autockpt.cli import screen
 from autockpt.cli.guard import INTERRUPTED, guarded
 from autockpt.cli.options import (
@@ -21,6 +25,7 @@ from autockpt.cli.options import (
     takes_workload,
     workload_spec,
 )
+from autockpt.cli.panels import PanelCommand
 from autockpt.errors import UsageError
 
 if TYPE_CHECKING:
@@ -51,14 +56,14 @@ def bench(
 ) -> None:
     """Measure autockpt's plans against other ways of saving memory.
 
-    Same machine, batch and meter, interleaved steps: rules per layer, op-level sets, PyTorch's SAC ILP (pip install
-    'autockpt[bench]'), torch.compile's memory budget, a searched plan per budget. Gradients are compared with plain
+    Same machine, batch and meter, interleaved steps: rules per layer, op-level sets, PyTorch's SAC ILP (needs pulp and
+    pwlf), torch.compile's memory budget, a searched plan per budget. Gradients are compared with plain
     training's first. A method that cannot run is a row that says so. Writes a table, a picture and JSON.
     """
-    from autockpt.bench import run_bench
-    from autockpt.reporting.bench_view import print_bench
     from autockpt.reporting.progress import listener
-    from autockpt.schema.bench import BenchRequest
+    from tests.evidence.bench import run_bench
+    from tests.evidence.bench.report import BenchRequest
+    from tests.evidence.bench.view import print_bench
 
     limit = duration(timeout)
     space, notes = _space(choices, device)
@@ -75,7 +80,7 @@ def bench(
         seed=seed,
         out=out,
         fresh=fresh,
-        command=("autockpt", *sys.argv[1:]),
+        command=("python", "-m", "tests.evidence.bench", *sys.argv[1:]),
         notes=notes,
     )
     with listener(screen.progress(), f"bench {request.workload.model}") as watcher:
@@ -109,3 +114,14 @@ def _space(choices: str | None, device: str | None) -> tuple[SearchSpace, tuple[
         "(--choices allows it)"
     )
     return space.without([kind for kind in space.choices if "offload" in kind]), (note,)
+
+
+def build() -> typer.Typer:
+    """The program as a typer application."""
+    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+    app.command(cls=PanelCommand)(bench)
+    return app
+
+
+if __name__ == "__main__":
+    with_room(build())

@@ -1,3 +1,3 @@
 """Side by side with every other way of saving memory: the same machine, batch and meter, interleaved steps."""
 
-from autockpt.bench.run import run_bench
+from tests.evidence.bench.run import run_bench

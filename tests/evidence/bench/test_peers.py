@@ -10,14 +10,14 @@ import pytest
 import torch
 from torch import nn
 
-from autockpt.bench import worker
-from autockpt.bench.peers import OUR_OWN, PEERS, Context
-from autockpt.bench.peers.by_op import policy
-from autockpt.bench.peers.sac_ilp import policy as policy_by_name
 from autockpt.devices import get_device
 from autockpt.measuring import StepRunner
 from autockpt.schema import WorkloadSpec
 from autockpt.workload import build, discover_units
+from tests.evidence.bench import worker
+from tests.evidence.bench.peers import OUR_OWN, PEERS, Context
+from tests.evidence.bench.peers.by_op import policy
+from tests.evidence.bench.peers.sac_ilp import policy as policy_by_name
 from tests.measuring.small_workloads import Stack, make_workload
 
 pytestmark = pytest.mark.slow

@@ -11,13 +11,13 @@ from unittest.mock import patch
 
 from torch import nn
 
-from autockpt.bench.peers.base import Context, Detach, Peer, Setting, recomputed
 from autockpt.errors import ConflictError
 from autockpt.measuring.compiled import BACKEND, Compiler
 from autockpt.schema import Choice, CompileMode
-from autockpt.schema.bench import Group
 from autockpt.workload.names import unwrap
 from autockpt.workload.units import module_of
+from tests.evidence.bench.peers.base import Context, Detach, Peer, Setting, recomputed
+from tests.evidence.bench.report import Group
 
 BUDGETS = (1.0, 0.8, 0.6, 0.4, 0.2)
 

@@ -6,9 +6,9 @@ import random
 
 import pytest
 
-from autockpt.bench.judging import fastest, lines_of, open_rows, paired, results_of
 from autockpt.schema import ResolvedBudget
-from autockpt.schema.bench import BenchRow, Group
+from tests.evidence.bench.judging import fastest, lines_of, open_rows, paired, results_of
+from tests.evidence.bench.report import BenchRow, Group
 
 PEAKS = {"save everything": 100, "slow": 50, "quick": 60, "large": 90, "autockpt 60%": 58, "compiled 1": 80}
 SECONDS = {"save everything": 1.0, "slow": 1.4, "quick": 1.2, "large": 1.05, "autockpt 60%": 1.1, "compiled 1": 0.5}

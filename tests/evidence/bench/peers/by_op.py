@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy
 
-from autockpt.bench.peers.base import Context, Detach, Peer, Setting, recomputed_but, replace_forwards
+from tests.evidence.bench.peers.base import Context, Detach, Peer, Setting, recomputed_but, replace_forwards
 
 _MATMULS = ("mm", "addmm", "bmm", "baddbmm", "convolution", "_grouped_mm")
 _ATTENTION = ("_scaled_dot_product_", "_flash_attention_forward", "_efficient_attention_forward")

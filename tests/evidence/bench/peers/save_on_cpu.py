@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 from torch.autograd.graph import save_on_cpu
 
-from autockpt.bench.peers.base import Context, Detach, Peer, Setting, replace_forwards
+from tests.evidence.bench.peers.base import Context, Detach, Peer, Setting, replace_forwards
 
 
 class SaveOnCpu(Peer):

@@ -20,7 +20,7 @@ Word = Literal["faster", "slower", "undecided"]
 
 
 class BenchRequest(Data):
-    """One question to ``autockpt bench``, with how long to work on it and where to write.
+    """One question to the bench, with how long to work on it and where to write.
 
     ``rounds`` is how often every method is timed; those that decide who is ahead are timed on, up to ``most_rounds``.
     ``timeout`` is in seconds and bounds the timing only: no round begins after it.

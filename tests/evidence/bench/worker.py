@@ -9,8 +9,6 @@ from typing import Any
 
 from torch import nn
 
-from autockpt.bench.peers import PEERS, Context, Detach
-from autockpt.bench.peers.compiled import compile_seconds
 from autockpt.errors import AutockptError, DeviceOutOfMemory, UsageError
 from autockpt.measuring import StepRunner
 from autockpt.measuring.failures import device_lost
@@ -21,6 +19,8 @@ from autockpt.runtime.observation import Observation, deterministically
 from autockpt.schema import Unit
 from autockpt.workload import discover_units, nested_tensors
 from autockpt.workload.failures import summary
+from tests.evidence.bench.peers import PEERS, Context, Detach
+from tests.evidence.bench.peers.compiled import compile_seconds
 
 
 def facts(runner: StepRunner, payload: Mapping[str, Any]) -> dict[str, Any]:

@@ -15,10 +15,10 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from autockpt.measuring.compiled import missing as compiler_missing
 from autockpt.runtime.session import without_kv_cache
 from autockpt.schema import Unit
-from autockpt.schema.bench import Group
 from autockpt.workload import Step
 from autockpt.workload.names import unwrap
 from autockpt.workload.units import module_of
+from tests.evidence.bench.report import Group
 
 PLAIN = "save everything"
 OURS = "autockpt"

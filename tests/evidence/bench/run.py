@@ -8,14 +8,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from autockpt.bench.judging import lines_of, open_rows, results_of
-from autockpt.bench.peers import OUR_OWN, PEERS, PLAIN
-from autockpt.bench.store import BenchDirectory
 from autockpt.errors import AutockptError, InfeasibleError, MeasurementError, UsageError
 from autockpt.measuring import WorkerMeasurer
 from autockpt.measuring.local import refuse_many_processes
-from autockpt.reporting.bench_picture import bench_picture
-from autockpt.reporting.bench_view import bench_page
 from autockpt.schema import (
     CompileMode,
     Listener,
@@ -27,12 +22,17 @@ from autockpt.schema import (
     dump_choices,
     parse_budget,
 )
-from autockpt.schema.bench import BenchReport, BenchRequest, BenchRow, BudgetResult, SearchCost
 from autockpt.schema.suggest import did_you_mean
 from autockpt.tuning import run_search
 from autockpt.tuning.targets.base import COMPILING, STEPS
+from tests.evidence.bench.judging import lines_of, open_rows, results_of
+from tests.evidence.bench.peers import OUR_OWN, PEERS, PLAIN
+from tests.evidence.bench.picture import bench_picture
+from tests.evidence.bench.report import BenchReport, BenchRequest, BenchRow, BudgetResult, SearchCost
+from tests.evidence.bench.store import BenchDirectory
+from tests.evidence.bench.view import bench_page
 
-WORKER = "autockpt.bench.worker"
+WORKER = "tests.evidence.bench.worker"
 
 
 def run_bench(request: BenchRequest, listener: Listener | None = None) -> BenchReport:

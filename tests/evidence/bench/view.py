@@ -1,4 +1,4 @@
-"""``autockpt bench`` on screen and as a Markdown page: the same tables and sentences."""
+"""A bench on screen and as a Markdown page: the same tables and sentences."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rich.text import Text
 
 from autockpt.reporting.style import heading, plain_table, remarks
 from autockpt.schema import format_binary, format_bytes, words
-from autockpt.schema.bench import BenchLine, BenchReport, BudgetResult, Ratio
+from tests.evidence.bench.report import BenchLine, BenchReport, BudgetResult, Ratio
 
 COLUMNS = ("method", "peak", "of plain", "step", "overhead", "95 % interval")
 GROUPS = {"eager": "Eager", "compiled": "Compiled (torch.compile), over compiled with budget 1"}

@@ -7,7 +7,7 @@ from html import escape
 
 from autockpt.reporting.axis import MARKS, Axis, mark
 from autockpt.schema import format_binary, words
-from autockpt.schema.bench import BenchLine, BenchReport
+from tests.evidence.bench.report import BenchLine, BenchReport
 
 WIDTH, HEIGHT = 860, 520
 LEFT, RIGHT, TOP, BOTTOM = 76, 236, 40, 56

@@ -9,10 +9,10 @@ import pytest
 from rich.console import Console
 
 from autockpt.reporting.axis import Axis
-from autockpt.reporting.bench_picture import bench_picture
-from autockpt.reporting.bench_view import bench_page, print_bench
 from autockpt.schema import DeviceInfo, Environment, ResolvedBudget
-from autockpt.schema.bench import BenchLine, BenchReport, BenchRow, BudgetResult, Duel, Ratio, SearchCost
+from tests.evidence.bench.picture import bench_picture
+from tests.evidence.bench.report import BenchLine, BenchReport, BenchRow, BudgetResult, Duel, Ratio, SearchCost
+from tests.evidence.bench.view import bench_page, print_bench
 
 MIB = 2**20
 SVG = "{http://www.w3.org/2000/svg}"
@@ -50,7 +50,7 @@ def sample() -> BenchReport:
         model="llama",
         settings={"batch_size": 8},
         environment=Environment(device=device, versions={"torch": "2.13.0"}),
-        command="autockpt bench --model llama",
+        command="python -m tests.evidence.bench --model llama",
         plain_peak_bytes=400 * MIB,
         lines=lines,
         budgets=(result, BudgetResult(budget=ResolvedBudget(asked="10%", bytes=40 * MIB), note="no plan of ours")),
@@ -84,7 +84,12 @@ def test_the_table_fits_eighty_columns() -> None:
 
 def test_the_page_has_machine_versions_command_and_every_row() -> None:
     page = bench_page(sample())
-    for wanted in ("A <processor>, 1 thread", "torch 2.13.0", "    autockpt bench --model llama", "±1.0 %"):
+    for wanted in (
+        "A <processor>, 1 thread",
+        "torch 2.13.0",
+        "    python -m tests.evidence.bench --model llama",
+        "±1.0 %",
+    ):
         assert wanted in page
     assert page.count("| first-k 2 |") == 2, "as a row and as a rival"
     assert "+4.0 % … +6.0 %" in page

@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import nn
 
-from autockpt.bench.peers.base import PLAIN, Context, Detach, Peer, Setting, recomputed, replace_forwards
 from autockpt.profiling.fronts import spread
+from tests.evidence.bench.peers.base import PLAIN, Context, Detach, Peer, Setting, recomputed, replace_forwards
 
 MOST = 16  # settings of one rule: deeper models get that many, evenly spread
 

@@ -8,16 +8,16 @@ from typing import Any
 
 import pytest
 
-from autockpt.bench import run, run_bench
-from autockpt.bench.peers import OUR_OWN
-from autockpt.bench.peers import PEERS as PEERS_TABLE
-from autockpt.bench.run import taking_part
-from autockpt.bench.store import BenchDirectory
 from autockpt.errors import InfeasibleError, RunDirectoryError, UsageError
 from autockpt.schema import WorkloadSpec, parse_budget
-from autockpt.schema.bench import BenchReport, BenchRequest, BenchRow, SearchCost
 from search_spaces.spaces import load_space
-from tests.bench.stand_in import HereMeasurer
+from tests.evidence.bench import run, run_bench
+from tests.evidence.bench.peers import OUR_OWN
+from tests.evidence.bench.peers import PEERS as PEERS_TABLE
+from tests.evidence.bench.report import BenchReport, BenchRequest, BenchRow, SearchCost
+from tests.evidence.bench.run import taking_part
+from tests.evidence.bench.stand_in import HereMeasurer
+from tests.evidence.bench.store import BenchDirectory
 from tests.measuring.small_workloads import BLOCKS
 
 pytestmark = pytest.mark.slow

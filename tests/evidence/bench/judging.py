@@ -6,10 +6,10 @@ import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 
-from autockpt.bench.peers import OUR_OWN, OURS, PEERS, PLAIN
 from autockpt.history.statistics import Interval, judge, noise, ratio_interval
 from autockpt.schema import ResolvedBudget, words
-from autockpt.schema.bench import BenchLine, BenchRow, BudgetResult, Duel, Group, Ratio
+from tests.evidence.bench.peers import OUR_OWN, OURS, PEERS, PLAIN
+from tests.evidence.bench.report import BenchLine, BenchRow, BudgetResult, Duel, Group, Ratio
 
 Rounds = Sequence[Mapping[str, float]]
 
