@@ -25,8 +25,28 @@ M = TypeVar("M", bound=BaseModel)
 Loc = tuple[str | int, ...]
 
 
-class _CoreLoader(yaml.SafeLoader):
+class _Loader(yaml.SafeLoader):
+    """PyYAML's safe loader without anchors, tags and deep nesting: what it refuses never gets built."""
+
     yaml_implicit_resolvers: dict = {}  # noqa: RUF012 - the class attribute that PyYAML reads
+    depth = 0
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        event: Any = self.peek_event()
+        if isinstance(event, yaml.AliasEvent) or event.anchor:
+            raise _refused("anchors and aliases are not allowed", event)
+        if event.tag:
+            raise _refused(f"the tag {event.tag!r} is not allowed", event)
+        if self.depth == MAX_DEPTH:
+            raise _refused("nested too deeply", event)
+        self.depth += 1
+        node = super().compose_node(parent, index)
+        self.depth -= 1
+        return node
+
+
+def _refused(problem: str, where: Any) -> yaml.MarkedYAMLError:
+    return yaml.MarkedYAMLError(problem=problem, problem_mark=where.start_mark)
 
 
 for _tag, _regex, _first in (
@@ -35,7 +55,7 @@ for _tag, _regex, _first in (
     ("int", r"[-+]?(?:0|[1-9][0-9]{0,40})", list("-+0123456789")),
     ("float", r"[-+]?[0-9]+\.[0-9]*(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|Inf)|\.(?:nan|NaN)", list("-+.0123456789")),
 ):
-    _CoreLoader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(rf"^(?:{_regex})$"), _first)
+    _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(rf"^(?:{_regex})$"), _first)
 
 
 @dataclass
@@ -88,15 +108,14 @@ def parse(text: str, name: str, error: type[UsageError] = UsageError) -> Documen
 
     Raises ``error`` for bad syntax, duplicate keys, anchors, aliases, tags, several documents, or too much of anything.
     """
-    document = Document(name=name, error=error)
+    document = Document(name=name, lines={(): 1}, error=error)
     if len(text) > MAX_BYTES:
         raise error(f"{name} is larger than {MAX_BYTES // 1000} KB", remedy="This is not a file that autockpt wrote.")
     try:
-        _refuse_unsafe(text, document)
-        loader = _CoreLoader(text)
+        loader = _Loader(text)
         try:
-            node = loader.get_single_node()
-            document.data = None if node is None else _build(loader, node, (), document)
+            if (node := loader.get_single_node()) is not None:
+                document.data = _build(loader, node, (), document)
         finally:
             loader.dispose()
     except yaml.MarkedYAMLError as bad:
@@ -119,27 +138,6 @@ def read(path: str | Path, error: type[UsageError] = UsageError) -> Document:
         raise error(f"{path} is not UTF-8 text", remedy="This is not a file that autockpt wrote.") from None
 
 
-def _refuse_unsafe(text: str, document: Document) -> None:
-    """Walk the flat stream of events first: what is refused here never gets built, and recursion stays shallow."""
-    depth = documents = 0
-    for event in yaml.parse(text, Loader=_CoreLoader):
-        line = event.start_mark.line + 1
-        document.lines[()] = 1
-        if isinstance(event, yaml.AliasEvent) or getattr(event, "anchor", None):
-            raise _at(document, line, "anchors and aliases are not allowed", "Write the value out. " + _QUOTE)
-        if getattr(event, "tag", None):
-            raise _at(document, line, f"the tag {event.tag!r} is not allowed", "Use plain values only.")
-        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-        documents += isinstance(event, yaml.DocumentStartEvent)
-        if depth > MAX_DEPTH:
-            raise _at(document, line, "nested too deeply", "This is not a file that autockpt wrote.")
-        if documents > 1:
-            raise _at(document, line, "a second document begins here", "Keep one document per file.")
-
-
-_QUOTE = 'A name that begins with * must stand in quotes: "**.mlp": recompute.'
-
-
 def _build(loader: yaml.SafeLoader, node: yaml.Node, loc: Loc, document: Document) -> Any:
     document.lines.setdefault(loc, node.start_mark.line + 1)
     if isinstance(node, yaml.SequenceNode):
@@ -148,48 +146,27 @@ def _build(loader: yaml.SafeLoader, node: yaml.Node, loc: Loc, document: Documen
         return loader.construct_object(node)
     result: dict[str, Any] = {}
     for key_node, value_node in node.value:
-        line = key_node.start_mark.line + 1
         if not isinstance(key_node, yaml.ScalarNode):
-            raise _at(document, line, "a key must be a plain name", "Write key: value.")
+            raise _refused("a key must be a plain name", key_node)
         key = key_node.value
         if key in result:
-            first = document.lines[(*loc, key)]
-            raise _at(document, line, f"{key!r} stands twice, first on line {first}", "Leave one of the two.")
-        document.lines[(*loc, key)] = line
+            raise _refused(f"{key!r} stands twice, first on line {document.lines[(*loc, key)]}", key_node)
+        document.lines[(*loc, key)] = key_node.start_mark.line + 1
         result[key] = _build(loader, value_node, (*loc, key), document)
     return result
 
 
-def _at(document: Document, line: int, message: str, remedy: str) -> UsageError:
-    return document.error(f"{document.name}:{line}: {message}", remedy=remedy)
-
-
-_OPENED = {
-    "while parsing a flow sequence": "a [",
-    "while parsing a flow mapping": "a {",
-    "while parsing a flow node": "a [ or {",
-    "while scanning a quoted scalar": "a quote",
-}
-
-
 def _syntax_error(bad: yaml.MarkedYAMLError, text: str, document: Document) -> UsageError:
-    mark = bad.problem_mark or bad.context_mark
-    line = mark.line + 1 if mark else 1
-    lines = text.splitlines()
-    content = lines[line - 1].strip() if line <= len(lines) else ""
-    if mark and "'\\t'" in (bad.problem or ""):  # a tab where a key or value should begin
-        indented = not lines[mark.line][: mark.column].strip()
-        message = "indented with a tab" if indented else "a tab stands between words"
-        rest = lines[mark.line][mark.column :].strip()
-        return _at(document, line, f"{message}; YAML takes spaces", f"Put spaces before: {_short(rest)}")
-    opened, at = _OPENED.get(bad.context or ""), bad.context_mark.line if bad.context_mark else 0
-    if opened and (line > at + 1 or "stream" in (bad.problem or "")):
-        if at >= len(lines) or not lines[at].strip():  # the file ends where a value should be
-            return _at(document, line, f"the file ends before {opened} is closed", "Close it, or take it away.")
-        return _at(document, at + 1, f"{opened} that begins here is not closed", f"The line reads: {_short(lines[at])}")
-    began = f"What is wrong may begin on line {bad.context_mark.line + 1}." if bad.context_mark else "Correct it there."
-    remedy = _QUOTE if content.startswith("*") else f"The line reads: {_short(content)}" if content else began
-    return _at(document, line, bad.problem or "not valid YAML", remedy)
+    """PyYAML's own words, at the line where what is wrong begins: of a bracket or quote the one that opens it."""
+    context = bad.context or ""
+    mark = bad.context_mark if "flow" in context or "quoted" in context else bad.problem_mark
+    line = mark.line if mark is not None else 0
+    content = next(iter(text.splitlines()[line : line + 1]), "").strip()
+    aliased = content.startswith("*") or "anchors" in (bad.problem or "")
+    quote = ' A name that begins with * must stand in quotes: "**.mlp": recompute.' if aliased else ""
+    remedy = f"The line reads: {_short(content)}.{quote}" if content else "The file ends there."
+    problem = f"{context}: {bad.problem}" if mark is bad.context_mark else bad.problem
+    return document.error(f"{document.name}:{line + 1}: {problem or 'not valid YAML'}", remedy=remedy)
 
 
 def _short(value: object) -> str:
