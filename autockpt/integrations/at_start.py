@@ -23,7 +23,6 @@ from autockpt.schema import Trial, planview, words
 from autockpt.schema.arguments import python_door
 from autockpt.schema.lengths import Lengths, as_lengths
 from autockpt.schema.plan import Plan
-from autockpt.schema.remedy import Terms
 from autockpt.schema.request import Listener, SearchOptions, SearchOutcome
 from autockpt.schema.sizes import parse_budget
 from autockpt.tuning.batches import NOTES, search_step_batches
@@ -46,7 +45,7 @@ class Training:
     ``step`` makes the trainer's own step of a batch, and of how many of these an update is made; ``first`` is the batch
     that training begins with, ``own`` the rows of a micro-batch by the trainer's settings, ``rows`` those of an update
     in this process where the micro-batch is a question, ``steps`` the optimizer steps that the training will take where
-    they are known. ``terms`` are the trainer's words for what would fit where nothing does, ``folder`` is for its runs.
+    they are known. ``folder`` is for its runs.
     """
 
     step: Callable[[Any, int], Step]
@@ -59,7 +58,6 @@ class Training:
     dataset: Any
     collate: Any
     folder: Path
-    terms: Terms
 
 
 @dataclass(frozen=True)
@@ -114,7 +112,7 @@ class PlanWanted:
         try:
             limits = {"timeout": timeout, "training_steps": steps}
             asked = search_options(budget=self.budget, out=folder, **limits, **self.options)
-            outcome = ask(asked, heard, others_wait=training.processes > 1, terms=training.terms)
+            outcome = ask(asked, heard, others_wait=training.processes > 1)
         except AutockptError as error:
             raise error.with_traceback(None) from None
         if (plan := outcome.plan) is None:

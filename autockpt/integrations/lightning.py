@@ -17,7 +17,6 @@ from autockpt.errors import PlanError, UsageError
 from autockpt.integrations.at_start import PlanCallback, PlanWanted, Training, found_once, refuse_search
 from autockpt.runtime import choices_for
 from autockpt.schema.plan import Plan
-from autockpt.schema.remedy import LIGHTNING
 from autockpt.workload import Step, ddp_of, discover_units, find_loss, move
 
 _LIBRARIES = ("lightning.pytorch", "pytorch_lightning")
@@ -143,7 +142,6 @@ def _search(trainer: Any, module: Any, plan: PlanWanted, first: Any, index: int)
                 dataset=getattr(loader, "dataset", None),
                 collate=getattr(loader, "collate_fn", None),
                 folder=Path(trainer.default_root_dir) / "autockpt",
-                terms=LIGHTNING,
             )
         )
 
@@ -163,7 +161,7 @@ def _refuse_other_batches(trainer: Any, plan: Plan) -> None:
     """
     size, accumulate = plan.settings["batch_size"], plan.settings["accumulate"]
     if trainer.accumulate_grad_batches != accumulate:
-        settings = LIGHTNING.batch.format(rows=size, accumulate=accumulate)
+        settings = f"DataLoader(batch_size={size}), Trainer(accumulate_grad_batches={accumulate})"
         raise UsageError(
             f"the most tokens per second come with {settings}, and Lightning's batches cannot be changed once training "
             "has begun",

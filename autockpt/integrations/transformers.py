@@ -18,7 +18,6 @@ from transformers import TrainerCallback
 from autockpt.errors import ConflictError, UsageError
 from autockpt.integrations.at_start import PlanCallback, PlanWanted, Training, found_once, refuse_search, say
 from autockpt.schema.plan import Plan
-from autockpt.schema.remedy import TRAINER
 from autockpt.workload import Step, ddp_of, move
 
 _EPOCH, _LOG, _SKIPPED = "_run_epoch", "log", "steps_trained_in_current_epoch"
@@ -248,7 +247,6 @@ def _search(trainer: Any, plan: PlanWanted, first: Any = None, items: Any = None
                 dataset=loader.dataset,
                 collate=loader.collate_fn,
                 folder=Path(args.output_dir) / "autockpt",
-                terms=TRAINER,
             )
         )
 
@@ -271,7 +269,7 @@ def _resized(trainer: Any, plan: Plan, given: Mapping[str, Any]) -> dict[str, An
 
     set_to(size, accumulate)
     loader = trainer.get_train_dataloader()
-    settings = TRAINER.batch.format(rows=size, accumulate=accumulate)
+    settings = f"per_device_train_batch_size={size}, gradient_accumulation_steps={accumulate}"
     if -(-len(loader) // accumulate) != given["num_update_steps_per_epoch"]:
         set_to(*before)
         raise UsageError(

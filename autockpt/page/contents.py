@@ -12,7 +12,7 @@ from autockpt.errors import RunDirectoryError, UsageError
 from autockpt.explaining.subject import hardware_for
 from autockpt.hardware.roofline import peak_flops
 from autockpt.history.rundir import RunDirectory
-from autockpt.page.outlook import Asked, JobChange, changes
+from autockpt.page.outlook import JobChange, changes
 from autockpt.page.plans import SAID, SIMULATED, PlanPoint, Plans, plans_of
 from autockpt.page.sentence import more_budget, next_steps, sentence, why
 from autockpt.page.tape import Timeline, tape_of
@@ -119,7 +119,6 @@ def contents_of(run: RunDirectory) -> Contents:
     every = [u for p in plans.points.values() for u in p.choices]
     lines = _lines(plan, profile, base.blocks() if base is not None else ())
     prices = [line.price for line in lines if line.price is not None]
-    asked = Asked(run.question, run.command())
     sets = set_lines(plan) if plan is not None else []
     said_of_sets = f"Sets of choices by the size of the batch: {'; '.join(sets)}." if sets else ""
     name = run.path.resolve().name
@@ -143,7 +142,7 @@ def contents_of(run: RunDirectory) -> Contents:
             units=tuple(dict.fromkeys(outermost(dict.fromkeys(every)))),
             lines=lines,
             tapes=tapes,
-            changes=changes(run.outlook() or Outlook(), run.sizes(), tapes, settings, budget, plan, asked),
+            changes=changes(run.outlook() or Outlook(), run.sizes(), settings, plan),
             outcome=outcome,
             settings={k: v for k, v in settings.items() if v not in (None, "", False)},
             environment=environment,

@@ -44,7 +44,6 @@ class Timeline:
     phases: tuple[tuple[str, float, float], ...]
     peak: int
     average: int
-    held: tuple[tuple[str, int], ...]
     repeated: int
 
 
@@ -85,7 +84,6 @@ def tape_of(name: str, graph: Graph, times: OpTimes | None) -> Timeline | None:
         ),
         peak=int(total.max()),
         average=int((total * lasts).sum() / max(lasts.sum(), 1e-12)),
-        held=tuple((h.name, h.peak_bytes) for h in held.holdings(int(np.argmax(total))) if h.peak_bytes),
         repeated=graph.repeated,
     )
 

@@ -19,14 +19,14 @@ from autockpt.errors import AutockptError, ConflictError
 from autockpt.hardware.nominal import nominal_op_times
 from autockpt.profiling import MemoryModel, Predictor, UniformRuns, memory_at_hand, uniform_graphs
 from autockpt.schema import SAVE, Budget, Choice, Environment, Graph, Listener, OpTimes, Prediction, Silence
-from autockpt.schema.remedy import Alternative
+from autockpt.schema.remedy import INEXACT, Alternative, batch, joined
 from autockpt.tracing import Tracer
 from autockpt.tuning.jobs import LEANER_OPTIMIZERS, Described, Job
 from autockpt.tuning.opening import LEANEST_CHUNKS, blocks_of
 
 Times = Callable[[Sequence[Graph]], OpTimes]  # op times that cover these ghost runs
 MOST = 3
-SHARD, MOST_RANKS = "--shard", 64
+SHARED, MOST_RANKS = "sharded over", 64
 LORA_RANK = 16
 SHORTEST = 128  # tokens
 _CHUNKS = "head and loss in chunks: gradients equal up to rounding"
@@ -99,7 +99,7 @@ def alternatives(
         return [*islice(filter(None, ways), most)]
 
     def alone(ways: Sequence[Alternative]) -> bool:
-        return any(SHARD not in way.options for way in ways)
+        return any(SHARED not in way.options for way in ways)
 
     found = mildest(_families(job, settings, chunked, lighter))
     if not alone(found):
@@ -109,7 +109,7 @@ def alternatives(
         if not bench.late():
             together = _together(job, settings, chunked, shared=not found)
             found += [way for way in [_mildest(together, bench, standard, hopeful=True)] if way is not None]
-    return tuple(sorted(found, key=lambda way: SHARD in way.options)[:MOST])
+    return tuple(sorted(found, key=lambda way: SHARED in way.options)[:MOST])
 
 
 def _families(job: Job, settings: Mapping[str, Any], chunked: bool, lighter: bool) -> Iterator[Iterator[Change]]:
@@ -145,12 +145,12 @@ def _and(change: Change, other: Callable[[Job], Iterator[Change]]) -> list[Chang
 def _extended(change: Change, job: Job, options: str, effect: str, *, chunked: bool = False) -> Change:
     """A change, and one more."""
     effects = "; ".join(filter(None, (change.effect, effect)))
-    return Change(job, job.terms.joined(change.options, options), effects, change.chunked or chunked)
+    return Change(job, joined(change.options, options), effects, change.chunked or chunked)
 
 
 def _in_chunks(change: Change) -> Change:
     """The same with head and loss in chunks."""
-    return _extended(change, change.job, change.job.terms.chunks, _CHUNKS, chunked=True)
+    return _extended(change, change.job, INEXACT, _CHUNKS, chunked=True)
 
 
 def _smaller_batches(job: Job, settings: Mapping[str, Any]) -> Iterator[Change]:
@@ -158,7 +158,7 @@ def _smaller_batches(job: Job, settings: Mapping[str, Any]) -> Iterator[Change]:
     for fewer in range(rows // 2, 0, -1):
         smaller = job.smaller_batch(rows, fewer) if rows % fewer == 0 else None
         if smaller is not None:
-            options = job.terms.batch.format(rows=fewer, accumulate=smaller.accumulate)
+            options = batch(fewer, smaller.accumulate)
             yield Change(smaller, options, f"batch {rows} → {fewer}, the same rows in every optimizer step")
 
 
@@ -171,7 +171,7 @@ def _shorter_sequences(job: Job, settings: Mapping[str, Any], of: Change | None 
         shorter = of.job.shorter(length, tokens)
         if shorter is None:
             return
-        yield _extended(of, shorter, job.terms.length.format(length=tokens), "shorter sequences")
+        yield _extended(of, shorter, f"sequences of {tokens} tokens", "shorter sequences")
 
 
 def _with_adapters(job: Job) -> Iterator[Change]:
@@ -185,14 +185,14 @@ def _sharded(start: Change) -> Iterator[Change]:
     ranks = 2 * (start.job.ranks or 1)
     while ranks <= MOST_RANKS:
         said = f"weights, gradients and optimizer states shared by {ranks} devices; what these send is not counted"
-        yield _extended(start, start.job.sharded(ranks), f"{SHARD} {ranks}", said)
+        yield _extended(start, start.job.sharded(ranks), f"{SHARED} {ranks} devices", said)
         ranks *= 2
 
 
 def _lean_optimizers(job: Job) -> Iterator[Change]:
     """Optimizers that hold less."""
     for name, leaner in job.leaner_optimizers():
-        yield Change(leaner, job.terms.optimizer.format(name=name), LEANER_OPTIMIZERS[name])
+        yield Change(leaner, f"optimizer {name}", LEANER_OPTIMIZERS[name])
 
 
 def _together(job: Job, settings: Mapping[str, Any], chunked: bool, shared: bool) -> Iterator[Change]:

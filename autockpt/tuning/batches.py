@@ -24,7 +24,6 @@ from autockpt.profiling import uniform_graphs
 from autockpt.schema import Comparison, Listener, SearchOptions, SearchOutcome, SearchRequest, WorkloadSpec
 from autockpt.schema.batches import BatchAnswer, BatchSetting
 from autockpt.schema.known import ALL, NONE, OURS
-from autockpt.schema.remedy import STEP, Terms
 from autockpt.schema.words import tally
 from autockpt.tuning.alternatives import WhatIf, on_device, predictions
 from autockpt.tuning.jobs import Described, Job, Live, with_rows
@@ -148,12 +147,11 @@ def search_step_batches(
     *,
     given: int | None = None,
     others_wait: bool = False,
-    terms: Terms = STEP,
 ) -> BatchAnswer:
     """The same for a live step, whose batch is cut to fewer rows or repeated for more, in this process.
 
     ``step`` may be a function that makes the step with so many rows in its batch; ``given`` is then the user's own
-    micro-batch. ``others_wait`` and ``terms`` as for ``search_step``. The answer is in ``outcome.plan.settings``, as
+    micro-batch. ``others_wait`` as for ``search_step``. The answer is in ``outcome.plan.settings``, as
     ``batch_size`` and ``accumulate``. Raises UsageError for a batch that cannot be divided.
     """
     if not others_wait:
@@ -175,7 +173,7 @@ def search_step_batches(
 
         def at(size: int, trials: int, left: float | None, continued: bool) -> SearchOutcome:
             of_size = asked.model_copy(update={"trials": trials, "timeout": left, "continued": continued})
-            return search_step(of_rows(size), of_size, listener, others_wait=others_wait, terms=terms)
+            return search_step(of_rows(size), of_size, listener, others_wait=others_wait)
 
         def meet(size: int) -> AbstractContextManager[Measurer]:
             return LocalMeasurer(of_rows(size), host_budget=asked.host_budget, others_wait=others_wait)

@@ -12,7 +12,7 @@ from autockpt.profiling import CostModel, uniform_graphs
 from autockpt.schema import SAVE, Budget, Choice, Graph, ResolvedBudget, format_bytes
 from autockpt.schema.choices import CHUNKED_SOFTMAX, ChunkedLoss
 from autockpt.schema.outlook import Outlook
-from autockpt.schema.remedy import COMMAND_LINE, Alternative, Terms
+from autockpt.schema.remedy import INEXACT, SMALLER, Alternative
 from autockpt.tuning.alternatives import SORTS, WhatIf, alternatives
 from autockpt.tuning.jobs import Job
 from autockpt.tuning.opening import LEANEST_CHUNKS, Traced, blocks_of
@@ -40,7 +40,7 @@ def nothing_fits(
     return InfeasibleError(
         f"nothing fits {size}{less}{within}: the leanest plan needs {format_bytes(needed)}{predicted}{but}\n"
         f"{profiled.needs(needed)}",
-        remedy=f"Raise the budget{wider}, or {COMMAND_LINE.smaller}.",
+        remedy=f"Raise the budget{wider}, or {SMALLER}.",
         smallest_peak=needed,
     )
 
@@ -50,14 +50,14 @@ def nothing_compiled_fits(budget: ResolvedBudget, measured: int, smallest_peak: 
     return InfeasibleError(
         f"no compiled step fits {format_bytes(budget.bytes)}: the leanest of {measured} measured plans needs "
         f"{format_bytes(smallest_peak)}",
-        remedy=f"Raise the budget, {COMMAND_LINE.smaller}, or search without --compile, where layers may be offloaded.",
+        remedy=f"Raise the budget, {SMALLER}, or search without --compile, where layers may be offloaded.",
         smallest_peak=smallest_peak,
     )
 
 
 def out_of_memory(what: str, why: str, smallest_peak: int | None = None) -> InfeasibleError:
     """The error for a device that the leanest there is runs out of memory on: ``what``, as it said ``why``."""
-    remedy = f"{COMMAND_LINE.smaller.capitalize()}."
+    remedy = f"{SMALLER[:1].upper() + SMALLER[1:]}."
     return InfeasibleError(f"{what} on this device: {why}", remedy=remedy, smallest_peak=smallest_peak)
 
 
@@ -82,7 +82,6 @@ def naming_alternatives(
     try:
         yield
     except InfeasibleError as error:
-        error.remedy = error.remedy.replace(COMMAND_LINE.smaller, job.terms.smaller)
         inexact = found.heads is not None and any(isinstance(c, ChunkedLoss) for c in found.heads.graphs)
         if not budget.is_share:
             with clock.stage("look for alternatives", SORTS):
@@ -92,13 +91,13 @@ def naming_alternatives(
                     uniform = uniform_graphs(found.tracer, blocks_of(found.tracer), kinds)
                 bench = replace(what_if(), head=head_of_alternatives(found), late=late, listener=clock.listener)
                 ways = alternatives(job, found.tracer.settings, uniform, bench, chunked=inexact)
-            _add_alternatives(error, ways, job.terms, clock.timeout if late() else None, bench.step_note)
+            _add_alternatives(error, ways, clock.timeout if late() else None, bench.step_note)
         else:
             if budget.kind == "share" and error.smallest_peak:  # of which a smaller job needs more
-                error.remedy = error.remedy.replace(f", or {job.terms.smaller}", "")
+                error.remedy = error.remedy.replace(f", or {SMALLER}", "")
                 error.remedy += _of_shares(error.smallest_peak / needs(found.plain))
             if not inexact and job.ranks is None:
-                error.remedy += _in_chunks(found, needs, job.terms)
+                error.remedy += _in_chunks(found, needs)
         # what was assumed, or what has no choice, may be that which makes nothing fit
         if notes := (*found.tracer.notes, *found.left_out):
             error.remedy += "\n".join(["\nHow the job was counted:", *(f"• {note}" for note in notes)])
@@ -120,7 +119,7 @@ def _of_shares(least: float) -> str:
     )
 
 
-def _in_chunks(found: Traced, needs: Callable[[Graph], int], terms: Terms) -> str:
+def _in_chunks(found: Traced, needs: Callable[[Graph], int]) -> str:
     """Advice to allow inexact choices, where a ghost run shows that they lower the smallest peak; empty elsewhere."""
     tracer = found.tracer
     if tracer.head is None:
@@ -130,17 +129,15 @@ def _in_chunks(found: Traced, needs: Callable[[Graph], int], terms: Terms) -> st
     if chunked.peak_bytes >= graph.peak_bytes * (1 - WORTH):
         return ""
     return (
-        f" Or add {terms.chunks}: with `{tracer.head.name}: chunked_loss` the leanest plan needs "
+        f" Or add {INEXACT}: with `{tracer.head.name}: chunked_loss` the leanest plan needs "
         f"{format_bytes(needs(chunked))}, with gradients equal up to rounding."
     )
 
 
-def _add_alternatives(
-    error: InfeasibleError, ways: Sequence[Alternative], terms: Terms, ended: float | None, note: str
-) -> None:
+def _add_alternatives(error: InfeasibleError, ways: Sequence[Alternative], ended: float | None, note: str) -> None:
     """Make the alternatives the error's remedy; the run that it is on record in keeps them.
 
-    ``terms`` are those of its remedy now. ``ended``: the time limit, in seconds, at which the search for alternatives
+    ``ended``: the time limit, in seconds, at which the search for alternatives
     ended early; ``note`` is on the step times of the ways.
     """
     if ways:
@@ -157,7 +154,7 @@ def _add_alternatives(
         tried = (
             "Smaller batches, the head in chunks, leaner optimizers and shorter sequences were ghost-run: none fits."
         )
-        error.remedy = f"{error.remedy.replace(f', or {terms.smaller}', '')}\n{tried}"
+        error.remedy = f"{error.remedy.replace(f', or {SMALLER}', '')}\n{tried}"
 
 
 def describe(way: Alternative) -> str:

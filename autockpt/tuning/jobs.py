@@ -17,12 +17,12 @@ from torch import Tensor, nn
 
 from autockpt.errors import UsageError
 from autockpt.schema import Hardware, WorkloadSpec
-from autockpt.schema.remedy import COMMAND_LINE, STEP, Terms
+from autockpt.schema.remedy import FOUR_BITS, joined
 from autockpt.tracing import Tracer, tracer_for
 from autockpt.workload import Step, cut_tensors, nested_tensors
 from autockpt.workload.configs import quiet
 from autockpt.workload.factory import is_factory
-from autockpt.workload.four_bits import can_be_in_four_bits, compute_dtype, in_four_bits
+from autockpt.workload.four_bits import can_be_in_four_bits, in_four_bits
 from autockpt.workload.lengths import with_length
 from autockpt.workload.lora import add_lora
 
@@ -40,12 +40,11 @@ LEANER_OPTIMIZERS = {
 class Described:
     """A job by its spec, run on a device at hand or, with ``hardware``, simulated.
 
-    ``terms`` say how changes are called where the user would make them. Variants are None where a job has no such.
+    Variants are None where a job has no such.
     """
 
     spec: WorkloadSpec
     hardware: Hardware | None = None
-    terms: Terms = COMMAND_LINE
 
     @property
     def accumulate(self) -> int:
@@ -80,11 +79,11 @@ class Described:
         """
         spec, options = self.spec, ""
         if spec.lora is None:
-            options = self.terms.lora.format(rank=rank)
+            options = f"LoRA of rank {rank}"
             yield options, _ADAPTERS, self._with(lora=rank)
         if not (spec.load_in_4bit or spec.load_in_8bit or spec.quantization or is_factory(spec.model)):
             effect = f"{_ADAPTERS} on a base in 4 bits" if options else "the base in 4 bits"
-            options = self.terms.joined(options, self.terms.quantised)
+            options = joined(options, FOUR_BITS)
             yield options, effect, self._with(lora=spec.lora or rank, load_in_4bit=True)
 
     def sharded(self, ranks: int) -> Described:
@@ -103,7 +102,6 @@ class Live:
     """A job by a training step at hand, none of whose tensors is touched; ``change`` is made to its ghosts."""
 
     step: Step
-    terms: Terms = STEP
     change: Callable[[Step], Step] | None = None
     ranks: int | None = None
 
@@ -139,12 +137,11 @@ class Live:
             made = self._with_adapters(step.optimizer, rank)
             if made is None:
                 return
-            job, options = made, self.terms.lora.format(rank=rank)
+            job, options = made, f"LoRA of rank {rank}"
             yield options, _ADAPTERS, job
         if can_be_in_four_bits(job.step.model):
             effect = f"{_ADAPTERS} on a base in 4 bits" if options else "the base in 4 bits"
-            words = self.terms.quantised.format(dtype=compute_dtype(job.step))
-            yield self.terms.joined(options, words), f"{effect}, simulated", replace(job, change=in_four_bits)
+            yield joined(options, FOUR_BITS), f"{effect}, simulated", replace(job, change=in_four_bits)
 
     def sharded(self, ranks: int) -> Live:
         return self

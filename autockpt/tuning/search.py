@@ -14,7 +14,6 @@ from autockpt.measuring.local import refuse_many_processes
 from autockpt.schema import Budget, SearchSpace, parse_budget, parse_size
 from autockpt.schema.base import unfit
 from autockpt.schema.files import unwritable
-from autockpt.schema.remedy import STEP, Terms
 from autockpt.schema.request import TRIALS, Listener, SearchOptions, SearchOutcome, SearchRequest, Silence
 from autockpt.tuning.outcome import plain
 from autockpt.tuning.question import Clock
@@ -141,21 +140,20 @@ def search_step(
     listener: Listener | None = None,
     *,
     others_wait: bool = False,
-    terms: Terms = STEP,
 ) -> SearchOutcome:
     """Search for a live training step, in this process: a second copy of the model might not fit.
 
     Weights, buffers, optimizer, scaler, gradients and random state are the caller's again afterwards, bit for bit,
     after Ctrl-C too. A search that came to its end in ``asked.out`` is answered from its record, unless ``asked.again``
     or more trials are asked for. With ``others_wait`` this is one of several processes, whose step needs no other
-    (DDP's inner model), and all others wait. ``terms`` are the words for changes of the job where nothing fits.
+    (DDP's inner model), and all others wait.
 
     Raises UsageError under a distributed launch, WorkloadError for a step that does not run, InfeasibleError where
     nothing fits. The outcome has no plan where Ctrl-C came before anything fitting was measured.
     """
     clock = Clock(listener or Silence(), asked.timeout, asked.training_steps)
     with ExitStack() as stack:
-        opened = open_live(stack, step, asked, clock, terms, others_wait=others_wait)
+        opened = open_live(stack, step, asked, clock, others_wait=others_wait)
         if asked.out is None:
             return opened.answer()
         question = opened.question

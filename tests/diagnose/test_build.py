@@ -71,7 +71,7 @@ def test_where_no_plan_fits_the_alternatives_do(plain_peak: int, monkeypatch: py
     assert said.room is not None and not said.choices and said.alternatives
     assert all(way.peak_bytes <= said.room.budget for way in said.alternatives)
     assert said.smallest_peak is not None and said.smallest_peak > said.room.budget
-    assert any("--batch-size" in way.options or "--seq-len" in way.options for way in said.alternatives)
+    assert any("batch size" in way.options or "sequences" in way.options for way in said.alternatives)
 
 
 def test_the_tensor_whose_allocation_failed_is_named() -> None:

@@ -221,7 +221,7 @@ def test_where_nothing_fits_it_stops_before_the_first_step(tmp_path):
         run.train()
     assert "nothing fits 1.05 MiB (1.10 MB)" in caught.value.message and caught.value.smallest_peak
     remedy = caught.value.remedy
-    assert "per_device_train_batch_size=1, gradient_accumulation_steps=2: fits with" in remedy, remedy
+    assert "batch size 1, accumulate 2: fits with" in remedy, remedy
     assert (
         all(way.peak_bytes + way.spare_bytes == 1_100_000 for way in caught.value.alternatives) and "--" not in remedy
     )

@@ -13,6 +13,7 @@ from autockpt.errors import HostBudgetExceeded, InfeasibleError, UsageError
 from autockpt.runtime import apply
 from autockpt.schema import Plan, SearchRequest, WorkloadSpec, parse_budget
 from autockpt.schema.choices import CHUNKED_SOFTMAX, OFFLOAD, ChunkedLoss
+from autockpt.schema.remedy import INEXACT
 from autockpt.tracing import Tracer
 from autockpt.tuning import run_search, search_step
 from autockpt.tuning.opening import CHUNKS
@@ -44,8 +45,8 @@ def request_(tmp_path: Path) -> SearchRequest:
 def test_it_is_named_as_an_alternative_with_the_smallest_peak(request_: SearchRequest) -> None:
     with pytest.raises(InfeasibleError, match="nothing fits") as caught:
         run_search(request_)
-    way = next(way for way in caught.value.alternatives if way.options == "--allow-inexact")
-    assert way.peak_bytes <= 250_000_000 and "up to rounding" in way.effect and "--allow-inexact" in caught.value.remedy
+    way = next(way for way in caught.value.alternatives if way.options == INEXACT)
+    assert way.peak_bytes <= 250_000_000 and "up to rounding" in way.effect and INEXACT in caught.value.remedy
 
 
 def test_allowed_it_is_part_of_the_plan_and_said_so(request_: SearchRequest, tmp_path: Path) -> None:
@@ -156,7 +157,7 @@ def test_a_live_search_names_the_alternative_and_takes_it() -> None:
     asked = {"budget": "16MB", "space": space, "trials": 3}
     with pytest.raises(InfeasibleError) as caught:
         search_step(Step(live.model, live.batch), search_options(**asked))
-    assert "allow_inexact=True: fits with" in caught.value.remedy
+    assert f"{INEXACT}: fits with" in caught.value.remedy
     before = {name: tensor.clone() for name, tensor in live.model.state_dict().items()}
     plan = search_step(Step(live.model, live.batch), search_options(allow_inexact=True, **asked)).plan
     assert plan is not None and isinstance(plan.choices["lm_head"], ChunkedLoss)

@@ -11,7 +11,7 @@ import pytest
 from autockpt.errors import ConflictError, InfeasibleError
 from autockpt.schema import SAVE, Silence, WorkloadSpec, parse_budget
 from autockpt.schema.choices import CHUNKED_SOFTMAX, ChunkedLoss
-from autockpt.schema.remedy import COMMAND_LINE, Alternative
+from autockpt.schema.remedy import INEXACT, SMALLER, Alternative, batch, joined
 from autockpt.tuning import alternatives, infeasible
 from autockpt.tuning.jobs import Described
 from autockpt.tuning.question import Clock
@@ -21,7 +21,7 @@ SPEC = WorkloadSpec(model="llama-1b", batch_size=4, seq_len=1024)
 SETTINGS = {"batch_size": 4, "seq_len": 1024, "tokens": 4096}
 
 
-@pytest.mark.parametrize("needed", [("--allow-inexact", "--batch-size"), ("--lora", "--batch-size"), ("--seq-len",)])
+@pytest.mark.parametrize("needed", [(INEXACT, "batch size"), ("LoRA", "batch size"), ("sequences",)])
 def test_combinations_are_tried_where_no_single_change_helps_and_shorter_sequences_last(
     needed: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -45,10 +45,10 @@ def test_combinations_are_tried_where_no_single_change_helps_and_shorter_sequenc
     base: Any = {"recompute": ({}, SimpleNamespace(resident={}))}
     ways = alternatives.alternatives(Described(SPEC), SETTINGS, base, bench)
     assert ways and all(option in ways[0].options for option in needed)
-    single = ["--batch-size 2 --accumulate 2", "--batch-size 1 --accumulate 4", "--allow-inexact", "--lora 16"]
+    single = [batch(2, 2), batch(1, 4), INEXACT, "LoRA of rank 16"]
     assert asked[:4] == single
-    assert any("--seq-len" in options for options in asked) == ("--seq-len" in needed)
-    assert asked.index("--batch-size 2 --accumulate 2") < asked.index("--batch-size 2 --accumulate 2 --allow-inexact")
+    assert any("sequences" in options for options in asked) == ("sequences" in needed)
+    assert asked.index(batch(2, 2)) < asked.index(joined(batch(2, 2), INEXACT))
 
 
 def naming(
@@ -80,11 +80,11 @@ def test_a_time_limit_ends_the_search_for_changes_too(limit: float | None, monke
         alternatives, "predictions", lambda *_: {"recompute": SimpleNamespace(peak_bytes=10, step_seconds=1.0)}
     )
     with pytest.raises(InfeasibleError) as refused, naming(timeout=limit):
-        raise InfeasibleError("nothing fits", remedy=f"Raise the budget, or {COMMAND_LINE.smaller}.")
+        raise InfeasibleError("nothing fits", remedy=f"Raise the budget, or {SMALLER}.")
     assert bool(traced) is (limit is None)
     assert ("no longer than the time limit of 1 s" in refused.value.remedy) is (limit is not None)
     assert ("were ghost-run: none fits" in refused.value.remedy) is (limit is None)
-    assert ("smaller --batch-size" in refused.value.remedy) is (limit is not None), "what fails is no advice"
+    assert ("smaller batch" in refused.value.remedy) is (limit is not None), "what fails is no advice"
 
 
 @pytest.mark.parametrize(("smallest", "said"), [(990, True), (1001, False)])
@@ -99,19 +99,21 @@ def test_headroom_is_named_where_it_is_what_makes_nothing_fit(smallest: int, sai
 def test_a_share_that_nothing_fits_is_said_with_the_least_that_is_enough() -> None:
     """A smaller batch is no way out: it needs a larger share of its own peak."""
     with pytest.raises(InfeasibleError) as refused, naming(budget="60%"):
-        raise InfeasibleError("nothing fits", remedy=f"Raise the budget, or {COMMAND_LINE.smaller}.", smallest_peak=901)
+        raise InfeasibleError("nothing fits", remedy=f"Raise the budget, or {SMALLER}.", smallest_peak=901)
     remedy = refused.value.remedy
     assert remedy.startswith("Raise the budget. A share is of") and "needs 91% of it" in remedy and "60%act" in remedy
     assert "batch" not in remedy
 
 
 def test_what_was_assumed_is_said_with_the_alternatives(monkeypatch: pytest.MonkeyPatch) -> None:
-    way = Alternative(options="--lora 16", effect="e", plan="p", peak_bytes=1, step_seconds=None, relative_cost=1.0)
+    way = Alternative(
+        options="LoRA of rank 16", effect="e", plan="p", peak_bytes=1, step_seconds=None, relative_cost=1.0
+    )
     monkeypatch.setattr(infeasible, "alternatives", lambda *_, **__: (way,))
     with pytest.raises(InfeasibleError) as refused, naming("Experts is not quantised", left_out=("lstm holds most",)):
         raise InfeasibleError("nothing fits")
     remedy = refused.value.remedy
-    assert "--lora 16" in remedy and remedy.endswith("\n• Experts is not quantised\n• lstm holds most")
+    assert "LoRA of rank 16" in remedy and remedy.endswith("\n• Experts is not quantised\n• lstm holds most")
     assert refused.value.alternatives == (way,)
     with pytest.raises(InfeasibleError) as without, naming():
         raise InfeasibleError("nothing fits")

@@ -10,6 +10,7 @@ from torch import nn
 
 from autockpt.errors import InfeasibleError
 from autockpt.schema import WorkloadSpec
+from autockpt.schema.remedy import FOUR_BITS, joined
 from autockpt.tuning import search_step
 from autockpt.tuning.jobs import Described, Live
 from autockpt.tuning.search import search_options
@@ -74,7 +75,7 @@ def test_adapters_on_a_live_model_leave_it_as_it_is() -> None:
     ids = torch.zeros(2, 16, dtype=torch.long)
     state, names = torch.get_rng_state(), [name for name, _ in model.named_modules()]
     options, _, job = next(Live(Step(model, {"input_ids": ids, "labels": ids}, optimizer=optimizer)).adapted(4))
-    assert options == "peft.get_peft_model(model, LoraConfig(r=4))"
+    assert options == "LoRA of rank 4"
     assert [name for name, _ in model.named_modules()] == names and all(p.requires_grad for p in model.parameters())
     assert torch.equal(torch.get_rng_state(), state)
     trained = [p for p in job.step.model.parameters() if p.requires_grad]
@@ -93,7 +94,7 @@ def test_a_live_jobs_base_in_4_bits_takes_what_a_described_ones_does() -> None:
     made = build(spec)
     job = Live(Step(made.model, made.batch, optimizer=torch.optim.AdamW(made.model.parameters())))
     (_, _, adapted), (options, effect, quantised) = job.adapted(16)
-    assert "LoraConfig(r=16)" in options and 'bnb_4bit_quant_type="nf4"' in options and "torch.bfloat16" in options
+    assert options == joined("LoRA of rank 16", FOUR_BITS)
     assert effect == "adapters only are trained on a base in 4 bits, simulated"
     assert not list(quantised.adapted(16))
     described = Described(spec.model_copy(update={"lora": 16, "load_in_4bit": True}))
@@ -105,7 +106,7 @@ def test_a_live_jobs_base_in_4_bits_takes_what_a_described_ones_does() -> None:
     with fewer.tracer(torch.device("cpu")) as tracer:
         assert tracer.trace().resident["weights"] == live.resident["weights"]
     ((options, effect, _),) = adapted.adapted(16)
-    assert options.startswith("from_pretrained(…, quantization_config=") and effect.endswith("4 bits, simulated")
+    assert options == FOUR_BITS and effect.endswith("4 bits, simulated")
 
 
 @pytest.mark.slow
@@ -119,8 +120,8 @@ def test_where_only_a_base_in_4_bits_fits_a_live_search_names_it() -> None:
 
 def test_adapters_then_a_base_in_4_bits_by_options() -> None:
     plain = Described(WorkloadSpec(model="llama-tiny"))
-    assert [options for options, _, _ in plain.adapted(8)] == ["--lora 8", "--lora 8 --load-in-4bit"]
+    assert [options for options, _, _ in plain.adapted(8)] == ["LoRA of rank 8", joined("LoRA of rank 8", FOUR_BITS)]
     lora = Described(WorkloadSpec(model="llama-tiny", lora=2))
     ((options, _, job),) = lora.adapted(8)
-    assert options == "--load-in-4bit" and job.spec.lora == 2 and job.spec.load_in_4bit
+    assert options == FOUR_BITS and job.spec.lora == 2 and job.spec.load_in_4bit
     assert not list(Described(WorkloadSpec(model="llama-tiny", lora=2, load_in_8bit=True)).adapted(8))

@@ -15,7 +15,6 @@ from autockpt.profiling import CostModel, cached_op_times, measure_op_times, mem
 from autockpt.profiling.profile import leanest, wants_disk, within_host
 from autockpt.profiling.refusals import refused_choices
 from autockpt.schema import OpTimes, SearchOptions, SearchOutcome, SearchRequest
-from autockpt.schema.remedy import Terms
 from autockpt.tracing import Tracer
 from autockpt.tuning.alternatives import WhatIf, on_device
 from autockpt.tuning.infeasible import naming_alternatives, out_of_memory
@@ -58,12 +57,10 @@ def open_measured(stack: ExitStack, request: SearchRequest, clock: Clock) -> Ope
     return Opened(question, environment, found, clock, search)
 
 
-def open_live(
-    stack: ExitStack, step: Step, asked: SearchOptions, clock: Clock, terms: Terms, *, others_wait: bool
-) -> Opened:
+def open_live(stack: ExitStack, step: Step, asked: SearchOptions, clock: Clock, *, others_wait: bool) -> Opened:
     """The same for a live step, in this process: a second copy of the model might not fit.
 
-    ``terms`` and ``others_wait`` as for ``search_step``.
+    ``others_wait`` as for ``search_step``.
     """
     measurer = stack.enter_context(LocalMeasurer(step, host_budget=asked.host_budget, others_wait=others_wait))
     environment = measurer.environment
@@ -75,7 +72,7 @@ def open_live(
     def what_if() -> WhatIf:
         return on_device(asked.budget, step.device, environment, used_by_others(measurer), found.uniform)
 
-    needs, job = needed_on(environment), Live(step, terms)
+    needs, job = needed_on(environment), Live(step)
     stack.enter_context(naming_alternatives(found, needs, clock, job, asked.budget, what_if))
     question = Question.of(
         asked,
