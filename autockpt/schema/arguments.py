@@ -1,4 +1,4 @@
-"""Public functions of Python: arguments of the wrong kind are refused before anything begins, errors name arguments."""
+"""Public functions of Python: arguments of the wrong kind are refused at once, errors say what options are called."""
 
 from __future__ import annotations
 
@@ -19,15 +19,7 @@ from autockpt.schema.base import short, unfit
 P = ParamSpec("P")
 R = TypeVar("R")
 
-_NOT_ARGUMENTS = {"plan-out": "plan.save()", "fresh": "another out=", "storage": "out=", "resume": "plan"}
-_FLAGS = {
-    *("again", "allow-inexact", "dry-run", "load-in-4bit", "load-in-8bit", "lora-dora", "master-weights"),
-    *("keep-gradients", "liger", "packed", "prepare-kbit", "scaler", "trust-remote-code", "weights"),
-}
-# a whole command stays as it is; what follows an option is its value where it looks like one
-_OPTION = re.compile(
-    r"`autockpt [^`]*`|--([a-z][a-z0-9-]*[a-z0-9])(?: (?=[\dA-Z]|sgd|adam|fp\d|bf16|all-linear|layers\b|auto\b))?"
-)
+OPTIONS_IN_PYTHON = "In Python an option is an argument of the same name: --seq-len 512 is seq_len=512."
 
 
 def checked(function: Callable[P, R]) -> Callable[P, R]:
@@ -49,7 +41,7 @@ def checked(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def python_door(function: Callable[P, R]) -> Callable[P, R]:
-    """The same, whose errors name its arguments where those of the command line would name options."""
+    """The same, whose errors say how an option that they name is called in Python."""
     inner = checked(function)
 
     @functools.wraps(function)
@@ -57,23 +49,10 @@ def python_door(function: Callable[P, R]) -> Callable[P, R]:
         with _errors_in_python():
             result: Any = inner(*args, **kwargs)
             if inspect.isgenerator(result):
-                result = _told_in_python(result)
+                result = _raising_in_python(result)
             return result
 
     return call
-
-
-def in_python(text: str) -> str:
-    """A message with the arguments of ``autockpt.search`` in place of the command line's options."""
-
-    def said(match: re.Match[str]) -> str:
-        name = match[1]
-        if name is None:
-            return match[0]
-        argument = _NOT_ARGUMENTS.get(name) or f"{name.replace('-', '_')}={'True' if name in _FLAGS else ''}"
-        return argument if argument.endswith("=") else argument + " " * match[0].endswith(" ")
-
-    return _OPTION.sub(said, text)
 
 
 @functools.cache
@@ -117,14 +96,14 @@ def _errors_in_python() -> Iterator[None]:
     try:
         yield
     except AutockptError as error:
-        error.message, error.remedy = in_python(error.message), in_python(error.remedy)
-        error.args = (error.message,)
+        if "--" in str(error) and OPTIONS_IN_PYTHON not in error.remedy:
+            error.remedy = f"{error.remedy}\n{OPTIONS_IN_PYTHON}".strip()
         raise
     except ValidationError as error:
         raise unfit(error) from None
 
 
-def _told_in_python(values: Iterator[Any]) -> Iterator[Any]:
+def _raising_in_python(values: Iterator[Any]) -> Iterator[Any]:
     """The same values, whose errors come when they are asked for."""
     with _errors_in_python():
         yield from values

@@ -14,7 +14,6 @@ from autockpt.errors import DeviceOutOfMemory, MeasurementError, UsageError
 from autockpt.measuring import LocalMeasurer, Measurer
 from autockpt.measuring import snapshot as module
 from autockpt.measuring.base import beats_counted
-from autockpt.schema.arguments import in_python
 from tests.measuring.small_workloads import RECOMPUTE_ALL, Stack, Steps, bits, make_workload, same, train
 
 
@@ -133,7 +132,7 @@ def test_one_of_many_processes_is_refused_before_anything_happens(workload, monk
     with pytest.raises(UsageError, match="one of 4 training processes") as caught:
         LocalMeasurer(workload)
     assert "autockpt.apply" in caught.value.remedy
-    assert "`autockpt search --model package.module:factory --budget …`" in in_python(caught.value.remedy)
+    assert "`autockpt search --model package.module:factory --budget …`" in caught.value.remedy
     monkeypatch.setenv("WORLD_SIZE", "1")
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
