@@ -15,10 +15,11 @@ import torch
 
 from autockpt.hardware.operators import Argument, Operator
 from autockpt.hardware.quantised_kernels import CUDA_RULES
-from autockpt.hardware.workspaces import FLOAT, LONG, NO_REDUCTION, distances, logsumexp, soft_margin_backward, up_to
 
 _ROWS_PER_THREAD = 10
 _FEW_INDICES = 3072
+FLOAT, LONG = 4, 8
+NO_REDUCTION = 0  # at::Reduction
 
 
 def accelerator_workspace_bytes(
@@ -39,7 +40,7 @@ def _rows_without_any(argument: Argument) -> int:
 
 
 def _loss_tensors(reduced: int, unreduced: int = 0) -> Callable[[Argument], int]:
-    """As on a CPU, but no copies in another type."""
+    """Elementwise losses hold so many tensors as large as their input where they reduce it, and where they do not."""
 
     def rule(argument: Argument) -> int:
         x, target = argument("self"), argument("target")
@@ -99,12 +100,35 @@ def _embedding_backward(argument: Argument) -> int:
     return copied + 4 * count * LONG + runs * grad.size(-1) * FLOAT
 
 
+def _soft_margin_backward(argument: Argument) -> int:
+    """Put together from elementwise ops (``native/Loss.cpp``)."""
+    return 2 * argument("self").nbytes
+
+
+def _logsumexp(argument: Argument) -> int:
+    """Exponentials, and the maxima beside the result (``native/ReduceOps.cpp``)."""
+    x = argument("self")
+    reduced = math.prod(x.size(dim) for dim in argument("dim")) if x.dim() else 1
+    return x.nbytes + x.nbytes // max(reduced, 1)
+
+
+def _distances(argument: Argument) -> int:
+    """One product gives them, of copies with two more columns."""
+    points, others = argument("x1"), argument("x2")
+    return sum(x.nbytes // max(x.size(-1), 1) * (x.size(-1) + 2) for x in (points, others))
+
+
+def up_to(size: int, multiple: int) -> int:
+    """The next multiple."""
+    return -(-size // multiple) * multiple
+
+
 # from the same ops on every device
 _PUT_TOGETHER: dict[str, Callable[[Argument], int]] = {
     "_safe_softmax": _rows_without_any,
     "binary_cross_entropy_with_logits": _loss_tensors(2, 1),
-    "soft_margin_loss_backward": soft_margin_backward,
-    "logsumexp": logsumexp,
+    "soft_margin_loss_backward": _soft_margin_backward,
+    "logsumexp": _logsumexp,
 }
 _CUDA_RULES: dict[str, Callable[[Argument], int]] = {
     "_scaled_dot_product_flash_attention_backward": _flash_backward,
@@ -114,6 +138,6 @@ _CUDA_RULES: dict[str, Callable[[Argument], int]] = {
     "mse_loss": _loss_tensors(1),
     "smooth_l1_loss": _loss_tensors(1),
     "huber_loss": _loss_tensors(1),
-    "_euclidean_dist": distances,
+    "_euclidean_dist": _distances,
     **CUDA_RULES,
 }

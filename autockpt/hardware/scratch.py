@@ -1,4 +1,4 @@
-"""Scratch memory of oneDNN's kernels and a few more, measured: each op runs once for real, on zeros.
+"""Scratch memory of oneDNN's kernels and of rarer ones, measured: each op runs once for real, on zeros.
 
 What oneDNN takes for a convolution or a 16-bit product (blocked copies, packed panels, sums per thread) is decided when
 it picks one of dozens of implementations by shape, instruction set and threads: a depthwise convolution's backward on
@@ -24,27 +24,15 @@ from autockpt.hardware.operators import Operator, flat_tensors, overload_of
 from autockpt.hardware.signature import TensorSpec, Word, dtype_of, parse_signature, word_value
 from autockpt.schema.files import ScratchFolder
 
-_ONEDNN = frozenset({"convolution", "convolution_backward", "mkldnn_rnn_layer_backward"})
-# ATen's own, which copy what does not lie as they like it; that depends on channels, threads and layouts.
-_COPYING = frozenset(
-    (
-        "upsample_nearest1d",
-        "upsample_nearest2d",
-        "_upsample_nearest_exact2d",
-        "upsample_linear1d",
-        "upsample_bilinear2d",
-        "_upsample_bilinear2d_aa",
-        "_upsample_bicubic2d_aa",
-        "upsample_bicubic2d",
-        "max_pool2d_with_indices_backward",
-        "_adaptive_avg_pool2d_backward",
-        "im2col",
-        "kthvalue",
-        "_embedding_bag",
-        "_embedding_bag_backward",
-        "_trilinear",
-    )
-)
+# What oneDNN takes for these depends on shapes, threads and the processor; what ATen's own take on layouts besides.
+_TRIED = """convolution convolution_backward mkldnn_rnn_layer_backward upsample_nearest1d upsample_nearest2d
+_upsample_nearest_exact2d upsample_linear1d upsample_bilinear2d upsample_bicubic2d _upsample_bilinear2d_aa
+_upsample_bicubic2d_aa max_pool2d_with_indices_backward _adaptive_avg_pool2d_backward im2col kthvalue roll
+_embedding_bag _embedding_bag_backward _trilinear native_group_norm_backward _safe_softmax logsumexp _euclidean_dist
+_ctc_loss_backward mse_loss mse_loss_backward smooth_l1_loss smooth_l1_loss_backward huber_loss soft_margin_loss
+soft_margin_loss_backward binary_cross_entropy binary_cross_entropy_with_logits"""
+_ALWAYS = frozenset(_TRIED.split())
+_IN_16_BITS = frozenset({"sum", "mean", "gather", "scatter", "scatter_", "scatter_add", "scatter_add_", "gemm_4bit"})
 _ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"  # packs its blocks by oneDNN's products
 _ATTENTIONS = frozenset({_ATTENTION, f"{_ATTENTION}_backward"})
 _SIXTEEN_BIT = (torch.bfloat16, torch.float16)
@@ -53,8 +41,8 @@ _MOST_BYTES = 1 << 29
 _MOST_FLOPS, _MOST_FLOPS_TOGETHER = 3e10, 2e11
 _SECONDS = 300.0
 GIVEN_UP = (
-    "What the largest convolutions, resamplings and 16-bit products take while they run was not tried out: rules stand "
-    "for convolutions and attention, nothing for the others."
+    "What the largest convolutions, resamplings, losses and 16-bit products take while they run was not tried out: "
+    "convolutions and attention are estimated, the others count as nothing."
 )
 
 
@@ -98,14 +86,12 @@ class WorkspaceTrials:
 
 def is_measured(operator: Operator, tensors: list[Tensor]) -> bool:
     """Whether only a real call tells what the CPU kernel takes while it runs."""
-    if operator.base in _COPYING:
+    if operator.base in _ALWAYS:
         return True
-    if not torch.backends.mkldnn.is_available():
+    packs = operator.multiplies or operator.base in _ATTENTIONS
+    if not (operator.base in _IN_16_BITS or (packs and torch.backends.mkldnn.is_available())):
         return False
-    if operator.base in _ONEDNN:
-        return True
-    packs = operator.multiplies or operator.base in _ATTENTIONS or operator.base == "gemm_4bit"
-    return packs and bool(tensors) and tensors[0].dtype in _SIXTEEN_BIT
+    return bool(tensors) and tensors[0].dtype in _SIXTEEN_BIT
 
 
 def measured_bytes(signatures: Iterable[str], threads: int) -> dict[str, int]:
