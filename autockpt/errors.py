@@ -77,6 +77,19 @@ class RerunMismatch(ConflictError, RuntimeError):
     """Backward was given other tensors than forward had computed: its gradients are wrong. Exit code 2."""
 
 
+class InPlaceError(ConflictError, RuntimeError):
+    """A tensor that backward needs was changed in place. A RuntimeError too, as autograd's own error is."""
+
+    @classmethod
+    def of(cls, tensor: str, now: int, expected: int, remedy: str) -> InPlaceError:
+        """In autograd's own words. The version counter of ``tensor`` is at ``now``."""
+        return cls(
+            "one of the variables needed for gradient computation has been modified by an inplace operation: a tensor "
+            f"of shape {tensor} is at version {now}, expected {expected}",
+            remedy=remedy,
+        )
+
+
 class TracingError(AutockptError):
     """The model could not be traced. Exit code 4."""
 

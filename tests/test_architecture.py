@@ -21,7 +21,8 @@ SOURCE = ROOT / "autockpt"
 LAYERS = (
     ("errors", "schema", "callstack", "collector", "signals"),
     ("simulator", "solvers", "devices", "history"),
-    ("policies", "workload", "reporting"),
+    ("checkpointing", "reporting"),
+    ("policies", "workload"),
     ("runtime", "hardware"),
     ("tracing", "measuring"),
     ("profiling",),

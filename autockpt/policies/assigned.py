@@ -76,7 +76,7 @@ def saving(
 ) -> Iterator[None]:
     """Around a unit's forward: what autograd saves goes by way of ``pack``, which returns what has an ``unpack``, and
     where the unit's code ``assigns`` to a ``.data``, that is looked at. ``watch`` is told when it has ended."""
-    _keep_identity()
+    keep_identity()
     assignments = Assignments(unit, pack) if assigns else None
     hooks = saved_tensors_hooks(run_as_it_is(pack if assignments is None else assignments.pack), _unpack)
     try:
@@ -90,7 +90,7 @@ def saving(
 
 
 @functools.cache
-def _keep_identity() -> None:
+def keep_identity() -> None:
     """From now on, in all of the process: a graph may outlive the plan that it was made under."""
     BackwardCFunction.saved_tensors = property(_saved_tensors)  # type: ignore[attr-defined]
     BackwardCFunction.save_for_backward = _save_for_backward  # type: ignore[assignment]

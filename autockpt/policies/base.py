@@ -11,23 +11,10 @@ import torch
 from torch import nn
 
 from autockpt.devices.transport import Transports
-from autockpt.errors import ConflictError, PlanError
+from autockpt.errors import PlanError
 from autockpt.policies.attachment import Attachment
 from autockpt.schema.choices import ATTENTION, Choice
 from autockpt.schema.names import strip_prefixes
-
-
-class InPlaceError(ConflictError, RuntimeError):
-    """A tensor that backward needs was changed in place. A RuntimeError too, as autograd's own error is."""
-
-    @classmethod
-    def of(cls, tensor: str, now: int, expected: int, remedy: str) -> InPlaceError:
-        """In autograd's own words. The version counter of ``tensor`` is at ``now``."""
-        return cls(
-            "one of the variables needed for gradient computation has been modified by an inplace operation: a tensor "
-            f"of shape {tensor} is at version {now}, expected {expected}",
-            remedy=remedy,
-        )
 
 
 class PlannedUnit(NamedTuple):

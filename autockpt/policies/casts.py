@@ -5,20 +5,18 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._python_dispatch import _disable_current_modes
 
+from autockpt.checkpointing.autocast import autocast_depth, autocast_is_on
 from autockpt.policies.conflicts import sequence_nr
 
 TO_COPY: Any = torch.ops.aten._to_copy.default
 """The op that casts."""
 _C: Any = torch._C
-_autocast_is_on: Callable[[], bool] = _C._is_any_autocast_enabled
 dispatch_modes: Callable[[], int] = _C._len_torch_dispatch_stack
 """How many modes are in force that look at ops."""
 
@@ -30,7 +28,7 @@ def may_be_remembered(tensor: torch.Tensor) -> bool:
 
 def autocast_now() -> tuple[Any, ...] | None:
     """To which types autocast casts now what functions are given; None where it is off."""
-    if not _autocast_is_on():
+    if not autocast_is_on():
         return None
     casts = [torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) for kind in _kinds()]
     return torch.is_autocast_cache_enabled(), *casts
@@ -49,23 +47,6 @@ def inside_autocast() -> bool:
     return autocast_depth() > 0
 
 
-def autocast_depth() -> int:
-    """How many blocks of autocast are around this."""
-    torch.autocast_increment_nesting()
-    return torch.autocast_decrement_nesting()
-
-
-@contextmanager
-def without_remembered_casts() -> Iterator[None]:
-    """Autocast uses none of the casts that it remembers, and remembers none of those made in here."""
-    before = torch.is_autocast_cache_enabled()
-    torch.set_autocast_cache_enabled(False)
-    try:
-        yield
-    finally:
-        torch.set_autocast_cache_enabled(before)
-
-
 def remembered_cast(weight: torch.Tensor) -> torch.Tensor | None:
     """What autocast makes of a matrix or some in a product: the copy that it remembers, or else one to remember. Its
     strides may be others. None where it remembers one of another type, as from a block of that type around this one."""
@@ -77,33 +58,6 @@ def remembered_cast(weight: torch.Tensor) -> torch.Tensor | None:
         except RuntimeError:  # of two types
             return None
     return max(saved, key=torch.Tensor.numel)
-
-
-def autocast_block() -> int | None:
-    """Which of autocast's outermost blocks this is, until whose end it remembers its casts of weights; None where it is
-    off. They are told apart by the cast of an empty weight: by the number that autograd gave it."""
-    if not _autocast_is_on():
-        return None
-    bias, rows, columns = _empty_product()
-    before, dtype = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
-    modes = _disable_current_modes() if dispatch_modes() else nullcontext()
-    with torch._C.DisableTorchFunction(), modes, torch.enable_grad():
-        torch.set_autocast_enabled("cpu", True)  # no block of its own, which might end that of others
-        torch.set_autocast_dtype("cpu", torch.bfloat16)
-        try:
-            node: Any = torch.addmm(bias, rows, columns).grad_fn  # for which nothing is saved
-        finally:
-            torch.set_autocast_enabled("cpu", before)
-            torch.set_autocast_dtype("cpu", dtype)
-    cast = None if node is None else node.next_functions[0][0]
-    return 0 if cast is None else cast._sequence_nr()
-
-
-@functools.cache
-def _empty_product() -> tuple[torch.Tensor, ...]:
-    with torch._C.DisableTorchFunction(), _disable_current_modes(), torch.inference_mode(False):
-        sizes = (0, 0), (0, 1), (1, 0)
-        return tuple(torch.zeros(s, dtype=torch.float32, device="cpu", requires_grad=s == (0, 0)) for s in sizes)
 
 
 class CastsUsed:

@@ -112,18 +112,6 @@ def refuse_modules(module: nn.Module, unit: str, *kinds: type[nn.Module]) -> Non
                 raise ConflictError(f"{name} is {why}", remedy=remedy.format(unit=unit))
 
 
-def refuse_late_written(unit: str) -> None:
-    """Raise ConflictError for functional.rrelu, by the node of autograd that is about to get a tensor ``unit`` saved.
-
-    Nothing about the tensor itself tells: the kernel's write leaves its version counter as it was.
-    """
-    node = current_node()
-    if type(node).__name__.startswith("RreluWithNoise") and node._saved_training:
-        raise ConflictError(
-            f"{unit} calls rrelu, which changes a tensor after it was saved", remedy=_OTHER_ACTIVATION.format(unit=unit)
-        )
-
-
 def refuse_lazy(module: nn.Module, unit: str) -> None:
     """Raise ConflictError where a unit has parameters or buffers that its first forward is to give a shape."""
     for path, tensor in (*module.named_parameters(), *module.named_buffers()):

@@ -29,8 +29,9 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 
+from autockpt.checkpointing.autocast import autocast_block
 from autockpt.policies.base import places_of
-from autockpt.policies.casts import CastsUsed, autocast_block, autocast_now, dispatch_modes
+from autockpt.policies.casts import CastsUsed, autocast_now, dispatch_modes
 from autockpt.policies.compiling import run_as_it_is
 from autockpt.policies.compute_ops import METADATA
 from autockpt.policies.conflicts import sequence_nr

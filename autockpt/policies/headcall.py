@@ -12,11 +12,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from autockpt.errors import ConflictError
+from autockpt.checkpointing.replay_context import running_again
+from autockpt.errors import ConflictError, InPlaceError
 from autockpt.policies.attachment import TellingAttachment, call_inner
-from autockpt.policies.base import InPlaceError
 from autockpt.policies.fingerprints import fingerprint, form_of, laid_out_on, layout_of
-from autockpt.policies.replay import running_again
 from autockpt.policies.rerun_state.surroundings import Casts, outside_inference
 from autockpt.policies.saved_outputs import alias
 from autockpt.policies.sentinels import CheckedCall

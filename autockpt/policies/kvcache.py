@@ -32,6 +32,7 @@ CACHE_NAMES = frozenset({"past_key_values", "past_key_value", "layer_past", "pas
 
 # caches, and entries of them, that hold all they know in attributes and put other tensors in place of those they had
 _COPYABLE = frozenset({"DynamicCache", "EncoderDecoderCache", "DynamicLayer", "DynamicSlidingWindowLayer"})
+_NO_CACHE = frozenset((type(None), bool, int, float, str, torch.Tensor))
 _here = threading.local()
 
 
@@ -119,7 +120,8 @@ def without_cache(
     if any(isinstance(a, (tuple, list, cache_type)) for a in args):
         names = (*parameter_names(type(module)), *[""] * len(args))  # those that `*args` takes have none
         args = tuple(map(exchanged, names, args))
-    changes = {name: new for name, value in kwargs.items() if (new := exchanged(name, value)) is not value}
+    others = [item for item in kwargs.items() if type(item[1]) not in _NO_CACHE]
+    changes = {name: new for name, value in others if (new := exchanged(name, value)) is not value}
     if own and kwargs.get("use_cache"):
         changes["use_cache"] = False
     return args, ({**kwargs, **changes} if changes else kwargs)

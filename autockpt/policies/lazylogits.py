@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from autockpt.errors import ConflictError
-from autockpt.policies.base import InPlaceError
+from autockpt.errors import ConflictError, InPlaceError
 from autockpt.policies.compiling import run_as_it_is, set_compiler
 from autockpt.policies.compute_ops import METADATA
 from autockpt.policies.headcall import Elementwise, MemoryWatch, Rows, gradients_of, refuse_twice

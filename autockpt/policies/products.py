@@ -11,12 +11,12 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
+from autockpt.checkpointing.frame import diverged
 from autockpt.policies.base import setting
 from autockpt.policies.casts import autocast_now, may_be_remembered, remembered_cast
 from autockpt.policies.conflicts import is_wrapped
 from autockpt.policies.fingerprints import geometry_of
 from autockpt.policies.saved import address_of
-from autockpt.policies.slots import differs
 
 Source = tuple[int, torch.dtype | None]
 """Which of the tensors that a function was given, or from -1 downwards of its own, and to what autocast cast it."""
@@ -79,7 +79,7 @@ def cast_again(tensor: torch.Tensor, dtype: torch.dtype, unit: str) -> torch.Ten
         return tensor.detach().to(dtype)
     cast = remembered_cast(tensor)
     if cast is None or cast.dtype is not dtype:
-        raise differs(unit, f"found another cast of a weight than {dtype} when it ran again")
+        raise diverged(unit, f"found another cast of a weight than {dtype} when it ran again")
     return cast
 
 

@@ -9,16 +9,51 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from autockpt.checkpointing import CheckpointedUnit, CheckpointFrame
+from autockpt.checkpointing.unit import FIRST_CALLS
 from autockpt.errors import ConflictError
-from autockpt.policies.attachment import acts, call_inner, call_plainly
+from autockpt.policies.assigned import Assignments, keep_identity
+from autockpt.policies.attachment import Attachment, acts, call_inner, call_plainly
 from autockpt.policies.base import PlannedUnit, Policy, PolicySession
 from autockpt.policies.compiling import outside_graphs, run_as_it_is, traces_backward
-from autockpt.policies.conflicts import refuse_modules, refuse_native
+from autockpt.policies.conflicts import refuse_by_message, refuse_modules, refuse_native
 from autockpt.policies.joint_graph import claim, save_reads_of_what_changes
-from autockpt.policies.kvcache import without_cache
-from autockpt.policies.region import UnitCall
-from autockpt.policies.replay import Replay, ReplayState
+from autockpt.policies.kvcache import StandIn, with_caches, without_cache
+from autockpt.policies.replay import pass_over_what_is_set_to_itself
 from autockpt.schema.choices import Choice
+
+
+class RecomputeState(Attachment):
+    """A unit's attachment, with what its calls taught about it."""
+
+    has_sentinel: ClassVar[bool] = True
+
+    def __init__(self, unit: str) -> None:
+        super().__init__(unit)
+        pass_over_what_is_set_to_itself()
+        keep_identity()
+        self._cache_unit: CheckpointedUnit | None = None
+        self._first_calls = FIRST_CALLS
+
+    def in_mid_training(self) -> None:
+        self._first_calls = 1
+        if self._cache_unit is not None:
+            self._cache_unit.in_mid_training()
+
+    def checkpointed(self, module: nn.Module) -> CheckpointedUnit:
+        """The unit as its modules are now. Where they are others, what calls taught is forgotten."""
+        unit = self._cache_unit
+        if unit is None or unit.module is not module or not unit.has_same_modules():
+            unit = self._cache_unit = CheckpointedUnit(self.unit, module, self._first_calls)
+        return unit
+
+    def call(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """The forward that stands behind this."""
+        return call_inner(module, self, args, kwargs)
+
+    def call_with_caches(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """The same, with a KV cache of its own in each run."""
+        return call_inner(module, self, *with_caches(args, kwargs))
 
 
 class RecomputePolicy(Policy):
@@ -26,7 +61,7 @@ class RecomputePolicy(Policy):
 
     def attach_to(self, unit: PlannedUnit, session: PolicySession) -> str:
         refuse_modules(unit.module, unit.name)
-        session.place(unit.name, unit.module, run_recomputed, ReplayState(unit.name))
+        session.place(unit.name, unit.module, run_recomputed, RecomputeState(unit.name))
         return "recompute: its inputs are kept, its forward runs again in backward"
 
     def reruns(self, choice: Choice, forward: int) -> tuple[int, int]:
@@ -34,7 +69,7 @@ class RecomputePolicy(Policy):
         return min(forward // 2, forward - 1) if forward else 0, forward
 
 
-def run_recomputed(module: nn.Module, state: ReplayState, /, *args: Any, **kwargs: Any) -> Any:
+def run_recomputed(module: nn.Module, state: RecomputeState, /, *args: Any, **kwargs: Any) -> Any:
     """The unit's forward; where gradients are enabled, what it saves is dropped and made again in backward.
 
     Raises ConflictError where the forward cannot be run twice (inputs changed in place, some KV caches). In backward
@@ -43,13 +78,13 @@ def run_recomputed(module: nn.Module, state: ReplayState, /, *args: Any, **kwarg
     if not acts(state):
         return call_plainly(module, state, args, kwargs)
     if not torch.compiler.is_compiling():
-        return run_twice(module, state, args, kwargs)
+        return _run_twice(module, state, args, kwargs)
     if traces_backward():
         return _recompute_in_graph(module, state, args, kwargs)
     return _recompute_between_graphs(module, state, args, kwargs)
 
 
-def _recompute_in_graph(module: nn.Module, state: ReplayState, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _recompute_in_graph(module: nn.Module, state: RecomputeState, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """As part of a graph: a compiler takes no recompute but torch's own, and looks after random state itself.
 
     Where it cannot, as the unit's forward changes state or goes by values, it breaks the graph here and calls this for
@@ -61,7 +96,7 @@ def _recompute_in_graph(module: nn.Module, state: ReplayState, args: tuple[Any, 
         # determinism_check only tells the compiler's cache on disk this graph from others', which nobody put right
         options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": True, "determinism_check": "default"}
         return checkpoint(inner, args, kwargs, **options)
-    return run_twice(module, state, args, kwargs)
+    return _run_twice(module, state, args, kwargs)
 
 
 # Compiled as a part of others only: so a graph breaks before it, and what is called then is this and not torch's.
@@ -77,7 +112,7 @@ def _claim() -> None:
 _claim._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def _inside_graph(module: nn.Module, state: ReplayState, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _inside_graph(module: nn.Module, state: RecomputeState, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if not torch.compiler.is_compiling():
         raise ConflictError(
             f"{state.unit} cannot be part of a graph under `recompute`: the compiler breaks the graph inside of it",
@@ -86,15 +121,35 @@ def _inside_graph(module: nn.Module, state: ReplayState, args: tuple[Any, ...], 
     return call_inner(module, state, args, kwargs)
 
 
-def run_twice(
-    module: nn.Module, state: ReplayState, args: tuple[Any, ...], kwargs: dict[str, Any], make: type[Replay] = Replay
-) -> Any:
-    """The unit's forward, and in backward once more; ``make`` is the replay that does both. Errors as ``recompute``."""
+def _run_twice(module: nn.Module, state: RecomputeState, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The unit's forward, and in backward once more. Errors as ``run_recomputed``."""
     refuse_native(module, state.unit)
     args, kwargs = without_cache(module, state.unit, args, kwargs)
-    return UnitCall(make(module, state, args, kwargs)).run()
+    caches = any([type(value) is StandIn for value in (*args, *kwargs.values())])
+    forward = state.call_with_caches if caches else state.call
+    frame = CheckpointFrame(state.checkpointed(module), functools.partial(forward, module), args, kwargs, state.turn)
+    watch = observer = None
+    if (sentinel := state.sentinel) is not None:
+        watch = sentinel.watch(module)
+        observer = sentinel.observer(watch)
+    try:
+        if watch is None or not watch.assigns:
+            output = frame.run(args, kwargs, observer)
+        else:
+            with (assignments := Assignments(state.unit, frame.pack)):
+                output = frame.run(args, kwargs, observer, assignments.pack)
+    except (RuntimeError, AssertionError) as error:
+        refuse_by_message(error, state.unit)
+        raise
+    if watch is not None:
+        watch.forward_ended()
+    return output
 
 
 _recompute_between_graphs = outside_graphs(
     "recompute", "would run again with other random numbers under this backend", inside=True
-)(run_twice)
+)(_run_twice)
+
+# Between two graphs the compiler would take on what autograd calls for each saved tensor.
+for _hook in (CheckpointFrame.pack, CheckpointFrame.unpack, CheckpointFrame.repack):
+    run_as_it_is(_hook)

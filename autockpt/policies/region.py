@@ -12,69 +12,25 @@ the region lives as long as some graph needs it, whatever happens to the rest, a
 
 from __future__ import annotations
 
-import os
-import threading
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from autockpt.errors import AutockptError, ConflictError
+from autockpt.checkpointing.frame import diverged
+from autockpt.checkpointing.replay_context import as_in_forward, one_at_a_time
+from autockpt.errors import AutockptError
 from autockpt.policies.arguments import tensors_of
 from autockpt.policies.assigned import saving
 from autockpt.policies.fingerprints import Place, layout_of
 from autockpt.policies.replay import Replay
-from autockpt.policies.rerun_state.surroundings import outside_inference, user_dispatch_modes
+from autockpt.policies.rerun_state.surroundings import user_dispatch_modes
 from autockpt.policies.rerun_state.tensors import place_of
 from autockpt.policies.saved import Kept, Watched
-from autockpt.policies.slots import Enough, Filler, Slot, as_it_is, differs
+from autockpt.policies.slots import Enough, Filler, Slot, as_it_is
 from autockpt.policies.user_checkpoint import hooks_in_force
-
-_ONE = threading.RLock()
-_PATIENCE = 120.0  # seconds
-
-
-def _released() -> None:
-    global _ONE
-    _ONE = threading.RLock()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_released)  # whoever held it is not in the child
-
-
-@contextmanager
-def _one_at_a_time(unit: str) -> Iterator[None]:
-    """Random states, switches and what units reach are the process's: what one thread puts back for a second run is
-    not for another's. Raises ConflictError after long, as where a second run waits for a backward in another thread."""
-    lock = _ONE
-    if not lock.acquire(timeout=_PATIENCE):
-        raise ConflictError(
-            f"{unit} cannot run again in backward: another thread has been running units again for {_PATIENCE:.0f} s",
-            remedy="Call backward in one thread at a time, or use `save` or `offload` on units that call it.",
-        )
-    try:
-        yield
-    finally:
-        lock.release()
-
-
-@contextmanager
-def _outside_vmap() -> Iterator[None]:
-    """The backward of is_grads_batched runs under vmap, which forbids random numbers, and to call backward in it. What
-    runs again has no batch."""
-    C: Any = torch._C
-    levels = C._vmapmode_increment_nesting()
-    for _ in range(levels):
-        C._vmapmode_decrement_nesting()
-    try:
-        yield
-    finally:
-        for _ in range(levels - 1):
-            C._vmapmode_increment_nesting()
 
 
 class _Outside:
@@ -183,10 +139,10 @@ class UnitCall:
         Raises InPlaceError where something that a call read was changed since, ConflictError where a call does not do
         again what it did.
         """
-        with _one_at_a_time(self.unit):
+        with one_at_a_time(self.unit):
             order = self._with_ancestors()
             try:
-                with _outside_vmap(), outside_inference():
+                with as_in_forward():
                     for call in order:
                         call._run_again(self, fill=call is self or (self.levels == 1 and call._waits()))
             except BaseException:
@@ -221,14 +177,14 @@ class UnitCall:
             self._watch.before_rerun(self._replay.module)
         try:
             # hooks in any case: backward may have been called inside a unit's forward, whose own are in force then
-            with torch.enable_grad(), saved_tensors_hooks(filler.pack, as_it_is):
+            with saved_tensors_hooks(filler.pack, as_it_is):
                 output = self._replay(*tensors)
         except Enough:
             output = None
         except (StopIteration, LookupError, AttributeError, AssertionError, TypeError, ValueError) as error:
             # such as where the first run has used up an iterator, or asks for the graph that its input came from
             said = f"raised {type(error).__name__} when it ran again in backward, which it did not in forward"
-            raise differs(self.unit, said) from error
+            raise diverged(self.unit, said) from error
         except RuntimeError as error:  # may be that memory is out, which others know by its type and message
             output = None
             if not (filler.full or isinstance(error, AutockptError)):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any, ClassVar
 
 import torch
@@ -14,17 +14,14 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.utils import parametrize
 from torch.utils.hooks import RemovableHandle
 
-from autockpt.errors import ConflictError
+from autockpt.checkpointing.autocast import autocast_block, without_remembered_casts
+from autockpt.checkpointing.replay_context import running_again
+from autockpt.checkpointing.unit import holds_other_values
+from autockpt.errors import ConflictError, InPlaceError
 from autockpt.policies.arguments import hidden_tensors, put_together, take_apart, tensors_of
 from autockpt.policies.attachment import Attachment, call_inner
-from autockpt.policies.base import InPlaceError, setting
-from autockpt.policies.casts import (
-    CastsUsed,
-    autocast_block,
-    inside_autocast,
-    leaves_met,
-    without_remembered_casts,
-)
+from autockpt.policies.base import setting
+from autockpt.policies.casts import CastsUsed, inside_autocast, leaves_met
 from autockpt.policies.conflicts import refuse_inference, sequence_nr
 from autockpt.policies.kvcache import StandIn, with_caches
 from autockpt.policies.rerun_state.state import Memory, UnitState
@@ -33,14 +30,6 @@ from autockpt.policies.rerun_state.surroundings import Surroundings, user_functi
 from autockpt.policies.slots import Enough, as_it_is
 
 _current = threading.local()
-
-
-def recomputing() -> str | None:
-    """The unit whose forward this thread is running again for backward; None in an ordinary forward.
-
-    For module hooks inside a recomputed unit that must act only once per step.
-    """
-    return getattr(_current, "unit", None)
 
 
 _init_handle = RemovableHandle.__init__
@@ -73,7 +62,7 @@ def _without_its_hooks() -> Iterator[None]:
 
 
 @functools.cache
-def _pass_over_what_is_set_to_itself() -> None:
+def pass_over_what_is_set_to_itself() -> None:
     """From now on, in all of the process. Registering a parametrization sets the weight to itself, which changes its
     version alone; PEFT's LoRA on parameters, as on experts, registers one in every forward."""
     maybe_set: Any = parametrize._maybe_set
@@ -85,11 +74,6 @@ def _pass_over_what_is_set_to_itself() -> None:
     parametrize._maybe_set = pass_over
 
 
-def running_again(unit: str) -> AbstractContextManager[None]:
-    """What runs inside belongs to ``unit``, outside of its ordinary forward."""
-    return setting(_current, "unit", unit)
-
-
 class ReplayState(Attachment):
     """A unit's attachment, with what its calls taught about its state."""
 
@@ -97,7 +81,7 @@ class ReplayState(Attachment):
 
     def __init__(self, unit: str) -> None:
         super().__init__(unit)
-        _pass_over_what_is_set_to_itself()
+        pass_over_what_is_set_to_itself()
         self._cache_structure: UnitStructure | None = None
         self.memory = Memory(unit)
 
@@ -279,7 +263,7 @@ class Replay:
         now, places = self._structure.parameters(), self._structure.places
         with ExitStack() as stack:
             for (home, name), before, after in zip(places, self.parameters.tensors, now, strict=True):
-                if _exchanged(before, after):
+                if holds_other_values(before, after):
                     stack.callback(home.__setitem__, name, after)
                     home[name] = before
             yield
@@ -340,19 +324,6 @@ def _stems_from_enough(error: BaseException) -> bool:
 
 def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.shape == b.shape and a.dtype == b.dtype and bool(((a == b) | (a != a) & (b != b)).all())
-
-
-def _exchanged(before: torch.Tensor | None, now: torch.Tensor | None) -> bool:
-    """Whether other values stand in a parameter's place. FSDP and accelerate exchange objects for the same values.
-
-    So does PEFT's DoRA on the CPU: each forward puts another object over the same packed, frozen weight.
-    """
-    if before is now or before is None or now is None or before.is_meta or now.is_meta:
-        return False
-    packed = type(now).__name__ in ("Params4bit", "Int8Params") and not now.requires_grad
-    if packed and type(before) is type(now) and before.data_ptr() == now.data_ptr() and before.shape == now.shape:
-        return False
-    return not (hasattr(before, "to_local") or hasattr(now, "to_local"))
 
 
 def _in_pieces(before: torch.Tensor | None, now: torch.Tensor | None) -> bool:

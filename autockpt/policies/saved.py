@@ -21,10 +21,10 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.autograd.graph import increment_version
 from torch.utils._python_dispatch import _disable_current_modes
 
+from autockpt.checkpointing.frame import refuse_late_written
 from autockpt.devices.base import Transport
-from autockpt.policies.base import InPlaceError
+from autockpt.errors import InPlaceError
 from autockpt.policies.compiling import run_as_it_is
-from autockpt.policies.conflicts import refuse_late_written
 from autockpt.policies.fingerprints import laid_out_on, layout_of
 from autockpt.policies.slots import Entry, Packing
 

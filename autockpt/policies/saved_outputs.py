@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_structure, tree_unflatten
 
+from autockpt.checkpointing.frame import diverged
 from autockpt.policies import products
 from autockpt.policies.attachment import Attachment, call_inner, current_transform
 from autockpt.policies.base import interned, setting
@@ -39,7 +40,6 @@ from autockpt.policies.rerun_state.reach import Node, changed_of
 from autockpt.policies.rerun_state.surroundings import user_modes
 from autockpt.policies.rerun_state.tensors import TENSORS
 from autockpt.policies.saved import address_of
-from autockpt.policies.slots import differs
 from autockpt.policies.triton_kernels import READS, launches, name_of
 from autockpt.policies.user_checkpoint import hooks_in_force
 from autockpt.policies.watching import CHANGED_BY_WATCHING, Watching, count_writes, passes_by, refuse_watching
@@ -193,7 +193,7 @@ class CallOutputs:
         other = self._outputs.get((number, function, 0)) if op == 1 else None
         output = other or self._outputs.pop(place, None)
         if output is not None and output.func is not func:
-            raise differs(self.unit, f"took another path when it ran again, {func} instead of {output.func}")
+            raise diverged(self.unit, f"took another path when it ran again, {func} instead of {output.func}")
         return None if output is None or output.changed else output
 
     def take_whole(self, place: Place, func: Any) -> _Whole | None:

@@ -15,8 +15,9 @@ from autockpt.errors import PlanError
 from autockpt.policies.attachment import acts, call_plainly
 from autockpt.policies.base import PlannedUnit, Policy, PolicySession, modules_named
 from autockpt.policies.compiling import outside_graphs
-from autockpt.policies.conflicts import refuse_modules
-from autockpt.policies.recompute import run_twice
+from autockpt.policies.conflicts import refuse_modules, refuse_native
+from autockpt.policies.kvcache import without_cache
+from autockpt.policies.region import UnitCall
 from autockpt.policies.replay import ReplayState
 from autockpt.policies.saved_outputs import KeepingReplay, ScopeState, run_scope
 from autockpt.policies.watched_backends import refuse_changed
@@ -35,7 +36,9 @@ def run_selective(module: nn.Module, state: ReplayState, /, *args: Any, **kwargs
     if not acts(state):
         return call_plainly(module, state, args, kwargs)
     refuse_changed(module, state, args, kwargs)
-    return run_twice(module, state, args, kwargs, KeepingReplay)
+    refuse_native(module, state.unit)
+    args, kwargs = without_cache(module, state.unit, args, kwargs)
+    return UnitCall(KeepingReplay(module, state, args, kwargs)).run()
 
 
 @outside_graphs("keep_attention", WHY, inside=True)

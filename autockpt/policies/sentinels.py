@@ -220,11 +220,16 @@ class UnitSentinel:
         self.sentinels.open.append(weakref.ref(watch))
         return watch
 
+    def observer(self, watch: CheckedCall | None) -> CheckedCall | SpotCheck | None:
+        """What looks at tensors that this call saves and something else will be handed out for."""
+        if watch is not None or self.places is None or _capturing():
+            return watch
+        return SpotCheck(self, self.places)
+
     def packing(self, watch: CheckedCall | None) -> Packing | None:
-        """What is to be told of every tensor that this call saves and something else will be handed out for."""
-        if watch is not None:
-            return watch.packed
-        return SpotCheck(self, self.places).packed if self.places is not None and not _capturing() else None
+        """What is to be told of every such tensor."""
+        observer = self.observer(watch)
+        return None if observer is None else observer.packed
 
     def proven(self, watch: CheckedCall, tensors: int) -> None:
         """All that a backward was given in a watched call's place was right."""
@@ -279,6 +284,12 @@ class CheckedCall:
         self.known: dict[Place, torch.Tensor] = {}  # fingerprints of the unit's own state, as it is now
 
     # The first forward.
+
+    chosen, beyond = None, 0  # all tensors are looked at
+
+    def look_at(self, number: int, tensor: torch.Tensor) -> WatchedTensor:
+        """Autograd saves a tensor, the one of this number. As ``packed``."""
+        return self.packed(tensor)
 
     def packed(self, tensor: torch.Tensor) -> WatchedTensor:
         """Autograd saves a tensor, and something else will be handed out for it."""

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from autockpt.errors import ConflictError
-from autockpt.policies.base import InPlaceError, interned
+from autockpt.checkpointing.frame import diverged, refuse_late_written
+from autockpt.errors import InPlaceError
+from autockpt.policies.base import interned
 from autockpt.policies.compiling import run_as_it_is
-from autockpt.policies.conflicts import refuse_late_written
 
 if TYPE_CHECKING:
     from autockpt.policies.region import UnitCall
@@ -79,7 +79,7 @@ class Slot(Empty):
             self.maker.refill()
         value, self.value = self.value, None
         if value is None:
-            raise differs(self.maker.unit, "did not save a tensor again that it saved in forward")
+            raise diverged(self.maker.unit, "did not save a tensor again that it saved in forward")
         if value._version != self.version:
             tensor = f"{tuple(value.size())} that {self.maker.unit} saved"
             remedy = "Replace the in-place operation inside this unit by an out-of-place one."
@@ -104,7 +104,7 @@ class Filler:
         """The hook for autograd's packing in a second run."""
         slots, seen = self._slots, self.seen
         if seen >= len(slots):
-            raise differs(self._unit, f"saved {len(slots)} tensors in forward and more when it ran again")
+            raise diverged(self._unit, f"saved {len(slots)} tensors in forward and more when it ran again")
         # a graph that holds its own output by way of Python is never freed
         value = tensor.detach() if tensor.requires_grad else tensor
         slot = slots[seen]()
@@ -113,7 +113,7 @@ class Filler:
             form = (value.size(), value.dtype, value.device)
             if slot.form != form:
                 was, now = (f"{tuple(size)} {dtype} on {device}" for size, dtype, device in (slot.form, form))
-                raise differs(self._unit, f"saved a tensor {was} in forward and {now} when it ran again")
+                raise diverged(self._unit, f"saved a tensor {was} in forward and {now} when it ran again")
             if self._fills and slot.waits:
                 slot.fill(value)
         if self.full:
@@ -129,19 +129,10 @@ class Filler:
         """The run has ended. State was put back after it, its version counters (from, to), too: what is saved of it is
         still good. Raises ConflictError where it saved less than the first."""
         if self.seen < len(self._slots):
-            raise differs(self._unit, f"saved {len(self._slots)} tensors in forward and {self.seen} when it ran again")
+            raise diverged(self._unit, f"saved {len(self._slots)} tensors in forward and {self.seen} when it ran again")
         for slot in filter(None, (ref() for ref in self._slots) if moved else ()):
             if slot.value is not None and moved.get(slot.version) == slot.value._version != slot.version:
                 slot.version = slot.value._version
-
-
-def differs(unit: str, what: str) -> ConflictError:
-    """The error for a unit that is not repeatable."""
-    return ConflictError(
-        f"{unit} {what}: it does not do the same twice",
-        remedy="Use `save` or `offload` for it; something that it reads has changed between forward and backward. "
-        "(A function of torch.jit.script changes in its first calls: run two steps before the plan is applied.)",
-    )
 
 
 def as_it_is(tensor: Any) -> Any:

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from torch import nn
 
 from autockpt.errors import RerunMismatch
 from autockpt.policies.conflicts import current_node, is_wrapped, sequence_nr
@@ -55,8 +56,12 @@ def can_be_spotted(tensor: torch.Tensor, since: int) -> bool:
 
 def _order_of(tensor: torch.Tensor) -> torch.memory_format | None:
     """How its elements lie one after the other; None where they do not."""
-    orders = (torch.contiguous_format, *_CHANNELS_LAST.get(tensor.dim(), ()))
-    return next((order for order in orders if tensor.is_contiguous(memory_format=order)), None)
+    if tensor.is_contiguous():
+        return torch.contiguous_format
+    for order in _CHANNELS_LAST.get(tensor.dim(), ()):
+        if tensor.is_contiguous(memory_format=order):
+            return order
+    return None
 
 
 def _held(tensor: torch.Tensor, first: int) -> bytes | torch.Tensor:
@@ -86,18 +91,28 @@ class Places:
 class SpotCheck:
     """One call of a unit. All that it saves beyond what calls saved before is looked at: it does something new."""
 
-    __slots__ = ("_chosen", "_known", "_seen", "_sentinel", "_since")
+    __slots__ = ("_seen", "_sentinel", "_since", "beyond", "chosen")
 
     def __init__(self, sentinel: UnitSentinel, places: Places) -> None:
-        self._sentinel, self._known, self._chosen = sentinel, places.saved, places.in_turn(sentinel.calls)
+        self._sentinel, self.beyond, self.chosen = sentinel, places.saved, places.in_turn(sentinel.calls)
         self._seen, self._since = -1, sequence_nr()
 
     def packed(self, tensor: torch.Tensor) -> SpottedTensor | None:
         """Autograd saves a tensor, and something else will be handed out for it. None where it is not looked at."""
         self._seen = seen = self._seen + 1
-        if (seen in self._chosen or seen >= self._known) and can_be_spotted(tensor, self._since):
-            return SpottedTensor(self._sentinel, seen, tensor)
+        return self.look_at(seen, tensor) if seen in self.chosen or seen >= self.beyond else None
+
+    def look_at(self, number: int, tensor: torch.Tensor) -> SpottedTensor | None:
+        """The same of one that is to be looked at."""
+        if can_be_spotted(tensor, self._since):
+            return SpottedTensor(self._sentinel, number, tensor)
         return None
+
+    def before_rerun(self, module: nn.Module) -> None:
+        """Nothing: only whole checks look at a unit's own state."""
+
+    def after_rerun(self) -> None:
+        """Nothing."""
 
 
 class SpottedTensor:

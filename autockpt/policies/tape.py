@@ -24,13 +24,14 @@ from typing import Any, NamedTuple
 
 import torch
 
-from autockpt.policies.base import InPlaceError
+from autockpt.checkpointing.frame import diverged
+from autockpt.checkpointing.replay_context import running_again
+from autockpt.errors import InPlaceError
 from autockpt.policies.compiling import run_as_it_is
 from autockpt.policies.fingerprints import Geometry, geometry_of
-from autockpt.policies.replay import running_again
 from autockpt.policies.rerun_state.surroundings import outside_inference, switched, switches, under, user_dispatch_modes
 from autockpt.policies.saved_outputs import alias
-from autockpt.policies.slots import Empty, Entry, differs
+from autockpt.policies.slots import Empty, Entry
 
 
 class Origin:
@@ -94,7 +95,9 @@ class Origin:
                 remedy = "Change it after backward: an optimizer step before the last backward of a graph does this."
                 raise InPlaceError.of(tensor, self.held._version, self.version, remedy)
             if self.held.untyped_storage().nbytes() < self.nbytes:
-                raise differs(unit, "cannot make tensors again from memory that was given back since (sharded weights)")
+                raise diverged(
+                    unit, "cannot make tensors again from memory that was given back since (sharded weights)"
+                )
             return self.held
         again = self._again() if self._again is not None else None
         return again if again is not None and again._version == self._again_version else None
@@ -102,7 +105,7 @@ class Origin:
     def fill(self, tensor: torch.Tensor, unit: str) -> None:
         """It was made again: put it where autograd waits for it."""
         if geometry_of(tensor) != self.form or tensor.dtype != self.dtype:
-            raise differs(unit, f"made a tensor {tuple(tensor.size())} otherwise than in forward")
+            raise diverged(unit, f"made a tensor {tuple(tensor.size())} otherwise than in forward")
         self._again, self._again_version = weakref.ref(tensor), tensor._version
         for slot in self.waiting():
             slot.fill(tensor)
@@ -224,7 +227,7 @@ class Maker:
             if (tensor := source.at_hand(self.unit)) is not None:
                 values[source] = tensor
             elif source.op is None:
-                raise differs(self.unit, "has lost a tensor that others are made from")
+                raise diverged(self.unit, "has lost a tensor that others are made from")
             else:
                 found[source.op.number] = source.op
                 open_ends.extend(source.op.reads)

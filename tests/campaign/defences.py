@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from autockpt.checkpointing import unit
+from autockpt.checkpointing.module_state import Entry, ModuleState
 from autockpt.policies import replay, score
 from autockpt.policies.rerun_state.reach import code_of
 from autockpt.policies.rerun_state.state import Memory, UnitState
@@ -41,10 +43,24 @@ class _Unwatched(UnitState):
         yield
 
 
+class _Unrestored(ModuleState):
+    """What a forward changes is not learned."""
+
+    def take(self) -> list[Entry]:
+        return []
+
+    def learn(self, before: dict[Any, Entry], *, late: int) -> list[Entry]:
+        return []
+
+    def learn_quiet(self, before: list[Entry]) -> list[Entry]:
+        return []
+
+
 def leave_out(names: Collection[str]) -> None:
     """Do without these in this process and in those that it forks."""
     if "state" in names:
         replay.UnitState = _Unwatched  # type: ignore[misc]
+        unit.ModuleState = _Unrestored  # type: ignore[misc]
     if "sentinels" in names:
         os.environ["AUTOCKPT_SENTINELS"] = "off"
     if "following" in names:

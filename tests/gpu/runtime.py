@@ -11,9 +11,8 @@ from typing import Any
 
 import torch
 
-from autockpt.errors import ConflictError, RerunMismatch
+from autockpt.errors import ConflictError, InPlaceError, RerunMismatch
 from autockpt.measuring import StepRunner
-from autockpt.policies.base import InPlaceError
 from autockpt.runtime import deterministic_algorithms
 from autockpt.schema import WorkloadSpec, parse_choice
 from autockpt.schema.choices import choice_kinds, dump_choice

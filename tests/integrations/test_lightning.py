@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
 
+from autockpt.checkpointing.replay_context import recomputing
 from autockpt.errors import ConflictError, UsageError
 from autockpt.policies.attachment import attached_to
-from autockpt.policies.replay import recomputing
 from autockpt.schema import Plan
 from search_spaces.spaces import load_space
 from tests.policies.zoo import CASES, assert_equal

@@ -13,10 +13,10 @@ import transformers
 from torch import Tensor, nn
 
 import autockpt
+from autockpt.checkpointing.replay_context import recomputing
 from autockpt.errors import ConflictError, PlanError
 from autockpt.integrations.transformers import AutockptCallback
 from autockpt.policies.attachment import attached_to
-from autockpt.policies.replay import recomputing
 from autockpt.schema.plan import Plan
 from tests.page.samples import make_run
 from tests.policies.zoo import CASES, assert_equal

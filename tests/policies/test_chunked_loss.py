@@ -14,8 +14,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from autockpt.errors import ConflictError
-from autockpt.policies.base import InPlaceError
+from autockpt.errors import ConflictError, InPlaceError
 from autockpt.policies.lazylogits import LazyLogits
 from autockpt.runtime import attach, remove
 from autockpt.schema.choices import CHUNKED_LOSS, RECOMPUTE, SAVE, Choice, ChunkedLoss

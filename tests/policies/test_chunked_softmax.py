@@ -17,8 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from autockpt.errors import ConflictError
-from autockpt.policies.base import InPlaceError
+from autockpt.errors import ConflictError, InPlaceError
 from autockpt.policies.headcall import MemoryWatch
 from autockpt.policies.lazylogits import LazyLogits
 from autockpt.runtime import attach, remove

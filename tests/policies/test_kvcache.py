@@ -22,7 +22,7 @@ from transformers import (
     XLMWithLMHeadModel,
 )
 
-from autockpt.errors import ConflictError
+from autockpt.errors import ConflictError, RerunMismatch
 from autockpt.policies.kvcache import only_own_caches, with_caches, without_cache
 from autockpt.runtime import attach
 from autockpt.runtime.session import Session
@@ -322,7 +322,11 @@ def test_chunks_of_a_model_of_the_users_own(make, model, kind):
             loss.backward()
         return {"loss": loss.detach()} | {n: p.grad for n, p in made.named_parameters()}
 
-    assert_equal(gradients(kind), gradients("save"))
+    if make is Memory and "recompute" in kind:  # which puts back no state outside of the unit
+        with pytest.raises(ConflictError, match=r"layers\.\d"):
+            gradients(kind)
+    else:
+        assert_equal(gradients(kind), gradients("save"))
 
 
 def test_a_cache_that_cannot_be_put_back_is_refused_at_the_call():
@@ -351,7 +355,7 @@ def test_keys_that_are_changed_before_backward_are_an_error():
                 first = cache.layers[0].keys
         with torch.no_grad():
             first.mul_(2)
-        with pytest.raises(ConflictError, match="modified by an inplace operation"):
+        with pytest.raises(RerunMismatch, match=r"model\.layers\.0"):
             out.logits.sum().backward()
 
 

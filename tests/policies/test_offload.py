@@ -19,8 +19,7 @@ from torch import Tensor, nn
 from autockpt.devices import disk
 from autockpt.devices.hostpool import AREA_BYTES
 from autockpt.devices.transport import CpuTransport
-from autockpt.errors import ConflictError, HostBudgetExceeded, MeasurementError
-from autockpt.policies.base import InPlaceError
+from autockpt.errors import ConflictError, HostBudgetExceeded, InPlaceError, MeasurementError
 from autockpt.policies.saved import SMALL_BYTES, Group, SavedStorage
 from autockpt.runtime import attach
 from autockpt.schema.choices import OFFLOAD, RECOMPUTE, SAVE, Choice, Offload, RecomputeOffload

@@ -5,7 +5,6 @@ from __future__ import annotations
 import operator
 import random
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -16,11 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from autockpt.errors import ConflictError
+from autockpt.checkpointing.replay_context import recomputing
+from autockpt.errors import ConflictError, InPlaceError, RerunMismatch
 from autockpt.policies.attachment import place
-from autockpt.policies.base import InPlaceError
-from autockpt.policies.recompute import run_recomputed
-from autockpt.policies.replay import ReplayState, recomputing
+from autockpt.policies.recompute import RecomputeState, run_recomputed
 from autockpt.policies.rerun_state.surroundings import Surroundings
 from autockpt.runtime import attach
 from autockpt.schema.choices import RECOMPUTE, Choice
@@ -180,7 +178,8 @@ def test_a_changed_argument_is_an_error(where):
     with attach(model, CHOICES):
         loss = model(torch.randn(4, 8)).sum()
         scale.mul_(2)
-        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        # tensors in objects of unknown classes are not held by the frame: what is recomputed from them is compared
+        with pytest.raises(RerunMismatch if "object" in where else InPlaceError):
             loss.backward()
 
 
@@ -207,49 +206,18 @@ def test_an_input_changed_by_the_unit_is_refused_at_once():
     assert "save" in caught.value.remedy
 
 
-def test_a_small_parameter_is_changed_once_by_each_forward():
+@pytest.mark.parametrize("size", [8, 1 << 15])
+def test_a_parameter_changed_by_the_unit_is_refused_at_once(size: int) -> None:
     def body(unit, x):
         with torch.no_grad():
-            unit.linear.bias.mul_(0.9).add_(0.1)
-        return unit.linear(x).sigmoid()
-
-    assert_as_plain(lambda: Model(body))
-
-
-def test_a_large_parameter_changed_by_the_unit_is_refused_at_once():
-    def body(unit, x):
-        with torch.no_grad():
-            unit.large.clamp_(-1, 1)
+            unit.scale.clamp_(-1, 1)
         return unit.linear(x).sigmoid()
 
     model = Model(body)
     for unit in model.units:
-        unit.large = nn.Parameter(torch.zeros(1 << 15))
+        unit.scale = nn.Parameter(torch.zeros(size))
     with attach(model, CHOICES), pytest.raises(ConflictError, match=r"units\.0 changes one of its parameters"):
         model(torch.randn(4, 8))
-
-
-class Nested(nn.Module):
-    def __init__(self, depth: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(8))
-        self.inner = Nested(depth - 1) if depth else None
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.inner is not None:
-            return self.inner(x)
-        with torch.no_grad():
-            self.weight.mul_(0.9)
-        return x * self.weight
-
-
-@pytest.mark.parametrize(("depth", "refused"), [(2, False), (40, True)])
-def test_a_parameter_that_lies_too_deep_to_be_looked_at_is_not_changed_twice(depth: int, refused: bool) -> None:
-    model = nn.Sequential(nn.Linear(8, 8), Nested(depth))
-    outcome = pytest.raises(ConflictError, match="1 changes one of its parameters") if refused else nullcontext()
-    with attach(model, {"1": RECOMPUTE}), outcome:
-        model(torch.randn(4, 8)).sum().backward()
-        assert torch.equal(model.get_parameter(f"1{'.inner' * depth}.weight"), torch.full((8,), 0.9))
 
 
 def test_a_bias_changed_before_backward_is_an_error():
@@ -570,7 +538,7 @@ def test_a_unit_inside_another_one():
 
     wanted, model = run(Outer(Model(body))), Outer(Model(body))
     with attach(model.inner, CHOICES):  # no plan has units inside others, so the outer one is attached by hand
-        place(model, run_recomputed, ReplayState("outer"))
+        place(model, run_recomputed, RecomputeState("outer"))
         assert_equal(run(model), wanted)
 
 

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autockpt.errors import ConflictError, PlanError
-from autockpt.policies.base import InPlaceError
+from autockpt.errors import ConflictError, InPlaceError, PlanError
 from autockpt.runtime import attach
 from autockpt.runtime.reruns import RunCounter
 from autockpt.schema.choices import Choice, parse_choice

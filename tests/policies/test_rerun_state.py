@@ -14,15 +14,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autockpt.errors import ConflictError
-from autockpt.policies.base import InPlaceError
-from autockpt.policies.replay import recomputing
+from autockpt.checkpointing.replay_context import recomputing
+from autockpt.errors import ConflictError, InPlaceError
 from autockpt.policies.rerun_state import tensors
 from autockpt.runtime import attach
 from autockpt.schema.choices import RECOMPUTE, parse_choice
 from tests.policies.zoo import Tally, assert_equal
 
-CHOICES = [RECOMPUTE, parse_choice("selective"), parse_choice("segment")]
+CHOICES = [parse_choice("selective"), parse_choice("segment")]
+AGAIN = parse_choice("keep_attention")
 
 
 class Unit(nn.Module):
@@ -201,7 +201,7 @@ def test_what_begins_to_change_after_somebody_changed_the_unit(change):
         return run(model, together=True)
 
     wanted, model = steps(make(not_yet)), make(not_yet)
-    with attach(model, {"0": RECOMPUTE, "1": RECOMPUTE}):
+    with attach(model, {"0": AGAIN, "1": AGAIN}):
         assert_equal(steps(model), wanted)
 
 
@@ -244,7 +244,7 @@ def test_what_begins_to_change_by_itself_is_right_or_refused_once(change, large,
         return nn.Sequential(Late(change), nn.Linear(8, 8))
 
     wanted, model = steps(late()), late()
-    with attach(model, {"0": RECOMPUTE}):
+    with attach(model, {"0": AGAIN}):
         assert_equal(steps(model, refused=large), wanted)
 
 
@@ -258,7 +258,7 @@ def test_a_copy_has_attributes_of_its_own():
 
 def test_a_state_that_the_caller_changes_before_backward_is_an_error():
     model = make(state_handed_on)
-    with attach(model, {"0": RECOMPUTE}):
+    with attach(model, {"0": AGAIN}):
         for _ in range(2):
             model(torch.randn(4, 8).requires_grad_()).sum().backward()
         before = model[0].inner.state

@@ -35,18 +35,17 @@ from torch.func import functional_call, stack_module_state, vmap
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autockpt.errors import ConflictError, RerunMismatch
-from autockpt.policies.base import InPlaceError
+from autockpt.errors import ConflictError, InPlaceError, RerunMismatch
 from autockpt.policies.rerun_state import tensors
 from autockpt.policies.rerun_state.fields import attributes
 from autockpt.policies.rerun_state.kinds import Sets
 from autockpt.policies.rerun_state.tensors import TENSORS, NotPutBackError
 from autockpt.runtime import attach
-from autockpt.schema.choices import RECOMPUTE, Remake, Segment, parse_choice
+from autockpt.schema.choices import KeepAttention, Remake, Segment, parse_choice
 from tests.policies.zoo import assert_equal
 
 D = 8
-CHOICES = [RECOMPUTE, Segment(size=2)]
+CHOICES = [KeepAttention(), Segment(size=2)]
 each_choice = pytest.mark.parametrize("choice", CHOICES, ids=str)
 
 
@@ -502,7 +501,7 @@ def test_a_record_of_numpys_is_refused_if_it_changed(monkeypatch):
 
     monkeypatch.setitem(OBJECTS, "it", (lambda: np.zeros(1, [("n", "i4")])[0], use))
     refused = pytest.raises(ConflictError, match=r"layers\.0 advances layers\.0\.kept")
-    with attach(model := Model("it", given=False), {"layers.0": RECOMPUTE}), refused:
+    with attach(model := Model("it", given=False), {"layers.0": KeepAttention()}), refused:
         model(torch.randn(4, D)).sum().backward()
 
 
@@ -513,7 +512,7 @@ def test_what_spawns_generators_is_refused(make, monkeypatch):
 
     monkeypatch.setitem(OBJECTS, "it", (make, spawned))
     refused = pytest.raises(ConflictError, match=r"layers\.0 advances layers\.0\.kept")
-    with attach(model := Model("it", given=False), {"layers.0": RECOMPUTE}), refused:
+    with attach(model := Model("it", given=False), {"layers.0": KeepAttention()}), refused:
         model(torch.randn(4, D)).sum().backward()
 
 
@@ -787,7 +786,7 @@ def after_the_one_before(unit: Any, x: Tensor) -> Tensor:
 def test_a_weak_reference_to_an_activation_is_refused_by_what_runs_twice(sentinels, monkeypatch):
     monkeypatch.setenv("AUTOCKPT_SENTINELS", sentinels)
     make = lambda: Stages(weakly_held, after_the_one_before)  # noqa: E731
-    for choice in map(parse_choice, ("recompute", "selective", "recompute_offload")):
+    for choice in map(parse_choice, ("keep_attention", "selective")):
         with pytest.raises(ConflictError, match=r"layers\.1\.recent\.data.* is a weak reference to an activation"):
             trained(make, choice)
 

@@ -20,12 +20,12 @@ from autockpt.errors import ConflictError
 from autockpt.policies.rerun_state.libraries import is_opaque
 from autockpt.policies.rerun_state.reach import writes_to_any
 from autockpt.runtime import attach
-from autockpt.schema.choices import RECOMPUTE, Segment, parse_choice
+from autockpt.schema.choices import RECOMPUTE, KeepAttention, Segment, parse_choice
 from tests.policies import reached_by_import as reached
 from tests.policies.zoo import assert_equal
 
 D = 8
-CHOICES = [RECOMPUTE, Segment(size=2), *map(parse_choice, ("selective", "remake", "offload"))]
+CHOICES = [KeepAttention(), Segment(size=2), *map(parse_choice, ("selective", "remake", "offload"))]
 
 
 class Layer(nn.Module):
@@ -160,7 +160,10 @@ def a_number_in_a_part_of_another_unit_late(layer: Any, x: Tensor) -> Tensor:
     return a_number_in_another_unit(layer, x) if layer.calls > 2 else x * layer.norm.scale
 
 
-PARTS = [{"": parse_choice({"kind": "selective", "keep": ["norm", "a"]})}, {"a": RECOMPUTE, "norm": RECOMPUTE}]
+PARTS = [
+    {"": parse_choice({"kind": "selective", "keep": ["norm", "a"]})},
+    {"a": KeepAttention(), "norm": KeepAttention()},
+]
 
 
 @pytest.mark.parametrize("change", [a_number_in_another_unit, a_number_in_a_part_of_another_unit_late])
@@ -170,7 +173,7 @@ def test_parts_of_another_unit_that_choices_are_attached_to(
 ) -> None:
     wanted, model = run(make(change, Config)), make(change, Config)
     of_parts = {f"layers.0.{part}".rstrip("."): choice for part, choice in parts.items()}
-    with attach(model, {**of_parts, "layers.1": RECOMPUTE}, sentinels="all"):
+    with attach(model, {**of_parts, "layers.1": KeepAttention()}, sentinels="all"):
         assert_equal(run(model), wanted)
 
 
@@ -192,7 +195,7 @@ def test_a_part_that_is_met_by_way_of_the_whole_model_first() -> None:
         return model
 
     wanted, model = run(made()), made()
-    with attach(model, {"layers.0": parse_choice("offload"), "layers.1": RECOMPUTE}, sentinels="all"):
+    with attach(model, {"layers.0": parse_choice("offload"), "layers.1": KeepAttention()}, sentinels="all"):
         assert_equal(run(model), wanted)
 
 
@@ -449,7 +452,7 @@ def test_a_repetition_that_comes_to_an_end_is_refused() -> None:
             return (x * next(self.times, 1.0)).sin()
 
     model = nn.Sequential(nn.Linear(D, D), Warm())
-    with attach(model, {"1": RECOMPUTE}), pytest.raises(ConflictError, match=r"1 advances 1\.times \(repeat\)"):
+    with attach(model, {"1": KeepAttention()}), pytest.raises(ConflictError, match=r"1 advances 1\.times \(repeat\)"):
         model(torch.ones(2, D)).sum().backward()
 
 

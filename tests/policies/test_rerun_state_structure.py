@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autockpt.policies.base import InPlaceError
+from autockpt.errors import InPlaceError
 from autockpt.policies.rerun_state.structure import UnitStructure
 from autockpt.runtime import attach
 from autockpt.schema.choices import RECOMPUTE, Choice, KeepAttention, Remake, Segment, Selective

@@ -16,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from autockpt.checkpointing import replay_context
 from autockpt.policies.rerun_state import surroundings
 from autockpt.policies.rerun_state.surroundings import (
     numpy_state,
@@ -212,6 +213,9 @@ def _around_all() -> tuple[object, ...]:
     "begin", [_lock, _room, _event, _autocast, _autocast_flag, _default_device, _default_type, _mode]
 )
 def test_what_a_forward_begins_by_hand_is_over_when_it_has_run_again(begin, kind, late, sentinels) -> None:
+    if kind == "recompute" and begin not in (_autocast, _autocast_flag, _default_device, _mode):
+        pytest.skip("state outside of the unit's modules")
+
     def trained(planned: bool) -> list[torch.Tensor]:
         torch.manual_seed(0)
         model, found, before = nn.Sequential(Begins(begin, late), Begins(begin, late)), [], _around_all()
@@ -266,9 +270,9 @@ def _first_attention_puts_another_order(monkeypatch: pytest.MonkeyPatch) -> list
     """As CUDA does on some cards, once in a process; the order that it puts."""
     before = torch._C._get_sdp_priority_order()
     other = [before[1], before[0], *before[2:]]
-    monkeypatch.setattr(surroundings, "_cuda_is_initialized", lambda: True)
+    monkeypatch.setattr(replay_context, "cuda_is_initialized", lambda: True)
     once = functools.cache(lambda: torch._C._set_sdp_priority_order(other))
-    monkeypatch.setattr(surroundings, "_settle_order_of_attentions", once)
+    monkeypatch.setattr(replay_context, "settle_order_of_attentions", once)
     return other
 
 
@@ -277,7 +281,7 @@ def test_the_order_of_attentions_that_a_second_run_finds_is_the_one_that_the_fir
 ) -> None:
     class Attends(nn.Linear):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            surroundings._settle_order_of_attentions()
+            replay_context.settle_order_of_attentions()
             return (super().forward(x) * torch._C._get_sdp_priority_order()[0]).exp()
 
     model, x, before = nn.Sequential(Attends(4, 4)), torch.randn(2, 4), torch._C._get_sdp_priority_order()

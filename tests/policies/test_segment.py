@@ -15,9 +15,8 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.utils.checkpoint import checkpoint
 
-from autockpt.errors import ConflictError
+from autockpt.errors import ConflictError, InPlaceError
 from autockpt.policies import POLICIES
-from autockpt.policies.base import InPlaceError
 from autockpt.runtime import RunCounter, attach
 from autockpt.schema.choices import OFFLOAD, RECOMPUTE, SAVE, Choice, Segment, dump_choice, parse_choice
 from tests.policies.test_contract import (

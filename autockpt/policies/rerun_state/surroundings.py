@@ -20,19 +20,19 @@ import torch
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
-    _disable_current_modes,
     _get_current_dispatch_mode_stack,
 )
 
+from autockpt.checkpointing.autocast import autocast_depth
+from autockpt.checkpointing.replay_context import cuda_is_initialized, settle_order_of_attentions
 from autockpt.devices.random_states import TorchStates
 from autockpt.errors import ConflictError
-from autockpt.policies.casts import autocast_depth, dispatch_modes
+from autockpt.policies.casts import dispatch_modes
 from autockpt.policies.rerun_state.libraries import is_library
 
 _C: Any = torch._C
 _CPU = torch.device("cpu")
 _function_modes: Callable[[], int] = _C._len_torch_function_stack
-_cuda_is_initialized = torch.cuda.is_initialized
 _warns = _C._get_deterministic_algorithms_warn_only
 _sum_in_fp16 = _C._set_cublas_allow_fp16_reduced_precision_reduction
 _sum_in_bf16 = _C._set_cublas_allow_bf16_reduced_precision_reduction
@@ -281,22 +281,9 @@ def _words_at(address: int) -> memoryview:
 
 def switches() -> list[Any]:
     """Which kernels are allowed, and what else decides on an op's result beside what it is given."""
-    if _cuda_is_initialized():
-        _settle_order_of_attentions()
+    if cuda_is_initialized():
+        settle_order_of_attentions()
     return [read() for read, _ in _SWITCHES]
-
-
-@functools.cache
-def _settle_order_of_attentions() -> None:
-    """At a process's first fused attention on CUDA PyTorch may put cuDNN's first (``priority_order`` in its
-    ``cuda/sdp_utils.cpp``; seen on an H100 with torch 2.11). Read before that, the order is not the one in force.
-
-    Asked on a GPU that is in use: another would be given a context of its own, and may order them in another way."""
-    current, there = torch.cuda.current_device(), range(torch.cuda.device_count())
-    used = next((n for n in (current, *there) if _C._cuda_hasPrimaryContext(n)), current)
-    with torch._C.DisableTorchFunction(), _disable_current_modes(), torch.inference_mode(False):
-        given = torch.empty(1, 1, 8, 8, dtype=torch.float16, device=f"cuda:{used}")
-        _C._VariableFunctions._fused_sdp_choice(given, given, given)
 
 
 @contextmanager

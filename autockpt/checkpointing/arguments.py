@@ -1,0 +1,109 @@
+"""A call's arguments as a list of tensors and a template of everything else.
+
+The frame holds the tensors as autograd would. A recomputation gets detached tensors in new containers, because a layer
+may write into a dict or list that it was given. Other objects are passed as they are.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch._C import _autograd
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+
+_PLAIN = frozenset((type(None), bool, int, float, str, torch.dtype, torch.device))
+
+
+class _TensorAt(int):
+    """Stands in a template for the tensor at this position of the list."""
+
+    __slots__ = ()  # no object for the garbage collector
+
+
+class _Tree(NamedTuple):
+    """A container that only pytrees know: a named tuple, a transformers ModelOutput."""
+
+    leaves: list[Any]
+    spec: TreeSpec
+
+
+def flatten(value: Any, tensors: list[torch.Tensor], generators: list[torch.Generator]) -> Any:
+    """The template of ``value``. Tensors and random generators in it are appended to the lists.
+
+    A tensor that occurs twice gets one position: attention asks whether its query is its key.
+    """
+    kind = type(value)
+    if issubclass(kind, torch.Tensor):
+        for position, known in enumerate(tensors):
+            if known is value:
+                return _TensorAt(position)
+        tensors.append(value)
+        return _TensorAt(len(tensors) - 1)
+    if kind is tuple:
+        return tuple([part if type(part) in _PLAIN else flatten(part, tensors, generators) for part in value])
+    if kind is list:
+        return [part if type(part) in _PLAIN else flatten(part, tensors, generators) for part in value]
+    if kind is dict:
+        items = value.items()
+        return {key: part if type(part) in _PLAIN else flatten(part, tensors, generators) for key, part in items}
+    if kind in _PLAIN:
+        return value
+    if kind is torch.Generator:
+        generators.append(value)
+        return value
+    leaves, spec = tree_flatten(value)
+    if len(leaves) != 1 or leaves[0] is not value:
+        return _Tree([flatten(leaf, tensors, generators) for leaf in leaves], spec)
+    return value
+
+
+def unflatten(template: Any, tensors: list[torch.Tensor]) -> Any:
+    """The value again, in new containers, with ``tensors`` in the place of those it had."""
+    kind = type(template)
+    if kind is _TensorAt:
+        return tensors[template]
+    if kind is tuple:
+        return tuple([part if type(part) in _PLAIN else unflatten(part, tensors) for part in template])
+    if kind is list:
+        return [part if type(part) in _PLAIN else unflatten(part, tensors) for part in template]
+    if kind is dict:
+        return {key: part if type(part) in _PLAIN else unflatten(part, tensors) for key, part in template.items()}
+    if kind is _Tree:
+        return tree_unflatten([unflatten(leaf, tensors) for leaf in template.leaves], template.spec)
+    return template
+
+
+class SavedTensor(Protocol):
+    """A tensor as autograd holds it: in the way of the hooks that are in force, and with its version."""
+
+    def unpack(self) -> torch.Tensor:
+        """The tensor. Raises RuntimeError where it was changed in place."""
+        ...
+
+
+class _Holder(torch.autograd.Function):
+    """A node that saves a tensor and does nothing else."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(tensor)
+        return anchor.view_as(anchor)
+
+
+class _HeldByNode:
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._node: Any = _Holder.apply(torch.empty(0, requires_grad=True), tensor).grad_fn  # type: ignore[attr-defined]
+
+    def unpack(self) -> torch.Tensor:
+        return self._node.saved_tensors[0]
+
+
+# what torch.utils.checkpoint itself holds inputs by, behind torch 2.11
+_make: Any = getattr(_autograd, "_make_saved_tensor", None)
+save: Callable[[torch.Tensor], SavedTensor] = (
+    _HeldByNode if _make is None else functools.partial(_make, is_output=False)
+)
+"""Hold an input until backward."""

@@ -1,0 +1,401 @@
+"""One call of a unit: its forward keeps the inputs alone, and backward runs it again for what autograd had saved.
+
+``pack`` gives autograd a number in the place of every saved tensor. The first ``unpack`` runs the forward again, under
+the same random state, autocast and module state, until every number has its tensor; each tensor is then handed out once
+and let go of. A number that is asked for again (a second backward over a kept graph) has the call run again.
+
+Who holds whom: nodes of the graph hold the bound ``unpack`` and with it the frame. The frame holds its inputs as
+autograd holds saved tensors, so the graph before it stays alive as without a plan. It holds no tensor of its own graph:
+a graph that holds its output by way of Python is never freed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from autockpt.checkpointing.arguments import flatten, save, unflatten
+from autockpt.checkpointing.module_state import Entry
+from autockpt.checkpointing.replay_context import ReplayContext, as_in_forward, one_at_a_time, running_again
+from autockpt.checkpointing.unit import CheckpointedUnit
+from autockpt.errors import AutockptError, ConflictError, InPlaceError
+
+_current_node: Callable[[], Any] = torch._C._current_autograd_node
+
+
+class Comparison(Protocol):
+    """Compares one saved tensor with what backward is given for it."""
+
+    def look_again(self) -> None:
+        """The original is about to be recomputed: see what it holds now, if it lives."""
+
+    def handed(self, value: torch.Tensor) -> None:
+        """Backward is given ``value`` for it."""
+
+
+class Observer(Protocol):
+    """Decides which saved tensors of one call are compared."""
+
+    @property
+    def chosen(self) -> frozenset[int | None] | None:
+        """Tensors of these numbers are; None: all."""
+
+    @property
+    def beyond(self) -> int:
+        """And every tensor from this number on."""
+        ...
+
+    def look_at(self, number: int, tensor: torch.Tensor) -> Comparison | None:
+        """Autograd saves ``tensor``. Returns what will compare it, if anything can."""
+
+    def before_rerun(self, module: nn.Module) -> None:
+        """The unit is about to run again."""
+
+    def after_rerun(self) -> None:
+        """It has run."""
+
+
+class StopRecomputation(Exception):
+    """Every number has its tensor. No BaseException: modules run hooks at exceptions of this kind only."""
+
+
+class CheckpointFrame:
+    """One call of ``unit``. ``forward`` is called with the arguments, now and in each recomputation, around which
+    ``turn`` is put."""
+
+    # without a dictionary, and few objects in all: the more there are that live until backward, the oftener Python's
+    # garbage collector looks through everything
+    __slots__ = (
+        "_before",
+        "_compared",
+        "_context",
+        "_filled",
+        "_forms",
+        "_forward",
+        "_given",
+        "_inputs",
+        "_late",
+        "_live",
+        "_observer",
+        "_parameters",
+        "_shared",
+        "_template",
+        "_training",
+        "_trains",
+        "_turn",
+        "_unit",
+        "_values",
+        "_versions",
+    )
+
+    def __init__(
+        self,
+        unit: CheckpointedUnit,
+        forward: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        turn: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    ) -> None:
+        self._unit, self._forward, self._turn = unit, forward, turn
+        live: list[torch.Tensor] = []
+        generators: list[torch.Generator] = []
+        self._template = flatten((args, kwargs), live, generators)
+        self._live: list[torch.Tensor] | None = live  # until the forward is over
+        self._trains = [tensor.requires_grad for tensor in live]
+        self._parameters = unit.parameters()
+        try:
+            self._inputs = [save(tensor) for tensor in live]
+            self._given = [tensor._version for tensor in live]
+            present = [parameter for parameter in self._parameters if parameter is not None]
+            self._versions = [parameter._version for parameter in present]
+        except RuntimeError as error:
+            _refuse_inference(error, unit.name)
+            raise
+        self._late = unit.next_call(live)
+        self._context = ReplayContext([*live, *present], generators, self.checked or unit.draws_in_python)
+        self._training = unit.state.training()
+        self._before: list[Entry] = []
+        self._observer: Observer | None = None
+        self._compared: dict[int, Comparison] = {}
+        self._forms: list[Any] = []
+        self._values: dict[int, tuple[torch.Tensor, int]] = {}
+        self._filled = 0
+        self._shared: set[int] = set()
+
+    @property
+    def checked(self) -> bool:
+        """Whether it is learned from this call what the unit's forward changes."""
+        return self._late is not None
+
+    # In forward.
+
+    def run(
+        self,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        observer: Observer | None = None,
+        pack: Callable[[torch.Tensor], int] | None = None,
+    ) -> Any:
+        """The first, ordinary forward, with the caller's own containers; ``pack`` in the place of this frame's.
+
+        Raises ConflictError where it did what cannot be done twice."""
+        unit, state, live, self._observer = self._unit, self._unit.state, self._live, observer
+        assert live is not None, "a frame runs once"
+        self._before = state.take()
+        everything, hooks = (state.take_all(), state.hooks()) if self.checked else (None, 0)
+        quiet = state.take_quiet() if everything is None else []
+        with saved_tensors_hooks(pack or self.pack, self.unpack):
+            output = self._forward(*args, **kwargs)
+        self._refuse_changed(live)
+        self._live = None
+        if (changed := self._changed_parameter()) is not None:
+            raise _changes(unit.name, "parameters", changed)
+        if not unit.has_same_modules():
+            self._adopt(unit.renewed())
+        if everything is None:
+            self._before += state.learn_quiet(quiet)
+        else:
+            if state.hooks() != hooks:
+                raise ConflictError(
+                    f"{unit.name} registers or removes hooks of its modules or parameters in its forward, which "
+                    "running it again would do once more",
+                    remedy=f"Register hooks outside of the forward, or use `save` on {unit.name}.",
+                )
+            self._before = state.learn(everything, late=self._late or 0)
+            unit.draws_in_python |= self._context.forget_python_unless_drawn()
+        return output
+
+    def _adopt(self, unit: CheckpointedUnit) -> None:
+        """The forward made or exchanged modules: a recomputation runs those that are there now."""
+        self._unit, self._parameters, self._training = unit, unit.parameters(), unit.state.training()
+        self._versions = [parameter._version for parameter in self._parameters if parameter is not None]
+
+    def _changed_parameter(self) -> torch.Tensor | None:
+        """One that was changed in place since the forward began."""
+        present = [parameter for parameter in self._parameters if parameter is not None]
+        if [parameter._version for parameter in present] == self._versions:
+            return None
+        pairs = zip(present, self._versions, strict=True)
+        return next(parameter for parameter, version in pairs if parameter._version != version)
+
+    def _refuse_changed(self, live: list[torch.Tensor]) -> None:
+        for tensor, version in zip(live, self._given, strict=True):
+            if tensor._version != version:
+                raise _changes(self._unit.name, "inputs", tensor)
+
+    def pack(self, tensor: torch.Tensor) -> int:
+        """The hook for what autograd saves."""
+        forms = self._forms
+        number, form = len(forms), (tensor.shape, tensor.dtype, tensor.device)
+        try:
+            forms.append(self._unit.forms.setdefault(form, form))  # one object for all tensors with the same
+        except TypeError:  # symbolic sizes, as of jagged tensors, have no hash
+            forms.append(form)
+        seen = self._observer
+        if seen is not None and (seen.chosen is None or number in seen.chosen or number >= seen.beyond):
+            comparison = seen.look_at(number, tensor)
+            if comparison is not None:
+                self._compared[number] = comparison
+        return number
+
+    # In backward.
+
+    def unpack(self, number: int) -> torch.Tensor:
+        """The hook for what backward asks for. Raises InPlaceError where the unit changes in place what backward needs,
+        as autograd itself would."""
+        if self._late is not None:
+            refuse_late_written(self._unit.name)
+        values = self._values
+        # what an earlier backward left may have been changed since
+        if number not in values or values[number][0]._version != values[number][1]:
+            self._recompute(number)
+        value, version = values.pop(number)
+        if value._version != version:
+            saved = f"{tuple(value.shape)} that {self._unit.name} saved"
+            remedy = "Replace the in-place operation inside this unit by an out-of-place one."
+            raise InPlaceError.of(saved, value._version, version, remedy)
+        if (comparison := self._compared.get(number)) is not None:
+            comparison.handed(value)
+        return value
+
+    def _recompute(self, number: int) -> None:
+        """Run the forward again until every number has its tensor, ``number`` among them.
+
+        Raises InPlaceError where something that it read was changed since, ConflictError where it does not do again
+        what it did.
+        """
+        unit = self._unit
+        with one_at_a_time(unit.name), as_in_forward():
+            if number in self._values and self._values[number][0]._version == self._values[number][1]:
+                return  # the thread of another device has done it
+            self._check_modules()
+            inputs = self._take_inputs()
+            for comparison in self._compared.values():
+                comparison.look_again()
+            if self._observer is not None:
+                self._observer.before_rerun(unit.module)
+            self._filled = 0
+            try:
+                self._run_again(inputs)
+            except Exception as error:
+                if not self._is_full:  # what runs TorchScript makes an error of its own of StopRecomputation
+                    raise _told(error, unit.name) from error.__cause__
+            finally:
+                self._shared = set()
+            if not self._is_full:
+                raise diverged(
+                    unit.name, f"saved {len(self._forms)} tensors in forward and {self._filled} when it ran again"
+                )
+            if self._observer is not None:
+                self._observer.after_rerun()
+
+    @property
+    def _is_full(self) -> bool:
+        return self._filled == len(self._forms)
+
+    def _run_again(self, inputs: list[torch.Tensor]) -> None:
+        unit = self._unit
+        args, kwargs = unflatten(self._template, inputs)
+        with ExitStack() as stack:
+            stack.enter_context(running_again(unit.name))
+            stack.enter_context(self._turn())
+            stack.callback(unit.exchange_parameters(self._parameters))
+            self._shared = stack.enter_context(unit.state.restored(self._before, self._training))
+            stack.enter_context(self._context.restored())
+            # hooks in any case: backward may have been called inside a forward whose own hooks are in force
+            stack.enter_context(saved_tensors_hooks(self.repack, _as_it_is))
+            self._forward(*args, **kwargs)
+
+    def repack(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The hook for what a recomputation saves."""
+        number, forms = self._filled, self._forms
+        if number == len(forms):
+            raise StopRecomputation  # once more: the unit caught the first
+        value = tensor.detach() if tensor.requires_grad else tensor
+        if (form := (value.shape, value.dtype, value.device)) != forms[number]:
+            was, now = (f"{tuple(size)} {dtype} on {device}" for size, dtype, device in (forms[number], form))
+            raise diverged(self._unit.name, f"saved a tensor {was} in forward and {now} when it ran again")
+        if self._shared and value.untyped_storage()._cdata in self._shared:
+            value = value.clone()  # a buffer that is about to be written to
+        self._values[number] = value, value._version
+        self._filled = number + 1
+        if self._filled == len(forms):
+            raise StopRecomputation
+        return value
+
+    def _take_inputs(self) -> list[torch.Tensor]:
+        """The inputs without their history."""
+        if self._live is not None:
+            # A gradient is taken inside of the forward. What is around may hand out only once what it keeps, and that
+            # is for the backward to come.
+            self._refuse_changed(self._live)
+            held = self._live
+        else:
+            try:
+                held = [saved.unpack() for saved in self._inputs]
+            except RuntimeError as error:
+                if isinstance(error, AutockptError) or "modified by an inplace operation" not in str(error):
+                    raise
+                remedy = "Replace the in-place operation after this unit by an out-of-place one."
+                raise InPlaceError(f"an input of {self._unit.name} has changed: {error}", remedy=remedy) from error
+        pairs = zip(held, self._trains, strict=True)
+        return [tensor.detach().requires_grad_() if trains else tensor.detach() for tensor, trains in pairs]
+
+    def _check_modules(self) -> None:
+        """See that the unit has the parameters of its forward. Raises InPlaceError where modules were exchanged or
+        parameters changed, ConflictError where parameters are in pieces on several devices and cannot be gathered."""
+        unit = self._unit
+        if not unit.has_same_modules():
+            raise InPlaceError(
+                f"modules or parameters of {unit.name} were exchanged or added between forward and backward, so its "
+                "forward would run again on others",
+                remedy=f"Change modules after backward, or use `save` or `offload` on {unit.name}.",
+            )
+        if (changed := self._changed_parameter()) is not None:
+            raise InPlaceError(
+                f"a parameter of {unit.name} (shape {tuple(changed.shape)}) needed for gradient computation has been "
+                "modified by an inplace operation between forward and backward",
+                remedy="Change it after backward: an optimizer step before the last backward of a graph does this.",
+            )
+        in_pieces = unit.is_in_pieces(self._parameters)
+        unshard: Any = getattr(unit.module, "unshard", None) if in_pieces else None
+        if unshard is not None:
+            # FSDP2 gathers them; its own backward, or the end of this one, lets them go again
+            unshard()
+            in_pieces = unit.is_in_pieces(self._parameters)
+        if in_pieces or unit.lost_memory():
+            raise ConflictError(
+                f"the parameters of {unit.name} are sharded while it runs again in backward",
+                remedy="Choose recompute or save for it, or keep parameters whole after forward "
+                "(FullyShardedDataParallel: SHARD_GRAD_OP; fully_shard: reshard_after_forward=False, or shard a "
+                "segment's units together).",
+            )
+
+
+def refuse_late_written(unit: str) -> None:
+    """Raise ConflictError for functional.rrelu, by the node of autograd that is about to get a tensor ``unit`` saved.
+
+    Its kernel writes to the noise after that was saved, and leaves the version as it was.
+    """
+    node = _current_node()
+    if type(node).__name__.startswith("RreluWithNoise") and node._saved_training:
+        raise ConflictError(
+            f"{unit} calls rrelu, which changes a tensor after it was saved",
+            remedy=f"Use `save` or `remake` on {unit}, or another activation function.",
+        )
+
+
+def _as_it_is(tensor: Any) -> Any:
+    """The hook for unpacking what is not packed."""
+    return tensor
+
+
+def diverged(unit: str, what: str) -> ConflictError:
+    """The error for a unit that is not repeatable."""
+    return ConflictError(
+        f"{unit} {what}: it does not do the same twice",
+        remedy="Use `save` or `offload` for it; something that it reads has changed between forward and backward. "
+        "(A function of torch.jit.script changes in its first calls: run two steps before the plan is applied.)",
+    )
+
+
+def _told(error: Exception, unit: str) -> Exception:
+    """The error that a recomputation raised and the forward had not, as it is raised to the user."""
+    if isinstance(error, AutockptError):
+        return error
+    if isinstance(error, RuntimeError):  # may be that memory is out, which others know by its type and message
+        error.add_note(
+            f"autockpt: {unit} ran again for backward and had not raised this in forward. Unless memory or a device "
+            "failed, something that it reads has changed in between: use `save` or `offload` there."
+        )
+        return error
+    if isinstance(error, (StopIteration, LookupError, AttributeError, AssertionError, TypeError, ValueError)):
+        # as where the first run has used up an iterator, or asks for the graph that its input came from
+        told = diverged(unit, f"raised {type(error).__name__} when it ran again in backward, which it did not before")
+        told.__cause__ = error
+        return told
+    return error
+
+
+def _changes(unit: str, what: str, tensor: torch.Tensor) -> ConflictError:
+    return ConflictError(
+        f"{unit} changes one of its {what} (shape {tuple(tensor.shape)}) in place, so its forward cannot be run again",
+        remedy=f"Use `save`, `offload` or `remake` on {unit}. For inputs: plan the block around it instead, in which "
+        "they are recomputed; or switch that off where it is an operation's inplace=True.",
+    )
+
+
+def _refuse_inference(error: RuntimeError, unit: str) -> None:
+    """Raise ConflictError where ``error`` says that a tensor was made under inference mode."""
+    if "nference" in str(error):
+        raise ConflictError(
+            f"{unit} gets a tensor that was made under torch.inference_mode, in which a change between forward and "
+            "backward would not be noticed",
+            remedy=f"Make it under torch.no_grad, or give a clone made outside of inference mode, or use `save`, "
+            f"`offload` or `remake` on {unit}.",
+        ) from error

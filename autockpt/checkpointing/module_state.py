@@ -1,0 +1,283 @@
+"""Buffers and attributes of a unit's own modules: a recomputation finds them as the forward did, and leaves no trace.
+
+Which of them a forward changes is learned in checked calls, where all of them are compared before and after. In every
+other call only what is known to change is taken (running statistics, counters, caches), and small buffers, which may
+begin to change: a moving average after its warm-up. State elsewhere (globals, closures, class attributes, modules
+around the unit) is not restored.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+from torch.nn.modules.batchnorm import _NormBase
+
+from autockpt.errors import ConflictError
+
+COPIED_BYTES, SMALL_BYTES = 1 << 24, 1 << 16
+"""Buffers up to the first size are copied in checked calls, and before each forward where forwards change them. Those
+up to the second are copied before each forward, and dropped after it where it did not change them."""
+_NUMBERS = (bool, int, float, str)
+_CONTAINERS = (list, dict, set, deque, Counter, OrderedDict, defaultdict)
+_PLAIN_TENSORS = (torch.Tensor, nn.Buffer)
+_ABSENT: Any = object()
+# `forward`: choices are attached and taken off there
+_NOT_STATE = frozenset(vars(nn.Module())) | {"forward"}
+
+Key = tuple[int, str]
+
+
+class Entry(NamedTuple):
+    """One buffer or attribute at some time: where it is, and what was in it.
+
+    ``content`` is a copy of what can change while the object stays the same; None for objects without such a copy.
+    """
+
+    home: dict[str, Any]
+    name: str
+    value: Any
+    content: Any
+    version: int
+
+    @classmethod
+    def of(cls, home: dict[str, Any], name: str) -> Entry:
+        value = home.get(name, _ABSENT)
+        version = value._version if type(value) in _PLAIN_TENSORS and not value.is_inference() else 0
+        return cls(home, name, value, _content(value), version)
+
+    @property
+    def key(self) -> Key:
+        return id(self.home), self.name
+
+    @property
+    def restores_memory(self) -> bool:
+        """Whether restoring it writes to a tensor's memory."""
+        return self.content is not None and isinstance(self.value, torch.Tensor)
+
+    def is_untouched(self) -> bool:
+        """Whether the same tensor, or none, is there, with its version."""
+        now = self.home.get(self.name, _ABSENT)
+        return now is self.value and (now is None or now._version == self.version)
+
+    def assigned(self, now: Entry) -> bool:
+        """Whether another object is there now. Equal numbers are one."""
+        if self.value is now.value:
+            return False
+        return not (type(self.value) in _NUMBERS and type(self.value) is type(now.value) and self.value == now.value)
+
+    def mutated(self, now: Entry) -> bool:
+        """Whether the object that is still there holds something else."""
+        if isinstance(self.content, torch.Tensor):
+            return self.content.shape != now.content.shape or not torch.equal(self.content, now.content)
+        if self.content is None:
+            return self.version != now.version
+        if len(self.content) != len(now.content):
+            return True
+        before, after = (list(c.items() if isinstance(c, dict) else c) for c in (self.content, now.content))
+        return any(not _same(a, b) for a, b in zip(before, after, strict=True))
+
+    def without_graph(self) -> Entry:
+        """The same without activations' graphs: else each call would keep those of all calls before it."""
+        value, content = self.value, self.content
+        value = _detached(value)
+        if type(content) in (list, deque):
+            content = type(content)(map(_detached, content))
+        elif isinstance(content, dict):
+            for key, part in content.items():
+                content[key] = _detached(part)
+        return self._replace(value=value, content=content)
+
+    def put(self) -> None:
+        """Restore it."""
+        if self.value is _ABSENT:
+            self.home.pop(self.name, None)
+            return
+        self.home[self.name] = value = self.value
+        if self.content is None:
+            return
+        if isinstance(value, torch.Tensor):
+            value.detach().copy_(self.content)
+        elif isinstance(value, torch.Generator):
+            value.set_state(self.content)
+        else:
+            value.clear()
+            value.extend(self.content) if isinstance(value, (list, deque)) else value.update(self.content)
+
+
+def _writes_unseen(module: nn.Module) -> bool:
+    """Norms with running statistics, and modules that observe ranges for quantization."""
+    if isinstance(module, _NormBase):
+        return module.track_running_stats
+    return any(base.__name__ in ("FakeQuantizeBase", "ObserverBase") for base in type(module).__mro__)
+
+
+def _detached(value: Any) -> Any:
+    return value.detach() if issubclass(type(value), torch.Tensor) and not value.is_leaf else value
+
+
+def _same(a: Any, b: Any) -> bool:
+    """Whether two parts of a container are one; of dictionaries they are pairs."""
+    if type(a) is tuple and type(b) is tuple:
+        return len(a) == len(b) and all(map(_same, a, b))
+    return a is b or (type(a) in _NUMBERS and type(a) is type(b) and a == b)
+
+
+def _content(value: Any) -> Any:
+    if type(value) in _PLAIN_TENSORS:
+        plain = value.layout is torch.strided and not (value.requires_grad or value.is_meta or value.is_quantized)
+        if not plain or value.nbytes > COPIED_BYTES or not value.untyped_storage().nbytes():
+            return None
+        with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():  # type: ignore[attr-defined]
+            return value.detach().clone()
+    if type(value) in _CONTAINERS:
+        return copy.copy(value)
+    return value.get_state() if type(value) is torch.Generator else None
+
+
+class ModuleState:
+    """What the modules of one unit hold besides parameters. ``unit`` is its name, for messages."""
+
+    def __init__(self, unit: str, module: nn.Module) -> None:
+        self._unit = unit
+        self.modules = list(module.modules())
+        self._fields = [vars(inner) for inner in self.modules]
+        # their kernels write without a new version, so they are known by type
+        self._norms = [m for m in self.modules if _writes_unseen(m)]
+        # FullyShardedDataParallel puts views of its own in the place of parameters
+        self._sharded = {id(f) for f in self._fields if "_is_fsdp_managed_module" in f}
+        self._norm_keys = {(id(norm._buffers), name) for norm in self._norms for name in norm._buffers}
+        self._lively: dict[Key, dict[str, Any]] = {}
+        self._quiet = [m._buffers for m in self.modules if m not in self._norms]
+        self._named = self._names()
+
+    def training(self) -> list[bool]:
+        """The modules' ``training`` flags."""
+        return [fields["training"] for fields in self._fields]
+
+    def take(self) -> list[Entry]:
+        """What forwards change, as it is now."""
+        entries = [Entry.of(home, name) for (_, name), home in self._lively.items()] if self._lively else []
+        for norm in self._norms:
+            # a forward may switch a norm to training itself
+            if norm.training or self.modules[0].training or not isinstance(norm, _NormBase):
+                entries += [Entry.of(norm._buffers, n) for n, b in norm._buffers.items() if b is not None]
+        return [entry.without_graph() for entry in entries]
+
+    def take_quiet(self) -> list[Entry]:
+        """Small buffers, and places without one, that forwards have not changed so far."""
+        if not any(map(len, self._quiet)):
+            return []
+        all_buffers = ((home, name, buffer) for home in self._quiet for name, buffer in home.items())
+        small = [(home, name) for home, name, b in all_buffers if b is None or b.nbytes <= SMALL_BYTES]
+        return [Entry.of(home, name) for home, name in small if (id(home), name) not in self._lively]
+
+    def _names(self) -> set[Key]:
+        return {(id(home), name) for home in self._quiet for name in home}
+
+    def learn_quiet(self, before: list[Entry]) -> list[Entry]:
+        """A forward has ended: buffers that it was the first to change or to make, as they were before."""
+        changed = [entry for entry in before if not entry.is_untouched()]
+        if sum(map(len, self._quiet)) != len(self._named):
+            added = [(home, name) for home in self._quiet for name in home if (id(home), name) not in self._named]
+            changed += [Entry(home, name, _ABSENT, None, 0) for home, name in added]
+            self._named = self._names()
+        for entry in changed:
+            self._lively[entry.key] = entry.home
+        return changed
+
+    def take_all(self) -> dict[Key, Entry]:
+        """Everything, as it is now: for a call in which it is learned what changes."""
+        return {entry.key: entry for entry in self._all()}
+
+    def _all(self) -> Iterator[Entry]:
+        for fields in self._fields:
+            for name, value in fields.items():
+                if name not in _NOT_STATE and not (id(fields) in self._sharded and isinstance(value, torch.Tensor)):
+                    yield Entry.of(fields, name)
+            for name in fields["_buffers"]:
+                yield Entry.of(fields["_buffers"], name)
+
+    def learn(self, before: dict[Key, Entry], *, late: int) -> list[Entry]:
+        """A forward has ended that began with ``before``. Returns what it changed, or others did, as it was then.
+
+        ``late``: calls since the last one in which this was looked at; 0 in the first ones. Raises ConflictError where
+        the forward changed what there is no copy of, or began to count in one of these calls.
+        """
+        after = self.take_all()
+        for key in ({**before, **after}).keys() - self._norm_keys:  # which are known by type
+            then = before[key] if key in before else after[key]._replace(value=_ABSENT, content=None)
+            now = after[key] if key in after else Entry(then.home, then.name, _ABSENT, None, 0)
+            if then.assigned(now):
+                counts = type(then.value) in _NUMBERS and type(now.value) is type(then.value)
+            elif now.value is not _ABSENT and then.mutated(now):
+                if isinstance(then.value, torch.Tensor) and then.content is None:
+                    raise self._refusal(then, "changes in place, of which no copy is kept")
+                counts = True
+            else:
+                continue
+            if counts and late and key not in self._lively:
+                raise self._refusal(then, f"began to change within the last {late} calls, and may have changed twice")
+            self._lively[key] = then.home
+            before[key] = then
+        return [before[key].without_graph() for key in self._lively if key in before] + [
+            entry for entry in self._norm_entries(before) if entry.key not in self._lively
+        ]
+
+    def _norm_entries(self, before: dict[Key, Entry]) -> Iterator[Entry]:
+        for norm in self._norms if self._norms else ():
+            yield from (e for n in norm._buffers if (e := before.get((id(norm._buffers), n))))
+
+    def _refusal(self, entry: Entry, what: str) -> ConflictError:
+        path = next((path for path, m in self.modules[0].named_modules() if entry.home in (vars(m), m._buffers)), "")
+        return ConflictError(
+            f"{'.'.join(filter(None, (self._unit, path, entry.name)))} is something that the forward of {self._unit} "
+            f"{what}, so it cannot run again",
+            remedy=f"Use `save` or `offload` on {self._unit}, or change it outside of the forward.",
+        )
+
+    def hooks(self) -> int:
+        """How many hooks are registered on the modules and their parameters."""
+        of_modules = (h for m in self.modules for h in (m._backward_hooks, m._forward_hooks, m._forward_pre_hooks))
+        parameters = (p for m in self.modules for p in m._parameters.values() if p is not None)
+        of_parameters = (h for p in parameters for h in (p._backward_hooks, p._post_accumulate_grad_hooks) if h)
+        return sum(map(len, itertools.chain(of_modules, of_parameters)))
+
+    @contextmanager
+    def restored(self, entries: list[Entry], training: list[bool]) -> Iterator[set[int]]:
+        """As in ``entries``, and afterwards as now. Yields the storages that are written to then: what is saved of them
+        has to be copied."""
+        flags = self.training()
+        if not entries and flags == training:
+            yield set()
+            return
+        now = [Entry.of(entry.home, entry.name) for entry in entries]
+        written = [e.value for e in (*entries, *now) if e.restores_memory]
+        try:
+            # other graphs go by the versions of these
+            with _unsafe_preserve_version_counter(tuple(written)):
+                if flags != training:
+                    self._put_training(training)
+                try:
+                    with torch.no_grad():
+                        for entry in entries:
+                            entry.put()
+                    yield {tensor.untyped_storage()._cdata for tensor in written}
+                finally:
+                    with torch.no_grad():
+                        for entry in now:
+                            entry.put()
+        finally:
+            if flags != training:
+                self._put_training(flags)
+
+    def _put_training(self, flags: list[bool]) -> None:
+        for fields, flag in zip(self._fields, flags, strict=True):
+            fields["training"] = flag

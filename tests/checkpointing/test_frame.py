@@ -1,0 +1,120 @@
+"""One call: what it keeps until backward, and when it runs again."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from autockpt.checkpointing import CheckpointedUnit, CheckpointFrame
+from autockpt.errors import ConflictError, InPlaceError
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.runs = nn.Linear(4, 4), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.runs += 1
+        return torch.dropout(self.linear(x).sigmoid(), 0.5, True).exp()
+
+
+class Framed(nn.Module):
+    """Runs a layer in frames, one for each call."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer, self.calls = layer, 0
+        self.unit = CheckpointedUnit("layer", layer)
+
+    def forward(self, x: Tensor) -> Tensor:
+        def counted(*args: Tensor) -> Tensor:
+            self.calls += 1
+            return self.layer(*args)
+
+        return CheckpointFrame(self.unit, counted, (x,), {}).run((x,), {})
+
+
+def gradient(model: nn.Module, x: Tensor) -> Tensor:
+    torch.manual_seed(1)
+    return torch.autograd.grad(model(x).sum() * 2, x)[0]
+
+
+def test_it_runs_twice_and_is_equal_to_plain_training():
+    layer, x = Layer(), torch.randn(3, 4).requires_grad_()
+    wanted, framed = gradient(layer, x), Framed(layer)
+    assert torch.equal(gradient(framed, x), wanted) and framed.calls == 2 and layer.runs == 2
+
+
+def test_a_kept_graph_runs_it_again_for_each_backward():
+    framed, x = Framed(Layer()), torch.randn(3, 4).requires_grad_()
+    out = framed(x).sum()
+    first, second = (torch.autograd.grad(out, x, retain_graph=True)[0] for _ in range(2))
+    assert torch.equal(first, second) and framed.calls == 3
+
+
+def test_nothing_of_a_call_outlives_its_graph():
+    framed = Framed(Layer())
+    gc.disable()
+    try:
+        x = torch.randn(3, 4)
+        seen = weakref.ref(x.untyped_storage())
+        out = framed(x)
+        del x
+        assert seen() is not None
+        del out
+        assert seen() is None
+    finally:
+        gc.enable()
+
+
+def test_an_input_changed_before_backward_is_an_error():
+    framed, x = Framed(Layer()), torch.randn(3, 4)
+    out = framed(x)
+    x.add_(1)
+    with pytest.raises(InPlaceError, match="an input of layer has changed"):
+        out.sum().backward()
+
+
+def test_a_parameter_changed_before_backward_is_an_error():
+    framed = Framed(Layer())
+    out = framed(torch.randn(3, 4))
+    with torch.no_grad():
+        framed.layer.linear.bias.add_(1)  # type: ignore[union-attr,operator]
+    with pytest.raises(InPlaceError, match="a parameter of layer"):
+        out.sum().backward()
+
+
+def test_another_number_of_saved_tensors_is_an_error():
+    class Alternating(Layer):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x).sin() if torch._C._current_graph_task_id() == -1 else self.linear(x)
+
+    with pytest.raises(ConflictError, match=r"layer saved .* in forward and"):
+        Framed(Alternating())(torch.randn(3, 4)).sum().backward()
+
+
+def test_hooks_that_a_forward_registers_are_refused():
+    class Hooking(Layer):
+        def forward(self, x: Tensor) -> Tensor:
+            self.linear.register_forward_hook(lambda *_: None)
+            return super().forward(x)
+
+    with pytest.raises(ConflictError, match="layer registers or removes hooks"):
+        Framed(Hooking())(torch.randn(3, 4))
+
+
+def test_modules_that_a_forward_makes_run_again():
+    class Growing(Layer):
+        def forward(self, x: Tensor) -> Tensor:
+            if not hasattr(self, "late"):
+                self.late = nn.Linear(4, 4)
+            return self.late(self.linear(x)).sigmoid()
+
+    framed, x = Framed(Growing()), torch.randn(3, 4).requires_grad_()
+    found = gradient(framed, x)
+    assert torch.equal(found, gradient(framed.layer, x))
