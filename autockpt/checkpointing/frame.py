@@ -247,6 +247,8 @@ class CheckpointFrame:
                     raise _told(error, unit.name) from error.__cause__
             finally:
                 self._shared = set()
+                if not self._is_full:
+                    self._values.clear()  # of a run that went wrong
             if not self._is_full:
                 raise diverged(
                     unit.name, f"saved {len(self._forms)} tensors in forward and {self._filled} when it ran again"

@@ -16,6 +16,8 @@ from autockpt.checkpointing.module_state import ModuleState
 FIRST_CALLS, LONGEST = 2, 512
 """Checked are the first calls of each kind, and later ones after ever more others, at last so many."""
 
+_MOST_FORMS = 4096
+
 
 class Schedule:
     """Which calls of one kind are checked."""
@@ -72,6 +74,8 @@ class CheckpointedUnit:
         Calls are of one kind where types, gradients and modes are alike. Sizes do not count: batches without padding
         have a new length in each step.
         """
+        if len(self.forms) > _MOST_FORMS:  # batches without padding have new ones in every step
+            self.forms.clear()
         kind = (self.module.training, *[(t.dtype, t.requires_grad) for t in tensors])
         if (schedule := self._schedules.get(kind)) is None:
             schedule = self._schedules[kind] = Schedule(self._first_calls)
