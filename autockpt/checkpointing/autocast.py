@@ -53,10 +53,11 @@ class AutocastState:
                     yield
         finally:
             if (now, depth) != (self._now(), autocast_depth()):
-                _put(*now, depth)
+                put_autocast(*now, depth)
 
 
-def _put(cache: bool, states: Sequence[tuple[str, bool, torch.dtype]], depth: int) -> None:
+def put_autocast(cache: bool, states: Sequence[tuple[str, bool, torch.dtype]], depth: int) -> None:
+    """Make autocast what it was at this depth of its blocks."""
     for kind, enabled, dtype in states:
         torch.set_autocast_enabled(kind, enabled)
         torch.set_autocast_dtype(kind, dtype)

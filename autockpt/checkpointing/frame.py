@@ -104,7 +104,13 @@ class CheckpointFrame:
         self._unit, self._forward, self._turn = unit, forward, turn
         live: list[torch.Tensor] = []
         generators: list[torch.Generator] = []
-        self._template = flatten((args, kwargs), live, generators)
+        try:
+            self._template = flatten((args, kwargs), live, generators)
+        except RecursionError as error:
+            raise ConflictError(
+                f"{unit.name} is given a list or dictionary that holds itself, which cannot be made again for backward",
+                remedy=f"Hand in one that does not, or use `save` or `offload` on {unit.name}.",
+            ) from error
         self._live: list[torch.Tensor] | None = live  # until the forward is over
         self._trains = [tensor.requires_grad for tensor in live]
         self._parameters = unit.parameters()
@@ -114,7 +120,7 @@ class CheckpointFrame:
             present = [parameter for parameter in self._parameters if parameter is not None]
             self._versions = [parameter._version for parameter in present]
         except RuntimeError as error:
-            _refuse_inference(error, unit.name)
+            refuse_inference(error, unit.name)
             raise
         self._late = unit.next_call(live)
         self._context = ReplayContext([*live, *present], generators, self.checked or unit.draws_in_python)
@@ -392,7 +398,7 @@ def _changes(unit: str, what: str, tensor: torch.Tensor) -> ConflictError:
     )
 
 
-def _refuse_inference(error: RuntimeError, unit: str) -> None:
+def refuse_inference(error: RuntimeError, unit: str) -> None:
     """Raise ConflictError where ``error`` says that a tensor was made under inference mode."""
     if "nference" in str(error):
         raise ConflictError(

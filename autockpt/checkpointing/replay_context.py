@@ -54,7 +54,7 @@ class ReplayContext:
     ) -> None:
         elsewhere = [t.device for t in tensors if not (t.is_cpu or t.is_meta)]
         self._places = sorted({(device.type, device.index or 0) for device in elsewhere}) if elsewhere else []
-        self._torch = _torch_states(self._places)
+        self._torch = torch_states(self._places)
         self._generators = [(generator, generator.get_state()) for generator in generators]
         self._python = _python_states() if python else None
         self._autocast = AutocastState(["cpu", *dict.fromkeys(kind for kind, _ in self._places)])
@@ -70,7 +70,7 @@ class ReplayContext:
     @contextmanager
     def restored(self) -> Iterator[None]:
         """As before the forward, and afterwards as now."""
-        now = _torch_states(self._places)
+        now = torch_states(self._places)
         with ExitStack() as stack:
             stack.callback(now.put_back)
             self._torch.put_back()
@@ -89,7 +89,8 @@ class ReplayContext:
             yield
 
 
-def _torch_states(places: Iterable[tuple[str, int]]) -> TorchStates:
+def torch_states(places: Iterable[tuple[str, int]]) -> TorchStates:
+    """As they are now. Raises ConflictError while a CUDA graph is being captured."""
     try:
         return TorchStates(places)
     except RuntimeError as error:

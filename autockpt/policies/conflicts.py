@@ -91,17 +91,6 @@ def refuse_capture(device: torch.device, unit: str) -> None:
         )
 
 
-def refuse_inference(error: RuntimeError, unit: str) -> None:
-    """Raise ConflictError where ``error`` says that a tensor has no version counter, as those of inference mode."""
-    if "do not track version counter" in str(error):
-        raise ConflictError(
-            f"{unit} gets a tensor that was made under torch.inference_mode, in which a change between forward and "
-            "backward would not be noticed",
-            remedy=f"Make it under torch.no_grad, or give a clone made outside of inference mode, or use `save`, "
-            f"`offload` or `remake` on {unit}.",
-        ) from error
-
-
 def refuse_modules(module: nn.Module, unit: str, *kinds: type[nn.Module]) -> None:
     """Raise ConflictError where a module in a unit is of one of ``_REFUSED``; ``kinds``: of one of these alone."""
     for kind in kinds or _REFUSED:

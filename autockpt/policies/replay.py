@@ -15,6 +15,7 @@ from torch.nn.utils import parametrize
 from torch.utils.hooks import RemovableHandle
 
 from autockpt.checkpointing.autocast import autocast_block, without_remembered_casts
+from autockpt.checkpointing.frame import refuse_inference
 from autockpt.checkpointing.replay_context import running_again
 from autockpt.checkpointing.unit import holds_other_values
 from autockpt.errors import ConflictError, InPlaceError
@@ -22,7 +23,7 @@ from autockpt.policies.arguments import hidden_tensors, put_together, take_apart
 from autockpt.policies.attachment import Attachment, call_inner
 from autockpt.policies.base import setting
 from autockpt.policies.casts import CastsUsed, inside_autocast, leaves_met
-from autockpt.policies.conflicts import refuse_inference, sequence_nr
+from autockpt.policies.conflicts import sequence_nr
 from autockpt.policies.kvcache import StandIn, with_caches
 from autockpt.policies.rerun_state.state import Memory, UnitState
 from autockpt.policies.rerun_state.structure import UnitStructure

@@ -23,10 +23,8 @@ from torch.utils._python_dispatch import (
     _get_current_dispatch_mode_stack,
 )
 
-from autockpt.checkpointing.autocast import autocast_depth
-from autockpt.checkpointing.replay_context import cuda_is_initialized, settle_order_of_attentions
-from autockpt.devices.random_states import TorchStates
-from autockpt.errors import ConflictError
+from autockpt.checkpointing.autocast import autocast_depth, put_autocast
+from autockpt.checkpointing.replay_context import cuda_is_initialized, settle_order_of_attentions, torch_states
 from autockpt.policies.casts import dispatch_modes
 from autockpt.policies.rerun_state.libraries import is_library
 
@@ -74,7 +72,7 @@ class Surroundings:
     def __init__(self, tensors: Iterable[torch.Tensor | None]) -> None:
         elsewhere = [t.device for t in tensors if t is not None and not (t.is_cpu or t.is_meta)]
         places = sorted({(device.type, device.index or 0) for device in elsewhere}) if elsewhere else ()
-        self._places, self._random = places, _random_states(places)
+        self._places, self._random = places, torch_states(places)
         kinds = dict.fromkeys(kind for kind, _ in places if torch.amp.is_autocast_available(kind))
         self._casts = Casts("cpu", *kinds)
         self._default_device = _default_device()
@@ -95,7 +93,7 @@ class Surroundings:
     @contextmanager
     def restored(self) -> Iterator[None]:
         """As before the forward, and afterwards as now."""
-        now = _random_states(self._places)
+        now = torch_states(self._places)
         with ExitStack() as stack:
             stack.callback(now.put_back)
             self._random.put_back()
@@ -138,20 +136,7 @@ class Casts:
                     yield
         finally:
             if (now, depth) != (self._now(), autocast_depth()):
-                _put_autocast(*now, depth)
-
-
-def _put_autocast(cache: bool, states: Iterable[tuple[str, bool, torch.dtype]], depth: int) -> None:
-    for kind, enabled, dtype in states:
-        torch.set_autocast_enabled(kind, enabled)
-        torch.set_autocast_dtype(kind, dtype)
-    torch.set_autocast_cache_enabled(cache)
-    for _ in range(autocast_depth(), depth):
-        torch.autocast_increment_nesting()
-    for _ in range(depth, autocast_depth()):
-        torch.autocast_decrement_nesting()
-    if depth == 0:  # as where its outermost block ends
-        torch.clear_autocast_cache()
+                put_autocast(*now, depth)
 
 
 def user_function_modes() -> list[Any]:
@@ -191,19 +176,6 @@ def outside_inference() -> AbstractContextManager[Any]:
     """For what runs again in a backward that is itself under ``torch.inference_mode``, as forward was not: what is made
     there autograd does not save."""
     return torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
-
-
-def _random_states(places: Iterable[tuple[str, int]]) -> TorchStates:
-    try:
-        return TorchStates(places)
-    except RuntimeError as error:
-        if "capture" not in str(error):
-            raise
-        raise ConflictError(
-            "a CUDA graph is being captured, and what runs again in backward needs the random state, which cannot be "
-            "read then",
-            remedy="Use save for units inside of captured graphs.",
-        ) from error
 
 
 def _default_device() -> torch.device:
