@@ -153,7 +153,9 @@ class CheckpointFrame:
         unit, state, live, self._observer = self._unit, self._unit.state, self._live, observer
         assert live is not None, "a frame runs once"
         self._before = state.take()
-        everything, hooks = (state.take_all(), state.hooks()) if self.checked else (None, 0)
+        everything, hooks, gradients = None, 0, []
+        if self.checked:
+            everything, hooks, gradients = state.take_all(), state.hooks(), state.gradients()
         quiet = state.take_quiet() if everything is None else []
         with saved_tensors_hooks(pack or self.pack, self.unpack):
             output = self._forward(*args, **kwargs)
@@ -166,13 +168,10 @@ class CheckpointFrame:
         if everything is None:
             self._before += state.learn_quiet(quiet)
         else:
-            if state.hooks() != hooks:
-                raise ConflictError(
-                    f"{unit.name} registers or removes hooks of its modules or parameters in its forward, which "
-                    "running it again would do once more",
-                    remedy=f"Register hooks outside of the forward, or use `save` on {unit.name}.",
-                )
+            installed = state.installed(hooks, gradients)
             self._before = state.learn(everything, late=self._late or 0)
+            if installed:  # a flag that was set with the hooks: a recomputation must not install them again
+                self._before = [entry for entry in self._before if not entry.was_absent]
             unit.draws_in_python |= self._context.forget_python_unless_drawn()
         return output
 

@@ -58,6 +58,11 @@ class Entry(NamedTuple):
         return id(self.home), self.name
 
     @property
+    def was_absent(self) -> bool:
+        """Whether there was nothing."""
+        return self.value is _ABSENT
+
+    @property
     def restores_memory(self) -> bool:
         """Whether restoring it writes to a tensor's memory."""
         return self.content is not None and isinstance(self.value, torch.Tensor)
@@ -157,6 +162,7 @@ class ModuleState:
         self._lively: dict[Key, dict[str, Any]] = {}
         self._quiet = [m._buffers for m in self.modules if m not in self._norms]
         self._named = self._names()
+        self._installs = False  # a forward registered hooks
 
     def training(self) -> list[bool]:
         """The modules' ``training`` flags."""
@@ -186,7 +192,8 @@ class ModuleState:
         """A forward has ended: buffers that it was the first to change or to make, as they were before."""
         changed = [entry for entry in before if not entry.is_untouched()]
         if sum(map(len, self._quiet)) != len(self._named):
-            added = [(home, name) for home in self._quiet for name in home if (id(home), name) not in self._named]
+            known = self._named | self._lively.keys()
+            added = [(home, name) for home in self._quiet for name in home if (id(home), name) not in known]
             changed += [Entry(home, name, _ABSENT, None, 0) for home, name in added]
             self._named = self._names()
         for entry in changed:
@@ -243,12 +250,33 @@ class ModuleState:
             remedy=f"Use `save` or `offload` on {self._unit}, or change it outside of the forward.",
         )
 
+    def installed(self, hooks: int, gradients: list[tuple[int, int]]) -> bool:
+        """Whether a forward that began with so many hooks and these gradients registered hooks, as libraries do in a
+        first forward. Raises ConflictError where an earlier one did so too, or where it accumulated gradients."""
+        installs = self.hooks() != hooks
+        what = "registers or removes hooks" if installs and self._installs else None
+        if self.gradients() != gradients:
+            what = "accumulates gradients (a backward inside of a forward)"
+        if what is not None:
+            raise ConflictError(
+                f"{self._unit} {what} of its modules or parameters in its forward, and recomputing it would do that again",
+                remedy=f"Do it outside of the forward, or use `save` on {self._unit}.",
+            )
+        self._installs |= installs
+        return installs
+
     def hooks(self) -> int:
         """How many hooks are registered on the modules and their parameters."""
         of_modules = (h for m in self.modules for h in (m._backward_hooks, m._forward_hooks, m._forward_pre_hooks))
-        parameters = (p for m in self.modules for p in m._parameters.values() if p is not None)
-        of_parameters = (h for p in parameters for h in (p._backward_hooks, p._post_accumulate_grad_hooks) if h)
+        of_parameters = (h for p in self._parameters() for h in (p._backward_hooks, p._post_accumulate_grad_hooks) if h)
         return sum(map(len, itertools.chain(of_modules, of_parameters)))
+
+    def gradients(self) -> list[tuple[int, int]]:
+        """Which gradients the parameters have, and their versions."""
+        return [(id(p.grad), p.grad._version) for p in self._parameters() if p.is_leaf and p.grad is not None]
+
+    def _parameters(self) -> Iterator[torch.Tensor]:
+        return (p for m in self.modules for p in m._parameters.values() if p is not None)
 
     @contextmanager
     def restored(self, entries: list[Entry], training: list[bool]) -> Iterator[set[int]]:

@@ -126,6 +126,12 @@ INSIDE = (
     *("optimizer's step inside of forward", "drawn from a Sobol sequence"),
     *("counter: enumeration's member", "counter: module imported in forward"),
 )
+# state outside of the unit's modules: not restored, but noticed
+NOTICED = {
+    *("backward inside of forward", "optimizer's step inside of forward", "drawn from a Sobol sequence"),
+    *("counter: enumeration's member", "counter: module imported in forward", "function mode around the forward"),
+    *("forward patched, later", "class exchanged, later"),
+}
 AROUND = (
     *("forward patched, later", "class exchanged, later", "saved-tensor hooks switched off"),
     *("function mode around the forward", "dispatch mode around the forward"),
@@ -139,7 +145,8 @@ def test_what_was_silently_wrong_is_right(name: str, choice: Any) -> None:
     program = Program(loop=name, steps=4) if around else Program(pieces=(Placed(name),), steps=3)
     chosen = dict.fromkeys(("layers.0", "layers.1"), parse_choice(choice))
     verdict = Trials().run(0, program, chosen)
-    assert verdict.word == "equal", verdict.detail
+    wanted = "refused" if choice == "recompute" and name in NOTICED else "equal"
+    assert verdict.word == wanted, verdict.detail
 
 
 def test_memory_that_is_gone_is_not_mistaken_for_what_numpy_is_handed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -104,8 +104,35 @@ def test_hooks_that_a_forward_registers_are_refused():
             self.linear.register_forward_hook(lambda *_: None)
             return super().forward(x)
 
+    framed = Framed(Hooking())
+    framed(torch.randn(3, 4))
     with pytest.raises(ConflictError, match="layer registers or removes hooks"):
-        Framed(Hooking())(torch.randn(3, 4))
+        framed(torch.randn(3, 4))
+
+
+def test_hooks_that_only_a_first_forward_installs_are_installed_once():
+    class Installing(Layer):
+        def forward(self, x: Tensor) -> Tensor:
+            if not getattr(self, "installed", False):
+                self.installed = True
+                self.linear.register_forward_hook(lambda *_: None)
+            return super().forward(x)
+
+    layer = Installing()
+    framed = Framed(layer)
+    for _ in range(3):
+        framed(torch.randn(3, 4, requires_grad=True)).sum().backward()
+    assert len(layer.linear._forward_hooks) == 1
+
+
+def test_a_backward_inside_of_a_forward_is_refused():
+    class Nested(Layer):
+        def forward(self, x: Tensor) -> Tensor:
+            self.linear(x.detach()).sum().backward()
+            return super().forward(x)
+
+    with pytest.raises(ConflictError, match="accumulates gradients"):
+        Framed(Nested())(torch.randn(3, 4))
 
 
 def test_modules_that_a_forward_makes_run_again():
