@@ -13,51 +13,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from autockpt.checkpointing.arguments import flatten, save, unflatten
+from autockpt.checkpointing.divergence import CheckedCall, Comparison, UnitCheck
 from autockpt.checkpointing.module_state import Entry
 from autockpt.checkpointing.replay_context import ReplayContext, as_in_forward, one_at_a_time, running_again
 from autockpt.checkpointing.unit import CheckpointedUnit
 from autockpt.errors import AutockptError, ConflictError, InPlaceError
 
 _current_node: Callable[[], Any] = torch._C._current_autograd_node
-
-
-class Comparison(Protocol):
-    """Compares one saved tensor with what backward is given for it."""
-
-    def look_again(self) -> None:
-        """The original is about to be recomputed: see what it holds now, if it lives."""
-
-    def handed(self, value: torch.Tensor) -> None:
-        """Backward is given ``value`` for it."""
-
-
-class Observer(Protocol):
-    """Decides which saved tensors of one call are compared."""
-
-    @property
-    def chosen(self) -> frozenset[int | None] | None:
-        """Tensors of these numbers are; None: all."""
-
-    @property
-    def beyond(self) -> int:
-        """And every tensor from this number on."""
-        ...
-
-    def look_at(self, number: int, tensor: torch.Tensor) -> Comparison | None:
-        """Autograd saves ``tensor``. Returns what will compare it, if anything can."""
-
-    def before_rerun(self, module: nn.Module) -> None:
-        """The unit is about to run again."""
-
-    def after_rerun(self) -> None:
-        """It has run."""
 
 
 class StopRecomputation(Exception):
@@ -126,7 +94,7 @@ class CheckpointFrame:
         self._context = ReplayContext([*live, *present], generators, self.checked or unit.draws_in_python)
         self._training = unit.state.training()
         self._before: list[Entry] = []
-        self._observer: Observer | None = None
+        self._observer: CheckedCall | UnitCheck | None = None
         self._compared: dict[int, Comparison] = {}
         self._forms: list[Any] = []
         self._values: dict[int, tuple[torch.Tensor, int]] = {}
@@ -140,24 +108,20 @@ class CheckpointFrame:
 
     # In forward.
 
-    def run(
-        self,
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-        observer: Observer | None = None,
-        pack: Callable[[torch.Tensor], int] | None = None,
-    ) -> Any:
-        """The first, ordinary forward, with the caller's own containers; ``pack`` in the place of this frame's.
+    def run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """The first, ordinary forward, with the caller's own containers.
 
         Raises ConflictError where it did what cannot be done twice."""
-        unit, state, live, self._observer = self._unit, self._unit.state, self._live, observer
+        unit, state, live = self._unit, self._unit.state, self._live
         assert live is not None, "a frame runs once"
+        if unit.check is not None:
+            self._observer = unit.check.observer(checked=self.checked)
         self._before = state.take()
         everything, hooks, gradients = None, 0, []
         if self.checked:
             everything, hooks, gradients = state.take_all(), state.hooks(), state.gradients()
         quiet = state.take_quiet() if everything is None else []
-        with saved_tensors_hooks(pack or self.pack, self.unpack):
+        with saved_tensors_hooks(self.pack, self.unpack):
             output = self._forward(*args, **kwargs)
         self._refuse_changed(live)
         self._live = None
@@ -173,6 +137,8 @@ class CheckpointFrame:
             if installed:  # a flag that was set with the hooks: a recomputation must not install them again
                 self._before = [entry for entry in self._before if not entry.was_absent]
             unit.draws_in_python |= self._context.forget_python_unless_drawn()
+        if isinstance(self._observer, CheckedCall):
+            self._observer.forward_ended()
         return output
 
     def _adopt(self, unit: CheckpointedUnit) -> None:
@@ -202,7 +168,7 @@ class CheckpointFrame:
         except TypeError:  # symbolic sizes, as of jagged tensors, have no hash
             forms.append(form)
         seen = self._observer
-        if seen is not None and (seen.chosen is None or number in seen.chosen or number >= seen.beyond):
+        if seen is not None and (number == seen.sampled or number >= seen.beyond):
             comparison = seen.look_at(number, tensor)
             if comparison is not None:
                 self._compared[number] = comparison
@@ -242,8 +208,9 @@ class CheckpointFrame:
             inputs = self._take_inputs()
             for comparison in self._compared.values():
                 comparison.look_again()
-            if self._observer is not None:
-                self._observer.before_rerun(unit.module)
+            checked = self._observer if isinstance(self._observer, CheckedCall) else None
+            if checked is not None:
+                checked.before_rerun(unit.module)
             self._filled = 0
             try:
                 self._run_again(inputs)
@@ -258,8 +225,8 @@ class CheckpointFrame:
                 raise diverged(
                     unit.name, f"saved {len(self._forms)} tensors in forward and {self._filled} when it ran again"
                 )
-            if self._observer is not None:
-                self._observer.after_rerun()
+            if checked is not None:
+                checked.after_rerun()
 
     @property
     def _is_full(self) -> bool:

@@ -259,7 +259,7 @@ class ModuleState:
             what = "accumulates gradients (a backward inside of a forward)"
         if what is not None:
             raise ConflictError(
-                f"{self._unit} {what} of its modules or parameters in its forward, and recomputing it would do that again",
+                f"{self._unit} {what} of its modules or parameters in its forward, which recomputing it would repeat",
                 remedy=f"Do it outside of the forward, or use `save` on {self._unit}.",
             )
         self._installs |= installs

@@ -11,40 +11,23 @@ from typing import Any
 import torch
 from torch import nn
 
+from autockpt.checkpointing.divergence import FIRST_CALLS, Schedule, UnitCheck
 from autockpt.checkpointing.module_state import ModuleState
 
-FIRST_CALLS, LONGEST = 2, 512
-"""Checked are the first calls of each kind, and later ones after ever more others, at last so many."""
-
 _MOST_FORMS = 4096
-
-
-class Schedule:
-    """Which calls of one kind are checked."""
-
-    def __init__(self, first: int) -> None:
-        self.calls, self._gap = FIRST_CALLS - first, 1
-        self._last = self._due = 0
-
-    def next(self) -> int | None:
-        """A call begins. Where it is to be checked, how many calls went unchecked since the last that was."""
-        self.calls += 1
-        if self.calls > FIRST_CALLS and self.calls < self._due:
-            return None
-        late, self._last = self.calls - self._last - 1, self.calls
-        if self.calls >= FIRST_CALLS:
-            self._due, self._gap = self.calls + self._gap + 1, min(2 * self._gap, LONGEST)
-        return late
 
 
 class CheckpointedUnit:
     """A module whose calls are checkpointed, as its modules are now.
 
-    ``first_calls`` is less than ``FIRST_CALLS`` where a step is measured as one in the middle of training.
+    ``check`` compares what they recompute. ``first_calls`` is less than ``FIRST_CALLS`` where a step is measured as one
+    in the middle of training.
     """
 
-    def __init__(self, name: str, module: nn.Module, first_calls: int = FIRST_CALLS) -> None:
-        self.name, self.module = name, module
+    def __init__(
+        self, name: str, module: nn.Module, check: UnitCheck | None = None, first_calls: int = FIRST_CALLS
+    ) -> None:
+        self.name, self.module, self.check = name, module, check
         self.state = ModuleState(name, module)
         self.draws_in_python = False
         self.forms: dict[Any, Any] = {}  # of saved tensors; equal ones are one object
@@ -62,7 +45,7 @@ class CheckpointedUnit:
 
     def renewed(self) -> CheckpointedUnit:
         """The same unit with the modules of now."""
-        return CheckpointedUnit(self.name, self.module, self._first_calls)
+        return CheckpointedUnit(self.name, self.module, self.check, self._first_calls)
 
     def in_mid_training(self) -> None:
         """Check one more call only."""

@@ -26,13 +26,13 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
+from autockpt.checkpointing.divergence import CheckedCall
+from autockpt.checkpointing.fingerprint import layout_of, quietly
 from autockpt.errors import ConflictError
 from autockpt.policies.base import setting
-from autockpt.policies.compiling import run_as_it_is
+from autockpt.policies.compiling import eagerly, run_as_it_is
 from autockpt.policies.conflicts import is_wrapped, refuse_by_message
-from autockpt.policies.fingerprints import layout_of, quietly
 from autockpt.policies.rerun_state.tensors import place_of
-from autockpt.policies.sentinels import CheckedCall
 
 _unpack = operator.methodcaller("unpack")  # no function of Python's: backward asks for every tensor
 _assign: Any = torch.Tensor.data.__set__  # type: ignore[attr-defined]
@@ -72,10 +72,10 @@ class Assignments(TorchFunctionMode):
 
 @contextmanager
 def saving(
-    unit: str, pack: Callable[[torch.Tensor], Any], watch: CheckedCall | None, *, assigns: bool
+    unit: str, pack: Callable[[torch.Tensor], Any], observer: object = None, *, assigns: bool = False
 ) -> Iterator[None]:
     """Around a unit's forward: what autograd saves goes by way of ``pack``, which returns what has an ``unpack``, and
-    where the unit's code ``assigns`` to a ``.data``, that is looked at. ``watch`` is told when it has ended."""
+    where the unit's code ``assigns`` to a ``.data``, that is looked at. The ``observer`` learns when it has ended."""
     keep_identity()
     assignments = Assignments(unit, pack) if assigns else None
     hooks = saved_tensors_hooks(run_as_it_is(pack if assignments is None else assignments.pack), _unpack)
@@ -85,8 +85,11 @@ def saving(
     except (RuntimeError, AssertionError) as error:
         refuse_by_message(error, unit)
         raise
-    if watch is not None:
-        watch.forward_ended()
+    if isinstance(observer, CheckedCall):
+        _forward_ended(observer)
+
+
+_forward_ended = eagerly(CheckedCall.forward_ended)
 
 
 @functools.cache

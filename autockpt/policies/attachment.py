@@ -14,18 +14,16 @@ import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from types import CodeType, FunctionType, MethodType
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
 from torch.autograd import forward_ad
 
+from autockpt.checkpointing.divergence import UnitCheck
 from autockpt.errors import ConflictError
 from autockpt.policies.compiling import exports
 from autockpt.policies.user_checkpoint import Passes, inside_checkpoint
-
-if TYPE_CHECKING:
-    from autockpt.policies.sentinels import UnitSentinel
 
 current_transform: Callable[[], int | None] = torch._C._functorch.maybe_current_level  # type: ignore[attr-defined]
 _MAKE_FX = torch._C._TorchDispatchModeKey.PROXY
@@ -40,18 +38,18 @@ class Attachment:
     ``inner`` is the forward that the instance had before (None: its class's), ``unbound`` the same as a function of the
     module where it can be had: a library's wrapper around ours may end up on a copy of the module. An attachment that
     could not be taken off because somebody wrapped it is made inert by ``active = False``. Where something else is
-    handed to backward than forward saved, a session may set a ``sentinel`` over it (``has_sentinel``).
+    handed to backward than forward saved, a session may set a ``check`` over it (``has_check``).
     Of several sets of choices, ``_cache_turn`` has the attachment's own act while it runs again.
     """
 
-    has_sentinel: ClassVar[bool] = False
+    has_check: ClassVar[bool] = False
 
     def __init__(self, unit: str) -> None:
         self.unit = unit
         self.inner: Callable[..., Any] | None = None
         self.unbound: Callable[..., Any] | None = None
         self.active = True
-        self.sentinel: UnitSentinel | None = None
+        self.check: UnitCheck | None = None
         self._cache_turn: Callable[[], AbstractContextManager[None]] | None = None
 
     def in_mid_training(self) -> None:

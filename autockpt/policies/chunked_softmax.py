@@ -13,12 +13,12 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from autockpt.checkpointing.divergence import CheckedCall
 from autockpt.policies.attachment import acts, call_inner
 from autockpt.policies.base import PlannedUnit, Policy, PolicySession
 from autockpt.policies.chunked_loss import refuse_others
-from autockpt.policies.headcall import HeadState, Rows
+from autockpt.policies.headcall import HeadState, Rows, checked_call
 from autockpt.policies.lazylogits import lazy_logits
-from autockpt.policies.sentinels import CheckedCall
 
 # Rows. GPU kernels choose their way by how a row lies in memory, so chunks begin as whole logits do.
 _ALIGNED = 16
@@ -46,12 +46,11 @@ def run_softmax(module: nn.Module, state: HeadState, /, *args: Any, **kwargs: An
         return logits
     if type(logits) is not Tensor or not logits.requires_grad or logits.dim() < 2 or not logits.is_floating_point():
         return logits
-    watch = state.sentinel.watch(module) if state.sentinel is not None else None
-    return lazy_logits(_Given(state, watch), logits, logits)
+    return lazy_logits(_Given(state, checked_call(state)), logits, logits)
 
 
 class _Given(Rows):
-    """Rows of logits that are there already. ``watch``: where a sentinel compares the losses of rows, which backward
+    """Rows of logits that are there already. ``watch``: where a check compares the losses of rows, which backward
     computes again, with those that forward computed."""
 
     choice = "chunked_softmax"

@@ -30,17 +30,17 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 
 from autockpt.checkpointing.autocast import autocast_block
+from autockpt.checkpointing.divergence import LookAt
+from autockpt.checkpointing.fingerprint import geometry_of
 from autockpt.policies.base import places_of
 from autockpt.policies.casts import CastsUsed, autocast_now, dispatch_modes
 from autockpt.policies.compiling import run_as_it_is
 from autockpt.policies.compute_ops import METADATA
 from autockpt.policies.conflicts import sequence_nr
-from autockpt.policies.fingerprints import geometry_of
 from autockpt.policies.op_recorder import PLAIN
 from autockpt.policies.rerun_state.code import Code
 from autockpt.policies.saved import Kept
 from autockpt.policies.score import SAVED, FunctionCall, Met, RecordedCall, is_plain, leaves_of
-from autockpt.policies.slots import Packing
 from autockpt.policies.tape import Maker, Origin, RemadeSlot
 
 _MISSES = 3  # times that a unit may turn out not to do what it did, and that one way is noted in vain
@@ -84,10 +84,14 @@ class Following(TorchFunctionMode):
     """A call that follows a score, as far as it does the same. ``pack`` is the hook for what autograd saves."""
 
     def __init__(
-        self, unit: str, score: RecordedCall, outside: Sequence[torch.Tensor], packing: Packing | None
+        self,
+        unit: str,
+        score: RecordedCall,
+        outside: Sequence[torch.Tensor],
+        look_at: LookAt | None,
     ) -> None:
         super().__init__()
-        self._unit, self._packing = unit, packing
+        self._unit, self._look_at = unit, look_at
         self._packs, self._sources, self._used = score.packs, score.sources, CastsUsed()
         self._met: Met = list(map(weakref.ref, outside))
         self._dropped: list[weakref.ref[torch.UntypedStorage]] = []  # what each slot was dropped from
@@ -169,7 +173,7 @@ class Following(TorchFunctionMode):
         if self._sources[source] == SAVED:
             self._call.hold(source, tensor)
             return Kept(tensor, self._unit)
-        entry = self._packing(tensor) if self._packing is not None else None
+        entry = self._look_at(tensor) if self._look_at is not None else None
         slot = RemadeSlot(self._call, source, geometry, entry)
         if self._doubts:
             self._doubtful.append(tensor)

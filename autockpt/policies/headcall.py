@@ -12,13 +12,13 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from autockpt.checkpointing.divergence import CheckedCall
+from autockpt.checkpointing.fingerprint import fingerprint, form_of, laid_out_on, layout_of
 from autockpt.checkpointing.replay_context import running_again
 from autockpt.errors import ConflictError, InPlaceError
 from autockpt.policies.attachment import TellingAttachment, call_inner
-from autockpt.policies.fingerprints import fingerprint, form_of, laid_out_on, layout_of
 from autockpt.policies.rerun_state.surroundings import Casts, outside_inference
 from autockpt.policies.saved_outputs import alias
-from autockpt.policies.sentinels import CheckedCall
 
 Elementwise = Callable[[Tensor], Tensor]
 _SHORT = (torch.bfloat16, torch.float16)
@@ -30,7 +30,7 @@ class Rows:
     """One call of a head, of which logits can be had row by row from ``hidden`` (… × features, or the logits).
 
     ``choice`` is the one in whose name this is done, for messages; ``exact``: gradients must be bit-equal with plain
-    training's; ``watch``: where a sentinel compares what is computed again; ``trained``: weights that get gradients
+    training's; ``watch``: where a check compares what is computed again; ``trained``: weights that get gradients
     from here.
     """
 
@@ -59,7 +59,7 @@ class Rows:
 class HeadState(TellingAttachment):
     """The attachment of an output head whose rows are taken in chunks: of ``size`` rows, or so many of them."""
 
-    has_sentinel: ClassVar[bool] = True
+    has_check: ClassVar[bool] = True
 
     def __init__(self, unit: str, size: int) -> None:
         super().__init__(unit)
@@ -80,9 +80,15 @@ class HeadState(TellingAttachment):
             )
 
 
+def checked_call(state: HeadState) -> CheckedCall | None:
+    """What compares the losses that backward computes again with those of forward; None in calls without a check."""
+    observer = state.check.observer() if state.check is not None else None
+    return observer if isinstance(observer, CheckedCall) else None
+
+
 class HeadCall(Rows):
     """What it takes to run a head again on some of the rows it was called with: weights, settings, autocast. ``watch``:
-    where a sentinel compares the losses of a chunk's rows with those that forward computed."""
+    where a check compares the losses of a chunk's rows with those that forward computed."""
 
     choice = "chunked_loss"
     exact = False
@@ -93,7 +99,7 @@ class HeadCall(Rows):
         self._parameters = tuple(module.parameters())  # alive, so that no other gets their ids
         self._versions = [(id(p), p._version) for p in self._parameters]
         self._settings = _settings(module)
-        self.watch = state.sentinel.watch(module) if state.sentinel is not None else None
+        self.watch = checked_call(state)
         self.trained = tuple(p for p in self._parameters if p.requires_grad)
 
     def check(self) -> None:
@@ -222,7 +228,7 @@ class ChunkedLoss(torch.autograd.Function):
             for rows in loss.chunks(len(hidden)):
                 parts.append(loss.losses(hidden[rows].detach(), target[rows]).detach())
                 if watch is not None:
-                    ctx.entries.append(watch.packed(parts[-1]))
+                    ctx.entries.append(watch.look_at(len(ctx.entries), parts[-1]))
                     ctx.entries[-1].let_go()
         ctx.loss, ctx.target = loss, target.clone() if ctx.entries else None
         result, total = torch.cat(parts), None

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from autockpt.policies.fingerprints import quietly
+from autockpt.checkpointing.fingerprint import quietly
 from autockpt.policies.headcall import REDUCTIONS, ChunkedLoss, CrossEntropy, Elementwise
 from autockpt.policies.rerun_state.surroundings import Casts
 

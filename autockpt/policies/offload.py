@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
+from autockpt.checkpointing.divergence import numbered
 from autockpt.devices.base import Transport
 from autockpt.devices.transport import Transports, Ways
 from autockpt.policies.arguments import tensors_of
@@ -90,7 +91,7 @@ class OffloadState(Attachment):
     ``place`` is its own in the order of all units, ``due`` that of the unit at whose end its copies are waited for.
     """
 
-    has_sentinel: ClassVar[bool] = True
+    has_check: ClassVar[bool] = True
 
     def __init__(self, unit: str, pipeline: Pipeline, place: int, due: int, tier: Tier = "cpu") -> None:
         super().__init__(unit)
@@ -137,9 +138,9 @@ def _offloaded(
     buffers = state.buffers(module)
     outside = [t for t in tensors if t is not hidden] + buffers
     group = state.pipeline.open(state, device)
-    watch = state.sentinel.watch(module) if state.sentinel is not None else None
-    packer = Packer(group, outside, module, watch.packed if watch is not None else None, hidden)
-    with saving(state.unit, packer.pack, watch, assigns=watch is not None and watch.assigns):
+    observer = state.check.observer() if state.check is not None else None
+    packer = Packer(group, outside, module, numbered(observer), hidden)
+    with saving(state.unit, packer.pack, observer):
         set_compiler(compiler)
         try:
             output = call_inner(module, state, args, kwargs)

@@ -15,6 +15,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
+from autockpt.checkpointing.divergence import LookAt
+from autockpt.checkpointing.fingerprint import Geometry, geometry_of
 from autockpt.errors import ConflictError
 from autockpt.policies.base import setting
 from autockpt.policies.compiling import run_as_it_is
@@ -28,10 +30,8 @@ from autockpt.policies.compute_ops import (
     written_by,
 )
 from autockpt.policies.conflicts import is_wrapped
-from autockpt.policies.fingerprints import Geometry, geometry_of
 from autockpt.policies.rerun_state.surroundings import switches
 from autockpt.policies.saved import Kept
-from autockpt.policies.slots import Packing
 from autockpt.policies.tape import Maker, Origin, RemadeSlot, RerunOp, TensorArgument
 from autockpt.policies.watching import Watching, count_writes, passes_by, refuse_untupled, refuse_watching
 from autockpt.schema.choices import ATTENTION, EVERYTHING
@@ -55,14 +55,18 @@ class Tape:
     """The tape of one call of a unit. ``keep`` names heavy ops whose outputs are not made again: all, fused attention.
 
     ``pack`` is the hook for what autograd saves. Between a tensor and what it could be made from that is held which
-    costs fewer bytes, all that counts as held already being free. ``packing``: what is to be told what is dropped.
+    costs fewer bytes, all that counts as held already being free. ``look_at`` is called with what is dropped.
     """
 
     def __init__(
-        self, unit: str, inputs: Iterable[torch.Tensor], keep: Collection[str] = (), packing: Packing | None = None
+        self,
+        unit: str,
+        inputs: Iterable[torch.Tensor],
+        keep: Collection[str] = (),
+        look_at: LookAt | None = None,
     ) -> None:
         self.unit = unit
-        self._packing = packing
+        self._look_at = look_at
         self._everything, self._attention = EVERYTHING in keep, ATTENTION in keep
         self.keeping = False  # a module runs whose products are kept
         self.running = False
@@ -246,7 +250,7 @@ class Tape:
             source.hold(tensor)
             return Kept(tensor, self.unit)
         self._commit(source, memo)
-        entry = self._packing(tensor) if self._packing is not None else None
+        entry = self._look_at(tensor) if self._look_at is not None else None
         slot = RemadeSlot(self._maker, source, geometry_of(tensor), entry)
         source.slots.append(weakref.ref(slot))
         return slot

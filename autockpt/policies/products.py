@@ -11,11 +11,11 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
+from autockpt.checkpointing.fingerprint import geometry_of
 from autockpt.checkpointing.frame import diverged
 from autockpt.policies.base import setting
 from autockpt.policies.casts import autocast_now, may_be_remembered, remembered_cast
 from autockpt.policies.conflicts import is_wrapped
-from autockpt.policies.fingerprints import geometry_of
 from autockpt.policies.saved import address_of
 
 Source = tuple[int, torch.dtype | None]

@@ -10,9 +10,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from autockpt.checkpointing import CheckpointedUnit, CheckpointFrame
-from autockpt.checkpointing.unit import FIRST_CALLS
+from autockpt.checkpointing.divergence import FIRST_CALLS
 from autockpt.errors import ConflictError
-from autockpt.policies.assigned import Assignments, keep_identity
+from autockpt.policies.assigned import keep_identity
 from autockpt.policies.attachment import Attachment, acts, call_inner, call_plainly
 from autockpt.policies.base import PlannedUnit, Policy, PolicySession
 from autockpt.policies.compiling import outside_graphs, run_as_it_is, traces_backward
@@ -26,7 +26,7 @@ from autockpt.schema.choices import Choice
 class RecomputeState(Attachment):
     """A unit's attachment, with what its calls taught about it."""
 
-    has_sentinel: ClassVar[bool] = True
+    has_check: ClassVar[bool] = True
 
     def __init__(self, unit: str) -> None:
         super().__init__(unit)
@@ -44,7 +44,7 @@ class RecomputeState(Attachment):
         """The unit as its modules are now. Where they are others, what calls taught is forgotten."""
         unit = self._cache_unit
         if unit is None or unit.module is not module or not unit.has_same_modules():
-            unit = self._cache_unit = CheckpointedUnit(self.unit, module, self._first_calls)
+            unit = self._cache_unit = CheckpointedUnit(self.unit, module, self.check, self._first_calls)
         return unit
 
     def call(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -128,22 +128,11 @@ def _run_twice(module: nn.Module, state: RecomputeState, args: tuple[Any, ...], 
     caches = any([type(value) is StandIn for value in (*args, *kwargs.values())])
     forward = state.call_with_caches if caches else state.call
     frame = CheckpointFrame(state.checkpointed(module), functools.partial(forward, module), args, kwargs, state.turn)
-    watch = observer = None
-    if (sentinel := state.sentinel) is not None:
-        watch = sentinel.watch(module)
-        observer = sentinel.observer(watch)
     try:
-        if watch is None or not watch.assigns:
-            output = frame.run(args, kwargs, observer)
-        else:
-            with (assignments := Assignments(state.unit, frame.pack)):
-                output = frame.run(args, kwargs, observer, assignments.pack)
+        return frame.run(args, kwargs)
     except (RuntimeError, AssertionError) as error:
         refuse_by_message(error, state.unit)
         raise
-    if watch is not None:
-        watch.forward_ended()
-    return output
 
 
 _recompute_between_graphs = outside_graphs(

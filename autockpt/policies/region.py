@@ -19,12 +19,13 @@ from typing import Any
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
+from autockpt.checkpointing.divergence import numbered
+from autockpt.checkpointing.fingerprint import Place, layout_of
 from autockpt.checkpointing.frame import diverged
 from autockpt.checkpointing.replay_context import as_in_forward, one_at_a_time
 from autockpt.errors import AutockptError
 from autockpt.policies.arguments import tensors_of
 from autockpt.policies.assigned import saving
-from autockpt.policies.fingerprints import Place, layout_of
 from autockpt.policies.replay import Replay
 from autockpt.policies.rerun_state.surroundings import user_dispatch_modes
 from autockpt.policies.rerun_state.tensors import place_of
@@ -93,12 +94,12 @@ class UnitCall:
         self._sources: list[_Outside | _Inside] = []
         self._positions: list[int] = []
         self._slots: list[weakref.ref[Slot]] = []
-        sentinel, code = replay.state.sentinel, replay.state.memory.code
+        check = replay.state.check
         # what a dispatch mode counts goes on in the second run, and its results may go by that
-        anew = bool(user_dispatch_modes())
-        self._watch = sentinel.watch(replay.module, code=code, anew=anew) if sentinel is not None else None
-        self._packing = sentinel.packing(self._watch) if sentinel is not None else None
-        self._must_end = code.must_end
+        checked = True if user_dispatch_modes() else None
+        self._observer = check.observer(checked=checked) if check is not None else None
+        self._look_at = numbered(self._observer)
+        self._must_end = replay.state.memory.code.must_end
         self.readers: dict[int, list[int]] = {}
         self.outputs: dict[int, torch.Tensor] = {}
         self._bind(region)
@@ -120,8 +121,8 @@ class UnitCall:
 
     def run(self) -> Any:
         """The first, ordinary forward. Raises ConflictError where it did what cannot be done twice."""
-        replay, watch = self._replay, self._watch
-        with saving(self.unit, self._pack, watch, assigns=watch is not None and watch.assigns):
+        replay = self._replay
+        with saving(self.unit, self._pack, self._observer):
             output = replay(*(tensors := replay.tensors))
         replay.finish()
         if replay.reached.doubts:
@@ -129,7 +130,7 @@ class UnitCall:
         return output
 
     def _pack(self, tensor: torch.Tensor) -> Slot:
-        slot = Slot(self, tensor, None if self._packing is None else self._packing(tensor))
+        slot = Slot(self, tensor, None if self._look_at is None else self._look_at(tensor))
         self._slots.append(weakref.ref(slot))
         return slot
 
@@ -173,8 +174,9 @@ class UnitCall:
         filler = Filler(self.unit, self._slots, fills=fill, stops=self is target and not self._must_end)
         tensors = self._inputs()
         self._replay.prepare()
-        if self._watch is not None:
-            self._watch.before_rerun(self._replay.module)
+        for slot in filter(None, (ref() for ref in self._slots)):
+            if slot.entry is not None:
+                slot.entry.look_again()
         try:
             # hooks in any case: backward may have been called inside a unit's forward, whose own are in force then
             with saved_tensors_hooks(filler.pack, as_it_is):
@@ -195,8 +197,6 @@ class UnitCall:
             if not filler.full:  # what runs TorchScript makes an error of its own of Enough
                 raise
         filler.ended(self._replay.reached.moved)
-        if self._watch is not None:
-            self._watch.after_rerun()
         self._keep_outputs(output, target.number)
         self._drop_inputs(target)
 

@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
+from autockpt.checkpointing.divergence import numbered
 from autockpt.errors import ConflictError
 from autockpt.policies.arguments import tensors_of
 from autockpt.policies.assigned import saving
@@ -27,7 +28,6 @@ from autockpt.policies.op_recorder import HandingOut, Tape, current, running, ta
 from autockpt.policies.rerun_state.reach import code_of
 from autockpt.policies.rerun_state.surroundings import user_dispatch_modes
 from autockpt.policies.score import Learning
-from autockpt.policies.sentinels import HELD_BYTES
 from autockpt.policies.watched_backends import refuse_changed
 from autockpt.schema.choices import ATTENTION, EVERYTHING, Choice, Remake
 
@@ -37,7 +37,7 @@ _PYTHON_NODE = torch.autograd.function.BackwardCFunction
 class RemakeState(Attachment):
     """A unit's attachment. ``keep`` as in the choice; ``everywhere``: all its ops are noted."""
 
-    has_sentinel: ClassVar[bool] = True
+    has_check: ClassVar[bool] = True
 
     def __init__(self, unit: str, keep: Sequence[str], *, everywhere: bool) -> None:
         super().__init__(unit)
@@ -94,24 +94,24 @@ def _watched(
     tensors = tensors_of((args, kwargs))
     outside, key = calls.given(module, tensors) if state.everywhere else (tensors, None)
     score = calls.scores.get(key)
-    watch, packing, code = None, None, calls.code
-    if state.sentinel is not None:
+    observer, code = None, calls.code
+    if state.check is not None:
         # what later calls go by is proven first; and what a mode does with ops when they run again, each time
         new = (key is not None and key not in calls.scores) or bool(user_dispatch_modes())
-        watch = state.sentinel.watch(module, code=code, hold=HELD_BYTES, anew=new)
-        packing = state.sentinel.packing(watch)
+        observer = state.check.observer(checked=True if new else None)
+    look_at = numbered(observer)
     if score is not None:
-        following = Following(state.unit, score, outside, packing)
-        with saving(state.unit, following.pack, watch, assigns=code.assigns), following:
+        following = Following(state.unit, score, outside, look_at)
+        with saving(state.unit, following.pack, observer, assigns=code.assigns), following:
             output = call_inner(module, state, args, kwargs)
         if following.lost:
             calls.missed(key)
         return output, None if following.lost else (score.noted, following.packed)
-    tape = Tape(state.unit, tensors, state.keep, packing)
+    tape = Tape(state.unit, tensors, state.keep, look_at)
     learning = Learning(tape, outside) if key is not None else None
     noting = running(tape) if state.everywhere else nullcontext()
     handing = HandingOut(tape, data=not state.everywhere) if code.writes_unseen else nullcontext()
-    hooks = saving(state.unit, tape.pack, watch, assigns=code.assigns)
+    hooks = saving(state.unit, tape.pack, observer, assigns=code.assigns)
     with current(tape), hooks, noting, learning or nullcontext(), handing:
         output = call_inner(module, state, args, kwargs)
     if learning is not None:

@@ -78,7 +78,7 @@ def pass_over_what_is_set_to_itself() -> None:
 class ReplayState(Attachment):
     """A unit's attachment, with what its calls taught about its state."""
 
-    has_sentinel: ClassVar[bool] = True
+    has_check: ClassVar[bool] = True
 
     def __init__(self, unit: str) -> None:
         super().__init__(unit)

@@ -21,12 +21,12 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.autograd.graph import increment_version
 from torch.utils._python_dispatch import _disable_current_modes
 
+from autockpt.checkpointing.divergence import Comparison, LookAt
+from autockpt.checkpointing.fingerprint import laid_out_on, layout_of
 from autockpt.checkpointing.frame import refuse_late_written
 from autockpt.devices.base import Transport
 from autockpt.errors import InPlaceError
 from autockpt.policies.compiling import run_as_it_is
-from autockpt.policies.fingerprints import laid_out_on, layout_of
-from autockpt.policies.slots import Entry, Packing
 
 SMALL_BYTES = 16 << 10
 """Storages below this size stay: a copy costs some tens of microseconds whatever its size, and a page is 4 KiB."""
@@ -147,11 +147,11 @@ class Watched:
 
 
 class Moved(Watched):
-    """A saved tensor whose storage left the device. ``entry``: where a sentinel compares what comes back."""
+    """A saved tensor whose storage left the device. ``entry``: where what comes back is compared."""
 
     __slots__ = ("_entry", "_layout", "_storage")
 
-    def __init__(self, tensor: torch.Tensor, storage: SavedStorage, entry: Entry | None = None) -> None:
+    def __init__(self, tensor: torch.Tensor, storage: SavedStorage, entry: Comparison | None = None) -> None:
         super().__init__(tensor, storage.group.unit)
         self._storage, self._entry = storage, entry
         self._layout = layout_of(tensor)
@@ -215,8 +215,8 @@ class Packer:
     """Decides for one forward of one unit which saved tensors leave the device. ``pack`` is the hook for autograd.
 
     ``outside`` are tensors that live on without this unit: masks, rotary tables, buffers. So do leaves, but for the
-    ``hidden`` state. Tensors of subclasses stay, whatever they hold; a warning names each kind once. ``packing`` is to
-    be told what leaves.
+    ``hidden`` state. Tensors of subclasses stay, whatever they hold; a warning names each kind once. ``look_at`` is
+    called with what leaves.
     """
 
     def __init__(
@@ -224,10 +224,10 @@ class Packer:
         group: Group,
         outside: Iterable[torch.Tensor],
         module: nn.Module,
-        packing: Packing | None,
+        look_at: LookAt | None,
         hidden: torch.Tensor | None,
     ) -> None:
-        self._group, self._module, self._packing = group, module, packing
+        self._group, self._module, self._look_at = group, module, look_at
         # the caller keeps these alive during the forward, so an address cannot change its meaning
         self._hidden = id(hidden)
         self._outside = {address for t in outside if (address := address_of(t)) is not None}
@@ -237,7 +237,7 @@ class Packer:
         # inside of forward-mode AD what is made here would be its own, without memory to copy
         if forward_ad._current_level >= 0 or not self._leaves(tensor):
             return Kept(tensor, self._group.unit)
-        entry = self._packing(tensor) if self._packing is not None else None
+        entry = self._look_at(tensor) if self._look_at is not None else None
         return Moved(tensor, self._storage_of(tensor), entry)
 
     def _leaves(self, tensor: torch.Tensor) -> bool:

@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_structure, tree_unflatten
 
+from autockpt.checkpointing.fingerprint import Geometry, geometry_of
 from autockpt.checkpointing.frame import diverged
 from autockpt.policies import products
 from autockpt.policies.attachment import Attachment, call_inner, current_transform
@@ -34,7 +35,6 @@ from autockpt.policies.compute_ops import (
     kind_of,
     writes_to_given,
 )
-from autockpt.policies.fingerprints import Geometry, geometry_of
 from autockpt.policies.replay import Replay, ReplayState
 from autockpt.policies.rerun_state.reach import Node, changed_of
 from autockpt.policies.rerun_state.surroundings import user_modes

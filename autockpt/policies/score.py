@@ -18,11 +18,11 @@ from torch._ops import OpOverload, OpOverloadPacket
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
+from autockpt.checkpointing.fingerprint import Geometry, geometry_of
 from autockpt.policies.casts import TO_COPY, CastsUsed, autocast_now, dispatch_modes, may_be_remembered
 from autockpt.policies.compiling import run_as_it_is
 from autockpt.policies.compute_ops import METADATA
 from autockpt.policies.conflicts import is_wrapped, sequence_nr
-from autockpt.policies.fingerprints import Geometry, geometry_of
 from autockpt.policies.op_recorder import HANDS_OUT, PLAIN, Tape
 from autockpt.policies.tape import Origin, RerunOp
 

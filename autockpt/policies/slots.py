@@ -7,11 +7,11 @@ on saved tensors switch off autograd's own check for changes in place.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from autockpt.checkpointing.divergence import Comparison
 from autockpt.checkpointing.frame import diverged, refuse_late_written
 from autockpt.errors import InPlaceError
 from autockpt.policies.base import interned
@@ -21,31 +21,17 @@ if TYPE_CHECKING:
     from autockpt.policies.region import UnitCall
 
 
-class Entry(Protocol):
-    """A saved tensor that a sentinel looks at."""
-
-    def look_again(self) -> None:
-        """See what the tensor holds now: something else is about to be fetched or made for it."""
-
-    def handed(self, value: torch.Tensor) -> None:
-        """Backward is given ``value`` for it."""
-
-
-Packing = Callable[[torch.Tensor], Entry | None]
-"""Is told of every tensor that autograd saves and for which something else will be handed out."""
-
-
 class Enough(Exception):
     """All slots are filled. Like torch's own no BaseException: modules run hooks at exceptions of this kind only."""
 
 
 class Empty:
     """Stands in an autograd graph for a saved tensor. ``value`` is there between its making and its use; ``entry``
-    where a sentinel compares it."""
+    where it is compared."""
 
     __slots__ = ("__weakref__", "entry", "value", "version")
 
-    entry: Entry | None
+    entry: Comparison | None
     value: torch.Tensor | None
     version: int
 
@@ -63,7 +49,7 @@ class Slot(Empty):
 
     __slots__ = ("form", "maker")
 
-    def __init__(self, maker: UnitCall, tensor: torch.Tensor, entry: Entry | None) -> None:
+    def __init__(self, maker: UnitCall, tensor: torch.Tensor, entry: Comparison | None) -> None:
         self.value, self.version, self.entry = None, 0, entry  # not by way of super: there are many
         self.maker, self.form = maker, interned((tensor.size(), tensor.dtype, tensor.device))
 

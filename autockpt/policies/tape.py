@@ -24,14 +24,15 @@ from typing import Any, NamedTuple
 
 import torch
 
+from autockpt.checkpointing.divergence import Comparison
+from autockpt.checkpointing.fingerprint import Geometry, geometry_of
 from autockpt.checkpointing.frame import diverged
 from autockpt.checkpointing.replay_context import running_again
 from autockpt.errors import InPlaceError
 from autockpt.policies.compiling import run_as_it_is
-from autockpt.policies.fingerprints import Geometry, geometry_of
 from autockpt.policies.rerun_state.surroundings import outside_inference, switched, switches, under, user_dispatch_modes
 from autockpt.policies.saved_outputs import alias
-from autockpt.policies.slots import Empty, Entry
+from autockpt.policies.slots import Empty
 
 
 class Origin:
@@ -166,7 +167,7 @@ class RemadeSlot(Empty):
 
     __slots__ = ("geometry", "maker", "source")
 
-    def __init__(self, maker: Maker, source: Origin, geometry: Geometry, entry: Entry | None = None) -> None:
+    def __init__(self, maker: Maker, source: Origin, geometry: Geometry, entry: Comparison | None = None) -> None:
         self.value, self.version, self.entry = None, 0, entry
         self.maker, self.source, self.geometry = maker, source, geometry
 

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 from torch.utils._pytree import tree_leaves
 
-from autockpt.policies.fingerprints import fingerprint, form_of, why_not
+from autockpt.checkpointing.fingerprint import fingerprint, form_of, why_not
 
 hooks_in_force: Callable[[bool], tuple[Callable[..., Any], Callable[..., Any]] | None]
 hooks_in_force = torch._C._autograd._top_saved_tensors_default_hooks  # type: ignore[attr-defined]

@@ -17,12 +17,12 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import BaseTorchDispatchMode
 
 from autockpt.checkpointing.autocast import without_remembered_casts
+from autockpt.checkpointing.fingerprint import digest
 from autockpt.devices.random_states import RandomStates
 from autockpt.errors import ConflictError
 from autockpt.policies.arguments import tensors_of
 from autockpt.policies.attachment import Attachment, call_inner
 from autockpt.policies.base import device_of
-from autockpt.policies.fingerprints import digest
 
 KNOWN = ("cpu", "cuda", "meta")
 WATCHING = ("selective", "keep_attention", "remake")

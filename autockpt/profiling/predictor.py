@@ -10,10 +10,10 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+from autockpt.checkpointing.fingerprint import TABLE_BYTES
 from autockpt.devices import host_bytes_of
 from autockpt.hardware.cuda_memory import AtHand, Requests, device_peak, with_resident
 from autockpt.policies.base import setting
-from autockpt.policies.fingerprints import TABLE_BYTES
 from autockpt.schema import Choice, DeviceInfo, Environment, Graph, Hardware, OpTimes, Prediction, plan_hash
 from autockpt.schema.device import ALLOCATOR_SETTINGS, WITHOUT_STREAMS
 from autockpt.schema.request import Listener, Silence

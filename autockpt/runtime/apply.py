@@ -10,12 +10,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from autockpt.checkpointing.divergence import Mode
 from autockpt.devices import get_device
 from autockpt.devices.accelerator import AcceleratorDevice
 from autockpt.errors import ConflictError, PlanError, UsageError
 from autockpt.history.trialplan import plan_at
 from autockpt.policies.base import device_of
-from autockpt.policies.sentinels import Mode
 from autockpt.runtime.adaptive import Adaptive, Move, leaner_choices, meter_of
 from autockpt.runtime.by_batch import BatchSets, attach_sets
 from autockpt.runtime.compiled import other_steps

@@ -18,12 +18,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, distributed, nn
 
+from autockpt.checkpointing.divergence import Mode as SentinelMode
 from autockpt.devices.transport import Ways
 from autockpt.errors import ConflictError
 from autockpt.policies.base import ForwardListener
 from autockpt.policies.compiling import eagerly
 from autockpt.policies.offload import MOVING
-from autockpt.policies.sentinels import Mode as SentinelMode
 from autockpt.runtime.adaptive import Adaptive
 from autockpt.runtime.compiled import compiled_as
 from autockpt.runtime.proving import Proof, UnitProof

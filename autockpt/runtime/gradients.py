@@ -10,7 +10,7 @@ from typing import NamedTuple
 from pydantic import Field
 from torch import nn
 
-from autockpt.policies.sketches import TOLERANCE
+from autockpt.checkpointing.tolerance import TOLERANCE
 from autockpt.runtime.observation import ForwardBackward, Observation, deterministically, observe, stricter_with
 from autockpt.schema.base import Data
 

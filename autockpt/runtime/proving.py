@@ -1,4 +1,4 @@
-"""Sentinels of a session, and what they have checked."""
+"""DivergenceCheck of a session, and what they have checked."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from collections.abc import Iterable
 
 from pydantic import Field
 
+from autockpt.checkpointing.divergence import FIRST_CALLS, LONGEST, DivergenceCheck, Mode
 from autockpt.errors import UsageError
-from autockpt.policies.sentinels import FIRST_CALLS, WINDOW, Mode, Sentinels
 from autockpt.schema.base import Data
 
 VARIABLE = "AUTOCKPT_SENTINELS"
@@ -21,7 +21,7 @@ class UnitProof(Data):
 
     checks: int = Field(default=0, description="calls whose backward was given what forward had computed, bit by bit")
     tensors: int = Field(default=0, description="tensors compared in these")
-    spots: int = Field(default=0, description="tensors of other calls that were compared at one place")
+    samples: int = Field(default=0, description="tensors of other calls that were compared at one place")
     last_step: int | None = Field(default=None, description="the last step that was proven right")
     unchecked: dict[str, int] = Field(default_factory=dict, description="what could not be checked: why, how often")
 
@@ -30,12 +30,13 @@ class Proof(Data):
     """What sentinels have checked so far. ``print`` shows it.
 
     A step is a forward pass of the whole model with gradients enabled. Every unit's first two calls are checked, with
-    ``sample`` then one of every ``window``, and of the others a few tensors at one place; with ``all`` every call.
+    ``sample`` then ever fewer, at last one after ``window`` others, of which eight elements each are compared; with
+    ``all`` every call.
     ``unwatched``: units of the plan that no sentinel stands over, and why.
     """
 
     mode: Mode
-    window: int = WINDOW
+    window: int = LONGEST
     steps: int = 0
     units: dict[str, UnitProof] = Field(default_factory=dict)
     unwatched: dict[str, str] = Field(default_factory=dict)
@@ -51,18 +52,22 @@ class Proof(Data):
         return sum(unit.tensors for unit in self.units.values())
 
     @property
-    def spots(self) -> int:
+    def samples(self) -> int:
         """Tensors of other calls that were compared at one place, of all units."""
-        return sum(unit.spots for unit in self.units.values())
+        return sum(unit.samples for unit in self.units.values())
 
     def __str__(self) -> str:
         if self.mode == "off":
             return f"sentinels are off ({VARIABLE}, sentinels= of apply)"
         proven = sum(1 for unit in self.units.values() if unit.checks)
-        often = "every call" if self.mode == "all" else f"{FIRST_CALLS} first calls, then every {self.window} steps"
+        often = (
+            "every call"
+            if self.mode == "all"
+            else f"{FIRST_CALLS} first calls, then ever fewer, at least one in {self.window + 1}"
+        )
         lines = [
             f"sentinels ({often}): in {self.steps} steps {self.tensors} tensors in {self.checks} calls of {proven} of "
-            f"{len(self.units)} units were what forward had computed, {self.spots} of other calls at one place each"
+            f"{len(self.units)} units were what forward had computed, {self.samples} of other calls at one place each"
         ]
         for name, unit in self.units.items():
             lines += [f"  {name}: {times} × not checked: {why}" for why, times in unit.unchecked.items()]
@@ -71,25 +76,25 @@ class Proof(Data):
         return "\n".join([*lines, *(f"  {name}: not checked: {why}" for name, why in self.unwatched.items())])
 
 
-def sentinels_of(mode: str | None) -> Sentinels:
-    """Sentinels for one session: of ``mode``, else of ``AUTOCKPT_SENTINELS``, else ``sample``. Raises UsageError."""
+def sentinels_of(mode: str | None) -> DivergenceCheck:
+    """The check of one session: of ``mode``, else of ``AUTOCKPT_SENTINELS``, else ``sample``. Raises UsageError."""
     source = "sentinels" if mode is not None else VARIABLE
     asked = mode if mode is not None else os.environ.get(VARIABLE, "").strip() or "sample"
     if asked in MODES:
-        return Sentinels(asked)
+        return DivergenceCheck(asked)
     raise UsageError(f"{source} is {asked!r}", remedy=f"Set {source} to {', '.join(MODES[:-1])} or {MODES[-1]}.")
 
 
-def proof(sentinels: Sentinels, unwatched: Iterable[tuple[str, str]]) -> Proof:
+def proof(sentinels: DivergenceCheck, unwatched: Iterable[tuple[str, str]]) -> Proof:
     """What sentinels have checked so far."""
     units: dict[str, UnitProof] = {}
     for unit in sentinels.units:
         known = units.get(unit.name, UnitProof())
-        steps = [step for step in (known.last_step, unit.last_proven) if step is not None]
+        steps = [step for step in (known.last_step, unit.last_checked) if step is not None]
         units[unit.name] = UnitProof(
             checks=known.checks + unit.checks,
             tensors=known.tensors + unit.tensors,
-            spots=known.spots + unit.spots,
+            samples=known.samples + unit.samples,
             last_step=max(steps, default=None),
             unchecked=dict(Counter(known.unchecked) + unit.unchecked),
         )

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 from torch import nn
 
+from autockpt.checkpointing.divergence import DivergenceCheck, Mode
 from autockpt.devices.transport import Transports, Ways
 from autockpt.errors import ConflictError, PlanError
 from autockpt.policies import POLICIES
@@ -16,8 +17,6 @@ from autockpt.policies.attachment import AttachedForward, Attachment, attached_t
 from autockpt.policies.base import ForwardListener, PlannedUnit
 from autockpt.policies.conflicts import flagged_modules, refuse_lazy, refuse_native, refuse_wrappers
 from autockpt.policies.rerun_state.reach import writes_to_any
-from autockpt.policies.sentinels import Mode as SentinelMode
-from autockpt.policies.sentinels import Sentinels
 from autockpt.runtime.guard import CacheState, GuardState, cache_owners, run_guarded, run_without_cache
 from autockpt.runtime.proving import Proof, proof, sentinels_of
 from autockpt.schema.choices import Choice
@@ -37,7 +36,7 @@ class Session:
 
     order: Sequence[PlannedUnit]
     transports: Transports
-    sentinels: Sentinels = field(default_factory=Sentinels)
+    sentinels: DivergenceCheck = field(default_factory=DivergenceCheck)
     model: nn.Module | None = None
     attached: dict[str, str] = field(default_factory=dict)
     listeners: list[ForwardListener] = field(default_factory=list)
@@ -49,8 +48,8 @@ class Session:
 
     def place(self, name: str, module: nn.Module, run: Callable[..., Any], state: Attachment) -> None:
         """Make ``run(module, state, *args, **kwargs)`` the module's forward until the session is removed."""
-        if state.has_sentinel:
-            state.sentinel = self.sentinels.unit(name)
+        if state.has_check:
+            state.check = self.sentinels.unit(name)
         self._placed.append((module, place(module, run, state)))
 
     @property
@@ -137,7 +136,7 @@ def attach(
     *,
     transport: Transports | None = None,
     host_budget: int | None = None,
-    sentinels: SentinelMode | None = None,
+    sentinels: Mode | None = None,
 ) -> Session:
     """Attach choices to a live model.
 
@@ -163,7 +162,7 @@ def attach(
 
 
 def attach_units(
-    model: nn.Module, choices: Mapping[str, Choice], transports: Transports, sentinels: SentinelMode | None
+    model: nn.Module, choices: Mapping[str, Choice], transports: Transports, sentinels: Mode | None
 ) -> Session:
     """Attach choices to units as ``attach`` does; whoever calls this looks after the model as a whole."""
     check_nesting(choices)
@@ -176,7 +175,6 @@ def attach_units(
             policy.attach([unit for unit in units if unit.choice.kind == kind], session)
         session.attached = {unit.name: session.attached[unit.name] for unit in units}
         if session.sentinels.units:
-            session.sentinels.written_to_by_others = session.written_to_by_others()
             session.listeners.append(session.sentinels)
     except BaseException:
         session.remove()

@@ -7,7 +7,8 @@ import itertools
 import torch
 from torch import nn
 
-from autockpt.checkpointing.unit import FIRST_CALLS, LONGEST, CheckpointedUnit, Schedule
+from autockpt.checkpointing.divergence import FIRST_CALLS, LONGEST, Schedule
+from autockpt.checkpointing.unit import CheckpointedUnit
 
 
 def checked(first: int, calls: int) -> list[int]:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from autockpt.policies.fingerprints import fingerprint, form_of
+from autockpt.checkpointing.fingerprint import fingerprint, form_of
 from tests.measuring.small_workloads import FACTORY, make_workload
 
 

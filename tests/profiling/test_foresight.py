@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from autockpt.checkpointing.fingerprint import TABLE_BYTES
 from autockpt.hardware.cuda_memory import device_peak, with_resident, workspaces_stay
-from autockpt.policies.fingerprints import TABLE_BYTES
 from autockpt.profiling import memory_at_hand, simulated_memory
 from autockpt.profiling.predictor import SAFETY
 from autockpt.schema import OFFLOAD, DeviceInfo, Environment, Graph, OpTimes, WorkloadSpec

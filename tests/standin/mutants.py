@@ -30,7 +30,8 @@ class Mutant(NamedTuple):
 
 
 _STREAMS, _DISK = "autockpt.devices.streams", "autockpt.devices.disk"
-_SAVED, _PRINTS, _SENTINELS = "autockpt.policies.saved", "autockpt.policies.fingerprints", "autockpt.policies.sentinels"
+_SAVED, _PRINTS = "autockpt.policies.saved", "autockpt.checkpointing.fingerprint"
+_DIVERGENCE = "autockpt.checkpointing.divergence"
 _ELSEWHERE = "if stream_of({}.device) != self._stream"
 MUTANTS = {
     "the copy out does not wait for what made the source": Mutant(_STREAMS, "[self._ready, *earlier]", "[*earlier]"),
@@ -147,13 +148,13 @@ MUTANTS = {
         _PRINTS, "            stream.synchronize()  # once", "            pass  # once"
     ),
     "sentinels: fingerprints are taken on whatever stream forward ends on": Mutant(
-        _SENTINELS, _ELSEWHERE.format("tensor"), "if False"
+        _DIVERGENCE, _ELSEWHERE.format("tensor"), "if False"
     ),
     "sentinels: what lives is looked at again on any stream": Mutant(
-        _SENTINELS, _ELSEWHERE.format("self._form"), "if False"
+        _DIVERGENCE, _ELSEWHERE.format("self._form"), "if False"
     ),
     "sentinels: what is handed out is compared on any stream": Mutant(
-        _SENTINELS,
+        _DIVERGENCE,
         _ELSEWHERE.format("value"),
         "if False",
         equivalent="autograd runs a node on the stream that its forward ran on, and there asks for what it saved",

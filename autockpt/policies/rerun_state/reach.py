@@ -27,9 +27,9 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import nn
 
+from autockpt.checkpointing.fingerprint import host_values
 from autockpt.policies.attachment import attached_to
 from autockpt.policies.base import setting
-from autockpt.policies.fingerprints import host_values
 from autockpt.policies.rerun_state.code import OBSERVES, Code, may_do, names_of
 from autockpt.policies.rerun_state.fields import HEAP, attributes, slots_named, slots_of
 from autockpt.policies.rerun_state.iterators import ADVANCING, IN_C

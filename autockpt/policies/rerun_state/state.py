@@ -21,8 +21,8 @@ import torch
 from torch import nn
 from torch.nn.modules import module as all_modules
 
+from autockpt.checkpointing.fingerprint import stream_of
 from autockpt.errors import ConflictError, InPlaceError
-from autockpt.policies.fingerprints import stream_of
 from autockpt.policies.rerun_state.code import Code
 from autockpt.policies.rerun_state.kinds import ABSENT, Fields, Parameters
 from autockpt.policies.rerun_state.libraries import registered

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from autockpt.policies import fingerprints
-from autockpt.policies.fingerprints import layout_of, quietly, stream_of, why_not
+from autockpt.checkpointing import fingerprint as fingerprints
+from autockpt.checkpointing.fingerprint import form_of, layout_of, quietly, stream_of, why_not
 
 COPIED_BYTES = 1 << 28
 """Tensors and arrays up to this size are copied where that is needed to put them back."""
@@ -185,7 +185,7 @@ def fingerprint(tensor: torch.Tensor) -> torch.Tensor | int | None:
     if without_values() or why_not(tensor) is not None or not tensor.nbytes or tensor.is_conj() or tensor.is_neg():
         return None
     with quietly():
-        print = fingerprints.fingerprint(tensor, fingerprints.form_of(tensor))
+        print = fingerprints.fingerprint(tensor, form_of(tensor))
         return int(print) if tensor.is_cpu else print  # there nothing waits, and a tensor would count as held
 
 

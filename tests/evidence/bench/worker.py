@@ -9,10 +9,10 @@ from typing import Any
 
 from torch import nn
 
+from autockpt.checkpointing.fingerprint import digest
 from autockpt.errors import AutockptError, DeviceOutOfMemory, UsageError
 from autockpt.measuring import StepRunner
 from autockpt.measuring.failures import device_lost
-from autockpt.policies.fingerprints import digest
 from autockpt.runtime import without_kv_cache
 from autockpt.runtime.gradients import Reference, judge, observe_reference
 from autockpt.runtime.observation import Observation, deterministically

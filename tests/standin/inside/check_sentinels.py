@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from autockpt.checkpointing.fingerprint import fingerprint, form_of
 from autockpt.errors import RerunMismatch
-from autockpt.policies.fingerprints import fingerprint, form_of
 from autockpt.runtime import Session, attach
 from autockpt.schema.choices import parse_choice
 from tests.standin.inside.scenarios import BLOCKS, DEVICE, SIDES, Aside, Block, Model, batch
@@ -78,7 +78,7 @@ def test_a_write_between_forward_and_backward_is_found_two_steps_later_and_nobod
     with attach(model, {f"blocks.{n}": parse_choice(kind) for n in range(BLOCKS)}) as session:
         for _ in range(6):
             model(x).backward()
-        assert session.proof().spots > 0
+        assert session.proof().samples > 0
         standin.synchronize()
         standin.set_schedule(schedule)
         before = standin.extension.counts().get("host waits", 0)

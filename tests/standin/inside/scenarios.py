@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from autockpt.checkpointing import fingerprint as fingerprints
 from autockpt.devices import disk, hostpool
-from autockpt.policies import fingerprints
 from autockpt.runtime import attach
 from autockpt.schema.choices import OFFLOAD, RECOMPUTE, SAVE, Choice, Offload, RecomputeOffload, parse_choice
 

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autockpt.policies import fingerprints
-from autockpt.policies.fingerprints import fingerprint, form_of, why_not
+from autockpt.checkpointing import fingerprint as fingerprints
+from autockpt.checkpointing.fingerprint import fingerprint, form_of, why_not
 
 FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.complex128)
 OTHERS = (torch.bool, torch.uint8, torch.int16, torch.int32, torch.int64, torch.float8_e4m3fn, torch.float8_e5m2)

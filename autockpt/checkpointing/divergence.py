@@ -1,0 +1,522 @@
+"""Compare what backward is given with what forward computed: a recomputation that differs must not train.
+
+A unit's calls are checked whole at first and then ever more seldom (``Schedule``). In a checked call every tensor that
+is dropped or moved is fingerprinted when the unit's forward has ended, again just before backward recomputes it if the
+original is still alive, and compared with what backward is given. The verdicts are read once, at the end of that
+backward. In every other call eight elements of the last computed tensor are compared, and of every tensor beyond the
+number that calls saved before: nearly every change reaches the last tensor, or saves one more.
+
+Comparisons run on the tensors' device and draw no random numbers. They hold 64 bits of a tensor, or eight elements.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import warnings
+import weakref
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Literal, NamedTuple, Protocol
+
+import torch
+
+from autockpt.checkpointing.fingerprint import (
+    Compared,
+    fingerprint,
+    form_of,
+    laid_out_on,
+    layout_of,
+    left_unwritten,
+    local_part,
+    quietly,
+    read,
+    stream_of,
+    why_not,
+)
+from autockpt.checkpointing.tolerance import distance_of, repeats, tolerance_of, unseen_sums
+from autockpt.errors import RerunMismatch
+
+Mode = Literal["off", "sample", "all"]
+FIRST_CALLS, LONGEST = 2, 512
+"""Checked are the first calls of each kind, and later ones at growing distances, at last after so many others."""
+SAMPLE = 8
+"""Neighbouring elements that are compared in unchecked calls, at another place in every step."""
+_ROOM = 4.0  # eight elements may differ more by rounding alone, relative to their length, than a whole tensor
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
+_OTHER_STREAM = "a tensor that was saved on another stream"
+_CAUSES = (
+    "Likely causes: an object, counter, generator, attribute, hook or context that forward reads was changed, by it or "
+    "before backward; forward draws from a generator that it seeds anew (`default_rng()`, `seed()`), or reads a clock; "
+    "a tensor was written to by `.data` or NumPy; a function of torch.jit.script was compiled anew; memory or hardware "
+    "failed."
+)
+_OF_THE_PROCESS = ("_lock", "open", "_pending", "on_devices")
+_current_node: Callable[[], Any] = torch._C._current_autograd_node
+_sequence_nr: Callable[[], int] = torch.autograd._get_sequence_nr  # type: ignore[attr-defined]
+_graph_task: Callable[[], int] = torch._C._current_graph_task_id
+
+
+class Schedule:
+    """Which calls of one kind are checked."""
+
+    def __init__(self, first: int = FIRST_CALLS) -> None:
+        self.calls, self._gap = FIRST_CALLS - first, 1
+        self._last = self._due = 0
+
+    def next(self) -> int | None:
+        """A call begins. Where it is to be checked, how many calls went unchecked since the last that was."""
+        self.calls += 1
+        if self.calls > FIRST_CALLS and self.calls < self._due:
+            return None
+        late, self._last = self.calls - self._last - 1, self.calls
+        if self.calls >= FIRST_CALLS:
+            self._due, self._gap = self.calls + self._gap + 1, min(2 * self._gap, LONGEST)
+        return late
+
+
+class Comparison(Protocol):
+    """Compares one saved tensor with what backward is given for it."""
+
+    def look_again(self) -> None:
+        """The original is about to be recomputed or fetched: note what it holds now, if it is alive."""
+
+    def handed(self, value: torch.Tensor) -> None:
+        """Backward is given ``value`` for it. Raises RerunMismatch where the host can see at once that it differs."""
+
+
+class Observer(Protocol):
+    """Decides which saved tensors of one call are compared: the one of number ``sampled``, and all from ``beyond``."""
+
+    @property
+    def sampled(self) -> int: ...
+
+    @property
+    def beyond(self) -> int: ...
+
+    def look_at(self, number: int, tensor: torch.Tensor) -> Comparison | None:
+        """Autograd saves ``tensor``, the one of this number. None where it cannot be compared."""
+
+
+class DivergenceCheck:
+    """The checks of one session, and its steps: forward passes of the whole model. Copied and pickled with it."""
+
+    def __init__(self, mode: Mode = "off") -> None:
+        self.mode: Mode = mode
+        self.step = 0
+        self.measured = False
+        self.units: list[UnitCheck] = []
+        self._warned = False
+        self._reset()
+
+    def _reset(self) -> None:
+        self._lock = threading.Lock()
+        self.open: list[weakref.ref[CheckedCall]] = []  # of the present forward
+        self._pending: dict[int, dict[int, CheckedCall]] = {}
+        self.on_devices = DeviceSamples()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {k: v for k, v in self.__dict__.items() if k not in _OF_THE_PROCESS}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._reset()
+
+    def unit(self, name: str) -> UnitCheck | None:
+        """The check of one more attachment; None where all are off."""
+        if self.mode == "off":
+            return None
+        self.units.append(UnitCheck(self, name))
+        return self.units[-1]
+
+    def in_mid_training(self) -> None:
+        """Steps are measured as ones in the middle of training: no call is fingerprinted, one is looked at."""
+        self.measured = True
+
+    def begin(self) -> None:
+        """A forward of the whole model begins. Raises RerunMismatch for samples that differed on a device before."""
+        if torch.compiler.is_dynamo_compiling():
+            return
+        self.step += 1
+        if _graph_task() == -1:
+            self._pending.clear()  # left by a backward that failed
+        if self.on_devices and not is_capturing() and (sample := self.on_devices.next_step()) is not None:
+            raise sample.error()
+
+    def end(self) -> None:
+        """A forward of the whole model has ended. What a unit returned is alive until here, and may be written to."""
+        if not torch.compiler.is_dynamo_compiling():
+            opened, self.open = self.open, []
+            for call in filter(None, (ref() for ref in opened)):
+                call.look_again()
+
+    def judge_at_end(self, call: CheckedCall) -> None:
+        """Judge a call when the present backward ends, or now outside of any."""
+        task = _graph_task()
+        if task == -1:
+            self._judge([call])
+            return
+        with self._lock:
+            if task not in self._pending:
+                self._pending[task] = {}
+                torch.autograd.Variable._execution_engine.queue_callback(partial(self._finish, task))
+            self._pending[task][id(call)] = call
+
+    def _finish(self, task: int) -> None:
+        with self._lock:
+            calls = list(self._pending.pop(task, {}).values())
+        self._judge(calls)
+
+    def _judge(self, calls: list[CheckedCall]) -> None:
+        """The one read. Raises RerunMismatch for the first unit with tensors that differ."""
+        compared = [(call, pair) for call in calls for pair in call.take()]
+        wrong: dict[CheckedCall, list[Compared]] = {}
+        for (call, pair), (same, away) in zip(compared, read([pair for _, pair in compared]), strict=True):
+            if same:
+                continue
+            if pair.tolerance is not None and away <= pair.tolerance:
+                self._does_not_repeat(call.unit, away)
+            else:
+                wrong.setdefault(call, []).append(pair)
+        for call in calls:
+            if call not in wrong:
+                call.unit.checks += 1
+                call.unit.tensors += sum(1 for owner, _ in compared if owner is call)
+                call.unit.last_checked = call.step
+        for call, different in wrong.items():
+            more = f" and {len(different) - 1} more" if len(different) > 1 else ""
+            raise call.unit.mismatch(call.step, different[0].what + more)
+
+    def _does_not_repeat(self, unit: UnitCheck, away: float) -> None:
+        """A device's kernels give other last bits each time: warn once."""
+        if not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"kernels of {unit.name} do not repeat themselves bit by bit on this device (distance {away:.1e}), so "
+                "what runs again is compared within rounding only; torch.use_deterministic_algorithms(True) lets it be "
+                "compared bit by bit",
+                stacklevel=2,
+            )
+
+
+class UnitCheck:
+    """What is known about one attached unit. In unchecked calls the observer of its sample."""
+
+    def __init__(self, check: DivergenceCheck, name: str) -> None:
+        self.check, self.name = check, name
+        self.calls = self.checks = self.tensors = self.samples = 0
+        self.last_checked: int | None = None  # the step
+        self.unchecked: Counter[str] = Counter()
+        self.sampled, self.beyond = -1, 0
+        self._schedule = Schedule()
+
+    def observer(self, *, checked: bool | None = None) -> CheckedCall | UnitCheck | None:
+        """A call begins: what looks at the tensors that it saves. ``checked`` None: by a schedule of its own."""
+        self.calls += 1
+        if checked is None:
+            checked = self._schedule.next() is not None
+        if is_capturing():
+            self.unchecked["calls in a CUDA graph that is being captured"] += 1
+            return None
+        if checked or self.check.mode == "all":
+            call = CheckedCall(self)
+            self.check.open.append(weakref.ref(call))
+            return call
+        return self if self.beyond else None  # no call was looked at so far
+
+    def look_at(self, number: int, tensor: torch.Tensor) -> Sample | None:
+        """As ``Observer.look_at``."""
+        return Sample(self, number, tensor) if can_be_sampled(tensor) else None
+
+    def mismatch(self, step: int, what: str) -> RerunMismatch:
+        """The error for ``what`` was not as forward had computed it."""
+        name, last = self.name, self.last_checked
+        since = f"last proven right in step {last}" if last is not None else "never proven right"
+        back = f"go back to a checkpoint of step {last} or before" if last is not None else "start again"
+        return RerunMismatch(
+            f"backward of {name} was not given what its forward had computed (step {step}, {since}): {what}. Do not "
+            "use the gradients of this backward",
+            remedy=f"{_CAUSES}\nUse `save` for {name}, or take what changes out of its forward, and {back}.",
+        )
+
+
+LookAt = Callable[[torch.Tensor], Comparison | None]
+
+
+def numbered(observer: Observer | None) -> LookAt | None:
+    """For hooks that do not count what they are given: what ``observer`` makes of each saved tensor in turn."""
+    if observer is None:
+        return None
+    numbers = itertools.count()
+
+    def look_at(tensor: torch.Tensor) -> Comparison | None:
+        number = next(numbers)
+        chosen = number == observer.sampled or number >= observer.beyond
+        return observer.look_at(number, tensor) if chosen else None
+
+    return look_at
+
+
+class CheckedCall:
+    """One call that is checked: an observer of all that it saves. ``step`` is the one that it belongs to."""
+
+    sampled, beyond = -1, 0
+
+    def __init__(self, unit: UnitCheck) -> None:
+        self.unit, self.check = unit, unit.check
+        self.step = unit.check.step or unit.calls
+        self._since = _sequence_nr()
+        self._saved = 0
+        self._sample = -1
+        self._entries: list[CheckedTensor] = []
+        self._compared: list[Compared] = []
+        self._parameters: list[tuple[str, torch.Tensor, torch.Tensor]] = []  # with their fingerprints
+
+    def look_at(self, number: int, tensor: torch.Tensor) -> CheckedTensor | None:
+        """As ``Observer.look_at``."""
+        self._saved = number + 1
+        if self._is_computed(tensor) and can_be_sampled(tensor):
+            self._sample = number
+        if self.check.measured:
+            return None
+        self._entries.append(entry := CheckedTensor(self, number, tensor))
+        return entry
+
+    def _is_computed(self, tensor: torch.Tensor) -> bool:
+        """Whether the unit has computed it, with a gradient. A view of a weight tells nothing."""
+        node, base = tensor.grad_fn, tensor._base
+        return node is not None and node._sequence_nr() >= self._since and not (base is not None and base.is_leaf)
+
+    def forward_ended(self) -> None:
+        """The unit's forward has ended."""
+        self.unit.sampled, self.unit.beyond = self._sample, self._saved
+        for entry in self._entries:
+            entry.let_go()
+
+    def look_again(self) -> None:
+        """What the originals hold now, as far as they live, is what backward would read."""
+        for entry in self._entries:
+            entry.look_again()
+
+    def before_rerun(self, module: torch.nn.Module) -> None:
+        """The unit is about to be recomputed."""
+        if not self.check.measured:
+            named = [(name, p) for name, p in module.named_parameters() if why_not(local_part(p)) is None]
+            self._parameters = [(name, p, fingerprint(t := local_part(p), form_of(t))) for name, p in named]
+
+    def after_rerun(self) -> None:
+        """It has been: a forward that writes to a parameter by ``.data`` has done so twice."""
+        for name, parameter, before in self._parameters:
+            tensor = local_part(parameter)
+            what, stream = f"{name}, which running it again changed", stream_of(tensor.device)
+            self._compared.append(Compared(what, before, fingerprint(tensor, form_of(tensor)), stream))
+        self._parameters = []
+        self.check.judge_at_end(self)
+
+    def add(self, compared: Compared) -> None:
+        """Have a pair judged when the present backward ends."""
+        self._compared.append(compared)
+        self.check.judge_at_end(self)
+
+    def take(self) -> list[Compared]:
+        """What was added since this was called last."""
+        taken, self._compared = self._compared, []
+        return taken
+
+
+class CheckedTensor:
+    """A saved tensor of a checked call. It is held until the forward has ended: a kernel, or the unit's own code, may
+    write to it without a new version, and backward would read what was written."""
+
+    def __init__(self, call: CheckedCall, number: int, tensor: torch.Tensor) -> None:
+        self._call, self._number = call, number
+        self._print: torch.Tensor | None = None
+        self._sketch: torch.Tensor | None = None
+        self._held: torch.Tensor | None = None
+        tensor = local_part(tensor)
+        if (why := why_not(tensor)) is not None:
+            call.unit.unchecked[why] += 1
+            return
+        with quietly(), torch._C.DisableTorchFunction():
+            self._held = tensor.detach()
+            # shares the version counter, and no memory
+            self._probe, self._version = tensor.detach(), tensor._version
+            self._probe.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        self._form, self._layout = form_of(tensor), layout_of(tensor)
+        self._storage, self._stream = weakref.ref(tensor.untyped_storage()), stream_of(tensor.device)
+
+    def let_go(self) -> None:
+        """Fingerprint what is held, and hold it no longer."""
+        tensor, self._held = self._held, None
+        if tensor is None or tensor._version != self._version:
+            return  # which autograd's own check is for
+        why = _OTHER_STREAM if stream_of(tensor.device) != self._stream else why_not(tensor)
+        if why is not None:
+            self._call.unit.unchecked[why] += 1
+        else:
+            self._take_print(tensor)
+
+    def _take_print(self, tensor: torch.Tensor) -> None:
+        self._print = fingerprint(tensor, self._form)
+        if tensor.is_floating_point() and not repeats(tensor.device):
+            self._sketch = unseen_sums(tensor)
+
+    def look_again(self) -> None:
+        """As ``Comparison.look_again``: backward would have read what was written to its memory in between."""
+        storage = self._storage() if self._print is not None else None
+        if storage is None or not storage.nbytes() or self._probe._version != self._version:
+            return
+        if stream_of(self._form.device) != self._stream:
+            return
+        with quietly(), torch._C.DisableTorchFunction():
+            self._take_print(self._form.flip(laid_out_on(storage, self._form.device, self._layout)))
+
+    def handed(self, value: torch.Tensor) -> None:
+        """As ``Comparison.handed``. Compared later, with all others at once."""
+        if self._print is None:
+            return
+        value, node, why = local_part(value), _current_node(), None
+        if stream_of(value.device) != self._stream:
+            why = _OTHER_STREAM
+        elif node is not None and left_unwritten(node, value):
+            why = "a tensor that its kernel need not write"
+        elif why_not(value) is not None or self._form.of(value) != self._form:
+            why = "a tensor that came back in another layout"
+        if why is not None:
+            self._call.unit.unchecked[why] += 1
+            return
+        distance = tolerance = None
+        if self._sketch is not None:
+            distance, tolerance = distance_of(self._sketch, unseen_sums(value)), tolerance_of(value.dtype)
+        what = _in_words(self._form.dtype, self._form.size, self._number)
+        found = fingerprint(value, self._form)
+        self._call.add(Compared(what, self._print, found, self._stream, distance, tolerance))
+
+
+def can_be_sampled(tensor: torch.Tensor) -> bool:
+    """Whether it is a plain floating-point tensor whose elements lie side by side."""
+    return (
+        type(tensor) is torch.Tensor
+        and tensor.is_floating_point()
+        and tensor.layout is torch.strided
+        and not (tensor.is_nested or tensor.is_meta or tensor.is_neg())
+        and tensor.numel() >= SAMPLE
+        and (tensor.is_contiguous() or (tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last)))
+    )
+
+
+class Sample:
+    """Eight elements of a saved tensor of an unchecked call."""
+
+    __slots__ = ("_elements", "_first", "_number", "_step", "_stream", "_stride", "_what", "unit")
+
+    def __init__(self, unit: UnitCheck, number: int, tensor: torch.Tensor) -> None:
+        self.unit, self._number, self._what = unit, number, ""
+        self._step = unit.check.step or unit.calls
+        self._first, self._stride = self._step * 7919 % (tensor.numel() - SAMPLE + 1), tensor.stride()
+        self._stream = None if tensor.is_cpu else stream_of(tensor.device)
+        self._elements = _elements(tensor, self._first)
+
+    def look_again(self) -> None:
+        """Nothing: what it held when it was saved counts."""
+
+    def handed(self, value: torch.Tensor) -> None:
+        """As ``Comparison.handed``. On devices it is compared when the next step begins."""
+        stream = None if value.is_cpu else stream_of(value.device)
+        if stream != self._stream or value.stride() != self._stride:
+            return
+        if (node := _current_node()) is not None and left_unwritten(node, value):
+            return
+        self.unit.samples += 1
+        found = _elements(value, self._first)
+        if value.is_cpu and _same_bits(self._elements, found):
+            return
+        self._what = _in_words(value.dtype, value.size(), self._number)
+        if value.is_cpu:
+            raise self.error()
+        self.unit.check.on_devices.pairs.append(Pair(self, self._elements, found, stream))
+
+    def error(self) -> RerunMismatch:
+        """The error for what backward was given."""
+        return self.unit.mismatch(self._step, self._what)
+
+
+def _elements(tensor: torch.Tensor, first: int) -> torch.Tensor:
+    with quietly(), torch._C.DisableTorchFunction():
+        return tensor.detach().as_strided((SAMPLE,), (1,), tensor.storage_offset() + first).clone()
+
+
+def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    with quietly(), torch._C.DisableTorchFunction():
+        as_integers = _INTEGERS[one.element_size()]
+        return torch.equal(one.view(as_integers), other.view(as_integers))
+
+
+class Pair(NamedTuple):
+    """Two copies on a device of what should be one and the same."""
+
+    sample: Sample
+    expected: torch.Tensor
+    found: torch.Tensor
+    stream: Any
+
+
+class _Arriving(NamedTuple):
+    """How far the two of each pair are apart, on its way to the host. It has ``arrived`` after this event."""
+
+    samples: list[Sample]
+    distances: torch.Tensor
+    tolerance: float
+    arrived: Any
+
+
+class DeviceSamples:
+    """Pairs of the present step on accelerators, and the verdicts on those of steps before. The host never waits."""
+
+    def __init__(self) -> None:
+        self.pairs: list[Pair] = []
+        self._arriving: list[_Arriving] = []
+
+    def __bool__(self) -> bool:
+        return bool(self.pairs or self._arriving)
+
+    def next_step(self) -> Sample | None:
+        """Compare the pairs. Returns the first sample of an earlier step that is known by now to differ."""
+        while self._arriving and (self._arriving[0].arrived is None or self._arriving[0].arrived.query()):
+            some = self._arriving.pop(0)
+            for sample, distance in zip(some.samples, some.distances.tolist(), strict=True):
+                if distance > some.tolerance:
+                    return sample
+        pairs, self.pairs = self.pairs, []
+        groups: dict[tuple[torch.dtype, Any], list[Pair]] = {}
+        for pair in pairs:
+            groups.setdefault((pair.found.dtype, pair.stream), []).append(pair)
+        for (dtype, stream), alike in groups.items():
+            self._send(alike, dtype, stream)
+        return None
+
+    def _send(self, pairs: list[Pair], dtype: torch.dtype, stream: Any) -> None:
+        device = pairs[0].found.device
+        if stream_of(device) != stream:
+            return  # of another thread's step
+        tolerance = 0.0 if repeats(device) else _ROOM * tolerance_of(dtype)
+        with quietly(), torch._C.DisableTorchFunction(), torch.no_grad():
+            expected = torch.stack([pair.expected for pair in pairs]).float()
+            found = torch.stack([pair.found for pair in pairs]).float()
+            distances = distance_of(expected, found, dim=1).to("cpu", non_blocking=stream is not None)
+        arrived = None if stream is None else stream.record_event()
+        self._arriving.append(_Arriving([pair.sample for pair in pairs], distances, tolerance, arrived))
+
+
+def _in_words(dtype: torch.dtype, size: torch.Size, number: int) -> str:
+    """The tensor that the present node of a backward reads, the one of this ``number`` among those saved."""
+    node = _current_node()
+    reader = f"{node.name()} reads" if node is not None else "is read"
+    what = f"{str(dtype).removeprefix('torch.')} tensor {tuple(size)}"
+    return f"the {what} that {reader} (number {number + 1} of those that forward saved)"
+
+
+def is_capturing() -> bool:
+    """Whether what runs goes into a CUDA graph, and will happen only when that is replayed."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
