@@ -23,6 +23,9 @@ class _TensorAt(int):
     __slots__ = ()  # no object for the garbage collector
 
 
+_POSITIONS = [_TensorAt(position) for position in range(32)]
+
+
 class _Tree(NamedTuple):
     """A container that only pytrees know: a named tuple, a transformers ModelOutput."""
 
@@ -36,12 +39,14 @@ def flatten(value: Any, tensors: list[torch.Tensor], generators: list[torch.Gene
     A tensor that occurs twice gets one position: attention asks whether its query is its key.
     """
     kind = type(value)
-    if issubclass(kind, torch.Tensor):
+    if kind is torch.Tensor or issubclass(kind, torch.Tensor):
         for position, known in enumerate(tensors):
             if known is value:
-                return _TensorAt(position)
-        tensors.append(value)
-        return _TensorAt(len(tensors) - 1)
+                break
+        else:
+            position = len(tensors)
+            tensors.append(value)
+        return _POSITIONS[position] if position < len(_POSITIONS) else _TensorAt(position)
     if kind is tuple:
         return tuple([part if type(part) in _PLAIN else flatten(part, tensors, generators) for part in value])
     if kind is list:

@@ -127,7 +127,7 @@ class CheckpointFrame:
         self._live = None
         if (changed := self._changed_parameter()) is not None:
             raise _changes(unit.name, "parameters", changed)
-        if not unit.has_same_modules():
+        if self.checked and not unit.has_same_modules():
             self._adopt(unit.renewed())
         if everything is None:
             self._before += state.learn_quiet(quiet)
@@ -162,7 +162,7 @@ class CheckpointFrame:
     def pack(self, tensor: torch.Tensor) -> int:
         """The hook for what autograd saves."""
         forms = self._forms
-        number, form = len(forms), (tensor.shape, tensor.dtype, tensor.device)
+        number, form = len(forms), (tensor.shape, tensor.dtype)
         try:
             forms.append(self._unit.forms.setdefault(form, form))  # one object for all tensors with the same
         except TypeError:  # symbolic sizes, as of jagged tensors, have no hash
@@ -251,8 +251,8 @@ class CheckpointFrame:
         if number == len(forms):
             raise StopRecomputation  # once more: the unit caught the first
         value = tensor.detach() if tensor.requires_grad else tensor
-        if (form := (value.shape, value.dtype, value.device)) != forms[number]:
-            was, now = (f"{tuple(size)} {dtype} on {device}" for size, dtype, device in (forms[number], form))
+        if (form := (value.shape, value.dtype)) != forms[number]:
+            was, now = (f"{tuple(size)} {dtype}" for size, dtype in (forms[number], form))
             raise diverged(self._unit.name, f"saved a tensor {was} in forward and {now} when it ran again")
         if self._shared and value.untyped_storage()._cdata in self._shared:
             value = value.clone()  # a buffer that is about to be written to
