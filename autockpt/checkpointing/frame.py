@@ -59,6 +59,7 @@ class CheckpointFrame:
         "_unit",
         "_values",
         "_versions",
+        "checked",
     )
 
     def __init__(
@@ -91,6 +92,7 @@ class CheckpointFrame:
             refuse_inference(error, unit.name)
             raise
         self._late = unit.next_call(live)
+        self.checked = self._late is not None  # whether it is learned from this call what the unit's forward changes
         self._context = ReplayContext([*live, *present], generators, self.checked or unit.draws_in_python)
         self._training = unit.state.training()
         self._before: list[Entry] = []
@@ -100,11 +102,6 @@ class CheckpointFrame:
         self._values: dict[int, tuple[torch.Tensor, int]] = {}
         self._filled = 0
         self._shared: set[int] = set()
-
-    @property
-    def checked(self) -> bool:
-        """Whether it is learned from this call what the unit's forward changes."""
-        return self._late is not None
 
     # In forward.
 
