@@ -40,11 +40,8 @@ def flatten(value: Any, tensors: list[torch.Tensor], generators: list[torch.Gene
     """
     kind = type(value)
     if kind is torch.Tensor or issubclass(kind, torch.Tensor):
-        for position, known in enumerate(tensors):
-            if known is value:
-                break
-        else:
-            position = len(tensors)
+        position = next((i for i, known in enumerate(tensors) if known is value), len(tensors))
+        if position == len(tensors):
             tensors.append(value)
         return _POSITIONS[position] if position < len(_POSITIONS) else _TensorAt(position)
     if kind is tuple:

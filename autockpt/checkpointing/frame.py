@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from autockpt.checkpointing.arguments import flatten, save, unflatten
+from autockpt.checkpointing.arguments import SavedTensor, flatten, save, unflatten
 from autockpt.checkpointing.divergence import CheckedCall, Comparison, UnitCheck
 from autockpt.checkpointing.module_state import Entry
 from autockpt.checkpointing.replay_context import ReplayContext, as_in_forward, one_at_a_time, running_again
@@ -34,7 +34,7 @@ class StopRecomputation(Exception):
 
 class CheckpointFrame:
     """One call of ``unit``. ``forward`` is called with the arguments, now and in each recomputation, around which
-    ``turn`` is put."""
+    ``turn`` is put. Inputs are held by ``hold``."""
 
     # without a dictionary, and few objects in all: the more there are that live until backward, the oftener Python's
     # garbage collector looks through everything
@@ -53,6 +53,7 @@ class CheckpointFrame:
         "_parameters",
         "_shared",
         "_template",
+        "_to_end",
         "_training",
         "_trains",
         "_turn",
@@ -69,6 +70,7 @@ class CheckpointFrame:
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
         turn: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        hold: Callable[[torch.Tensor], SavedTensor] = save,
     ) -> None:
         self._unit, self._forward, self._turn = unit, forward, turn
         live: list[torch.Tensor] = []
@@ -84,7 +86,7 @@ class CheckpointFrame:
         self._trains = [tensor.requires_grad for tensor in live]
         self._parameters = unit.parameters()
         try:
-            self._inputs = [save(tensor) for tensor in live]
+            self._inputs = [hold(tensor) for tensor in live]
             self._given = [tensor._version for tensor in live]
             present = [parameter for parameter in self._parameters if parameter is not None]
             self._versions = [parameter._version for parameter in present]
@@ -100,7 +102,7 @@ class CheckpointFrame:
         self._compared: dict[int, Comparison] = {}
         self._forms: list[Any] = []
         self._values: dict[int, tuple[torch.Tensor, int]] = {}
-        self._filled = 0
+        self._filled, self._to_end = 0, False
         self._shared: set[int] = set()
 
     # In forward.
@@ -197,39 +199,46 @@ class CheckpointFrame:
         Raises InPlaceError where something that it read was changed since, ConflictError where it does not do again
         what it did.
         """
-        unit = self._unit
-        with one_at_a_time(unit.name), as_in_forward():
+        with one_at_a_time(self._unit.name), as_in_forward():
             if number in self._values and self._values[number][0]._version == self._values[number][1]:
                 return  # the thread of another device has done it
-            self._check_modules()
-            inputs = self._take_inputs()
-            for comparison in self._compared.values():
-                comparison.look_again()
-            checked = self._observer if isinstance(self._observer, CheckedCall) else None
-            if checked is not None:
-                checked.before_rerun(unit.module)
-            self._filled = 0
-            try:
-                self._run_again(inputs)
-            except Exception as error:
-                if not self._is_full:  # what runs TorchScript makes an error of its own of StopRecomputation
-                    raise _told(error, unit.name) from error.__cause__
-            finally:
-                self._shared = set()
-                if not self._is_full:
-                    self._values.clear()  # of a run that went wrong
+            self._fill()
+
+    def _fill(self) -> Any:
+        """Run the forward again and have its tensors. Returns its output where it runs ``_to_end``."""
+        unit, output = self._unit, None
+        self._check_modules()
+        inputs = self._take_inputs()
+        for comparison in self._compared.values():
+            comparison.look_again()
+        checked = self._observer if isinstance(self._observer, CheckedCall) else None
+        if checked is not None:
+            checked.before_rerun(unit.module)
+        self._filled = 0
+        try:
+            output = self._run_again(inputs)
+        except Exception as error:
+            if (
+                self._to_end or not self._is_full
+            ):  # what runs TorchScript makes an error of its own of StopRecomputation
+                raise _told(error, unit.name) from error.__cause__
+        finally:
+            self._shared = set()
             if not self._is_full:
-                raise diverged(
-                    unit.name, f"saved {len(self._forms)} tensors in forward and {self._filled} when it ran again"
-                )
-            if checked is not None:
-                checked.after_rerun()
+                self._values.clear()  # of a run that went wrong
+        if not self._is_full:
+            raise diverged(
+                unit.name, f"saved {len(self._forms)} tensors in forward and {self._filled} when it ran again"
+            )
+        if checked is not None:
+            checked.after_rerun()
+        return output
 
     @property
     def _is_full(self) -> bool:
         return self._filled == len(self._forms)
 
-    def _run_again(self, inputs: list[torch.Tensor]) -> None:
+    def _run_again(self, inputs: list[torch.Tensor]) -> Any:
         unit = self._unit
         args, kwargs = unflatten(self._template, inputs)
         with ExitStack() as stack:
@@ -240,12 +249,14 @@ class CheckpointFrame:
             stack.enter_context(self._context.restored())
             # hooks in any case: backward may have been called inside a forward whose own hooks are in force
             stack.enter_context(saved_tensors_hooks(self.repack, _as_it_is))
-            self._forward(*args, **kwargs)
+            return self._forward(*args, **kwargs)
 
     def repack(self, tensor: torch.Tensor) -> torch.Tensor:
         """The hook for what a recomputation saves."""
         number, forms = self._filled, self._forms
         if number == len(forms):
+            if self._to_end:
+                raise diverged(self._unit.name, f"saved {number} tensors in forward and more when it ran again")
             raise StopRecomputation  # once more: the unit caught the first
         value = tensor.detach() if tensor.requires_grad else tensor
         if (form := (value.shape, value.dtype)) != forms[number]:
@@ -255,7 +266,7 @@ class CheckpointFrame:
             value = value.clone()  # a buffer that is about to be written to
         self._values[number] = value, value._version
         self._filled = number + 1
-        if self._filled == len(forms):
+        if self._filled == len(forms) and not self._to_end:
             raise StopRecomputation
         return value
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
@@ -47,6 +48,12 @@ class RecomputeState(Attachment):
             unit = self._cache_unit = CheckpointedUnit(self.unit, module, self.check, self._first_calls)
         return unit
 
+    def frame(
+        self, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> CheckpointFrame:
+        """What looks after one call."""
+        return CheckpointFrame(self.checkpointed(module), forward, args, kwargs, self.turn)
+
     def call(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """The forward that stands behind this."""
         return call_inner(module, self, args, kwargs)
@@ -78,7 +85,7 @@ def run_recomputed(module: nn.Module, state: RecomputeState, /, *args: Any, **kw
     if not acts(state):
         return call_plainly(module, state, args, kwargs)
     if not torch.compiler.is_compiling():
-        return _run_twice(module, state, args, kwargs)
+        return run_in_frame(module, state, args, kwargs)
     if traces_backward():
         return _recompute_in_graph(module, state, args, kwargs)
     return _recompute_between_graphs(module, state, args, kwargs)
@@ -96,7 +103,7 @@ def _recompute_in_graph(module: nn.Module, state: RecomputeState, args: tuple[An
         # determinism_check only tells the compiler's cache on disk this graph from others', which nobody put right
         options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": True, "determinism_check": "default"}
         return checkpoint(inner, args, kwargs, **options)
-    return _run_twice(module, state, args, kwargs)
+    return run_in_frame(module, state, args, kwargs)
 
 
 # Compiled as a part of others only: so a graph breaks before it, and what is called then is this and not torch's.
@@ -121,13 +128,13 @@ def _inside_graph(module: nn.Module, state: RecomputeState, args: tuple[Any, ...
     return call_inner(module, state, args, kwargs)
 
 
-def _run_twice(module: nn.Module, state: RecomputeState, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def run_in_frame(module: nn.Module, state: RecomputeState, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The unit's forward, and in backward once more. Errors as ``run_recomputed``."""
     refuse_native(module, state.unit)
     args, kwargs = without_cache(module, state.unit, args, kwargs)
     caches = any([type(value) is StandIn for value in (*args, *kwargs.values())])
     forward = state.call_with_caches if caches else state.call
-    frame = CheckpointFrame(state.checkpointed(module), functools.partial(forward, module), args, kwargs, state.turn)
+    frame = state.frame(module, functools.partial(forward, module), args, kwargs)
     try:
         return frame.run(args, kwargs)
     except (RuntimeError, AssertionError) as error:
@@ -137,7 +144,7 @@ def _run_twice(module: nn.Module, state: RecomputeState, args: tuple[Any, ...], 
 
 _recompute_between_graphs = outside_graphs(
     "recompute", "would run again with other random numbers under this backend", inside=True
-)(_run_twice)
+)(run_in_frame)
 
 # Between two graphs the compiler would take on what autograd calls for each saved tensor.
 for _hook in (CheckpointFrame.pack, CheckpointFrame.unpack, CheckpointFrame.repack):

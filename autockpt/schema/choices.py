@@ -162,16 +162,14 @@ class RecomputeOffload(_Moving):
 class Segment(_Choice):
     """Several consecutive units as one region: only what enters it is kept, and it runs again as a whole in backward.
 
-    ``size`` consecutive units of a plan with this same choice form one region; a run of them that is no multiple ends
-    with a shorter one. ``levels`` 1: the whole region is made again at once (Chen et al. 2016, arXiv:1604.06174).
-    2: first only what passes between its units, then one unit at a time: less memory for up to one more forward.
+    ``size`` consecutive units of a plan with this same choice form one region, which is recomputed at once (Chen et al.
+    2016, arXiv:1604.06174); a run of them that is no multiple ends with a shorter one.
     """
 
     letter: ClassVar[str] = "G"
     says: ClassVar[str] = "several consecutive units are one region: keep its input alone and run it again in backward"
     kind: Literal["segment"] = "segment"
     size: int = Field(default=2, ge=1, description="units of one region")
-    levels: Literal[1, 2] = Field(default=1, description="2: what passes between units first, then unit by unit")
 
 
 class ChunkedSoftmax(_Choice):

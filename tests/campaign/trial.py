@@ -28,7 +28,8 @@ PLANS = 8
 """Pairs of one program: number // PLANS is the program, number % PLANS the plan."""
 UNIFORM: tuple[Any, ...] = (
     *("recompute", "selective", "keep_attention", "remake", "offload", "recompute_offload"),
-    *({"kind": "segment", "size": 2, "levels": levels} for levels in (1, 2)),
+    {"kind": "segment", "size": 2},
+    {"kind": "segment", "size": 3},
     {"kind": "remake", "keep": ["**"]},
 )
 _SPLIT = (

@@ -30,7 +30,6 @@ RERUNNING = (
     "keep_attention",
     "recompute_offload",
     Segment(size=2),
-    Segment(size=2, levels=2),
 )
 each_rerun = pytest.mark.parametrize("kind", RERUNNING, ids=str)
 WIDTH = 64

@@ -31,7 +31,7 @@ from autockpt.schema.choices import (
         ({"kind": "remake", "within": ["fused_attention"]}, "remake: within must name modules, not fused_attention"),
         ({"kind": "remake", "within": ["**"]}, "remake: within must name modules, not **"),
         ({"kind": "segment", "size": 0}, "segment: size: "),
-        ({"kind": "segment", "levels": 3}, "segment: levels: "),
+        ({"kind": "segment", "size": 0}, "segment: size: "),
         ({"kind": "segment", "depth": 2}, "segment has no option 'depth'"),
         ({"kind": "chunked_loss", "tokens": -1}, "chunked_loss: tokens: "),
     ],

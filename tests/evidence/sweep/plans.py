@@ -26,7 +26,7 @@ def random_plan(model: nn.Module, units: Sequence[Unit], seed: int) -> dict[str,
     Every third block takes the choice of the block before it, so that choices that span several units find a second.
     """
     generator = random.Random(seed)
-    segment = Segment(size=generator.randint(2, 3), levels=generator.choice((1, 2)))
+    segment = Segment(size=generator.randint(2, 4))
     inside: dict[str, list[Unit]] = {}
     for unit in units:
         if unit.parent is not None:

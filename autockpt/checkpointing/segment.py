@@ -1,0 +1,147 @@
+"""Consecutive units that share one recomputation: of what passes between them nothing is kept.
+
+A frame of a segment holds an input that an earlier call of the segment returned by a reference to that call's frame.
+Recomputing the frame recomputes the earlier one first, to its end, which fills the earlier frame's tensors on the way:
+each unit runs once more, and backward finds the whole segment's tensors.
+
+An output is known by its storage, layout and version and not by its Python object: module hooks (FSDP2's, full backward
+hooks) hand on new tensors over the same memory. A storage's Python object lives as long as the storage, so an address
+that was freed and given to another storage is not mistaken.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+
+from autockpt.checkpointing.arguments import SavedTensor, flatten, save
+from autockpt.checkpointing.fingerprint import Layout, layout_of
+from autockpt.checkpointing.frame import CheckpointFrame
+from autockpt.checkpointing.unit import CheckpointedUnit
+from autockpt.errors import InPlaceError
+
+Place = tuple[int, Layout]
+
+
+class SegmentCalls:
+    """Which calls of one segment returned what, in the present forward of the model."""
+
+    def __init__(self) -> None:
+        self.begin()
+        self.recomputed: dict[int, list[torch.Tensor]] = {}  # outputs by frame, until a recomputation is over
+
+    def begin(self) -> None:
+        """A forward of the whole model begins: forget the one before."""
+        self._returned: dict[Place, tuple[weakref.ref[torch.UntypedStorage], int, weakref.ref[SegmentFrame], int]] = {}
+
+    end = begin
+
+    def __reduce__(self) -> tuple[type[SegmentCalls], tuple[()]]:
+        return SegmentCalls, ()
+
+    def note(self, frame: SegmentFrame, output: Any) -> None:
+        """A call has returned ``output``."""
+        for number, tensor in enumerate(_tensors_in(output)):
+            if (place := _place_of(tensor)) is not None:
+                self._returned[place] = (
+                    weakref.ref(tensor.untyped_storage()),
+                    tensor._version,
+                    weakref.ref(frame),
+                    number,
+                )
+
+    def hold(self, tensor: torch.Tensor) -> SavedTensor:
+        """Hold an input of a call: by the call that returned it, where there is one."""
+        place = _place_of(tensor) if self._returned else None
+        if place is None or (known := self._returned.get(place)) is None:
+            return save(tensor)
+        storage, version, frame_ref, number = known
+        frame = frame_ref()  # None where its graph was freed
+        if frame is None or storage() is None or tensor._version != version:
+            return save(tensor)
+        return _Returned(frame, number, tensor)
+
+
+class _Returned:
+    """The tensor of this ``number`` among those that an earlier call returned."""
+
+    __slots__ = ("_frame", "_number", "_probe", "_size", "_version")
+
+    def __init__(self, frame: SegmentFrame, number: int, tensor: torch.Tensor) -> None:
+        self._frame, self._number, self._size, self._version = frame, number, tensor.size(), tensor._version
+        # shares the version counter, and no memory
+        self._probe = tensor.detach()
+        self._probe.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+
+    def unpack(self) -> torch.Tensor:
+        """As ``SavedTensor.unpack``. Raises InPlaceError where it was changed in place, as autograd would."""
+        if self._probe._version != self._version:
+            what = f"{tuple(self._size)} that {self._frame.name} returned"
+            remedy = "Replace the in-place operation after this unit by an out-of-place one."
+            raise InPlaceError.of(what, self._probe._version, self._version, remedy)
+        return self._frame.outputs()[self._number]
+
+
+class SegmentFrame(CheckpointFrame):
+    """One call of a unit in a segment."""
+
+    __slots__ = ("__weakref__", "_calls")
+
+    def __init__(
+        self,
+        calls: SegmentCalls,
+        unit: CheckpointedUnit,
+        forward: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        turn: Callable[[], AbstractContextManager[Any]],
+    ) -> None:
+        self._calls = calls
+        super().__init__(unit, forward, args, kwargs, turn, calls.hold)
+
+    @property
+    def name(self) -> str:
+        """The unit's."""
+        return self._unit.name
+
+    def run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """As ``CheckpointFrame.run``."""
+        output = super().run(args, kwargs)
+        self._calls.note(self, output)
+        return output
+
+    def outputs(self) -> list[torch.Tensor]:
+        """What the call returned, recomputed: the tensors in it, without a graph."""
+        found = self._calls.recomputed.get(id(self))
+        if found is None:
+            self._to_end = True
+            try:
+                output = self._fill()
+            finally:
+                self._to_end = False
+            found = self._calls.recomputed[id(self)] = [tensor.detach() for tensor in _tensors_in(output)]
+        return found
+
+    def _recompute(self, number: int) -> None:
+        try:
+            super()._recompute(number)
+        finally:
+            self._calls.recomputed.clear()
+
+
+def _tensors_in(output: Any) -> list[torch.Tensor]:
+    tensors: list[torch.Tensor] = []
+    flatten(output, tensors, [])
+    return tensors
+
+
+def _place_of(tensor: torch.Tensor) -> Place | None:
+    """What tells a plain tensor from every other that is alive; None for other kinds, which are held."""
+    plain = type(tensor) is torch.Tensor and tensor.layout is torch.strided
+    if not plain or tensor.is_nested or tensor.is_conj() or tensor.is_neg() or tensor.is_inference():
+        return None
+    return tensor.untyped_storage()._cdata, layout_of(tensor)
