@@ -269,7 +269,7 @@ class CheckedCall:
         self._since = _sequence_nr()
         self._saved = 0
         self._sample = -1
-        self._entries: list[CheckedTensor] = []
+        self._entries: list[weakref.ref[CheckedTensor]] = []  # what autograd holds owns them
         self._compared: list[Compared] = []
         self._parameters: list[tuple[str, torch.Tensor, torch.Tensor]] = []  # with their fingerprints
 
@@ -280,7 +280,8 @@ class CheckedCall:
             self._sample = number
         if self.check.measured:
             return None
-        self._entries.append(entry := CheckedTensor(self, number, tensor))
+        entry = CheckedTensor(self, number, tensor)
+        self._entries.append(weakref.ref(entry))
         return entry
 
     def _is_computed(self, tensor: torch.Tensor) -> bool:
@@ -291,13 +292,16 @@ class CheckedCall:
     def forward_ended(self) -> None:
         """The unit's forward has ended."""
         self.unit.sampled, self.unit.beyond = self._sample, self._saved
-        for entry in self._entries:
+        for entry in self._alive():
             entry.let_go()
 
     def look_again(self) -> None:
         """What the originals hold now, as far as they live, is what backward would read."""
-        for entry in self._entries:
+        for entry in self._alive():
             entry.look_again()
+
+    def _alive(self) -> list[CheckedTensor]:
+        return [entry for ref in self._entries if (entry := ref()) is not None]
 
     def before_rerun(self, module: torch.nn.Module) -> None:
         """The unit is about to be recomputed."""

@@ -273,7 +273,8 @@ class ModuleState:
 
     def gradients(self) -> list[tuple[int, int]]:
         """Which gradients the parameters have, and their versions."""
-        return [(id(p.grad), p.grad._version) for p in self._parameters() if p.is_leaf and p.grad is not None]
+        grads = (p.grad for p in self._parameters() if p.is_leaf and p.grad is not None)
+        return [(id(grad), 0 if grad.is_inference() else grad._version) for grad in grads]
 
     def _parameters(self) -> Iterator[torch.Tensor]:
         return (p for m in self.modules for p in m._parameters.values() if p is not None)

@@ -194,7 +194,7 @@ def test_a_loop_that_begins_to_write_to_weights_before_backward_is_found_in_that
         if kind == "selective":  # products are kept, so nothing is made again from these weights
             assert all(map(torch.equal, late(model), expected))
         else:
-            with pytest.raises(AutockptError, match=r"units\.1"):
+            with pytest.raises(AutockptError, match=r"units\.[01]"):  # a segment recomputes the first on the way
                 late(model)
         assert session.proof().samples >= 4 and "of other calls at one place" in str(session.proof())
 

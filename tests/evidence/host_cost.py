@@ -3,7 +3,7 @@
     OMP_NUM_THREADS=1 python -m tests.evidence.host_cost [--autocast] [DEVICE [ROUNDS [CHOICE ...]]]
 
 A Llama of 24 layers so small that next to nothing but host time is left (hidden 16, 8 tokens). All candidates in turns,
-each after steps that are not timed (a choice gets to know its layer in the first two); medians over the rounds, and
+each after four steps that are not timed (calls 1, 2 and 4 are checked); medians over the rounds, and
 the 95 % interval of the ratio to checkpointing by hand. Time is that of the processor in this process, so that other
 work on the machine counts little; where there is much of it (the load is said), caches and shared cores still show. So
 beside the times stand counts, which are the same on every run: Python functions called per layer, of those the ones
@@ -34,7 +34,7 @@ from autockpt.runtime import attach
 from autockpt.schema.choices import choice_kinds, from_label, label
 from tests.policies.zoo import objects_alive_after
 
-LAYERS, ROUNDS, WARMUP, BY_HAND = 24, 40, 3, "torch.utils.checkpoint by hand"
+LAYERS, ROUNDS, WARMUP, BY_HAND = 24, 40, 4, "torch.utils.checkpoint by hand"
 CHOICES = [
     *(
         kind for kind in choice_kinds("block") if kind != "compile_budget"

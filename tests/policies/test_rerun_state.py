@@ -21,7 +21,7 @@ from autockpt.runtime import attach
 from autockpt.schema.choices import RECOMPUTE, parse_choice
 from tests.policies.zoo import Tally, assert_equal
 
-CHOICES = [parse_choice("selective"), parse_choice("segment")]
+CHOICES = [parse_choice("selective")]
 AGAIN = parse_choice("keep_attention")
 
 

@@ -41,11 +41,11 @@ from autockpt.policies.rerun_state.fields import attributes
 from autockpt.policies.rerun_state.kinds import Sets
 from autockpt.policies.rerun_state.tensors import TENSORS, NotPutBackError
 from autockpt.runtime import attach
-from autockpt.schema.choices import KeepAttention, Remake, Segment, parse_choice
+from autockpt.schema.choices import KeepAttention, Remake, parse_choice
 from tests.policies.zoo import assert_equal
 
 D = 8
-CHOICES = [KeepAttention(), Segment(size=2)]
+CHOICES = [KeepAttention()]
 each_choice = pytest.mark.parametrize("choice", CHOICES, ids=str)
 
 

@@ -20,12 +20,12 @@ from autockpt.errors import ConflictError
 from autockpt.policies.rerun_state.libraries import is_opaque
 from autockpt.policies.rerun_state.reach import writes_to_any
 from autockpt.runtime import attach
-from autockpt.schema.choices import RECOMPUTE, KeepAttention, Segment, parse_choice
+from autockpt.schema.choices import RECOMPUTE, KeepAttention, parse_choice
 from tests.policies import reached_by_import as reached
 from tests.policies.zoo import assert_equal
 
 D = 8
-CHOICES = [KeepAttention(), Segment(size=2), *map(parse_choice, ("selective", "remake", "offload"))]
+CHOICES = [KeepAttention(), *map(parse_choice, ("selective", "remake", "offload"))]
 
 
 class Layer(nn.Module):

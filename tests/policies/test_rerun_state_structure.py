@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from autockpt.errors import InPlaceError
 from autockpt.policies.rerun_state.structure import UnitStructure
 from autockpt.runtime import attach
-from autockpt.schema.choices import RECOMPUTE, Choice, KeepAttention, Remake, Segment, Selective
+from autockpt.schema.choices import RECOMPUTE, Choice, KeepAttention, Remake, Selective
 from tests.policies.zoo import assert_equal
 
-CHOICES: list[Choice] = [RECOMPUTE, KeepAttention(), Selective(), Remake(), Segment(size=2)]
+CHOICES: list[Choice] = [RECOMPUTE, KeepAttention(), Selective(), Remake()]
 
 
 class Memory(nn.Module):

@@ -93,7 +93,7 @@ def test_the_handle_tells_what_was_checked(monkeypatch):
     with apply(model, plan) as handle:
         train(model, LLAMA)
         proof = handle.sentinels
-        assert proof.mode == "sample" and proof.window == 499
+        assert proof.mode == "sample" and proof.window == 512
         assert list(proof.units) == ["model.layers.0", "model.layers.1"]
         assert all(unit.checks and unit.last_step for unit in proof.units.values())
     with apply(model, plan, sentinels="off") as handle:
