@@ -213,7 +213,7 @@ def _around_all() -> tuple[object, ...]:
     "begin", [_lock, _room, _event, _autocast, _autocast_flag, _default_device, _default_type, _mode]
 )
 def test_what_a_forward_begins_by_hand_is_over_when_it_has_run_again(begin, kind, late, sentinels) -> None:
-    if kind == "recompute" and begin not in (_autocast, _autocast_flag, _default_device, _mode):
+    if kind in ("recompute", "segment") and begin not in (_autocast, _autocast_flag, _default_device, _mode):
         pytest.skip("state outside of the unit's modules")
 
     def trained(planned: bool) -> list[torch.Tensor]:
