@@ -59,10 +59,11 @@ _graph_task: Callable[[], int] = torch._C._current_graph_task_id
 
 
 class Schedule:
-    """Which calls of one kind are checked."""
+    """Which calls of one kind are checked: the first ones, one after a ``gap`` of others, and so on, each time twice as
+    long."""
 
-    def __init__(self, first: int = FIRST_CALLS) -> None:
-        self.calls, self._gap = FIRST_CALLS - first, 1
+    def __init__(self, first: int = FIRST_CALLS, gap: int = 1) -> None:
+        self.calls, self._gap = FIRST_CALLS - first, gap
         self._last = self._due = 0
 
     def next(self) -> int | None:
@@ -211,11 +212,12 @@ class UnitCheck:
         self.sampled, self.beyond = -1, 0
         self._schedule = Schedule()
 
-    def observer(self, *, checked: bool | None = None) -> CheckedCall | UnitCheck | None:
-        """A call begins: what looks at the tensors that it saves. ``checked`` None: by a schedule of its own."""
+    def observer(self, *, checked: bool | None = None, new: bool = False) -> CheckedCall | UnitCheck | None:
+        """A call begins: what looks at the tensors that it saves. ``checked`` None: by a schedule of its own, or where
+        it does something ``new``."""
         self.calls += 1
         if checked is None:
-            checked = self._schedule.next() is not None
+            checked = self._schedule.next() is not None or new
         if is_capturing():
             self.unchecked["calls in a CUDA graph that is being captured"] += 1
             return None
@@ -228,6 +230,14 @@ class UnitCheck:
     def look_at(self, number: int, tensor: torch.Tensor) -> Sample | None:
         """As ``Observer.look_at``."""
         return Sample(self, number, tensor) if can_be_sampled(tensor) else None
+
+    def agrees(self) -> None:
+        """A sample that others took is that of the forward."""
+        self.samples += 1
+
+    def differs(self, number: int, tensor: torch.Tensor) -> RerunMismatch:
+        """The error for one that is not."""
+        return self.mismatch(self.check.step or self.calls, _in_words(tensor.dtype, tensor.size(), number))
 
     def mismatch(self, step: int, what: str) -> RerunMismatch:
         """The error for ``what`` was not as forward had computed it."""

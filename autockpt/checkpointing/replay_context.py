@@ -1,5 +1,5 @@
-"""What a forward runs under, and how to run it again under the same: random states, autocast, default device, and the
-attention kernels that are allowed.
+"""What a forward runs under, and how to run it again under the same: random states, autocast, default device, default
+type, and the kernels that are allowed.
 
 Python's and NumPy's generators are read only for units that were seen to draw from them: reading both takes longer than
 a tiny layer's forward.
@@ -26,13 +26,17 @@ from autockpt.errors import ConflictError
 _C: Any = torch._C
 _function_modes: Callable[[], int] = _C._len_torch_function_stack
 _CPU = torch.device("cpu")
-_ATTENTION_SWITCHES: tuple[tuple[Callable[[], Any], Callable[[Any], None]], ...] = (
+_SWITCHES: tuple[tuple[Callable[[], Any], Callable[[Any], None]], ...] = (
     (_C._get_flash_sdp_enabled, _C._set_sdp_use_flash),
     (_C._get_mem_efficient_sdp_enabled, _C._set_sdp_use_mem_efficient),
     (_C._get_math_sdp_enabled, _C._set_sdp_use_math),
     (_C._get_cudnn_sdp_enabled, _C._set_sdp_use_cudnn),
     # in which order they are tried: sdpa_kernel(..., set_priority=True)
     (_C._get_sdp_priority_order, _C._set_sdp_priority_order),
+    (_C._get_cudnn_enabled, _C._set_cudnn_enabled),
+    (_C._get_cudnn_deterministic, _C._set_cudnn_deterministic),
+    (_C._get_mkldnn_enabled, _C._set_mkldnn_enabled),
+    (torch.get_default_dtype, torch.set_default_dtype),
 )
 cuda_is_initialized = torch.cuda.is_initialized
 _PATIENCE = 120.0  # seconds
@@ -47,7 +51,7 @@ class ReplayContext:
     Raises ConflictError while a CUDA graph is being captured.
     """
 
-    __slots__ = ("_attention", "_autocast", "_default_device", "_generators", "_places", "_python", "_torch")
+    __slots__ = ("_autocast", "_default_device", "_generators", "_places", "_python", "_switches", "_torch")
 
     def __init__(
         self, tensors: Iterable[torch.Tensor], generators: Sequence[torch.Generator] = (), python: bool = False
@@ -59,7 +63,7 @@ class ReplayContext:
         self._python = _python_states() if python else None
         self._autocast = AutocastState(["cpu", *dict.fromkeys(kind for kind, _ in self._places)])
         self._default_device = _default_device()
-        self._attention = _attention()
+        self._switches = switches()
 
     def forget_python_unless_drawn(self) -> bool:
         """The forward has ended: whether it drew from Python's or NumPy's generator. If not, they are dropped."""
@@ -83,9 +87,9 @@ class ReplayContext:
             if self._default_device != _default_device():
                 stack.enter_context(self._default_device)
             stack.enter_context(self._autocast.restored())
-            if self._attention != (attention := _attention()):
-                stack.callback(_put_attention, attention)
-                _put_attention(self._attention)
+            if self._switches != (now_allowed := switches()):
+                stack.callback(put_switches, now_allowed)
+                put_switches(self._switches)
             yield
 
 
@@ -133,15 +137,16 @@ def settle_order_of_attentions() -> None:
         _C._VariableFunctions._fused_sdp_choice(given, given, given)
 
 
-def _attention() -> list[Any]:
-    """Which attention kernels are allowed now, and their order."""
+def switches() -> list[Any]:
+    """Which kernels are allowed now, the order of those for attention, and the default type."""
     if cuda_is_initialized():
         settle_order_of_attentions()
-    return [read() for read, _ in _ATTENTION_SWITCHES]
+    return [read() for read, _ in _SWITCHES]
 
 
-def _put_attention(wanted: Sequence[Any]) -> None:
-    for (_, put), value in zip(_ATTENTION_SWITCHES, wanted, strict=True):
+def put_switches(wanted: Sequence[Any]) -> None:
+    """Make them what they were."""
+    for (_, put), value in zip(_SWITCHES, wanted, strict=True):
         put(value)
 
 

@@ -16,10 +16,10 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
+from autockpt.checkpointing.op_table import draws_random_numbers, dropout_of
 from autockpt.errors import ConflictError
 from autockpt.policies.attachment import Attachment, call_inner
 from autockpt.policies.base import PlannedUnit, Policy, PolicySession
-from autockpt.policies.compute_ops import draws_random_numbers, dropout_of
 from autockpt.policies.joint_graph import claim, claimed, save_reads_of_what_changes
 from autockpt.schema.choices import Choice, CompileBudget
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from autockpt.policies.compute_ops import written_by
+from autockpt.checkpointing.op_table import written_by
 
 GraphPass = Callable[[GraphModule], None]
 

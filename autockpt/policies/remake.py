@@ -1,133 +1,189 @@
 """remake: what a unit saves is made again tensor by tensor in backward, by the ops that made it and from what is kept.
 
-Beside ``recompute`` and ``selective``, whose units run again as a whole: only what leads to a saved tensor runs, when
-it is needed, and nothing of the unit's Python. With ``keep: ["**"]`` only what is cheap is made again, such as an MLP's
-activation function and product, and norms (fused by hand: Megatron-LM, arXiv:2205.05198; by a compiler's partitioner:
+Unlike under ``recompute`` and ``selective``, nothing of the unit's Python runs again: only the ops that lead to a saved
+tensor do, when it is needed (``checkpointing.recipes``). With ``keep: ["**"]`` only what is cheap is made again: an
+MLP's activation function and product, norms (fused by hand: Megatron-LM, arXiv:2205.05198; by a compiler's partitioner:
 torch._functorch.partitioners).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import nullcontext
+import functools
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar
 
 import torch
 from torch import nn
 
-from autockpt.checkpointing.divergence import numbered
+from autockpt.checkpointing.divergence import FIRST_CALLS, CheckedCall, UnitCheck
+from autockpt.checkpointing.op_recorder import OpRecorder
+from autockpt.checkpointing.op_table import is_attention, kind_of
+from autockpt.checkpointing.recorded_call import RecordedCall
+from autockpt.checkpointing.recorded_unit import RecordedUnit
 from autockpt.errors import ConflictError
 from autockpt.policies.arguments import tensors_of
-from autockpt.policies.assigned import saving
+from autockpt.policies.assigned import Assignments, keep_identity
 from autockpt.policies.attachment import Attachment, acts, call_inner, call_plainly
 from autockpt.policies.base import PlannedUnit, Policy, PolicySession, modules_named, setting
-from autockpt.policies.compiling import outside_graphs
-from autockpt.policies.conflicts import refuse_modules, refuse_native, sequence_nr
-from autockpt.policies.following import Following, RecordedCalls
-from autockpt.policies.op_recorder import HandingOut, Tape, current, running, tape_of
+from autockpt.policies.compiling import outside_graphs, run_as_it_is
+from autockpt.policies.conflicts import refuse_by_message, refuse_modules, refuse_native, sequence_nr
 from autockpt.policies.rerun_state.reach import code_of
-from autockpt.policies.rerun_state.surroundings import user_dispatch_modes
-from autockpt.policies.score import Learning
 from autockpt.policies.watched_backends import refuse_changed
+from autockpt.policies.watching import (
+    CHANGED_BY_WATCHING,
+    Watching,
+    count_writes,
+    passes_by,
+    refuse_untupled,
+    refuse_watching,
+)
 from autockpt.schema.choices import ATTENTION, EVERYTHING, Choice, Remake
 
 _PYTHON_NODE = torch.autograd.function.BackwardCFunction
 
 
+class Learnt:
+    """What units' calls have taught, by name and choice; None outside of ``recipes_known``."""
+
+    units: ClassVar[dict[Any, RecordedUnit] | None] = None
+
+
+def recipes_known(known: dict[Any, RecordedUnit]) -> AbstractContextManager[None]:
+    """Go by ``known`` in here, and add to it what is learnt: for plans that are traced one after the other. One
+    recording of each unit is enough, and none is compared with a later one."""
+    return setting(Learnt, "units", known)
+
+
 class RemakeState(Attachment):
-    """A unit's attachment. ``keep`` as in the choice; ``everywhere``: all its ops are noted."""
+    """A unit's attachment, with what its calls taught about it."""
 
     has_check: ClassVar[bool] = True
 
-    def __init__(self, unit: str, keep: Sequence[str], *, everywhere: bool) -> None:
+    def __init__(self, unit: str, choice: Remake) -> None:
         super().__init__(unit)
-        self.keep = tuple(keep)
-        self.everywhere = everywhere
-        self._cache_calls: RecordedCalls | None = None
+        keep_identity()
+        self._choice = choice
+        self._first_calls = FIRST_CALLS
+        self._cache_unit: RecordedUnit | None = None
+        self._cache_code: Any = None
 
-    def calls(self, module: nn.Module) -> RecordedCalls:
-        """What the unit's calls so far have taught."""
-        if self._cache_calls is None:
-            self._cache_calls = RecordedCalls(code_of(self.unit, module))
-        return self._cache_calls
+    def in_mid_training(self) -> None:
+        self._first_calls = 1
+        if self._cache_unit is not None:
+            self._cache_unit.in_mid_training()
+
+    def recorded(self, module: nn.Module) -> RecordedUnit:
+        """The unit as its modules are now. Where they are others, what calls taught is forgotten."""
+        unit = self._cache_unit
+        if unit is None or unit.unit.module is not module or not unit.unit.has_same_modules():
+            self._cache_code = code_of(self.unit, module)
+            unit = None if Learnt.units is None else Learnt.units.get((self.unit, self._choice))
+            self._cache_unit = unit = unit or self._new(module)
+        return unit
+
+    def _new(self, module: nn.Module) -> RecordedUnit:
+        planned = PlannedUnit(self.unit, module, self._choice)
+        scopes = dict.fromkeys(_named(planned, "within").values(), "within")
+        scopes |= dict.fromkeys(_named(planned, "keep").values(), "keep")
+        watching = functools.partial(_Recording, self.unit)
+        if Learnt.units is None:
+            return RecordedUnit(self.unit, module, watching, self._keeps, scopes, self._first_calls)
+        unit = RecordedUnit(self.unit, module, watching, self._keeps, scopes, 1, compares=False)
+        Learnt.units[self.unit, self._choice] = unit
+        return unit
+
+    def _keeps(self, func: Any) -> bool:
+        keep = self._choice.keep
+        return EVERYTHING in keep or (ATTENTION in keep and is_attention(func))
 
 
-class PartState(Attachment):
-    """A module inside: its products are kept (``keeps``), or its ops are noted."""
+def _named(unit: PlannedUnit, field: str) -> dict[str, nn.Module]:
+    """The modules inside of a unit that its choice names. Raises PlanError."""
+    choice = unit.choice
+    assert isinstance(choice, Remake)
+    if field == "within":
+        return modules_named(unit, choice.within, "whose tensors could be made again")
+    keep = [] if EVERYTHING in choice.keep else [name for name in choice.keep if name != ATTENTION]
+    return modules_named(unit, keep, "whose output could be kept")
 
-    def __init__(self, unit: str, *, keeps: bool) -> None:
+
+class _Recording(Watching):
+    """Hands the ops of a recorded forward to a recorder."""
+
+    def __init__(self, unit: str, recorder: OpRecorder) -> None:
         super().__init__(unit)
-        self.keeps = keeps
+        self._recorder = recorder
+        self._conditional: list[torch.Tensor] = []  # what torch.cond gave, no tuple
+        self._maps = False  # a function that returns no tuple
+
+    def __exit__(self, *raised: Any) -> None:
+        super().__exit__(*raised)
+        if self._maps:
+            refuse_untupled(self._unit, "make torch's map return a tuple in place of a tensor")
+        if not any(raised) and any(tensor.requires_grad for tensor in self._conditional):
+            refuse_untupled(self._unit, "leave torch.cond without a backward, as its functions return a tensor")
+
+    def look(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        if passes_by(func):
+            out = func(*args, **kwargs)
+            if isinstance(out, torch.Tensor):
+                self._maps |= func is torch.ops.higher_order.map_impl
+                self._conditional += [out] if func is torch.ops.higher_order.cond else []
+            return out
+        if func in CHANGED_BY_WATCHING:
+            refuse_watching(func, args, self._unit)
+        out = self._recorder.run(func, args, kwargs)
+        if kind_of(func) == "writes":
+            count_writes(func, args)
+        return out
 
 
 @outside_graphs("remake", "makes single tensors again, which a compiled graph no longer shows", inside=True)
 def run_remade(module: nn.Module, state: RemakeState, /, *args: Any, **kwargs: Any) -> Any:
     """The unit's forward; where gradients are enabled, what it saves is dropped where it can be made again.
 
-    Raises ConflictError where a custom autograd function runs in it, or it may switch denormal numbers off. In backward
-    InPlaceError where something that it read was changed since, ConflictError where an op does something else than it
-    did.
+    Raises ConflictError where a custom autograd function runs in it, or it may switch denormal numbers off, and
+    RerunMismatch where it shows that backwards of earlier calls were wrong. In backward InPlaceError where something
+    that it read was changed since.
     """
     if not acts(state):
         return call_plainly(module, state, args, kwargs)
     refuse_native(module, state.unit)
+    call = RecordedCall(state.recorded(module), args, kwargs)
+    if call.is_recorded:
+        _refuse_unrecordable(module, state, args, kwargs)
+    code = state._cache_code
+    observer = state.check.observer(new=call.is_first) if state.check is not None else None
+    sampler = observer if isinstance(observer, UnitCheck) else None
+    before = sequence_nr()
+    assignments = Assignments(state.unit, call.pack) if code.assigns else None
+    try:
+        with assignments or nullcontext():
+            pack = None if assignments is None else assignments.pack
+            output = call.run(lambda *a, **k: call_inner(module, state, a, k), args, kwargs, observer, pack, sampler)
+    except (RuntimeError, AssertionError) as error:
+        refuse_by_message(error, state.unit)
+        raise
+    if isinstance(observer, CheckedCall):
+        observer.forward_ended()
+    if call.is_recorded:
+        _refuse_custom_functions(output, before, state.unit)
+    return output
+
+
+# Between two graphs the compiler would take on what autograd calls for each saved tensor.
+for _hook in (RecordedCall.pack, RecordedCall.unpack):
+    run_as_it_is(_hook)
+
+
+def _refuse_unrecordable(module: nn.Module, state: RemakeState, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Raise ConflictError where looking at its ops would change them, or does not show what they go by."""
     refuse_changed(module, state, args, kwargs)
-    calls, before = state.calls(module), sequence_nr()
-    if calls.code.flushes_denormals:
+    if state._cache_code.flushes_denormals:
         raise ConflictError(
             f"{state.unit} calls torch.set_flush_denormal, and under which setting each of its ops ran cannot be asked",
             remedy=f"Call it before training begins, or use `recompute`, `save` or `offload` on {state.unit}.",
         )
-    output, path = _watched(module, state, calls, args, kwargs)
-    way = (sequence_nr() - before, *path) if path is not None else None
-    if way is None or way not in calls.checked:
-        _refuse_custom_functions(output, before, state.unit)
-        calls.checked.add(way)
-    return output
-
-
-def _watched(
-    module: nn.Module, state: RemakeState, calls: RecordedCalls, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[Any, tuple[int, int] | None]:
-    """Run the forward: along an earlier call's tape, or with one of its own. With what tells its way from others; None
-    where it left the earlier one."""
-    tensors = tensors_of((args, kwargs))
-    outside, key = calls.given(module, tensors) if state.everywhere else (tensors, None)
-    score = calls.scores.get(key)
-    observer, code = None, calls.code
-    if state.check is not None:
-        # what later calls go by is proven first; and what a mode does with ops when they run again, each time
-        new = (key is not None and key not in calls.scores) or bool(user_dispatch_modes())
-        observer = state.check.observer(checked=True if new else None)
-    look_at = numbered(observer)
-    if score is not None:
-        following = Following(state.unit, score, outside, look_at)
-        with saving(state.unit, following.pack, observer, assigns=code.assigns), following:
-            output = call_inner(module, state, args, kwargs)
-        if following.lost:
-            calls.missed(key)
-        return output, None if following.lost else (score.noted, following.packed)
-    tape = Tape(state.unit, tensors, state.keep, look_at)
-    learning = Learning(tape, outside) if key is not None else None
-    noting = running(tape) if state.everywhere else nullcontext()
-    handing = HandingOut(tape, data=not state.everywhere) if code.writes_unseen else nullcontext()
-    hooks = saving(state.unit, tape.pack, observer, assigns=code.assigns)
-    with current(tape), hooks, noting, learning or nullcontext(), handing:
-        output = call_inner(module, state, args, kwargs)
-    if learning is not None:
-        calls.learn(key, learning.score())
-    path = tape.path
-    tape.forget()
-    return output, path
-
-
-def run_part(module: nn.Module, state: PartState, /, *args: Any, **kwargs: Any) -> Any:
-    """The forward of a module inside a unit whose tape may be running."""
-    tape = tape_of(state.unit) if state.active and not torch.compiler.is_compiling() else None
-    if tape is None:
-        return call_inner(module, state, args, kwargs)
-    with setting(tape, "keeping", True) if state.keeps else running(tape):
-        return call_inner(module, state, args, kwargs)
 
 
 def _refuse_custom_functions(output: Any, since: int, unit: str) -> None:
@@ -170,13 +226,9 @@ class RemakePolicy(Policy):
         choice = unit.choice
         assert isinstance(choice, Remake)
         refuse_modules(unit.module, unit.name, torch.jit.ScriptModule)
-        for module in modules_named(unit, choice.within, "whose tensors could be made again").values():
-            session.place(unit.name, module, run_part, PartState(unit.name, keeps=False))
-        keep = [] if EVERYTHING in choice.keep else [name for name in choice.keep if name != ATTENTION]
-        for module in modules_named(unit, keep, "whose output could be kept").values():
-            session.place(unit.name, module, run_part, PartState(unit.name, keeps=True))
-        state = RemakeState(unit.name, choice.keep, everywhere=not choice.within)
-        session.place(unit.name, unit.module, run_remade, state)
+        _named(unit, "within")
+        _named(unit, "keep")
+        session.place(unit.name, unit.module, run_remade, RemakeState(unit.name, choice))
         kept = "matrix products and attention" if EVERYTHING in choice.keep else ", ".join(choice.keep)
         where = f" of {', '.join(choice.within)}" if choice.within else ""
         besides = f", products of {kept} are kept" if kept else ""

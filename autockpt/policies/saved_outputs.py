@@ -22,12 +22,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_structure, tree_
 
 from autockpt.checkpointing.fingerprint import Geometry, geometry_of
 from autockpt.checkpointing.frame import diverged
-from autockpt.policies import products
-from autockpt.policies.attachment import Attachment, call_inner, current_transform
-from autockpt.policies.base import interned, setting
-from autockpt.policies.casts import TO_COPY
-from autockpt.policies.compiling import run_as_it_is
-from autockpt.policies.compute_ops import (
+from autockpt.checkpointing.op_table import (
     LIGHT_FUNCTIONS,
     draws_random_numbers,
     is_attention,
@@ -35,6 +30,11 @@ from autockpt.policies.compute_ops import (
     kind_of,
     writes_to_given,
 )
+from autockpt.policies import products
+from autockpt.policies.attachment import Attachment, call_inner, current_transform
+from autockpt.policies.base import interned, setting
+from autockpt.policies.casts import TO_COPY
+from autockpt.policies.compiling import run_as_it_is
 from autockpt.policies.replay import Replay, ReplayState
 from autockpt.policies.rerun_state.reach import Node, changed_of
 from autockpt.policies.rerun_state.surroundings import user_modes

@@ -25,15 +25,17 @@ class Enough(Exception):
     """All slots are filled. Like torch's own no BaseException: modules run hooks at exceptions of this kind only."""
 
 
-class Empty:
-    """Stands in an autograd graph for a saved tensor. ``value`` is there between its making and its use; ``entry``
-    where it is compared."""
+class Slot:
+    """Stands in an autograd graph for a saved tensor, which another run of a unit fills with one of this ``form``.
 
-    __slots__ = ("__weakref__", "entry", "value", "version")
+    ``value`` is there between its making and its use; ``entry`` where it is compared."""
 
-    entry: Comparison | None
-    value: torch.Tensor | None
-    version: int
+    __slots__ = ("__weakref__", "entry", "form", "maker", "value", "version")
+
+    def __init__(self, maker: UnitCall, tensor: torch.Tensor, entry: Comparison | None) -> None:
+        self.value: torch.Tensor | None = None
+        self.version, self.entry = 0, entry
+        self.maker, self.form = maker, interned((tensor.size(), tensor.dtype, tensor.device))
 
     @property
     def waits(self) -> bool:
@@ -42,16 +44,6 @@ class Empty:
 
     def fill(self, value: torch.Tensor) -> None:
         self.value, self.version = value, value._version
-
-
-class Slot(Empty):
-    """One that another run of a unit fills, with a tensor of this ``form``."""
-
-    __slots__ = ("form", "maker")
-
-    def __init__(self, maker: UnitCall, tensor: torch.Tensor, entry: Comparison | None) -> None:
-        self.value, self.version, self.entry = None, 0, entry  # not by way of super: there are many
-        self.maker, self.form = maker, interned((tensor.size(), tensor.dtype, tensor.device))
 
     @run_as_it_is
     def unpack(self) -> torch.Tensor:

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from autockpt.checkpointing.recipes import Step
 from autockpt.hardware.operators import Operator
-from autockpt.policies.tape import RerunOp
 
 # Nodes whose own formula adds tensors of one shape; everywhere else such an addition is the engine's.
 _ADDING_NODES = ("VarMeanBackward", "StdMeanBackward", "LogcumsumexpBackward", "CumprodBackward", "ProdBackward")
@@ -96,7 +96,7 @@ def _by_itself() -> bool:
     """Whether the op is no part of another: a dispatch mode other than the recorder hands it on, as it does in a real
     step, or it is made again op by op."""
     frame = _caller()
-    return frame is not None and (frame.f_code.co_name == "__torch_dispatch__" or frame.f_code is RerunOp.run.__code__)
+    return frame is not None and (frame.f_code.co_name == "__torch_dispatch__" or frame.f_code is Step.run.__code__)
 
 
 def _calling_instructions() -> list[tuple[int, int]]:

@@ -9,10 +9,12 @@ import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
+from typing import Any
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
+from autockpt.checkpointing.recorded_unit import RecordedUnit
 from autockpt.collector import waiting
 from autockpt.devices import nvml
 from autockpt.devices.base import Transport
@@ -24,6 +26,7 @@ from autockpt.hardware.flash_package import FLASH, flash_on_ghosts, note_on_flas
 from autockpt.hardware.operators import Operator
 from autockpt.policies.base import setting
 from autockpt.policies.products import Products, products_known
+from autockpt.policies.remake import recipes_known
 from autockpt.policies.rerun_state.code import Code
 from autockpt.policies.rerun_state.reach import code_known
 from autockpt.runtime import attach
@@ -77,6 +80,7 @@ class TracedRun:
         self._recorder = recorder
         self._repeated = 0  # micro-batches that are not run
         self._products: Products = {}  # what choices have learnt of functions
+        self._recorded: dict[Any, RecordedUnit] = {}  # what calls of units have taught
         self._codes: dict[int, Code] = {}  # what they know of units' code
 
     def build(self, spec: WorkloadSpec, device: torch.device, capability: Capability | None = None) -> None:
@@ -99,13 +103,17 @@ class TracedRun:
         Raises GhostError or WorkloadError where the step fails, PlanError or ConflictError where the choices cannot be
         attached.
         """
-        with self._attached(choices), products_known(self._products), code_known(self._codes):
-            known = None
-            while known != self._products:  # in the steady state nothing is left to learn
-                known = dict(self._products)
+        known = recipes_known(self._recorded)
+        with known, products_known(self._products), code_known(self._codes), self._attached(choices):
+            before = None
+            while before != (learnt := self._learnt()):  # in the steady state nothing is left to learn
+                before = learnt
                 self._cycle()
         self._recorder.measure_scratch()
         return summarize(self._recorder, self.workload, self._places, self.source, self._repeated)
+
+    def _learnt(self) -> Any:
+        return dict(self._products), sum(len(unit.signatures) for unit in self._recorded.values())
 
     def trace_as_one_of(self, learnt: Products, choices: Mapping[str, Choice]) -> tuple[RawGraph, Products]:
         """``trace`` by one of several runs on alike workloads, which tell one another what choices learn of functions.

@@ -25,7 +25,7 @@ def main() -> int:
     )
     parser.add_argument("--table", type=Path, metavar="FILE", help="write counts by family and choice as markdown")
     parser.add_argument(
-        "--without", nargs="+", default=[], metavar="DEFENCE", help="leave out state, sentinels or following"
+        "--without", nargs="+", default=[], metavar="DEFENCE", help="leave out state, sentinels or recordings"
     )
     parser.add_argument("--seed", type=int, metavar="N", help="print one pair as a script and say how it ends")
     parser.add_argument("--shrink", action="store_true", help="with --seed: leave out what the verdict does not need")

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autockpt.errors import ConflictError, InPlaceError, PlanError
+from autockpt.errors import ConflictError, InPlaceError, PlanError, RerunMismatch
 from autockpt.runtime import attach
 from autockpt.runtime.reruns import RunCounter
 from autockpt.schema.choices import Choice, parse_choice
@@ -239,7 +239,7 @@ def test_what_is_made_again_runs_the_kernels_of_the_forward(inside: bool, first:
         torch.manual_seed(0)
         model = nn.Sequential(*(Unit(Switching() if inside else nn.GELU()) for _ in range(2))).to(DEVICE)
         x, found = torch.randn(128, 64).to(DEVICE), dict[str, Tensor]()
-        with attach(model, choices, sentinels="off"):
+        with attach(model, choices):
             for step in range(first + 2):
                 with torch.backends.mkldnn.flags(enabled=inside or step < first):
                     loss = model(x).square().sum()
@@ -247,7 +247,11 @@ def test_what_is_made_again_runs_the_kernels_of_the_forward(inside: bool, first:
                 found |= {f"{step} {name}": p.grad.clone() for name, p in model.named_parameters()}  # type: ignore[union-attr]
         return found
 
-    assert_equal(steps(dict.fromkeys(("0", "1"), remake(**options))), steps({}))
+    expected = steps({})
+    try:
+        assert_equal(steps(dict.fromkeys(("0", "1"), remake(**options))), expected)
+    except RerunMismatch:  # no argument of an op shows it
+        assert inside and first
 
 
 def test_custom_autograd_functions_are_refused_by_name() -> None:
@@ -267,17 +271,24 @@ def test_a_source_that_changed_before_backward_is_an_error() -> None:
 
 
 @pytest.mark.parametrize("by_data", [True, False])
-def test_a_write_as_another_type_to_what_was_dropped_and_is_gone_is_refused(by_data: bool) -> None:
+def test_a_write_as_another_type_to_what_backward_needs_is_met_as_in_plain_training(by_data: bool) -> None:
     def then(x: Tensor) -> Tensor:
         made = x.sin().exp()
         bits, out = made.detach().view(torch.int32), made.cos()
-        del made  # which backward needs, and of which no other name is left
+        del made  # of which no other name is left
         (bits.data if by_data else bits).add_(1)
         return out
 
-    model = model_of(then)
-    with attach(model, {"0": remake()}), pytest.raises(ConflictError, match=r"0 writes as torch\.int32 to the memory"):
-        model(torch.randn(128, 64).to(DEVICE))
+    def trained(choices: dict[str, Choice]) -> dict[str, Tensor]:
+        with attach(model := model_of(then), choices):
+            return gradients(model)
+
+    if by_data:
+        assert_equal(trained({"0": remake()}), trained({}))
+    else:
+        for choices in ({}, {"0": remake()}):
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                trained(choices)
 
 
 @pytest.mark.parametrize("options", [{"keep": ["first"]}, {"within": ["first"]}], ids=str)
@@ -298,9 +309,9 @@ def test_memory_is_given_back_without_a_garbage_collection() -> None:
         gc.collect()
         gc.disable()
         try:
-            before = sum(type(o).__module__ == "autockpt.policies.tape" for o in gc.get_objects())
+            before = sum(type(o).__module__ == "autockpt.checkpointing.recorded_call" for o in gc.get_objects())
             case.step(model, case.batch(), use_cache=False).backward()
-            after = sum(type(o).__module__ == "autockpt.policies.tape" for o in gc.get_objects())
+            after = sum(type(o).__module__ == "autockpt.checkpointing.recorded_call" for o in gc.get_objects())
         finally:
             gc.enable()
     assert before == after

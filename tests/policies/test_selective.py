@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from autockpt.checkpointing.op_table import is_heavy
 from autockpt.errors import ConflictError, PlanError
 from autockpt.policies import saved_outputs
-from autockpt.policies.compute_ops import is_heavy
 from autockpt.policies.products import products_known
 from autockpt.runtime import attach
 from autockpt.schema.choices import RECOMPUTE, Choice, dump_choice, parse_choice

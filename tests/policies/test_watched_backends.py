@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from autockpt.errors import ConflictError
-from autockpt.policies import op_recorder, saved_outputs, watched_backends
+from autockpt.policies import remake, saved_outputs, watched_backends
 from autockpt.runtime import attach
 from autockpt.schema.choices import parse_choice
 from tests.policies.zoo import Tally
@@ -93,7 +93,7 @@ def test_each_type_that_autocast_computes_in_is_compared_once():
 
 @pytest.mark.parametrize("choice", ["selective", "keep_attention", "remake"])
 def test_one_that_it_changes_is_refused_by_name(choice, monkeypatch):
-    for module in (op_recorder, saved_outputs):  # what is known of the CPU
+    for module in (remake, saved_outputs):  # what is known of the CPU
         monkeypatch.setattr(module, "refuse_watching", lambda func, args, unit: None)
     model = Model(Trilinear())
     x = torch.randn(4, 8)

@@ -22,9 +22,6 @@ _STATISTICS = frozenset({"batch_norm", OBSERVES})
 """Names of what writes so to running statistics alone."""
 _GRADIENTS = frozenset({"backward", "zero_grad", "clip_grad_norm_", "clip_grad_value_"})
 """Names by which code comes to add to gradients, or to change them."""
-_KERNELS = frozenset({"backends", "cudnn", "mkldnn", "flags", "set_flags", "set_num_threads", "set_default_dtype"})
-_KERNELS |= {"set_float32_matmul_precision", "use_deterministic_algorithms"}
-"""Names by which code comes to choose the kernels that ops run, and their precision."""
 _BEGINS = frozenset({"acquire", "__enter__", "enter_context", "set_default_device", "set_flush_denormal"})
 """Names by which code comes to begin what it has to end itself. So it does by the method ``set`` of an event."""
 _ASSIGNS, _BY_WORDS = frozenset({"STORE_GLOBAL", "STORE_ATTR"}), frozenset({"globals", "setattr", "vars", "__dict__"})
@@ -34,7 +31,7 @@ _ASSIGNS, _BY_WORDS = frozenset({"STORE_GLOBAL", "STORE_ATTR"}), frozenset({"glo
 class Code(NamedTuple):
     """Whether code names what writes to tensors behind autograd's back, whether to any that it comes by and not to
     running statistics alone, whether it assigns to a ``.data``, whether it may call ``backward`` or go by a ``.grad``,
-    whether it may choose the kernels of its ops, whether it may have the CPU take denormal numbers for zero, which
+    whether it may have the CPU take denormal numbers for zero, which
     nobody can ask it, whether it does something of its own where an error passes by, and whether it may begin what it
     has to end itself, as to hold a lock."""
 
@@ -42,7 +39,6 @@ class Code(NamedTuple):
     writes_to_any: bool = False
     assigns: bool = False
     uses_gradients: bool = False
-    chooses_kernels: bool = False
     flushes_denormals: bool = False
     handles_errors: bool = False
     must_end: bool = False
@@ -65,11 +61,11 @@ def may_do(functions: Sequence[tuple[str, types.CodeType]]) -> Code:
     assigns = any(step.opname == "STORE_ATTR" and step.argval == "data" for step in steps)
     gradients = not named.isdisjoint(_GRADIENTS) or any(map(_goes_by_grad, found))
     to_any = not named.isdisjoint(_UNSEEN)
-    kernels, flushes = not named.isdisjoint(_KERNELS), "set_flush_denormal" in named
+    flushes = "set_flush_denormal" in named
     handles = any(part.co_exceptiontable for part in found)
     must_end = not named.isdisjoint(_BEGINS) or any(map(_calls_set, found))
     untold = to_any or not named.isdisjoint(_STATISTICS)
-    return Code(untold, to_any, assigns, gradients, kernels, flushes, handles, must_end)
+    return Code(untold, to_any, assigns, gradients, flushes, handles, must_end)
 
 
 @functools.lru_cache(maxsize=10_000)

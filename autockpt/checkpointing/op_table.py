@@ -1,5 +1,4 @@
-"""Which ops are worth keeping, and worth counting: matrix products, convolutions and attentions; and what a tape does
-with an op, told from its schema."""
+"""What is known of single ops, from their schemas and names: which are expensive, which write, which can run again."""
 
 from __future__ import annotations
 
@@ -8,8 +7,6 @@ from typing import Any, Literal
 
 import torch
 from torch.utils.flop_counter import flop_registry
-
-from autockpt.policies.watching import CHANGED_BY_WATCHING
 
 
 @functools.cache
@@ -97,36 +94,48 @@ METADATA = frozenset(
     )
 )
 
-Kind = Literal["view", "hidden view", "writes", "statistics", "suspect", "again", "heavy", "other"]
+Kind = Literal["view", "hidden view", "writes", "dynamic", "again", "heavy", "other"]
 
-# Beside what PyTorch tags as pointwise: ops that do the same twice on every device and touch nothing but their result.
+# Besides what PyTorch tags as pointwise: ops that give the same bits twice on every device and touch nothing but their
+# result. An op with a sum over colliding indices (index_add, cumsum, scatter_add) is not among them: on a GPU the order
+# of its additions changes from run to run.
 _REPLAYABLE_NAMES = """
-    _fused_rms_norm _log_softmax _softmax _to_copy addcdiv addcmul all amax amin any arange argmax argmin cat
-    constant_pad_nd copy embedding eye flip full gather glu index_select linalg_vector_norm logsumexp masked_fill mean
-    native_group_norm native_layer_norm ones repeat roll scalar_tensor select_scatter slice_scatter stack std std_mean
-    sum tril triu var var_mean zeros
+    _fused_rms_norm _log_softmax _softmax _to_copy addcdiv addcmul all amax amin any arange argmax argmin cat clone
+    constant_pad_nd copy embedding expand_copy eye flip full full_like gather glu index index_select linalg_vector_norm
+    logsumexp masked_fill mean native_group_norm native_layer_norm new_full new_ones new_zeros ones ones_like repeat
+    roll scalar_tensor select_scatter slice_scatter stack std std_mean sum tril triu var var_mean zeros zeros_like
 """
 _REPLAYABLE = frozenset(_REPLAYABLE_NAMES.split())
+_DYNAMIC_NAMES = """
+    _local_scalar_dense equal is_nonzero masked_select nonzero unique_consecutive unique_dim _unique _unique2
+"""
+# Their results, or the sizes of these, are numbers that Python code may go by: no argument of a later op shows which.
+_DYNAMIC = frozenset(_DYNAMIC_NAMES.split())
+# Products without an entry in PyTorch's table of floating-point operations.
+_PRODUCTS = frozenset(("_grouped_mm", "dot", "mv"))
 _HIDDEN_VIEWS = frozenset(("_unsafe_view", "unsafe_split", "unsafe_split_with_sizes", "_reshape_alias", "lift_fresh"))
-# BatchNorm's kernels change them, and neither their schemas nor version counters tell.
+# BatchNorm's kernels change them, and neither their schemas nor version counters show it.
 STATISTICS = ("running_mean", "running_var")
 
 
 @functools.cache
 def kind_of(func: Any) -> Kind:
-    """What a tape does with an op."""
+    """What a recorder does with an op.
+
+    ``view``: it makes no memory. ``hidden view``: neither, but autograd does not know. ``writes``: it changes what it
+    is given. ``dynamic``: what it returns is decided by values. ``again``: it is cheap, and gives the same bits when it
+    runs again. ``heavy``: so does this, but it is expensive. ``other``: unknown.
+    """
     schema, name = func._schema, func._schema.name.removeprefix("aten::")
-    if schema.is_mutable or is_collective(func):
+    if schema.is_mutable or is_collective(func) or any(a.name in STATISTICS for a in schema.arguments):
         return "writes"
-    if func in CHANGED_BY_WATCHING:
-        return "suspect"
-    if any(argument.name in STATISTICS for argument in schema.arguments):
-        return "statistics"
     if name in _HIDDEN_VIEWS:
         return "hidden view"
+    if name in _DYNAMIC:
+        return "dynamic"
     if any(r.alias_info is not None for r in schema.returns):
         return "view"
-    if is_heavy(func):
+    if is_heavy(func) or name in _PRODUCTS:
         return "heavy"
     if func.namespace != "aten" or torch.Tag.nondeterministic_seeded in func.tags:
         return "other"

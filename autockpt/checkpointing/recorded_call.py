@@ -1,0 +1,406 @@
+"""One call of a unit whose saved tensors are made again: by a recipe of earlier calls, or recorded, or both.
+
+Recorded calls hold what they save until they end, and then drop it by the recipe that they gave: they are right
+whatever they do. A call that goes by a recipe has hooks on saved tensors alone, and keeps everything from the first one
+on whose form is another. Where others have gone by the recipe since the last recording, a recorded call goes by it,
+too, and takes no more memory than they: if it turns out that they were wrong, it is an error in any case.
+
+Who holds whom: a node of the graph holds what ``pack`` returned for it, and the call by its ``unpack``. What dropped
+tensors are made from stands in what ``pack`` returned, not in the call: it dies with the nodes that need it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from autockpt.checkpointing.arguments import SavedTensor, save
+from autockpt.checkpointing.divergence import Observer
+from autockpt.checkpointing.op_recorder import OpRecorder
+from autockpt.checkpointing.recipes import SMALL, Position, Program, Recipe, Step, form_of, laid_out, plan
+from autockpt.checkpointing.recorded_unit import RecordedUnit
+from autockpt.checkpointing.replay_context import one_at_a_time, put_switches, running_again, switches
+from autockpt.checkpointing.samples import Place, read
+from autockpt.errors import AutockptError, InPlaceError
+
+_C: Any = torch._C
+_BEYOND = Position((torch.Size((-1,)), (), torch.bool))  # no tensor is like it
+
+
+class Sampler(Protocol):
+    """Is told what samples of dropped tensors show."""
+
+    def agrees(self) -> None:
+        """A sample of what backward is given is that of the forward."""
+
+    def differs(self, number: int, tensor: torch.Tensor) -> Exception:
+        """The error for saved tensor ``number``, of which it is not."""
+        ...
+
+
+class RecordedCall:
+    """One call of ``unit`` with these arguments. ``is_recorded``, and ``is_first`` of its signature."""
+
+    __slots__ = (
+        *("_cells", "_inputs", "_known", "_left", "_lost", "_memo", "_number", "_observer"),
+        *("_recipe", "_recorder", "_sampler", "_slots", "_tensors", "_unit", "_weights", "is_first", "is_recorded"),
+    )
+
+    def __init__(self, unit: RecordedUnit, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        self._unit = unit
+        self._known, self._tensors, self.is_recorded = known, tensors, _ = unit.next_call(args, kwargs)
+        self.is_first = known.recipe is None
+        self._number, self._lost = 0, False
+        self._observer: Observer | None = None
+        self._sampler: Sampler | None = None
+        self._recorder: OpRecorder | None = None
+        self._recipe: Recipe | None = None
+        self._slots: list[list[Any]] = []  # what ``pack`` returned, where all is held until the call ends
+        self._memo: dict[int, torch.Tensor] = {}  # values that were made, until every position has them
+        self._left: Counter[int] | None = None
+        if self.is_recorded:
+            weights = [home.get(name) for home, name in unit.weights]
+            self._recorder = OpRecorder(tensors, weights, unit.keeps, everywhere=unit.everywhere)
+        if known.recipe is not None and (known.followed or not self.is_recorded):
+            self._go_by(known.recipe)
+
+    def _go_by(self, recipe: Recipe) -> None:
+        self._recipe = recipe
+        self._cells: list[Any] = [None] * recipe.cells
+        self._inputs: dict[int, SavedTensor] = {number: save(self._tensors[number]) for number in recipe.inputs}
+        self._weights: dict[int, tuple[torch.Tensor, int]] = {}
+        for number, strides in recipe.weights.items():
+            home, name = self._unit.weights[number]
+            weight = home.get(name)
+            if weight is None or weight.stride() != strides:
+                self._lost = True
+                break
+            self._weights[number] = weight.detach(), weight._version  # other memory may be assigned to its `.data`
+
+    # In forward.
+
+    def run(
+        self,
+        forward: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        observer: Observer | None = None,
+        pack: Callable[[torch.Tensor], Any] | None = None,
+        sampler: Sampler | None = None,
+    ) -> Any:
+        """The forward. ``observer`` compares what is dropped. Where there is a ``sampler``, tensors in the host's
+        memory are sampled instead, and few others are compared. ``pack`` in the place of this call's.
+
+        Raises RerunMismatch where the call shows that earlier ones were not given what they had computed.
+        """
+        unit, recorder, recipe = self._unit, self._recorder, self._recipe
+        self._observer, self._sampler = observer, sampler
+        with saved_tensors_hooks(pack or self.pack, self.unpack):
+            if recorder is None and not recipe.taps:  # type: ignore[union-attr]
+                output = forward(*args, **kwargs)
+            else:
+                before = unit.numbers()
+                with _ModuleHooks(unit, recorder, recipe, self._fill_cell):
+                    output = forward(*args, **kwargs)
+        if recorder is None:
+            self._known.followed += 1
+        if recipe is not None and (self._lost or self._number != len(recipe.positions)):
+            unit.lose(self._known)
+        if recorder is not None:
+            self._recorder = None
+            self._end_recording(recorder)
+            unit.leave_out_changed(before)
+        self._tensors, self._cells = [], []
+        return output
+
+    def pack(self, tensor: torch.Tensor) -> Any:
+        """The hook for what autograd saves.
+
+        Of a kept tensor the tensor and its version; of a dropped one its number, what compares it, and cells: what of
+        this call is kept, and it is made from. Kept is not its graph, which it would keep alive by way of Python; but
+        leaves themselves, as autograd holds them, with what was set on them.
+        """
+        number = self._number
+        self._number = number + 1
+        if self._recorder is not None:
+            self._recorder.save(tensor)
+        # No function is called that need not be: a layer saves dozens of tensors.
+        recipe, cell = self._recipe, None
+        if recipe is not None and not self._lost:
+            positions = recipe.positions
+            form, cell, weight, dropped, _, _, cells, place = positions[number] if number < len(positions) else _BEYOND
+            if form is not None and (
+                tensor.shape != form[0] or tensor.stride() != form[1] or tensor.dtype is not form[2]
+            ):
+                self._lost, cell = True, None
+            elif dropped is not None:
+                sources = tuple(map(self._cells.__getitem__, cells))
+                if None not in sources:
+                    return number, self._look_at(recipe, dropped, place, tensor), *sources
+                self._lost = True  # a module inside was not called, or with another tensor
+            elif weight is not None:
+                # FullyShardedDataParallel has all weights in one storage
+                home, name = self._unit.weights[weight[0]]
+                there = home.get(name)
+                self._lost = there is None or tensor.data_ptr() - there.data_ptr() != weight[1]
+        kept = tensor if tensor.is_leaf else tensor.detach(), tensor._version
+        if recipe is None:
+            self._slots.append([*kept])
+            return self._slots[-1]
+        if cell is not None:
+            self._cells[cell] = kept
+        return kept
+
+    def _look_at(self, recipe: Recipe, dropped: int, place: Place | None, tensor: torch.Tensor) -> Any:
+        """A sample of a dropped tensor, or what compares it with what backward is given for it; None where nothing
+        does."""
+        if self._sampler is not None and tensor.is_cpu:
+            return None if place is None else read(tensor, place)
+        if self._observer is None or (self._sampler is not None and dropped not in recipe.ends):
+            return None
+        return self._observer.look_at(dropped, tensor)
+
+    def _fill_cell(self, cell: int, tensor: torch.Tensor) -> None:
+        self._cells[cell] = tensor.detach(), tensor._version
+
+    def _end_recording(self, recorder: OpRecorder) -> None:
+        """Plan from the record, and drop what was held until now."""
+        small = max((t.nbytes for t in self._tensors if t.layout is torch.strided), default=0) // SMALL
+        recipe = plan(recorder, small)
+        if self._recipe is None:
+            self._go_by(recipe)
+            for tap, cell in recipe.cells_of_taps():
+                self._cells[cell] = recorder.tapped[tap]
+            for number, (slot, position) in enumerate(zip(self._slots, recipe.positions, strict=True)):
+                if position.cell is not None:
+                    self._cells[position.cell] = slot
+                elif position.dropped is not None:
+                    comparison = self._look_at(recipe, position.dropped, position.place, slot[0])
+                    slot[:] = number, comparison, *[self._cells[cell] for cell in position.cells]
+        self._slots = []
+        recorder.forget()
+        self._unit.learn(self._known, recipe)
+
+    # In backward.
+
+    def unpack(self, packed: Any) -> torch.Tensor:
+        """The hook for what backward asks for. Raises InPlaceError where something was changed that it needs."""
+        first, comparison = packed[0], packed[1]
+        if type(first) is not int:
+            if first._version != comparison:
+                raise self._in_place(first, comparison)
+            return first
+        recipe, recorder = self._recipe, self._recorder
+        assert recipe is not None
+        position = recipe.positions[first]
+        if comparison is not None and not isinstance(comparison, bytes):
+            comparison.look_again()
+        base = self._memo.get(position.value)
+        if base is None:
+            if recorder is None:
+                base = self._make(position.value, packed[2:])
+            else:  # a gradient is taken inside of the forward
+                with recorder.paused():
+                    base = self._make(position.value, packed[2:])
+        if recorder is not None:
+            recorder.give_again(first, base)
+        self._count_down(recipe, position.value)
+        tensor = base if position.view is None else laid_out(base, position.view)
+        if isinstance(comparison, bytes):
+            self._compare(first, position, tensor, comparison)
+        elif comparison is not None:
+            comparison.handed(tensor)
+        return tensor
+
+    def _compare(self, number: int, position: Position, tensor: torch.Tensor, sample: bytes) -> None:
+        assert position.place is not None and self._sampler is not None
+        if read(tensor, position.place) != sample:
+            raise self._sampler.differs(number, tensor)
+        self._sampler.agrees()
+
+    def _count_down(self, recipe: Recipe, value: int) -> None:
+        """One more position has the value. After the last one a further backward may begin."""
+        if self._left is None:
+            self._left = Counter(recipe.uses)
+        self._left[value] -= 1
+        if not self._left[value]:
+            self._memo.pop(value, None)
+            self._left[value] = recipe.uses[value]
+
+    def _make(self, wanted: int, cells: Sequence[Any]) -> torch.Tensor:
+        """Run the ops that lead to a value, and keep what they make for other positions.
+
+        Below autograd and autocast: ops do just what their call says. Gradients count as enabled, as whenever a unit
+        runs again.
+        """
+        recipe = self._recipe
+        assert recipe is not None
+        program, values = recipe.programs[wanted], dict[int, torch.Tensor]()
+        steps = self._steps_left(program, wanted, values) if self._memo else program.steps
+        whole = len(steps) == len(program.steps)
+        readers = program.reads.copy() if whole else Counter([value for step in steps for value in step.reads])
+        self._take_sources(program, cells, readers, values)
+        readers[wanted] += 1  # who is given it
+        enabled, uses, memo = torch.is_grad_enabled(), recipe.uses, self._memo
+        below, uncast, plain = _C._AutoDispatchBelowAutograd(), _C._DisableAutocast(), _C.DisableTorchFunction()
+        with below, uncast, plain, running_again(self._unit.name), self._as_in_forward(recipe):
+            _C._set_grad_enabled(True)
+            try:
+                for step in steps:
+                    made = step.run(values)
+                    for index, value in step.outputs:
+                        tensor = made[index] if type(made) in (tuple, list) else made
+                        if value in uses:
+                            memo[value] = tensor
+                        if readers[value]:
+                            values[value] = tensor
+                    for value in step.reads:
+                        readers[value] -= 1
+                        if not readers[value]:
+                            values.pop(value, None)
+            finally:
+                _C._set_grad_enabled(enabled)
+        return values[wanted]
+
+    def _steps_left(self, program: Program, wanted: int, values: dict[int, torch.Tensor]) -> list[Step]:
+        """The steps that are needed; what was made before and is there still is put into ``values``."""
+        needed, steps = {wanted}, []
+        for step in reversed(program.steps):
+            outputs = needed.intersection([value for _, value in step.outputs])
+            values.update({value: self._memo[value] for value in outputs if value in self._memo})
+            if not outputs.issubset(values):
+                steps.append(step)
+                needed.update(step.reads)
+        return steps[::-1]
+
+    def _take_sources(
+        self, program: Program, cells: Sequence[Any], readers: Counter[int], values: dict[int, torch.Tensor]
+    ) -> None:
+        held = [(value, *cell) for (value, _), cell in zip(program.cells, cells, strict=True)]
+        held += [(value, *self._weights[number]) for value, kind, number in program.given if kind == "weight"]
+        for value, tensor, version in held:
+            if readers[value] and tensor._version != version:
+                raise self._in_place(tensor, version)
+            values[value] = tensor
+        for value, kind, number in program.given:
+            if kind == "input" and readers[value]:
+                values[value] = self._input(number)
+
+    def _input(self, number: int) -> torch.Tensor:
+        try:
+            return self._inputs[number].unpack()
+        except RuntimeError as error:
+            if isinstance(error, AutockptError) or "modified by an inplace operation" not in str(error):
+                raise
+            remedy = "Replace the in-place operation after this unit by an out-of-place one."
+            raise InPlaceError(f"an input of {self._unit.name} has changed: {error}", remedy=remedy) from error
+
+    def _in_place(self, tensor: torch.Tensor, expected: int) -> InPlaceError:
+        remedy = "Change it after backward: an optimizer step before the last backward of a graph does this."
+        what = f"{tuple(tensor.shape)} that {self._unit.name} saved, or makes others from"
+        return InPlaceError.of(what, tensor._version, expected, remedy)
+
+    @contextmanager
+    def _as_in_forward(self, recipe: Recipe) -> Iterator[None]:
+        """With the kernels that the forward had. Autograd saves nothing that is made under inference mode."""
+        with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():
+            if (now := switches()) == recipe.switches:
+                yield
+                return
+            with one_at_a_time(self._unit.name):  # they belong to the process
+                put_switches(recipe.switches)
+                try:
+                    yield
+                finally:
+                    put_switches(now)
+
+
+class _ModuleHooks:
+    """Around a forward: hooks on modules inside, and the mode that hands ops to a recorder.
+
+    A recipe takes tensors from few modules; a recorder is told what all of them are given and return. Hooks are there
+    for this one call, so that nothing of it is copied or saved along with the modules.
+    """
+
+    def __init__(
+        self,
+        unit: RecordedUnit,
+        recorder: OpRecorder | None,
+        recipe: Recipe | None,
+        fill: Callable[[int, torch.Tensor], None],
+    ) -> None:
+        self._unit, self._recorder, self._recipe, self._fill = unit, recorder, recipe, fill
+        self._thread, self._turns = threading.get_ident(), Counter[int]()
+        self._handles: list[Any] = []
+        self._modes: list[Any] = []
+
+    def __enter__(self) -> None:
+        unit, recorder = self._unit, self._recorder
+        taps = self._recipe.taps if self._recipe is not None else {}
+        for number in taps if recorder is None else [k for n in range(1, len(unit.modules)) for k in (n, ~n)]:
+            self._handles.append(self._tap(number))
+        if recorder is not None:
+            for module, kind in unit.scopes.items():
+                self._handles += self._scope(recorder, module, kind)
+            if unit.everywhere:
+                self._enter_mode(recorder)
+
+    def __exit__(self, *raised: Any) -> None:
+        while self._modes:
+            self._modes.pop().__exit__(*raised)
+        for handle in self._handles:
+            handle.remove()
+
+    def _enter_mode(self, recorder: OpRecorder) -> None:
+        self._modes.append(nullcontext() if self._modes else self._unit.watching(recorder))
+        self._modes[-1].__enter__()
+
+    def _tap(self, number: int) -> Any:
+        """A hook for what a module is given; of an inverted number, for what it returns."""
+
+        def before(_: nn.Module, args: tuple[Any, ...]) -> None:
+            self._pass(number, args)
+
+        def after(_: nn.Module, args: Any, output: Any) -> None:
+            self._pass(number, (output,))
+
+        if number >= 0:
+            return self._unit.modules[number].register_forward_pre_hook(before)
+        return self._unit.modules[~number].register_forward_hook(after)
+
+    def _scope(self, recorder: OpRecorder, module: nn.Module, kind: str) -> Iterator[Any]:
+        """Hooks on a module that the choice names."""
+
+        def enter(*_: Any) -> None:
+            if kind == "keep":
+                recorder.keeping += 1
+            else:
+                self._enter_mode(recorder)
+
+        def leave(*_: Any) -> None:
+            if kind == "keep":
+                recorder.keeping -= 1
+            else:
+                self._modes.pop().__exit__(None, None, None)
+
+        yield module.register_forward_pre_hook(enter, prepend=True)
+        yield module.register_forward_hook(leave, always_call=True)
+
+    def _pass(self, number: int, tensors: Sequence[Any]) -> None:
+        if threading.get_ident() != self._thread:
+            return
+        if self._recorder is not None:
+            self._recorder.pass_module(number, tensors, hold=self._recipe is None)
+        turn = self._turns[number]
+        self._turns[number] += 1
+        for nth, argument, cell, form in self._recipe.taps.get(number, ()) if self._recipe is not None else ():
+            tensor = tensors[argument] if nth == turn and argument < len(tensors) else None
+            if isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided and form_of(tensor) == form:
+                self._fill(cell, tensor)

@@ -1,0 +1,101 @@
+"""What is noted of a forward: values by what lies in memory between two writes, and the ops that made them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from autockpt.checkpointing.op_recorder import OpRecorder, Value
+from tests.checkpointing.recorded import Watching
+
+
+def saved_by(function: Callable[[Tensor, Tensor], Any], **options: Any) -> tuple[OpRecorder, list[Value | None]]:
+    """The record of a function of an input and a weight, and the values of what autograd saved."""
+    x, weight = torch.ones(8, 4, requires_grad=True), torch.ones(4, 4, requires_grad=True)
+    recorder = OpRecorder([x], [weight], options.pop("keeps", lambda _: False), **options)
+
+    def pack(tensor: Tensor) -> Tensor:
+        recorder.save(tensor)
+        return tensor.detach()
+
+    with saved_tensors_hooks(pack, lambda tensor: tensor), Watching(recorder):
+        function(x, weight)
+    return recorder, [saved.value for saved in recorder.saved]
+
+
+def test_inputs_and_weights_are_known_by_their_memory() -> None:
+    _, values = saved_by(lambda x, w: (x.t() * w[:, :1]).sum())
+    assert [(v.given, v.number, v.op) for v in values if v] == [("weight", 0, None), ("input", 0, None)]
+
+
+def test_an_op_that_can_run_again_makes_a_value() -> None:
+    _, (exp, sin) = saved_by(lambda x, w: x.exp().sin())
+    assert exp is sin and exp is not None and exp.op is not None and exp.op.func is torch.ops.aten.exp.default
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+def test_products_run_again_unless_they_are_kept(keeps: bool) -> None:
+    _, values = saved_by(lambda x, w: (x @ w).exp(), keeps=lambda _: keeps)
+    product = values[-1]
+    assert product is not None and product.op is not None
+    assert (product.op.reads[0].op is None) == keeps
+
+
+def test_what_is_drawn_is_not_drawn_again() -> None:
+    _, values = saved_by(lambda x, w: torch.dropout(x.exp(), 0.5, True))
+    assert values[-1] is not None and values[-1].op is None and not values[-1].foreign
+
+
+def test_a_write_ends_a_value() -> None:
+    def writes(x: Tensor, w: Tensor) -> Tensor:
+        made = x.exp()
+        return made.detach().mul_(2) * w[0]
+
+    _, (before, after, *_) = saved_by(writes)
+    assert before is not None and before.overwritten
+    assert after is not None and after is not before and after.op is None and not after.overwritten
+
+
+def test_a_tensor_from_elsewhere_is_foreign() -> None:
+    elsewhere = torch.ones(4)
+    _, values = saved_by(lambda x, w: x * elsewhere)
+    assert [value.foreign for value in values if value] == [True]
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x, w: x * x.sum().item(),
+        lambda x, w: x[x > 0],
+        lambda x, w: x[torch.nonzero(x[:, 0])],
+        lambda x, w: torch.masked_select(x, x > 0),
+    ],
+)
+def test_forwards_that_go_by_values_are_dynamic(function: Callable[[Tensor, Tensor], Tensor]) -> None:
+    assert saved_by(function)[0].is_dynamic
+    assert not saved_by(lambda x, w: x[[1, 2]].exp())[0].is_dynamic
+
+
+def test_an_op_under_switches_of_its_own_does_not_run_again() -> None:
+    def switches(x: Tensor, w: Tensor) -> Tensor:
+        with torch.backends.mkldnn.flags(enabled=False):
+            return x.exp()
+
+    _, (value,) = saved_by(switches)
+    assert value is not None and value.op is None
+
+
+def test_where_ops_are_handed_on_in_part_versions_show_writes() -> None:
+    x = torch.ones(8)
+    recorder = OpRecorder([x], [], lambda _: False, everywhere=False)
+    recorder.save(x)
+    x.mul_(2)
+    recorder.save(x)
+    first, second = (saved.value for saved in recorder.saved)
+    assert first is not None and second is not None and first is not second
+    assert first.given == "input" and first.overwritten and second.foreign

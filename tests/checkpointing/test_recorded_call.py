@@ -1,0 +1,195 @@
+"""Calls that go by recipes: gradients are plain training's, and what is dropped is what can be made again."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from autockpt.checkpointing.recipes import Step
+from autockpt.checkpointing.recorded_call import RecordedCall
+from autockpt.errors import InPlaceError, RerunMismatch
+from tests.checkpointing.recorded import Recorded
+from tests.policies.zoo import bytes_alive_after
+
+LARGE = 128 * 64 * 4  # bytes of an input
+
+
+class Mlp(nn.Module):
+    """Its ``scale`` is an attribute; ``then`` may do anything with what is in between."""
+
+    def __init__(self, then: Callable[[Tensor], Tensor] = lambda h: h) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.down, self.then, self.scale = nn.Linear(64, 256), nn.Linear(256, 64), then, 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.then(F.silu(self.up(x)) * self.scale))
+
+
+def gradients(model: nn.Module, length: int = 128, seed: int = 0) -> list[Tensor]:
+    torch.manual_seed(seed)
+    x = torch.randn(length, 64, requires_grad=True)
+    return [g.clone() for g in torch.autograd.grad(model(x).square().sum(), [x, *model.parameters()])]
+
+
+def assert_steps_equal(layer: Callable[[], nn.Module], steps: int = 8, **options: Any) -> Recorded:
+    plain, recorded = layer(), Recorded(layer(), **options)
+    for step in range(steps):
+        wanted, found = gradients(plain, seed=step), gradients(recorded, seed=step)
+        assert all(map(torch.equal, wanted, found)), step
+    return recorded
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+@pytest.mark.parametrize("then", [lambda h: h, lambda h: F.dropout(h, 0.5), lambda h: F.layer_norm(h, (256,)).exp()])
+def test_gradients_are_those_of_plain_training(then: Callable[[Tensor], Tensor], keeps: bool) -> None:
+    assert_steps_equal(lambda: Mlp(then), keeps=lambda _: keeps)
+
+
+@pytest.mark.parametrize(("keeps", "kept"), [(False, 2 * LARGE), (True, 6 * LARGE)])
+def test_recorded_calls_and_later_ones_keep_the_same(keeps: bool, kept: int) -> None:
+    recorded = Recorded(Mlp(), keeps=lambda _: keeps)
+    x = torch.randn(128, 64, requires_grad=True)
+    plain = bytes_alive_after(lambda: recorded.layer(x))
+    found = [bytes_alive_after(lambda: recorded(x)) for _ in range(8)]
+    assert len(set(found)) == 1 and found[0] < kept < plain
+
+
+def test_what_a_module_inside_is_given_may_be_all_that_is_kept() -> None:
+    """A 16-bit residual of which autograd saves a cast to 32 bits."""
+
+    class Normed(nn.Module):
+        def forward(self, h: Tensor) -> Tensor:
+            wide = h.float()
+            return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)).to(h.dtype)
+
+    class Residual(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.norm, self.out = Normed(), nn.Linear(64, 64).bfloat16()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.out(self.norm((x + torch.randn_like(x)).bfloat16()))
+
+    recorded = assert_steps_equal(Residual, keeps=lambda _: True)
+    (recipe,) = [s.recipe for s in recorded.unit.signatures.values()]
+    assert recipe is not None and len(recipe.taps) == 1
+    assert not any(m._forward_pre_hooks or m._forward_hooks for m in recorded.modules())
+
+
+def test_nothing_of_a_call_outlives_its_graph() -> None:
+    def calls() -> int:
+        return sum(type(found) is RecordedCall for found in gc.get_objects())
+
+    recorded, x = Recorded(Mlp()), torch.randn(128, 64, requires_grad=True)
+    gc.disable()
+    try:
+        for _ in range(8):
+            out = recorded(x)
+            assert calls() == 1
+            del out
+            assert not calls()
+    finally:
+        gc.enable()
+
+
+def test_a_kept_graph_gives_the_same_twice_and_frees_what_was_made() -> None:
+    recorded, x = Recorded(Mlp()), torch.randn(128, 64, requires_grad=True)
+    for _ in range(3):
+        out = recorded(x).square().sum()
+        first, second = (torch.autograd.grad(out, x, retain_graph=True)[0] for _ in range(2))
+        assert torch.equal(first, second)
+
+
+def test_double_backward() -> None:
+    def penalty(model: nn.Module) -> Tensor:
+        x = torch.ones(128, 64, requires_grad=True)
+        (g,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
+        return torch.autograd.grad(g.square().sum(), x)[0]
+
+    recorded = Recorded(Mlp())
+    for _ in range(4):
+        assert torch.equal(penalty(recorded), penalty(recorded.layer))
+
+
+def test_two_graphs_may_be_alive() -> None:
+    recorded = Recorded(Mlp())
+    for _ in range(4):
+        first, second = torch.randn(128, 64, requires_grad=True), torch.randn(128, 64, requires_grad=True)
+        outs = [recorded(x).square().sum() for x in (first, second)]
+        for x, out in reversed([*zip((first, second), outs, strict=True)]):
+            (wanted,) = torch.autograd.grad(recorded.layer(x).square().sum(), x)
+            assert torch.equal(torch.autograd.grad(out, x)[0], wanted)
+
+
+@pytest.mark.parametrize("what", ["input", "weight"])
+@pytest.mark.parametrize("earlier", [0, 3], ids=["recorded", "by a recipe"])
+def test_a_source_that_changed_before_backward_is_an_error(what: str, earlier: int) -> None:
+    recorded = Recorded(Mlp())
+    for _ in range(earlier):
+        gradients(recorded)
+    x = torch.randn(128, 64)
+    out = recorded(x).sum()
+    with torch.no_grad():
+        (x if what == "input" else recorded.layer.up.bias).add_(1)  # type: ignore[union-attr]
+    with pytest.raises(InPlaceError, match="modified by an inplace operation"):
+        out.backward()
+
+
+class Samples:
+    """Notes what samples show."""
+
+    chosen, beyond = frozenset[int | None](), 0
+
+    def __init__(self) -> None:
+        self.equal = 0
+
+    def agrees(self) -> None:
+        self.equal += 1
+
+    def differs(self, number: int, tensor: Tensor) -> Exception:
+        return RerunMismatch(f"tensor {number}")
+
+
+def sampled(recorded: Recorded, x: Tensor, samples: Samples) -> None:
+    RecordedCall(recorded.unit, (x,), {}).run(recorded.layer, (x,), {}, None, None, samples).sum().backward()
+
+
+def test_samples_show_another_branch_before_its_gradient_is_used() -> None:
+    now, samples = [torch.sigmoid], Samples()
+    recorded = Recorded(Mlp(lambda h: now[0](h).exp()))
+    x = torch.randn(128, 64, requires_grad=True)
+    for _ in range(4):
+        sampled(recorded, x, samples)
+    assert samples.equal > 0
+    now[0] = torch.tanh
+    with pytest.raises(RerunMismatch, match="tensor"):
+        sampled(recorded, x, samples)
+
+
+def test_calls_that_are_recorded_are_sampled_too() -> None:
+    recorded, samples = Recorded(Mlp()), Samples()
+    x = torch.randn(128, 64, requires_grad=True)
+    call = RecordedCall(recorded.unit, (x,), {})
+    out = call.run(recorded.layer, (x,), {}, None, None, samples)
+    assert call.is_recorded
+    recorded.layer.up.bias.data.add_(1)  # type: ignore[union-attr]
+    with pytest.raises(RerunMismatch, match="tensor"):
+        out.sum().backward()
+
+
+def test_steps_that_several_tensors_need_run_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran, run = list[int](), Step.run
+    monkeypatch.setattr(Step, "run", lambda step, values: ran.append(id(step)) or run(step, values))
+    recorded = Recorded(Mlp(lambda h: h.exp().sin().cos()))
+    for _ in range(3):
+        ran.clear()
+        gradients(recorded)
+        assert len(ran) == len(set(ran)) > 3
