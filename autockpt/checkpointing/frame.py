@@ -133,8 +133,8 @@ class CheckpointFrame:
         else:
             installed = state.installed(hooks, gradients)
             self._before = state.learn(everything, late=self._late or 0)
-            if installed:  # a flag that was set with the hooks: a recomputation must not install them again
-                self._before = [entry for entry in self._before if not entry.was_absent]
+            if installed:  # a recomputation must not install hooks again
+                self._before = [entry for entry in self._before if not entry.marks_done]
             unit.draws_in_python |= self._context.forget_python_unless_drawn()
         if isinstance(self._observer, CheckedCall):
             self._observer.forward_ended()

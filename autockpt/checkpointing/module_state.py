@@ -58,9 +58,9 @@ class Entry(NamedTuple):
         return id(self.home), self.name
 
     @property
-    def was_absent(self) -> bool:
-        """Whether there was nothing."""
-        return self.value is _ABSENT
+    def marks_done(self) -> bool:
+        """Whether it was made, or set to True, since: as a flag that something was installed."""
+        return self.value is _ABSENT or self.home.get(self.name) is True
 
     @property
     def restores_memory(self) -> bool:
