@@ -30,7 +30,6 @@ where a layer's half a gigabyte goes through them one table at a time, for 16 Mi
 moment."""
 _WORDS = ((4, torch.int32), (2, torch.int16), (1, torch.uint8))
 
-Place = tuple[Any, ...]
 Geometry = tuple[torch.Size, tuple[int, ...], int]
 Layout = tuple[torch.dtype, torch.Size, tuple[int, ...], Any]
 quietly: Any = torch._C._DisableTorchDispatch  # type: ignore[attr-defined]
@@ -219,13 +218,6 @@ def digest(tensor: torch.Tensor) -> str:
     flat = tensor.cpu().contiguous().reshape(-1).view(torch.uint8)
     header = f"{tensor.dtype} {tuple(tensor.shape)}".encode()
     return hashlib.blake2b(header + flat.numpy().tobytes(), digest_size=12).hexdigest()
-
-
-def memory_of(tensor: torch.Tensor, form: Form) -> Place:
-    """What tells one piece of memory from another while it lives, whichever way round its dimensions are."""
-    size = form.size if form.order is None else tuple(form.size[d] for d in form.order)
-    storage = tensor.untyped_storage()._cdata
-    return storage, tensor.storage_offset(), tuple(size), tensor.dtype, form.flipped, form.repeated
 
 
 def layout_of(tensor: torch.Tensor) -> Layout:

@@ -46,10 +46,6 @@ class PolicySession(Protocol):
     attached: dict[str, str]
     listeners: list[ForwardListener]
 
-    def written_to_by_others(self) -> bool:
-        """Whether code of the model, around units too, may write unseen to any tensor: looked up in milliseconds."""
-        ...
-
     def place(self, name: str, module: nn.Module, run: Callable[..., Any], state: Attachment) -> None:
         """Make ``run(module, state, *args, **kwargs)`` the module's forward until the session is removed."""
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from traceback import walk_tb
-from typing import Any
 
 import torch
 from torch import nn
@@ -13,7 +12,6 @@ from torch.nn.parameter import is_lazy
 
 from autockpt.errors import ConflictError
 
-current_node: Callable[[], Any] = torch._C._current_autograd_node  # none outside of a backward
 sequence_nr: Callable[[], int] = torch.autograd._get_sequence_nr  # type: ignore[attr-defined]
 """The number of the next autograd node that this thread makes."""
 is_wrapped: Callable[[torch.Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor  # type: ignore[attr-defined]

@@ -68,13 +68,13 @@ class Slot:
 
 
 class Filler:
-    """Puts what a second run saves into the slots of the first, or only looks whether it would fit.
+    """Puts what a second run saves into the slots of the first.
 
     ``seen`` counts what was saved. With ``stops`` the run ends, by Enough, as soon as that is all.
     """
 
-    def __init__(self, unit: str, slots: list[weakref.ref[Slot]], *, fills: bool, stops: bool) -> None:
-        self._unit, self._slots, self._fills, self._stops = unit, slots, fills, stops
+    def __init__(self, unit: str, slots: list[weakref.ref[Slot]], *, stops: bool) -> None:
+        self._unit, self._slots, self._stops = unit, slots, stops
         self.seen = 0
 
     @run_as_it_is
@@ -92,7 +92,7 @@ class Filler:
             if slot.form != form:
                 was, now = (f"{tuple(size)} {dtype} on {device}" for size, dtype, device in (slot.form, form))
                 raise diverged(self._unit, f"saved a tensor {was} in forward and {now} when it ran again")
-            if self._fills and slot.waits:
+            if slot.waits:
                 slot.fill(value)
         if self.full:
             raise Enough

@@ -16,7 +16,6 @@ from autockpt.policies import POLICIES
 from autockpt.policies.attachment import AttachedForward, Attachment, attached_to, place, put_back, take_off
 from autockpt.policies.base import ForwardListener, PlannedUnit
 from autockpt.policies.conflicts import flagged_modules, refuse_lazy, refuse_native, refuse_wrappers
-from autockpt.policies.rerun_state.reach import writes_to_any
 from autockpt.runtime.guard import CacheState, GuardState, cache_owners, run_guarded, run_without_cache
 from autockpt.runtime.proving import Proof, proof, sentinels_of
 from autockpt.schema.choices import Choice
@@ -41,10 +40,6 @@ class Session:
     attached: dict[str, str] = field(default_factory=dict)
     listeners: list[ForwardListener] = field(default_factory=list)
     _placed: list[tuple[nn.Module, AttachedForward]] = field(default_factory=list)
-
-    def written_to_by_others(self) -> bool:
-        """Whether code of the model, around units too, may write unseen to any tensor: looked up in milliseconds."""
-        return self.model is not None and writes_to_any(self.model)
 
     def place(self, name: str, module: nn.Module, run: Callable[..., Any], state: Attachment) -> None:
         """Make ``run(module, state, *args, **kwargs)`` the module's forward until the session is removed."""

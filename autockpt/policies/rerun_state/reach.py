@@ -364,21 +364,6 @@ def code_of(unit: str, module: nn.Module) -> Code:
     return known[id(module)]
 
 
-def writes_to_any(model: nn.Module) -> bool:
-    """Whether code of a model, that of its units and around them, may write unseen to tensors that a unit saved.
-
-    Of code by its names: classes of modules, functions that modules hold, and hooks. What else they hold is not walked.
-    """
-    modules = list(model.modules())
-    roots: list[Any] = list({type(module) for module in modules})
-    for module in modules:
-        held = [*vars(module).values(), *module._forward_hooks.values(), *module._forward_pre_hooks.values()]
-        roots += [value for value in map(placed_before, held) if isinstance(value, (types.FunctionType, *_WRAPPERS))]
-    walk = Walk("", frozenset(), {id(module) for module in modules}, (), close=False)
-    walk.run(("", root) for root in roots)
-    return may_do(walk.functions).writes_to_any
-
-
 def _imported(home: dict[str, Any], name: str) -> Any:
     """The module that code imports by this name where it runs, relative to its package, too."""
     package, found = str(home.get("__package__") or ""), sys.modules.get(name)
