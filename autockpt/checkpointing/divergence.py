@@ -132,7 +132,7 @@ class DivergenceCheck:
         return self.units[-1]
 
     def in_mid_training(self) -> None:
-        """Steps are measured as ones in the middle of training: no call is fingerprinted, one is looked at."""
+        """Steps are measured as ones in the middle of training: nothing is compared."""
         self.measured = True
 
     def begin(self) -> None:
@@ -218,6 +218,8 @@ class UnitCheck:
         self.calls += 1
         if checked is None:
             checked = self._schedule.next() is not None or new
+        if self.check.measured:
+            return None
         if is_capturing():
             self.unchecked["calls in a CUDA graph that is being captured"] += 1
             return None
@@ -288,8 +290,6 @@ class CheckedCall:
         self._saved = number + 1
         if self._is_computed(tensor) and can_be_sampled(tensor):
             self._sample = number
-        if self.check.measured:
-            return None
         entry = CheckedTensor(self, number, tensor)
         self._entries.append(weakref.ref(entry))
         return entry
@@ -315,9 +315,8 @@ class CheckedCall:
 
     def before_rerun(self, module: torch.nn.Module) -> None:
         """The unit is about to be recomputed."""
-        if not self.check.measured:
-            named = [(name, p) for name, p in module.named_parameters() if why_not(local_part(p)) is None]
-            self._parameters = [(name, p, fingerprint(t := local_part(p), form_of(t))) for name, p in named]
+        named = [(name, p) for name, p in module.named_parameters() if why_not(local_part(p)) is None]
+        self._parameters = [(name, p, fingerprint(t := local_part(p), form_of(t))) for name, p in named]
 
     def after_rerun(self) -> None:
         """It has been: a forward that writes to a parameter by ``.data`` has done so twice."""

@@ -219,7 +219,7 @@ def traced() -> dict[str, Graph]:
     """Ghost runs of a tiny Llama: the kinds of plan that differ in kind."""
     with Tracer.from_spec(WorkloadSpec(model="llama-tiny", batch_size=2, seq_len=64)) as tracer:
         blocks = [u.name for u in tracer.units if u.role == "block"]
-        kinds = ("save", "recompute", "remake")
+        kinds = ("save", "recompute", "selective")
         return {kind: tracer.trace(dict.fromkeys(blocks, parse_choice(kind))) for kind in kinds}
 
 
@@ -282,13 +282,13 @@ def test_recomputing_costs_its_ops_and_its_regions(graphs: dict[str, Graph]) -> 
 
 @pytest.mark.slow
 def test_what_watches_ops_costs_a_cpu_all_of_it_and_a_busy_gpu_nothing(traced: dict[str, Graph]) -> None:
-    watched = sum(op.watched for op in traced["remake"].ops)
+    watched = sum(op.watched for op in traced["selective"].ops)
     assert watched > 50 and not any(op.watched for kind in ("save", "recompute") for op in traced[kind].ops)
 
     def extra(hardware: Hardware) -> float:
         free, dear = (hardware.model_copy(update={"watch_seconds": seconds}) for seconds in (0.0, 1e-5))
         assert step(dear, traced) == pytest.approx(step(free, traced))
-        return step(dear, traced, "remake") - step(free, traced, "remake")
+        return step(dear, traced, "selective") - step(free, traced, "selective")
 
     assert extra(load_hardware("cpu")) == pytest.approx(watched * 1e-5, rel=1e-6)
     assert extra(card(launch_seconds=1e-3)) == pytest.approx(watched * 1e-5, rel=0.1)

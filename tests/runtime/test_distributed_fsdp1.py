@@ -25,8 +25,7 @@ pytestmark = pytest.mark.slow
 def plans() -> dict[str, dict[str, Choice]]:
     """Every kind of choice, side by side, and segments over all layers."""
     result = side_by_side()
-    for levels in (1, 2):
-        result[f"one segment, {levels} levels"] = dict.fromkeys(NAMES, Segment(size=3, levels=levels))
+    result["one segment"] = dict.fromkeys(NAMES, Segment(size=3))
     return result
 
 
