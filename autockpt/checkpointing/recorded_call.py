@@ -23,6 +23,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from autockpt.checkpointing.arguments import SavedTensor, save
 from autockpt.checkpointing.divergence import Observer
+from autockpt.checkpointing.fingerprint import stream_of
 from autockpt.checkpointing.op_recorder import OpRecorder
 from autockpt.checkpointing.recipes import SMALL, Position, Program, Recipe, Step, form_of, laid_out, plan
 from autockpt.checkpointing.recorded_unit import RecordedUnit
@@ -50,7 +51,19 @@ class RecordedCall:
 
     __slots__ = (
         *("_cells", "_inputs", "_known", "_left", "_lost", "_memo", "_number", "_observer"),
-        *("_recipe", "_recorder", "_sampler", "_slots", "_tensors", "_unit", "_weights", "is_first", "is_recorded"),
+        *(
+            "_recipe",
+            "_recorder",
+            "_sampler",
+            "_saved_on",
+            "_slots",
+            "_stream",
+            "_tensors",
+            "_unit",
+            "_weights",
+            "is_first",
+            "is_recorded",
+        ),
     )
 
     def __init__(self, unit: RecordedUnit, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
@@ -63,8 +76,10 @@ class RecordedCall:
         self._recorder: OpRecorder | None = None
         self._recipe: Recipe | None = None
         self._slots: list[list[Any]] = []  # what ``pack`` returned, where all is held until the call ends
+        self._saved_on: list[Any] = []  # their streams
         self._memo: dict[int, torch.Tensor] = {}  # values that were made, until every position has them
         self._left: Counter[int] | None = None
+        self._stream: Any = None  # that they were made on
         if self.is_recorded:
             weights = [home.get(name) for home, name in unit.weights]
             self._recorder = OpRecorder(tensors, weights, unit.keeps, everywhere=unit.everywhere)
@@ -153,6 +168,7 @@ class RecordedCall:
         kept = tensor if tensor.is_leaf else tensor.detach(), tensor._version
         if recipe is None:
             self._slots.append([*kept])
+            self._saved_on.append(stream_of(tensor.device))
             return self._slots[-1]
         if cell is not None:
             self._cells[cell] = kept
@@ -182,9 +198,11 @@ class RecordedCall:
                 if position.cell is not None:
                     self._cells[position.cell] = slot
                 elif position.dropped is not None:
-                    comparison = self._look_at(recipe, position.dropped, position.place, slot[0])
+                    # what was made on another stream may be freed there before this one has read it
+                    here = stream_of(slot[0].device) == self._saved_on[number]
+                    comparison = self._look_at(recipe, position.dropped, position.place, slot[0]) if here else None
                     slot[:] = number, comparison, *[self._cells[cell] for cell in position.cells]
-        self._slots = []
+        self._slots, self._saved_on = [], []
         recorder.forget()
         self._unit.learn(self._known, recipe)
 
@@ -202,6 +220,7 @@ class RecordedCall:
         position = recipe.positions[first]
         if comparison is not None and not isinstance(comparison, bytes):
             comparison.look_again()
+        self._wait_for_other_stream()
         base = self._memo.get(position.value)
         if base is None:
             if recorder is None:
@@ -224,6 +243,16 @@ class RecordedCall:
         if read(tensor, position.place) != sample:
             raise self._sampler.differs(number, tensor)
         self._sampler.agrees()
+
+    def _wait_for_other_stream(self) -> None:
+        """A node may run on another stream than the one on which values were made for it."""
+        device = next((tensor.device for tensor in self._memo.values()), None)
+        if device is None or device.type == "cpu" or (now := stream_of(device)) == self._stream:
+            return
+        now.wait_event(self._stream.record_event())
+        for tensor in self._memo.values():
+            tensor.record_stream(now)
+        self._stream = now
 
     def _count_down(self, recipe: Recipe, value: int) -> None:
         """One more position has the value. After the last one a further backward may begin."""
@@ -267,6 +296,7 @@ class RecordedCall:
                             values.pop(value, None)
             finally:
                 _C._set_grad_enabled(enabled)
+        self._stream = stream_of(values[wanted].device)
         return values[wanted]
 
     def _steps_left(self, program: Program, wanted: int, values: dict[int, torch.Tensor]) -> list[Step]:
