@@ -30,6 +30,7 @@ from autockpt.checkpointing.fingerprint import (
     layout_of,
     left_unwritten,
     local_part,
+    probe_of,
     quietly,
     read,
     stream_of,
@@ -353,9 +354,7 @@ class CheckedTensor:
             return
         with quietly(), torch._C.DisableTorchFunction():
             self._held = tensor.detach()
-            # shares the version counter, and no memory
-            self._probe, self._version = tensor.detach(), tensor._version
-            self._probe.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+            self._probe, self._version = probe_of(tensor), tensor._version
         self._form, self._layout = form_of(tensor), layout_of(tensor)
         self._storage, self._stream = weakref.ref(tensor.untyped_storage()), stream_of(tensor.device)
 

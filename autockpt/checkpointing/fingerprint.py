@@ -12,12 +12,14 @@ numbers, per device.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 _ON_CPU, _ELSEWHERE = 1 << 14, 1 << 17
 """Numbers in the table of a device, 128 KiB or 1 MiB of them. A table of more would lie where caching allocators keep
@@ -229,6 +231,20 @@ def laid_out_on(storage: torch.UntypedStorage, device: torch.device, layout: Lay
     """The tensor that lies so in this memory."""
     dtype, size, stride, offset = layout
     return torch.empty(0, dtype=dtype, device=device).set_(storage, offset, size, stride)
+
+
+def probe_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Shares the tensor's version counter and none of its memory."""
+    probe = tensor.detach()
+    probe.data = _empty(tensor.dtype, tensor.device)
+    return probe
+
+
+@functools.cache
+def _empty(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """One for the whole process. No dispatch mode sees it made: a recorded step is the same whatever ran before it."""
+    with _disable_current_modes():
+        return torch.empty(0, dtype=dtype, device=device)
 
 
 def left_unwritten(node: Any, tensor: torch.Tensor) -> bool:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from autockpt.checkpointing.arguments import SavedTensor, flatten, save
-from autockpt.checkpointing.fingerprint import Layout, layout_of
+from autockpt.checkpointing.fingerprint import Layout, layout_of, probe_of
 from autockpt.checkpointing.frame import CheckpointFrame
 from autockpt.checkpointing.unit import CheckpointedUnit
 from autockpt.errors import InPlaceError
@@ -73,9 +73,7 @@ class _Returned:
 
     def __init__(self, frame: SegmentFrame, number: int, tensor: torch.Tensor) -> None:
         self._frame, self._number, self._size, self._version = frame, number, tensor.size(), tensor._version
-        # shares the version counter, and no memory
-        self._probe = tensor.detach()
-        self._probe.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        self._probe = probe_of(tensor)
 
     def unpack(self) -> torch.Tensor:
         """As ``SavedTensor.unpack``. Raises InPlaceError where it was changed in place, as autograd would."""

@@ -19,10 +19,9 @@ from torch import nn
 from torch.autograd import forward_ad
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.autograd.graph import increment_version
-from torch.utils._python_dispatch import _disable_current_modes
 
 from autockpt.checkpointing.divergence import Comparison, LookAt
-from autockpt.checkpointing.fingerprint import laid_out_on, layout_of
+from autockpt.checkpointing.fingerprint import laid_out_on, layout_of, probe_of
 from autockpt.checkpointing.frame import refuse_late_written
 from autockpt.devices.base import Transport
 from autockpt.errors import InPlaceError
@@ -188,20 +187,6 @@ class Kept:
         if self.tensor._version != self._version:  # nested tensors have no size to ask for
             _check(self.tensor, self._version, self._unit, self.tensor.size())
         return self.tensor
-
-
-def probe_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Shares the tensor's version counter and none of its memory."""
-    probe = tensor.detach()
-    probe.data = _empty(tensor.dtype, tensor.device)
-    return probe
-
-
-@functools.cache
-def _empty(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """One for the whole process. No dispatch mode sees it made: a recorded step is the same whatever ran before it."""
-    with _disable_current_modes():
-        return torch.empty(0, dtype=dtype, device=device)
 
 
 def _check(probe: torch.Tensor, version: int, unit: str, size: torch.Size) -> None:
