@@ -13,6 +13,7 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import _disable_current_modes
 
 _C: Any = torch._C
@@ -85,6 +86,19 @@ def without_remembered_casts() -> Iterator[None]:
         yield
     finally:
         torch.set_autocast_cache_enabled(before)
+
+
+def remembered_cast(weight: torch.Tensor) -> torch.Tensor | None:
+    """What autocast makes of a matrix or some in a product: the copy that it remembers, or else one to remember. Its
+    strides may be others. None where it remembers one of another type, as from a block of that type around this one."""
+    saved: list[torch.Tensor] = []
+    rows = weight.detach().new_empty((*weight.shape[:-2], 0, weight.size(-2))).requires_grad_()
+    with torch._C.DisableTorchFunction(), torch.enable_grad(), saved_tensors_hooks(saved.append, lambda _: weight):
+        try:
+            torch.matmul(rows.view_as(rows), weight)  # which saves it for the gradient of no rows at all
+        except RuntimeError:  # of two types
+            return None
+    return max(saved, key=torch.Tensor.numel)
 
 
 def autocast_block() -> int | None:

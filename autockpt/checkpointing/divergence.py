@@ -211,6 +211,8 @@ class UnitCheck:
         self.last_checked: int | None = None  # the step
         self.unchecked: Counter[str] = Counter()
         self.sampled, self.beyond = -1, 0
+        self.computed: list[int] = []  # numbers of tensors that can be sampled
+        self.in_turn = False  # each of them in turn, and not the last: kept outputs stand between a change and that
         self._schedule = Schedule()
 
     def observer(self, *, checked: bool | None = None, new: bool = False) -> CheckedCall | UnitCheck | None:
@@ -228,6 +230,8 @@ class UnitCheck:
             call = CheckedCall(self)
             self.check.open.append(weakref.ref(call))
             return call
+        if self.in_turn and self.computed:
+            self.sampled = self.computed[self.calls % len(self.computed)]
         return self if self.beyond else None  # no call was looked at so far
 
     def look_at(self, number: int, tensor: torch.Tensor) -> Sample | None:
@@ -281,7 +285,7 @@ class CheckedCall:
         self.step = unit.check.step or unit.calls
         self._since = _sequence_nr()
         self._saved = 0
-        self._sample = -1
+        self._computed: list[int] = []
         self._entries: list[weakref.ref[CheckedTensor]] = []  # what autograd holds owns them
         self._compared: list[Compared] = []
         self._parameters: list[tuple[str, torch.Tensor, torch.Tensor]] = []  # with their fingerprints
@@ -290,7 +294,7 @@ class CheckedCall:
         """As ``Observer.look_at``."""
         self._saved = number + 1
         if self._is_computed(tensor) and can_be_sampled(tensor):
-            self._sample = number
+            self._computed.append(number)
         entry = CheckedTensor(self, number, tensor)
         self._entries.append(weakref.ref(entry))
         return entry
@@ -302,7 +306,8 @@ class CheckedCall:
 
     def forward_ended(self) -> None:
         """The unit's forward has ended."""
-        self.unit.sampled, self.unit.beyond = self._sample, self._saved
+        self.unit.computed, self.unit.beyond = self._computed, self._saved
+        self.unit.sampled = self._computed[-1] if self._computed else -1
         for entry in self._alive():
             entry.let_go()
 

@@ -61,6 +61,7 @@ class CheckpointFrame:
         "_values",
         "_versions",
         "checked",
+        "noted",
     )
 
     def __init__(
@@ -101,6 +102,7 @@ class CheckpointFrame:
         self._observer: CheckedCall | UnitCheck | None = None
         self._compared: dict[int, Comparison] = {}
         self._forms: list[Any] = []
+        self.noted: list[torch.Tensor] | None = None  # what is saved, for who wants to know (kept_outputs)
         self._values: dict[int, tuple[torch.Tensor, int]] = {}
         self._filled, self._to_end = 0, False
         self._shared: set[int] = set()
@@ -166,6 +168,8 @@ class CheckpointFrame:
             forms.append(self._unit.forms.setdefault(form, form))  # one object for all tensors with the same
         except TypeError:  # symbolic sizes, as of jagged tensors, have no hash
             forms.append(form)
+        if self.noted is not None:
+            self.noted.append(tensor)
         seen = self._observer
         if seen is not None and (number == seen.sampled or number >= seen.beyond):
             comparison = seen.look_at(number, tensor)

@@ -44,15 +44,6 @@ def dropout_of(func: Any) -> tuple[int, Any] | None:
     return None
 
 
-def writes_to_given(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether this call of an op writes to what it is given, as with ``out=``: leaving it out would leave that as it
-    was."""
-    return any(
-        (args[position] if position < len(args) else kwargs.get(name)) is not None
-        for position, name in written_by(func)
-    )
-
-
 @functools.cache
 def written_by(func: Any, unseen: tuple[str, ...] = ()) -> list[tuple[int, str]]:
     """What an op writes to, by position and name; ``unseen``: names of what it does so without its schema saying it."""
@@ -67,22 +58,6 @@ def is_collective(func: Any) -> bool:
     tells."""
     return getattr(func, "namespace", "") == "c10d"
 
-
-_NAMES = """
-    __abs__ __add__ __getitem__ __len__ __mul__ __neg__ __radd__ __rdiv__ __rmul__ __rpow__ __rsub__ __sub__ __truediv__
-    abs add amax amin bfloat16 cat chunk clamp clone contiguous cos detach div double dropout eq exp expand expand_as
-    flatten float ge gelu gt half is_complex is_contiguous is_floating_point layer_norm le log lt masked_fill maximum
-    mean minimum mul ne neg numel permute pow reciprocal relu repeat reshape rms_norm rsqrt select sigmoid silu sin size
-    softmax split sqrt square squeeze stack stride sub sum tanh to transpose tril triu type_as unbind unflatten
-    unsqueeze reshape_as view view_as where
-    grad backward
-"""
-_OWNERS = (torch, torch.Tensor, torch.nn.functional, torch.autograd)
-LIGHT_FUNCTIONS = frozenset(
-    found for owner in _OWNERS for name in _NAMES.split() if callable(found := getattr(owner, name, None))
-)
-"""Functions that run no product and no attention, whatever they are given. And those that take a gradient inside of a
-forward: in the first run they run the unit again, in the second they do not, so their products have no place."""
 
 _READS = ("shape", "dtype", "device", "layout", "requires_grad", "ndim", "is_cuda", "is_cpu", "is_meta", "is_leaf")
 # Reading these neither runs an op nor hands out memory. What comes of it is an argument of some function.

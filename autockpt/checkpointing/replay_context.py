@@ -65,6 +65,10 @@ class ReplayContext:
         self._default_device = _default_device()
         self._switches = switches()
 
+    def now(self) -> TorchStates:
+        """PyTorch's random states as they are by now."""
+        return torch_states(self._places)
+
     def forget_python_unless_drawn(self) -> bool:
         """The forward has ended: whether it drew from Python's or NumPy's generator. If not, they are dropped."""
         if self._python is not None and _same_states(self._python, _python_states()):
@@ -74,7 +78,7 @@ class ReplayContext:
     @contextmanager
     def restored(self) -> Iterator[None]:
         """As before the forward, and afterwards as now."""
-        now = torch_states(self._places)
+        now = self.now()
         with ExitStack() as stack:
             stack.callback(now.put_back)
             self._torch.put_back()

@@ -43,6 +43,11 @@ class CheckpointedUnit:
         self._sharded = [vars(m) for m in modules if "_is_fsdp_managed_module" in vars(m)]
         self._sizes = list(map(len, self._whole))
 
+    @property
+    def is_measured(self) -> bool:
+        """Whether calls are measured as ones in the middle of training."""
+        return self._first_calls < FIRST_CALLS
+
     def renewed(self) -> CheckpointedUnit:
         """The same unit with the modules of now."""
         return CheckpointedUnit(self.name, self.module, self.check, self._first_calls)

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from autockpt.checkpointing.triton_kernels import launches
 from autockpt.policies.base import setting
-from autockpt.policies.triton_kernels import launches
 
 LAUNCH = "triton_kernel"
 NOTE = (

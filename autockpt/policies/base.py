@@ -94,6 +94,17 @@ def modules_named(unit: PlannedUnit, names: Sequence[str], what: str, *, called:
     return {name: inside[name] for name in names}
 
 
+def alias(leaf: Any) -> Any:
+    """The same memory under a tensor of its own, without a graph, that shares the version counter.
+
+    Below autograd views do not share it by themselves, and a change in place would go unnoticed.
+    """
+    if not isinstance(leaf, torch.Tensor):
+        return leaf
+    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+        return leaf.detach()
+
+
 _known = functools.lru_cache(maxsize=4096)(lambda value: value)
 
 

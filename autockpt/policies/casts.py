@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
-from torch.autograd.graph import saved_tensors_hooks
 
 from autockpt.checkpointing.autocast import autocast_depth, autocast_is_on
 from autockpt.policies.conflicts import sequence_nr
@@ -45,19 +44,6 @@ def inside_autocast() -> bool:
     """Whether a block of autocast is around this. Inside a dispatch mode autocast always says that it is off; how deep
     its blocks are nested it tells."""
     return autocast_depth() > 0
-
-
-def remembered_cast(weight: torch.Tensor) -> torch.Tensor | None:
-    """What autocast makes of a matrix or some in a product: the copy that it remembers, or else one to remember. Its
-    strides may be others. None where it remembers one of another type, as from a block of that type around this one."""
-    saved: list[torch.Tensor] = []
-    rows = weight.detach().new_empty((*weight.shape[:-2], 0, weight.size(-2))).requires_grad_()
-    with torch._C.DisableTorchFunction(), torch.enable_grad(), saved_tensors_hooks(saved.append, lambda _: weight):
-        try:
-            torch.matmul(rows.view_as(rows), weight)  # which saves it for the gradient of no rows at all
-        except RuntimeError:  # of two types
-            return None
-    return max(saved, key=torch.Tensor.numel)
 
 
 class CastsUsed:

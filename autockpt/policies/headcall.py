@@ -17,8 +17,8 @@ from autockpt.checkpointing.fingerprint import fingerprint, form_of, laid_out_on
 from autockpt.checkpointing.replay_context import running_again
 from autockpt.errors import ConflictError, InPlaceError
 from autockpt.policies.attachment import TellingAttachment, call_inner
+from autockpt.policies.base import alias
 from autockpt.policies.rerun_state.surroundings import Casts, outside_inference
-from autockpt.policies.saved_outputs import alias
 
 Elementwise = Callable[[Tensor], Tensor]
 _SHORT = (torch.bfloat16, torch.float16)

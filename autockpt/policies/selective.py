@@ -1,54 +1,114 @@
 """selective, keep_attention: run a unit's forward again in backward, but keep the outputs that are dear to make.
 
 Selective activation recomputation (Korthikanti et al. 2022, arXiv:2205.05198), by modules: what stays in the plan is
-readable, and only the named modules pay for being watched.
+readable. Kept are outputs of whole modules (linear layers, convolutions) and of attention functions; a module that
+multiplies by weights of its own in some other way (experts, ``nn.MultiheadAttention``) has the functions that it calls
+looked at.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar
 
+import torch
 from torch import nn
+from torch.nn import functional as F
+from torch.nn.modules.conv import _ConvNd
 
+from autockpt.checkpointing.kept_outputs import FunctionScopes, KeepingFrame, Scope, frame_of, key_of
 from autockpt.errors import PlanError
-from autockpt.policies.attachment import acts, call_plainly
+from autockpt.policies.attachment import Attachment, acts, call_inner, call_plainly
 from autockpt.policies.base import PlannedUnit, Policy, PolicySession, modules_named
-from autockpt.policies.compiling import outside_graphs
-from autockpt.policies.conflicts import refuse_modules, refuse_native
-from autockpt.policies.kvcache import without_cache
-from autockpt.policies.region import UnitCall
-from autockpt.policies.replay import ReplayState
-from autockpt.policies.saved_outputs import KeepingReplay, ScopeState, run_scope
-from autockpt.policies.watched_backends import refuse_changed
+from autockpt.policies.compiling import outside_graphs, run_as_it_is
+from autockpt.policies.conflicts import refuse_modules
+from autockpt.policies.recompute import RecomputeState, run_in_frame
 from autockpt.schema.choices import ATTENTION, EVERYTHING, Choice, KeepAttention, Remake, Selective
 
-WHY = "keeps the outputs of single ops, which a compiled graph no longer shows"
+WHY = "keeps the outputs of single modules, which a compiled graph no longer shows"
+_T = torch.Tensor
+_GROUPED = [found for name in ("_grouped_mm", "grouped_mm") for o in (torch, F) if (found := getattr(o, name, None))]
+_OF_TENSORS = [_T.matmul, _T.__matmul__, _T.bmm, _T.mm]
+PRODUCTS = frozenset(
+    [F.linear, torch.addmm, torch.baddbmm, torch.bmm, torch.einsum, torch.matmul, torch.mm, *_OF_TENSORS, *_GROUPED]
+)
+
+
+class SelectiveState(RecomputeState):
+    """A unit's attachment, or that of one of its parts that runs again by itself."""
+
+    def frame(
+        self, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> KeepingFrame:
+        return KeepingFrame(self.checkpointed(module), forward, args, kwargs, self.turn)
 
 
 @outside_graphs("selective", WHY, inside=True)
-def run_selective(module: nn.Module, state: ReplayState, /, *args: Any, **kwargs: Any) -> Any:
-    """The unit's forward; in backward it runs again without the ops whose outputs were kept.
+def run_selective(module: nn.Module, state: SelectiveState, /, *args: Any, **kwargs: Any) -> Any:
+    """The unit's forward; in backward it runs again without the calls whose outputs were kept.
 
-    An output that is changed in place cannot be kept: its op runs again like the rest. Raises what ``recompute``
+    An output that is changed in place cannot be kept: its module runs again like the rest. Raises what ``recompute``
     raises.
     """
     if not acts(state):
         return call_plainly(module, state, args, kwargs)
-    refuse_changed(module, state, args, kwargs)
-    refuse_native(module, state.unit)
-    args, kwargs = without_cache(module, state.unit, args, kwargs)
-    return UnitCall(KeepingReplay(module, state, args, kwargs)).run()
+    return run_in_frame(module, state, args, kwargs)
 
 
 @outside_graphs("keep_attention", WHY, inside=True)
-def run_keep_attention(module: nn.Module, state: ReplayState, /, *args: Any, **kwargs: Any) -> Any:
+def run_keep_attention(module: nn.Module, state: SelectiveState, /, *args: Any, **kwargs: Any) -> Any:
     """As ``run_selective``."""
     return run_selective(module, state, *args, **kwargs)
 
 
+class ScopeState(Attachment):
+    """The attachment of a module inside a unit whose output is kept, or outputs of functions that it calls."""
+
+    def __init__(self, unit: str) -> None:
+        super().__init__(unit)
+        self.scope = Scope()
+
+    def frame(self) -> KeepingFrame | None:
+        """The frame whose forward runs, for the first time or again."""
+        return frame_of(self.unit) if self.active and not torch.compiler.is_compiling() else None
+
+
+def run_module_scope(module: nn.Module, state: ScopeState, /, *args: Any, **kwargs: Any) -> Any:
+    """The module's forward, unless what it returned was kept."""
+    if (frame := state.frame()) is None:
+        return call_inner(module, state, args, kwargs)
+    weights, fields = module._parameters, module.__dict__
+    given = (*args, *kwargs.values(), *weights.values())
+    if "weight" not in weights:  # FSDP shards it, or a hook computes it, as for spectral norms
+        given += tuple(fields[name] for name in ("weight", "bias") if name in fields)
+    key = key_of(given) if len(args) == 1 and not kwargs else None
+    return frame.call(state.scope, module, functools.partial(call_inner, module, state, args, kwargs), given, key)
+
+
+def run_attention_scope(module: nn.Module, state: ScopeState, /, *args: Any, **kwargs: Any) -> Any:
+    """The module's forward, with the outputs of attention functions kept."""
+    frame = state.frame()
+    if frame is None or not (state.scope.called or frame.checked):
+        return call_inner(module, state, args, kwargs)
+    with FunctionScopes(frame, state.scope):
+        return call_inner(module, state, args, kwargs)
+
+
+def run_products_scope(module: nn.Module, state: ScopeState, /, *args: Any, **kwargs: Any) -> Any:
+    """The same for matrix products, too."""
+    if (frame := state.frame()) is None:
+        return call_inner(module, state, args, kwargs)
+    with FunctionScopes(frame, state.scope, PRODUCTS):
+        return call_inner(module, state, args, kwargs)
+
+
+# Between two graphs the compiler would take on what torch calls for each function.
+run_as_it_is(FunctionScopes.__torch_function__)
+
+
 class SelectivePolicy(Policy):
-    """Carries out ``selective``: heavy ops of the named modules, or of the whole unit, are not run again."""
+    """Carries out ``selective``: products of the named modules, or of the whole unit, are not run again."""
 
     kind: ClassVar[str] = "selective"
     run: ClassVar[Callable[..., Any]] = staticmethod(run_selective)
@@ -59,10 +119,10 @@ class SelectivePolicy(Policy):
         # what runs again, each by itself, by its name inside the unit: "" is the unit
         regions = modules_named(unit, within, "that could run again") if within else {"": unit.module}
         # first the scopes: what runs again may itself be one, inside of what recomputes it
-        for module, attention in _scopes(unit, keep, regions):
-            session.place(unit.name, module, run_scope, ScopeState(unit.name, attention=attention))
+        for module, run in _scopes(unit, keep, regions).items():
+            session.place(unit.name, module, run, ScopeState(unit.name))
         for module in regions.values():
-            session.place(unit.name, module, self.run, ReplayState(unit.name))
+            session.place(unit.name, module, self.run, SelectiveState(unit.name))
         again = ", ".join(filter(None, regions)) or "its forward"
         kept = "matrix products and attention" if EVERYTHING in keep else ", ".join(keep) or "nothing"
         return f"{self.kind}: {again} run{'s' * (len(regions) == 1)} again in backward, outputs of {kept} are kept"
@@ -89,14 +149,45 @@ def kept_by(choice: Choice) -> tuple[str, ...]:
     return choice.keep if isinstance(choice, Selective | Remake) else ()
 
 
-def _scopes(unit: PlannedUnit, keep: Sequence[str], regions: dict[str, nn.Module]) -> Iterator[tuple[nn.Module, bool]]:
-    """Modules to watch, the regions themselves among them, and whether for fused attention alone."""
+def product_modules(module: nn.Module) -> dict[nn.Module, Callable[..., Any]]:
+    """The modules in a module, itself included, that multiply by weights of their own: what keeps their outputs."""
+    found: dict[nn.Module, Callable[..., Any]] = {}
+    for inner in module.modules():
+        if isinstance(inner, _LAYERS) or type(inner).__name__ == "Conv1D":  # of transformers
+            found[inner] = run_module_scope
+        elif isinstance(inner, _NO_PRODUCTS) or "norm" in type(inner).__name__.lower():
+            continue
+        elif any(p is not None and p.dim() >= 2 for p in inner._parameters.values()) or "parametrizations" in (
+            inner._modules
+        ):
+            found[inner] = run_products_scope
+    return found
+
+
+_LAYERS = (nn.Linear, nn.Bilinear, _ConvNd)
+_NO_PRODUCTS = (nn.Embedding, nn.EmbeddingBag, nn.RNNBase, nn.RNNCellBase, nn.ParameterList, nn.ParameterDict)
+
+
+def _scopes(
+    unit: PlannedUnit, keep: tuple[str, ...], regions: Mapping[str, nn.Module]
+) -> dict[nn.Module, Callable[..., Any]]:
+    """Modules to put scopes on, the regions themselves among them, and how these run."""
+    found: dict[nn.Module, Callable[..., Any]] = {}
+    if ATTENTION in keep:
+        found |= {inner: run_attention_scope for region in regions.values() for inner in _attentions(region)}
+    for module in _named(unit, keep, regions):
+        if any(True for _ in module.children()):
+            found |= dict.fromkeys(_attentions(module), run_attention_scope)
+        found |= product_modules(module)
+    return found
+
+
+def _named(unit: PlannedUnit, keep: tuple[str, ...], regions: Mapping[str, nn.Module]) -> Iterator[nn.Module]:
     if EVERYTHING in keep:
-        yield from ((module, False) for module in regions.values())
+        yield from regions.values()
         return
     for name in keep:
         if name == ATTENTION:
-            yield from ((inner, True) for module in regions.values() for inner in _attentions(module))
             continue
         module = modules_named(unit, [name], "whose output could be kept", called=False)[name]
         if not any(not region or name == region or name.startswith(f"{region}.") for region in regions):
@@ -104,7 +195,7 @@ def _scopes(unit: PlannedUnit, keep: Sequence[str], regions: dict[str, nn.Module
                 f"{unit.name} is to keep the output of {name}, which does not run again",
                 remedy=f"Leave it out of `keep`, or name a module around it in `within`: {', '.join(regions)}.",
             )
-        yield module, False
+        yield module
 
 
 def _attentions(region: nn.Module) -> list[nn.Module]:

@@ -25,7 +25,7 @@ from autockpt.policies.attachment import Attachment, call_inner
 from autockpt.policies.base import device_of
 
 KNOWN = ("cpu", "cuda", "meta")
-WATCHING = ("selective", "keep_attention", "remake")
+WATCHING = ("remake",)
 
 
 def refuse_changed(module: nn.Module, state: Attachment, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -52,9 +52,8 @@ def refuse_changed(module: nn.Module, state: Attachment, args: tuple[Any, ...], 
     random_states.put_back()
     if plain != watched:
         raise ConflictError(
-            f"{state.unit} gives other bits on this {kind} device as soon as its ops are watched, which selective, "
-            "keep_attention and remake do",
-            remedy=f"Use recompute, offload or save on {state.unit}.",
+            f"{state.unit} gives other bits on this {kind} device as soon as its ops are watched, which remake does",
+            remedy=f"Use recompute, selective, offload or save on {state.unit}.",
         )
     known.add(settings)
 

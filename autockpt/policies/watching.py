@@ -63,8 +63,7 @@ def refuse_watching(func: Any, args: tuple[Any, ...], unit: str) -> None:
         return
     raise ConflictError(
         f"watching the ops within {unit} would make {func} {what}",
-        remedy=f"Use recompute, offload or save on {unit}, or name modules that do not call it (within: of remake; "
-        "within: or keep: of selective).",
+        remedy=f"Use recompute, selective, offload or save on {unit}, or name modules that do not call it in `within`.",
     )
 
 

@@ -12,15 +12,15 @@ from pydantic import Field
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from autockpt.checkpointing.kept_outputs import given_up
 from autockpt.checkpointing.op_table import draws_random_numbers, is_attention, is_heavy
 from autockpt.checkpointing.replay_context import recomputing
 from autockpt.devices import Parcel, Transport, Transports, transport_for
 from autockpt.policies.arguments import tensors_of
 from autockpt.policies.compiling import uncompiled
-from autockpt.policies.saved_outputs import given_up
-from autockpt.policies.selective import kept_by
+from autockpt.policies.selective import kept_by, product_modules
 from autockpt.schema.base import Data
-from autockpt.schema.choices import ATTENTION, EVERYTHING, Choice
+from autockpt.schema.choices import ATTENTION, EVERYTHING, Choice, Remake
 from autockpt.schema.names import strip_prefixes
 from autockpt.workload.names import unwrap
 from autockpt.workload.units import module_of
@@ -51,12 +51,15 @@ class RunCounter(TorchDispatchMode):
         self._counts = {name: Counter[str]() for name in units}
         choices = units if isinstance(units, Mapping) else {}
         self._kept = {name: kept for name, choice in choices.items() if (kept := kept_by(choice))}
-        self._named = {
-            inner: name
-            for name, kept in self._kept.items()
-            for path, inner in unwrap(module_of(model, name)).named_modules()
-            if strip_prefixes(path) in kept
-        }
+        self._everything = {name for name, kept in self._kept.items() if EVERYTHING in kept}
+        self._remade = {name for name, choice in choices.items() if isinstance(choice, Remake)}
+        self._named: dict[nn.Module, str] = {}
+        for name, kept in self._kept.items():
+            unit = unwrap(module_of(model, name))
+            named = [m for path, m in unit.named_modules() if strip_prefixes(path) in kept or EVERYTHING in kept]
+            if name not in self._remade:
+                named = [inner for module in named for inner in product_modules(module)]
+            self._named |= dict.fromkeys(named, name)
         self._open: list[nn.Module] = []
         self._trains: set[str] = set()
         self._unit: str | None = None
@@ -76,11 +79,11 @@ class RunCounter(TorchDispatchMode):
         kept = self._kept.get(unit, ())
         if not kept or draws_random_numbers(func, args, kwargs):
             return False
-        return (
-            EVERYTHING in kept
-            or (ATTENTION in kept and is_attention(func))
-            or any(self._named[module] == unit for module in self._open)
-        )
+        if unit in self._everything and (unit in self._remade or is_attention(func)):
+            return True
+        if ATTENTION in kept and is_attention(func):
+            return True
+        return any(self._named[module] == unit for module in self._open)
 
     def transports(self, ways: Transports = transport_for) -> Transports:
         """Ways like ``ways`` whose sent bytes are counted for the unit that sends them."""

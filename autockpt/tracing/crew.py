@@ -9,7 +9,6 @@ from multiprocessing.connection import wait
 from typing import Any
 
 from autockpt.errors import AutockptError
-from autockpt.policies.products import Products
 from autockpt.schema.choices import Choice
 from autockpt.tracing.process import Build, GhostProcess, NotForkable, can_fork
 
@@ -23,9 +22,8 @@ class Crew:
     """Answers as ``first`` would. Up to ``most`` are forked from it where there is enough to do ``ahead``, and a core
     for each; one that dies is done without, but for the first."""
 
-    def __init__(self, first: GhostProcess, most: int = MOST, learnt: Products | None = None) -> None:
+    def __init__(self, first: GhostProcess, most: int = MOST) -> None:
         self._first, self._most = first, most
-        self._learnt: Products = {} if learnt is None else learnt  # by any of them, so that no other has to
         self._processes = [first]
         self._waiting: dict[_Key, Mapping[str, Choice]] = {}
         self._busy: dict[GhostProcess, _Key] = {}
@@ -42,7 +40,7 @@ class Crew:
         if self._most == 1 or self._first in self._busy:
             raise NotForkable("it is not for ghost runs, or has something to do")
         another = self._first.fork_again(build, meanwhile=lambda: self.ahead([{}]))
-        return Crew(another, self._most, self._learnt)
+        return Crew(another, self._most)
 
     def ahead(self, plans: Iterable[Mapping[str, Choice]]) -> None:
         """Begin with plans that ``trace`` will be asked for, in about this order."""
@@ -85,7 +83,7 @@ class Crew:
         for process in [p for p in self._processes if p not in self._busy][: len(self._waiting)]:
             key = next(iter(self._waiting))
             try:
-                process.send("trace_as_one_of", learnt=self._learnt, choices=self._waiting[key])
+                process.send("trace", choices=self._waiting[key])
             except AutockptError as error:
                 self._failed(process, key, error)
             else:
@@ -102,15 +100,9 @@ class Crew:
         for process in [p for p in self._busy if p.connection in ready]:
             key = self._busy.pop(process)
             try:
-                self._done[key], learnt = process.receive()
-                self._learn(learnt)
+                self._done[key] = process.receive()
             except AutockptError as error:
                 self._failed(process, key, error)
-
-    def _learn(self, learnt: Products) -> None:
-        """What one of them found to be more than one product is that for all: None, whatever others found."""
-        for key, said in learnt.items():
-            self._learnt[key] = None if self._learnt.get(key, said) is None else said
 
     def _failed(self, process: GhostProcess, key: _Key, error: AutockptError) -> None:
         if process.connection.closed and process is not self._first:

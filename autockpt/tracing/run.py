@@ -25,7 +25,6 @@ from autockpt.hardware.cuda_kernels import AMPERE, Capability, fuses_dropout
 from autockpt.hardware.flash_package import FLASH, flash_on_ghosts, note_on_flash
 from autockpt.hardware.operators import Operator
 from autockpt.policies.base import setting
-from autockpt.policies.products import Products, products_known
 from autockpt.policies.remake import recipes_known
 from autockpt.policies.rerun_state.code import Code
 from autockpt.policies.rerun_state.reach import code_known
@@ -79,7 +78,6 @@ class TracedRun:
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
         self._repeated = 0  # micro-batches that are not run
-        self._products: Products = {}  # what choices have learnt of functions
         self._recorded: dict[Any, RecordedUnit] = {}  # what calls of units have taught
         self._codes: dict[int, Code] = {}  # what they know of units' code
 
@@ -103,8 +101,7 @@ class TracedRun:
         Raises GhostError or WorkloadError where the step fails, PlanError or ConflictError where the choices cannot be
         attached.
         """
-        known = recipes_known(self._recorded)
-        with known, products_known(self._products), code_known(self._codes), self._attached(choices):
+        with self._attached(choices), code_known(self._codes), recipes_known(self._recorded):
             before = None
             while before != (learnt := self._learnt()):  # in the steady state nothing is left to learn
                 before = learnt
@@ -112,19 +109,8 @@ class TracedRun:
         self._recorder.measure_scratch()
         return summarize(self._recorder, self.workload, self._places, self.source, self._repeated)
 
-    def _learnt(self) -> Any:
-        return dict(self._products), sum(len(unit.signatures) for unit in self._recorded.values())
-
-    def trace_as_one_of(self, learnt: Products, choices: Mapping[str, Choice]) -> tuple[RawGraph, Products]:
-        """``trace`` by one of several runs on alike workloads, which tell one another what choices learn of functions.
-
-        ``learnt`` is what is known of that so far; what this run has learnt besides comes with the graph. A function
-        that is known needs no second cycle.
-        """
-        self._products |= learnt
-        before = dict(self._products)
-        raw = self.trace(choices)
-        return raw, {key: said for key, said in self._products.items() if key not in before or said != before[key]}
+    def _learnt(self) -> int:
+        return sum(len(unit.signatures) for unit in self._recorded.values())
 
     def _start(self, workload: Step) -> None:
         """The first cycle: optimizer states are born, and it shows which units there are."""
@@ -180,7 +166,8 @@ class TracedRun:
         if all(isinstance(choice, Save) for choice in choices.values()):
             yield
             return
-        with attach(self.workload.model, choices, transport=self._transport, sentinels="off"):
+        with attach(self.workload.model, choices, transport=self._transport, sentinels="off") as session:
+            session.in_mid_training()  # which compares no memory: of ghosts there is none
             yield
 
     def _transport(self, device: torch.device, tier: Tier) -> Transport:

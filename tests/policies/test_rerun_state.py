@@ -21,8 +21,8 @@ from autockpt.runtime import attach
 from autockpt.schema.choices import RECOMPUTE, parse_choice
 from tests.policies.zoo import Tally, assert_equal
 
-CHOICES = [parse_choice("selective")]
-AGAIN = parse_choice("keep_attention")
+CHOICES = [parse_choice("segment")]
+AGAIN = parse_choice({"kind": "segment", "size": 1})
 
 
 class Unit(nn.Module):

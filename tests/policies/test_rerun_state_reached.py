@@ -24,7 +24,7 @@ from tests.policies import reached_by_import as reached
 from tests.policies.zoo import assert_equal
 
 D = 8
-CHOICES = [KeepAttention(), *map(parse_choice, ("selective", "remake", "offload"))]
+CHOICES = [Segment(size=2), *map(parse_choice, ("remake", "offload"))]
 
 
 class Layer(nn.Module):
@@ -159,20 +159,14 @@ def a_number_in_a_part_of_another_unit_late(layer: Any, x: Tensor) -> Tensor:
     return a_number_in_another_unit(layer, x) if layer.calls > 2 else x * layer.norm.scale
 
 
-PARTS = [
-    {"": parse_choice({"kind": "selective", "keep": ["norm", "a"]})},
-    {"a": KeepAttention(), "norm": KeepAttention()},
-]
+PARTS = {"a": Segment(size=1), "norm": Segment(size=1)}
 
 
 @pytest.mark.parametrize("change", [a_number_in_another_unit, a_number_in_a_part_of_another_unit_late])
-@pytest.mark.parametrize("parts", PARTS, ids=["kept by name", "units themselves"])
-def test_parts_of_another_unit_that_choices_are_attached_to(
-    change: Callable[[Any, Tensor], Tensor], parts: dict[str, Any]
-) -> None:
+def test_parts_of_another_unit_that_choices_are_attached_to(change: Callable[[Any, Tensor], Tensor]) -> None:
     wanted, model = run(make(change, Config)), make(change, Config)
-    of_parts = {f"layers.0.{part}".rstrip("."): choice for part, choice in parts.items()}
-    with attach(model, {**of_parts, "layers.1": KeepAttention()}, sentinels="all"):
+    of_parts = {f"layers.0.{part}".rstrip("."): choice for part, choice in PARTS.items()}
+    with attach(model, {**of_parts, "layers.1": Segment(size=1)}, sentinels="all"):
         assert_equal(run(model), wanted)
 
 
@@ -194,7 +188,7 @@ def test_a_part_that_is_met_by_way_of_the_whole_model_first() -> None:
         return model
 
     wanted, model = run(made()), made()
-    with attach(model, {"layers.0": parse_choice("offload"), "layers.1": KeepAttention()}, sentinels="all"):
+    with attach(model, {"layers.0": parse_choice("offload"), "layers.1": Segment(size=1)}, sentinels="all"):
         assert_equal(run(model), wanted)
 
 

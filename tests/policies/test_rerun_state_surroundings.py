@@ -208,7 +208,7 @@ def _around_all() -> tuple[object, ...]:
 
 @pytest.mark.parametrize("sentinels", ["sample", "off"])
 @pytest.mark.parametrize("late", [0, 4])
-@pytest.mark.parametrize("kind", ["recompute", "selective", "segment"])
+@pytest.mark.parametrize("kind", ["recompute", "segment"])
 @pytest.mark.parametrize(
     "begin", [_lock, _room, _event, _autocast, _autocast_flag, _default_device, _default_type, _mode]
 )

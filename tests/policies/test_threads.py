@@ -79,7 +79,7 @@ class Scaled(nn.Module):
 LOCAL = threading.local()
 
 
-@pytest.mark.parametrize("kind", ["selective", "remake", "offload"])
+@pytest.mark.parametrize("kind", ["remake", "offload"])
 def test_backward_in_another_thread_reads_what_forwards_thread_had_set(kind):
     def trained(choices) -> dict[str, Tensor]:
         torch.manual_seed(0)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autockpt.policies.saved_outputs import given_up
+from autockpt.checkpointing.kept_outputs import given_up
 from autockpt.runtime import attach
 from autockpt.schema.choices import parse_choice
 from tests.policies.zoo import assert_equal

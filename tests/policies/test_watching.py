@@ -15,9 +15,9 @@ from autockpt.runtime import attach
 from autockpt.schema.choices import Choice, parse_choice
 from tests.policies.zoo import assert_equal
 
-WATCHING = [parse_choice(c) for c in ("selective", "remake", {"kind": "remake", "keep": ["**"]})]
+WATCHING = [parse_choice(c) for c in ("remake", {"kind": "remake", "keep": ["**"]})]
 ATEN: Any = torch
-OTHERS = [parse_choice(c) for c in ("recompute", "offload", {"kind": "remake", "within": ["first"]})]
+OTHERS = [parse_choice(c) for c in ("recompute", "selective", "offload", {"kind": "remake", "within": ["first"]})]
 
 
 class Unit(nn.Module):

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import os
-import pickle
 import signal
 from collections.abc import Iterator
 
 import pytest
-import torch
 
 from autockpt.errors import AutockptError
 from autockpt.schema import WorkloadSpec, parse_choice
 from autockpt.tracing import Tracer, crew
-from autockpt.tracing.assemble import to_graph
 from autockpt.tracing.process import can_fork
-from autockpt.tracing.run import GhostRun
 
 pytestmark = pytest.mark.skipif(not can_fork(), reason="further processes are forked")
 SPEC = WorkloadSpec(model="llama-tiny", batch_size=2, seq_len=32, optimizer="none")
@@ -84,36 +80,3 @@ def test_what_is_not_worth_a_process_is_not_begun(monkeypatch: pytest.MonkeyPatc
         tracer.trace({})
         tracer.ahead(plans(tracer)[:2])
         assert len(processes(tracer)) == 1
-
-
-@pytest.mark.slow
-def test_what_one_has_learnt_of_functions_the_others_know() -> None:
-    with Tracer.from_spec(SPEC) as tracer:
-        selective = plans(tracer)[2]
-    here, there = GhostRun(), GhostRun()
-    for run in (here, there):
-        run.build(SPEC, torch.device("cpu"))
-    raw, learnt = here.trace_as_one_of({}, selective)
-    assert learnt and here.trace_as_one_of(learnt, selective)[1] == {}
-    sent = pickle.loads(pickle.dumps(learnt))
-    other, more = there.trace_as_one_of(sent, selective)
-    assert more == {} and to_graph(other, there.units) == to_graph(raw, here.units)
-
-
-@pytest.mark.slow
-def test_a_workload_beside_knows_what_was_learnt(pair) -> None:
-    several, _ = pair
-    longer = SPEC.model_copy(update={"seq_len": 64})
-    several.trace(plans(several)[2])
-    with Tracer.from_spec(longer, beside=several) as beside, Tracer.from_spec(longer) as alone:
-        assert beside._backend._learnt is several._backend._learnt
-        assert beside.trace(plans(beside)[2]) == alone.trace(plans(alone)[2])
-        assert several.trace(plans(several)[3]) and several.trace(plans(several)[2])
-
-
-@pytest.mark.slow
-def test_what_is_more_than_one_product_to_one_is_that_to_all(pair) -> None:
-    backend = pair[0]._backend
-    backend._learn({"a": (0,), "b": None, "c": (1,)})
-    backend._learn({"a": None, "b": (0,), "c": (1,)})
-    assert backend._learnt == {"a": None, "b": None, "c": (1,)}

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
-
-from autockpt.policies.base import setting
 
 Launch = Callable[..., Any]
 Instead = Callable[[Any, Launch, tuple[Any, ...], dict[str, Any]], Any]
@@ -31,10 +29,14 @@ def launches(instead: Instead, *, tuned: bool = False) -> Iterator[None]:
     """
     places = [("triton.runtime.jit", "JITFunction"), *([("triton.runtime.autotuner", "Autotuner")] if tuned else ())]
     kinds = (getattr(sys.modules.get(module), name, None) for module, name in places)
-    with ExitStack() as stack:
-        for kind in filter(None, kinds):
-            stack.enter_context(setting(kind, "run", _calling(instead, kind.run)))
+    plain = [(kind, kind.run) for kind in kinds if kind is not None]
+    for kind, run in plain:
+        kind.run = _calling(instead, run)
+    try:
         yield
+    finally:
+        for kind, run in plain:
+            kind.run = run
 
 
 def _calling(instead: Instead, plain: Launch) -> Launch:
