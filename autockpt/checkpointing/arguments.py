@@ -62,6 +62,13 @@ def flatten(value: Any, tensors: list[torch.Tensor], generators: list[torch.Gene
     return value
 
 
+def tensors_of(value: Any) -> list[torch.Tensor]:
+    """The tensors in ``value``, each once."""
+    tensors: list[torch.Tensor] = []
+    flatten(value, tensors, [])
+    return tensors
+
+
 def unflatten(template: Any, tensors: list[torch.Tensor]) -> Any:
     """The value again, in new containers, with ``tensors`` in the place of those it had."""
     kind = type(template)

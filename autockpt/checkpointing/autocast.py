@@ -30,6 +30,11 @@ class AutocastState:
         self._kinds = kinds if len(kinds) == 1 else [k for k in kinds if torch.amp.is_autocast_available(k)]
         self._then, self._block = self._now(), autocast_block()
 
+    @property
+    def enabled(self) -> bool:
+        """Whether autocast was on."""
+        return any(enabled for _, enabled, _ in self._then[1])
+
     def _now(self) -> tuple[bool, list[tuple[str, bool, torch.dtype]]]:
         states = [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in self._kinds]
         return torch.is_autocast_cache_enabled(), states

@@ -13,7 +13,7 @@ import random
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -203,19 +203,22 @@ def one_at_a_time(unit: str) -> Iterator[None]:
         lock.release()
 
 
+def outside_inference() -> AbstractContextManager[Any]:
+    """For what is recomputed in a backward under ``torch.inference_mode``, in which autograd saves nothing."""
+    return torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
+
+
 @contextmanager
 def as_in_forward() -> Iterator[None]:
     """Gradients are recorded, whatever backward was called under.
 
     The backward of ``is_grads_batched`` runs under vmap, which forbids random numbers; what is recomputed has no batch.
-    Under ``torch.inference_mode`` autograd saves nothing.
     """
     levels = _C._vmapmode_increment_nesting()
     for _ in range(levels):
         _C._vmapmode_decrement_nesting()
-    inference = torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
     try:
-        with inference, torch.enable_grad():
+        with outside_inference(), torch.enable_grad():
             yield
     finally:
         for _ in range(levels - 1):

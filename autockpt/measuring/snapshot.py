@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import random
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
@@ -13,7 +14,6 @@ from torch import Tensor, nn
 
 from autockpt.devices.random_states import RandomStates
 from autockpt.errors import MeasurementError, UsageError
-from autockpt.policies.rerun_state.kinds import kind_of
 from autockpt.schema.sizes import format_bytes
 from autockpt.workload import Step, nested_tensors
 
@@ -135,8 +135,22 @@ def _containers(root: Any, seen: set[int]) -> Iterator[Undo]:
 
 def putting_back(thing: Any) -> Undo:
     """What a container, or a generator of random numbers, holds now, put back into the same object."""
-    how = kind_of(thing)
-    return (lambda: None) if how is None else partial(how.put, thing, how.take(thing, close=False))
+    if isinstance(thing, dict):
+        return partial(_refilled, thing, dict(thing), thing.update)
+    if isinstance(thing, set):
+        return partial(_refilled, thing, set(thing), thing.update)
+    if isinstance(thing, (list, deque)):
+        return partial(_refilled, thing, list(thing), thing.extend)
+    if isinstance(thing, random.Random):
+        return partial(thing.setstate, thing.getstate())
+    if hasattr(thing, "get_state"):  # torch.Generator, NumPy's RandomState
+        return partial(thing.set_state, thing.get_state())
+    return partial(setattr, thing.bit_generator, "state", thing.bit_generator.state)  # NumPy's Generator
+
+
+def _refilled(container: Any, held: Any, refill: Callable[[Any], None]) -> None:
+    container.clear()
+    refill(held)
 
 
 def _parked_gradients(workload: Step) -> Iterator[Undo]:

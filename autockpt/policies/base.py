@@ -16,6 +16,12 @@ from autockpt.policies.attachment import Attachment
 from autockpt.schema.choices import ATTENTION, Choice
 from autockpt.schema.names import strip_prefixes
 
+_NAMES = """
+    torch torchvision torchaudio transformers peft accelerate diffusers timm deepspeed sentence_transformers
+    bitsandbytes liger_kernel lightning pytorch_lightning autockpt
+"""
+_LIBRARIES = frozenset(_NAMES.split())
+
 
 class PlannedUnit(NamedTuple):
     """One unit of a plan on a live model."""
@@ -129,6 +135,11 @@ def setting(place: Any, name: str, value: Any) -> Iterator[None]:
         yield
     finally:
         setattr(place, name, outer)
+
+
+def is_library(cls: type) -> bool:
+    """Whether a class is PyTorch's or that of a library around it, and not the user's own."""
+    return cls.__module__.partition(".")[0] in _LIBRARIES
 
 
 def device_of(module: nn.Module) -> torch.device:

@@ -12,13 +12,13 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import _get_current_function_mode_stack
 
 from autockpt.errors import ConflictError
 from autockpt.policies.attachment import acts, call_inner, call_plainly
-from autockpt.policies.base import PlannedUnit, Policy, PolicySession
+from autockpt.policies.base import PlannedUnit, Policy, PolicySession, is_library
 from autockpt.policies.headcall import HeadCall, HeadState
 from autockpt.policies.lazylogits import LazyLogits, lazy_logits
-from autockpt.policies.rerun_state.surroundings import user_function_modes
 from autockpt.schema.choices import Choice
 
 
@@ -98,7 +98,7 @@ def _unsuited(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) 
         return "because the head is called with more than its features"
     if args[0].dim() < 2 or not args[0].numel():
         return "because the head is called without a token dimension"
-    if user_function_modes():
+    if not all(is_library(type(mode)) for mode in _get_current_function_mode_stack()):
         return "because a TorchFunctionMode is in force around it, which may count calls"
     for inner in module.modules():
         if isinstance(inner, nn.modules.dropout._DropoutNd) and inner.training and inner.p > 0:

@@ -12,13 +12,13 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from autockpt.checkpointing.autocast import AutocastState
 from autockpt.checkpointing.divergence import CheckedCall
 from autockpt.checkpointing.fingerprint import fingerprint, form_of, laid_out_on, layout_of
-from autockpt.checkpointing.replay_context import running_again
+from autockpt.checkpointing.replay_context import outside_inference, running_again
 from autockpt.errors import ConflictError, InPlaceError
 from autockpt.policies.attachment import TellingAttachment, call_inner
 from autockpt.policies.base import alias
-from autockpt.policies.rerun_state.surroundings import Casts, outside_inference
 
 Elementwise = Callable[[Tensor], Tensor]
 _SHORT = (torch.bfloat16, torch.float16)
@@ -95,7 +95,7 @@ class HeadCall(Rows):
 
     def __init__(self, module: nn.Module, state: HeadState, device: torch.device) -> None:
         self._module, self._state, self.unit = module, state, state.unit
-        self._casts = Casts(device.type)
+        self._casts = AutocastState([device.type])
         self._parameters = tuple(module.parameters())  # alive, so that no other gets their ids
         self._versions = [(id(p), p._version) for p in self._parameters]
         self._settings = _settings(module)
@@ -195,7 +195,7 @@ class CrossEntropy:
     steps: tuple[Elementwise, ...]
     reduction: str
     options: dict[str, Any]
-    casts: Casts
+    casts: AutocastState
     passing: Callable[[], None]
     watch: MemoryWatch
 
@@ -256,7 +256,7 @@ class ChunkedLoss(torch.autograd.Function):
         trained = [p for p, wanted in zip(loss.call.trained, wants, strict=True) if wanted]
         of_hidden = hidden if _nobody_else_holds(hidden) else torch.empty_like(hidden)
         sums: list[Tensor | None] = [None] * len(trained)
-        chunks, casts = loss.chunks(len(hidden)), Casts(hidden.device.type)
+        chunks, casts = loss.chunks(len(hidden)), AutocastState([hidden.device.type])
         with loss.call.running():
             for rows, entry in zip_longest(chunks, ctx.entries):
                 with outside_inference(), torch.enable_grad():

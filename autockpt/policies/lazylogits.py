@@ -16,11 +16,11 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from autockpt.checkpointing.op_table import METADATA
+from autockpt.checkpointing.replay_context import outside_inference
 from autockpt.errors import ConflictError, InPlaceError
 from autockpt.policies.compiling import run_as_it_is, set_compiler
 from autockpt.policies.headcall import Elementwise, MemoryWatch, Rows, gradients_of, refuse_twice
 from autockpt.policies.lazysteps import UNDERSTOOD
-from autockpt.policies.rerun_state.surroundings import outside_inference
 
 _plain_call = torch._C.DisableTorchFunctionSubclass
 

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from autockpt.checkpointing.autocast import AutocastState
 from autockpt.checkpointing.fingerprint import quietly
 from autockpt.policies.headcall import REDUCTIONS, ChunkedLoss, CrossEntropy, Elementwise
-from autockpt.policies.rerun_state.surroundings import Casts
 
 if TYPE_CHECKING:
     from autockpt.policies.lazylogits import LazyLogits, LogitsSource
@@ -123,7 +123,7 @@ def _cross_entropy(
         return NotImplemented
     source.check()
     family, options = source.family, {"ignore_index": ignore_index, "label_smoothing": label_smoothing}
-    casts, passing, watch = Casts(hidden.device.type), family.way(source), family.watched(hidden)
+    casts, passing, watch = AutocastState([hidden.device.type]), family.way(source), family.watched(hidden)
     settings = CrossEntropy(source.call, source.steps, reduction, options, casts, passing, watch)
     loss: Any = ChunkedLoss.apply(settings, hidden, target, *source.call.trained)
     family.used = True

@@ -12,11 +12,10 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
+from autockpt.checkpointing.arguments import tensors_of
 from autockpt.checkpointing.divergence import numbered
 from autockpt.devices.base import Transport
 from autockpt.devices.transport import Transports, Ways
-from autockpt.policies.arguments import tensors_of
-from autockpt.policies.assigned import saving
 from autockpt.policies.attachment import Attachment, acts, call_inner, call_plainly
 from autockpt.policies.base import PlannedUnit, Policy, PolicySession, device_of, places_of
 from autockpt.policies.compiling import outside_graphs, set_compiler
@@ -24,6 +23,7 @@ from autockpt.policies.conflicts import refuse_capture, refuse_modules, refuse_n
 from autockpt.policies.kvcache import with_caches, without_cache
 from autockpt.policies.recompute import RecomputePolicy
 from autockpt.policies.saved import Group, Packer
+from autockpt.policies.saving import saving
 from autockpt.schema.graph import Tier
 
 MOVING = ("offload", "recompute_offload")

@@ -8,20 +8,33 @@ from typing import Any, ClassVar
 
 import torch
 from torch import nn
+from torch.nn.utils import parametrize
 from torch.utils.checkpoint import checkpoint
 
 from autockpt.checkpointing import CheckpointedUnit, CheckpointFrame
 from autockpt.checkpointing.divergence import FIRST_CALLS
 from autockpt.errors import ConflictError
-from autockpt.policies.assigned import keep_identity
 from autockpt.policies.attachment import Attachment, acts, call_inner, call_plainly
 from autockpt.policies.base import PlannedUnit, Policy, PolicySession
 from autockpt.policies.compiling import outside_graphs, run_as_it_is, traces_backward
 from autockpt.policies.conflicts import refuse_by_message, refuse_modules, refuse_native
 from autockpt.policies.joint_graph import claim, save_reads_of_what_changes
 from autockpt.policies.kvcache import StandIn, with_caches, without_cache
-from autockpt.policies.replay import pass_over_what_is_set_to_itself
+from autockpt.policies.saving import keep_identity
 from autockpt.schema.choices import Choice
+
+
+@functools.cache
+def pass_over_what_is_set_to_itself() -> None:
+    """From now on, in all of the process. Registering a parametrization sets the weight to itself, which changes its
+    version alone; PEFT's LoRA on parameters, as on experts, registers one in every forward."""
+    maybe_set: Any = parametrize._maybe_set
+
+    def pass_over(dest: torch.Tensor, src: torch.Tensor) -> None:
+        if dest is not src:
+            maybe_set(dest, src)
+
+    parametrize._maybe_set = pass_over
 
 
 class RecomputeState(Attachment):

@@ -9,25 +9,24 @@ torch._functorch.partitioners).
 from __future__ import annotations
 
 import functools
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any, ClassVar
 
 import torch
 from torch import nn
 
+from autockpt.checkpointing.arguments import tensors_of
 from autockpt.checkpointing.divergence import FIRST_CALLS, CheckedCall, UnitCheck
 from autockpt.checkpointing.op_recorder import OpRecorder
 from autockpt.checkpointing.op_table import is_attention, kind_of
 from autockpt.checkpointing.recorded_call import RecordedCall
 from autockpt.checkpointing.recorded_unit import RecordedUnit
 from autockpt.errors import ConflictError
-from autockpt.policies.arguments import tensors_of
-from autockpt.policies.assigned import Assignments, keep_identity
 from autockpt.policies.attachment import Attachment, acts, call_inner, call_plainly
 from autockpt.policies.base import PlannedUnit, Policy, PolicySession, modules_named, setting
 from autockpt.policies.compiling import outside_graphs, run_as_it_is
 from autockpt.policies.conflicts import refuse_by_message, refuse_modules, refuse_native, sequence_nr
-from autockpt.policies.rerun_state.reach import code_of
+from autockpt.policies.saving import keep_identity
 from autockpt.policies.watched_backends import refuse_changed
 from autockpt.policies.watching import (
     CHANGED_BY_WATCHING,
@@ -65,7 +64,6 @@ class RemakeState(Attachment):
         self._choice = choice
         self._first_calls = FIRST_CALLS
         self._cache_unit: RecordedUnit | None = None
-        self._cache_code: Any = None
 
     def in_mid_training(self) -> None:
         self._first_calls = 1
@@ -76,7 +74,6 @@ class RemakeState(Attachment):
         """The unit as its modules are now. Where they are others, what calls taught is forgotten."""
         unit = self._cache_unit
         if unit is None or unit.unit.module is not module or not unit.unit.has_same_modules():
-            self._cache_code = code_of(self.unit, module)
             unit = None if Learnt.units is None else Learnt.units.get((self.unit, self._choice))
             self._cache_unit = unit = unit or self._new(module)
         return unit
@@ -142,25 +139,20 @@ class _Recording(Watching):
 def run_remade(module: nn.Module, state: RemakeState, /, *args: Any, **kwargs: Any) -> Any:
     """The unit's forward; where gradients are enabled, what it saves is dropped where it can be made again.
 
-    Raises ConflictError where a custom autograd function runs in it, or it may switch denormal numbers off, and
-    RerunMismatch where it shows that backwards of earlier calls were wrong. In backward InPlaceError where something
-    that it read was changed since.
+    Raises ConflictError where a custom autograd function runs in it, and RerunMismatch where it shows that backwards
+    of earlier calls were wrong. In backward InPlaceError where something that it read was changed since.
     """
     if not acts(state):
         return call_plainly(module, state, args, kwargs)
     refuse_native(module, state.unit)
     call = RecordedCall(state.recorded(module), args, kwargs)
     if call.is_recorded:
-        _refuse_unrecordable(module, state, args, kwargs)
-    code = state._cache_code
+        refuse_changed(module, state, args, kwargs)
     observer = state.check.observer(new=call.is_first) if state.check is not None else None
     sampler = observer if isinstance(observer, UnitCheck) else None
     before = sequence_nr()
-    assignments = Assignments(state.unit, call.pack) if code.assigns else None
     try:
-        with assignments or nullcontext():
-            pack = None if assignments is None else assignments.pack
-            output = call.run(lambda *a, **k: call_inner(module, state, a, k), args, kwargs, observer, pack, sampler)
+        output = call.run(lambda *a, **k: call_inner(module, state, a, k), args, kwargs, observer, sampler)
     except (RuntimeError, AssertionError) as error:
         refuse_by_message(error, state.unit)
         raise
@@ -174,16 +166,6 @@ def run_remade(module: nn.Module, state: RemakeState, /, *args: Any, **kwargs: A
 # Between two graphs the compiler would take on what autograd calls for each saved tensor.
 for _hook in (RecordedCall.pack, RecordedCall.unpack):
     run_as_it_is(_hook)
-
-
-def _refuse_unrecordable(module: nn.Module, state: RemakeState, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Raise ConflictError where looking at its ops would change them, or does not show what they go by."""
-    refuse_changed(module, state, args, kwargs)
-    if state._cache_code.flushes_denormals:
-        raise ConflictError(
-            f"{state.unit} calls torch.set_flush_denormal, and under which setting each of its ops ran cannot be asked",
-            remedy=f"Call it before training begins, or use `recompute`, `save` or `offload` on {state.unit}.",
-        )
 
 
 def _refuse_custom_functions(output: Any, since: int, unit: str) -> None:

@@ -14,8 +14,8 @@ from contextlib import contextmanager
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 
+from autockpt.checkpointing.arguments import tensors_of
 from autockpt.checkpointing.tolerance import TOLERANCE, sums
-from autockpt.policies.arguments import tensors_of
 
 SMALL = 1e-3
 """Gradients this many times shorter than the longest are mostly rounding: their error is taken relative to that."""

@@ -16,11 +16,11 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import BaseTorchDispatchMode
 
+from autockpt.checkpointing.arguments import tensors_of
 from autockpt.checkpointing.autocast import without_remembered_casts
 from autockpt.checkpointing.fingerprint import digest
 from autockpt.devices.random_states import RandomStates
 from autockpt.errors import ConflictError
-from autockpt.policies.arguments import tensors_of
 from autockpt.policies.attachment import Attachment, call_inner
 from autockpt.policies.base import device_of
 

@@ -1,5 +1,5 @@
 """Ops whose results change as soon as a dispatch mode looks on, one that does nothing included: those of the CPU's and
-CUDA's backends. ``watched_backends`` asks the others. And a mode that sees to it that some memory is not read."""
+CUDA's backends. ``watched_backends`` asks the others."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ from typing import Any
 import torch
 from torch._ops import HigherOrderOperator
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
+from autockpt.checkpointing.autocast import autocast_depth
 from autockpt.errors import ConflictError
-from autockpt.policies.casts import inside_autocast
 from autockpt.policies.compiling import changes_bits, compile_again, refuse_compiled, run_as_it_is, set_compiler
 
 
@@ -57,7 +56,7 @@ def refuse_watching(func: Any, args: tuple[Any, ...], unit: str) -> None:
     """Raise ConflictError where this call of one of ``CHANGED_BY_WATCHING`` would give something else."""
     if func in _OF_COMPLEX and args[0].is_complex():
         what = "of complex numbers give wrong values (pytorch#198118)"
-    elif func in _UNDER_AUTOCAST and inside_autocast():
+    elif func in _UNDER_AUTOCAST and autocast_depth():  # inside a dispatch mode autocast says that it is off
         what = "under autocast compute with another precision"
     else:
         return
@@ -109,25 +108,3 @@ class Watching(TorchDispatchMode):
             "uncompiled, with other last bits",
             remedy=f"Use recompute, offload or save on {self._unit}, or do not compile what it calls.",
         )
-
-
-class Unread(Watching):
-    """Ops that run in it may not read some tensors: of others whatever was in these does not matter."""
-
-    def __init__(self, unit: str) -> None:
-        super().__init__(unit)
-        self._errors: dict[int, tuple[ConflictError, bool]] = {}
-
-    def add(self, tensor: torch.Tensor, error: ConflictError, *, views: bool) -> None:
-        """``error`` is what reading it raises. ``views`` of it may be taken."""
-        self._errors[tensor.untyped_storage()._cdata] = error, views
-
-    def look(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        if func in CHANGED_BY_WATCHING:
-            refuse_watching(func, args, self._unit)
-        for leaf in tree_leaves((args, kwargs)):
-            if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided:
-                error, views = self._errors.get(leaf.untyped_storage()._cdata, (None, False))
-                if error is not None and not (views and getattr(func, "is_view", False)):
-                    raise error
-        return func(*args, **kwargs)

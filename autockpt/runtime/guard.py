@@ -15,10 +15,9 @@ from torch import nn
 from autockpt.callstack import with_room
 from autockpt.errors import ConflictError
 from autockpt.policies.attachment import Attachment, TellingAttachment, call_inner
-from autockpt.policies.base import ForwardListener
+from autockpt.policies.base import ForwardListener, is_library
 from autockpt.policies.conflicts import refuse_native
 from autockpt.policies.kvcache import CACHE_NAMES, DROPPED, holds_cache, only_own_caches, parameter_names
-from autockpt.policies.rerun_state.libraries import is_library
 from autockpt.runtime.compiled import compiled_as
 from autockpt.schema.plan import CompileMode
 

@@ -12,11 +12,11 @@ from pydantic import Field
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from autockpt.checkpointing.arguments import tensors_of
 from autockpt.checkpointing.kept_outputs import given_up
 from autockpt.checkpointing.op_table import draws_random_numbers, is_attention, is_heavy
 from autockpt.checkpointing.replay_context import recomputing
 from autockpt.devices import Parcel, Transport, Transports, transport_for
-from autockpt.policies.arguments import tensors_of
 from autockpt.policies.compiling import uncompiled
 from autockpt.policies.selective import kept_by, product_modules
 from autockpt.schema.base import Data

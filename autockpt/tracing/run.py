@@ -26,8 +26,6 @@ from autockpt.hardware.flash_package import FLASH, flash_on_ghosts, note_on_flas
 from autockpt.hardware.operators import Operator
 from autockpt.policies.base import setting
 from autockpt.policies.remake import recipes_known
-from autockpt.policies.rerun_state.code import Code
-from autockpt.policies.rerun_state.reach import code_known
 from autockpt.runtime import attach
 from autockpt.schema.choices import Choice, Save
 from autockpt.schema.device import WITHOUT_STREAMS
@@ -79,7 +77,6 @@ class TracedRun:
         self._recorder = recorder
         self._repeated = 0  # micro-batches that are not run
         self._recorded: dict[Any, RecordedUnit] = {}  # what calls of units have taught
-        self._codes: dict[int, Code] = {}  # what they know of units' code
 
     def build(self, spec: WorkloadSpec, device: torch.device, capability: Capability | None = None) -> None:
         """Build the workload of ``spec`` as it would run on ``device``. Raises what ``workload.build`` raises.
@@ -101,7 +98,7 @@ class TracedRun:
         Raises GhostError or WorkloadError where the step fails, PlanError or ConflictError where the choices cannot be
         attached.
         """
-        with self._attached(choices), code_known(self._codes), recipes_known(self._recorded):
+        with self._attached(choices), recipes_known(self._recorded):
             before = None
             while before != (learnt := self._learnt()):  # in the steady state nothing is left to learn
                 before = learnt

@@ -159,7 +159,7 @@ class Samples:
 
 
 def sampled(recorded: Recorded, x: Tensor, samples: Samples) -> None:
-    RecordedCall(recorded.unit, (x,), {}).run(recorded.layer, (x,), {}, None, None, samples).sum().backward()
+    RecordedCall(recorded.unit, (x,), {}).run(recorded.layer, (x,), {}, None, samples).sum().backward()
 
 
 def test_samples_show_another_branch_before_its_gradient_is_used() -> None:
@@ -178,7 +178,7 @@ def test_calls_that_are_recorded_are_sampled_too() -> None:
     recorded, samples = Recorded(Mlp()), Samples()
     x = torch.randn(128, 64, requires_grad=True)
     call = RecordedCall(recorded.unit, (x,), {})
-    out = call.run(recorded.layer, (x,), {}, None, None, samples)
+    out = call.run(recorded.layer, (x,), {}, None, samples)
     assert call.is_recorded
     recorded.layer.up.bias.data.add_(1)  # type: ignore[union-attr]
     with pytest.raises(RerunMismatch, match="tensor"):

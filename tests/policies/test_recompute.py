@@ -15,11 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from autockpt.checkpointing.replay_context import recomputing
+from autockpt.checkpointing.replay_context import ReplayContext, recomputing
 from autockpt.errors import ConflictError, InPlaceError, RerunMismatch
 from autockpt.policies.attachment import place
 from autockpt.policies.recompute import RecomputeState, run_recomputed
-from autockpt.policies.rerun_state.surroundings import Surroundings
 from autockpt.runtime import attach
 from autockpt.schema.choices import RECOMPUTE, Choice
 from tests.policies.zoo import Tally, assert_equal
@@ -371,7 +370,7 @@ def test_a_graph_that_is_being_captured_is_refused(monkeypatch):
     monkeypatch.setattr(torch, "get_device_module", lambda kind: Capturing)
     on_gpu = SimpleNamespace(device=SimpleNamespace(type="cuda", index=0), is_cpu=False, is_meta=False)
     with pytest.raises(ConflictError, match="captured"):
-        Surroundings([on_gpu])
+        ReplayContext([on_gpu])
 
 
 def test_the_choice_of_attention_kernels_is_that_of_the_forward():

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import copy
-import pickle
-
 import pytest
 import torch
 from torch import Tensor, nn
 
 from autockpt.errors import RerunMismatch
-from autockpt.policies.rerun_state.state import Memory, UnitState
 from autockpt.runtime import attach
 from autockpt.schema.choices import OFFLOAD, RECOMPUTE
 from tests.policies.zoo import assert_equal
@@ -155,20 +151,6 @@ def test_the_model_keeps_its_own_buffers_after_an_error_in_recompute(monkeypatch
             loss.backward()
     assert model[0].count is mine and mine._version == version
     assert float(mine) == 1.25
-
-
-def test_what_was_learned_is_copied_and_pickled():
-    memory, module = Memory("unit"), Counting("in place")
-    for _ in range(2):
-        state = UnitState(memory, module, ())
-        module(torch.randn(4, 8))
-        state.after()
-    UnitState(memory, module, ())
-    for twin in (copy.deepcopy(memory), pickle.loads(pickle.dumps(memory))):
-        state = UnitState(twin, copy.deepcopy(module), ())
-        assert twin.lively == memory.lively == {"._buffers['count']"} and twin.calls == memory.calls
-        state.after()
-        assert twin.lively == memory.lively
 
 
 def test_norms_that_begin_to_learn_later():

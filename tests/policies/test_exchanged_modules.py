@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from autockpt.errors import InPlaceError
-from autockpt.policies.rerun_state.structure import UnitStructure
 from autockpt.runtime import attach
 from autockpt.schema.choices import RECOMPUTE, Choice, KeepAttention, Remake, Selective
 from tests.policies.zoo import assert_equal
@@ -168,18 +167,3 @@ def test_what_a_forward_makes_itself(choice, what, at):
     wanted, model = run(grown(), nothing, -1), grown()
     with attach(model, {"0": choice, "1": choice}):
         assert_equal(run(model, nothing, -1), wanted)
-
-
-def test_a_structure_tells_modules_by_identity():
-    block = Block()
-    structure = UnitStructure(block)
-    assert structure.still_is()
-    block.linear = block.linear
-    assert structure.still_is()
-    inner = block.inner
-    block.inner = nn.Sequential(*inner.children())
-    assert not structure.still_is()
-    block.inner = inner
-    assert structure.still_is()
-    block.linear.register_parameter("scale", nn.Parameter(torch.ones(8)))
-    assert not structure.still_is()
