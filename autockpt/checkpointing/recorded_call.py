@@ -61,6 +61,7 @@ class RecordedCall:
             "_tensors",
             "_unit",
             "_weights",
+            "_weights_at_begin",
             "is_first",
             "is_recorded",
         ),
@@ -80,20 +81,23 @@ class RecordedCall:
         self._memo: dict[int, torch.Tensor] = {}  # values that were made, until every position has them
         self._left: Counter[int] | None = None
         self._stream: Any = None  # that they were made on
-        if self.is_recorded:
-            weights = [home.get(name) for home, name in unit.weights]
+        self._weights_at_begin: list[torch.Tensor | None] = []
+        weights = [home.get(name) for home, name in unit.weights] if self.is_recorded else None
+        if weights is not None:
             self._recorder = OpRecorder(tensors, weights, unit.keeps, everywhere=unit.everywhere)
+            self._weights_at_begin = weights
         if known.recipe is not None and (known.followed or not self.is_recorded):
             self._go_by(known.recipe)
 
-    def _go_by(self, recipe: Recipe) -> None:
+    def _go_by(self, recipe: Recipe, weights: Sequence[torch.Tensor | None] | None = None) -> None:
+        """Take what the recipe starts from. ``weights``: those of the call's beginning, where its forward has run."""
         self._recipe = recipe
         self._cells: list[Any] = [None] * recipe.cells
         self._inputs: dict[int, SavedTensor] = {number: save(self._tensors[number]) for number in recipe.inputs}
         self._weights: dict[int, tuple[torch.Tensor, int]] = {}
         for number, strides in recipe.weights.items():
             home, name = self._unit.weights[number]
-            weight = home.get(name)
+            weight = home.get(name) if weights is None else weights[number]
             if weight is None or weight.stride() != strides:
                 self._lost = True
                 break
@@ -107,17 +111,16 @@ class RecordedCall:
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
         observer: Observer | None = None,
-        pack: Callable[[torch.Tensor], Any] | None = None,
         sampler: Sampler | None = None,
     ) -> Any:
         """The forward. ``observer`` compares what is dropped. Where there is a ``sampler``, tensors in the host's
-        memory are sampled instead, and few others are compared. ``pack`` in the place of this call's.
+        memory are sampled instead, and few others are compared.
 
         Raises RerunMismatch where the call shows that earlier ones were not given what they had computed.
         """
         unit, recorder, recipe = self._unit, self._recorder, self._recipe
         self._observer, self._sampler = observer, sampler
-        with saved_tensors_hooks(pack or self.pack, self.unpack):
+        with saved_tensors_hooks(self.pack, self.unpack):
             if recorder is None and not recipe.taps:  # type: ignore[union-attr]
                 output = forward(*args, **kwargs)
             else:
@@ -191,7 +194,7 @@ class RecordedCall:
         small = max((t.nbytes for t in self._tensors if t.layout is torch.strided), default=0) // SMALL
         recipe = plan(recorder, small)
         if self._recipe is None:
-            self._go_by(recipe)
+            self._go_by(recipe, self._weights_at_begin)
             for tap, cell in recipe.cells_of_taps():
                 self._cells[cell] = recorder.tapped[tap]
             for number, (slot, position) in enumerate(zip(self._slots, recipe.positions, strict=True)):
@@ -202,7 +205,7 @@ class RecordedCall:
                     here = stream_of(slot[0].device) == self._saved_on[number]
                     comparison = self._look_at(recipe, position.dropped, position.place, slot[0]) if here else None
                     slot[:] = number, comparison, *[self._cells[cell] for cell in position.cells]
-        self._slots, self._saved_on = [], []
+        self._slots, self._saved_on, self._weights_at_begin = [], [], []
         recorder.forget()
         self._unit.learn(self._known, recipe)
 
