@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch._C import _autograd
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
 _PLAIN = frozenset((type(None), bool, int, float, str, torch.dtype, torch.device))
 
@@ -63,9 +63,24 @@ def flatten(value: Any, tensors: list[torch.Tensor], generators: list[torch.Gene
 
 
 def tensors_of(value: Any) -> list[torch.Tensor]:
-    """The tensors in ``value``, each once."""
+    """The tensors in ``value``, each once and in order. It may hold itself, as arguments of ``flatten`` may not."""
     tensors: list[torch.Tensor] = []
-    flatten(value, tensors, [])
+    seen, rest = set[int](), [value]
+    while rest:
+        part = rest.pop()
+        kind = type(part)
+        if kind in _PLAIN or id(part) in seen:
+            continue
+        seen.add(id(part))
+        if issubclass(kind, torch.Tensor):
+            tensors.append(part)
+        elif kind is dict:
+            rest += reversed(part.values())
+        elif kind in (list, tuple):
+            rest += reversed(part)
+        else:
+            leaves = tree_leaves(part)
+            rest += reversed(leaves) if len(leaves) != 1 or leaves[0] is not part else ()
     return tensors
 
 

@@ -73,10 +73,10 @@ class Device(Protocol):
 
 
 @runtime_checkable
-class Parcel(Protocol):
+class OffloadHandle(Protocol):
     """The bytes of one storage on their way off the device and back.
 
-    Whoever holds the parcel owns it: when the last reference goes, so do the bytes, wherever they are.
+    Whoever holds the handle owns it: when the last reference goes, so do the bytes, wherever they are.
     """
 
     nbytes: int
@@ -110,9 +110,9 @@ class Transport(Protocol):
 
     copy_queues: bool
 
-    def send(self, source: torch.Tensor) -> Parcel:
+    def send(self, source: torch.Tensor) -> OffloadHandle:
         """Start copying ``source``, 1-D uint8 over one whole device storage, off the device.
 
-        The parcel keeps the source alive until ``settle``. Raises MeasurementError where the other side is full.
+        The handle keeps the source alive until ``settle``. Raises MeasurementError where the other side is full.
         """
         ...

@@ -247,7 +247,7 @@ class _In:
         """Nobody wants the buffer any more."""
         self.cancelled = True
         if self._queued and not self.waited and self.buffer is not None:
-            self._queues.abandon(self.buffer, "in")
+            self._queues.record_stream(self.buffer, "in")
         self.buffer = None
 
 

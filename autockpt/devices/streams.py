@@ -57,7 +57,7 @@ class AcceleratorQueues:
     def copy(self, direction: Direction, target: torch.Tensor, source: torch.Tensor, after: Sequence[Any]) -> Any:
         """Queue a copy for after the events ``after``; the event of its end. Nobody is made to wait for it yet.
 
-        The device's side must stay alive until somebody has: see ``wait``, ``finish`` and ``abandon``.
+        The device's side must stay alive until somebody has: see ``wait``, ``finish`` and ``record_stream``.
         """
         stream = self._streams[direction]
         for event in after:
@@ -80,7 +80,7 @@ class AcceleratorQueues:
         """Make the current compute queue wait for the event."""
         torch.accelerator.current_stream(self.device).wait_event(event)
 
-    def hold_up(self, mark: Any, event: Any) -> None:
+    def wait_on(self, mark: Any, event: Any) -> None:
         """Make the compute queue on which ``mark`` was made wait for the event, if it is another than the current."""
         if mark.stream != torch.accelerator.current_stream(self.device):
             mark.stream.wait_event(event)
@@ -89,7 +89,7 @@ class AcceleratorQueues:
         """Return when the event has come."""
         event.synchronize()
 
-    def abandon(self, buffer: torch.Tensor, direction: Direction) -> None:
+    def record_stream(self, buffer: torch.Tensor, direction: Direction) -> None:
         """The device buffer of copies that no compute queue waited for is about to be freed."""
         buffer.record_stream(self._streams[direction])
 
@@ -155,7 +155,7 @@ class StreamParcel:
         if self._source is not None:
             self._queues.wait(self._left)
             # the source is freed in the order of the queue that it was sent from, whatever the current one is
-            self._queues.hold_up(self._ready, self._left)
+            self._queues.wait_on(self._ready, self._left)
             self._source = self._ready = None
 
     def fetch(self) -> None:
@@ -178,14 +178,14 @@ class StreamParcel:
         if self._back is not None:
             # where the queue that waited is not the one that the buffer belongs to, `use` has told the allocator
             if not self._waited:
-                self._queues.abandon(self._back, "in")
+                self._queues.record_stream(self._back, "in")
                 self._unwaited.append(self._arrived)
             self._back = None
 
     def __del__(self) -> None:
         with contextlib.suppress(Exception):  # the device may be gone already at interpreter exit
             if self._source is not None:
-                self._queues.abandon(self._source, "out")
+                self._queues.record_stream(self._source, "out")
                 self._unwaited.append(self._left)
             self.release()
             self._piece.ready = self._left if self._arrived is None else self._arrived

@@ -1,4 +1,4 @@
-"""Offload's ways off a device, by device and tier: pinned host memory or a file for accelerators with streams, a
+"""Transports that offload tensors, by device and tier: pinned host memory or a file for accelerators with streams, a
 memory-mapped file where the device is the CPU itself or has none."""
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ def _queues(device: torch.device) -> AcceleratorQueues:
         ) from None
 
 
-class Ways:
-    """The usual ways off all devices, which together stay within one host budget (bytes; None: no bound).
+class OffloadTransports:
+    """The usual transports of all devices, which together stay within one host budget (bytes; None: no bound).
 
     ``use`` tells what they claim. A copy or a pickle begins with nothing, under the same budget.
     """
@@ -74,8 +74,8 @@ class Ways:
         self._file = self._file or transport_for(device, tier, self.use)
         return self._file
 
-    def __reduce__(self) -> tuple[type[Ways], tuple[int | None]]:
-        return Ways, (self.use.limit,)
+    def __reduce__(self) -> tuple[type[OffloadTransports], tuple[int | None]]:
+        return OffloadTransports, (self.use.limit,)
 
 
 def host_bytes_of(copies: Iterable[Copy], device_kind: str, limit: int | None = None) -> int:

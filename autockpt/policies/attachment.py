@@ -103,7 +103,7 @@ def _run_while_compiling(state: TellingAttachment) -> Callable[[], None]:
     return tell
 
 
-def acts(state: Attachment) -> bool:
+def is_enabled(state: Attachment) -> bool:
     """Whether a choice has anything to do in this call: gradients are wanted, and the plan is not taken off.
 
     Inside forward-mode AD (``torch.autograd.forward_ad``) and the transforms of ``torch.func`` units save as ever: what

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.overrides import _get_current_function_mode_stack
 
 from autockpt.errors import ConflictError
-from autockpt.policies.attachment import acts, call_inner, call_plainly
+from autockpt.policies.attachment import call_inner, call_plainly, is_enabled
 from autockpt.policies.base import PlannedUnit, Policy, PolicySession, is_library
 from autockpt.policies.headcall import HeadCall, HeadState
 from autockpt.policies.lazylogits import LazyLogits, lazy_logits
@@ -44,7 +44,7 @@ def run_chunked(module: nn.Module, state: HeadState, /, *args: Any, **kwargs: An
 
     Raises ConflictError where the weights are not whole here (FSDP on the head itself, tensor parallelism, ZeRO-3).
     """
-    if not acts(state):
+    if not is_enabled(state):
         return call_plainly(module, state, args, kwargs)
     if torch.compiler.is_compiling():
         state.say_compiled()

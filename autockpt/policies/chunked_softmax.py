@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from autockpt.checkpointing.divergence import CheckedCall
-from autockpt.policies.attachment import acts, call_inner
+from autockpt.policies.attachment import call_inner, is_enabled
 from autockpt.policies.base import PlannedUnit, Policy, PolicySession
 from autockpt.policies.chunked_loss import refuse_others
 from autockpt.policies.headcall import HeadState, Rows, checked_call
@@ -40,7 +40,7 @@ def run_softmax(module: nn.Module, state: HeadState, /, *args: Any, **kwargs: An
     Without gradients, and inside ``torch.compile``, the plain forward.
     """
     logits = call_inner(module, state, args, kwargs)
-    if torch.compiler.is_compiling() or not acts(state):
+    if torch.compiler.is_compiling() or not is_enabled(state):
         return logits
     if module._backward_hooks or module._backward_pre_hooks:  # they ask for the gradient of the logits
         return logits

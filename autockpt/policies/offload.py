@@ -14,15 +14,15 @@ from torch import nn
 
 from autockpt.checkpointing.arguments import tensors_of
 from autockpt.checkpointing.divergence import numbered
+from autockpt.checkpointing.offloaded import KeptTensor, OffloadedCall, OffloadedTensor, OffloadHooks
 from autockpt.devices.base import Transport
-from autockpt.devices.transport import Transports, Ways
-from autockpt.policies.attachment import Attachment, acts, call_inner, call_plainly
+from autockpt.devices.transport import OffloadTransports, Transports
+from autockpt.policies.attachment import Attachment, call_inner, call_plainly, is_enabled
 from autockpt.policies.base import PlannedUnit, Policy, PolicySession, device_of, places_of
-from autockpt.policies.compiling import outside_graphs, set_compiler
+from autockpt.policies.compiling import outside_graphs, run_as_it_is, set_compiler
 from autockpt.policies.conflicts import refuse_capture, refuse_modules, refuse_native
 from autockpt.policies.kvcache import with_caches, without_cache
 from autockpt.policies.recompute import RecomputePolicy
-from autockpt.policies.saved import Group, Packer
 from autockpt.policies.saving import saving
 from autockpt.schema.graph import Tier
 
@@ -47,20 +47,20 @@ class Pipeline:
     def __deepcopy__(self, memo: dict[int, Any]) -> Pipeline:
         return Pipeline(copy.deepcopy(self._make, memo))
 
-    def __reduce__(self) -> tuple[type[Pipeline], tuple[Ways]]:
-        # streams and mapped files stay behind; the usual ways do wherever this is loaded
-        return Pipeline, (self._make if isinstance(self._make, Ways) else Ways(),)
+    def __reduce__(self) -> tuple[type[Pipeline], tuple[OffloadTransports]]:
+        # streams and mapped files stay behind; the usual transports do wherever this is loaded
+        return Pipeline, (self._make if isinstance(self._make, OffloadTransports) else OffloadTransports(),)
 
     def begin(self) -> None:
         """A forward of the whole model begins: its units are not neighbours of an earlier forward's."""
-        self._last: Group | None = None
-        self._unsettled: list[tuple[OffloadState, Group]] = []  # whose forwards have ended
+        self._last: OffloadedCall | None = None
+        self._unsettled: list[tuple[OffloadState, OffloadedCall]] = []  # whose forwards have ended
 
-    def open(self, state: OffloadState, device: torch.device) -> Group:
+    def open(self, state: OffloadState, device: torch.device) -> OffloadedCall:
         """A unit's forward begins."""
-        return Group(state.unit, device, self._last, self.transport(device, state.tier))
+        return OffloadedCall(state.unit, device, self._last, self.transport(device, state.tier))
 
-    def close(self, state: OffloadState, group: Group) -> None:
+    def close(self, state: OffloadState, group: OffloadedCall) -> None:
         """A unit's forward has ended."""
         self.passed(state.place)
         self._last = group
@@ -69,7 +69,7 @@ class Pipeline:
         else:
             group.settle()
 
-    def passed(self, place: int) -> list[Group]:
+    def passed(self, place: int) -> list[OffloadedCall]:
         """The forward of the unit at ``place`` has ended: let go of the device memory of groups that had their time.
         Those of units that are not before it ran in an earlier round through the same units."""
         done = [group for state, group in self._unsettled if state.due <= place or state.place >= place]
@@ -126,7 +126,7 @@ def _offloaded(
     module: nn.Module, state: OffloadState, args: tuple[Any, ...], kwargs: dict[str, Any], compiler: Any
 ) -> Any:
     """The unit's forward for either choice. ``compiler`` is at work in the unit's own forward, and not here."""
-    if not acts(state):
+    if not is_enabled(state):
         set_compiler(compiler)
         return call_plainly(module, state, args, kwargs)
     refuse_native(module, state.unit)
@@ -139,8 +139,8 @@ def _offloaded(
     outside = [t for t in tensors if t is not hidden] + buffers
     group = state.pipeline.open(state, device)
     observer = state.check.observer() if state.check is not None else None
-    packer = Packer(group, outside, module, numbered(observer), hidden)
-    with saving(state.unit, packer.pack, observer):
+    offloading = OffloadHooks(group, outside, module, numbered(observer), hidden)
+    with saving(state.unit, offloading.pack, observer):
         set_compiler(compiler)
         try:
             output = call_inner(module, state, args, kwargs)
@@ -215,7 +215,7 @@ def run_then_settle(module: nn.Module, state: OffloadState, /, *args: Any, **kwa
     """The forward of a unit so many places behind an offloaded one: when it has ended that one's copies must be done,
     and when its backward begins they start to come back."""
     output = call_inner(module, state, args, kwargs)
-    if acts(state) and (groups := state.pipeline.passed(state.place)):
+    if is_enabled(state) and (groups := state.pipeline.passed(state.place)):
         node = next((t.grad_fn for t in tensors_of(output) if t.grad_fn is not None), None)
         if node is not None:
             for group in groups:
@@ -223,6 +223,11 @@ def run_then_settle(module: nn.Module, state: OffloadState, /, *args: Any, **kwa
     return output
 
 
-def _fetch(group: weakref.ref[Group], gradients: Any) -> None:
+def _fetch(group: weakref.ref[OffloadedCall], gradients: Any) -> None:
     if (alive := group()) is not None:
         alive.fetch()
+
+
+# Between two graphs the compiler would take on what autograd calls for each saved tensor.
+for _hook in (OffloadedTensor.unpack, KeptTensor.unpack):
+    run_as_it_is(_hook)

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from autockpt.checkpointing import CheckpointedUnit, CheckpointFrame
 from autockpt.checkpointing.divergence import FIRST_CALLS
 from autockpt.errors import ConflictError
-from autockpt.policies.attachment import Attachment, acts, call_inner, call_plainly
+from autockpt.policies.attachment import Attachment, call_inner, call_plainly, is_enabled
 from autockpt.policies.base import PlannedUnit, Policy, PolicySession
 from autockpt.policies.compiling import outside_graphs, run_as_it_is, traces_backward
 from autockpt.policies.conflicts import refuse_by_message, refuse_modules, refuse_native
@@ -95,7 +95,7 @@ def run_recomputed(module: nn.Module, state: RecomputeState, /, *args: Any, **kw
     Raises ConflictError where the forward cannot be run twice (inputs changed in place, some KV caches). In backward
     ConflictError where it does not do again what it did, InPlaceError where something that it read was changed since.
     """
-    if not acts(state):
+    if not is_enabled(state):
         return call_plainly(module, state, args, kwargs)
     if not torch.compiler.is_compiling():
         return run_in_frame(module, state, args, kwargs)

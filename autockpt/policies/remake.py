@@ -22,7 +22,7 @@ from autockpt.checkpointing.op_table import is_attention, kind_of
 from autockpt.checkpointing.recorded_call import RecordedCall
 from autockpt.checkpointing.recorded_unit import RecordedUnit
 from autockpt.errors import ConflictError
-from autockpt.policies.attachment import Attachment, acts, call_inner, call_plainly
+from autockpt.policies.attachment import Attachment, call_inner, call_plainly, is_enabled
 from autockpt.policies.base import PlannedUnit, Policy, PolicySession, modules_named, setting
 from autockpt.policies.compiling import outside_graphs, run_as_it_is
 from autockpt.policies.conflicts import refuse_by_message, refuse_modules, refuse_native, sequence_nr
@@ -142,7 +142,7 @@ def run_remade(module: nn.Module, state: RemakeState, /, *args: Any, **kwargs: A
     Raises ConflictError where a custom autograd function runs in it, and RerunMismatch where it shows that backwards
     of earlier calls were wrong. In backward InPlaceError where something that it read was changed since.
     """
-    if not acts(state):
+    if not is_enabled(state):
         return call_plainly(module, state, args, kwargs)
     refuse_native(module, state.unit)
     call = RecordedCall(state.recorded(module), args, kwargs)

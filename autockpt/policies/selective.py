@@ -19,7 +19,7 @@ from torch.nn.modules.conv import _ConvNd
 
 from autockpt.checkpointing.kept_outputs import FunctionScopes, KeepingFrame, Scope, frame_of, key_of
 from autockpt.errors import PlanError
-from autockpt.policies.attachment import Attachment, acts, call_inner, call_plainly
+from autockpt.policies.attachment import Attachment, call_inner, call_plainly, is_enabled
 from autockpt.policies.base import PlannedUnit, Policy, PolicySession, modules_named
 from autockpt.policies.compiling import outside_graphs, run_as_it_is
 from autockpt.policies.conflicts import refuse_modules
@@ -51,7 +51,7 @@ def run_selective(module: nn.Module, state: SelectiveState, /, *args: Any, **kwa
     An output that is changed in place cannot be kept: its module runs again like the rest. Raises what ``recompute``
     raises.
     """
-    if not acts(state):
+    if not is_enabled(state):
         return call_plainly(module, state, args, kwargs)
     return run_in_frame(module, state, args, kwargs)
 

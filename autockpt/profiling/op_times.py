@@ -165,11 +165,11 @@ def disk_bandwidths(device: torch.device) -> tuple[float, float]:
     out, back = [], []
     for _ in range(DISK_ROUNDS):
         start = time.perf_counter()
-        parcel = transport.send(source)
-        parcel.settle()
+        handle = transport.send(source)
+        handle.settle()
         transport.drain()
         middle = time.perf_counter()
-        parcel.fetch()
+        handle.fetch()
         transport.drain()
         out.append(middle - start)
         back.append(time.perf_counter() - middle)

@@ -307,13 +307,13 @@ def by_transport(
     for _ in range(COPY_ROUNDS):
         wait()
         start = now()
-        parcels = [transport.send(source) for source in sources]
-        for parcel in parcels:
-            parcel.settle()
+        handles = [transport.send(source) for source in sources]
+        for handle in handles:
+            handle.settle()
         wait()
         middle = now()
-        while parcels:
-            parcels.pop().get()
+        while handles:
+            handles.pop().get()
         wait()
         best_out, best_back = min(best_out, middle - start), min(best_back, now() - middle)
     return count * nbytes / best_out, count * nbytes / best_back

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, distributed, nn
 
 from autockpt.checkpointing.divergence import Mode as SentinelMode
-from autockpt.devices.transport import Ways
+from autockpt.devices.transport import OffloadTransports
 from autockpt.errors import ConflictError
 from autockpt.policies.base import ForwardListener
 from autockpt.policies.compiling import eagerly
@@ -318,11 +318,11 @@ def attach_sets(
 
     ``leaner`` ones are for whatever ``adaptive`` decides. All of them together claim no more than ``host_budget``.
     """
-    ways, sessions = Ways(host_budget), list[Session]()
-    root = Session((), ways)
+    transports, sessions = OffloadTransports(host_budget), list[Session]()
+    root = Session((), transports)
     try:
         for choices in (*(choices for _, choices in sets), *leaner):
-            sessions.append(attach_units(model, choices, ways, sentinels))
+            sessions.append(attach_units(model, choices, transports, sentinels))
             sessions[-1].set_aside()
         refuse_compiled(model, sessions)
         units = [unit.module for session in sessions for unit in session.order if unit.choice.kind != "save"]

@@ -16,7 +16,7 @@ from autockpt.checkpointing.arguments import tensors_of
 from autockpt.checkpointing.kept_outputs import given_up
 from autockpt.checkpointing.op_table import draws_random_numbers, is_attention, is_heavy
 from autockpt.checkpointing.replay_context import recomputing
-from autockpt.devices import Parcel, Transport, Transports, transport_for
+from autockpt.devices import OffloadHandle, Transport, Transports, transport_for
 from autockpt.policies.compiling import uncompiled
 from autockpt.policies.selective import kept_by, product_modules
 from autockpt.schema.base import Data
@@ -85,9 +85,9 @@ class RunCounter(TorchDispatchMode):
             return True
         return any(self._named[module] == unit for module in self._open)
 
-    def transports(self, ways: Transports = transport_for) -> Transports:
-        """Ways like ``ways`` whose sent bytes are counted for the unit that sends them."""
-        return lambda device, tier: _CountingTransport(ways(device, tier), self)
+    def transports(self, inner: Transports = transport_for) -> Transports:
+        """Transports like ``inner`` whose sent bytes are counted for the unit that sends them."""
+        return lambda device, tier: _CountingTransport(inner(device, tier), self)
 
     def moved(self, nbytes: int) -> None:
         """Bytes leave the device, sent by the present unit."""
@@ -146,6 +146,6 @@ class _CountingTransport:
         self._inner, self._counter = inner, counter
         self.copy_queues = inner.copy_queues
 
-    def send(self, source: torch.Tensor) -> Parcel:
+    def send(self, source: torch.Tensor) -> OffloadHandle:
         self._counter.moved(source.numel())
         return self._inner.send(source)

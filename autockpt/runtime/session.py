@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 from torch import nn
 
 from autockpt.checkpointing.divergence import DivergenceCheck, Mode
-from autockpt.devices.transport import Transports, Ways
+from autockpt.devices.transport import OffloadTransports, Transports
 from autockpt.errors import ConflictError, PlanError
 from autockpt.policies import POLICIES
 from autockpt.policies.attachment import AttachedForward, Attachment, attached_to, place, put_back, take_off
@@ -50,7 +50,7 @@ class Session:
     @property
     def host_bytes(self) -> int:
         """Most bytes that offloading claimed on the host so far; 0 where the caller chose another way off."""
-        return self.transports.use.peak if isinstance(self.transports, Ways) else 0
+        return self.transports.use.peak if isinstance(self.transports, OffloadTransports) else 0
 
     def describe(self, indent: str = "  ") -> Iterator[str]:
         """What is attached, in lines."""
@@ -146,7 +146,8 @@ def attach(
     is attached already, the model's own activation checkpointing is on, or a choice cannot be made safe. The model is
     then as it was.
     """
-    session = attach_units(model, choices, Ways(host_budget) if transport is None else transport, sentinels)
+    transports = OffloadTransports(host_budget) if transport is None else transport
+    session = attach_units(model, choices, transports, sentinels)
     try:
         if session._placed:
             look_after(model, [unit.module for unit in session.order if unit.choice.kind != "save"], session)
@@ -182,7 +183,7 @@ def without_kv_cache(model: nn.Module) -> Session:
 
     The KV cache changes the order of sums, so with it even plain training has other last bits.
     """
-    session = Session((), Ways())
+    session = Session((), OffloadTransports())
     blocks = modules_of(model, [unit.name for unit in discover_units(model) if unit.role == "block"])
     for owner in cache_owners(model, blocks):
         session.place("", owner, run_without_cache, CacheState(owner))

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
-from autockpt.devices.base import Parcel, Transport
+from autockpt.devices.base import OffloadHandle, Transport
 from autockpt.schema.graph import Tier
 from autockpt.tracing.recorder import CopyRecord, Recorder
 
@@ -24,17 +24,19 @@ class NotingTransport:
         self._aside = aside
         self.copy_queues = inner.copy_queues
 
-    def send(self, source: torch.Tensor) -> NotingParcel:
+    def send(self, source: torch.Tensor) -> RecordingHandle:
         copy = self._recorder.copy_issued("out", source.numel() * source.element_size(), tier=self._tier)
         with self._aside():
-            parcel = self._inner.send(source)
-        return NotingParcel(parcel, self._recorder, copy, self.copy_queues, self._aside)
+            handle = self._inner.send(source)
+        return RecordingHandle(handle, self._recorder, copy, self.copy_queues, self._aside)
 
 
-class NotingParcel:
-    """A Parcel around another's."""
+class RecordingHandle:
+    """A handle around another's."""
 
-    def __init__(self, inner: Parcel, recorder: Recorder, out: CopyRecord, copy_queues: bool, aside: Aside) -> None:
+    def __init__(
+        self, inner: OffloadHandle, recorder: Recorder, out: CopyRecord, copy_queues: bool, aside: Aside
+    ) -> None:
         self.nbytes = inner.nbytes
         self._inner = inner
         self._recorder = recorder

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-from autockpt.devices import Ways
+from autockpt.devices import OffloadTransports
 from autockpt.measuring import StepRunner
 from autockpt.measuring.snapshot import Snapshot
 from autockpt.runtime import (
@@ -66,10 +66,10 @@ def count_runs(runner: StepRunner, payload: dict[str, Any]) -> dict[str, Any]:
     workload = runner.workload
     choices = parse_choices(payload["choices"])
     counter = RunCounter(workload.model, choices)  # with the choices: it counts what they keep
-    ways = counter.transports(Ways(runner.host_budget))
+    transports = counter.transports(OffloadTransports(runner.host_budget))
     with (
         runner.prepared("the plan"),
-        attach(workload.model, choices, transport=ways, sentinels="all") as session,
+        attach(workload.model, choices, transport=transports, sentinels="all") as session,
     ):
         runner.seed()
         with _restored(workload), counter.counting():

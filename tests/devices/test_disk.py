@@ -35,9 +35,9 @@ def some_bytes(n: int = N, seed: int = 0) -> torch.Tensor:
 
 
 def round_trip(way: DeferredDisk, seed: int, n: int = N) -> None:
-    parcel = way.send(some_bytes(n, seed))
-    parcel.settle()
-    assert torch.equal(parcel.get(), some_bytes(n, seed))
+    handle = way.send(some_bytes(n, seed))
+    handle.settle()
+    assert torch.equal(handle.get(), some_bytes(n, seed))
 
 
 class Gate:
@@ -50,37 +50,37 @@ class Gate:
 
 def test_bytes_are_in_the_file_and_not_in_memory(tmp_path):
     way = DeferredDisk(tmp_path)
-    parcel = way.send(some_bytes())
-    parcel.settle()
+    handle = way.send(some_bytes())
+    handle.settle()
     way.drain()
-    room = parcel._piece.memory
+    room = handle._piece.memory
     page = mmap.mmap(-1, PART)  # whole pages, as a file that is open for direct access asks for
     assert os.preadv(room.file.fileno(), [page], room.start) == PART
     assert bytes(page) == some_bytes()[:PART].numpy().tobytes()
     for half in way._staging:
         half.memory.zero_()
-    assert torch.equal(parcel.get(), some_bytes())
+    assert torch.equal(handle.get(), some_bytes())
 
 
 def test_sending_does_not_wait_for_the_disk(tmp_path):
     way = DeferredDisk(tmp_path)
     gate = Gate(way)
     source = some_bytes()
-    parcel = way.send(source)
-    assert parcel.get() is source
+    handle = way.send(source)
+    assert handle.get() is source
     gate.open.set()
-    parcel.settle()
-    assert torch.equal(parcel.get(), some_bytes())
+    handle.settle()
+    assert torch.equal(handle.get(), some_bytes())
 
 
 def test_fetching_does_not_wait_either_and_getting_does(tmp_path):
     way = DeferredDisk(tmp_path)
-    parcel = way.send(some_bytes())
-    parcel.settle()
+    handle = way.send(some_bytes())
+    handle.settle()
     gate = Gate(way)
-    parcel.fetch()
+    handle.fetch()
     threading.Timer(0.05, gate.open.set).start()
-    assert torch.equal(parcel.get(), some_bytes())
+    assert torch.equal(handle.get(), some_bytes())
 
 
 def test_the_source_lives_until_its_last_part_has_left(tmp_path):
@@ -88,8 +88,8 @@ def test_the_source_lives_until_its_last_part_has_left(tmp_path):
     gate = Gate(way)
     source = some_bytes()
     alive = weakref.ref(source)
-    parcel = way.send(source)
-    del source, parcel  # as an exception in the forward would
+    handle = way.send(source)
+    del source, handle  # as an exception in the forward would
     assert alive() is not None
     gate.open.set()
     way.drain()
@@ -113,22 +113,22 @@ def test_a_place_that_is_used_again_is_not_overwritten_too_early(tmp_path):
     third = way.send(some_bytes(seed=3))
     assert third._piece.memory.start == place
     gate.open.set()
-    for parcel, seed in ((second, 2), (third, 3)):
-        parcel.settle()
-        assert torch.equal(parcel.get(), some_bytes(seed=seed))
+    for handle, seed in ((second, 2), (third, 3)):
+        handle.settle()
+        assert torch.equal(handle.get(), some_bytes(seed=seed))
     assert job.cancelled and buffer is not None
 
 
 def test_buffers_that_nobody_waited_for_are_reported_or_finished(tmp_path):
     way = DeferredDisk(tmp_path)
-    parcel = way.send(some_bytes())
-    parcel.settle()
-    parcel.fetch()
+    handle = way.send(some_bytes())
+    handle.settle()
+    handle.fetch()
     way.drain()
-    parcel.release()
+    handle.release()
     assert way.queues.abandoned == N
-    assert torch.equal(parcel.get(), some_bytes())
-    parcel.release()
+    assert torch.equal(handle.get(), some_bytes())
+    handle.release()
     assert way.queues.abandoned == N
 
 
@@ -143,10 +143,10 @@ def test_a_disk_that_fills_up_while_writing_is_an_error_and_no_wrong_bytes(tmp_p
         return real(fd, data, offset)
 
     monkeypatch.setattr(os, "pwrite", full)
-    parcel = way.send(some_bytes())
+    handle = way.send(some_bytes())
     with pytest.raises(MeasurementError, match="No space left") as caught:
-        parcel.settle()
-        parcel.get()
+        handle.settle()
+        handle.get()
     assert str(tmp_path) in caught.value.message and "AUTOCKPT_OFFLOAD_DIR" in caught.value.remedy
     monkeypatch.undo()
 
@@ -162,20 +162,20 @@ def test_an_error_in_the_last_part_is_not_lost(tmp_path, monkeypatch):
         return real(fd, data, offset)
 
     monkeypatch.setattr(os, "pwrite", failing)
-    parcel = way.send(some_bytes())
-    parcel.settle()  # all parts have left the device
+    handle = way.send(some_bytes())
+    handle.settle()  # all parts have left the device
     with pytest.raises(MeasurementError, match="Input/output error"):
-        parcel.get()
+        handle.get()
 
 
 def test_an_unreadable_file_is_an_error(tmp_path, monkeypatch):
     way = DeferredDisk(tmp_path)
-    parcel = way.send(some_bytes())
-    parcel.settle()
+    handle = way.send(some_bytes())
+    handle.settle()
     way.drain()
     monkeypatch.setattr(os, "preadv", lambda fd, views, offset: 0)
     with pytest.raises(MeasurementError, match="ends too early"):
-        parcel.get()
+        handle.get()
 
 
 def test_writes_and_reads_in_pieces(tmp_path, monkeypatch):
@@ -189,16 +189,16 @@ def test_writes_and_reads_in_pieces(tmp_path, monkeypatch):
 
 def test_a_file_system_with_other_ideas_of_alignment_gets_ordinary_writes(tmp_path, monkeypatch):
     way = DeferredDisk(tmp_path)
-    parcel = way.send(some_bytes())
-    parcel.settle()
+    handle = way.send(some_bytes())
+    handle.settle()
     way.drain()
-    file = parcel._piece.memory.file
+    file = handle._piece.memory.file
     before = disk.fcntl.fcntl(file.fileno(), disk.fcntl.F_GETFL)
     if not before & os.O_DIRECT:
         pytest.skip("no direct way on this file system")
     assert disk._leave_direct(file)
     assert not disk._leave_direct(file)
-    assert torch.equal(parcel.get(), some_bytes())
+    assert torch.equal(handle.get(), some_bytes())
 
 
 def test_a_folder_that_cannot_be_written_is_a_clear_error(tmp_path, monkeypatch):

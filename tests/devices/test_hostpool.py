@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from autockpt.devices import host_bytes_of
 from autockpt.devices.hostpool import AREA_BYTES, HostUse, Pool, file_area, pinned_area
-from autockpt.devices.transport import CpuTransport, Ways
+from autockpt.devices.transport import CpuTransport, OffloadTransports
 from autockpt.errors import HostBudgetExceeded
 from autockpt.schema.graph import Copy
 
@@ -74,7 +74,7 @@ def test_copies_of_the_ways_have_a_budget_of_their_own():
     import copy
     import pickle
 
-    ways = Ways(5 * MIB)
+    ways = OffloadTransports(5 * MIB)
     ways.use.claim(MIB)
     for twin in (copy.deepcopy(ways), pickle.loads(pickle.dumps(ways))):
         assert twin.use.limit == 5 * MIB and twin.use.bytes == 0

@@ -49,11 +49,11 @@ def test_waits_are_those_of_the_stream_that_is_current_then(accelerator):
     first = accelerator.streams[0]
     mark, event = queues.mark(), accelerator.made[0].record_event()
     queues.wait(event)
-    queues.hold_up(mark, event)  # the same stream: it has waited
+    queues.wait_on(mark, event)  # the same stream: it has waited
     assert first.waited == [event]
     accelerator.streams[0] = second = type(first)("side")
     queues.wait(event)
-    queues.hold_up(mark, event)
+    queues.wait_on(mark, event)
     assert second.waited == [event] and first.waited == [event, event]
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from autockpt.devices import disk, hostpool, scratch, transport
-from autockpt.devices.base import Parcel, Transport
+from autockpt.devices.base import OffloadHandle, Transport
 from autockpt.devices.hostpool import Pool
 from autockpt.devices.transport import CpuTransport, said_of_host, transport_for
 from autockpt.errors import MeasurementError
@@ -39,32 +39,32 @@ def space_of(way):
 
 def test_protocols(way):
     assert isinstance(way, Transport)
-    assert isinstance(way.send(some_bytes(10)), Parcel)
+    assert isinstance(way.send(some_bytes(10)), OffloadHandle)
 
 
 def test_bytes_come_back(way):
     source = some_bytes(100_003)
     wanted = source.clone()
-    parcel = way.send(source)
-    assert parcel.nbytes == 100_003
-    parcel.fetch()  # nothing to do yet
-    assert parcel.get().data_ptr() == source.data_ptr()  # it has not left
-    parcel.settle()
-    parcel.settle()
+    handle = way.send(source)
+    assert handle.nbytes == 100_003
+    handle.fetch()  # nothing to do yet
+    assert handle.get().data_ptr() == source.data_ptr()  # it has not left
+    handle.settle()
+    handle.settle()
     source.zero_()
     del source
-    parcel.fetch()
-    parcel.fetch()
-    first = parcel.get()
+    handle.fetch()
+    handle.fetch()
+    first = handle.get()
     assert torch.equal(first, wanted)
     assert first.untyped_storage().nbytes() == 100_003
     assert first.storage_offset() == 0
-    assert parcel.get().data_ptr() == first.data_ptr()
-    parcel.release()
-    parcel.release()
+    assert handle.get().data_ptr() == first.data_ptr()
+    handle.release()
+    handle.release()
     assert torch.equal(first, wanted)  # what was given out stays valid
     first.zero_()
-    assert torch.equal(parcel.get(), wanted)
+    assert torch.equal(handle.get(), wanted)
 
 
 def test_settling_lets_go_of_the_source(way):
@@ -72,29 +72,29 @@ def test_settling_lets_go_of_the_source(way):
 
     source = some_bytes(1000)
     alive = weakref.ref(source)
-    parcel = way.send(source)
+    handle = way.send(source)
     del source
     assert alive() is not None
-    parcel.settle()
+    handle.settle()
     assert alive() is None
-    assert torch.equal(parcel.get(), some_bytes(1000))
+    assert torch.equal(handle.get(), some_bytes(1000))
 
 
 def test_parcels_at_the_same_time_do_not_mix(way):
-    parcels = [way.send(some_bytes(5000, seed)) for seed in range(30)]
-    for parcel in parcels:
-        parcel.settle()
+    handles = [way.send(some_bytes(5000, seed)) for seed in range(30)]
+    for handle in handles:
+        handle.settle()
     for seed in (3, 29, 0, 7):
-        assert torch.equal(parcels[seed].get(), some_bytes(5000, seed))
+        assert torch.equal(handles[seed].get(), some_bytes(5000, seed))
 
 
 def test_host_memory_is_used_again(way):
     def step(sizes):
-        parcels = [way.send(some_bytes(size, i)) for i, size in enumerate(sizes)]
-        for parcel in parcels:
-            parcel.settle()
-        for i, (size, parcel) in enumerate(zip(sizes, parcels, strict=True)):
-            assert torch.equal(parcel.get(), some_bytes(size, i))
+        handles = [way.send(some_bytes(size, i)) for i, size in enumerate(sizes)]
+        for handle in handles:
+            handle.settle()
+        for i, (size, handle) in enumerate(zip(sizes, handles, strict=True)):
+            assert torch.equal(handle.get(), some_bytes(size, i))
 
     step([70_000, 3, 70_000, 129])
     held = space_of(way).held_bytes
@@ -141,9 +141,9 @@ def test_pieces_are_of_the_exact_size_and_apart():
 
 
 def test_the_file_has_no_name(tmp_path):
-    parcel = CpuTransport(tmp_path).send(some_bytes(1000))
+    handle = CpuTransport(tmp_path).send(some_bytes(1000))
     assert list(tmp_path.iterdir()) == []
-    assert parcel.nbytes == 1000
+    assert handle.nbytes == 1000
 
 
 @pytest.mark.slow
@@ -194,21 +194,21 @@ def test_tmpdir_is_respected(tmp_path, monkeypatch):
 def test_many_small_tensors_need_few_files(tmp_path):
     before = len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else 0
     way = CpuTransport(tmp_path)
-    parcels = [way.send(some_bytes(20_000, seed)) for seed in range(500)]
+    handles = [way.send(some_bytes(20_000, seed)) for seed in range(500)]
     after = len(os.listdir("/proc/self/fd")) if before else 0
     assert after - before <= 2
-    assert len(parcels) == 500
+    assert len(handles) == 500
 
 
 def test_mapped_bytes_are_not_allocator_memory(tmp_path):
     way = CpuTransport(tmp_path)
     source = some_bytes(1 << 20)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
-        parcel = way.send(source)
-        parcel.settle()
+        handle = way.send(source)
+        handle.settle()
     moved = [e.nbytes() for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
     assert sum(moved) < 1 << 10
-    assert torch.equal(parcel.get(), source)
+    assert torch.equal(handle.get(), source)
 
 
 def test_transports_by_device(tmp_path, monkeypatch):
@@ -224,38 +224,38 @@ def test_transports_by_device(tmp_path, monkeypatch):
 
 def test_a_source_let_go_too_early_would_be_noticed():
     way = DeferredTransport()
-    parcel = way.send(some_bytes(1000))
-    parcel._source = None  # what a missing wait would amount to
-    assert bool((parcel.get() == 0xEE).all())
+    handle = way.send(some_bytes(1000))
+    handle._source = None  # what a missing wait would amount to
+    assert bool((handle.get() == 0xEE).all())
 
 
 def test_copies_nobody_waited_for_are_reported_to_the_allocator():
     way = DeferredTransport()
-    parcel = way.send(some_bytes(1000))
-    del parcel
+    handle = way.send(some_bytes(1000))
+    del handle
     assert way.queues.abandoned == 1000
-    parcel = way.send(some_bytes(500))
-    parcel.settle()
-    parcel.fetch()
-    parcel.release()
+    handle = way.send(some_bytes(500))
+    handle.settle()
+    handle.fetch()
+    handle.release()
     assert way.queues.abandoned == 1500
-    assert torch.equal(parcel.get(), some_bytes(500))
-    parcel.release()
+    assert torch.equal(handle.get(), some_bytes(500))
+    handle.release()
     assert way.queues.abandoned == 1500
 
 
 def test_what_nobody_waited_for_has_ended_before_more_is_sent():
     """Else such buffers would pile up as long as copies are slower than the host."""
     way = DeferredTransport()
-    left = (parcel := way.send(some_bytes(1000)))._left
-    del parcel
+    left = (handle := way.send(some_bytes(1000)))._left
+    del handle
     assert not left.done
-    parcel = way.send(some_bytes(500))
+    handle = way.send(some_bytes(500))
     assert left.done
-    parcel.settle()
-    parcel.fetch()
-    arrived = parcel._arrived
-    parcel.release()
+    handle.settle()
+    handle.fetch()
+    arrived = handle._arrived
+    handle.release()
     assert not arrived.done and way.send(some_bytes(10)) and arrived.done
 
 
@@ -265,7 +265,7 @@ def test_host_memory_is_not_overwritten_while_it_is_still_read():
     first.settle()
     first.fetch()
     arriving = first._back
-    first._queues.abandon = lambda buffer, direction: None
+    first._queues.record_stream = lambda buffer, direction: None
     event = first._arrived
     del first
     way.unwaited.clear()
@@ -288,14 +288,14 @@ def test_cuda_moves_bytes_through_pinned_memory():
     assert way.copy_queues
     for seed in range(3):
         source = some_bytes(9 << 20, seed).cuda()
-        parcel = way.send(source)
-        assert parcel._piece.memory.is_pinned()
-        parcel.settle()
+        handle = way.send(source)
+        assert handle._piece.memory.is_pinned()
+        handle.settle()
         source.zero_()
         del source
-        parcel.fetch()
-        assert torch.equal(parcel.get().cpu(), some_bytes(9 << 20, seed))
-        del parcel
+        handle.fetch()
+        assert torch.equal(handle.get().cpu(), some_bytes(9 << 20, seed))
+        del handle
     assert way.pool.held_bytes < 2 * (9 << 20)
 
 

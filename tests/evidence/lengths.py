@@ -42,7 +42,7 @@ import transformers
 
 import autockpt
 from autockpt.devices import get_device
-from autockpt.devices.transport import Ways
+from autockpt.devices.transport import OffloadTransports
 from autockpt.history.statistics import ratio_interval
 from autockpt.runtime.by_batch import BatchSets
 from autockpt.runtime.session import Session
@@ -262,7 +262,8 @@ def peak(model: Any, plan: autockpt.Plan, length: int) -> int:
 
 def agree(rank: int) -> list[str]:
     """Seconds of an agreement between two ranks, by block."""
-    sets, model, blocks = BatchSets(Session((), Ways(None)), [], [None, None]), torch.nn.Linear(1, 1), list[float]()
+    sets = BatchSets(Session((), OffloadTransports(None)), [], [None, None])
+    model, blocks = torch.nn.Linear(1, 1), list[float]()
     sets._sharded = True
     for _ in range(20):
         began = time.perf_counter()

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from autockpt.devices.cuda_pinned import CudaQueues
 from autockpt.devices.hostpool import HostUse
 from autockpt.devices.streams import StreamTransport
-from autockpt.devices.transport import Ways, host_bytes_of
+from autockpt.devices.transport import OffloadTransports, host_bytes_of
 from autockpt.errors import HostBudgetExceeded
 from autockpt.measuring import StepRunner
 from autockpt.runtime import attach, deterministic_algorithms
@@ -151,7 +151,7 @@ def _claims(runner: StepRunner, choices: Mapping[str, Choice], budget: int | Non
     many of shorter batches."""
     workload = runner.workload
     batch: Any = workload.batch
-    ways = Ways(budget)
+    ways = OffloadTransports(budget)
     ways.use = use = CountingUse(budget)
     with runner.attached({}), attach(runner.workload.model, choices, transport=ways):
         try:

@@ -87,13 +87,13 @@ class DeferredQueues(AcceleratorQueues):
     def wait(self, event: Event) -> None:
         event.wait()
 
-    def hold_up(self, mark: Event, event: Event) -> None:
+    def wait_on(self, mark: Event, event: Event) -> None:
         self.held_up.append(event)
 
     def finish(self, event: Event) -> None:
         event.wait()
 
-    def abandon(self, buffer: torch.Tensor, direction: str) -> None:
+    def record_stream(self, buffer: torch.Tensor, direction: str) -> None:
         self.abandoned += buffer.numel()
 
     def use(self, buffer: torch.Tensor) -> None:

@@ -16,11 +16,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from autockpt.checkpointing.offloaded import SMALL_BYTES, OffloadedCall, OffloadedStorage
 from autockpt.devices import disk
 from autockpt.devices.hostpool import AREA_BYTES
 from autockpt.devices.transport import CpuTransport
 from autockpt.errors import ConflictError, HostBudgetExceeded, InPlaceError, MeasurementError
-from autockpt.policies.saved import SMALL_BYTES, Group, SavedStorage
 from autockpt.runtime import attach
 from autockpt.schema.choices import OFFLOAD, RECOMPUTE, SAVE, Choice, Offload, RecomputeOffload
 from tests.policies.deferred import DeferredDisk, DeferredTransport, always
@@ -251,7 +251,7 @@ def test_the_same_memory_with_other_contents_is_sent_again():
         got = run(model)
     # plain autograd itself reads `first` after it was overwritten, so only the last term's gradient is compared
     assert got.keys() == wanted.keys()
-    storage = SavedStorage(first := torch.ones(N), Group("unit", first.device, None, transport))
+    storage = OffloadedStorage(first := torch.ones(N), OffloadedCall("unit", first.device, None, transport))
     assert storage.holds(first)
     assert storage.holds(first.detach())
     assert not storage.holds(first.data)
@@ -358,7 +358,7 @@ def test_memory_is_given_back_while_the_forward_runs():
 
 
 class Log(DeferredTransport):
-    """Notes when parcels are settled and fetched; ``now`` says where the step is."""
+    """Notes when handles are settled and fetched; ``now`` says where the step is."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -506,14 +506,14 @@ def test_gradients_are_equal_with_any_windows(choices):
 def test_without_copy_queues_nothing_is_fetched_ahead():
     calls: list[str] = []
 
-    class Watched(CpuTransport):
+    class VersionedTensor(CpuTransport):
         def send(self, source):
-            parcel = super().send(source)
-            parcel.fetch = lambda: calls.append("fetch")  # type: ignore[method-assign]
-            return parcel
+            handle = super().send(source)
+            handle.fetch = lambda: calls.append("fetch")  # type: ignore[method-assign]
+            return handle
 
     model = Model(lambda unit, x: x * unit.weight)
-    with attach(model, model.offloaded(), transport=always(Watched())):
+    with attach(model, model.offloaded(), transport=always(VersionedTensor())):
         run(model)
     assert calls == []
 

@@ -30,7 +30,7 @@ class Mutant(NamedTuple):
 
 
 _STREAMS, _DISK = "autockpt.devices.streams", "autockpt.devices.disk"
-_SAVED, _PRINTS = "autockpt.policies.saved", "autockpt.checkpointing.fingerprint"
+_SAVED, _PRINTS = "autockpt.checkpointing.offloaded", "autockpt.checkpointing.fingerprint"
 _DIVERGENCE = "autockpt.checkpointing.divergence"
 _ELSEWHERE = "if stream_of({}.device) != self._stream"
 MUTANTS = {
@@ -46,7 +46,7 @@ MUTANTS = {
         "            # the source",
     ),
     "settling does not hold up the queue of the source": Mutant(
-        _STREAMS, "            self._queues.hold_up(self._ready, self._left)\n", ""
+        _STREAMS, "            self._queues.wait_on(self._ready, self._left)\n", ""
     ),
     "the copy in does not wait for the buffer to be free": Mutant(
         _STREAMS, "[self._queues.mark(), self._left]", "[self._left]"
@@ -65,10 +65,10 @@ MUTANTS = {
     ),
     "the allocator is not told who reads a buffer": Mutant(_STREAMS, "        self._queues.use(self._back)\n", ""),
     "a buffer that nobody waited for is let go": Mutant(
-        _STREAMS, '                self._queues.abandon(self._back, "in")\n', "                pass\n"
+        _STREAMS, '                self._queues.record_stream(self._back, "in")\n', "                pass\n"
     ),
     "a source that nobody waited for is let go": Mutant(
-        _STREAMS, '                self._queues.abandon(self._source, "out")\n', "                pass\n"
+        _STREAMS, '                self._queues.record_stream(self._source, "out")\n', "                pass\n"
     ),
     "host memory is used again at once": Mutant(
         _STREAMS,
@@ -122,7 +122,7 @@ MUTANTS = {
     "disk: nobody waits for the copy in": Mutant(_DISK, "        self._queues.wait(job.arrived)\n", ""),
     "disk: the allocator is not told who reads a buffer": Mutant(_DISK, "        self._queues.use(job.buffer)\n", ""),
     "disk: a buffer that nobody waited for is let go": Mutant(
-        _DISK, '            self._queues.abandon(self.buffer, "in")\n', "            pass\n"
+        _DISK, '            self._queues.record_stream(self.buffer, "in")\n', "            pass\n"
     ),
     "disk: pinned memory is used again while a copy reads it": Mutant(
         _DISK, "event = half.busy = self._queues", "event = self._queues"
@@ -135,7 +135,7 @@ MUTANTS = {
     ),
     "the memory of what was sent stays until backward": Mutant(
         _SAVED,
-        "            storage.parcel.settle()",
+        "            storage.handle.settle()",
         "            pass",
         equivalent="what was never let go need not be fetched; only memory is lost, which peaks tell",
     ),

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from autockpt.devices.base import Parcel, Transport
+from autockpt.devices.base import OffloadHandle, Transport
 from autockpt.schema.graph import Tier
 from autockpt.tracing.transport import GhostTransport, NotingTransport
 
@@ -47,30 +47,30 @@ def queues(request: pytest.FixtureRequest) -> bool:
 def test_protocols(queues: bool) -> None:
     transport = ghost(Log(), queues)
     assert isinstance(transport, Transport)
-    assert isinstance(transport.send(torch.empty(8, dtype=torch.uint8)), Parcel)
+    assert isinstance(transport.send(torch.empty(8, dtype=torch.uint8)), OffloadHandle)
     assert transport.copy_queues is queues
 
 
 def test_the_source_is_the_device_side_until_it_is_settled(queues: bool) -> None:
     log = Log()
     source = torch.empty(8, dtype=torch.uint8)
-    parcel = ghost(log, queues).send(source)
-    parcel.fetch()
-    assert parcel.get() is source
-    assert parcel.nbytes == 8
+    handle = ghost(log, queues).send(source)
+    handle.fetch()
+    assert handle.get() is source
+    assert handle.nbytes == 8
     assert log.events == [("out", 8)]
 
 
 def test_a_round_trip(queues: bool) -> None:
     log = Log()
-    parcel = ghost(log, queues).send(torch.empty(8, dtype=torch.uint8))
-    parcel.settle()
-    parcel.settle()
-    parcel.fetch()
+    handle = ghost(log, queues).send(torch.empty(8, dtype=torch.uint8))
+    handle.settle()
+    handle.settle()
+    handle.fetch()
     started_early = ("in", 8) in log.events
     assert started_early is queues
-    first = parcel.get()
-    assert parcel.get() is first
+    first = handle.get()
+    assert handle.get() is first
     assert log.events.count(("out", 8)) == log.events.count(("in", 8)) == log.events.count(("allocate", 8)) == 1
     assert log.events.count(("await", "out")) == 1
     assert log.events[-1] == ("await", "in")
@@ -78,11 +78,11 @@ def test_a_round_trip(queues: bool) -> None:
 
 def test_what_was_released_can_be_fetched_again(queues: bool) -> None:
     log = Log()
-    parcel = ghost(log, queues).send(torch.empty(8, dtype=torch.uint8))
-    parcel.settle()
-    first = parcel.get()
-    parcel.release()
-    assert parcel.get() is not first
+    handle = ghost(log, queues).send(torch.empty(8, dtype=torch.uint8))
+    handle.settle()
+    first = handle.get()
+    handle.release()
+    assert handle.get() is not first
     assert log.events.count(("in", 8)) == 2
 
 
@@ -91,19 +91,19 @@ def test_settling_lets_go_of_the_source() -> None:
 
     source = torch.empty(8, dtype=torch.uint8)
     alive = weakref.ref(source)
-    parcel = ghost(Log(), False).send(source)
+    handle = ghost(Log(), False).send(source)
     del source
     assert alive() is not None
-    parcel.settle()
+    handle.settle()
     assert alive() is None
 
 
 def test_the_log_hears_of_the_tier_and_of_the_end(queues: bool) -> None:
     log = Log()
-    parcel = ghost(log, queues, "disk").send(torch.empty(8, dtype=torch.uint8))
-    parcel.settle()
-    parcel.get()
+    handle = ghost(log, queues, "disk").send(torch.empty(8, dtype=torch.uint8))
+    handle.settle()
+    handle.get()
     assert log.tier == "disk"
     assert ("released", "out") not in log.events
-    del parcel
+    del handle
     assert log.events[-1] == ("released", "out")

@@ -1,6 +1,6 @@
-"""Saved tensors off the device: one parcel per storage, however many views of it autograd saved.
+"""Saved tensors off the device: one handle per storage, however many views of it autograd saved.
 
-Whatever autograd holds owns the bytes: packed tensors own their storage's parcel, so a forward that no backward follows
+Whatever autograd holds owns the bytes: packed tensors own their storage's handle, so a forward that no backward follows
 leaves nothing behind. Hooks on saved tensors switch off autograd's own check for in-place changes; here every packed
 tensor, moved or not, carries a probe: an empty tensor that shares the version counter, but not the memory, of the one
 that was saved.
@@ -25,7 +25,6 @@ from autockpt.checkpointing.fingerprint import laid_out_on, layout_of, probe_of
 from autockpt.checkpointing.frame import refuse_late_written
 from autockpt.devices.base import Transport
 from autockpt.errors import InPlaceError
-from autockpt.policies.compiling import run_as_it_is
 
 SMALL_BYTES = 16 << 10
 """Storages below this size stay: a copy costs some tens of microseconds whatever its size, and a page is 4 KiB."""
@@ -40,30 +39,30 @@ _NAMES = """
 _WEIGHT_STEPS = frozenset(_NAMES.split())
 
 
-class Group:
+class OffloadedCall:
     """What one forward of one unit moved off a device.
 
     ``before`` is the group whose forward ran before this one's; backward comes to it next. Where copies run beside
     compute, fetching before the bytes are needed pays.
     """
 
-    def __init__(self, unit: str, device: torch.device, before: Group | None, transport: Transport) -> None:
+    def __init__(self, unit: str, device: torch.device, before: OffloadedCall | None, transport: Transport) -> None:
         self.unit, self.device, self.transport = unit, device, transport
-        self.storages: list[weakref.ref[SavedStorage]] = []
+        self.storages: list[weakref.ref[OffloadedStorage]] = []
         self._before = weakref.ref(before) if before is not None else None
-        self._after: weakref.ref[Group] | None = None
+        self._after: weakref.ref[OffloadedCall] | None = None
         self._entered = self._fetched = False
         if before is not None:
             before._after = weakref.ref(self)
 
-    def alive(self) -> list[SavedStorage]:
+    def alive(self) -> list[OffloadedStorage]:
         """Storages that a graph still holds, in the order in which they were saved."""
         return [s for ref in self.storages if (s := ref()) is not None]
 
     def settle(self) -> None:
         """From here on the device memory may be used for other things."""
         for storage in self.alive():
-            storage.parcel.settle()
+            storage.handle.settle()
 
     def enter(self) -> None:
         """Backward reads from this group: bring it back and the one before it; the one behind it is done with."""
@@ -84,7 +83,7 @@ class Group:
             self._fetched = True
             for storage in reversed(self.alive()):
                 if storage.waiting:
-                    storage.parcel.fetch()
+                    storage.handle.fetch()
 
     def start_over(self) -> None:
         """A second backward over the same graph has begun."""
@@ -96,18 +95,18 @@ class Group:
         """Let go of what came back and was not needed, as in a backward towards some inputs only."""
         self._entered = self._fetched = False
         for storage in self.alive():
-            storage.parcel.release()
+            storage.handle.release()
 
 
-class SavedStorage:
+class OffloadedStorage:
     """One storage that left the device. ``users`` packed tensors look into it, ``waiting`` of them in this backward."""
 
-    def __init__(self, tensor: torch.Tensor, group: Group) -> None:
+    def __init__(self, tensor: torch.Tensor, group: OffloadedCall) -> None:
         self._probe, self._version = probe_of(tensor), tensor._version
         self.group = group
         self.users = self.waiting = 0
         whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
-        self.parcel = group.transport.send(whole)
+        self.handle = group.transport.send(whole)
         group.storages.append(weakref.ref(self))
 
     def holds(self, tensor: torch.Tensor) -> bool:
@@ -120,18 +119,18 @@ class SavedStorage:
             return self._probe._version == tensor._version
 
     def bytes_for_one_user(self) -> torch.UntypedStorage:
-        """The storage on the device. When every user got it, the parcel lets its own copy go."""
+        """The storage on the device. When every user got it, the handle lets its own copy go."""
         if not self.waiting:
             self.group.start_over()
         self.group.enter()
-        storage = self.parcel.get().untyped_storage()
+        storage = self.handle.get().untyped_storage()
         self.waiting -= 1
         if not self.waiting:
-            self.parcel.release()
+            self.handle.release()
         return storage
 
 
-class Watched:
+class VersionedTensor:
     """A tensor that is not kept: only that nobody changes it in place is held on to."""
 
     __slots__ = ("_probe", "_size", "_unit", "_version")
@@ -145,19 +144,18 @@ class Watched:
         _check(self._probe, self._version, self._unit, self._size)
 
 
-class Moved(Watched):
+class OffloadedTensor(VersionedTensor):
     """A saved tensor whose storage left the device. ``entry``: where what comes back is compared."""
 
     __slots__ = ("_entry", "_layout", "_storage")
 
-    def __init__(self, tensor: torch.Tensor, storage: SavedStorage, entry: Comparison | None = None) -> None:
+    def __init__(self, tensor: torch.Tensor, storage: OffloadedStorage, entry: Comparison | None = None) -> None:
         super().__init__(tensor, storage.group.unit)
         self._storage, self._entry = storage, entry
         self._layout = layout_of(tensor)
         storage.users += 1
         storage.waiting += 1
 
-    @run_as_it_is
     def unpack(self) -> torch.Tensor:
         refuse_late_written(self._unit)
         self.check()
@@ -170,7 +168,7 @@ class Moved(Watched):
         return tensor
 
 
-class Kept:
+class KeptTensor:
     """A saved tensor that stays. Detached: a graph that holds its own output by way of Python is never freed.
 
     ``tensor`` shares memory and version counter with what was saved. Of a leaf it is that, as autograd holds it: what
@@ -182,7 +180,6 @@ class Kept:
     def __init__(self, tensor: torch.Tensor, unit: str) -> None:
         self.tensor, self._version, self._unit = tensor if tensor.is_leaf else tensor.detach(), tensor._version, unit
 
-    @run_as_it_is
     def unpack(self) -> torch.Tensor:
         if self.tensor._version != self._version:  # nested tensors have no size to ask for
             _check(self.tensor, self._version, self._unit, self.tensor.size())
@@ -196,7 +193,7 @@ def _check(probe: torch.Tensor, version: int, unit: str, size: torch.Size) -> No
         raise InPlaceError.of(f"{tuple(size)} that {unit} saved", probe._version, version, remedy)
 
 
-class Packer:
+class OffloadHooks:
     """Decides for one forward of one unit which saved tensors leave the device. ``pack`` is the hook for autograd.
 
     ``outside`` are tensors that live on without this unit: masks, rotary tables, buffers. So do leaves, but for the
@@ -206,7 +203,7 @@ class Packer:
 
     def __init__(
         self,
-        group: Group,
+        group: OffloadedCall,
         outside: Iterable[torch.Tensor],
         module: nn.Module,
         look_at: LookAt | None,
@@ -216,14 +213,14 @@ class Packer:
         # the caller keeps these alive during the forward, so an address cannot change its meaning
         self._hidden = id(hidden)
         self._outside = {address for t in outside if (address := address_of(t)) is not None}
-        self._seen: dict[int, weakref.ref[SavedStorage]] = {}
+        self._seen: dict[int, weakref.ref[OffloadedStorage]] = {}
 
-    def pack(self, tensor: torch.Tensor) -> Moved | Kept:
+    def pack(self, tensor: torch.Tensor) -> OffloadedTensor | KeptTensor:
         # inside of forward-mode AD what is made here would be its own, without memory to copy
         if forward_ad._current_level >= 0 or not self._leaves(tensor):
-            return Kept(tensor, self._group.unit)
+            return KeptTensor(tensor, self._group.unit)
         entry = self._look_at(tensor) if self._look_at is not None else None
-        return Moved(tensor, self._storage_of(tensor), entry)
+        return OffloadedTensor(tensor, self._storage_of(tensor), entry)
 
     def _leaves(self, tensor: torch.Tensor) -> bool:
         if type(tensor) is not torch.Tensor:
@@ -256,14 +253,14 @@ class Packer:
     def _frozen(self) -> set[torch.Size]:
         return {p.size() for p in self._module.parameters() if p.dtype is torch.float32 and not p.requires_grad}
 
-    def _storage_of(self, tensor: torch.Tensor) -> SavedStorage:
-        """The storage's parcel, sent now where this forward has not sent these very bytes yet."""
+    def _storage_of(self, tensor: torch.Tensor) -> OffloadedStorage:
+        """The storage's handle, sent now where this forward has not sent these very bytes yet."""
         address = tensor.untyped_storage()._cdata
         known = self._seen.get(address)
         storage = known() if known is not None else None
         # Parcels hold their source until the group settles, after this forward: while one lives, so does the address.
         if storage is None or not storage.holds(tensor):
-            storage = SavedStorage(tensor, self._group)
+            storage = OffloadedStorage(tensor, self._group)
             self._seen[address] = weakref.ref(storage)
         return storage
 
