@@ -141,6 +141,8 @@ def putting_back(thing: Any) -> Undo:
         return partial(_refilled, thing, set(thing), thing.update)
     if isinstance(thing, (list, deque)):
         return partial(_refilled, thing, list(thing), thing.extend)
+    if isinstance(thing, random.SystemRandom):
+        return lambda: None
     if isinstance(thing, random.Random):
         return partial(thing.setstate, thing.getstate())
     if hasattr(thing, "get_state"):  # torch.Generator, NumPy's RandomState

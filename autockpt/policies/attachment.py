@@ -22,7 +22,7 @@ from torch.autograd import forward_ad
 
 from autockpt.checkpointing.divergence import UnitCheck
 from autockpt.errors import ConflictError
-from autockpt.policies.compiling import exports
+from autockpt.policies.compiling import exports, run_as_it_is
 from autockpt.policies.user_checkpoint import Passes, inside_checkpoint
 
 current_transform: Callable[[], int | None] = torch._C._functorch.maybe_current_level  # type: ignore[attr-defined]
@@ -37,9 +37,11 @@ class Attachment:
 
     ``inner`` is the forward that the instance had before (None: its class's), ``unbound`` the same as a function of the
     module where it can be had: a library's wrapper around ours may end up on a copy of the module. An attachment that
-    could not be taken off because somebody wrapped it is made inert by ``active = False``. Where something else is
+    could not be taken off because somebody wrapped it is made inert by ``active = False``; one that is ``gone`` is not
+    put back either. Where something else is
     handed to backward than forward saved, a session may set a ``check`` over it (``has_check``).
-    Of several sets of choices, ``_cache_turn`` has the attachment's own act while it runs again.
+    ``as_it_is``: before a module of PyTorch's own, which the compiler does not take on by itself. Of several sets of
+    choices, ``_cache_turn`` has the attachment's own act while it runs again.
     """
 
     has_check: ClassVar[bool] = False
@@ -48,7 +50,7 @@ class Attachment:
         self.unit = unit
         self.inner: Callable[..., Any] | None = None
         self.unbound: Callable[..., Any] | None = None
-        self.active = True
+        self.active, self.gone, self.as_it_is = True, False, False
         self.check: UnitCheck | None = None
         self._cache_turn: Callable[[], AbstractContextManager[None]] | None = None
 
@@ -163,6 +165,16 @@ class AttachedForward(functools.partial):
         return _forward_of_class(self.module) if self.state.inner is None else self.state.inner
 
 
+class _UncompiledForward(AttachedForward):
+    """Before a module of PyTorch's own, which the compiler takes on only as a part of what is around it."""
+
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
+        return AttachedForward.__call__(self, *args, **kwargs)
+
+
+run_as_it_is(_UncompiledForward.__call__)
+
+
 def _copied(module: nn.Module, unit: str) -> ConflictError:
     return ConflictError(
         f"a {type(module).__name__} has the forward that a plan placed on {unit or 'another module'}, as where "
@@ -248,7 +260,7 @@ def place(module: nn.Module, run: Callable[..., Any], state: Attachment) -> Atta
         state.unbound = inner.__func__
     if inner is None and type(inspect.getattr_static(type(module), "forward")) is not FunctionType:
         state.unbound = _run_forward_of_class
-    forward = AttachedForward(run, module, state)
+    forward = (_UncompiledForward if state.as_it_is else AttachedForward)(run, module, state)
     module.__dict__["forward"] = forward
     return forward
 
@@ -266,6 +278,8 @@ def take_off(module: nn.Module, forward: AttachedForward) -> None:
 
 def put_back(module: nn.Module, forward: AttachedForward) -> None:
     """Undo ``take_off``. Raises ConflictError where the module's forward is another one now."""
+    if forward.state.gone:
+        return
     if module.__dict__.get("forward") is not forward.state.inner:
         raise ConflictError(
             f"{forward.state.unit or 'the model'} has another forward than when the choice was attached first",

@@ -41,6 +41,7 @@ class RecomputeState(Attachment):
     """A unit's attachment, with what its calls taught about it."""
 
     has_check: ClassVar[bool] = True
+    context_fn: Callable[[], Any] | None = None  # of PyTorch's selective checkpointing, inside a compiled graph
 
     def __init__(self, unit: str) -> None:
         super().__init__(unit)
@@ -67,11 +68,11 @@ class RecomputeState(Attachment):
         """What looks after one call."""
         return CheckpointFrame(self.checkpointed(module), forward, args, kwargs, self.turn)
 
-    def call(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def call(self, module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
         """The forward that stands behind this."""
         return call_inner(module, self, args, kwargs)
 
-    def call_with_caches(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def call_with_caches(self, module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
         """The same, with a KV cache of its own in each run."""
         return call_inner(module, self, *with_caches(args, kwargs))
 
@@ -100,11 +101,11 @@ def run_recomputed(module: nn.Module, state: RecomputeState, /, *args: Any, **kw
     if not torch.compiler.is_compiling():
         return run_in_frame(module, state, args, kwargs)
     if traces_backward():
-        return _recompute_in_graph(module, state, args, kwargs)
+        return recompute_in_graph(module, state, args, kwargs)
     return _recompute_between_graphs(module, state, args, kwargs)
 
 
-def _recompute_in_graph(module: nn.Module, state: RecomputeState, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def recompute_in_graph(module: nn.Module, state: RecomputeState, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """As part of a graph: a compiler takes no recompute but torch's own, and looks after random state itself.
 
     Where it cannot, as the unit's forward changes state or goes by values, it breaks the graph here and calls this for
@@ -115,12 +116,14 @@ def _recompute_in_graph(module: nn.Module, state: RecomputeState, args: tuple[An
         inner = functools.partial(_inside_graph, module, state)
         # determinism_check only tells the compiler's cache on disk this graph from others', which nobody put right
         options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": True, "determinism_check": "default"}
+        if state.context_fn is not None:
+            options["context_fn"] = state.context_fn
         return checkpoint(inner, args, kwargs, **options)
     return run_in_frame(module, state, args, kwargs)
 
 
 # Compiled as a part of others only: so a graph breaks before it, and what is called then is this and not torch's.
-run_as_it_is(_recompute_in_graph)
+run_as_it_is(recompute_in_graph)
 
 
 def _claim() -> None:

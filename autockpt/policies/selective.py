@@ -9,24 +9,34 @@ looked at.
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar
 
 import torch
 from torch import nn
+from torch.fx.traceback import get_current_meta
 from torch.nn import functional as F
 from torch.nn.modules.conv import _ConvNd
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from autockpt.checkpointing.kept_outputs import FunctionScopes, KeepingFrame, Scope, frame_of, key_of
+from autockpt.checkpointing.op_table import is_attention, is_heavy
 from autockpt.errors import PlanError
-from autockpt.policies.attachment import Attachment, call_inner, call_plainly, is_enabled
+from autockpt.policies.attachment import (
+    AttachedForward,
+    Attachment,
+    call_inner,
+    call_plainly,
+    is_enabled,
+    take_off,
+)
 from autockpt.policies.base import PlannedUnit, Policy, PolicySession, modules_named
-from autockpt.policies.compiling import outside_graphs, run_as_it_is
+from autockpt.policies.compiling import outside_graphs, run_as_it_is, traces_backward
 from autockpt.policies.conflicts import refuse_modules
-from autockpt.policies.recompute import RecomputeState, run_in_frame
+from autockpt.policies.recompute import RecomputeState, recompute_in_graph, run_in_frame
 from autockpt.schema.choices import ATTENTION, EVERYTHING, Choice, KeepAttention, Remake, Selective
 
-WHY = "keeps the outputs of single modules, which a compiled graph no longer shows"
 _T = torch.Tensor
 _GROUPED = [found for name in ("_grouped_mm", "grouped_mm") for o in (torch, F) if (found := getattr(o, name, None))]
 _OF_TENSORS = [_T.matmul, _T.__matmul__, _T.bmm, _T.mm]
@@ -38,40 +48,99 @@ PRODUCTS = frozenset(
 class SelectiveState(RecomputeState):
     """A unit's attachment, or that of one of its parts that runs again by itself."""
 
+    def __init__(self, unit: str, keep: tuple[str, ...]) -> None:
+        super().__init__(unit)
+        self.context_fn = _context_fn(keep)
+
     def frame(
         self, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> KeepingFrame:
         return KeepingFrame(self.checkpointed(module), forward, args, kwargs, self.turn)
 
 
-@outside_graphs("selective", WHY, inside=True)
 def run_selective(module: nn.Module, state: SelectiveState, /, *args: Any, **kwargs: Any) -> Any:
     """The unit's forward; in backward it runs again without the calls whose outputs were kept.
 
-    An output that is changed in place cannot be kept: its module runs again like the rest. Raises what ``recompute``
-    raises.
+    An output that is changed in place cannot be kept: its module runs again like the rest. Inside a compiled graph
+    PyTorch's selective checkpointing does it. Raises what ``recompute`` raises.
     """
     if not is_enabled(state):
         return call_plainly(module, state, args, kwargs)
-    return run_in_frame(module, state, args, kwargs)
+    if not torch.compiler.is_compiling():
+        return run_in_frame(module, state, args, kwargs)
+    if traces_backward():
+        return recompute_in_graph(module, state, args, kwargs)
+    return _selective_between_graphs(module, state, args, kwargs)
 
 
-@outside_graphs("keep_attention", WHY, inside=True)
-def run_keep_attention(module: nn.Module, state: SelectiveState, /, *args: Any, **kwargs: Any) -> Any:
-    """As ``run_selective``."""
-    return run_selective(module, state, *args, **kwargs)
+_selective_between_graphs = outside_graphs(
+    "selective", "keeps the outputs of single modules, which this backend does not show", inside=True
+)(run_in_frame)
+
+
+@functools.cache
+def _context_fn(keep: tuple[str, ...]) -> Callable[[], Any]:
+    """For PyTorch's checkpoint while the compiler traces a unit. One object for all units that keep the same: the
+    compiler guards on it, and would compile each layer anew."""
+    return functools.partial(create_selective_checkpoint_contexts, functools.partial(_policy_in_graph, keep))
+
+
+def _policy_in_graph(keep: tuple[str, ...], context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    """Save fused attention, and matrix products inside of the modules to keep."""
+    if EVERYTHING in keep:
+        kept = is_heavy(op) or is_attention(op)
+    elif is_attention(op):
+        kept = ATTENTION in keep
+    else:
+        kept = is_heavy(op) and any(path.endswith(f".{name}") for path in _modules_around() for name in keep)
+    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _modules_around() -> list[str]:
+    """Paths of the modules that the compiler's node stands in, which it runs at present.
+
+    It writes down how Python comes to each: by the forward that is placed on a module, by ``_modules`` or an index.
+    """
+    stack = get_current_meta().get("nn_module_stack") or {}
+    return [_INDEX.sub(r".\1", _PLACED.sub("", path)) for path, _ in stack.values()]
+
+
+_PLACED, _INDEX = re.compile(r"(\.forward)?\.args\[0\]|\._modules\b"), re.compile(r"\['?(\w+)'?\]")
 
 
 class ScopeState(Attachment):
     """The attachment of a module inside a unit whose output is kept, or outputs of functions that it calls."""
 
-    def __init__(self, unit: str) -> None:
+    def __init__(self, unit: str, module: nn.Module) -> None:
         super().__init__(unit)
+        self.as_it_is = type(module).__module__.startswith("torch.")
         self.scope = Scope()
 
     def frame(self) -> KeepingFrame | None:
         """The frame whose forward runs, for the first time or again."""
         return frame_of(self.unit) if self.active and not torch.compiler.is_compiling() else None
+
+
+class _CompiledInPlace:
+    """Takes the scopes off a unit that is compiled in place. In its graph they do nothing, and the compiler would guard
+    on each, so compile every layer anew."""
+
+    def __init__(self, unit: nn.Module, scopes: dict[nn.Module, ScopeState]) -> None:
+        self._unit, self._scopes = unit, scopes
+
+    def begin(self) -> None:
+        """A forward of the model begins."""
+        if self._scopes and not torch.compiler.is_compiling() and self._unit._compiled_call_impl is not None:
+            for module, state in self._scopes.items():
+                state.gone = True
+                forward = module.__dict__.get("forward")
+                if isinstance(forward, AttachedForward) and forward.state is state:
+                    take_off(module, forward)
+                state.active = False
+            self._scopes = {}
+
+    def end(self) -> None:
+        """It has ended."""
 
 
 def run_module_scope(module: nn.Module, state: ScopeState, /, *args: Any, **kwargs: Any) -> Any:
@@ -111,7 +180,6 @@ class SelectivePolicy(Policy):
     """Carries out ``selective``: products of the named modules, or of the whole unit, are not run again."""
 
     kind: ClassVar[str] = "selective"
-    run: ClassVar[Callable[..., Any]] = staticmethod(run_selective)
 
     def attach_to(self, unit: PlannedUnit, session: PolicySession) -> str:
         refuse_modules(unit.module, unit.name)
@@ -119,10 +187,13 @@ class SelectivePolicy(Policy):
         # what runs again, each by itself, by its name inside the unit: "" is the unit
         regions = modules_named(unit, within, "that could run again") if within else {"": unit.module}
         # first the scopes: what runs again may itself be one, inside of what recomputes it
+        states = {}
         for module, run in _scopes(unit, keep, regions).items():
-            session.place(unit.name, module, run, ScopeState(unit.name))
+            states[module] = ScopeState(unit.name, module)
+            session.place(unit.name, module, run, states[module])
+        session.listeners.append(_CompiledInPlace(unit.module, states))
         for module in regions.values():
-            session.place(unit.name, module, self.run, SelectiveState(unit.name))
+            session.place(unit.name, module, run_selective, SelectiveState(unit.name, keep))
         again = ", ".join(filter(None, regions)) or "its forward"
         kept = "matrix products and attention" if EVERYTHING in keep else ", ".join(keep) or "nothing"
         return f"{self.kind}: {again} run{'s' * (len(regions) == 1)} again in backward, outputs of {kept} are kept"
@@ -135,7 +206,6 @@ class KeepAttentionPolicy(SelectivePolicy):
     """Carries out ``keep_attention``: fused attention recomputes inside itself already, so it is not run twice."""
 
     kind: ClassVar[str] = "keep_attention"
-    run: ClassVar[Callable[..., Any]] = staticmethod(run_keep_attention)
 
     def reruns(self, choice: Choice, forward: int) -> tuple[int, int]:
         # beside every fused attention there are projections, which do run again
