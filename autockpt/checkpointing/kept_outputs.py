@@ -137,10 +137,11 @@ class KeepingFrame(CheckpointFrame):
         if function in scope.again:
             return output
         sources = None if checked else scope.learned.get(key)
-        if sources is not None and len(sources) == len(noted):
-            calls[place] = KeptCall(function, output, (), sources, len(self._forms))
-            return output
-        calls[place] = call = kept_call(function, output, noted, given, len(self._forms))
+        with torch._C.DisableTorchFunction():
+            if sources is not None and len(sources) == len(noted):
+                calls[place] = KeptCall(function, output, (), sources, len(self._forms))
+                return output
+            calls[place] = call = kept_call(function, output, noted, given, len(self._forms))
         if call is not None and key is not None and not call.has_own:
             if len(scope.learned) >= _MOST_LEARNED:  # batches without padding have new lengths in every step
                 scope.learned.clear()
@@ -206,11 +207,12 @@ def key_of(given: Sequence[Any]) -> Any:
     if autocast_is_on():
         return None
     key: list[Any] = [torch.is_grad_enabled()]
-    for value in given:
-        if value is not None:
-            if type(value) not in _PLAIN or value.layout is not torch.strided:
-                return None
-            key += (value.shape, value.stride(), value.dtype, value.requires_grad)
+    with torch._C.DisableTorchFunction():  # the mode around attention would be asked for every attribute
+        for value in given:
+            if value is not None:
+                if type(value) not in _PLAIN or value.layout is not torch.strided:
+                    return None
+                key += (value.shape, value.stride(), value.dtype, value.requires_grad)
     return tuple(key)
 
 
