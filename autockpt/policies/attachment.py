@@ -23,7 +23,7 @@ from torch.autograd import forward_ad
 from autockpt.checkpointing.divergence import UnitCheck
 from autockpt.errors import ConflictError
 from autockpt.policies.compiling import exports, run_as_it_is
-from autockpt.policies.user_checkpoint import Passes, inside_checkpoint
+from autockpt.policies.user_checkpoint import inside_checkpoint, warn_inside
 
 current_transform: Callable[[], int | None] = torch._C._functorch.maybe_current_level  # type: ignore[attr-defined]
 _MAKE_FX = torch._C._TorchDispatchModeKey.PROXY
@@ -50,7 +50,7 @@ class Attachment:
         self.unit = unit
         self.inner: Callable[..., Any] | None = None
         self.unbound: Callable[..., Any] | None = None
-        self.active, self.gone, self.as_it_is = True, False, False
+        self.active, self.gone, self.as_it_is, self.warned = True, False, False, False
         self.check: UnitCheck | None = None
         self._cache_turn: Callable[[], AbstractContextManager[None]] | None = None
 
@@ -122,7 +122,7 @@ def is_enabled(state: Attachment) -> bool:
         return False
     if torch._C._is_tracing() or torch._C._get_dispatch_mode(_MAKE_FX) is not None:
         return False
-    return inside_checkpoint() is None
+    return not inside_checkpoint()
 
 
 class AttachedForward(functools.partial):
@@ -215,12 +215,11 @@ def _run_forward_of_class(module: nn.Module, /, *args: Any, **kwargs: Any) -> An
 
 def call_plainly(module: nn.Module, state: Attachment, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The same where the choice does not act."""
-    output = call_inner(module, state, args, kwargs)
-    if not torch.compiler.is_compiling() and state.active and torch.is_grad_enabled() and (run := inside_checkpoint()):
-        if (passes := state.__dict__.get("_cache_passes")) is None:
-            passes = state._cache_passes = Passes(state.unit)  # type: ignore[attr-defined]
-        passes.note(run, (args, kwargs), output)
-    return output
+    if not torch.compiler.is_compiling() and state.active and torch.is_grad_enabled() and inside_checkpoint():
+        if not state.warned:
+            warn_inside(state.unit)
+        state.warned = True
+    return call_inner(module, state, args, kwargs)
 
 
 @functools.cache
