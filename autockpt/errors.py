@@ -19,9 +19,10 @@ class AutockptError(Exception):
     """Base of every error that autockpt raises on purpose.
 
     ``message`` says what is wrong and where, ``remedy`` what to do about it; the command line prints both and exits
-    with ``exit_code``.
+    with ``exit_code``. ``code`` stays the same when texts change: scripts go by it.
     """
 
+    code = "error"
     exit_code = 4
     default_remedy = ""
 
@@ -37,19 +38,26 @@ class AutockptError(Exception):
 class UsageError(AutockptError):
     """The question itself is wrong: a malformed budget, an unknown model, contradictory options. Exit code 2."""
 
+    code = "usage"
     exit_code = 2
 
 
 class PlanError(UsageError):
     """A plan file is malformed, or does not belong to this model. Exit code 2."""
 
+    code = "plan"
+
 
 class WorkloadError(UsageError):
     """The user's model, batch or step could not be built or run. Exit code 2."""
 
+    code = "workload"
+
 
 class RunDirectoryError(UsageError):
     """A run directory belongs to another question, is corrupt or cannot be written. Exit code 2."""
+
+    code = "run"
 
 
 class InfeasibleError(AutockptError):
@@ -60,6 +68,7 @@ class InfeasibleError(AutockptError):
     in, if any.
     """
 
+    code = "budget.infeasible"
     exit_code = 3
 
     def __init__(self, message: str, *, remedy: str | None = None, smallest_peak: int | None = None) -> None:
@@ -72,13 +81,19 @@ class InfeasibleError(AutockptError):
 class ConflictError(UsageError):
     """A plan cannot be attached here: something else already owns the layer, or it cannot be made safe. Exit code 2."""
 
+    code = "conflict"
+
 
 class RerunMismatch(ConflictError, RuntimeError):
     """Backward was given other tensors than forward had computed: its gradients are wrong. Exit code 2."""
 
+    code = "conflict.mismatch"
+
 
 class InPlaceError(ConflictError, RuntimeError):
     """A tensor that backward needs was changed in place. A RuntimeError too, as autograd's own error is."""
+
+    code = "conflict.in_place"
 
     @classmethod
     def of(cls, tensor: str, now: int, expected: int, remedy: str) -> InPlaceError:
@@ -93,10 +108,13 @@ class InPlaceError(ConflictError, RuntimeError):
 class TracingError(AutockptError):
     """The model could not be traced. Exit code 4."""
 
+    code = "tracing"
+
 
 class GhostError(TracingError):
     """The ghost run failed or took its process down; the caller may record a real step instead. Exit code 4."""
 
+    code = "tracing.ghost"
     default_remedy = (
         "Let a function make the model (--model package.module:function): a copy of it, on the CPU and in a process of "
         "its own, then takes a real step to be recorded."
@@ -106,20 +124,26 @@ class GhostError(TracingError):
 class MeasurementError(AutockptError):
     """The device failed, or a measurement could not be completed. Exit code 4."""
 
+    code = "measurement"
+
 
 class TimeLimitReached(MeasurementError):
     """A search's time limit came before a plan that fits had been measured. Exit code 4."""
 
+    code = "measurement.time_limit"
     default_remedy = "Allow more --timeout: the same command goes on from what is known. Or predict with --dry-run."
 
 
 class DeviceOutOfMemory(MeasurementError):
     """A step ran out of device memory. Exit code 4."""
 
+    code = "memory.device"
+
 
 class HostBudgetExceeded(DeviceOutOfMemory):
     """Offloading would claim more host memory than the host budget allows; nothing was lost. Exit code 4."""
 
+    code = "memory.host"
     default_remedy = (
         "Raise --host-budget (host_budget= of autockpt.search, `host_budget_bytes` of a plan), offload fewer units, or "
         "write `{kind: offload, tier: disk}` for some of them where the device is an accelerator."

@@ -2,7 +2,25 @@ from __future__ import annotations
 
 import pytest
 
-from autockpt.errors import UsageError, how_it_ended, without_passwords
+from autockpt import errors
+from autockpt.errors import AutockptError, UsageError, how_it_ended, without_passwords
+
+CODES = {
+    "UsageError": "usage",
+    "PlanError": "plan",
+    "WorkloadError": "workload",
+    "RunDirectoryError": "run",
+    "InfeasibleError": "budget.infeasible",
+    "ConflictError": "conflict",
+    "RerunMismatch": "conflict.mismatch",
+    "InPlaceError": "conflict.in_place",
+    "TracingError": "tracing",
+    "GhostError": "tracing.ghost",
+    "MeasurementError": "measurement",
+    "TimeLimitReached": "measurement.time_limit",
+    "DeviceOutOfMemory": "memory.device",
+    "HostBudgetExceeded": "memory.host",
+}
 
 
 @pytest.mark.parametrize(
@@ -35,3 +53,8 @@ def test_a_password_that_a_database_took_apart_or_decoded_is_not_repeated() -> N
     url = "postgresql://me:hunter2@host%21@nowhere/db"
     said = without_passwords('no host "host%21@nowhere"; tried hunter2@host! on nowhere', url)
     assert said == 'no host "***@nowhere"; tried *** on nowhere'
+
+
+def test_codes_are_what_scripts_know() -> None:
+    classes = (v for v in vars(errors).values() if isinstance(v, type) and issubclass(v, AutockptError))
+    assert {cls.__name__: cls.code for cls in classes} == {"AutockptError": "error"} | CODES

@@ -58,7 +58,7 @@ def guarded(verb: Callable[..., None]) -> Callable[..., None]:
             elif isinstance(error, OSError) and error.errno in _UNWRITTEN and error.filename is None:
                 _silence_output()
                 read_it = _READ_IT if kept and not options.get("dry_run") else ""
-                code = _say(f"the answer could not be written: {error.strerror}", read_it, False, FAILED)
+                code = _say(f"the answer could not be written: {error.strerror}", read_it, False, FAILED, code="output")
             else:
                 code = _bug(error, as_json)
             raise typer.Exit(code) from None
@@ -119,7 +119,7 @@ def _explain(error: AutockptError, as_json: bool) -> int:
             remedy = f"The smallest peak that any plan reaches is {smallest}. {remedy}".strip()
     if isinstance(error, InfeasibleError) and error.alternatives:
         more["alternatives"] = [way.model_dump(mode="json") for way in error.alternatives]
-    return _say(error.message, remedy, as_json, error.exit_code, **more)
+    return _say(error.message, remedy, as_json, error.exit_code, code=error.code, **more)
 
 
 def _bug(error: Exception, as_json: bool) -> int:
@@ -132,7 +132,13 @@ def _bug(error: Exception, as_json: bool) -> int:
     except OSError:
         where = "Run it again with AUTOCKPT_DEBUG=1 to see details; please report them."
     first = without_passwords((str(error).splitlines() or [""])[0])[:200]
-    return _say(f"unexpected {type(error).__name__}: {first}", f"This is a bug in autockpt. {where}", as_json, FAILED)
+    return _say(
+        f"unexpected {type(error).__name__}: {first}",
+        f"This is a bug in autockpt. {where}",
+        as_json,
+        FAILED,
+        code="bug",
+    )
 
 
 def _debug() -> None:
@@ -140,19 +146,20 @@ def _debug() -> None:
         print(without_passwords(traceback.format_exc()), end="", file=sys.stderr)
 
 
-def _say(message: str, remedy: str, as_json: bool, code: int, **more: Any) -> int:
+def _say(message: str, remedy: str, as_json: bool, exit_code: int, *, code: str = "", **more: Any) -> int:
     """Show an error; gives its exit code."""
     from rich.text import Text
 
     console = screen.progress()
     with suppress(BrokenPipeError):  # nobody reads errors any more; the exit code stays
-        console.print(Text.assemble(("autockpt: ", "bold red"), message))
+        console.print(Text.assemble(("autockpt: ", "bold red"), message, (f" [{code}]" if code else "", "dim")))
         for line in remedy.splitlines():
             indented = textwrap.fill(line, console.width - 1, initial_indent="  ", subsequent_indent="  ")
             console.print(Text(indented), soft_wrap=True)
     if as_json:
+        said = {"error": message, "code": code, "remedy": remedy, "exit_code": exit_code}
         try:
-            screen.print_json(json.dumps({"error": message, "remedy": remedy, "exit_code": code} | more, indent=2))
+            screen.print_json(json.dumps(said | more, indent=2))
         except OSError:  # it was said above
             _silence_output()
-    return code
+    return exit_code

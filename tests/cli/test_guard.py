@@ -43,7 +43,7 @@ def test_exit_codes(error: BaseException, code: int, capsys: pytest.CaptureFixtu
 
 def test_message_and_remedy_go_to_standard_error(capsys: pytest.CaptureFixture[str]) -> None:
     leave(UsageError("it is wrong", remedy="do this\nor that"))
-    assert capsys.readouterr().err == "autockpt: it is wrong\n  do this\n  or that\n"
+    assert capsys.readouterr().err == "autockpt: it is wrong [usage]\n  do this\n  or that\n"
 
 
 def test_nothing_fits_names_the_smallest_peak(capsys: pytest.CaptureFixture[str]) -> None:
@@ -86,7 +86,12 @@ def test_scripts_get_json(capsys: pytest.CaptureFixture[str]) -> None:
     leave(InfeasibleError("nothing fits", remedy="r", smallest_peak=7), as_json=True)
     said = capsys.readouterr()
     answer = json.loads(said.out)
-    assert answer["error"] == "nothing fits" and answer["exit_code"] == 3 and answer["smallest_peak_bytes"] == 7
+    assert (
+        answer["error"] == "nothing fits"
+        and answer["code"] == "budget.infeasible"
+        and answer["exit_code"] == 3
+        and answer["smallest_peak_bytes"] == 7
+    )
     assert "nothing fits" in said.err
 
 
