@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -21,10 +21,18 @@ from autockpt.policies.kvcache import CACHE_NAMES, DROPPED, holds_cache, only_ow
 from autockpt.runtime.compiled import compiled_as
 from autockpt.schema.plan import CompileMode
 
-if TYPE_CHECKING:
-    from autockpt.runtime.by_batch import BatchSets
-
 _RENAMED = "cache"  # past_key_values since transformers 5.24
+
+
+class Sets(Protocol):
+    """Several sets of choices, one of which is attached to each forward of the model (``by_batch``)."""
+
+    def begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sequence[ForwardListener]:
+        """A forward begins; who is to be told."""
+        ...
+
+    def end(self) -> None:
+        """It has ended."""
 
 
 class GuardState(TellingAttachment):
@@ -43,7 +51,7 @@ class GuardState(TellingAttachment):
         self.warnings: dict[CompileMode | None, str] = {}
         self.unlike_model = False
         self.blocks: tuple[str, ...] = ()
-        self.sets: BatchSets | None = None
+        self.sets: Sets | None = None
 
     def compiled(self) -> None:
         _warn_of_other_steps(self, "model")
