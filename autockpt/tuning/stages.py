@@ -20,7 +20,7 @@ from autockpt.tuning.loop import Loop, SearchResult
 from autockpt.tuning.opening import Opened, Traced
 from autockpt.tuning.outcome import make_plan, plain, said_of_head, scored_rows, without_seconds
 from autockpt.tuning.outlook import ghost_runs, look_around, trade
-from autockpt.tuning.proposers.solver import CHECKS, SolverProposer
+from autockpt.tuning.proposers.solver import SolverProposer
 from autockpt.tuning.question import Question
 from autockpt.tuning.targets.base import Target
 from autockpt.tuning.trials import Trials
@@ -194,36 +194,32 @@ def refuse_hopeless(opened: Opened, profiled: CostModel) -> None:
         SolverProposer(opened.question, profiled, target, trials, None, clock=opened.clock).begin()
 
 
-def find_plan(opened: Opened, profiled: CostModel, target: Target, *, checks: int = CHECKS) -> SearchOutcome:
-    """Search a profiled workload and write the plan; ``target`` says what is measured. Raises InfeasibleError.
-
-    ``checks`` are the ghost runs that may be spent on refining one candidate.
-    """
+def find_plan(opened: Opened, profiled: CostModel, target: Target) -> SearchOutcome:
+    """Search a profiled workload and write the plan; ``target`` says what is measured. Raises InfeasibleError."""
     question, environment, clock, run = opened.question, opened.environment, opened.clock, opened.run
     head = opened.found.tracer.head
     if run is not None:
         run.write_profile(profiled.profile)
     trials = Trials(run)
     with refusal_on_record(run, profiled):
-        more = {"calls": checks, "study": opened.title, "clock": clock}
-        with clock.part("well-known plans"):
-            proposer = SolverProposer(question, profiled, target, trials, opened.storage, **more)
+        more = {"study": opened.title, "clock": clock}
+        proposer = SolverProposer(question, profiled, target, trials, opened.storage, **more)
         found = Loop(proposer, target, trials, question.trials, clock).run()
-    if target.knows_seconds and (pace := _pace(found)) is not None:
+    if target.terms.knows_seconds and (pace := _pace(found)) is not None:
         forget_op_times(environment, question.workload_key)
         found.notes.append(
             f"steps took {pace:.2g} times as long as op times predicted: other work ran on the machine, now or when "
             "these were measured. The search went by its own steps; the next one measures op times anew"
         )
     rows = scored_rows(proposer.known, found.trials, found.best, question.host_budget)
-    rows = rows if target.knows_seconds else without_seconds(rows)
+    rows = rows if target.terms.knows_seconds else without_seconds(rows)
     plan = None
     if found.best is not None:
         found.notes.extend(said_of_head(head, found.best.choices))
         if (score := found.best.score or found.best.predicted) is not None:
             found.notes.extend(said_of_host(environment, score.host_bytes, question.host_budget))
-        notes = (*question.notes, *found.notes) if target.source == "simulated" else found.notes
-        plan = make_plan(opened, found.best.choices, found.budget, source=target.source, rows=rows, notes=notes)
+        notes = (*question.notes, *found.notes) if target.terms.source == "simulated" else found.notes
+        plan = make_plan(opened, found.best.choices, found.budget, source=target.terms.source, rows=rows, notes=notes)
         if run is not None:
             run.write_plan(plan)
             run.write_graph(profiled.predictor.graph(found.best.choices), "plan")
@@ -234,7 +230,7 @@ def find_plan(opened: Opened, profiled: CostModel, target: Target, *, checks: in
                     run.write_outlook(look_around(profiled, found, head, run.outlook(), clock))
         if found.binding and (offer := trade(found.best, found.trials, run and run.outlook(), found.budget.bytes)):
             found.notes.append(offer)
-    return conclude(opened, found, rows, plan, source=target.source, stages=clock.stages)
+    return conclude(opened, found, rows, plan, source=target.terms.source, stages=clock.stages)
 
 
 def _pace(found: SearchResult) -> float | None:

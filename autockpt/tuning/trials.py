@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from autockpt.history.rundir import RunDirectory
-from autockpt.schema import Choice, Measurement, Prediction, Trial, TrialState, plan_hash
+from autockpt.schema import Choice, Measurement, Prediction, ResolvedBudget, Trial, TrialState, plan_hash
 
 
 @dataclass(frozen=True)
@@ -25,18 +25,17 @@ SOLVER = "solver"
 
 @dataclass(frozen=True)
 class Candidate:
-    """A plan worth a look, what it is called and where it is from. ``fits`` is what its ghost run says.
+    """A plan worth a look, what it is called and where it is from.
 
-    ``number`` is the sampler's; one that is not ``allowed`` is not tried.
+    ``predicted`` is what its ghost run says; ``score`` judges it by that where no step is worth it.
     """
 
     choices: dict[str, Choice]
     name: str = ""
     encoding: str = "baseline"
     parameters: Parameters = field(default_factory=dict)
-    fits: bool = True
-    allowed: bool = True
-    number: int = -1
+    predicted: Prediction | None = None
+    score: Score | None = None
 
 
 _NO_NUMBER = (
@@ -57,15 +56,14 @@ class Trials:
         finished = run.finished() if run is not None else None
         plan = finished.outcome.plan if finished is not None else None
         self._named = plan.hash if plan is not None else None
+        self.budget: ResolvedBudget | None = None  # a guess until the trials were judged by it
         self.budget_bytes: int | None = None
 
     def find(self, choices: Mapping[str, Choice]) -> Trial | None:
         """The trial of this plan, if there was one."""
         return self._by_hash.get(plan_hash(choices))
 
-    def write(
-        self, candidate: Candidate, score: Score, *, elapsed: float, predicted: Prediction | None = None
-    ) -> Trial:
+    def write(self, candidate: Candidate, score: Score, *, elapsed: float) -> Trial:
         """Add what became of a new plan ``elapsed`` seconds after the search began. Returns what was written."""
         return self.put(
             Trial(
@@ -76,7 +74,7 @@ class Trials:
                 plan_hash=plan_hash(candidate.choices),
                 state=score.state,
                 feasible=None if score.state in ("measured", "simulated") else False,
-                predicted=predicted,
+                predicted=candidate.predicted,
                 measured=score.measured,
                 parameters=dict(candidate.parameters),
                 message=score.message,
@@ -96,9 +94,9 @@ class Trials:
             self._run.add_trial(trial)
         return trial
 
-    def judge(self, budget_bytes: int) -> None:
+    def judge(self, budget: ResolvedBudget) -> None:
         """Hold all trials against the budget: baselines run before it is known in bytes."""
-        self.budget_bytes = budget_bytes
+        self.budget, self.budget_bytes = budget, budget.bytes
         for trial in list(self.all):
             if self._judged(trial) != trial:
                 self.put(trial)

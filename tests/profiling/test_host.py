@@ -29,7 +29,7 @@ from autockpt.tracing import Tracer
 from autockpt.tuning.loop import Loop, SearchResult
 from autockpt.tuning.proposers.solver import SolverProposer
 from autockpt.tuning.question import Clock, Question
-from autockpt.tuning.targets.simulated import DRY_CALLS, DryRun
+from autockpt.tuning.targets.simulated import DRY, Simulated
 from autockpt.tuning.trials import Trials
 from autockpt.workload import build
 from search_spaces.spaces import load_space
@@ -122,7 +122,7 @@ def solved(known: CostModel, budget: str, space: SearchSpace) -> SearchResult:
 
 def proposing(known: CostModel, budget: str, space: SearchSpace) -> SolverProposer:
     question = Question("llama", None, {}, parse_budget(budget), space, 1, host_budget=known.host_budget)
-    return SolverProposer(question, known, DryRun(), Trials(None), None, calls=DRY_CALLS)
+    return SolverProposer(question, known, Simulated(terms=DRY), Trials(None), None)
 
 
 @pytest.mark.parametrize("share", [0.3, 0.6])

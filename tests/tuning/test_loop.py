@@ -22,6 +22,7 @@ from autockpt.schema import (
     Measurement,
     Silence,
     Trial,
+    parse_budget,
     parse_choice,
     plan_hash,
 )
@@ -400,7 +401,7 @@ def test_timings_that_swing_are_said_to_come_of_other_work(swing: float, said: b
         measured = Measurement(peak_bytes=1, step_seconds=1.0, noise=0.05)
         candidate = Candidate({"0": SAVE if number else RECOMPUTE})
         trials.write(candidate, Score("measured", measured), elapsed=0)
-    trials.judge(1)
+    trials.judge(parse_budget("1KB").resolved(0, 0, 1000, "cpu"))
 
     random = Random(0)
 

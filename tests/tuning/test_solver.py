@@ -47,7 +47,7 @@ def test_the_simulated_allocator_is_kept_to_the_budget_less_what_ghost_runs_miss
     proposer: Any = SimpleNamespace(
         _usable_bytes=116, trials=SimpleNamespace(scored=[seen]), profiled=SimpleNamespace(keep_within=kept.append)
     )
-    SolverProposer.learn_budget(proposer)
+    SolverProposer._learn_budget(proposer)
     assert kept == [114]
 
 

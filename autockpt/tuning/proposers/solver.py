@@ -8,8 +8,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from functools import partial
 from itertools import groupby
+from typing import TYPE_CHECKING
 
 from autockpt.errors import InfeasibleError
 from autockpt.profiling import LEAN_CALLS, CostModel
@@ -44,12 +46,14 @@ from autockpt.tuning.refit import Fit, fit, foreseen, priced, unseen_bytes
 from autockpt.tuning.targets.base import Target
 from autockpt.tuning.trials import SOLVER, Candidate, Parameters, Score, Trials, peak_of_trial
 
+if TYPE_CHECKING:
+    from autockpt.tuning.loop import Limits
+
 Checker = Callable[[Mapping[str, Choice]], Checked]
 Size = Callable[[Problem, Mapping[str, Choice]], int]  # bytes of a plan, by the problem's own numbers
 MakeProblem = Callable[[Mapping[str, float], int, float], Problem]
 """Prices by kind, bytes left free, the share of the link's time for copies that hide -> problem."""
 
-CHECKS = 8
 REPAIRS = 4
 HIDING_CALLS = 3  # ghost runs spent on the plan that hides copies, and on the one that does not, to compare them
 SURELY = 0.95  # of the step that the solver's own prices promise without hidden copies: by less it is not compared
@@ -65,11 +69,9 @@ MOST_MISSES = 3  # candidates tried for each that is wanted
 class SolverProposer(Proposer):
     """Plans of the solver for one question; what is predicted of them comes from ghost runs and op times.
 
-    ``calls`` are the ghost runs that may be spent on refining one candidate; ``study`` names Optuna's study.
-    The ``clock``'s listener sees these ghost runs where few candidates take many, and its time limit makes them fewer.
+    ``study`` names Optuna's study. The ``clock``'s listener sees ghost runs where few candidates take many, and its
+    time limit makes them fewer.
     """
-
-    budget: ResolvedBudget
 
     def __init__(
         self,
@@ -79,79 +81,75 @@ class SolverProposer(Proposer):
         trials: Trials,
         storage: str | None,
         *,
-        calls: int = CHECKS,
         study: str = "search",
         clock: Clock | None = None,
     ) -> None:
         self.question, self.profiled, self.target, self.trials = question, profiled, target, trials
-        self.space, self.storage, self.calls, self.study_name = question.space, storage, calls, study
+        self.space, self.storage, self.study_name = question.space, storage, study
         self.clock = clock or Clock(Silence())
-        self._ghost_seconds = 0.0  # of the last ghost run
         self.known = known_plans([u.name for u in profiled.blocks], self.space.choices)
-        self.checks: dict[tuple[Choice, ...], Checked] = {}
         self.device = profiled.predictor.device
         if not self.device.copy_queues:  # nothing is copied beside compute
             self.space = self.space.without_knob(HIDDEN_COPIES)
         self.room = self.device.capacity_bytes - profiled.used_by_others
         self.unpriced = profiled.problem(0)
-        self.notes: list[str] = []
-        self.fresh, self._refit_due, self._spent = 0, False, 0
-        lean_calls = min(LEAN_CALLS, max(2, calls // 2))
-        known = self.known
+        self.smallest_peak = self._plain_smallest = 0
+        self.checks: dict[tuple[Choice, ...], Checked] = {}
+        self._refit_due = False
+        self._ghost_seconds, self._spent = 0.0, 0  # of the last ghost run; ghost runs taken of the next candidate's
+
+    def begin(self) -> None:
+        """Ghost-run the well-known plans, and find the leanest.
+
+        Refuses a budget in bytes below what any plan needs, and a study that cannot be opened, before any step.
+        """
+        lean_calls = min(LEAN_CALLS, max(2, self.target.terms.checks // 2))
+        known, budget, predictor = self.known, self.question.budget, self.profiled.predictor
         if self.clock.passed(PROFILING):
             lean_calls, known = 1, {name: plan for name, plan in known.items() if name in (NONE, ALL)}
         self.clock.listener.stage("ghost-run well-known plans", len(known) + lean_calls)
-        with profiled.predictor.watched(self.clock.listener):
-            self.smallest_peak, self._plain_smallest = smallest_peaks(profiled, question.budget, known, lean_calls)
-        seeds = [choices for choices in question.seeds.values() if not profiled.predictor.over_host(choices)]
-        self.smallest_peak = min([self.smallest_peak, *(self._predict(choices).peak_bytes for choices in seeds)])
+        with predictor.watched(self.clock.listener):
+            smallest, self._plain_smallest = smallest_peaks(self.profiled, budget, known, lean_calls)
+        seeds = [choices for choices in self.question.seeds.values() if not predictor.over_host(choices)]
+        self.smallest_peak = min([smallest, *(self._predict(choices).peak_bytes for choices in seeds)])
         # Until the baselines have run, the best guess of what the budget is in bytes.
         top = self._predict(self.known[NONE]).peak_bytes
-        self.budget = question.budget.resolved(top, self._plain_smallest, self.room, self.device.kind)
-        target.begin(trials, lambda scored: foreseen(self.unpriced, scored))
-
-    def begin(self) -> None:
-        """Refuses a budget in bytes below what any plan needs, and a study that cannot be opened, before any step."""
-        if self.question.budget.kind == "bytes" and self.budget.bytes < self.smallest_peak:
+        self.trials.budget = budget.resolved(top, self._plain_smallest, self.room, self.device.kind)
+        self.target.begin(self.trials, lambda scored: foreseen(self.unpriced, scored))
+        if budget.kind == "bytes" and self.trials.budget.bytes < self.smallest_peak:
             raise self.infeasible()
         self.menus = {unit.name: [option.choice for option in unit.options] for unit in self.unpriced.units}
-        seed = self.question.seed + self.trials.resumed
-        space = self.space
-        self.study = Study(
-            space.encoding,
-            sampler_for(space.encoding, seed),
-            space.knobs,
-            self.menus,
-            name=self.study_name,
-            storage=self.storage,
-        )
+        space, seed = self.space, self.question.seed + self.trials.resumed
+        sampler = sampler_for(space.encoding, seed)
+        self.study = Study(space.encoding, sampler, space.knobs, self.menus, name=self.study_name, storage=self.storage)
 
-    def baselines(self, used_up: Callable[[], bool]) -> Iterator[Candidate]:
+    def baselines(self, limits: Limits) -> Iterator[Candidate]:
         """The well-known plans; the two that say what the budget means even where the limits are used up."""
         for name, choices in self.known.items():
-            if name in (NONE, ALL) or not used_up():
-                yield Candidate(dict(choices), name)
-        if not self.trials.scored and self.profiled.head is None and self.target.source == "measured":
+            if name in (NONE, ALL) or not limits.used_up():
+                yield self._candidate(choices, name, "baseline")
+        if not self.trials.scored and self.profiled.head is None and self.target.terms.source == "measured":
             raise self.infeasible()
 
     # -- the budget ---------------------------------------------------------------------------------------------------
 
-    def resolve(self, stopped: str) -> int:
+    def resolve(self, stopped: str) -> None:
         """The budget by this job's own peaks, measured where they could be."""
         known = {name: c for name, c in self.known.items() if not self.profiled.predictor.over_host(c)}
         peaks = {name: peak_of_trial(t) for name, c in known.items() if (t := self.trials.find(c)) is not None}
         # The leanest plan is perhaps known from its ghost run alone, which may miss what the measured ones showed.
         leanest = min(self._plain_smallest + unseen_bytes(self.trials.scored), *peaks.values())
-        self.budget = self.question.budget.resolved(peaks[NONE], leanest, self.room, self.device.kind)
-        none = self.trials.find(self.known[NONE])
+        budget = self.question.budget.resolved(peaks[NONE], leanest, self.room, self.device.kind)
+        none, notes = self.trials.find(self.known[NONE]), self.target.notes
         if self.question.budget.kind in ("share", "activation_share") and none is not None and none.score is None:
-            self.notes.append("save-everything does not fit the device: the percentage is of its simulated peak")
-        if self.budget.bytes > self.room:
+            notes.append("save-everything does not fit the device: the percentage is of its simulated peak")
+        if budget.bytes > self.room:
             free = format_bytes(self.room)
-            self.notes.append(f"the device has less free than the budget ({free}); what does not fit there was not run")
-        return self.budget.bytes
+            notes.append(f"the device has less free than the budget ({free}); what does not fit there was not run")
+        self.trials.judge(budget)
+        self._learn_budget()
 
-    def learn_budget(self) -> None:
+    def _learn_budget(self) -> None:
         """A simulated allocator that is kept to the budget may make do with less than one that is not.
 
         What ghost runs seem to miss takes its share of the same budget.
@@ -162,19 +160,55 @@ class SolverProposer(Proposer):
             if trial.state == "simulated" and close:
                 self.trials.put(trial.model_copy(update={"predicted": self._predict(trial.choices)}))
 
+    @property
+    def _budget(self) -> ResolvedBudget:
+        """In bytes; before the baselines have run a guess."""
+        assert self.trials.budget is not None
+        return self.trials.budget
+
     def infeasible(self) -> InfeasibleError:
         measured = [trial.measured.peak_bytes for trial in self.trials.scored if trial.measured is not None]
         smallest = min(self.smallest_peak, self.profiled.smallest_budget() or self.smallest_peak)
-        return nothing_fits(self.profiled, self.budget, smallest, min(measured, default=0))
+        return nothing_fits(self.profiled, self._budget, smallest, min(measured, default=0))
 
     # -- candidates ---------------------------------------------------------------------------------------------------
 
-    def first(self, used_up: Callable[[], bool]) -> Iterator[Candidate]:
+    def candidates(self, limits: Limits) -> Iterator[Candidate]:
+        """Plans from elsewhere and simple ones, the solver's at the sampler's points, and last simpler or leaner ones.
+
+        One is worth a trial where tracing and profiling took all the time there is: what these found out is one
+        solution away.
+        """
+        for candidate in self._first():
+            if self.trials.find(candidate.choices) is None and not limits.used_up():
+                yield candidate
+        tried, repeats, one_late, terms = 0, 0, not self.trials.spent, self.target.terms
+        while not limits.used_up(one_late=one_late):
+            if repeats >= terms.most_repeats and limits.over("the space offers no further plan within the budget"):
+                break
+            if limits.over(self._nothing_left(tried)):
+                break
+            began = self.clock.elapsed
+            number, candidate = self._propose()
+            repeats, one_late = repeats + 1, False
+            if self.trials.find(candidate.choices) is None:
+                yield candidate
+                tried, repeats = tried + 1, 0
+                limits.took = self.clock.elapsed - began
+                if tried in REFITS:
+                    self._refit_due = True
+            self._tell(number, self.trials.find(candidate.choices))
+        if not limits.late:
+            for candidate in self._last():
+                if not limits.late:
+                    yield candidate
+
+    def _first(self) -> Iterator[Candidate]:
         """Plans from elsewhere, whatever they cost there: here they are ghost-run and scored like any other."""
         for name, choices in self.question.seeds.items():
-            fits = self._predict(choices).peak_bytes <= self.budget.bytes
-            yield Candidate(dict(choices), name, "seed", fits=fits)
-        if self.target.source == "measured":  # their steps teach what choices cost; simulated ones teach nothing
+            fits = self._predict(choices).peak_bytes <= self._budget.bytes
+            yield self._candidate(choices, name, "seed", fits=fits)
+        if self.target.terms.source == "measured":  # their steps teach what choices cost; simulated ones teach nothing
             yield from self._simple()
         with self._watched():
             seeds = self._seeds()
@@ -190,7 +224,7 @@ class SolverProposer(Proposer):
         kinds = {option.choice.kind for unit in problem.units for option in unit.options if unit.name != problem.head}
         accepted: list[Accept] = [lambda front, back: True]
         calls = SIMPLE_CALLS * len(kinds)
-        slow = self.target.most_candidates is not None or self._affordable(calls) < calls
+        slow = self.target.terms.most_candidates is not None or self._affordable(calls) < calls
         if not slow:  # a ghost run for every kind of choice is affordable
             accepted += [partial(_of_kind, kind) for kind in sorted(kinds - {SAVE.kind})]
         with self._watched():
@@ -199,10 +233,10 @@ class SolverProposer(Proposer):
         near = [p for p in plans if p.seconds <= plans[0].seconds + SIMPLE_WORTH * abs(problem.base_seconds)]
         return [self._of_solver(plan) for plan in near[:MOST_SIMPLE]]
 
-    def last(self) -> Iterator[Candidate]:
+    def _last(self) -> Iterator[Candidate]:
         """Simple plans where they were not tried at first; then the leanest plan that is as fast as the best by its
         cost coefficients, and plans in two runs that are."""
-        if self.target.source != "measured":
+        if self.target.terms.source != "measured":
             yield from self._simple()
         best = self.trials.best
         if best is None:
@@ -234,76 +268,59 @@ class SolverProposer(Proposer):
         runs = [(choice.kind, len(list(run))) for choice, run in groupby(choices.values())]
         name = ", ".join(f"{count} {kind}" for kind, count in runs) if len(runs) <= FEW_RUNS else "leaner, as fast"
         fits = self._predict(choices).peak_bytes <= self._usable_bytes
-        return Candidate(choices, name, SOLVER, fits=fits)
+        return self._candidate(choices, name, SOLVER, fits=fits)
 
-    @property
-    def tries_one_late(self) -> bool:
-        """Tracing and profiling may take all the time there is; what they found out is one solution away."""
-        return True
-
-    def most_steps(self, left: int) -> int:
-        """Ghost runs, where few candidates take many."""
-        few, compared = self.target.most_candidates, HIDING_CALLS * (HIDDEN_COPIES in self.space.knobs)
-        return few * (self.calls + 1) + compared if few else super().most_steps(left)
+    def _candidate(self, choices: Mapping[str, Choice], name: str, encoding: str, *, fits: bool = True) -> Candidate:
+        """A plan with what its ghost run says; one that cannot fit is judged by that, or by what ``fits`` says."""
+        predicted, score = self._predict(choices), None
+        if self.profiled.predictor.over_host(choices):
+            score = Score("predicted_over", message=f"{format_bytes(predicted.host_bytes)} on the host")
+        elif predicted.peak_bytes > self.room or not fits:
+            score = Score("predicted_over")
+        return Candidate(dict(choices), name, encoding, predicted=predicted, score=score)
 
     def _watched(self) -> AbstractContextManager[None]:
         """Within it the listener sees ghost runs pass, where few candidates take many."""
-        return self.profiled.predictor.watched(self.clock.listener if self.target.most_candidates else Silence())
+        return self.profiled.predictor.watched(self.clock.listener if self.target.terms.most_candidates else Silence())
 
-    def propose(self) -> Candidate:
-        """The plan at the sampler's next point."""
+    def _propose(self) -> tuple[int, Candidate]:
+        """The plan at the sampler's next point, and its number there."""
         with self._watched():
             if self._refit_due:
                 self.study.enqueue(self._seeds())
                 self._refit_due = False
             number, parameters = self.study.ask()
-            encoding, name = self.space.encoding, f"{self.space.encoding} #{number}"
+            encoding = self.space.encoding
             if encoding == "layers":
-                found = from_layers(parameters, self._ghost_run_bytes, self._problem({}, 0), self._check)
+                choices, fits = from_layers(parameters, self._ghost_run_bytes, self._problem({}, 0), self._check)
             else:
-                found = self._solved(parameters, self.calls - self._spent)
+                choices, fits = self._solved(parameters, self.target.terms.checks - self._spent)
                 self._spent = 0
-        choices = self.profiled.plan(found.choices)
-        return Candidate(choices, name, encoding, parameters, fits=found.fits, number=number)
+        candidate = self._candidate(self.profiled.plan(choices), f"{encoding} #{number}", encoding, fits=fits)
+        return number, replace(candidate, parameters=parameters)
 
-    def tell(self, candidate: Candidate, trial: Trial | None, fresh: bool) -> None:
+    def _tell(self, number: int, trial: Trial | None) -> None:
         """Seconds and violation: measured where there is a measurement, predicted where it did not fit."""
-        if fresh:
-            self.fresh += 1
-            self._refit_due = self._refit_due or self.fresh in REFITS
         seconds = None
         if trial is not None:
             seconds = (trial.measured or trial.predicted or Prediction(peak_bytes=0)).step_seconds
         if trial is None or seconds is None:
-            self.study.fail(candidate.number)
+            self.study.fail(number)
             return
-        over = peak_of_trial(trial) / self.budget.bytes - 1
-        self.study.tell(candidate.number, seconds, min(over, 0.0) if trial.feasible else max(over, 0.01), trial)
+        over = peak_of_trial(trial) / self._budget.bytes - 1
+        self.study.tell(number, seconds, min(over, 0.0) if trial.feasible else max(over, 0.01), trial)
 
-    def foresee(self, candidate: Candidate) -> tuple[Prediction | None, Score | None]:
-        """What its ghost run says; a plan that cannot fit is judged by that."""
-        predicted = self._predict(candidate.choices)
-        if self.profiled.predictor.over_host(candidate.choices):
-            return predicted, Score("predicted_over", message=f"{format_bytes(predicted.host_bytes)} on the host")
-        if predicted.peak_bytes > self.room or not candidate.fits:
-            return predicted, Score("predicted_over")
-        return predicted, None
-
-    def compared(self) -> Sequence[Trial]:
-        """All well-known plans."""
-        return [trial for choices in self.known.values() if (trial := self.trials.find(choices)) is not None]
-
-    def nothing_left(self) -> str:
-        """Whether enough candidates were found, or the refitted optimum is beaten already."""
-        wanted = self.target.most_candidates
+    def _nothing_left(self, new: int) -> str:
+        """Why no better plan can be found after ``new`` candidates of this search; empty where one can."""
+        terms = self.target.terms
+        wanted, patience, gain = terms.most_candidates, terms.patience, terms.worthwhile
         tried = [t for t in self.trials.all if t.encoding == self.space.encoding]
         fitting = sum(bool(t.feasible) for t in tried)  # those that did not fit count for less
         if wanted is not None and (fitting >= wanted or len(tried) >= MOST_MISSES * wanted):
             return "the solver's plan is refined, and in a simulation nothing else can beat it by much"
-        patience, gain = self.target.patience, self.target.worthwhile
         # among knobs each candidate is the solver's plan at some prices; a sampler of layers may learn for longer
         solved = self.space.encoding == "knobs"
-        if patience is not None and solved and self.fresh > patience and stands_still(tried, patience, gain):
+        if patience is not None and solved and new > patience and stands_still(tried, patience, gain):
             return f"the last {patience} candidates were not faster than the best before them by {gain:.1%}"
         if self._beaten():
             return "with prices corrected by these trials no plan can be faster than the best by more than the noise"
@@ -343,7 +360,7 @@ class SolverProposer(Proposer):
     @property
     def _usable_bytes(self) -> int:
         """The budget, at most what the device has free: a share of this job's own peak may be more than that."""
-        return min(self.budget.bytes, self.room)
+        return min(self._budget.bytes, self.room)
 
     def _predict(self, choices: Mapping[str, Choice]) -> Prediction:
         return self.profiled.predictor.predict(choices)
@@ -361,14 +378,14 @@ class SolverProposer(Proposer):
             calls = int(min(calls, self.clock.seconds_left / 4 / self._ghost_seconds))
         return max(1, calls)
 
-    def _solved(self, parameters: Parameters, calls: int) -> Candidate:
+    def _solved(self, parameters: Parameters, calls: int) -> tuple[dict[str, Choice], bool]:
         solve = partial(
             refine_segmented,
             check=self._check,
             segments=self.profiled.segments,
             max_calls=self._affordable(calls),
             remembered=self.checks,
-            faster=self.target.worthwhile,
+            faster=self.target.terms.worthwhile,
             ahead=self.profiled.predictor.ahead,
         )
         return from_knobs(parameters, self._usable_bytes, self._prices.scale, self._problem, solve)
@@ -384,7 +401,7 @@ class SolverProposer(Proposer):
             )
             self._spent = HIDING_CALLS * len(hidden)  # on what is asked for next
             return [*hidden, *plain]
-        solved = (self._solved({"margin": m}, self.calls).choices for m in self.space.margins)
+        solved = (self._solved({"margin": m}, self.target.terms.checks)[0] for m in self.space.margins)
         plans = [*self.known.values(), *self.question.seeds.values(), *solved]
         menus = {name: list(map(label, choices)) for name, choices in self.menus.items()}
         labels: list[Parameters] = [{name: label(plan.get(name, SAVE)) for name in menus} for plan in plans]
@@ -392,9 +409,9 @@ class SolverProposer(Proposer):
 
     def _simulated(self, parameters: Parameters) -> float:
         """Simulated step seconds of the solver's plan under these knobs; infinite where none was found that fits."""
-        candidate = self._solved(parameters, HIDING_CALLS)
-        seconds = self._predict(candidate.choices).step_seconds
-        return seconds if candidate.fits and seconds is not None else math.inf
+        choices, fits = self._solved(parameters, HIDING_CALLS)
+        seconds = self._predict(choices).step_seconds
+        return seconds if fits and seconds is not None else math.inf
 
     def _at_best(self, parameters: Parameters) -> float:
         """Step seconds of the solver's plan under these knobs, by its prices alone: no ghost run corrects bytes."""
@@ -480,20 +497,18 @@ def from_knobs(
     scale: Mapping[str, float],
     make_problem: MakeProblem,
     solve: Callable[[Problem], Refined],
-) -> Candidate:
-    """The solver's plan under these knobs, refined by ``solve`` until its ghost run fits ``budget_bytes``."""
+) -> tuple[dict[str, Choice], bool]:
+    """The solver's plan under these knobs, refined by ``solve``, and whether its ghost run fits ``budget_bytes``."""
     problem, free = with_knobs(parameters, budget_bytes, scale, make_problem)
     refined = solve(problem)
     fits_host = problem.host_budget is None or refined.checked.host_bytes <= problem.host_budget
-    return Candidate(
-        dict(refined.choices), fits=fits_host and refined.checked.peak_bytes <= problem.budget_bytes + free
-    )
+    return dict(refined.choices), fits_host and refined.checked.peak_bytes <= problem.budget_bytes + free
 
 
 def from_layers(
     parameters: Mapping[str, float | int | str], budget_bytes: int, problem: Problem, check: Checker
-) -> Candidate:
-    """One choice per unit as sampled, repaired to the budgets: cheapest bytes first, until the ghost run fits."""
+) -> tuple[dict[str, Choice], bool]:
+    """One choice per unit as sampled, repaired to the budgets, cheapest bytes first; whether its ghost run fits."""
     choices = {name: from_label(str(text)) for name, text in parameters.items()}
     target, host = budget_bytes, problem.host_budget
     for _ in range(REPAIRS):
@@ -504,12 +519,12 @@ def from_layers(
         excess = checked.peak_bytes - budget_bytes
         over_host = 0 if problem.host_budget is None else checked.host_bytes - problem.host_budget
         if excess <= 0 and over_host <= 0:
-            return Candidate(choices)
+            return choices, True
         if excess > 0:
             target = min(target, peak_of(problem, choices)) - excess
         if host is not None and over_host > 0:
             host = min(host, host_of(problem, choices)) - over_host
-    return Candidate(choices, fits=False)
+    return choices, False
 
 
 def _repaired(

@@ -7,10 +7,11 @@ plan in three numbers; what splits cost that were not measured is read off the l
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass
+from typing import TYPE_CHECKING
 
 from autockpt.errors import AutockptError, InfeasibleError, MeasurementError
-from autockpt.schema import RECOMPUTE, SAVE, Choice, CompileMode, ResolvedBudget, Trial
+from autockpt.schema import RECOMPUTE, SAVE, Choice, CompileMode, Trial
 from autockpt.schema.choices import CompileBudget
 from autockpt.schema.known import ALL, EVERY_2, NONE, known_plans
 from autockpt.schema.space import Knob
@@ -20,6 +21,9 @@ from autockpt.tuning.proposers.sampler import Study, sampler_for
 from autockpt.tuning.question import Question
 from autockpt.tuning.targets.compiled_steps import CompiledSteps
 from autockpt.tuning.trials import Candidate, Parameters, Trials
+
+if TYPE_CHECKING:
+    from autockpt.tuning.loop import Limits
 
 GRID = 0.05
 """Fractions are multiples of this: each is compiled anew, and finer ones seldom save other tensors."""
@@ -188,9 +192,6 @@ class SplitProposer(Proposer):
     room: int
     eager: EagerPlans
     name: str
-    notes: list[str] = field(default_factory=list)
-    budget: ResolvedBudget | None = None
-    sampler_turn: bool = False
 
     def __post_init__(self) -> None:
         self.mode: CompileMode = self.target.mode
@@ -198,6 +199,8 @@ class SplitProposer(Proposer):
         self.known = known_plans(self.layers, self.kinds)
         if self.mode == "model":  # where every plan is compiled anew, one that is seldom good is not worth it
             self.known.pop(EVERY_2, None)
+        if RECOMPUTE.kind in self.kinds:
+            self.known |= {f"budget {f:g}": Split(f, f, 0).choices(self.layers) for f in FRACTIONS}
 
     def begin(self) -> None:
         seed, name = self.question.seed, self.name
@@ -211,30 +214,26 @@ class SplitProposer(Proposer):
         """Whether layers may keep a share of what the compiler would save."""
         return RECOMPUTE.kind in self.kinds and not self.target.refuses_budgets
 
-    @property
-    def most_baselines(self) -> int:
-        return len(self.known) + len(FRACTIONS)
-
-    def baselines(self, used_up: Callable[[], bool]) -> Iterator[Candidate]:
-        """The well-known plans, then the same budget for all layers."""
-        uniform = {f"budget {f:g}": Split(f, f, 0).choices(self.layers) for f in FRACTIONS} if self.shares else {}
-        for name, choices in {**self.known, **uniform}.items():
-            if name in uniform and not self.shares:
-                return
-            if self.trials.find(choices) is not None or not used_up():
-                yield Candidate(dict(choices), name)
-            if self.trials.scored or used_up():
-                if name not in uniform or self.shares:
-                    self.known[name] = dict(choices)
-            elif not self._memory_ran_out:
+    def baselines(self, limits: Limits) -> Iterator[Candidate]:
+        """The well-known plans, then the same budget for all layers, as long as the compiler takes budgets."""
+        for name, choices in list(self.known.items()):
+            uniform = name.startswith("budget ")
+            if uniform and not self.shares:
+                del self.known[name]
+                continue
+            if self.trials.find(choices) is not None or not limits.used_up():
+                yield Candidate(choices, name)
+            if not self.trials.scored and not limits.used_up() and not self._memory_ran_out:
                 raise self._failure("")  # the rest would fail alike
+            if uniform and not self.shares:
+                del self.known[name]
 
     # -- the budget ---------------------------------------------------------------------------------------------------
 
-    def resolve(self, stopped: str) -> int:
+    def resolve(self, stopped: str) -> None:
         if self.smallest_peak == 0:
             raise self._failure(stopped)
-        if not self.knows_the_budget:
+        if not self._knows_the_budget:
             raise MeasurementError(
                 "the budget is a share of what activations take, which is not known before recomputing everything was "
                 f"measured: {stopped}",
@@ -242,8 +241,7 @@ class SplitProposer(Proposer):
             )
         none = self.trials.find(self.known[NONE])
         top = none.measured.peak_bytes if none is not None and none.measured is not None else self.room
-        self.budget = self.question.budget.resolved(top, self._leanest, self.room, self.target.device_kind)
-        return self.budget.bytes
+        self.trials.judge(self.question.budget.resolved(top, self._leanest, self.room, self.target.device_kind))
 
     @property
     def smallest_peak(self) -> int:
@@ -259,7 +257,7 @@ class SplitProposer(Proposer):
         return trial.measured.peak_bytes if trial is not None and trial.measured is not None else self.smallest_peak
 
     @property
-    def knows_the_budget(self) -> bool:
+    def _knows_the_budget(self) -> bool:
         """Not where it is a share of a range whose lean end was not tried yet."""
         if ALL not in self.known or self.trials.find(self.known[ALL]) is not None:
             return True
@@ -270,10 +268,10 @@ class SplitProposer(Proposer):
     def _place(self) -> float:
         """Where the budget lies between the leanest plan and saving everything, both compiled."""
         none = self.trials.find(self.known[NONE])
-        assert self.budget is not None
+        assert self.trials.budget_bytes is not None
         if none is None or none.measured is None or none.measured.peak_bytes <= self._leanest:
             return 1.0
-        return (self.budget.bytes - self._leanest) / (none.measured.peak_bytes - self._leanest)
+        return (self.trials.budget_bytes - self._leanest) / (none.measured.peak_bytes - self._leanest)
 
     @property
     def _memory_ran_out(self) -> bool:
@@ -290,46 +288,51 @@ class SplitProposer(Proposer):
         return MeasurementError(f"no compiled step could be measured: {why}", remedy="Search without --compile.")
 
     def infeasible(self) -> InfeasibleError:
-        assert self.budget is not None
+        assert self.trials.budget is not None
         measured = sum(t.score is not None or t.state == "out_of_memory" for t in self.trials.all)
-        return nothing_compiled_fits(self.budget, measured, self.smallest_peak)
+        return nothing_compiled_fits(self.trials.budget, measured, self.smallest_peak)
 
     # -- candidates ---------------------------------------------------------------------------------------------------
 
-    def first(self, used_up: Callable[[], bool]) -> Iterator[Candidate]:
-        """Plans from elsewhere, and the eager solver's."""
-        if not used_up():
-            plans = {**self.question.seeds, **self.eager(self._place)}
-            yield from (Candidate(dict(choices), name, "seed") for name, choices in plans.items())
+    def candidates(self, limits: Limits) -> Iterator[Candidate]:
+        """Plans from elsewhere and the eager solver's; then, interleaved, what should be best and the sampler's own."""
+        for name, choices in {} if limits.used_up() else {**self.question.seeds, **self.eager(self._place)}.items():
+            if not limits.used_up():
+                yield Candidate(dict(choices), name, "seed")
+        repeats, sampler_turn = 0, False
+        while not limits.used_up():
+            if repeats >= self.target.terms.most_repeats:
+                limits.over("the space offers no further plan within the budget")
+                return
+            began = self.target.clock.elapsed
+            number, candidate = self._propose(sampler_turn)
+            repeats, sampler_turn = repeats + 1, not sampler_turn
+            if self._allowed(candidate.choices) and self.trials.find(candidate.choices) is None:
+                yield candidate
+                repeats, limits.took = 0, self.target.clock.elapsed - began
+            self._tell(number, self.trials.find(candidate.choices))
 
-    def propose(self) -> Candidate:
-        """Every second time the sampler's own, else what should be best."""
-        assert self.budget is not None
+    def _propose(self, sampler_turn: bool) -> tuple[int, Candidate]:
+        """What should be best by all that was measured, or on the sampler's turn its own; and its number there."""
+        assert self.trials.budget_bytes is not None
         count = len(self.layers)
-        ideas = [] if self.sampler_turn else proposals(self._costs(), self.budget.bytes, self.mode, count)
+        ideas = [] if sampler_turn else proposals(self._costs(), self.trials.budget_bytes, self.mode, count)
         if ideas:
             self.study.enqueue([to_knobs(ideas[0], self.mode, count)])
-        self.sampler_turn = not self.sampler_turn
         number, parameters = self.study.ask()
         split = from_knobs(parameters, self.mode, count, shares=self.shares)
-        choices = split.choices(self.layers)
-        allowed = all(c.kind in self.kinds or (self.shares and c.kind == "compile_budget") for c in choices.values())
         encoding = "proposed" if ideas else "knobs"
-        return Candidate(choices, str(split), encoding, split.parameters, allowed=allowed, number=number)
+        return number, Candidate(split.choices(self.layers), str(split), encoding, split.parameters)
 
-    def tell(self, candidate: Candidate, trial: Trial | None, fresh: bool) -> None:
-        if trial is None or trial.measured is None or self.budget is None:
-            self.study.fail(candidate.number)
+    def _allowed(self, choices: Mapping[str, Choice]) -> bool:
+        return all(c.kind in self.kinds or (self.shares and c.kind == "compile_budget") for c in choices.values())
+
+    def _tell(self, number: int, trial: Trial | None) -> None:
+        if trial is None or trial.measured is None or self.trials.budget_bytes is None:
+            self.study.fail(number)
             return
-        violation = trial.measured.peak_bytes / self.budget.bytes - 1
-        self.study.tell(candidate.number, trial.measured.step_seconds, violation, trial)
-
-    def compared(self) -> Sequence[Trial]:
-        """Saving everything, and the fastest of the well-known ones that fits."""
-        tried = [trial for choices in self.known.values() if (trial := self.trials.find(choices)) is not None]
-        none = [trial for trial in tried if trial.measured is not None and trial.name == NONE]
-        others = (t for t in tried if t.feasible is not False and t not in none)  # None: not known yet
-        return none + sorted(others, key=lambda t: t.score_seconds)[:1]
+        violation = trial.measured.peak_bytes / self.trials.budget_bytes - 1
+        self.study.tell(number, trial.measured.step_seconds, violation, trial)
 
     def _costs(self) -> dict[Split, Cost]:
         """All splits that were measured."""

@@ -20,7 +20,6 @@ from autockpt.tuning.loop import Loop, SearchResult
 from autockpt.tuning.opening import Opened, blocks_of, traced
 from autockpt.tuning.outcome import make_plan, scored_rows
 from autockpt.tuning.proposers.base import Plans
-from autockpt.tuning.proposers.solver import CHECKS
 from autockpt.tuning.proposers.splits import SplitProposer
 from autockpt.tuning.question import Clock
 from autockpt.tuning.stages import conclude, less_than_asked, question_of, refusal_on_record
@@ -99,7 +98,7 @@ def _searched(mode: CompileMode, measurer: WorkerMeasurer, opened: Opened) -> Se
             peaks = [profiled.predictor.predict(choices).peak_bytes for choices, _ in uniform.values()]
             budget_bytes = min(peaks) + int((max(peaks) - min(peaks)) * min(max(share, 0.0), 1.0))
             problem = profiled.problem(budget_bytes - info.overhead_bytes)
-            refined = refine(problem, profiled.check, max_calls=CHECKS)
+            refined = refine(problem, profiled.check, max_calls=target.terms.checks)
         return {"eager solver's": dict(refined.choices)} if refined.feasible else {}
 
     trials = Trials(run)

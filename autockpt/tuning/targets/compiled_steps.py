@@ -5,10 +5,11 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from autockpt.errors import ConflictError, MeasurementError
 from autockpt.schema import CompileMode, Prediction, Trial
+from autockpt.schema.known import NONE
 from autockpt.tuning.finals import first_rounds
 from autockpt.tuning.targets.base import Foresee
 from autockpt.tuning.targets.real_steps import FINALISTS, FINALS_SHARE, RealSteps
@@ -43,13 +44,13 @@ class CompiledSteps(RealSteps):
     def device_kind(self) -> str:
         return self.measurer.environment.device.kind
 
-    def score(self, candidate: Candidate, predicted: Prediction | None, budget_bytes: int | None) -> Score | None:
+    def score(self, candidate: Candidate, budget_bytes: int | None) -> Score | None:
         """Measure a plan; one that the compiler refuses failed. None where time ran out over it."""
         began = self.clock.elapsed
         expected = Prediction(peak_bytes=0, step_seconds=self._typical)
         try:
             with self.within(max(ANSWERING, self.clock.seconds_left)):
-                score = super().score(candidate, expected, budget_bytes)
+                score = super().score(replace(candidate, predicted=expected), budget_bytes)
         except ConflictError as error:
             score = Score("failed", message=error.message)
             if not self.refuses_budgets and any(c.kind == "compile_budget" for c in candidate.choices.values()):
@@ -65,22 +66,29 @@ class CompiledSteps(RealSteps):
             self._typical = score.measured.step_seconds
         return score
 
-    def reserved(self, trials: Trials, compared: Sequence[Trial]) -> float:
-        """What the next plan takes, and then the finals."""
-        if self.clock.timeout is None or not self._took:
+    def reserved(self, trials: Trials, known: Sequence[Trial]) -> float:
+        """What the next plan takes, and then the finals; nothing before the two plans that say what a budget is."""
+        if self.clock.timeout is None or not self._took or len(trials.all) < 2:
             return 0.0
-        contest = [*trials.ranking()[:FINALISTS], *compared]
+        contest = [*trials.ranking()[:FINALISTS], *_compared(known)]
         anew = sum(t.measured.compile_seconds for t in contest if t.measured and t.number < trials.resumed)
         finals = min(first_rounds(contest) * 2 + anew, FINALS_SHARE * self.clock.timeout)
         return finals + statistics.median(self._took[-LATELY:])
 
-    def winner(self, trials: Trials, compared: Sequence[Trial], budget_bytes: int, seconds: float) -> Trial | None:
+    def winner(self, trials: Trials, known: Sequence[Trial], budget_bytes: int, seconds: float) -> Trial | None:
         """The best plan by steps side by side; where time runs out over them, the best by those it was tried with."""
         try:  # plans of an earlier run are compiled here first
             with self.within(max(ANSWERING, self.clock.seconds_left)):
-                return super().winner(trials, compared, budget_bytes, seconds)
+                return super().winner(trials, _compared(known), budget_bytes, seconds)
         except MeasurementError:
             if self.clock.seconds_left > 0:
                 raise
         self.notes.append("the time limit was reached while the best plans were measured side by side")
         return trials.best
+
+
+def _compared(known: Sequence[Trial]) -> list[Trial]:
+    """Saving everything, and the fastest other well-known plan that fits."""
+    none = [trial for trial in known if trial.measured is not None and trial.name == NONE]
+    others = (trial for trial in known if trial.feasible is not False and trial not in none)  # None: not known yet
+    return none + sorted(others, key=lambda trial: trial.score_seconds)[:1]

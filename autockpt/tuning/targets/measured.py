@@ -24,7 +24,7 @@ from autockpt.tuning.paired_timing import Pairing
 from autockpt.tuning.question import PROFILING, TIMING, TRACING, Clock, Question
 from autockpt.tuning.stages import find_plan, less_than_asked, question_of, refuse_hopeless
 from autockpt.tuning.targets.real_steps import RealSteps, confirmation
-from autockpt.tuning.targets.simulated import DRY_CALLS, DryRun
+from autockpt.tuning.targets.simulated import DRY, Simulated
 from autockpt.workload import Step, refuse_simulated
 
 
@@ -96,8 +96,9 @@ def search_by_steps(measurer: Measurer, opened: Opened) -> SearchOutcome:
         with clock.stage("profile"):
             opened = _without_refused(opened, measurer)
             profiled, timed = _profiled(opened, measurer)
-        target = RealSteps(measurer, clock, confirmation(measurer, clock), pairing, knows_seconds=timed)
+        target = RealSteps(measurer, clock, confirmation(measurer, clock), pairing)
         if not timed:
+            target.terms = replace(target.terms, knows_seconds=False)
             target.notes.append("the time limit left no room to time ops: nominal rates of the device ranked choices")
         known = opened.run is not None and opened.run.trials()
         if clock.seconds_until_stopped <= 0 and not known and isinstance(measurer, WorkerMeasurer):
@@ -166,7 +167,7 @@ def _dry_run(device: Device, opened: Opened) -> SearchOutcome:
         opened = replace(opened, question=replace(question, notes=(*question.notes, note)))
     with clock.stage("profile"):
         profiled = _cost_model(opened, device.used_by_others(), times)
-    return find_plan(opened, profiled, DryRun(knows_seconds=times is not None), checks=DRY_CALLS)
+    return find_plan(opened, profiled, Simulated(terms=replace(DRY, knows_seconds=times is not None)))
 
 
 def _cost_model(opened: Opened, others: int, times: OpTimes | None = None) -> CostModel:

@@ -11,14 +11,14 @@ from dataclasses import dataclass, field
 from autockpt.errors import DeviceOutOfMemory
 from autockpt.measuring import Measurer, WorkerMeasurer
 from autockpt.measuring.base import beats_counted
-from autockpt.schema import Choice, Measurement, Prediction, Trial
+from autockpt.schema import Choice, Measurement, Trial
 from autockpt.solvers.refine import FASTER
 from autockpt.tuning.finals import Final, first_rounds, most_cycles, play, remeasured
 from autockpt.tuning.paired_timing import Pairing
 from autockpt.tuning.preference import AS_FAST, complexity, preferred
 from autockpt.tuning.question import Clock
 from autockpt.tuning.refit import noise_of
-from autockpt.tuning.targets.base import STEPS, Foresee, Target
+from autockpt.tuning.targets.base import STEPS, Foresee, Target, Terms
 from autockpt.tuning.trials import Candidate, Score, Trials
 
 SECONDS_PER_TRIAL = 2.0  # of timed cycles, at least three and at most ten of them
@@ -69,7 +69,7 @@ class RealSteps(Target):
     clock: Clock
     confirm: Confirm | None = None
     pairing: Pairing | None = None  # None: candidates are timed by themselves
-    worthwhile: float = field(default=FASTER, kw_only=True)
+    terms: Terms = field(default=Terms(worthwhile=FASTER), kw_only=True)
     _foresee: Foresee | None = None
 
     def begin(self, trials: Trials, foresee: Foresee | None = None) -> None:
@@ -78,9 +78,9 @@ class RealSteps(Target):
         if self.pairing is not None:
             self.pairing.begin(trials)
 
-    def score(self, candidate: Candidate, predicted: Prediction | None, budget_bytes: int | None) -> Score | None:
+    def score(self, candidate: Candidate, budget_bytes: int | None) -> Score | None:
         """Real steps; running out of memory is a result."""
-        choices, seconds = candidate.choices, predicted.step_seconds if predicted is not None else None
+        choices, seconds = candidate.choices, candidate.predicted and candidate.predicted.step_seconds
         cycles = SECONDS_PER_TRIAL / max(seconds or 1.0, 1e-3)
         try:
             with self.clock.part(STEPS):
@@ -94,9 +94,9 @@ class RealSteps(Target):
         except DeviceOutOfMemory as error:
             return Score("out_of_memory", message=error.message)
 
-    def reserved(self, trials: Trials, compared: Sequence[Trial]) -> float:
+    def reserved(self, trials: Trials, known: Sequence[Trial]) -> float:
         """What the first rounds of the finals take."""
-        contest = [*self._finalists(trials), *compared]
+        contest = [*self._finalists(trials), *known]
         return min(first_rounds(contest), FINALS_SHARE * (self.clock.timeout or 0.0))
 
     def _finalists(self, trials: Trials) -> list[Trial]:
@@ -109,13 +109,13 @@ class RealSteps(Target):
         simple = [t for t in fitting[FINALISTS:] if complexity(t.choices) <= SIMPLE]
         return [*fitting[:FINALISTS], *[t for t in simple if not _surely_slower(t, fitting[0])][:SIMPLE_FINALISTS]]
 
-    def winner(self, trials: Trials, compared: Sequence[Trial], budget_bytes: int, seconds: float) -> Trial | None:
+    def winner(self, trials: Trials, known: Sequence[Trial], budget_bytes: int, seconds: float) -> Trial | None:
         """Measure the best few again side by side, confirm the winner, and return it with its final numbers.
 
         Where ``seconds`` are too few for the first rounds, fewer well-known plans take part; where they are too few for
         the best alone, that is the best as it was tried.
         """
-        compared, finalists = list(compared), self._finalists(trials)
+        compared, finalists = list(known), self._finalists(trials)
         while compared and first_rounds([*finalists, *compared]) > seconds:
             compared.pop(0)
         seconds -= first_rounds([*finalists, *compared])

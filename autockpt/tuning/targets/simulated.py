@@ -10,7 +10,7 @@ from functools import partial
 from autockpt.hardware.roofline import environment_of_hardware, roofline_times
 from autockpt.measuring.environment import installed_versions
 from autockpt.profiling import said_of, simulated_memory
-from autockpt.schema import Budget, Environment, Graph, OpTimes, PlanStatus, Prediction, SearchSpace, format_bytes
+from autockpt.schema import Budget, Environment, Graph, OpTimes, SearchSpace, format_bytes
 from autockpt.schema.hardware import Hardware
 from autockpt.schema.request import SearchOutcome, SearchRequest
 from autockpt.schema.step_note import step_note
@@ -23,7 +23,7 @@ from autockpt.tuning.jobs import Described
 from autockpt.tuning.opening import Opened, traced_for
 from autockpt.tuning.question import Clock
 from autockpt.tuning.stages import find_plan, question_of
-from autockpt.tuning.targets.base import MOST_REPEATS, Target
+from autockpt.tuning.targets.base import MOST_REPEATS, Target, Terms
 from autockpt.tuning.targets.shallow_twin import calls_per_candidate
 from autockpt.tuning.trials import Candidate, Score
 
@@ -39,27 +39,26 @@ PATIENCE = 10
 the fastest; but by then the solver's plans at the prices of every refit were tried, and most of these are variants."""
 
 
+SIMULATED = Terms(
+    source="simulated",
+    worthwhile=1e-3,  # no roofline tells plans apart that are closer
+    most_repeats=MOST_REPEATS // 3,  # without noise the solver's prices are right from the start
+    patience=PATIENCE,
+)
+DRY = replace(SIMULATED, worthwhile=FASTER, checks=DRY_CALLS, most_candidates=CANDIDATES)
+"""One plan of the solver's next to the well-known ones, refined to its end: no other candidate makes up for what is
+left."""
+
+
 @dataclass(kw_only=True)
 class Simulated(Target):
     """Candidates are what their ghost runs and modelled op times say; nothing is measured, so nothing is repeated."""
 
-    source: PlanStatus = "simulated"
-    most_repeats: int = MOST_REPEATS // 3  # without noise the solver's prices are right from the start
-    worthwhile: float = 1e-3  # no roofline tells plans apart that are closer
-    patience: int | None = PATIENCE
+    terms: Terms = SIMULATED
 
-    def score(self, candidate: Candidate, predicted: Prediction | None, budget_bytes: int | None) -> Score:
+    def score(self, candidate: Candidate, budget_bytes: int | None) -> Score:
         """The prediction stands."""
         return Score("simulated")
-
-
-@dataclass(kw_only=True)
-class DryRun(Simulated):
-    """One plan of the solver's next to the well-known ones. It is refined to its end: no other candidate makes up for
-    what is left."""
-
-    worthwhile: float = FASTER
-    most_candidates: int | None = CANDIDATES
 
 
 def open_simulated(
@@ -95,11 +94,10 @@ def _simulated(hardware: Hardware, dry_run: bool, opened: Opened) -> SearchOutco
         needs = simulated_memory(hardware, question.budget.budget_bytes)
         more = {"host_budget": question.host_budget, "listener": clock.listener}
         profiled = found.cost_model(times, needs=needs, **more)
-    calls = calls_per_candidate(profiled.base)
-    target = Simulated() if found.twin is None else Simulated(most_candidates=CANDIDATES)
-    if dry_run:
-        target, calls = DryRun(), DRY_CALLS if found.twin is None else calls
-    return find_plan(opened, profiled, target, checks=calls)
+    terms = DRY if dry_run else replace(SIMULATED, checks=calls_per_candidate(profiled.base))
+    if found.twin is not None:
+        terms = replace(terms, checks=calls_per_candidate(profiled.base), most_candidates=CANDIDATES)
+    return find_plan(opened, profiled, Simulated(terms=terms))
 
 
 def without_offload(space: SearchSpace, hardware: Hardware) -> tuple[SearchSpace, tuple[str, ...]]:

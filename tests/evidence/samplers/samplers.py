@@ -17,8 +17,9 @@ from autockpt.schema import Choice, Problem, SearchSpace, Trial, from_label, lab
 from autockpt.schema.known import known_plans
 from autockpt.solvers import Checked, exact, refine
 from autockpt.tuning.proposers.sampler import Study, sampler_for
-from autockpt.tuning.proposers.solver import CHECKS, from_knobs, from_layers, neutral
+from autockpt.tuning.proposers.solver import from_knobs, from_layers, neutral
 from autockpt.tuning.refit import fit
+from autockpt.tuning.targets.base import Terms
 from autockpt.tuning.trials import Candidate, Parameters, Score, Trials
 from search_spaces.spaces import load_space
 from tests.evidence.samplers.device import MadeUpDevice
@@ -73,7 +74,7 @@ class Run:
         self.space: SearchSpace = space
         self.device = MadeUpDevice(q.truth, noise=NOISE, seed=seed)
         self.tried = Trials(None)
-        self.tried.judge(q.budget)
+        self.tried.budget_bytes = q.budget
         self.checks: dict[tuple[Choice, ...], Checked] = {}
         self.unpriced = self.profiled.problem(0)
         menus = {unit.name: [option.choice for option in unit.options] for unit in self.unpriced.units}
@@ -107,13 +108,13 @@ class Run:
             return self._solved(parameters)
         if self.method.repaired:
             problem = self.profiled.problem(self.q.budget)
-            return from_layers(parameters, self.q.budget, problem, self.profiled.check).choices
+            return from_layers(parameters, self.q.budget, problem, self.profiled.check)[0]
         return {name: from_label(str(text)) for name, text in parameters.items()}
 
     def _solved(self, parameters: Parameters) -> dict[str, Choice]:
         scale = fit(self.unpriced, self.tried.scored).scale if self.method.refitted else {}
-        solve = partial(refine, check=self.profiled.check, max_calls=CHECKS, remembered=self.checks)
-        return from_knobs(parameters, self.q.budget, scale, self._problem, solve).choices
+        solve = partial(refine, check=self.profiled.check, max_calls=Terms().checks, remembered=self.checks)
+        return from_knobs(parameters, self.q.budget, scale, self._problem, solve)[0]
 
     def _problem(self, prices: Mapping[str, float], free: int) -> Problem:
         return self.profiled.problem(self.q.budget, prices, free)
@@ -130,8 +131,8 @@ class Run:
         score = Score("predicted_over")
         if predicted.peak_bytes <= self.q.budget:
             score = Score("measured", self.device.measure(choices))
-        candidate = Candidate(choices, "", self.space.encoding, parameters)
-        return self.tried.write(candidate, score, elapsed=0.0, predicted=predicted)
+        candidate = Candidate(choices, "", self.space.encoding, parameters, predicted)
+        return self.tried.write(candidate, score, elapsed=0.0)
 
     def _tell(self, number: int, trial: Trial) -> None:
         said = trial.measured or trial.predicted
@@ -194,7 +195,7 @@ def _solver_alone(q: Question) -> str:
 def _refined(q: Question) -> str:
     def solve(seed: int) -> Mapping[str, Choice]:
         p = q.beliefs[seed]
-        solve = partial(refine, check=p.check, max_calls=CHECKS)
-        return from_knobs({}, q.budget, {}, lambda prices, free: p.problem(q.budget, prices, free), solve).choices
+        solve = partial(refine, check=p.check, max_calls=Terms().checks)
+        return from_knobs({}, q.budget, {}, lambda prices, free: p.problem(q.budget, prices, free), solve)[0]
 
     return _over_beliefs(q, solve)
