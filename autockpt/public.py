@@ -6,7 +6,6 @@ the command line's options: ``batch_size``, ``seq_len``, ``lora``, …. ``search
 
 from __future__ import annotations
 
-import tempfile
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -34,9 +33,6 @@ from autockpt.schema import (
     Estimate,
     Listener,
     Plan,
-    SearchOptions,
-    SearchOutcome,
-    SearchRequest,
     SearchSpace,
     Silence,
     WorkloadSpec,
@@ -45,18 +41,15 @@ from autockpt.schema.arguments import python_door
 from autockpt.schema.base import unfit
 from autockpt.schema.batches import BatchAnswer
 from autockpt.schema.explanation import Explanation
-from autockpt.schema.lengths import Lengths, as_lengths
+from autockpt.schema.lengths import Lengths
 from autockpt.schema.plan import CompileMode
 from autockpt.schema.request import TRIALS
 from autockpt.tracing import trace as traced
+from autockpt.tuning import answer, search_request
 from autockpt.tuning import estimate as estimated
-from autockpt.tuning import run_search
-from autockpt.tuning.batches import search_batch_sizes, search_step_batches
-from autockpt.tuning.lengths import search_lengths_of, search_step_lengths
-from autockpt.tuning.search import search_options, search_step
+from autockpt.tuning.door import refuse_described
 from autockpt.verification import verify as verified
 from autockpt.workload import Step
-from search_spaces.hardware import load_hardware
 
 trace, verify = python_door(traced), python_door(verified)
 
@@ -111,10 +104,6 @@ def search(
     Raises UsageError for what does not go together, WorkloadError for a step that does not run, InfeasibleError where
     nothing fits, KeyboardInterrupt where Ctrl-C came before anything fitting was found.
     """
-    _refuse_both(hardware, device)
-    told = None if lengths is None else as_lengths(lengths)
-    if told is not None and global_batch is not None:
-        raise UsageError("global_batch= and lengths= are two questions", remedy="Ask for the batch first, alone.")
     with ExitStack() as stack:
         model = step if isinstance(step, str) else type(getattr(step, "model", step)).__name__
         watcher: Listener = Silence()
@@ -122,10 +111,21 @@ def search(
             watcher = stack.enter_context(listener(console(stderr=True), f"search {model} {hardware or device}"))
         if out is not None:
             stack.enter_context(_pages_written(Path(out), watcher))
-        if isinstance(step, str) and out is None:
-            out = stack.enter_context(tempfile.TemporaryDirectory())
-        asked = search_options(
+        open_length = isinstance(step, str) and workload.get("seq_len") == "auto"
+        given = {name: value for name, value in workload.items() if not (open_length and name == "seq_len")}
+        described = {"hardware": hardware, "device": device, "compile": compile, "dry_run": dry_run or None}
+        if not isinstance(step, str):
+            refuse_described(step, {**described, **workload})
+        request = search_request(
             budget=budget,
+            workload=_workload(step, given, seed) if isinstance(step, str) else None,
+            step=None if isinstance(step, str) else step,
+            hardware=hardware,
+            device=device,
+            compile=compile,
+            dry_run=dry_run,
+            global_batch=global_batch,
+            lengths=lengths,
             headroom=headroom,
             host_budget=host_budget,
             allow_inexact=allow_inexact,
@@ -135,65 +135,20 @@ def search(
             seed=seed,
             out=out,
             again=again,
-            simulated=hardware is not None,
         )
-        described = {"hardware": hardware, "device": device, "compile": compile, "dry_run": dry_run or None}
-        if isinstance(step, str):
-            answer = _search_named(step, workload, asked, described, global_batch, told, watcher)
-        else:
-            _refuse_described(step, {**described, **workload})
-            if global_batch is not None:
-                answer = search_step_batches(step, global_batch, asked, watcher)
-            elif told is not None:
-                answer = search_step_lengths(step, told, asked, watcher)
-            else:
-                answer = search_step(step, asked, watcher)
-        if isinstance(answer, BatchAnswer):
-            for line in (*batch_lines(answer), *answer.notes):
+        if open_length:
+            on = {"device": device, "hardware": request.hardware}
+            spec, note = with_longest(request.described, request.budget, **on, listener=watcher)
+            watcher.note(note)
+            request = request.model_copy(update={"workload": spec})
+        found = answer(request, watcher)
+        if isinstance(found, BatchAnswer):
+            for line in (*batch_lines(found), *found.notes):
                 watcher.note(line)
-            answer = answer.outcome
-    if answer.plan is None:
+            found = found.outcome
+    if found.plan is None:
         raise KeyboardInterrupt
-    return answer.plan
-
-
-def _search_named(
-    model: str,
-    workload: dict[str, Any],
-    asked: SearchOptions,
-    described: Mapping[str, Any],
-    global_batch: int | None,
-    lengths: Lengths | None,
-    watcher: Listener,
-) -> SearchOutcome | BatchAnswer:
-    """Search for a model by its name; ``described`` is what else was given of what a live step has not."""
-    given = {name: value for name, value in described.items() if value is not None}
-    if "hardware" in given:
-        given["hardware"] = load_hardware(given["hardware"])
-    auto = workload.get("seq_len") == "auto"
-    spec = _workload(model, {k: v for k, v in workload.items() if not (auto and k == "seq_len")}, asked.seed)
-    if auto:
-        on = {name: given.get(name) for name in ("device", "hardware")}
-        spec, note = with_longest(spec, asked.budget, **on, listener=watcher)
-        watcher.note(note)
-    request = SearchRequest(**dict(asked), **given, workload=spec)
-    if global_batch is not None:
-        return search_batch_sizes(request, global_batch, run_search, watcher)
-    return run_search(request, watcher) if lengths is None else search_lengths_of(request, lengths, run_search, watcher)
-
-
-def _refuse_described(step: Any, given: Mapping[str, Any]) -> None:
-    """Refuse what is no training step, and what does not go with one."""
-    if not isinstance(step, Step):
-        raise UsageError(
-            f"a {type(step).__name__} is no training step",
-            remedy="Give autockpt.Step(model, batch, optimizer=optimizer), or a model's name.",
-        )
-    if named := [name for name, value in given.items() if value is not None]:
-        raise UsageError(
-            f"{named[0]}= does not go with a live step, which is measured where its model is",
-            remedy='Leave it out, or give the model\'s name instead: autockpt.search("llama-8b", …).',
-        )
+    return found.plan
 
 
 @python_door
@@ -212,7 +167,7 @@ def estimate(
     given. Bytes and seconds. Raises UsageError for options of described models with a live step.
     """
     if isinstance(models, Step):
-        _refuse_described(models, described)
+        refuse_described(models, described)
         return estimate_step(models, batch_sizes, seq_lens)
     sizes = {"batch_sizes": batch_sizes, "seq_lens": seq_lens}
     given = {name: value for name, value in sizes.items() if value is not None}
@@ -246,7 +201,7 @@ def explain(
     loaded = plan if plan is None or isinstance(plan, Plan) else plan_at(Path(plan))
     path = None if plan is None or isinstance(plan, Plan) else Path(plan)
     if step is not None:
-        _refuse_described(step, {"model": model, "hardware": hardware, "device": device, **workload})
+        refuse_described(step, {"model": model, "hardware": hardware, "device": device, **workload})
         within = budget_for(budget, headroom, loaded, None, None)
         question = ExplainRequest(spec=None, step=step, plan=loaded, budget=within, limits=limits is not False)
         return _shown(explained(question), show)
@@ -293,12 +248,12 @@ def _pages_written(out: Path, listener: Listener) -> Iterator[None]:
     """Write the page of every run in this folder that ends meanwhile; that one cannot be written is only said."""
     began = time.time()
     yield
-    for answer in sorted(out.glob("*/outcome.json")):
+    for ended in sorted(out.glob("*/outcome.json")):
         try:
-            if answer.stat().st_mtime >= began - 1:
-                write_page(RunDirectory.open(answer.parent))
+            if ended.stat().st_mtime >= began - 1:
+                write_page(RunDirectory.open(ended.parent))
         except Exception as error:  # the search has its answer, whatever is wrong with a page about it
-            listener.note(f"The page about {answer.parent} could not be written: {error}")
+            listener.note(f"The page about {ended.parent} could not be written: {error}")
 
 
 def _refuse_both(hardware: str | None, device: str | None) -> None:

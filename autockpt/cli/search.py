@@ -21,7 +21,6 @@ from autockpt.cli.options import (
     duration,
     flag,
     listed,
-    named_hardware,
     one_of,
     opt,
     takes_workload,
@@ -30,7 +29,7 @@ from autockpt.cli.options import (
 from autockpt.errors import UsageError, without_passwords
 
 if TYPE_CHECKING:
-    from autockpt.schema import Budget, Listener, SearchOutcome, SearchRequest, WorkloadSpec
+    from autockpt.schema import Listener, SearchOutcome, SearchRequest, WorkloadSpec
 
 AUTO = "auto"
 # what is planned for where no model is named, by kind of device
@@ -126,7 +125,10 @@ def search(
     measured.
     """
     from autockpt.history.trialplan import plan_at
-    from autockpt.schema import SearchOutcome, SearchRequest, parse_budget, parse_size
+    from autockpt.reporting.answer import print_answer
+    from autockpt.reporting.batches_view import print_batches
+    from autockpt.schema import SearchOutcome
+    from autockpt.tuning import answer, search_request
     from search_spaces.spaces import load_space
 
     start = None if resume is None else plan_at(resume)
@@ -136,14 +138,8 @@ def search(
             headroom = headroom or start.budget.headroom or "0%"
     if budget is None and hardware is None:
         raise UsageError("no budget was given", remedy="Add --budget with 24GB, 24GiB, 60%, 60%act or auto.")
-    limit = duration(timeout)
-    allowed = load_space(space)
-    if choices is not None:
-        allowed = allowed.restricted(listed(choices))
-    _refuse_contradictions(workload, hardware, device)
     base = start.workload if start is not None else None
     simulate = hardware or (None if "model" in workload or base or device else _stand_in())
-    asked = parse_budget("auto" if budget is None else budget).with_headroom(headroom, simulated=simulate is not None)
     open_length = workload.get("seq_len") == AUTO
     asked_for = {name: value for name, value in workload.items() if not (open_length and name == "seq_len")}
     spec, notes = _workload(asked_for, device, seed, simulate, base)
@@ -152,19 +148,21 @@ def search(
     command = ("autockpt", *sys.argv[1:])
     if any(without_passwords(word) != word for word in command):
         notes = (*notes, _NO_PASSWORD)
-    if open_length:
-        spec, found = _with_longest(spec, asked, device, simulate)
-        notes = (*notes, found)
-    request = SearchRequest(
-        budget=asked,
+    allowed = load_space(space)
+    request = search_request(
+        budget="auto" if budget is None else budget,
+        headroom=headroom,
         workload=spec,
-        space=allowed,
-        host_budget=None if host_budget is None else parse_size(host_budget),
+        space=allowed if choices is None else allowed.restricted(listed(choices)),
+        host_budget=host_budget,
         device=device,
-        hardware=named_hardware(simulate),
+        hardware=simulate,
+        global_batch=global_batch,
+        tokens_per_update=tokens_per_update,
+        lengths=lengths,
         start=start,
         trials=trials,
-        timeout=limit,
+        timeout=duration(timeout),
         seed=seed,
         storage=storage,
         out=out,
@@ -177,52 +175,33 @@ def search(
         command=command,
         notes=notes,
     )
-    rows = _rows_per_update(global_batch, tokens_per_update, spec)
-    if rows is not None and lengths is not None:
-        raise UsageError(
-            "--global-batch and --lengths are two questions",
-            remedy="Find the micro-batch with --global-batch at the longest sequence first, then give it as "
-            "--batch-size with --lengths.",
-        )
-    from autockpt.reporting.answer import print_answer
-    from autockpt.reporting.batches_view import print_batches
-    from autockpt.schema.lengths import parse_lengths
-    from autockpt.tuning import run_search
-
-    told = None if lengths is None else parse_lengths(lengths)
+    if open_length:
+        request = _with_longest(request)
     with _watched(request) as watcher:
         if simulate is None and device is None and _stand_in():
             watcher.note(_ON_THE_CPU)
-        if rows is not None:
-            from autockpt.tuning.batches import search_batch_sizes
-
-            answer = search_batch_sizes(request, rows, run_search, watcher)
-        elif told is not None:
-            from autockpt.tuning.lengths import search_lengths_of
-
-            answer = search_lengths_of(request, told, run_search, watcher)
-        else:
-            answer = run_search(request, watcher)
-    if isinstance(answer, SearchOutcome):
-        outcome = answer
-        screen.show(answer, print_answer, as_json)
+        found = answer(request, watcher)
+    if isinstance(found, SearchOutcome):
+        outcome = found
+        screen.show(found, print_answer, as_json)
     else:
-        screen.show(answer, print_batches, as_json)
-        outcome = answer.outcome
+        outcome = found.outcome
+        screen.show(found, print_batches, as_json)
     _write_page(outcome)
     if outcome.interrupted:
         raise typer.Exit(INTERRUPTED)
 
 
-def _with_longest(
-    spec: WorkloadSpec, budget: Budget, device: str | None, simulate: str | None
-) -> tuple[WorkloadSpec, str]:
+def _with_longest(request: SearchRequest) -> SearchRequest:
+    """The request with the longest sequences that fit, and a note on them."""
     from autockpt.explaining.limits import with_longest
     from autockpt.reporting.progress import listener
 
+    spec, on = request.described, {"device": request.device, "hardware": request.hardware}
     with listener(screen.progress(), f"longest {spec.model}") as watcher:
         watcher.note("looking for the longest sequences that fit")
-        return with_longest(spec, budget, device=device, hardware=named_hardware(simulate), listener=watcher)
+        spec, found = with_longest(spec, request.budget, **on, listener=watcher)
+    return request.model_copy(update={"workload": spec, "notes": (*request.notes, found)})
 
 
 _INSTEAD = (
@@ -250,21 +229,6 @@ def _stand_in() -> str | None:
     return DEFAULT_HARDWARE if get_device(None).kind == "cpu" else None
 
 
-def _refuse_contradictions(workload: dict[str, Any], hardware: str | None, device: str | None) -> None:
-    if hardware is None:
-        return
-    if device is not None:
-        raise UsageError(
-            f"--hardware {hardware} simulates a device and --device {device} measures on one",
-            remedy="Leave one of the two out.",
-        )
-    if workload.get("weights"):
-        raise UsageError(
-            "--hardware simulates, and a simulation loads no weights",
-            remedy="Leave out --weights: bytes and seconds do not depend on their values.",
-        )
-
-
 def _workload(
     given: dict[str, Any], device: str | None, seed: int, simulated: str | None, base: WorkloadSpec | None
 ) -> tuple[WorkloadSpec, tuple[str, ...]]:
@@ -281,34 +245,12 @@ def _workload(
     return workload_spec(given, seed=seed, default=name), (note,)
 
 
-def _rows_per_update(rows: int | None, tokens: int | None, spec: WorkloadSpec) -> int | None:
-    """Sequences per update as asked for; None: not asked for. Without a length they are as long as the model's usual.
-
-    Raises UsageError for tokens that are no whole number of sequences.
-    """
-    if tokens is None:
-        return rows
-    if rows is not None:
-        raise UsageError("--global-batch and --tokens-per-update ask the same", remedy="Leave one of them out.")
-    from autockpt.workload import sequence_length
-
-    length = sequence_length(spec)
-    if length is None or tokens % length:
-        none = "this workload has no sequences of a known length"
-        why = none if length is None else f"sequences of {length} do not divide them"
-        raise UsageError(
-            f"--tokens-per-update {tokens}: {why}",
-            remedy="Give --seq-len, and a multiple of it; or --global-batch in sequences.",
-        )
-    return tokens // length
-
-
 @contextmanager
 def _watched(request: SearchRequest) -> Iterator[Listener]:
     """Progress on the screen, with what the request has to note."""
     from autockpt.reporting.progress import listener
 
-    subject = f"search {request.workload.model} {request.hardware.name if request.hardware else request.device}"
+    subject = f"search {request.name} {request.hardware.name if request.hardware else request.device}"
     with listener(screen.progress(), subject) as watcher:
         for note in request.notes:
             watcher.note(note)

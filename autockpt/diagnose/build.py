@@ -73,15 +73,13 @@ def _simulated(
     be written.
     """
     from autockpt.diagnose.agreement import compare
+    from autockpt.tuning import run_search
     from autockpt.tuning.outcome import plain
-    from autockpt.tuning.question import Clock
-    from autockpt.tuning.search import search_described
-    from autockpt.tuning.stages import save_plan_copy
     from search_spaces.spaces import load_space
 
     room, hardware, doubts = room_of(question)
-    clock = Clock(listener)
-    with clock.stage("trace"), tracer_for(hardware, spec) as tracer:
+    listener.stage("trace")
+    with tracer_for(hardware, spec) as tracer:
         units, head = tracer.units, tracer.head
         graph = tracer.trace({})
         settings = {k: v for k, v in plain(tracer.settings).items() if k != "model"}
@@ -99,7 +97,7 @@ def _simulated(
         dry_run=True,
     )
     try:
-        outcome = save_plan_copy(request, search_described(request, clock))
+        outcome = run_search(request, listener)
     except InfeasibleError as error:
         found |= {"smallest_peak": error.smallest_peak, "alternatives": error.alternatives}
     else:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from torch import distributed, nn
 from tqdm.auto import tqdm
@@ -21,13 +21,12 @@ from autockpt.reporting.progress import describe_numbers
 from autockpt.runtime import Handle, apply
 from autockpt.schema import Trial, planview, words
 from autockpt.schema.arguments import python_door
-from autockpt.schema.lengths import Lengths, as_lengths
+from autockpt.schema.batches import BatchAnswer
 from autockpt.schema.plan import Plan
-from autockpt.schema.request import Listener, SearchOptions, SearchOutcome
-from autockpt.schema.sizes import parse_budget
-from autockpt.tuning.batches import NOTES, search_step_batches
-from autockpt.tuning.lengths import search_step_lengths
-from autockpt.tuning.search import search_options, search_step
+from autockpt.schema.request import Listener, SearchOutcome, SearchRequest
+from autockpt.tuning import answer, search_request
+from autockpt.tuning.batches import NOTES
+from autockpt.tuning.door import refuse_two_questions
 from autockpt.workload import Step
 
 TIMEOUT = 600.0
@@ -62,19 +61,19 @@ class Training:
 
 @dataclass(frozen=True)
 class PlanWanted:
-    """A plan that is still to be found: the budget, and how long that may take. ``options`` are those of ``search``.
+    """A plan that is still to be found, as ``request`` asks for it, of the step that training will take.
 
-    ``timeout`` None: ``TIMEOUT``, and at most a tenth of the training's predicted time, but at least the baselines.
-    ``global_batch``: rows of an update, whose micro-batch is to be found, too. ``lengths`` of the sequences to come,
-    or ``OWN``: those of the trainer's data set.
+    Without a timeout the search takes ``TIMEOUT``, and at most a tenth of the training's predicted time, but at least
+    the baselines. ``own_lengths``: sets of choices for the lengths of the trainer's data set are to be found, too.
     """
 
-    budget: str
-    timeout: float | None = None
-    out: Path | None = None
-    options: Mapping[str, Any] = field(default_factory=dict)
-    global_batch: int | None = None
-    lengths: Lengths | Literal["auto"] | None = None
+    request: SearchRequest
+    own_lengths: bool = False
+
+    @property
+    def global_batch(self) -> int | None:
+        """Rows of an update, whose micro-batch is to be found, too."""
+        return self.request.rows_per_update
 
     def rows(self, processes: int, has: int) -> int:
         """Rows of an update in each process. Raises UsageError for a batch that does not divide among them.
@@ -104,58 +103,51 @@ class PlanWanted:
         kept under the trainer's folder, or under ``out`` where that was given. Raises what ``autockpt.search`` raises,
         without its inner frames.
         """
-        ask = self._for_batch(training) if self.global_batch is None else self._for_rows(training)
-        folder = self.out or training.folder
+        asked = self._of_batch(training) if self.global_batch is None else self._of_rows(training)
+        folder, timeout, steps = self.request.out or training.folder, self.request.timeout, None
+        if timeout is None:
+            timeout, steps = TIMEOUT, training.steps
+        asked |= {"out": folder, "timeout": timeout, "training_steps": steps, "others_wait": training.processes > 1}
         began, heard = time.monotonic(), _Progress()
-        timeout, steps = (TIMEOUT, training.steps) if self.timeout is None else (self.timeout, None)
-        say(f"searching for a plan within {self.budget}, for at most {words.seconds(timeout)}")
+        say(f"searching for a plan within {self.request.budget.text}, for at most {words.seconds(timeout)}")
         try:
-            limits = {"timeout": timeout, "training_steps": steps}
-            asked = search_options(budget=self.budget, out=folder, **limits, **self.options)
-            outcome = ask(asked, heard, others_wait=training.processes > 1)
+            found = answer(self.request.model_copy(update=asked), heard)
         except AutockptError as error:
             raise error.with_traceback(None) from None
+        outcome = found if isinstance(found, SearchOutcome) else found.outcome
         if (plan := outcome.plan) is None:
             raise KeyboardInterrupt
+        if isinstance(found, BatchAnswer):
+            lines = [*batch_lines(found), *(note for note in found.notes if note not in NOTES)]
+        else:  # what the sets gain, and for which batches
+            lines = outcome.notes[-2:] if asked.get("lengths") is not None else ()
+        for line in lines:
+            say(line)
         took = words.seconds(time.monotonic() - began)
         what = f"found in {took}" if heard.trials else f"known from an earlier run, read in {took}"
         say(f"the plan was {what}; `autockpt report {outcome.run_directory}` shows it on a page")
         return plan
 
-    def _for_batch(self, training: Training) -> Callable[..., SearchOutcome]:
-        """The search for a plan of the trainer's own micro-batch."""
+    def _of_batch(self, training: Training) -> dict[str, Any]:
+        """What is asked of the trainer's own micro-batch."""
         dataset, collate = training.dataset, training.collate
+        lengths = OWN if self.own_lengths else self.request.lengths
         batch, source = largest_batch(training.first, dataset, collate, training.own)
         say(f"planning for {source}")
-        step, lengths = training.step(batch, training.accumulate), None
-        if self.lengths is not None:
-            lengths, said = lengths_here(self.lengths, step, dataset, collate)
+        step = training.step(batch, training.accumulate)
+        if lengths is not None:
+            lengths, said = lengths_here(lengths, step, dataset, collate)
             say(f"lengths: {said}")
+        return {"step": step, "lengths": lengths}
 
-        def ask(asked: SearchOptions, heard: Listener, **live: Any) -> SearchOutcome:
-            if lengths is None:
-                return search_step(step, asked, heard, **live)
-            outcome = search_step_lengths(step, lengths, asked, heard, **live)
-            for note in outcome.notes[-2:]:  # what the sets gain, and for which batches
-                say(note)
-            return outcome
-
-        return ask
-
-    def _for_rows(self, training: Training) -> Callable[..., SearchOutcome]:
-        """The search for a plan together with its micro-batch."""
+    def _of_rows(self, training: Training) -> dict[str, Any]:
+        """What is asked of micro-batches of any size."""
         made, rows = batch_of_longest(training.dataset, training.collate), training.rows
 
         def step(size: int) -> Step:
             return training.step(made(size), max(1, rows // size))
 
-        def ask(asked: SearchOptions, heard: Listener, **live: Any) -> SearchOutcome:
-            answer = search_step_batches(step, rows, asked, heard, given=training.own, **live)
-            for line in (*batch_lines(answer), *(note for note in answer.notes if note not in NOTES)):
-                say(line)
-            return answer.outcome
-
-        return ask
+        return {"step": step, "rows_per_update": rows, "given_rows": training.own}
 
 
 class _Progress(Listener):
@@ -226,21 +218,20 @@ class PlanCallback:
             self.plan = plan if isinstance(plan, Plan) else plan_at(Path(plan))
             return
         assert budget is not None
-        parsed = parse_budget(budget)
-        if global_batch is not None and lengths is not None:
-            raise UsageError(
-                "global_batch= and lengths= are two questions",
-                remedy="Ask for the batch first, and then for its settings with lengths=.",
-            )
-        if global_batch is not None and not global_batch > 0:
-            raise UsageError(
-                f"global_batch={global_batch!r} are no rows", remedy="Give the rows of an optimizer update."
-            )
+        own = lengths == OWN
+        request = search_request(
+            budget=budget,
+            timeout=timeout,
+            out=None if out is None else Path(out),
+            global_batch=global_batch,
+            lengths=None if own else lengths,
+            **options,
+        )
+        if own:
+            refuse_two_questions(global_batch, lengths)
         if global_batch is not None or lengths is not None:
-            parsed.refuse_share("differs by batch and length")
-        search_options(budget=budget, timeout=timeout, **options)  # what is wrong with them is said here
-        told = lengths if lengths is None or lengths == OWN else as_lengths(lengths)
-        self.plan = PlanWanted(budget, timeout, None if out is None else Path(out), options, global_batch, told)
+            request.budget.refuse_share("differs by batch and length")
+        self.plan = PlanWanted(request, own)
 
     def remove(self) -> None:
         """Take the plan off the model where it is still on. Idempotent."""

@@ -27,7 +27,6 @@ from autockpt.schema.request import (
     Estimate,
     FinishedSearch,
     Listener,
-    SearchOptions,
     SearchOutcome,
     SearchRequest,
     Silence,

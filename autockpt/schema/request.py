@@ -13,6 +13,7 @@ from pydantic import Field
 from autockpt.schema.base import Command, Data, Facts
 from autockpt.schema.device import DeviceInfo, Environment
 from autockpt.schema.hardware import Hardware
+from autockpt.schema.lengths import Lengths
 from autockpt.schema.plan import Comparison, CompileMode, Plan, PlanStatus
 from autockpt.schema.sizes import Budget, ResolvedBudget
 from autockpt.schema.space import SearchSpace
@@ -25,15 +26,22 @@ TRIALS = 40
 """Candidates of a search that is not told how many."""
 
 
-class SearchOptions(Data):
-    """What a search is asked of whatever trains: the budget, the choices, and how long to work.
+class SearchRequest(Data):
+    """One question to a search: what trains, the budget, the choices, how long to work, and where to write.
 
-    ``timeout`` is in seconds, the whole search included. ``out`` is the folder that gets the run's directory; None
-    keeps nothing on disk.
+    What trains is a described ``workload``, or a live ``step`` of this process; where ``rows_per_update`` are given it
+    may be a function that makes the step of so many rows. ``timeout`` is in seconds, the whole
+    search included. ``out`` is the folder that gets the run's directory; None keeps nothing on disk.
     """
 
     budget: Budget
     space: SearchSpace
+    workload: WorkloadSpec | None = None
+    step: Any = Field(default=None, exclude=True, repr=False, description="a live autockpt.Step, without a workload")
+    others_wait: bool = Field(default=False, description="one of several processes, whose step needs none of the rest")
+    compile: CompileMode | None = Field(default=None, description="measure compiled steps")
+    device: str | None = Field(default=None, description="cpu, cuda, cuda:1, xpu, …; None: the best there is")
+    hardware: Hardware | None = Field(default=None, description="simulate this device; nothing is measured")
     host_budget: int | None = Field(default=None, gt=0, description="bytes that offloading may claim on the host")
     trials: int = Field(
         default=TRIALS, gt=0, description="candidates at most; well-known and simple plans are measured besides"
@@ -43,52 +51,42 @@ class SearchOptions(Data):
         default=None, ge=0, description="of the training that waits: the search takes at most a tenth of their time"
     )
     seed: int = Field(default=0, ge=0, lt=SEEDS)
+    rows_per_update: int | None = Field(default=None, description="find the micro-batch for so many rows, too")
+    given_rows: int | None = Field(default=None, description="the user's own micro-batch, where `step` makes any size")
+    lengths: Lengths | None = Field(default=None, description="find sets of choices for sequences of these lengths")
     out: Path | None = None
-    allow_inexact: bool = Field(default=False, description="choices whose gradients are equal up to rounding, too")
-    again: bool = Field(default=False, description="measure on where the search had come to its end")
-    fresh: bool = Field(default=False, description="set an earlier run of this question aside")
-    continued: bool = Field(default=False, description="a further round: what was named so far is no verdict")
-    command: Command = Field(default=(), description="the command line")
-
-    @property
-    def anew(self) -> bool:
-        """Whether no answer on record will do."""
-        return self.again or self.fresh
-
-    def question(self, environment: Environment | None = None, **more: Any) -> dict[str, Any]:
-        """All that changes the answer, as JSON: runs of one question share a directory and continue one another.
-
-        How long to search, where to write and what was printed is not part of it. ``more`` says what trains, and adds
-        facts found on the way, such as the model's structure fingerprint. Without ``environment`` it is that of any
-        device.
-        """
-        asked = {"seed": self.seed, "allow_inexact": self.allow_inexact, "host_budget": self.host_budget}
-        return identity_of(environment, self.space, self.budget, **asked, **more)
-
-
-class SearchRequest(SearchOptions):
-    """One question to ``autockpt search``: of a workload that is described, and where to write."""
-
-    workload: WorkloadSpec
-    compile: CompileMode | None = Field(default=None, description="measure compiled steps")
-    device: str | None = Field(default=None, description="cpu, cuda, cuda:1, xpu, …; None: the best there is")
-    hardware: Hardware | None = Field(default=None, description="simulate this device; nothing is measured")
-    start: Plan | None = Field(default=None, description="an earlier plan, tried early; its prices are not used")
+    plan_out: Path | None = Field(default=None, description="write the plan here as well")
     storage: str | None = Field(
         default=None,
         exclude=True,  # it may hold a password
         repr=False,
         description="URL of the Optuna storage; None: sqlite in the directory",
     )
-    out: Path = Path("results")
-    plan_out: Path | None = Field(default=None, description="write the plan here as well")
+    start: Plan | None = Field(default=None, description="an earlier plan, tried early; its prices are not used")
+    allow_inexact: bool = Field(default=False, description="choices whose gradients are equal up to rounding, too")
+    alternatives: bool = Field(default=True, description="look for changes that would fit where nothing does")
     dry_run: bool = Field(default=False, description="trace, solve and predict; measure nothing")
+    again: bool = Field(default=False, description="measure on where the search had come to its end")
+    fresh: bool = Field(default=False, description="set an earlier run of this question aside")
+    continued: bool = Field(default=False, description="a further round: what was named so far is no verdict")
+    command: Command = Field(default=(), description="the command line")
     notes: tuple[str, ...] = Field(default=(), description="decided for the user, to be repeated with the answer")
 
     @property
+    def name(self) -> str:
+        """Of the model."""
+        return self.workload.model if self.workload is not None else type(self.step.model).__name__
+
+    @property
+    def described(self) -> WorkloadSpec:
+        """The workload, in questions that no live step is asked."""
+        assert self.workload is not None
+        return self.workload
+
+    @property
     def anew(self) -> bool:
-        """The same; a plan to start from is to be tried."""
-        return super().anew or self.start is not None
+        """Whether no answer on record will do; a plan to start from is to be tried."""
+        return self.again or self.fresh or self.start is not None
 
     @property
     def key(self) -> str:
@@ -96,10 +94,20 @@ class SearchRequest(SearchOptions):
         return question_hash(self.question(on=self.device))
 
     def question(self, environment: Environment | None = None, **more: Any) -> dict[str, Any]:
-        """The same, of this workload in these steps."""
-        return super().question(
+        """All that changes the answer, as JSON: runs of one question share a directory and continue one another.
+
+        How long to search, where to write and what was printed is not part of it. ``more`` adds facts found on the way,
+        such as the model's structure fingerprint, and those that tell a live step from others. Without ``environment``
+        it is that of any device.
+        """
+        return identity_of(
             environment,
-            workload=self.workload.model_dump(mode="json"),
+            self.space,
+            self.budget,
+            seed=self.seed,
+            allow_inexact=self.allow_inexact,
+            host_budget=self.host_budget,
+            workload=self.workload and self.workload.model_dump(mode="json"),
             compile=self.compile,
             hardware=self.hardware and self.hardware.model_dump(mode="json", exclude=_NO_FIGURES),
             **more,
@@ -181,7 +189,7 @@ class FinishedSearch(Data):
     files: str | None = None
     outcome: SearchOutcome
 
-    def answers(self, asked: SearchOptions) -> bool:
+    def answers(self, asked: SearchRequest) -> bool:
         """Whether a search with these limits would have stopped by now, too."""
         limits = (self.timeout, asked.timeout), (self.training_steps, asked.training_steps)
         longer = any(had is not None and (now is None or now > had) for had, now in limits)

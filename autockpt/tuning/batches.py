@@ -11,28 +11,27 @@ import math
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from autockpt.devices import get_device
 from autockpt.errors import InfeasibleError, TimeLimitReached, UsageError
-from autockpt.measuring import LocalMeasurer, Measurer, WorkerMeasurer, environment_of
+from autockpt.measuring import Measurer, environment_of
 from autockpt.measuring.environment import environment_to_measure_in, environment_without_context
 from autockpt.measuring.local import refuse_many_processes
 from autockpt.profiling import uniform_graphs
-from autockpt.schema import Comparison, Listener, SearchOptions, SearchOutcome, SearchRequest, WorkloadSpec
+from autockpt.schema import Comparison, Listener, SearchOutcome, SearchRequest, WorkloadSpec
 from autockpt.schema.batches import BatchAnswer, BatchSetting
 from autockpt.schema.known import ALL, NONE, OURS
 from autockpt.schema.words import tally
 from autockpt.tuning.alternatives import WhatIf, on_device, predictions
-from autockpt.tuning.jobs import Described, Job, Live, with_rows
+from autockpt.tuning.jobs import Job, job_of, with_rows
 from autockpt.tuning.opening import blocks_of
 from autockpt.tuning.question import Clock
+from autockpt.tuning.record import save_plan_copy
 from autockpt.tuning.rows import dependent_rows
-from autockpt.tuning.search import search_step
+from autockpt.tuning.search import measurer_of, run_search
 from autockpt.tuning.side_by_side import Meet, put_right, timed_together
-from autockpt.tuning.stages import save_plan_copy
 from autockpt.tuning.targets.simulated import on_hardware
 from autockpt.workload import Step
 
@@ -108,109 +107,59 @@ class Climb:
         return sum(candidates(o) for o in self.found.values() if o is not None)
 
 
-def search_batch_sizes(request: SearchRequest, rows: int, search: Search, listener: Listener) -> BatchAnswer:
-    """The micro-batch, accumulation and plan with the most tokens per second, for ``rows`` sequences an update.
+def search_batch_sizes(request: SearchRequest, listener: Listener, search: Search = run_search) -> BatchAnswer:
+    """The micro-batch, accumulation and plan with the most tokens per second, for ``request.rows_per_update`` rows.
 
-    ``request.workload.batch_size`` is the user's own setting, if any: it is compared with the answer. ``search`` is
-    ``run_search``, or what stands for it. All sizes share ``request.trials`` and ``request.timeout``.
-    Raises UsageError for a batch that does not divide, a budget that is a share of the job's own peak, or a model whose
-    rows depend on each other; InfeasibleError where not even single rows fit; else what ``run_search`` does.
+    A live step's batch is cut to fewer rows, or repeated for more. The user's own setting, if any, is compared with the
+    answer. All sizes share ``request.trials`` and ``request.timeout``. The answer is in ``outcome.plan.settings``, as
+    ``batch_size`` and ``accumulate``. Raises UsageError for a batch that does not divide, a budget that is a share of
+    the job's own peak, or a model whose rows depend on each other; InfeasibleError where not even single rows fit; else
+    what ``run_search`` does, which ``search`` stands for.
     """
-    _refuse(request, rows)
+    given = _refuse(request)
+    asked = request
+    with ExitStack() as stack:
+        if (
+            request.out is None
+        ):  # kept even where nothing of the run is: a size that is searched on goes on where it was
+            asked = request.model_copy(update={"out": Path(stack.enter_context(TemporaryDirectory()))})
 
-    def at(size: int, trials: int, left: float | None, continued: bool) -> SearchOutcome:
-        of_size = {"workload": variant(request.workload, rows, size), "trials": trials, "timeout": left}
-        asked = {**of_size, "plan_out": None, "continued": continued}
-        return search(request.model_copy(update=asked), listener)
+        def at(size: int, trials: int, left: float | None, continued: bool) -> SearchOutcome:
+            more = {"trials": trials, "timeout": left, "continued": continued, "plan_out": None}
+            return search(of_size(asked, size).model_copy(update=more), listener)
 
-    def job(size: int) -> Described:
-        return Described(variant(request.workload, rows, size), request.hardware)
+        def meet(size: int) -> AbstractContextManager[Measurer]:
+            return measurer_of(of_size(asked, size))
 
-    climb = Climb(rows, at, Clock(listener, request.timeout))
+        def job(size: int) -> Job:
+            return job_of(of_size(asked, size))
 
-    def meet(size: int) -> AbstractContextManager[Measurer]:
-        spec = variant(request.workload, rows, size)
-        return WorkerMeasurer(spec, request.device, host_budget=request.host_budget)
-
-    judge = judge_of(request, _kinds(request))
-    apart = request.compile is not None  # compiled anew for every size
-    given = request.workload.batch_size
-    answer = _most_tokens(climb, job, judge, given, request.trials, THE_COMMAND, None if apart else meet)
+        climb = Climb(request.rows_per_update or 0, at, Clock(listener, request.timeout, request.training_steps))
+        apart = request.compile is not None  # compiled anew for every size
+        answer = _most_tokens(climb, job, judge_of(asked), given, request.trials, None if apart else meet)
     return answer.model_copy(update={"outcome": save_plan_copy(request, answer.outcome)})
 
 
-def search_step_batches(
-    step: Step | Callable[[int], Step],
-    rows: int,
-    asked: SearchOptions,
-    listener: Listener,
-    *,
-    given: int | None = None,
-    others_wait: bool = False,
-) -> BatchAnswer:
-    """The same for a live step, whose batch is cut to fewer rows or repeated for more, in this process.
-
-    ``step`` may be a function that makes the step with so many rows in its batch; ``given`` is then the user's own
-    micro-batch. ``others_wait`` as for ``search_step``. The answer is in ``outcome.plan.settings``, as
-    ``batch_size`` and ``accumulate``. Raises UsageError for a batch that cannot be divided.
-    """
-    if not others_wait:
-        refuse_many_processes()
-    of_rows = partial(_made, step) if not isinstance(step, Step) else partial(_of_rows, step, rows)
-    asked.budget.refuse_share("differs by batch size")
-    _refuse_none(rows)
-    if isinstance(step, Step):
-        have = step.settings.get("batch_size")
-        if step.accumulate not in (1, rows // have if isinstance(have, int) and have else 1):
-            raise UsageError(
-                f"accumulate={step.accumulate} with {have} rows a batch is not {rows} rows per update",
-                remedy="Leave accumulate= out: it is what the search decides.",
-            )
-        given = have if isinstance(have, int) and rows % have == 0 else None
-    with ExitStack() as stack:
-        if asked.out is None:  # kept even where nothing of the run is: a size that is searched on goes on where it was
-            asked = asked.model_copy(update={"out": Path(stack.enter_context(TemporaryDirectory()))})
-
-        def at(size: int, trials: int, left: float | None, continued: bool) -> SearchOutcome:
-            of_size = asked.model_copy(update={"trials": trials, "timeout": left, "continued": continued})
-            return search_step(of_rows(size), of_size, listener, others_wait=others_wait)
-
-        def meet(size: int) -> AbstractContextManager[Measurer]:
-            return LocalMeasurer(of_rows(size), host_budget=asked.host_budget, others_wait=others_wait)
-
-        device = of_rows(1).device
-        here = get_device(str(device))
-        judge = on_device(asked.budget, device, environment_of(here), here.used_by_others(), _kinds(asked))
-        climb = Climb(rows, at, Clock(listener, asked.timeout, asked.training_steps))
-        return _most_tokens(climb, lambda size: Live(of_rows(size)), judge, given, asked.trials, THE_STEP, meet)
-
-
-def _kinds(asked: SearchOptions) -> list[str]:
-    """Choices that all layers may have alike."""
-    return [kind for kind in KINDS if kind in ("save", *asked.space.choices)]
-
-
-def _made(step: Callable[[int], Step], size: int) -> Step:
-    """The step that ``step`` makes. Raises UsageError where its batch has not as many rows: they are packed."""
-    made = step(size)
-    if (have := made.settings.get("batch_size")) != size:
-        raise UsageError(
-            f"a batch of {size} rows of the data set has {have} rows (they are packed, or its first tensor holds "
-            "something else), so its size cannot be searched for",
-            remedy="Search with the batch as it is, without global_batch=.",
-        )
-    return made
-
-
-def _of_rows(step: Step, rows: int, size: int) -> Step:
-    made = with_rows(step, size, max(1, rows // size))
+def of_size(request: SearchRequest, size: int) -> SearchRequest:
+    """The same update in micro-batches of ``size``. Raises UsageError for a batch that cannot be divided."""
+    rows, step = request.rows_per_update or 0, request.step
+    if request.workload is not None:
+        sized = {"batch_size": size, "accumulate": max(1, rows // size)}
+        return request.model_copy(update={"workload": request.workload.model_copy(update=sized)})
+    made = with_rows(step, size, max(1, rows // size)) if isinstance(step, Step) else step(size)
     if made is None:
         raise UsageError(
             "this batch cannot be divided into rows: its tensors do not all begin with as many of them, or the step is "
             "a full_step of its own",
             remedy="Give autockpt.Step(model, batch) whose tensors are (rows, …), or search without global_batch=.",
         )
-    return made
+    if not isinstance(step, Step) and (have := made.settings.get("batch_size")) != size:
+        raise UsageError(
+            f"a batch of {size} rows of the data set has {have} rows (they are packed, or its first tensor holds "
+            "something else), so its size cannot be searched for",
+            remedy="Search with the batch as it is, without global_batch=.",
+        )
+    return request.model_copy(update={"step": made})
 
 
 def _most_tokens(
@@ -219,7 +168,6 @@ def _most_tokens(
     judge: WhatIf,
     given: int | None,
     trials: int,
-    remedy: str,
     meet: Meet | None,
 ) -> BatchAnswer:
     """Climb the sizes, search on where it may bring more, and time the best side by side with ``meet``.
@@ -229,7 +177,7 @@ def _most_tokens(
     rows, listener = climb.rows, climb.clock.listener
     sizes = [size for size in range(1, rows + 1) if rows % size == 0]
     listener.stage("ghost-run batch sizes", 3)
-    met = dependent_rows(job, judge, remedy)
+    met = dependent_rows(job, judge)
     listener.advance()
     known = foreseen_sizes(job, judge, sizes, listener)
     share = max(FEWEST, trials // 4)
@@ -359,45 +307,45 @@ def climbed(climb: Climb, known: Sizes, trials: int, most: int) -> int:
     return top
 
 
-def judge_of(request: SearchRequest, kinds: list[str]) -> WhatIf:
-    """What variants of the job are judged by, on the device or simulated."""
+def judge_of(request: SearchRequest) -> WhatIf:
+    """What micro-batches are judged by, on the device or simulated."""
+    kinds = [kind for kind in KINDS if kind in ("save", *request.space.choices)]  # that all layers may have alike
     if request.hardware is not None:
         return on_hardware(request, request.hardware, kinds)
-    environment = environment_without_context(request.device) or environment_to_measure_in(request.device)
-    device = get_device(request.device)
+    if request.workload is None:
+        device = get_device(str(of_size(request, 1).step.device))
+        environment = environment_of(device)
+    else:
+        device = get_device(request.device)
+        environment = environment_without_context(request.device) or environment_to_measure_in(request.device)
     return on_device(request.budget, device.torch_device, environment, device.used_by_others(), kinds)
 
 
-def variant(spec: WorkloadSpec, rows: int, size: int) -> WorkloadSpec:
-    """The same update in micro-batches of ``size``."""
-    return spec.model_copy(update={"batch_size": size, "accumulate": max(1, rows // size)})
-
-
-def _refuse(request: SearchRequest, rows: int) -> None:
-    refuse_many_processes()
-    _refuse_none(rows)
-    given = request.workload.batch_size
-    if given is not None and rows % given:
+def _refuse(request: SearchRequest) -> int | None:
+    """Refuse what has no answer; returns the user's own micro-batch, where one is known that divides the rows."""
+    if not request.others_wait:
+        refuse_many_processes()
+    rows, of = request.rows_per_update or 0, request.workload or request.step
+    request.budget.refuse_share("differs by batch size")
+    if not isinstance(of, WorkloadSpec | Step):
+        return request.given_rows
+    given = of.batch_size if isinstance(of, WorkloadSpec) else of.settings.get("batch_size")
+    if isinstance(of, WorkloadSpec) and given is not None and rows % given:
         raise UsageError(
             f"micro-batches of {given} do not make up {rows} rows",
             remedy=f"Give a --batch-size that divides {rows}, or none.",
         )
-    if request.workload.accumulate != 1 and request.workload.accumulate * (given or 0) != rows:
+    if of.accumulate != 1 and of.accumulate * (given or 0) != rows:
         raise UsageError(
-            f"--accumulate {request.workload.accumulate} is what a search for {rows} rows per update decides",
-            remedy="Leave --accumulate out.",
+            f"--accumulate {of.accumulate} with {given} rows a batch is not {rows} rows per update",
+            remedy="Leave --accumulate out: it is what the search decides.",
         )
     if request.dry_run and request.hardware is None:
         raise UsageError(
             "a dry run knows no step times to choose a batch by",
             remedy="Leave --dry-run out, or simulate with --hardware.",
         )
-    request.budget.refuse_share("differs by batch size")
-
-
-def _refuse_none(rows: int) -> None:
-    if rows < 1:
-        raise UsageError(f"--global-batch {rows} are no rows", remedy="Give the rows of an optimizer update.")
+    return given if isinstance(given, int) and rows % given == 0 else None
 
 
 def setting(role: str, size: int, rows: int, outcome: SearchOutcome, row: Comparison | None = None) -> BatchSetting:
@@ -436,8 +384,6 @@ def candidates(outcome: SearchOutcome) -> int:
     return max(0, outcome.measured_trials - sum(row.name != OURS for row in outcome.rows))
 
 
-THE_COMMAND = "Keep --batch-size as it is and search without --global-batch."
-THE_STEP = "Keep the batch as it is and search without global_batch=."
 NOTES = (
     "The rows of an update stay the same: its gradient is summed in another order, so it is equal up to rounding.",
     "Where rows hold different numbers of labels, a mean over them weights micro-batches otherwise than one whole "

@@ -12,8 +12,7 @@ from typing import get_args
 from autockpt.errors import AutockptError, InfeasibleError, UsageError
 from autockpt.schema import SAVE, Estimate, Hardware, Listener, SearchRequest, Silence, WorkloadSpec, parse_budget
 from autockpt.schema.workload import Dtype
-from autockpt.tuning.question import Clock
-from autockpt.tuning.search import search_described
+from autockpt.tuning.search import run_search
 from autockpt.workload.configs import find_config
 from autockpt.workload.factory import is_factory
 from search_spaces.hardware import load_hardware
@@ -83,6 +82,7 @@ def _rows(
             space=space,
             hardware=hardware,
             dry_run=True,
+            alternatives=False,
         )
         row = Estimate(
             model=model, card=card, batch_size=batch, seq_len=length, lora=rank, load_in_4bit=in_4bit, fits=False
@@ -124,7 +124,7 @@ def _sizes(row: Estimate) -> tuple[int, int]:
 
 def _answered(row: Estimate, request: SearchRequest, listener: Listener) -> Estimate:
     try:
-        outcome = search_described(request, Clock(listener), alternatives=False)
+        outcome = run_search(request, listener)
     except InfeasibleError as error:
         return row.model_copy(update={"smallest_peak": error.smallest_peak})
     except AutockptError as error:

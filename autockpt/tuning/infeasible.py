@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from autockpt.errors import InfeasibleError
+from autockpt.history.rundir import RunDirectory
 from autockpt.profiling import CostModel, uniform_graphs
-from autockpt.schema import SAVE, Budget, Choice, Graph, ResolvedBudget, format_bytes
+from autockpt.schema import SAVE, Choice, Graph, ResolvedBudget, SearchRequest, format_bytes
 from autockpt.schema.choices import CHUNKED_SOFTMAX, ChunkedLoss
 from autockpt.schema.outlook import Outlook
 from autockpt.schema.remedy import INEXACT, SMALLER, Alternative
-from autockpt.tuning.alternatives import SORTS, WhatIf, alternatives
-from autockpt.tuning.jobs import Job
+from autockpt.tuning.alternatives import SORTS, alternatives
+from autockpt.tuning.jobs import job_of
 from autockpt.tuning.opening import LEANEST_CHUNKS, Traced, blocks_of
+from autockpt.tuning.outlook import ghost_runs
 from autockpt.tuning.question import Clock
+from autockpt.tuning.targets.base import Prepared
 
 WORTH = 0.01  # by less the head's chunks are no way out
 
@@ -61,47 +63,46 @@ def out_of_memory(what: str, why: str, smallest_peak: int | None = None) -> Infe
     return InfeasibleError(f"{what} on this device: {why}", remedy=remedy, smallest_peak=smallest_peak)
 
 
-@contextmanager
-def naming_alternatives(
-    found: Traced,
-    needs: Callable[[Graph], int],
+def explain_refusal(
+    error: InfeasibleError,
+    request: SearchRequest,
+    prepared: Prepared,
+    run: RunDirectory | None,
+    profiled: CostModel | None,
     clock: Clock,
-    job: Job,
-    budget: Budget,
-    what_if: Callable[[], WhatIf],
-) -> Iterator[None]:
-    """A budget that nothing fits is said with what would fit: changes of the ``job``, or chunks of its output head.
+) -> None:
+    """That nothing fits is an answer, too: ``run`` says so, and ``error`` says what would fit.
 
-    Changes are looked for where the budget is no share of the job's own peak, and within the ``clock``'s time limit.
-    ``what_if`` says how they are judged, ``needs`` the bytes that ghost runs take.
+    That is a change of the job, or chunks of its output head. Changes are looked for where the budget is no share of
+    the job's own peak, and within the ``clock``'s time limit.
     """
-
-    def late() -> bool:
-        return clock.seconds_left <= 0
-
-    try:
-        yield
-    except InfeasibleError as error:
-        inexact = found.heads is not None and any(isinstance(c, ChunkedLoss) for c in found.heads.graphs)
-        if not budget.is_share:
-            with clock.stage("look for alternatives", SORTS):
-                uniform = found.uniform
-                if found.twin is not None:  # of the whole model
-                    kinds = [kind for kind in ("recompute", "save") if kind in uniform]
-                    uniform = uniform_graphs(found.tracer, blocks_of(found.tracer), kinds)
-                bench = replace(what_if(), head=head_of_alternatives(found), late=late, listener=clock.listener)
-                ways = alternatives(job, found.tracer.settings, uniform, bench, chunked=inexact)
-            _add_alternatives(error, ways, clock.timeout if late() else None, bench.step_note)
-        else:
-            if budget.kind == "share" and error.smallest_peak:  # of which a smaller job needs more
-                error.remedy = error.remedy.replace(f", or {SMALLER}", "")
-                error.remedy += _of_shares(error.smallest_peak / needs(found.plain))
-            if not inexact and job.ranks is None:
-                error.remedy += _in_chunks(found, needs)
-        # what was assumed, or what has no choice, may be that which makes nothing fit
-        if notes := (*found.tracer.notes, *found.left_out):
-            error.remedy += "\n".join(["\nHow the job was counted:", *(f"• {note}" for note in notes)])
-        raise
+    if run is not None:
+        plans = ghost_runs(profiled) if profiled is not None else ()
+        run.write_outlook(Outlook(plans=plans, infeasible=error.message))
+        error.run = run
+    found, what_if = prepared.found, prepared.what_if
+    if what_if is None or not request.alternatives:
+        return
+    inexact = found.heads is not None and any(isinstance(c, ChunkedLoss) for c in found.heads.graphs)
+    job, late = job_of(request), lambda: clock.seconds_left <= 0
+    if not request.budget.is_share:
+        with clock.stage("look for alternatives", SORTS):
+            uniform = found.uniform
+            if found.twin is not None:  # of the whole model
+                kinds = [kind for kind in ("recompute", "save") if kind in uniform]
+                uniform = uniform_graphs(found.tracer, blocks_of(found.tracer), kinds)
+            bench = replace(what_if(), head=head_of_alternatives(found), late=late, listener=clock.listener)
+            ways = alternatives(job, found.tracer.settings, uniform, bench, chunked=inexact)
+        _add_alternatives(error, ways, clock.timeout if late() else None, bench.step_note)
+    else:
+        if request.budget.kind == "share" and error.smallest_peak:  # of which a smaller job needs more
+            error.remedy = error.remedy.replace(f", or {SMALLER}", "")
+            error.remedy += _of_shares(error.smallest_peak / prepared.needs(found.plain))
+        if not inexact and job.ranks is None:
+            error.remedy += _in_chunks(found, prepared.needs)
+    # what was assumed, or what has no choice, may be that which makes nothing fit
+    if notes := (*found.tracer.notes, *found.left_out):
+        error.remedy += "\n".join(["\nHow the job was counted:", *(f"• {note}" for note in notes)])
 
 
 def head_of_alternatives(found: Traced) -> Choice:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from autockpt.errors import UsageError
-from autockpt.schema import Hardware, WorkloadSpec
+from autockpt.schema import Hardware, SearchRequest, WorkloadSpec
 from autockpt.schema.remedy import FOUR_BITS, joined
 from autockpt.tracing import Tracer, tracer_for
 from autockpt.workload import Step, cut_tensors, nested_tensors
@@ -170,6 +170,11 @@ class Live:
 
 Job = Described | Live
 """What changes can be made to; both answer to the same names."""
+
+
+def job_of(request: SearchRequest) -> Job:
+    """What a request trains."""
+    return Live(request.step) if request.workload is None else Described(request.workload, request.hardware)
 
 
 def with_rows(step: Step, rows: int, accumulate: int) -> Step | None:

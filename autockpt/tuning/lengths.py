@@ -19,15 +19,14 @@ from autockpt.errors import TimeLimitReached, UsageError
 from autockpt.history.rundir import BY_LENGTH, RunDirectory
 from autockpt.policies.offload import MOVING
 from autockpt.runtime.compiled import compiled_as
-from autockpt.schema import Budget, Listener, Plan, SearchOptions, SearchOutcome, SearchRequest, SearchSpace, words
+from autockpt.schema import Budget, Listener, Plan, SearchOutcome, SearchRequest, SearchSpace, words
 from autockpt.schema.choices import SAVE
 from autockpt.schema.known import NONE
 from autockpt.schema.lengths import Lengths
 from autockpt.schema.sets import When
 from autockpt.tuning.question import Clock
-from autockpt.tuning.search import search_step
-from autockpt.tuning.stages import save_plan_copy
-from autockpt.workload import Step
+from autockpt.tuning.record import save_plan_copy
+from autockpt.tuning.search import run_search
 from autockpt.workload.lengths import shortened
 from autockpt.workload.units import discover_units
 
@@ -187,60 +186,38 @@ def search_lengths(
 
 def search_lengths_of(
     request: SearchRequest,
-    lengths: Lengths,
-    search: Callable[[SearchRequest, Listener | None], SearchOutcome],
     listener: Listener,
+    search: Callable[[SearchRequest, Listener | None], SearchOutcome] = run_search,
 ) -> SearchOutcome:
-    """``search_lengths`` for a described workload: each length is a search of its own, with its own run's directory.
+    """``search_lengths`` for a request: each length is a search of its own, with its own run's directory.
 
-    ``search`` is ``run_search``. Sequences longer than ``request.workload.seq_len`` count as cut off there. The outcome
-    is that of the longest, with the plan that holds all sets; it is written beside that run's own plan. All lengths
-    share ``request.trials`` and ``request.timeout``, of which each length gets half of what is left.
+    Sequences longer than ``request.workload.seq_len`` count as cut off there; a live step's batch is as long as the
+    longest and is cut for the others. The outcome is that of the longest, with the plan that holds all sets; it is
+    written beside that run's own plan. All lengths share ``request.trials`` and ``request.timeout``, of which each
+    length gets half of what is left. Raises UsageError for a batch that cannot be cut.
     """
-    spec = request.workload
-    refuse_lengths(request.budget, packed=spec.packed, pad_to=spec.pad_to, compile_model=request.compile == "model")
-    lengths = lengths if spec.seq_len is None else lengths.cut(spec.seq_len)
-    if request.compile is not None:
+    spec, step, lengths = request.workload, request.step, request.lengths
+    assert lengths is not None
+    if spec is not None:
+        given = {"packed": spec.packed, "pad_to": spec.pad_to, "compile_model": request.compile == "model"}
+        refuse_lengths(request.budget, **given)
+        lengths = lengths if spec.seq_len is None else lengths.cut(spec.seq_len)
+        compiled = request.compile is not None
+    else:
+        refuse_lengths(request.budget)
+        compiled = compiled_as(step.model, [unit.name for unit in discover_units(step.model)]) == "layers"
+    if compiled:
         request = request.model_copy(update={"space": _unmoved(request.space, listener)})
-
-    def at(length: int, trials: int, left: float | None) -> SearchOutcome:
-        workload = spec.model_copy(update={"seq_len": length})
-        asked = {"workload": workload, "trials": trials, "timeout": left, "plan_out": None}
-        return search(request.model_copy(update=asked), listener)
-
-    return save_plan_copy(request, _of_all(lengths, at, request, listener))
-
-
-def search_step_lengths(
-    step: Step, lengths: Lengths, asked: SearchOptions, listener: Listener, **live: Any
-) -> SearchOutcome:
-    """The same for a live step, whose batch is as long as the longest and is cut for the others.
-
-    ``live`` as for ``search_step``. Raises UsageError for a batch that cannot be cut.
-    """
-    refuse_lengths(asked.budget)
-    if compiled_as(step.model, [unit.name for unit in discover_units(step.model)]) == "layers":
-        asked = asked.model_copy(update={"space": _unmoved(asked.space, listener)})
-
-    def at(length: int, trials: int, left: float | None) -> SearchOutcome:
-        of_length = asked.model_copy(update={"trials": trials, "timeout": left})
-        return search_step(shortened(step, length), of_length, listener, **live)
-
-    return _of_all(lengths, at, asked, listener)
-
-
-def _of_all(
-    lengths: Lengths,
-    search: Callable[[int, int, float | None], SearchOutcome],
-    asked: SearchOptions,
-    listener: Listener,
-) -> SearchOutcome:
-    """The outcome of the longest, with the plan that holds the sets of all, by a ``search`` of one length at a time."""
-    outcomes, clock = dict[int, SearchOutcome](), Clock(listener, asked.timeout, asked.training_steps)
+    outcomes, clock = dict[int, SearchOutcome](), Clock(listener, request.timeout, request.training_steps)
 
     def at(length: int, trials: int) -> Plan:
         left = None if clock.timeout is None else max(1.0, clock.seconds_left / 2)
-        outcomes[length] = outcome = search(length, trials, left)
+        if spec is None:
+            trained: dict[str, Any] = {"step": shortened(step, length)}
+        else:
+            trained = {"workload": spec.model_copy(update={"seq_len": length})}
+        asked = request.model_copy(update={**trained, "trials": trials, "timeout": left, "plan_out": None})
+        outcomes[length] = outcome = search(asked, listener)
         clock.limit_by(row.measured for row in outcome.rows)
         if outcome.plan is None or outcome.interrupted:
             raise KeyboardInterrupt
@@ -249,7 +226,7 @@ def _of_all(
     def late() -> bool:
         return clock.seconds_left < LAST * (clock.timeout or 0.0)
 
-    plan, gains = search_lengths(lengths, at, asked.trials, listener, late)
+    plan, gains = search_lengths(lengths, at, request.trials, listener, late)
     longest = outcomes[lengths.longest]
     path = longest.plan_path
     if longest.run_directory is not None and plan.smaller_batches:
@@ -258,7 +235,7 @@ def _of_all(
     took = words.seconds(clock.elapsed)
     counted = (f"The trials listed are those of the longest; {spent} of {len(outcomes)} lengths, in {took}.",)
     notes = (*longest.notes, *(counted if len(outcomes) > 1 else ()), *gains)
-    return longest.model_copy(update={"plan": plan, "plan_path": path, "notes": notes})
+    return save_plan_copy(request, longest.model_copy(update={"plan": plan, "plan_path": path, "notes": notes}))
 
 
 def _unmoved(space: SearchSpace, listener: Listener) -> SearchSpace:

@@ -8,16 +8,27 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from autockpt.errors import AutockptError, UsageError
-from autockpt.history.rundir import RunDirectory
 from autockpt.profiling import CostModel, MemoryModel, Traces, UniformRuns, build_profile, uniform_graphs
 from autockpt.profiling.profile import Heads, head_graphs
-from autockpt.schema import Environment, Graph, Hardware, OpTimes, SearchSpace, Unit, WorkloadSpec
+from autockpt.schema import (
+    Budget,
+    Environment,
+    Graph,
+    Hardware,
+    OpTimes,
+    Plan,
+    SearchRequest,
+    SearchSpace,
+    Unit,
+    WorkloadSpec,
+    format_bytes,
+)
 from autockpt.schema.choices import RECOMPUTE, SAVE, Choice, ChunkedLoss, RecomputeOffload, parse_choice
 from autockpt.schema.plan import NEVER_CALLED
-from autockpt.schema.request import Listener, SearchOutcome, Silence, question_hash
+from autockpt.schema.request import Listener, Silence
 from autockpt.tracing import Tracer
 from autockpt.tracing.cuts import said_of_left_out
-from autockpt.tuning.question import Clock, Question
+from autockpt.tuning.question import Question
 from autockpt.tuning.targets.shallow_twin import open_twin, transplanted
 from autockpt.workload import Step
 
@@ -73,35 +84,6 @@ class Traced:
             return build_profile(self.tracer, times, self.uniform, head=self.heads, needs=needs, **more)
         small = build_profile(self.twin or self.tracer, times, self.uniform, head=self.heads, **more)
         return transplanted(small, self.base, self.tracer, needs, more.get("listener", Silence()))
-
-
-@dataclass(frozen=True)
-class Opened:
-    """A question on its target, with the ghost runs that it begins with, and where what comes of it is kept.
-
-    ``search`` is what is left to do. ``device`` names the run (None: the device's kind). ``run`` and ``storage``, that
-    of studies, None: kept nowhere.
-    """
-
-    question: Question
-    environment: Environment
-    found: Traced
-    clock: Clock
-    search: Callable[[Opened], SearchOutcome]
-    device: str | None = None
-    run: RunDirectory | None = None
-    storage: str | None = None
-
-    def answer(self, run: RunDirectory | None = None, storage: str | None = None) -> SearchOutcome:
-        """Search, and keep what comes of it in ``run``; by default only the study's storage is the run's own."""
-        storage = storage or (run.storage if run is not None else None)
-        return self.search(replace(self, run=run, storage=storage))
-
-    @property
-    def title(self) -> str:
-        """What this run's study is called. No other run has a study of that name in a storage that several share."""
-        digest = f" ({question_hash(self.run.question)}-{self.run.id})" if self.run is not None else ""
-        return f"{self.question.name} on {self.environment.device.name} within {self.question.budget.text}{digest}"
 
 
 def traced(
@@ -179,3 +161,47 @@ def blocks_of(tracer: Tracer) -> tuple[Unit, ...]:
             "into a module; `autockpt explain` shows what is kept.",
         )
     return blocks
+
+
+def question_of(
+    request: SearchRequest, found: Traced, budget: Budget, notes: Sequence[str] = (), **settings: Any
+) -> Question:
+    """The question of a request, with what became known of its workload; ``settings`` and ``notes`` are of its target.
+
+    Raises PlanError for another model's plan to start from.
+    """
+    seeds, doubts = _seeds(request.start, found)
+    own = dict(found.tracer.settings) if request.step is None else live_settings(request.step, found.tracer)
+    return Question(
+        name=request.name,
+        spec=request.workload,
+        settings={**own, **settings},
+        budget=budget,
+        space=found.space,
+        trials=request.trials,
+        seed=request.seed,
+        notes=(*request.notes, *found.said, *notes, *doubts),
+        host_budget=request.host_budget,
+        seeds=seeds,
+    )
+
+
+def less_than_asked(budget: Budget, environment: Environment) -> tuple[str, ...]:
+    """A note where the device has less than the budget, and so is what plans are held against."""
+    device = environment.device
+    if budget.kind != "bytes" or (budget.size or 0) <= device.capacity_bytes:
+        return ()
+    return (f"{device.name} has {format_bytes(device.capacity_bytes)}, less than the budget: planned for what it has",)
+
+
+def _seeds(plan: Plan | None, found: Traced) -> tuple[dict[str, dict[str, Choice]], tuple[str, ...]]:
+    """The plan to start from, with choices for units that are planned for, and a note on what was left out."""
+    tracer, heads = found.tracer, found.heads
+    if plan is None:
+        return {}, ()
+    blocks = [u.name for u in tracer.units if u.role == "block"]
+    chosen = {n: c for n, c in plan.choices_for(tracer.units, tracer.head).items() if c != SAVE}
+    kept = {n: c for n, c in chosen.items() if n in blocks or (heads and n == heads.unit.name and c in heads.graphs)}
+    left_out = sorted(set(chosen) - set(kept))
+    notes = (f"of the plan to start from, {', '.join(left_out)} was left out",) if left_out else ()
+    return {f"{plan.status} plan": {**dict.fromkeys(blocks, SAVE), **kept}}, notes

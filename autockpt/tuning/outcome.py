@@ -1,17 +1,117 @@
-"""From what a search found to what people get: the plan, and the rows of the answer."""
+"""From what a search found to what people get: the plan, the rows of the answer, and what the run keeps."""
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from autockpt.schema import SAVE, Choice, Prediction, ResolvedBudget, Trial, Unit, format_bytes
-from autockpt.schema.known import OURS
-from autockpt.schema.plan import Comparison, Plan, PlanStatus, Verdict, plan_hash
-from autockpt.tuning.opening import Opened
+from autockpt.devices import said_of_host
+from autockpt.history.rundir import RunDirectory
+from autockpt.profiling import CostModel, forget_op_times
+from autockpt.schema import SAVE, Choice, Prediction, SearchRequest, StageTime, Trial, Unit, format_bytes
+from autockpt.schema.known import ALL, OURS
+from autockpt.schema.plan import Comparison, Plan, Verdict, plan_hash
+from autockpt.schema.request import FinishedSearch, SearchOutcome
+from autockpt.schema.step_note import step_note
+from autockpt.tuning.loop import SearchResult
+from autockpt.tuning.outlook import look_around, trade
+from autockpt.tuning.question import Clock
+from autockpt.tuning.targets.base import COMPILING, STEPS, Prepared, Terms
+from autockpt.tuning.targets.compiled import NOT_PREDICTED
 from autockpt.workload import fingerprint
 
+OFF = 3.0
+"""Steps that take so many times as long as op times tell, or so many times less, are not those that were timed."""
 _VERDICTS: dict[str, Verdict] = {"measured": "fits", "over_budget": "over_budget", "out_of_memory": "out_of_memory"}
+
+
+def finish(
+    request: SearchRequest,
+    prepared: Prepared,
+    terms: Terms,
+    run: RunDirectory | None,
+    profiled: CostModel | None,
+    known: Mapping[str, Mapping[str, Choice]],
+    found: SearchResult,
+    clock: Clock,
+) -> SearchOutcome:
+    """What people get of a search: its plan, rows and notes; all of it on record in ``run``.
+
+    ``profiled`` None: nothing is predicted. ``known`` are the well-known plans.
+    """
+    question, environment, head = prepared.question, prepared.environment, prepared.found.tracer.head
+    if profiled is not None and terms.knows_seconds and (pace := _pace(found)) is not None:
+        forget_op_times(environment, question.workload_key)
+        found.notes.append(
+            f"steps took {pace:.2g} times as long as op times predicted: other work ran on the machine, now or when "
+            "these were measured. The search went by its own steps; the next one measures op times anew"
+        )
+    rows = scored_rows(known, found.trials, found.best, question.host_budget)
+    rows = rows if terms.knows_seconds else without_seconds(rows)
+    plan = None
+    if found.best is not None:
+        found.notes.extend((*_said_of_head(head, found.best.choices), *_said_of_graphs(found.best)))
+        if (score := found.best.score or found.best.predicted) is not None:
+            found.notes.extend(said_of_host(environment, score.host_bytes, question.host_budget))
+        notes = [*question.notes, *found.notes] if terms.source == "simulated" else list(found.notes)
+        notes += [NOT_PREDICTED] if request.compile is not None else []
+        plan = _make_plan(request, prepared, found, terms, rows, notes)
+        if run is not None:
+            run.write_plan(plan)
+            if profiled is not None:
+                _keep_graphs(run, profiled, found, known, head, clock)
+        if found.binding and (offer := trade(found.best, found.trials, run and run.outlook(), found.budget.bytes)):
+            found.notes.append(offer)
+    outcome = SearchOutcome(
+        plan=plan,
+        source=terms.source,
+        budget=found.budget,
+        device=environment.device,
+        rows=rows,
+        settings=plain(question.settings),
+        binding=found.binding,
+        dry_run=request.dry_run,
+        interrupted=found.interrupted,
+        resumed=found.resumed,
+        measured_trials=sum(t.score is not None or terms.source == "simulated" for t in found.trials),
+        stopped=found.stopped,
+        run_directory=run.path if run else None,
+        plan_path=run.plan_path if run and plan else None,
+        set_aside=run.set_aside if run else None,
+        smallest_peak=found.smallest_peak,
+        step_note=step_note(environment, question.spec),
+        stages=_compiling_apart(clock.stages, found),
+        notes=(*question.notes, *found.notes),
+    )
+    if run is None or found.interrupted or plan is None:
+        return outcome
+    before = None if request.continued else run.finished()
+    if before is not None and before.outcome.plan is not None and before.outcome.plan.hash != plan.hash:
+        note = _changed(before.outcome.plan, plan, found)
+        outcome = outcome.model_copy(update={"notes": (*outcome.notes, note)})
+    files = question.spec.files if question.spec is not None else None
+    limits = {"trials": request.trials, "timeout": request.timeout, "training_steps": request.training_steps}
+    run.write_finished(FinishedSearch(files=files, outcome=outcome, **limits))
+    return outcome
+
+
+def _keep_graphs(
+    run: RunDirectory,
+    profiled: CostModel,
+    found: SearchResult,
+    known: Mapping[str, Mapping[str, Choice]],
+    head: Unit | None,
+    clock: Clock,
+) -> None:
+    """The steps of the plan and of recomputing everything, and what other budgets would buy, as far as time allows."""
+    assert found.best is not None
+    run.write_graph(profiled.predictor.graph(found.best.choices), "plan")
+    if ALL in known and clock.seconds_left > 0:
+        run.write_graph(profiled.predictor.graph(known[ALL]), "recompute")
+    if not found.interrupted and clock.seconds_left > 0:
+        with clock.stage("other budgets"):
+            run.write_outlook(look_around(profiled, found, head, run.outlook(), clock))
 
 
 def scored_rows(
@@ -32,17 +132,16 @@ def without_seconds(rows: Sequence[Comparison]) -> tuple[Comparison, ...]:
     return tuple(row.model_copy(update={"predicted": p}) for row, p in zip(rows, predicted, strict=True))
 
 
-def make_plan(
-    opened: Opened,
-    choices: Mapping[str, Choice],
-    budget: ResolvedBudget,
-    *,
-    source: PlanStatus,
+def _make_plan(
+    request: SearchRequest,
+    prepared: Prepared,
+    found: SearchResult,
+    terms: Terms,
     rows: Sequence[Comparison],
-    notes: Sequence[str] = (),
+    notes: Sequence[str],
 ) -> Plan:
     """The plan with its provenance; the head is listed only where that has a choice. ``rows`` end with its own."""
-    question, tracer = opened.question, opened.found.tracer
+    question, tracer, choices = prepared.question, prepared.found.tracer, found.best.choices if found.best else {}
     ours, head = rows[-1], tracer.head
     chosen = head is not None and choices.get(head.name, SAVE) != SAVE
     spec, settings = question.spec, plain(question.settings)
@@ -53,20 +152,64 @@ def make_plan(
         [*tracer.units, head] if chosen and head is not None else tracer.units,
         model=question.name,
         fingerprint=fingerprint(tracer.units),
-        source=source,
+        source=terms.source,
         workload=spec,
         settings=settings,
-        environment=opened.environment,
-        budget=budget,
+        environment=prepared.environment,
+        budget=found.budget,
         host_budget_bytes=question.host_budget,
         predicted=ours.predicted,
         measured=ours.measured,
         baselines=tuple(rows[:-1]),
         notes=tuple(notes),
-    )
+    ).model_copy(update={"compile": request.compile})
 
 
-def said_of_head(head: Unit | None, choices: Mapping[str, Choice]) -> tuple[str, ...]:
+def _said_of_graphs(best: Trial) -> tuple[str, ...]:
+    """How many graphs the found plan became, where its steps were compiled."""
+    graphs = best.measured.graphs if best.measured is not None else 0
+    said = "one graph and its backward" if graphs == 1 else f"{graphs} graphs and their backwards"
+    return (f"the plan's steps are compiled to {said}",) if graphs else ()
+
+
+def _compiling_apart(stages: Sequence[StageTime], found: SearchResult) -> tuple[StageTime, ...]:
+    """The stages, with what compiling took taken out of the measured steps that it preceded."""
+    compiling = sum(t.measured.compile_seconds for t in found.trials[found.resumed :] if t.measured is not None)
+    if not compiling:
+        return tuple(stages)
+    steps = [s.model_copy(update={"seconds": s.seconds - compiling}) if s.name == STEPS else s for s in stages]
+    return (*steps, StageTime(name=COMPILING, seconds=compiling, part=True))
+
+
+def _changed(before: Plan, now: Plan, found: SearchResult) -> str:
+    """Which plan was named before, which one is named now, and why."""
+    trials = {t.plan_hash: t for t in found.trials}
+    old, new = trials.get(before.hash or ""), trials.get(now.hash or "")
+    why = "side by side again it was the faster one"
+    if old is None or not old.feasible:
+        why = "the earlier one does not hold the budget any more"
+    elif new is not None and new.number >= found.resumed:
+        why = "it was tried only now"
+
+    def said(plan: Plan, trial: Trial | None) -> str:
+        seconds = f" ({trial.score_seconds:.4g} s)" if trial is not None and trial.score is not None else ""
+        return f"{plan.hash}{seconds}"
+
+    return f"the verdict changed: it was {said(before, old)} and is {said(now, new)} now, because {why}"
+
+
+def _pace(found: SearchResult) -> float | None:
+    """How long the first steps took, relative to what op times predicted; None where about so long, or not known."""
+    paces = [
+        t.measured.step_seconds / t.predicted.step_seconds
+        for t in found.trials[found.resumed :]
+        if t.measured and t.predicted and t.predicted.step_seconds
+    ]
+    pace = statistics.median(paces[:3] or [1.0])
+    return None if 1 / OFF <= pace <= OFF else pace
+
+
+def _said_of_head(head: Unit | None, choices: Mapping[str, Choice]) -> tuple[str, ...]:
     """A note on what a plan does with the output head, where that is anything."""
     if head is None or (choice := choices.get(head.name, SAVE)) == SAVE:
         return ()

@@ -8,9 +8,9 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Any
 
-from autockpt.schema import Budget, Choice, Listener, SearchOptions, SearchSpace, StageTime, WorkloadSpec, words
+from autockpt.schema import Budget, Choice, Listener, SearchSpace, StageTime, WorkloadSpec, words
 from autockpt.schema.trial import Measurement
 
 OF_TRAINING = 0.1
@@ -22,8 +22,7 @@ class Question:
     """What is asked: the workload by its settings, the budget, the space and how many candidates may be tried.
 
     ``spec`` None: a live model.
-    ``seeds`` are plans to try early, by name; ``host_budget`` bounds what offloading may claim on the host, in bytes;
-    ``continued``: what the search has named so far was no verdict yet.
+    ``seeds`` are plans to try early, by name; ``host_budget`` bounds what offloading may claim on the host, in bytes.
     """
 
     name: str
@@ -35,14 +34,7 @@ class Question:
     seed: int = 0
     notes: tuple[str, ...] = field(default=())
     host_budget: int | None = None
-    continued: bool = False
     seeds: Mapping[str, Mapping[str, Choice]] = field(default_factory=dict)
-
-    @classmethod
-    def of(cls, asked: SearchOptions, **facts: Any) -> Self:
-        """The question of what was asked for, with ``facts`` about what it is asked of."""
-        host_budget, continued = asked.host_budget, asked.continued
-        return cls(trials=asked.trials, seed=asked.seed, host_budget=host_budget, continued=continued, **facts)
 
     @property
     def workload_key(self) -> str:

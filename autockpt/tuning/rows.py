@@ -80,7 +80,7 @@ def _given(op: Op) -> list[int]:
     return [count for made in op.outputs if "f" in made.dtype and (count := math.prod(made.shape))]
 
 
-def dependent_rows(job: Callable[[int], Job], judge: WhatIf, remedy: str) -> tuple[str, ...]:
+def dependent_rows(job: Callable[[int], Job], judge: WhatIf) -> tuple[str, ...]:
     """Notes on terms that take rows together. Raises UsageError where another micro-batch is another training.
 
     Where the model cannot be ghost-run at these sizes a note says that this was not looked at.
@@ -93,7 +93,7 @@ def dependent_rows(job: Callable[[int], Job], judge: WhatIf, remedy: str) -> tup
     if met and met[0].certain:
         raise UsageError(
             f"the rows of this model's batch depend on each other ({met[0]}): another micro-batch is another training",
-            remedy=remedy,
+            remedy="Keep the batch size as it is, and search without a global batch.",
         )
     if not met:
         return ()

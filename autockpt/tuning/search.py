@@ -1,161 +1,113 @@
-"""The doors of a search: ``run_search`` for a described workload, ``search_step`` for a live one in this process."""
+"""The search: from a request to its answer."""
 
 from __future__ import annotations
 
-from contextlib import ExitStack, nullcontext
-from typing import Any
+from contextlib import ExitStack
+from functools import partial
 
-from pydantic import ValidationError
-
-from autockpt.errors import RunDirectoryError, UsageError
-from autockpt.history.rundir import RunDirectory
-from autockpt.measuring.environment import environment_without_context
+from autockpt.errors import InfeasibleError
+from autockpt.measuring import LocalMeasurer, Measurer, WorkerMeasurer
 from autockpt.measuring.local import refuse_many_processes
-from autockpt.schema import Budget, SearchSpace, parse_budget, parse_size
-from autockpt.schema.base import unfit
-from autockpt.schema.files import unwritable
-from autockpt.schema.request import TRIALS, Listener, SearchOptions, SearchOutcome, SearchRequest, Silence
-from autockpt.tuning.outcome import plain
+from autockpt.profiling import CostModel
+from autockpt.schema.request import Listener, SearchOutcome, SearchRequest, Silence
+from autockpt.tuning.infeasible import explain_refusal
+from autockpt.tuning.loop import Loop
+from autockpt.tuning.opening import blocks_of
+from autockpt.tuning.outcome import finish
+from autockpt.tuning.proposers.base import Proposer
+from autockpt.tuning.proposers.solver import SolverProposer
+from autockpt.tuning.proposers.splits import SplitProposer
 from autockpt.tuning.question import Clock
-from autockpt.tuning.stages import enter_run, recorded, save_plan_copy
-from autockpt.tuning.targets.compiled import open_compiled
-from autockpt.tuning.targets.measured import open_live, open_measured
-from autockpt.tuning.targets.simulated import open_simulated, simulated_environment
-from autockpt.workload import Step
-from search_spaces.spaces import load_space
+from autockpt.tuning.record import answer_on_record, enter_run, refuse_unwritable, save_plan_copy, study_title
+from autockpt.tuning.targets.base import Prepared, Target
+from autockpt.tuning.targets.compiled import Compiled, refuse_uncompilable
+from autockpt.tuning.targets.measured import DryRun, Measured
+from autockpt.tuning.targets.simulated import OnHardware
+from autockpt.tuning.trials import Trials
+from autockpt.workload import refuse_simulated
 
 
 def run_search(request: SearchRequest, listener: Listener | None = None) -> SearchOutcome:
-    """Search for the workload that ``request`` describes; steps are measured in a worker process.
+    """Search for the workload that ``request`` describes, by steps in a worker process, or for its live step in this.
 
-    With ``request.compile`` these steps are compiled. Where ``request.hardware`` is given, nothing is measured: the
-    search is simulated for it. Writes the run's directory and plan. Raises UsageError (under a distributed launch as
-    well), WorkloadError, InfeasibleError, RunDirectoryError or MeasurementError; whatever was measured until then is
-    kept. Ctrl-C ends the search with the best plan so far.
+    A second copy of a live model might not fit: its weights, buffers, optimizer, scaler, gradients and random state are
+    the caller's again afterwards, bit for bit, after Ctrl-C too. With ``request.compile`` steps are compiled; where
+    ``request.hardware`` is given, nothing is measured. Writes the run's directory and plan, where ``request.out`` says;
+    a search that came to its end there is answered from its record. Ctrl-C ends a search with the best plan so far, or
+    without one where nothing fitting was measured.
+
+    Raises UsageError (under a distributed launch as well), WorkloadError, InfeasibleError, RunDirectoryError or
+    MeasurementError; whatever was measured until then is kept.
     """
-    refuse_many_processes()
-    _refuse_unwritable(request)
-    with nullcontext() if request.dry_run else RunDirectory.reserved(request.out, request.key):
-        outcome = _answered(request) or search_described(request, Clock(listener or Silence(), request.timeout))
+    clock = Clock(listener or Silence(), request.timeout, request.training_steps)
+    _refuse(request)
+    with ExitStack() as stack:
+        if (answer := answer_on_record(stack, request)) is not None:  # found without tracing
+            return save_plan_copy(request, answer)
+        target = target_of(stack, request, clock)
+        prepared = target.trace(stack)
+        run, answer = enter_run(stack, request, prepared)
+        if answer is not None:
+            return save_plan_copy(request, answer)
+        trials, profiled = Trials(run), None
+        storage = None if run is None else request.storage or run.storage
+        try:
+            profiled = target.cost_model(prepared, trials)
+            proposer = _proposer(prepared, profiled, target, trials, storage, study_title(prepared, run), clock)
+            if run is not None and profiled is not None:
+                run.write_profile(profiled.profile)
+            found = Loop(proposer, target, trials, request.trials, clock).run()
+        except InfeasibleError as error:
+            explain_refusal(error, request, prepared, run, profiled, clock)
+            raise
+        outcome = finish(request, prepared, target.terms, run, profiled, proposer.known, found, clock)
         return save_plan_copy(request, outcome)
 
 
-def _answered(request: SearchRequest) -> SearchOutcome | None:
-    """The answer that is on record already, found without tracing; None where there is none to rely on.
-
-    Whoever's code makes the model may have changed it, which only tracing tells; local files are compared. What it
-    would run on, which may take a process of its own, is asked where a run could be the one. Raises RunDirectoryError
-    where a search of this question is at work.
-    """
-    files = request.workload.files
-    if request.dry_run or request.anew or files is None:
-        return None
-    perhaps = list(RunDirectory.alike(request.out, request.question()))
-    environment = None
-    if perhaps and request.hardware is not None:
-        environment = simulated_environment(request.hardware)
-    elif perhaps:
-        environment = environment_without_context(request.device)
-    if environment is None:
-        return None
-    question = request.question(environment)
-    for run in filter(lambda run: run.may_ask(question), perhaps):
-        with run.lock():
-            finished = run.finished()
-            if finished is None or (finished.files or "") != files:
-                continue
-            if (outcome := recorded(run, request)) is not None:
-                run.add_command(request.command)
-                return outcome
-    return None
+def target_of(stack: ExitStack, request: SearchRequest, clock: Clock) -> Target:
+    """What the request is asked of; ``stack`` ends what measures there."""
+    if request.hardware is not None:
+        return OnHardware(request=request, clock=clock, hardware=request.hardware)
+    if request.dry_run:
+        return DryRun(request=request, clock=clock)
+    measurer = stack.enter_context(measurer_of(request))
+    if request.compile is not None:
+        assert isinstance(measurer, WorkerMeasurer)
+        return Compiled(measurer, clock, request=request, mode=request.compile, within=measurer.within)
+    return Measured(measurer, clock, request=request)
 
 
-def search_described(request: SearchRequest, clock: Clock, *, alternatives: bool = True) -> SearchOutcome:
-    """Search where the request wants it: by compiled steps, by simulation, or by real steps. Raises as ``run_search``.
-
-    Writes the run's directory and plan, but for a dry run. Without ``alternatives`` a simulation that nothing fits
-    looks for no changes that would.
-    """
-    with ExitStack() as stack:
-        if request.compile is not None:
-            opened = open_compiled(stack, request, request.compile, clock)
-        elif request.hardware is not None:
-            opened = open_simulated(stack, request, request.hardware, clock, alternatives=alternatives)
-        else:
-            opened = open_measured(stack, request, clock)
-        if request.dry_run:
-            return opened.answer().model_copy(update={"dry_run": True})
-        run, known = enter_run(stack, request, opened)
-        return known or opened.answer(run, request.storage)
+def measurer_of(request: SearchRequest) -> Measurer:
+    """What measures a request's steps: a worker process, or for a live step this one."""
+    if request.workload is None:
+        return LocalMeasurer(request.step, host_budget=request.host_budget, others_wait=request.others_wait)
+    return WorkerMeasurer(request.workload, request.device, host_budget=request.host_budget, compile=request.compile)
 
 
-def _refuse_unwritable(request: SearchRequest) -> None:
-    """What cannot be written at the end is refused at the start."""
-    if request.plan_out is not None and (why := unwritable(request.plan_out)):
-        raise UsageError(f"--plan-out {request.plan_out} cannot be written: {why}", remedy="Give another file.")
-    if not request.dry_run and (why := unwritable(request.out / "run")):
-        raise RunDirectoryError(f"--out {request.out} cannot be written: {why}", remedy="Give another folder.")
+def _proposer(
+    prepared: Prepared,
+    profiled: CostModel | None,
+    target: Target,
+    trials: Trials,
+    storage: str | None,
+    name: str,
+    clock: Clock,
+) -> Proposer:
+    """The solver's plans where choices have known costs; else splits of the layers, of which the target is asked."""
+    question = prepared.question
+    if profiled is not None:
+        return SolverProposer(question, profiled, target, trials, storage, study=name, clock=clock)
+    assert isinstance(target, Compiled)
+    layers, eager = [unit.name for unit in blocks_of(prepared.found.tracer)], partial(target.eager, prepared)
+    return SplitProposer(question, layers, target, trials, storage, room=target.room(), eager=eager, name=name)
 
 
-def search_options(
-    *,
-    budget: str | Budget,
-    headroom: str | None = None,
-    host_budget: str | int | None = None,
-    space: str | SearchSpace = "knobs",
-    trials: int = TRIALS,
-    timeout: float | None = None,
-    simulated: bool = False,
-    **more: Any,
-) -> SearchOptions:
-    """Options of a search from what people write, ``more`` among them. Raises UsageError for what makes no sense.
-
-    ``budget`` is text such as "24GB", "60%", "60%act" or "auto"; ``headroom`` (text: "2%" of the budget, or "500MB") is
-    left free of it, by default as ``Budget.with_headroom`` says. ``host_budget`` (text such as "8GB", or bytes) bounds
-    what offloading may claim of host memory, in the search and wherever the plan is applied.
-    """
-    if isinstance(host_budget, str):
-        host_budget = parse_size(host_budget)
-    elif isinstance(host_budget, bool) or (host_budget is not None and host_budget <= 0):
-        raise UsageError(
-            f"a host budget of {host_budget!r} bytes allows nothing", remedy='Write it as "8GB" or "8GiB".'
-        )
-    asked = {
-        "budget": parse_budget(budget).with_headroom(headroom, simulated=simulated),
-        "host_budget": host_budget,
-        "space": load_space(space) if isinstance(space, str) else space,
-        "trials": trials,
-        "timeout": timeout,
-        **more,
-    }
-    try:
-        return SearchOptions.model_validate(asked)
-    except ValidationError as error:
-        raise unfit(error, "See help(autockpt.search).") from None
-
-
-def search_step(
-    step: Step,
-    asked: SearchOptions,
-    listener: Listener | None = None,
-    *,
-    others_wait: bool = False,
-) -> SearchOutcome:
-    """Search for a live training step, in this process: a second copy of the model might not fit.
-
-    Weights, buffers, optimizer, scaler, gradients and random state are the caller's again afterwards, bit for bit,
-    after Ctrl-C too. A search that came to its end in ``asked.out`` is answered from its record, unless ``asked.again``
-    or more trials are asked for. With ``others_wait`` this is one of several processes, whose step needs no other
-    (DDP's inner model), and all others wait.
-
-    Raises UsageError under a distributed launch, WorkloadError for a step that does not run, InfeasibleError where
-    nothing fits. The outcome has no plan where Ctrl-C came before anything fitting was measured.
-    """
-    clock = Clock(listener or Silence(), asked.timeout, asked.training_steps)
-    with ExitStack() as stack:
-        opened = open_live(stack, step, asked, clock, others_wait=others_wait)
-        if asked.out is None:
-            return opened.answer()
-        question = opened.question
-        run, known = enter_run(stack, asked, opened, model=question.name, settings=plain(question.settings))
-        return known or opened.answer(run)
+def _refuse(request: SearchRequest) -> None:
+    """What cannot be searched for, or not be written at the end, is refused at the start."""
+    if not request.others_wait and not (request.dry_run and request.hardware is not None):
+        refuse_many_processes()
+    refuse_unwritable(request)
+    if request.workload is not None and (request.hardware is None or request.compile is not None):
+        refuse_simulated(request.workload)
+    if request.compile is not None:
+        refuse_uncompilable(request)

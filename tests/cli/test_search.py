@@ -10,6 +10,7 @@ from autockpt.errors import InfeasibleError
 from autockpt.schema import Listener, Measurement, SearchOutcome, SearchRequest
 from autockpt.schema.batches import BatchAnswer, BatchSetting
 from autockpt.schema.request import TRIALS
+from autockpt.tuning import search_request
 from tests.page.samples import make_run
 from tests.reporting.samples import outcome, trial
 
@@ -25,7 +26,7 @@ def asked(replace) -> list[SearchRequest]:
         listener.trial(trial(0), trial(0))
         return outcome(notes=request.notes)
 
-    replace("autockpt.tuning", run_search=run_search)
+    replace("autockpt.tuning", answer=run_search, search_request=search_request)
     return requests
 
 
@@ -181,7 +182,7 @@ def test_nothing_fits(autockpt, replace) -> None:
     def run_search(request: SearchRequest, listener: Listener) -> SearchOutcome:
         raise InfeasibleError("no plan fits 1 GB", remedy="Use --lora 16.", smallest_peak=2 * 2**30)
 
-    replace("autockpt.tuning", run_search=run_search)
+    replace("autockpt.tuning", answer=run_search, search_request=search_request)
     result = autockpt("search", "--budget", "1GB", "--model", "llama-tiny", "--json")
     assert result.code == 3 and "2.00 GiB (2.15 GB)" in result.err and "--lora" in result.err
     assert result.json["smallest_peak_bytes"] == 2 * 2**30
@@ -189,7 +190,7 @@ def test_nothing_fits(autockpt, replace) -> None:
 
 def test_interrupted_with_and_without_a_plan(autockpt, replace) -> None:
     answers = [outcome(interrupted=True), outcome(interrupted=True, plan=None, plan_path=None, rows=())]
-    replace("autockpt.tuning", run_search=lambda request, listener: answers.pop(0))
+    replace("autockpt.tuning", answer=lambda request, listener: answers.pop(0), search_request=search_request)
     for has_plan in (True, False):
         result = autockpt("search", "--budget", "60%", "--model", "llama-tiny")
         assert result.code == 130 and "Interrupted" in result.out and ("ours" in result.out) == has_plan
@@ -210,7 +211,8 @@ def test_compile_takes_layers_or_model(autockpt, asked: list[SearchRequest]) -> 
 def batches(asked: list[tuple[int, SearchRequest]]):
     """A stand-in for the search over batch sizes: what it was asked, and the answer of one size."""
 
-    def search(request: SearchRequest, rows: int, search: object, listener: Listener) -> BatchAnswer:
+    def search(request: SearchRequest, listener: Listener) -> BatchAnswer:
+        rows = request.rows_per_update or 0
         asked.append((rows, request))
         score = Measurement(peak_bytes=1 << 30, step_seconds=2.0, noise=0.01)
         best = BatchSetting(role="found", batch_size=4, accumulate=rows // 4, plan="8 remake", score=score, work=8192)
@@ -224,8 +226,7 @@ def batches(asked: list[tuple[int, SearchRequest]]):
 
 def test_a_global_batch_is_answered_with_the_settings_that_go_with_the_plan(autockpt, replace) -> None:
     asked: list[tuple[int, SearchRequest]] = []
-    replace("autockpt.tuning", run_search=None)
-    replace("autockpt.tuning.batches", search_batch_sizes=batches(asked))
+    replace("autockpt.tuning", answer=batches(asked), search_request=search_request)
     tokens = ("--tokens-per-update", "8192", "--seq-len", "1024")
     for given in (("--global-batch", "8"), tokens, ("--tokens-per-update", "512")):
         result = autockpt("search", "--budget", "24GB", "--model", "llama-tiny", "-b", "2", *given)
@@ -252,7 +253,11 @@ def test_tokens_that_are_no_whole_sequences_are_refused(autockpt, arguments: tup
 def test_a_search_ends_with_a_page_and_outlives_one_that_fails(autockpt, replace, tmp_path: Path) -> None:
     import_module("autockpt.page")  # before the search is replaced, which it uses parts of
     run = make_run(tmp_path / "results")
-    replace("autockpt.tuning", run_search=lambda request, listener: outcome(run_directory=run.path))
+    replace(
+        "autockpt.tuning",
+        answer=lambda request, listener: outcome(run_directory=run.path),
+        search_request=search_request,
+    )
     result = autockpt("search", "--budget", "60%", "--model", "llama-tiny")
     page = run.path / "report.html"
     assert result.code == 0 and page.exists() and f"The whole run on one page: {page}" in result.err
@@ -300,7 +305,7 @@ def test_neither_a_bug_nor_its_log_shows_a_password(autockpt, replace, monkeypat
     def run_search(request: SearchRequest, listener: Listener) -> SearchOutcome:
         raise KeyError(request.storage)
 
-    replace("autockpt.tuning", run_search=run_search)
+    replace("autockpt.tuning", answer=run_search, search_request=search_request)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     result = autockpt("search", "--budget", "60%", "--model", "llama-tiny", "--storage", URL, "--json")
     (log,) = tmp_path.glob("autockpt-error-*.log")

@@ -37,9 +37,9 @@ from autockpt.history.rundir import RunDirectory
 from autockpt.history.statistics import Interval
 from autockpt.measuring import StepRunner, environment_of
 from autockpt.schema import RECOMPUTE, SAVE, Choice, Silence
-from autockpt.tuning.batches import search_step_batches
+from autockpt.tuning.batches import search_batch_sizes
+from autockpt.tuning.door import search_request
 from autockpt.tuning.jobs import with_rows
-from autockpt.tuning.search import search_options
 from autockpt.workload import Step, discover_units
 from search_spaces.spaces import load_space
 from tests.evidence.until import compare_until
@@ -179,10 +179,10 @@ def case(name: str) -> dict[str, Any]:
     budget = round(1.05 * bench.measured(Setting(8, "R" * LAYERS))[0]) // 1000 * 1000
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as out:
-        answer = search_step_batches(
-            step,
-            ROWS,
-            search_options(
+        answer = search_batch_sizes(
+            search_request(
+                step=step,
+                global_batch=ROWS,
                 budget=f"{budget // 1000}KB",
                 trials=TRIALS,
                 timeout=SECONDS,

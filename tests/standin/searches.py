@@ -36,7 +36,7 @@ from autockpt.devices import get_device
 from autockpt.errors import DeviceOutOfMemory
 from autockpt.measuring import StepRunner
 from autockpt.schema import label
-from autockpt.tuning.search import search_options, search_step
+from autockpt.tuning import run_search, search_request
 from autockpt.workload import Step
 from search_spaces.spaces import load_space
 from tests.standin import build
@@ -144,8 +144,8 @@ def searched(name: str, trials: int = 2) -> tuple[str, str]:
     model, allowed = SEARCHES[name]
     step, device = step_of(model), get_device("standin")
     space = load_space("knobs").restricted(allowed)
-    outcome = search_step(
-        step, search_options(budget=name.split()[1].rstrip(","), trials=trials, space=space, again=True)
+    outcome = run_search(
+        search_request(step=step, budget=name.split()[1].rstrip(","), trials=trials, space=space, again=True)
     )
     assert outcome.plan is not None
     budget, ours = outcome.budget.bytes, outcome.rows[-1]

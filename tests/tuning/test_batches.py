@@ -20,20 +20,19 @@ from autockpt.schema import (
     DeviceInfo,
     Measurement,
     ResolvedBudget,
-    SearchOptions,
     SearchOutcome,
     SearchRequest,
     Silence,
     WorkloadSpec,
     parse_budget,
 )
-from autockpt.tuning import batches, run_search
+from autockpt.tuning import answer as answered
+from autockpt.tuning import batches, search_request
 from autockpt.tuning.alternatives import on_device
-from autockpt.tuning.batches import Climb, Sizes, climbed, search_batch_sizes, search_step_batches
+from autockpt.tuning.batches import Climb, Sizes, climbed, search_batch_sizes
 from autockpt.tuning.jobs import Live, with_rows
 from autockpt.tuning.question import Clock
 from autockpt.tuning.rows import dependent_rows
-from autockpt.tuning.search import search_options
 from autockpt.workload import Step
 from search_spaces.hardware import load_hardware
 from search_spaces.spaces import load_space
@@ -106,21 +105,21 @@ def test_a_batch_that_not_even_single_rows_fit_is_the_searches_own_error() -> No
 
 
 def test_batches_whose_rows_are_packed_or_cannot_be_divided_are_refused() -> None:
-    def asked(budget: str = "1GB") -> tuple[SearchOptions, Silence]:
-        return search_options(budget=budget, trials=3), Silence()
+    def search(step: Any, rows: int, budget: str = "1GB") -> None:
+        answered(search_request(budget=budget, step=step, global_batch=rows, trials=3))
 
     packed = {"x": torch.zeros(1, 8)}
     with pytest.raises(UsageError, match="2 rows of the data set has 1 rows"):
-        search_step_batches(lambda size: Step(Rows(False), packed, loss=lambda m, b: squares(m(**b))), 2, *asked())
+        search(lambda size: Step(Rows(False), packed, loss=lambda m, b: squares(m(**b))), 2)
     odd = Step(Rows(False), {"x": torch.zeros(4, 8), "y": torch.zeros(3)}, loss=lambda m, b: squares(m(b["x"])))
     with pytest.raises(UsageError, match="cannot be divided into rows"):
-        search_step_batches(odd, 4, *asked())
+        search(odd, 4)
     with pytest.raises(UsageError, match="share of this job"):
-        search_step_batches(odd, 4, *asked("60%"))
+        search(odd, 4, "60%")
     with pytest.raises(UsageError, match="0 are no rows"):
-        search_step_batches(odd, 0, *asked())
+        search(odd, 0)
     with pytest.raises(UsageError, match="is not 16 rows per update"):
-        search_step_batches(Step(odd.model, odd.batch, loss=odd.loss, accumulate=3), 16, *asked())
+        search(Step(odd.model, odd.batch, loss=odd.loss, accumulate=3), 16)
 
 
 def test_one_worse_size_above_is_passed_over() -> None:
@@ -178,7 +177,7 @@ def test_a_size_that_there_was_time_for_is_not_named_the_largest(monkeypatch: py
     known = Sizes([1, 2, 4], 100, {1: {"save": 60, "recompute": 1}, 2: {"save": 150, "recompute": 2}}, {}.__getitem__)
     monkeypatch.setattr(batches, "dependent_rows", lambda *asked: ())
     monkeypatch.setattr(batches, "foreseen_sizes", lambda *asked: known)
-    answer = batches._most_tokens(climb, None, None, None, 20, "", None)  # type: ignore[arg-type]
+    answer = batches._most_tokens(climb, None, None, None, 20, None)  # type: ignore[arg-type]
     assert answer.best.batch_size == 1 and not answer.others and answer.trials == 7
     assert any("left none for micro-batches of 2, 4" in note for note in answer.notes)
 
@@ -197,7 +196,7 @@ def test_what_cannot_be_asked_is_refused_before_anything_runs(asked: dict[str, A
         raise AssertionError("nothing is searched")
 
     with pytest.raises(UsageError, match=words):
-        search_batch_sizes(request(**asked), 8, search, Silence())
+        search_batch_sizes(request(rows_per_update=8, **asked), Silence(), search)
 
 
 class Rows(nn.Module):
@@ -235,7 +234,7 @@ def met_by(loss: Any, normed: bool = False) -> tuple[str, ...]:
         assert made is not None and made.batch["x"].shape == (size, 8)
         return Live(made)
 
-    return dependent_rows(job, judge, "keep the batch")
+    return dependent_rows(job, judge)
 
 
 def test_the_update_of_ragged_labels_is_that_of_the_whole_batch_as_the_answer_says_it() -> None:
@@ -279,12 +278,13 @@ def test_a_simulated_search_names_the_setting_with_the_most_tokens_per_second(tm
     space = load_space("knobs").restricted(("recompute",))
     asked = request(
         tmp_path,
+        rows_per_update=4,
         hardware=load_hardware("rtx4090"),
         budget=parse_budget("600MB"),
         space=space,
         workload={"model": TWO_LAYERS, "batch_size": 1, "seq_len": 64},
     )
-    answer = search_batch_sizes(asked, 4, run_search, Silence())
+    answer = search_batch_sizes(asked, Silence())
     assert answer.best.batch_size * answer.best.accumulate == 4
     assert all(other.per_second <= answer.best.per_second for other in answer.others)
     assert {"given", "usual"} <= {other.role for other in answer.others}
@@ -293,7 +293,7 @@ def test_a_simulated_search_names_the_setting_with_the_most_tokens_per_second(tm
     assert answer.outcome.plan is not None and answer.outcome.plan.workload is not None
     assert answer.outcome.plan.workload.batch_size == answer.best.batch_size
     assert answer.best.score.peak_bytes <= 600 * 10**6
-    dry = search_batch_sizes(asked.model_copy(update={"dry_run": True}), 4, run_search, Silence())
+    dry = search_batch_sizes(asked.model_copy(update={"dry_run": True}), Silence())
     assert dry.best.batch_size == answer.best.batch_size and dry.outcome.dry_run
     usual = [other for other in answer.others if other.role == "usual"]
     assert len(usual) == 1 and usual[0].plan == "recompute all"

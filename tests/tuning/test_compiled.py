@@ -16,7 +16,7 @@ from autockpt.schema.choices import CompileBudget
 from autockpt.tuning.loop import Loop
 from autockpt.tuning.proposers.splits import SplitProposer
 from autockpt.tuning.question import Clock, Question
-from autockpt.tuning.targets.compiled_steps import CompiledSteps
+from autockpt.tuning.targets.compiled import Compiled
 from autockpt.tuning.trials import Trials
 from search_spaces.spaces import load_space
 
@@ -69,7 +69,7 @@ def search(compiler: MadeUpCompiler, budget: str, mode: Any = "layers", *, trial
     question = Question("m", None, {}, parse_budget(budget), space, trials)
     run = more.pop("run", None)
     tried = Trials(run)
-    target = CompiledSteps(compiler, clock, mode=mode, within=compiler.within)  # type: ignore[arg-type]
+    target = Compiled(compiler, clock, mode=mode, within=compiler.within)  # type: ignore[arg-type]
     storage, eager = run.storage if run else None, more.pop("eager", lambda share: {})
     proposer = SplitProposer(question, NAMES, target, tried, storage, room=10**6, eager=eager, name="compiled")
     return Loop(proposer, target, tried, trials, clock).run()

@@ -15,8 +15,7 @@ import transformers
 from autockpt.errors import RunDirectoryError
 from autockpt.history.rundir import RunDirectory
 from autockpt.schema import RECOMPUTE, Plan, SearchOutcome, SearchRequest, Silence, Trial, WorkloadSpec, parse_budget
-from autockpt.tuning import run_search, search_step
-from autockpt.tuning.search import search_options
+from autockpt.tuning import run_search, search_request
 from autockpt.workload import Step
 from search_spaces.hardware import load_hardware
 from search_spaces.spaces import load_space
@@ -212,7 +211,8 @@ def test_a_live_search_is_answered_from_its_record_too(tmp_path: Path) -> None:
 
     def asked(**more: Any) -> tuple[Plan, list[str]]:
         stages = Stages()
-        found = search_step(step, search_options(budget="50%act", space=space, trials=1, out=tmp_path, **more), stages)
+        request = search_request(budget="50%act", step=step, space=space, trials=1, out=tmp_path, **more)
+        found = run_search(request, stages)
         assert found.plan is not None
         return found.plan, stages.begun
 
@@ -231,7 +231,7 @@ def test_op_times_that_steps_contradict_are_measured_anew_next_time(
     def asked() -> tuple[bool, bool]:
         """Whether op times were measured, and whether the steps were said to contradict them."""
         stages, space = Stages(), load_space("knobs").restricted(("recompute",))
-        found = search_step(live_step(), search_options(budget="50%act", space=space, trials=1), stages)
+        found = run_search(search_request(budget="50%act", step=live_step(), space=space, trials=1), stages)
         return "time single ops" in stages.begun, any("measures op times anew" in note for note in found.notes)
 
     assert asked()[0]

@@ -15,9 +15,8 @@ from autockpt.schema import Plan, SearchRequest, WorkloadSpec, parse_budget
 from autockpt.schema.choices import CHUNKED_SOFTMAX, OFFLOAD, ChunkedLoss
 from autockpt.schema.remedy import INEXACT
 from autockpt.tracing import Tracer
-from autockpt.tuning import run_search, search_step
+from autockpt.tuning import run_search, search_request
 from autockpt.tuning.opening import CHUNKS
-from autockpt.tuning.search import search_options
 from autockpt.workload import Step
 from search_spaces.spaces import load_space
 
@@ -156,10 +155,10 @@ def test_a_live_search_names_the_alternative_and_takes_it() -> None:
     space = load_space("knobs").restricted(("recompute",))
     asked = {"budget": "16MB", "space": space, "trials": 3}
     with pytest.raises(InfeasibleError) as caught:
-        search_step(Step(live.model, live.batch), search_options(**asked))
+        run_search(search_request(step=Step(live.model, live.batch), **asked))
     assert f"{INEXACT}: fits with" in caught.value.remedy
     before = {name: tensor.clone() for name, tensor in live.model.state_dict().items()}
-    plan = search_step(Step(live.model, live.batch), search_options(allow_inexact=True, **asked)).plan
+    plan = run_search(search_request(step=Step(live.model, live.batch), allow_inexact=True, **asked)).plan
     assert plan is not None and isinstance(plan.choices["lm_head"], ChunkedLoss)
     assert plan.measured is not None and plan.measured.peak_bytes <= 16_000_000
     assert all(torch.equal(tensor, before[name]) for name, tensor in live.model.state_dict().items())
@@ -171,14 +170,15 @@ def test_a_live_search_names_the_alternative_and_takes_it() -> None:
 def test_a_live_search_stays_within_its_host_budget() -> None:
     live = Live()
     space = load_space("knobs").restricted(("offload",))
-    asked = search_options(budget="90%act", space=space, trials=3, host_budget="200KB")
-    plan = search_step(Step(live.model, live.batch), asked).plan
+    step = Step(live.model, live.batch)
+    asked = search_request(budget="90%act", step=step, space=space, trials=3, host_budget="200KB")
+    plan = run_search(asked).plan
     assert plan is not None and plan.host_budget_bytes == 200_000
     assert plan.measured is not None and plan.measured.host_bytes <= 200_000
     offloaded = next(row for row in plan.baselines if row.name == "offload all")
     assert offloaded.measured is None and "host budget" in offloaded.note
     with pytest.raises(UsageError, match="allows nothing"):
-        search_options(budget="90%", host_budget=0)
+        search_request(budget="90%", host_budget=0)
     every = plan.model_copy(update={"choices": {"**": OFFLOAD}})
     with apply(live.model, every), pytest.raises(HostBudgetExceeded):
         live.model(**live.batch).loss.backward()

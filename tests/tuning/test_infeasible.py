@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
 from autockpt.errors import ConflictError, InfeasibleError
-from autockpt.schema import SAVE, Silence, WorkloadSpec, parse_budget
+from autockpt.schema import SAVE, SearchRequest, Silence, WorkloadSpec, parse_budget
 from autockpt.schema.choices import CHUNKED_SOFTMAX, ChunkedLoss
 from autockpt.schema.remedy import INEXACT, SMALLER, Alternative, batch, joined
 from autockpt.tuning import alternatives, infeasible
 from autockpt.tuning.jobs import Described
 from autockpt.tuning.question import Clock
+from search_spaces.spaces import load_space
 
 IN_CHUNKS = ChunkedLoss(tokens=256)
 SPEC = WorkloadSpec(model="llama-1b", batch_size=4, seq_len=1024)
@@ -51,10 +53,11 @@ def test_combinations_are_tried_where_no_single_change_helps_and_shorter_sequenc
     assert asked.index(batch(2, 2)) < asked.index(joined(batch(2, 2), INEXACT))
 
 
+@contextmanager
 def naming(
     *notes: str, left_out: tuple[str, ...] = (), timeout: float | None = None, budget: str = "1KB"
-) -> AbstractContextManager[None]:
-    """``naming_alternatives`` for a job that needs 1,000 B while it saves everything, after two seconds."""
+) -> Iterator[None]:
+    """The alternatives for a job that needs 1,000 B while it saves everything, after two seconds."""
     tracer = SimpleNamespace(settings=SETTINGS, notes=notes, head=None)
     graph = SimpleNamespace(resident={})
     facts = {"tracer": tracer, "heads": None, "twin": None, "left_out": left_out}
@@ -62,9 +65,13 @@ def naming(
     clock = Clock(Silence(), timeout)
     clock.began -= 2.0
     bench: Any = alternatives.WhatIf(5, cast("Any", None), cast("Any", None), ("recompute",), None)
-    return infeasible.naming_alternatives(
-        found, lambda graph: 1000, clock, Described(SPEC), parse_budget(budget), lambda: bench
-    )
+    prepared: Any = SimpleNamespace(found=found, needs=lambda graph: 1000, what_if=lambda: bench)
+    request = SearchRequest(budget=parse_budget(budget), space=load_space("knobs"), workload=SPEC)
+    try:
+        yield
+    except InfeasibleError as error:
+        infeasible.explain_refusal(error, request, prepared, None, None, clock)
+        raise
 
 
 @pytest.mark.parametrize("limit", [None, 1.0])

@@ -11,9 +11,8 @@ from torch import nn
 from autockpt.errors import InfeasibleError
 from autockpt.schema import WorkloadSpec
 from autockpt.schema.remedy import FOUR_BITS, joined
-from autockpt.tuning import search_step
+from autockpt.tuning import run_search, search_request
 from autockpt.tuning.jobs import Described, Live
-from autockpt.tuning.search import search_options
 from autockpt.workload import Step, build
 from search_spaces.hardware import load_hardware
 
@@ -114,7 +113,8 @@ def test_where_only_a_base_in_4_bits_fits_a_live_search_names_it() -> None:
     pytest.importorskip("bitsandbytes")
     made = build(WorkloadSpec(model="llama-tiny", batch_size=1, seq_len=16, lora=4))
     with pytest.raises(InfeasibleError) as caught:
-        search_step(Step(made.model, made.batch, optimizer=made.optimizer), search_options(budget="800KB", trials=2))
+        step = Step(made.model, made.batch, optimizer=made.optimizer)
+        run_search(search_request(budget="800KB", step=step, trials=2))
     assert [way.effect for way in caught.value.alternatives] == ["the base in 4 bits, simulated"]
 
 

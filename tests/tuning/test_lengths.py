@@ -155,6 +155,7 @@ def test_compiled_layers_are_not_offered_what_several_sets_cannot_move() -> None
         out=Path("unused"),
         compile="layers",
         trials=4,
+        lengths=TAIL,
     )
     spaces: list[tuple[str, ...]] = []
 
@@ -163,7 +164,7 @@ def test_compiled_layers_are_not_offered_what_several_sets_cannot_move() -> None
         raise InfeasibleError("nothing fits")
 
     with pytest.raises(InfeasibleError):
-        search_lengths_of(asked, TAIL, search, listener)
+        search_lengths_of(asked, listener, search)
     assert "recompute" in spaces[0] and not {"offload", "recompute_offload"} & set(spaces[0])
     assert "leave out" in notes[0] and "offload" in notes[0]
 
@@ -171,7 +172,8 @@ def test_compiled_layers_are_not_offered_what_several_sets_cannot_move() -> None
 def test_trials_are_those_of_the_longest_and_of_all_lengths_by_a_note() -> None:
     """Its seconds and why it stopped are the longest's own, so its trials are, too."""
     workload = WorkloadSpec(model="llama-tiny")
-    asked = SearchRequest(budget=parse_budget("24GB"), workload=workload, space=load_space("knobs"), trials=24)
+    space, budget = load_space("knobs"), parse_budget("24GB")
+    asked = SearchRequest(budget=budget, workload=workload, space=space, trials=24, lengths=TAIL)
     searches: list[int] = []
 
     def search(request: SearchRequest, listener: Any) -> SearchOutcome:
@@ -182,7 +184,7 @@ def test_trials_are_those_of_the_longest_and_of_all_lengths_by_a_note() -> None:
         device = DeviceInfo(kind="cpu", name="made up", capacity_bytes=1 << 40)
         return SearchOutcome(plan=plan, budget=plan.budget, device=device, measured_trials=len(searches))
 
-    found = search_lengths_of(asked, TAIL, search, Silence())
+    found = search_lengths_of(asked, Silence(), search)
     assert found.measured_trials == 1 and len(searches) > 1
     assert any(f"; {sum(range(len(searches) + 1))} of {len(searches)} lengths, in" in note for note in found.notes)
 

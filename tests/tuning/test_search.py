@@ -14,11 +14,8 @@ from autockpt.errors import AutockptError, InfeasibleError, UsageError
 from autockpt.explaining.limits import with_longest
 from autockpt.schema import DeviceInfo, Environment, SearchRequest, Silence, WorkloadSpec, parse_budget
 from autockpt.schema.lengths import Lengths
-from autockpt.tuning import alternatives, run_search, search_step
-from autockpt.tuning.batches import search_batch_sizes, search_step_batches
-from autockpt.tuning.lengths import search_lengths_of, search_step_lengths
-from autockpt.tuning.search import search_options
-from autockpt.tuning.stages import less_than_asked
+from autockpt.tuning import alternatives, answer, run_search, search_request
+from autockpt.tuning.opening import less_than_asked
 from autockpt.tuning.targets import measured
 from autockpt.workload import Step, build
 from search_spaces.hardware import load_hardware
@@ -60,18 +57,22 @@ def live() -> Step:
     return Step(made.model, made.batch, optimizer=made.optimizer)
 
 
-LENGTHS, LIVE = Lengths(counts={16: 1, 8: 1}), search_options(budget="1GB")
+def of_live(**more: Any) -> SearchRequest:
+    return search_request(budget="1GB", step=live(), **more)
+
+
+LENGTHS = Lengths(counts={16: 1, 8: 1})
 DOORS: dict[str, Callable[[Path], object]] = {
     "described": lambda out: run_search(described(out), Untouched()),
     "simulated": lambda out: run_search(described(out, hardware=load_hardware("rtx4090")), Untouched()),
     "compiled": lambda out: run_search(described(out, compile="layers"), Untouched()),
     "dry run": lambda out: run_search(described(out, dry_run=True), Untouched()),
-    "batches": lambda out: search_batch_sizes(described(out), 4, run_search, Untouched()),
-    "lengths": lambda out: search_lengths_of(described(out), LENGTHS, run_search, Untouched()),
+    "batches": lambda out: answer(described(out, rows_per_update=4), Untouched()),
+    "lengths": lambda out: answer(described(out, lengths=LENGTHS), Untouched()),
     "longest": lambda out: with_longest(described(out).workload, parse_budget("1GB"), listener=Untouched()),
-    "live": lambda out: search_step(live(), LIVE, Untouched()),
-    "live batches": lambda out: search_step_batches(live(), 4, LIVE, Untouched()),
-    "live lengths": lambda out: search_step_lengths(live(), LENGTHS, LIVE, Untouched()),
+    "live": lambda out: run_search(of_live(), Untouched()),
+    "live batches": lambda out: answer(of_live(global_batch=4), Untouched()),
+    "live lengths": lambda out: answer(of_live(lengths=LENGTHS), Untouched()),
 }
 
 
@@ -94,7 +95,8 @@ def test_one_of_many_processes_is_refused_before_another_is_started(
 def test_a_live_search_that_fails_ends_the_processes_that_it_started() -> None:
     before = children()
     with pytest.raises(UsageError, match="no repeated blocks"):
-        search_step(Step(nn.Linear(4, 4), ones(2, 4), loss=lambda model, batch: model(batch).sum()), LIVE)
+        step = Step(nn.Linear(4, 4), ones(2, 4), loss=lambda model, batch: model(batch).sum())
+        run_search(search_request(budget="1GB", step=step))
     assert children() == before
 
 
@@ -106,9 +108,9 @@ class Untimed(Silence):
 def test_a_budget_that_nothing_fits_is_refused_before_a_step_is_timed(tmp_path: Path) -> None:
     made = build(WorkloadSpec(model="llama-tiny", batch_size=1, seq_len=16))
     step = Step(made.model, made.batch, optimizer=made.optimizer)
-    asked = search_options(budget="1MB", timeout=1, out=tmp_path)  # looks for no alternatives
+    asked = search_request(budget="1MB", step=step, timeout=1, out=tmp_path)  # looks for no alternatives
     with pytest.raises(InfeasibleError, match="nothing fits") as caught:
-        search_step(step, asked, Untimed())
+        run_search(asked, Untimed())
     run = caught.value.run
     assert run is not None and run.refusal() == caught.value.message and not run.trials()
     assert run.graph() is not None and run.profile() is None, "bytes are known, seconds are not"
@@ -144,7 +146,6 @@ def test_a_live_search_refuses_what_makes_no_sense_before_it_touches_the_model(w
         raise AssertionError("the step ran")
 
     with pytest.raises(UsageError) as caught:
-        search_step(
-            Step(nn.Linear(2, 2), ones(1, 2), loss=loss), search_options(**({"budget": "60%"} | wrong)), Untouched()
-        )
+        step = Step(nn.Linear(2, 2), ones(1, 2), loss=loss)
+        run_search(search_request(step=step, **({"budget": "60%"} | wrong)), Untouched())
     assert caught.value.remedy

@@ -115,7 +115,7 @@ class SolverProposer(Proposer):
         # Until the baselines have run, the best guess of what the budget is in bytes.
         top = self._predict(self.known[NONE]).peak_bytes
         self.trials.budget = budget.resolved(top, self._plain_smallest, self.room, self.device.kind)
-        self.target.begin(self.trials, lambda scored: foreseen(self.unpriced, scored))
+        self.trials.foresee = lambda: foreseen(self.unpriced, self.trials.scored)
         if budget.kind == "bytes" and self.trials.budget.bytes < self.smallest_peak:
             raise self.infeasible()
         self.menus = {unit.name: [option.choice for option in unit.options] for unit in self.unpriced.units}

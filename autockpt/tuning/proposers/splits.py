@@ -19,7 +19,7 @@ from autockpt.tuning.infeasible import nothing_compiled_fits, out_of_memory
 from autockpt.tuning.proposers.base import Plans, Proposer
 from autockpt.tuning.proposers.sampler import Study, sampler_for
 from autockpt.tuning.question import Question
-from autockpt.tuning.targets.compiled_steps import CompiledSteps
+from autockpt.tuning.targets.compiled import Compiled
 from autockpt.tuning.trials import Candidate, Parameters, Trials
 
 if TYPE_CHECKING:
@@ -185,7 +185,7 @@ class SplitProposer(Proposer):
 
     question: Question
     layers: Sequence[str]
-    target: CompiledSteps
+    target: Compiled
     trials: Trials
     storage: str | None
     _: KW_ONLY
@@ -207,7 +207,6 @@ class SplitProposer(Proposer):
         self.study = Study(
             "knobs", sampler_for("layers", seed), sampled(self.mode), {}, name=name, storage=self.storage
         )
-        self.target.begin(self.trials)
 
     @property
     def shares(self) -> bool:

@@ -1,20 +1,22 @@
-"""What a search asks of the place that steps run on, or are simulated on."""
+"""What a search asks of the place that steps run on, or are simulated on: a target is asked, and drives nothing."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 
-from autockpt.schema import PlanStatus, Trial
+from autockpt.profiling import CostModel
+from autockpt.schema import Environment, Graph, PlanStatus, Trial
+from autockpt.tuning.alternatives import WhatIf
+from autockpt.tuning.opening import Traced
 from autockpt.tuning.preference import preferred
-from autockpt.tuning.refit import ForeseenTimes
+from autockpt.tuning.question import Question
 from autockpt.tuning.trials import Candidate, Score, Trials
 
 MOST_REPEATS = 12
 STEPS, COMPILING = "measured steps", "compiling"
 """What a search's real steps took, and what compiling them did."""
-
-Foresee = Callable[[Sequence[Trial]], ForeseenTimes]
 
 
 @dataclass(frozen=True)
@@ -37,18 +39,39 @@ class Terms:
     patience: int | None = None
 
 
+@dataclass(frozen=True)
+class Prepared:
+    """A question on its target, with the ghost runs that it begins with.
+
+    ``device`` names the run. ``needs`` says what a ghost run takes of the device; ``what_if`` judges changes of the job
+    (None: none are looked for).
+    """
+
+    question: Question
+    environment: Environment
+    found: Traced
+    device: str
+    needs: Callable[[Graph], int]
+    what_if: Callable[[], WhatIf] | None = None
+
+
 @dataclass(kw_only=True)
 class Target:
-    """Judges candidates on its ``terms``; ``notes`` is what people should know."""
+    """Ghost-runs a question, says what choices cost, and judges candidates on its ``terms``.
+
+    ``notes`` is what people should know.
+    """
 
     terms: Terms = Terms()
     notes: list[str] = field(default_factory=list)
 
-    def begin(self, trials: Trials, foresee: Foresee | None = None) -> None:
-        """To be called with the trials of the question before any is scored.
+    def trace(self, stack: ExitStack) -> Prepared:
+        """The question, ghost-run; ``stack`` keeps open what later ghost runs need. Raises UsageError."""
+        raise NotImplementedError
 
-        ``foresee`` says what is expected of trials, which decides between those that steps cannot tell apart.
-        """
+    def cost_model(self, prepared: Prepared, trials: Trials) -> CostModel | None:
+        """What choices cost; None where steps can only be measured. ``trials`` are those of earlier runs."""
+        raise NotImplementedError
 
     def score(self, candidate: Candidate, budget_bytes: int | None) -> Score | None:
         """Judge a plan; None where time ran out over it. ``budget_bytes``: a limit to hold where the device has one."""

@@ -1,74 +1,161 @@
-"""``autockpt search --compile``: a plan for compiled training, found by compiled steps."""
+"""``autockpt search --compile``: a plan for compiled training, found by compiled steps.
+
+Candidates are only measured. Each is compiled first, which may fail, and takes most of the time.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import ExitStack
-from dataclasses import replace
-from functools import partial
+import statistics
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass, field, replace
 
 from autockpt.devices import get_device
-from autockpt.errors import UsageError
+from autockpt.errors import ConflictError, MeasurementError, UsageError
 from autockpt.hardware.nominal import nominal_op_times
-from autockpt.measuring import WorkerMeasurer
 from autockpt.measuring.compiled import missing
-from autockpt.profiling import build_profile, used_by_others
-from autockpt.schema import CompileMode, SearchOutcome, SearchRequest, StageTime
+from autockpt.profiling import build_profile, needed_on, used_by_others
+from autockpt.schema import CompileMode, Prediction, SearchRequest, Trial
+from autockpt.schema.known import NONE
 from autockpt.solvers import refine
 from autockpt.tracing import Tracer
-from autockpt.tuning.loop import Loop, SearchResult
-from autockpt.tuning.opening import Opened, blocks_of, traced
-from autockpt.tuning.outcome import make_plan, scored_rows
+from autockpt.tuning.finals import first_rounds
+from autockpt.tuning.opening import less_than_asked, question_of, traced
 from autockpt.tuning.proposers.base import Plans
-from autockpt.tuning.proposers.splits import SplitProposer
-from autockpt.tuning.question import Clock
-from autockpt.tuning.stages import conclude, less_than_asked, question_of, refusal_on_record
-from autockpt.tuning.targets.base import COMPILING, STEPS
-from autockpt.tuning.targets.compiled_steps import CompiledSteps
-from autockpt.tuning.targets.real_steps import confirmation
-from autockpt.tuning.trials import Trials
-from autockpt.workload import refuse_simulated
+from autockpt.tuning.targets.base import Prepared
+from autockpt.tuning.targets.real_steps import FINALISTS, FINALS_SHARE, RealSteps, confirmation
+from autockpt.tuning.trials import Candidate, Score, Trials
 
 IN_GRAPHS = ("save", "recompute")
 """Choices that can be part of a compiled graph, compile_budget besides."""
-_NOT_PREDICTED = (
+NOT_PREDICTED = (
     "compiled steps are only measured: ghost runs and op times see eager ops, not what a compiler makes of them, so "
     "nothing is predicted (and a search without --compile offers more choices)"
 )
+LATELY = 3
+"""So many plans before it say how long the next one takes to compile and measure."""
+ANSWERING = 5.0
+"""Seconds that a worker gets at least before it is ended at the time limit."""
+_COMPILING = {
+    "layers": "The first plan with a choice compiles a layer for it, which takes a while; what comes later finds it.",
+    "model": "Every plan is compiled as a whole, which takes a while; later runs find it.",
+}
 
 
-def open_compiled(stack: ExitStack, request: SearchRequest, mode: CompileMode, clock: Clock) -> Opened:
-    """Open a search by compiled steps in a worker process, which ``stack`` ends.
+@dataclass(kw_only=True)
+class Compiled(RealSteps):
+    """Real steps by a measurer that compiles as ``mode`` says, within the time limit: ``within`` is the measurer's."""
 
-    Raises UsageError where nothing can be compiled here or the request contradicts compiling.
-    """
-    refuse_simulated(request.workload)
-    device = get_device(request.device)
-    _refuse(request, device.kind)
-    measurer = stack.enter_context(WorkerMeasurer(request.workload, request.device, compile=mode))
-    with clock.stage("trace"):
-        tracer = stack.enter_context(Tracer.from_spec(request.workload, device=device.torch_device))
-        if mode == "layers" and tracer.settings.get("units"):
-            raise UsageError(
-                f"layers are compiled by blocks that repeat, and {tracer.settings['units']} are none",
-                remedy="Search with --compile model, or without --compile; leave --units out where blocks repeat.",
-            )
-        inside = tuple(kind for kind in request.space.choices if kind in IN_GRAPHS)
-        if "recompute" not in inside:
-            raise UsageError("without recompute there is nothing to choose in compiled steps", remedy="Allow it.")
-        found = traced(tracer, request.space.restricted(inside), listener=clock.listener)
-    outside = [kind for kind in request.space.choices if kind not in IN_GRAPHS]
-    left_out = (f"not part of a compiled graph, so left out: {', '.join(outside)}",) if outside else ()
-    with clock.stage("build"):
-        environment = measurer.environment
-    notes = (*less_than_asked(request.budget, environment), *left_out, _NOT_PREDICTED)
-    question = question_of(request, found, request.budget, notes)
-    question = replace(question, settings={**question.settings, "compile": mode})
-    return Opened(question, environment, found, clock, partial(_searched, mode, measurer))
+    mode: CompileMode
+    within: Callable[[float], AbstractContextManager[None]]
+    request: SearchRequest | None = None
+    refuses_budgets: bool = False
+    _took: list[float] = field(default_factory=list)  # seconds per plan, compiling included
+    _typical: float | None = None  # seconds of a step so far
+
+    def trace(self, stack: ExitStack) -> Prepared:
+        """Raises UsageError where the request contradicts compiling."""
+        request, clock = self.request, self.clock
+        assert request is not None
+        with clock.stage("trace"):
+            device = get_device(request.device).torch_device
+            tracer = stack.enter_context(Tracer.from_spec(request.described, device=device))
+            if self.mode == "layers" and tracer.settings.get("units"):
+                raise UsageError(
+                    f"layers are compiled by blocks that repeat, and {tracer.settings['units']} are none",
+                    remedy="Search with --compile model, or without --compile; leave --units out where blocks repeat.",
+                )
+            inside = tuple(kind for kind in request.space.choices if kind in IN_GRAPHS)
+            if "recompute" not in inside:
+                raise UsageError("without recompute there is nothing to choose in compiled steps", remedy="Allow it.")
+            found = traced(tracer, request.space.restricted(inside), listener=clock.listener)
+        outside = [kind for kind in request.space.choices if kind not in IN_GRAPHS]
+        left_out = (f"not part of a compiled graph, so left out: {', '.join(outside)}",) if outside else ()
+        with clock.stage("build"):
+            environment = self.measurer.environment
+        self.confirm = confirmation(self.measurer, clock)
+        notes = (*less_than_asked(request.budget, environment), *left_out, NOT_PREDICTED)
+        question = question_of(request, found, request.budget, notes, compile=self.mode)
+        return Prepared(question, environment, found, environment.device.kind, needed_on(environment))
+
+    def cost_model(self, prepared: Prepared, trials: Trials) -> None:
+        """None: nothing is known of compiled steps but what they take. Says what takes long."""
+        self._typical = next((t.measured.step_seconds for t in reversed(trials.all) if t.measured is not None), None)
+        self.clock.listener.note(_COMPILING[self.mode])
+
+    def room(self) -> int:
+        """Bytes of the device that others do not hold."""
+        return self.measurer.environment.device.capacity_bytes - used_by_others(self.measurer)
+
+    def eager(self, prepared: Prepared, share: float) -> Plans:
+        """The eager solver's plan for a budget at the same place between the eager peaks."""
+        tracer, uniform = prepared.found.tracer, prepared.found.uniform
+        with self.clock.part("eager solver"):
+            times = nominal_op_times(prepared.environment, uniform["recompute"][1])
+            profiled = build_profile(tracer, times, uniform)
+            peaks = [profiled.predictor.predict(choices).peak_bytes for choices, _ in uniform.values()]
+            budget_bytes = min(peaks) + int((max(peaks) - min(peaks)) * min(max(share, 0.0), 1.0))
+            problem = profiled.problem(budget_bytes - prepared.environment.device.overhead_bytes)
+            refined = refine(problem, profiled.check, max_calls=self.terms.checks)
+        return {"eager solver's": dict(refined.choices)} if refined.feasible else {}
+
+    @property
+    def device_kind(self) -> str:
+        return self.measurer.environment.device.kind
+
+    def score(self, candidate: Candidate, budget_bytes: int | None) -> Score | None:
+        """Measure a plan; one that the compiler refuses failed. None where time ran out over it."""
+        began = self.clock.elapsed
+        expected = Prediction(peak_bytes=0, step_seconds=self._typical)
+        try:
+            with self.within(max(ANSWERING, self.clock.seconds_left)):
+                score = super().score(replace(candidate, predicted=expected), budget_bytes)
+        except ConflictError as error:
+            score = Score("failed", message=error.message)
+            if not self.refuses_budgets and any(c.kind == "compile_budget" for c in candidate.choices.values()):
+                self.refuses_budgets = True
+                self.notes.append(f"no compile_budget for this model: {error.message}")
+        except MeasurementError as error:
+            score = Score("failed", message=error.message)
+            if self.clock.seconds_left <= 0:  # the worker was ended while it compiled; the next run tries again
+                self.notes.append(f"{candidate.name} was not compiled and measured by the time limit")
+                return None
+        self._took.append(self.clock.elapsed - began)
+        if score is not None and score.measured is not None:
+            self._typical = score.measured.step_seconds
+        return score
+
+    def reserved(self, trials: Trials, known: Sequence[Trial]) -> float:
+        """What the next plan takes, and then the finals; nothing before the two plans that say what a budget is."""
+        if self.clock.timeout is None or not self._took or len(trials.all) < 2:
+            return 0.0
+        contest = [*trials.ranking()[:FINALISTS], *_compared(known)]
+        anew = sum(t.measured.compile_seconds for t in contest if t.measured and t.number < trials.resumed)
+        finals = min(first_rounds(contest) * 2 + anew, FINALS_SHARE * self.clock.timeout)
+        return finals + statistics.median(self._took[-LATELY:])
+
+    def winner(self, trials: Trials, known: Sequence[Trial], budget_bytes: int, seconds: float) -> Trial | None:
+        """The best plan by steps side by side; where time runs out over them, the best by those it was tried with."""
+        try:  # plans of an earlier run are compiled here first
+            with self.within(max(ANSWERING, self.clock.seconds_left)):
+                return super().winner(trials, _compared(known), budget_bytes, seconds)
+        except MeasurementError:
+            if self.clock.seconds_left > 0:
+                raise
+        self.notes.append("the time limit was reached while the best plans were measured side by side")
+        return trials.best
 
 
-def _refuse(request: SearchRequest, device_kind: str) -> None:
-    if why := missing(device_kind):
+def _compared(known: Sequence[Trial]) -> list[Trial]:
+    """Saving everything, and the fastest other well-known plan that fits."""
+    none = [trial for trial in known if trial.measured is not None and trial.name == NONE]
+    others = (trial for trial in known if trial.feasible is not False and trial not in none)  # None: not known yet
+    return none + sorted(others, key=lambda trial: trial.score_seconds)[:1]
+
+
+def refuse_uncompilable(request: SearchRequest) -> None:
+    """Raises UsageError where nothing can be compiled here, or the request contradicts compiling."""
+    if why := missing(get_device(request.device).kind):
         raise UsageError(f"steps cannot be compiled here: {why}", remedy="Install it, or leave out --compile.")
     for given, option in (
         (request.hardware is not None, "--hardware"),
@@ -82,54 +169,3 @@ def _refuse(request: SearchRequest, device_kind: str) -> None:
                 "offloading nor a loss in chunks can be part of a graph",
                 remedy=f"Leave out {option} or --compile.",
             )
-
-
-def _searched(mode: CompileMode, measurer: WorkerMeasurer, opened: Opened) -> SearchOutcome:
-    question, environment, clock, run = opened.question, opened.environment, opened.clock, opened.run
-    info = environment.device
-    room = info.capacity_bytes - used_by_others(measurer)
-    tracer, uniform = opened.found.tracer, opened.found.uniform
-
-    def eager(share: float) -> Plans:
-        """The eager solver's plan for a budget at the same place between the eager peaks."""
-        with clock.part("eager solver"):
-            times = nominal_op_times(environment, uniform["recompute"][1])
-            profiled = build_profile(tracer, times, uniform)
-            peaks = [profiled.predictor.predict(choices).peak_bytes for choices, _ in uniform.values()]
-            budget_bytes = min(peaks) + int((max(peaks) - min(peaks)) * min(max(share, 0.0), 1.0))
-            problem = profiled.problem(budget_bytes - info.overhead_bytes)
-            refined = refine(problem, profiled.check, max_calls=target.terms.checks)
-        return {"eager solver's": dict(refined.choices)} if refined.feasible else {}
-
-    trials = Trials(run)
-    target = CompiledSteps(measurer, clock, confirmation(measurer, clock), mode=mode, within=measurer.within)
-    layers, study = [unit.name for unit in blocks_of(tracer)], opened.title
-    proposer = SplitProposer(question, layers, target, trials, opened.storage, room=room, eager=eager, name=study)
-    with refusal_on_record(run):
-        found = Loop(proposer, target, trials, question.trials, clock).run()
-    found.notes.extend(_graphs(found))
-    rows, plan = scored_rows(proposer.known, found.trials, found.best), None
-    if found.best is not None:
-        choices, notes = found.best.choices, (*found.notes, _NOT_PREDICTED)
-        plan = make_plan(opened, choices, found.budget, source="measured", rows=rows, notes=notes)
-        plan = plan.model_copy(update={"compile": mode})
-        if run is not None:
-            run.write_plan(plan)
-    stages = _compiling_apart(clock.stages, found)
-    return conclude(opened, found, rows, plan, source="measured", stages=stages)
-
-
-def _compiling_apart(stages: Sequence[StageTime], found: SearchResult) -> tuple[StageTime, ...]:
-    """The stages with what compiling took taken out of the measured steps that it preceded."""
-    compiling = sum(t.measured.compile_seconds for t in found.trials[found.resumed :] if t.measured is not None)
-    steps = [s.model_copy(update={"seconds": s.seconds - compiling}) if s.name == STEPS else s for s in stages]
-    return (*steps, StageTime(name=COMPILING, seconds=compiling, part=True))
-
-
-def _graphs(found: SearchResult) -> list[str]:
-    """How many graphs the found plan became."""
-    if found.best is None or found.best.measured is None:
-        return []
-    graphs = found.best.measured.graphs
-    said = "one graph and its backward" if graphs == 1 else f"{graphs} graphs and their backwards"
-    return [f"the plan's steps are compiled to {said}"]

@@ -18,7 +18,7 @@ from autockpt.tuning.paired_timing import Pairing
 from autockpt.tuning.preference import AS_FAST, complexity, preferred
 from autockpt.tuning.question import Clock
 from autockpt.tuning.refit import noise_of
-from autockpt.tuning.targets.base import STEPS, Foresee, Target, Terms
+from autockpt.tuning.targets.base import STEPS, Target, Terms
 from autockpt.tuning.trials import Candidate, Score, Trials
 
 SECONDS_PER_TRIAL = 2.0  # of timed cycles, at least three and at most ten of them
@@ -70,13 +70,6 @@ class RealSteps(Target):
     confirm: Confirm | None = None
     pairing: Pairing | None = None  # None: candidates are timed by themselves
     terms: Terms = field(default=Terms(worthwhile=FASTER), kw_only=True)
-    _foresee: Foresee | None = None
-
-    def begin(self, trials: Trials, foresee: Foresee | None = None) -> None:
-        """What earlier trials were timed against stays what later ones are timed against."""
-        self._foresee = foresee
-        if self.pairing is not None:
-            self.pairing.begin(trials)
 
     def score(self, candidate: Candidate, budget_bytes: int | None) -> Score | None:
         """Real steps; running out of memory is a result."""
@@ -102,9 +95,9 @@ class RealSteps(Target):
     def _finalists(self, trials: Trials) -> list[Trial]:
         """The best few by all that is known of their step times, and simple plans that may be as fast."""
         fitting = trials.ranking()
-        if self._foresee is not None:
+        if trials.foresee is not None:
             tried = {t.number: t.score_seconds for t in fitting}
-            weighed = self._foresee(trials.scored).weigh(tried, {t.number: noise_of(t) for t in fitting})
+            weighed = trials.foresee().weigh(tried, {t.number: noise_of(t) for t in fitting})
             fitting = sorted(fitting, key=lambda t: weighed[t.number])
         simple = [t for t in fitting[FINALISTS:] if complexity(t.choices) <= SIMPLE]
         return [*fitting[:FINALISTS], *[t for t in simple if not _surely_slower(t, fitting[0])][:SIMPLE_FINALISTS]]
@@ -164,8 +157,8 @@ class RealSteps(Target):
     def _named(self, trials: Trials, final: Final, budget_bytes: int) -> Trial:
         """The fastest; of plans whose steps cannot be told apart the preferred one (see ``preferred``)."""
         times = {number: final.seconds(number) for number in (final.winner, *final.undecided)}
-        if self._foresee is not None:
-            times = self._foresee(trials.scored).weigh(times, dict.fromkeys(times, final.error))
+        if trials.foresee is not None:
+            times = trials.foresee().weigh(times, dict.fromkeys(times, final.error))
         error = min(max(AS_FAST, final.error), MOST_ERROR)
         named = preferred([trials.all[number] for number in times], times, budget_bytes, error)
         if close := [f"#{number}" for number in times if number != named.number]:

@@ -9,23 +9,20 @@ from functools import partial
 
 from autockpt.hardware.roofline import environment_of_hardware, roofline_times
 from autockpt.measuring.environment import installed_versions
-from autockpt.profiling import said_of, simulated_memory
+from autockpt.profiling import CostModel, said_of, simulated_memory
 from autockpt.schema import Budget, Environment, Graph, OpTimes, SearchSpace, format_bytes
 from autockpt.schema.hardware import Hardware
-from autockpt.schema.request import SearchOutcome, SearchRequest
+from autockpt.schema.request import SearchRequest
 from autockpt.schema.step_note import step_note
 from autockpt.solvers.refine import FASTER
 from autockpt.tracing import torch_device, tracer_for
 from autockpt.tracing.tracer import uncollected
 from autockpt.tuning.alternatives import WhatIf
-from autockpt.tuning.infeasible import naming_alternatives
-from autockpt.tuning.jobs import Described
-from autockpt.tuning.opening import Opened, traced_for
+from autockpt.tuning.opening import question_of, traced_for
 from autockpt.tuning.question import Clock
-from autockpt.tuning.stages import find_plan, question_of
-from autockpt.tuning.targets.base import MOST_REPEATS, Target, Terms
+from autockpt.tuning.targets.base import MOST_REPEATS, Prepared, Target, Terms
 from autockpt.tuning.targets.shallow_twin import calls_per_candidate
-from autockpt.tuning.trials import Candidate, Score
+from autockpt.tuning.trials import Candidate, Score, Trials
 
 CANDIDATES = 1
 """Plans of the solver that are refined in a dry run, or where ghost runs of the whole model are dear. In a simulation
@@ -52,7 +49,7 @@ left."""
 
 @dataclass(kw_only=True)
 class Simulated(Target):
-    """Candidates are what their ghost runs and modelled op times say; nothing is measured, so nothing is repeated."""
+    """Candidates are what their ghost runs and op times say; nothing is measured, so nothing is repeated."""
 
     terms: Terms = SIMULATED
 
@@ -61,43 +58,49 @@ class Simulated(Target):
         return Score("simulated")
 
 
-def open_simulated(
-    stack: ExitStack, request: SearchRequest, hardware: Hardware, clock: Clock, *, alternatives: bool = True
-) -> Opened:
-    """Open a search for ``hardware`` by simulation alone: no weights, no step, and a plan that says so.
+@dataclass(kw_only=True)
+class OnHardware(Simulated):
+    """Described hardware: no weights, no step, bytes by ghost run, seconds by roofline, and a plan that says so."""
 
-    Bytes are by ghost run, seconds by roofline. Without ``alternatives`` no changes are looked for that would fit.
-    """
-    stack.enter_context(uncollected())
-    with clock.stage("trace"):
-        tracer = stack.enter_context(tracer_for(hardware, request.workload))
-        space, notes = without_offload(request.space, hardware)
-        more = {"inexact": request.allow_inexact, "notes": notes, "listener": clock.listener}
-        found = traced_for(stack, hardware, request.workload, tracer, space, **more)
-    budget, capped = within(request.budget, hardware)
-    what_if = partial(on_hardware, request, hardware, found.space.choices)
-    job, needs = Described(request.workload, hardware), simulated_memory(hardware)
-    if alternatives:
-        stack.enter_context(naming_alternatives(found, needs, clock, job, request.budget, what_if))
-    question = question_of(request, found, budget, (*capped, said_of(hardware)))
-    question = replace(question, settings={**question.settings, "device": f"{hardware.name}, simulated"})
-    search = partial(_simulated, hardware, request.dry_run)
-    return Opened(question, simulated_environment(hardware), found, clock, search, hardware.name)
+    request: SearchRequest
+    clock: Clock
+    hardware: Hardware
 
+    def trace(self, stack: ExitStack) -> Prepared:
+        """A deep model is ghost-run by its shallow twin."""
+        request, hardware, spec = self.request, self.hardware, self.request.described
+        stack.enter_context(uncollected())
+        with self.clock.stage("trace"):
+            tracer = stack.enter_context(tracer_for(hardware, spec))
+            space, notes = without_offload(request.space, hardware)
+            more = {"inexact": request.allow_inexact, "notes": notes, "listener": self.clock.listener}
+            found = traced_for(stack, hardware, spec, tracer, space, **more)
+        budget, capped = within(request.budget, hardware)
+        said = f"{hardware.name}, simulated"
+        return Prepared(
+            question_of(request, found, budget, (*capped, said_of(hardware)), device=said),
+            simulated_environment(hardware),
+            found,
+            hardware.name,
+            simulated_memory(hardware),
+            partial(on_hardware, request, hardware, found.space.choices),
+        )
 
-def _simulated(hardware: Hardware, dry_run: bool, opened: Opened) -> SearchOutcome:
-    question, found, clock = opened.question, opened.found, opened.clock
-    with clock.stage("profile"):
-        times = modelled(hardware, found.graphs)
-        if found.heads is not None:  # what regions cost that run again is read off layers
-            times = times.completed(modelled(hardware, list(found.heads.graphs.values())))
-        needs = simulated_memory(hardware, question.budget.budget_bytes)
-        more = {"host_budget": question.host_budget, "listener": clock.listener}
-        profiled = found.cost_model(times, needs=needs, **more)
-    terms = DRY if dry_run else replace(SIMULATED, checks=calls_per_candidate(profiled.base))
-    if found.twin is not None:
-        terms = replace(terms, checks=calls_per_candidate(profiled.base), most_candidates=CANDIDATES)
-    return find_plan(opened, profiled, Simulated(terms=terms))
+    def cost_model(self, prepared: Prepared, trials: Trials) -> CostModel:
+        question, found, hardware = prepared.question, prepared.found, self.hardware
+        with self.clock.stage("profile"):
+            times = modelled(hardware, found.graphs)
+            if found.heads is not None:  # what regions cost that run again is read off layers
+                times = times.completed(modelled(hardware, list(found.heads.graphs.values())))
+            needs = simulated_memory(hardware, question.budget.budget_bytes)
+            more = {"host_budget": question.host_budget, "listener": self.clock.listener}
+            profiled = found.cost_model(times, needs=needs, **more)
+        self.terms, checks = DRY, calls_per_candidate(profiled.base)
+        if not self.request.dry_run:
+            self.terms = replace(SIMULATED, checks=checks)
+        if found.twin is not None:
+            self.terms = replace(self.terms, checks=checks, most_candidates=CANDIDATES)
+        return profiled
 
 
 def without_offload(space: SearchSpace, hardware: Hardware) -> tuple[SearchSpace, tuple[str, ...]]:

@@ -100,14 +100,15 @@ def test_variants_of_a_job_are_judged_by_what_the_allocator_takes(monkeypatch):
     """Batch sizes, as the alternatives to a job that does not fit, go by the same rules as plans do."""
     spec = WorkloadSpec(model="llama-tiny", seq_len=128)
     space = load_space("knobs").restricted(("save", "recompute"))
-    asked = SearchRequest(budget=parse_budget("1GB"), workload=spec, space=space, device="standin")
+    budget = parse_budget("1GB")
+    asked = SearchRequest(budget=budget, workload=spec, space=space, device="standin", rows_per_update=16)
     # a process of its own would say the same, after seconds of imports
     monkeypatch.setattr(batches, "environment_without_context", lambda name: environment_of(get_device(name)))
-    judge = batches.judge_of(asked, ["save", "recompute"])
+    judge = batches.judge_of(asked)
     known = batches.foreseen_sizes(
-        lambda size: Live(build(batches.variant(spec, 16, size), "standin")), judge, [8, 16], Silence()
+        lambda size: Live(build(batches.of_size(asked, size).described, "standin")), judge, [8, 16], Silence()
     )
-    workload = build(batches.variant(spec, 16, 16), "standin")
+    workload = build(batches.of_size(asked, 16).described, "standin")
     units = [unit.name for unit in discover_units(workload.model) if unit.role == "block"]
     runner = StepRunner(workload, get_device("standin"))
     for kind, choices in (("save", {}), ("recompute", dict.fromkeys(units, RECOMPUTE))):

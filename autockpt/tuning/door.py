@@ -1,0 +1,143 @@
+"""The one door to a search: what people write becomes one request, and is answered."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from pydantic import ValidationError
+
+from autockpt.errors import UsageError
+from autockpt.schema import (
+    Budget,
+    Hardware,
+    Listener,
+    SearchOutcome,
+    SearchRequest,
+    SearchSpace,
+    Silence,
+    WorkloadSpec,
+    parse_budget,
+    parse_size,
+)
+from autockpt.schema.base import unfit
+from autockpt.schema.batches import BatchAnswer
+from autockpt.schema.lengths import Lengths, as_lengths
+from autockpt.tuning.batches import search_batch_sizes
+from autockpt.tuning.lengths import search_lengths_of
+from autockpt.tuning.search import run_search
+from autockpt.workload import Step, sequence_length
+from search_spaces.hardware import load_hardware
+from search_spaces.spaces import load_space
+
+
+def answer(request: SearchRequest, listener: Listener | None = None) -> SearchOutcome | BatchAnswer:
+    """Search for a plan; with its micro-batch, or with sets of choices by length, where the request asks for these."""
+    if request.rows_per_update is not None:
+        return search_batch_sizes(request, listener or Silence())
+    if request.lengths is not None:
+        return search_lengths_of(request, listener or Silence())
+    return run_search(request, listener)
+
+
+def search_request(
+    *,
+    budget: str | Budget,
+    workload: WorkloadSpec | None = None,
+    step: Any = None,
+    headroom: str | None = None,
+    host_budget: str | int | None = None,
+    space: str | SearchSpace = "knobs",
+    hardware: str | Hardware | None = None,
+    device: str | None = None,
+    global_batch: int | None = None,
+    tokens_per_update: int | None = None,
+    lengths: Lengths | Mapping[int, int] | Iterable[int] | str | None = None,
+    **more: Any,
+) -> SearchRequest:
+    """The request that people's words stand for; ``more`` are fields of it. Raises UsageError for what makes no sense.
+
+    ``budget`` is text such as "24GB", "60%", "60%act" or "auto"; ``headroom`` (text: "2%" of the budget, or "500MB") is
+    left free of it, by default as ``Budget.with_headroom`` says. ``host_budget`` (text such as "8GB", or bytes) bounds
+    what offloading may claim of host memory, in the search and wherever the plan is applied.
+    """
+    if hardware is not None and device is not None:
+        raise UsageError(
+            f"--hardware {hardware} simulates a device and --device {device} measures on one",
+            remedy="Leave one of the two out.",
+        )
+    if hardware is not None and workload is not None and workload.weights:
+        raise UsageError(
+            "--hardware simulates, and a simulation loads no weights",
+            remedy="Leave out --weights: bytes and seconds do not depend on their values.",
+        )
+    rows = _rows_per_update(global_batch, tokens_per_update, workload)
+    refuse_two_questions(rows, lengths)
+    if isinstance(host_budget, str):
+        host_budget = parse_size(host_budget)
+    elif isinstance(host_budget, bool) or (host_budget is not None and host_budget <= 0):
+        raise UsageError(
+            f"a host budget of {host_budget!r} bytes allows nothing", remedy='Write it as "8GB" or "8GiB".'
+        )
+    asked = {
+        "budget": parse_budget(budget).with_headroom(headroom, simulated=hardware is not None),
+        "workload": workload,
+        "step": step,
+        "host_budget": host_budget,
+        "space": load_space(space) if isinstance(space, str) else space,
+        "hardware": load_hardware(hardware) if isinstance(hardware, str) else hardware,
+        "device": device,
+        "rows_per_update": rows,
+        "lengths": None if lengths is None else as_lengths(lengths),
+        **more,
+    }
+    try:
+        return SearchRequest.model_validate(asked)
+    except ValidationError as error:
+        raise unfit(error, "See help(autockpt.search).") from None
+
+
+def refuse_two_questions(rows: int | None, lengths: object) -> None:
+    """Raises UsageError where both the micro-batch and sets of choices by length are asked for."""
+    if rows is not None and lengths is not None:
+        raise UsageError(
+            "--global-batch and --lengths are two questions",
+            remedy="Find the micro-batch with --global-batch at the longest sequence first, then give it as "
+            "--batch-size with --lengths.",
+        )
+
+
+def refuse_described(step: Any, given: Mapping[str, Any]) -> None:
+    """Refuse what is no training step, and what does not go with one."""
+    if not isinstance(step, Step):
+        raise UsageError(
+            f"a {type(step).__name__} is no training step",
+            remedy="Give autockpt.Step(model, batch, optimizer=optimizer), or a model's name.",
+        )
+    if named := [name for name, value in given.items() if value is not None]:
+        raise UsageError(
+            f"{named[0]}= does not go with a live step, which is measured where its model is",
+            remedy='Leave it out, or give the model\'s name instead: autockpt.search("llama-8b", …).',
+        )
+
+
+def _rows_per_update(rows: int | None, tokens: int | None, spec: WorkloadSpec | None) -> int | None:
+    """Sequences per update as asked for; None: not asked for. Without a length they are as long as the model's usual.
+
+    Raises UsageError for tokens that are no whole number of sequences.
+    """
+    if rows is not None and not rows > 0:
+        raise UsageError(f"--global-batch {rows} are no rows", remedy="Give the rows of an optimizer update.")
+    if tokens is None:
+        return rows
+    if rows is not None:
+        raise UsageError("--global-batch and --tokens-per-update ask the same", remedy="Leave one of them out.")
+    length = None if spec is None else sequence_length(spec)
+    if length is None or tokens % length:
+        none = "this workload has no sequences of a known length"
+        why = none if length is None else f"sequences of {length} do not divide them"
+        raise UsageError(
+            f"--tokens-per-update {tokens}: {why}",
+            remedy="Give --seq-len, and a multiple of it; or --global-batch in sequences.",
+        )
+    return tokens // length
