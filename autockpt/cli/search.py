@@ -158,7 +158,7 @@ def search(
         device=device,
         hardware=simulate,
         global_batch=global_batch,
-        tokens_per_update=tokens_per_update,
+        tokens_per_update=None if open_length else tokens_per_update,
         lengths=lengths,
         start=start,
         trials=trials,
@@ -176,7 +176,7 @@ def search(
         notes=notes,
     )
     if open_length:
-        request = _with_longest(request)
+        request = _with_longest(request, tokens_per_update)
     with _watched(request) as watcher:
         if simulate is None and device is None and _stand_in():
             watcher.note(_ON_THE_CPU)
@@ -192,16 +192,19 @@ def search(
         raise typer.Exit(INTERRUPTED)
 
 
-def _with_longest(request: SearchRequest) -> SearchRequest:
-    """The request with the longest sequences that fit, and a note on them."""
+def _with_longest(request: SearchRequest, tokens_per_update: int | None) -> SearchRequest:
+    """The request with the longest sequences that fit, so many ``tokens_per_update``, and a note on them."""
     from autockpt.explaining.limits import with_longest
     from autockpt.reporting.progress import listener
+    from autockpt.tuning.door import rows_per_update
 
     spec, on = request.described, {"device": request.device, "hardware": request.hardware}
     with listener(screen.progress(), f"longest {spec.model}") as watcher:
         watcher.note("looking for the longest sequences that fit")
         spec, found = with_longest(spec, request.budget, **on, listener=watcher)
-    return request.model_copy(update={"workload": spec, "notes": (*request.notes, found)})
+    rows = rows_per_update(request.rows_per_update, tokens_per_update, spec)
+    update = {"workload": spec, "rows_per_update": rows, "notes": (*request.notes, found)}
+    return request.model_copy(update=update)
 
 
 _INSTEAD = (

@@ -71,7 +71,7 @@ def search_request(
             "--hardware simulates, and a simulation loads no weights",
             remedy="Leave out --weights: bytes and seconds do not depend on their values.",
         )
-    rows = _rows_per_update(global_batch, tokens_per_update, workload)
+    rows = rows_per_update(global_batch, tokens_per_update, workload)
     refuse_two_questions(rows, lengths)
     if isinstance(host_budget, str):
         host_budget = parse_size(host_budget)
@@ -121,7 +121,7 @@ def refuse_described(step: Any, given: Mapping[str, Any]) -> None:
         )
 
 
-def _rows_per_update(rows: int | None, tokens: int | None, spec: WorkloadSpec | None) -> int | None:
+def rows_per_update(rows: int | None, tokens: int | None, spec: WorkloadSpec | None) -> int | None:
     """Sequences per update as asked for; None: not asked for. Without a length they are as long as the model's usual.
 
     Raises UsageError for tokens that are no whole number of sequences.
