@@ -11,7 +11,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import islice
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -24,6 +24,7 @@ from autockpt.tracing import Tracer
 from autockpt.tuning.jobs import LEANER_OPTIMIZERS, Described, Job
 from autockpt.tuning.opening import LEANEST_CHUNKS, blocks_of
 
+T = TypeVar("T")
 Times = Callable[[Sequence[Graph]], OpTimes]  # op times that cover these ghost runs
 MOST = 3
 SHARED, MOST_RANKS = "sharded over", 64
@@ -108,7 +109,7 @@ def alternatives(
         found += [] if lighter else mildest([_shorter_sequences(job, settings)])
         if not bench.late():
             together = _together(job, settings, chunked, shared=not found)
-            found += [way for way in [_mildest(together, bench, standard, hopeful=True)] if way is not None]
+            found += mildest([together])
     return tuple(sorted(found, key=lambda way: SHARED in way.options)[:MOST])
 
 
@@ -209,17 +210,20 @@ def _together(job: Job, settings: Mapping[str, Any], chunked: bool, shared: bool
         yield from _sharded(start)
 
 
-def _mildest(changes: Iterator[Change], bench: WhatIf, standard: float, hopeful: bool = False) -> Alternative | None:
-    """The first change that fits, where all behind one that fits do; None where none does, or this sort of change is
-    not possible for this job. ``hopeful``: the very first is likely to, and tried before all others."""
+def mildest_that_fits(changes: Sequence[T], fits: Callable[[T], bool]) -> T | None:
+    """The first of ``changes`` that fits, of ever larger ones: all behind one that fits do. By bisection."""
+    if not changes or not fits(changes[-1]):
+        return None
+    return changes[bisect_left(changes, True, key=fits)]
+
+
+def _mildest(changes: Iterator[Change], bench: WhatIf, standard: float) -> Alternative | None:
+    """The mildest change that fits; None where none does, or this sort of change is not possible for this job."""
     with ExitStack() as stack:
-        series = [_Variant(change, bench, stack) for change in changes]
         try:
-            if series and (hopeful or len(series) == 2) and series[0].fits:
-                return series[0].way(standard)
-            if not series or not series[-1].fits:
-                return None
-            return series[bisect_left(series, True, key=lambda variant: variant.fits)].way(standard)
+            series = [_Variant(change, bench, stack) for change in changes]
+            found = mildest_that_fits(series, lambda variant: variant.fits)
+            return None if found is None else found.way(standard)
         except AutockptError:
             return None
         finally:

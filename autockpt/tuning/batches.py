@@ -24,7 +24,7 @@ from autockpt.schema import Comparison, Listener, SearchOutcome, SearchRequest, 
 from autockpt.schema.batches import BatchAnswer, BatchSetting
 from autockpt.schema.known import ALL, NONE, OURS
 from autockpt.schema.words import tally
-from autockpt.tuning.alternatives import WhatIf, on_device, predictions
+from autockpt.tuning.alternatives import WhatIf, mildest_that_fits, on_device, predictions
 from autockpt.tuning.jobs import Job, job_of, with_rows
 from autockpt.tuning.opening import blocks_of
 from autockpt.tuning.question import Clock
@@ -176,7 +176,7 @@ def _most_tokens(
     """
     rows, listener = climb.rows, climb.clock.listener
     sizes = [size for size in range(1, rows + 1) if rows % size == 0]
-    listener.stage("ghost-run batch sizes", 3)
+    listener.stage("ghost-run batch sizes")
     met = dependent_rows(job, judge)
     listener.advance()
     known = foreseen_sizes(job, judge, sizes, listener)
@@ -199,7 +199,7 @@ def _most_tokens(
     usual, highest = known.largest("recompute") or 0, known.largest(*KINDS) or 0
     if given is not None and given <= highest and (row := _well_known(climb, "given", given)) is not None:
         settings.append(row)
-    for size in (s for s in reversed(sizes) if s <= usual):  # the straight line may have been too hopeful
+    for size in (s for s in reversed(sizes) if s <= usual):  # ghost runs may have been too hopeful
         if (row := _well_known(climb, "usual", size)) is not None:
             settings.append(row)
             break
@@ -231,54 +231,34 @@ def _most_tokens(
 
 @dataclass
 class Sizes:
-    """What ghost runs of the two smallest micro-batches say of all: peaks of uniform plans grow by a straight line.
-
-    Where they bend (no padding in a single row, other kernels, a peak at another moment) ``look`` ghost-runs the first
-    size that seems too large, and a search of that very size decides about the one below.
-    """
+    """What ghost runs say of micro-batches: ``peaks`` of uniform plans, which ``look`` finds for a size when asked."""
 
     sizes: list[int]
     budget_bytes: int
     peaks: dict[int, dict[str, int]]
     look: Callable[[int], dict[str, int]]
 
-    def predicted(self, size: int, kind: str) -> int | None:
-        """Peak bytes of a micro-batch with one choice on every layer; None where the model refuses it."""
-        if size in self.peaks:
-            return self.peaks[size].get(kind)
-        known = sorted((size, peaks[kind]) for size, peaks in self.peaks.items() if kind in peaks)
-        if len(known) < 2:
-            return known[0][1] if known else None
-        (one, first), (two, second) = known[0], known[-1]
-        return round(first + (second - first) * (size - one) / (two - one))
-
     def largest(self, *kinds: str) -> int | None:
         """The largest micro-batch that fits with one of these choices on every layer; None where none does."""
 
         def fits(size: int) -> bool:
-            return any((p := self.predicted(size, kind)) is not None and p <= self.budget_bytes for kind in kinds)
+            if size not in self.peaks:
+                self.peaks[size] = self.look(size)
+            return any(self.peaks[size].get(kind, math.inf) <= self.budget_bytes for kind in kinds)
 
-        while True:
-            largest = max(filter(fits, self.sizes), default=None)
-            above = next((size for size in self.sizes if size > (largest or 0)), None)
-            if above is None or above in self.peaks:
-                return largest
-            self.peaks[above] = self.look(above)
+        return mildest_that_fits(self.sizes[::-1], fits)
 
 
 def foreseen_sizes(job: Callable[[int], Job], judge: WhatIf, sizes: list[int], listener: Listener) -> Sizes:
-    """Ghost-run the two smallest sizes with one choice on every layer, and others when they are asked about."""
+    """Sizes that are ghost-run with one choice on every layer when they are asked about."""
 
     def look(size: int) -> dict[str, int]:
         with job(size).tracer(judge.device) as tracer:
             uniform = uniform_graphs(tracer, blocks_of(tracer), judge.kinds)
+            listener.advance()
             return {kind: said.peak_bytes for kind, said in predictions(judge, uniform).items()}
 
-    peaks = {}
-    for size in sizes[1::-1]:
-        peaks[size] = look(size)
-        listener.advance()
-    return Sizes(sizes, judge.budget_bytes, peaks, look)
+    return Sizes(sizes, judge.budget_bytes, {}, look)
 
 
 def climbed(climb: Climb, known: Sizes, trials: int, most: int) -> int:
@@ -289,7 +269,7 @@ def climbed(climb: Climb, known: Sizes, trials: int, most: int) -> int:
     """
     sizes, highest = known.sizes, known.largest(*KINDS)
     begin = known.largest("save") or sizes[0]
-    while (best := climb.at(begin, trials)) is None:  # the straight line was too hopeful
+    while (best := climb.at(begin, trials)) is None:  # its ghost runs were too hopeful
         begin = sizes[sizes.index(begin) - 1]
     top = begin
     above = [s for s in sizes if begin < s <= (highest or begin)]

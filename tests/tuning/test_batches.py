@@ -174,7 +174,8 @@ def test_a_size_that_there_was_time_for_is_not_named_the_largest(monkeypatch: py
         return found.model_copy(update={"rows": (everything, *found.rows), "measured_trials": 7})
 
     climb = Made(4, search, Clock(Silence(), 60.0))
-    known = Sizes([1, 2, 4], 100, {1: {"save": 60, "recompute": 1}, 2: {"save": 150, "recompute": 2}}, {}.__getitem__)
+    peaks = {1: {"save": 60, "recompute": 1}, 2: {"save": 150, "recompute": 2}, 4: {"save": 300, "recompute": 4}}
+    known = Sizes([1, 2, 4], 100, peaks, {}.__getitem__)
     monkeypatch.setattr(batches, "dependent_rows", lambda *asked: ())
     monkeypatch.setattr(batches, "foreseen_sizes", lambda *asked: known)
     answer = batches._most_tokens(climb, None, None, None, 20, None)  # type: ignore[arg-type]

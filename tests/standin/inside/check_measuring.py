@@ -112,7 +112,7 @@ def test_variants_of_a_job_are_judged_by_what_the_allocator_takes(monkeypatch):
     units = [unit.name for unit in discover_units(workload.model) if unit.role == "block"]
     runner = StepRunner(workload, get_device("standin"))
     for kind, choices in (("save", {}), ("recompute", dict.fromkeys(units, RECOMPUTE))):
-        assert known.peaks[16][kind] == pytest.approx(runner.measure(choices, steps=1).peak_bytes, rel=0.05)
+        assert known.look(16)[kind] == pytest.approx(runner.measure(choices, steps=1).peak_bytes, rel=0.05)
 
 
 @pytest.mark.parametrize("plan", scenarios.PLANS if ALL else ("offload", "mixed"))
