@@ -58,7 +58,6 @@ RECURRENT = (
 )
 OnOp = Callable[[Operator], None] | None
 OnEnter = Callable[[str], None] | None
-Change = Callable[[Step], Step]
 
 
 class TracedRun:
@@ -85,11 +84,8 @@ class TracedRun:
         """
         raise NotImplementedError
 
-    def take(self, workload: Step, change: Change | None = None) -> None:
-        """Use a workload as it is; its tensors and states change. For a process whose copy of it nobody needs.
-
-        ``change``, for ghosts alone, makes another workload of it.
-        """
+    def take(self, workload: Step) -> None:
+        """Use a workload as it is; its tensors and states change. For a process whose copy of it nobody needs."""
         raise NotImplementedError
 
     def trace(self, choices: Mapping[str, Choice]) -> RawGraph:
@@ -236,29 +232,19 @@ class GhostRun(TracedRun):
             workload.notes += (note_on_flash(spec.attn),)
         self._start(workload)
 
-    def take(self, workload: Step, change: Change | None = None) -> None:
-        device = workload.device
-        self._imitate(device)
+    def take(self, workload: Step) -> None:
+        self._imitate(workload.device)
         ghost_in_place(workload, self._mode)
-        self._start(self._changed(workload, change, device))
+        self._start(workload)
 
-    def copy(self, workload: Step, change: Change | None = None) -> None:
+    def copy(self, workload: Step) -> None:
         """Run a copy of a workload, which stays as it is. Raises GhostError where that is not possible."""
         self._imitate(workload.device)
         self._guard = lambda: untouched(workload)
         twin = ghost_copy(workload, self._mode)
         with self._guard():
-            self._start(self._changed(twin, change, workload.device))
+            self._start(twin)
         self._check_memory()
-
-    def _changed(self, ghosts: Step, change: Change | None, device: torch.device) -> Step:
-        """What ``change`` makes of a workload of ghosts, which stand for one on ``device``."""
-        if change is None:
-            return ghosts
-        with self._building():
-            made = change(ghosts)
-        ghost_in_place(made, self._mode)
-        return made
 
     @contextmanager
     def _building(self) -> Iterator[None]:
@@ -319,8 +305,7 @@ class RecordedRun(TracedRun):
         _check_fits(spec)
         self.take(build(_traced(spec), self._device))
 
-    def take(self, workload: Step, change: Change | None = None) -> None:
-        assert change is None, "real steps take a workload as it is"
+    def take(self, workload: Step) -> None:
         self._recorder.log.adopt(workload.tensors())
         self._start(workload)
 

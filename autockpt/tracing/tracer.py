@@ -21,7 +21,7 @@ from autockpt.schema.workload import WorkloadSpec
 from autockpt.tracing.assemble import Source, to_graph
 from autockpt.tracing.crew import MOST, Crew
 from autockpt.tracing.process import GhostProcess, NotForkable, can_fork
-from autockpt.tracing.run import Change, GhostRun, RecordedRun, capability_of
+from autockpt.tracing.run import GhostRun, RecordedRun, capability_of
 from autockpt.workload import BUCKETS, Step, preload
 
 _IN_PROCESS = "Traced inside this process, because it uses an accelerator."
@@ -94,23 +94,22 @@ class Tracer:
         )
 
     @classmethod
-    def from_step(cls, workload: Step, *, fallback: bool = True, change: Change | None = None) -> Tracer:
+    def from_step(cls, workload: Step, *, fallback: bool = True) -> Tracer:
         """Trace a live workload, whose weights, optimizer states and gradients are never touched.
 
         With ``fallback`` a workload on the CPU that cannot be ghost-run takes its real steps in a fork of this process.
-        On an accelerator there is no such way: ``record`` does it in this process. ``change`` makes another workload
-        of the ghosts, which are its own to change; there is no fallback then. Raises WorkloadError where the step
-        fails, GhostError where it cannot be ghost-run.
+        On an accelerator there is no such way: ``record`` does it in this process. Raises WorkloadError where
+        the step fails, GhostError where it cannot be ghost-run.
         """
         view = with_buckets if workload.settings.get("ddp") == BUCKETS else None
         try:
             return _ghost_or_recorded(
-                lambda source: GhostProcess.fork(source, lambda run: run.take(workload, change)),
-                fallback and change is None and workload.device.type == "cpu",
+                lambda source: GhostProcess.fork(source, lambda run: run.take(workload)),
+                fallback and workload.device.type == "cpu",
                 view,
             )
         except NotForkable:
-            return cls(_InProcess(workload, change), (_IN_PROCESS,), view)
+            return cls(_InProcess(workload), (_IN_PROCESS,), view)
 
     def ahead(self, plans: Iterable[Mapping[str, Choice]]) -> None:
         """Plans that ``trace`` will be asked for: where there are cores for it they are ghost-run side by side."""
@@ -207,9 +206,9 @@ def uncollected() -> Iterator[None]:
 class _InProcess:
     """The same as Crew, for processes that must not fork."""
 
-    def __init__(self, workload: Step, change: Change | None = None) -> None:
+    def __init__(self, workload: Step) -> None:
         self._run: GhostRun | None = GhostRun(writable=True, threads=torch.get_num_threads())
-        self._run.copy(workload, change)
+        self._run.copy(workload)
         self.units, self.head, self.outside = self._run.units, self._run.head, self._run.outside
         self.settings, self.notes = self._run.workload.settings, self._run.workload.notes
 

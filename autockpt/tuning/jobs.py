@@ -5,26 +5,21 @@ Jobs are described by a spec, and built anew for every variant, or live: a model
 
 from __future__ import annotations
 
-import copy
-import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from autockpt.errors import UsageError
 from autockpt.schema import Hardware, SearchRequest, WorkloadSpec
 from autockpt.schema.remedy import FOUR_BITS, joined
 from autockpt.tracing import Tracer, tracer_for
 from autockpt.workload import Step, cut_tensors, nested_tensors
-from autockpt.workload.configs import quiet
 from autockpt.workload.factory import is_factory
-from autockpt.workload.four_bits import can_be_in_four_bits, in_four_bits
 from autockpt.workload.lengths import with_length
-from autockpt.workload.lora import add_lora
 
 _ADAPTERS = "adapters only are trained"
 FUSED, EIGHT_BIT, PLAIN = "adamw_fused", "adamw8bit", "sgd"
@@ -99,10 +94,9 @@ class Described:
 
 @dataclass(frozen=True)
 class Live:
-    """A job by a training step at hand, none of whose tensors is touched; ``change`` is made to its ghosts."""
+    """A job by a training step at hand, none of whose tensors is touched."""
 
     step: Step
-    change: Callable[[Step], Step] | None = None
     ranks: int | None = None
 
     @property
@@ -129,40 +123,14 @@ class Live:
         yield PLAIN, self._with(optimizer=torch.optim.SGD(trained, lr=1e-3))
 
     def adapted(self, rank: int) -> Iterator[tuple[str, str, Live]]:
-        """The base in 4 bits is made where the job is ghost-run, of random weights: no other than ghosts are there."""
-        step, job, options = self.step, self, ""
-        if step.full_step is not None or step.optimizer is None or self.change is not None:
-            return
-        if all(p.requires_grad for p in step.model.parameters()):
-            made = self._with_adapters(step.optimizer, rank)
-            if made is None:
-                return
-            job, options = made, f"LoRA of rank {rank}"
-            yield options, _ADAPTERS, job
-        if can_be_in_four_bits(job.step.model):
-            effect = f"{_ADAPTERS} on a base in 4 bits" if options else "the base in 4 bits"
-            yield joined(options, FOUR_BITS), f"{effect}, simulated", replace(job, change=in_four_bits)
+        """None: a model at hand is trained as it is. A described one is asked for these."""
+        return iter(())
 
     def sharded(self, ranks: int) -> Live:
         return self
 
     def tracer(self, device: torch.device) -> Tracer:
-        return Tracer.from_step(self.step, fallback=False, change=self.change)
-
-    def _with_adapters(self, optimizer: torch.optim.Optimizer, rank: int) -> Live | None:
-        """On a copy of the modules, which shares their weights. None where that, or PEFT, is not to be had."""
-        model = self.step.model
-        shared: dict[int, Any] = {id(tensor): tensor for tensor in nested_tensors(model)}
-        shared |= {id(p): nn.Parameter(p.detach()) for p in model.parameters()}
-        try:
-            with quiet(), torch.random.fork_rng(devices=[]):
-                adapted, _ = add_lora(copy.deepcopy(model, shared), rank)
-            taken = inspect.signature(type(optimizer)).parameters
-            settings = {name: value for name, value in optimizer.defaults.items() if name in taken}
-            made = type(optimizer)([p for p in adapted.parameters() if p.requires_grad], **settings)
-            return self._with(model=adapted, optimizer=made)
-        except Exception:  # whatever the user's own classes raise
-            return None
+        return Tracer.from_step(self.step, fallback=False)
 
     def _with(self, **update: Any) -> Live:
         return replace(self, step=replace(self.step, **update, settings={}))
