@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import NoReturn
+from typing import NoReturn, Protocol
 
-from autockpt.errors import MeasurementError, TimeLimitReached
-from autockpt.schema import ResolvedBudget, Trial
+from autockpt.errors import AutockptError, MeasurementError, TimeLimitReached
+from autockpt.schema import Choice, ResolvedBudget, Trial
 from autockpt.schema.known import NONE
-from autockpt.tuning.proposers.base import Proposer
 from autockpt.tuning.question import Clock
 from autockpt.tuning.targets.base import Target
 from autockpt.tuning.trials import Candidate, Trials
@@ -70,6 +70,36 @@ class Limits:
     def known(self) -> list[Trial]:
         """The trials of well-known plans."""
         return [t for choices in self.proposer.known.values() if (t := self.trials.find(choices)) is not None]
+
+
+class Proposer(Protocol):
+    """Proposes plans of one question, and knows what its budget means.
+
+    ``known`` are the well-known plans, by name. ``smallest_peak`` is the least reachable peak in bytes, as far as is
+    known; 0 where nothing is. What became of a candidate is found among the trials when the next one is asked for.
+    """
+
+    known: dict[str, dict[str, Choice]]
+    smallest_peak: int
+
+    def begin(self) -> None:
+        """Open what proposing needs. Raises InfeasibleError for a budget that is known to be out of reach."""
+
+    def baselines(self, limits: Limits) -> Iterator[Candidate]:
+        """Plans to begin with. Asked for the next one when the one before it was tried; raises where none can run."""
+        ...
+
+    def resolve(self, stopped: str) -> None:
+        """Judge all trials by the budget in bytes, as they tell it. ``stopped``: why there are no more of them."""
+        ...
+
+    def candidates(self, limits: Limits) -> Iterator[Candidate]:
+        """Plans to try, one after the other, until one of the ``limits`` is reached or none can be better."""
+        ...
+
+    def infeasible(self) -> AutockptError:
+        """The error for a budget that nothing fits."""
+        ...
 
 
 class Loop:

@@ -11,10 +11,9 @@ from autockpt.measuring.local import refuse_many_processes
 from autockpt.profiling import CostModel
 from autockpt.schema.request import Listener, SearchOutcome, SearchRequest, Silence
 from autockpt.tuning.infeasible import explain_refusal
-from autockpt.tuning.loop import Loop
+from autockpt.tuning.loop import Loop, Proposer
 from autockpt.tuning.opening import blocks_of
 from autockpt.tuning.outcome import finish
-from autockpt.tuning.proposers.base import Proposer
 from autockpt.tuning.proposers.solver import SolverProposer
 from autockpt.tuning.proposers.splits import SplitProposer
 from autockpt.tuning.question import Clock

@@ -19,8 +19,8 @@ from autockpt.measuring.runner import turn_order
 from autockpt.schema import Choice, Listener, Measurement, SearchOutcome, Trial, plan_hash, words
 from autockpt.schema.batches import BatchSetting, SizesTimed
 from autockpt.schema.choices import dump_choices, parse_choices
-from autockpt.tuning.finals import Final, first_rounds, most_cycles, play, remeasured
 from autockpt.tuning.jobs import with_rows
+from autockpt.tuning.timing import Final, first_rounds, most_cycles, play, remeasured
 
 NEAR = 0.5  # sizes that seemed at most this much slower than the best may be faster: so much do machines drift
 MOST = 3  # sizes compared

@@ -26,11 +26,10 @@ from autockpt.schema import (
     parse_choice,
     plan_hash,
 )
-from autockpt.tuning.preference import AS_LEAN
 from autockpt.tuning.proposers import solver
 from autockpt.tuning.question import Clock
 from autockpt.tuning.targets.real_steps import RealSteps
-from autockpt.tuning.trials import Candidate, Score, Trials
+from autockpt.tuning.trials import AS_LEAN, Candidate, Score, Trials
 from tests.tuning.device import MadeUpDevice
 from tests.tuning.made_up import search
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from autockpt.schema import RECOMPUTE, SAVE, Choice, Measurement, parse_choice
-from autockpt.tuning.paired_timing import Pairing
+from autockpt.tuning.timing import Pairing
 from autockpt.tuning.trials import Candidate, Score, Trials
 
 PLAIN, SLOW, GOOD = ({"layer": c} for c in (SAVE, RECOMPUTE, parse_choice("offload")))
@@ -60,7 +60,7 @@ def test_a_machine_that_others_use_more_and_more_changes_no_ranking(machine: Mac
 
 def test_an_old_reading_of_the_standard_is_not_relied_on(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
-    monkeypatch.setattr("autockpt.tuning.paired_timing.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("autockpt.tuning.timing.time.monotonic", lambda: now[0])
     pairing = pairing_on(machine)
     pairing.measure(PLAIN, steps=2, budget_bytes=None)
     pairing.measure(SLOW, steps=2, budget_bytes=None)

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autockpt.schema import SAVE, Choice, Prediction, Trial, parse_choice, plan_hash
-from autockpt.tuning.preference import AS_FAST, AS_LEAN, complexity, preferred
+from autockpt.tuning.trials import AS_FAST, AS_LEAN, complexity, preferred
 
 MIB = 2**20
 BUDGET = 100 * MIB

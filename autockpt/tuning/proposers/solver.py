@@ -11,7 +11,6 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from itertools import groupby
-from typing import TYPE_CHECKING
 
 from autockpt.errors import InfeasibleError
 from autockpt.profiling import LEAN_CALLS, CostModel
@@ -38,16 +37,12 @@ from autockpt.schema.space import HIDDEN_COPIES
 from autockpt.solvers import Checked, Refined, exact, leanest, refine_segmented, refine_two_runs, rest_saves
 from autockpt.solvers.runs import Accept
 from autockpt.tuning.infeasible import nothing_fits
-from autockpt.tuning.preference import AS_FAST, AS_LEAN
-from autockpt.tuning.proposers.base import Plans, Proposer
+from autockpt.tuning.loop import Limits, Proposer
 from autockpt.tuning.proposers.sampler import Study, sampler_for
 from autockpt.tuning.question import PROFILING, Clock, Question
 from autockpt.tuning.refit import Fit, fit, foreseen, priced, unseen_bytes
 from autockpt.tuning.targets.base import Target
-from autockpt.tuning.trials import SOLVER, Candidate, Parameters, Score, Trials, peak_of_trial
-
-if TYPE_CHECKING:
-    from autockpt.tuning.loop import Limits
+from autockpt.tuning.trials import AS_FAST, AS_LEAN, SOLVER, Candidate, Parameters, Plans, Score, Trials, peak_of_trial
 
 Checker = Callable[[Mapping[str, Choice]], Checked]
 Size = Callable[[Problem, Mapping[str, Choice]], int]  # bytes of a plan, by the problem's own numbers

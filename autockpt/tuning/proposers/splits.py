@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
-from typing import TYPE_CHECKING
 
 from autockpt.errors import AutockptError, InfeasibleError, MeasurementError
 from autockpt.schema import RECOMPUTE, SAVE, Choice, CompileMode, Trial
@@ -16,14 +15,11 @@ from autockpt.schema.choices import CompileBudget
 from autockpt.schema.known import ALL, EVERY_2, NONE, known_plans
 from autockpt.schema.space import Knob
 from autockpt.tuning.infeasible import nothing_compiled_fits, out_of_memory
-from autockpt.tuning.proposers.base import Plans, Proposer
+from autockpt.tuning.loop import Limits, Proposer
 from autockpt.tuning.proposers.sampler import Study, sampler_for
 from autockpt.tuning.question import Question
 from autockpt.tuning.targets.compiled import Compiled
-from autockpt.tuning.trials import Candidate, Parameters, Trials
-
-if TYPE_CHECKING:
-    from autockpt.tuning.loop import Limits
+from autockpt.tuning.trials import Candidate, Parameters, Plans, Trials
 
 GRID = 0.05
 """Fractions are multiples of this: each is compiled anew, and finer ones seldom save other tensors."""

@@ -10,9 +10,8 @@ from autockpt.profiling import CostModel
 from autockpt.schema import Environment, Graph, PlanStatus, Trial
 from autockpt.tuning.alternatives import WhatIf
 from autockpt.tuning.opening import Traced
-from autockpt.tuning.preference import preferred
 from autockpt.tuning.question import Question
-from autockpt.tuning.trials import Candidate, Score, Trials
+from autockpt.tuning.trials import Candidate, Score, Trials, preferred
 
 MOST_REPEATS = 12
 STEPS, COMPILING = "measured steps", "compiling"

@@ -19,12 +19,11 @@ from autockpt.schema import CompileMode, Prediction, SearchRequest, Trial
 from autockpt.schema.known import NONE
 from autockpt.solvers import refine
 from autockpt.tracing import Tracer
-from autockpt.tuning.finals import first_rounds
 from autockpt.tuning.opening import less_than_asked, question_of, traced
-from autockpt.tuning.proposers.base import Plans
 from autockpt.tuning.targets.base import Prepared
 from autockpt.tuning.targets.real_steps import FINALISTS, FINALS_SHARE, RealSteps, confirmation
-from autockpt.tuning.trials import Candidate, Score, Trials
+from autockpt.tuning.timing import first_rounds
+from autockpt.tuning.trials import Candidate, Plans, Score, Trials
 
 IN_GRAPHS = ("save", "recompute")
 """Choices that can be part of a compiled graph, compile_budget besides."""

@@ -19,12 +19,12 @@ from autockpt.tracing import Tracer
 from autockpt.tuning.alternatives import on_device
 from autockpt.tuning.infeasible import out_of_memory
 from autockpt.tuning.opening import Traced, less_than_asked, question_of, traced
-from autockpt.tuning.paired_timing import Pairing
 from autockpt.tuning.proposers.solver import SolverProposer
 from autockpt.tuning.question import PROFILING, TIMING, TRACING, Clock
 from autockpt.tuning.targets.base import Prepared, Target
 from autockpt.tuning.targets.real_steps import RealSteps, confirmation
 from autockpt.tuning.targets.simulated import DRY, Simulated
+from autockpt.tuning.timing import Pairing
 from autockpt.tuning.trials import Trials
 
 
