@@ -98,7 +98,7 @@ def _proposer(
         return SolverProposer(question, profiled, target, trials, storage, study=name, clock=clock)
     assert isinstance(target, Compiled)
     layers, eager = [unit.name for unit in blocks_of(prepared.found.tracer)], partial(target.eager, prepared)
-    return SplitProposer(question, layers, target, trials, storage, room=target.room(), eager=eager, name=name)
+    return SplitProposer(question, layers, target, trials, room=target.room(), eager=eager)
 
 
 def _refuse(request: SearchRequest) -> None:

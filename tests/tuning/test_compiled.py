@@ -70,8 +70,8 @@ def search(compiler: MadeUpCompiler, budget: str, mode: Any = "layers", *, trial
     run = more.pop("run", None)
     tried = Trials(run)
     target = Compiled(compiler, clock, mode=mode, within=compiler.within)  # type: ignore[arg-type]
-    storage, eager = run.storage if run else None, more.pop("eager", lambda share: {})
-    proposer = SplitProposer(question, NAMES, target, tried, storage, room=10**6, eager=eager, name="compiled")
+    eager = more.pop("eager", lambda share: {})
+    proposer = SplitProposer(question, NAMES, target, tried, room=10**6, eager=eager)
     return Loop(proposer, target, tried, trials, clock).run()
 
 
@@ -121,7 +121,7 @@ def test_with_dropout_budgets_are_given_up_and_that_is_said():
     found = search(compiler, "60%act")
     assert found.best is not None and {c.kind for c in found.best.choices.values()} <= {"save", "recompute"}
     assert any("dropout" in note for note in found.notes)
-    assert sum(t.measured is not None and t.encoding != "baseline" for t in found.trials) >= 3, "the sampler goes on"
+    assert any(t.measured is not None and t.encoding == "proposed" for t in found.trials), "the search goes on"
     assert sum(any(isinstance(c, CompileBudget) for c in tried.values()) for tried in compiler.measured) == 1
 
 

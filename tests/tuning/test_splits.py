@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from autockpt.schema import RECOMPUTE, SAVE
 from autockpt.schema.choices import CompileBudget
-from autockpt.tuning.proposers.splits import Cost, Split, estimate, from_knobs, proposals, to_knobs
+from autockpt.tuning.proposers.splits import Cost, Split, estimate, proposals
 
 LAYERS = 8
 NAMES = [f"layers.{i}" for i in range(LAYERS)]
@@ -31,19 +31,12 @@ def test_a_split_is_a_plan():
     assert all(c == CompileBudget(fraction=0.4) for c in Split(0.4, 0.4, 0).choices(NAMES).values())
 
 
-@given(fractions, fractions, st.integers(0, LAYERS), st.sampled_from(["layers", "model"]))
-def test_points_of_the_sampler_and_splits_are_the_same(lean, rich, count, mode):
-    lean = 0.0 if mode == "model" else min(lean, rich)
-    split = Split.of(lean, rich, count, LAYERS)
-    again = from_knobs(to_knobs(split, mode, LAYERS), mode, LAYERS)
-    assert again.choices(NAMES) == split.choices(NAMES)
-
-
 @given(fractions, fractions, st.integers(0, LAYERS))
 def test_in_one_graph_there_is_one_budget(lean, rich, count):
-    split = from_knobs({"lean": lean, "rich": rich, "front": count / LAYERS}, "model", LAYERS)
-    budgets = {c for c in map(str, split.choices(NAMES).values()) if c.startswith("compile_budget")}
-    assert len(budgets) <= 1
+    known = {s: linear(s) for s in (Split(f, f, 0) for f in (0.0, lean, rich, 1.0))}
+    for split in proposals(known, 120 + count, "model", LAYERS):
+        budgets = {c for c in map(str, split.choices(NAMES).values()) if c.startswith("compile_budget")}
+        assert len(budgets) <= 1
 
 
 def test_estimates_lie_between_measured_plans_and_never_beyond():

@@ -10,13 +10,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 
 from autockpt.errors import AutockptError, InfeasibleError, MeasurementError
-from autockpt.schema import RECOMPUTE, SAVE, Choice, CompileMode, Trial
+from autockpt.schema import RECOMPUTE, SAVE, Choice, CompileMode
 from autockpt.schema.choices import CompileBudget
 from autockpt.schema.known import ALL, EVERY_2, NONE, known_plans
-from autockpt.schema.space import Knob
 from autockpt.tuning.infeasible import nothing_compiled_fits, out_of_memory
 from autockpt.tuning.loop import Limits, Proposer
-from autockpt.tuning.proposers.sampler import Study, sampler_for
 from autockpt.tuning.question import Question
 from autockpt.tuning.targets.compiled import Compiled
 from autockpt.tuning.trials import Candidate, Parameters, Plans, Trials
@@ -100,36 +98,6 @@ def fraction(choice: Choice) -> float | None:
     return {"save": SAVES, "recompute": RUNS_AGAIN}.get(choice.kind)
 
 
-def sampled(mode: CompileMode) -> dict[str, Knob]:
-    """What the sampler varies: the share of layers at the front, and what they and the others keep."""
-    knobs = {"rich": Knob(low=0.05, high=1.0), "front": Knob(low=0.0, high=1.0)}
-    if mode == "layers":
-        knobs["lean"] = Knob(low=0.0, high=1.0)
-    return knobs
-
-
-def from_knobs(
-    parameters: Mapping[str, float | int | str], mode: CompileMode, layers: int, *, shares: bool = True
-) -> Split:
-    """A sampler's point as a plan: ``front`` is a share of the layers, ``rich`` and ``lean`` are fractions.
-
-    Without ``shares`` (budgets are refused) each fraction is taken for the nearer of recompute and save.
-    """
-    lean = float(parameters["lean"]) if mode == "layers" else RUNS_AGAIN
-    rich, count = float(parameters["rich"]), round(float(parameters["front"]) * layers)
-    if not shares:
-        lean, rich = float(round(lean)), float(round(rich))
-    if lean > rich and count > 0:  # the leaner of the two comes first
-        lean, rich = rich, lean
-    return Split.of(lean, rich, count, layers)
-
-
-def to_knobs(split: Split, mode: CompileMode, layers: int) -> Parameters:
-    """A plan as a sampler's point."""
-    point: Parameters = {"rich": split.rich, "front": split.count / layers}
-    return point | ({"lean": split.lean} if mode == "layers" else {})
-
-
 def estimate(known: Known, split: Split, layers: int) -> Cost | None:
     """What the plan should cost by the nearest measured ones with the same two choices; None where these are not known.
 
@@ -172,22 +140,20 @@ def proposals(known: Known, budget_bytes: int, mode: CompileMode, layers: int) -
 
 @dataclass(eq=False)
 class SplitProposer(Proposer):
-    """Well-known plans, uniform budgets, the eager solver's plan, then interleaved what should be best by all that was
-    measured, and what the sampler wants to know.
+    """Well-known plans, uniform budgets, the eager solver's plan, then what should be best by all that was
+    measured, until nothing should be faster.
 
     Every plan is measured. Nothing is predicted: ghost runs see eager ops, neither what a compiler fuses nor what its
-    partitioner saves. ``layers`` are names of units in order, ``room`` the device's bytes, ``name`` the study's.
+    partitioner saves. ``layers`` are names of units in order, ``room`` the device's bytes.
     """
 
     question: Question
     layers: Sequence[str]
     target: Compiled
     trials: Trials
-    storage: str | None
     _: KW_ONLY
     room: int
     eager: EagerPlans
-    name: str
 
     def __post_init__(self) -> None:
         self.mode: CompileMode = self.target.mode
@@ -199,10 +165,7 @@ class SplitProposer(Proposer):
             self.known |= {f"budget {f:g}": Split(f, f, 0).choices(self.layers) for f in FRACTIONS}
 
     def begin(self) -> None:
-        seed, name = self.question.seed, self.name
-        self.study = Study(
-            "knobs", sampler_for("layers", seed), sampled(self.mode), {}, name=name, storage=self.storage
-        )
+        """Nothing is predicted, so nothing is known before the first step."""
 
     @property
     def shares(self) -> bool:
@@ -290,44 +253,21 @@ class SplitProposer(Proposer):
     # -- candidates ---------------------------------------------------------------------------------------------------
 
     def candidates(self, limits: Limits) -> Iterator[Candidate]:
-        """Plans from elsewhere and the eager solver's; then, interleaved, what should be best and the sampler's own."""
+        """Plans from elsewhere and the eager solver's; then what should be best by all that was measured."""
         for name, choices in {} if limits.used_up() else {**self.question.seeds, **self.eager(self._place)}.items():
             if not limits.used_up():
                 yield Candidate(dict(choices), name, "seed")
-        repeats, sampler_turn = 0, False
+        assert self.trials.budget_bytes is not None
         while not limits.used_up():
-            if repeats >= self.target.terms.most_repeats:
+            began = self.target.clock.elapsed
+            ideas = proposals(self._costs(), self.trials.budget_bytes, self.mode, len(self.layers))
+            plans = [Candidate(s.choices(self.layers), str(s), "proposed", s.parameters) for s in ideas]
+            untried = [plan for plan in plans if self.trials.find(plan.choices) is None]
+            if not untried:
                 limits.over("the space offers no further plan within the budget")
                 return
-            began = self.target.clock.elapsed
-            number, candidate = self._propose(sampler_turn)
-            repeats, sampler_turn = repeats + 1, not sampler_turn
-            if self._allowed(candidate.choices) and self.trials.find(candidate.choices) is None:
-                yield candidate
-                repeats, limits.took = 0, self.target.clock.elapsed - began
-            self._tell(number, self.trials.find(candidate.choices))
-
-    def _propose(self, sampler_turn: bool) -> tuple[int, Candidate]:
-        """What should be best by all that was measured, or on the sampler's turn its own; and its number there."""
-        assert self.trials.budget_bytes is not None
-        count = len(self.layers)
-        ideas = [] if sampler_turn else proposals(self._costs(), self.trials.budget_bytes, self.mode, count)
-        if ideas:
-            self.study.enqueue([to_knobs(ideas[0], self.mode, count)])
-        number, parameters = self.study.ask()
-        split = from_knobs(parameters, self.mode, count, shares=self.shares)
-        encoding = "proposed" if ideas else "knobs"
-        return number, Candidate(split.choices(self.layers), str(split), encoding, split.parameters)
-
-    def _allowed(self, choices: Mapping[str, Choice]) -> bool:
-        return all(c.kind in self.kinds or (self.shares and c.kind == "compile_budget") for c in choices.values())
-
-    def _tell(self, number: int, trial: Trial | None) -> None:
-        if trial is None or trial.measured is None or self.trials.budget_bytes is None:
-            self.study.fail(number)
-            return
-        violation = trial.measured.peak_bytes / self.trials.budget_bytes - 1
-        self.study.tell(number, trial.measured.step_seconds, violation, trial)
+            yield untried[0]
+            limits.took = self.target.clock.elapsed - began
 
     def _costs(self) -> dict[Split, Cost]:
         """All splits that were measured."""
