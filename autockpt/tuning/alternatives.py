@@ -8,7 +8,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import islice
 from typing import Any, TypeVar
@@ -18,11 +18,24 @@ import torch
 from autockpt.errors import AutockptError, ConflictError
 from autockpt.hardware.nominal import nominal_op_times
 from autockpt.profiling import MemoryModel, Predictor, UniformRuns, memory_at_hand, uniform_graphs
-from autockpt.schema import SAVE, Budget, Choice, Environment, Graph, Listener, OpTimes, Prediction, Silence
-from autockpt.schema.remedy import INEXACT, Alternative, batch, joined
+from autockpt.schema import (
+    SAVE,
+    Budget,
+    Choice,
+    Environment,
+    Graph,
+    Listener,
+    OpTimes,
+    Prediction,
+    SearchRequest,
+    Silence,
+)
+from autockpt.schema.remedy import FOUR_BITS, INEXACT, Alternative, batch, joined
 from autockpt.tracing import Tracer
-from autockpt.tuning.jobs import LEANER_OPTIMIZERS, Described, Job
+from autockpt.tuning.jobs import cut, tracer_of, with_rows
 from autockpt.tuning.opening import LEANEST_CHUNKS, blocks_of
+from autockpt.workload import cut_tensors
+from autockpt.workload.factory import is_factory
 
 T = TypeVar("T")
 Times = Callable[[Sequence[Graph]], OpTimes]  # op times that cover these ghost runs
@@ -36,16 +49,33 @@ FAR_OVER = 2  # times the budget: where one of these needs as much, the others d
 
 
 SORTS = 12  # of changes at most: five single ones, five of two or three, shorter sequences, and all together
+_ADAPTERS = "adapters only are trained"
+FUSED, EIGHT_BIT, PLAIN = "adamw_fused", "adamw8bit", "sgd"
+LEANER_OPTIMIZERS = {
+    FUSED: "no temporaries of the optimizer; the same update up to rounding",
+    EIGHT_BIT: "optimizer states in 8 bits; other training",
+    PLAIN: "no optimizer states; other training",
+}
+"""The mildest first, and what each changes."""
 
 
 @dataclass(frozen=True)
 class Change:
     """A variant of the job, what it is called, and whether its head runs in chunks."""
 
-    job: Job
-    options: str
-    effect: str
+    job: SearchRequest
+    options: str = ""
+    effect: str = ""
     chunked: bool = False
+
+    def then(self, options: str, effect: str, *, chunked: bool = False, **update: Any) -> Change:
+        """This change and one more: ``update`` of a described workload, or its live ``step``."""
+        job = self.job
+        if update and job.workload is not None:
+            update = {"workload": job.workload.model_copy(update=update)}
+        effects = "; ".join(filter(None, (self.effect, effect)))
+        changed = job.model_copy(update=update)
+        return Change(changed, joined(self.options, options), effects, self.chunked or chunked)
 
 
 @dataclass(frozen=True)
@@ -81,7 +111,7 @@ def on_device(
 
 
 def alternatives(
-    job: Job, settings: Mapping[str, Any], base: UniformRuns, bench: WhatIf, *, chunked: bool = False
+    job: SearchRequest, settings: Mapping[str, Any], base: UniformRuns, bench: WhatIf, *, chunked: bool = False
 ) -> tuple[Alternative, ...]:
     """What makes a job fit, at most three ways: on one device first, those that change training least before others.
 
@@ -93,121 +123,126 @@ def alternatives(
     leanest = min(predictions(bench, base).values(), key=lambda p: p.peak_bytes)
     standard = (leanest.step_seconds or 0.0) / _work(settings)
     held = next(graph.resident for _, graph in base.values())
+    # then only what makes weights or their states shrink
     lighter = held.get("weights", 0) + held.get("optimizer states", 0) > bench.budget_bytes
+    rows, length = settings.get("batch_size") or 0, settings.get("seq_len") or 0
+    as_it_is = Change(job)
+    batches = list(_smaller_batches(as_it_is, rows))
+    smallest = batches[-1] if batches else as_it_is
 
-    def mildest(families: Iterable[Iterator[Change]], most: int | None = None) -> list[Alternative]:
+    def mildest(families: Iterable[Iterable[Change]], most: int | None = None) -> list[Alternative]:
         ways = (_mildest(family, bench, standard) for family in families if not bench.late())
         return [*islice(filter(None, ways), most)]
 
     def alone(ways: Sequence[Alternative]) -> bool:
         return any(SHARED not in way.options for way in ways)
 
-    found = mildest(_families(job, settings, chunked, lighter))
-    if not alone(found):
-        found += mildest(_combined(job, settings, chunked, lighter), most=1)
-    if not alone(found):  # the last resort
-        found += [] if lighter else mildest([_shorter_sequences(job, settings)])
-        if not bench.late():
-            together = _together(job, settings, chunked, shared=not found)
-            found += mildest([together])
+    single: list[Iterable[Change]] = [] if lighter else [batches]
+    if not (chunked or lighter):
+        single.append([_in_chunks(as_it_is)])
+    single += [_with_adapters(as_it_is), _lean_optimizers(as_it_is)]
+    if _ranks(job) is not None:
+        single.append(_sharded(as_it_is))
+    found = mildest(single)
+    if not alone(found):  # two changes and three; sequences stay as long as they are
+        combined: list[Iterable[Change]] = []
+        if batches and not (lighter or chunked):
+            combined.append(map(_in_chunks, batches))
+        for both in ([*islice(_lean_optimizers(smallest), 2)], [*_with_adapters(smallest)]):
+            combined += [both] if batches else []
+            combined += [] if chunked else [map(_in_chunks, both)]
+        found += mildest(combined, most=1)
+    if not alone(found):  # the last resort: shorter sequences; then all at once, over more and more devices
+        found += [] if lighter else mildest([_shorter_sequences(as_it_is, length)])
+        adapted = [*_with_adapters(smallest)]
+        start = adapted[-1] if adapted else smallest if chunked else _in_chunks(smallest)
+        shared = _sharded(start) if not found and _ranks(job) is not None else ()
+        found += mildest([[*adapted, *_shorter_sequences(start, length), *shared]])
     return tuple(sorted(found, key=lambda way: SHARED in way.options)[:MOST])
 
 
-def _families(job: Job, settings: Mapping[str, Any], chunked: bool, lighter: bool) -> Iterator[Iterator[Change]]:
-    """Changes of one sort each, the mildest first; ``lighter``: only those by which weights or their states shrink."""
-    if not lighter:
-        yield _smaller_batches(job, settings)
-    if not (chunked or lighter):
-        yield iter([_in_chunks(Change(job, "", ""))])
-    yield _with_adapters(job)
-    yield _lean_optimizers(job)
-    if job.ranks is not None:
-        yield _sharded(Change(job, "", ""))
-
-
-def _combined(job: Job, settings: Mapping[str, Any], chunked: bool, lighter: bool) -> Iterator[Iterator[Change]]:
-    """Two changes and three, those that change training least first; sequences stay as long as they are."""
-    batches = list(_smaller_batches(job, settings))
-    if batches and not (lighter or chunked):
-        yield map(_in_chunks, batches)
-    for other, most in ((_lean_optimizers, 2), (_with_adapters, None)):
-        both = _and(batches[-1] if batches else Change(job, "", ""), other)[:most]
-        if batches:
-            yield iter(both)
-        if not chunked:
-            yield map(_in_chunks, both)
-
-
-def _and(change: Change, other: Callable[[Job], Iterator[Change]]) -> list[Change]:
-    """A change, and each of others after it."""
-    return [_extended(change, more.job, more.options, more.effect) for more in other(change.job)]
-
-
-def _extended(change: Change, job: Job, options: str, effect: str, *, chunked: bool = False) -> Change:
-    """A change, and one more."""
-    effects = "; ".join(filter(None, (change.effect, effect)))
-    return Change(job, joined(change.options, options), effects, change.chunked or chunked)
-
-
-def _in_chunks(change: Change) -> Change:
+def _in_chunks(of: Change) -> Change:
     """The same with head and loss in chunks."""
-    return _extended(change, change.job, INEXACT, _CHUNKS, chunked=True)
+    return of.then(INEXACT, _CHUNKS, chunked=True)
 
 
-def _smaller_batches(job: Job, settings: Mapping[str, Any]) -> Iterator[Change]:
-    rows = settings.get("batch_size") or 0
+def _smaller_batches(of: Change, rows: int) -> Iterator[Change]:
+    """Fewer of these rows in a micro-batch, and as many more of these; none of a batch that cannot be divided."""
+    spec, step = of.job.workload, of.job.step
     for fewer in range(rows // 2, 0, -1):
-        smaller = job.smaller_batch(rows, fewer) if rows % fewer == 0 else None
-        if smaller is not None:
-            options = batch(fewer, smaller.accumulate)
-            yield Change(smaller, options, f"batch {rows} → {fewer}, the same rows in every optimizer step")
+        if rows % fewer:
+            continue
+        accumulate = (step if spec is None else spec).accumulate * (rows // fewer)
+        update: dict[str, Any] = {"batch_size": fewer, "accumulate": accumulate}
+        if spec is None:
+            cut_step = with_rows(step, fewer, accumulate) if step.settings.get("batch_size") == rows else None
+            if cut_step is None:
+                return
+            update = {"step": cut_step}
+        said = f"batch {rows} → {fewer}, the same rows in every optimizer step"
+        yield of.then(batch(fewer, accumulate), said, **update)
 
 
-def _shorter_sequences(job: Job, settings: Mapping[str, Any], of: Change | None = None) -> Iterator[Change]:
-    """Half as long, and half as long again; after the change ``of`` where there is one."""
-    length = tokens = settings.get("seq_len") or 0
-    of = of or Change(job, "", "")
+def _shorter_sequences(of: Change, length: int) -> Iterator[Change]:
+    """Half as long, and half as long again: ids, labels and masks cut."""
+    step, tokens = of.job.step, length
     while tokens // 2 >= SHORTEST:
         tokens //= 2
-        shorter = of.job.shorter(length, tokens)
-        if shorter is None:
-            return
-        yield _extended(of, shorter, f"sequences of {tokens} tokens", "shorter sequences")
+        update: dict[str, Any] = {"seq_len": tokens, "pad_to": None}
+        if of.job.workload is None:
+            if step.full_step is not None:  # a function that brings its own batch
+                return
+            shorter = cut_tensors(step.batch, partial(cut, length=length, tokens=tokens))
+            update = {"step": replace(step, batch=shorter, settings={})}
+        yield of.then(f"sequences of {tokens} tokens", "shorter sequences", **update)
 
 
-def _with_adapters(job: Job) -> Iterator[Change]:
-    """Adapters alone, and these on a base in 4 bits."""
-    for options, effect, adapted in job.adapted(LORA_RANK):
-        yield Change(adapted, options, effect)
+def _with_adapters(of: Change) -> Iterator[Change]:
+    """Adapters alone trained, then these on a base in 4 bits; a model at hand is trained as it is.
+
+    Only what this job has not already, and what can be put on it.
+    """
+    if (spec := of.job.workload) is None:
+        return
+    options = ""
+    if spec.lora is None:
+        options = f"LoRA of rank {LORA_RANK}"
+        yield of.then(options, _ADAPTERS, lora=LORA_RANK)
+    if not (spec.load_in_4bit or spec.load_in_8bit or spec.quantization or is_factory(spec.model)):
+        effect = f"{_ADAPTERS} on a base in 4 bits" if options else "the base in 4 bits"
+        yield of.then(joined(options, FOUR_BITS), effect, lora=spec.lora or LORA_RANK, load_in_4bit=True)
 
 
-def _sharded(start: Change) -> Iterator[Change]:
+def _lean_optimizers(of: Change) -> Iterator[Change]:
+    """Optimizers that hold less; the mildest first.
+
+    AdamW in one kernel, which holds no temporaries; states in 8 bits, which take a library and CUDA; SGD.
+    """
+    spec, step = of.job.workload, of.job.step
+    if spec is None:
+        optimizer = step.optimizer
+        if optimizer is not None and not isinstance(optimizer, torch.optim.SGD) and step.full_step is None:
+            trained = [p for group in optimizer.param_groups for p in group["params"]]
+            plain = replace(step, optimizer=torch.optim.SGD(trained, lr=1e-3), settings={})
+            yield of.then(f"optimizer {PLAIN}", LEANER_OPTIMIZERS[PLAIN], step=plain)
+    elif (now := spec.optimizer) not in ("none", PLAIN):
+        tried = {FUSED: now == "adamw", EIGHT_BIT: now != EIGHT_BIT and of.job.hardware is not None, PLAIN: True}
+        for name in (name for name, wanted in tried.items() if wanted):
+            yield of.then(f"optimizer {name}", LEANER_OPTIMIZERS[name], optimizer=name)
+
+
+def _ranks(job: SearchRequest) -> int | None:
+    """Devices that weights are shared by; None where that cannot be simulated."""
+    return None if job.hardware is None else job.described.shard or 1
+
+
+def _sharded(of: Change) -> Iterator[Change]:
     """Over more and more devices, each with rows of its own."""
-    ranks = 2 * (start.job.ranks or 1)
+    ranks = 2 * (_ranks(of.job) or 1)
     while ranks <= MOST_RANKS:
         said = f"weights, gradients and optimizer states shared by {ranks} devices; what these send is not counted"
-        yield _extended(start, start.job.sharded(ranks), f"{SHARED} {ranks} devices", said)
+        yield of.then(f"{SHARED} {ranks} devices", said, shard=ranks)
         ranks *= 2
-
-
-def _lean_optimizers(job: Job) -> Iterator[Change]:
-    """Optimizers that hold less."""
-    for name, leaner in job.leaner_optimizers():
-        yield Change(leaner, f"optimizer {name}", LEANER_OPTIMIZERS[name])
-
-
-def _together(job: Job, settings: Mapping[str, Any], chunked: bool, shared: bool) -> Iterator[Change]:
-    """All at once, for jobs that no single change helps: single rows, adapters, shorter and shorter, more devices."""
-    smallest = list(_smaller_batches(job, settings))[-1:]
-    start = smallest[0] if smallest else Change(job, "", "")
-    if adapted := _and(start, _with_adapters):
-        yield from adapted
-        start = adapted[-1]
-    elif not chunked:
-        start = _in_chunks(start)
-    yield from _shorter_sequences(job, settings, start)
-    if shared and job.ranks is not None:
-        yield from _sharded(start)
 
 
 def mildest_that_fits(changes: Sequence[T], fits: Callable[[T], bool]) -> T | None:
@@ -217,7 +252,7 @@ def mildest_that_fits(changes: Sequence[T], fits: Callable[[T], bool]) -> T | No
     return changes[bisect_left(changes, True, key=fits)]
 
 
-def _mildest(changes: Iterator[Change], bench: WhatIf, standard: float) -> Alternative | None:
+def _mildest(changes: Iterable[Change], bench: WhatIf, standard: float) -> Alternative | None:
     """The mildest change that fits; None where none does, or this sort of change is not possible for this job."""
     with ExitStack() as stack:
         try:
@@ -239,7 +274,7 @@ class _Variant:
 
     @cached_property
     def _tracer(self) -> Tracer:
-        return self._stack.enter_context(self._change.job.tracer(self._bench.device))
+        return self._stack.enter_context(tracer_of(self._change.job, self._bench.device))
 
     @cached_property
     def fits(self) -> bool:
@@ -307,11 +342,11 @@ def predictions(bench: WhatIf, uniform: UniformRuns) -> dict[str, Prediction]:
     return {kind: judge.learn(choices, graph) for kind, (choices, graph) in uniform.items()}
 
 
-def _ignored(job: Job, settings: Mapping[str, Any]) -> bool:
+def _ignored(job: SearchRequest, settings: Mapping[str, Any]) -> bool:
     """Whether the user's own function made something else than what was asked for."""
-    if not isinstance(job, Described):
+    if (spec := job.workload) is None:
         return False
-    asked = {"batch_size": job.spec.batch_size, "seq_len": job.spec.seq_len}
+    asked = {"batch_size": spec.batch_size, "seq_len": spec.seq_len}
     return any(value is not None and settings.get(name) not in (None, value) for name, value in asked.items())
 
 

@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -25,7 +26,7 @@ from autockpt.schema.batches import BatchAnswer, BatchSetting
 from autockpt.schema.known import ALL, NONE, OURS
 from autockpt.schema.words import tally
 from autockpt.tuning.alternatives import WhatIf, mildest_that_fits, on_device, predictions
-from autockpt.tuning.jobs import Job, job_of, with_rows
+from autockpt.tuning.jobs import tracer_of, with_rows
 from autockpt.tuning.opening import blocks_of
 from autockpt.tuning.question import Clock
 from autockpt.tuning.record import save_plan_copy
@@ -131,12 +132,11 @@ def search_batch_sizes(request: SearchRequest, listener: Listener, search: Searc
         def meet(size: int) -> AbstractContextManager[Measurer]:
             return measurer_of(of_size(asked, size))
 
-        def job(size: int) -> Job:
-            return job_of(of_size(asked, size))
-
         climb = Climb(request.rows_per_update or 0, at, Clock(listener, request.timeout, request.training_steps))
         apart = request.compile is not None  # compiled anew for every size
-        answer = _most_tokens(climb, job, judge_of(asked), given, request.trials, None if apart else meet)
+        answer = _most_tokens(
+            climb, partial(of_size, asked), judge_of(asked), given, request.trials, None if apart else meet
+        )
     return answer.model_copy(update={"outcome": save_plan_copy(request, answer.outcome)})
 
 
@@ -164,7 +164,7 @@ def of_size(request: SearchRequest, size: int) -> SearchRequest:
 
 def _most_tokens(
     climb: Climb,
-    job: Callable[[int], Job],
+    job: Callable[[int], SearchRequest],
     judge: WhatIf,
     given: int | None,
     trials: int,
@@ -249,11 +249,11 @@ class Sizes:
         return mildest_that_fits(self.sizes[::-1], fits)
 
 
-def foreseen_sizes(job: Callable[[int], Job], judge: WhatIf, sizes: list[int], listener: Listener) -> Sizes:
+def foreseen_sizes(job: Callable[[int], SearchRequest], judge: WhatIf, sizes: list[int], listener: Listener) -> Sizes:
     """Sizes that are ghost-run with one choice on every layer when they are asked about."""
 
     def look(size: int) -> dict[str, int]:
-        with job(size).tracer(judge.device) as tracer:
+        with tracer_of(job(size), judge.device) as tracer:
             uniform = uniform_graphs(tracer, blocks_of(tracer), judge.kinds)
             listener.advance()
             return {kind: said.peak_bytes for kind, said in predictions(judge, uniform).items()}

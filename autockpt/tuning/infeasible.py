@@ -14,7 +14,6 @@ from autockpt.schema.choices import CHUNKED_SOFTMAX, ChunkedLoss
 from autockpt.schema.outlook import Outlook
 from autockpt.schema.remedy import INEXACT, SMALLER, Alternative
 from autockpt.tuning.alternatives import SORTS, alternatives
-from autockpt.tuning.jobs import job_of
 from autockpt.tuning.opening import LEANEST_CHUNKS, Traced, blocks_of
 from autockpt.tuning.outlook import ghost_runs
 from autockpt.tuning.question import Clock
@@ -84,21 +83,25 @@ def explain_refusal(
     if what_if is None or not request.alternatives:
         return
     inexact = found.heads is not None and any(isinstance(c, ChunkedLoss) for c in found.heads.graphs)
-    job, late = job_of(request), lambda: clock.seconds_left <= 0
     if not request.budget.is_share:
         with clock.stage("look for alternatives", SORTS):
             uniform = found.uniform
             if found.twin is not None:  # of the whole model
                 kinds = [kind for kind in ("recompute", "save") if kind in uniform]
                 uniform = uniform_graphs(found.tracer, blocks_of(found.tracer), kinds)
-            bench = replace(what_if(), head=head_of_alternatives(found), late=late, listener=clock.listener)
-            ways = alternatives(job, found.tracer.settings, uniform, bench, chunked=inexact)
-        _add_alternatives(error, ways, clock.timeout if late() else None, bench.step_note)
+            bench = replace(
+                what_if(),
+                head=head_of_alternatives(found),
+                late=lambda: clock.seconds_left <= 0,
+                listener=clock.listener,
+            )
+            ways = alternatives(request, found.tracer.settings, uniform, bench, chunked=inexact)
+        _add_alternatives(error, ways, clock.timeout if bench.late() else None, bench.step_note)
     else:
         if request.budget.kind == "share" and error.smallest_peak:  # of which a smaller job needs more
             error.remedy = error.remedy.replace(f", or {SMALLER}", "")
             error.remedy += _of_shares(error.smallest_peak / prepared.needs(found.plain))
-        if not inexact and job.ranks is None:
+        if not inexact and request.hardware is None:
             error.remedy += _in_chunks(found, prepared.needs)
     # what was assumed, or what has no choice, may be that which makes nothing fit
     if notes := (*found.tracer.notes, *found.left_out):

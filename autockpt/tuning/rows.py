@@ -14,10 +14,10 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from autockpt.errors import AutockptError, UsageError
-from autockpt.schema import Graph
+from autockpt.schema import Graph, SearchRequest
 from autockpt.schema.graph import Op
 from autockpt.tuning.alternatives import WhatIf
-from autockpt.tuning.jobs import Job
+from autockpt.tuning.jobs import tracer_of
 
 SIZES = (2, 3)
 """Rows of the two runs: single rows are broadcast, and batch norms refuse them."""
@@ -80,7 +80,7 @@ def _given(op: Op) -> list[int]:
     return [count for made in op.outputs if "f" in made.dtype and (count := math.prod(made.shape))]
 
 
-def dependent_rows(job: Callable[[int], Job], judge: WhatIf) -> tuple[str, ...]:
+def dependent_rows(job: Callable[[int], SearchRequest], judge: WhatIf) -> tuple[str, ...]:
     """Notes on terms that take rows together. Raises UsageError where another micro-batch is another training.
 
     Where the model cannot be ghost-run at these sizes a note says that this was not looked at.
@@ -104,6 +104,6 @@ def dependent_rows(job: Callable[[int], Job], judge: WhatIf) -> tuple[str, ...]:
     )
 
 
-def _plain_graph(job: Job, judge: WhatIf) -> Graph:
-    with job.tracer(judge.device) as tracer:
+def _plain_graph(job: SearchRequest, judge: WhatIf) -> Graph:
+    with tracer_of(job, judge.device) as tracer:
         return tracer.trace()

@@ -30,7 +30,7 @@ from autockpt.tuning import answer as answered
 from autockpt.tuning import batches, search_request
 from autockpt.tuning.alternatives import on_device
 from autockpt.tuning.batches import Climb, Sizes, climbed, search_batch_sizes
-from autockpt.tuning.jobs import Live, with_rows
+from autockpt.tuning.jobs import with_rows
 from autockpt.tuning.question import Clock
 from autockpt.tuning.rows import dependent_rows
 from autockpt.workload import Step
@@ -230,10 +230,10 @@ def met_by(loss: Any, normed: bool = False) -> tuple[str, ...]:
     cpu = get_device("cpu")
     judge = on_device(parse_budget("1GB"), cpu.torch_device, environment_of(cpu), 0, ("save",))
 
-    def job(size: int) -> Live:
+    def job(size: int) -> SearchRequest:
         made = with_rows(step, size, 1)
         assert made is not None and made.batch["x"].shape == (size, 8)
-        return Live(made)
+        return search_request(budget="1GB", step=made)
 
     return dependent_rows(job, judge)
 

@@ -14,13 +14,16 @@ from autockpt.schema import SAVE, SearchRequest, Silence, WorkloadSpec, parse_bu
 from autockpt.schema.choices import CHUNKED_SOFTMAX, ChunkedLoss
 from autockpt.schema.remedy import INEXACT, SMALLER, Alternative, batch, joined
 from autockpt.tuning import alternatives, infeasible
-from autockpt.tuning.jobs import Described
 from autockpt.tuning.question import Clock
 from search_spaces.spaces import load_space
 
 IN_CHUNKS = ChunkedLoss(tokens=256)
 SPEC = WorkloadSpec(model="llama-1b", batch_size=4, seq_len=1024)
 SETTINGS = {"batch_size": 4, "seq_len": 1024, "tokens": 4096}
+
+
+def request_of(budget: str = "1KB") -> SearchRequest:
+    return SearchRequest(budget=parse_budget(budget), space=load_space("knobs"), workload=SPEC)
 
 
 @pytest.mark.parametrize("needed", [(INEXACT, "batch size"), ("LoRA", "batch size"), ("sequences",)])
@@ -45,7 +48,7 @@ def test_combinations_are_tried_where_no_single_change_helps_and_shorter_sequenc
     )
     bench: Any = SimpleNamespace(budget_bytes=5, late=lambda: False, listener=Silence())
     base: Any = {"recompute": ({}, SimpleNamespace(resident={}))}
-    ways = alternatives.alternatives(Described(SPEC), SETTINGS, base, bench)
+    ways = alternatives.alternatives(request_of(), SETTINGS, base, bench)
     assert ways and all(option in ways[0].options for option in needed)
     single = [batch(2, 2), batch(1, 4), INEXACT, "LoRA of rank 16"]
     assert asked[:4] == single
@@ -66,7 +69,7 @@ def naming(
     clock.began -= 2.0
     bench: Any = alternatives.WhatIf(5, cast("Any", None), cast("Any", None), ("recompute",), None)
     prepared: Any = SimpleNamespace(found=found, needs=lambda graph: 1000, what_if=lambda: bench)
-    request = SearchRequest(budget=parse_budget(budget), space=load_space("knobs"), workload=SPEC)
+    request = request_of(budget)
     try:
         yield
     except InfeasibleError as error:
@@ -76,13 +79,13 @@ def naming(
 
 @pytest.mark.parametrize("limit", [None, 1.0])
 def test_a_time_limit_ends_the_search_for_changes_too(limit: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    traced: list[Described] = []
+    traced: list[SearchRequest] = []
 
-    def tracer_of(job: Described, device: Any) -> Any:
+    def tracer_of(job: SearchRequest, device: Any) -> Any:
         traced.append(job)
         raise ConflictError("cannot be traced")
 
-    monkeypatch.setattr(Described, "tracer", tracer_of)
+    monkeypatch.setattr(alternatives, "tracer_of", tracer_of)
     monkeypatch.setattr(
         alternatives, "predictions", lambda *_: {"recompute": SimpleNamespace(peak_bytes=10, step_seconds=1.0)}
     )
@@ -131,13 +134,16 @@ def test_what_was_assumed_is_said_with_the_alternatives(monkeypatch: pytest.Monk
     ("allowed", "head"),
     [((), SAVE), ((CHUNKED_SOFTMAX,), CHUNKED_SOFTMAX), ((CHUNKED_SOFTMAX, IN_CHUNKS), IN_CHUNKS)],
 )
-def test_the_head_is_as_lean_in_variants_as_the_search_may_make_it(allowed: tuple[Any, ...], head: Any) -> None:
+def test_the_head_is_as_lean_in_variants_as_the_search_may_make_it(
+    allowed: tuple[Any, ...], head: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """So that a smaller batch is not passed over for gradients that are equal up to rounding."""
     found: Any = SimpleNamespace(heads=SimpleNamespace(graphs=dict.fromkeys(allowed)) if allowed else None)
     assert infeasible.head_of_alternatives(found) == head
-    job: Any = SimpleNamespace(tracer=lambda device: nullcontext(SimpleNamespace(head=SimpleNamespace(name="lm_head"))))
+    tracer = SimpleNamespace(head=SimpleNamespace(name="lm_head"))
+    monkeypatch.setattr(alternatives, "tracer_of", lambda job, device: nullcontext(tracer))
     with ExitStack() as stack:
         variant = alternatives._Variant(
-            alternatives.Change(job, "", ""), cast("Any", SimpleNamespace(head=head, device=None)), stack
+            alternatives.Change(request_of()), cast("Any", SimpleNamespace(head=head, device=None)), stack
         )
         assert variant._besides == ({} if head == SAVE else {"lm_head": head})

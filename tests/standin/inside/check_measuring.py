@@ -17,7 +17,6 @@ from autockpt.runtime import apply, attach
 from autockpt.schema import OFFLOAD, RECOMPUTE, SearchRequest, Silence, WorkloadSpec, parse_budget, parse_choice
 from autockpt.tracing import Tracer
 from autockpt.tuning import batches
-from autockpt.tuning.jobs import Live
 from autockpt.workload import Step, build, discover_units
 from search_spaces.spaces import load_space
 from tests.standin.inside import scenarios
@@ -105,10 +104,17 @@ def test_variants_of_a_job_are_judged_by_what_the_allocator_takes(monkeypatch):
     # a process of its own would say the same, after seconds of imports
     monkeypatch.setattr(batches, "environment_without_context", lambda name: environment_of(get_device(name)))
     judge = batches.judge_of(asked)
+
+    def sized(size: int) -> WorkloadSpec:
+        return batches.of_size(asked, size).described
+
     known = batches.foreseen_sizes(
-        lambda size: Live(build(batches.of_size(asked, size).described, "standin")), judge, [8, 16], Silence()
+        lambda size: asked.model_copy(update={"workload": None, "step": build(sized(size), "standin")}),
+        judge,
+        [8, 16],
+        Silence(),
     )
-    workload = build(batches.of_size(asked, 16).described, "standin")
+    workload = build(sized(16), "standin")
     units = [unit.name for unit in discover_units(workload.model) if unit.role == "block"]
     runner = StepRunner(workload, get_device("standin"))
     for kind, choices in (("save", {}), ("recompute", dict.fromkeys(units, RECOMPUTE))):

@@ -1,0 +1,90 @@
+"""What a smaller batch, shorter sequences or a leaner optimizer make of a job; a live one's own tensors stay."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from autockpt.schema import WorkloadSpec
+from autockpt.schema.remedy import FOUR_BITS, batch, joined
+from autockpt.tuning import alternatives, search_request
+from autockpt.tuning.alternatives import Change
+from autockpt.workload import Step
+
+ROWS, LENGTH = 4, 16
+
+
+@pytest.fixture(autouse=True)
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sequences of these tests are short."""
+    monkeypatch.setattr(alternatives, "SHORTEST", LENGTH // 2)
+
+
+def job(**more: Any) -> Change:
+    return Change(search_request(budget="1GB", **more))
+
+
+def described(**spec: Any) -> Change:
+    return job(workload=WorkloadSpec(**{"model": "llama-tiny"} | spec))
+
+
+def live(**batch: Any) -> Change:
+    model = nn.Linear(3, 3)
+    step = Step(model, batch, loss=lambda m, b: m(b).sum(), optimizer=torch.optim.AdamW(model.parameters()))
+    return job(step=step)
+
+
+def shapes(change: Change) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(tensor.shape) for name, tensor in change.job.step.batch.items()}
+
+
+def test_a_live_batch_is_cut_by_rows_and_by_length() -> None:
+    ids, mask, scale = torch.zeros(ROWS, LENGTH), torch.zeros(ROWS, 1, LENGTH, LENGTH), torch.tensor(1.0)
+    long = live(ids=ids, mask=mask, scale=scale, pixels=torch.zeros(ROWS, 3, LENGTH))
+    smaller, _ = alternatives._smaller_batches(long, ROWS)
+    assert shapes(smaller) == {"ids": (2, 16), "mask": (2, 1, 16, 16), "scale": (), "pixels": (2, 3, 16)}
+    assert smaller.job.step.accumulate == 2 and smaller.job.step.settings["batch_size"] == 2
+    assert smaller.options == batch(2, 2)
+    (shorter,) = alternatives._shorter_sequences(long, LENGTH)
+    assert shapes(shorter)["mask"] == (ROWS, 1, 8, 8) and shapes(shorter)["pixels"] == (ROWS, 3, LENGTH)
+    assert long.job.step.batch["ids"] is ids and ids.shape == (ROWS, LENGTH)
+
+
+def test_a_cut_batch_holds_none_of_the_bytes_that_were_cut_off() -> None:
+    ids = torch.zeros(ROWS, LENGTH)
+    long = live(ids=ids, labels=ids)
+    (smaller, _), (shorter,) = alternatives._smaller_batches(long, ROWS), alternatives._shorter_sequences(long, LENGTH)
+    weights = long.job.step.resident_bytes() - ROWS * LENGTH * 4
+    for cut, tokens in ((smaller, 2 * LENGTH), (shorter, ROWS * 8)):
+        assert cut.job.step.resident_bytes() == weights + tokens * 4
+        assert cut.job.step.batch["ids"] is cut.job.step.batch["labels"]
+
+
+def test_a_batch_whose_tensors_are_not_rows_is_not_cut() -> None:
+    odd = live(ids=torch.zeros(ROWS, LENGTH), patches=torch.zeros(100, 3))
+    assert not list(alternatives._smaller_batches(odd, ROWS))
+
+
+def test_optimizers_with_fewer_states() -> None:
+    trained = live(ids=torch.zeros(ROWS, LENGTH))
+    (leaner,) = alternatives._lean_optimizers(trained)
+    assert leaner.options == "optimizer sgd" and isinstance(leaner.job.step.optimizer, torch.optim.SGD)
+    assert isinstance(trained.job.step.optimizer, torch.optim.AdamW)
+    assert not list(alternatives._lean_optimizers(leaner))
+    names = [change.options for change in alternatives._lean_optimizers(described())]
+    assert names == ["optimizer adamw_fused", "optimizer sgd"]
+    simulated = job(workload=WorkloadSpec(model="llama-tiny"), hardware="h100")
+    names = [change.options.split()[1] for change in alternatives._lean_optimizers(simulated)]
+    assert names == ["adamw_fused", "adamw8bit", "sgd"]
+
+
+def test_adapters_then_a_base_in_4_bits_by_options() -> None:
+    rank = "LoRA of rank 16"
+    assert [change.options for change in alternatives._with_adapters(described())] == [rank, joined(rank, FOUR_BITS)]
+    (change,) = alternatives._with_adapters(described(lora=2))
+    assert change.options == FOUR_BITS and change.job.described.lora == 2 and change.job.described.load_in_4bit
+    assert not list(alternatives._with_adapters(described(lora=2, load_in_8bit=True)))
+    assert not list(alternatives._with_adapters(live(ids=torch.zeros(ROWS, LENGTH)))), "a model at hand stays"
