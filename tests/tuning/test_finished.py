@@ -58,7 +58,7 @@ def finished(walked: tuple[Path, SearchOutcome, set[str]]) -> tuple[Path, Search
 
 def test_a_request_walks_through_few_files(walked: tuple[Path, SearchOutcome, set[str]]) -> None:
     files = walked[2]
-    assert "tuning/search.py" in files and len(files) <= 15, sorted(files)
+    assert "tuning/search.py" in files and len(files) <= 10, sorted(files)
 
 
 def test_the_same_command_is_answered_at_once(finished: tuple[Path, SearchOutcome], tmp_path: Path) -> None:
