@@ -16,8 +16,6 @@ from autockpt.schema import (
     Graph,
     Hardware,
     OpTimes,
-    Plan,
-    SearchRequest,
     SearchSpace,
     Unit,
     WorkloadSpec,
@@ -28,7 +26,6 @@ from autockpt.schema.plan import NEVER_CALLED
 from autockpt.schema.request import Listener, Silence
 from autockpt.tracing import Tracer
 from autockpt.tracing.cuts import said_of_left_out
-from autockpt.tuning.question import Question
 from autockpt.tuning.targets.shallow_twin import open_twin, transplanted
 from autockpt.workload import Step
 
@@ -163,45 +160,9 @@ def blocks_of(tracer: Tracer) -> tuple[Unit, ...]:
     return blocks
 
 
-def question_of(
-    request: SearchRequest, found: Traced, budget: Budget, notes: Sequence[str] = (), **settings: Any
-) -> Question:
-    """The question of a request, with what became known of its workload; ``settings`` and ``notes`` are of its target.
-
-    Raises PlanError for another model's plan to start from.
-    """
-    seeds, doubts = _seeds(request.start, found)
-    own = dict(found.tracer.settings) if request.step is None else live_settings(request.step, found.tracer)
-    return Question(
-        name=request.name,
-        spec=request.workload,
-        settings={**own, **settings},
-        budget=budget,
-        space=found.space,
-        trials=request.trials,
-        seed=request.seed,
-        notes=(*request.notes, *found.said, *notes, *doubts),
-        host_budget=request.host_budget,
-        seeds=seeds,
-    )
-
-
 def less_than_asked(budget: Budget, environment: Environment) -> tuple[str, ...]:
     """A note where the device has less than the budget, and so is what plans are held against."""
     device = environment.device
     if budget.kind != "bytes" or (budget.size or 0) <= device.capacity_bytes:
         return ()
     return (f"{device.name} has {format_bytes(device.capacity_bytes)}, less than the budget: planned for what it has",)
-
-
-def _seeds(plan: Plan | None, found: Traced) -> tuple[dict[str, dict[str, Choice]], tuple[str, ...]]:
-    """The plan to start from, with choices for units that are planned for, and a note on what was left out."""
-    tracer, heads = found.tracer, found.heads
-    if plan is None:
-        return {}, ()
-    blocks = [u.name for u in tracer.units if u.role == "block"]
-    chosen = {n: c for n, c in plan.choices_for(tracer.units, tracer.head).items() if c != SAVE}
-    kept = {n: c for n, c in chosen.items() if n in blocks or (heads and n == heads.unit.name and c in heads.graphs)}
-    left_out = sorted(set(chosen) - set(kept))
-    notes = (f"of the plan to start from, {', '.join(left_out)} was left out",) if left_out else ()
-    return {f"{plan.status} plan": {**dict.fromkeys(blocks, SAVE), **kept}}, notes

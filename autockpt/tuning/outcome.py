@@ -40,21 +40,21 @@ def finish(
 
     ``profiled`` None: nothing is predicted. ``known`` are the well-known plans.
     """
-    question, environment, head = prepared.question, prepared.environment, prepared.found.tracer.head
+    asked, environment, head = prepared.request, prepared.environment, prepared.found.tracer.head
     if profiled is not None and terms.knows_seconds and (pace := _pace(found)) is not None:
-        forget_op_times(environment, question.workload_key)
+        forget_op_times(environment, prepared.workload_key)
         found.notes.append(
             f"steps took {pace:.2g} times as long as op times predicted: other work ran on the machine, now or when "
             "these were measured. The search went by its own steps; the next one measures op times anew"
         )
-    rows = scored_rows(known, found.trials, found.best, question.host_budget)
+    rows = scored_rows(known, found.trials, found.best, asked.host_budget)
     rows = rows if terms.knows_seconds else without_seconds(rows)
     plan = None
     if found.best is not None:
         found.notes.extend((*_said_of_head(head, found.best.choices), *_said_of_graphs(found.best)))
         if (score := found.best.score or found.best.predicted) is not None:
-            found.notes.extend(said_of_host(environment, score.host_bytes, question.host_budget))
-        notes = [*question.notes, *found.notes] if terms.source == "simulated" else list(found.notes)
+            found.notes.extend(said_of_host(environment, score.host_bytes, asked.host_budget))
+        notes = [*asked.notes, *found.notes] if terms.source == "simulated" else list(found.notes)
         notes += [NOT_PREDICTED] if request.compile is not None else []
         plan = _make_plan(request, prepared, found, terms, rows, notes)
         if run is not None:
@@ -69,7 +69,7 @@ def finish(
         budget=found.budget,
         device=environment.device,
         rows=rows,
-        settings=plain(question.settings),
+        settings=plain(prepared.settings),
         binding=found.binding,
         dry_run=request.dry_run,
         interrupted=found.interrupted,
@@ -80,9 +80,9 @@ def finish(
         plan_path=run.plan_path if run and plan else None,
         set_aside=run.set_aside if run else None,
         smallest_peak=found.smallest_peak,
-        step_note=step_note(environment, question.spec),
+        step_note=step_note(environment, asked.workload),
         stages=_compiling_apart(clock.stages, found),
-        notes=(*question.notes, *found.notes),
+        notes=(*asked.notes, *found.notes),
     )
     if run is None or found.interrupted or plan is None:
         return outcome
@@ -90,7 +90,7 @@ def finish(
     if before is not None and before.outcome.plan is not None and before.outcome.plan.hash != plan.hash:
         note = _changed(before.outcome.plan, plan, found)
         outcome = outcome.model_copy(update={"notes": (*outcome.notes, note)})
-    files = question.spec.files if question.spec is not None else None
+    files = asked.workload.files if asked.workload is not None else None
     limits = {"trials": request.trials, "timeout": request.timeout, "training_steps": request.training_steps}
     run.write_finished(FinishedSearch(files=files, outcome=outcome, **limits))
     return outcome
@@ -141,23 +141,23 @@ def _make_plan(
     notes: Sequence[str],
 ) -> Plan:
     """The plan with its provenance; the head is listed only where that has a choice. ``rows`` end with its own."""
-    question, tracer, choices = prepared.question, prepared.found.tracer, found.best.choices if found.best else {}
+    asked, tracer, choices = prepared.request, prepared.found.tracer, found.best.choices if found.best else {}
     ours, head = rows[-1], tracer.head
     chosen = head is not None and choices.get(head.name, SAVE) != SAVE
-    spec, settings = question.spec, plain(question.settings)
+    spec, settings = asked.workload, plain(prepared.settings)
     if spec is not None and (named := settings.get("units")):  # found cuts are not looked for again
         spec = spec.model_copy(update={"units": named})
     return Plan.create(
         choices,
         [*tracer.units, head] if chosen and head is not None else tracer.units,
-        model=question.name,
+        model=asked.name,
         fingerprint=fingerprint(tracer.units),
         source=terms.source,
         workload=spec,
         settings=settings,
         environment=prepared.environment,
         budget=found.budget,
-        host_budget_bytes=question.host_budget,
+        host_budget_bytes=asked.host_budget,
         predicted=ours.predicted,
         measured=ours.measured,
         baselines=tuple(rows[:-1]),

@@ -1,4 +1,4 @@
-"""What is searched for, wherever it runs, and how long each stage takes."""
+"""How long each stage of a search takes, and what op times are filed under."""
 
 from __future__ import annotations
 
@@ -7,39 +7,13 @@ import math
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
-from autockpt.schema import Budget, Choice, Listener, SearchSpace, StageTime, WorkloadSpec, words
+from autockpt.schema import Listener, StageTime, WorkloadSpec, words
 from autockpt.schema.trial import Measurement
 
 OF_TRAINING = 0.1
 """The share of a training's predicted time that a search for it may take, where no time limit was given."""
-
-
-@dataclass(frozen=True)
-class Question:
-    """What is asked: the workload by its settings, the budget, the space and how many candidates may be tried.
-
-    ``spec`` None: a live model.
-    ``seeds`` are plans to try early, by name; ``host_budget`` bounds what offloading may claim on the host, in bytes.
-    """
-
-    name: str
-    spec: WorkloadSpec | None
-    settings: Mapping[str, Any]
-    budget: Budget
-    space: SearchSpace
-    trials: int
-    seed: int = 0
-    notes: tuple[str, ...] = field(default=())
-    host_budget: int | None = None
-    seeds: Mapping[str, Mapping[str, Choice]] = field(default_factory=dict)
-
-    @property
-    def workload_key(self) -> str:
-        """``workload_key`` of this question."""
-        return workload_key(self.spec, self.name, self.settings)
 
 
 def workload_key(spec: WorkloadSpec | None, name: str, settings: Mapping[str, Any]) -> str:

@@ -68,14 +68,14 @@ def enter_run(
     """
     if (out := _kept_in(request)) is None:
         return None, None
-    question, environment, found = prepared.question, prepared.environment, prepared.found
+    environment, found = prepared.environment, prepared.found
     live: dict[str, Any] = {}  # what tells a live step from others
     if request.step is not None:
-        live = {"model": question.name, "settings": plain(question.settings)}
+        live = {"model": request.name, "settings": plain(prepared.settings)}
     run = RunDirectory.enter(
         out,
         request.question(environment, model_fingerprint=fingerprint(found.tracer.units), **live),
-        model=question.name,
+        model=request.name,
         device=prepared.device,
         budget=request.budget.text,
         fresh=request.fresh,
@@ -91,9 +91,9 @@ def enter_run(
 
 def study_title(prepared: Prepared, run: RunDirectory | None) -> str:
     """What a run's study is called. No other run has a study of that name in a storage that several share."""
-    question, device = prepared.question, prepared.environment.device.name
+    request, device = prepared.request, prepared.environment.device.name
     digest = f" ({question_hash(run.question)}-{run.id})" if run is not None else ""
-    return f"{question.name} on {device} within {question.budget.text}{digest}"
+    return f"{request.name} on {device} within {request.budget.text}{digest}"
 
 
 def save_plan_copy(request: SearchRequest, outcome: SearchOutcome) -> SearchOutcome:

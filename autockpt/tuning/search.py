@@ -93,12 +93,12 @@ def _proposer(
     clock: Clock,
 ) -> Proposer:
     """The solver's plans where choices have known costs; else splits of the layers, of which the target is asked."""
-    question = prepared.question
+    request, seeds = prepared.request, prepared.seeds
     if profiled is not None:
-        return SolverProposer(question, profiled, target, trials, storage, study=name, clock=clock)
+        return SolverProposer(request, profiled, target, trials, storage, seeds=seeds, study=name, clock=clock)
     assert isinstance(target, Compiled)
     layers, eager = [unit.name for unit in blocks_of(prepared.found.tracer)], partial(target.eager, prepared)
-    return SplitProposer(question, layers, target, trials, room=target.room(), eager=eager)
+    return SplitProposer(request, layers, target, trials, room=target.room(), eager=eager, seeds=seeds)
 
 
 def _refuse(request: SearchRequest) -> None:

@@ -19,6 +19,7 @@ from autockpt.schema import (
     DeviceInfo,
     Environment,
     Offload,
+    SearchRequest,
     SearchSpace,
     Silence,
     WorkloadSpec,
@@ -28,7 +29,7 @@ from autockpt.schema.space import HIDDEN_COPIES
 from autockpt.tracing import Tracer
 from autockpt.tuning.loop import Loop, SearchResult
 from autockpt.tuning.proposers.solver import SolverProposer
-from autockpt.tuning.question import Clock, Question
+from autockpt.tuning.question import Clock
 from autockpt.tuning.targets.simulated import DRY, Simulated
 from autockpt.tuning.trials import Trials
 from autockpt.workload import build
@@ -121,8 +122,8 @@ def solved(known: CostModel, budget: str, space: SearchSpace) -> SearchResult:
 
 
 def proposing(known: CostModel, budget: str, space: SearchSpace) -> SolverProposer:
-    question = Question("llama", None, {}, parse_budget(budget), space, 1, host_budget=known.host_budget)
-    return SolverProposer(question, known, Simulated(terms=DRY), Trials(None), None)
+    request = SearchRequest(budget=parse_budget(budget), space=space, trials=1, host_budget=known.host_budget)
+    return SolverProposer(request, known, Simulated(terms=DRY), Trials(None), None)
 
 
 @pytest.mark.parametrize("share", [0.3, 0.6])

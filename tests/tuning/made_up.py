@@ -9,12 +9,12 @@ import pytest
 from optuna.samplers import RandomSampler
 
 from autockpt.history.rundir import RunDirectory
-from autockpt.schema import Choice, Silence, parse_budget
+from autockpt.schema import Choice, SearchRequest, Silence, parse_budget
 from autockpt.schema.choices import dump_choice
 from autockpt.tuning.loop import Loop, SearchResult
 from autockpt.tuning.proposers import solver
 from autockpt.tuning.proposers.solver import SolverProposer
-from autockpt.tuning.question import Clock, Question
+from autockpt.tuning.question import Clock
 from autockpt.tuning.targets.real_steps import RealSteps
 from autockpt.tuning.targets.simulated import Simulated
 from autockpt.tuning.trials import Trials
@@ -42,20 +42,17 @@ def search(
     """What the loop finds with the solver's plans. ``own_sampler``: with the sampler of real searches, which fits a
     Gaussian process before each trial; drawing at random costs nothing, and what the loop does is the same."""
     clock = clock or Clock(listener or Silence(), timeout)
-    question = Question(
-        name="made up",
-        spec=None,
-        settings={},
+    request = SearchRequest(
         budget=parse_budget(budget).with_headroom(headroom),
         space=load_space(space),
         trials=trials,
         host_budget=host_budget,
-        seeds=seeds or {},
     )
     target = Simulated() if simulated else RealSteps(device, clock, confirm)  # type: ignore[arg-type]
     tried = Trials(run)
     storage = run.storage if run else None
-    proposer = SolverProposer(question, device.profiled(host_budget=host_budget), target, tried, storage, clock=clock)
+    profiled = device.profiled(host_budget=host_budget)
+    proposer = SolverProposer(request, profiled, target, tried, storage, seeds=seeds, clock=clock)
     with pytest.MonkeyPatch.context() as patch:
         if not own_sampler:
             patch.setattr(solver, "sampler_for", lambda encoding, seed: RandomSampler(seed))

@@ -11,11 +11,21 @@ import pytest
 
 from autockpt.errors import ConflictError, InfeasibleError, MeasurementError
 from autockpt.history.rundir import RunDirectory
-from autockpt.schema import RECOMPUTE, SAVE, Choice, DeviceInfo, Environment, Measurement, Silence, parse_budget
+from autockpt.schema import (
+    RECOMPUTE,
+    SAVE,
+    Choice,
+    DeviceInfo,
+    Environment,
+    Measurement,
+    SearchRequest,
+    Silence,
+    parse_budget,
+)
 from autockpt.schema.choices import CompileBudget
 from autockpt.tuning.loop import Loop
 from autockpt.tuning.proposers.splits import SplitProposer
-from autockpt.tuning.question import Clock, Question
+from autockpt.tuning.question import Clock
 from autockpt.tuning.targets.compiled import Compiled
 from autockpt.tuning.trials import Trials
 from search_spaces.spaces import load_space
@@ -66,12 +76,12 @@ class MadeUpCompiler:
 def search(compiler: MadeUpCompiler, budget: str, mode: Any = "layers", *, trials: int = 14, **more: Any) -> Any:
     clock = Clock(Silence(), more.pop("timeout", None))
     space = load_space("knobs").restricted(("recompute",))
-    question = Question("m", None, {}, parse_budget(budget), space, trials)
+    request = SearchRequest(budget=parse_budget(budget), space=space, trials=trials)
     run = more.pop("run", None)
     tried = Trials(run)
     target = Compiled(compiler, clock, mode=mode, within=compiler.within)  # type: ignore[arg-type]
     eager = more.pop("eager", lambda share: {})
-    proposer = SplitProposer(question, NAMES, target, tried, room=10**6, eager=eager)
+    proposer = SplitProposer(request, NAMES, target, tried, room=10**6, eager=eager, seeds={})
     return Loop(proposer, target, tried, trials, clock).run()
 
 

@@ -1,4 +1,4 @@
-"""The files that a search's request walks through: those entered by calls that pass the request or the question on."""
+"""The files that a search's request walks through: those entered by calls that pass the request on."""
 
 from __future__ import annotations
 
@@ -11,16 +11,15 @@ from typing import Any
 
 import autockpt
 from autockpt.schema import SearchRequest
-from autockpt.tuning.question import Question
 
 ROOT = Path(autockpt.__file__).parent
 
 
 def files_entered(search: Callable[[], Any]) -> set[str]:
-    """Source files of functions that are called with a request or a question among their arguments, relative to the
+    """Source files of functions that are called with a request among their arguments, relative to the
     package; ``search`` runs one."""
     found: set[str] = set()
-    carried = (SearchRequest, Question)
+    carried = SearchRequest
 
     @functools.cache
     def arguments(code: CodeType) -> tuple[str, ...]:

@@ -21,6 +21,7 @@ from autockpt.schema import (
     Prediction,
     Problem,
     ResolvedBudget,
+    SearchRequest,
     SearchSpace,
     Trial,
     format_bytes,
@@ -39,7 +40,7 @@ from autockpt.solvers.runs import Accept
 from autockpt.tuning.infeasible import nothing_fits
 from autockpt.tuning.loop import Limits, Proposer
 from autockpt.tuning.proposers.sampler import Study, sampler_for
-from autockpt.tuning.question import PROFILING, Clock, Question
+from autockpt.tuning.question import PROFILING, Clock
 from autockpt.tuning.refit import Fit, fit, foreseen, priced, unseen_bytes
 from autockpt.tuning.targets.base import Target
 from autockpt.tuning.trials import AS_FAST, AS_LEAN, SOLVER, Candidate, Parameters, Plans, Score, Trials, peak_of_trial
@@ -62,25 +63,26 @@ MOST_MISSES = 3  # candidates tried for each that is wanted
 
 
 class SolverProposer(Proposer):
-    """Plans of the solver for one question; what is predicted of them comes from ghost runs and op times.
+    """Plans of the solver for one request; what is predicted of them comes from ghost runs and op times.
 
-    ``study`` names Optuna's study. The ``clock``'s listener sees ghost runs where few candidates take many, and its
-    time limit makes them fewer.
+    ``seeds`` are plans to try early, by name; ``study`` names Optuna's study. The ``clock``'s listener sees ghost runs
+    where few candidates take many, and its time limit makes them fewer.
     """
 
     def __init__(
         self,
-        question: Question,
+        request: SearchRequest,
         profiled: CostModel,
         target: Target,
         trials: Trials,
         storage: str | None,
         *,
+        seeds: Plans | None = None,
         study: str = "search",
         clock: Clock | None = None,
     ) -> None:
-        self.question, self.profiled, self.target, self.trials = question, profiled, target, trials
-        self.space, self.storage, self.study_name = question.space, storage, study
+        self.request, self.profiled, self.target, self.trials = request, profiled, target, trials
+        self.seeds, self.space, self.storage, self.study_name = seeds or {}, request.space, storage, study
         self.clock = clock or Clock(Silence())
         self.known = known_plans([u.name for u in profiled.blocks], self.space.choices)
         self.device = profiled.predictor.device
@@ -99,13 +101,13 @@ class SolverProposer(Proposer):
         Refuses a budget in bytes below what any plan needs, and a study that cannot be opened, before any step.
         """
         lean_calls = min(LEAN_CALLS, max(2, self.target.terms.checks // 2))
-        known, budget, predictor = self.known, self.question.budget, self.profiled.predictor
+        known, budget, predictor = self.known, self.request.budget, self.profiled.predictor
         if self.clock.passed(PROFILING):
             lean_calls, known = 1, {name: plan for name, plan in known.items() if name in (NONE, ALL)}
         self.clock.listener.stage("ghost-run well-known plans", len(known) + lean_calls)
         with predictor.watched(self.clock.listener):
             smallest, self._plain_smallest = smallest_peaks(self.profiled, budget, known, lean_calls)
-        seeds = [choices for choices in self.question.seeds.values() if not predictor.over_host(choices)]
+        seeds = [choices for choices in self.seeds.values() if not predictor.over_host(choices)]
         self.smallest_peak = min([smallest, *(self._predict(choices).peak_bytes for choices in seeds)])
         # Until the baselines have run, the best guess of what the budget is in bytes.
         top = self._predict(self.known[NONE]).peak_bytes
@@ -114,7 +116,7 @@ class SolverProposer(Proposer):
         if budget.kind == "bytes" and self.trials.budget.bytes < self.smallest_peak:
             raise self.infeasible()
         self.menus = {unit.name: [option.choice for option in unit.options] for unit in self.unpriced.units}
-        space, seed = self.space, self.question.seed + self.trials.resumed
+        space, seed = self.space, self.request.seed + self.trials.resumed
         sampler = sampler_for(space.encoding, seed)
         self.study = Study(space.encoding, sampler, space.knobs, self.menus, name=self.study_name, storage=self.storage)
 
@@ -134,9 +136,9 @@ class SolverProposer(Proposer):
         peaks = {name: peak_of_trial(t) for name, c in known.items() if (t := self.trials.find(c)) is not None}
         # The leanest plan is perhaps known from its ghost run alone, which may miss what the measured ones showed.
         leanest = min(self._plain_smallest + unseen_bytes(self.trials.scored), *peaks.values())
-        budget = self.question.budget.resolved(peaks[NONE], leanest, self.room, self.device.kind)
+        budget = self.request.budget.resolved(peaks[NONE], leanest, self.room, self.device.kind)
         none, notes = self.trials.find(self.known[NONE]), self.target.notes
-        if self.question.budget.kind in ("share", "activation_share") and none is not None and none.score is None:
+        if self.request.budget.kind in ("share", "activation_share") and none is not None and none.score is None:
             notes.append("save-everything does not fit the device: the percentage is of its simulated peak")
         if budget.bytes > self.room:
             free = format_bytes(self.room)
@@ -200,7 +202,7 @@ class SolverProposer(Proposer):
 
     def _first(self) -> Iterator[Candidate]:
         """Plans from elsewhere, whatever they cost there: here they are ghost-run and scored like any other."""
-        for name, choices in self.question.seeds.items():
+        for name, choices in self.seeds.items():
             fits = self._predict(choices).peak_bytes <= self._budget.bytes
             yield self._candidate(choices, name, "seed", fits=fits)
         if self.target.terms.source == "measured":  # their steps teach what choices cost; simulated ones teach nothing
@@ -397,7 +399,7 @@ class SolverProposer(Proposer):
             self._spent = HIDING_CALLS * len(hidden)  # on what is asked for next
             return [*hidden, *plain]
         solved = (self._solved({"margin": m}, self.target.terms.checks)[0] for m in self.space.margins)
-        plans = [*self.known.values(), *self.question.seeds.values(), *solved]
+        plans = [*self.known.values(), *self.seeds.values(), *solved]
         menus = {name: list(map(label, choices)) for name, choices in self.menus.items()}
         labels: list[Parameters] = [{name: label(plan.get(name, SAVE)) for name in menus} for plan in plans]
         return [point for point in labels if all(point[n] in menu for n, menu in menus.items())]

@@ -10,12 +10,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 
 from autockpt.errors import AutockptError, InfeasibleError, MeasurementError
-from autockpt.schema import RECOMPUTE, SAVE, Choice, CompileMode
+from autockpt.schema import RECOMPUTE, SAVE, Choice, CompileMode, SearchRequest
 from autockpt.schema.choices import CompileBudget
 from autockpt.schema.known import ALL, EVERY_2, NONE, known_plans
 from autockpt.tuning.infeasible import nothing_compiled_fits, out_of_memory
 from autockpt.tuning.loop import Limits, Proposer
-from autockpt.tuning.question import Question
 from autockpt.tuning.targets.compiled import Compiled
 from autockpt.tuning.trials import Candidate, Parameters, Plans, Trials
 
@@ -147,17 +146,18 @@ class SplitProposer(Proposer):
     partitioner saves. ``layers`` are names of units in order, ``room`` the device's bytes.
     """
 
-    question: Question
+    request: SearchRequest
     layers: Sequence[str]
     target: Compiled
     trials: Trials
     _: KW_ONLY
     room: int
     eager: EagerPlans
+    seeds: Plans
 
     def __post_init__(self) -> None:
         self.mode: CompileMode = self.target.mode
-        self.kinds = self.question.space.choices
+        self.kinds = self.request.space.choices
         self.known = known_plans(self.layers, self.kinds)
         if self.mode == "model":  # where every plan is compiled anew, one that is seldom good is not worth it
             self.known.pop(EVERY_2, None)
@@ -199,7 +199,7 @@ class SplitProposer(Proposer):
             )
         none = self.trials.find(self.known[NONE])
         top = none.measured.peak_bytes if none is not None and none.measured is not None else self.room
-        self.trials.judge(self.question.budget.resolved(top, self._leanest, self.room, self.target.device_kind))
+        self.trials.judge(self.request.budget.resolved(top, self._leanest, self.room, self.target.device_kind))
 
     @property
     def smallest_peak(self) -> int:
@@ -219,7 +219,7 @@ class SplitProposer(Proposer):
         """Not where it is a share of a range whose lean end was not tried yet."""
         if ALL not in self.known or self.trials.find(self.known[ALL]) is not None:
             return True
-        asked, least = self.question.budget, self.smallest_peak
+        asked, least = self.request.budget, self.smallest_peak
         return asked.resolve(least, 0, self.room) == asked.resolve(least, least, self.room)
 
     @property
@@ -254,7 +254,7 @@ class SplitProposer(Proposer):
 
     def candidates(self, limits: Limits) -> Iterator[Candidate]:
         """Plans from elsewhere and the eager solver's; then what should be best by all that was measured."""
-        for name, choices in {} if limits.used_up() else {**self.question.seeds, **self.eager(self._place)}.items():
+        for name, choices in {} if limits.used_up() else {**self.seeds, **self.eager(self._place)}.items():
             if not limits.used_up():
                 yield Candidate(dict(choices), name, "seed")
         assert self.trials.budget_bytes is not None

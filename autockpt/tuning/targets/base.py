@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from typing import Any, Self
 
 from autockpt.profiling import CostModel
-from autockpt.schema import Environment, Graph, PlanStatus, Trial
+from autockpt.schema import SAVE, Budget, Choice, Environment, Graph, Plan, PlanStatus, SearchRequest, Trial
 from autockpt.tuning.alternatives import WhatIf
-from autockpt.tuning.opening import Traced
-from autockpt.tuning.question import Question
-from autockpt.tuning.trials import Candidate, Score, Trials, preferred
+from autockpt.tuning.opening import Traced, live_settings
+from autockpt.tuning.question import workload_key
+from autockpt.tuning.trials import Candidate, Plans, Score, Trials, preferred
 
 MOST_REPEATS = 12
 STEPS, COMPILING = "measured steps", "compiling"
@@ -40,18 +41,46 @@ class Terms:
 
 @dataclass(frozen=True)
 class Prepared:
-    """A question on its target, with the ghost runs that it begins with.
+    """A request on its target, with the ghost runs that it begins with.
 
-    ``device`` names the run. ``needs`` says what a ghost run takes of the device; ``what_if`` judges changes of the job
-    (None: none are looked for).
+    ``request`` is asked within what the target has: its budget, the choices that the model takes, and notes on both.
+    ``settings`` are those of the workload as they came out, ``seeds`` plans to try early, by name. ``device`` names the
+    run. ``needs`` says what a ghost run takes of the device; ``what_if`` judges changes of the job (None: none are
+    looked for).
     """
 
-    question: Question
+    request: SearchRequest
+    settings: Mapping[str, Any]
+    seeds: Plans
     environment: Environment
     found: Traced
     device: str
     needs: Callable[[Graph], int]
     what_if: Callable[[], WhatIf] | None = None
+
+    @classmethod
+    def of(
+        cls,
+        request: SearchRequest,
+        found: Traced,
+        environment: Environment,
+        *more: Any,
+        budget: Budget | None = None,
+        notes: Sequence[str] = (),
+        **settings: Any,
+    ) -> Self:
+        """With what became known of the workload; ``more`` are the fields from ``device`` on. ``budget``, ``notes`` and
+        ``settings`` are the target's. Raises PlanError for another model's plan to start from."""
+        seeds, doubts = _seeds(request.start, found)
+        own = found.tracer.settings if request.step is None else live_settings(request.step, found.tracer)
+        notes = (*request.notes, *found.said, *notes, *doubts)
+        asked = {"budget": budget or request.budget, "space": found.space, "notes": notes}
+        return cls(request.model_copy(update=asked), {**own, **settings}, seeds, environment, found, *more)
+
+    @property
+    def workload_key(self) -> str:
+        """What op times other than those of single ops are filed under."""
+        return workload_key(self.request.workload, self.request.name, self.settings)
 
 
 @dataclass(kw_only=True)
@@ -87,3 +116,16 @@ class Target:
         """
         fitting = trials.ranking()
         return preferred(fitting, {t.number: t.score_seconds for t in fitting}, budget_bytes) if fitting else None
+
+
+def _seeds(plan: Plan | None, found: Traced) -> tuple[dict[str, dict[str, Choice]], tuple[str, ...]]:
+    """The plan to start from, with choices for units that are planned for, and a note on what was left out."""
+    tracer, heads = found.tracer, found.heads
+    if plan is None:
+        return {}, ()
+    blocks = [u.name for u in tracer.units if u.role == "block"]
+    chosen = {n: c for n, c in plan.choices_for(tracer.units, tracer.head).items() if c != SAVE}
+    kept = {n: c for n, c in chosen.items() if n in blocks or (heads and n == heads.unit.name and c in heads.graphs)}
+    left_out = sorted(set(chosen) - set(kept))
+    notes = (f"of the plan to start from, {', '.join(left_out)} was left out",) if left_out else ()
+    return {f"{plan.status} plan": {**dict.fromkeys(blocks, SAVE), **kept}}, notes

@@ -19,7 +19,7 @@ from autockpt.schema import CompileMode, Prediction, SearchRequest, Trial
 from autockpt.schema.known import NONE
 from autockpt.solvers import refine
 from autockpt.tracing import Tracer
-from autockpt.tuning.opening import less_than_asked, question_of, traced
+from autockpt.tuning.opening import less_than_asked, traced
 from autockpt.tuning.targets.base import Prepared
 from autockpt.tuning.targets.real_steps import FINALISTS, FINALS_SHARE, RealSteps, confirmation
 from autockpt.tuning.timing import first_rounds
@@ -74,8 +74,8 @@ class Compiled(RealSteps):
             environment = self.measurer.environment
         self.confirm = confirmation(self.measurer, clock)
         notes = (*less_than_asked(request.budget, environment), *left_out, NOT_PREDICTED)
-        question = question_of(request, found, request.budget, notes, compile=self.mode)
-        return Prepared(question, environment, found, environment.device.kind, needed_on(environment))
+        more = environment.device.kind, needed_on(environment)
+        return Prepared.of(request, found, environment, *more, notes=notes, compile=self.mode)
 
     def cost_model(self, prepared: Prepared, trials: Trials) -> None:
         """None: nothing is known of compiled steps but what they take. Says what takes long."""

@@ -18,7 +18,7 @@ from autockpt.schema import Environment, OpTimes, SearchRequest
 from autockpt.tracing import Tracer
 from autockpt.tuning.alternatives import on_device
 from autockpt.tuning.infeasible import out_of_memory
-from autockpt.tuning.opening import Traced, less_than_asked, question_of, traced
+from autockpt.tuning.opening import Traced, less_than_asked, traced
 from autockpt.tuning.proposers.solver import SolverProposer
 from autockpt.tuning.question import PROFILING, TIMING, TRACING, Clock
 from autockpt.tuning.targets.base import Prepared, Target
@@ -72,20 +72,20 @@ class Measured(RealSteps):
 
     def _op_times(self, prepared: Prepared, others: int) -> OpTimes | None:
         """Op times of the workload on the measurer's device; None where the time limit leaves no room for them."""
-        question, found, clock = prepared.question, prepared.found, self.clock
-        device, budget_bytes = prepared.environment.device, question.budget.budget_bytes
+        request, found, clock = prepared.request, prepared.found, self.clock
+        device, budget_bytes = prepared.environment.device, request.budget.budget_bytes
         least = min(prepared.needs(graph) for _, graph in found.uniform.values())
         if budget_bytes is not None and budget_bytes < least:
             untimed = _cost_model(prepared, clock, others)  # refused before a step is taken
-            SolverProposer(question, untimed, Target(), Trials(None), None, clock=clock).begin()
+            SolverProposer(request, untimed, Target(), Trials(None), None, clock=clock).begin()
         try:
             with clock.part("measured steps"):
                 return measure_op_times(
                     self.measurer,
                     found.uniform,
-                    question.workload_key,
+                    prepared.workload_key,
                     room=device.capacity_bytes - device.overhead_bytes - others,
-                    host_budget=question.host_budget,
+                    host_budget=request.host_budget,
                     head=found.heads,
                     listener=clock.listener,
                     left=partial(clock.seconds_within, TIMING),
@@ -109,11 +109,11 @@ class DryRun(Simulated):
         return _prepared(self.request, found, environment, device.used_by_others())
 
     def cost_model(self, prepared: Prepared, trials: Trials) -> CostModel:
-        question, device, found = prepared.question, prepared.environment.device, prepared.found
-        _, graph = leanest(within_host(found.uniform, device, question.host_budget))
-        disk = wants_disk(found.uniform, device, question.host_budget)
+        request, device, found = prepared.request, prepared.environment.device, prepared.found
+        _, graph = leanest(within_host(found.uniform, device, request.host_budget))
+        disk = wants_disk(found.uniform, device, request.host_budget)
         graphs = [graph, *(found.heads.graphs.values() if found.heads else [])]
-        times = cached_op_times(prepared.environment, graphs, question.workload_key, disk=disk)
+        times = cached_op_times(prepared.environment, graphs, prepared.workload_key, disk=disk)
         self.terms = replace(DRY, knows_seconds=times is not None)
         if times is None:
             self.notes.append(
@@ -141,23 +141,18 @@ def _prepared(
 ) -> Prepared:
     device = get_device(request.device).torch_device if request.step is None else request.step.device
     notes = (*less_than_asked(request.budget, environment), *notes)
-    return Prepared(
-        question_of(request, found, request.budget, notes),
-        environment,
-        found,
-        environment.device.kind,
-        needed_on(environment),
-        partial(on_device, request.budget, device, environment, others, found.uniform),
-    )
+    what_if = partial(on_device, request.budget, device, environment, others, found.uniform)
+    more = environment.device.kind, needed_on(environment), what_if
+    return Prepared.of(request, found, environment, *more, notes=notes)
 
 
 def _cost_model(prepared: Prepared, clock: Clock, others: int, times: OpTimes | None = None) -> CostModel:
     """What choices cost by these op times; by nominal rates where none are known, good for bytes and for ranking."""
-    question, environment, found = prepared.question, prepared.environment, prepared.found
+    request, environment, found = prepared.request, prepared.environment, prepared.found
     if times is None:
         heads = found.heads.graphs.values() if found.heads else ()
-        lean = leanest(within_host(found.uniform, environment.device, question.host_budget))[1]
+        lean = leanest(within_host(found.uniform, environment.device, request.host_budget))[1]
         times = nominal_op_times(environment, lean, *heads, found.uniform["save"][1])
-    more = {"host_budget": question.host_budget, "listener": clock.listener, "late": partial(clock.passed, PROFILING)}
+    more = {"host_budget": request.host_budget, "listener": clock.listener, "late": partial(clock.passed, PROFILING)}
     needs = memory_at_hand(times.environment, times=times)
     return found.cost_model(times, used_by_others=others, needs=needs, **more)

@@ -18,7 +18,7 @@ from autockpt.solvers.refine import FASTER
 from autockpt.tracing import torch_device, tracer_for
 from autockpt.tracing.tracer import uncollected
 from autockpt.tuning.alternatives import WhatIf
-from autockpt.tuning.opening import question_of, traced_for
+from autockpt.tuning.opening import traced_for
 from autockpt.tuning.question import Clock
 from autockpt.tuning.targets.base import MOST_REPEATS, Prepared, Target, Terms
 from autockpt.tuning.targets.shallow_twin import calls_per_candidate
@@ -76,27 +76,22 @@ class OnHardware(Simulated):
             more = {"inexact": request.allow_inexact, "notes": notes, "listener": self.clock.listener}
             found = traced_for(stack, hardware, spec, tracer, space, **more)
         budget, capped = within(request.budget, hardware)
-        said = f"{hardware.name}, simulated"
-        return Prepared(
-            question_of(request, found, budget, (*capped, said_of(hardware)), device=said),
-            simulated_environment(hardware),
-            found,
-            hardware.name,
-            simulated_memory(hardware),
-            partial(on_hardware, request, hardware, found.space.choices),
-        )
+        what_if = partial(on_hardware, request, hardware, found.space.choices)
+        more, notes = (hardware.name, simulated_memory(hardware), what_if), (*capped, said_of(hardware))
+        asked = {"budget": budget, "notes": notes, "device": f"{hardware.name}, simulated"}
+        return Prepared.of(request, found, simulated_environment(hardware), *more, **asked)
 
     def cost_model(self, prepared: Prepared, trials: Trials) -> CostModel:
-        question, found, hardware = prepared.question, prepared.found, self.hardware
+        request, found, hardware = prepared.request, prepared.found, self.hardware
         with self.clock.stage("profile"):
             times = modelled(hardware, found.graphs)
             if found.heads is not None:  # what regions cost that run again is read off layers
                 times = times.completed(modelled(hardware, list(found.heads.graphs.values())))
-            needs = simulated_memory(hardware, question.budget.budget_bytes)
-            more = {"host_budget": question.host_budget, "listener": self.clock.listener}
+            needs = simulated_memory(hardware, request.budget.budget_bytes)
+            more = {"host_budget": request.host_budget, "listener": self.clock.listener}
             profiled = found.cost_model(times, needs=needs, **more)
         self.terms, checks = DRY, calls_per_candidate(profiled.base)
-        if not self.request.dry_run:
+        if not request.dry_run:
             self.terms = replace(SIMULATED, checks=checks)
         if found.twin is not None:
             self.terms = replace(self.terms, checks=checks, most_candidates=CANDIDATES)

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from autockpt.profiling import CostModel
-from autockpt.schema import Budget, SearchSpace, Silence
+from autockpt.schema import Budget, SearchRequest, SearchSpace, Silence
 from autockpt.schema.choices import searched_kinds
-from autockpt.tuning import question as asked
 from autockpt.tuning.loop import Loop, SearchResult
 from autockpt.tuning.proposers.solver import SolverProposer
+from autockpt.tuning.question import Clock
 from autockpt.tuning.targets.real_steps import RealSteps
 from autockpt.tuning.trials import Trials
 from search_spaces.spaces import load_space
@@ -63,10 +63,10 @@ def question(made: Instance, seeds: int, kinds: tuple[str, ...] = ()) -> Questio
 
 def search(q: Question, seed: int, noise: float, trials: int, space: SearchSpace | None = None) -> SearchResult:
     """One search by the engine that users get, on the made-up device."""
-    clock = asked.Clock(Silence())
+    clock = Clock(Silence())
     target = RealSteps(MadeUpDevice(q.truth, noise=noise, seed=seed), clock)
     budget = Budget(text=f"{q.budget} bytes", kind="bytes", size=q.budget)
-    what = asked.Question("made up", None, {}, budget, space or load_space("knobs"), trials, seed)
+    what = SearchRequest(budget=budget, space=space or load_space("knobs"), trials=trials, seed=seed)
     tried = Trials(None)
     return Loop(SolverProposer(what, q.beliefs[seed], target, tried, None), target, tried, trials, clock).run()
 
