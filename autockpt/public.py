@@ -47,7 +47,7 @@ from autockpt.schema.request import TRIALS
 from autockpt.tracing import trace as traced
 from autockpt.tuning import answer, search_request
 from autockpt.tuning import estimate as estimated
-from autockpt.tuning.door import refuse_described
+from autockpt.tuning.door import refuse_both, refuse_described
 from autockpt.verification import verify as verified
 from autockpt.workload import Step
 
@@ -197,7 +197,7 @@ def explain(
     own files), for a live step with its batch cut or repeated. ``show`` prints it as the command line does. Bytes and
     seconds in what is returned.
     """
-    _refuse_both(hardware, device)
+    refuse_both(hardware, device)
     loaded = plan if plan is None or isinstance(plan, Plan) else plan_at(Path(plan))
     path = None if plan is None or isinstance(plan, Plan) else Path(plan)
     if step is not None:
@@ -254,14 +254,6 @@ def _pages_written(out: Path, listener: Listener) -> Iterator[None]:
                 write_page(RunDirectory.open(ended.parent))
         except Exception as error:  # the search has its answer, whatever is wrong with a page about it
             listener.note(f"The page about {ended.parent} could not be written: {error}")
-
-
-def _refuse_both(hardware: str | None, device: str | None) -> None:
-    if hardware is not None and device is not None:
-        raise UsageError(
-            f"hardware={hardware!r} simulates a device and device={device!r} measures on one",
-            remedy="Leave one of the two out.",
-        )
 
 
 def _workload(model: str, given: dict[str, Any], seed: int = 0) -> WorkloadSpec:

@@ -61,11 +61,7 @@ def search_request(
     left free of it, by default as ``Budget.with_headroom`` says. ``host_budget`` (text such as "8GB", or bytes) bounds
     what offloading may claim of host memory, in the search and wherever the plan is applied.
     """
-    if hardware is not None and device is not None:
-        raise UsageError(
-            f"--hardware {hardware} simulates a device and --device {device} measures on one",
-            remedy="Leave one of the two out.",
-        )
+    refuse_both(hardware, device)
     if hardware is not None and workload is not None and workload.weights:
         raise UsageError(
             "--hardware simulates, and a simulation loads no weights",
@@ -95,6 +91,16 @@ def search_request(
         return SearchRequest.model_validate(asked)
     except ValidationError as error:
         raise unfit(error, "See help(autockpt.search).") from None
+
+
+def refuse_both(hardware: str | Hardware | None, device: str | None) -> None:
+    """Raises UsageError where a device is simulated and one is measured on."""
+    if hardware is not None and device is not None:
+        name = hardware if isinstance(hardware, str) else hardware.name
+        raise UsageError(
+            f"--hardware {name} simulates a device and --device {device} measures on one",
+            remedy="Leave one of the two out.",
+        )
 
 
 def refuse_two_questions(rows: int | None, lengths: object) -> None:
