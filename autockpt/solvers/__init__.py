@@ -1,8 +1,6 @@
-"""Problem -> Assignment: the exact solvers."""
+"""Problem -> Assignment: the exact solver, and what corrects its bytes by ghost runs."""
 
 from autockpt.solvers.exact import exact, leanest
-from autockpt.solvers.labels import labels
-from autockpt.solvers.milp import milp
 from autockpt.solvers.refine import Checked, Refined, refine
 from autockpt.solvers.runs import refine_two_runs, rest_saves, two_runs
 from autockpt.solvers.segments import Segments, refine_segmented

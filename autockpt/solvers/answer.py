@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
-from autockpt.schema.choices import Choice
 from autockpt.schema.problem import Assignment, Problem, host_of, peak_of, seconds_of
 
 ROUNDING = 1e-12  # share of the largest number that sums of a few hundred floats may err by
@@ -13,19 +12,14 @@ ROUNDING = 1e-12  # share of the largest number that sums of a few hundred float
 def judge(problem: Problem, picks: Sequence[int], *, gap: float = 0.0) -> Assignment:
     """The Assignment of options picked by index; its seconds, peak and feasibility are the problem's own numbers."""
     choices = {unit.name: unit.options[pick].choice for unit, pick in zip(problem.units, picks, strict=True)}
-    peak = peak_of(problem, choices)
+    peak, limit = peak_of(problem, choices), problem.host_budget
     return Assignment(
         choices=choices,
-        feasible=peak <= problem.budget_bytes and host_excess(problem, choices) <= 0,
+        feasible=peak <= problem.budget_bytes and (limit is None or host_of(problem, choices) <= limit),
         seconds=seconds_of(problem, choices),
         peak=peak,
         gap=gap,
     )
-
-
-def host_excess(problem: Problem, choices: Mapping[str, Choice]) -> int:
-    """Bytes on the host above the host budget, negative below it; 0 where there is none."""
-    return 0 if problem.host_budget is None else host_of(problem, choices) - problem.host_budget
 
 
 def relative_gap(problem: Problem, seconds: float, bound: float) -> float:

@@ -21,14 +21,13 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from scipy.optimize import Bounds, LinearConstraint, milp
-
 from autockpt.profiling.profile import CostModel, build_profile, uniform_graphs
 from autockpt.schema import Choice, Graph, OpTimes, Unit, WorkloadSpec
 from autockpt.schema.choices import dump_choice
-from autockpt.solvers import refine
+from autockpt.schema.problem import Point, Problem, UnitOptions
+from autockpt.solvers import exact, refine
 from autockpt.tracing import Tracer
+from tests.solvers.problems import Level, option
 
 RESULTS = Path(__file__).resolve().parents[2] / "results"
 HERE = RESULTS / "choices_cpu_202611"
@@ -87,14 +86,12 @@ class Layer:
 
 def least(front: list[tuple[int, float, frozenset[int]]], layers: int, need: int) -> float | None:
     """The fewest seconds for which so many layers free the bytes needed; None where they cannot."""
-    seconds, freed = np.array([p[1] for p in front]), np.array([p[0] for p in front])
-    found = milp(
-        seconds,
-        integrality=np.ones(len(front)),
-        bounds=Bounds(0, layers),
-        constraints=[LinearConstraint(np.ones((1, len(front))), layers, layers), LinearConstraint(freed[None], need)],
-    )
-    return float(found.fun) if found.success else None
+    most = max(freed for freed, _, _ in front)
+    options = tuple(option(Level(level=k), p[1], most - p[0], 0, 0) for k, p in enumerate(front))
+    units = tuple(UnitOptions(name=str(i), options=options) for i in range(layers))
+    budget = layers * most - need
+    found = exact(Problem(units=units, points=(Point(base=0, prefix=layers),), budget_bytes=budget))
+    return found.seconds if found.feasible else None
 
 
 def ours(profiles: Sequence[CostModel], budget: int, plans: list[dict[str, Choice]]) -> Iterator[str]:

@@ -2,29 +2,168 @@ from __future__ import annotations
 
 import itertools
 import sys
+from unittest.mock import patch
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from autockpt.schema.problem import Problem, peak_of, seconds_of
+from autockpt.schema.choices import RECOMPUTE, SAVE
+from autockpt.schema.problem import Point, Problem, peak_of, seconds_of
 from autockpt.solvers import exact, leanest
-from tests.solvers.problems import check_exact, small_problems, uniform_problem
-from tests.solvers.test_host import with_host
+from tests.solvers.problems import brute_force, check_exact, equal_units, small_problems, transformer, uniform_problem
 
 
-@pytest.mark.parametrize("binds", [False, True])
-def test_label_setting_solves_what_no_host_budget_binds(monkeypatch: pytest.MonkeyPatch, binds: bool) -> None:
-    problem = with_host(uniform_problem(3, 116), [0, 10], 0 if binds else 30)
-    asked = []
-    module = sys.modules["autockpt.solvers.exact"]
-    for name in ("labels", "milp"):
-        solve = getattr(module, name)
-        monkeypatch.setattr(module, name, lambda *a, n=name, s=solve, **more: asked.append(n) or s(*a, **more))
-    answer = exact(problem, gap=0.0)
-    if not binds:
-        check_exact(problem, answer)
-    assert asked == (["labels", "milp"] if binds else ["labels"])
+@pytest.mark.slow
+@settings(max_examples=300)
+@given(small_problems())
+def test_agrees_with_brute_force(problem):
+    check_exact(problem, exact(problem))
+
+
+@settings(max_examples=60)
+@given(small_problems())
+@example(equal_units([(0.0, 5, 5, 8), (1.0, 4, 2, 8), (2.0, 4, 1, 0)], (8, 8), (4, 6), 18))
+@example(equal_units([(0.0, 10, 3, 4), (1.0, 4, 9, 6), (2.0, 1, 2, 5)], (2, 9), (0, 3), 21))
+@example(equal_units([(0.0, 6, 1, 3), (4.0, 0, 3, 0)], (2, 4), (8, 4), 13))
+def test_what_few_labels_find_and_prove_is_true(problem):
+    with patch.object(sys.modules["autockpt.solvers.exact"], "WIDTHS", (1, 2, 65536)):
+        check_exact(problem, exact(problem, gap=0.0))
+
+
+@settings(max_examples=40)
+@given(small_problems(), st.sampled_from([0.05, 0.2]))
+@example(equal_units([(0.0, 5, 5, 8), (4.0, 1, 6, 6), (2.0, 2, 12, 7)], (11, 7, 7), (11, 9, 10), 24), 0.2)
+def test_no_smaller_gap_is_said_than_there_is(problem, accepted):
+    with patch.object(sys.modules["autockpt.solvers.exact"], "WIDTHS", (1, 2, 65536)):
+        answer = exact(problem, gap=accepted)
+    fastest, _ = brute_force(problem)
+    if fastest is not None:
+        assert answer.seconds - answer.gap * abs(problem.base_seconds + answer.seconds) <= fastest + 1e-9
+
+
+@pytest.mark.slow
+@settings(max_examples=40)
+@given(small_problems())
+def test_more_budget_is_never_slower(problem):
+    steps = [
+        exact(problem.model_copy(update={"budget_bytes": problem.budget_bytes + extra})) for extra in (0, 7, 40, 1000)
+    ]
+    fitting = [a.seconds for a in steps if a.feasible]
+    assert fitting == sorted(fitting, reverse=True)
+    assert [a.feasible for a in steps] == sorted(a.feasible for a in steps)
+
+
+@pytest.mark.parametrize(
+    ("budget", "seconds", "kinds"),
+    [
+        (145, 0.0, "...."),  # saving everything peaks after forward: 100 + 5 + 4·10
+        (144, 1.0, None),  # one unit less: 100 + 5 + 3·10 + 2 = 137
+        (136, 2.0, None),
+        (119, 4.0, "RRRR"),  # recompute all: backward of the last, 100 + 3·2 + 13
+        (118, 6.0, None),  # offload the last unit instead: its backward 100 + 3·2 + 12 = 118
+    ],
+)
+def test_hand_computed_table(budget: int, seconds: float, kinds: str | None):
+    answer = exact(uniform_problem(4, budget))
+    assert answer.feasible
+    assert answer.seconds == pytest.approx(seconds)
+    if kinds:
+        expected = [SAVE if letter == "." else RECOMPUTE for letter in kinds]
+        assert list(answer.choices.values()) == expected
+
+
+def test_infeasible_names_the_smallest_peak_and_its_fastest_plan():
+    """Offload everywhere needs 100 + 3·1 + 12 = 115 in the last backward; no other mix needs less."""
+    problem = uniform_problem(4, budget=50)
+    answer = exact(problem)
+    assert not answer.feasible
+    assert answer.peak == brute_force(problem)[1]
+    assert exact(problem.model_copy(update={"budget_bytes": answer.peak})).seconds == answer.seconds
+
+
+def test_gradients_that_grow_in_backward_move_the_peak_to_the_first_units():
+    """With 20 bytes of gradients per unit the first unit's backward is the tightest: 100 + 60 + 12 whatever is kept."""
+    problem = uniform_problem(4, budget=172, gradient=20)
+    assert exact(problem).seconds == 0.0
+    assert exact(problem.model_copy(update={"budget_bytes": 171})).peak == 172
+
+
+def test_identical_units_do_not_explode():
+    for share in (0.15, 0.5, 0.8):
+        problem = transformer(200, 6, seed=1, share=share)
+        answer = exact(problem, time_limit=10, gap=0.0)
+        assert answer.feasible and answer.gap == 0.0
+
+
+def test_out_of_time_still_answers_and_says_how_far_it_may_be():
+    problem = transformer(64, 6, seed=2, share=0.4, identical=False)
+    hasty, best = exact(problem, time_limit=0.0), exact(problem, gap=0.0)
+    assert hasty.feasible
+    bound = hasty.seconds - hasty.gap * (problem.base_seconds + hasty.seconds)
+    assert bound <= best.seconds + 1e-9 <= hasty.seconds + 2e-9
+
+
+def test_an_accepted_gap_is_kept():
+    problem = transformer(64, 6, seed=3, share=0.4)
+    loose, best = exact(problem, gap=1e-2), exact(problem, gap=0.0)
+    assert loose.seconds - best.seconds <= 1e-2 * problem.base_seconds
+    assert loose.gap <= 1e-2
+
+
+def test_points_out_of_order_are_refused():
+    problem = uniform_problem(3, 500)
+    odd = problem.model_copy(update={"points": (Point(base=0, prefix=1, own=2, phase="backward"),)})
+    with pytest.raises(ValueError, match="out of order"):
+        exact(odd)
+
+
+def test_a_step_without_units():
+    empty = Problem(units=(), points=(Point(base=7, prefix=0),), budget_bytes=7)
+    assert exact(empty).feasible and exact(empty).peak == 7
+    assert exact(empty.model_copy(update={"budget_bytes": 6})).peak == 7
+
+
+@pytest.mark.slow
+def test_identical_units_with_growing_gradients_keep_the_optimum():
+    for gradient in (0, 3, 9, 25):
+        for budget in range(110, 200, 9):
+            problem = uniform_problem(5, budget, gradient=gradient)
+            check_exact(problem, exact(problem, gap=0.0))
+
+
+@pytest.mark.parametrize(
+    ("menu", "forward", "backward", "budget"),
+    [
+        ([(0.0, 4, 4, 11), (1.0, 6, 9, 4)], (0, 8), (18, 1), 23),
+        ([(0.0, 7, 8, 6), (4.0, 0, 7, 3), (3.0, 6, 10, 2), (2.0, 8, 11, 12)], (1, 7, 10), (5, 3, 16), 43),
+        ([(0.0, 1, 0, 6), (4.0, 0, 2, 1), (1.0, 5, 1, 5)], (7, 9), (1, 8), 11),
+    ],
+    ids=["the order is not safe", "it is safe for some pairs", "whose options go with others"],
+)
+def test_identical_units_whose_points_differ_keep_the_optimum(menu, forward, backward, budget):
+    problem = equal_units(menu, forward, backward, budget)
+    check_exact(problem, exact(problem, gap=0.0))
+
+
+def test_hundreds_of_gigabytes_are_counted_to_the_byte():
+    """Budgets that single bytes decide."""
+    huge = 2**33
+
+    def scaled(option, i):
+        return {"kept": option.kept * huge + i, "forward": option.forward * huge, "backward": option.backward * huge}
+
+    problem = uniform_problem(6)
+    units = tuple(
+        u.model_copy(update={"options": tuple(o.model_copy(update=scaled(o, i)) for o in u.options)})
+        for i, u in enumerate(problem.units)
+    )
+    points = tuple(p.model_copy(update={"base": p.base * huge}) for p in problem.points)
+    for budget in (120 * huge, 137 * huge + 10, 145 * huge + 15, 145 * huge + 14):
+        large = problem.model_copy(update={"units": units, "points": points, "budget_bytes": budget})
+        answer = exact(large, gap=0.0)
+        assert answer.peak <= budget
+        assert answer.seconds == brute_force(large)[0]
 
 
 @given(small_problems(), st.floats(0, 3))

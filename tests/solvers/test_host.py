@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import itertools
+import sys
+from unittest.mock import patch
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autockpt.schema.choices import OFFLOAD, RECOMPUTE, SAVE
+from autockpt.schema.choices import OFFLOAD, RECOMPUTE, SAVE, Choice
 from autockpt.schema.problem import Problem, host_of, peak_of, seconds_of
-from autockpt.solvers import Checked, exact, milp, refine
+from autockpt.solvers import Checked, exact, refine
 from tests.solvers.problems import small_problems, transformer, uniform_problem
 
 
@@ -30,29 +32,70 @@ def with_host(problem: Problem, sizes: list[int], host_budget: int) -> Problem:
     return problem.model_copy(update={"units": units, "host_budget": host_budget})
 
 
+@st.composite
+def bounded(draw: st.DrawFn) -> Problem:
+    """Small problems with bytes on the host and a budget for these."""
+    problem = draw(small_problems())
+    sizes = draw(st.lists(st.integers(0, 50), min_size=1, max_size=7))
+    return with_host(problem, sizes, draw(st.integers(0, 120)))
+
+
+def plans(problem: Problem) -> list[dict[str, Choice]]:
+    """Every plan within the host budget."""
+    picked = itertools.product(*[u.options for u in problem.units])
+    found = [{u.name: o.choice for u, o in zip(problem.units, options, strict=True)} for options in picked]
+    return [plan for plan in found if host_of(problem, plan) <= (problem.host_budget or 0)]
+
+
 @pytest.mark.slow
-@settings(max_examples=60, deadline=None)
-@given(
-    small_problems(),
-    st.lists(st.integers(0, 50), min_size=1, max_size=7),
-    st.integers(0, 120),
-)
-def test_agrees_with_brute_force(problem, sizes, host_budget):
-    problem = with_host(problem, sizes, host_budget)
-    plans = [
-        {u.name: o.choice for u, o in zip(problem.units, picked, strict=True)}
-        for picked in itertools.product(*[u.options for u in problem.units])
-    ]
-    within = [plan for plan in plans if host_of(problem, plan) <= host_budget]
+@settings(max_examples=300, deadline=None)
+@given(bounded(), st.sampled_from([(64, 4096, 65536), (1, 2, 65536), (2, 3, 65536)]), st.sampled_from([1, 2, 8]))
+def test_agrees_with_brute_force(problem: Problem, widths: tuple[int, ...], levels: int) -> None:
+    module = sys.modules["autockpt.solvers.exact"]
+    with patch.object(module, "WIDTHS", widths), patch.object(module, "HOST_LEVELS", levels):
+        answer = exact(problem, gap=0.0)
+    within = plans(problem)
     fitting = [seconds_of(problem, plan) for plan in within if peak_of(problem, plan) <= problem.budget_bytes]
-    for solve in (exact, milp):
-        answer = solve(problem, gap=0.0)
-        assert answer.feasible == bool(fitting)
-        assert host_of(problem, answer.choices) <= host_budget
-        if fitting:
-            assert answer.seconds == pytest.approx(min(fitting))
-        else:
-            assert answer.peak == min(peak_of(problem, plan) for plan in within)
+    assert answer.feasible == bool(fitting)
+    assert host_of(problem, answer.choices) <= (problem.host_budget or 0)
+    assert answer.peak == peak_of(problem, answer.choices)
+    if fitting:
+        assert answer.seconds == pytest.approx(min(fitting))
+        assert answer.gap <= 1e-6
+    else:
+        assert answer.peak == min(peak_of(problem, plan) for plan in within)
+
+
+@settings(max_examples=100, deadline=None)
+@given(bounded(), st.sampled_from([0.0, 0.05, 0.2]))
+def test_no_smaller_gap_is_said_than_there_is(problem: Problem, accepted: float) -> None:
+    """Not where far too few labels are kept, either."""
+    with patch.object(sys.modules["autockpt.solvers.exact"], "WIDTHS", (1,)):
+        answer = exact(problem, gap=accepted)
+    fitting = [seconds_of(problem, p) for p in plans(problem) if peak_of(problem, p) <= problem.budget_bytes]
+    if answer.feasible:
+        assert answer.seconds - answer.gap * abs(problem.base_seconds + answer.seconds) <= min(fitting) + 1e-9
+
+
+@pytest.mark.parametrize("identical", [True, False])
+def test_a_transformer_is_planned_to_a_millionth(identical: bool) -> None:
+    problem = transformer(24, 6, seed=4, share=0.4, identical=identical)
+    problem = with_host(problem, [0, 0, 11, 13, 17], 10**6)
+    bounded = problem.model_copy(update={"host_budget": host_of(problem, exact(problem).choices) // 2})
+    answer = exact(bounded)
+    assert answer.feasible and answer.gap <= 1e-6
+    assert host_of(bounded, answer.choices) <= (bounded.host_budget or 0)
+
+
+def test_a_host_budget_below_what_every_plan_moves_is_infeasible() -> None:
+    problem = uniform_problem(3, 1000)
+    units = (
+        problem.units[0].model_copy(
+            update={"options": tuple(o.model_copy(update={"host": 5}) for o in problem.units[0].options)}
+        ),
+    )
+    answer = exact(problem.model_copy(update={"units": (*units, *problem.units[1:]), "host_budget": 4}))
+    assert not answer.feasible and answer.peak <= 1000
 
 
 def test_a_bound_that_does_not_bind_changes_nothing():
@@ -60,9 +103,9 @@ def test_a_bound_that_does_not_bind_changes_nothing():
     assert exact(with_host(problem, [7], 10**6)).choices == exact(problem).choices
 
 
-def test_out_of_time_nothing_goes_to_the_host():
+def test_out_of_time_the_host_budget_is_kept():
     problem = with_host(transformer(48, 6, seed=5, share=0.5, identical=False), [11, 13], 40)
-    answer = milp(problem, time_limit=0.0)
+    answer = exact(problem, time_limit=0.0)
     assert host_of(problem, answer.choices) <= 40
 
 

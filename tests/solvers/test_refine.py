@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from autockpt.schema.choices import OFFLOAD, RECOMPUTE, SAVE
 from autockpt.schema.problem import Point, Problem, UnitOptions, option_of, peak_of
-from autockpt.solvers import Checked, milp, refine
+from autockpt.solvers import Checked, exact, refine
 from autockpt.solvers.refine import point_values, shifted
 from tests.solvers.problems import option, small_problems, transformer, uniform_problem
 
@@ -44,7 +44,7 @@ def test_with_errors_per_point_it_finds_the_true_optimum(problem, data):
     offsets = data.draw(st.lists(st.integers(-30, 30), min_size=len(problem.points), max_size=len(problem.points)))
     check = Checker(problem, offsets)
     refined = refine(problem, check, max_calls=30)
-    best = milp(check.truth, gap=0.0)
+    best = exact(check.truth, gap=0.0)
     assert refined.feasible == best.feasible
     assert refined.assignment.peak == check.peak(refined.choices)
     if best.feasible:
@@ -118,7 +118,7 @@ def test_nothing_fits():
     problem = uniform_problem(4, budget=60)
     refined = refine(problem, Checker(problem, [0] * len(problem.points)))
     assert not refined.feasible
-    assert refined.assignment.peak == refined.checked.peak_bytes == milp(problem).peak
+    assert refined.assignment.peak == refined.checked.peak_bytes == exact(problem).peak
 
 
 def test_a_pessimistic_model_does_not_give_up():
@@ -126,7 +126,7 @@ def test_a_pessimistic_model_does_not_give_up():
     problem = uniform_problem(4, budget=80)
     refined = refine(problem, Checker(problem, [-60] * len(problem.points)))
     assert refined.feasible
-    assert refined.assignment.seconds == milp(problem.model_copy(update={"budget_bytes": 140})).seconds
+    assert refined.assignment.seconds == exact(problem.model_copy(update={"budget_bytes": 140})).seconds
 
 
 def test_where_the_model_misses_mixtures_by_much_the_plan_that_keeps_least_is_asked_about():

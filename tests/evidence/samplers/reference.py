@@ -13,7 +13,7 @@ import numpy as np
 
 from autockpt.schema import Choice
 from autockpt.schema.problem import Option, Point, Problem, UnitOptions
-from autockpt.solvers import labels
+from autockpt.solvers import exact
 from tests.evidence.samplers.family import HIDDEN, INCOMING, OUTGOING, OUTPUT, Instance, Kind, Line, script
 from tests.evidence.samplers.steps import resident_bytes
 
@@ -156,7 +156,7 @@ class Reference:
 
 def optimum(costs: Costs, budget: int) -> Reference:
     """The exact optimum of an instance whose costs add up. Raises AssertionError where it could not be proven."""
-    answer = labels(costs.problem(budget, costs.priced(1.0)), gap=1e-9, time_limit=60)
+    answer = exact(costs.problem(budget, costs.priced(1.0)), gap=1e-9, time_limit=60)
     (seconds,), (peak,) = costs.judge(costs.picks(answer.choices)[None])
     assert answer.feasible and peak <= budget and answer.gap <= 1e-6
     return Reference(answer.choices, float(seconds), float(seconds) * (1 - answer.gap))
