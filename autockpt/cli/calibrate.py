@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import re
+import time
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from autockpt.cli import screen
 from autockpt.cli.guard import guarded
 from autockpt.cli.options import flag, opt
-from autockpt.errors import MeasurementError, UsageError
-
-if TYPE_CHECKING:
-    from autockpt.schema import Hardware
-    from autockpt.schema.machine import Machine
+from autockpt.errors import UsageError
 
 
 @guarded
@@ -33,14 +29,14 @@ def calibrate(
     """
     if out is not None:
         _may_write(out, force)
-    from autockpt.profiling.machine_child import measure_in_child
+    from autockpt.profiling.calibrate import measure_in_child
 
-    console = screen.progress()
+    console, began = screen.progress(), time.perf_counter()
     with console.status("measuring …") as status:
-        machine = measure_in_child(device, quick=quick, tell=lambda what: status.update(f"measuring: {what} …"))
-    slug = re.sub(r"[\W_]+", "-", machine.environment.device.name.lower()).strip("-")
+        measured = measure_in_child(device, quick=quick, tell=lambda what: status.update(f"measuring: {what} …"))
+    slug = re.sub(r"[\W_]+", "-", measured.description.lower()).strip("-")
     path = out if out is not None else Path(f"{slug or 'hardware'}.yaml")
-    hardware = _described(machine, path.stem)
+    hardware = measured.model_copy(update={"name": path.stem})
     if out is None:
         _may_write(path, force)
     from autockpt.reporting.hardware_view import print_hardware
@@ -52,24 +48,9 @@ def calibrate(
     if as_json:
         screen.print_json(hardware.model_dump_json(indent=2))
     else:
-        like = described_like(machine.environment.device.name, hardware.kind, hardware.memory_bytes)
+        like = described_like(hardware.description, hardware.kind, hardware.memory_bytes)
         print_hardware(hardware, like, screen.results(), path=str(path))
-    console.print(f"{path}: written, measured in {machine.seconds:.0f} s")
-
-
-def _described(machine: Machine, name: str) -> Hardware:
-    from pydantic import ValidationError
-
-    from autockpt.profiling.fit import fit_hardware
-    from autockpt.schema.base import first_violation
-
-    try:
-        return fit_hardware(machine, name)
-    except ValidationError as error:
-        raise MeasurementError(
-            f"what was measured contradicts itself: {': '.join(first_violation(error))}",
-            remedy="Measure again while nothing else runs on the machine, without --quick.",
-        ) from None
+    console.print(f"{path}: written, measured in {time.perf_counter() - began:.0f} s")
 
 
 def _may_write(path: Path, force: bool) -> None:

@@ -6,9 +6,10 @@ from typing import Any
 import pytest
 
 from autockpt.errors import DeviceOutOfMemory
-from autockpt.profiling import machine_child
+from autockpt.profiling import calibrate
+from autockpt.profiling.calibrate import described
 from search_spaces.hardware import load_hardware
-from tests.profiling.test_fit import machine
+from tests.profiling.test_calibrate import machine
 
 
 @pytest.fixture
@@ -18,9 +19,9 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     def measure(device: str | None, *, quick: bool, tell: Any) -> Any:
         asked.append((device, quick))
         tell("something")
-        return machine()
+        return described(machine())
 
-    monkeypatch.setattr(machine_child, "measure_in_child", measure)
+    monkeypatch.setattr(calibrate, "measure_in_child", measure)
     return asked
 
 
@@ -62,9 +63,9 @@ def test_failures_are_explained(autockpt, monkeypatch: pytest.MonkeyPatch) -> No
     def full(*_: Any, **__: Any) -> None:
         raise DeviceOutOfMemory("the device is full", remedy="Wait.")
 
-    monkeypatch.setattr(machine_child, "measure_in_child", full)
+    monkeypatch.setattr(calibrate, "measure_in_child", full)
     result = autockpt("calibrate", "--device", "cpu")
     assert result.code == 4 and "the device is full" in result.err
-    monkeypatch.setattr(machine_child, "measure_in_child", lambda *_, **__: machine(launch_seconds=1.0))
+    monkeypatch.setattr(calibrate, "measure_in_child", lambda *_, **__: described(machine(launch_seconds=1.0)))
     result = autockpt("calibrate", "--device", "cpu")
     assert result.code == 4 and "launch_seconds" in result.err and "contradicts" in result.err
