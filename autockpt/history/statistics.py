@@ -12,14 +12,14 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Literal
 
-import scipy  # its submodules are imported where they are first used
-
 Judgement = Literal["faster", "slower", "undecided"]
 
 CONFIDENCE = 0.95
 # A distribution-free 95 % interval needs six values: the smallest and the largest of n enclose the median with
 # probability 1 - 2 / 2**n, which is 0.9375 for five.
 MIN_FREE = 6
+# Student's t at 97.5 % for two to five values, which have one to four degrees of freedom.
+_T_QUANTILES = (12.706204736174694, 4.302652729749462, 3.1824463052837078, 2.7764451051977934)
 # Above this many pairs the normal approximation of the signed-rank distribution is as good as the exact one.
 _EXACT_RANKS = 50
 
@@ -101,8 +101,7 @@ def judge(ratio: Interval, limit: float = 1.0) -> Judgement:
 def _t_reach(values: Sequence[float]) -> tuple[float, float]:
     """Mean and the reach of its interval to either side."""
     n = len(values)
-    quantile = float(scipy.special.stdtrit(n - 1, (1 + CONFIDENCE) / 2))
-    return statistics.fmean(values), quantile * statistics.stdev(values) / math.sqrt(n)
+    return statistics.fmean(values), _T_QUANTILES[n - 2] * statistics.stdev(values) / math.sqrt(n)
 
 
 def _depth(n: int) -> tuple[int, float]:
