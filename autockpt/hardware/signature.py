@@ -94,11 +94,6 @@ def signature(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None =
     attention = _ATTENTION.match(str(func))
     if attention:
         return _attention(func, args, kwargs or {}, attention[1] or "")
-    return plain_signature(func, args, kwargs)
-
-
-def plain_signature(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None) -> str:
-    """The same without a common name for attention kernels: what the overload can be called with again."""
     target = _SAME_AS.get(str(func), func)
     names = [argument.name for argument in func._schema.arguments]
     parts = [_text(value, names[i] if i < len(names) else "") for i, value in enumerate(args)]

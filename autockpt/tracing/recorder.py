@@ -11,13 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autockpt.hardware.accelerator_workspaces import accelerator_workspace_bytes
 from autockpt.hardware.operators import Operator, Operators, count_flops, flat_tensors
 from autockpt.hardware.quantised_kernels import notes_on_quantised
-from autockpt.hardware.scratch import GIVEN_UP, WorkspaceTrials, is_measured
-from autockpt.hardware.signature import dtype_name, plain_signature, signature
+from autockpt.hardware.signature import dtype_name, signature
 from autockpt.hardware.triton_launches import LAUNCH, NOTE
-from autockpt.hardware.workspaces import workspace_bytes
+from autockpt.hardware.workspaces import ESTIMATED, MOST_FLOPS, MOST_FLOPS_TOGETHER, Kernels, trial_of, workspace_bytes
 from autockpt.policies.base import setting
 from autockpt.policies.compiling import uncompiled
 from autockpt.schema.graph import Tier
@@ -105,7 +103,7 @@ class KindOfCall:
         self.text = text
         self.flops = 0
         self.workspace = 0
-        self.trial = ""  # the signature to call it by where the workspace is to be measured
+        self.trial: Callable[[], int] | None = None  # where the workspace is only an estimate
         self.outcome: Outcome | None = None
 
 
@@ -158,7 +156,8 @@ class Recorder(TorchDispatchMode):
         self.engine = engine or EngineAdds(_sole_counts())
         self.fused = FusedAdds()
         self.notes: dict[str, None] = {}
-        self._trials = WorkspaceTrials()
+        self._untried: list[KindOfCall] = []
+        self._tried = 0.0  # FLOPs
         self._layouts: dict[Any, tuple[tuple[int, ...], tuple[int, ...], str]] = {}
         self._watchers = 0  # other dispatch modes that see what runs now
         self.restart()
@@ -228,11 +227,15 @@ class Recorder(TorchDispatchMode):
         with setting(modes, "__enter__", entered), setting(modes, "__exit__", left):
             yield
 
-    def measure_scratch(self) -> None:
-        """Find out what the kernels recorded so far take while they run, where no rule tells; once per signature."""
-        self._trials.run(self.threads)
-        if self._trials.given_up and any(op.call in self._trials.given_up for op in self.ops):
-            self.notes.setdefault(GIVEN_UP)
+    def try_kernels(self) -> None:
+        """Find out what convolutions take, once per signature, and add notes on kernels that were recorded."""
+        for kind in self._untried:
+            if kind.trial and kind.flops <= MOST_FLOPS and self._tried + kind.flops <= MOST_FLOPS_TOGETHER:
+                self._tried += kind.flops
+                kind.workspace, kind.trial = kind.trial(), None
+        self._untried.clear()
+        if any(op.call.trial is not None for op in self.ops):
+            self.notes.setdefault(ESTIMATED)
         names = {op.call.operator.name for op in self.ops}
         if f"autockpt.{LAUNCH}.default" in names:
             self.notes.setdefault(NOTE)
@@ -320,13 +323,11 @@ class Recorder(TorchDispatchMode):
         kind = operator.calls.get(key)
         if kind is None:
             kind = operator.calls[key] = KindOfCall(operator, signature(func, args, kwargs))
-            if self.on_cpu:
-                kind.workspace = workspace_bytes(operator, args, kwargs, self.threads)
-                if is_measured(operator, flat_tensors(args)):
-                    kind.trial = plain_signature(func, args, kwargs)
-                    self._trials.add(kind)
-            else:
-                kind.workspace = accelerator_workspace_bytes(operator, args, kwargs, self.on_cuda)
+            kernels: Kernels = "cpu" if self.on_cpu else "cuda" if self.on_cuda else "other"
+            kind.workspace = workspace_bytes(operator, args, kwargs, kernels, self.threads)
+            if self.on_cpu and (trial := trial_of(operator, func, args)) is not None:
+                kind.trial = trial
+                self._untried.append(kind)
         return kind
 
     def _inputs(self, operator: Operator, tensors: list[Tensor], index: int) -> tuple[tuple[int, ...], tuple[int, ...]]:

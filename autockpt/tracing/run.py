@@ -99,7 +99,7 @@ class TracedRun:
             while before != (learnt := self._learnt()):  # in the steady state nothing is left to learn
                 before = learnt
                 self._cycle()
-        self._recorder.measure_scratch()
+        self._recorder.try_kernels()
         return summarize(self._recorder, self.workload, self._places, self.source, self._repeated)
 
     def _learnt(self) -> int:

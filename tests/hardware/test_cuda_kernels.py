@@ -5,7 +5,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from autockpt.hardware.accelerator_workspaces import accelerator_workspace_bytes
 from autockpt.hardware.cuda_kernels import (
     AMPERE,
     AttentionCall,
@@ -16,6 +15,7 @@ from autockpt.hardware.cuda_kernels import (
     fuses_dropout,
 )
 from autockpt.hardware.operators import Operator
+from autockpt.hardware.workspaces import workspace_bytes
 from autockpt.schema import RECOMPUTE, Graph, WorkloadSpec
 from autockpt.tracing import Tracer, run
 from tests.hardware.cuda_models import HEADS, LENGTH, WIDTH
@@ -191,7 +191,7 @@ def test_a_mask_is_made_a_bias_in_every_layer() -> None:
 
 def workspace(name: str, *args: object, cuda: bool = True) -> int:
     operator = Operator(getattr(torch.ops.aten, name).default)
-    return accelerator_workspace_bytes(operator, args, {}, cuda)
+    return workspace_bytes(operator, args, {}, "cuda" if cuda else "other")
 
 
 def test_workspaces_of_ops_that_are_put_together_from_others_and_of_kernels() -> None:

@@ -6,14 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from autockpt.hardware.accelerator_workspaces import accelerator_workspace_bytes
 from autockpt.hardware.operators import Operator, flat_tensors
-from autockpt.hardware.scratch import is_measured, measured_bytes
-from autockpt.hardware.signature import plain_signature
-from autockpt.hardware.workspaces import workspace_bytes
-from tests.tracing.reference import peak_over
+from autockpt.hardware.workspaces import trial_of, workspace_bytes
+from autockpt.tracing import Tracer
+from autockpt.workload import Step
+from tests.tracing.reference import Real, peak_over
 
 aten = torch.ops.aten
 
@@ -27,11 +26,7 @@ def real_workspace(func: Any, *args: Any) -> int:
 
 
 def known(func: Any, *args: Any) -> int:
-    """By a rule, or by a trial of the op."""
-    operator, threads = Operator(func), torch.get_num_threads()
-    if is_measured(operator, flat_tensors(args)):
-        return measured_bytes([plain_signature(func, args)], threads)[plain_signature(func, args)]
-    return workspace_bytes(operator, args, {}, threads)
+    return workspace_bytes(Operator(func), args, {}, threads=torch.get_num_threads())
 
 
 def test_other_kernels() -> None:
@@ -42,8 +37,6 @@ def test_other_kernels() -> None:
         (aten.native_batch_norm_backward.default, batch_norm),
         (aten.native_layer_norm.default, (torch.rand(64, 32, 64).transpose(1, 2), [32], weight, weight, 1e-5)),
         (aten._safe_softmax.default, (torch.rand(64, 8, 32), -1)),
-        (aten.roll.default, (image, [1, 1], [2, 3])),
-        (aten.roll.default, (image, [1], [2])),
         (aten.embedding_dense_backward.default, (torch.rand(32, 64).t(), torch.zeros(64).long(), 9, -1, False)),
     ]
     for func, args in calls:
@@ -65,7 +58,6 @@ def test_operands_of_other_types_are_copied() -> None:
         (aten.addcmul.default, (f, h, h)),
         (aten.masked_fill.Scalar, (f, b, 0.0)),
         (aten.mul.Tensor, (h, torch.tensor(2.0))),
-        (aten.sum.dim_IntList, (h, [0])),
         (aten._log_softmax_backward_data.default, (f.transpose(0, 1), f.transpose(0, 1), -1, torch.float32)),
         (aten._softmax.default, (f.transpose(0, 1), -1, False)),
     ]
@@ -94,55 +86,36 @@ def test_attention_works_block_by_block(lengths: tuple[int, int]) -> None:
 
 def test_gradients_of_norms() -> None:
     x, weight, stats = torch.rand(6, 5, 32), torch.ones(32), torch.ones(6, 5, 1)
-    channels, group = torch.ones(5), torch.ones(6, 1)
     calls: list[tuple[Any, tuple[Any, ...]]] = [
         (aten.native_layer_norm_backward.default, (x, x, [32], stats, stats, weight, weight, [True] * 3)),
         (aten.native_layer_norm_backward.default, (x, x, [32], stats, stats, weight, weight, [True, False, False])),
-        (aten.native_group_norm_backward.default, (x, x, group, group, channels, 6, 5, 32, 1, [True] * 3)),
     ]
     for func, args in calls:
         assert known(func, *args) == real_workspace(func, *args), func
 
 
-def losses(dtype: torch.dtype, reduction: int) -> list[tuple[Any, tuple[Any, ...]]]:
-    x, y, weight = torch.rand(8, 32, 16).to(dtype), torch.rand(8, 32, 16).to(dtype), torch.rand(16).to(dtype)
-    grad = x if reduction == 0 else torch.ones((), dtype=dtype)
+def losses(reduction: int) -> list[tuple[Any, tuple[Any, ...]]]:
+    x, y, weight = torch.rand(8, 32, 16), torch.rand(8, 32, 16), torch.rand(16)
+    grad = x if reduction == 0 else torch.ones(())
     return [
         (aten.mse_loss.default, (x, y, reduction)),
-        (aten.mse_loss_backward.default, (grad, x, y, reduction)),
         (aten.smooth_l1_loss.default, (x, y, reduction)),
         (aten.huber_loss.default, (x, y, reduction)),
-        (aten.soft_margin_loss.default, (x, y, reduction)),
         (aten.soft_margin_loss_backward.default, (grad, x, y, reduction)),
-        (aten.binary_cross_entropy.default, (x, y, None, reduction)),
         (aten.binary_cross_entropy_with_logits.default, (x, y, None, None, reduction)),
         (aten.binary_cross_entropy_with_logits.default, (x, y, weight, weight, reduction)),
     ]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("reduction", [0, 1, 2])
-def test_losses_hold_what_they_reduce(dtype: torch.dtype, reduction: int) -> None:
-    for func, args in losses(dtype, reduction):
+def test_losses_hold_what_they_reduce(reduction: int) -> None:
+    for func, args in losses(reduction):
         assert known(func, *args) == pytest.approx(real_workspace(func, *args), abs=128), func
-
-
-def test_losses_of_two_types_copy_the_narrower_one() -> None:
-    wide, narrow = torch.rand(8, 32, 16), torch.rand(8, 32, 16).bfloat16()
-    one = torch.ones(())
-    for x, y in ((wide, narrow), (narrow, wide)):
-        for reduction in (0, 1, 2):
-            func: Any = aten.mse_loss.default
-            assert known(func, x, y, reduction) == pytest.approx(real_workspace(func, x, y, reduction), abs=64)
-        backward: tuple[Any, ...] = (one, x, y, 1)
-        assert known(aten.mse_loss_backward.default, *backward) == real_workspace(
-            aten.mse_loss_backward.default, *backward
-        )
 
 
 def test_losses_on_accelerators_hold_what_they_reduce() -> None:
     def of(func: Any, *args: Any, cuda: bool = True) -> int:
-        return accelerator_workspace_bytes(Operator(func), args, {}, cuda)
+        return workspace_bytes(Operator(func), args, {}, "cuda" if cuda else "other")
 
     x = torch.rand(8, 32, device="meta")
     assert of(aten.mse_loss.default, x, x) == of(aten.smooth_l1_loss.default, x, x, 2) == x.nbytes
@@ -153,27 +126,10 @@ def test_losses_on_accelerators_hold_what_they_reduce() -> None:
     assert of(logits, x, x, None, None, 0) == x.nbytes
 
 
-def test_16_bit_reductions_add_up_in_fp32() -> None:
-    x = torch.rand(4, 8, 16, 2).bfloat16()
-    calls: list[tuple[Any, tuple[Any, ...]]] = [
-        (aten.mean.default, (x,)),
-        (aten.mean.dim, (x, [-1])),
-        (aten.mean.dim, (x, [0, 2], True)),
-        (aten.sum.default, (x,)),
-        (aten.sum.default, (x.transpose(1, 2),)),
-        (aten.sum.dim_IntList, (x, [0, 1])),
-        (aten.sum.dim_IntList, (x, [0, 2, 3])),
-        (aten.gather.default, (x, 1, torch.zeros(4, 3, 16, 2).long())),
-        (aten.gather.default, (torch.rand(16).bfloat16(), 0, torch.zeros(64).long())),
-        (aten.scatter.src, (x, 1, torch.zeros(4, 3, 16, 2).long(), x)),
-    ]
-    for func, args in calls:
-        assert known(func, *args) == pytest.approx(real_workspace(func, *args), abs=64), func
+def test_sums_of_exponentials() -> None:
     rows = torch.rand(64, 32)
     assert known(aten.logsumexp.default, rows, [1]) == real_workspace(aten.logsumexp.default, rows, [1])
     assert known(aten.logsumexp.default, rows, [0, 1]) == real_workspace(aten.logsumexp.default, rows, [0, 1])
-    distances = aten._euclidean_dist.default
-    assert known(distances, rows, rows[:40]) == real_workspace(distances, rows, rows[:40])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -196,17 +152,49 @@ def test_most_kernels_need_none() -> None:
     assert known(aten.mm.default, x, x) == known(aten.native_layer_norm.default, x, [8], None, None, 1e-5) == 0
 
 
-def test_scatter_add_of_16_bit_types_adds_up_in_fp32() -> None:
-    for dtype, nbytes in ((torch.float32, 0), (torch.bfloat16, 4 * 8 * 4)):
-        x = torch.zeros(4, 8, dtype=dtype)
-        assert known(aten.scatter_add_.default, x, 1, torch.zeros(4, 2, dtype=torch.long), x[:, :2]) == nbytes
+def convolutions() -> list[tuple[Any, tuple[Any, ...]]]:
+    """A depthwise backward takes a hundred times its weights."""
+    x, weight = torch.rand(4, 64, 2, 2).to(memory_format=torch.channels_last), torch.rand(64, 1, 7, 7)
+    depthwise = [1, 1], [3, 3], [1, 1], False, [0, 0], 64
+    image, kernels = torch.rand(8, 16, 16, 16).bfloat16(), torch.rand(32, 16, 3, 3).bfloat16()
+    return [
+        (aten.convolution_backward.default, (x, x, weight, [64], *depthwise, [True] * 3)),
+        (aten.convolution.default, (image, kernels, None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1)),
+    ]
 
 
-def test_a_convolution_that_is_too_large_to_try_is_estimated() -> None:
+@pytest.mark.parametrize("index", [0, 1])
+def test_a_convolution_is_called_once(index: int) -> None:
+    func, args = convolutions()[index]
+    trial = trial_of(Operator(func), func, args)
+    assert trial is not None and trial() == real_workspace(func, *args)
+    assert trial_of(Operator(aten.mm.default), aten.mm.default, (torch.rand(2, 2), torch.rand(2, 2))) is None
+
+
+def test_a_convolution_that_is_too_large_is_estimated() -> None:
     x, weight = torch.rand(8, 16, 16, 16), torch.rand(32, 16, 3, 3)
     args = (x, weight, None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1)
     estimate = workspace_bytes(Operator(aten.convolution.default), args, {})
     assert 0.5 < estimate / real_workspace(aten.convolution.default, *args) < 2
+
+
+def test_the_peak_of_a_depthwise_network_is_that_of_its_real_step() -> None:
+    layers = [nn.Sequential(nn.Conv2d(48, 48, 7, padding=3, groups=48), nn.GELU()) for _ in range(3)]
+    batch = torch.rand(2, 48, 3, 3).to(memory_format=torch.channels_last)
+    model = nn.Sequential(*layers).to(memory_format=torch.channels_last)
+    workload = Step(model, batch, loss=lambda m, b: m(b).square().mean())
+    with Tracer.from_step(workload, fallback=False) as tracer:
+        graph = tracer.trace()
+    assert graph.source == "ghost" and not graph.notes
+    assert graph.peak_bytes == Real(workload).peak_bytes
+
+
+def test_a_network_too_large_to_try_says_so() -> None:
+    layer = nn.Conv2d(512, 512, 3, padding=1)
+    batch = torch.empty(64, 512, 40, 40)  # 200 MB that are never touched
+    workload = Step(layer, batch, loss=lambda m, b: m(b).sum())
+    with Tracer.from_step(workload, fallback=False) as tracer:
+        assert any("is estimated" in note for note in tracer.trace().notes)
 
 
 def test_a_loss_over_classes_copies_what_is_not_contiguous() -> None:
