@@ -45,6 +45,7 @@ PATIENCE = 300.0  # seconds without a sign of life
 SLOW_SHARE = 0.2  # of the fp32 rate: a 16-bit type that is emulated is not worth large products
 WORTH_STATING = 1.15  # a kernel this much slower than its bytes gets a rate of its own
 LEAST_SHARE, MOST_HALF, MOST_FIXED = 0.05, 10_000.0, 1e-3
+LARGER = 8  # times as many bytes as an activation's has a large copy
 GRID, ZOOMS = 13, 8  # points of each parameter, and how often the grid is laid around the best of them
 MEASURED = "measured by autockpt calibrate"
 _NO_FIGURE = frozenset({"name", "description", "kind", "environment", "measured", "sources", "unified_memory"})
@@ -59,38 +60,29 @@ class Sizes:
     squares: tuple[int, ...]
     skinny: tuple[Shape, ...]
     traffic: tuple[int, ...]
-    pool: int
     rows: int
     columns: int
-    vector: int
     tokens: int
     copy: int
-    large_copy: int
 
 
 CPU = Sizes(
     squares=(64, 256, 128, 512, 1024),
     skinny=((1024, 32, 1024), (512, 1024, 64), (768, 256, 688), (16, 512, 512)),
     traffic=(MIB // 4, MIB, 4 * MIB, 12 * MIB, 32 * MIB, 96 * MIB, 256 * MIB),
-    pool=128 * MIB,
     rows=1024,
     columns=512,
-    vector=32768,
     tokens=384,
     copy=4 * MIB,
-    large_copy=32 * MIB,
 )
 ACCELERATOR = Sizes(
     squares=(512, 2048, 256, 4096, 1024, 8192),
     skinny=((4096, 64, 4096), (2048, 4096, 256), (8192, 256, 1024), (64, 4096, 4096)),
     traffic=(MIB, 8 * MIB, 32 * MIB, 128 * MIB, 512 * MIB, 1536 * MIB),
-    pool=1024 * MIB,
     rows=8192,
     columns=4096,
-    vector=2**20,
     tokens=4096,
     copy=32 * MIB,
-    large_copy=256 * MIB,
 )
 
 
@@ -187,9 +179,12 @@ def measure(device: Device, sizes: Sizes, repeats: int, tell: Tell) -> Measured:
     tell("attention")
     attention = (half, *_attention_flops(clock, getattr(torch, half), sizes.tokens))
     tell("memory bandwidth")
-    traffic = {nbytes: _traffic(clock, nbytes, sizes.pool) for nbytes in sizes.traffic[:: 1 if most is None else 2]}
-    x, y, z = (torch.rand(sizes.vector, device=clock.device) for _ in range(3))
-    vector = 2.0 * sizes.vector / clock.seconds(lambda: torch.addcmul(z, x, y, out=z))
+    traffic = {
+        nbytes: _traffic(clock, nbytes, sizes.traffic[-1] // 2) for nbytes in sizes.traffic[:: 1 if most is None else 2]
+    }
+    near = sizes.rows * sizes.columns // 16  # elements that fit into a near cache
+    x, y, z = (torch.rand(near, device=clock.device) for _ in range(3))
+    vector = 2.0 * near / clock.seconds(lambda: torch.addcmul(z, x, y, out=z))
     tell("single kernels")
     elements = dict(_elements(clock, sizes.rows, sizes.columns))
     tell("launch overhead")
@@ -413,11 +408,10 @@ def _links(clock: Stopwatch, sizes: Sizes) -> tuple[dict[str, float], tuple[floa
     """
     if clock.device.type == "cpu":
         now = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
-        count = max(1, sizes.large_copy // sizes.copy)
-        small = by_transport(clock.device, sizes.copy, count, now, lambda: None)
+        small = by_transport(clock.device, sizes.copy, LARGER, now, lambda: None)
         return {"link_out": small[0], "link_in": small[1]}, small
-    large, small = (_by_copy(clock, nbytes, pinned=True) for nbytes in (sizes.large_copy, sizes.copy))
-    pageable = _by_copy(clock, sizes.large_copy, pinned=False)
+    large, small = (_by_copy(clock, nbytes, pinned=True) for nbytes in (LARGER * sizes.copy, sizes.copy))
+    pageable = _by_copy(clock, LARGER * sizes.copy, pinned=False)
     pinned = {"link_out": max(large[0], small[0]), "link_in": max(large[1], small[1])}
     return pinned | {"pageable_out": pageable[0], "pageable_in": pageable[1]}, small
 

@@ -26,13 +26,10 @@ SMALL = replace(
     squares=(32, 16, 64),
     skinny=((64, 8, 64),),
     traffic=(2**16, 2**18, 2**20),
-    pool=2**21,
     rows=64,
     columns=64,
-    vector=256,
     tokens=32,
     copy=2**16,
-    large_copy=2**17,
 )
 
 
