@@ -14,13 +14,13 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from autockpt.analysis import ExplainRequest
+from autockpt.analysis import explain as explained
+from autockpt.analysis.limits import with_longest
+from autockpt.analysis.recorded import explain_run
+from autockpt.analysis.sizes import estimate_step
+from autockpt.analysis.subject import budget_for, hardware_for
 from autockpt.errors import UsageError
-from autockpt.explaining import ExplainRequest
-from autockpt.explaining import explain as explained
-from autockpt.explaining.limits import with_longest
-from autockpt.explaining.recorded import explain_run
-from autockpt.explaining.sizes import estimate_step
-from autockpt.explaining.subject import budget_for, hardware_for
 from autockpt.history.rundir import RunDirectory
 from autockpt.history.trialplan import plan_at
 from autockpt.page import write_page

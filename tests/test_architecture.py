@@ -27,11 +27,11 @@ LAYERS = (
     ("tracing", "measuring"),
     ("profiling",),
     ("tuning",),
-    ("integrations", "verification", "explaining", "diagnose", "page"),
+    ("integrations", "verification", "analysis", "page"),
     ("cli", "auto", "public"),
     ("__main__",),
 )
-SIBLINGS = {("schema", "errors"), ("diagnose", "explaining"), ("page", "explaining")}
+SIBLINGS = {("schema", "errors"), ("page", "analysis")}
 LAYER = {name: number for number, names in enumerate(LAYERS) for name in names}
 
 # third-party packages that whole packages must do without

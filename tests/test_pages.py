@@ -30,7 +30,7 @@ from autockpt.cli.app import build
 from autockpt.devices import get_device
 from autockpt.tuning import search
 from search_spaces.spaces import load_space
-from tests.diagnose.logs import FORWARD, message
+from tests.analysis.logs import FORWARD, message
 
 pytestmark = pytest.mark.slow
 

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 import autockpt
+from autockpt.analysis import subject
 from autockpt.errors import UsageError
-from autockpt.explaining import subject
 from search_spaces.spaces import load_space
 
 pytestmark = pytest.mark.slow

@@ -59,9 +59,9 @@ def explain(
         raise UsageError(
             "--hardware models a device that is not at hand; --device needs one", remedy="Give one of them."
         )
-    from autockpt.explaining import ExplainRequest
-    from autockpt.explaining.recorded import explain_run
-    from autockpt.explaining.subject import budget_for, hardware_for, step_graph
+    from autockpt.analysis import ExplainRequest
+    from autockpt.analysis.recorded import explain_run
+    from autockpt.analysis.subject import budget_for, hardware_for, step_graph
     from autockpt.history.trialplan import plan_at
 
     loaded = plan_at(plan) if plan is not None else None
@@ -82,7 +82,7 @@ def explain(
         hardware=card,
         limits=limits is not False,
     )
-    from autockpt.explaining import explain as explained
+    from autockpt.analysis import explain as explained
     from autockpt.reporting.explain_view import print_ops
     from autockpt.reporting.progress import listener
 

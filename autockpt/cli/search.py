@@ -194,7 +194,7 @@ def search(
 
 def _with_longest(request: SearchRequest, tokens_per_update: int | None) -> SearchRequest:
     """The request with the longest sequences that fit, so many ``tokens_per_update``, and a note on them."""
-    from autockpt.explaining.limits import with_longest
+    from autockpt.analysis.limits import with_longest
     from autockpt.reporting.progress import listener
     from autockpt.tuning.door import rows_per_update
 

@@ -8,8 +8,8 @@ from dataclasses import asdict, dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
+from autockpt.analysis.subject import hardware_for
 from autockpt.errors import RunDirectoryError, UsageError
-from autockpt.explaining.subject import hardware_for
 from autockpt.hardware.roofline import peak_flops
 from autockpt.history.rundir import RunDirectory
 from autockpt.page.outlook import JobChange, changes

@@ -9,8 +9,8 @@ from itertools import count
 
 import numpy as np
 
-from autockpt.explaining.holdings import COME_AND_GO, GROWING, StepBytes
-from autockpt.explaining.kinds import base_name, within
+from autockpt.analysis.holdings import COME_AND_GO, GROWING, StepBytes
+from autockpt.analysis.kinds import base_name, within
 from autockpt.reporting.area import resampled
 from autockpt.schema import Graph, Op, OpTimes, Storage
 from autockpt.simulator import bytes_timeline, op_seconds

@@ -1,16 +1,94 @@
 from __future__ import annotations
 
+import io
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from rich.console import Console
 
-from autockpt.diagnose.oom_log import read_log, read_text
-from autockpt.schema import WorkloadSpec
-from autockpt.schema.diagnosis import Diagnosis
-from tests.diagnose.logs import FORWARD, message
-from tests.reporting.test_diagnosis_view import no_plan_fits, planned
+from autockpt.analysis import diagnose as diagnosing
+from autockpt.analysis.diagnose import Diagnosis, Room, advice_of, verdict_of
+from autockpt.analysis.oom_log import read_text
+from autockpt.cli.diagnose import print_diagnosis
+from autockpt.schema import Comparison, Prediction, WorkloadSpec
+from autockpt.schema.choices import parse_choice
+from autockpt.schema.explanation import Holding
+from autockpt.schema.remedy import Alternative
+from tests.analysis.logs import FORWARD, message
+
+GIB = 2**30
+
+
+def _base() -> Diagnosis:
+    log = read_text(FORWARD + message())
+    return Diagnosis(
+        model="llama-1b",
+        settings={"batch_size": 4},
+        log=log,
+        verdict=verdict_of(log),
+        advice=tuple(advice_of(log)),
+        room=Room(budget=24 * GIB, hardware="rtx4090", capacity=25 * GIB, overhead=GIB // 2, others=GIB),
+        peak_bytes=34 * GIB,
+        holdings=(
+            Holding(name="weights", peak_bytes=3 * GIB, most_bytes=3 * GIB),
+            Holding(name="kept for backward", peak_bytes=22 * GIB, most_bytes=22 * GIB, comes_and_goes=True),
+        ),
+        agreement="It had to fail.",
+        notes=("a remark",),
+    )
+
+
+def planned() -> Diagnosis:
+    """A diagnosis with a plan."""
+    rows = tuple(
+        Comparison(name=n, verdict="not_measured", predicted=Prediction(peak_bytes=p * GIB, step_seconds=s))
+        for n, p, s in (("none", 34, 1.0), ("recompute all", 18, 1.3), ("ours", 23, 1.1))
+    )
+    choices = {"model.layers.0": parse_choice("recompute"), "model.layers.1": parse_choice("save")}
+    return _base().model_copy(update={"rows": rows, "choices": choices, "plan_path": Path("plan.yaml")})
+
+
+def no_plan_fits() -> Diagnosis:
+    """A diagnosis with alternatives."""
+    ways = (
+        Alternative(
+            options="--batch-size 1 --accumulate 4",
+            effect="the same rows in every optimizer step",
+            plan="every layer on recompute",
+            peak_bytes=20 * GIB,
+            step_seconds=2.5,
+            relative_cost=1.25,
+        ),
+    )
+    return _base().model_copy(update={"alternatives": ways, "smallest_peak": 27 * GIB})
+
+
+def shown(said: Diagnosis, width: int = 120) -> str:
+    out = io.StringIO()
+    print_diagnosis(said, Console(file=out, width=width, color_system=None))
+    return out.getvalue()
+
+
+def test_a_plan_is_shown_beside_the_well_known_ones() -> None:
+    text = shown(planned())
+    for part in ("in the forward pass", "others", "kept for backward  22.0 GiB", "It had to fail.", "recompute all"):
+        assert part in text, part
+    assert "1.00 GiB are held by others" in text and "autockpt.apply(model, 'plan.yaml')" in text
+
+
+def test_alternatives_have_their_peak_and_their_cost() -> None:
+    text = shown(no_plan_fits())
+    assert "No plan alone fits: the leanest needs 27.0 GiB." in text
+    for part in ("--batch-size 1 --accumulate 4", "20.0 GiB", "~2.5 s", "~1.25×", "every layer on recompute"):
+        assert part in text, part
+
+
+@pytest.mark.parametrize("width", [60, 80, 200])
+def test_no_line_is_wider_than_the_terminal(width: int) -> None:
+    for said in (planned(), no_plan_fits()):
+        lines = [line for line in shown(said, width).splitlines() if "autockpt search" not in line]
+        assert max(map(len, lines)) <= width
 
 
 class Asked:
@@ -26,14 +104,9 @@ class Asked:
 
 
 @pytest.fixture
-def asked(replace) -> Asked:
+def asked(monkeypatch: pytest.MonkeyPatch) -> Asked:
     stand_in = Asked()
-    replace(
-        "autockpt.diagnose",
-        diagnose=stand_in.diagnose,
-        DiagnoseRequest=SimpleNamespace,
-        read_log=read_log,
-    )
+    monkeypatch.setattr(diagnosing, "diagnose", stand_in.diagnose)
     return stand_in
 
 
@@ -49,7 +122,7 @@ def test_the_job_is_described_as_for_a_search(autockpt, asked: Asked, log: Path)
     assert result.code == 0, result.err
     (question,) = asked.questions
     assert question.spec == WorkloadSpec(model="gpt2", batch_size=2, seq_len=64)
-    assert question.log.failures[0].tried
+    assert question.log.failure.tried
 
 
 def test_budget_and_hardware(autockpt, asked: Asked, log: Path) -> None:
@@ -101,7 +174,7 @@ def test_a_log_alone_is_told(autockpt, log: Path) -> None:
         (("run.log", "-m", "gpt2", "--hardware", "rtx9999"), "no hardware"),
         (("quiet.log",), "no message of PyTorch's that memory ran out"),
         (("snapshot.pickle",), "docs.pytorch.org/memory_viz"),
-        (("packed.zip",), "a zip archive"),
+        (("packed.zip",), "an archive"),
         ((".",), "cannot be read"),
     ],
 )

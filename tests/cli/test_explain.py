@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-import autockpt.explaining.recorded  # noqa: F401  the stand-in takes the place of the package alone
+import autockpt.analysis.recorded  # noqa: F401  the stand-in takes the place of the package alone
 from autockpt.schema import (
     SAVE,
     DeviceInfo,
@@ -36,7 +36,7 @@ class Asked:
 @pytest.fixture
 def asked(replace) -> Asked:
     stand_in = Asked()
-    replace("autockpt.explaining", explain=stand_in.explain, ExplainRequest=SimpleNamespace)
+    replace("autockpt.analysis", explain=stand_in.explain, ExplainRequest=SimpleNamespace)
     return stand_in
 
 

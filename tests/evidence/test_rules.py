@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
+from autockpt.analysis import ExplainRequest, subject
 from autockpt.errors import DeviceOutOfMemory
-from autockpt.explaining import ExplainRequest, subject
 from autockpt.schema import RECOMPUTE, Choice, DeviceInfo, Environment, Measurement, WorkloadSpec
 from search_spaces.hardware import load_hardware
 from search_spaces.spaces import load_space

@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from autockpt.analysis import ExplainRequest
+from autockpt.analysis.subject import open_subject
 from autockpt.errors import PlanError, UsageError
-from autockpt.explaining import ExplainRequest
-from autockpt.explaining.subject import open_subject
 from autockpt.runtime import apply, choices_for
 from autockpt.schema import Plan, Silence, WorkloadSpec
 from autockpt.schema.choices import RECOMPUTE, SAVE, Choice, parse_choice

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from torch import nn, ones
 
+from autockpt.analysis.limits import with_longest
 from autockpt.devices.cpu import CpuDevice
 from autockpt.errors import AutockptError, InfeasibleError, UsageError
-from autockpt.explaining.limits import with_longest
 from autockpt.schema import DeviceInfo, Environment, SearchRequest, Silence, WorkloadSpec, parse_budget
 from autockpt.schema.lengths import Lengths
 from autockpt.tuning import alternatives, answer, run_search, search_request

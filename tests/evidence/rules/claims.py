@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from autockpt.analysis.holdings import StepBytes, peak_op
+from autockpt.analysis.speed import FEED_FORWARD, SCORES, part_namer, speed_of
+from autockpt.analysis.subject import Subject
 from autockpt.errors import AutockptError
-from autockpt.explaining.holdings import StepBytes, peak_op
-from autockpt.explaining.speed import FEED_FORWARD, SCORES, part_namer, speed_of
-from autockpt.explaining.subject import Subject
 from autockpt.hardware.roofline import roofline_times
 from autockpt.schema import RECOMPUTE, Choice, Graph, Segment, WorkloadSpec
 from autockpt.simulator import simulate

@@ -9,9 +9,9 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
+from autockpt.analysis.holdings import StepBytes, peak_op
+from autockpt.analysis.subject import ExplainRequest, Subject, open_subject
 from autockpt.errors import AutockptError, ConflictError, DeviceOutOfMemory
-from autockpt.explaining.holdings import StepBytes, peak_op
-from autockpt.explaining.subject import ExplainRequest, Subject, open_subject
 from autockpt.measuring import Measurer, WorkerMeasurer
 from autockpt.schema import OFFLOAD, RECOMPUTE, Choice, Graph, Listener, Segment, Selective, Silence, Unit, WorkloadSpec
 from autockpt.simulator import simulate

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from autockpt.explaining import subject
+from autockpt.analysis import subject
 from search_spaces.spaces import load_space
 
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import NamedTuple
 
+from autockpt.analysis.subject import ExplainRequest, Subject, open_subject
+from autockpt.analysis.why import Answers, resolved
 from autockpt.errors import AutockptError, InfeasibleError, UsageError
-from autockpt.explaining.subject import ExplainRequest, Subject, open_subject
-from autockpt.explaining.why import Answers, resolved
 from autockpt.measuring.local import refuse_many_processes
 from autockpt.schema import Budget, Choice, Graph, Hardware, Listener, Silence, WorkloadSpec, format_bytes
 from autockpt.schema.explanation import Dimension, Largest

@@ -10,11 +10,11 @@ import shlex
 from collections.abc import Mapping
 from pathlib import Path
 
+from autockpt.analysis.build import facts_of_bytes, facts_of_measurement, fronts, smaller_batches_note
+from autockpt.analysis.speed import speed_of
+from autockpt.analysis.subject import budget_for, hardware_for, simulated_hardware, stored_times
+from autockpt.analysis.why import budget_steps, is_faster, why
 from autockpt.errors import RunDirectoryError, UsageError
-from autockpt.explaining.build import facts_of_bytes, facts_of_measurement, fronts, smaller_batches_note
-from autockpt.explaining.speed import speed_of
-from autockpt.explaining.subject import budget_for, hardware_for, simulated_hardware, stored_times
-from autockpt.explaining.why import budget_steps, is_faster, why
 from autockpt.history.rundir import RunDirectory
 from autockpt.schema import SAVE, Budget, Choice, Plan, Prediction, Profile, plan_hash
 from autockpt.schema.explanation import Explanation, Reach

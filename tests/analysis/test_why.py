@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from autockpt.explaining.why import Answers, budget_steps, why
+from autockpt.analysis.why import Answers, budget_steps, why
 from autockpt.profiling import CostModel, build_profile, uniform_graphs
 from autockpt.schema import Graph, OpTimes, ResolvedBudget
 from autockpt.schema.choices import Offload

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping
 import numpy as np
 import pytest
 
-from autockpt.explaining.holdings import StepBytes, curve, moment, peak_op
-from autockpt.explaining.kinds import OTHER
+from autockpt.analysis.holdings import StepBytes, curve, moment, peak_op
+from autockpt.analysis.kinds import OTHER
 from autockpt.schema import OFFLOAD, RECOMPUTE, Choice, Graph, WorkloadSpec
 from autockpt.tracing import Tracer
 from tests.reporting.samples import small_graph

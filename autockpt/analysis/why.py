@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Protocol
 
-from autockpt.explaining.subject import ExplainRequest
+from autockpt.analysis.subject import ExplainRequest
 from autockpt.profiling import CostModel
 from autockpt.schema import Assignment, Choice, ResolvedBudget, format_binary, plan_hash
 from autockpt.schema.explanation import BudgetStep, Reach, Why

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from autockpt.explaining.recorded import explain_run
+from autockpt.analysis.recorded import explain_run
 from autockpt.history.rundir import RunDirectory
 from autockpt.history.trialplan import plan_at
 from autockpt.schema import OFFLOAD, RECOMPUTE, SAVE, Prediction, WorkloadSpec

@@ -6,9 +6,9 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
 
+from autockpt.analysis.build import explain
+from autockpt.analysis.subject import ExplainRequest
 from autockpt.errors import AutockptError
-from autockpt.explaining.build import explain
-from autockpt.explaining.subject import ExplainRequest
 from autockpt.schema import SAVE, Estimate, Silence, parse_budget
 from autockpt.tuning.estimates import remark
 from autockpt.workload import Step

@@ -9,7 +9,7 @@ from functools import cached_property
 
 import numpy as np
 
-from autockpt.explaining.kinds import LOSS, OFFLOADED, OTHER, UNMADE, OpKinds, makers, within
+from autockpt.analysis.kinds import LOSS, OFFLOADED, OTHER, UNMADE, OpKinds, makers, within
 from autockpt.reporting.area import resampled
 from autockpt.schema import Graph, Storage
 from autockpt.schema.explanation import Alive, Curve, Holding, Moment, Slice

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from autockpt.explaining.kinds import ATTENTION, LOSS, OpKinds
+from autockpt.analysis.kinds import ATTENTION, LOSS, OpKinds
 from autockpt.hardware.roofline import bound_of, peak_flops
 from autockpt.hardware.work import work_of_op
 from autockpt.schema import Graph, Hardware, Op, OpTimes

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from autockpt.explaining.kinds import KINDS, OTHER, OpKinds, base_name, makers
+from autockpt.analysis.kinds import KINDS, OTHER, OpKinds, base_name, makers
 from autockpt.schema import Graph, Op, Storage, Unit
 from autockpt.schema.graph import TensorMeta
 

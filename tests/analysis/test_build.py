@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from autockpt.analysis import ExplainRequest, explain
 from autockpt.errors import PlanError, UsageError, WorkloadError
-from autockpt.explaining import ExplainRequest, explain
 from autockpt.schema import Plan, WorkloadSpec, parse_budget
 from autockpt.schema.choices import RECOMPUTE
 from autockpt.tracing import Tracer

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from autockpt import estimate, explain
+from autockpt.analysis import limits as limits_module
+from autockpt.analysis.limits import FIELDS, MOST_RUNS, Lean, Needed, grain, largest, step_of, with_longest
 from autockpt.errors import InfeasibleError, UsageError, WorkloadError
-from autockpt.explaining import limits as limits_module
-from autockpt.explaining.limits import FIELDS, MOST_RUNS, Lean, Needed, grain, largest, step_of, with_longest
 from autockpt.schema import WorkloadSpec, parse_budget
 from autockpt.schema.choices import RECOMPUTE
 from autockpt.schema.explanation import Largest

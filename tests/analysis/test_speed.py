@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from autockpt.explaining import ExplainRequest, explain, subject
-from autockpt.explaining.speed import BETWEEN, FEED_FORWARD, OPTIMIZER, SCORES
-from autockpt.explaining.subject import of_device
+from autockpt.analysis import ExplainRequest, explain, subject
+from autockpt.analysis.speed import BETWEEN, FEED_FORWARD, OPTIMIZER, SCORES
+from autockpt.analysis.subject import of_device
 from autockpt.reporting.explain_view import bound_words, speed_words
 from autockpt.schema import Plan, WorkloadSpec
 from autockpt.tuning.targets import shallow_twin

@@ -7,12 +7,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from autockpt.analysis.holdings import StepBytes, curve, joined, moment, peak_op, telling_op
+from autockpt.analysis.limits import MOST_TIMES, Lean, largest_lean, workload_limits
+from autockpt.analysis.speed import speed_of
+from autockpt.analysis.subject import ExplainRequest, Subject, open_subject
+from autockpt.analysis.why import Answers, budget_steps, resolved, why
 from autockpt.devices import host_bytes_of, said_of_host
-from autockpt.explaining.holdings import StepBytes, curve, joined, moment, peak_op, telling_op
-from autockpt.explaining.limits import MOST_TIMES, Lean, largest_lean, workload_limits
-from autockpt.explaining.speed import speed_of
-from autockpt.explaining.subject import ExplainRequest, Subject, open_subject
-from autockpt.explaining.why import Answers, budget_steps, resolved, why
 from autockpt.history.promises import OTHER_WORKLOAD, made_for
 from autockpt.history.trials import undominated
 from autockpt.profiling import said_of

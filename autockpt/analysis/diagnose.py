@@ -1,0 +1,339 @@
+"""From an out-of-memory failure to a prescription: what the run said, what filled the device, and what would fit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field
+
+from autockpt.analysis.holdings import StepBytes, peak_op
+from autockpt.analysis.oom_log import DeviceFailure, HostKind, LogReading, Stage
+from autockpt.errors import InfeasibleError, TracingError, UsageError, WorkloadError
+from autockpt.profiling import simulated_memory
+from autockpt.schema import (
+    Budget,
+    Choice,
+    Comparison,
+    Graph,
+    Hardware,
+    Listener,
+    SearchRequest,
+    Silence,
+    WorkloadSpec,
+    format_binary,
+)
+from autockpt.schema.base import Data, Facts
+from autockpt.schema.explanation import Holding
+from autockpt.schema.remedy import Alternative
+from autockpt.tracing import tracer_for
+from autockpt.tuning import run_search
+from search_spaces.hardware import list_hardware, load_hardware
+from search_spaces.spaces import load_space
+
+STAGES: dict[Stage, str] = {
+    "loading": "while the model was loaded",
+    "batch": "while a batch was moved to the device",
+    "forward": "in the forward pass",
+    "loss": "at the logits and the loss",
+    "backward": "in the backward pass",
+    "recompute": "in the backward pass, where a layer is recomputed",
+    "optimizer": "in the optimizer step",
+    "evaluation": "in evaluation",
+    "unknown": "at a place that the stack does not tell",
+}
+_STAGE_ADVICE: dict[Stage, str] = {
+    "evaluation": "It failed in evaluation, which keeps nothing for a backward pass: plans do not lower it. Use "
+    "a smaller per_device_eval_batch_size, eval_accumulation_steps, and prediction_loss_only where logits are not "
+    "needed.",
+    "loading": "It failed while the model was loaded, before any step: weights in a smaller type (bf16), sharding, or "
+    "LoRA on quantised weights help there, plans for activations do not.",
+}
+_HOST: dict[HostKind, tuple[str, str]] = {
+    "killed": (
+        "The operating system killed the process because the host ran out of memory; no device did",
+        "Load the weights once and straight to the device (device_map, memory-mapped safetensors), bound what a plan "
+        "offloads by --host-budget, and raise the memory limit of the container or batch job.",
+    ),
+    "worker": (
+        "A DataLoader worker was killed because the host ran out of memory; no device did",
+        "Use fewer workers (num_workers=2), prefetch_factor=1 and pin_memory=False; keep the data in arrays or "
+        "memory-mapped files in place of lists and dicts.",
+    ),
+    "allocator": (
+        "The host's memory could not hold a tensor on the CPU; no device ran out",
+        "Make it on the device, or in smaller parts. In evaluation: eval_accumulation_steps. Where the step itself "
+        "runs on the CPU, `autockpt search --device cpu --budget SIZE` finds a plan for it.",
+    ),
+    "shared_memory": (
+        "The host's shared memory (/dev/shm) ran out; no device did",
+        "DataLoader workers hand over batches there. Give the container more (docker run --shm-size=16g, or "
+        "--ipc=host), or use num_workers=0.",
+    ),
+}
+_EXPANDABLE = {
+    "cuda": "PYTORCH_ALLOC_CONF=expandable_segments:True (before torch 2.9 PYTORCH_CUDA_ALLOC_CONF)",
+    "hip": "PYTORCH_HIP_ALLOC_CONF=expandable_segments:True, where the build supports it",
+    "xpu": "PYTORCH_ALLOC_CONF=expandable_segments:True (from torch 2.10 on)",
+}
+_UNUSED = 0.02  # share of reserved memory below which what lies unused is what any run leaves
+_OTHER = 0.05  # share by which counts of parameters may differ: prompts, resized embeddings
+_FAR = 0.2  # share by which the described card's memory may differ before that is worth a note
+_LEAST_CONTEXT = 100 << 20  # bytes; a process without one is not on the device yet
+
+
+class Room(Data):
+    """The memory that a plan may use, in bytes."""
+
+    budget: int
+    hardware: str
+    capacity: int
+    overhead: int
+    others: int = 0
+
+    @property
+    def for_plans(self) -> Budget:
+        """What plans are compared with: nothing is measured, so some of it is left free."""
+        text = f"{self.budget // 2**20}MiB"
+        return Budget(text=text, kind="bytes", size=self.budget).with_headroom(None, simulated=True)
+
+
+class Diagnosis(Data):
+    """The whole answer. Bytes of holdings, rows and alternatives are simulated, those of the log reported."""
+
+    model: str | None = None
+    settings: Facts = Field(default_factory=dict)
+    log: LogReading
+    verdict: str = Field(default="", description="what happened, in a sentence")
+    room: Room | None = None
+    peak_bytes: int | None = Field(default=None, description="of the plain step, context and allocator included")
+    holdings: tuple[Holding, ...] = Field(default=(), description="of the plain step at its peak")
+    agreement: str = Field(default="", description="whether the plain step had to fail, in words")
+    rows: tuple[Comparison, ...] = Field(default=(), description="well-known plans and ours, simulated")
+    choices: dict[str, Choice] = Field(default_factory=dict, description="the plan that is prescribed")
+    plan_path: Path | None = None
+    step_note: str = Field(default="", description="known error of simulated steps, and what they leave out")
+    fits_already: bool = Field(default=False, description="saving everything fits, by the simulation")
+    smallest_peak: int | None = None
+    alternatives: tuple[Alternative, ...] = ()
+    unprescribed: str = Field(default="", description="why nothing could be simulated")
+    advice: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class DiagnoseRequest:
+    """The log, already read, and the job that failed.
+
+    Without ``spec`` only the log is explained. ``budget`` is of kind bytes or auto; None: what the device has.
+    """
+
+    log: LogReading
+    spec: WorkloadSpec | None = None
+    budget: Budget | None = None
+    hardware: Hardware | None = None
+    plan_out: Path | None = None
+
+
+def diagnose(question: DiagnoseRequest, listener: Listener | None = None) -> Diagnosis:
+    """What happened, what filled the device, and what helps; no step is run.
+
+    A job for which no plan fits is no error: ``alternatives`` say what would fit. Raises UsageError where neither the
+    log nor an option says how much memory the device has. A model that cannot be built or traced is named in
+    ``unprescribed``.
+    """
+    log, spec = question.log, question.spec
+    found: dict[str, Any] = {"notes": ()}
+    if spec is not None and log.failure is not None:
+        try:
+            found = _simulated(question, spec, log.failure, listener or Silence())
+        except (WorkloadError, TracingError) as error:
+            found["unprescribed"] = str(error)
+    notes = tuple(dict.fromkeys((*_notes(log, spec), *found.pop("notes"))))
+    return Diagnosis(
+        model=spec.model if spec is not None else None,
+        log=log,
+        verdict=verdict_of(log),
+        advice=tuple(advice_of(log)),
+        notes=notes,
+        **found,
+    )
+
+
+def verdict_of(log: LogReading) -> str:
+    """What happened, in a sentence."""
+    if log.host is not None:
+        tried = f" ({format_binary(log.host.tried)} were requested)" if log.host.tried is not None else ""
+        return f"{_HOST[log.host.kind][0]}{tried}."
+    failure = log.failure
+    if failure is None:
+        return ""
+    who = f"GPU {failure.device}" if failure.device is not None else "The device"
+    of = f" of {log.world}" if log.world is not None and log.world > (failure.rank or 0) else ""
+    rank = f" (rank {failure.rank}{of})" if failure.rank is not None else ""
+    said = f"{who}{rank} ran out of memory {STAGES[failure.stage]}{f' ({failure.at})' if failure.at else ''}"
+    if failure.tried is None:
+        return f"{said}; the message has no figures."
+    said += f": {format_binary(failure.tried)} were requested"
+    if failure.free is not None and failure.capacity is not None:
+        said += f", {format_binary(failure.free)} of {format_binary(failure.capacity)} were free"
+    return f"{said}."
+
+
+def advice_of(log: LogReading) -> Iterator[str]:
+    """What helps, by the log alone."""
+    if log.host is not None:
+        yield f"A plan for the device does not change that. {_HOST[log.host.kind][1]}"
+    failure = log.failure
+    if failure is None:
+        return
+    held, unused, tried = failure.allocated or 0, failure.cached or 0, failure.tried
+    fits = tried is not None and unused + (failure.free or 0) >= tried and unused > _UNUSED * (held + unused)
+    if fits and failure.backend in _EXPANDABLE and not log.windows:
+        yield (
+            f"Fragmentation: {format_binary(unused)} were reserved and unused, in pieces; with what was free that is "
+            f"more than the {format_binary(tried or 0)} requested. Expandable segments join free blocks: "
+            f"{_EXPANDABLE[failure.backend]}. It costs nothing; try it first."
+        )
+    if failure.others is not None and failure.capacity and failure.others > _UNUSED * failure.capacity:
+        most = "at most " if failure.process is None else ""
+        yield (
+            f"Others hold {most}{format_binary(failure.others)} of the device: other processes (nvidia-smi or its like "
+            "shows them, an earlier run may still be alive), or a desktop. End them, and the budget grows by that."
+        )
+    yield from filter(None, [_STAGE_ADVICE.get(failure.stage)])
+
+
+def _notes(log: LogReading, spec: WorkloadSpec | None) -> Iterator[str]:
+    if len(log.ranks) > 1 and log.failure is not None:
+        yield f"ranks {', '.join(map(str, log.ranks[:16]))} ran out of memory; rank {log.failure.rank} is looked at"
+    if spec is None:
+        yield "no model was named, so nothing is prescribed: add --model, and --batch-size, --seq-len, …"
+    elif log.world is not None and log.world > 1 and spec.shard is None and spec.ddp is None:
+        yield (
+            f"the run had {log.world} ranks, the job that was described has one: add --shard {log.world} (FSDP, ZeRO) "
+            "or --ddp buckets"
+        )
+
+
+def _other_parameters(log: LogReading, settings: Mapping[str, Any]) -> Iterator[str]:
+    """Where the log counts other parameters than the job has that was described."""
+    for logged, name, words, remedy in (
+        (log.total_params, "params", "parameters", "name the model that ran"),
+        (log.trainable_params, "trainable_params", "trainable parameters", "describe its adapters (--lora RANK, …)"),
+    ):
+        described = settings.get(name)
+        if logged and described and abs(described / logged - 1) > _OTHER:
+            yield f"the run had {logged:,} {words}, the job that was described has {described:,}: {remedy}"
+
+
+def _simulated(
+    question: DiagnoseRequest, spec: WorkloadSpec, failure: DeviceFailure, listener: Listener
+) -> dict[str, Any]:
+    """Fields of the Diagnosis that ghost runs and modelled seconds fill: what fills the device, and what helps.
+
+    That is a plan, saved where the question wants it; where none fits, changes of the job that would.
+    """
+    room, hardware, doubts = room_of(question, failure)
+    listener.stage("trace")
+    with tracer_for(hardware, spec) as tracer:
+        units, head, graph = tracer.units, tracer.head, tracer.trace({})
+        settings = {k: v for k, v in tracer.settings.items() if k != "model"}
+        notes = (*doubts, *_other_parameters(question.log, settings), *tracer.notes, *graph.notes)
+    peak = simulated_memory(hardware, room.budget)(graph)
+    held = StepBytes(graph, head.name if head is not None else None, room.overhead)
+    found: dict[str, Any] = {
+        "settings": {k: v for k, v in settings.items() if isinstance(v, str | int | float | bool | None)},
+        "room": room,
+        "peak_bytes": peak,
+        "holdings": held.holdings(peak_op(graph)),
+        "agreement": _agreement(graph, room, peak),
+    }
+    request = SearchRequest(
+        budget=room.for_plans,
+        workload=spec,
+        space=load_space("knobs"),
+        hardware=hardware,
+        plan_out=question.plan_out,
+        dry_run=True,
+    )
+    try:
+        outcome = run_search(request, listener)
+    except InfeasibleError as error:
+        found |= {"smallest_peak": error.smallest_peak, "alternatives": error.alternatives}
+    else:
+        found |= {
+            "rows": outcome.rows,
+            "choices": outcome.plan.choices_for(units, head) if outcome.plan is not None else {},
+            "plan_path": outcome.plan_path,
+            "step_note": outcome.step_note,
+            "fits_already": not outcome.binding,
+            "smallest_peak": outcome.smallest_peak,
+        }
+        notes = (*notes, *outcome.notes)
+    return found | {"notes": notes}
+
+
+def _agreement(graph: Graph, room: Room, reserved: int) -> str:
+    """Whether the plain step had to fail."""
+    needs, has = graph.peak_bytes + room.overhead, format_binary(room.budget)
+    if needs > room.budget:
+        return (
+            f"The simulated step needs {format_binary(needs)} for tensors and context, "
+            f"{format_binary(needs - room.budget)} more than the {has} that there are: it had to fail."
+        )
+    if reserved > room.budget:
+        return (
+            f"The simulated step's tensors need {format_binary(needs)} of {has}, but its allocator would reserve "
+            f"{format_binary(reserved)}: fragmentation is part of this failure."
+        )
+    return (
+        f"The simulated step needs {format_binary(needs)} of the {has} that there are, so by itself it fits. The run "
+        "differed: longer sequences or larger batches, evaluation, tensors kept from step to step (a loss that is "
+        "added up without .item()), or memory that others hold on the device."
+    )
+
+
+def room_of(question: DiagnoseRequest, failure: DeviceFailure) -> tuple[Room, Hardware, tuple[str, ...]]:
+    """What a plan may use, the device with the figures that were reported, and remarks.
+
+    Raises UsageError where neither the log nor options say what the device has.
+    """
+    given, size = question.hardware, question.budget.size if question.budget is not None else None
+    capacity = failure.capacity or (given.memory_bytes if given is not None else size)
+    if capacity is None:
+        raise UsageError(
+            "how much memory the device has is not known: neither the log nor an option says so",
+            remedy="Add --hardware with its name (rtx4090, h100, …), or --budget with its size (24GiB).",
+        )
+    hardware, notes = (given, ()) if given is not None else _nearest(capacity, failure.backend)
+    if abs(hardware.memory_bytes / capacity - 1) > _FAR:
+        note = f"{hardware.name} has {format_binary(hardware.memory_bytes)}, the failed run's device "
+        notes = (*notes, f"{note}{format_binary(capacity)}: kernels and seconds are the former's, memory the latter's")
+    overhead = min(hardware.context_bytes, capacity // 2)
+    if failure.overhead is not None and failure.overhead >= _LEAST_CONTEXT:
+        overhead = min(failure.overhead, capacity - 1)
+    others = failure.others or 0
+    available = min(capacity - others, size if size is not None else capacity)
+    if available <= overhead:
+        raise UsageError(
+            f"other processes hold {format_binary(others)} of the device's {format_binary(capacity)}: "
+            "nothing is left for this one",
+            remedy="End them, or name the room that there will be with --budget.",
+        )
+    hardware = hardware.model_copy(update={"memory_bytes": capacity, "context_bytes": overhead})
+    room = Room(budget=available, hardware=hardware.name, capacity=capacity, overhead=overhead, others=others)
+    return room, hardware, notes
+
+
+def _nearest(capacity: int, backend: str) -> tuple[Hardware, tuple[str, ...]]:
+    """The described device whose memory comes nearest, of several the newest; and that this is a guess."""
+    kind = {"hip": "rocm", "mps": "mps"}.get(backend, "cuda")
+    known = [h for name in list_hardware() if (h := load_hardware(name)).kind == kind]
+    found = min(known, key=lambda h: (abs(h.memory_bytes - capacity), [-x for x in h.capability or ()], -h.bandwidth))
+    near = [h.name for h in known if h.memory_bytes == found.memory_bytes and h is not found]
+    others = f"; as near: {', '.join(near)}" if near else ""
+    said = f"the log does not name the device: kernels and seconds are those of {found.name}, whose memory comes "
+    return found, (f"{said}nearest{others}; --hardware NAME names yours",)

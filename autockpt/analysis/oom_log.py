@@ -1,0 +1,311 @@
+"""Read an out-of-memory failure out of a log: the figures of PyTorch's message, and the stack in front of it.
+
+The wordings are those of c10's caching allocator from 1.0 on (CUDA, HIP, XPU and copies of it), of
+``cudaMallocAsync``, and of MPS. Launchers and loggers may put anything in front of a line: patterns look behind it.
+Sizes are bytes.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field
+
+from autockpt.errors import UsageError
+from autockpt.schema.base import Data
+from autockpt.schema.files import reason
+
+Stage = Literal["loading", "batch", "forward", "loss", "backward", "recompute", "optimizer", "evaluation", "unknown"]
+HostKind = Literal["killed", "worker", "allocator", "shared_memory"]
+
+
+class DeviceFailure(Data):
+    """An out-of-memory message of a device's allocator, in bytes; None where the message does not say."""
+
+    backend: str = Field(default="cuda", description="cuda, hip, xpu, mps, …")
+    rank: int | None = None
+    device: int | None = None
+    tried: int | None = Field(default=None, description="what was requested, rounded up by the allocator")
+    capacity: int | None = Field(default=None, description="what the device has; on MPS what PyTorch may take")
+    free: int | None = None
+    process: int | None = Field(default=None, description="this process, everything included")
+    others: int | None = Field(default=None, description="other processes")
+    allocated: int | None = Field(default=None, description="in tensors")
+    cached: int | None = Field(default=None, description="reserved by the allocator beyond that")
+    stage: Stage = "unknown"
+    at: str = Field(default="", description="the innermost line of the user's own code: train.py:80")
+    text: str = Field(default="", description="the message")
+
+    @property
+    def overhead(self) -> int | None:
+        """What the process held outside the allocator: context, kernels, communication buffers."""
+        if self.process is None or self.allocated is None:
+            return None
+        held = self.process - self.allocated - (self.cached or 0)
+        return held if held >= 0 else None
+
+
+class HostFailure(Data):
+    """The host's memory ran out, not the device's."""
+
+    kind: HostKind
+    tried: int | None = None
+    text: str = ""
+
+
+class LogReading(Data):
+    """What a log tells of its last failure, and of its run."""
+
+    path: str = ""
+    failure: DeviceFailure | None = None
+    host: HostFailure | None = None
+    ranks: tuple[int, ...] = Field(default=(), description="ranks that ran out of memory")
+    world: int | None = Field(default=None, description="ranks of the run")
+    total_params: int | None = None
+    trainable_params: int | None = None
+    windows: bool = False
+
+
+_MOST_READ = 64 << 20  # bytes at a log's end
+_STACK = 1 << 16  # characters before a message that its stack is looked for in
+_MESSAGE = 2000  # characters
+_MESSAGES = 100  # the last ones that are looked at
+_LARGEST = 2**50
+_HIDDEN = 256 << 20  # bytes that no process accounts for, from which on another one is assumed to hold them
+_SIZE = r"([0-9]{1,20}(?:\.[0-9]{1,6})?) ?(bytes?|[KMGT]i?B)"
+_BEGINS = re.compile(
+    r"\b(?!ERROR|FATAL|CPU|RAM|HOST|SYSTEM)([A-Z]{3,8})(?: backend| driver)?(?: error:)? out of memory"
+    r"|\bAllocation on device\b|\bInvalid buffer size: (?=[0-9])|\b(CUBLAS|CUDNN)_STATUS_(?:INTERNAL_ERROR_DEVICE_)?"
+    r"ALLOC(?:ATION)?_FAILED"
+)
+_NEXT = re.compile(
+    r"Traceback \(most|\bFile \"|During handling|\w+Error: |(?<=.{20})\b[A-Z]\w+ (?:backend )?out of mem"
+)
+_EXCEPTION = re.compile(r"\b\w*(?:Error|Exception)\b")
+_NOISE = re.compile(r"[\s│|]+")
+_ANSI = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]")
+_RANK = re.compile(r"\[(?:rank|default)(\d{1,5})\]|^ *(\d{1,5}): |^\[\d+,(\d{1,5})\]<std")
+_FIELDS = {
+    "tried": (
+        rf"Tried to allocate {_SIZE}",
+        rf"Requested(?: size)? *: {_SIZE}",
+        rf"Invalid buffer size: {_SIZE}",
+    ),
+    "capacity": (
+        rf"(?:total )?capaci?ty of {_SIZE}",
+        rf"{_SIZE} total capacity",
+        rf"max allowed: {_SIZE}",
+        rf"Device limit *: {_SIZE}",
+    ),
+    "free": (rf"of which {_SIZE} is free", rf"; {_SIZE} free\b", rf"Free \(according to \w+\) *: {_SIZE}"),
+    "process": (rf"this process has {_SIZE} memory in use",),
+    "allocated": (
+        rf"{_SIZE} is allocated by PyTorch",
+        rf"{_SIZE} already allocated",
+        rf"MPS allocated: {_SIZE}",
+        rf"Currently allocated *: {_SIZE}",
+    ),
+    "cached": (rf"{_SIZE} is reserved by PyTorch but unallocated", rf"{_SIZE} cached\)"),
+    "reserved": (rf"{_SIZE} reserved in total by PyTorch",),
+    "others": (rf"other allocations: {_SIZE}",),
+}
+_PATTERNS = {name: [re.compile(p, re.IGNORECASE) for p in patterns] for name, patterns in _FIELDS.items()}
+_DEVICE = re.compile(r"\b[A-Z]{1,4}U +(\d{1,4})\b|on device +(\d{1,4})\b")
+_PROCESS = re.compile(rf"Process \d+ has {_SIZE} memory in use")
+
+_FRAME = re.compile(r'File "?([^":\n]{1,300}?)"?(?:, line |:)(\d{1,9}), in ([^\n]{1,200})\n?([^\n]{0,300})')
+_INSTALLED = ("/site-packages/", "/dist-packages/", "/lib/python3", "/lib64/python3", "<")
+# what a frame (file, function, source line) says about the stage; the first pattern that any frame has
+_STAGES: tuple[tuple[Stage, re.Pattern[str]], ...] = (
+    ("evaluation", re.compile(r" (?:evaluate|evaluation_loop|prediction_step|generate|validation_step)\b")),
+    ("optimizer", re.compile(r"/optim/|\bopt\w*\.step\(")),
+    ("recompute", re.compile(r"/torch/utils/checkpoint\.py (?:unpack_hook|recompute_fn|backward)\b")),
+    ("backward", re.compile(r"/torch/autograd/\S+ (?:backward|_engine_run_backward|grad)\b|\.backward\(")),
+    ("loss", re.compile(r"/loss/loss_utils\.py|cross_entropy|ForCausalLMLoss|loss_function\(|lm_head\(|logits\.float")),
+    ("loading", re.compile(r" (?:from_pretrained|load_state_dict|_apply|_move_model_to_device|from_config)\b")),
+    ("forward", re.compile(r" (?:\w+\.)?(?:forward|_call_impl|_wrapped_call_impl)\b")),
+    ("batch", re.compile(r" (?:_prepare_inputs?|send_to_device|pin_memory|_pin_memory_loop)\b")),
+)
+
+# most telling first
+_HOST: tuple[tuple[HostKind, re.Pattern[str]], ...] = (
+    ("shared_memory", re.compile(r"killed by signal: Bus error|insufficient shared memory|out of shared memory", re.I)),
+    ("worker", re.compile(r"DataLoader worker \(pid\(?s?\)? [\d, ]+\)? (?:is killed by signal: Killed|exited unexp)")),
+    (
+        "allocator",
+        re.compile(
+            r"DefaultCPUAllocator: (?:can't allocate memory|not enough memory)|\bMemoryError\b(?!\s*as)"
+            r"|Unable to allocate [\d.]+ [KMGT]iB|[Cc]annot allocate memory|std::bad_alloc"
+        ),
+    ),
+    (
+        "killed",
+        re.compile(
+            r"exit ?code *: -9\b|exit code:? *137|OOM ?Killed|OOM killer|node running low on memory|\bSIGKILL\b"
+            r"|oom[-_]kill|Out of memory: Killed process|^\s*(?:\S+: line \d+: *\d+ )?Killed\b",
+            re.I | re.M,
+        ),
+    ),
+)
+_TRIED = re.compile(r"(?:you tried to allocate|unable to mmap|Unable to allocate) ([\d.]{1,20}) ([KMGT]i)?B?")
+
+_WORLD = re.compile(
+    r"\bworld[_ ]size[ \"']{0,3}[:=] {0,3}([0-9]{1,6})\b|--(?:nproc[_-]per[_-]node|num_processes)[= ]([0-9]{1,6})\b"
+    r"|\brank:? [0-9]{1,6} ?(?:/|of) ?([0-9]{1,6})\b",
+    re.IGNORECASE,
+)
+_NUMBER = r"([0-9][0-9,_]{0,20})"
+_TOTAL = re.compile(rf"\ball params: {_NUMBER}|Trainable parameters = [0-9,_]{{1,20}}/{_NUMBER}")
+_TRAINABLE = re.compile(rf"\btrainable params: {_NUMBER}|\b(?:Number of t|T)rainable parameters = {_NUMBER}", re.I)
+_WINDOWS = re.compile(r'File "[A-Za-z]:[\\/]|expandable_segments not supported')
+_LAST_ERROR = re.compile(r"^.{0,100}?((?:\w+\.)*\w*(?:Error|Exception|Interrupt)\b.{0,160})", re.M)
+
+
+def read_log(path: Path) -> LogReading:
+    """What the end of a log says about running out of memory.
+
+    Raises UsageError for a file that cannot be read, or in which nothing ran out of memory.
+    """
+    try:
+        with path.open("rb") as file:
+            head = file.read(4)
+            file.seek(max(0, file.seek(0, 2) - _MOST_READ))
+            data = file.read(_MOST_READ)
+    except OSError as error:
+        raise UsageError(f"{path} cannot be read: {reason(error)}", remedy="Name the log of the failed run.") from None
+    if head.startswith((b"PK\x03\x04", b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"\x80")):
+        raise UsageError(
+            f"{path} is an archive or a pickle, not a log",
+            remedy="Unpack a log first. PyTorch's viewer shows memory snapshots: https://docs.pytorch.org/memory_viz.",
+        )
+    # PowerShell's redirection writes UTF-16
+    text = data.decode("utf-16" if head.startswith((b"\xff\xfe", b"\xfe\xff")) else "utf-8", errors="replace")
+    reading = read_text(text).model_copy(update={"path": str(path)})
+    if reading.failure is None and reading.host is None:
+        errors = _LAST_ERROR.findall(text[-_STACK:])
+        raise UsageError(
+            f"{path} has no message of PyTorch's that memory ran out{f'; it ends with {errors[-1]}' if errors else ''}",
+            remedy="Name the log that has the message “CUDA out of memory. Tried to allocate …” (standard error of the "
+            "run).",
+        )
+    return reading
+
+
+def read_text(text: str) -> LogReading:
+    """The same for text. Nothing is raised: a reading without a failure says that there is none."""
+    text = _ANSI.sub("", text).replace("\r", "\n")
+    found = list(_failures(text))
+    failures = [f for f in found if f.tried is not None or f.allocated is not None] or found
+    failure = None
+    if failures:
+        # a message is often printed again without its stack: of the same one, that which says most
+        last = (failures[-1].tried, failures[-1].allocated)
+        same = [f for f in failures if (f.tried, f.allocated) == last]
+        failure = max(same, key=lambda f: (f.rank is not None, f.stage != "unknown"))
+    # a run may outlive its device's failure and be ended by the host's
+    after = text[text.rfind(failure.text[:80]) :] if failure is not None else text
+    host = _host(after if failure is None else after[_STACK:])
+    return LogReading(
+        failure=None if host is not None else failure,
+        host=host,
+        ranks=tuple(sorted({f.rank for f in failures if f.rank is not None})),
+        world=_last(_WORLD, text),
+        total_params=_last(_TOTAL, text),
+        trainable_params=_last(_TRAINABLE, text),
+        windows=_WINDOWS.search(text) is not None,
+    )
+
+
+def _failures(text: str) -> Iterator[DeviceFailure]:
+    """The last failures that a text tells of, in their order."""
+    for begins in list(_BEGINS.finditer(text))[-_MESSAGES:]:
+        start = begins.start()
+        before = text[max(0, start - _STACK) : start]
+        stack, _, line = before.rpartition("\n")
+        rank = _number(_RANK.search(line))
+        message = _NEXT.split(_NOISE.sub(" ", text[start : start + _MESSAGE]))[0]
+        failure = parse_message(message)
+        if failure.tried is None and not _EXCEPTION.search(line):
+            continue  # somebody writes about running out of memory
+        if rank is not None:  # lines of other ranks stand between
+            stack = "\n".join(row for row in stack.splitlines() if _number(_RANK.search(row)) == rank)
+        yield failure.model_copy(update={"rank": rank} | _place(stack[stack.rfind("Traceback") :]))
+
+
+def _place(stack: str) -> dict[str, Any]:
+    """The stage of training that a stack belongs to, and the user's own innermost line. By names: a reading, no
+    proof."""
+    frames = [(match[1].replace("\\", "/"), match[2], match[3], match[4]) for match in _FRAME.finditer(stack)]
+    said = "\n".join(f"{file} {function} {code}" for file, _, function, code in frames)
+    own = [f"{file.rsplit('/', 1)[-1]}:{line}" for file, line, *_ in frames if not any(p in file for p in _INSTALLED)]
+    stage = next((stage for stage, pattern in _STAGES if pattern.search(said)), "unknown")
+    return {"stage": stage, "at": own[-1] if own else ""}
+
+
+def parse_message(text: str) -> DeviceFailure:
+    """The figures of one message; what it does not say, or what cannot be, is None."""
+    sizes: dict[str, Any] = {name: _first(patterns, text) for name, patterns in _PATTERNS.items()}
+    reserved, allocated = sizes.pop("reserved"), sizes["allocated"]
+    if reserved is not None and allocated is not None:
+        sizes["cached"] = max(0, reserved - allocated)
+    held, capacity = (allocated or 0) + (sizes["cached"] or 0), sizes["capacity"]
+    named = [size for match in _PROCESS.finditer(text) if (size := _bytes(match)) is not None]
+    process = sizes["process"]
+    if process is not None and not 0.99 * held <= process <= (capacity or _LARGEST):
+        process = sizes["process"] = None  # an unsigned difference wrapped around
+    if process is None and allocated is not None:
+        # in a container a process does not know its own number: it is the next one above what PyTorch holds
+        process = sizes["process"] = min((size for size in named if size >= 0.99 * held), default=None)
+        named = named if process is None else [size for size in named if size != process]
+    others = sum(named) + (sizes["others"] or 0)
+    if capacity is not None and sizes["free"] is not None:
+        hidden = capacity - sizes["free"] - (process or held)
+        told = "process" in text and hidden >= _HIDDEN  # a message that lists processes need not list all
+        others = min(max(others, hidden if told else 0), max(0, capacity - sizes["free"] - held))
+    sizes["others"] = others or None
+    begins = _BEGINS.search(text)
+    word = next(filter(None, begins.groups()), "") if begins is not None else ""
+    backend = "cuda" if word in ("", "CUBLAS", "CUDNN") else word.lower()
+    return DeviceFailure(
+        **sizes,
+        backend="mps" if text.startswith("Invalid buffer") else backend,
+        device=_number(_DEVICE.search(text)),
+        text=text[:800].strip(),
+    )
+
+
+def _host(text: str) -> HostFailure | None:
+    """The most telling sign that the host's memory ran out; None where there is none."""
+    for kind, pattern in _HOST:
+        if (match := pattern.search(text)) is not None:
+            line = text[text.rfind("\n", 0, match.start()) + 1 :].partition("\n")[0][:500]
+            tried = _TRIED.search(line)
+            return HostFailure(kind=kind, tried=_bytes(tried) if tried is not None else None, text=line.strip())
+    return None
+
+
+def _first(patterns: Sequence[re.Pattern[str]], text: str) -> int | None:
+    match = next(filter(None, (pattern.search(text) for pattern in patterns)), None)
+    return _bytes(match) if match is not None else None
+
+
+def _bytes(match: re.Match[str]) -> int | None:
+    """PyTorch's sizes count in 1024s, also where older versions write GB; without a unit they are bytes."""
+    try:
+        size = round(float(match[1]) * 1024 ** "bkmgt".index((match[2] or "b")[0].lower()))
+    except ValueError:
+        return None
+    return size if size < _LARGEST else None
+
+
+def _number(match: re.Match[str] | None) -> int | None:
+    """The number that a pattern found, in whichever group."""
+    found = next((group for group in match.groups() if group is not None), None) if match is not None else None
+    return int(re.sub("[,_]", "", found)) if found is not None else None
+
+
+def _last(pattern: re.Pattern[str], text: str) -> int | None:
+    return _number(max(pattern.finditer(text), key=re.Match.start, default=None))
