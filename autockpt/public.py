@@ -17,17 +17,15 @@ from pydantic import ValidationError
 from autockpt.analysis import ExplainRequest
 from autockpt.analysis import explain as explained
 from autockpt.analysis.limits import with_longest
+from autockpt.analysis.page import write_page
 from autockpt.analysis.recorded import explain_run
 from autockpt.analysis.sizes import estimate_step
 from autockpt.analysis.subject import budget_for, hardware_for
+from autockpt.cli.explain_table import print_explanation
 from autockpt.errors import UsageError
 from autockpt.history.rundir import RunDirectory
 from autockpt.history.trialplan import plan_at
-from autockpt.page import write_page
-from autockpt.reporting.batches_view import batch_lines
-from autockpt.reporting.explain_view import print_explanation
-from autockpt.reporting.progress import listener
-from autockpt.reporting.style import console
+from autockpt.progress import listener
 from autockpt.schema import (
     Budget,
     Estimate,
@@ -44,6 +42,7 @@ from autockpt.schema.explanation import Explanation
 from autockpt.schema.lengths import Lengths
 from autockpt.schema.plan import CompileMode
 from autockpt.schema.request import TRIALS
+from autockpt.terminal import console
 from autockpt.tracing import trace as traced
 from autockpt.tuning import answer, search_request
 from autockpt.tuning import estimate as estimated

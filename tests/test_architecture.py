@@ -21,17 +21,17 @@ SOURCE = ROOT / "autockpt"
 LAYERS = (
     ("errors", "schema", "callstack", "collector", "signals"),
     ("simulator", "solvers", "devices", "history"),
-    ("checkpointing", "reporting"),
+    ("checkpointing", "terminal", "progress"),
     ("policies", "workload"),
     ("runtime", "hardware"),
     ("tracing", "measuring"),
     ("profiling",),
     ("tuning",),
-    ("integrations", "verification", "analysis", "page"),
+    ("integrations", "verification", "analysis"),
     ("cli", "auto", "public"),
     ("__main__",),
 )
-SIBLINGS = {("schema", "errors"), ("page", "analysis")}
+SIBLINGS = {("schema", "errors"), ("progress", "terminal"), ("public", "cli")}
 LAYER = {name: number for number, names in enumerate(LAYERS) for name in names}
 
 # third-party packages that whole packages must do without
@@ -41,9 +41,10 @@ WITHOUT = {
     "simulator": ("torch", "optuna", "transformers"),
     "solvers": ("torch", "optuna", "transformers"),
     "history": ("torch", "optuna", "transformers"),
-    "reporting": ("torch", "optuna", "transformers"),
+    "terminal": ("torch", "optuna", "transformers"),
+    "progress": ("torch", "optuna", "transformers"),
 }
-ONLY = {"optuna": ("tuning",), "typer": ("cli",), "rich": ("cli", "reporting")}
+ONLY = {"optuna": ("tuning",), "typer": ("cli",), "rich": ("cli", "terminal", "progress")}
 
 
 def modules() -> list[Path]:

@@ -6,11 +6,11 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from functools import cached_property
+from itertools import pairwise
 
 import numpy as np
 
 from autockpt.analysis.kinds import LOSS, OFFLOADED, OTHER, UNMADE, OpKinds, makers, within
-from autockpt.reporting.area import resampled
 from autockpt.schema import Graph, Storage
 from autockpt.schema.explanation import Alive, Curve, Holding, Moment, Slice
 from autockpt.schema.names import fold, folded
@@ -242,3 +242,11 @@ def _alike(held: StepBytes, s: Storage) -> Alive:
 def _counted(alike: Alive, members: Sequence[Storage]) -> Alive:
     units = list(dict.fromkeys(s.unit for s in members if s.unit is not None))
     return alike.model_copy(update={"units": joined(units), "count": len(members)})
+
+
+def resampled(values: Sequence[int], columns: int) -> list[int]:
+    """The index of the largest value of each of ``columns`` equal runs; repeated where there are fewer values."""
+    if not values:
+        return []
+    bounds = pairwise(column * len(values) // columns for column in range(columns + 1))
+    return [max(range(first, max(first + 1, last)), key=values.__getitem__) for first, last in bounds]

@@ -39,7 +39,7 @@ def calibrate(
     hardware = measured.model_copy(update={"name": path.stem})
     if out is None:
         _may_write(path, force)
-    from autockpt.reporting.hardware_view import print_hardware
+    from autockpt.cli.calibrate_table import print_hardware
     from autockpt.schema.files import write_file
     from autockpt.schema.hardware import dump_hardware
     from search_spaces.hardware import described_like

@@ -33,7 +33,7 @@ def estimate(
     are loaded. Plans choose for whole layers; `autockpt search --hardware` evaluates finer choices for one row,
     which can only be faster. A row in which nothing fits is an answer, too: the exit code is 0.
     """
-    from autockpt.reporting.progress import listener
+    from autockpt.progress import listener
     from autockpt.tuning import estimate as estimated
 
     kind: Any = dtype
@@ -53,7 +53,7 @@ def estimate(
         for row in rows:
             print(row.model_dump_json(exclude_none=True), flush=True)
         return
-    from autockpt.reporting.estimate_view import print_estimates
+    from autockpt.cli.estimate_table import print_estimates
 
     print_estimates(rows, screen.results())
 

@@ -83,8 +83,8 @@ def explain(
         limits=limits is not False,
     )
     from autockpt.analysis import explain as explained
-    from autockpt.reporting.explain_view import print_ops
-    from autockpt.reporting.progress import listener
+    from autockpt.cli.explain_table import print_ops
+    from autockpt.progress import listener
 
     with listener(screen.progress(), f"explain {spec.model}") as watcher:
         if ops:
@@ -97,7 +97,7 @@ def explain(
 
 def _show(said: Explanation, as_json: bool) -> None:
     """Print an explanation. Raises Exit where nothing fits its budget."""
-    from autockpt.reporting.explain_view import print_explanation
+    from autockpt.cli.explain_table import print_explanation
 
     screen.show(said, print_explanation, as_json)
     if said.budget is not None and said.smallest_peak > said.budget.bytes:

@@ -61,7 +61,7 @@ def _print_run(run: RunDirectory, best_count: int | None, as_json: bool) -> None
         }
         screen.print_json(json.dumps(data, indent=2))
         return
-    from autockpt.reporting.trials_view import print_table, print_trials, when
+    from autockpt.cli.history_table import print_table, print_trials, when
     from autockpt.schema.step_note import step_note
 
     console, note = screen.results(), step_note(run.environment(), None)
@@ -106,7 +106,7 @@ def _print_trial(run: RunDirectory, number: int, plan_out: Path | None, as_json:
         data = {"trial": trial.model_dump(mode="json"), "readings": [r.model_dump(mode="json") for r in readings]}
         screen.print_json(json.dumps(data, indent=2))
         return
-    from autockpt.reporting.trials_view import print_trial
+    from autockpt.cli.history_table import print_trial
 
     console = screen.results()
     print_trial(trial, readings, console)
@@ -118,8 +118,8 @@ def _print_trial(run: RunDirectory, number: int, plan_out: Path | None, as_json:
 
 def _in_short(run: RunDirectory) -> tuple[dict[str, Any], Trial | None]:
     """One run in a few facts, and its fastest trial that fits."""
+    from autockpt.cli.history_table import when
     from autockpt.history.trials import best
-    from autockpt.reporting.trials_view import when
 
     trials = run.trials()
     fastest = next(iter(best(trials, 1)), None)
@@ -155,6 +155,6 @@ def _list_runs(out: Path, as_json: bool) -> None:
         return
     if not runs:
         raise UsageError(f"there are no runs in {out}", remedy="Name a run's directory, or the folder with --out.")
-    from autockpt.reporting.trials_view import print_runs
+    from autockpt.cli.history_table import print_runs
 
     print_runs(runs, screen.results())

@@ -20,6 +20,6 @@ def report(
     The page needs no network and no other file. A search writes it when it ends; this writes it again, also for a run
     that is still at work.
     """
-    from autockpt.page import write_page
+    from autockpt.analysis.page import write_page
 
     screen.results().print(str(write_page(run_at(run, out), report_out)), soft_wrap=True)

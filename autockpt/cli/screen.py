@@ -15,14 +15,14 @@ Answer = TypeVar("Answer", bound="Data")
 
 def results() -> Console:
     """The console for results."""
-    from autockpt.reporting.style import console
+    from autockpt.terminal import console
 
     return console(stderr=False)
 
 
 def progress() -> Console:
     """The console for progress, notes and errors."""
-    from autockpt.reporting.style import console
+    from autockpt.terminal import console
 
     return console(stderr=True)
 

@@ -251,7 +251,7 @@ def _workload(
 @contextmanager
 def _watched(request: SearchRequest) -> Iterator[Listener]:
     """Progress on the screen, with what the request has to note."""
-    from autockpt.reporting.progress import listener
+    from autockpt.progress import listener
 
     subject = f"search {request.name} {request.hardware.name if request.hardware else request.device}"
     with listener(screen.progress(), subject) as watcher:
@@ -266,8 +266,8 @@ def _write_page(outcome: SearchOutcome) -> None:
     if run is None or not (run / "question.json").exists():
         return
     try:
+        from autockpt.analysis.page import PAGE, write_page
         from autockpt.history.rundir import RunDirectory
-        from autockpt.page import PAGE, write_page
         from autockpt.tracing.tracer import uncollected
 
         page, answer = run / PAGE, run / "outcome.json"

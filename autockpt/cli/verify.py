@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from autockpt.cli import screen
 from autockpt.cli.guard import FAILED, guarded
 from autockpt.cli.options import DEVICE, arg, flag, opt, takes_workload, workload_spec
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from autockpt.schema import VerifyReport
 
 
 @guarded
@@ -30,8 +35,7 @@ def verify(
     from autockpt.history.trialplan import plan_at
 
     spec = workload_spec(workload, base=plan_at(plan).workload, seed=seed)
-    from autockpt.reporting.progress import listener
-    from autockpt.reporting.verify_view import print_report
+    from autockpt.progress import listener
     from autockpt.verification import verify as run_verification
 
     with listener(screen.progress(), f"verify {spec.model}") as watcher:
@@ -39,3 +43,24 @@ def verify(
     screen.show(report, print_report, as_json)
     if not report.passed:
         raise typer.Exit(FAILED)
+
+
+_COLOURS = {"passed": "green", "failed": "bold red", "skipped": "yellow"}
+
+
+def print_report(report: VerifyReport, console: Console) -> None:
+    """Print every check with what it compared, then the verdict."""
+    from rich.text import Text
+
+    from autockpt.schema.verification import MARKS
+    from autockpt.terminal import bullets, plain_table
+
+    table = plain_table("", "", "<", show_header=False)
+    for check in report.checks:
+        table.add_row(Text(MARKS[check.state], style=_COLOURS[check.state]), check.name, check.detail)
+    console.print(table)
+    if report.notes:
+        console.print(bullets(report.notes))
+    failed = any(check.state == "failed" for check in report.checks)
+    style = "bold red" if failed else "bold green" if report.passed else "bold yellow"
+    console.print(Text(report.verdict, style=style))

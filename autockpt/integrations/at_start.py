@@ -16,8 +16,7 @@ from autockpt import errors
 from autockpt.errors import AutockptError, UsageError
 from autockpt.history.trialplan import plan_at
 from autockpt.integrations.rows import OWN, batch_of_longest, largest_batch, lengths_here
-from autockpt.reporting.batches_view import batch_lines
-from autockpt.reporting.progress import describe_numbers
+from autockpt.progress import describe_numbers
 from autockpt.runtime import Handle, apply
 from autockpt.schema import Trial, planview, words
 from autockpt.schema.arguments import python_door

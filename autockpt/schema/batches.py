@@ -6,9 +6,13 @@ from typing import Literal
 
 from pydantic import Field
 
+from autockpt.schema import words
 from autockpt.schema.base import Data
 from autockpt.schema.request import SearchOutcome
+from autockpt.schema.sizes import format_binary
 from autockpt.schema.trial import Measurement, Prediction
+
+_ROLES = {"found": "", "given": "as given", "usual": "largest batch, all recomputed"}
 
 
 class BatchSetting(Data):
@@ -42,6 +46,20 @@ class BatchSetting(Data):
         """Whether the 95 % intervals of both lie apart, this one's above."""
         return self.update_seconds * (1 - self.score.noise) > other.update_seconds * (1 + other.score.noise)
 
+    def cells(self, best: BatchSetting) -> list[str]:
+        """Batch size, accumulation, plan, peak, update, units per second, and these as a share of the best's."""
+        mark = "" if isinstance(self.score, Measurement) else "~"
+        role = _ROLES[self.role]
+        return [
+            str(self.batch_size),
+            str(self.accumulate),
+            f"{self.plan} ({role})" if role else self.plan,
+            f"{mark}{format_binary(self.score.peak_bytes)}",
+            words.step_of(self.score),
+            f"{mark}{self.per_second:,.0f}",
+            f"{self.per_second / best.per_second:.0%}",
+        ]
+
 
 class BatchAnswer(Data):
     """The most tokens per second for a number of rows per update: the best setting, its search, and the others."""
@@ -54,6 +72,14 @@ class BatchAnswer(Data):
     trials: int = Field(description="of all sizes together, well-known plans among them, as outcomes count them")
     seconds: float = Field(description="wall time of it all")
     notes: tuple[str, ...] = ()
+
+    def lines(self) -> list[str]:
+        """All settings in a line of text each, the best first: for a log."""
+        lines = []
+        for setting in (self.best, *self.others):
+            rows, times, plan, peak, seconds, rate, share = setting.cells(self.best)
+            lines.append(f"{rows} × {times}: {rate} {self.unit}/s ({share}), update {seconds}, peak {peak}, {plan}")
+        return lines
 
 
 class SizesTimed(Data):

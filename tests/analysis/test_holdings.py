@@ -11,7 +11,7 @@ from autockpt.analysis.holdings import StepBytes, curve, moment, peak_op
 from autockpt.analysis.kinds import OTHER
 from autockpt.schema import OFFLOAD, RECOMPUTE, Choice, Graph, WorkloadSpec
 from autockpt.tracing import Tracer
-from tests.reporting.samples import small_graph
+from tests.samples import small_graph
 
 MODELS = ("gpt2-tiny", "mixtral-tiny", "vit-tiny")
 

@@ -12,8 +12,8 @@ from autockpt.history.trialplan import plan_at
 from autockpt.schema import OFFLOAD, RECOMPUTE, SAVE, Prediction, WorkloadSpec
 from autockpt.schema.explanation import Explanation
 from autockpt.schema.outlook import GhostAnswer, Outlook
-from tests.page.samples import BUDGET, make_run, plan_of
-from tests.reporting.samples import small_graph
+from tests.analysis.samples import BUDGET, make_run, plan_of
+from tests.samples import small_graph
 
 
 @pytest.fixture

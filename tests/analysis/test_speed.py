@@ -9,13 +9,13 @@ import pytest
 from autockpt.analysis import ExplainRequest, explain, subject
 from autockpt.analysis.speed import BETWEEN, FEED_FORWARD, OPTIMIZER, SCORES
 from autockpt.analysis.subject import of_device
-from autockpt.reporting.explain_view import bound_words, speed_words
+from autockpt.cli.explain_table import bound_words, speed_words
 from autockpt.schema import Plan, WorkloadSpec
 from autockpt.tuning.targets import shallow_twin
 from search_spaces.hardware import load_hardware
 from search_spaces.spaces import load_space
-from tests.page.samples import ENVIRONMENT, make_run, profile
-from tests.reporting.samples import small_graph
+from tests.analysis.samples import ENVIRONMENT, make_run, profile
+from tests.samples import small_graph
 
 pytestmark = pytest.mark.slow
 

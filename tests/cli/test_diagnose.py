@@ -10,7 +10,7 @@ from rich.console import Console
 from autockpt.analysis import diagnose as diagnosing
 from autockpt.analysis.diagnose import Diagnosis, Room, advice_of, verdict_of
 from autockpt.analysis.oom_log import read_text
-from autockpt.cli.diagnose import print_diagnosis
+from autockpt.cli.diagnose_table import print_diagnosis
 from autockpt.schema import Comparison, Prediction, WorkloadSpec
 from autockpt.schema.choices import parse_choice
 from autockpt.schema.explanation import Holding

@@ -17,8 +17,8 @@ from autockpt.schema import (
     Unit,
     WorkloadSpec,
 )
-from tests.page.samples import make_run
-from tests.reporting.test_explain_view import MIB, explanation
+from tests.analysis.samples import make_run
+from tests.cli.test_explain_table import MIB, explanation
 
 
 class Asked:

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from autockpt.schema import Plan
-from tests.page.samples import make_run
-from tests.reporting.samples import UNITS, choices
+from tests.analysis.samples import make_run
+from tests.samples import UNITS, choices
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from autockpt.history.trialplan import plan_at, plan_file
 from autockpt.schema import RECOMPUTE
 from autockpt.schema.outlook import Outlook
 from autockpt.schema.plan import Plan
-from tests.reporting.samples import trial
+from tests.samples import trial
 
 
 def make_run(root: Path, budget: str = "60%") -> RunDirectory:
@@ -163,7 +163,7 @@ def test_what_is_asked_twice_is_refused(autockpt, tmp_path: Path) -> None:
 
 def test_a_trials_plan_is_a_plan(autockpt, tmp_path: Path) -> None:
     from autockpt.schema import Plan
-    from tests.page.samples import make_run as whole_run
+    from tests.analysis.samples import make_run as whole_run
 
     run, file = whole_run(tmp_path), tmp_path / "plan.yaml"
     result = autockpt("history", str(run.path), "--trial", "1", "--plan-out", str(file))

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.page.samples import make_run
+from tests.analysis.samples import make_run
 
 
 def test_a_run_by_path_or_name_becomes_a_page(autockpt, tmp_path: Path) -> None:

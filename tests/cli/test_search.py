@@ -251,7 +251,7 @@ def test_tokens_that_are_no_whole_sequences_are_refused(autockpt, arguments: tup
 
 
 def test_a_search_ends_with_a_page_and_outlives_one_that_fails(autockpt, replace, tmp_path: Path) -> None:
-    import_module("autockpt.page")  # before the search is replaced, which it uses parts of
+    import_module("autockpt.analysis.page")  # before the search is replaced, which it uses parts of
     run = make_run(tmp_path / "results")
     replace(
         "autockpt.tuning",

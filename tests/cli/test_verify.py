@@ -6,7 +6,7 @@ import pytest
 
 from autockpt.schema import Plan, VerifyReport, WorkloadSpec
 from autockpt.schema.verification import Check
-from tests.reporting.samples import UNITS, choices
+from tests.samples import UNITS, choices
 
 
 @pytest.fixture

@@ -27,7 +27,7 @@ CASES = {
 CHILD = """
 import json, resource, sys, time
 import torch, transformers, optuna, scipy.optimize, scipy.special, peft, rich, typer, yaml, pydantic
-import autockpt.tuning, autockpt.reporting
+import autockpt.tuning
 begin, cpu = time.monotonic(), time.process_time()
 sys.argv = ["autockpt", *sys.argv[1:]]
 from autockpt.cli.app import build

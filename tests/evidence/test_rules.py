@@ -129,7 +129,7 @@ def test_an_amount_beside_what_was_said() -> None:
 
 
 def test_flops_of_nothing() -> None:
-    from tests.reporting.samples import small_graph
+    from tests.samples import small_graph
 
     graph = small_graph()
     assert forwards(graph, graph) == pytest.approx(230 / 110)

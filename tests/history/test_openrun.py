@@ -7,7 +7,7 @@ import pytest
 
 import autockpt
 from autockpt.errors import RunDirectoryError, UsageError
-from tests.page.samples import make_run
+from tests.analysis.samples import make_run
 
 
 def test_a_run_in_python(tmp_path: Path) -> None:

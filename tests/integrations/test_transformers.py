@@ -18,7 +18,7 @@ from autockpt.errors import ConflictError, PlanError
 from autockpt.integrations.transformers import AutockptCallback
 from autockpt.policies.attachment import attached_to
 from autockpt.schema.plan import Plan
-from tests.page.samples import make_run
+from tests.analysis.samples import make_run
 from tests.policies.zoo import CASES, assert_equal
 
 pytestmark = pytest.mark.slow

@@ -8,7 +8,7 @@ import pytest
 
 from autockpt.schema import RECOMPUTE, SAVE, Plan, parse_choice, words
 from autockpt.schema.planview import applied, choice_lines
-from tests.reporting.samples import BLOCKS, UNITS, choices, row
+from tests.samples import BLOCKS, UNITS, choices, row
 from tests.schema.test_plan import full_plan
 
 

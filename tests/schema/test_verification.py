@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import pytest
 
-from autockpt.reporting.verify_view import print_report
+from autockpt.cli.verify import print_report
 from autockpt.schema.verification import Check, CheckState, VerifyReport
-from tests.reporting.samples import console
+from tests.samples import console
 
 GRADIENTS = Check(name="gradients", state="passed", detail="equal bit for bit")
 

@@ -13,7 +13,7 @@ from autockpt.schema import RECOMPUTE, SAVE, Measurement, Trial
 from autockpt.schema.space import Encoding
 from autockpt.tuning.proposers.sampler import Study, sampler_for
 from search_spaces.spaces import load_space
-from tests.reporting.samples import trial
+from tests.samples import trial
 
 
 def knobs_study(storage: str | None) -> Study:
@@ -109,7 +109,7 @@ def proposes():
     model = Model()
     from autockpt.tuning.proposers.sampler import Study, sampler_for
     from search_spaces.spaces import load_space
-    from tests.reporting.samples import trial
+    from tests.samples import trial
     study = Study("knobs", sampler_for("knobs", 0), load_space("knobs").knobs, {}, name="search", storage=None)
     for n in range(6):
         study.tell(study.ask()[0], 1.0 + n, -0.5, trial(number=n))

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
+from autockpt.analysis.page import run_page
 from autockpt.errors import InfeasibleError
 from autockpt.hardware.cuda_memory import as_seen_by
 from autockpt.history.rundir import RunDirectory
-from autockpt.page.render import run_page
 from autockpt.profiling import simulated_memory
 from autockpt.schema import (
     OFFLOAD,

@@ -9,7 +9,7 @@ from autockpt.schema import Measurement, Prediction, Trial
 from autockpt.tuning.proposers.solver import SolverProposer, hiding, neutral, stands_still
 from autockpt.tuning.trials import Parameters
 from search_spaces.spaces import load_space
-from tests.reporting.samples import trial
+from tests.samples import trial
 
 
 def test_copies_that_hide_are_tried_first_where_the_simulator_finds_that_faster() -> None:

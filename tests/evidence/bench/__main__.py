@@ -60,7 +60,7 @@ def bench(
     pwlf), torch.compile's memory budget, a searched plan per budget. Gradients are compared with plain
     training's first. A method that cannot run is a row that says so. Writes a table, a picture and JSON.
     """
-    from autockpt.reporting.progress import listener
+    from autockpt.progress import listener
     from tests.evidence.bench import run_bench
     from tests.evidence.bench.report import BenchRequest
     from tests.evidence.bench.view import print_bench

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from html import escape
 
-from autockpt.reporting.axis import MARKS, Axis, mark
+from autockpt.analysis.draw import Axis
 from autockpt.schema import format_binary, words
 from tests.evidence.bench.report import BenchLine, BenchReport
 
@@ -14,7 +14,20 @@ LEFT, RIGHT, TOP, BOTTOM = 76, 236, 40, 56
 # ours first; then colours that are told apart by people who do not see red and green alike (Okabe & Ito 2008)
 OURS = "#d55e00"
 COLOURS = ("#000000", "#0072b2", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#8c6d31", "#7f7f7f")
-FILLED = MARKS[:4]
+FILLED = ("circle", "square", "diamond", "triangle")
+
+
+def mark(kind: str, r: float, attributes: str, title: str) -> str:
+    """A mark around the origin as SVG, ``r`` from its middle to its edge."""
+    shapes = {
+        "circle": f'<circle r="{r}"',
+        "square": f'<rect x="{-r}" y="{-r}" width="{2 * r}" height="{2 * r}"',
+        "diamond": f'<path d="M0 {-r - 1}L{r + 1} 0L0 {r + 1}L{-r - 1} 0Z"',
+        "triangle": f'<path d="M0 {-r - 1}L{r + 1} {r}L{-r - 1} {r}Z"',
+        "cross": f'<path d="M{-r} {-r}L{r} {r}M{-r} {r}L{r} {-r}" stroke-width="2.5"',
+    }
+    tag = shapes[kind].split()[0][1:]
+    return f"{shapes[kind]} {attributes}><title>{escape(title)}</title></{tag}>"
 
 
 def bench_picture(report: BenchReport) -> str:

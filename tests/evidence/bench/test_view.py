@@ -8,7 +8,7 @@ import xml.etree.ElementTree as ET
 import pytest
 from rich.console import Console
 
-from autockpt.reporting.axis import Axis
+from autockpt.analysis.draw import Axis
 from autockpt.schema import DeviceInfo, Environment, ResolvedBudget
 from tests.evidence.bench.picture import bench_picture
 from tests.evidence.bench.report import BenchLine, BenchReport, BenchRow, BudgetResult, Duel, Ratio, SearchCost

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.text import Text
 
-from autockpt.reporting.style import heading, plain_table, remarks
 from autockpt.schema import format_binary, format_bytes, words
+from autockpt.terminal import heading, plain_table, remarks
 from tests.evidence.bench.report import BenchLine, BenchReport, BudgetResult, Ratio
 
 COLUMNS = ("method", "peak", "of plain", "step", "overhead", "95 % interval")

@@ -12,11 +12,11 @@ from rich.table import Table
 from rich.text import Text
 
 from autockpt.history.trials import measurements
-from autockpt.reporting.progress import FITS, STATES
-from autockpt.reporting.style import heading, plain_table, print_legend, simulated
+from autockpt.progress import FITS, STATES
 from autockpt.schema import Measurement, Trial, format_binary, format_bytes, words
 from autockpt.schema.known import legend_of_names
 from autockpt.schema.names import fold
+from autockpt.terminal import heading, plain_table, print_legend, simulated
 
 WIDE = 100
 UNJUDGED = "not known: the budget was not known in bytes yet"

@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autockpt.reporting.progress import LineListener
-from autockpt.reporting.stage_times import FIRST_TIME, MOST, StageTimes
+from autockpt.progress import FIRST_TIME, MOST, LineListener, StageTimes
 
 
 @pytest.fixture(autouse=True)

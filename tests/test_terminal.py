@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from rich.table import Table
 
-from autockpt.reporting import style
-from autockpt.reporting.style import plain_table
-from tests.reporting.samples import console
+from autockpt import terminal as style
+from autockpt.terminal import plain_table
+from tests.samples import console
 
 ROWS = (
     ("*", "recompute all", "yes", "10.1 MiB\n~10.1 MiB", "12.5 ms ±13.2 %", "everything is run again in backward"),

@@ -5,9 +5,9 @@ from __future__ import annotations
 from rich.console import Console
 from rich.text import Text
 
-from autockpt.reporting.style import plain_table
 from autockpt.schema import Hardware, format_bytes
 from autockpt.schema.words import seconds, share
+from autockpt.terminal import plain_table
 
 _MAIN = {f"matrix rate {dtype}" for dtype in ("bfloat16", "float16", "float32")} | {
     "memory bandwidth", "launch, per op", "off the device", "back onto it", "memory", "context",

@@ -4,15 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autockpt.reporting import area
-from autockpt.reporting.explain_view import (
-    bound_words,
-    difference,
-    largest_words,
-    print_explanation,
-    print_ops,
-    reason_words,
-)
+from autockpt.analysis.holdings import resampled
+from autockpt.analysis.sentences import bound_words, difference, largest_words, reason_words
+from autockpt.cli.explain_table import draw, print_explanation, print_ops, ruler
 from autockpt.schema import OFFLOAD, RECOMPUTE, SAVE, Choice, Comparison, Measurement, ResolvedBudget
 from autockpt.schema.explanation import (
     Alive,
@@ -31,7 +25,7 @@ from autockpt.schema.explanation import (
     Speed,
     Why,
 )
-from tests.reporting.samples import console, small_graph
+from tests.samples import console, small_graph
 
 MIB = 2**20
 NAMES = [f"model.layers.{i}" for i in range(32)]
@@ -184,22 +178,22 @@ def test_poor_encodings_get_plain_characters() -> None:
 
 
 def test_the_chart() -> None:
-    drawn = area.draw(curve(), 8, 5)
+    drawn = draw(curve(), 8, 5)
     rows = [line for _, line in drawn.lines]
     assert rows[0][3] == "█" and rows[0].strip() == "█", "only the peak reaches the top"
     assert drawn.peak_column == 3 and drawn.high == 900 * MIB and 0 < drawn.low < 500 * MIB
     assert rows[-1] == "░" * 8 and "▒" in rows[-3] + rows[-2]
-    whole = area.draw(curve(), 8, 5, budget_bytes=5000 * MIB)
+    whole = draw(curve(), 8, 5, budget_bytes=5000 * MIB)
     assert whole.lines == drawn.lines, "a budget far away is not drawn"
-    near = area.draw(curve(), 8, 5, budget_bytes=1000 * MIB)
+    near = draw(curve(), 8, 5, budget_bytes=1000 * MIB)
     assert near.high == 1000 * MIB and near.lines[0][1].count("┄") == 7 and "budget" in near.lines[0][0]
-    narrow = area.draw(curve(), 3, 4)
+    narrow = draw(curve(), 3, 4)
     assert max(line.count("█") for _, line in narrow.lines) >= 1, "no peak is lost"
-    assert area.draw(Curve(total=(), fixed=(), growing=(), ops=0, spans=(), peak_op=0), 4, 2).lines[0][1] == ""
+    assert draw(Curve(total=(), fixed=(), growing=(), ops=0, spans=(), peak_op=0), 4, 2).lines[0][1] == ""
 
 
 def test_the_ruler() -> None:
-    assert area.ruler(curve().spans, 800, 32) == "|forward      |backward     |opt"
+    assert ruler(curve().spans, 800, 32) == "|forward      |backward     |opt"
 
 
 def test_what_changes_between_plans() -> None:
@@ -259,11 +253,11 @@ def test_ops_are_tab_separated() -> None:
 
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=60), st.integers(1, 20))
 def test_downsampling_loses_no_peak(values: list[int], points: int) -> None:
-    sampled = area.resampled(values, min(points, len(values)))
+    sampled = resampled(values, min(points, len(values)))
     assert max(values[i] for i in sampled) == max(values) and len(set(sampled)) == min(points, len(values))
 
 
 def test_a_curve_shorter_than_the_screen_is_stretched() -> None:
-    assert area.resampled([1, 9, 2, 3], 2) == [1, 3]
-    assert area.resampled([1, 2], 4) == [0, 0, 1, 1]
-    assert area.resampled([], 2) == []
+    assert resampled([1, 9, 2, 3], 2) == [1, 3]
+    assert resampled([1, 2], 4) == [0, 0, 1, 1]
+    assert resampled([], 2) == []

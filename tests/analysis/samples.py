@@ -28,7 +28,7 @@ from autockpt.schema import (
     plan_hash,
 )
 from autockpt.schema.profile import MenuItem
-from tests.reporting.samples import MATMUL, small_graph
+from tests.samples import MATMUL, small_graph
 
 DEVICE = DeviceInfo(kind="cpu", name="a processor", capacity_bytes=2**34)
 ENVIRONMENT = Environment(device=DEVICE, versions={"torch": "2.13.0"}, platform="Linux")

@@ -2,9 +2,10 @@ from __future__ import annotations
 
 import pytest
 
-from autockpt.reporting.answer import answer_rows, loading_lines, print_answer
+from autockpt.analysis.answer import answer_rows, loading_lines
+from autockpt.cli.answer_table import print_answer
 from autockpt.schema import Comparison, CompileMode, SearchOutcome, Verdict, WorkloadSpec
-from tests.reporting.samples import MIB, console, outcome, row
+from tests.samples import MIB, console, outcome, row
 
 
 def printed(answer: SearchOutcome, width: int = 80, encoding: str = "utf-8") -> str:

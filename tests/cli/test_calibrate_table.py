@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from rich.console import Console
 
-from autockpt.reporting.hardware_view import hardware_rows, print_hardware
+from autockpt.cli.calibrate_table import hardware_rows, print_hardware
 from search_spaces.hardware import load_hardware
 
 

@@ -1,11 +1,8 @@
-"""The answer on screen: the well-known plans alongside the one that was found, and how to load it."""
+"""The answer of a search on screen: the plan compared with the well-known ones, and how to load it."""
 
 from __future__ import annotations
 
-import json
-import math
 import shlex
-from dataclasses import dataclass
 from textwrap import fill
 
 from rich.console import Console
@@ -13,73 +10,17 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from autockpt.reporting.style import VERDICTS, plain_table, print_legend, remarks, simulated
-from autockpt.schema import Comparison, CompileMode, Plan, SearchOutcome, format_binary, format_bytes, words
+from autockpt.analysis.answer import AnswerRow, answer_rows, loading_lines
+from autockpt.schema import Measurement, Plan, SearchOutcome, format_binary, format_bytes, words
+from autockpt.schema.batches import BatchAnswer
 from autockpt.schema.known import legend_of_names
 from autockpt.schema.planview import choice_lines, set_lines
+from autockpt.terminal import VERDICTS, heading, plain_table, print_legend, remarks, simulated
 
 _PREDICTED = "predicted step"
+
+
 SHORT = 14  # a note of up to this many characters stands next to the plan's name, a longer one under the table
-
-
-@dataclass(frozen=True)
-class AnswerRow:
-    """One line of the table, worked out: bytes, seconds and ratios, None where unknown."""
-
-    name: str
-    verdict: str
-    peak_bytes: int | None
-    simulated: bool
-    headroom_bytes: int | None
-    step: str
-    overhead: float | None
-    overhead_noise: float
-    overhead_predicted: bool
-    predicted_bytes: int | None
-    predicted_seconds: float | None
-    ours: bool
-    note: str = ""
-    host_bytes: int = 0
-
-
-def answer_rows(rows: tuple[Comparison, ...], budget_bytes: int) -> list[AnswerRow]:
-    """Work out headroom, and overhead over the row *none*: both measured where they are, else both predicted."""
-    none = next((r for r in rows if r.name == "none"), None)
-    return [_row(r, none, budget_bytes, ours=r is rows[-1]) for r in rows]
-
-
-def _row(row: Comparison, none: Comparison | None, budget_bytes: int, ours: bool) -> AnswerRow:
-    predicted, measured = row.predicted, row.measured
-    known, verdict = measured or predicted, row.verdict
-    if verdict == "not_measured" and known is not None:  # it fits as far as its ghost run says
-        verdict = "over_budget" if known.peak_bytes > budget_bytes else "simulated"
-    both_measured = bool(measured and none and none.measured)
-    return AnswerRow(
-        name=row.name,
-        verdict=verdict,
-        peak_bytes=known.peak_bytes if known else None,
-        simulated=measured is None,
-        headroom_bytes=budget_bytes - known.peak_bytes if known else None,
-        step=words.step_of(known),
-        overhead=_overhead(row, none, both_measured),
-        overhead_noise=math.hypot(measured.noise, none.measured.noise) if measured and none and none.measured else 0.0,
-        overhead_predicted=not both_measured,
-        predicted_bytes=predicted.peak_bytes if predicted else None,
-        predicted_seconds=predicted.step_seconds if predicted else None,
-        ours=ours,
-        note=row.note,
-        host_bytes=known.host_bytes if known else 0,
-    )
-
-
-def _overhead(row: Comparison, none: Comparison | None, both_measured: bool) -> float | None:
-    """Share of extra step time over saving everything; None for the row itself and where a number is missing."""
-    if none is None or row is none:
-        return None
-    ours, base = (row.measured, none.measured) if both_measured else (row.predicted, none.predicted)
-    if ours is None or base is None or not ours.step_seconds or not base.step_seconds:
-        return None
-    return ours.step_seconds / base.step_seconds - 1
 
 
 def print_answer(outcome: SearchOutcome, console: Console) -> None:
@@ -252,13 +193,30 @@ def _on_the_device(plan: Plan, path: str) -> tuple[str, ...]:
     return ("On the device, hold it against real steps, or go on with measured ones:", hold, go_on)
 
 
-def loading_lines(path: str, compiled: CompileMode | None = None) -> tuple[str, ...]:
-    """The lines that load a plan; ``compiled``: how its steps are, which is the script's to do."""
-    applied = f"handle = autockpt.apply(model, {json.dumps(path, ensure_ascii=False)})"
-    return ("import autockpt", applied, "print(handle)", *([_COMPILING[compiled]] if compiled else []))
+def print_batches(answer: BatchAnswer, console: Console) -> None:
+    """Print the best setting's whole answer, all settings by tokens per second, and the trainers' flags."""
+    print_answer(answer.outcome, console)
+    best = answer.best
+    table = plain_table(">batch", ">×", "<plan", ">peak", ">update", f">{answer.unit}/s", ">of best")
+    table.add_row(*best.cells(best), style="bold")
+    for setting in answer.others:
+        table.add_row(*setting.cells(best))
+    heading(f"{answer.rows_per_update} rows per update: which micro-batch", console, table)
+    if not isinstance(best.score, Measurement):
+        console.print(simulated(answer.outcome.step_note))
+    counted = f"The trials above are those of micro-batches of {best.batch_size}; "
+    counted += f"{answer.trials} of all sizes, in {words.seconds(answer.seconds)}."
+    remarks([counted, *answer.notes], console)
+    heading("The settings that go with the plan:", console)
+    for trainer, flags in _trainer_flags(best.batch_size, best.accumulate).items():
+        console.print(Text(f"  {trainer:<14}{flags}", style="cyan"), soft_wrap=True)
 
 
-_COMPILING: dict[CompileMode, str] = {
-    "layers": "# and compile each layer, as its steps were when they were measured: layer.compile()",
-    "model": "model.compile()  # as its steps were when they were measured",
-}
+def _trainer_flags(batch_size: int, accumulate: int) -> dict[str, str]:
+    """What trainers are given, on one device: micro-batch and accumulation by their own names."""
+    rows = batch_size * accumulate
+    return {
+        "transformers": f"--per_device_train_batch_size {batch_size} --gradient_accumulation_steps {accumulate}",
+        "axolotl": f"--micro-batch-size {batch_size} --gradient-accumulation-steps {accumulate}",
+        "torchtitan": f"--training.local_batch_size {batch_size} --training.global_batch_size {rows}",
+    }

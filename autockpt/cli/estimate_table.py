@@ -8,9 +8,9 @@ from rich.console import Console
 from rich.padding import Padding
 from rich.text import Text
 
-from autockpt.reporting.style import simulated
 from autockpt.schema import Estimate, format_binary, words
 from autockpt.schema.sizes import SIMULATED_HEADROOM
+from autockpt.terminal import simulated
 
 _WIDTHS = (14, 12, 12, 8, 5, 11, 10)
 _TITLES = ("model", "card", "batch", "trains", "fits", "peak", "step")

@@ -6,7 +6,7 @@ import copy
 import os
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 from rich.box import Box
@@ -197,6 +197,42 @@ class SafeConsole(Console):
                 yield Segment(shown(segment.text), segment.style)
             else:
                 yield segment
+
+
+_BLOCKS = "▁▂▃▄▅▆▇█"
+
+
+@dataclass(frozen=True)
+class Marks:
+    """Characters of a drawing: ``fixed``, ``growing``, and the levels of what comes and goes, empty to full."""
+
+    fixed: str = "░"
+    growing: str = "▒"
+    levels: str = f" {_BLOCKS}"
+    axis: str = "┤"
+    budget: str = "┄"
+    peak: str = "▼"
+    ours: str = "→"
+    bar: str = "█"
+
+
+BLOCK = Marks()
+PLAIN = Marks(fixed=".", growing=":", levels="  ###", axis="|", budget="-", peak="v", ours=">", bar="#")
+
+
+def marks_of(encoding: str) -> Marks:
+    """Marks that an output encoding has."""
+    try:
+        _BLOCKS.encode(encoding)
+    except (UnicodeEncodeError, LookupError):
+        return PLAIN
+    return BLOCK
+
+
+def bar(share: float, width: int, marks: Marks = BLOCK) -> str:
+    """A horizontal bar for a share of ``width`` characters; a sliver for what is less than one of them."""
+    full = round(share * width)
+    return marks.bar * full if full or share < 0.001 else ("▏" if marks is BLOCK else ".")
 
 
 def console(stderr: bool) -> Console:

@@ -2,11 +2,11 @@ from __future__ import annotations
 
 import pytest
 
-from autockpt.reporting.trials_view import print_table, print_trials
-from autockpt.reporting.verify_view import print_report
+from autockpt.cli.history_table import print_table, print_trials
+from autockpt.cli.verify import print_report
 from autockpt.schema import RECOMPUTE, VerifyReport
 from autockpt.schema.verification import Check
-from tests.reporting.samples import console, trial
+from tests.samples import console, trial
 
 
 @pytest.mark.parametrize("width", [80, 120])

@@ -5,10 +5,9 @@ import threading
 
 from rich.console import Console
 
-from autockpt.reporting.progress import BarListener, LineListener, describe_trial, listener
-from autockpt.reporting.stage_times import StageTimes
+from autockpt.progress import BarListener, LineListener, StageTimes, describe_trial, listener
 from autockpt.schema import Trial
-from tests.reporting.samples import console, trial
+from tests.samples import console, trial
 
 
 def test_elsewhere_there_is_a_line_per_trial() -> None:

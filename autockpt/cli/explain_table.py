@@ -2,30 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
-from autockpt.reporting import area
-from autockpt.reporting.style import bullets, heading, plain_table, print_legend, remarks, shown
-from autockpt.schema import Choice, Graph, Remake, Selective, format_binary, format_bytes, words
-from autockpt.schema.explanation import Alive, Basis, Explanation, Front, Reach, Slice, Speed
-from autockpt.schema.known import NONE
+from autockpt.analysis.holdings import resampled
+from autockpt.analysis.sentences import (
+    basis_mark,
+    bound_words,
+    choice_words,
+    largest_words,
+    place_words,
+    reason_words,
+    speed_words,
+)
+from autockpt.schema import Graph, format_binary, format_bytes, words
+from autockpt.schema.explanation import Curve, Explanation, Front, Slice, Speed
+from autockpt.schema.graph import Span
+from autockpt.terminal import BLOCK, Marks, bar, bullets, heading, marks_of, plain_table, print_legend, remarks, shown
 
 WIDE = 108  # columns from which two tables stand side by side
 LABEL = 11  # columns of the chart's axis
 UNITS, KINDS, ALIVE = 6, 9, 8  # lines of each table
 ROWS = 9
-_IN_OPTIMIZER = " The peak lies in the optimizer step, when no activations are left: no choice for them lowers it."
-LONG = 46  # columns of a choice
-WORTH = 0.01  # share of a step from which it is said what bounds a part
+CUT = 0.4  # where more than this share of the peak is always there, the axis begins above zero
 
 
 def print_explanation(said: Explanation, console: Console) -> None:
     """Print it all, a heading per question."""
-    marks = area.marks_of(console.encoding)
+    marks = marks_of(console.encoding)
     console.print(_heading(said))
     heading("Where the bytes go", console, _holdings(said, marks, 12 if console.width < WIDE else 24))
     at_peak = said.moment.op == said.curve.peak_op
@@ -72,12 +80,12 @@ def _heading(said: Explanation) -> Text:
     return text
 
 
-def _holdings(said: Explanation, marks: area.Marks, width: int) -> Table:
+def _holdings(said: Explanation, marks: Marks, width: int) -> Table:
     table = plain_table("", ">at the peak", ">", "", ">most at any op")
     for h in said.holdings:
         share = h.peak_bytes / max(1, said.peak_bytes)
         held = (format_binary(h.peak_bytes), words.share(share)) if h.peak_bytes else ("—", "")
-        table.add_row(h.name, *held, area.bar(share, width, marks), format_binary(h.most_bytes))
+        table.add_row(h.name, *held, bar(share, width, marks), format_binary(h.most_bytes))
     table.add_section()
     table.add_row("peak", format_binary(said.peak_bytes), "100.0 %", style="bold")
     return table
@@ -122,10 +130,10 @@ def _side_by_side(left: Table, right: Table, console: Console) -> Table | Group:
     return grid
 
 
-def _chart(said: Explanation, marks: area.Marks, console: Console) -> None:
+def _chart(said: Explanation, marks: Marks, console: Console) -> None:
     columns = max(20, min(console.width, 132) - LABEL - 2)
     budget_bytes = said.budget.bytes if said.budget is not None else None
-    drawn = area.draw(said.curve, columns, ROWS, marks, budget_bytes)
+    drawn = draw(said.curve, columns, ROWS, marks, budget_bytes)
     pad = " " * (LABEL + 1)
     size, at = format_binary(said.peak_bytes), drawn.peak_column
     right = f"{marks.peak} {size}"
@@ -134,7 +142,7 @@ def _chart(said: Explanation, marks: area.Marks, console: Console) -> None:
     for label, line in drawn.lines:
         console.print(Text(f"{label:>{LABEL}}{marks.axis}{line}"), no_wrap=True, overflow="crop")
     c = said.curve
-    bottom = f"{format_binary(drawn.low) if drawn.low else '0':>{LABEL}} {area.ruler(c.spans, c.ops, columns)}"
+    bottom = f"{format_binary(drawn.low) if drawn.low else '0':>{LABEL}} {ruler(c.spans, c.ops, columns)}"
     console.print(Text(bottom, style="dim"), no_wrap=True, overflow="crop")
     legend = f"{marks.fixed} there all the time   {marks.growing} gradients, optimizer   {marks.bar} comes and goes"
     console.print(Text(pad + legend, style="dim"))
@@ -158,7 +166,7 @@ def _alive(said: Explanation, width: int) -> Table:
     return table
 
 
-def _front(front: Front, said: Explanation, marks: area.Marks) -> Table:
+def _front(front: Front, said: Explanation, marks: Marks) -> Table:
     tilde = basis_mark(said.basis)
     table = plain_table("", "<choice", ">keeps", ">extra time", ">per MiB freed", "taken")
     most = max((b.kept_bytes for b in front.bargains), default=0)
@@ -177,7 +185,7 @@ def _front(front: Front, said: Explanation, marks: area.Marks) -> Table:
     return table
 
 
-def _budgets(said: Explanation, marks: area.Marks) -> Table:
+def _budgets(said: Explanation, marks: Marks) -> Table:
     tilde = basis_mark(said.basis)
     table = plain_table("", ">budget", ">", ">peak", ">overhead", "<plan")
     for step in said.budgets:
@@ -208,165 +216,59 @@ def print_ops(graph: Graph, console: Console) -> None:
         print("\t".join(shown(str(c)) for c in cells), file=console.file)
 
 
-def choice_words(choice: Choice) -> str:
-    """A choice with its options; a long list of what it keeps as its length."""
-    text = str(choice)
-    if len(text) <= LONG or not isinstance(choice, Remake | Selective):
-        return text
-    return f"{choice.kind} (keeps {words.counted(len(choice.keep), 'output')})"
+@dataclass(frozen=True)
+class Area:
+    """Lines of a chart, top to bottom, each with its label; and the column of the peak."""
+
+    lines: tuple[tuple[str, str], ...]
+    peak_column: int
+    low: int
+    high: int
 
 
-def basis_mark(basis: Basis) -> str:
-    """What stands before seconds that rest on no measurement of this device."""
-    return "" if basis == "measured" else "~"
+def draw(curve: Curve, columns: int, rows: int, marks: Marks = BLOCK, budget_bytes: int | None = None) -> Area:
+    """The curve in a field of ``columns`` × ``rows`` characters; the budget as a line, where it is near enough."""
+    at = resampled(curve.total, columns)
+    peak = max(curve.total, default=0)
+    high = max(peak, budget_bytes) if budget_bytes is not None and budget_bytes <= 1.3 * peak else peak
+    floor = min((curve.total[i] for i in at), default=0)
+    low = int(floor * 0.85) if peak and floor > CUT * peak else 0
+    height = max(1, high - low) / rows
+    shown = budget_bytes is not None and low <= budget_bytes <= high
+    budget_row = min(rows - 1, int((budget_bytes - low) / height)) if budget_bytes is not None and shown else None
+    lines = []
+    for row in reversed(range(rows)):
+        bottom, top = low + row * height, low + (row + 1) * height
+        empty = marks.budget if row == budget_row else " "
+        cells = (_cell(curve, i, bottom, top, marks) for i in at)
+        label = format_binary(top) if row in (rows - 1, rows // 2) else ""
+        label = f"budget {marks.budget}" if row == budget_row else label
+        lines.append((label, "".join(empty if c == " " else c for c in cells)))
+    values = [curve.total[i] for i in at]
+    return Area(tuple(lines), values.index(max(values)) if values else 0, low, high)
 
 
-def place_words(a: Alive) -> str:
-    """Where alike storages are: their units, the first of many runs named, and the module within."""
-    runs = a.units.split(", ")
-    units = a.units if len(runs) <= 2 else f"{runs[0]} and {len(runs) - 1} more runs"
-    return ", ".join(p for p in (units, a.place) if p) or "the rest of the model"
+def _cell(curve: Curve, i: int, bottom: float, top: float, marks: Marks) -> str:
+    """One character: what lies in the middle of a full cell, or how far the top reaches into it."""
+    total, fixed = curve.total[i], curve.fixed[i]
+    solid = fixed + curve.growing[i]
+    middle = (bottom + top) / 2
+    if middle < fixed:
+        return marks.fixed
+    if middle < solid:
+        return marks.growing
+    if total <= bottom:
+        return " "
+    share = min(1.0, (total - bottom) / (top - bottom))
+    return marks.levels[max(1, round(share * (len(marks.levels) - 1)))] if total > solid else " "
 
 
-def reason_words(said: Explanation) -> list[str]:
-    """Why the plan is what it is: what less and more memory would change."""
-    why, tilde = said.why, basis_mark(said.basis)
-    assert why is not None
-    chosen = why.chosen
-    by_ops = f"{tilde}{words.seconds(chosen.step_seconds)}{_over(chosen, tilde)}"
-    # rates of other hardware are no reason to doubt what was measured
-    measured = _measured_words(said) if said.basis == "nominal" else []
-    if measured:
-        lines = measured
-    elif said.measured_seconds is not None:
-        took = words.seconds(said.measured_seconds)
-        lines = [f"A step took {took}, as measured with the plan. By the times of its ops, as all below: {by_ops}."]
-    else:
-        lines = [f"A step takes {by_ops}."]
-    if not measured and why.best is not None:
-        saved, more = chosen.step_seconds - why.best.step_seconds, why.best.peak_bytes - chosen.peak_bytes
-        needs = f"{format_binary(more)} more and fits the budget too" if more > 0 else "no more bytes"
-        lines.append(
-            f"By these times another plan, which needs {needs}, is {tilde}{words.seconds(saved)} faster a step "
-            f"({words.share(saved / chosen.step_seconds)}): {difference(chosen.choices, why.best.choices)}."
-        )
-    if why.leaner is not None:
-        lines.append(_step("The next plan below", why.leaner, chosen, why.price_down, tilde))
-    else:
-        lines.append("There is no leaner plan." + (_IN_OPTIMIZER if said.curve.peak_phase == "optimizer" else ""))
-    if why.faster is not None:
-        lines.append(_step("The next faster plan", why.faster, chosen, why.price_up, tilde))
-    return lines
-
-
-def _measured_words(said: Explanation) -> list[str]:
-    """What the search measured: the plan, and those interleaved with it."""
-    if said.measured_seconds is None:
-        return []
-    plain = next((row.measured for row in said.beside if row.name == NONE and row.measured), None)
-    over = said.measured_seconds / plain.step_seconds - 1 if plain else None
-    reach = Reach(peak_bytes=said.peak_bytes, step_seconds=said.measured_seconds, overhead=over, choices=said.choices)
-    lines = [f"A step took {words.seconds(said.measured_seconds)}{_over(reach, '')}, as measured with the plan."]
-    rows = [
-        f"{row.name} took {words.seconds(row.measured.step_seconds)} with {format_binary(row.measured.peak_bytes)}"
-        for row in said.beside
-        if row.measured
-    ]
-    if rows:
-        lines.append(f"Measured alongside it: {'; '.join(rows)}.")
-    lines.append("What is said of other plans (~) is modelled at nominal rates: it ranks none above what was measured.")
-    return lines
-
-
-def _over(reach: Reach, tilde: str) -> str:
-    if reach.overhead is None:
-        return ""
-    if abs(reach.overhead) < 5e-4:
-        return ", as long as saving everything"
-    side = "over" if reach.overhead > 0 else "under"
-    return f", {tilde}{words.share(abs(reach.overhead))} {side} saving everything"
-
-
-def _step(what: str, other: Reach, chosen: Reach, price: float | None, tilde: str) -> str:
-    bytes_, seconds = other.peak_bytes - chosen.peak_bytes, other.step_seconds - chosen.step_seconds
-    moved = f"{format_binary(abs(bytes_))} {'more' if bytes_ > 0 else 'less'}"
-    side = "slower" if seconds >= 0 else "faster"
-    if abs(seconds) < 5e-4 * chosen.step_seconds:
-        time = f"is hardly {side}"
-    else:
-        time = f"is {tilde}{words.seconds(abs(seconds))} {side}"
-        time += f", {tilde}{words.seconds(price * 2**20)} per MiB" if price is not None and price > 0 else ""
-    return f"{what} needs {moved} and {time}: {difference(chosen.choices, other.choices)}."
-
-
-def difference(before: Mapping[str, Choice], after: Mapping[str, Choice]) -> str:
-    """What changes between two plans: ``3 layers from recompute to save``, the most first."""
-    moves: dict[tuple[str, str], int] = {}
-    for name in {**before, **after}:
-        old, new = (choice_words(c[name]) if name in c else "save" for c in (before, after))
-        if old != new:
-            moves[old, new] = moves.get((old, new), 0) + 1
-    ranked = sorted(moves.items(), key=lambda m: (-m[1], m[0]))
-    said = [f"{words.counted(n, 'layer')} from {old} to {new}" for (old, new), n in ranked[:3]]
-    more = sum(n for _, n in ranked[3:])
-    return (", ".join(said) + (f", {more} more" if more else "")) if said else "the same choices"
-
-
-def largest_words(said: Explanation) -> list[str]:
-    """The largest sizes under the budget, one line per dimension."""
-    out = []
-    for dimension in dict.fromkeys(limit.dimension for limit in said.limits):
-        group = [limit for limit in said.limits if limit.dimension == dimension]
-        parts = []
-        for limit in group:
-            size = "not known" if limit.why else "none fits"
-            if limit.value is not None:
-                size = f"{limit.value:,}{' or more' if limit.open_ended else ''}"
-            how = "saving everything" if limit.plan == "save everything" else "with the leanest plan"
-            parts.append(f"{size} {how}")
-        reasons = dict.fromkeys(limit.why for limit in group if (limit.open_ended or limit.value is None) and limit.why)
-        more = f" ({'; '.join(reasons)})" if reasons else ""
-        out.append(
-            f"largest {dimension} within this budget: {', '.join(parts)}; now {group[0].now:,}{more} (simulated)"
-        )
-    return out
-
-
-_FOLLOWS = {
-    "arithmetic": "recomputing it costs what it cost: keep its matrix products first",
-    "bandwidth": "cheap to make again for the bytes it keeps: recompute or remake it first",
-    "link": "copies are not hidden behind compute: offload fewer layers, or recompute",
-    "launches": "the device waits for Python: larger batches or torch.compile help it, and recomputing launches again",
-}
-
-
-def speed_words(said: Explanation) -> str:
-    """Step time, what it comes to in FLOP/s, utilisation and tokens per second, and the bytes held on average."""
-    speed = said.speed
-    assert speed is not None
-    parts = rates(speed, "" if said.measured_seconds is not None else basis_mark(said.basis))
-    share = words.share(speed.average_bytes / max(1, said.peak_bytes))
-    return f"{', '.join(parts)}; on average {format_binary(speed.average_bytes)} are held, {share} of the peak"
-
-
-def rates(speed: Speed, mark: str) -> list[str]:
-    """Step time, FLOP/s, utilisation and tokens per second, as far as they are known; ``mark`` before each."""
-    parts = [f"a step takes {mark}{words.seconds(speed.seconds)}"]
-    if speed.flops:
-        parts.append(f"{mark}{speed.flops / speed.seconds / 1e12:.3g} TFLOP/s")
-    if speed.utilisation is not None and speed.model_flops:
-        parts.append(f"{mark}{words.share(speed.utilisation)} model FLOPs utilisation")
-    if speed.tokens is not None:
-        parts.append(f"{mark}{speed.tokens / speed.seconds:,.0f} tokens/s")
-    return parts
-
-
-def bound_words(speed: Speed) -> tuple[str, ...]:
-    """What follows for the choices from what bounds the parts of a step."""
-    found: dict[str, list[str]] = {}
-    whole = sum(part.seconds for part in speed.parts)
-    for part in speed.parts:
-        if part.bound is not None and part.seconds >= WORTH * whole:
-            found.setdefault(part.bound, []).append(part.name)
-    said = tuple(f"bound by {bound} ({', '.join(names)}): {_FOLLOWS[bound]}" for bound, names in found.items())
-    return said or ("what bounds each part is said for devices that are described: --hardware",)
+def ruler(spans: Sequence[Span], ops: int, columns: int) -> str:
+    """Phase names under the part of the chart that they take; a bar where each begins."""
+    line = [" "] * columns
+    for span in spans:
+        start = span.start * columns // max(1, ops)
+        stop = max(start + 1, span.stop * columns // max(1, ops))
+        text = f"|{span.phase}"[: stop - start]
+        line[start : start + len(text)] = text
+    return "".join(line).rstrip()

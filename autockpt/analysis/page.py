@@ -1,0 +1,293 @@
+"""A run as one offline HTML page: what was found, why, and what other budgets would buy.
+
+All of it comes from the run's files. Bytes, seconds and reasons are those of the run's Explanation.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+import statistics
+from collections.abc import Iterator, Sequence
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, StrictUndefined
+from markupsafe import Markup
+
+from autockpt.analysis import draw
+from autockpt.analysis.answer import answer_rows, loading_lines
+from autockpt.analysis.holdings import StepBytes, curve
+from autockpt.analysis.recorded import explain_run
+from autockpt.analysis.sentences import basis_mark, choice_words, place_words, rates, reason_words
+from autockpt.errors import RunDirectoryError
+from autockpt.history.rundir import RunDirectory
+from autockpt.schema import SAVE, Comparison, Plan, ResolvedBudget, SearchOutcome, Trial, format_binary, words
+from autockpt.schema.choices import legend
+from autockpt.schema.explanation import Curve, Explanation
+from autockpt.schema.files import write_file
+from autockpt.schema.known import ALL, NONE, OURS, legend_of_names
+from autockpt.schema.names import outermost
+from autockpt.schema.outlook import Outlook
+from autockpt.schema.planview import choice_lines, set_lines
+from autockpt.schema.remedy import INEXACT, batch
+from autockpt.schema.step_note import step_note
+
+PAGE = "report.html"
+# an absolute path, also behind a quote, an equals sign or a URL's scheme
+_PATH = re.compile(r"(?<![\w.…/])(?:~|[A-Za-z]:)?[/\\]+(?:[^\s'\"/\\:,;()]+[/\\]+)+([^\s'\"/\\,;()]*)")
+_STATES = {
+    "empty": "Nothing was tried yet: the search has not come to its first trial.",
+    "running": "The search is still at work; this is what it knows so far.",
+    "stopped": "No end of the search is on record; this is what it knew by then.",
+}
+
+
+def write_page(run: RunDirectory, path: Path | None = None) -> Path:
+    """Write the page to ``path`` (default: report.html in the run). Returns where it lies.
+
+    Raises RunDirectoryError where the run is damaged or the file cannot be written.
+    """
+    path = path or run.path / PAGE
+    own = path.parent.resolve() == run.path.resolve()  # a run's own files are no links to others
+    elsewhere = f"`autockpt report {run.path} --report-out FILE` writes it elsewhere; in Python report_out= does."
+    return write_file(path, run_page(run), RunDirectoryError, elsewhere, links=not own)
+
+
+def run_page(run: RunDirectory) -> str:
+    """The page of a run. Raises RunDirectoryError or PlanError where a file of it is damaged."""
+    folder = files("autockpt.analysis")
+    style = Markup((folder / "page.css").read_text(encoding="utf-8"))
+    template = _templates().from_string((folder / "page.html.j2").read_text(encoding="utf-8"))
+    return template.render(style=style, **contents_of(run))
+
+
+def contents_of(run: RunDirectory) -> dict[str, Any]:
+    """What the template draws. Files of the run that are missing leave their part out."""
+    finished, plan, trials, refused = run.finished(), run.plan(), run.trials(), run.refusal()
+    outcome = finished.outcome if finished is not None else None
+    answer, asked_of = outcome or plan, plan or outcome
+    budget = answer.budget if answer is not None else None
+    rows, environment = _rows(outcome, plan), run.environment()
+    profile = run.profile()
+    said = explain_run(run.path, plan) if plan is not None else None
+    source = "simulated" if any(t.state == "simulated" for t in trials) else "measured"
+    state = _state(run, trials, outcome is not None, refused)
+    settings = dict(asked_of.settings) if asked_of is not None else {}
+    name = run.path.resolve().name
+    place = Path(name) if run.path.is_absolute() else run.path
+    plan_file = str(place / (run.answer_path or run.plan_path).name)
+    device = environment.device.name if environment is not None else ""
+    planned = plan.expand_planned() if plan is not None else {}
+    every = outermost(dict.fromkeys(u for t in trials for u in t.choices))
+    drawn = _curves(run, profile.op_times.device.overhead_bytes if profile is not None else 0)
+    step_rate = ""
+    if said is not None and said.speed is not None:
+        step_rate = ", ".join(rates(said.speed, "" if said.measured_seconds is not None else basis_mark(said.basis)))
+    return {
+        "run": name,
+        "plan_file": plan_file,
+        "model": (plan.model.name if plan is not None else "") or run.model or "a model",
+        "device": device + (" (simulated)" if source == "simulated" else ""),
+        "source": source,
+        "state": state,
+        "sentence": sentence(rows, budget, source, state, refused),
+        "next_steps": list(_next_steps(plan, trials, source, state, plan_file)),
+        "budget": budget,
+        "rows": answer_rows(rows, budget.bytes) if budget is not None else [],
+        "names": legend_of_names([r.name for r in rows] + [t.name for t in trials]),
+        "plan": plan,
+        "load": loading_lines(plan_file, plan.compile if plan is not None else None),
+        "said": said,
+        "why": [refused.partition("\n")[2]]
+        if state == "infeasible"
+        else reason_words(said)
+        if said and said.why
+        else [],
+        "rates": step_rate,
+        "curves": drawn,
+        "points": list(_points(trials, plan, said if source == "simulated" else None)),
+        "lines": choice_lines(plan.choices) if plan is not None else [],
+        "sets": set_lines(plan) if plan is not None else [],
+        "tiles": [(name, planned[name]) for name in outermost(planned)],
+        "letters": words.letters(t.choices for t in trials),
+        "legend": legend(c for t in trials for c in t.choices.values() if c != SAVE),
+        "units": list(every),
+        "trials": trials,
+        "misses": _misses(trials),
+        "changes": list(_changes(run, settings, plan)),
+        "outcome": outcome,
+        "settings": {k: v for k, v in settings.items() if v not in (None, "", False)},
+        "environment": environment,
+        "command": run.command(),
+        "notes": answer.notes if answer is not None else (),
+        "step_note": step_note(environment, plan.workload if plan is not None else None),
+        "compiled": bool(run.question.get("compile")),
+    }
+
+
+def sentence(
+    rows: Sequence[Comparison], budget: ResolvedBudget | None, source: str, state: str, refused: str = ""
+) -> str:
+    """``Fits 24GB with 0.6 GiB to spare, 9 % faster than recomputing everything`` with what is sure of it."""
+    if state == "infeasible":
+        said = refused.partition("\n")[0]
+        return f"{said[:1].upper()}{said[1:]}."
+    known = {row.name: row.measured or row.predicted for row in rows}
+    score = known.get(OURS)
+    if score is None or budget is None:
+        return _STATES.get(state, "No plan was found.")
+    spare = budget.bytes - score.peak_bytes
+    asked = (
+        f"{format_binary(budget.whole)} ({budget.asked})"
+        if budget.asked.endswith(("%", "act", "auto"))
+        else budget.asked
+    )
+    asked = f"{asked} less {budget.headroom}" if budget.headroom else asked
+    said = [
+        f"Fits {asked} with {format_binary(spare)} to spare" if spare >= 0 else f"Needs {format_binary(-spare)} more"
+    ]
+    if (other := known.get(ALL)) is not None:
+        said.append(words.compared(score, other, "recomputing everything"))
+    if (other := known.get(NONE)) is not None:
+        fit = "" if other.peak_bytes <= budget.bytes else ", which does not fit"
+        said.append(words.compared(score, other, "saving everything") + fit)
+    word = "measured by real steps" if source == "measured" else "simulated, nothing was measured"
+    text = "; ".join([", ".join(said[:2]), *said[2:]])
+    return f"{text} ({word})." + (f" {_STATES[state]}" if state in ("running", "stopped") else "")
+
+
+def _next_steps(plan: Plan | None, trials: Sequence[Trial], source: str, state: str, plan_file: str) -> Iterator[str]:
+    """What is worth doing after this run, most useful first."""
+    if state == "infeasible":
+        yield 'Raise the budget, or change the job: see "What would change the answer" below.'
+    elif state == "running":
+        yield "Wait for the search, and write this page again."
+    elif state != "finished" or plan is None:
+        yield "Run the same command again: it continues where it stopped."
+    if plan is None or state in ("infeasible", "running"):
+        return
+    if source == "simulated":
+        if plan.workload is None or not plan.workload.simulated_only():
+            yield f"On the device, compare the plan with real steps: autockpt verify {shlex.quote(plan_file)}"
+        return
+    yield "Load the plan with the lines above and train."
+    best = plan.measured
+    rivals = [
+        f"#{t.number} {t.name}"
+        for t in trials
+        if best is not None
+        and t.feasible
+        and t.measured is not None
+        and t.plan_hash != plan.hash
+        and t.measured.step_seconds * (1 - t.measured.noise) <= best.step_seconds * (1 + best.noise)
+    ]
+    if rivals:
+        names = ", ".join(rivals[:4]) + (" and others" if len(rivals) > 4 else "")
+        yield (
+            f"The plan cannot be distinguished from {names} at the noise of this machine: measure again with less "
+            "else running (the same command with --again), or take the leaner one."
+        )
+
+
+def _changes(run: RunDirectory, settings: dict[str, Any], plan: Plan | None) -> Iterator[tuple[str, str, str, str]]:
+    """What would change the answer: the change, its effect, how that is known, and the settings to change."""
+    sizes, outlook = run.sizes(), run.outlook() or Outlook()
+    if sizes is not None:
+        rows = (settings.get("batch_size") or 1) * (settings.get("accumulate") or 1)
+        told = dict.fromkeys(sizes.undecided, "; cannot be distinguished from the fastest") | {
+            sizes.winner: "; the fastest"
+        }
+        for size, times in sizes.times.items():
+            effect = f"an update takes {words.seconds(statistics.median(times))}{told.get(size, '')}"
+            yield f"Micro-batches of {size}", effect, "measured", batch(size, rows // size)
+    for way in outlook.changes:
+        effect = (
+            f"peak {format_binary(way.peak_bytes)} with {way.plan}, {way.relative_cost:.2f} times the seconds per token"
+        )
+        yield way.effect, effect, "ghost run", way.options
+    now = (plan.measured or plan.predicted) if plan is not None else None
+    if outlook.chunked_peak_bytes is not None and now is not None:
+        effect = f"peak {format_binary(outlook.chunked_peak_bytes)} in place of {format_binary(now.peak_bytes)}"
+        yield "Head and loss in chunks", f"{effect}; gradients equal up to rounding", "ghost run", INEXACT
+
+
+def _state(run: RunDirectory, trials: Sequence[Trial], finished: bool, refused: str) -> str:
+    """finished, running, infeasible, stopped (no search has come to its end) or empty."""
+    try:
+        if (run.path / "lock").exists():
+            with run.lock():
+                pass
+    except RunDirectoryError:
+        return "running"
+    return "infeasible" if refused else "empty" if not trials else "finished" if finished else "stopped"
+
+
+def _rows(outcome: SearchOutcome | None, plan: Plan | None) -> tuple[Comparison, ...]:
+    if outcome is not None or plan is None:
+        return outcome.rows if outcome is not None else ()
+    ours = Comparison(name=OURS, verdict="fits", predicted=plan.predicted, measured=plan.measured, plan_hash=plan.hash)
+    return (*plan.baselines, ours)
+
+
+def _points(trials: Sequence[Trial], plan: Plan | None, said: Explanation | None) -> Iterator[draw.Point]:
+    """Trials with a peak and a step time, and of ``said`` the plans for other budgets."""
+    for t in trials:
+        if t.score is not None and t.score.step_seconds:
+            title = f"#{t.number} {t.name}: {format_binary(t.score.peak_bytes)}, {words.step_of(t.score)}"
+            style, size = "known" if t.encoding == "baseline" else "ours", 4.5
+            if plan is not None and t.plan_hash == plan.hash:
+                size = 7
+            yield draw.Point(
+                t.score.peak_bytes, t.score.step_seconds, title, style, bool(t.feasible), t.score.noise, size
+            )
+    for reach in (step.reach for step in (said.budgets if said is not None else ()) if step.reach is not None):
+        title = f"for another budget: {format_binary(reach.peak_bytes)}, {words.seconds(reach.step_seconds)}"
+        yield draw.Point(reach.peak_bytes, reach.step_seconds, title, "other", radius=3)
+
+
+def _curves(run: RunDirectory, overhead: int) -> dict[str, Curve]:
+    """Bytes through the step of saving everything, recomputing everything and the plan, as far as the run has them."""
+    graphs = {"none": run.graph(), "all": run.graph("recompute"), "ours": run.graph("plan")}
+    return {name: curve(StepBytes(g, overhead=overhead)) for name, g in graphs.items() if g is not None and g.ops}
+
+
+def _misses(trials: Sequence[Trial]) -> str:
+    """How far predictions were from measured steps, at most."""
+    both = [(t.predicted, t.measured) for t in trials if t.predicted is not None and t.measured is not None]
+    if not both:
+        return ""
+    peak = max(abs(real.peak_bytes - told.peak_bytes) for told, real in both)
+    times = [abs(real.step_seconds / told.step_seconds - 1) for told, real in both if told.step_seconds]
+    return (
+        f"Of {len(both)} plans that were measured, no peak was further than {format_binary(peak)} from its prediction, "
+        f"and no step time further than {words.share(max(times, default=0.0))}."
+    )
+
+
+def without_paths(text: str) -> str:
+    """The text with absolute paths cut to their last part: where a run lies says whose machine it was."""
+    return _PATH.sub(lambda match: f"…/{match[1]}" if match[1] else "…", text)
+
+
+def _shown(value: Any) -> Any:
+    return without_paths(value) if isinstance(value, str) and not isinstance(value, Markup) else value
+
+
+@cache
+def _templates() -> Environment:
+    environment = Environment(
+        autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, finalize=_shown
+    )
+    environment.filters |= {
+        "bytes": format_binary,
+        "seconds": words.seconds,
+        "share": words.share,
+        "signed": lambda value: words.share(value, signed=True),
+        "choice": choice_words,
+        "place": place_words,
+    }
+    environment.globals |= {"draw": draw, "words": words}
+    return environment

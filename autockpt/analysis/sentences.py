@@ -1,0 +1,177 @@
+"""What an explanation says in sentences; the terminal and the page print the same ones."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from autockpt.schema import Choice, Remake, Selective, format_binary, words
+from autockpt.schema.explanation import Alive, Basis, Explanation, Reach, Speed
+from autockpt.schema.known import NONE
+
+LONG = 46  # characters of a choice
+WORTH = 0.01  # share of a step from which it is said what bounds a part
+_IN_OPTIMIZER = " The peak lies in the optimizer step, when no activations are left: no choice for them lowers it."
+
+
+def choice_words(choice: Choice) -> str:
+    """A choice with its options; a long list of what it keeps as its length."""
+    text = str(choice)
+    if len(text) <= LONG or not isinstance(choice, Remake | Selective):
+        return text
+    return f"{choice.kind} (keeps {words.counted(len(choice.keep), 'output')})"
+
+
+def basis_mark(basis: Basis) -> str:
+    """What stands before seconds that rest on no measurement of this device."""
+    return "" if basis == "measured" else "~"
+
+
+def place_words(a: Alive) -> str:
+    """Where alike storages are: their units, the first of many runs named, and the module within."""
+    runs = a.units.split(", ")
+    units = a.units if len(runs) <= 2 else f"{runs[0]} and {len(runs) - 1} more runs"
+    return ", ".join(p for p in (units, a.place) if p) or "the rest of the model"
+
+
+def reason_words(said: Explanation) -> list[str]:
+    """Why the plan is what it is: what less and more memory would change."""
+    why, tilde = said.why, basis_mark(said.basis)
+    assert why is not None
+    chosen = why.chosen
+    by_ops = f"{tilde}{words.seconds(chosen.step_seconds)}{_over(chosen, tilde)}"
+    # rates of other hardware are no reason to doubt what was measured
+    measured = _measured_words(said) if said.basis == "nominal" else []
+    if measured:
+        lines = measured
+    elif said.measured_seconds is not None:
+        took = words.seconds(said.measured_seconds)
+        lines = [f"A step took {took}, as measured with the plan. By the times of its ops, as all below: {by_ops}."]
+    else:
+        lines = [f"A step takes {by_ops}."]
+    if not measured and why.best is not None:
+        saved, more = chosen.step_seconds - why.best.step_seconds, why.best.peak_bytes - chosen.peak_bytes
+        needs = f"{format_binary(more)} more and fits the budget too" if more > 0 else "no more bytes"
+        lines.append(
+            f"By these times another plan, which needs {needs}, is {tilde}{words.seconds(saved)} faster a step "
+            f"({words.share(saved / chosen.step_seconds)}): {difference(chosen.choices, why.best.choices)}."
+        )
+    if why.leaner is not None:
+        lines.append(_step("The next plan below", why.leaner, chosen, why.price_down, tilde))
+    else:
+        lines.append("There is no leaner plan." + (_IN_OPTIMIZER if said.curve.peak_phase == "optimizer" else ""))
+    if why.faster is not None:
+        lines.append(_step("The next faster plan", why.faster, chosen, why.price_up, tilde))
+    return lines
+
+
+def _measured_words(said: Explanation) -> list[str]:
+    """What the search measured: the plan, and those interleaved with it."""
+    if said.measured_seconds is None:
+        return []
+    plain = next((row.measured for row in said.beside if row.name == NONE and row.measured), None)
+    over = said.measured_seconds / plain.step_seconds - 1 if plain else None
+    reach = Reach(peak_bytes=said.peak_bytes, step_seconds=said.measured_seconds, overhead=over, choices=said.choices)
+    lines = [f"A step took {words.seconds(said.measured_seconds)}{_over(reach, '')}, as measured with the plan."]
+    rows = [
+        f"{row.name} took {words.seconds(row.measured.step_seconds)} with {format_binary(row.measured.peak_bytes)}"
+        for row in said.beside
+        if row.measured
+    ]
+    if rows:
+        lines.append(f"Measured alongside it: {'; '.join(rows)}.")
+    lines.append("What is said of other plans (~) is modelled at nominal rates: it ranks none above what was measured.")
+    return lines
+
+
+def _over(reach: Reach, tilde: str) -> str:
+    if reach.overhead is None:
+        return ""
+    if abs(reach.overhead) < 5e-4:
+        return ", as long as saving everything"
+    side = "over" if reach.overhead > 0 else "under"
+    return f", {tilde}{words.share(abs(reach.overhead))} {side} saving everything"
+
+
+def _step(what: str, other: Reach, chosen: Reach, price: float | None, tilde: str) -> str:
+    bytes_, seconds = other.peak_bytes - chosen.peak_bytes, other.step_seconds - chosen.step_seconds
+    moved = f"{format_binary(abs(bytes_))} {'more' if bytes_ > 0 else 'less'}"
+    side = "slower" if seconds >= 0 else "faster"
+    if abs(seconds) < 5e-4 * chosen.step_seconds:
+        time = f"is hardly {side}"
+    else:
+        time = f"is {tilde}{words.seconds(abs(seconds))} {side}"
+        time += f", {tilde}{words.seconds(price * 2**20)} per MiB" if price is not None and price > 0 else ""
+    return f"{what} needs {moved} and {time}: {difference(chosen.choices, other.choices)}."
+
+
+def difference(before: Mapping[str, Choice], after: Mapping[str, Choice]) -> str:
+    """What changes between two plans: ``3 layers from recompute to save``, the most first."""
+    moves: dict[tuple[str, str], int] = {}
+    for name in {**before, **after}:
+        old, new = (choice_words(c[name]) if name in c else "save" for c in (before, after))
+        if old != new:
+            moves[old, new] = moves.get((old, new), 0) + 1
+    ranked = sorted(moves.items(), key=lambda m: (-m[1], m[0]))
+    said = [f"{words.counted(n, 'layer')} from {old} to {new}" for (old, new), n in ranked[:3]]
+    more = sum(n for _, n in ranked[3:])
+    return (", ".join(said) + (f", {more} more" if more else "")) if said else "the same choices"
+
+
+def largest_words(said: Explanation) -> list[str]:
+    """The largest sizes under the budget, one line per dimension."""
+    out = []
+    for dimension in dict.fromkeys(limit.dimension for limit in said.limits):
+        group = [limit for limit in said.limits if limit.dimension == dimension]
+        parts = []
+        for limit in group:
+            size = "not known" if limit.why else "none fits"
+            if limit.value is not None:
+                size = f"{limit.value:,}{' or more' if limit.open_ended else ''}"
+            how = "saving everything" if limit.plan == "save everything" else "with the leanest plan"
+            parts.append(f"{size} {how}")
+        reasons = dict.fromkeys(limit.why for limit in group if (limit.open_ended or limit.value is None) and limit.why)
+        more = f" ({'; '.join(reasons)})" if reasons else ""
+        out.append(
+            f"largest {dimension} within this budget: {', '.join(parts)}; now {group[0].now:,}{more} (simulated)"
+        )
+    return out
+
+
+_FOLLOWS = {
+    "arithmetic": "recomputing it costs what it cost: keep its matrix products first",
+    "bandwidth": "cheap to make again for the bytes it keeps: recompute or remake it first",
+    "link": "copies are not hidden behind compute: offload fewer layers, or recompute",
+    "launches": "the device waits for Python: larger batches or torch.compile help it, and recomputing launches again",
+}
+
+
+def speed_words(said: Explanation) -> str:
+    """Step time, what it comes to in FLOP/s, utilisation and tokens per second, and the bytes held on average."""
+    speed = said.speed
+    assert speed is not None
+    parts = rates(speed, "" if said.measured_seconds is not None else basis_mark(said.basis))
+    share = words.share(speed.average_bytes / max(1, said.peak_bytes))
+    return f"{', '.join(parts)}; on average {format_binary(speed.average_bytes)} are held, {share} of the peak"
+
+
+def rates(speed: Speed, mark: str) -> list[str]:
+    """Step time, FLOP/s, utilisation and tokens per second, as far as they are known; ``mark`` before each."""
+    parts = [f"a step takes {mark}{words.seconds(speed.seconds)}"]
+    if speed.flops:
+        parts.append(f"{mark}{speed.flops / speed.seconds / 1e12:.3g} TFLOP/s")
+    if speed.utilisation is not None and speed.model_flops:
+        parts.append(f"{mark}{words.share(speed.utilisation)} model FLOPs utilisation")
+    if speed.tokens is not None:
+        parts.append(f"{mark}{speed.tokens / speed.seconds:,.0f} tokens/s")
+    return parts
+
+
+def bound_words(speed: Speed) -> tuple[str, ...]:
+    """What follows for the choices from what bounds the parts of a step."""
+    found: dict[str, list[str]] = {}
+    whole = sum(part.seconds for part in speed.parts)
+    for part in speed.parts:
+        if part.bound is not None and part.seconds >= WORTH * whole:
+            found.setdefault(part.bound, []).append(part.name)
+    said = tuple(f"bound by {bound} ({', '.join(names)}): {_FOLLOWS[bound]}" for bound, names in found.items())
+    return said or ("what bounds each part is said for devices that are described: --hardware",)

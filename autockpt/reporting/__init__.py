@@ -1,1 +1,0 @@
-"""What other packages computed, drawn for a terminal."""
