@@ -5,10 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
-from typing import Annotated
 
-from pydantic import Field, ValidationError
 from rich.console import Console
 from rich.progress import (
     BarColumn,
@@ -24,8 +21,6 @@ from rich.table import Column
 from rich.text import Text
 
 from autockpt.schema import Trial, format_binary, words
-from autockpt.schema.base import Data
-from autockpt.schema.files import atomic_write, cache_directory
 
 SILENT = 2.0  # seconds after which a stage says how far it came
 QUIET = 5.0  # seconds without a line after which a stage says that it still runs; twice as many before the next time
@@ -42,36 +37,12 @@ STATES = {
 FITS = {True: "fits", False: "over the budget", None: ""}
 
 
-MOST = 200  # subjects that are kept, the latest
-FIRST_TIME = {"trace": 8.0, "build": 4.0, "build the model": 8.0}
-"""Seconds of stages that are mostly imports, where no command ran yet: as long as on two cores of a server."""
-Taken = tuple[Annotated[float, Field(ge=0, allow_inf_nan=False)], Annotated[int, Field(ge=0)]]
-"""Seconds of a stage, and its steps, or 0 where they are not known."""
+class Stage:
+    """Where the present stage of a command is, and how long it takes yet. ``clock`` returns seconds."""
 
-
-class _Table(Data):
-    """What stages took, by subject, the oldest first, and by the stage's name."""
-
-    subjects: dict[str, dict[str, Taken]] = Field(default_factory=dict)
-
-
-class StageTimes:
-    """Where the present stage of a command is, and how long it takes yet. ``clock`` returns seconds.
-
-    What stages took is kept in the user's cache directory under the ``subject`` (a verb and what it is asked about; "":
-    nothing is read or kept). Where most of a stage is imports, it takes for a new subject about what it took for the
-    latest other one, and before any command ran here, what it takes elsewhere. A cache that cannot be read or written
-    is no error.
-    """
-
-    def __init__(self, subject: str = "", clock: Callable[[], float] = time.monotonic) -> None:
-        self._subject, self.clock = subject, clock
-        self._path = cache_directory() / "stage_seconds.json"
-        self._known = self._read() if subject else {}
-        self._took: dict[str, Taken] = {}
-        self._began = self._came = clock()
-        self.name, self.total, self.done = "", 0, 0
-        self._expected: float | None = None
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self.clock = clock
+        self.begin("", None)
 
     @property
     def elapsed(self) -> float:
@@ -79,11 +50,9 @@ class StageTimes:
         return self.clock() - self._began
 
     def begin(self, name: str, total: int | None) -> None:
-        """A stage begins, and the one before it has ended; ``total`` steps where known."""
-        self._end()
+        """A stage begins; ``total`` steps where known."""
         self.name, self.total, self.done = name, total or 0, 0
         self._began = self._came = self.clock()
-        self._expected = self._by_the_last_time()
 
     def advance(self, steps: int) -> None:
         """The present stage came so many steps further."""
@@ -91,62 +60,24 @@ class StageTimes:
         self._came = self.clock()
 
     def left(self) -> float | None:
-        """Seconds until the present stage ends; None where nothing tells.
-
-        By the steps that are over, which count the more the more of them there are, and by the last time, as long as it
-        has not taken longer.
-        """
-        now = self.clock()
-        elapsed, since = now - self._began, now - self._came
-        known = self._expected - elapsed if self._expected is not None and self._expected > elapsed else None
+        """Seconds until the present stage ends, by the steps that are over; None where nothing tells."""
         if not 0 < self.done < self.total:
-            return known
+            return None
+        elapsed, since = self.elapsed, self.clock() - self._came
         # of the steps that are over, or as far as the present one has come
         each = max((elapsed - since) / self.done, elapsed / (self.done + 1))
-        left = max(each, each * (self.total - self.done) - since)
-        return left if known is None else known + (left - known) * self.done / self.total
-
-    def close(self, complete: bool) -> None:
-        """Keep what stages took, for the next time; the last one's only where it was ``complete``."""
-        if complete:
-            self._end()
-        if not self._subject or not self._took:
-            return
-        known = self._read()  # others may have written meanwhile
-        own = known.pop(self._subject, {}) | self._took
-        with suppress(OSError):
-            table = _Table(subjects=dict([*known.items(), (self._subject, own)][-MOST:]))
-            atomic_write(self._path, table.model_dump_json(), parents=True)
-
-    def _end(self) -> None:
-        if self.name:
-            self._took[self.name] = self.clock() - self._began, self.total
-
-    def _by_the_last_time(self) -> float | None:
-        own = self._known.get(self._subject, {})
-        others = reversed(self._known.values()) if self.name in FIRST_TIME else ()
-        taken = next((known[self.name] for known in (own, *others) if self.name in known), None)
-        if taken is None:
-            return FIRST_TIME.get(self.name) if self._subject else None
-        seconds, steps = taken
-        return seconds * self.total / steps if self.total and steps else seconds
-
-    def _read(self) -> dict[str, dict[str, Taken]]:
-        with suppress(OSError, ValidationError):
-            return dict(_Table.model_validate_json(self._path.read_bytes()).subjects)
-        return {}
+        return max(each, each * (self.total - self.done) - since)
 
 
 class LineListener:
-    """One line per stage and trial, for logs and pipes: ``say`` gets them, ``times`` tell what is left of a stage.
+    """One line per stage and trial, for logs and pipes: ``say`` gets them.
 
     As a context manager it also says, from a thread of its own, that a stage about which nothing is heard still runs.
     """
 
-    def __init__(self, say: Callable[[str], None], times: StageTimes | None = None) -> None:
+    def __init__(self, say: Callable[[str], None], clock: Callable[[], float] = time.monotonic) -> None:
         self._say = say
-        self._stage = times or StageTimes()
-        self._clock = self._stage.clock
+        self._stage, self._clock = Stage(clock), clock
         self.trials = 0
         self._start = self._told = self._clock()
         self._quiet = QUIET
@@ -158,16 +89,14 @@ class LineListener:
         self._thread.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+    def __exit__(self, *_: object) -> None:
         self._ended.set()
         self._thread.join()
-        self._stage.close(kind is None)
 
     def stage(self, name: str, total: int | None = None) -> None:
         with self._lock:
             self._stage.begin(name, total)
-            left = self._stage.left()
-            self._line(f"{name} …" + (f" about {_rough(left)}" if left is not None and left > SILENT else ""))
+            self._line(f"{name} …")
             self._quiet = QUIET
 
     def advance(self, steps: int = 1) -> None:
@@ -221,7 +150,7 @@ class _Count(MofNCompleteColumn):
 class _Left(ProgressColumn):
     """``12 s left``, and nothing where that cannot be told."""
 
-    def __init__(self, stage: StageTimes) -> None:
+    def __init__(self, stage: Stage) -> None:
         super().__init__(Column(no_wrap=True))
         self._stage = stage
 
@@ -233,16 +162,16 @@ class _Left(ProgressColumn):
 class BarListener:
     """A bar for the current stage, with the best plan so far next to it; notes scroll above."""
 
-    def __init__(self, console: Console, times: StageTimes) -> None:
+    def __init__(self, console: Console) -> None:
         self._console = console
-        self._stage = times
+        self._stage = Stage()
         self._progress = Progress(
             SpinnerColumn(),
             TextColumn("{task.description}"),
             BarColumn(bar_width=24),
             _Count(),
             TimeElapsedColumn(),
-            _Left(times),
+            _Left(self._stage),
             TextColumn("{task.fields[best]}", style="dim"),
             console=console,
             transient=True,
@@ -253,9 +182,8 @@ class BarListener:
         self._progress.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+    def __exit__(self, *_: object) -> None:
         self._progress.stop()
-        self._stage.close(kind is None)
 
     def stage(self, name: str, total: int | None = None) -> None:
         self._stage.begin(name, total)
@@ -275,12 +203,11 @@ class BarListener:
         self._console.print(Text(text))
 
 
-def listener(console: Console, subject: str) -> LineListener | BarListener:
-    """The listener that suits where standard error goes; ``subject``: see ``StageTimes``."""
-    times = StageTimes(subject)
+def listener(console: Console) -> LineListener | BarListener:
+    """The listener that suits where standard error goes."""
     if console.is_terminal and not console.is_dumb_terminal:
-        return BarListener(console, times)
-    return LineListener(lambda line: console.print(Text(line), soft_wrap=True), times)
+        return BarListener(console)
+    return LineListener(lambda line: console.print(Text(line), soft_wrap=True))
 
 
 def _rough(seconds: float) -> str:

@@ -104,10 +104,9 @@ def search(
     nothing fits, KeyboardInterrupt where Ctrl-C came before anything fitting was found.
     """
     with ExitStack() as stack:
-        model = step if isinstance(step, str) else type(getattr(step, "model", step)).__name__
         watcher: Listener = Silence()
         if progress:
-            watcher = stack.enter_context(listener(console(stderr=True), f"search {model} {hardware or device}"))
+            watcher = stack.enter_context(listener(console(stderr=True)))
         if out is not None:
             stack.enter_context(_pages_written(Path(out), watcher))
         open_length = isinstance(step, str) and workload.get("seq_len") == "auto"

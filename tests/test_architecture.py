@@ -31,7 +31,7 @@ LAYERS = (
     ("cli", "auto", "public"),
     ("__main__",),
 )
-SIBLINGS = {("schema", "errors"), ("progress", "terminal"), ("public", "cli")}
+SIBLINGS = {("schema", "errors"), ("public", "cli")}
 LAYER = {name: number for number, names in enumerate(LAYERS) for name in names}
 
 # third-party packages that whole packages must do without

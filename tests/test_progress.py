@@ -5,14 +5,14 @@ import threading
 
 from rich.console import Console
 
-from autockpt.progress import BarListener, LineListener, StageTimes, describe_trial, listener
+from autockpt.progress import BarListener, LineListener, describe_trial, listener
 from autockpt.schema import Trial
 from tests.samples import console, trial
 
 
 def test_elsewhere_there_is_a_line_per_trial() -> None:
     said: list[str] = []
-    with LineListener(said.append, StageTimes(clock=lambda: 2.0 * len(said))) as lines:
+    with LineListener(said.append, lambda: 2.0 * len(said)) as lines:
         lines.stage("trace")
         lines.stage("search", 3)
         lines.trial(trial(0), trial(0))
@@ -27,7 +27,7 @@ def test_elsewhere_there_is_a_line_per_trial() -> None:
 def test_a_long_stage_says_how_far_it_came_and_what_is_left() -> None:
     said: list[str] = []
     now = [0.0]
-    lines = LineListener(said.append, StageTimes(clock=lambda: now[0]))
+    lines = LineListener(said.append, lambda: now[0])
     lines.stage("finals", 15)
     for now[0], steps in ((1.0, 3), (4.0, 3), (5.0, 3), (8.0, 6)):
         lines.advance(steps)
@@ -37,7 +37,7 @@ def test_a_long_stage_says_how_far_it_came_and_what_is_left() -> None:
 def test_a_stage_about_which_nothing_is_heard_says_that_it_runs_ever_less_often() -> None:
     said: list[str] = []
     now = [0.0]
-    lines = LineListener(said.append, StageTimes(clock=lambda: now[0]))
+    lines = LineListener(said.append, lambda: now[0])
     lines.pulse()
     lines.stage("trace")
     for now[0] in range(1, 40):
@@ -67,7 +67,7 @@ def test_its_thread_ends_with_the_block() -> None:
 def test_a_trial_says_what_is_left_of_a_long_stage() -> None:
     said: list[str] = []
     now = [0.0]
-    lines = LineListener(said.append, StageTimes(clock=lambda: now[0]))
+    lines = LineListener(said.append, lambda: now[0])
     lines.stage("baselines", 2)
     now[0] = 6.0
     lines.trial(trial(0), trial(0))
@@ -96,7 +96,7 @@ def test_every_end_of_a_trial_has_words() -> None:
 def test_a_terminal_gets_a_bar() -> None:
     file = io.StringIO()
     screen = Console(file=file, width=100, force_terminal=True)
-    watcher = listener(screen, "")
+    watcher = listener(screen)
     assert isinstance(watcher, BarListener)
     best: Trial = trial(0)
     with watcher:
@@ -111,4 +111,4 @@ def test_a_terminal_gets_a_bar() -> None:
 
 
 def test_a_pipe_gets_lines() -> None:
-    assert isinstance(listener(console()[0], ""), LineListener)
+    assert isinstance(listener(console()[0]), LineListener)

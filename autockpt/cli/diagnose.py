@@ -48,7 +48,7 @@ def diagnose(
     from autockpt.progress import listener
 
     question = DiagnoseRequest(reading, spec, asked, named_hardware(hardware), plan_out)
-    with listener(screen.progress(), f"diagnose {spec.model}" if spec is not None else "") as watcher:
+    with listener(screen.progress()) as watcher:
         said = diagnosed(question, watcher)
     screen.show(said, print_diagnosis, as_json)
     if said.unprescribed:

@@ -47,7 +47,7 @@ def estimate(
         qlora=qlora,
         prepare_kbit=prepare_kbit,
         dtype=kind,
-        watch=lambda subject: listener(screen.progress(), subject),
+        watch=lambda _: listener(screen.progress()),
     )
     if as_json:
         for row in rows:

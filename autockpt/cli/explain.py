@@ -86,7 +86,7 @@ def explain(
     from autockpt.cli.explain_table import print_ops
     from autockpt.progress import listener
 
-    with listener(screen.progress(), f"explain {spec.model}") as watcher:
+    with listener(screen.progress()) as watcher:
         if ops:
             watcher.stage("trace")
             screen.show(step_graph(question), print_ops, as_json)

@@ -38,7 +38,7 @@ def verify(
     from autockpt.progress import listener
     from autockpt.verification import verify as run_verification
 
-    with listener(screen.progress(), f"verify {spec.model}") as watcher:
+    with listener(screen.progress()) as watcher:
         report = run_verification(plan, spec, device=device, listener=watcher)
     screen.show(report, print_report, as_json)
     if not report.passed:

@@ -83,7 +83,7 @@ def bench(
         command=("python", "-m", "tests.evidence.bench", *sys.argv[1:]),
         notes=notes,
     )
-    with listener(screen.progress(), f"bench {request.workload.model}") as watcher:
+    with listener(screen.progress()) as watcher:
         report = run_bench(request, watcher)
     screen.show(report, print_bench, as_json)
     if report.interrupted:
