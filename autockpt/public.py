@@ -14,13 +14,11 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from autockpt.analysis import ExplainRequest
-from autockpt.analysis import explain as explained
+from autockpt.analysis.explain import estimate_step, explain_run
+from autockpt.analysis.explain import explain as explained
 from autockpt.analysis.limits import with_longest
 from autockpt.analysis.page import write_page
-from autockpt.analysis.recorded import explain_run
-from autockpt.analysis.sizes import estimate_step
-from autockpt.analysis.subject import budget_for, hardware_for
+from autockpt.analysis.subject import ExplainRequest, budget_for, hardware_for
 from autockpt.cli.explain_table import print_explanation
 from autockpt.errors import UsageError
 from autockpt.history.rundir import RunDirectory

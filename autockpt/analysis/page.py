@@ -19,8 +19,8 @@ from markupsafe import Markup
 
 from autockpt.analysis import draw
 from autockpt.analysis.answer import answer_rows, loading_lines
+from autockpt.analysis.explain import explain_run
 from autockpt.analysis.holdings import StepBytes, curve
-from autockpt.analysis.recorded import explain_run
 from autockpt.analysis.sentences import basis_mark, choice_words, place_words, rates, reason_words
 from autockpt.errors import RunDirectoryError
 from autockpt.history.rundir import RunDirectory

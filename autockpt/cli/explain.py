@@ -59,9 +59,9 @@ def explain(
         raise UsageError(
             "--hardware models a device that is not at hand; --device needs one", remedy="Give one of them."
         )
-    from autockpt.analysis import ExplainRequest
-    from autockpt.analysis.recorded import explain_run
-    from autockpt.analysis.subject import budget_for, hardware_for, step_graph
+    from autockpt.analysis.explain import explain as explained
+    from autockpt.analysis.explain import explain_run
+    from autockpt.analysis.subject import ExplainRequest, budget_for, hardware_for, step_graph
     from autockpt.history.trialplan import plan_at
 
     loaded = plan_at(plan) if plan is not None else None
@@ -82,7 +82,6 @@ def explain(
         hardware=card,
         limits=limits is not False,
     )
-    from autockpt.analysis import explain as explained
     from autockpt.cli.explain_table import print_ops
     from autockpt.progress import listener
 

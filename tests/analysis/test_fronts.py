@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from autockpt.analysis.build import fronts
+from autockpt.analysis.explain import fronts
 from autockpt.schema import OFFLOAD, RECOMPUTE, SAVE, Choice, Menu, Unit
 from autockpt.schema.choices import KeepAttention, Offload
 from autockpt.schema.profile import MenuItem

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from autockpt.analysis import ExplainRequest, explain, subject
+from autockpt.analysis import subject
+from autockpt.analysis.explain import explain
 from autockpt.analysis.speed import BETWEEN, FEED_FORWARD, OPTIMIZER, SCORES
-from autockpt.analysis.subject import of_device
+from autockpt.analysis.subject import ExplainRequest, of_device
 from autockpt.cli.explain_table import bound_words, speed_words
 from autockpt.schema import Plan, WorkloadSpec
 from autockpt.tuning.targets import shallow_twin

@@ -1,12 +1,10 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-import autockpt.analysis.recorded  # noqa: F401  the stand-in takes the place of the package alone
 from autockpt.schema import (
     SAVE,
     DeviceInfo,
@@ -34,9 +32,9 @@ class Asked:
 
 
 @pytest.fixture
-def asked(replace) -> Asked:
+def asked(monkeypatch: pytest.MonkeyPatch) -> Asked:
     stand_in = Asked()
-    replace("autockpt.analysis", explain=stand_in.explain, ExplainRequest=SimpleNamespace)
+    monkeypatch.setattr("autockpt.analysis.explain.explain", stand_in.explain)
     return stand_in
 
 

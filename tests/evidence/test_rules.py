@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from autockpt.analysis import ExplainRequest, subject
+from autockpt.analysis import subject
+from autockpt.analysis.subject import ExplainRequest
 from autockpt.errors import DeviceOutOfMemory
 from autockpt.schema import RECOMPUTE, Choice, DeviceInfo, Environment, Measurement, WorkloadSpec
 from search_spaces.hardware import load_hardware

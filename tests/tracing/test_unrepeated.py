@@ -11,8 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autockpt.analysis import ExplainRequest
-from autockpt.analysis.subject import open_subject
+from autockpt.analysis.subject import ExplainRequest, open_subject
 from autockpt.errors import PlanError, UsageError
 from autockpt.runtime import apply, choices_for
 from autockpt.schema import Plan, Silence, WorkloadSpec

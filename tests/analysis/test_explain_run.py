@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from autockpt.analysis.recorded import explain_run
+from autockpt.analysis.explain import explain_run
 from autockpt.history.rundir import RunDirectory
 from autockpt.history.trialplan import plan_at
 from autockpt.schema import OFFLOAD, RECOMPUTE, SAVE, Prediction, WorkloadSpec

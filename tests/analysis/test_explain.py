@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from autockpt.analysis import ExplainRequest, explain
+from autockpt.analysis.explain import explain
+from autockpt.analysis.subject import ExplainRequest
 from autockpt.errors import PlanError, UsageError, WorkloadError
 from autockpt.schema import Plan, WorkloadSpec, parse_budget
 from autockpt.schema.choices import RECOMPUTE

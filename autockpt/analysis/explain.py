@@ -1,0 +1,431 @@
+"""From a plan, a budget, a plain workload or a run's own files to the whole Explanation."""
+
+from __future__ import annotations
+
+import shlex
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from autockpt.analysis.holdings import StepBytes, curve, joined, moment, peak_op, telling_op
+from autockpt.analysis.limits import MOST_TIMES, Lean, largest_lean, workload_limits
+from autockpt.analysis.speed import speed_of
+from autockpt.analysis.subject import (
+    ExplainRequest,
+    Subject,
+    Times,
+    budget_for,
+    hardware_for,
+    open_subject,
+    simulated_hardware,
+    stored_times,
+)
+from autockpt.analysis.why import Answers, Neighbours, budget_steps, is_faster, resolved, why
+from autockpt.devices import host_bytes_of, said_of_host
+from autockpt.errors import AutockptError, RunDirectoryError, UsageError
+from autockpt.history.promises import OTHER_WORKLOAD, made_for
+from autockpt.history.rundir import RunDirectory
+from autockpt.history.trials import undominated
+from autockpt.profiling import said_of
+from autockpt.schema import (
+    SAVE,
+    Budget,
+    Choice,
+    Estimate,
+    Graph,
+    Hardware,
+    Listener,
+    Menu,
+    Plan,
+    PlanStatus,
+    Prediction,
+    Profile,
+    ResolvedBudget,
+    Silence,
+    Unit,
+    WorkloadSpec,
+    format_bytes,
+    parse_budget,
+    plan_hash,
+)
+from autockpt.schema.choices import OFFLOAD, Offload, RecomputeOffload
+from autockpt.schema.device import WITHOUT_STREAMS
+from autockpt.schema.explanation import Bargain, Explanation, Front, Largest, Reach
+from autockpt.schema.step_note import step_note
+from autockpt.tuning.estimates import remark
+from autockpt.tuning.targets.shallow_twin import calls_per_candidate
+from autockpt.workload import Step
+
+
+def explain(question: ExplainRequest, listener: Listener | None = None) -> Explanation:
+    """Where a step's bytes go under a plan, and what other plans would cost; no step is measured.
+
+    Raises UsageError or WorkloadError for a model that cannot be built or has no blocks, PlanError for a plan that does
+    not fit it. A budget that nothing fits is no error: the leanest plan is explained, and ``fits`` is false.
+    """
+    listener = listener or Silence()
+    with open_subject(question, listener) as subject:
+        listener.stage("solving")
+        answers = Answers(subject.profiled, subject.uniform)
+        budget = resolved(question, answers)
+        found = None
+        if budget is not None and question.plan is None:
+            found = answers.at(budget.bytes, calls_per_candidate(subject.base))  # as a search would
+        steps = budget_steps(answers, budget, subject.choices if question.plan is not None else None)
+        reaches = [found, *(step.reach for step in steps if step.ours)]
+        choices, said, status, notes = _chosen(subject, answers, budget, reaches)
+        graph = subject.tracer.trace(choices)
+        environment = subject.times.times.environment
+        on_host = said_of_host(environment, host_bytes_of(graph.copies, environment.device.kind))
+        return _explanation(
+            answers,
+            subject.times,
+            (subject.base, graph),
+            subject.head,
+            subject.needs(graph),
+            question.hardware,
+            question.plan if status == "measured" else None,
+            question.spec,
+            model=question.name,
+            settings=subject.tracer.settings,
+            plan=said,
+            status=status,
+            choices=choices,
+            budget=budget,
+            fronts=fronts(subject.profiled.profile.menus, subject.profiled.units, choices),
+            budgets=steps,
+            limits=_limits(subject, answers, budget, listener),
+            notes=(*subject.notes, *notes, *on_host, *_of_device(question, environment.device.kind)),
+        )
+
+
+def explain_run(
+    path: Path, plan: Plan, budget: str | Budget | None = None, headroom: str | None = None
+) -> Explanation | None:
+    """Explain the plan of a run from the run's files; no model is built. None where these do not explain it.
+
+    Tracing a model again takes minutes on a busy machine and may need the user's code. Other plans are those that the
+    search ghost-ran: the solver is not asked for more. ``path`` is the run's directory or the plan's file. A plan that
+    was edited, or is another one than the run's answer, has no graph there. ``budget`` and ``headroom`` are asked for
+    instead of the plan's own. Raises UsageError for what is no budget, RunDirectoryError where trials of the run are
+    damaged.
+    """
+    try:
+        run = RunDirectory.open(path if path.is_dir() else path.resolve().parent)
+        answer, profile = run.plan(), run.profile()
+        if answer is None or profile is None or plan.status == "unmeasured" or answer.hash != plan.hash:
+            return None
+        base, graph = run.graph(), run.graph("plan")
+    except RunDirectoryError:  # no run, or one whose files are damaged
+        return None
+    if base is None or graph is None or plan.predicted is None:
+        return None
+    asked = budget_for(budget, headroom, plan, plan.workload, simulated_hardware(plan))
+    saving: dict[str, Choice] = {unit.name: SAVE for unit in base.blocks()}
+    choices = saving | plan.expand_planned()
+    answers = Recorded(run, profile, saving)
+    answers.add(choices, plan.predicted)
+    device, head, finished = profile.op_times.device, profile.head(base.blocks()), run.finished()
+    held = plan.budget
+    if asked is not None:
+        held = asked.resolved(answers.save_all.peak_bytes, answers.lean.peak_bytes, device.capacity_bytes, device.kind)
+    try:
+        hardware = hardware_for(None, None, plan)
+    except UsageError:  # described in a file that is not here
+        hardware = None
+    return _explanation(
+        answers,
+        stored_times(profile.op_times),
+        (base, graph),
+        head.name if head is not None else None,
+        max(plan.predicted.peak_bytes, graph.peak_bytes + device.overhead_bytes),
+        hardware,
+        plan,
+        plan.workload,
+        model=plan.model.name or run.model,
+        settings=plan.settings,
+        plan=str(path),
+        status=plan.status,
+        choices=choices,
+        budget=held,
+        fronts=fronts(profile.menus, (*base.blocks(), *([head] if head else ())), choices),
+        # sizes alone: these plans need not span all that a share of the activation range is of
+        budgets=tuple(
+            step if step.ours else step.model_copy(update={"label": ""})
+            for step in budget_steps(answers, held, choices)
+        ),
+        notes=(
+            *(finished.outcome.notes if finished is not None else plan.notes),
+            *_smaller_batches(plan),
+            _not_here(plan, path),
+        ),
+    )
+
+
+def _explanation(
+    answers: Neighbours,
+    times: Times,
+    graphs: tuple[Graph, Graph],
+    head: str | None,
+    peak: int,
+    hardware: Hardware | None,
+    measured_plan: Plan | None,
+    spec: WorkloadSpec | None,
+    *,
+    settings: Mapping[str, Any],
+    choices: dict[str, Choice],
+    budget: ResolvedBudget | None,
+    **facts: Any,
+) -> Explanation:
+    """What both kinds of explanation work out alike.
+
+    ``graphs`` are of the plain step and of the plan's, ``peak`` is what that one needs, its allocator included.
+    """
+    base, graph = graphs
+    environment, measured = times.times.environment, measured_plan.measured if measured_plan is not None else None
+    overhead = times.times.device.overhead_bytes
+    held = StepBytes(graph, head, overhead, peak - graph.peak_bytes - overhead)
+    telling, speed, tokens = telling_op(held), None, settings.get("tokens")
+    seconds = measured.step_seconds if measured is not None else None
+    if times.basis != "nominal" or seconds:  # such rates rank choices, and say nothing about seconds
+        speed = speed_of(graph, base, times.times, hardware, tokens if isinstance(tokens, int) else None, seconds)
+    return Explanation(
+        settings={k: v for k, v in settings.items() if k != "model"},
+        device=environment.device.name,
+        choices=choices,
+        basis=times.basis,
+        basis_note=times.note,
+        budget=budget,
+        save_all_peak=answers.save_all.peak_bytes,
+        smallest_peak=answers.lean.peak_bytes,
+        source=graph.source,
+        peak_bytes=peak,
+        holdings=held.holdings(peak_op(graph)),
+        units=held.by_unit(telling),
+        ops=held.by_kind(telling),
+        curve=curve(held),
+        moment=moment(held, telling),
+        measured_peak=measured.peak_bytes if measured is not None else None,
+        measured_seconds=seconds,
+        beside=tuple(row for row in measured_plan.baselines if row.measured) if measured_plan and measured else (),
+        why=why(answers, choices, budget.bytes if budget is not None else None),
+        speed=speed,
+        step_note=step_note(environment, spec),
+        **facts,
+    )
+
+
+def _smaller_batches(plan: Plan) -> tuple[str, ...]:
+    """A note on a plan with several sets of choices, of which one is explained."""
+    if others := plan.smaller_batches:
+        return (f"the choices explained are those for the largest batches; {len(others)} more for smaller",)
+    return ()
+
+
+def _chosen(
+    subject: Subject, answers: Answers, budget: ResolvedBudget | None, reaches: Sequence[Reach | None]
+) -> tuple[dict[str, Choice], str, PlanStatus, tuple[str, ...]]:
+    """The plan that is explained: its choices, what it is in words, its status, and notes."""
+    question = subject.question
+    if question.plan is not None and subject.choices is not None:
+        same = made_for(question.plan, question.spec)
+        status = question.plan.status if same else "unmeasured"
+        notes = (*(() if same else (OTHER_WORKLOAD,)), *_smaller_batches(question.plan))
+        return dict(subject.choices), str(question.plan_path or "a plan"), status, notes
+    if budget is None:
+        return answers.save_all.choices, "plain training: every layer saves everything", "simulated", ()
+    found = min((reach for reach in reaches if reach is not None), key=lambda r: r.step_seconds, default=None)
+    if found is not None:
+        return found.choices, f"the solver's plan for {budget.words}", "simulated", ()
+    needs = subject.profiled.needs(answers.lean.peak_bytes)
+    smallest = format_bytes(answers.lean.peak_bytes)
+    note = f"nothing fits {format_bytes(budget.bytes)}: the smallest reachable peak is {smallest}"
+    return answers.lean.choices, "the leanest plan", "simulated", (f"{note}. {needs}",)
+
+
+def fronts(menus: Sequence[Menu], blocks: Sequence[Unit], choices: Mapping[str, Choice]) -> tuple[Front, ...]:
+    """The front of every kind of unit: bytes kept for its backward against seconds over saving.
+
+    Dominated choices that the plan took are listed and say so. ``choices`` by unit name; how long their copies may
+    take changes no bytes that a unit keeps.
+    """
+    return tuple(_front(menu, [u for u in blocks if u.kind == menu.kind], choices) for menu in menus)
+
+
+def _front(menu: Menu, units: Sequence[Unit], choices: Mapping[str, Choice]) -> Front:
+    taken = Counter(_without_window(choices[u.name]) for u in units if u.name in choices)
+    hides = any(isinstance(choice, Offload) and choice.window > 1 for choice in choices.values())
+    plain = menu.items[0].seconds
+    best = [item.choice for item in undominated(menu.items, lambda i: (i.kept_bytes, i.seconds))]
+    rows = [
+        Bargain(
+            choice=item.choice,
+            kept_bytes=item.kept_bytes,
+            extra_seconds=item.seconds - plain,
+            taken=taken.get(item.choice, 0),
+            dominated=item.choice not in best,
+            hides=hides and item.choice == OFFLOAD and item.choice in taken,
+        )
+        for item in menu.items
+    ]
+    shown = [row for row in rows if not row.dominated or row.taken]
+    shown.sort(key=lambda row: (-row.kept_bytes, row.extra_seconds))
+    return Front(
+        units=joined([u.name for u in units]),
+        cls=units[0].cls if units else "",
+        count=len(units),
+        bargains=tuple(shown),
+        left_out=len(rows) - len(shown),
+    )
+
+
+def _without_window(choice: Choice) -> Choice:
+    return choice.model_copy(update={"window": 1}) if isinstance(choice, (Offload, RecomputeOffload)) else choice
+
+
+def _limits(
+    subject: Subject, answers: Answers, budget: ResolvedBudget | None, listener: Listener
+) -> tuple[Largest, ...]:
+    """The largest sizes under the budget, where there is one and they are wanted."""
+    if budget is None or not subject.question.limits or subject.base.source != "ghost":
+        return ()
+    listener.stage("trying other sizes")
+    found = workload_limits(subject, {"save everything": {}, "leanest": answers.lean.choices}, budget.bytes)
+    fixed = Budget(text=budget.words, kind="bytes", size=budget.bytes)  # a share would grow with the sizes
+    question = replace(subject.question, budget=fixed)
+    return tuple(
+        largest_lean(question, limit.dimension, listener, Lean(limit, answers.lean.choices)) or limit
+        if limit.plan == "leanest" and (limit.value or 0) < MOST_TIMES * limit.now
+        else limit
+        for limit in found
+    )
+
+
+def _of_device(question: ExplainRequest, kind: str) -> tuple[str, ...]:
+    if question.hardware is not None:
+        return (said_of(question.hardware),)
+    if kind in WITHOUT_STREAMS:
+        return ()
+    return (
+        "bytes are those that tensors hold, and the context: what the caching allocator reserves beyond them is not in",
+    )
+
+
+def _not_here(plan: Plan, path: Path) -> str:
+    """What an explanation from a run's files lacks, and the command that computes it."""
+    said = "Everything here is from the run's files; other plans are those that its search ghost-ran."
+    if plan.workload is None:  # a live step: no model to build
+        return said
+    return (
+        f"{said} `autockpt explain {shlex.quote(str(path))} --limits` traces the model again: it asks the solver for "
+        "more plans and finds the largest batch and the longest sequence."
+    )
+
+
+class Recorded:
+    """The plans that a run's search tried or ghost-ran, with what was predicted of each.
+
+    ``saving`` is the plan that saves everything.
+    """
+
+    def __init__(self, run: RunDirectory, profile: Profile, saving: Mapping[str, Choice]) -> None:
+        self._plain_seconds = profile.save_all_seconds
+        self._saving = saving
+        self._known: dict[str, Reach] = {}
+        overhead = profile.op_times.device.overhead_bytes
+        plain = Prediction(peak_bytes=profile.save_all_peak_bytes + overhead, step_seconds=profile.save_all_seconds)
+        self.add(saving, plain)
+        outlook = run.outlook()
+        for ghost in outlook.plans if outlook is not None else ():
+            self.add(ghost.choices, ghost.predicted)
+        for trial in run.trials():
+            self.add(trial.choices, trial.predicted)
+            if trial.state in ("failed", "out_of_memory") and trial.plan_hash != plan_hash(saving):
+                self._known.pop(trial.plan_hash, None)  # real steps refuted its prediction
+
+    @property
+    def save_all(self) -> Reach:
+        return self._known[plan_hash(self._saving)]
+
+    @property
+    def lean(self) -> Reach:
+        return min(self._known.values(), key=lambda reach: (reach.peak_bytes, reach.step_seconds))
+
+    def add(self, choices: Mapping[str, Choice], predicted: Prediction | None) -> None:
+        """Keep what was predicted of a plan; the last prediction of a plan counts."""
+        if predicted is None or predicted.step_seconds is None:
+            return
+        base = self._plain_seconds
+        self._known[plan_hash(choices)] = Reach(
+            peak_bytes=predicted.peak_bytes,
+            step_seconds=predicted.step_seconds,
+            overhead=predicted.step_seconds / base - 1 if base > 0 else None,
+            choices={**self._saving, **choices},
+        )
+
+    def reach(self, choices: Mapping[str, Choice], budget_bytes: int | None = None) -> Reach:
+        return self._known[plan_hash(choices)]
+
+    def at(self, budget_bytes: int, calls: int = 0) -> Reach | None:
+        """The fastest known plan within a budget; None where none fits."""
+        fitting = [reach for reach in self._known.values() if reach.peak_bytes <= budget_bytes]
+        return min(fitting, key=lambda reach: (reach.step_seconds, reach.peak_bytes), default=None)
+
+    def leaner(self, chosen: Reach) -> Reach | None:
+        return self.at(chosen.peak_bytes - 1)
+
+    def faster(self, chosen: Reach, budget_bytes: int) -> Reach | None:
+        known = [r for r in self._known.values() if r.peak_bytes > max(budget_bytes, chosen.peak_bytes)]
+        faster = [r for r in known if is_faster(r, chosen)]
+        return min(faster, key=lambda reach: (reach.peak_bytes, reach.step_seconds), default=None)
+
+
+def estimate_step(
+    step: Step, batch_sizes: Sequence[int] | None = None, seq_lens: Sequence[int] | None = None
+) -> Iterator[Estimate]:
+    """One answer for each size, the step's own where None is given; its batch is cut or repeated.
+
+    By ghost runs on the device of the step's model, of which a plan may use all. Seconds are known where a search
+    timed this step's ops before. A size that cannot be had says why in ``note``.
+    """
+    asked = ExplainRequest(spec=None, step=step, budget=parse_budget("auto"), limits=False)
+    rows = list[Estimate]()
+    own = {name: step.settings.get(name) for name in ("batch_size", "seq_len")}
+    for batch_size, seq_len in product(batch_sizes or [own["batch_size"]], seq_lens or [own["seq_len"]]):
+        row = Estimate(
+            model=asked.name,
+            card=str(step.device),
+            batch_size=batch_size if isinstance(batch_size, int) else None,
+            seq_len=seq_len if isinstance(seq_len, int) else None,
+            fits=False,
+        )
+        row = _answered(row, asked, own)
+        row = row.model_copy(update={"remark": remark(row, rows)})
+        rows.append(row)
+        yield row
+
+
+def _answered(row: Estimate, asked: ExplainRequest, own: Mapping[str, object]) -> Estimate:
+    """What a search within all that the device has would find for this size, by ghost runs."""
+    try:
+        for name in own:
+            size = getattr(row, name)
+            if size is not None and size != own[name]:
+                asked = asked.sized(name, size)
+        said = explain(asked, Silence())
+    except AutockptError as error:
+        return row.model_copy(update={"note": error.message})
+    chosen = Counter(choice.kind for choice in said.choices.values() if choice != SAVE)
+    return row.model_copy(
+        update={
+            "card": said.device,
+            "fits": said.fits,
+            "peak_bytes": said.peak_bytes if said.fits else None,
+            "step_seconds": said.speed.seconds if said.speed is not None and said.fits else None,
+            "choices": dict(chosen) if said.fits else {},
+            "smallest_peak": said.smallest_peak,
+        }
+    )
