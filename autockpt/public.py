@@ -19,6 +19,7 @@ from autockpt.analysis.explain import explain as explained
 from autockpt.analysis.limits import with_longest
 from autockpt.analysis.page import write_page
 from autockpt.analysis.subject import ExplainRequest, budget_for, hardware_for
+from autockpt.analysis.verify import verify as verified
 from autockpt.cli.explain_table import print_explanation
 from autockpt.errors import UsageError
 from autockpt.history.rundir import RunDirectory

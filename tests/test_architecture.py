@@ -27,7 +27,7 @@ LAYERS = (
     ("tracing", "measuring"),
     ("profiling",),
     ("tuning",),
-    ("integrations", "verification", "analysis"),
+    ("integrations", "analysis"),
     ("cli", "auto", "public"),
     ("__main__",),
 )

@@ -14,11 +14,13 @@ from autockpt.analysis.holdings import StepBytes, curve, joined, moment, peak_op
 from autockpt.analysis.limits import MOST_TIMES, Lean, largest_lean, workload_limits
 from autockpt.analysis.speed import speed_of
 from autockpt.analysis.subject import (
+    OTHER_WORKLOAD,
     ExplainRequest,
     Subject,
     Times,
     budget_for,
     hardware_for,
+    made_for,
     open_subject,
     simulated_hardware,
     stored_times,
@@ -26,7 +28,6 @@ from autockpt.analysis.subject import (
 from autockpt.analysis.why import Answers, Neighbours, budget_steps, is_faster, resolved, why
 from autockpt.devices import host_bytes_of, said_of_host
 from autockpt.errors import AutockptError, RunDirectoryError, UsageError
-from autockpt.history.promises import OTHER_WORKLOAD, made_for
 from autockpt.history.rundir import RunDirectory
 from autockpt.history.trials import undominated
 from autockpt.profiling import said_of

@@ -17,7 +17,6 @@ from autockpt.devices import get_device
 from autockpt.errors import RunDirectoryError, UsageError
 from autockpt.hardware.nominal import nominal_op_times
 from autockpt.hardware.roofline import roofline_times
-from autockpt.history.promises import made_for
 from autockpt.history.rundir import RunDirectory
 from autockpt.measuring.environment import environment_of, environment_to_measure_in
 from autockpt.profiling import CostModel, UniformRuns, cached_op_times, simulated_memory
@@ -102,6 +101,14 @@ class ExplainRequest:
         if self.step is not None:
             return self.step.device
         return torch.device("cpu") if self.hardware is not None else get_device(self.device).torch_device
+
+
+OTHER_WORKLOAD = "the workload is not the one that the plan was made for: its promise does not count"
+
+
+def made_for(plan: Plan, spec: WorkloadSpec | None) -> bool:
+    """Whether what a plan promises is about this workload; a plan that names none is taken at its word."""
+    return plan.workload is None or plan.workload == spec
 
 
 def hardware_for(name: str | None, device: str | None, plan: Plan | None) -> Hardware | None:

@@ -35,8 +35,8 @@ def verify(
     from autockpt.history.trialplan import plan_at
 
     spec = workload_spec(workload, base=plan_at(plan).workload, seed=seed)
+    from autockpt.analysis.verify import verify as run_verification
     from autockpt.progress import listener
-    from autockpt.verification import verify as run_verification
 
     with listener(screen.progress()) as watcher:
         report = run_verification(plan, spec, device=device, listener=watcher)

@@ -19,7 +19,7 @@ def verified(replace) -> list[WorkloadSpec]:
         check = Check(name="peak", state="passed" if len(specs) % 2 else "failed", detail="d")
         return VerifyReport(checks=(check,))
 
-    replace("autockpt.verification", verify=verify)
+    replace("autockpt.analysis.verify", verify=verify)
     return specs
 
 

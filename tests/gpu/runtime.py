@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 
+from autockpt.analysis.verify_worker import count_runs
 from autockpt.errors import ConflictError, InPlaceError, RerunMismatch
 from autockpt.measuring import StepRunner
 from autockpt.runtime import deterministic_algorithms
 from autockpt.schema import WorkloadSpec, parse_choice
 from autockpt.schema.choices import choice_kinds, dump_choice
 from autockpt.simulator.allocator import Block, CachingAllocator
-from autockpt.verification.beside import count_runs
 from tests.evidence import host_cost as cost
 from tests.gpu.items import Context
 from tests.gpu.kernels import merged, profiled, total

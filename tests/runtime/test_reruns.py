@@ -7,10 +7,10 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from autockpt.analysis.verify import judge_runs
 from autockpt.policies import POLICIES
 from autockpt.runtime import RunCounter, attach
 from autockpt.schema.choices import OFFLOAD, RECOMPUTE, SAVE, Choice, Selective, choice_kinds, parse_choice
-from autockpt.verification.checks import judge_runs
 from tests.policies.zoo import CASES, Case
 
 

@@ -7,29 +7,38 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+from autockpt.analysis.subject import OTHER_WORKLOAD, made_for
 from autockpt.errors import AutockptError, ConflictError, DeviceOutOfMemory, PlanError, RerunMismatch
-from autockpt.history.promises import OTHER_WORKLOAD, judge_peak, judge_ratio, judge_time, made_for, simulated_for
 from autockpt.history.statistics import Interval, ratio_interval
+from autockpt.history.statistics import judge as judge_interval
 from autockpt.history.trialplan import plan_file
 from autockpt.measuring import LocalMeasurer, Measurer, WorkerMeasurer
 from autockpt.measuring.base import beats_counted
+from autockpt.policies import POLICIES
+from autockpt.policies.selective import kept_by
 from autockpt.runtime import Observation, Proof, UnitRuns, judge, observe_reference
 from autockpt.schema.choices import RECOMPUTE, Choice, dump_choices
 from autockpt.schema.graph import Unit
 from autockpt.schema.known import ALL, NONE, known_plans
 from autockpt.schema.plan import Plan
 from autockpt.schema.request import Listener, Silence
+from autockpt.schema.sizes import format_bytes
 from autockpt.schema.trial import Measurement
-from autockpt.schema.verification import Check, VerifyReport
+from autockpt.schema.verification import Check, CheckState, VerifyReport
 from autockpt.schema.workload import WorkloadSpec
-from autockpt.verification.checks import judge_proof, judge_runs, smaller_shapes
 from autockpt.workload import Step
 
-BESIDE = "autockpt.verification.beside"
+WORKER = "autockpt.analysis.verify_worker"
 OBSERVED = 3
 """Observations that gradients are compared by: two of the reference, which should repeat itself, and the plan's."""
+PEAK_SLACK = 0.01
+"""A measured peak may exceed a promised one by this share: allocators differ a little from run to run."""
+TIME_SLACK = 0.10
+"""A step may be slower than promised by this share, and the noise of both measurements."""
+SIMULATED_PEAK_SLACK = 0.05
+"""The same for a peak that was simulated for a GPU: its allocator is modelled."""
 
 
 def verify(
@@ -178,7 +187,7 @@ class _Verification:
         return self.plan.compile is not None
 
     def _call(self, function: str, payload: dict[str, Any]) -> dict[str, Any]:
-        return self.measurer.call(f"{BESIDE}:{function}", payload)
+        return self.measurer.call(f"{WORKER}:{function}", payload)
 
     # --- gradients
 
@@ -210,7 +219,7 @@ class _Verification:
         def run(which: Mapping[str, Choice] | None, deterministic: bool) -> Observation:
             wired = None if which is None else dump_choices(which)
             payload = {"choices": wired, "deterministic": deterministic, "sketched": sketched}
-            observed = Observation.model_validate(measurer.call(f"{BESIDE}:observe_steps", payload))
+            observed = Observation.model_validate(measurer.call(f"{WORKER}:observe_steps", payload))
             self.listener.advance()
             return observed
 
@@ -318,3 +327,137 @@ class _Verification:
         with beats_counted(self.measurer, self.listener):
             times = self.measurer.compare({"plan": self.choices, name: other}, rounds=self.rounds)
         return ratio_interval(times["plan"], times[name])
+
+
+# --- what is concluded from steps under a plan and reference steps
+
+
+def simulated_for(plan: Plan) -> str:
+    """The device that a plan's numbers were simulated for."""
+    return plan.environment.device.name if plan.environment is not None else "a device that the plan does not name"
+
+
+def smaller_shapes(spec: WorkloadSpec, batch_size: int | None, seq_len: int | None) -> Iterator[WorkloadSpec]:
+    """The spec with its batch halved down to one row, then its sequence down to 64 tokens; the largest first."""
+    batch_size = spec.batch_size or batch_size or 1
+    seq_len = spec.seq_len or seq_len
+    while batch_size > 1:
+        batch_size //= 2
+        yield spec.model_copy(update={"batch_size": batch_size, "seq_len": seq_len})
+    while seq_len is not None and seq_len >= 128:
+        seq_len //= 2
+        yield spec.model_copy(update={"batch_size": batch_size, "seq_len": seq_len, "pad_to": None})
+
+
+def judge_runs(choices: Mapping[str, Choice], found: Mapping[str, UnitRuns]) -> Check:
+    """Whether every unit executed again what its choice says, and nothing of what that keeps (but for outputs that were
+    changed in place). Units whose output needs no gradient are left out."""
+    wrong: list[str] = []
+    again = forward = moved = counted = named = kept = 0
+    for name, choice in choices.items():
+        runs = found.get(name, UnitRuns())
+        moved += runs.moved_bytes
+        if not runs.trains:
+            continue
+        counted += 1
+        forward += runs.forward
+        again += runs.again
+        least, most = POLICIES[choice.kind].reruns(choice, runs.forward)
+        if not least <= runs.again <= most:
+            wrong.append(f"{name} ({choice}: {runs.again} of {runs.forward})")
+        elif kept_by(choice) and not runs.ops_again:
+            wrong.append(f"{name} ({choice}: nothing runs again, so everything is kept)")
+        elif runs.named_again > runs.changed:
+            wrong.append(f"{name} ({choice}: {runs.named_again} of {runs.named} that it keeps run again)")
+        named += runs.named
+        kept += runs.named - runs.named_again
+    sent = f", {format_bytes(moved)} moved off the device" if moved else ""
+    if wrong:
+        more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
+        return Check(name="recomputed ops", state="failed", detail=f"not as planned: {', '.join(wrong[:3])}{more}")
+    if not counted or not forward:
+        detail = "no unit executes matrix products, attentions or convolutions that take part in backward"
+        return Check(name="recomputed ops", state="skipped", detail=detail)
+    detail = f"{again} of {forward} matrix products, attentions and convolutions in {counted} units run again{sent}"
+    if named:
+        detail += f"; {kept} of {named} outputs that are to be kept are not made again"
+    return Check(name="recomputed ops", state="passed", detail=detail)
+
+
+def judge_proof(proof: Proof) -> Check:
+    """What sentinels have compared in the step; what differs has ended it."""
+    name = "sentinels"
+    unchecked = {why for unit in proof.units.values() for why in unit.unchecked} | set(proof.unwatched.values())
+    besides = f"; not checked: {', '.join(sorted(unchecked))}" if unchecked else ""
+    if not proof.checks:
+        detail = f"nothing runs again or comes back from elsewhere{besides}"
+        return Check(name=name, state="skipped", detail=detail)
+    units = sum(1 for unit in proof.units.values() if unit.checks)
+    detail = f"{proof.tensors} tensors that backward of {units} units was given are those that forward had computed"
+    return Check(name=name, state="passed", detail=f"{detail}{besides}")
+
+
+def judge_peak(plan: Plan, measured: Measurement, kind: str | None = None) -> Check:
+    """The measured peak, on a device of ``kind`` (None: the plan's), against the budget and the promised peak.
+
+    One that was simulated for another kind of device is only compared.
+    """
+    simulated = plan.predicted if plan.status == "simulated" else None
+    promise = simulated or plan.measured or plan.predicted if plan.status != "unmeasured" else None
+    planned = plan.environment.device.kind if plan.environment is not None else None
+    parts, state = [format_bytes(measured.peak_bytes)], cast(CheckState, "skipped")
+    if promise is not None:
+        said = f"promised {format_bytes(promise.peak_bytes)}"
+        if simulated is not None:
+            more = measured.peak_bytes / promise.peak_bytes - 1
+            said = f"simulated {format_bytes(promise.peak_bytes)} for {simulated_for(plan)} ({more:+.1%})"
+        slack = SIMULATED_PEAK_SLACK if simulated is not None and planned != "cpu" else PEAK_SLACK
+        parts.append(said)
+        state = "passed" if measured.peak_bytes <= promise.peak_bytes * (1 + slack) else "failed"
+    if plan.budget is not None:
+        parts.append(f"budget {format_bytes(plan.budget.whole)}")
+        if measured.peak_bytes > plan.budget.whole:
+            state = "failed"
+        elif state == "skipped":
+            state = "passed"
+    if simulated is not None and planned is not None and kind is not None and planned != kind:
+        parts.append("another kind of device, so the two are not held against each other")
+        state = "skipped"
+    elif state == "skipped":
+        parts.append("nothing was promised")
+    return Check(name="peak", state=state, detail=", ".join(parts))
+
+
+def judge_time(plan: Plan, measured: Measurement, same_device: bool) -> Check:
+    """The measured step time against the promised one, where both come from the same kind of device."""
+    state, said = cast(CheckState, "skipped"), "nothing measured was promised"
+    if plan.status == "simulated" and plan.predicted is not None and (foreseen := plan.predicted.step_seconds):
+        error = f"({measured.step_seconds / foreseen - 1:+.0%}); a simulation is no promise"
+        said = f"simulated {foreseen * 1e3:.1f} ms for {simulated_for(plan)} {error}"
+    elif plan.status == "measured" and (promise := plan.measured) is not None:
+        said = f"promised {time_words(promise)}{'' if same_device else ' on another device'}"
+        limit = promise.step_seconds * (1 + TIME_SLACK + promise.noise + measured.noise)
+        if same_device:
+            state = "passed" if measured.step_seconds <= limit else "failed"
+    return Check(name="step time", state=state, detail=f"{time_words(measured)}, {said}")
+
+
+def time_words(measured: Measurement) -> str:
+    """A step time with the half width of its interval, as ``412.0 ms ±0.8 %``."""
+    return f"{measured.step_seconds * 1e3:.1f} ms ±{measured.noise * 100:.1f} %"
+
+
+def judge_ratio(plan: Plan, measured: Measurement, name: str, reference: Measurement, ratio: Interval) -> Check:
+    """The step time as a multiple of a well-known plan's, measured interleaved, against the same ratio as promised.
+
+    ``reference`` is what was measured of that plan when ``plan`` was made. Fails only where the ratio is surely worse.
+    """
+    assert plan.measured is not None
+    promise = plan.measured.step_seconds / reference.step_seconds
+    limit = promise * (1 + TIME_SLACK + plan.measured.noise + reference.noise)
+    detail = (
+        f"{time_words(measured)}, {ratio.value:.3f} times {name!r} "
+        f"[{ratio.low:.3f}, {ratio.high:.3f}]; promised {plan.measured.step_seconds * 1e3:.1f} ms, {promise:.3f} times"
+    )
+    broken = judge_interval(ratio, limit) == "slower"
+    return Check(name="step time", state="failed" if broken else "passed", detail=detail)

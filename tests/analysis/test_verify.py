@@ -7,9 +7,11 @@ import pytest
 import torch
 from torch import nn
 
+from autockpt.analysis import verify as run
+from autockpt.analysis import verify_worker as beside
+from autockpt.analysis.verify import judge_peak, judge_runs, judge_time, smaller_shapes, verify
 from autockpt.devices import get_device
 from autockpt.errors import DeviceOutOfMemory, PlanError
-from autockpt.history.promises import judge_peak, judge_time
 from autockpt.measuring import StepRunner
 from autockpt.runtime import UnitRuns
 from autockpt.schema import (
@@ -25,8 +27,6 @@ from autockpt.schema import (
     ResolvedBudget,
     WorkloadSpec,
 )
-from autockpt.verification import beside, run, verify
-from autockpt.verification.checks import judge_runs, smaller_shapes
 from autockpt.workload import Step, discover_units, fingerprint
 from tests.policies.zoo import CASES, Tally
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from autockpt.history.promises import judge_peak, judge_time
+from autockpt.analysis.verify import judge_peak, judge_time
 from autockpt.schema import DeviceInfo, Environment, Measurement, Plan, Prediction, ResolvedBudget, Unit
 from autockpt.schema.choices import RECOMPUTE
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from autockpt import Plan
+from autockpt.analysis.verify import verify
 from autockpt.devices import get_device
 from autockpt.measuring import StepRunner
 from autockpt.measuring.compiled import Compiler
@@ -22,7 +23,6 @@ from autockpt.schema import (
     ResolvedBudget,
     VerifyReport,
 )
-from autockpt.verification import verify
 from autockpt.workload import Step, discover_units
 from tests.measuring.small_workloads import RECOMPUTE_ALL, Stack, make_workload
 

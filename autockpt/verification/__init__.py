@@ -1,3 +1,0 @@
-"""Holding a plan against its promises with real steps."""
-
-from autockpt.verification.run import verify
