@@ -17,9 +17,6 @@ from autockpt.schema.known import legend_of_names
 from autockpt.schema.planview import choice_lines, set_lines
 from autockpt.terminal import VERDICTS, heading, plain_table, print_legend, remarks, simulated
 
-_PREDICTED = "predicted step"
-
-
 SHORT = 14  # a note of up to this many characters stands next to the plan's name, a longer one under the table
 
 
@@ -29,11 +26,8 @@ def print_answer(outcome: SearchOutcome, console: Console) -> None:
     rows = answer_rows(outcome.rows, outcome.budget.bytes)
     if rows:
         console.print()
-        table = answer_table(rows, console)
-        console.print(table)
-        beneath = table.columns[-1].header != _PREDICTED and any(r.predicted_bytes is not None for r in rows)
-        modelled = [r.simulated or r.overhead_predicted for r in rows if r.predicted_seconds and r.overhead is not None]
-        if beneath or any(modelled) or outcome.step_note:
+        console.print(answer_table(rows))
+        if any(r.predicted_bytes is not None for r in rows) or outcome.step_note:
             console.print(simulated(outcome.step_note))
         console.print(Text("; ".join(legend_of_names(row.name for row in rows))), style="dim")
     remarks(_remarks(outcome, rows), console)
@@ -41,63 +35,36 @@ def print_answer(outcome: SearchOutcome, console: Console) -> None:
         _print_plan(outcome, outcome.plan, console)
 
 
-def answer_table(rows: list[AnswerRow], console: Console) -> Table:
-    """The comparison; where a line does not hold it all, what was predicted stands under what was measured."""
-    if all(row.simulated or row.predicted_bytes is None for row in rows):  # compiled steps are not predicted
-        return _table(rows, wide=False)
-    wide = _table(rows, wide=True)
-    unbounded = console.options.update(max_width=1000)
-    return wide if wide.__rich_measure__(console, unbounded).maximum <= console.width else _table(rows, wide=False)
-
-
-def _table(rows: list[AnswerRow], *, wide: bool) -> Table:
+def answer_table(rows: list[AnswerRow]) -> Table:
+    """The comparison; what was predicted stands under what was measured."""
     host = any(row.host_bytes for row in rows)  # where something is offloaded
-    columns = ["plan" if wide else "<plan", "fits", ">peak", ">headroom", ">step", ">overhead"]
-    columns += [">host"] if host else []
-    columns += [">predicted peak", f">{_PREDICTED}"] if wide else []
+    columns = ["<plan", "fits", ">peak", ">headroom", ">step", ">overhead", *([">host"] if host else [])]
     table = plain_table(*columns)
     for row in rows:
-        table.add_row(*_cells(row, wide, host), style="bold" if row.ours else None)
+        table.add_row(*_cells(row)[: len(columns)], style="bold" if row.ours else None)
     return table
 
 
-def _cells(row: AnswerRow, wide: bool, host: bool) -> list[Text | str]:
+def _cells(row: AnswerRow) -> list[Text | str]:
     word, colour = VERDICTS.get(row.verdict, (row.verdict, ""))
-    predicted_peak = format_binary(row.predicted_bytes) if row.predicted_bytes is not None else ""
-    predicted_step = words.seconds(row.predicted_seconds) if row.predicted_seconds is not None else ""
-    peak = _peak_cell(row, wide)
-    step = Text(row.step)
-    if not wide and not row.simulated:
-        peak.append(f"\n~{predicted_peak}" if predicted_peak else "", style="dim not bold")
-        step.append(f"\n~{predicted_step}" if predicted_step else "", style="dim not bold")
-    name = Text(row.name)
+    name, peak, step, overhead = Text(row.name), Text("—"), Text(row.step), Text("—")
     if row.note and len(row.note) <= SHORT:
-        name.append(f"{'  ' if wide else chr(10)}{row.note}", style="dim not bold")
-    overhead = "—"
+        name.append(f"\n{row.note}", style="dim not bold")
+    if row.peak_bytes is not None:
+        size = format_binary(row.peak_bytes)
+        over = row.simulated and row.verdict in ("over_budget", "out_of_memory")
+        peak = Text(f"does not fit\n(simulated {size})" if over else f"simulated {size}" if row.simulated else size)
+    if not row.simulated and row.predicted_bytes is not None:
+        peak.append(f"\n~{format_binary(row.predicted_bytes)}", style="dim not bold")
+    if not row.simulated and row.predicted_seconds is not None:
+        step.append(f"\n~{words.seconds(row.predicted_seconds)}", style="dim not bold")
     if row.overhead is not None:
-        overhead = f"{'~' if row.overhead_predicted else ''}{words.share(row.overhead, signed=True)}"
+        overhead = Text(f"{'~' if row.overhead_predicted else ''}{words.share(row.overhead, signed=True)}")
         if 0 < row.overhead_noise < words.USELESS_NOISE:
-            overhead += f"{' ' if wide else chr(10)}±{words.share(row.overhead_noise)}"
-    cells: list[Text | str] = [
-        name,
-        Text(word, style=colour),
-        peak,
-        "—" if row.headroom_bytes is None else format_binary(row.headroom_bytes),
-        step,
-        overhead,
-        *([format_binary(row.host_bytes) if row.host_bytes else "—"] if host else []),
-    ]
-    return [*cells, Text(predicted_peak, style="dim"), Text(predicted_step, style="dim")] if wide else cells
-
-
-def _peak_cell(row: AnswerRow, wide: bool) -> Text:
-    if row.peak_bytes is None:
-        return Text("—")
-    if not row.simulated:
-        return Text(format_bytes(row.peak_bytes) if wide else format_binary(row.peak_bytes))
-    if row.verdict in ("over_budget", "out_of_memory"):
-        return Text(f"does not fit\n(simulated {format_binary(row.peak_bytes)})")
-    return Text(f"simulated {format_binary(row.peak_bytes)}")
+            overhead.append(f"\n±{words.share(row.overhead_noise)}")
+    headroom = "—" if row.headroom_bytes is None else format_binary(row.headroom_bytes)
+    host = format_binary(row.host_bytes) if row.host_bytes else "—"
+    return [name, Text(word, style=colour), peak, headroom, step, overhead, host]
 
 
 def _heading(outcome: SearchOutcome) -> Text:

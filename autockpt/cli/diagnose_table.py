@@ -87,7 +87,7 @@ def _prescription(said: Diagnosis, room: Room, console: Console) -> None:
         plan = f"Plan  {words.strip(said.choices)}   {words.tally(said.choices)}, simulated"
         for part in (
             "",
-            answer_table(answer_rows(said.rows, budget_bytes), console),
+            answer_table(answer_rows(said.rows, budget_bytes)),
             simulated(said.step_note),
             "",
             Text(plan, style="bold"),

@@ -61,7 +61,7 @@ def _print_run(run: RunDirectory, best_count: int | None, as_json: bool) -> None
         }
         screen.print_json(json.dumps(data, indent=2))
         return
-    from autockpt.cli.history_table import print_table, print_trials, when
+    from autockpt.cli.history_table import print_table, when
     from autockpt.schema.step_note import step_note
 
     console, note = screen.results(), step_note(run.environment(), None)
@@ -71,13 +71,15 @@ def _print_run(run: RunDirectory, best_count: int | None, as_json: bool) -> None
     if refused := run.refusal():
         console.print(refused, markup=False, soft_wrap=True)
     console.print()
+    if not shown:
+        console.print("nothing was tried yet" if best_count is None else "nothing that was tried fits")
+        return
+    print_table(shown, front, console, note)
     if best_count is None:
-        print_trials(shown, front, console, note)
         if sets := _sets(run):
             console.print("\nThe answer's sets of choices, by the size of the batch:", style="bold")
             console.print("\n".join(f"  {line}" for line in sets), markup=False, soft_wrap=True)
         return
-    print_table(shown, front, console, note)
     if len(shown) < best_count:
         console.print(f"No more than these were tried and fit: {len(shown)} of {best_count}.")
 

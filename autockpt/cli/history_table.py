@@ -1,4 +1,4 @@
-"""``autockpt history`` on screen: runs, the trials of one, their Pareto front, one trial in full, two runs compared."""
+"""``autockpt history`` on screen: runs, the trials of one, one trial in full."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from autockpt.schema.known import legend_of_names
 from autockpt.schema.names import fold
 from autockpt.terminal import heading, plain_table, print_legend, simulated
 
-WIDE = 100
 UNJUDGED = "not known: the budget was not known in bytes yet"
 
 
@@ -28,12 +27,8 @@ def when(seconds: float) -> str:
 
 
 def print_runs(runs: Sequence[tuple[Mapping[str, Any], Trial | None]], console: Console) -> None:
-    """Print runs in the order given, each as its facts and its best trial, then in words why a run has none.
-
-    A narrow console gets no column for the trials that were measured, nor years, nor the noise of times.
-    """
-    wide = console.width >= WIDE
-    table = plain_table("run", ">last trial", ">trials", *([">measured"] if wide else []), ">best", ">its peak")
+    """Print runs in the order given, each as its facts and its best trial, then in words why a run has none."""
+    table = plain_table("run", ">last trial", ">trials", ">best", ">its peak")
     said = []
     for facts, best in runs:
         if why := facts.get("damaged") or facts.get("infeasible"):
@@ -44,11 +39,9 @@ def print_runs(runs: Sequence[tuple[Mapping[str, Any], Trial | None]], console: 
         step, peak = "—" if why else "none yet", "—"
         if score is not None:
             step, peak = words.step_of(score), format_binary(score.peak_bytes)
-        date, trials, measured = facts["date"], str(facts["trials"]), str(facts["measured"])
-        if wide:
-            table.add_row(facts["run"], date, trials, measured, step, peak)
-        else:
-            table.add_row(facts["run"], date.partition("-")[2], trials, step.partition(" ±")[0], peak)
+        # without the year and the noise, which a narrow terminal has no room for
+        date = facts["date"].partition("-")[2]
+        table.add_row(facts["run"], date, str(facts["trials"]), step.partition(" ±")[0], peak)
     if table.row_count:
         console.print(table)
     if any(best is not None and best.state == "simulated" for _, best in runs):
@@ -57,22 +50,6 @@ def print_runs(runs: Sequence[tuple[Mapping[str, Any], Trial | None]], console: 
         if table.row_count:
             console.print()
         console.print(Text("\n".join(said)), soft_wrap=True)
-
-
-def print_trials(trials: Sequence[Trial], front: Sequence[Trial], console: Console, step_note: str = "") -> None:
-    """Print trials in the order given, a ``*`` at those on the front, then the front by itself."""
-    print_table(trials, front, console, step_note)
-    counted = "simulated" if any(t.state == "simulated" for t in front) else "measured"
-    console.print(Text(f"Pareto front (no other {counted} trial is both faster and leaner)", style="bold"))
-    if not front:
-        console.print("  nothing was measured yet")
-        return
-    table = plain_table(">peak", ">step", "fits", ">#", "<name")
-    for trial in front:  # leanest first
-        if trial.score is not None:
-            peak, step = format_binary(trial.score.peak_bytes), words.step_of(trial.score)
-            table.add_row(peak, step, _fits(trial), str(trial.number), trial.name)
-    console.print(table)
 
 
 def print_table(trials: Sequence[Trial], front: Sequence[Trial], console: Console, step_note: str = "") -> None:
@@ -96,33 +73,21 @@ def print_table(trials: Sequence[Trial], front: Sequence[Trial], console: Consol
 
 def _trials_table(trials: Sequence[Trial], front: set[int], width: int) -> Table:
     """Number, encoding, peak, step time, verdict, hash and the choices in one line, of one length for all."""
-    wide = width >= WIDE
     units = list(dict.fromkeys(name for trial in trials for name in trial.choices))
-    predicted = [">predicted"] if wide else []
-    table = plain_table("", ">#", "encoding", ">peak", *predicted, ">step", "fits", "plan", "<choices")
+    table = plain_table("", ">#", "encoding", ">peak", ">step", "fits", "plan", "<choices")
     for trial in trials:
-        letters = words.strip(trial.choices, max(12, width - (74 if wide else 66)), units)
-        table.add_row(*_cells(trial, trial.number in front, wide=wide), letters)
+        known, mark = trial.measured or trial.predicted, "" if trial.measured is not None else "~"
+        table.add_row(
+            "*" if trial.number in front else "",
+            str(trial.number),
+            trial.encoding if trial.encoding != "baseline" else trial.name,
+            f"{mark}{format_binary(known.peak_bytes)}" if known is not None else "—",
+            words.step_of(known),
+            _fits(trial),
+            trial.plan_hash[:8],
+            words.strip(trial.choices, max(12, width - 66), units),
+        )
     return table
-
-
-def _cells(trial: Trial, on_front: bool, *, wide: bool) -> list[Text | str]:
-    measured, predicted = trial.measured, trial.predicted
-    peak = "—"
-    if measured:
-        peak = format_binary(measured.peak_bytes)
-    elif predicted and not wide:  # there is no column for it
-        peak = f"~{format_binary(predicted.peak_bytes)}"
-    return [
-        "*" if on_front else "",
-        str(trial.number),
-        trial.encoding if trial.encoding != "baseline" else trial.name,
-        peak,
-        *([format_binary(predicted.peak_bytes) if predicted else "—"] if wide else []),
-        words.step_of(measured or predicted),
-        _fits(trial),
-        trial.plan_hash[:8],
-    ]
 
 
 def _fits(trial: Trial) -> Text:

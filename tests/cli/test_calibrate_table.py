@@ -30,13 +30,6 @@ def test_what_only_one_side_has_is_shown() -> None:
     assert rows["matrix rate bfloat16"][1:3] == (None, 312e12)
 
 
-def test_a_share_of_one_type_stands_beside_what_holds_for_it_on_the_other() -> None:
-    rows = {row[0]: row for row in hardware_rows(load_hardware("cpu"), load_hardware("l40s"))}
-    assert rows["share: matrix"][1:3] == (1.0, 0.75)
-    assert rows["share: matrix float32"][1:3] == (1.0, 0.52)
-    assert "share: matrix float32" not in {row[0] for row in hardware_rows(load_hardware("cpu"), None)}
-
-
 def test_what_decides_is_shown_and_the_rest_counted() -> None:
     text = drawn("h100")
     assert "elements:" not in text and len(text.splitlines()) < 18 and "more figures are in" in text

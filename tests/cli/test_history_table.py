@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from autockpt.cli.history_table import print_table, print_trials
+from autockpt.cli.history_table import print_table
 from autockpt.cli.verify import print_report
 from autockpt.schema import RECOMPUTE, VerifyReport
 from autockpt.schema.verification import Check
@@ -18,7 +18,7 @@ def test_trials_and_their_front(width: int) -> None:
         trial(4, feasible=False, state="over_budget"),
     ]
     screen, raw = console(width)
-    print_trials(trials, [trials[1]], screen)
+    print_table(trials, [trials[1]], screen)
     print_table([trial(5, choices={f"h.{i}": RECOMPUTE for i in range(100)})], [], screen)
     text = raw.getvalue().decode()
     lines = text.splitlines()
@@ -30,16 +30,10 @@ def test_trials_and_their_front(width: int) -> None:
 
 def test_a_simulated_peak_is_shown_where_it_has_no_column_of_its_own() -> None:
     screen, raw = console(80)
-    print_trials([trial(0, measured=None), trial(1)], [], screen)
+    print_table([trial(0, measured=None), trial(1)], [], screen)
     lines = raw.getvalue().decode().splitlines()
     simulated, measured = (next(line for line in lines if line.split()[:1] == [n]) for n in "01")
     assert "~" in simulated and "iB" in simulated and "—" not in simulated and "~" not in measured
-
-
-def test_nothing_measured_yet() -> None:
-    screen, raw = console()
-    print_trials([], [], screen)
-    assert "nothing was measured yet" in raw.getvalue().decode()
 
 
 def test_a_verification_on_screen() -> None:
