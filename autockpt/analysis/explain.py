@@ -211,7 +211,6 @@ def _explanation(
         moment=moment(held, telling),
         measured_peak=measured.peak_bytes if measured is not None else None,
         measured_seconds=seconds,
-        beside=tuple(row for row in measured_plan.baselines if row.measured) if measured_plan and measured else (),
         why=why(answers, choices, budget.bytes if budget is not None else None),
         speed=speed,
         step_note=step_note(environment, spec),

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 
 from autockpt.schema import Choice, Remake, Selective, format_binary, words
 from autockpt.schema.explanation import Alive, Basis, Explanation, Reach, Speed
-from autockpt.schema.known import NONE
 
 LONG = 46  # characters of a choice
 WORTH = 0.01  # share of a step from which it is said what bounds a part
@@ -39,16 +38,13 @@ def reason_words(said: Explanation) -> list[str]:
     assert why is not None
     chosen = why.chosen
     by_ops = f"{tilde}{words.seconds(chosen.step_seconds)}{_over(chosen, tilde)}"
-    # rates of other hardware are no reason to doubt what was measured
-    measured = _measured_words(said) if said.basis == "nominal" else []
-    if measured:
-        lines = measured
-    elif said.measured_seconds is not None:
+    if said.measured_seconds is not None:
         took = words.seconds(said.measured_seconds)
         lines = [f"A step took {took}, as measured with the plan. By the times of its ops, as all below: {by_ops}."]
     else:
         lines = [f"A step takes {by_ops}."]
-    if not measured and why.best is not None:
+    # rates of other hardware are no reason to doubt what was measured
+    if why.best is not None and not (said.basis == "nominal" and said.measured_seconds is not None):
         saved, more = chosen.step_seconds - why.best.step_seconds, why.best.peak_bytes - chosen.peak_bytes
         needs = f"{format_binary(more)} more and fits the budget too" if more > 0 else "no more bytes"
         lines.append(
@@ -61,25 +57,6 @@ def reason_words(said: Explanation) -> list[str]:
         lines.append("There is no leaner plan." + (_IN_OPTIMIZER if said.curve.peak_phase == "optimizer" else ""))
     if why.faster is not None:
         lines.append(_step("The next faster plan", why.faster, chosen, why.price_up, tilde))
-    return lines
-
-
-def _measured_words(said: Explanation) -> list[str]:
-    """What the search measured: the plan, and those interleaved with it."""
-    if said.measured_seconds is None:
-        return []
-    plain = next((row.measured for row in said.beside if row.name == NONE and row.measured), None)
-    over = said.measured_seconds / plain.step_seconds - 1 if plain else None
-    reach = Reach(peak_bytes=said.peak_bytes, step_seconds=said.measured_seconds, overhead=over, choices=said.choices)
-    lines = [f"A step took {words.seconds(said.measured_seconds)}{_over(reach, '')}, as measured with the plan."]
-    rows = [
-        f"{row.name} took {words.seconds(row.measured.step_seconds)} with {format_binary(row.measured.peak_bytes)}"
-        for row in said.beside
-        if row.measured
-    ]
-    if rows:
-        lines.append(f"Measured alongside it: {'; '.join(rows)}.")
-    lines.append("What is said of other plans (~) is modelled at nominal rates: it ranks none above what was measured.")
     return lines
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rich.console import Console, Group
+from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
@@ -24,7 +24,7 @@ from autockpt.schema.explanation import Curve, Explanation, Front, Slice, Speed
 from autockpt.schema.graph import Span
 from autockpt.terminal import BLOCK, Marks, bar, bullets, heading, marks_of, plain_table, print_legend, remarks, shown
 
-WIDE = 108  # columns from which two tables stand side by side
+WIDE = 108  # columns from which there are longer bars, and a column more
 LABEL = 11  # columns of the chart's axis
 UNITS, KINDS, ALIVE = 6, 9, 8  # lines of each table
 ROWS = 9
@@ -38,8 +38,8 @@ def print_explanation(said: Explanation, console: Console) -> None:
     heading("Where the bytes go", console, _holdings(said, marks, 12 if console.width < WIDE else 24))
     at_peak = said.moment.op == said.curve.peak_op
     when = "at the peak" if at_peak else f"at op {said.moment.op:,}, where that is the most"
-    tables = _side_by_side(_slices("unit", said.units, UNITS), _slices("kind of op", said.ops, KINDS), console)
-    heading(f"What comes and goes, {when}: {format_binary(sum(s.total for s in said.units))}", console, tables)
+    tables = _slices("unit", said.units, UNITS), Text(), _slices("kind of op", said.ops, KINDS)
+    heading(f"What comes and goes, {when}: {format_binary(sum(s.total for s in said.units))}", console, *tables)
     heading("Bytes over time, op by op", console)
     _chart(said, marks, console)
     then = "then" if at_peak else f"at op {said.moment.op:,}"
@@ -120,14 +120,6 @@ def _parts(speed: Speed, mark: str) -> Table:
     table.add_section()
     table.add_row("together, by op times", f"{mark}{words.seconds(whole)}", "100.0 %", style="bold")
     return table
-
-
-def _side_by_side(left: Table, right: Table, console: Console) -> Table | Group:
-    if console.width < WIDE:
-        return Group(left, Text(), right)
-    grid = Table.grid(padding=(0, 4, 0, 0))
-    grid.add_row(left, right)
-    return grid
 
 
 def _chart(said: Explanation, marks: Marks, console: Console) -> None:

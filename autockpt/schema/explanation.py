@@ -9,7 +9,7 @@ from pydantic import Field
 from autockpt.schema.base import Data, Facts
 from autockpt.schema.choices import Choice
 from autockpt.schema.graph import Phase, Span
-from autockpt.schema.plan import Comparison, PlanStatus
+from autockpt.schema.plan import PlanStatus
 from autockpt.schema.sizes import ResolvedBudget
 
 Bound = Literal["arithmetic", "bandwidth", "link", "launches"]
@@ -221,7 +221,6 @@ class Explanation(Data):
     smallest_peak: int
     measured_peak: int | None = None
     measured_seconds: float | None = None
-    beside: tuple[Comparison, ...] = Field(default=(), description="what was measured together with the plan")
     holdings: tuple[Holding, ...] = Field(description="peak_bytes add up to the peak")
     units: tuple[Slice, ...] = Field(description="what comes and goes at the moment, by unit")
     ops: tuple[Slice, ...] = Field(description="the same by the kind of op that made it")
