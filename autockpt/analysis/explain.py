@@ -25,7 +25,7 @@ from autockpt.analysis.subject import (
     simulated_hardware,
     stored_times,
 )
-from autockpt.analysis.why import Answers, Neighbours, budget_steps, is_faster, resolved, why
+from autockpt.analysis.why import Answers, Neighbours, Recorded, budget_steps, resolved, why
 from autockpt.devices import host_bytes_of, said_of_host
 from autockpt.errors import AutockptError, RunDirectoryError, UsageError
 from autockpt.history.rundir import RunDirectory
@@ -42,15 +42,12 @@ from autockpt.schema import (
     Menu,
     Plan,
     PlanStatus,
-    Prediction,
-    Profile,
     ResolvedBudget,
     Silence,
     Unit,
     WorkloadSpec,
     format_bytes,
     parse_budget,
-    plan_hash,
 )
 from autockpt.schema.choices import OFFLOAD, Offload, RecomputeOffload
 from autockpt.schema.device import WITHOUT_STREAMS
@@ -323,64 +320,6 @@ def _not_here(plan: Plan, path: Path) -> str:
         f"{said} `autockpt explain {shlex.quote(str(path))} --limits` traces the model again: it asks the solver for "
         "more plans and finds the largest batch and the longest sequence."
     )
-
-
-class Recorded:
-    """The plans that a run's search tried or ghost-ran, with what was predicted of each.
-
-    ``saving`` is the plan that saves everything.
-    """
-
-    def __init__(self, run: RunDirectory, profile: Profile, saving: Mapping[str, Choice]) -> None:
-        self._plain_seconds = profile.save_all_seconds
-        self._saving = saving
-        self._known: dict[str, Reach] = {}
-        overhead = profile.op_times.device.overhead_bytes
-        plain = Prediction(peak_bytes=profile.save_all_peak_bytes + overhead, step_seconds=profile.save_all_seconds)
-        self.add(saving, plain)
-        outlook = run.outlook()
-        for ghost in outlook.plans if outlook is not None else ():
-            self.add(ghost.choices, ghost.predicted)
-        for trial in run.trials():
-            self.add(trial.choices, trial.predicted)
-            if trial.state in ("failed", "out_of_memory") and trial.plan_hash != plan_hash(saving):
-                self._known.pop(trial.plan_hash, None)  # real steps refuted its prediction
-
-    @property
-    def save_all(self) -> Reach:
-        return self._known[plan_hash(self._saving)]
-
-    @property
-    def lean(self) -> Reach:
-        return min(self._known.values(), key=lambda reach: (reach.peak_bytes, reach.step_seconds))
-
-    def add(self, choices: Mapping[str, Choice], predicted: Prediction | None) -> None:
-        """Keep what was predicted of a plan; the last prediction of a plan counts."""
-        if predicted is None or predicted.step_seconds is None:
-            return
-        base = self._plain_seconds
-        self._known[plan_hash(choices)] = Reach(
-            peak_bytes=predicted.peak_bytes,
-            step_seconds=predicted.step_seconds,
-            overhead=predicted.step_seconds / base - 1 if base > 0 else None,
-            choices={**self._saving, **choices},
-        )
-
-    def reach(self, choices: Mapping[str, Choice], budget_bytes: int | None = None) -> Reach:
-        return self._known[plan_hash(choices)]
-
-    def at(self, budget_bytes: int, calls: int = 0) -> Reach | None:
-        """The fastest known plan within a budget; None where none fits."""
-        fitting = [reach for reach in self._known.values() if reach.peak_bytes <= budget_bytes]
-        return min(fitting, key=lambda reach: (reach.step_seconds, reach.peak_bytes), default=None)
-
-    def leaner(self, chosen: Reach) -> Reach | None:
-        return self.at(chosen.peak_bytes - 1)
-
-    def faster(self, chosen: Reach, budget_bytes: int) -> Reach | None:
-        known = [r for r in self._known.values() if r.peak_bytes > max(budget_bytes, chosen.peak_bytes)]
-        faster = [r for r in known if is_faster(r, chosen)]
-        return min(faster, key=lambda reach: (reach.peak_bytes, reach.step_seconds), default=None)
 
 
 def estimate_step(

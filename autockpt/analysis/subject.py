@@ -6,7 +6,7 @@ Seconds rest on, best first: ops timed on the device, a roofline of a named devi
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,10 +14,9 @@ from typing import Any
 import torch
 
 from autockpt.devices import get_device
-from autockpt.errors import RunDirectoryError, UsageError
+from autockpt.errors import UsageError
 from autockpt.hardware.nominal import nominal_op_times
 from autockpt.hardware.roofline import roofline_times
-from autockpt.history.rundir import RunDirectory
 from autockpt.measuring.environment import environment_of, environment_to_measure_in
 from autockpt.profiling import CostModel, UniformRuns, cached_op_times, simulated_memory
 from autockpt.schema import (
@@ -45,7 +44,6 @@ from search_spaces.hardware import list_hardware, load_hardware
 from search_spaces.spaces import load_space
 
 SPACE = "knobs"
-COVERED = 0.9  # share of the op signatures that timed ones must cover; the rest is estimated from similar ones
 
 
 @dataclass(frozen=True)
@@ -261,7 +259,7 @@ def _times(question: ExplainRequest, found: Traced) -> tuple[Times, int]:
     else:
         environment, settings = environment_of(device), live_settings(step, found.tracer)
     key = workload_key(question.spec, question.name, settings)
-    return of_device(environment, found.uniform, heads, key, question.plan_path), device.used_by_others()
+    return of_device(environment, found.uniform, heads, key), device.used_by_others()
 
 
 def _modelled(times: OpTimes, name: str) -> Times:
@@ -276,13 +274,9 @@ def stored_times(times: OpTimes) -> Times:
     return Times(times, "measured", note)
 
 
-def of_device(
-    environment: Environment, uniform: UniformRuns, heads: Sequence[Graph], workload_key: str, plan: Path | None = None
-) -> Times:
-    """Op times of the device at hand, from the plan's run directory or the cache; else rates of common hardware."""
+def of_device(environment: Environment, uniform: UniformRuns, heads: Sequence[Graph], workload_key: str) -> Times:
+    """Op times of the device at hand that an earlier search measured; else rates of common hardware."""
     lean = (uniform.get("recompute") or uniform["save"])[1]  # all that is timed; copies are known by their rates
-    if (found := _of_run(plan, [lean, *heads])) is not None:
-        return stored_times(found)
     if (cached := cached_op_times(environment, [lean, *heads], workload_key)) is not None:
         return Times(cached, "measured", f"op times were measured on {environment.device.name} by an earlier search")
     return Times(
@@ -291,18 +285,3 @@ def of_device(
         "seconds are modelled from FLOPs and bytes at nominal rates of common hardware: they rank choices and say "
         "little about this device (a search measures its op times; --hardware NAME models a device that is described)",
     )
-
-
-def _of_run(plan: Path | None, graphs: Sequence[Graph]) -> OpTimes | None:
-    """Op times of the run directory that a plan lies in, where they cover the graphs."""
-    if plan is None:
-        return None
-    folder = plan if plan.is_dir() else plan.resolve().parent
-    with suppress(RunDirectoryError, OSError):
-        profile = RunDirectory.open(folder).profile()
-        if profile is None or "simulated" in profile.op_times.environment.versions:  # nothing was timed
-            return None
-        known = profile.op_times.seconds
-        if all(sum(text in known for text in graph.timed) >= COVERED * len(graph.timed) for graph in graphs):
-            return profile.op_times
-    return None

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Protocol
 
 from autockpt.analysis.subject import ExplainRequest
+from autockpt.history.rundir import RunDirectory
 from autockpt.profiling import CostModel
-from autockpt.schema import Assignment, Choice, ResolvedBudget, format_binary, plan_hash
+from autockpt.schema import Assignment, Choice, Prediction, Profile, ResolvedBudget, format_binary, plan_hash
 from autockpt.schema.explanation import BudgetStep, Reach, Why
 from autockpt.schema.known import NONE, known_plans
 from autockpt.solvers import Checked, refine, refine_segmented
@@ -21,32 +21,6 @@ HALVINGS = 24
 BEYOND = (0.0, 0.01, 0.05)  # shares of what is left that the model's next threshold may be too low by
 SHARES = (100, 80, 60, 40, 20, 0)  # per cent of the activation range
 WORTH = 1e-4  # share of the step time below which two plans are as fast as one another
-
-
-class Neighbours(Protocol):
-    """The plans that a plan is compared with."""
-
-    @property
-    def save_all(self) -> Reach: ...
-
-    @property
-    def lean(self) -> Reach: ...
-
-    def reach(self, choices: Mapping[str, Choice], budget_bytes: int | None = None) -> Reach:
-        """What a plan comes to, with its allocator kept to ``budget_bytes``."""
-        ...
-
-    def at(self, budget_bytes: int, calls: int = CALLS) -> Reach | None:
-        """The fastest plan within a budget; None where nothing fits."""
-        ...
-
-    def leaner(self, chosen: Reach) -> Reach | None:
-        """The fastest plan that needs less than this one."""
-        ...
-
-    def faster(self, chosen: Reach, budget_bytes: int) -> Reach | None:
-        """The leanest plan that is faster than this one and does not fit where it does."""
-        ...
 
 
 class Answers:
@@ -117,6 +91,7 @@ class Answers:
         return None
 
     def leaner(self, chosen: Reach) -> Reach | None:
+        """The fastest plan that needs less than this one."""
         least = self.least(chosen.choices)
         if least <= self.least(self.lean.choices):
             return None
@@ -124,6 +99,7 @@ class Answers:
         return found if found is not None and found.peak_bytes < chosen.peak_bytes else None
 
     def faster(self, chosen: Reach, budget_bytes: int) -> Reach | None:
+        """The leanest plan that is faster than this one and does not fit where it does."""
         here = self.model(budget_bytes)
         threshold = self.next_threshold(budget_bytes, here.seconds) if here.feasible else None
         if threshold is None:
@@ -173,6 +149,68 @@ class Answers:
         hidden = self._hidden[0] if hidden is None else hidden
         problem = self.profiled.problem(budget_bytes - self.overhead, hidden=hidden)
         return solved(problem, self._offsets[hidden])
+
+
+class Recorded:
+    """The plans that a run's search tried or ghost-ran, with what was predicted of each; the same questions.
+
+    ``saving`` is the plan that saves everything.
+    """
+
+    def __init__(self, run: RunDirectory, profile: Profile, saving: Mapping[str, Choice]) -> None:
+        self._plain_seconds = profile.save_all_seconds
+        self._saving = saving
+        self._known: dict[str, Reach] = {}
+        overhead = profile.op_times.device.overhead_bytes
+        plain = Prediction(peak_bytes=profile.save_all_peak_bytes + overhead, step_seconds=profile.save_all_seconds)
+        self.add(saving, plain)
+        outlook = run.outlook()
+        for ghost in outlook.plans if outlook is not None else ():
+            self.add(ghost.choices, ghost.predicted)
+        for trial in run.trials():
+            self.add(trial.choices, trial.predicted)
+            if trial.state in ("failed", "out_of_memory") and trial.plan_hash != plan_hash(saving):
+                self._known.pop(trial.plan_hash, None)  # real steps refuted its prediction
+
+    @property
+    def save_all(self) -> Reach:
+        return self._known[plan_hash(self._saving)]
+
+    @property
+    def lean(self) -> Reach:
+        return min(self._known.values(), key=lambda reach: (reach.peak_bytes, reach.step_seconds))
+
+    def add(self, choices: Mapping[str, Choice], predicted: Prediction | None) -> None:
+        """Keep what was predicted of a plan; the last prediction of a plan counts."""
+        if predicted is None or predicted.step_seconds is None:
+            return
+        base = self._plain_seconds
+        self._known[plan_hash(choices)] = Reach(
+            peak_bytes=predicted.peak_bytes,
+            step_seconds=predicted.step_seconds,
+            overhead=predicted.step_seconds / base - 1 if base > 0 else None,
+            choices={**self._saving, **choices},
+        )
+
+    def reach(self, choices: Mapping[str, Choice], budget_bytes: int | None = None) -> Reach:
+        return self._known[plan_hash(choices)]
+
+    def at(self, budget_bytes: int, calls: int = 0) -> Reach | None:
+        """The fastest known plan within a budget; None where none fits."""
+        fitting = [reach for reach in self._known.values() if reach.peak_bytes <= budget_bytes]
+        return min(fitting, key=lambda reach: (reach.step_seconds, reach.peak_bytes), default=None)
+
+    def leaner(self, chosen: Reach) -> Reach | None:
+        return self.at(chosen.peak_bytes - 1)
+
+    def faster(self, chosen: Reach, budget_bytes: int) -> Reach | None:
+        known = [r for r in self._known.values() if r.peak_bytes > max(budget_bytes, chosen.peak_bytes)]
+        faster = [r for r in known if is_faster(r, chosen)]
+        return min(faster, key=lambda reach: (reach.peak_bytes, reach.step_seconds), default=None)
+
+
+Neighbours = Answers | Recorded
+"""The plans that a plan is compared with."""
 
 
 def resolved(question: ExplainRequest, answers: Answers) -> ResolvedBudget | None:

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from autockpt.analysis import subject
 from autockpt.analysis.explain import explain
 from autockpt.analysis.speed import BETWEEN, FEED_FORWARD, OPTIMIZER, SCORES
-from autockpt.analysis.subject import ExplainRequest, of_device
+from autockpt.analysis.subject import ExplainRequest
 from autockpt.cli.explain_table import bound_words, speed_words
 from autockpt.schema import Plan, WorkloadSpec
 from autockpt.tuning.targets import shallow_twin
 from search_spaces.hardware import load_hardware
 from search_spaces.spaces import load_space
-from tests.analysis.samples import ENVIRONMENT, make_run, profile
-from tests.samples import small_graph
 
 pytestmark = pytest.mark.slow
 
@@ -48,18 +44,3 @@ def test_parts_add_up_and_what_runs_again_is_work_but_not_the_models(monkeypatch
     assert {part.bound for part in plain.speed.parts if part.name != OPTIMIZER} == {"launches"}, "so small a model"
     assert "torch.compile" in " ".join(bound_words(plain.speed))
     assert "tokens/s" in speed_words(plain)
-
-
-def test_seconds_of_a_measured_run_rest_on_its_own_op_times(tmp_path: Path) -> None:
-    """Those of the optimizer are timed as a whole: that none of them is known by itself is no reason to model."""
-    run, graph = make_run(tmp_path), small_graph()
-    ops = tuple(op.model_copy(update={"signature": int(op.phase == "optimizer")}) for op in graph.ops)
-    graph = graph.model_copy(update={"ops": ops, "signatures": ("mm", "adamw")})
-    timed = {"mm": 0.01}
-    found = profile()
-    run.write_profile(found.model_copy(update={"op_times": found.op_times.model_copy(update={"seconds": timed})}))
-    times = of_device(ENVIRONMENT, {"save": ({}, graph)}, [], "a workload", run.path)
-    assert times.basis == "measured" and times.times.seconds == timed
-    moving = graph.model_copy(update={"signatures": ("set_", "empty")})  # what only other plans run is not timed
-    uniform = {"save": ({}, graph), "recompute": ({}, graph), "offload": ({}, moving)}
-    assert of_device(ENVIRONMENT, uniform, [], "a workload", run.path).basis == "measured"
