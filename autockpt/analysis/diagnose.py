@@ -17,7 +17,6 @@ from autockpt.schema import (
     Budget,
     Choice,
     Comparison,
-    Graph,
     Hardware,
     Listener,
     SearchRequest,
@@ -165,8 +164,7 @@ def diagnose(question: DiagnoseRequest, listener: Listener | None = None) -> Dia
 def verdict_of(log: LogReading) -> str:
     """What happened, in a sentence."""
     if log.host is not None:
-        tried = f" ({format_binary(log.host.tried)} were requested)" if log.host.tried is not None else ""
-        return f"{_HOST[log.host.kind][0]}{tried}."
+        return f"{_HOST[log.host][0]}."
     failure = log.failure
     if failure is None:
         return ""
@@ -185,7 +183,7 @@ def verdict_of(log: LogReading) -> str:
 def advice_of(log: LogReading) -> Iterator[str]:
     """What helps, by the log alone."""
     if log.host is not None:
-        yield f"A plan for the device does not change that. {_HOST[log.host.kind][1]}"
+        yield f"A plan for the device does not change that. {_HOST[log.host][1]}"
     failure = log.failure
     if failure is None:
         return
@@ -219,14 +217,13 @@ def _notes(log: LogReading, spec: WorkloadSpec | None) -> Iterator[str]:
 
 
 def _other_parameters(log: LogReading, settings: Mapping[str, Any]) -> Iterator[str]:
-    """Where the log counts other parameters than the job has that was described."""
-    for logged, name, words, remedy in (
-        (log.total_params, "params", "parameters", "name the model that ran"),
-        (log.trainable_params, "trainable_params", "trainable parameters", "describe its adapters (--lora RANK, …)"),
-    ):
-        described = settings.get(name)
-        if logged and described and abs(described / logged - 1) > _OTHER:
-            yield f"the run had {logged:,} {words}, the job that was described has {described:,}: {remedy}"
+    """Where other parameters trained than in the job that was described: an adapter was left out, most often."""
+    logged, described = log.trainable_params, settings.get("trainable_params")
+    if logged and described and abs(described / logged - 1) > _OTHER:
+        yield (
+            f"the run had {logged:,} trainable parameters, the job that was described has {described:,}: describe its "
+            "adapters (--lora RANK, …), or name the model that ran"
+        )
 
 
 def _simulated(
@@ -243,13 +240,14 @@ def _simulated(
         settings = {k: v for k, v in tracer.settings.items() if k != "model"}
         notes = (*doubts, *_other_parameters(question.log, settings), *tracer.notes, *graph.notes)
     peak = simulated_memory(hardware, room.budget)(graph)
-    held = StepBytes(graph, head.name if head is not None else None, room.overhead)
+    reserved = peak - graph.peak_bytes - room.overhead
+    held = StepBytes(graph, head.name if head is not None else None, room.overhead, reserved)
     found: dict[str, Any] = {
         "settings": {k: v for k, v in settings.items() if isinstance(v, str | int | float | bool | None)},
         "room": room,
         "peak_bytes": peak,
         "holdings": held.holdings(peak_op(graph)),
-        "agreement": _agreement(graph, room, peak),
+        "agreement": _agreement(peak, room),
     }
     request = SearchRequest(
         budget=room.for_plans,
@@ -276,18 +274,13 @@ def _simulated(
     return found | {"notes": notes}
 
 
-def _agreement(graph: Graph, room: Room, reserved: int) -> str:
+def _agreement(needs: int, room: Room) -> str:
     """Whether the plain step had to fail."""
-    needs, has = graph.peak_bytes + room.overhead, format_binary(room.budget)
+    has = format_binary(room.budget)
     if needs > room.budget:
         return (
-            f"The simulated step needs {format_binary(needs)} for tensors and context, "
-            f"{format_binary(needs - room.budget)} more than the {has} that there are: it had to fail."
-        )
-    if reserved > room.budget:
-        return (
-            f"The simulated step's tensors need {format_binary(needs)} of {has}, but its allocator would reserve "
-            f"{format_binary(reserved)}: fragmentation is part of this failure."
+            f"The simulated step needs {format_binary(needs)}, {format_binary(needs - room.budget)} more than the "
+            f"{has} that there are: it had to fail."
         )
     return (
         f"The simulated step needs {format_binary(needs)} of the {has} that there are, so by itself it fits. The run "

@@ -48,23 +48,14 @@ class DeviceFailure(Data):
         return held if held >= 0 else None
 
 
-class HostFailure(Data):
-    """The host's memory ran out, not the device's."""
-
-    kind: HostKind
-    tried: int | None = None
-    text: str = ""
-
-
 class LogReading(Data):
     """What a log tells of its last failure, and of its run."""
 
     path: str = ""
     failure: DeviceFailure | None = None
-    host: HostFailure | None = None
+    host: HostKind | None = Field(default=None, description="the host's memory ran out, not the device's")
     ranks: tuple[int, ...] = Field(default=(), description="ranks that ran out of memory")
     world: int | None = Field(default=None, description="ranks of the run")
-    total_params: int | None = None
     trainable_params: int | None = None
     windows: bool = False
 
@@ -150,7 +141,6 @@ _HOST: tuple[tuple[HostKind, re.Pattern[str]], ...] = (
         ),
     ),
 )
-_TRIED = re.compile(r"(?:you tried to allocate|unable to mmap|Unable to allocate) ([\d.]{1,20}) ([KMGT]i)?B?")
 
 _WORLD = re.compile(
     r"\bworld[_ ]size[ \"']{0,3}[:=] {0,3}([0-9]{1,6})\b|--(?:nproc[_-]per[_-]node|num_processes)[= ]([0-9]{1,6})\b"
@@ -158,7 +148,6 @@ _WORLD = re.compile(
     re.IGNORECASE,
 )
 _NUMBER = r"([0-9][0-9,_]{0,20})"
-_TOTAL = re.compile(rf"\ball params: {_NUMBER}|Trainable parameters = [0-9,_]{{1,20}}/{_NUMBER}")
 _TRAINABLE = re.compile(rf"\btrainable params: {_NUMBER}|\b(?:Number of t|T)rainable parameters = {_NUMBER}", re.I)
 _WINDOWS = re.compile(r'File "[A-Za-z]:[\\/]|expandable_segments not supported')
 _LAST_ERROR = re.compile(r"^.{0,100}?((?:\w+\.)*\w*(?:Error|Exception|Interrupt)\b.{0,160})", re.M)
@@ -213,7 +202,6 @@ def read_text(text: str) -> LogReading:
         host=host,
         ranks=tuple(sorted({f.rank for f in failures if f.rank is not None})),
         world=_last(_WORLD, text),
-        total_params=_last(_TOTAL, text),
         trainable_params=_last(_TRAINABLE, text),
         windows=_WINDOWS.search(text) is not None,
     )
@@ -277,14 +265,9 @@ def parse_message(text: str) -> DeviceFailure:
     )
 
 
-def _host(text: str) -> HostFailure | None:
+def _host(text: str) -> HostKind | None:
     """The most telling sign that the host's memory ran out; None where there is none."""
-    for kind, pattern in _HOST:
-        if (match := pattern.search(text)) is not None:
-            line = text[text.rfind("\n", 0, match.start()) + 1 :].partition("\n")[0][:500]
-            tried = _TRIED.search(line)
-            return HostFailure(kind=kind, tried=_bytes(tried) if tried is not None else None, text=line.strip())
-    return None
+    return next((kind for kind, pattern in _HOST if pattern.search(text)), None)
 
 
 def _first(patterns: Sequence[re.Pattern[str]], text: str) -> int | None:

@@ -219,30 +219,29 @@ def test_talk_of_it_is_no_failure(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("line", "kind", "tried"),
+    ("line", "kind"),
     [
         ("RuntimeError: [enforce fail at alloc_cpu.cpp:117] err == 0. DefaultCPUAllocator: can't allocate memory: you "
-         "tried to allocate 68719476736 bytes. Error code 12 (Cannot allocate memory)", "allocator", 64 * GIB),
-        ("RuntimeError: DataLoader worker (pid 164244) is killed by signal: Killed. ", "worker", None),
+         "tried to allocate 68719476736 bytes. Error code 12 (Cannot allocate memory)", "allocator"),
+        ("RuntimeError: DataLoader worker (pid 164244) is killed by signal: Killed. ", "worker"),
         ("RuntimeError: unable to mmap 4976698672 bytes from file <model.safetensors>: Cannot allocate memory (12)",
-         "allocator", 4976698672),
-        ("terminate called after throwing an instance of 'std::bad_alloc'", "allocator", None),
-        ("ray.exceptions.OutOfMemoryError: Task was killed due to the node running low on memory.", "killed", None),
-        ("    Reason:       OOMKilled", "killed", None),
-        ("train.service: A process of this unit has been killed by the OOM killer.", "killed", None),
+         "allocator"),
+        ("terminate called after throwing an instance of 'std::bad_alloc'", "allocator"),
+        ("ray.exceptions.OutOfMemoryError: Task was killed due to the node running low on memory.", "killed"),
+        ("    Reason:       OOMKilled", "killed"),
+        ("train.service: A process of this unit has been killed by the OOM killer.", "killed"),
         ("RuntimeError: DataLoader worker (pid 13176) is killed by signal: Bus error. It is possible that dataloader's "
-         "workers are out of shared memory. Please try to raise your shared memory limit.", "shared_memory", None),
-        ("  exitcode  : -9 (pid: 907695)", "killed", None),
-        ("  traceback : Signal 9 (SIGKILL) received by PID 907695", "killed", None),
-        ("/bin/bash: line 3:  4121 Killed                  python train.py", "killed", None),
-        ("slurmstepd: error: Detected 1 oom-kill event(s) in StepId=77.0.", "killed", None),
-        ("numpy.core._exceptions._ArrayMemoryError: Unable to allocate 2.00 GiB for an array", "allocator", 2 * GIB),
+         "workers are out of shared memory. Please try to raise your shared memory limit.", "shared_memory"),
+        ("  exitcode  : -9 (pid: 907695)", "killed"),
+        ("  traceback : Signal 9 (SIGKILL) received by PID 907695", "killed"),
+        ("/bin/bash: line 3:  4121 Killed                  python train.py", "killed"),
+        ("slurmstepd: error: Detected 1 oom-kill event(s) in StepId=77.0.", "killed"),
+        ("numpy.core._exceptions._ArrayMemoryError: Unable to allocate 2.00 GiB for an array", "allocator"),
     ],
 )  # fmt: skip
-def test_the_hosts_memory_is_told_from_the_devices(line: str, kind: str, tried: int | None) -> None:
+def test_the_hosts_memory_is_told_from_the_devices(line: str, kind: str) -> None:
     reading = read_text(f"loading data\n{line}\n")
-    assert reading.failure is None and reading.host is not None
-    assert (reading.host.kind, reading.host.tried) == (kind, tried)
+    assert reading.failure is None and reading.host == kind
 
 
 def test_a_device_out_of_memory_comes_before_the_signals_that_follow_it() -> None:
@@ -273,7 +272,7 @@ def test_a_run_that_outlived_the_device_and_was_killed_later(tmp_path: Path) -> 
     log = tmp_path / "log.txt"
     log.write_text(FORWARD + message() + "fine again\n" * 100_000 + "exitcode: -9 (pid 3)\n")
     reading = read_log(log)
-    assert reading.host is not None and reading.host.kind == "killed"
+    assert reading.host == "killed"
 
 
 def test_a_log_without_one_says_what_it_ends_with(tmp_path: Path) -> None:
@@ -288,7 +287,7 @@ def test_a_log_without_one_says_what_it_ends_with(tmp_path: Path) -> None:
 def test_what_a_log_says_of_its_run() -> None:
     said = "world_size = 8\ntrainable params: 20,971,520 || all params: 8,051,232,768 || trainable%: 0.26\n"
     reading = read_text(said + FORWARD + message())
-    assert (reading.world, reading.total_params, reading.trainable_params) == (8, 8_051_232_768, 20_971_520)
+    assert (reading.world, reading.trainable_params) == (8, 20_971_520)
     assert not reading.windows and read_text('  File "C:\\sd\\train.py", line 3, in f\n' + message()).windows
 
 
