@@ -107,7 +107,8 @@ _PATTERNS = {name: [re.compile(p, re.IGNORECASE) for p in patterns] for name, pa
 _DEVICE = re.compile(r"\b[A-Z]{1,4}U +(\d{1,4})\b|on device +(\d{1,4})\b")
 _PROCESS = re.compile(rf"Process \d+ has {_SIZE} memory in use")
 
-_FRAME = re.compile(r'File "?([^":\n]{1,300}?)"?(?:, line |:)(\d{1,9}), in ([^\n]{1,200})\n?([^\n]{0,300})')
+# Python's own tracebacks, and IPython's
+_FRAME = re.compile(r'File (?:"([^"\n]{1,300})", line |([^"\n:]{1,300}):)(\d{1,9}), in ([^\n]{1,200})\n?([^\n]{0,300})')
 _INSTALLED = ("/site-packages/", "/dist-packages/", "/lib/python3", "/lib64/python3", "<")
 # what a frame (file, function, source line) says about the stage; the first pattern that any frame has
 _STAGES: tuple[tuple[Stage, re.Pattern[str]], ...] = (
@@ -224,9 +225,8 @@ def _failures(text: str) -> Iterator[DeviceFailure]:
 
 
 def _place(stack: str) -> dict[str, Any]:
-    """The stage of training that a stack belongs to, and the user's own innermost line. By names: a reading, no
-    proof."""
-    frames = [(match[1].replace("\\", "/"), match[2], match[3], match[4]) for match in _FRAME.finditer(stack)]
+    """The stage of training that a stack belongs to, by names, and the innermost line of the user's own code."""
+    frames = [((m[1] or m[2]).replace("\\", "/"), m[3], m[4], m[5]) for m in _FRAME.finditer(stack)]
     said = "\n".join(f"{file} {function} {code}" for file, _, function, code in frames)
     own = [f"{file.rsplit('/', 1)[-1]}:{line}" for file, line, *_ in frames if not any(p in file for p in _INSTALLED)]
     stage = next((stage for stage, pattern in _STAGES if pattern.search(said)), "unknown")

@@ -9,7 +9,7 @@ from itertools import groupby
 
 from autockpt.schema.choices import CHOICE_TYPES, SAVE, Choice
 from autockpt.schema.names import ancestors, outermost
-from autockpt.schema.sizes import scaled, three
+from autockpt.schema.sizes import three
 from autockpt.schema.trial import Measurement, Prediction
 
 NO_DIFFERENCE = 0.0005  # of a step: what would be printed as 0.0 %
@@ -71,11 +71,6 @@ def compared(ours: Measurement | Prediction, other: Measurement | Prediction, na
 def _percent(value: float) -> str:
     value = abs(value) * 100
     return f"{value:.0f} %" if value >= 9.95 else f"{value:.1f} %"
-
-
-def flops(value: int) -> str:
-    """``1.23 TFLOP``."""
-    return scaled(value, 1000, ("FLOP", "kFLOP", "MFLOP", "GFLOP", "TFLOP", "PFLOP"))
 
 
 def counted(number: int, noun: str, plural: str = "") -> str:

@@ -288,7 +288,14 @@ def test_what_a_log_says_of_its_run() -> None:
     said = "world_size = 8\ntrainable params: 20,971,520 || all params: 8,051,232,768 || trainable%: 0.26\n"
     reading = read_text(said + FORWARD + message())
     assert (reading.world, reading.trainable_params) == (8, 20_971_520)
-    assert not reading.windows and read_text('  File "C:\\sd\\train.py", line 3, in f\n' + message()).windows
+    assert not reading.windows
+
+
+def test_a_stack_from_windows() -> None:
+    stack = 'Traceback (most recent call last):\n  File "C:\\sd\\train.py", line 3, in run\n    loss.backward()\n'
+    reading = read_text(stack + message())
+    assert reading.windows and reading.failure is not None
+    assert (reading.failure.stage, reading.failure.at) == ("backward", "train.py:3")
 
 
 OOM = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has a capacity of 23.64 GiB"

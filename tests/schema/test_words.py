@@ -45,10 +45,9 @@ def test_noise_is_shown_where_it_is_known() -> None:
     assert words.step_time(Measurement(peak_bytes=1, step_seconds=0.412, noise=1.0)) == "412 ms ±?"
 
 
-def test_counts_and_flops() -> None:
+def test_counts() -> None:
     assert words.counted(1, "trial") == "1 trial" and words.counted(1234, "op") == "1,234 ops"
     assert words.counted(2, "micro-batch", "micro-batches") == "2 micro-batches"
-    assert words.flops(1_230_000_000_000) == "1.23 TFLOP" and words.flops(0) == "0 FLOP"
 
 
 def test_a_plan_in_one_line() -> None:
