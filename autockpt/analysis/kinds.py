@@ -60,7 +60,6 @@ _ALLOCATORS = frozenset(
 _FUSED = ("_scaled_dot_product", "_flash_attention", "_efficient_attention", "flash_attn", "flex_attention")
 _NORM_MODULE = re.compile(r"norm|layer_?norm|(^|_)ln(_|\d|$)|(^|_)bn\d*$")
 _ACTIVATION_MODULE = re.compile(r"^(act|act_fn|activation|activation_fn|intermediate_act_fn|act\d|gelu|relu|silu)$")
-KINDS = (*_BY_NAME, ATTENTION, RESIDUAL, OFFLOADED, UNMADE, OTHER)
 
 
 class OpKinds:

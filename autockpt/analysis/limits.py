@@ -4,7 +4,7 @@ whoever leaves their length open."""
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import islice
 from typing import NamedTuple
 
@@ -32,82 +32,6 @@ class Needed(NamedTuple):
 Peak = Callable[[str, int], Needed]
 
 
-@dataclass
-class _Search:
-    """Brackets the largest size that fits: what a step holds grows with size, and between two readings about linearly.
-
-    Lines go through the ``least`` that sizes need: near the budget an allocator gives back what it can, and peaks are
-    on no line. ``floor`` is about what is there at any size: from it and the first reading the second size is guessed.
-    """
-
-    budget_bytes: int
-    dimension: Dimension
-    step: int
-    most: int
-    floor: int
-    high: int  # does not fit, cannot be built, or is larger than anybody looks
-    low: int = 0  # fits, or 0
-    read: dict[int, Needed] = field(default_factory=dict)
-    why: str = ""
-    width: int = 0  # between the two when the last guess was made
-
-    def note(self, size: int, needed: Needed) -> None:
-        self.read[size] = needed
-        if needed.peak <= self.budget_bytes:
-            self.low = max(self.low, size)
-        else:
-            self.high = min(self.high, size)
-
-    def refuse(self, size: int, why: str) -> None:
-        self.high, self.why = min(self.high, size), why
-
-    @property
-    def done(self) -> bool:
-        """Whether nothing larger is left to try."""
-        apart = max(self.step, step_of(self.dimension, self.low))
-        return self.high - self.low <= apart or self._next_is_too_large()
-
-    def _next_is_too_large(self) -> bool:
-        """Whether the line through the two largest sizes that fit is beyond the budget one step on.
-
-        What is held is convex in the size (a maximum over moments, each growing linearly or faster), so above it.
-        """
-        fit = sorted(k for k, needed in self.read.items() if needed.peak <= self.budget_bytes)[-2:]
-        if len(fit) < 2 or fit[-1] != self.low:
-            return False
-        slope = (self.read[fit[1]].least - self.read[fit[0]].least) / (fit[1] - fit[0])
-        return self.read[self.low].least + slope * self.step > self.budget_bytes
-
-    def guess(self) -> int:
-        """The next size to try: where the line through two readings meets the budget, kept within bounds.
-
-        Between one that fits and one that does not their middle, where such lines have not halved that.
-        """
-        aim = self._aim()
-        if self.why and self.low:  # where building ends no line tells; a model's own limits are mostly powers of two
-            aim = min(aim, 2 * self.low, (self.low + self.high) // 2)
-        aim = max(self.low + self.step, min(aim, self.high - self.step))
-        return max(self.step, min(self.most, aim // self.step * self.step if aim >= self.step else self.step))
-
-    def _aim(self) -> int:
-        known = sorted(self.read)
-        if len(known) < 2:
-            size, least = known[0], self.read[known[0]].least
-            return int(size * max(0, self.budget_bytes - self.floor) / max(1, least - self.floor))
-        above = self.read.get(self.high) if self.low else None
-        near, far = (known[-1], known[-2]) if self.low == known[-1] else (known[0], known[1])
-        if above is not None:
-            near, far, width = self.low, self.high, self.high - self.low
-            stalled, self.width = 2 * width > self.width > 0, width
-            if stalled and above.peak == above.least:
-                return (self.low + self.high) // 2
-        slope = (self.read[far].least - self.read[near].least) / (far - near)
-        aim = near + int((self.budget_bytes - self.read[near].least) / slope) if slope > 0 else 2 * near
-        if above is not None and above.peak > above.least:  # no line tells how much an allocator can give back
-            aim = max(self.low + width // 4, min(aim, self.high - width // 4))
-        return aim
-
-
 def largest(
     peak: Peak, first: Mapping[str, Needed], budget_bytes: int, dimension: Dimension, now: int, floor: int = 0
 ) -> tuple[Largest, ...]:
@@ -117,35 +41,78 @@ def largest(
     AutockptError where the size cannot be built. Sizes are told apart as ``step_of`` says. At most ``MOST_RUNS`` are
     tried per plan. ``floor``: about how many bytes are there at any size.
     """
-    found, step = [], step_of(dimension, now)
-    for name in first:
-        most = max(step, now * MOST_TIMES // step * step)
-        search = _Search(budget_bytes, dimension, step, most, floor, high=most + step)
-        search.note(now, first[name])
-        for _ in range(MOST_RUNS - 1):
-            if search.done or (size := search.guess()) in search.read:
-                break
-            try:
-                search.note(size, peak(name, size))
-            except AutockptError as error:
-                search.refuse(size, error.message.splitlines()[0])
-        all_tried = search.done and search.low < search.most
-        if search.low:
-            why = search.why or ("" if all_tried else f"{search.low} was as far as was tried")
-        else:  # the smallest does not fit, or cannot be asked for: a factory makes its own batch
-            why = "" if step in search.read else search.why
-        found.append(
-            Largest(
-                dimension=dimension,
-                plan=name,  # type: ignore[arg-type]
-                value=search.low or None,
-                peak_bytes=search.read[search.low].peak if search.low else None,
-                now=now,
-                open_ended=search.low > 0 and (not all_tried or bool(search.why)),
-                why=why,
-            )
-        )
-    return tuple(found)
+    step = step_of(dimension, now)
+    most = max(step, now * MOST_TIMES // step * step)
+    return tuple(_largest(name, peak, first[name], budget_bytes, dimension, now, floor, most) for name in first)
+
+
+def _largest(
+    plan: str, peak: Peak, first: Needed, budget_bytes: int, dimension: Dimension, now: int, floor: int, most: int
+) -> Largest:
+    """Close in on the largest size between one that fits (``low``) and one that does not, or cannot be built.
+
+    What a step holds grows about linearly between two sizes. Lines go through the ``least`` that sizes need: near the
+    budget an allocator gives back what it can, and peaks are on no line.
+    """
+    step, read, why, width = step_of(dimension, now), {now: first}, "", 0
+    low, high = (now, most + step) if first.peak <= budget_bytes else (0, min(now, most + step))
+
+    def closed() -> bool:
+        """Whether no larger size is left to try: one step on the line through the two largest is over the budget.
+
+        What is held is convex in the size (a maximum over moments, each growing linearly or faster), so above it.
+        """
+        if high - low <= max(step, step_of(dimension, low)):
+            return True
+        *_, below, top = (0, *sorted(size for size in read if size <= low)) if low else (0, 0)
+        if not below or top != low:
+            return False
+        slope = (read[top].least - read[below].least) / (top - below)
+        return read[top].least + slope * step > budget_bytes
+
+    for _ in range(MOST_RUNS - 1):
+        if closed():
+            break
+        above = read.get(high) if low else None
+        known = sorted(read)
+        if len(known) < 2:
+            aim = int(now * max(0, budget_bytes - floor) / max(1, first.least - floor))
+        else:
+            near, far = (known[-1], known[-2]) if low == known[-1] else (known[0], known[1])
+            near, far = (low, high) if above is not None else (near, far)
+            slope = (read[far].least - read[near].least) / (far - near)
+            aim = near + int((budget_bytes - read[near].least) / slope) if slope > 0 else 2 * near
+        if above is not None:
+            stalled, width = 2 * (high - low) > width > 0, high - low
+            if above.peak > above.least:  # no line tells how much an allocator can give back
+                aim = max(low + width // 4, min(aim, high - width // 4))
+            elif stalled:
+                aim = (low + high) // 2
+        if why and low:  # where building ends no line tells; a model's own limits are mostly powers of two
+            aim = min(aim, 2 * low, (low + high) // 2)
+        aim = max(low + step, min(aim, high - step)) // step * step
+        if (size := max(step, min(most, aim))) in read:
+            break
+        try:
+            read[size] = peak(plan, size)
+        except AutockptError as error:
+            high, why = min(high, size), error.message.splitlines()[0]
+            continue
+        low, high = (max(low, size), high) if read[size].peak <= budget_bytes else (low, min(high, size))
+    all_tried = closed() and low < most
+    if (
+        not low and step in read
+    ):  # the smallest does not fit; else it cannot be asked for: a factory makes its own batch
+        why = ""
+    return Largest(
+        dimension=dimension,
+        plan=plan,  # type: ignore[arg-type]
+        value=low or None,
+        peak_bytes=read[low].peak if low else None,
+        now=now,
+        open_ended=low > 0 and (not all_tried or bool(why)),
+        why=why or ("" if all_tried or not low else f"{low} was as far as was tried"),
+    )
 
 
 def workload_limits(
