@@ -20,7 +20,6 @@ from autockpt.analysis.limits import with_longest
 from autockpt.analysis.page import write_page
 from autockpt.analysis.subject import ExplainRequest, budget_for, hardware_for
 from autockpt.analysis.verify import verify as verified
-from autockpt.cli.explain_table import print_explanation
 from autockpt.errors import UsageError
 from autockpt.history.rundir import RunDirectory
 from autockpt.history.trialplan import plan_at
@@ -226,6 +225,8 @@ def explain(
 
 def _shown(said: Explanation, show: bool) -> Explanation:
     if show:
+        from autockpt.cli.explain_table import print_explanation
+
         print_explanation(said, console(stderr=False))
     return said
 

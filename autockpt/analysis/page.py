@@ -83,6 +83,7 @@ def contents_of(run: RunDirectory) -> dict[str, Any]:
     planned = plan.expand_planned() if plan is not None else {}
     every = outermost(dict.fromkeys(u for t in trials for u in t.choices))
     drawn = _curves(run, profile.op_times.device.overhead_bytes if profile is not None else 0)
+    reasons = reason_words(said) if said is not None and said.why is not None else []
     step_rate = ""
     if said is not None and said.speed is not None:
         step_rate = ", ".join(rates(said.speed, "" if said.measured_seconds is not None else basis_mark(said.basis)))
@@ -101,11 +102,7 @@ def contents_of(run: RunDirectory) -> dict[str, Any]:
         "plan": plan,
         "load": loading_lines(plan_file, plan.compile if plan is not None else None),
         "said": said,
-        "why": [refused.partition("\n")[2]]
-        if state == "infeasible"
-        else reason_words(said)
-        if said and said.why
-        else [],
+        "why": [refused.partition("\n")[2]] if state == "infeasible" else reasons,
         "rates": step_rate,
         "curves": drawn,
         "points": list(_points(trials, plan, said if source == "simulated" else None)),
