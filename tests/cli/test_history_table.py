@@ -3,9 +3,7 @@ from __future__ import annotations
 import pytest
 
 from autockpt.cli.history_table import print_table
-from autockpt.cli.verify import print_report
-from autockpt.schema import RECOMPUTE, VerifyReport
-from autockpt.schema.verification import Check
+from autockpt.schema import RECOMPUTE
 from tests.samples import console, trial
 
 
@@ -34,24 +32,3 @@ def test_a_simulated_peak_is_shown_where_it_has_no_column_of_its_own() -> None:
     lines = raw.getvalue().decode().splitlines()
     simulated, measured = (next(line for line in lines if line.split()[:1] == [n]) for n in "01")
     assert "~" in simulated and "iB" in simulated and "—" not in simulated and "~" not in measured
-
-
-def test_a_verification_on_screen() -> None:
-    checks = (
-        Check(name="gradients", state="passed", detail="bit-equal to plain training at 4 × 256"),
-        Check(name="peak", state="failed", detail="470 MiB measured, 441 MiB promised"),
-        Check(name="step time", state="skipped", detail="no promise"),
-    )
-    held = (checks[0], checks[1].model_copy(update={"state": "passed"}))
-    cases = (
-        (checks, "does not keep"),
-        (held, "keeps its promise"),
-        (checks[:1], "no peak or step time was compared"),
-        (checks[2:], "Nothing could"),
-    )
-    for kept, verdict in (*cases, (checks[2:], "Nothing could")):
-        screen, raw = console()
-        print_report(VerifyReport(checks=kept, notes=("a note",)), screen)
-        text = raw.getvalue().decode()
-        assert verdict in text and "a note" in text
-    assert not VerifyReport(checks=checks).passed and VerifyReport(checks=checks[:1]).passed

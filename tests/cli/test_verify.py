@@ -4,9 +4,10 @@ from pathlib import Path
 
 import pytest
 
+from autockpt.cli.verify import print_report
 from autockpt.schema import Plan, VerifyReport, WorkloadSpec
 from autockpt.schema.verification import Check
-from tests.samples import UNITS, choices
+from tests.samples import UNITS, choices, console
 
 
 @pytest.fixture
@@ -38,3 +39,24 @@ def test_a_plan_by_hand_needs_a_model(autockpt, verified, tmp_path: Path) -> Non
     assert autockpt("verify", "plan.yaml").code == 2
     assert autockpt("verify", "plan.yaml", "--model", "llama-tiny").code == 0
     assert autockpt("verify", "missing.yaml").code == 2
+
+
+def test_a_verification_on_screen() -> None:
+    checks = (
+        Check(name="gradients", state="passed", detail="bit-equal to plain training at 4 × 256"),
+        Check(name="peak", state="failed", detail="470 MiB measured, 441 MiB promised"),
+        Check(name="step time", state="skipped", detail="no promise"),
+    )
+    held = (checks[0], checks[1].model_copy(update={"state": "passed"}))
+    cases = (
+        (checks, "does not keep"),
+        (held, "keeps its promise"),
+        (checks[:1], "no peak or step time was compared"),
+        (checks[2:], "Nothing could"),
+    )
+    for kept, verdict in (*cases, (checks[2:], "Nothing could")):
+        screen, raw = console()
+        print_report(VerifyReport(checks=kept, notes=("a note",)), screen)
+        text = raw.getvalue().decode()
+        assert verdict in text and "a note" in text
+    assert not VerifyReport(checks=checks).passed and VerifyReport(checks=checks[:1]).passed
