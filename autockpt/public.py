@@ -45,7 +45,6 @@ from autockpt.tracing import trace as traced
 from autockpt.tuning import answer, search_request
 from autockpt.tuning import estimate as estimated
 from autockpt.tuning.door import refuse_both, refuse_described
-from autockpt.verification import verify as verified
 from autockpt.workload import Step
 
 trace, verify = python_door(traced), python_door(verified)
@@ -139,7 +138,7 @@ def search(
             request = request.model_copy(update={"workload": spec})
         found = answer(request, watcher)
         if isinstance(found, BatchAnswer):
-            for line in (*batch_lines(found), *found.notes):
+            for line in (*found.lines(), *found.notes):
                 watcher.note(line)
             found = found.outcome
     if found.plan is None:

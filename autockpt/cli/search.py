@@ -124,9 +124,8 @@ def search(
     planned for: llama-1b on a GPU; where there is none, llama-1b on a simulated rtx4090; with --device cpu a small one,
     measured.
     """
+    from autockpt.cli.answer_table import print_answer, print_batches
     from autockpt.history.trialplan import plan_at
-    from autockpt.reporting.answer import print_answer
-    from autockpt.reporting.batches_view import print_batches
     from autockpt.schema import SearchOutcome
     from autockpt.tuning import answer, search_request
     from search_spaces.spaces import load_space
@@ -195,11 +194,11 @@ def search(
 def _with_longest(request: SearchRequest, tokens_per_update: int | None) -> SearchRequest:
     """The request with the longest sequences that fit, so many ``tokens_per_update``, and a note on them."""
     from autockpt.analysis.limits import with_longest
-    from autockpt.reporting.progress import listener
+    from autockpt.progress import listener
     from autockpt.tuning.door import rows_per_update
 
     spec, on = request.described, {"device": request.device, "hardware": request.hardware}
-    with listener(screen.progress(), f"longest {spec.model}") as watcher:
+    with listener(screen.progress()) as watcher:
         watcher.note("looking for the longest sequences that fit")
         spec, found = with_longest(spec, request.budget, **on, listener=watcher)
     rows = rows_per_update(request.rows_per_update, tokens_per_update, spec)
@@ -253,8 +252,7 @@ def _watched(request: SearchRequest) -> Iterator[Listener]:
     """Progress on the screen, with what the request has to note."""
     from autockpt.progress import listener
 
-    subject = f"search {request.name} {request.hardware.name if request.hardware else request.device}"
-    with listener(screen.progress(), subject) as watcher:
+    with listener(screen.progress()) as watcher:
         for note in request.notes:
             watcher.note(note)
         yield watcher

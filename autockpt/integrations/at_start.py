@@ -117,7 +117,7 @@ class PlanWanted:
         if (plan := outcome.plan) is None:
             raise KeyboardInterrupt
         if isinstance(found, BatchAnswer):
-            lines = [*batch_lines(found), *(note for note in found.notes if note not in NOTES)]
+            lines = [*found.lines(), *(note for note in found.notes if note not in NOTES)]
         else:  # what the sets gain, and for which batches
             lines = outcome.notes[-2:] if asked.get("lengths") is not None else ()
         for line in lines:

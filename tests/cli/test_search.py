@@ -11,8 +11,8 @@ from autockpt.schema import Listener, Measurement, SearchOutcome, SearchRequest
 from autockpt.schema.batches import BatchAnswer, BatchSetting
 from autockpt.schema.request import TRIALS
 from autockpt.tuning import search_request
-from tests.page.samples import make_run
-from tests.reporting.samples import outcome, trial
+from tests.analysis.samples import make_run
+from tests.samples import outcome, trial
 
 
 @pytest.fixture
