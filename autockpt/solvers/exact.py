@@ -57,12 +57,13 @@ def exact(problem: Problem, *, time_limit: float = 10.0, gap: float = 1e-6) -> A
     deadline = time.monotonic() + time_limit
     chain, slack = as_chain(problem), gap * abs(problem.base_seconds)
     best = _fastest(chain, deadline, slack) if chain.reach[0] >= 0 else None
+    bound = -np.inf if best is None else best.bound
     if best is None:
-        smallest = _smallest_peak(problem, deadline)
-        answer = exact(problem.model_copy(update={"budget_bytes": smallest}), time_limit=time_limit, gap=gap)
-        return answer.model_copy(update={"feasible": False, "gap": 0.0})
-    seconds = best.seconds
-    return judge(problem, best.options(chain), gap=relative_gap(problem, seconds, min(seconds, best.bound)))
+        chain = as_chain(problem.model_copy(update={"budget_bytes": _smallest_peak(problem, deadline)}))
+        deadline = time.monotonic() + time_limit
+        best = _fastest(chain, deadline, slack) or _fewest_on_host(chain, deadline)
+    answer = judge(problem, best.options(chain), gap=relative_gap(problem, best.seconds, min(best.seconds, bound)))
+    return answer if answer.feasible else answer.model_copy(update={"gap": 0.0})
 
 
 def _smallest_peak(problem: Problem, deadline: float) -> int:

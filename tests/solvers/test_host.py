@@ -67,11 +67,11 @@ def test_agrees_with_brute_force(problem: Problem, widths: tuple[int, ...], leve
 
 
 @settings(max_examples=100, deadline=None)
-@given(bounded(), st.sampled_from([0.0, 0.05, 0.2]))
-def test_no_smaller_gap_is_said_than_there_is(problem: Problem, accepted: float) -> None:
-    """Not where far too few labels are kept, either."""
+@given(bounded(), st.sampled_from([0.0, 0.05, 0.2]), st.sampled_from([0.0, 10.0]))
+def test_no_smaller_gap_is_said_than_there_is(problem: Problem, accepted: float, time_limit: float) -> None:
+    """Not where far too few labels are kept, or there is no time, either."""
     with patch.object(sys.modules["autockpt.solvers.exact"], "WIDTHS", (1,)):
-        answer = exact(problem, gap=accepted)
+        answer = exact(problem, gap=accepted, time_limit=time_limit)
     fitting = [seconds_of(problem, p) for p in plans(problem) if peak_of(problem, p) <= problem.budget_bytes]
     if answer.feasible:
         assert answer.seconds - answer.gap * abs(problem.base_seconds + answer.seconds) <= min(fitting) + 1e-9
