@@ -86,10 +86,10 @@ def _seconds_are_measured_briefly() -> Iterator[None]:
             "tuning.targets.real_steps.SECONDS_PER_TRIAL",
             "tuning.targets.real_steps.FINAL_SECONDS",
             "tuning.side_by_side.SECONDS",
-            "profiling.profile.ANCHOR_SECONDS",
+            "cost.profile.ANCHOR_SECONDS",
         ):
             patch.setattr(f"autockpt.{seconds}", 0.0)
-        patch.setattr("autockpt.profiling.probes.COPY_ROUNDS", 1)
+        patch.setattr("autockpt.cost.probes.COPY_ROUNDS", 1)
         yield
 
 

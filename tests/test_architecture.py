@@ -20,12 +20,12 @@ SOURCE = ROOT / "autockpt"
 # Imports point to a lower layer only; packages of one layer do not import one another.
 LAYERS = (
     ("errors", "schema", "callstack", "collector", "signals"),
-    ("simulator", "solvers", "devices", "history"),
+    ("solvers", "devices", "history"),
     ("checkpointing", "terminal", "progress"),
     ("policies", "workload"),
-    ("runtime", "hardware"),
+    ("runtime",),
     ("tracing", "measuring"),
-    ("profiling",),
+    ("cost",),
     ("tuning",),
     ("integrations", "analysis"),
     ("cli", "auto", "public"),
@@ -38,7 +38,6 @@ LAYER = {name: number for number, names in enumerate(LAYERS) for name in names}
 WITHOUT = {
     "errors": ("torch", "numpy", "scipy", "optuna", "transformers", "pydantic", "rich"),
     "schema": ("torch", "numpy", "scipy", "optuna", "transformers", "rich"),
-    "simulator": ("torch", "optuna", "transformers"),
     "solvers": ("torch", "optuna", "transformers"),
     "history": ("torch", "optuna", "transformers"),
     "terminal": ("torch", "optuna", "transformers"),

@@ -11,8 +11,8 @@ from pydantic import Field
 
 from autockpt.analysis.holdings import StepBytes, peak_op
 from autockpt.analysis.oom_log import DeviceFailure, HostKind, LogReading, Stage
+from autockpt.cost import simulated_memory
 from autockpt.errors import InfeasibleError, TracingError, UsageError, WorkloadError
-from autockpt.profiling import simulated_memory
 from autockpt.schema import (
     Budget,
     Choice,

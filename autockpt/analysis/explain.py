@@ -26,11 +26,11 @@ from autockpt.analysis.subject import (
     stored_times,
 )
 from autockpt.analysis.why import Answers, Neighbours, Recorded, budget_steps, resolved, why
+from autockpt.cost import said_of
 from autockpt.devices import host_bytes_of, said_of_host
 from autockpt.errors import AutockptError, RunDirectoryError, UsageError
 from autockpt.history.rundir import RunDirectory
 from autockpt.history.trials import undominated
-from autockpt.profiling import said_of
 from autockpt.schema import (
     SAVE,
     Budget,

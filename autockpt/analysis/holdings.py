@@ -14,7 +14,7 @@ from autockpt.analysis.kinds import LOSS, OFFLOADED, OTHER, UNMADE, OpKinds, mak
 from autockpt.schema import Graph, Storage
 from autockpt.schema.explanation import Alive, Curve, Holding, Moment, Slice
 from autockpt.schema.names import fold, folded
-from autockpt.simulator import bytes_timeline
+from autockpt.tracing.kernels.timeline import bytes_timeline
 
 POINTS = 360  # of a curve: more than a terminal has columns
 LISTED = 12  # storages that are listed

@@ -8,12 +8,13 @@ from collections.abc import Callable
 import numpy as np
 
 from autockpt.analysis.kinds import ATTENTION, LOSS, OpKinds
-from autockpt.hardware.roofline import bound_of, peak_flops
-from autockpt.hardware.work import work_of_op
+from autockpt.cost.roofline import bound_of, peak_flops
+from autockpt.cost.step import op_seconds, simulate
+from autockpt.cost.work import work_of_op
 from autockpt.schema import Graph, Hardware, Op, OpTimes
 from autockpt.schema.explanation import Bound, Part, Speed
 from autockpt.schema.names import ancestors
-from autockpt.simulator import bytes_timeline, op_seconds, simulate
+from autockpt.tracing.kernels.timeline import bytes_timeline
 
 SCORES, PROJECTIONS, FEED_FORWARD = "attention itself", "attention's projections", "feed-forward"
 BETWEEN, OUTSIDE, OPTIMIZER, COPIES = "norms and residuals", "embedding, head, loss", "optimizer", "waiting for copies"

@@ -13,12 +13,11 @@ from typing import Any
 
 import torch
 
+from autockpt.cost import CostModel, UniformRuns, cached_op_times, simulated_memory
+from autockpt.cost.roofline import nominal_op_times, roofline_times
 from autockpt.devices import get_device
 from autockpt.errors import UsageError
-from autockpt.hardware.nominal import nominal_op_times
-from autockpt.hardware.roofline import roofline_times
 from autockpt.measuring.environment import environment_of, environment_to_measure_in
-from autockpt.profiling import CostModel, UniformRuns, cached_op_times, simulated_memory
 from autockpt.schema import (
     SAVE,
     Budget,

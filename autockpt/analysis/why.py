@@ -6,8 +6,8 @@ import math
 from collections.abc import Mapping
 
 from autockpt.analysis.subject import ExplainRequest
+from autockpt.cost import CostModel
 from autockpt.history.rundir import RunDirectory
-from autockpt.profiling import CostModel
 from autockpt.schema import Assignment, Choice, Prediction, Profile, ResolvedBudget, format_binary, plan_hash
 from autockpt.schema.explanation import BudgetStep, Reach, Why
 from autockpt.schema.known import NONE, known_plans

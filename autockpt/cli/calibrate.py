@@ -29,7 +29,7 @@ def calibrate(
     """
     if out is not None:
         _may_write(out, force)
-    from autockpt.profiling.calibrate import measure_in_child
+    from autockpt.cost.calibrate import measure_in_child
 
     console, began = screen.progress(), time.perf_counter()
     with console.status("measuring …") as status:

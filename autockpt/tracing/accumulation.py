@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from autockpt.checkpointing.recipes import Step
-from autockpt.hardware.operators import Operator
+from autockpt.tracing.kernels.operators import Operator
 
 # Nodes whose own formula adds tensors of one shape; everywhere else such an addition is the engine's.
 _ADDING_NODES = ("VarMeanBackward", "StdMeanBackward", "LogcumsumexpBackward", "CumprodBackward", "ProdBackward")

@@ -25,9 +25,9 @@ import torch
 
 from autockpt.callstack import with_room
 from autockpt.errors import AutockptError, GhostError
-from autockpt.hardware.cuda_kernels import Capability
 from autockpt.schema.workload import WorkloadSpec
 from autockpt.tracing.assemble import Source
+from autockpt.tracing.kernels.cuda_kernels import Capability
 from autockpt.tracing.run import GhostRun, RecordedRun, TracedRun
 from autockpt.workload.failures import summary
 

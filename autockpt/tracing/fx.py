@@ -11,9 +11,9 @@ import torch
 from torch import fx
 from torch.fx.passes.shape_prop import TensorMetadata
 
-from autockpt.hardware.operators import overload_of
-from autockpt.hardware.signature import ATTENTION, Call, TensorSpec, Word, dtype_of, parse_signature, word_value
 from autockpt.schema.graph import Graph, Op, TensorMeta
+from autockpt.tracing.kernels.operators import overload_of
+from autockpt.tracing.kernels.signature import ATTENTION, Call, TensorSpec, Word, dtype_of, parse_signature, word_value
 
 _Key = tuple[int, int, tuple[int, ...], tuple[int, ...], str]  # storage, offset, shape, stride, dtype
 _TOLD = ("phase", "module", "unit", "flops", "inputs", "outputs", "saves")  # of an op in its node's metadata

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from autockpt.errors import GhostError
-from autockpt.hardware.cuda_kernels import CUDA_ONLY, Capability, cuda_kernels, fused_dropout
-from autockpt.hardware.operators import Operator, leaves
-from autockpt.hardware.triton_launches import no_launches
 from autockpt.policies.base import setting
+from autockpt.tracing.kernels.cuda_kernels import CUDA_ONLY, Capability, cuda_kernels, fused_dropout
+from autockpt.tracing.kernels.operators import Operator, leaves
+from autockpt.tracing.kernels.triton_launches import no_launches
 from autockpt.tracing.memory import GhostMemory
 from autockpt.tracing.recorder import OpCall, Recorder
 from autockpt.tracing.shapes import DEPENDS_ON_VALUES, Layout, Outcome, Shapes

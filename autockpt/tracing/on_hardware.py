@@ -7,8 +7,8 @@ from contextlib import ExitStack, suppress
 import torch
 
 from autockpt.errors import UsageError
-from autockpt.hardware.cuda_memory import as_seen_by, capability_of
 from autockpt.schema import Hardware, Plan, WorkloadSpec
+from autockpt.tracing.kernels.cuda_memory import as_seen_by, capability_of
 from autockpt.tracing.tracer import Tracer
 from autockpt.workload.units import units_named
 

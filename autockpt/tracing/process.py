@@ -28,11 +28,11 @@ from autockpt import errors
 from autockpt.callstack import with_room
 from autockpt.devices.accelerator import kinds_in_use
 from autockpt.errors import GhostError, how_it_ended
-from autockpt.hardware.cuda_kernels import Capability
 from autockpt.schema.workload import WorkloadSpec
 from autockpt.signals import fork
 from autockpt.tracing.assemble import Source
 from autockpt.tracing.child import ALIVE, DONE, FAILED, FORK, READY, Build, Note, serve, wait
+from autockpt.tracing.kernels.cuda_kernels import Capability
 from autockpt.tracing.run import TracedRun
 from autockpt.workload.configs import quiet
 

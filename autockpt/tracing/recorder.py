@@ -11,15 +11,22 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autockpt.hardware.operators import Operator, Operators, count_flops, flat_tensors
-from autockpt.hardware.quantised_kernels import notes_on_quantised
-from autockpt.hardware.signature import dtype_name, signature
-from autockpt.hardware.triton_launches import LAUNCH, NOTE
-from autockpt.hardware.workspaces import ESTIMATED, MOST_FLOPS, MOST_FLOPS_TOGETHER, Kernels, trial_of, workspace_bytes
 from autockpt.policies.base import setting
 from autockpt.policies.compiling import uncompiled
 from autockpt.schema.graph import Tier
 from autockpt.tracing.accumulation import Counts, EngineAdds, FusedAdds
+from autockpt.tracing.kernels.operators import Operator, Operators, count_flops, flat_tensors
+from autockpt.tracing.kernels.quantised_kernels import notes_on_quantised
+from autockpt.tracing.kernels.signature import dtype_name, signature
+from autockpt.tracing.kernels.triton_launches import LAUNCH, NOTE
+from autockpt.tracing.kernels.workspaces import (
+    ESTIMATED,
+    MOST_FLOPS,
+    MOST_FLOPS_TOGETHER,
+    Kernels,
+    trial_of,
+    workspace_bytes,
+)
 from autockpt.tracing.location import BACKWARD, FORWARD, Location
 from autockpt.tracing.saved import SavedTensors
 from autockpt.tracing.shapes import Outcome

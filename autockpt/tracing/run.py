@@ -21,9 +21,6 @@ from autockpt.devices.base import Transport
 from autockpt.devices.cpu import HostMemory
 from autockpt.devices.transport import transport_for
 from autockpt.errors import AutockptError, GhostError, TracingError, UsageError
-from autockpt.hardware.cuda_kernels import AMPERE, Capability, fuses_dropout
-from autockpt.hardware.flash_package import FLASH, flash_on_ghosts, note_on_flash
-from autockpt.hardware.operators import Operator
 from autockpt.policies.base import setting
 from autockpt.policies.remake import recipes_known
 from autockpt.runtime import attach
@@ -37,6 +34,9 @@ from autockpt.tracing.assemble import Place, RawGraph, Source, summarize, to_gra
 from autockpt.tracing.cuts import find_cuts, said_of_cuts
 from autockpt.tracing.ghost import GhostMode
 from autockpt.tracing.ghost_workload import ghost_copy, ghost_in_place, optimizers_on, untouched
+from autockpt.tracing.kernels.cuda_kernels import AMPERE, Capability, fuses_dropout
+from autockpt.tracing.kernels.flash_package import FLASH, flash_on_ghosts, note_on_flash
+from autockpt.tracing.kernels.operators import Operator
 from autockpt.tracing.location import optimizer_steps
 from autockpt.tracing.memory import GhostMemory
 from autockpt.tracing.recorder import RealRecorder, Recorder

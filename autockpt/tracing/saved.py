@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autockpt.hardware.operators import flat_tensors
+from autockpt.tracing.kernels.operators import flat_tensors
 from autockpt.tracing.storages import StorageLog
 
 _autograd: Any = torch._C._autograd  # type: ignore[attr-defined]

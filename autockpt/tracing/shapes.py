@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from autockpt.hardware.operators import Argument, Operator, channels_last, count_flops, flat_tensors
-from autockpt.hardware.signature import contiguous_stride
 from autockpt.policies.base import setting
+from autockpt.tracing.kernels.operators import Argument, Operator, channels_last, count_flops, flat_tensors
+from autockpt.tracing.kernels.signature import contiguous_stride
 
 
 class Layout(NamedTuple):

@@ -12,14 +12,14 @@ import torch
 
 from autockpt.collector import frozen, waiting
 from autockpt.errors import GhostError, TracingError, UsageError
-from autockpt.hardware.cuda_kernels import Capability
-from autockpt.hardware.cuda_memory import with_buckets
 from autockpt.schema.choices import Choice
 from autockpt.schema.graph import Graph, Unit
 from autockpt.schema.plan import Plan
 from autockpt.schema.workload import WorkloadSpec
 from autockpt.tracing.assemble import Source, to_graph
 from autockpt.tracing.crew import MOST, Crew
+from autockpt.tracing.kernels.cuda_kernels import Capability
+from autockpt.tracing.kernels.cuda_memory import with_buckets
 from autockpt.tracing.process import GhostProcess, NotForkable, can_fork
 from autockpt.tracing.run import GhostRun, RecordedRun, capability_of
 from autockpt.workload import BUCKETS, Step, preload

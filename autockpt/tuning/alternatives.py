@@ -15,9 +15,9 @@ from typing import Any, TypeVar
 
 import torch
 
+from autockpt.cost import MemoryModel, Predictor, UniformRuns, memory_at_hand, uniform_graphs
+from autockpt.cost.roofline import nominal_op_times
 from autockpt.errors import AutockptError, ConflictError
-from autockpt.hardware.nominal import nominal_op_times
-from autockpt.profiling import MemoryModel, Predictor, UniformRuns, memory_at_hand, uniform_graphs
 from autockpt.schema import (
     SAVE,
     Budget,

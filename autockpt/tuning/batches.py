@@ -15,12 +15,12 @@ from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from autockpt.cost import uniform_graphs
 from autockpt.devices import get_device
 from autockpt.errors import InfeasibleError, TimeLimitReached, UsageError
 from autockpt.measuring import Measurer, environment_of
 from autockpt.measuring.environment import environment_to_measure_in, environment_without_context
 from autockpt.measuring.local import refuse_many_processes
-from autockpt.profiling import uniform_graphs
 from autockpt.schema import Comparison, Listener, SearchOutcome, SearchRequest, WorkloadSpec
 from autockpt.schema.batches import BatchAnswer, BatchSetting
 from autockpt.schema.known import ALL, NONE, OURS

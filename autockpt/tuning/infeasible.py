@@ -6,9 +6,9 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from autockpt.cost import CostModel, uniform_graphs
 from autockpt.errors import InfeasibleError
 from autockpt.history.rundir import RunDirectory
-from autockpt.profiling import CostModel, uniform_graphs
 from autockpt.schema import SAVE, Choice, Graph, ResolvedBudget, SearchRequest, format_bytes
 from autockpt.schema.choices import CHUNKED_SOFTMAX, ChunkedLoss
 from autockpt.schema.outlook import Outlook

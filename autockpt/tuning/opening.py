@@ -7,9 +7,9 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
+from autockpt.cost import CostModel, MemoryModel, Traces, UniformRuns, build_profile, uniform_graphs
+from autockpt.cost.profile import Heads, head_graphs
 from autockpt.errors import AutockptError, UsageError
-from autockpt.profiling import CostModel, MemoryModel, Traces, UniformRuns, build_profile, uniform_graphs
-from autockpt.profiling.profile import Heads, head_graphs
 from autockpt.schema import (
     Budget,
     Environment,

@@ -6,9 +6,9 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from autockpt.cost import CostModel, forget_op_times
 from autockpt.devices import said_of_host
 from autockpt.history.rundir import RunDirectory
-from autockpt.profiling import CostModel, forget_op_times
 from autockpt.schema import SAVE, Choice, Prediction, SearchRequest, StageTime, Trial, Unit, format_bytes
 from autockpt.schema.known import ALL, OURS
 from autockpt.schema.plan import Comparison, Plan, Verdict, plan_hash

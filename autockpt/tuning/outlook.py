@@ -10,8 +10,8 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from autockpt.cost import CostModel, build_problem
 from autockpt.errors import AutockptError
-from autockpt.profiling import CostModel, build_problem
 from autockpt.schema import (
     SAVE,
     Choice,

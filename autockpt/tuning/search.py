@@ -5,10 +5,10 @@ from __future__ import annotations
 from contextlib import ExitStack
 from functools import partial
 
+from autockpt.cost import CostModel
 from autockpt.errors import InfeasibleError
 from autockpt.measuring import LocalMeasurer, Measurer, WorkerMeasurer
 from autockpt.measuring.local import refuse_many_processes
-from autockpt.profiling import CostModel
 from autockpt.schema.request import Listener, SearchOutcome, SearchRequest, Silence
 from autockpt.tuning.infeasible import explain_refusal
 from autockpt.tuning.loop import Loop, Proposer

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from autockpt.analysis.page import contents_of, run_page, without_paths, write_page
+from autockpt.cost.roofline import environment_of_hardware
 from autockpt.errors import RunDirectoryError
-from autockpt.hardware.roofline import environment_of_hardware
 from autockpt.history.rundir import RunDirectory
 from autockpt.schema import OFFLOAD, RECOMPUTE, FinishedSearch, Measurement, WorkloadSpec, words
 from autockpt.schema.batches import SizesTimed

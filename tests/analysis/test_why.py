@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 
 from autockpt.analysis.why import Answers, budget_steps, why
-from autockpt.profiling import CostModel, build_profile, uniform_graphs
+from autockpt.cost import CostModel, build_profile, uniform_graphs
 from autockpt.schema import Graph, OpTimes, ResolvedBudget
 from autockpt.schema.choices import Offload
 from autockpt.solvers import refine
-from tests.profiling.steps import SECONDS
+from tests.cost.steps import SECONDS
 from tests.tuning.device import MadeUpDevice
 
 KINDS = ("save", "recompute", "offload")

@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 
+from autockpt.cost import calibrate
+from autockpt.cost.calibrate import described
 from autockpt.errors import DeviceOutOfMemory
-from autockpt.profiling import calibrate
-from autockpt.profiling.calibrate import described
 from search_spaces.hardware import load_hardware
-from tests.profiling.test_calibrate import machine
+from tests.cost.test_calibrate import machine
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from autockpt.profiling.profile import CostModel, build_profile, uniform_graphs
+from autockpt.cost.profile import CostModel, build_profile, uniform_graphs
 from autockpt.schema import Choice, Graph, OpTimes, Unit, WorkloadSpec
 from autockpt.schema.choices import dump_choice
 from autockpt.schema.problem import Point, Problem, UnitOptions

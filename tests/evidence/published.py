@@ -25,12 +25,12 @@ import torch
 import yaml
 from pydantic import BaseModel, ConfigDict
 
-from autockpt.hardware.cuda_memory import device_peak
-from autockpt.hardware.roofline import roofline_times
-from autockpt.profiling.predictor import SAFETY
+from autockpt.cost.predictor import SAFETY
+from autockpt.cost.roofline import roofline_times
+from autockpt.cost.step import simulate
 from autockpt.schema import Choice, WorkloadSpec, parse_choice
-from autockpt.simulator import simulate
 from autockpt.tracing import tracer_for
+from autockpt.tracing.kernels.cuda_memory import device_peak
 from autockpt.workload import Step, build
 from search_spaces.hardware import load_hardware
 

@@ -17,11 +17,11 @@ from pathlib import Path
 
 import torch
 
+from autockpt.cost.roofline import roofline_times
+from autockpt.cost.step import simulate
 from autockpt.devices.cpu import CpuDevice
-from autockpt.hardware.roofline import roofline_times
 from autockpt.measuring.runner import StepRunner
 from autockpt.schema import RECOMPUTE, SAVE, Choice, WorkloadSpec, parse_choice
-from autockpt.simulator import simulate
 from autockpt.tracing import Tracer
 from autockpt.workload import build
 from search_spaces.hardware import load_hardware

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from autockpt.cost import build_profile, measure_op_times, uniform_graphs
 from autockpt.errors import DeviceOutOfMemory
-from autockpt.hardware.cuda_memory import as_seen_by, device_peak
 from autockpt.history.statistics import median_interval, ratio_interval
 from autockpt.measuring import WorkerMeasurer
-from autockpt.profiling import build_profile, measure_op_times, uniform_graphs
 from autockpt.schema import Choice, Hardware, WorkloadSpec
 from autockpt.schema.choices import searched_kinds
+from autockpt.tracing.kernels.cuda_memory import as_seen_by, device_peak
 from search_spaces.hardware import described_like
 from tests.gpu.items import Context
 from tests.gpu.measuring import ghosts, never_timed, plans

@@ -17,7 +17,7 @@ from autockpt.measuring import StepRunner
 from autockpt.runtime import deterministic_algorithms
 from autockpt.schema import WorkloadSpec, parse_choice
 from autockpt.schema.choices import choice_kinds, dump_choice
-from autockpt.simulator.allocator import Block, CachingAllocator
+from autockpt.tracing.kernels.allocator import Block, CachingAllocator
 from tests.evidence import host_cost as cost
 from tests.gpu.items import Context
 from tests.gpu.kernels import merged, profiled, total

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torch.nn.attention import flex_attention
 
 import autockpt
+from autockpt.cost.op_times import measure_in_runner
 from autockpt.devices import get_device
 from autockpt.errors import ConflictError, RerunMismatch
 from autockpt.measuring.runner import StepRunner
-from autockpt.profiling.op_times import measure_in_runner
 from autockpt.runtime import RunCounter, attach
 from autockpt.schema.choices import SAVE, parse_choice
 from autockpt.tracing import record

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from autockpt.hardware.roofline import environment_of_hardware
+from autockpt.cost.roofline import environment_of_hardware
 from autockpt.schema import Environment, WorkloadSpec
 from autockpt.schema.step_note import step_note
 from search_spaces.hardware import load_hardware

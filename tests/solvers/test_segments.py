@@ -5,15 +5,15 @@ import torch
 from torch import nn
 
 from autockpt import Step
-from autockpt.profiling.menus import build_menus, representatives
-from autockpt.profiling.problem import build_problem
-from autockpt.profiling.profile import segments_of
+from autockpt.cost.menus import build_menus, representatives
+from autockpt.cost.problem import build_problem
+from autockpt.cost.profile import segments_of
+from autockpt.cost.step import Simulation
 from autockpt.schema import RECOMPUTE, SAVE, Choice, Graph, Problem, Segment, peak_of
-from autockpt.simulator import Simulation
 from autockpt.solvers import Checked, Segments, refine, refine_segmented
 from autockpt.solvers.segments import Member
 from autockpt.tracing import Tracer
-from tests.simulator.made_up import simulated
+from tests.cost.made_up import simulated
 from tests.solvers.problems import uniform_problem
 
 pytestmark = pytest.mark.slow

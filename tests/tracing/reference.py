@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autockpt.hardware.signature import dtype_name
 from autockpt.runtime import attach
 from autockpt.schema.choices import Choice
 from autockpt.schema.graph import Graph
+from autockpt.tracing.kernels.signature import dtype_name
 from autockpt.workload import Step
 
 OpText = tuple[str, tuple[tuple[tuple[int, ...], tuple[int, ...], str], ...]]

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from autockpt.hardware.roofline import roofline_times
-from autockpt.profiling import simulated_memory
+from autockpt.cost import simulated_memory
+from autockpt.cost.roofline import roofline_times
+from autockpt.cost.step import simulate
 from autockpt.schema import Graph, WorkloadSpec, parse_choice
-from autockpt.simulator import simulate
 from autockpt.tracing import run, tracer_for
 from search_spaces.hardware import load_hardware
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from autockpt.hardware.operators import Operator, leaves
+from autockpt.tracing.kernels.operators import Operator, leaves
 from autockpt.tracing.shapes import Layout, Shapes
 
 aten = torch.ops.aten

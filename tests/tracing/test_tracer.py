@@ -18,12 +18,12 @@ import torch
 from torch import Tensor, nn
 
 from autockpt.errors import ConflictError, GhostError, PlanError, TracingError, WorkloadError
-from autockpt.hardware.cuda_memory import bytes_timeline
 from autockpt.measuring.local import LocalMeasurer
 from autockpt.schema.choices import OFFLOAD, RECOMPUTE, SAVE, parse_choice
 from autockpt.schema.graph import Graph
 from autockpt.schema.workload import WorkloadSpec
 from autockpt.tracing import Tracer, record, trace
+from autockpt.tracing.kernels.cuda_memory import bytes_timeline
 from autockpt.tracing.process import GhostProcess, can_fork
 from autockpt.tracing.tracer import _InProcess
 from autockpt.workload import Step, build

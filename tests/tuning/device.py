@@ -7,13 +7,13 @@ import random
 from collections.abc import Mapping
 from typing import Any
 
+from autockpt.cost import CostModel, build_profile, uniform_graphs
 from autockpt.errors import DeviceOutOfMemory
 from autockpt.measuring.base import TIMED_CYCLE
-from autockpt.profiling import CostModel, build_profile, uniform_graphs
 from autockpt.schema import Choice, DeviceInfo, Environment, Graph, Measurement, OpTimes, parse_choice
 from autockpt.workload.step import unheard
-from tests.profiling.steps import SECONDS, step
-from tests.simulator.made_up import simulated
+from tests.cost.made_up import simulated
+from tests.cost.steps import SECONDS, step
 
 CAPACITY = 1_000_000
 

@@ -7,7 +7,7 @@ import json
 import pytest
 import transformers
 
-from autockpt.hardware.cuda_memory import workspaces_stay
+from autockpt.tracing.kernels.cuda_memory import workspaces_stay
 from tests.tuning.golden.cases import ANSWERS, CASES, MADE_UP, answer, compared
 
 pytestmark = [

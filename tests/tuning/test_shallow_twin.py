@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import transformers
 
-from autockpt.profiling import build_profile, uniform_graphs
-from autockpt.profiling.profile import head_graphs
+from autockpt.cost import build_profile, uniform_graphs
+from autockpt.cost.profile import head_graphs
 from autockpt.schema import RECOMPUTE, SAVE, WorkloadSpec, plan_hash
 from autockpt.schema.choices import CHUNKED_SOFTMAX
 from autockpt.tracing import Tracer, tracer_for

@@ -11,10 +11,9 @@ import pytest
 import torch
 
 from autockpt.analysis.page import run_page
+from autockpt.cost import simulated_memory
 from autockpt.errors import InfeasibleError
-from autockpt.hardware.cuda_memory import as_seen_by
 from autockpt.history.rundir import RunDirectory
-from autockpt.profiling import simulated_memory
 from autockpt.schema import (
     OFFLOAD,
     RECOMPUTE,
@@ -28,6 +27,7 @@ from autockpt.schema import (
 from autockpt.schema.hardware import Hardware
 from autockpt.solvers import Refined, refine_segmented
 from autockpt.tracing import Tracer
+from autockpt.tracing.kernels.cuda_memory import as_seen_by
 from autockpt.tuning import run_search
 from autockpt.tuning.proposers import solver
 from autockpt.tuning.targets import measured

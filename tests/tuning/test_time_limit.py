@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from autockpt.cost import CostModel
 from autockpt.errors import TimeLimitReached
-from autockpt.profiling import CostModel
 from autockpt.schema import Choice, Graph, Measurement, Silence
 from autockpt.tuning.question import Clock
 from tests.tuning.device import MadeUpDevice

@@ -13,7 +13,7 @@ from autockpt.workload import build, refuse_simulated
 from autockpt.workload.build import make_optimizer
 from search_spaces.spaces import load_space
 
-MODEL = "tests.hardware.cuda_models:causal_fp32"
+MODEL = "tests.tracing.kernels.cuda_models:causal_fp32"
 
 
 @pytest.mark.parametrize(

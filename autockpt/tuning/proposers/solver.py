@@ -12,8 +12,8 @@ from dataclasses import replace
 from functools import partial
 from itertools import groupby
 
+from autockpt.cost import LEAN_CALLS, CostModel
 from autockpt.errors import InfeasibleError
-from autockpt.profiling import LEAN_CALLS, CostModel
 from autockpt.schema import (
     SAVE,
     Budget,

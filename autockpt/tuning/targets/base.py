@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, Self
 
-from autockpt.profiling import CostModel
+from autockpt.cost import CostModel
 from autockpt.schema import SAVE, Budget, Choice, Environment, Graph, Plan, PlanStatus, SearchRequest, Trial
 from autockpt.tuning.alternatives import WhatIf
 from autockpt.tuning.opening import Traced, live_settings

@@ -10,11 +10,11 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field, replace
 
+from autockpt.cost import build_profile, needed_on, used_by_others
+from autockpt.cost.roofline import nominal_op_times
 from autockpt.devices import get_device
 from autockpt.errors import ConflictError, MeasurementError, UsageError
-from autockpt.hardware.nominal import nominal_op_times
 from autockpt.measuring.compiled import missing
-from autockpt.profiling import build_profile, needed_on, used_by_others
 from autockpt.schema import CompileMode, Prediction, SearchRequest, Trial
 from autockpt.schema.known import NONE
 from autockpt.solvers import refine

@@ -6,14 +6,14 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 
+from autockpt.cost import CostModel, cached_op_times, measure_op_times, memory_at_hand, needed_on, used_by_others
+from autockpt.cost.op_times import refused_choices
+from autockpt.cost.profile import leanest, wants_disk, within_host
+from autockpt.cost.roofline import nominal_op_times
 from autockpt.devices import get_device
 from autockpt.errors import DeviceOutOfMemory, TimeLimitReached
-from autockpt.hardware.nominal import nominal_op_times
 from autockpt.measuring import WorkerMeasurer
 from autockpt.measuring.environment import environment_to_measure_in
-from autockpt.profiling import CostModel, cached_op_times, measure_op_times, memory_at_hand, needed_on, used_by_others
-from autockpt.profiling.profile import leanest, wants_disk, within_host
-from autockpt.profiling.refusals import refused_choices
 from autockpt.schema import Environment, OpTimes, SearchRequest
 from autockpt.tracing import Tracer
 from autockpt.tuning.alternatives import on_device

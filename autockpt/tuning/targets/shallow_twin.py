@@ -11,10 +11,10 @@ from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 
+from autockpt.cost import CostModel, MemoryModel, Predictor, Traces
+from autockpt.cost.menus import representatives
+from autockpt.cost.profile import segments_of
 from autockpt.errors import AutockptError
-from autockpt.profiling import CostModel, MemoryModel, Predictor, Traces
-from autockpt.profiling.menus import representatives
-from autockpt.profiling.profile import segments_of
 from autockpt.schema import RECOMPUTE, Choice, Graph, Hardware, Listener, Silence, Unit, WorkloadSpec, plan_hash
 from autockpt.schema.files import ScratchFolder
 from autockpt.tracing import Tracer, tracer_for

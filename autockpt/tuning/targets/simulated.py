@@ -7,9 +7,9 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 
-from autockpt.hardware.roofline import environment_of_hardware, roofline_times
+from autockpt.cost import CostModel, said_of, simulated_memory
+from autockpt.cost.roofline import environment_of_hardware, roofline_times
 from autockpt.measuring.environment import installed_versions
-from autockpt.profiling import CostModel, said_of, simulated_memory
 from autockpt.schema import Budget, Environment, Graph, OpTimes, SearchSpace, format_bytes
 from autockpt.schema.hardware import Hardware
 from autockpt.schema.request import SearchRequest

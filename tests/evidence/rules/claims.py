@@ -17,10 +17,10 @@ from typing import Any
 from autockpt.analysis.holdings import StepBytes, peak_op
 from autockpt.analysis.speed import FEED_FORWARD, SCORES, part_namer, speed_of
 from autockpt.analysis.subject import Subject
+from autockpt.cost.roofline import roofline_times
+from autockpt.cost.step import simulate
 from autockpt.errors import AutockptError
-from autockpt.hardware.roofline import roofline_times
 from autockpt.schema import RECOMPUTE, Choice, Graph, Segment, WorkloadSpec
-from autockpt.simulator import simulate
 from autockpt.tracing import Tracer
 from autockpt.workload.configs import find_config
 from tests.evidence.rules.rule import Reading, Rule

@@ -11,10 +11,10 @@ from typing import Any
 
 from autockpt.analysis.holdings import StepBytes, peak_op
 from autockpt.analysis.subject import ExplainRequest, Subject, open_subject
+from autockpt.cost.step import simulate
 from autockpt.errors import AutockptError, ConflictError, DeviceOutOfMemory
 from autockpt.measuring import Measurer, WorkerMeasurer
 from autockpt.schema import OFFLOAD, RECOMPUTE, Choice, Graph, Listener, Segment, Selective, Silence, Unit, WorkloadSpec
-from autockpt.simulator import simulate
 from tests.evidence.rules.claims import CHEN, COMMON, SCORES_SOURCE, bound_by, cited, claims, text_config
 from tests.evidence.rules.rule import Reading, Rule, Rules
 

@@ -16,13 +16,13 @@ from importlib.metadata import version
 from pathlib import Path
 
 from autockpt.schema.choices import searched_kinds
-from autockpt.simulator import bytes_timeline
+from autockpt.tracing.kernels.timeline import bytes_timeline
+from tests.cost.made_up import simulated
 from tests.evidence.samplers import engine, samplers
 from tests.evidence.samplers.device import believed, menu_of
 from tests.evidence.samplers.family import instance
 from tests.evidence.samplers.reference import Costs
 from tests.evidence.samplers.steps import signatures, step
-from tests.simulator.made_up import simulated
 
 PARTS: dict[str, Callable[[int], Iterator[str]]] = {
     "adds_up": lambda seeds: engine.rows(False, seeds),

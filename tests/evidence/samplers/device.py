@@ -8,13 +8,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from autockpt.cost import CostModel, build_profile, uniform_graphs
 from autockpt.errors import DeviceOutOfMemory
 from autockpt.history.statistics import noise as noise_of
-from autockpt.profiling import CostModel, build_profile, uniform_graphs
 from autockpt.schema import Choice, DeviceInfo, Environment, Graph, Measurement, OpTimes, plan_hash
+from tests.cost.made_up import simulated
 from tests.evidence.samplers.family import Instance
 from tests.evidence.samplers.steps import HEAD, signatures, step
-from tests.simulator.made_up import simulated
 
 CAPACITY = 1 << 50
 TABLE_ERROR = 0.1  # of every op time and bandwidth that the profile believes in, one standard deviation

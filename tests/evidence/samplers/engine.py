@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autockpt.profiling import CostModel
+from autockpt.cost import CostModel
 from autockpt.schema import Budget, SearchRequest, SearchSpace, Silence
 from autockpt.schema.choices import searched_kinds
 from autockpt.tuning.loop import Loop, SearchResult

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 import autockpt
+from autockpt.cost import memory_at_hand
 from autockpt.devices import get_device
 from autockpt.errors import DeviceOutOfMemory
 from autockpt.measuring import StepRunner, environment_of
-from autockpt.profiling import memory_at_hand
 from autockpt.runtime import apply, attach
 from autockpt.schema import OFFLOAD, RECOMPUTE, SearchRequest, Silence, WorkloadSpec, parse_budget, parse_choice
 from autockpt.tracing import Tracer

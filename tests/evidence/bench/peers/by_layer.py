@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from autockpt.profiling.fronts import spread
+from autockpt.cost.fronts import spread
 from tests.evidence.bench.peers.base import PLAIN, Context, Detach, Peer, Setting, recomputed, replace_forwards
 
 MOST = 16  # settings of one rule: deeper models get that many, evenly spread

@@ -1,0 +1,457 @@
+"""``autockpt calibrate``: the machine at hand as a hardware description. Measured, then fitted.
+
+Peaks are the best rates seen. Efficiencies are those that explain everything else that was measured. Measuring takes
+place in a process of its own, which starts with the settings that measured steps start with:
+``python -m autockpt.cost.calibrate READ_FD WRITE_FD`` takes one request as a line of JSON, and answers with what
+is being measured, and at last the description or an error.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import date
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from pydantic import ValidationError
+from torch.nn import functional
+
+from autockpt.cost.probes import Stopwatch, by_transport, host_costs, watch_seconds
+from autockpt.cost.roofline import seconds_of_work
+from autockpt.cost.work import Work
+from autockpt.devices import Device, get_device, make_current
+from autockpt.devices.random_states import all_random_states_kept
+from autockpt.errors import AutockptError, MeasurementError
+from autockpt.measuring.environment import environment_of
+from autockpt.measuring.failures import from_wire, letting_go, to_wire
+from autockpt.measuring.process import Child, ChildDied, ChildSilent, child_environment, last_lines
+from autockpt.policies.base import setting
+from autockpt.schema.base import first_violation
+from autockpt.schema.hardware import Efficiency, Hardware
+
+MIB = 2**20
+PATIENCE = 300.0  # seconds without a sign of life
+SLOW_SHARE = 0.2  # of the fp32 rate: a 16-bit type that is emulated is not worth large products
+WORTH_STATING = 1.15  # a kernel this much slower than its bytes gets a rate of its own
+LEAST_SHARE, MOST_HALF, MOST_FIXED = 0.05, 10_000.0, 1e-3
+LARGER = 8  # times as many bytes as an activation's has a large copy
+GRID, ZOOMS = 13, 8  # points of each parameter, and how often the grid is laid around the best of them
+MEASURED = "measured by autockpt calibrate"
+_NO_FIGURE = frozenset({"name", "description", "kind", "environment", "measured", "sources", "unified_memory"})
+Tell = Callable[[str], None]
+Shape = tuple[int, int, int]  # m, k, n
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How large the probes are. Bytes; matrix dimensions and tokens in elements."""
+
+    squares: tuple[int, ...]
+    skinny: tuple[Shape, ...]
+    traffic: tuple[int, ...]
+    rows: int
+    columns: int
+    tokens: int
+    copy: int
+
+
+CPU = Sizes(
+    squares=(64, 256, 128, 512, 1024),
+    skinny=((1024, 32, 1024), (512, 1024, 64), (768, 256, 688), (16, 512, 512)),
+    traffic=(MIB // 4, MIB, 4 * MIB, 12 * MIB, 32 * MIB, 96 * MIB, 256 * MIB),
+    rows=1024,
+    columns=512,
+    tokens=384,
+    copy=4 * MIB,
+)
+ACCELERATOR = Sizes(
+    squares=(512, 2048, 256, 4096, 1024, 8192),
+    skinny=((4096, 64, 4096), (2048, 4096, 256), (8192, 256, 1024), (64, 4096, 4096)),
+    traffic=(MIB, 8 * MIB, 32 * MIB, 128 * MIB, 512 * MIB, 1536 * MIB),
+    rows=8192,
+    columns=4096,
+    tokens=4096,
+    copy=32 * MIB,
+)
+
+
+@dataclass(frozen=True)
+class Product:
+    """One matrix product, (m × k) by (k × n), in seconds."""
+
+    dtype: str
+    shape: Shape
+    seconds: float
+
+    @property
+    def flops(self) -> float:
+        """A multiply and an add are two."""
+        return 2.0 * math.prod(self.shape)
+
+    @property
+    def bytes(self) -> float:
+        """Both matrices and the result, once."""
+        (m, k, n), width = self.shape, 2 if self.dtype.endswith("16") else 4
+        return float(width * (m * k + k * n + m * n))
+
+
+@dataclass(frozen=True)
+class Measured:
+    """``figures`` are those of a description; ``traffic`` bytes per second by growing bytes of a kernel; ``elements``
+    the elements, bytes and seconds of kernels by the names of their ops."""
+
+    figures: Mapping[str, Any]
+    products: Sequence[Product]
+    attention: tuple[str, float, float]  # type, FLOP/s of forward and backward
+    traffic: Mapping[int, float]
+    elements: Mapping[str, tuple[int, float, float]]
+    small_link: tuple[float, float]  # bytes per second of copies of the size of an activation, out and in
+
+
+def measure_in_child(device: str | None, *, quick: bool, tell: Tell) -> Hardware:
+    """The description of a machine, without a name; ``tell`` hears what is being measured.
+
+    Raises MeasurementError where the child dies or measurements contradict one another, DeviceOutOfMemory where the
+    device is too full, UsageError for a device that is not there.
+    """
+    wanted = get_device(device).environment
+    with tempfile.NamedTemporaryFile(prefix="autockpt-calibrate-", suffix=".log") as log:
+        child = Child(__name__, log=log, environment=child_environment(wanted))  # type: ignore[arg-type]
+        try:
+            child.send({"device": device, "quick": quick}, PATIENCE)
+            while True:
+                answer = child.receive(PATIENCE)
+                if "tell" in answer:
+                    tell(answer["tell"])
+                elif "error" in answer:
+                    raise from_wire(answer["error"])
+                else:
+                    return Hardware.model_validate(answer["hardware"])
+        except (ChildDied, ChildSilent) as error:
+            said = last_lines(Path(log.name))
+            raise MeasurementError(
+                f"measuring ended early ({error or 'no sign of life'})" + (f":\n{said}" if said else ""),
+                remedy="Try --quick, or another device.",
+            ) from None
+        finally:
+            child.kill()
+
+
+def main(reads: int, writes: int) -> None:
+    """Entry of the child."""
+    with os.fdopen(reads) as requests, os.fdopen(writes, "w") as answers:
+
+        def answer(**data: Any) -> None:
+            print(json.dumps(data), file=answers, flush=True)
+
+        request = json.loads(requests.readline())
+        try:
+            device = get_device(request["device"])
+            make_current(device)
+            sizes, repeats = CPU if device.kind == "cpu" else ACCELERATOR, 3 if request["quick"] else 9
+            with all_random_states_kept(), letting_go(device, "measuring the machine"):
+                found = measure(device, sizes, repeats, lambda what: answer(tell=what))
+            answer(hardware=described(found).model_dump(mode="json"))
+        except AutockptError as error:
+            answer(error=to_wire(error))
+
+
+def measure(device: Device, sizes: Sizes, repeats: int, tell: Tell) -> Measured:
+    """All figures of a device. Few ``repeats`` take fewer sizes as well."""
+    clock, on_cpu = Stopwatch(device.torch_device, repeats), device.kind == "cpu"
+    most = None if repeats > 3 else 3
+    dtypes = _dtypes(device)
+    half = "float32" if on_cpu else "bfloat16" if "bfloat16" in dtypes else "float16"
+    tell("matrix products")
+    shapes = [(size, size, size) for size in sizes.squares[:most]] + list(sizes.skinny[:most])
+    products = _products(clock, dtypes, shapes)
+    tell("attention")
+    attention = (half, *_attention_flops(clock, getattr(torch, half), sizes.tokens))
+    tell("memory bandwidth")
+    traffic = {
+        nbytes: _traffic(clock, nbytes, sizes.traffic[-1] // 2) for nbytes in sizes.traffic[:: 1 if most is None else 2]
+    }
+    near = sizes.rows * sizes.columns // 16  # elements that fit into a near cache
+    x, y, z = (torch.rand(near, device=clock.device) for _ in range(3))
+    vector = 2.0 * near / clock.seconds(lambda: torch.addcmul(z, x, y, out=z))
+    tell("single kernels")
+    elements = dict(_elements(clock, sizes.rows, sizes.columns))
+    tell("launch overhead")
+    launch, region = host_costs(clock, 2 * repeats)
+    watch = watch_seconds(clock, repeats)
+    tell("copies off the device and back")
+    links, small = _links(clock, sizes)
+    figures = {
+        "description": environment_of(device).device.name,
+        "kind": "rocm" if device.kind == "cuda" and torch.version.hip is not None else device.kind,
+        "capability": torch.cuda.get_device_capability(device.torch_device) if device.kind == "cuda" else None,
+        "memory_bytes": device.capacity(),
+        "context_bytes": device.describe().overhead_bytes,
+        "vector_flops": vector,
+        "launch_seconds": launch,
+        "region_seconds": region,
+        "watch_seconds": watch,
+        "kernel_seconds": _kernel_seconds(clock) if device.kind == "cuda" else 0.0,
+        **links,
+        "environment": environment_of(device),
+    }
+    return Measured(figures, products, attention, traffic, elements, small)
+
+
+def described(found: Measured, day: date | None = None) -> Hardware:
+    """The description of a measured machine. Raises MeasurementError where measurements contradict one another."""
+    memory, cache_bytes, cache_rate = fit_traffic(found.traffic)
+    peaks = {p.dtype: max(q.flops / q.seconds for q in found.products if q.dtype == p.dtype) for p in found.products}
+    kernel = found.figures["kernel_seconds"]
+    matrix, half_size, fixed = fit_products(found.products, peaks, kernel, (memory, cache_bytes, cache_rate))
+    dtype, *attention = found.attention
+    link = min(
+        small / found.figures[name] for name, small in zip(("link_out", "link_in"), found.small_link, strict=True)
+    )
+    data = {name: _rounded(value) if isinstance(value, float) else value for name, value in found.figures.items()}
+    data |= {
+        "name": "measured",
+        "vector_flops": _rounded(min(data["vector_flops"], peaks["float32"])),
+        "matrix_flops": {name: _rounded(rate) for name, rate in peaks.items()},
+        "bandwidth": _rounded(memory),
+        "cache_bytes": cache_bytes,
+        "cache_bandwidth": _rounded(max(cache_rate, memory)) if cache_bytes else None,
+        "efficiency": Efficiency(
+            matrix=_share(matrix),
+            attention=_share(attention[0] / peaks[dtype]),
+            attention_backward=_share(attention[1] / peaks[dtype]),
+            bandwidth=1.0,
+            link=_share(link),
+            half_size=_rounded(half_size),
+            matrix_seconds=_rounded(fixed),
+        ),
+        "measured": (day or date.today()).isoformat(),
+    }
+    try:
+        hardware = Hardware.model_validate(data)
+        rates = {}
+        for name, (elements, nbytes, seconds) in found.elements.items():
+            work = Work("elements", name, bytes=nbytes, elements=elements)
+            if seconds > WORTH_STATING * seconds_of_work(hardware, work):
+                rates[name] = _rounded(elements / seconds)
+        data["element_rates"] = rates
+        stated = [name for name, value in data.items() if value not in (None, {}, 0) and name not in _NO_FIGURE]
+        return Hardware.model_validate(data | {"sources": dict.fromkeys(stated, MEASURED)})
+    except ValidationError as error:
+        raise MeasurementError(
+            f"what was measured contradicts itself: {': '.join(first_violation(error))}",
+            remedy="Measure again while nothing else runs on the machine, without --quick.",
+        ) from None
+
+
+def fit_traffic(traffic: Mapping[int, float]) -> tuple[float, int, float]:
+    """Memory bandwidth, the cache's bytes and its bandwidth, from the rates of growing working sets.
+
+    No cache (0, and memory's own rate) where small sets are hardly faster than large ones.
+    """
+    nbytes, rates = np.array([*traffic], float), np.array([*traffic.values()])
+    memory, best = float(rates[-1]), float(rates.max())
+    if best < 1.2 * memory:
+        return memory, 0, memory
+
+    def error(cache: float) -> float:
+        cached = np.minimum(1.0, cache / nbytes)
+        return float(np.sum(np.log((cached / best + (1 - cached) / memory) * rates) ** 2))
+
+    return memory, int(min(np.geomspace(nbytes[0], nbytes[-1], 60), key=error)), best
+
+
+def fit_products(
+    products: Sequence[Product], peaks: Mapping[str, float], kernel: float, traffic: tuple[float, int, float]
+) -> tuple[float, float, float]:
+    """Share of the peak, half size and fixed seconds with which the roofline meets all products best, in ratios."""
+    dtypes = [p.dtype for p in products]
+    used = [p for p in products if dtypes.count(p.dtype) > 2]
+    if len(used) < 4:
+        return 1.0, 0.0, 0.0
+    memory, cache_bytes, cache_rate = traffic
+    ideal = np.array([p.flops / peaks[p.dtype] for p in used])
+    least = np.array([min(p.shape) for p in used], float)
+    nbytes, seconds = np.array([p.bytes for p in used]), np.array([p.seconds for p in used])
+    cached = np.minimum(1.0, cache_bytes / nbytes)
+    moving = nbytes * (cached / cache_rate + (1 - cached) / memory)
+
+    def values(point: Sequence[float]) -> tuple[float, float, float]:
+        return LEAST_SHARE + (1 - LEAST_SHARE) * point[0], MOST_HALF * point[1] ** 4, MOST_FIXED * point[2] ** 4
+
+    def error(point: Sequence[float]) -> float:
+        share, half, fixed = values(point)
+        said = kernel + fixed + np.maximum(ideal / share * (1 + half / least), moving)
+        return float(np.sum(np.sqrt(1 + (np.log(said / seconds) / 0.1) ** 2)))  # single outliers hardly count
+
+    best, reach = (0.5, 0.5, 0.5), 0.5
+    for _ in range(ZOOMS):
+        axes = [np.linspace(max(0.0, at - reach), min(1.0, at + reach), GRID) for at in best]
+        best, reach = min(product(*axes), key=error), reach / 3
+    return values(best)
+
+
+def _products(clock: Stopwatch, dtypes: Sequence[str], shapes: Sequence[Shape]) -> list[Product]:
+    """All shapes in every type; only the first in one that is so slow that it must be emulated."""
+    found: list[Product] = []
+    for dtype in dtypes:
+        first = time_product(clock, dtype, shapes[0])
+        found.append(first)
+        if first.seconds * SLOW_SHARE <= found[0].seconds:
+            found += [time_product(clock, dtype, shape) for shape in shapes[1:]]
+    return found
+
+
+def time_product(clock: Stopwatch, dtype: str, shape: Shape) -> Product:
+    """A matrix product; ``tf32`` is one in fp32 with TF32 allowed."""
+    m, k, n = shape
+    kind = getattr(torch, "float32" if dtype == "tf32" else dtype)
+    a, b = torch.randn(m, k, device=clock.device).to(kind), torch.randn(k, n, device=clock.device).to(kind)
+    with setting(torch.backends.cuda.matmul, "allow_tf32", dtype == "tf32"):
+        return Product(dtype, shape, clock.seconds(lambda: torch.mm(a, b)))
+
+
+def _attention_flops(clock: Stopwatch, dtype: torch.dtype, tokens: int, width: int = 64) -> tuple[float, float]:
+    """FLOP/s of fused attention, forward (two products of tokens × tokens × width per head) and backward (five)."""
+    shape = (1, 8, tokens, width)
+    q, k, v = (torch.randn(shape, device=clock.device, dtype=dtype, requires_grad=True) for _ in range(3))
+    upstream = torch.randn(shape, device=clock.device, dtype=dtype)
+
+    def forward() -> torch.Tensor:
+        return functional.scaled_dot_product_attention(q, k, v)
+
+    seconds = clock.seconds(forward)
+    backward = clock.seconds(lambda: torch.autograd.grad(forward(), (q, k, v), upstream)) - seconds
+    one = 2.0 * 8 * tokens * tokens * width
+    return 2 * one / seconds, 5 * one / max(backward, 0.1 * seconds)
+
+
+def _traffic(clock: Stopwatch, nbytes: int, pool_bytes: int) -> float:
+    """Bytes per second of additions of two tensors into a third, ``nbytes`` in all, as a step makes them.
+
+    One operand is what the addition before has written, the other and the result have been out of use for
+    ``pool_bytes``: a chain in one small set of tensors would find all in the nearest cache and promise too much.
+    """
+    elements = max(1, nbytes // 12)
+    count = max(3, pool_bytes // (4 * elements))
+    pool = [torch.zeros(elements, device=clock.device) for _ in range(count)]
+    place = 0
+
+    def add() -> None:
+        nonlocal place
+        before, place = pool[place], (place + 1) % count
+        torch.add(before, pool[(place + count // 2) % count], out=pool[place])
+
+    return 12 * elements / clock.seconds(add)
+
+
+def element_calls(device: torch.device, rows: int, columns: int) -> dict[str, tuple[float, tuple[Any, ...]]]:
+    """Arguments of ops by name, with how many fp32 matrices of rows × columns they read and write."""
+    x = torch.randn(rows, columns, device=device)
+    y, positive = torch.randn_like(x), torch.rand_like(x) + 0.5
+    weight, bias = torch.ones(columns, device=device), torch.zeros(columns, device=device)
+    picked = torch.randint(0, rows, (rows,), device=device)
+    # in one block, as masks are: a random one would measure branches
+    mask = torch.arange(columns, device=device).expand(rows, -1) < columns // 2
+    norm = ([columns], weight, bias, 1e-5)
+    _, mean, rstd = torch.native_layer_norm(x, *norm)
+    unary = "tanh gelu silu sigmoid exp erf log sin cos rsqrt sqrt".split()  # noqa: SIM905
+    return {
+        **{name: (2, (positive if name in ("log", "rsqrt", "sqrt") else x,)) for name in unary},
+        **{f"{name}_backward": (3, (x, y)) for name in ("tanh", "gelu", "silu")},
+        "pow": (2, (positive, 3.0)),
+        "div": (3, (x, positive)),
+        "_softmax": (2, (x, -1, False)),
+        "_safe_softmax": (2, (x, -1)),
+        "_softmax_backward_data": (3, (y, torch.softmax(x, -1), -1, torch.float32)),
+        "_log_softmax": (2, (x, -1, False)),
+        "_log_softmax_backward_data": (3, (y, torch.log_softmax(x, -1), -1, torch.float32)),
+        "native_layer_norm": (2, (x, *norm)),
+        "native_layer_norm_backward": (3, (y, x, [columns], mean, rstd, weight, bias, [True, True, True])),
+        "mean": (1, (x, [-1], True)),
+        "sum": (1, (x, [0], True)),
+        "bernoulli_": (2, (torch.empty_like(x), 0.9)),
+        "native_dropout": (2, (x, 0.1, True)),
+        "where": (3, (mask, x, y)),
+        "cat": (4, ([x, y], -1)),
+        "embedding": (2, (x, picked)),
+        "embedding_dense_backward": (2, (x, picked, rows, -1, False)),
+        "strided_copy": (2, (x.view(8, rows // 8, columns // 64, 64).transpose(1, 2),)),
+    }
+
+
+def _elements(clock: Stopwatch, rows: int, columns: int) -> Iterator[tuple[str, tuple[int, float, float]]]:
+    """Elements, bytes and seconds of ``element_calls``; a kernel that this device does not have is left out."""
+    for name, (tensors, args) in element_calls(clock.device, rows, columns).items():
+        function = getattr(torch.ops.aten, "contiguous" if name == "strided_copy" else name)
+        with suppress(RuntimeError, NotImplementedError):
+            seconds = clock.seconds(lambda f=function, a=args: f(*a))
+            elements = rows * columns * (2 if name == "cat" else 1)
+            yield name, (elements, 4.0 * tensors * rows * columns, seconds)
+
+
+def _links(clock: Stopwatch, sizes: Sizes) -> tuple[dict[str, float], tuple[float, float]]:
+    """Copies off the device and back: as offload does them on a CPU, pinned and pageable on an accelerator.
+
+    The figures of the description, and those of copies of the size of an activation.
+    """
+    if clock.device.type == "cpu":
+        now = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
+        small = by_transport(clock.device, sizes.copy, LARGER, now, lambda: None)
+        return {"link_out": small[0], "link_in": small[1]}, small
+    large, small = (_by_copy(clock, nbytes, pinned=True) for nbytes in (LARGER * sizes.copy, sizes.copy))
+    pageable = _by_copy(clock, LARGER * sizes.copy, pinned=False)
+    pinned = {"link_out": max(large[0], small[0]), "link_in": max(large[1], small[1])}
+    return pinned | {"pageable_out": pageable[0], "pageable_in": pageable[1]}, small
+
+
+def _by_copy(clock: Stopwatch, nbytes: int, *, pinned: bool) -> tuple[float, float]:
+    here = torch.empty(nbytes, dtype=torch.uint8, device=clock.device)
+    there = torch.empty(nbytes, dtype=torch.uint8, pin_memory=pinned)
+    out = clock.seconds(lambda: there.copy_(here, non_blocking=pinned))
+    back = clock.seconds(lambda: here.copy_(there, non_blocking=pinned))
+    return nbytes / out, nbytes / back
+
+
+def _dtypes(device: Device) -> tuple[str, ...]:
+    """Types that the device has instructions for, as far as PyTorch knows; a CPU emulates what it lacks."""
+    if device.kind != "cuda":
+        return ("float32", "bfloat16", "float16")
+    amd = torch.version.hip is not None
+    ampere = amd or torch.cuda.get_device_capability(device.torch_device) >= (8, 0)
+    return ("float32", *(("tf32",) if ampere and not amd else ()), *(("bfloat16",) if ampere else ()), "float16")
+
+
+def _kernel_seconds(clock: Stopwatch) -> float:
+    """A chain of kernels without work, long enough for the queue to be deep, recorded once and replayed as a graph."""
+    x = torch.zeros(256, device=clock.device)
+    x.add_(1)
+    graph, count = torch.cuda.CUDAGraph(), 200
+    with torch.cuda.graph(graph):
+        for _ in range(count):
+            x.add_(1)
+    return clock.seconds(graph.replay) / count
+
+
+def _share(value: float) -> float:
+    return _rounded(min(1.0, max(LEAST_SHARE, value)))
+
+
+def _rounded(value: float) -> float:
+    """Four significant digits: no more is known."""
+    return round(value, 3 - math.floor(math.log10(abs(value)))) if value else value
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]))

@@ -1,0 +1,247 @@
+"""What each choice costs on each kind of unit, read off ghost runs: no choice needs a cost model of its own.
+
+A choice is ghost-run on one unit with all others saving; every number is a difference to the save-everything run, so
+it includes all that the choice really does. What a choice keeps alive that all units share (an attention mask, rotary
+tables) is left out of what a unit keeps, or it would be counted once per unit. What an offloaded unit leaves behind
+for a while (bytes on their way out, or back early) falls into its neighbours' time; it is charged to the unit itself,
+as if the neighbours did the same.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from autockpt.cost.segments import OpRange, segment_peaks, segments
+from autockpt.cost.step import Simulation
+from autockpt.schema.choices import SAVE, Choice
+from autockpt.schema.graph import Graph, Unit
+from autockpt.schema.profile import Menu, MenuItem
+from autockpt.tracing.kernels.timeline import bytes_timeline
+
+
+def representatives(blocks: Iterable[Unit]) -> dict[int, Unit]:
+    """The unit of each kind that choices are ghost-run on: a middle one, since the first and the last are special."""
+    by_kind: dict[int, list[Unit]] = {}
+    for unit in blocks:
+        by_kind.setdefault(unit.kind, []).append(unit)
+    return {kind: units[len(units) // 2] for kind, units in by_kind.items()}
+
+
+def build_menus(
+    base: Graph,
+    variants: Mapping[tuple[int, Choice], Graph],
+    simulation: Callable[[Graph], Simulation],
+    host_seconds: Callable[[Choice], float] = lambda choice: 0.0,
+) -> tuple[Menu, ...]:
+    """The menu of every kind of unit, ``save`` first, then the choices that ``variants`` hold.
+
+    ``base`` is the ghost run with every unit on save; ``variants[kind, choice]`` the one with ``choice`` on the kind's
+    representative alone; ``simulation`` gives a graph's seconds on the device, ``host_seconds`` what a choice costs the
+    host besides its ops. Bytes are peaks over all micro-batches.
+    """
+    units = [u.name for u in base.blocks()]
+    plain = _Run.of(base, units, simulation)
+    menus = []
+    for kind, unit in representatives(base.blocks()).items():
+        index = units.index(unit.name)
+        runs = {choice: _Run.of(graph, units, simulation) for (of, choice), graph in variants.items() if of == kind}
+        items = [_change(choice, plain, run, index, unit.name) for choice, run in [(SAVE, plain), *runs.items()]]
+        items = [item.model_copy(update={"host_seconds": host_seconds(item.choice)}) for item in items]
+        levels = _saved_levels(plain, index, unit.name)
+        menus.append(Menu(kind=kind, representative=unit.name, items=_lifted(items, levels)))
+    return tuple(menus)
+
+
+def head_menu(
+    base: Graph, head: Unit, variants: Mapping[Choice, Graph], simulation: Callable[[Graph], Simulation]
+) -> Menu:
+    """The menu of the output head, ``save`` first; ``variants`` are ghost runs with a choice on it alone.
+
+    Its chunks run inside of the loss, not inside of its module, so its seconds are what the whole step gains or loses.
+    """
+    units = [*(u.name for u in base.blocks()), head.name]
+    plain, index = _Run.of(base, units, simulation), len(units) - 1
+    runs = {choice: _Run.of(graph, units, simulation) for choice, graph in variants.items()}
+    items = [
+        MenuItem(
+            choice=choice,
+            **_byte_changes(plain, run, index)._asdict(),
+            forward_seconds=0.0,
+            backward_seconds=run.simulation.step_seconds - plain.simulation.step_seconds,
+            recompute_seconds=0.0,
+            host_bytes=max(0, run.host_bytes - plain.host_bytes),
+        )
+        for choice, run in [(SAVE, plain), *runs.items()]
+    ]
+    levels = _saved_levels(plain, index, head.name)
+    return Menu(kind=head.kind, representative=head.name, items=_lifted(items, levels))
+
+
+class _Bytes(NamedTuple):
+    """What a choice holds, or changes against saving, by the names of ``MenuItem``."""
+
+    kept_bytes: int = 0
+    forward_peak_bytes: int = 0
+    backward_peak_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class _Run:
+    """A ghost run, cut up, with its seconds."""
+
+    graph: Graph
+    units: Sequence[str]
+    parts: tuple[OpRange, ...]
+    peaks: dict[tuple, int]
+    simulation: Simulation
+
+    @classmethod
+    def of(cls, graph: Graph, units: Sequence[str], simulation: Callable[[Graph], Simulation]) -> _Run:
+        parts = segments(graph, units)
+        peaks = {s.key: peak for s, peak in zip(parts, segment_peaks(graph, parts), strict=True)}
+        return cls(graph, units, parts, peaks, simulation(graph))
+
+    def peak(self, key: tuple, parts: Sequence[OpRange]) -> int:
+        """Most bytes in a segment of another run's ``parts``; where this run has none, in the nearest before it."""
+        keys = [s.key for s in parts]
+        return next(self.peaks[k] for k in reversed(keys[: keys.index(key) + 1]) if k in self.peaks)
+
+    def foreign_bytes(self, key: tuple, mine: set[str]) -> int:
+        """Bytes of activations made outside the units ``mine`` and alive at the peak of a segment."""
+        part = next((s for s in self.parts if s.key == key), None)
+        if part is None:
+            return 0
+        at = part.first + int(np.argmax(bytes_timeline(self.graph)[part.first : part.end]))
+        return sum(
+            s.bytes
+            for s in self.graph.storages
+            if s.kind == "activation" and s.unit not in mine and s.birth >= 0 and s.alive_at(at)
+        )
+
+    @property
+    def host_bytes(self) -> int:
+        """Most bytes that were out on the host at once; what goes to disk is not there."""
+        end = len(self.graph.ops)
+        return _most_at_once(
+            (copy.issued, end if copy.released is None else copy.released, copy.bytes)
+            for copy in self.graph.copies
+            if copy.direction == "out" and copy.tier == "cpu"
+        )
+
+
+def _change(choice: Choice, plain: _Run, variant: _Run, index: int, name: str) -> MenuItem:
+    """A choice's own seconds, and the bytes that it changes against saving."""
+    times = variant.simulation.seconds_by_unit[name]
+    return MenuItem(
+        choice=choice,
+        **_byte_changes(plain, variant, index)._asdict(),
+        forward_seconds=times["forward"],
+        backward_seconds=times["backward"],
+        recompute_seconds=times["recompute"],
+        copy_seconds=_copy_seconds(plain.simulation, variant.simulation, times),
+        host_bytes=max(0, variant.host_bytes - plain.host_bytes),
+    )
+
+
+def _byte_changes(plain: _Run, variant: _Run, index: int) -> _Bytes:
+    """Differences of bytes; the most of any micro-batch."""
+    found: list[_Bytes] = []
+    # an input that only this unit keeps is its neighbour's output
+    mine = set(plain.units[max(0, index - 1) : index + 1])
+    for m in sorted({s.micro_batch for s in plain.parts}):
+        kept_at, own, neighbours = _places(plain.parts, m, index)
+        if kept_at is None:
+            continue
+        kept = variant.peak(kept_at, plain.parts) - plain.peaks[kept_at]
+        shared = max(0, variant.foreign_bytes(kept_at, mine) - plain.foreign_bytes(kept_at, mine))
+        both = []
+        for place in ("forward", "backward"):
+            changed = _differences(plain, variant, own[place])
+            left_behind = sum(max(0, d - kept) for d in _differences(plain, variant, neighbours[place]))
+            both.append(sum(changed) + left_behind)
+        found.append(_Bytes(kept - shared, *both))
+    return _Bytes(*map(max, zip(*found, strict=True)))
+
+
+def _places(parts: Sequence[OpRange], m: int, index: int) -> tuple[tuple | None, dict, dict]:
+    """Where the kept bytes of a unit show in micro-batch ``m``, its own segments, and those of units run meanwhile."""
+    forwards = [s for s in parts if s.micro_batch == m and s.place == "forward"]
+    backwards = [s for s in parts if s.micro_batch == m and s.place == "backward"]
+    own_forward = next((s for s in forwards if s.unit == index), None)
+    if own_forward is None:
+        return None, {}, {}
+    own_backward = next((s for s in backwards if s.unit == index), None)
+    turn = min((s.first for s in backwards), default=parts[-1].end)
+    between = [s for s in parts if s.micro_batch == m and own_forward.end <= s.first]
+    between = [s for s in between if own_backward is None or s.end <= own_backward.first]
+    # The turn from forward to backward (head and loss) is where nothing is on its way; failing that, the nearest part.
+    rest = min(
+        between, key=lambda s: (s.end != turn, s.place in ("forward", "backward"), abs(s.end - turn)), default=None
+    )
+    own = {"forward": [own_forward], "backward": [own_backward] if own_backward else []}
+    neighbours = {
+        "forward": [s for s in forwards if s.first >= own_forward.end],
+        "backward": [s for s in backwards if own_backward is not None and s.end <= own_backward.first],
+    }
+    return (rest or own_forward).key, own, neighbours
+
+
+def _differences(plain: _Run, variant: _Run, parts: Sequence[OpRange]) -> list[int]:
+    return [variant.peaks[s.key] - plain.peaks[s.key] for s in parts if s.key in variant.peaks]
+
+
+def _copy_seconds(plain: Simulation, variant: Simulation, times: Mapping[str, float]) -> float:
+    """Time that copies add to the step: seen in the simulation, or as it would be were every unit to copy as much.
+
+    One unit's copies hide behind its neighbours' compute; if all copy, each has only its own compute to hide behind.
+    """
+    seen = variant.copy_seconds - plain.copy_seconds
+    out = variant.queue_seconds["out"] - plain.queue_seconds["out"] - times["forward"]
+    back = variant.queue_seconds["in"] - plain.queue_seconds["in"] - times["backward"] - times["recompute"]
+    return max(0.0, seen, max(0.0, out) + max(0.0, back))
+
+
+def _lifted(items: Sequence[MenuItem], levels: _Bytes) -> tuple[MenuItem, ...]:
+    """Differences as bytes: on top of what the unit holds when it saves, never below zero."""
+    for name, level in levels._asdict().items():
+        level = max(level, *(-getattr(item, name) for item in items))
+        items = [item.model_copy(update={name: level + getattr(item, name)}) for item in items]
+    return tuple(items)
+
+
+def _saved_levels(plain: _Run, index: int, name: str) -> _Bytes:
+    """Bytes of a saving unit's own storages: kept from forward to backward, and at most during each of them."""
+    spans = {s.place: s for s in reversed(plain.parts) if s.unit == index and s.place in ("forward", "backward")}
+    if "forward" not in spans:
+        return _Bytes()
+    forward, backward = spans["forward"], spans.get("backward")
+    last = len(plain.graph.ops)
+    needed = backward.first if backward else last
+    own = [
+        (s.birth, last if s.death is None else s.death, s.bytes)
+        for s in plain.graph.storages
+        if s.unit == name and s.birth >= 0 and s.kind == "activation"
+    ]
+    kept = sum(size for birth, death, size in own if forward.first <= birth < forward.end and death >= needed)
+    return _Bytes(kept, _most(own, forward), _most(own, backward) if backward else 0)
+
+
+def _most(own: Sequence[tuple[int, int, int]], span: OpRange) -> int:
+    """Most bytes of the given (birth, death, bytes) alive at any op of a segment."""
+    return _most_at_once(
+        (max(birth, span.first), death, size) for birth, death, size in own if birth < span.end and death >= span.first
+    )
+
+
+def _most_at_once(spans: Iterable[tuple[int, int, int]]) -> int:
+    """Most bytes of (first op, last op, bytes) at any op."""
+    change: dict[int, int] = {}
+    for first, last, size in spans:
+        change[first] = change.get(first, 0) + size
+        change[last + 1] = change.get(last + 1, 0) - size
+    return max(itertools.accumulate(change[at] for at in sorted(change)), default=0)

@@ -1,0 +1,208 @@
+"""Op times: each op signature of a step is timed in real steps on the device, once, and cached per device and versions.
+
+Timing ops where they really run (after their producers, with the caches as the step leaves them) predicts whole steps
+better than timing them alone. One lean cycle, every unit recomputed, runs every op that any plan can run.
+
+Choices that the device itself refuses, which only real steps tell: see ``policies.watched_backends``.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from autockpt.cost.probes import Stopwatch, by_transport, keep_busy, watch_seconds
+from autockpt.devices import transport_for
+from autockpt.devices.disk import DiskTransport
+from autockpt.errors import ConflictError, DeviceOutOfMemory
+from autockpt.policies.compiling import uncompiled
+from autockpt.policies.watched_backends import KNOWN, WATCHING
+from autockpt.schema.choices import SAVE, Choice, dump_choices, parse_choice, parse_choices
+from autockpt.tracing.kernels.cuda_memory import kept_workspaces
+from autockpt.tracing.kernels.signature import signature
+
+if TYPE_CHECKING:
+    from autockpt.measuring import Measurer, StepRunner
+
+COPY_PROBE_BYTES, COPY_PROBES = 4 * 2**20, 8
+QUEUED_COPY_PROBE_BYTES = 32 * 2**20  # a link of 50 GB/s moves 4 MiB in the time that queueing a copy takes
+# The device is kept busy while the host queues so many ops: a launch queue holds about a thousand entries, and an op
+# makes three.
+OPS_AHEAD, SECONDS_AHEAD_PER_OP = 200, 1e-4
+DISK_PROBE_BYTES, DISK_ROUNDS = 128 * 2**20, 3
+WATCH_ROUNDS = 3
+TIMED_SLOWER = 2.0  # times as long as others a cycle takes whose ops are timed, about
+TIMED_OPS = "timed ops"
+"""The runner's beat after each cycle whose ops were timed."""
+
+
+class _OpTimer(TorchDispatchMode):
+    """Seconds of every op by signature and, apart, of the optimizer phase: by events on an accelerator."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self._device = device
+        self.phase = "forward"
+        self.seconds: dict[str, list[float]] = defaultdict(list)
+        self.optimizer: float = 0.0
+        self.ops = 0
+        self._pending: list[tuple[str, Any, Any]] | None = [] if device.type != "cpu" else None
+        self._until_ahead = 0
+        # what else runs on the core is no part of an op; with more threads the processor's time is that of all of them
+        self._now = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
+
+    def mark(self, phase: str) -> None:
+        self.phase = phase
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = signature(func, args, kwargs)
+        if self._pending is not None:
+            self._get_ahead()
+            begin, end = (torch.Event(self._device, enable_timing=True) for _ in range(2))
+            stream = torch.accelerator.current_stream(self._device)
+            begin.record(stream)
+            out = func(*args, **kwargs)
+            end.record(stream)
+            self._pending.append((name if self.phase != "optimizer" else "", begin, end))
+            return out
+        start = self._now()
+        out = func(*args, **kwargs)
+        self._add(name if self.phase != "optimizer" else "", self._now() - start)
+        return out
+
+    def _get_ahead(self) -> None:
+        """Every so often, give the device as much to wait for as the host needs to queue the next ops."""
+        if not self._until_ahead:
+            keep_busy(self._device, OPS_AHEAD * SECONDS_AHEAD_PER_OP)
+            self._until_ahead = OPS_AHEAD
+        self._until_ahead -= 1
+
+    def _add(self, name: str, seconds: float) -> None:
+        if name:
+            self.seconds[name].append(seconds)
+            self.ops += 1
+        else:
+            self.optimizer += seconds
+
+    def finish(self) -> None:
+        if self._pending is not None:
+            torch.accelerator.synchronize(self._device)
+            for name, begin, end in self._pending:
+                self._add(name, begin.elapsed_time(end) / 1e3)
+            self._pending.clear()
+
+
+def measure_in_runner(runner: StepRunner, payload: Mapping[str, Any]) -> dict[str, Any]:
+    """Time every op of ``payload["cycles"]`` cycles with ``payload["choices"]`` attached. Runs where the model lives.
+
+    Returns seconds per signature (median), the optimizer phase, the host's share per op, what an op costs besides where
+    it is watched, the copy bandwidths, with ``payload["disk"]`` those of the disk tier too, and the bytes that the
+    context and matrix libraries have taken by then. With ``payload["within"]`` no cycle is begun that would not end in
+    so many seconds; nothing is returned where that leaves none.
+    """
+    began, within = time.monotonic(), payload.get("within", math.inf)
+    choices = parse_choices(payload["choices"])
+    device = runner.device.torch_device
+    seconds: dict[str, list[float]] = defaultdict(list)
+    optimizer: list[float] = []
+    residue: list[float] = []
+    with runner.attached(choices):
+        runner.run_cycle()
+        each = (1 + TIMED_SLOWER) * (time.monotonic() - began)
+        for number in range(int(payload.get("cycles", 2))):
+            started = time.monotonic()
+            if started + each - began > within:
+                if not number:
+                    return {}
+                break
+            plain = runner.time_cycle()
+            timer = _OpTimer(device)
+            with uncompiled(), timer:
+                runner.run_cycle(mark=timer.mark)
+            timer.finish()
+            runner.beat(TIMED_OPS)
+            kernels = sum(map(sum, timer.seconds.values()))
+            residue.append((plain - kernels - timer.optimizer) / max(timer.ops, 1))
+            optimizer.append(timer.optimizer)
+            for name, values in timer.seconds.items():
+                seconds[name].extend(values)
+            each = time.monotonic() - started
+    size = COPY_PROBE_BYTES if device.type == "cpu" else QUEUED_COPY_PROBE_BYTES  # about that of one activation
+    out, back = by_transport(device, size, COPY_PROBES, time.perf_counter, runner.device.synchronize)
+    disk = disk_bandwidths(device) if payload.get("disk") else (0.0, 0.0)
+    return {
+        "seconds": {name: statistics.median(values) for name, values in seconds.items()},
+        "optimizer_seconds": statistics.median(optimizer),
+        "host_seconds": max(0.0, statistics.median(residue)),
+        # an accelerator's host works ahead of it as a rule, and hides that
+        "watch_seconds": watch_seconds(Stopwatch(device), WATCH_ROUNDS) if device.type == "cpu" else 0.0,
+        "copy_out_bandwidth": out,
+        "copy_in_bandwidth": back,
+        "disk_out_bandwidth": disk[0],
+        "disk_in_bandwidth": disk[1],
+        "context_bytes": runner.device.describe().overhead_bytes,
+        "workspaces": kept_workspaces(device),
+    }
+
+
+def memory_of_others(runner: StepRunner, payload: Mapping[str, Any]) -> dict[str, Any]:
+    """Bytes on the device that other processes hold."""
+    return {"bytes": runner.device.used_by_others()}
+
+
+def disk_bandwidths(device: torch.device) -> tuple[float, float]:
+    """Bytes per second into a file, until it is written, and back: the median of some rounds, as no step gets the best.
+
+    Raises MeasurementError where the disk is full or its folder cannot be written.
+    """
+    transport = transport_for(device, "disk")
+    assert isinstance(transport, DiskTransport)
+    source = torch.ones(DISK_PROBE_BYTES, dtype=torch.uint8, device=device)
+    out, back = [], []
+    for _ in range(DISK_ROUNDS):
+        start = time.perf_counter()
+        handle = transport.send(source)
+        handle.settle()
+        transport.drain()
+        middle = time.perf_counter()
+        handle.fetch()
+        transport.drain()
+        out.append(middle - start)
+        back.append(time.perf_counter() - middle)
+    return source.numel() / statistics.median(out), source.numel() / statistics.median(back)
+
+
+def run_once(runner: StepRunner, payload: Mapping[str, Any]) -> dict[str, Any]:
+    """One cycle with ``payload["choices"]``: what refused it, or an empty text. Runs where the model lives."""
+    try:
+        with runner.attached(parse_choices(payload["choices"])):
+            runner.run_cycle()
+    except ConflictError as error:
+        return {"refused": error.message}
+    return {"refused": ""}
+
+
+def refused_choices(measurer: Measurer, plain: Mapping[str, Choice], kinds: Iterable[str]) -> dict[str, str]:
+    """Those of ``kinds`` that a step on the device refuses, and why. ``plain``: the plan in which blocks save.
+
+    Steps run only where nobody knows the device's backend yet. What does not fit there counts as not refused: whatever
+    fits will say so itself.
+    """
+    said: dict[str, str] = {}
+    if measurer.environment.device.kind in KNOWN:
+        return said
+    for kind in (kind for kind in kinds if kind in WATCHING):
+        choices = {name: parse_choice(kind) if choice == SAVE else choice for name, choice in plain.items()}
+        payload = {"choices": dump_choices(choices)}
+        with suppress(DeviceOutOfMemory):
+            said[kind] = measurer.call("autockpt.cost.op_times:run_once", payload)["refused"]
+    return {kind: why for kind, why in said.items() if why}

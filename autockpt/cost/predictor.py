@@ -1,0 +1,222 @@
+"""What any plan will do, without a real step: bytes from its ghost run, seconds from op times.
+
+Ghost runs are for hardware that need not be at hand, and so are the bytes that a step is promised to need there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from autockpt.checkpointing.fingerprint import TABLE_BYTES
+from autockpt.cost.step import Simulation, simulate
+from autockpt.devices import host_bytes_of
+from autockpt.policies.base import setting
+from autockpt.schema import Choice, DeviceInfo, Environment, Graph, Hardware, OpTimes, Prediction, plan_hash
+from autockpt.schema.device import ALLOCATOR_SETTINGS, WITHOUT_STREAMS
+from autockpt.schema.request import Listener, Silence
+from autockpt.tracing.kernels.cuda_memory import AtHand, Requests, device_peak, with_resident
+
+
+class Traces(Protocol):
+    """Whoever can ghost-run a plan, and may begin with those that will be asked for."""
+
+    def ahead(self, plans: Iterable[Mapping[str, Choice]]) -> None: ...
+
+    def trace(self, choices: Mapping[str, Choice] | None = None) -> Graph: ...
+
+
+class Predictor:
+    """Ghost-runs plans and remembers what came of each. ``host_budget`` in bytes bounds what offloading may claim.
+
+    ``needs`` says what a ghost run takes of the device (default: what tensors hold, and the device's overhead). Without
+    ``traces`` it knows the ghost runs that it is given.
+    """
+
+    def __init__(
+        self, traces: Traces | None, op_times: OpTimes, host_budget: int | None = None, needs: MemoryModel | None = None
+    ) -> None:
+        self._traces, self.needs = traces, needs
+        self.op_times = op_times
+        self.host_budget = host_budget
+        self._known: dict[str, tuple[dict[str, Choice], Prediction]] = {}
+        self._listener: Listener = Silence()
+
+    @property
+    def device(self) -> DeviceInfo:
+        """The device that predictions are for."""
+        return self.op_times.device
+
+    def simulation(self, graph: Graph) -> Simulation:
+        """Bytes over time and step time of a traced cycle on the device."""
+        return simulate(graph, self.op_times)
+
+    def graph(self, choices: Mapping[str, Choice]) -> Graph:
+        """The ghost run of these choices."""
+        assert self._traces is not None
+        try:
+            return self._traces.trace(choices)
+        finally:
+            self._listener.advance()
+
+    def watched(self, listener: Listener) -> AbstractContextManager[None]:
+        """Within it ``listener`` sees each ghost run that is asked for pass, as a step of its stage."""
+        return setting(self, "_listener", listener)
+
+    def ahead(self, plans: Iterable[Mapping[str, Choice]]) -> None:
+        """Begin with plans that will be asked for."""
+        if self._traces is not None:
+            self._traces.ahead([choices for choices in plans if self.known(choices) is None])
+
+    def predict(self, choices: Mapping[str, Choice]) -> Prediction:
+        """Peak bytes (the device's own overhead included) and seconds of one cycle."""
+        return self.known(choices) or self.learn(choices, self.graph(choices))
+
+    def keep_within(self, budget_bytes: int) -> None:
+        """From now on predict for a device whose allocator is kept to ``budget_bytes``; what fits it stands."""
+        if self.needs is not None:
+            self.needs = self.needs.within(budget_bytes)
+            self._known = {key: said for key, said in self._known.items() if said[1].peak_bytes <= budget_bytes}
+
+    def least_bytes(self, graph: Graph, promised: int) -> int:
+        """Bytes of a prediction by which plans near it are judged, without the device's own overhead."""
+        needed = self.needs.least(graph, promised) if self.needs else promised
+        return needed - self.device.overhead_bytes
+
+    def known(self, choices: Mapping[str, Choice]) -> Prediction | None:
+        """What came of these choices, where they were ghost-run before."""
+        said = self._known.get(plan_hash(choices))
+        return said[1] if said is not None else None
+
+    @property
+    def ghost_runs(self) -> list[tuple[dict[str, Choice], Prediction]]:
+        """Every plan that a prediction is known of, with it."""
+        return [*self._known.values()]
+
+    def over_host(self, choices: Mapping[str, Choice]) -> int:
+        """Bytes by which a plan is over the host budget; 0 where it is not."""
+        return 0 if self.host_budget is None else max(0, self.predict(choices).host_bytes - self.host_budget)
+
+    def learn(self, choices: Mapping[str, Choice], graph: Graph) -> Prediction:
+        """Keep the prediction of a plan whose ghost run is at hand."""
+        prediction = self._said(choices, graph, self.needs)
+        self._known[plan_hash(choices)] = (dict(choices), prediction)
+        return prediction
+
+    def elsewhere(self, choices: Mapping[str, Choice]) -> Prediction:
+        """What the plan would do within the least budget that it fits, whatever this predictor is kept to."""
+        return self._said(choices, self.graph(choices), self.needs.smallest_budget if self.needs else None)
+
+    def _said(self, choices: Mapping[str, Choice], graph: Graph, needs: Callable[[Graph], int] | None) -> Prediction:
+        host_seconds = sum(map(self.op_times.host_seconds_of, choices.values()))
+        return Prediction(
+            peak_bytes=needs(graph) if needs else graph.peak_bytes + self.device.overhead_bytes,
+            step_seconds=self.simulation(graph).step_seconds + host_seconds,
+            host_bytes=host_bytes_of(graph.copies, self.device.kind, self.host_budget),
+        )
+
+
+SAFETY = 0.02
+"""Share of what a caching allocator is simulated to reserve that a promise adds to it: no model of fragmentation knows
+every request that libraries make."""
+
+
+def memory_at_hand(
+    environment: Environment, budget_bytes: int | None = None, times: OpTimes | None = None
+) -> MemoryModel | None:
+    """What graphs need of an accelerator at hand: whole segments of its allocator, not the bytes of tensors alone.
+
+    None for devices that give tensors what they ask for. ``budget_bytes``: what it is kept to (default: all there are).
+    ``times`` of steps tell what its context and matrix libraries have taken by then. What others take besides is not
+    known; real steps judge.
+    """
+    device = environment.device if times is None else times.device
+    if device.kind in WITHOUT_STREAMS:
+        return None
+    # with these it gives back what lies between tensors before it fails: no segments to be filled
+    caches = "expandable_segments:True" not in environment.versions.get(ALLOCATOR_SETTINGS, "")
+    allocator = AtHand(device.capacity_bytes, device.overhead_bytes, caches)
+    beside = (TABLE_BYTES, *(times.workspaces if times is not None else ()))
+    at_hand = MemoryModel(allocator, safety=0.0, beside=beside)
+    return at_hand if budget_bytes is None else at_hand.within(budget_bytes)
+
+
+def needed_on(environment: Environment) -> Callable[[Graph], int]:
+    """Bytes that a ghost run takes of a device at hand, its own overhead included."""
+    return memory_at_hand(environment) or (lambda graph: graph.peak_bytes + environment.device.overhead_bytes)
+
+
+def simulated_memory(hardware: Hardware, budget_bytes: int | None = None) -> MemoryModel:
+    """What graphs of ``tracer_for`` need of the device within ``budget_bytes`` (default: all there are)."""
+    return MemoryModel(hardware, None if budget_bytes is None else min(budget_bytes, hardware.memory_bytes))
+
+
+@dataclass(frozen=True)
+class MemoryModel:
+    """Bytes that a step is promised to take of a device, context included: reserved ones, and a share for safety.
+
+    An allocator that is kept to ``budget_bytes`` (None: to what the device has) gives cached segments back before it
+    fails, so a plan may fit that would reserve more if it could. ``beside``: allocations that are there before the
+    step's.
+    """
+
+    hardware: Hardware | AtHand
+    budget_bytes: int | None = None
+    safety: float = SAFETY
+    beside: tuple[int, ...] = ()
+
+    def __call__(self, graph: Graph) -> int:
+        """The promise for a ghost run; more than ``budget_bytes`` where it cannot be kept to that."""
+        return self._promised(self._requests(graph))
+
+    def _requests(self, graph: Graph) -> Requests:
+        return Requests(with_resident(graph, "beside the step", [*self.beside], "other") if self.beside else graph)
+
+    def _promised(self, requests: Requests) -> int:
+        context, share = self.hardware.context_bytes, self._share
+        budget_bytes = self.hardware.memory_bytes if self.budget_bytes is None else self.budget_bytes
+        peak = device_peak(self.hardware, requests, limit=context + int((budget_bytes - context) / (1 + share)))
+        return peak.total + int(share * peak.reserved)
+
+    def least(self, graph: Graph, promised: int) -> int:
+        """How much of a promise cannot be given back: what plans near this one are judged by."""
+        if self.budget_bytes is None or promised > self.budget_bytes:
+            return promised
+        return min(promised, self.hardware.context_bytes + int(graph.peak_bytes * (1 + self._share)))
+
+    def smallest_budget(self, graph: Graph) -> int:
+        """The least bytes that an allocator can be kept to with this ghost run, to about half a percent."""
+        requests = self._requests(graph)
+        high = replace(self, budget_bytes=None)._promised(requests)
+        low = min(high, self.hardware.context_bytes + int(graph.peak_bytes * (1 + self._share)))
+        while high - low > high // 200:
+            middle = (low + high) // 2
+            promised = replace(self, budget_bytes=middle)._promised(requests)
+            if promised <= middle:
+                high = promised
+            else:
+                low = middle
+        return high
+
+    def within(self, budget_bytes: int) -> MemoryModel:
+        """The same for an allocator that is kept to ``budget_bytes``."""
+        return replace(self, budget_bytes=min(budget_bytes, self.hardware.memory_bytes))
+
+    @property
+    def _share(self) -> float:
+        return self.safety if self.hardware.caches else 0.0
+
+
+def said_of(hardware: Hardware) -> str:
+    """What is in a ``MemoryModel``, for people."""
+    if not hardware.caches:
+        return "bytes are those that tensors hold"
+    context, safety = f"{hardware.context_bytes / 1e6:.0f} MB", f"{SAFETY:.0%}"
+    return (
+        "peaks are what a caching allocator kept to the budget would reserve, fragmentation included (a plan that "
+        f"keeps fewer tensors may reserve more), with the context of {context}, and {safety} for safety; peaks that "
+        "others published, mostly of older software, are 7 % above in the median: where you cannot verify on the card, "
+        "leave more free of it (--headroom of a search, or a smaller --budget)"
+    )

@@ -1,0 +1,149 @@
+"""From a save-everything ghost run and menus to the linear planning problem that solvers take.
+
+Copies that hide behind compute: which units a link has the time to offload, and when they are waited for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import accumulate, pairwise
+
+from autockpt.cost.segments import OpRange, segment_peaks, segments
+from autockpt.schema.choices import OFFLOAD, SAVE, Offload
+from autockpt.schema.graph import Graph, Unit
+from autockpt.schema.problem import Option, Point, Problem, UnitOptions
+from autockpt.schema.profile import Menu
+
+
+def build_problem(
+    base: Graph,
+    menus: Sequence[Menu],
+    budget_bytes: int,
+    *,
+    price: Mapping[str, float] | None = None,
+    margin: int = 0,
+    host_budget: int | None = None,
+    base_seconds: float | None = None,
+    head: Unit | None = None,
+    hidden_bandwidth: float = 0.0,
+) -> Problem:
+    """The problem whose points are the segments of ``base``: every unit's forward and backward, and the times between.
+
+    A point's ``base`` bytes are what the graph really holds there less what the units then hold by their menus, so
+    saving everything gives the real bytes exactly, gradients that accumulate and every micro-batch included. ``price``
+    multiplies the extra seconds of a choice kind, ``margin`` bytes are left free of ``budget_bytes``, ``host_budget``
+    bounds what all units move to the host. ``base_seconds`` is the save-everything step time; without it, the units'
+    own share of it. An output ``head`` that has a menu is a unit like the blocks, and the last one. Units are offloaded
+    whose copies hide behind compute, as many as ``hidden_bandwidth`` bytes per second of the link have the time for.
+    """
+    by_kind = {menu.kind: menu for menu in menus}
+    planned = [*base.blocks(), *([head] if head is not None else [])]
+    units = [_unit(unit.name, by_kind.get(unit.kind), price or {}) for unit in planned]
+    saving = [unit.options[0] for unit in units]
+    if base_seconds is None:
+        base_seconds = sum(by_kind[u.kind].items[0].seconds for u in planned if u.kind in by_kind)
+    parts = segments(base, [unit.name for unit in planned])
+    before = [0]
+    for option in saving:
+        before.append(before[-1] + option.kept)
+    points = [_point(s, peak, before, saving) for s, peak in zip(parts, segment_peaks(base, parts), strict=True)]
+    problem = Problem(
+        units=tuple(units),
+        points=tuple(points),
+        budget_bytes=budget_bytes - margin,
+        host_budget=host_budget,
+        base_seconds=base_seconds,
+        head=None if head is None else head.name,
+    )
+    if hidden_bandwidth <= 0:
+        return problem
+    batches = base.repeated + sum(point.own == 0 and point.phase == "forward" for point in points)
+    # of units that save; of an output head they are not known
+    forwards = {menu.kind: menu.items[0].forward_seconds / batches for menu in menus}
+    return hidden_copies(problem, [forwards.get(unit.kind, 0.0) for unit in planned], hidden_bandwidth)
+
+
+def point_bytes(base: Graph, graph: Graph, head: Unit | None = None) -> tuple[int | None, ...]:
+    """Bytes that another plan's ghost run really has at the points of ``base``'s problem, in their order.
+
+    None where it has no op there; a part of it that ``base`` lacks counts to the point before it.
+    """
+    names = [unit.name for unit in (*base.blocks(), *([head] if head is not None else []))]
+    places = {s.key: i for i, s in enumerate(segments(base, names))}
+    out: list[int | None] = [None] * len(places)
+    parts = segments(graph, names)
+    at = 0
+    for s, peak in zip(parts, segment_peaks(graph, parts), strict=True):
+        at = places.get(s.key, at)
+        out[at] = max(out[at] or 0, peak)
+    return tuple(out)
+
+
+def passed_on(base: Graph, units: Sequence[str]) -> dict[str, int]:
+    """Bytes that each unit makes in forward and that later ones keep: gone before its own backward begins."""
+    spans = {(s.unit, s.place): s for s in reversed(segments(base, units)) if s.micro_batch == 0}
+    turn = min((s.first for (_, place), s in spans.items() if place == "backward"), default=len(base.ops))
+    found = dict.fromkeys(units, 0)
+    for storage in base.storages:
+        if storage.unit in found and storage.kind == "activation" and storage.death is not None:
+            i = units.index(storage.unit)
+            forward, backward = spans.get((i, "forward")), spans.get((i, "backward"))
+            if forward is None or backward is None or not forward.first <= storage.birth < forward.end:
+                continue
+            if turn <= storage.death < backward.first:
+                found[storage.unit] += storage.bytes
+    return found
+
+
+def _unit(name: str, menu: Menu | None, price: Mapping[str, float]) -> UnitOptions:
+    if menu is None:
+        return UnitOptions(name=name, options=(Option(choice=SAVE, seconds=0.0, kept=0, forward=0, backward=0),))
+    plain = menu.items[0].seconds
+    options = [
+        Option(
+            choice=item.choice,
+            seconds=(item.seconds - plain) * price.get(item.choice.kind, 1.0),
+            kept=item.kept_bytes,
+            forward=item.forward_peak_bytes,
+            backward=item.backward_peak_bytes,
+            host=item.host_bytes,
+        )
+        for item in menu.items
+    ]
+    return UnitOptions(name=name, options=tuple(options))
+
+
+def _point(part: OpRange, peak: int, before: Sequence[int], saving: Sequence[Option]) -> Point:
+    base = peak - before[part.prefix]
+    if part.unit is None or part.place not in ("forward", "backward"):
+        return Point(base=base, prefix=part.prefix)
+    own = saving[part.unit].forward if part.place == "forward" else saving[part.unit].backward
+    return Point(base=base - own, prefix=part.prefix, own=part.unit, phase=part.place)
+
+
+NEARLY_FREE = 0.02
+"""What is left of the seconds of copies that hide: so that no unit is offloaded without need."""
+
+
+def hidden_copies(problem: Problem, forwards: Sequence[float], bandwidth: float) -> Problem:
+    """The problem with ``offload`` at next to no extra seconds for as many units as the link has the time for.
+
+    ``forwards`` are seconds of each unit's forward, ``bandwidth`` bytes per second off the device. The link takes one
+    unit after the other, whose ``window`` ends where its copies should. What would not be off the device when all these
+    forwards have ended stays as dear as it was; so does what the host has no room for.
+    """
+    spans = list(pairwise(accumulate(forwards, initial=0.0)))
+    found: list[UnitOptions] = []
+    free, room = 0.0, problem.host_budget
+    for place, (unit, (begin, end)) in enumerate(zip(problem.units, spans, strict=True)):
+        offered = next((option for option in unit.options if option.choice == OFFLOAD), None)
+        if offered is not None and free <= end and (room is None or offered.host <= room):
+            done = max(begin, free) + offered.host / bandwidth
+            behind = next((i for i, (_, over) in enumerate(spans) if i > place and over >= done), None)
+            if behind is not None:
+                free, room = done, None if room is None else room - offered.host
+                hidden = {"choice": Offload(window=behind - place), "seconds": NEARLY_FREE * offered.seconds}
+                rest = [option for option in unit.options if option is not offered]
+                unit = UnitOptions(name=unit.name, options=(*rest, offered.model_copy(update=hidden)))
+        found.append(unit)
+    return problem.model_copy(update={"units": tuple(found)})

@@ -1,0 +1,429 @@
+"""From ghost runs and op times to a Profile: what each choice costs on each kind of unit."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from operator import itemgetter
+from typing import NamedTuple
+
+from autockpt.cost import cache
+from autockpt.cost.calibration import ANCHORS, calibrated
+from autockpt.cost.fronts import MOST_SETS, MOST_SETS_BESIDE, remake_front, selective_front
+from autockpt.cost.menus import build_menus, head_menu, representatives
+from autockpt.cost.op_times import TIMED_OPS
+from autockpt.cost.predictor import MemoryModel, Predictor, Traces
+from autockpt.cost.problem import build_problem, passed_on, point_bytes
+from autockpt.cost.step import simulate
+from autockpt.devices import host_bytes_of
+from autockpt.errors import ConflictError, DeviceOutOfMemory
+from autockpt.measuring.base import TIMED_CYCLE, Measurer, beats_counted
+from autockpt.schema import Graph, Menu, OpTimes, Problem, Profile, Unit, dump_choices, format_bytes, parse_choice
+from autockpt.schema.choices import RECOMPUTE, SAVE, Choice, Offload, RecomputeOffload, Remake, Segment, Selective
+from autockpt.schema.device import WITHOUT_STREAMS, DeviceInfo, Environment
+from autockpt.schema.plan import plan_hash
+from autockpt.schema.request import Listener, Silence
+from autockpt.solvers import Checked, Segments, exact, refine
+from autockpt.solvers.segments import Member
+
+TIMED_CYCLES = 2
+ANCHOR_SECONDS = 12.0  # for the uniform plans, interleaved: at least one round of them and at most five
+NUMBERS = re.compile(r"\d+")
+SLOWED = 3.0  # times as long as op times say steps may take on a machine in use, before a first one has warmed up
+LEAN_CALLS = 4  # ghost runs spent on finding the leanest plan
+_LEANEST = 2  # plans of which the least budget is looked for
+
+
+UniformRuns = Mapping[str, tuple[dict[str, Choice], Graph]]  # uniform plans and their ghost runs by choice kind
+
+
+class Heads(NamedTuple):
+    """The output head and the ghost runs in which it has a choice and everything else saves."""
+
+    unit: Unit
+    graphs: Mapping[Choice, Graph]
+
+
+@dataclass(frozen=True)
+class CostModel:
+    """A profiled workload: ``base`` is the ghost run with everything on save; sizes in bytes.
+
+    ``head`` is the output head where there is anything to choose for it, with a kind, and so a menu, of its own;
+    ``segments`` are what several units can do together, where that is searched.
+    """
+
+    profile: Profile
+    base: Graph
+    predictor: Predictor
+    used_by_others: int = 0
+    head: Unit | None = None
+    segments: Segments | None = None
+    _checks: dict[str, Checked] = field(default_factory=dict, repr=False, compare=False)
+
+    @property
+    def host_budget(self) -> int | None:
+        """Most bytes that offloading may claim on the host."""
+        return self.predictor.host_budget
+
+    @property
+    def blocks(self) -> tuple[Unit, ...]:
+        """The repeated units that plans are made for, in order of execution."""
+        return self.base.blocks()
+
+    @property
+    def units(self) -> tuple[Unit, ...]:
+        """All units that plans are made for: the blocks, then the output head where it has choices."""
+        return (*self.blocks, *([self.head] if self.head is not None else []))
+
+    def plan(self, choices: Mapping[str, Choice]) -> dict[str, Choice]:
+        """A plan of the solver's as it is written down: an output head that saves is not named."""
+        head = self.head.name if self.head is not None else None
+        return {name: choice for name, choice in choices.items() if name != head or choice != SAVE}
+
+    def problem(
+        self,
+        budget_bytes: int,
+        price: Mapping[str, float] | None = None,
+        margin: int = 0,
+        *,
+        plain_head: bool = False,
+        hidden: float = 0.0,
+    ) -> Problem:
+        """The planning problem of this workload. ``budget_bytes`` are without the device's own overhead.
+
+        With a ``plain_head`` the output head can only save. ``hidden`` is the share of the link's time for which units
+        are offloaded whose copies hide behind compute.
+        """
+        menus = self.profile.menus
+        if plain_head and self.head is not None:
+            menus = (*menus[:-1], menus[-1].model_copy(update={"items": menus[-1].items[:1]}))
+        return build_problem(
+            self.base,
+            menus,
+            budget_bytes=budget_bytes,
+            price=price,
+            margin=margin,
+            host_budget=self.host_budget,
+            base_seconds=self.profile.save_all_seconds,
+            head=self.head,
+            hidden_bandwidth=hidden * self.profile.op_times.copy_out_bandwidth,
+        )
+
+    def check(self, choices: Mapping[str, Choice]) -> Checked:
+        """What the ghost run of a plan says, for ``solvers.refine``: bytes without the device's own overhead."""
+        key = plan_hash(choices)
+        if key not in self._checks:
+            graph = self.predictor.graph(choices)
+            said = self.predictor.known(choices) or self.predictor.learn(choices, graph)
+            peak = self.predictor.least_bytes(graph, said.peak_bytes)
+            self._checks[key] = Checked(peak, point_bytes(self.base, graph, self.head), said.host_bytes)
+        return self._checks[key]
+
+    def keep_within(self, budget_bytes: int) -> None:
+        """From now on rule and predict for a device whose allocator is kept to ``budget_bytes``."""
+        if self.predictor.needs is not None:
+            self.predictor.keep_within(budget_bytes)
+            self._checks.clear()
+
+    def smallest_peak(
+        self, known: Iterable[Mapping[str, Choice]], calls: int = LEAN_CALLS, *, plain_head: bool = False
+    ) -> int:
+        """The least reachable peak in bytes, overhead included: the leanest the solver finds, or of ``known`` plans.
+
+        Plans over the host budget do not count; saving everything never is. ``calls``: ghost runs to spend;
+        ``plain_head``: only plans with one count.
+        """
+        known = [*known, {}]
+        self.predictor.ahead(known)
+        lean = refine(self.problem(0, plain_head=plain_head), self.check, max_calls=calls)
+        plans = (lean.choices, *known)
+        return min(self.predictor.predict(plan).peak_bytes for plan in plans if not self.predictor.over_host(plan))
+
+    def smallest_budget(self) -> int | None:
+        """The least bytes, overhead included, that the leanest plans ghost-run so far can be kept to; None without any.
+
+        An allocator without a limit reserves more: by chance less for a longer sequence than for a shorter one.
+        """
+        host = math.inf if self.host_budget is None else self.host_budget
+        plans = [(plan, said.peak_bytes) for plan, said in self.predictor.ghost_runs if said.host_bytes <= host]
+        leanest = sorted(plans, key=itemgetter(1))[:_LEANEST]
+        return min((self.predictor.elsewhere(plan).peak_bytes for plan, _ in leanest), default=None)
+
+    def smallest_segmented(self) -> int | None:
+        """The peak in bytes, overhead included, of the leanest plan with segments; None where there is none."""
+        if self.segments is None:
+            return None
+        found = min(map(exact, self.segments.problems(self.problem(0))), key=lambda a: a.peak, default=None)
+        if found is None or self.predictor.over_host(plan := self.plan(found.choices)):
+            return None
+        return self.predictor.predict(plan).peak_bytes
+
+    def needs(self, smallest_peak: int) -> str:
+        """What the leanest plan's bytes go to, in one line."""
+        gradients = sum(s.bytes for s in self.base.held_gradients())
+        own = self.predictor.device.overhead_bytes
+        parts = dict(self.base.resident) | {"gradients": gradients, "the device's own context": own}
+        rest = smallest_peak - sum(parts.values())
+        listed = ", ".join(f"{name} {format_bytes(size)}" for name, size in parts.items() if size)
+        return f"It holds {listed}, and at least {format_bytes(max(0, rest))} of activations and transients."
+
+
+def measure_op_times(
+    runs: Measurer,
+    uniform: UniformRuns,
+    workload: str,
+    *,
+    room: int,
+    host_budget: int | None = None,
+    head: Heads | None = None,
+    listener: Listener = Silence(),
+    left: Callable[[], float] = lambda: math.inf,
+) -> OpTimes | None:
+    """Op times of this workload on the device: from the cache, or measured in real steps.
+
+    ``left`` says how many seconds measuring may take yet: with few, whole plans are not timed, and None is returned
+    where they are not enough for single ops.
+    Ops are timed with the leanest of the ``uniform`` plans attached, those of other output heads (``head``, as
+    ``head_graphs`` gives them) with these besides; then the uniform plans that fit into ``room`` bytes are timed whole,
+    interleaved, for what single ops do not tell. The disk is timed where the host budget makes it worth having.
+    ``listener`` sees each cycle that was timed.
+    Raises DeviceOutOfMemory where even the leanest does not run.
+    """
+    device = runs.environment.device
+    allowed = within_host(uniform, device, host_budget)
+    lean, graph = leanest(allowed)
+    disk = wants_disk(uniform, device, host_budget)
+    heads = [] if head is None else [{head.unit.name: choice} for choice in head.graphs]
+    runnable = [graph, *(head.graphs.values() if head is not None else [])]
+    if (known := cached_op_times(runs.environment, runnable, workload, disk=disk)) is not None:
+        return known
+
+    def timed(choices: Mapping[str, Choice], cycles: int, disk: bool = False) -> OpTimes | None:
+        if (seconds := left()) <= 0:
+            return None
+        payload = {"choices": dump_choices(choices), "cycles": cycles, "disk": disk}
+        if math.isfinite(seconds):
+            payload["within"] = seconds
+        with beats_counted(runs, listener, TIMED_OPS):
+            found = runs.call("autockpt.cost.op_times:measure_in_runner", payload)
+        return OpTimes(environment=runs.environment, **found) if found else None
+
+    # kept by themselves, for a search that is stopped before whole plans are timed
+    single = _single_ops(workload)
+    times = cached_op_times(runs.environment, runnable, single, disk=disk)
+    if times is None:
+        # a plain head may be what does not fit
+        first, *others = [{}, *heads] if graph.peak_bytes <= room or not heads else heads
+        listener.stage("time single ops", TIMED_CYCLES + len(others))
+        if (times := timed({**lean, **first}, TIMED_CYCLES, disk)) is None:
+            return None
+        for choices in others:
+            with suppress(DeviceOutOfMemory):
+                if (more := timed({**lean, **choices}, 1)) is None:
+                    return times
+                times = times.completed(more)
+        cache.store(times, single)
+    graphs = {kind: graph for kind, (_, graph) in uniform.items()}
+    fitting = {kind: choices for kind, (choices, graph) in allowed.items() if graph.peak_bytes <= room}
+    anchors = {kind: fitting[kind] for kind in ANCHORS if kind in fitting}
+    if "save" in anchors and len(anchors) > 1:
+        cycle = simulate(graph, times).step_seconds
+        round_seconds = 2 * len(anchors) * cycle
+        if SLOWED * round_seconds > left():
+            return times
+        seconds = min(ANCHOR_SECONDS, left() / SLOWED)
+        rounds = max(1, min(5, round(seconds / round_seconds))) if cycle > 0 else 1
+        listener.stage("time whole plans, interleaved", rounds * len(anchors))
+        with suppress(DeviceOutOfMemory), beats_counted(runs, listener, TIMED_CYCLE):
+            times = calibrated(times, graphs, runs.compare(anchors, rounds=rounds))
+    cache.store(times, workload)
+    return times
+
+
+def _single_ops(workload: str) -> str:
+    return f"{workload}, single ops"
+
+
+def forget_op_times(environment: Environment, workload: str) -> None:
+    """Have the next search of this workload measure its op times again."""
+    for name in (workload, _single_ops(workload)):
+        cache.forget(environment, name)
+
+
+def wants_disk(uniform: UniformRuns, device: DeviceInfo, host_budget: int | None) -> bool:
+    """Whether plans with the disk tier are worth a look: where the host cannot take what offloading everything sends.
+
+    Not where the one tier there is a file already, as on the CPU.
+    """
+    return device.kind not in WITHOUT_STREAMS and any(
+        _over_host(graph, device, host_budget) for _, graph in uniform.values()
+    )
+
+
+def within_host(uniform: UniformRuns, device: DeviceInfo, host_budget: int | None) -> UniformRuns:
+    """The uniform plans that may run under a host budget."""
+    return {kind: pair for kind, pair in uniform.items() if not _over_host(pair[1], device, host_budget)}
+
+
+def _over_host(graph: Graph, device: DeviceInfo, host_budget: int | None) -> bool:
+    return host_budget is not None and host_bytes_of(graph.copies, device.kind, host_budget) > host_budget
+
+
+def cached_op_times(
+    environment: Environment, graphs: Iterable[Graph], workload: str, *, disk: bool = False
+) -> OpTimes | None:
+    """Op times of an earlier run on the same device and versions, if they cover the graphs and this workload, and where
+    asked for the disk."""
+    known = cache.lookup(environment, workload, {text for graph in graphs for text in graph.timed})
+    return None if known is not None and disk and not known.disk_out_bandwidth else known
+
+
+def used_by_others(runs: Measurer) -> int:
+    """Bytes on the device that processes other than the measuring one hold."""
+    return int(runs.call("autockpt.cost.op_times:memory_of_others", {})["bytes"])
+
+
+def leanest(graphs: UniformRuns) -> tuple[dict[str, Choice], Graph]:
+    """The uniform plan with the smallest peak; recompute where it is among them, since it runs every op there is."""
+    if "recompute" in graphs:
+        return graphs["recompute"]
+    return min(graphs.values(), key=lambda pair: pair[1].peak_bytes)
+
+
+def uniform_graphs(
+    traces: Traces,
+    blocks: Sequence[Unit],
+    kinds: Sequence[str],
+    besides: Mapping[str, Choice] | None = None,
+    listener: Listener = Silence(),
+    skip: Callable[[Choice], bool] = lambda choice: False,
+) -> UniformRuns:
+    """Ghost runs of every unit on the same choice, by choice kind. Kinds that this model refuses are left out.
+
+    ``besides`` are choices for other units, in each of them. ``listener`` sees the ghost runs pass. ``skip`` is asked
+    right before each whether it is left out.
+    Raises ConflictError where it refuses all but ``save``.
+    """
+    found: dict[str, tuple[dict[str, Choice], Graph]] = {}
+    refused = None
+    names = [unit.name for unit in blocks]
+    plans = {kind: {**dict.fromkeys(names, parse_choice(kind)), **(besides or {})} for kind in kinds}
+    traces.ahead(plans.values())
+    for kind, choices in plans.items():
+        try:
+            if not skip(parse_choice(kind)):
+                found[kind] = (choices, traces.trace(choices))
+        except ConflictError as error:
+            refused = error
+        listener.advance()
+    if refused is not None and set(found) <= {SAVE.kind}:
+        raise refused
+    return found
+
+
+def head_graphs(
+    traces: Traces,
+    head: Unit | None,
+    choices: Iterable[Choice],
+    listener: Listener = Silence(),
+    skip: Callable[[Choice], bool] = lambda choice: False,
+) -> Heads | None:
+    """Ghost runs with each choice on the output head alone. Choices that this model refuses are left out.
+
+    ``listener`` and ``skip`` as for ``uniform_graphs``.
+    """
+    if head is None:
+        return None
+    graphs: dict[Choice, Graph] = {}
+    for choice in choices:
+        with suppress(ConflictError):
+            if not skip(choice):
+                graphs[choice] = traces.trace({head.name: choice})
+        listener.advance()
+    return Heads(head, graphs)
+
+
+def build_profile(
+    traces: Traces,
+    times: OpTimes,
+    uniform: UniformRuns,
+    *,
+    used_by_others: int = 0,
+    host_budget: int | None = None,
+    extra: Iterable[Choice] = (),
+    needs: MemoryModel | None = None,
+    head: Heads | None = None,
+    listener: Listener = Silence(),
+    late: Callable[[], bool] = lambda: False,
+) -> CostModel:
+    """Ghost-run each choice on one unit of each kind and read off what it costs.
+
+    ``uniform`` are the ghost runs of ``uniform_graphs``, save among them; ``extra`` choices are put on the menus, too.
+    ``needs`` as for ``Predictor``; ``head`` are the ghost runs of ``head_graphs``. Where the host budget (bytes) binds,
+    choices that offload come with the disk tier as well, if its bandwidth is known. ``listener`` sees the ghost runs.
+    Once it is ``late`` menus get nothing but recomputing besides what is on them already.
+    """
+    base = uniform["save"][1]
+    predictor = Predictor(traces, times, host_budget, needs)
+    for choices, graph in uniform.values():
+        predictor.learn(choices, graph)
+    variants: dict[tuple[int, Choice], Graph] = {}
+    wanted = list[tuple[Unit, Choice]]()
+    units = representatives(base.blocks()).values()
+    fronts = {Selective().kind, Remake().kind} & {*uniform}
+    if fronts:
+        traces.ahead({unit.name: RECOMPUTE} for unit in units)
+    for unit in units:
+        choices = [choice for kind in uniform if (choice := parse_choice(kind)) not in (SAVE, Segment())]
+        if fronts:
+            again = variants[unit.kind, RECOMPUTE] = predictor.graph({unit.name: RECOMPUTE})
+            if Selective().kind in uniform:
+                most = MOST_SETS_BESIDE if Remake().kind in uniform else MOST_SETS
+                choices += selective_front(again, unit, times, most)
+            if Remake().kind in uniform:
+                choices += remake_front(again, unit, times)
+        if times.disk_out_bandwidth and wants_disk(uniform, predictor.device, host_budget):
+            moving: tuple[Choice, ...] = (Offload(tier="disk"), RecomputeOffload(tier="disk"))
+            choices += [choice for choice in moving if choice.kind in uniform]
+        wanted += ((unit, choice) for choice in dict.fromkeys((*choices, *extra)) if choice != SAVE)
+    traces.ahead({unit.name: choice} for unit, choice in wanted if (unit.kind, choice) not in variants)
+    listener.stage("ghost-run each choice on one layer", len(wanted) - len(variants))
+    with predictor.watched(listener):
+        for unit, choice in wanted:
+            if (unit.kind, choice) not in variants and (choice == RECOMPUTE or not late()):
+                variants[unit.kind, choice] = predictor.graph({unit.name: choice})
+    menus = build_menus(base, variants, predictor.simulation, times.host_seconds_of)
+    unit = None
+    if head is not None and head.graphs:
+        unit = head.unit.model_copy(update={"kind": 1 + max(menu.kind for menu in menus)})
+        menus = (*menus, head_menu(base, unit, head.graphs, predictor.simulation))
+        for choice, graph in head.graphs.items():
+            predictor.learn({unit.name: choice}, graph)
+    profile = Profile(
+        op_times=times,
+        menus=menus,
+        save_all_peak_bytes=base.peak_bytes,
+        save_all_seconds=predictor.simulation(base).step_seconds,
+        leanest_peak_bytes=min(graph.peak_bytes for _, graph in uniform.values()),
+    )
+    segments = segments_of(base, menus) if Segment().kind in uniform else None
+    return CostModel(profile, base, predictor, used_by_others, unit, segments)
+
+
+def segments_of(base: Graph, menus: Iterable[Menu]) -> Segments | None:
+    """What segments cost: of the model's first blocks, as far as they are named alike. None without recompute."""
+    by_kind = {menu.kind: {item.choice: item for item in menu.items} for menu in menus}
+    blocks = base.blocks()
+    family = [unit for unit in blocks if NUMBERS.sub("", unit.name) == NUMBERS.sub("", blocks[0].name)]
+    if any(RECOMPUTE not in by_kind.get(unit.kind, {}) for unit in family):
+        return None
+    passed = passed_on(base, [unit.name for unit in family])
+    members = {}
+    for unit in family:
+        items = by_kind[unit.kind]
+        rest = max(0.0, items[SAVE].forward_seconds - items[RECOMPUTE].recompute_seconds)
+        members[unit.name] = Member(rest, passed.get(unit.name, 0))
+    return Segments(members)

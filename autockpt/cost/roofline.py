@@ -1,0 +1,293 @@
+"""Op times of a device that is not at hand: a roofline from its description.
+
+An op takes as long as the slower of its arithmetic and its bytes (Williams, Waterman, Patterson: Roofline, 2009), each
+at the share of the peak that real kernels reach, and no less than a kernel takes to start. Products of small
+matrices fall short of the peak as ``Efficiency`` says; kernels that are slow for other reasons, such as random numbers
+on a CPU, have rates of their own. The host hides behind a GPU while its queue is deep: see ``queue_floor``.
+
+Where nothing was timed or described, nominal rates are good for ranking choices, not for seconds.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from math import ceil, prod
+
+import numpy as np
+
+from autockpt.cost.work import Work, work_of_op
+from autockpt.errors import UsageError
+from autockpt.schema import DeviceInfo, Environment, Graph, Hardware, Op, OpTimes
+from autockpt.schema.device import WITHOUT_STREAMS
+from autockpt.schema.explanation import Bound
+from autockpt.tracing.kernels.signature import ATTENTION
+from autockpt.tracing.kernels.timeline import element_bytes
+
+VIEW_SHARE = 0.4  # of an op's host time: a view launches nothing
+# Parameters per kernel of the grouped optimizers: 30 to 110 in ATen's MultiTensorApply.cuh, by tensors per parameter.
+GROUPED_PARAMETERS = 36
+# Host time of a region that runs again (contexts, saved tensors, a second pass through the engine) besides its ops, in
+# ops, where a description does not say: 87 to 116 where it was measured (results/roofline_cpu_202611).
+REGION_OPS = 100
+# Likewise of an op that a choice watches: 3 where it was measured.
+WATCH_OPS = 3
+
+
+def roofline_times(hardware: Hardware, graphs: Iterable[Graph]) -> OpTimes:
+    """Seconds of every op signature in ``graphs`` on ``hardware``, with its optimizer phase and copy rates.
+
+    Raises UsageError where an op does arithmetic in a type that the description gives no rate for.
+    """
+    graphs = tuple(graphs)
+    kernels = _kernel_seconds(hardware, graphs)
+    queued = hardware.kind != "cpu"
+    floor = queue_floor(hardware, graphs, kernels) if queued else 0.0
+    seconds = {name: max(s, floor) if s > 0 else s for name, s in kernels.items()}
+    return OpTimes(
+        environment=environment_of_hardware(hardware),
+        seconds=seconds,
+        optimizer_seconds=max((_optimizer_seconds(hardware, g, kernels) for g in graphs), default=0.0),
+        host_seconds=0.0 if queued else hardware.launch_seconds,
+        watch_seconds=_watch_seconds(hardware, graphs, kernels),
+        rerun_scale=_rerun_scale(hardware, graphs, kernels, seconds),
+        copy_out_bandwidth=hardware.link_out * hardware.efficiency.link,
+        copy_in_bandwidth=hardware.link_in * hardware.efficiency.link,
+    )
+
+
+def environment_of_hardware(hardware: Hardware) -> Environment:
+    """The simulated device as an environment: PyTorch calls ROCm devices ``cuda``, too."""
+    device = DeviceInfo(
+        kind="cuda" if hardware.kind == "rocm" else hardware.kind,
+        name=hardware.description or hardware.name,
+        capacity_bytes=hardware.memory_bytes,
+        overhead_bytes=hardware.context_bytes,
+        copy_queues=hardware.kind not in WITHOUT_STREAMS,
+    )
+    return Environment(device=device, versions={"simulated": hardware.name})
+
+
+def seconds_of_work(hardware: Hardware, work: Work) -> float:
+    """Seconds of one kernel on the device, its launch not included; 0 for what runs no kernel.
+
+    Raises UsageError where the description lacks the rate of the arithmetic's type.
+    """
+    if work.kind == "none":
+        return 0.0
+    starting, computing, moving = _terms(hardware, work)
+    return max(starting, computing, moving) if work.kind == "elements" else starting + max(computing, moving)
+
+
+def bound_of(hardware: Hardware, work: Work, seconds: float) -> Bound | None:
+    """What an op that takes ``seconds`` of a step is bound by; None for what runs no kernel.
+
+    By launches where the host takes longer to issue it than the device to run it, or starting it is the longest part.
+    """
+    if work.kind == "none":
+        return None
+    starting, computing, moving = _terms(hardware, work)
+    if starting > max(computing, moving) or seconds > 1.5 * seconds_of_work(hardware, work):
+        return "launches"
+    return "arithmetic" if computing > moving else "bandwidth"
+
+
+def peak_flops(hardware: Hardware, graph: Graph) -> float:
+    """The peak rate of the type in which a step does most of its arithmetic, in FLOP/s."""
+    done: dict[float, float] = {}
+    for op in graph.ops:
+        work = work_of_op(op, graph.signatures[op.signature])
+        if work.kind not in ("none", "elements"):
+            rate = _matrix_rate(hardware, work)
+            done[rate] = done.get(rate, 0.0) + work.flops
+    return max(done, key=lambda rate: done[rate]) if done else hardware.vector_flops
+
+
+def _terms(hardware: Hardware, work: Work) -> tuple[float, float, float]:
+    """Seconds of starting a kernel (and unpacking its weight), of its arithmetic, and of the bytes that it moves."""
+    moving = (work.bytes - work.unpacked) / _bandwidth(hardware, work.bytes)
+    if work.kind == "elements":
+        rate = hardware.element_rates.get(work.name)
+        own = work.elements / rate if rate else work.flops / hardware.vector_flops
+        return hardware.kernel_seconds, own, moving
+    efficiency = hardware.efficiency
+    share = efficiency.attention if work.name == ATTENTION else efficiency.attention_backward
+    if work.kind == "matrix":
+        small = work.smallest / (work.smallest + efficiency.half_size) if work.smallest else 1.0
+        share = efficiency.of_matrix(_matrix_dtype(hardware, work)) * small
+    fixed = hardware.kernel_seconds + efficiency.matrix_seconds
+    if work.unpacked:
+        fixed += hardware.kernel_seconds + work.unpacked / _bandwidth(hardware, work.unpacked)
+    return fixed, work.flops / (_matrix_rate(hardware, work) * share), moving
+
+
+def _matrix_dtype(hardware: Hardware, work: Work) -> str:
+    """The arithmetic's type. PyTorch lets convolutions in fp32 use TF32, and products not, unless told to."""
+    convolution = work.name.startswith(("convolution", "_convolution"))
+    return "tf32" if convolution and work.dtype == "float32" and "tf32" in hardware.matrix_flops else work.dtype
+
+
+def _matrix_rate(hardware: Hardware, work: Work) -> float:
+    """FLOP/s of the matrix units."""
+    dtype = _matrix_dtype(hardware, work)
+    if dtype in hardware.matrix_flops:
+        return hardware.matrix_flops[dtype]
+    if not work.dtype.startswith(("float", "bfloat")):
+        return hardware.vector_flops
+    known = ", ".join(hardware.matrix_flops)
+    raise UsageError(
+        f"the hardware {hardware.name} gives no rate for {work.dtype} products (only {known})",
+        remedy=f"Train in another type (--dtype, --autocast), or add matrix_flops: {work.dtype} to a file of your own.",
+    )
+
+
+def _bandwidth(hardware: Hardware, nbytes: float) -> float:
+    """Bytes per second for an op that touches ``nbytes``: what exceeds the cache comes from memory."""
+    memory = hardware.bandwidth * hardware.efficiency.bandwidth
+    if not hardware.cache_bandwidth or not hardware.cache_bytes or nbytes <= 0:
+        return memory
+    cached = min(1.0, hardware.cache_bytes / nbytes)
+    return 1.0 / (
+        cached / max(memory, hardware.cache_bandwidth * hardware.efficiency.bandwidth) + (1 - cached) / memory
+    )
+
+
+def _kernel_seconds(hardware: Hardware, graphs: Iterable[Graph]) -> dict[str, float]:
+    seconds: dict[str, float] = {}
+    for graph in graphs:
+        for op in graph.ops:
+            text = graph.signatures[op.signature]
+            if text not in seconds:
+                seconds[text] = seconds_of_work(hardware, work_of_op(op, text))
+        for text in graph.signatures:  # belongs to no op of this graph
+            seconds.setdefault(text, 0.0)
+    return seconds
+
+
+def queue_floor(hardware: Hardware, graphs: Iterable[Graph], kernels: Mapping[str, float]) -> float:
+    """The least seconds per kernel with which sums of op times give the steps that two clocks give.
+
+    The host issues ops one after another, each ``launch_seconds``; the device begins one when it was issued and the
+    one before has ended. Where the device is behind, small ops cost their kernel alone; where it waits, a launch.
+    """
+    total, every = 0.0, []
+    for graph in graphs:
+        device = np.array([kernels[graph.signatures[op.signature]] for op in graph.ops if op.phase != "optimizer"])
+        total += two_clocks(device, _host_seconds(hardware, device))
+        every.append(device[device > 0])
+    device = np.concatenate(every) if every else np.zeros(0)
+    low, high = 0.0, float(device.max(initial=0.0)) + 10 * hardware.launch_seconds
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (low, middle) if np.maximum(device, middle).sum() >= total else (middle, high)
+    return low
+
+
+def two_clocks(device: np.ndarray, host: np.ndarray) -> float:
+    """Seconds of a step whose ops take ``device`` seconds on a queue that a host fills, ``host`` seconds each.
+
+    The last op to end began when it or one before it was issued, and everything after that ran without a pause: the
+    step takes the largest sum of host seconds up to an op and device seconds from it on.
+    """
+    if not len(device):
+        return 0.0
+    return float(max(np.max(np.cumsum(host) + np.cumsum(device[::-1])[::-1]), host.sum()))
+
+
+def _host_seconds(hardware: Hardware, device: np.ndarray) -> np.ndarray:
+    return hardware.launch_seconds * np.where(device > 0, 1.0, VIEW_SHARE)
+
+
+def _rerun_scale(
+    hardware: Hardware, graphs: Iterable[Graph], kernels: Mapping[str, float], seconds: Mapping[str, float]
+) -> float:
+    """What running regions again costs the host besides their ops, as a factor on these ops."""
+    extra = again = 0.0
+    region = hardware.region_seconds
+    if region is None:
+        region = REGION_OPS * hardware.launch_seconds
+    for graph in graphs:
+        ops = [op for op in graph.ops if op.phase != "optimizer"]
+        phases = [op.phase for op in ops]
+        begins = [p == "recompute" and (i == 0 or phases[i - 1] != p) for i, p in enumerate(phases)]
+        if not any(begins):
+            continue
+        cost = np.array(begins) * region
+        queued = hardware.kind != "cpu"
+        extra += _unhidden(hardware, graph, ops, kernels, cost) if queued else float(cost.sum())
+        again += sum(seconds[graph.signatures[op.signature]] for op in ops if op.phase == "recompute")
+        again += 0.0 if queued else hardware.launch_seconds * phases.count("recompute")
+    return 1.0 + extra / again if again > 0 else 1.0
+
+
+def _unhidden(
+    hardware: Hardware, graph: Graph, ops: Sequence[Op], kernels: Mapping[str, float], cost: np.ndarray
+) -> float:
+    """Seconds by which a step grows where its host needs ``cost`` more for each op: what the queue does not hide."""
+    device = np.array([kernels[graph.signatures[op.signature]] for op in ops])
+    host = _host_seconds(hardware, device)
+    return two_clocks(device, host + cost) - two_clocks(device, host)
+
+
+def _watch_seconds(hardware: Hardware, graphs: Iterable[Graph], kernels: Mapping[str, float]) -> float:
+    """What an op that is watched costs the step besides: on a GPU what its queue does not hide."""
+    watch = hardware.watch_seconds
+    if watch is None:
+        watch = WATCH_OPS * hardware.launch_seconds
+    if hardware.kind == "cpu":
+        return watch
+    extra, count = 0.0, 0
+    for graph in graphs:
+        ops = [op for op in graph.ops if op.phase != "optimizer"]
+        watched = np.array([op.watched for op in ops], dtype=float)
+        if watched.any():
+            extra += _unhidden(hardware, graph, ops, kernels, watch * watched)
+            count += int(watched.sum())
+    return extra / count if count else 0.0
+
+
+def _optimizer_seconds(hardware: Hardware, graph: Graph, kernels: Mapping[str, float]) -> float:
+    """The optimizer phase: bytes on the device; on the host every op, or one launch per group of parameters."""
+    steps = [op for op in graph.ops if op.phase == "optimizer"]
+    if hardware.kind == "cpu":
+        return sum(kernels[graph.signatures[op.signature]] for op in steps) + len(steps) * hardware.launch_seconds
+    moved = [work_of_op(op, graph.signatures[op.signature]).bytes for op in steps]
+    moving = sum(nbytes / _bandwidth(hardware, nbytes) for nbytes in moved)
+    launches = sum(ceil(count / GROUPED_PARAMETERS) for count in Counter(op.target for op in steps).values())
+    return max(moving, launches * hardware.launch_seconds)
+
+
+DISK = 1e9  # bytes/s of a file
+# (FLOP/s, bytes/s of memory, bytes/s to the tier below): orders of magnitude of common hardware, not of this device.
+RATES = {"cpu": (1e11, 1e10, 2e9), "cuda": (1e14, 1e12, 2e10)}
+# On a CPU the C library maps larger blocks anew each time, whatever it is told: every page is cleared and faulted in.
+MAPPED, FAULTS = 2**25, 2e9  # bytes, bytes/s
+
+
+def nominal_op_times(environment: Environment, *graphs: Graph) -> OpTimes:
+    """Seconds of every signature of ``graphs`` by a roofline of nominal rates for the kind of device."""
+    flops_rate, memory_rate, link_rate = RATES.get(environment.device.kind, RATES["cuda"])
+    seconds: dict[str, float] = {}
+    for graph in graphs:
+        for op in graph.ops:
+            if (signature := graph.signatures[op.signature]) not in seconds:
+                work = work_of_op(op, signature)
+                seconds[signature] = max(work.flops / flops_rate, work.bytes / memory_rate)
+                if work.kind != "none" and environment.device.kind == "cpu":
+                    seconds[signature] += _mapped(op) / FAULTS
+    return OpTimes(
+        environment=environment,
+        seconds=seconds,
+        copy_out_bandwidth=link_rate,
+        copy_in_bandwidth=link_rate,
+        disk_out_bandwidth=DISK,
+        disk_in_bandwidth=DISK,
+    )
+
+
+def _mapped(op: Op) -> float:
+    """Bytes of an op's results that are blocks of their own mapping; ops in place have none."""
+    if op.target.split(".")[1].endswith("_"):
+        return 0.0
+    sizes = (prod(out.shape) * element_bytes(out.dtype) for out in op.outputs)
+    return sum(size for size in sizes if size > MAPPED)

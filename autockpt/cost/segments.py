@@ -1,0 +1,106 @@
+"""A traced cycle cut into pieces that can be found again in the ghost run of any other plan."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Literal
+
+import numpy as np
+
+from autockpt.schema.graph import PHASES, Graph
+from autockpt.tracing.kernels.timeline import bytes_timeline, micro_batch_of, phases_of
+
+Place = Literal["start", "forward", "after forward", "backward", "after backward", "optimizer"]
+
+
+@dataclass(frozen=True)
+class OpRange:
+    """Ops ``first`` to ``end`` (excluded) of one micro-batch: a unit's forward or backward, or what lies behind it.
+
+    ``unit`` is the index of the unit meant, None before the first one and in the optimizer. ``prefix`` is the number of
+    units, in order of execution, that are through their forward and have not begun their backward.
+    """
+
+    micro_batch: int
+    place: Place
+    unit: int | None
+    prefix: int
+    first: int
+    end: int
+
+    @property
+    def key(self) -> tuple[int, Place, int | None]:
+        """What names this piece in every ghost run of the same workload."""
+        return self.micro_batch, self.place, self.unit
+
+
+def segments(graph: Graph, units: Sequence[str]) -> tuple[OpRange, ...]:
+    """All ops of a cycle in consecutive segments, in order; empty ones are left out.
+
+    ``units`` names the units in order of execution: blocks, perhaps with the output head behind them. A unit's segment
+    runs from its first op to its last; where two overlap, the earlier one ends as the later begins.
+    """
+    n = len(graph.ops)
+    phase = phases_of(graph)
+    place = {name: i for i, name in enumerate(units)}
+    unit = np.fromiter(_owners(graph, place), dtype=np.int64, count=n)
+    optimizer = phase == PHASES.index("optimizer")
+    end = int(np.flatnonzero(optimizer)[0]) if optimizer.any() else n
+    batch = micro_batch_of(phase)[:end]
+    out: list[OpRange] = []
+    for m in range(int(batch[-1]) + 1 if end else 0):
+        inside = np.flatnonzero(batch == m)
+        out += _micro_batch(m, int(inside[0]), int(inside[-1]) + 1, phase, unit)
+    if end < n:
+        out.append(OpRange(int(batch[-1]) if end else 0, "optimizer", None, 0, end, n))
+    return tuple(out)
+
+
+def _owners(graph: Graph, place: Mapping[str, int]) -> Iterator[int]:
+    """For each op the place of its unit, -1 for none. Outside of blocks the module says which it is."""
+
+    @cache
+    def around(module: str) -> int:
+        if module in place or not module:
+            return place.get(module, -1)
+        return around(module.rpartition(".")[0])
+
+    return (around(op.module) if op.unit is None else place.get(op.unit, -1) for op in graph.ops)
+
+
+def _micro_batch(m: int, first: int, end: int, phase: np.ndarray, unit: np.ndarray) -> list[OpRange]:
+    forward = phase[first:end] == PHASES.index("forward")
+    runs = _runs(unit[first:end], forward, first, "forward") + _runs(unit[first:end], ~forward, first, "backward")
+    runs.sort()
+    place: Place = "start"
+    owner, prefix, at = None, 0, first
+    out: list[OpRange] = []
+    for k, (begin, stop, what, i) in enumerate(runs):
+        stop = min(stop, runs[k + 1][0]) if k + 1 < len(runs) else stop
+        if at < begin:
+            out.append(OpRange(m, place, owner, prefix, at, begin))
+        out.append(OpRange(m, what, i, i, begin, stop))
+        owner, at = i, stop
+        place, prefix = ("after forward", i + 1) if what == "forward" else ("after backward", i)
+    if at < end:
+        out.append(OpRange(m, place, owner, prefix, at, end))
+    return out
+
+
+def _runs(
+    unit: np.ndarray, wanted: np.ndarray, offset: int, what: Literal["forward", "backward"]
+) -> list[tuple[int, int, Literal["forward", "backward"], int]]:
+    """First op and end of each unit's wanted ops."""
+    out: list[tuple[int, int, Literal["forward", "backward"], int]] = []
+    for i in np.unique(unit[wanted & (unit >= 0)]):
+        at = np.flatnonzero(wanted & (unit == i))
+        out.append((offset + int(at[0]), offset + int(at[-1]) + 1, what, int(i)))
+    return out
+
+
+def segment_peaks(graph: Graph, parts: Sequence[OpRange]) -> list[int]:
+    """Most device bytes at any op of each segment."""
+    timeline = bytes_timeline(graph)
+    return [int(timeline[s.first : s.end].max()) for s in parts]

@@ -1,0 +1,193 @@
+"""One step as a simulation: a compute queue, two copy queues, and the bytes on the device over time.
+
+Seconds for op signatures that were never timed, from those that were.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from statistics import median
+
+import numpy as np
+
+from autockpt.schema.device import WITHOUT_STREAMS
+from autockpt.schema.graph import PHASES, Copy, Graph, Op
+from autockpt.schema.profile import OpTimes
+from autockpt.tracing.kernels.timeline import element_bytes, phases_of
+
+REMAINDER = ""  # the key of ops that belong to no unit
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """What a step will take, in seconds.
+
+    ``seconds_by_phase`` adds up to ``step_seconds``. ``seconds_by_unit`` (unit name, "" for the remainder; then
+    phase) is compute alone; ``copy_seconds`` is what the compute queue spends waiting for copies besides, and
+    ``queue_seconds`` how long the copies of each direction (out, in) take by themselves.
+    """
+
+    step_seconds: float
+    seconds_by_phase: dict[str, float]
+    seconds_by_unit: dict[str, dict[str, float]]
+    copy_seconds: float
+    queue_seconds: dict[str, float]
+
+
+def simulate(graph: Graph, times: OpTimes) -> Simulation:
+    """Step time of a traced cycle on the device that ``times`` are of.
+
+    With copy queues copies run beside compute, else inline where they are issued: one queue per direction, and one for
+    both directions of the disk, as one thread serves it. The optimizer's ops take ``times.optimizer_seconds`` together,
+    every other one its own (estimated from similar ones where nobody timed it) and the host's seconds. Raises
+    ValueError where a bandwidth that the graph's copies need is not positive.
+    """
+    phase = phases_of(graph)
+    runs = np.array(graph.runs, dtype=np.int64)
+    duration = op_seconds(graph, times)
+    optimizer = np.flatnonzero(phase == PHASES.index("optimizer"))
+    duration[optimizer] = 0.0
+    duration[optimizer[:1]] = times.optimizer_seconds
+    copies = _alone(graph, times)
+    queues = times.environment.device.copy_queues
+    waits = _waits(graph.copies, copies, duration) if queues else _at_issue(graph.copies, copies, len(duration))
+    total = (duration + waits) * runs
+    return Simulation(
+        step_seconds=float(total.sum()),
+        seconds_by_phase={name: float(total[phase == k].sum()) for k, name in enumerate(PHASES)},
+        seconds_by_unit=_by_unit(graph, phase, duration * runs),
+        copy_seconds=float((waits * runs).sum()),
+        queue_seconds={
+            d: float(sum(s for c, s in zip(graph.copies, copies * graph.copied, strict=True) if c.direction == d))
+            for d in ("out", "in")
+        },
+    )
+
+
+def op_seconds(graph: Graph, times: OpTimes) -> np.ndarray:
+    """Seconds of each op, once, as a simulated step counts them, without copies.
+
+    The optimizer's ops are timed as a whole; here each takes an equal share.
+    """
+    signature = np.fromiter((op.signature for op in graph.ops), dtype=np.int64, count=len(graph.ops))
+    phase = phases_of(graph)
+    is_optimizer = phase == PHASES.index("optimizer")
+    seconds = _by_signature(graph, times.seconds, set(signature[~is_optimizer].tolist()))
+    duration = seconds[signature] + times.host_seconds
+    duration[phase == PHASES.index("recompute")] *= times.rerun_scale
+    if times.watch_seconds:
+        watched = np.fromiter((op.watched for op in graph.ops), dtype=bool, count=len(graph.ops))
+        duration += times.watch_seconds * watched
+    duration[is_optimizer] = times.optimizer_seconds / max(1, is_optimizer.sum())
+    return duration
+
+
+def _by_signature(graph: Graph, timed: Mapping[str, float], used: set[int]) -> np.ndarray:
+    """Seconds per signature index; those of ``used`` ones that nobody timed are estimated."""
+    known = {i: timed[text] for i, text in enumerate(graph.signatures) if text in timed}
+    if missing := used - known.keys():
+        known |= estimate(graph, known, missing)
+    return np.array([known.get(i, 0.0) for i in range(len(graph.signatures))])
+
+
+def _alone(graph: Graph, times: OpTimes) -> np.ndarray:
+    """Seconds of each copy on its own."""
+    one_tier = times.environment.device.kind in WITHOUT_STREAMS  # there both are the same file
+    names = [f"{'disk' if c.tier == 'disk' and not one_tier else 'copy'}_{c.direction}_bandwidth" for c in graph.copies]
+    for name in set(names):
+        if getattr(times, name) <= 0:
+            raise ValueError(f"the graph copies bytes, so {name} must be positive")
+    return np.array([c.bytes / getattr(times, name) for c, name in zip(graph.copies, names, strict=True)])
+
+
+def _at_issue(copies: tuple[Copy, ...], seconds: np.ndarray, n: int) -> np.ndarray:
+    issued = np.array([min(copy.issued, n - 1) for copy in copies], dtype=np.int64)
+    return np.bincount(issued, weights=seconds, minlength=n)
+
+
+def _waits(copies: tuple[Copy, ...], seconds: np.ndarray, duration: np.ndarray) -> np.ndarray:
+    """Seconds that the compute queue waits before each op; at one op, copies are issued before any is awaited.
+
+    Each direction is one queue, first in, first out; the disk is one for both. A copy the cycle never awaits ends
+    beyond it and costs nothing.
+    """
+    n = len(duration)
+    start = np.concatenate([[0.0], np.cumsum(duration)])
+    waits = np.zeros(n)
+    issue, wait = 0, 1
+    events = [(c.issued, issue, k) for k, c in enumerate(copies)]
+    events += [(c.awaited, wait, k) for k, c in enumerate(copies) if c.awaited is not None]
+    free: dict[str, float] = {}
+    end: dict[int, float] = {}
+    waited = 0.0
+    for op, kind, k in sorted(events):
+        now = float(start[min(op, n)]) + waited
+        if kind == issue:
+            queue = "disk" if copies[k].tier == "disk" else copies[k].direction
+            end[k] = free[queue] = max(free.get(queue, 0.0), now) + float(seconds[k])
+        elif (late := end[k] - now) > 0:
+            waited += late
+            waits[min(op, n - 1)] += late
+    return waits
+
+
+def _by_unit(graph: Graph, phase: np.ndarray, seconds: np.ndarray) -> dict[str, dict[str, float]]:
+    names = [REMAINDER, *(u.name for u in graph.blocks())]
+    place = {name: i for i, name in enumerate(names)}
+    unit = np.fromiter((place.get(op.unit or REMAINDER, 0) for op in graph.ops), dtype=np.int64, count=len(graph.ops))
+    sums = np.bincount(unit * len(PHASES) + phase, weights=seconds, minlength=len(names) * len(PHASES))
+    sums = sums.reshape(len(names), len(PHASES))
+    return {name: dict(zip(PHASES, map(float, row), strict=True)) for name, row in zip(names, sums, strict=True)}
+
+
+UNTOUCHED = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "resize_", "set_"})
+"""Ops, by ``base_name``, that make or change a tensor without touching its bytes."""
+
+
+def base_name(target: str) -> str:
+    """``aten.add.Tensor`` → ``add``."""
+    parts = target.split(".")
+    return parts[1] if len(parts) > 1 else parts[0]
+
+
+def work_of(op: Op, storage_bytes: dict[int, int]) -> tuple[int, float]:
+    """FLOPs of an op, and the bytes it reads and writes."""
+    written = sum(prod(out.shape) * element_bytes(out.dtype) for out in op.outputs)
+    return op.flops, written + sum(storage_bytes.get(s, 0) for s in op.inputs)
+
+
+def estimate(graph: Graph, known: dict[int, float], missing: set[int]) -> dict[int, float]:
+    """Seconds for each missing signature index, from the seconds of the ``known`` ones of the same graph.
+
+    The nearest evidence wins: timed signatures of the same op, scaled by FLOPs (where both have them) or by bytes
+    moved; else the median rate of all timed ops that do arithmetic, or that only move bytes. Zero where nothing was
+    timed, and for ops that touch no bytes: those around what is offloaded are in no step that recomputes.
+    """
+    example = {op.signature: op for op in reversed(graph.ops)}
+    sizes = {s.id: s.bytes for s in graph.storages}
+    work = {i: work_of(op, sizes) for i, op in example.items() if i in known or i in missing}
+    timed = [i for i in work if i in known]
+    out: dict[int, float] = {}
+    for i in missing:
+        if i not in work:
+            continue
+        if (name := base_name(example[i].target)) in UNTOUCHED or name == "as_strided":
+            out[i] = 0.0
+            continue
+        by_flops = work[i][0] > 0
+        alike = [k for k in timed if (work[k][0] > 0) == by_flops]
+        same = [k for k in alike if example[k].target == example[i].target]
+        out[i] = _scaled(work, known, same or alike, i, by_flops)
+    return out
+
+
+def _scaled(
+    work: dict[int, tuple[int, float]], known: dict[int, float], evidence: list[int], i: int, by_flops: bool
+) -> float:
+    which = 0 if by_flops else 1
+    rates = [known[k] / work[k][which] for k in evidence if work[k][which] > 0]
+    if rates and work[i][which] > 0:
+        return median(rates) * work[i][which]
+    return median(known[k] for k in evidence) if evidence else 0.0

@@ -1,0 +1,162 @@
+"""CUDA's autocast for ghosts on the CPU: which ops cast to 16 bit, which to fp32, as the card would.
+
+The two devices differ: CUDA computes norms, softmax, sums, powers and losses in fp32, the CPU in 16 bit. The lists are
+those of ``aten/src/ATen/autocast_mode.h`` (``AT_FORALL_LOWER_PRECISION_FP``, ``AT_FORALL_FP32``,
+``AT_FORALL_FP32_SET_OPT_DTYPE``, ``AT_FORALL_PROMOTE``) of torch 2.11 to 2.15, the same as in the documentation of
+``torch.amp``, with what is registered beside them: ``_cudnn_rnn`` in builds with cuDNN, ``linalg_matrix_sqrth`` since
+2.15. They take the place of the CPU's kernels in the dispatcher, so that ops inside of ops are seen as well.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autockpt.policies.base import setting
+from autockpt.tracing.kernels.operators import flat_tensors
+
+_KEY = "AutocastCPU"
+# Where the CPU has a kernel of the same policy, that one stays: it keeps the casts of weights for the step.
+LOWER_PRECISION = frozenset(
+    "_convolution.deprecated _convolution conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d.input "  # noqa: SIM905
+    "conv_transpose3d.input convolution prelu addmm addmv addr matmul einsum mm mv linalg_vecdot linear addbmm baddbmm "
+    "bmm chain_matmul linalg_multi_dot _thnn_fused_lstm_cell _thnn_fused_gru_cell lstm_cell gru_cell rnn_tanh_cell "
+    "rnn_relu_cell _scaled_dot_product_flash_attention scaled_dot_product_attention cudnn_convolution "
+    "cudnn_convolution_transpose _cudnn_rnn".split()
+)
+FP32 = frozenset(
+    "acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan pow.Tensor_Scalar "  # noqa: SIM905
+    "pow.Tensor_Tensor pow.Scalar softplus layer_norm native_layer_norm rms_norm group_norm frobenius_norm.dim "
+    "nuclear_norm nuclear_norm.dim cosine_similarity poisson_nll_loss cosine_embedding_loss nll_loss nll_loss2d "
+    "hinge_embedding_loss kl_div l1_loss smooth_l1_loss huber_loss mse_loss margin_ranking_loss multilabel_margin_loss "
+    "soft_margin_loss triplet_margin_loss multi_margin_loss binary_cross_entropy_with_logits dist pdist cdist renorm "
+    "logsumexp upsample_nearest1d _upsample_nearest_exact1d upsample_nearest2d _upsample_nearest_exact2d "
+    "upsample_nearest3d _upsample_nearest_exact3d upsample_linear1d upsample_bilinear2d _upsample_bilinear2d_aa "
+    "upsample_trilinear3d upsample_bicubic2d _upsample_bicubic2d_aa norm.Scalar norm.ScalarOpt_dim "
+    "linalg_matrix_sqrth".split()
+)
+FP32_RESULT = frozenset(
+    "prod prod.dim_int softmax.int log_softmax.int cumprod cumsum linalg_vector_norm linalg_matrix_norm "  # noqa: SIM905
+    "linalg_matrix_norm.str_ord sum sum.dim_IntList".split()
+)
+PROMOTE = frozenset(
+    "addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put tensordot scatter_add".split()  # noqa: SIM905
+)
+FORBIDDEN = frozenset({"binary_cross_entropy"})
+# Of the CPU's own: the same cast as CUDA's of the op that they end in, with the CPU's cache.
+_LEFT = frozenset({"conv1d.padding", "conv2d.padding", "conv3d.padding"})
+
+
+def overloads(key: str) -> frozenset[str]:
+    """Names (``sum.dim_IntList``) of the ATen overloads that have an autocast kernel for a dispatch key."""
+    found = torch._C._dispatch_get_registrations_for_dispatch_key(key)
+    return frozenset(name.removeprefix("aten::") for name in found if name.startswith("aten::"))
+
+
+@contextmanager
+def cuda_autocast() -> Iterator[None]:
+    """Let autocast, on the CPU or asked for on CUDA, cast what it casts on CUDA; in the whole process, meanwhile."""
+    cls = torch.autocast
+    plain_init, plain_enter = cls.__init__, cls.__enter__
+    library: list[torch.library.Library] = []
+
+    def init(self: Any, device_type: str, dtype: torch.dtype | None = None, *args: Any, **kwargs: Any) -> None:
+        if device_type == "cuda":  # a user's own step: the ghosts are on the CPU
+            device_type, dtype = "cpu", dtype or torch.get_autocast_dtype("cuda")
+        plain_init(self, device_type, dtype, *args, **kwargs)
+
+    def enter(self: Any) -> Any:
+        if self._enabled and not library:  # most steps never do: replacing a hundred kernels takes 50 ms
+            library.append(torch.library.Library("aten", "IMPL"))
+            with warnings.catch_warnings(action="ignore"):  # that kernels are replaced is the point
+                _register(library[0])
+        return plain_enter(self)
+
+    try:
+        with setting(cls, "__init__", init), setting(cls, "__enter__", enter):
+            yield
+    finally:
+        for entry in library:
+            entry._destroy()
+
+
+def _register(library: torch.library.Library) -> None:
+    known = overloads(_KEY)
+    on_cuda = LOWER_PRECISION | FP32 | FP32_RESULT | PROMOTE | FORBIDDEN
+    makers: tuple[tuple[frozenset[str], Callable[[Any], Callable[..., Any]]], ...] = (
+        (LOWER_PRECISION - known, lambda op: _casting(op, _lower)),
+        (FP32, lambda op: _casting(op, lambda tensors: torch.float32)),
+        (FP32_RESULT, _with_fp32_result),
+        (PROMOTE, lambda op: _casting(op, _widest)),
+        (FORBIDDEN, _forbidden),
+        (known - on_cuda - _LEFT, lambda op: torch.library.fallthrough_kernel),  # cast on the CPU only
+    )
+    for names, make in makers:
+        for op in filter(None, map(_overload, names)):
+            library.impl(op, make(op), _KEY)
+
+
+def _overload(name: str) -> Any:
+    """The overload of a name, or None where this torch has none."""
+    base, _, overload = name.partition(".")
+    return getattr(getattr(torch.ops.aten, base, None), overload or "default", None)
+
+
+def _casting(op: Any, dtype_for: Callable[[list[Tensor]], torch.dtype]) -> Callable[..., Any]:
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        with _no_autocast():
+            dtype = dtype_for(_eligible((args, tuple(kwargs.values()))))
+            return op(*_cast(args, dtype), **{name: _cast(value, dtype) for name, value in kwargs.items()})
+
+    return kernel
+
+
+def _with_fp32_result(op: Any) -> Callable[..., Any]:
+    """``dtype=float32`` where the caller named none; the op casts as it reads. It is the last argument by position."""
+    position = next(i for i, a in enumerate(op._schema.arguments) if a.name == "dtype")
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        with _no_autocast():
+            given = args[position] if position < len(args) else kwargs.get("dtype")
+            if given is None and _eligible(args[:1]):
+                args, kwargs = args[:position], {**kwargs, "dtype": torch.float32}
+            return op(*args, **kwargs)
+
+    return kernel
+
+
+def _forbidden(op: Any) -> Callable[..., Any]:
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError(
+            f"{op.name()} is unsafe to autocast on CUDA, which refuses it: use binary_cross_entropy_with_logits"
+        )
+
+    return kernel
+
+
+def _lower(tensors: list[Tensor]) -> torch.dtype:
+    return torch.get_autocast_dtype("cpu")
+
+
+def _widest(tensors: list[Tensor]) -> torch.dtype:
+    return torch.float32 if any(t.dtype is torch.float32 for t in tensors) else _lower(tensors)
+
+
+def _eligible(value: Any) -> list[Tensor]:
+    """Tensors that autocast casts: floating point, but not double."""
+    return [t for t in flat_tensors(value) if t.is_floating_point() and t.dtype is not torch.float64]
+
+
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    if isinstance(value, Tensor):
+        return value.to(dtype) if _eligible(value) else value
+    return type(value)(_cast(item, dtype) for item in value) if type(value) in (list, tuple) else value
+
+
+def _no_autocast() -> Any:
+    return torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU))

@@ -1,0 +1,304 @@
+"""A step's memory as a device sees it: what the workload says beyond the trace, then what the allocator makes of it.
+
+    graph = Tracer.from_spec(spec, device="cuda", capability=capability_of(hardware)).trace(choices)
+    peak = device_peak(hardware, as_seen_by(hardware, graph, spec))
+
+``as_seen_by`` only changes storages; ops, copies and units stay as they are. Its rules are those of the libraries:
+bitsandbytes' block-wise 8-bit states, DDP's buckets, FSDP2's all-gathers (``torch/distributed/fsdp/_fully_shard``).
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from autockpt.schema import DevicePeak, Graph, Hardware, Storage, StorageKind, WorkloadSpec
+from autockpt.tracing.kernels.allocator import MIB, AllocatorPeak, Event, replay
+from autockpt.tracing.kernels.sharding import changed, sharded
+from autockpt.tracing.kernels.timeline import bytes_timeline, element_bytes
+
+# aten/src/ATen/cuda/CublasHandlePool.cpp, parseChosenWorkspaceSize: :4096:2:16:8, and 32 MiB from Hopper on; with ROCm
+# 32 MiB, and 128 MiB on gfx942, gfx950 and gfx1250.
+_WORKSPACE, _LARGE_WORKSPACE = 2 * 4 * MIB + 8 * (16 << 10), 32 * MIB
+_ROCM_WORKSPACE, _LARGE_ROCM_WORKSPACE = 32 * MIB, 128 * MIB
+_LARGE_ON_ROCM = ((9, 4), (9, 5), (12, 5))
+_HANDLES = 2  # one in the thread of forward, one in autograd's
+_CACHE_WORKSPACES = "TORCH_CUBLAS_WORKSPACE_CACHE"
+_PRODUCTS = frozenset(
+    f"aten.{name}"
+    for name in ("mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "dot", "_scaled_mm", "_addmm_activation")
+)
+_BUCKET = 25 * MIB  # DistributedDataParallel's bucket_cap_mb
+# bitsandbytes: blocks of 256 values share a scale; states of small tensors stay fp32.
+_BLOCK, _SMALLEST_8BIT = 256, 4096
+_CONVOLUTIONS = "What cuDNN takes for convolutions while they run is not counted."
+
+
+@dataclass(frozen=True)
+class AtHand:
+    """An accelerator that steps are measured on: its allocator is taken to work as CUDA's does."""
+
+    memory_bytes: int
+    context_bytes: int
+    caches: bool = True
+
+
+def capability_of(hardware: Hardware) -> tuple[int, int] | None:
+    """Compute capability of an NVIDIA GPU: the file's, else the least of those that know bf16 or do not.
+
+    None for other devices.
+    """
+    if hardware.kind != "cuda":
+        return None
+    return hardware.capability or ((8, 0) if "bfloat16" in hardware.matrix_flops else (7, 5))
+
+
+def workspace_bytes(hardware: Hardware) -> int:
+    """What a matrix library takes of the allocator's memory for each of its handles; 0 where there is none.
+
+    An AMD GPU whose description does not tell its architecture counts as one that takes more.
+    """
+    if hardware.kind == "rocm":
+        return _rocm_workspace(hardware.capability)
+    capability = capability_of(hardware)
+    return 0 if capability is None else _cuda_workspace(capability)
+
+
+def _rocm_workspace(capability: tuple[int, int] | None) -> int:
+    return _LARGE_ROCM_WORKSPACE if capability is None or capability in _LARGE_ON_ROCM else _ROCM_WORKSPACE
+
+
+def _cuda_workspace(capability: tuple[int, int]) -> int:
+    return _LARGE_WORKSPACE if capability >= (9, 0) else _WORKSPACE
+
+
+def kept_workspaces(device: torch.device) -> tuple[int, ...]:
+    """Bytes that matrix libraries keep of the allocator's memory on a device at hand, by their handles."""
+    if device.type != "cuda" or not workspaces_stay("rocm" if torch.version.hip else "cuda"):
+        return ()
+    capability = torch.cuda.get_device_capability(device)
+    return (_rocm_workspace(capability) if torch.version.hip else _cuda_workspace(capability),) * _HANDLES
+
+
+def workspaces_stay(kind: str) -> bool:
+    """Whether handles keep their workspaces once they have been used.
+
+    On CUDA they do up to torch 2.14; from 2.15 on every product takes one and gives it back, unless
+    TORCH_CUBLAS_WORKSPACE_CACHE=1 (https://github.com/pytorch/pytorch/pull/194311, which leaves ROCm as it was).
+    """
+    version = tuple(int(part) for part in torch.__version__.split(".")[:2])
+    return kind == "rocm" or version < (2, 15) or os.environ.get(_CACHE_WORKSPACES) == "1"
+
+
+def as_seen_by(hardware: Hardware, graph: Graph, spec: WorkloadSpec) -> Graph:
+    """The graph with the storages that the workload's settings and the device's libraries add, drop or divide.
+
+    Pure: ``graph`` is one cycle as traced for the kind of device. Optimizer states follow ``spec.optimizer`` and
+    ``spec.master_weights``; gradients ``keep_gradients`` and ``ddp``; ``shard`` divides weights, gradients and states
+    and adds what is gathered for the moment.
+    """
+    if spec.optimizer == "adamw8bit":
+        graph = _eight_bit(graph)
+    if spec.master_weights:
+        graph = _with_master_weights(graph)
+    if spec.shard is not None and spec.shard > 1:
+        graph = sharded(graph, spec.shard)
+    if spec.ddp == "buckets":
+        graph = with_buckets(graph)
+    if spec.keep_gradients or spec.ddp == "views":
+        graph = _with_kept_gradients(graph)
+    if workspace := workspace_bytes(hardware):
+        if workspaces_stay(hardware.kind):
+            graph = with_resident(graph, "matrix workspaces", [workspace] * _HANDLES, "other")
+        else:
+            graph = _with_workspaces(graph, workspace)
+    if hardware.kind in ("cuda", "rocm") and any(op.target.startswith("aten.convolution") for op in graph.ops):
+        graph = changed(graph, notes=(*graph.notes, _CONVOLUTIONS))
+    return graph
+
+
+def with_buckets(graph: Graph) -> Graph:
+    """The graph with the buckets that DistributedDataParallel copies gradients into, which it never gives back."""
+    whole, rest = divmod(sum(_gradients(graph).values()), _BUCKET)
+    return with_resident(graph, "gradient buckets", [_BUCKET] * whole + ([rest] if rest else []), "other")
+
+
+def _with_workspaces(graph: Graph, nbytes: int) -> Graph:
+    """The graph with a workspace that is there while each matrix product runs.
+
+    Those that a bias and an activation are fused into may take less, by another library; they count as the others.
+    """
+    first = max((s.id for s in graph.storages), default=-1) + 1
+    products = [op for op in graph.ops if op.target.rpartition(".")[0] in _PRODUCTS]
+    added = (
+        Storage(id=first + i, bytes=nbytes, birth=op.index, death=op.index, kind="other", unit=op.unit)
+        for i, op in enumerate(products)
+    )
+    return changed(graph, storages=(*graph.storages, *added))
+
+
+@dataclass(frozen=True)
+class Requests:
+    """What a graph asks of an allocator over some cycles, for those who ask for its peak under several limits."""
+
+    graph: Graph
+    cycles: int = 2
+
+    @cached_property
+    def events(self) -> list[Event]:
+        """In order; see ``events``."""
+        return list(events(self.graph, self.cycles))
+
+    @cached_property
+    def unlimited(self) -> AllocatorPeak:
+        """What they come to where nothing limits them."""
+        return replay(self.events)
+
+
+def device_peak(hardware: Hardware | AtHand, graph: Graph | Requests, *, limit: int | None = None) -> DevicePeak:
+    """Peaks of a graph over two cycles from the building of the model on (or as many as the requests are of); of
+    described hardware's, as ``as_seen_by`` returned it.
+
+    ``limit``: bytes that allocator and context may take together (default: all memory of the device). Devices without
+    a caching allocator of CUDA's kind take what the tensors take.
+    """
+    requests = graph if isinstance(graph, Requests) else Requests(graph)
+    graph = requests.graph
+    room = (hardware.memory_bytes if limit is None else limit) - hardware.context_bytes
+    if hardware.caches:
+        peak, fits = requests.unlimited, True
+        if peak.reserved > room:  # cached segments are given back before memory runs out
+            limited = replay(requests.events, limit=max(room, 0))
+            peak, fits = (peak, False) if limited.out_of_memory else (limited, True)
+        allocated, reserved = peak.allocated, peak.reserved
+    else:
+        allocated = reserved = int(bytes_timeline(graph).max()) if graph.ops else graph.resident_bytes
+        fits = reserved <= room
+    return DevicePeak(
+        allocated=allocated,
+        reserved=reserved,
+        context=hardware.context_bytes,
+        workspace=graph.resident.get("matrix workspaces", 0),
+        fits=fits,
+    )
+
+
+def events(graph: Graph, cycles: int = 2) -> Iterator[Event]:
+    """Requests to the allocator in order: what is resident, then cycle after cycle.
+
+    Optimizer states come in the first cycle's optimizer step, as they do in training: by then segments are divided.
+    """
+    first_step = next((op.index for op in graph.ops if op.phase == "optimizer"), 0)
+    resident = [s for s in graph.storages if s.birth < 0]
+    states = [s for s in resident if s.kind == "optimizer"]
+    for s in resident:
+        if s.kind != "optimizer":
+            yield s.id, s.bytes
+    count = len(graph.ops)
+    born: dict[int, list[Storage]] = {}  # not a list for every op: collecting garbage would look at each
+    dying: dict[int, list[int]] = {}
+    for s in graph.storages:
+        if s.birth >= 0:
+            born.setdefault(s.birth, []).append(s)
+            dying.setdefault(count if s.death is None else min(s.death + 1, count), []).append(s.id)
+    for cycle in range(cycles):
+        for index in range(count + 1):
+            for key in dying.get(index, ()):
+                yield key, None
+            if cycle == 0 and index == first_step:
+                for s in states:
+                    yield s.id, s.bytes
+            for s in born.get(index, ()):
+                yield s.id, s.bytes
+
+
+def with_resident(graph: Graph, what: str, sizes: list[int], kind: StorageKind) -> Graph:
+    """The graph with more storages that are there when the cycle begins; ``what`` names them in ``resident``."""
+    first = max((s.id for s in graph.storages), default=-1) + 1
+    added = tuple(Storage(id=first + i, bytes=n, birth=-1, death=None, kind=kind) for i, n in enumerate(sizes))
+    total = sum(sizes)
+    resident = dict(graph.resident)
+    resident[what] = resident.get(what, 0) + total
+    return changed(
+        graph,
+        storages=(*graph.storages, *added),
+        resident_bytes=graph.resident_bytes + total,
+        resident=resident,
+    )
+
+
+def _resized(graph: Graph, sizes: dict[int, int], what: str) -> Graph:
+    """The graph with other sizes of some storages (0 drops one); ``what`` names those that are resident."""
+    storages, change = [], 0
+    for s in graph.storages:
+        nbytes = sizes.get(s.id, s.bytes)
+        if s.birth < 0:
+            change += nbytes - s.bytes
+        if nbytes:
+            storages.append(s if nbytes == s.bytes else s.model_copy(update={"bytes": nbytes}))
+    resident = dict(graph.resident)
+    resident[what] = resident.get(what, 0) + change
+    return changed(graph, storages=tuple(storages), resident_bytes=graph.resident_bytes + change, resident=resident)
+
+
+def _gradients(graph: Graph) -> dict[int, int]:
+    """Bytes of each gradient that the optimizer step finds, by storage."""
+    return {s.id: s.bytes for s in graph.held_gradients()}
+
+
+def _states(graph: Graph) -> list[Storage]:
+    return [s for s in graph.storages if s.birth < 0 and s.kind == "optimizer"]
+
+
+def _transients(graph: Graph) -> list[Storage]:
+    """What the optimizer step makes and drops, other than what it leaves behind."""
+    start = next((op.index for op in graph.ops if op.phase == "optimizer"), len(graph.ops))
+    return [s for s in graph.storages if s.birth >= start and s.kind == "optimizer" and s.death is not None]
+
+
+def _eight_bit(graph: Graph) -> Graph:
+    """AdamW's states as bitsandbytes keeps them: a byte a value and a scale a block, updated by one kernel."""
+    item = 4 if _is_fp32(graph) else 2
+    sizes = {}
+    for s in _states(graph):
+        values = s.bytes // item
+        if values >= _SMALLEST_8BIT:
+            sizes[s.id] = values + -(-values // _BLOCK) * 4
+        elif s.bytes > 8:  # step counters stay as they are
+            sizes[s.id] = 4 * values
+    sizes |= {s.id: 0 for s in _transients(graph) if s.bytes >= _SMALLEST_8BIT}
+    return _resized(graph, sizes, "optimizer states")
+
+
+def _is_fp32(graph: Graph) -> bool:
+    """Whether most bytes of the gradients are fp32."""
+    item = {out.storage: round(element_bytes(out.dtype)) for op in graph.ops for out in op.outputs}
+    total: Counter[int] = Counter()  # by bytes of an element
+    for sid, nbytes in _gradients(graph).items():
+        total[item.get(sid, 4)] += nbytes
+    return total[4] >= total[2]
+
+
+def _with_master_weights(graph: Graph) -> Graph:
+    """fp32 states and temporaries instead of 16-bit ones, and a fp32 copy of every trainable weight."""
+    if _is_fp32(graph):
+        return graph
+    states = [s for s in _states(graph) if s.bytes > 4]
+    sizes = {s.id: 2 * s.bytes for s in (*states, *_transients(graph)) if s.bytes > 4}
+    graph = _resized(graph, sizes, "optimizer states")
+    return with_resident(graph, "master weights", [2 * n for n in _gradients(graph).values()], "optimizer")
+
+
+def _with_kept_gradients(graph: Graph) -> Graph:
+    """Gradients that stay from step to step: what backward makes is added to them and dropped."""
+    kept = _gradients(graph)
+    storages = tuple(
+        s.model_copy(update={"death": s.birth}) if s.id in kept and s.birth >= 0 else s for s in graph.storages
+    )
+    graph = changed(graph, storages=storages)
+    return with_resident(graph, "gradients", list(kept.values()), "gradient")

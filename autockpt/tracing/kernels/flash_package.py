@@ -1,0 +1,97 @@
+"""FlashAttention's own packages where a step is simulated: their calls become PyTorch's flash kernel on ghosts.
+
+transformers' ``flash_attention_2``, ``_3`` and ``_4`` call kernels that need the package and a GPU. PyTorch's own flash
+kernel is FlashAttention 2: it saves the same (queries, keys, values, output, log-sum-exp). Sequences with padding are
+gathered into copies before the kernel and scattered after it (``transformers/modeling_flash_attention_utils.py``): the
+copies are counted as if no token were padding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from autockpt.errors import WorkloadError
+from autockpt.policies.base import setting
+from autockpt.tracing.kernels.cuda_kernels import AMPERE, Capability
+
+FLASH = ("flash_attention_2", "flash_attention_3", "flash_attention_4")
+
+
+def note_on_flash(attention: str) -> str:
+    """What people should know about a simulated step with one of ``FLASH``."""
+    return (
+        f"{attention} is simulated by PyTorch's flash kernel, which keeps the same; windows and sinks change no byte."
+    )
+
+
+@contextmanager
+def flash_on_ghosts(capability: Capability = AMPERE) -> Iterator[None]:
+    """Let transformers' models that ask for FlashAttention be built without its package and run on ghosts.
+
+    Raises WorkloadError for a GPU that is older than FlashAttention's first.
+    """
+    from transformers import PreTrainedModel
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    if capability < AMPERE:
+        raise WorkloadError(
+            f"FlashAttention does not run on compute capability {capability[0]}.{capability[1]}",
+            remedy="Use --attn sdpa, which takes the memory-efficient kernel there.",
+        )
+    owner: Any = PreTrainedModel
+    plain = owner._check_and_adjust_attn_implementation
+
+    def adjusted(model: Any, attn_implementation: str | None, *args: Any, **kwargs: Any) -> str:
+        if attn_implementation in FLASH:
+            if not model._supports_flash_attn:
+                raise ValueError(f"{type(model).__name__} does not support attn_implementation {attn_implementation}")
+            return attn_implementation
+        return plain(model, attn_implementation, *args, **kwargs)
+
+    functions: Any = ALL_ATTENTION_FUNCTIONS
+    before = {name: functions[name] for name in FLASH if name in functions}
+    for name in FLASH:
+        functions.register(name, _flash)
+    try:
+        with setting(owner, "_check_and_adjust_attn_implementation", adjusted):
+            yield
+    finally:
+        for name, function in before.items():
+            functions.register(name, function)
+
+
+def _flash(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """An attention function of transformers: heads before positions in, positions before heads out."""
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    size = value.size(-1)
+    value = F.pad(value, [0, query.size(-1) - size]) if size != query.size(-1) else value
+    if attention_mask is not None:
+        query, key, value = (_gathered(t) for t in (query, key, value))
+    shared = key.size(1) != query.size(1)
+    output = F.scaled_dot_product_attention(
+        query, key, value, None, dropout, causal and query.size(2) > 1, scale=scaling, enable_gqa=shared
+    ).transpose(1, 2)
+    if attention_mask is not None:
+        output = output.clone(memory_format=torch.contiguous_format)
+    return output[..., :size], None
+
+
+def _gathered(tensor: Tensor) -> Tensor:
+    """A copy with positions before heads, as sequences without their padding are."""
+    return tensor.transpose(1, 2).clone(memory_format=torch.contiguous_format).transpose(1, 2)

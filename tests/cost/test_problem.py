@@ -1,0 +1,197 @@
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+
+from autockpt.cost.menus import build_menus, representatives
+from autockpt.cost.problem import build_problem, point_bytes
+from autockpt.cost.segments import segments
+from autockpt.cost.step import Simulation
+from autockpt.schema.choices import OFFLOAD, RECOMPUTE, SAVE, Choice
+from autockpt.schema.graph import Graph
+from autockpt.schema.problem import Problem, peak_of, seconds_of
+from autockpt.schema.workload import WorkloadSpec
+from autockpt.solvers import Checked, exact, refine
+from autockpt.tracing import Tracer
+from tests.cost.made_up import simulated
+from tests.cost.steps import HEAD, HIDDEN, INSIDE, RESIDENT, SECONDS, step
+
+Variants = dict[tuple[int, Choice], Graph]
+NAMES = [f"layers.{i}" for i in range(5)]
+CHOICES = (SAVE, RECOMPUTE, OFFLOAD)
+
+
+def simulation(graph: Graph, copy_queues: bool = False) -> Simulation:
+    return simulated(graph, SECONDS, bandwidth_out=10.0, bandwidth_in=20.0, copy_queues=copy_queues)
+
+
+def problem_of(names: list[str] = NAMES, budget: int = 10**6, *, simulated=simulation, **how) -> tuple[Graph, Problem]:
+    base = step(names, **how)
+    unit = representatives(base.blocks())[0].name
+    variants: Variants = {(0, c): step(names, {unit: c}, **how) for c in CHOICES[1:]}
+    return base, build_problem(base, build_menus(base, variants, simulated), budget)
+
+
+def test_segments_cover_every_op_once_and_in_order():
+    graph = step(NAMES, {"layers.1": RECOMPUTE}, micro_batches=2)
+    parts = segments(graph, NAMES)
+    assert [s.first for s in parts[1:]] == [s.end for s in parts[:-1]]
+    assert (parts[0].first, parts[-1].end) == (0, len(graph.ops))
+    assert len({s.key for s in parts}) == len(parts)
+    second = [s for s in parts if s.micro_batch == 1 and s.place in ("forward", "backward")]
+    assert [s.unit for s in second] == [0, 1, 2, 3, 4, 4, 3, 2, 1, 0]
+
+
+def test_a_menu_is_read_off_the_ghost_runs():
+    base = step(NAMES)
+    variants: Variants = {(0, c): step(NAMES, {"layers.2": c}) for c in CHOICES[1:]}
+    (menu,) = build_menus(base, variants, simulation)
+    assert menu.representative == "layers.2"
+    save, recompute, offload = menu.items
+    assert save.kept_bytes == INSIDE + HIDDEN
+    assert recompute.kept_bytes == offload.kept_bytes == HIDDEN
+    assert (save.forward_seconds, save.backward_seconds, save.recompute_seconds, save.copy_seconds) == (
+        3.0,
+        4.0,
+        0.0,
+        0.0,
+    )
+    assert (recompute.forward_seconds, recompute.recompute_seconds) == (3.0, 2.0)
+    assert offload.copy_seconds == pytest.approx(INSIDE / 10 + INSIDE / 20)
+    assert save.forward_peak_bytes == offload.forward_peak_bytes
+
+
+@pytest.mark.parametrize("how", [{}, {"micro_batches": 3}, {"lag": True}], ids=["plain", "accumulate", "lag"])
+def test_saving_everything_is_exact_at_every_point(how):
+    base, problem = problem_of(**how)
+    everything = dict.fromkeys(NAMES, SAVE)
+    assert peak_of(problem, everything) == base.peak_bytes
+    assert seconds_of(problem, everything) == 0.0
+    assert problem.base_seconds == pytest.approx(5 * 7.0 * how.get("micro_batches", 1))
+    assert len(point_bytes(base, base)) == len(problem.points)
+    assert max(b for b in point_bytes(base, base) if b is not None) == base.peak_bytes
+
+
+@pytest.mark.parametrize("how", [{}, {"micro_batches": 2}], ids=["plain", "accumulate"])
+def test_the_linear_peak_is_the_ghost_peak_of_any_mix(how):
+    _, problem = problem_of(**how)
+    for kinds in itertools.product(CHOICES, repeat=len(NAMES)):
+        choices = dict(zip(NAMES, kinds, strict=True))
+        assert peak_of(problem, choices) == step(NAMES, choices, **how).peak_bytes
+
+
+def test_copies_under_way_are_charged_to_the_unit_that_copies():
+    """An offloaded unit's bytes leave one unit late and come back one early: never underestimated for uniform plans."""
+    _, problem = problem_of(lag=True)
+    for kind in CHOICES:
+        choices = dict.fromkeys(NAMES, kind)
+        real = step(NAMES, choices, lag=True).peak_bytes
+        assert real <= peak_of(problem, choices) <= real + INSIDE
+
+
+def test_copies_that_hide_behind_compute_cost_nothing_and_slow_ones_do():
+    base = step(NAMES)
+    variants: Variants = {(0, OFFLOAD): step(NAMES, {"layers.2": OFFLOAD})}
+
+    def offload_seconds(bandwidth: float) -> float:
+        def queued(graph: Graph) -> Simulation:
+            return simulated(graph, SECONDS, bandwidth_out=bandwidth, bandwidth_in=bandwidth, copy_queues=True)
+
+        return build_menus(base, variants, queued)[0].items[1].copy_seconds
+
+    assert offload_seconds(1000.0) == pytest.approx(INSIDE / 1000)  # awaited as soon as it is issued: never hidden
+    assert offload_seconds(2.0) == pytest.approx((INSIDE / 2 - 3) + (INSIDE / 2 - 4))
+
+
+def test_price_and_margin_are_the_tuners_knobs():
+    base = step(NAMES)
+    menus = build_menus(base, {(0, RECOMPUTE): step(NAMES, {"layers.2": RECOMPUTE})}, simulation)
+    plain = build_problem(base, menus, 5000, base_seconds=40.0)
+    turned = build_problem(base, menus, 5000, price={"recompute": 1.5}, margin=700, base_seconds=40.0)
+    assert (plain.budget_bytes, turned.budget_bytes, turned.base_seconds) == (5000, 4300, 40.0)
+    everything = dict.fromkeys(NAMES, RECOMPUTE)
+    assert seconds_of(plain, everything) == pytest.approx(5 * 2.0)
+    assert seconds_of(turned, everything) == pytest.approx(5 * 2.0 * 1.5)
+
+
+def test_a_unit_without_a_menu_can_only_save():
+    base = step(NAMES)
+    problem = build_problem(base, (), 5000)
+    assert all([o.choice for o in u.options] == [SAVE] for u in problem.units)
+    assert peak_of(problem, dict.fromkeys(NAMES, SAVE)) == base.peak_bytes
+
+
+def test_kinds_have_menus_of_their_own():
+    base = step(NAMES)
+    kinds = tuple(u.model_copy(update={"kind": int(i > 2)}) for i, u in enumerate(base.units))
+    base = base.model_copy(update={"units": kinds})
+    assert {k: u.name for k, u in representatives(base.blocks()).items()} == {0: "layers.1", 1: "layers.4"}
+    menus = build_menus(base, {(1, RECOMPUTE): step(NAMES, {"layers.4": RECOMPUTE})}, simulation)
+    assert [len(m.items) for m in menus] == [1, 2]
+
+
+def test_point_bytes_tell_where_another_plan_differs():
+    base, problem = problem_of()
+    choices = {"layers.0": RECOMPUTE, "layers.3": OFFLOAD}
+    real = point_bytes(base, step(NAMES, choices))
+    assert len(real) == len(problem.points)
+    assert max(b for b in real if b is not None) == step(NAMES, choices).peak_bytes
+
+
+def test_refined_plans_fit_by_the_ghost_run():
+    """Bytes under way make the linear bound wrong for mixed plans; the check's word is what counts."""
+    rng = random.Random(0)
+    base, problem = problem_of(lag=True)
+    lean = min(step(NAMES, dict.fromkeys(NAMES, c), lag=True).peak_bytes for c in CHOICES)
+    for _ in range(8):
+        budget = rng.randint(lean, base.peak_bytes)
+        asked = problem.model_copy(update={"budget_bytes": budget})
+
+        def check(choices) -> Checked:
+            graph = step(NAMES, choices, lag=True)
+            return Checked(graph.peak_bytes, point_bytes(base, graph))
+
+        refined = refine(asked, check)
+        assert refined.feasible
+        assert step(NAMES, refined.choices, lag=True).peak_bytes == refined.assignment.peak <= budget
+        if exact(asked).feasible:
+            assert refined.assignment.seconds <= exact(asked).seconds + 1e-9
+
+
+def test_hand_computed_peak():
+    """After forward of five saving units: input, five times output and insides, and the head."""
+    base = step(NAMES)
+    assert base.peak_bytes >= RESIDENT + HIDDEN + 5 * (HIDDEN + INSIDE) + HEAD
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("model", "accumulate"), [("llama-tiny", 1), ("gpt2-tiny", 2)])
+def test_linear_peaks_of_real_models_agree_with_their_ghost_runs(model: str, accumulate: int):
+    """Saving everything to the byte, ten mixed plans within 1 %, and refined plans that fit."""
+    rng = random.Random(1)
+    with Tracer.from_spec(WorkloadSpec(model=model, batch_size=2, accumulate=accumulate)) as tracer:
+        base = tracer.trace()
+        names = [u.name for u in base.blocks()]
+        unit = representatives(base.blocks())[0].name
+        variants: Variants = {(0, c): tracer.trace({unit: c}) for c in CHOICES[1:]}
+
+        def constant(graph: Graph) -> Simulation:
+            seconds = dict.fromkeys(graph.signatures, 1e-5)
+            return simulated(graph, seconds, bandwidth_out=1e9, bandwidth_in=2e9)
+
+        problem = build_problem(base, build_menus(base, variants, constant), base.peak_bytes)
+        assert peak_of(problem, dict.fromkeys(names, SAVE)) == base.peak_bytes
+        leanest = base.peak_bytes
+        for _ in range(10):
+            choices = {name: rng.choice(CHOICES) for name in names}
+            graph = tracer.trace(choices)
+            leanest = min(leanest, graph.peak_bytes)
+            assert peak_of(problem, choices) == pytest.approx(graph.peak_bytes, rel=0.01)
+            extra = constant(graph).step_seconds - constant(base).step_seconds
+            assert seconds_of(problem, choices) == pytest.approx(extra, rel=0.02)
+        tight = problem.model_copy(update={"budget_bytes": (leanest + base.peak_bytes) // 2})
+        refined = refine(tight, lambda choices: Checked(tracer.trace(choices).peak_bytes))
+        assert refined.feasible and refined.settled
+        assert tracer.trace(refined.choices).peak_bytes <= tight.budget_bytes

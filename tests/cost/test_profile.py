@@ -1,0 +1,103 @@
+"""Op times are kept as they are measured: a search that is stopped while it profiles goes on from there."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from autockpt.cost import build_profile, measure_op_times, uniform_graphs
+from autockpt.cost.op_times import measure_in_runner
+from autockpt.schema import DeviceInfo, Environment, Graph, OpTimes
+from tests.cost.steps import SECONDS, step
+
+NAMES = ["layers.0", "layers.1"]
+
+
+class Machine:
+    """Times ops; ``stopped`` while it times whole plans."""
+
+    def __init__(self, stopped: bool) -> None:
+        info = DeviceInfo(kind="cpu", name="made up", capacity_bytes=1 << 30)
+        self.environment, self.stopped, self.asked = Environment(device=info, versions={}), stopped, 0
+
+    def ahead(self, plans: object) -> None:
+        """One after the other, when asked for."""
+
+    def trace(self, choices: Mapping[str, Any] | None = None) -> Graph:
+        return step(NAMES, choices)
+
+    def call(self, ref: str, payload: dict) -> dict:
+        self.asked += 1
+        single = {name: seconds for name, seconds in SECONDS.items() if name != "opt"}  # the optimizer is timed whole
+        return {"seconds": single, "optimizer_seconds": 3.0, "copy_out_bandwidth": 40.0, "copy_in_bandwidth": 40.0}
+
+    def compare(self, plans: Mapping[str, Any], *, rounds: int) -> dict[str, list[float]]:
+        if self.stopped:
+            raise KeyboardInterrupt
+        assert rounds == 1, "so that each round is seen to pass"
+        return {name: [50.0 + len(name)] * rounds for name in plans}
+
+    def op_times(self, left: float = math.inf) -> OpTimes | None:
+        blocks = self.trace().blocks()
+        uniform = uniform_graphs(self, blocks, ("save", "recompute", "offload"))
+        return measure_op_times(self, uniform, "a workload", room=1 << 30, left=lambda: left)
+
+
+def test_ops_that_were_timed_are_not_timed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AUTOCKPT_CACHE", str(tmp_path))
+    killed, second, third = Machine(stopped=True), Machine(stopped=False), Machine(stopped=True)
+    with pytest.raises(KeyboardInterrupt):
+        killed.op_times()
+    times = second.op_times()
+    assert (killed.asked, second.asked) == (1, 0)
+    assert third.op_times() == times and third.asked == 0
+
+
+def test_with_no_time_left_nothing_is_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AUTOCKPT_CACHE", str(tmp_path))
+    machine = Machine(stopped=True)
+    assert machine.op_times(left=0.0) is None and machine.asked == 0
+
+
+def test_with_little_time_left_whole_plans_are_timed_by_the_next_search(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AUTOCKPT_CACHE", str(tmp_path))
+    machine, later = Machine(stopped=True), Machine(stopped=False)
+    rough = machine.op_times(left=1e-3)
+    assert rough is not None and machine.asked == 1
+    assert later.op_times() != rough and later.asked == 0
+
+
+def test_a_step_that_is_too_slow_to_be_timed_in_time_runs_once() -> None:
+    cycles: list[Any] = []
+
+    def cycle(mark: Any = None) -> None:
+        cycles.append(mark)
+
+    runner = SimpleNamespace(
+        device=SimpleNamespace(torch_device=torch.device("cpu")),
+        attached=lambda choices: nullcontext(),
+        run_cycle=cycle,
+        time_cycle=cycle,
+    )
+    assert measure_in_runner(runner, {"choices": {}, "cycles": 2, "within": 0.0}) == {}  # type: ignore[arg-type]
+    assert cycles == [None]
+
+
+def test_when_it_is_late_only_what_plans_cannot_do_without_is_ghost_run() -> None:
+    machine = Machine(stopped=False)
+    blocks = machine.trace().blocks()
+    uniform = uniform_graphs(machine, blocks, ("save", "recompute", "offload"), skip=lambda c: c.kind == "offload")
+    assert set(uniform) == {"save", "recompute"}
+    times = OpTimes(environment=machine.environment, seconds=SECONDS, copy_out_bandwidth=40.0, copy_in_bandwidth=40.0)
+    everything = uniform_graphs(machine, blocks, ("save", "recompute", "offload"))
+    made = build_profile(machine, times, everything, late=lambda: True)
+    assert [[item.choice.kind for item in menu.items] for menu in made.profile.menus] == [["save", "recompute"]]

@@ -1,0 +1,166 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from autockpt.schema.graph import Copy, Graph, Op, Phase, Storage, Unit
+from autockpt.tracing.kernels.timeline import bytes_timeline
+from tests.cost.made_up import simulated
+
+
+def op(index: int, signature: int, phase: Phase = "forward", unit: str | None = None) -> Op:
+    return Op(index=index, target="op", phase=phase, module="", unit=unit, signature=signature)
+
+
+def graph(phases: str, *, copies=(), storages=(), units=("a", "b"), owners: str = "") -> Graph:
+    """One op per letter (f, r, b, o), each with the signature of its letter; ``owners`` names units by letter."""
+    names: dict[str, Phase] = {"f": "forward", "r": "recompute", "b": "backward", "o": "optimizer"}
+    owner = owners.ljust(len(phases))
+    return Graph(
+        resident_bytes=100,
+        signatures=("f", "r", "b", "o"),
+        ops=tuple(op(i, "frbo".index(p), names[p], owner[i].strip() or None) for i, p in enumerate(phases)),
+        storages=tuple(storages),
+        copies=tuple(copies),
+        units=tuple(Unit(name=u, cls="Block", kind=0) for u in units),
+    )
+
+
+SECONDS = {"f": 1.0, "r": 1.5, "b": 2.0, "o": 5.0}
+
+
+def test_seconds_add_up_by_phase_and_unit():
+    s = simulated(graph("ffrbbo", owners="ababa"), SECONDS)
+    assert s.step_seconds == pytest.approx(12.5)
+    assert s.seconds_by_phase == pytest.approx({"forward": 2.0, "recompute": 1.5, "backward": 4.0, "optimizer": 5.0})
+    unit = s.seconds_by_unit["a"]
+    assert (unit["forward"], unit["recompute"], unit["backward"], unit["optimizer"]) == (1.0, 1.5, 2.0, 0.0)
+    assert s.seconds_by_unit[""]["optimizer"] == 5.0
+    assert s.copy_seconds == 0.0
+
+
+def test_the_optimizer_may_be_timed_as_a_whole():
+    s = simulated(graph("fboo"), {"f": 1.0, "b": 2.0}, optimizer_seconds=0.25)
+    assert s.step_seconds == pytest.approx(3.25)
+    assert s.seconds_by_phase["optimizer"] == pytest.approx(0.25)
+    assert simulated(graph("fb"), SECONDS, optimizer_seconds=0.25).step_seconds == pytest.approx(3.0)
+
+
+def test_host_time_and_ops_that_run_again():
+    """Host time belongs to every op but the optimizer's, whose time is whole already; reruns take longer with both."""
+    s = simulated(graph("ffbrbo"), SECONDS, optimizer_seconds=1.0, host_seconds=0.1, rerun_scale=1.5)
+    assert s.seconds_by_phase["recompute"] == pytest.approx(1.5 * 1.6)
+    assert s.seconds_by_phase["forward"] == pytest.approx(2 * 1.1)
+    assert s.step_seconds == pytest.approx(2 * 1.1 + 1.5 * 1.6 + 2 * 2.1 + 1.0)
+
+
+def test_ops_that_are_watched_take_longer():
+    plain = graph("ffbo", owners="abab")
+    watched = plain.model_copy(
+        update={"ops": tuple(op.model_copy(update={"watched": op.unit == "a"}) for op in plain.ops)}
+    )
+    ways = {"optimizer_seconds": 1.0, "watch_seconds": 0.25}
+    assert simulated(plain, SECONDS, **ways).step_seconds == pytest.approx(5.0)
+    s = simulated(watched, SECONDS, **ways)
+    assert s.step_seconds == pytest.approx(5.5)
+    assert s.seconds_by_unit["a"]["forward"] == pytest.approx(1.25)
+    assert s.seconds_by_unit["b"]["forward"] == pytest.approx(1.0)
+
+
+def test_without_queues_copies_take_place_where_they_are_issued():
+    copies = [
+        Copy(direction="out", bytes=30, issued=1, awaited=2, unit="a"),
+        Copy(direction="in", bytes=30, issued=2, awaited=3, unit="a"),
+    ]
+    s = simulated(graph("ffbb", copies=copies), SECONDS, bandwidth_out=10.0, bandwidth_in=60.0)
+    assert s.step_seconds == pytest.approx(6.0 + 3.0 + 0.5)
+    assert s.seconds_by_phase["forward"] == pytest.approx(2.0 + 3.0)
+    assert s.queue_seconds == pytest.approx({"out": 3.0, "in": 0.5})
+
+
+@pytest.mark.parametrize(
+    ("size", "awaited", "wait"),
+    [
+        (20, 3, 0.0),  # 2 s of copy behind 2 s of compute
+        (20, 2, 1.0),  # awaited an op earlier
+        (50, 3, 3.0),
+        (50, None, 0.0),  # never awaited
+        (50, 1, 5.0),  # awaited at once
+    ],
+)
+def test_a_copy_hides_behind_the_compute_before_it_is_awaited(size: int, awaited: int | None, wait: float):
+    copies = [Copy(direction="out", bytes=size, issued=1, awaited=awaited)]
+    s = simulated(graph("ffff", copies=copies), SECONDS, bandwidth_out=10.0, copy_queues=True)
+    assert s.step_seconds == pytest.approx(4.0 + wait)
+    assert s.copy_seconds == pytest.approx(wait)
+
+
+def test_copies_of_one_direction_queue_up_and_the_other_does_not_mind():
+    copies = [
+        Copy(direction="out", bytes=20, issued=0, awaited=1),  # 0..2, awaited at 1: waits 1
+        Copy(direction="out", bytes=20, issued=0, awaited=2),  # 2..4, awaited at 3: waits 1
+        Copy(direction="in", bytes=10, issued=0, awaited=1),  # 0..1 on its own queue
+    ]
+    s = simulated(graph("fff", copies=copies), SECONDS, bandwidth_out=10.0, bandwidth_in=10.0, copy_queues=True)
+    assert s.copy_seconds == pytest.approx(2.0)
+    assert s.step_seconds == pytest.approx(5.0)
+
+
+def test_waiting_delays_copies_issued_later():
+    """Op 2 waits from 2 s to 4 s, so the copy issued before op 3 runs from 5 s to 7 s and op 4 waits for it at 6 s."""
+    copies = [
+        Copy(direction="in", bytes=30, issued=1, awaited=2),
+        Copy(direction="out", bytes=20, issued=3, awaited=4),
+    ]
+    s = simulated(graph("fffff", copies=copies), SECONDS, bandwidth_out=10.0, bandwidth_in=10.0, copy_queues=True)
+    assert s.copy_seconds == pytest.approx(2.0 + 1.0)
+
+
+def test_a_copy_without_a_bandwidth_is_an_error():
+    copies = [Copy(direction="in", bytes=1, issued=0, awaited=0)]
+    with pytest.raises(ValueError, match="copy_in_bandwidth"):
+        simulated(graph("f", copies=copies), SECONDS, bandwidth_out=1.0)
+
+
+def test_bytes_at_each_op():
+    storages = [
+        Storage(id=0, bytes=50, birth=-1, death=0),  # resident, gone after the first op
+        Storage(id=1, bytes=30, birth=1, death=2),
+        Storage(id=2, bytes=40, birth=2, death=None),
+    ]
+    assert bytes_timeline(graph("ffb", storages=storages)).tolist() == [100, 80, 120]
+
+
+def test_an_empty_cycle():
+    assert simulated(graph(""), {}, optimizer_seconds=1.0).step_seconds == 0.0
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9), st.integers(1, 40)), max_size=8))
+def test_queues_never_beat_compute_alone_nor_lose_to_inline_copies(spans):
+    copies = [
+        Copy(direction="out" if i % 2 else "in", bytes=size, issued=min(a, b), awaited=max(a, b))
+        for i, (a, b, size) in enumerate(spans)
+    ]
+    g = graph("f" * 10, copies=copies)
+    queued = simulated(g, SECONDS, bandwidth_out=10.0, bandwidth_in=10.0, copy_queues=True)
+    inline = simulated(g, SECONDS, bandwidth_out=10.0, bandwidth_in=10.0)
+    assert 10.0 - 1e-9 <= queued.step_seconds <= inline.step_seconds + 1e-9
+    assert np.isclose(sum(queued.seconds_by_phase.values()), queued.step_seconds)
+
+
+def test_each_tier_has_its_own_bandwidth_and_the_disk_one_queue_for_both_directions():
+    copies = [
+        Copy(direction="out", bytes=20, issued=0, awaited=1, tier="disk"),  # 0..2, awaited at 1: waits 1
+        Copy(direction="out", bytes=20, issued=0, awaited=1),  # 0..1 beside it
+        Copy(direction="in", bytes=10, issued=0, awaited=2, tier="disk"),  # after what is written: 2..4
+        Copy(direction="in", bytes=20, issued=0, awaited=2),  # 0..1
+    ]
+    rates = {"bandwidth_out": 20.0, "bandwidth_in": 20.0, "disk_out": 10.0, "disk_in": 5.0}
+    s = simulated(graph("fff", copies=copies), SECONDS, copy_queues=True, **rates)
+    assert s.copy_seconds == pytest.approx(1.0 + 1.0)
+    inline = simulated(graph("fff", copies=copies), SECONDS, **rates)
+    assert inline.copy_seconds == pytest.approx(2.0 + 1.0 + 2.0 + 1.0)
+    with pytest.raises(ValueError, match="disk_out_bandwidth must be positive"):
+        simulated(graph("fff", copies=copies), SECONDS, bandwidth_out=1.0, bandwidth_in=1.0, disk_in=1.0)

@@ -1,0 +1,173 @@
+from __future__ import annotations
+
+import contextlib
+import itertools
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from autockpt.tracing.kernels import allocator
+from autockpt.tracing.kernels.allocator import MIB, Block, CachingAllocator, OutOfReserve, replay
+
+SIZES = st.one_of(
+    st.integers(1, 4096),
+    st.integers(1, 3 * MIB),
+    st.integers(1, 64 * MIB),
+    st.sampled_from([512, MIB, MIB + 1, 10 * MIB]),
+)
+# (True, bytes): ask; (False, n): give the n-th oldest block back
+STEPS = st.lists(st.tuples(st.booleans(), SIZES), max_size=120)
+
+
+def test_constants_are_those_of_the_installed_torch() -> None:
+    torch = pytest.importorskip("torch")
+    header = Path(torch.__file__).parent / "include/c10/core/AllocatorConfig.h"
+    if not header.exists() or "kMinLargeAlloc" not in header.read_text():
+        pytest.skip("this torch keeps its constants elsewhere")
+    found = dict(re.findall(r"constexpr size_t (k\w+) = (\d+);", header.read_text()))
+    large = re.search(r"large_segment_size_\{(\d+)\}", header.read_text())
+    assert large is not None and int(large[1]) == allocator.LARGE_SEGMENT
+    assert {
+        k: int(found[k]) for k in ("kMinBlockSize", "kSmallSize", "kSmallBuffer", "kMinLargeAlloc", "kRoundLarge")
+    } == {
+        "kMinBlockSize": allocator.MIN_BLOCK,
+        "kSmallSize": allocator.SMALL_SIZE,
+        "kSmallBuffer": allocator.SMALL_SEGMENT,
+        "kMinLargeAlloc": allocator.MIN_LARGE,
+        "kRoundLarge": allocator.ROUND_LARGE,
+    }
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "allocated", "reserved"),
+    [
+        (1, 512, 2 * MIB),
+        (512, 512, 2 * MIB),
+        (513, 1024, 2 * MIB),
+        (MIB, MIB, 2 * MIB),
+        (MIB + 1, MIB + 512, 20 * MIB),
+        (10 * MIB - 1, 10 * MIB, 10 * MIB),  # rounded first, then it is no longer below 10 MiB
+        (9 * MIB, 9 * MIB, 20 * MIB),
+        (10 * MIB, 10 * MIB, 10 * MIB),
+        # a rest of at most 1 MiB stays with the block
+        (11 * MIB, 12 * MIB, 12 * MIB),
+        (12 * MIB + 1, 14 * MIB - (2 * MIB - 512), 14 * MIB),
+    ],
+)
+def test_one_request(nbytes: int, allocated: int, reserved: int) -> None:
+    peak = replay([(0, nbytes)])
+    assert (peak.allocated, peak.reserved) == (allocated, reserved)
+
+
+def test_small_requests_share_a_segment_and_large_ones_another() -> None:
+    small = replay([(i, MIB // 2) for i in range(4)])
+    assert (small.allocated, small.reserved) == (2 * MIB, 2 * MIB)
+    assert replay([(i, MIB // 2) for i in range(5)]).reserved == 4 * MIB
+    assert replay([(i, 5 * MIB) for i in range(4)]).reserved == 20 * MIB
+    assert replay([(0, 5 * MIB), (1, 512)]).reserved == 22 * MIB
+
+
+def test_best_fit_takes_the_smallest_block_that_is_large_enough() -> None:
+    a = CachingAllocator()
+    first, second = a.allocate(40 * MIB), a.allocate(30 * MIB)
+    a.free(first)
+    a.free(second)
+    assert a.allocate(25 * MIB).address == second.address
+    assert a.reserved == 70 * MIB
+
+
+def test_neighbours_are_joined_and_serve_a_larger_request() -> None:
+    events: list[tuple[int, int | None]] = [(0, 40 * MIB), (0, None), (1, 20 * MIB), (2, 20 * MIB)]
+    events += [(1, None), (2, None), (3, 40 * MIB)]
+    assert replay(events).reserved == 40 * MIB
+
+
+def test_a_hole_that_is_too_small_is_fragmentation() -> None:
+    # 30 MiB come free, in one piece of a segment of 60 that is still in use: a request of 40 takes new memory
+    events: list[tuple[int, int | None]] = [
+        (0, 60 * MIB),
+        (0, None),
+        (1, 30 * MIB),
+        (2, 30 * MIB),
+        (2, None),
+        (3, 40 * MIB),
+    ]
+    peak = replay(events)
+    assert (peak.allocated, peak.reserved) == (70 * MIB, 100 * MIB)
+
+
+def test_cached_segments_are_given_back_before_it_gives_up() -> None:
+    events: list[tuple[int, int | None]] = [(0, 40 * MIB), (0, None), (1, 60 * MIB)]
+    peak = replay(events, limit=60 * MIB)
+    assert not peak.out_of_memory
+    assert peak.reserved == 60 * MIB  # those of the first request are gone
+    assert replay(events).reserved == 100 * MIB
+
+
+def test_it_gives_up_where_nothing_can_be_given_back() -> None:
+    peak = replay([(0, 40 * MIB), (1, 40 * MIB), (2, MIB)], limit=60 * MIB)
+    assert peak.out_of_memory
+    assert peak.reserved == 40 * MIB  # the second request is the last that is looked at
+
+
+def test_a_split_segment_cannot_be_given_back() -> None:
+    events: list[tuple[int, int | None]] = [(0, 40 * MIB), (0, None), (1, 10 * MIB), (2, 50 * MIB)]
+    assert replay(events, limit=80 * MIB).out_of_memory
+
+
+def test_nothing_is_asked_for_no_bytes_and_keys_are_checked() -> None:
+    assert replay([(0, 0), (0, None)]).reserved == 0
+    with pytest.raises(ValueError, match="twice"):
+        replay([(0, 8), (0, 8)])
+    a = CachingAllocator()
+    block = a.allocate(8)
+    a.free(block)
+    with pytest.raises(ValueError, match="not handed out"):
+        a.free(block)
+
+
+def drive(a: CachingAllocator, steps: list[tuple[bool, int]], check: Callable[[list[Block]], None]) -> None:
+    live: list[Block] = []
+    for ask, number in steps:
+        if ask:
+            with contextlib.suppress(OutOfReserve):
+                live.append(a.allocate(number))
+        elif live:
+            a.free(live.pop(number % len(live)))
+        check(live)
+    for block in live:
+        a.free(block)
+
+
+@settings(max_examples=60, deadline=None)
+@given(STEPS, st.one_of(st.none(), st.integers(2 * MIB, 300 * MIB)))
+def test_what_is_handed_out_never_overlaps_and_is_counted(steps: list[tuple[bool, int]], limit: int | None) -> None:
+    a = CachingAllocator(limit)
+
+    def check(live: list[Block]) -> None:
+        ranges = sorted((b.address, b.address + b.size) for b in live)
+        assert all(end <= start for (_, end), (start, _) in itertools.pairwise(ranges))
+        assert a.allocated == sum(b.size for b in live)
+        assert a.allocated <= a.reserved
+        assert limit is None or a.reserved <= limit
+
+    drive(a, steps, check)
+    assert a.allocated == 0
+    a.release_cached()
+    assert a.reserved == 0
+    assert a.most_allocated <= a.most_reserved
+
+
+@settings(max_examples=30, deadline=None)
+@given(STEPS)
+def test_a_cycle_that_repeats_needs_nothing_new_in_the_end(steps: list[tuple[bool, int]]) -> None:
+    a = CachingAllocator()
+    drive(a, steps, lambda live: None)
+    first = a.reserved
+    drive(a, steps, lambda live: None)
+    assert a.reserved >= first  # cached, not given back
+    assert a.allocated == 0

@@ -1,0 +1,124 @@
+"""Autocast of a ghost run for CUDA casts what CUDA casts, and the CPU's own is back afterwards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from autockpt.schema.workload import WorkloadSpec
+from autockpt.tracing import Tracer
+from autockpt.tracing.kernels.cuda_autocast import (
+    FORBIDDEN,
+    FP32,
+    FP32_RESULT,
+    LOWER_PRECISION,
+    PROMOTE,
+    cuda_autocast,
+    overloads,
+)
+from tests.tracing.kernels.cuda_models import WIDTH
+
+BF16, FP16, FP32_TYPE = torch.bfloat16, torch.float16, torch.float32
+X, W = torch.rand(4, 8).bfloat16(), torch.rand(8, 8)
+
+
+def test_every_op_that_cuda_casts_has_its_policy() -> None:
+    named = [LOWER_PRECISION, FP32, FP32_RESULT, PROMOTE, FORBIDDEN]
+    by_name = {name for name in overloads("AutocastCUDA") if "dimname" in name.lower() or "names_" in name}  # in 2.11
+    assert overloads("AutocastCUDA") - by_name <= frozenset().union(*named)
+    assert sum(map(len, named)) == len(frozenset().union(*named))
+
+
+@pytest.mark.parametrize(
+    ("call", "dtype"),
+    [
+        (lambda: F.layer_norm(X, (8,), W[0], W[0]), FP32_TYPE),
+        (lambda: F.rms_norm(X, (8,), W[0]), FP32_TYPE),
+        (lambda: X.softmax(-1), FP32_TYPE),
+        (lambda: F.softmax(X, -1, dtype=BF16), BF16),
+        (lambda: F.log_softmax(X, -1), FP32_TYPE),
+        (lambda: X.sum(), FP32_TYPE),
+        (lambda: X.sum(0, keepdim=True), FP32_TYPE),
+        (lambda: X.pow(2), FP32_TYPE),
+        (lambda: torch.linalg.vector_norm(X), FP32_TYPE),
+        (lambda: X.norm(), FP32_TYPE),
+        (lambda: F.cross_entropy(X, torch.zeros(4, dtype=torch.long)), FP32_TYPE),
+        (lambda: X.mean(-1), BF16),
+        (lambda: F.gelu(X), BF16),
+        (lambda: W @ W, BF16),
+        (lambda: torch.einsum("ij,kj->ik", W, W), BF16),
+        (lambda: torch.mv(W, W[0]), BF16),
+        (lambda: torch.addcmul(X, X, W[:4]), FP32_TYPE),
+        (lambda: torch.dot(X[0], X[1]), BF16),
+        pytest.param(
+            *(lambda: torch.trace(X @ X.t()), BF16),  # fp32 on the CPU
+            marks=pytest.mark.skipif(
+                torch.__version__.startswith("2.11."), reason="torch 2.11 has no trace of bfloat16 on the CPU"
+            ),
+        ),
+        (lambda: W.double().exp(), torch.float64),
+    ],
+)
+def test_types_are_those_of_cuda(call: Callable[[], Tensor], dtype: torch.dtype) -> None:
+    with cuda_autocast(), torch.autocast("cpu", BF16):
+        assert call().dtype is dtype
+
+
+def test_what_is_asked_for_on_cuda_counts_for_ghosts() -> None:
+    with cuda_autocast(), torch.autocast("cuda"):
+        assert (W @ W).dtype is FP16
+    with cuda_autocast(), torch.autocast("cuda", enabled=False):
+        assert (W @ W).dtype is FP32_TYPE
+
+
+def test_an_unsafe_loss_is_refused_as_on_cuda() -> None:
+    with cuda_autocast(), torch.autocast("cpu", BF16), pytest.raises(RuntimeError, match="with_logits"):
+        F.binary_cross_entropy(W.sigmoid(), W)
+
+
+def test_the_cpu_casts_as_before_afterwards() -> None:
+    def types() -> list[torch.dtype]:
+        with torch.autocast("cpu", BF16):
+            results = F.layer_norm(X, (8,), W[0], W[0]), X.softmax(-1), X.exp(), torch.cat([X, W]), W @ W
+            return [result.dtype for result in results]
+
+    before = types()
+    with pytest.raises(KeyError), cuda_autocast(), torch.autocast("cpu", BF16):
+        assert X.exp().dtype is FP32_TYPE
+        raise KeyError
+    assert types() == before == [BF16, BF16, BF16, FP32_TYPE, BF16]
+
+
+def test_gradients_come_back_in_the_type_of_the_input() -> None:
+    x = torch.rand(4, 8).bfloat16().requires_grad_()
+    with cuda_autocast(), torch.autocast("cpu", BF16):
+        loss = x.softmax(-1).pow(2).sum()
+    loss.backward()
+    assert x.grad is not None and x.grad.dtype is BF16
+    wide = x.detach().float().requires_grad_()
+    wide.softmax(-1).pow(2).sum().backward()
+    assert wide.grad is not None
+    torch.testing.assert_close(x.grad.float(), wide.grad, rtol=0.01, atol=1e-3)
+
+
+def traced(factory: str, device: str, **settings: Any) -> tuple[set[str], int]:
+    """Types of what softmax gives in a ghost run, and the bytes that its step saves."""
+    spec = WorkloadSpec(model=f"tests.tracing.kernels.cuda_models:{factory}", **settings)
+    with Tracer.from_spec(spec, device=device, fallback=False) as tracer:
+        graph = tracer.trace()
+    types = {out.dtype for op in graph.ops if op.target == "aten._softmax.default" for out in op.outputs}
+    return types, sum(graph.storages[s].bytes for s in {s for op in graph.ops for s in op.saves})
+
+
+@pytest.mark.slow
+def test_a_ghost_run_for_cuda_saves_what_cuda_saves() -> None:
+    """Softmax gives 16 bit on the CPU; on CUDA fp32 for itself and a copy in 16 bit for the product after it."""
+    here, there = (traced("gates", device, autocast="bf16") for device in ("cpu", "cuda"))
+    assert here[0] == {"bf16"} and there[0] == {"f32"}
+    assert there[1] - here[1] == 3 * 64 * WIDTH * 4
+    assert traced("gates_under_cuda_autocast", "cuda") == there

@@ -1,0 +1,332 @@
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from autockpt.schema import Graph, Hardware, Op, Phase, Storage, Unit, WorkloadSpec
+from autockpt.schema.graph import TensorMeta
+from autockpt.schema.hardware import Efficiency
+from autockpt.tracing.kernels.allocator import MIB
+from autockpt.tracing.kernels.cuda_memory import (
+    Requests,
+    as_seen_by,
+    capability_of,
+    device_peak,
+    events,
+    workspace_bytes,
+)
+from autockpt.tracing.kernels.sharding import sharded
+from autockpt.tracing.kernels.timeline import bytes_timeline
+from search_spaces.hardware.loader import list_hardware, load_hardware
+
+NOTHING = WorkloadSpec(model="m", optimizer="none")
+
+
+def hardware(name: str = "rtx4090", kind: str = "cuda", memory: int = 24 << 30, **more: Any) -> Hardware:
+    return Hardware(
+        name=name,
+        kind=kind,  # type: ignore[arg-type]
+        memory_bytes=memory,
+        context_bytes=500 * MIB,
+        vector_flops=2e13,
+        matrix_flops=more.pop("matrix_flops", {"float32": 8e13, "float16": 3e14, "bfloat16": 3e14}),
+        bandwidth=1e12,
+        launch_seconds=5e-6,
+        link_out=2e10,
+        link_in=2e10,
+        efficiency=Efficiency(matrix=0.8, bandwidth=0.8, link=0.8),
+        **more,
+    )
+
+
+def op(index: int, phase: Phase, unit: str | None = None, outputs: tuple[TensorMeta, ...] = ()) -> Op:
+    return Op(index=index, target="aten.mm.default", phase=phase, module="", unit=unit, signature=0, outputs=outputs)
+
+
+def meta(storage: int, dtype: str, values: int) -> TensorMeta:
+    return TensorMeta(shape=(values,), stride=(1,), dtype=dtype, storage=storage)
+
+
+VALUES = 1 << 20  # of the weight of each block
+# two blocks a and b: forward a, forward b, backward b, backward a, then an optimizer step of two ops
+PLACES: tuple[tuple[Phase, str | None], ...] = (
+    ("forward", "a"),
+    ("forward", "b"),
+    ("backward", "b"),
+    ("backward", "a"),
+    ("optimizer", None),
+    ("optimizer", None),
+)
+
+
+def step(dtype: str = "bf16", root: int = 0) -> Graph:
+    """A step of two blocks, with AdamW's two states, its temporaries and a gradient for each of the two weights."""
+    item = 2 if dtype == "bf16" else 4
+    n = VALUES * item
+    storages = [
+        Storage(id=0, bytes=n, birth=-1, death=None, kind="weight", unit="a"),
+        Storage(id=1, bytes=n, birth=-1, death=None, kind="weight", unit="b"),
+        *(Storage(id=i, bytes=n, birth=-1, death=None, kind="optimizer") for i in (2, 3, 4, 5)),
+        *(Storage(id=i, bytes=4, birth=-1, death=None, kind="optimizer") for i in (6, 7)),
+        Storage(id=8, bytes=1000, birth=-1, death=None, kind="other"),
+        Storage(id=9, bytes=7 * MIB, birth=0, death=3, kind="activation", unit="a"),
+        Storage(id=10, bytes=n, birth=2, death=5, kind="gradient", unit="b"),
+        Storage(id=11, bytes=n, birth=3, death=5, kind="gradient", unit="a"),
+        Storage(id=12, bytes=2 * n, birth=4, death=4, kind="optimizer"),
+    ]
+    resident = {"weights": 2 * n, "optimizer states": 4 * n + 8, "buffers and batch": 1000}
+    if root:
+        storages.append(Storage(id=13, bytes=root, birth=-1, death=None, kind="weight"))
+        resident["weights"] += root
+    made = {2: (meta(10, dtype, VALUES),), 3: (meta(11, dtype, VALUES),)}
+    return Graph(
+        resident_bytes=sum(resident.values()),
+        resident=resident,
+        signatures=("",),
+        ops=tuple(op(i, phase, unit, made.get(i, ())) for i, (phase, unit) in enumerate(PLACES)),
+        storages=tuple(storages),
+        units=(Unit(name="a", cls="A", kind=0), Unit(name="b", cls="A", kind=0)),
+    )
+
+
+def consistent(graph: Graph) -> None:
+    """What every graph promises."""
+    assert graph.resident_bytes == sum(s.bytes for s in graph.storages if s.birth < 0)
+    assert graph.resident_bytes == sum(graph.resident.values())
+    ids = [s.id for s in graph.storages]
+    assert len(set(ids)) == len(ids)
+    for s in graph.storages:
+        assert s.bytes >= 0 and s.birth < len(graph.ops)
+        assert s.death is None or s.birth <= s.death
+
+
+def seen(graph: Graph, device: Hardware | None = None, **spec: Any) -> Graph:
+    result = as_seen_by(device or hardware(), graph, WorkloadSpec(model="m", **spec))
+    consistent(result)
+    assert result.ops == graph.ops and result.units == graph.units
+    return result
+
+
+def test_matrix_workspaces_by_architecture() -> None:
+    assert workspace_bytes(hardware("a100", capability=(8, 0))) == 8 * MIB + 128 * 1024
+    hopper, blackwell = (hardware("my card", capability=c) for c in ((9, 0), (12, 0)))
+    assert workspace_bytes(hopper) == workspace_bytes(blackwell) == 32 * MIB
+    assert workspace_bytes(load_hardware("mi300x")) == workspace_bytes(hardware("unknown", "rocm")) == 128 * MIB
+    assert workspace_bytes(hardware("mi250x", "rocm", capability=(9, 0))) == 32 * MIB
+    assert workspace_bytes(hardware("laptop", "cpu")) == 0
+
+
+def test_matrix_workspaces_stay_or_come_and_go_with_each_product(monkeypatch: pytest.MonkeyPatch) -> None:
+    workspace, plain = workspace_bytes(hardware()), step()
+    monkeypatch.setattr(torch, "__version__", "2.14.1+cu130")
+    monkeypatch.delenv("TORCH_CUBLAS_WORKSPACE_CACHE", raising=False)
+    kept = seen(plain)
+    assert kept.resident_bytes - plain.resident_bytes == kept.resident["matrix workspaces"] == 2 * workspace
+    monkeypatch.setattr(torch, "__version__", "2.15.0.dev20260901+cu130")
+    scoped = seen(plain)
+    assert scoped.resident == plain.resident
+    # all six ops of this step are products: a workspace is there with each, and never two at once
+    assert list(scoped.timeline()) == [nbytes + workspace for nbytes in plain.timeline()]
+    assert "matrix workspaces" in seen(plain, hardware("my card", "rocm")).resident
+    monkeypatch.setenv("TORCH_CUBLAS_WORKSPACE_CACHE", "1")
+    assert seen(plain).resident == kept.resident
+
+
+@pytest.mark.slow
+def test_capabilities() -> None:
+    assert capability_of(load_hardware("rtx4090")) == (8, 9)
+    assert all(load_hardware(n).capability for n in list_hardware() if load_hardware(n).kind == "cuda")
+    assert capability_of(hardware("my card")) == (8, 0)
+    old = hardware("old card", matrix_flops={"float32": 2e13, "float16": 9e13})
+    assert capability_of(old) == (7, 5)
+    assert capability_of(hardware("apple", "mps", unified_memory=True)) is None
+
+
+def test_nothing_changes_where_nothing_is_asked_for() -> None:
+    graph = step()
+    assert as_seen_by(hardware("laptop", "cpu"), graph, NOTHING) == graph
+
+
+def test_what_is_not_modelled_is_said() -> None:
+    assert not seen(step(), autocast="bf16").notes
+    plain = step()
+    convolution = plain.ops[0].model_copy(update={"target": "aten.convolution.default"})
+    graph = plain.model_copy(update={"ops": (convolution, *plain.ops[1:])})
+    assert "cuDNN" in seen(graph).notes[0]
+
+
+def test_eight_bit_states() -> None:
+    graph = seen(step("bf16"), hardware("x", "cpu"), optimizer="adamw8bit")
+    states = graph.resident["optimizer states"]
+    assert states == 4 * (VALUES + VALUES // 256 * 4) + 8
+    assert not any(s.id == 12 for s in graph.storages)  # one kernel, no temporaries
+    wide = seen(step("f32"), hardware("x", "cpu"), optimizer="adamw8bit")
+    assert wide.resident["optimizer states"] == states
+
+
+def test_small_states_stay_fp32_in_eight_bit() -> None:
+    graph = step("f32")
+    small = tuple(s.model_copy(update={"bytes": 400}) if s.id in (2, 3) else s for s in graph.storages)
+    change = 2 * (VALUES * 4 - 400)
+    resident = graph.resident | {"optimizer states": graph.resident["optimizer states"] - change}
+    graph = graph.model_copy(
+        update={"storages": small, "resident": resident, "resident_bytes": graph.resident_bytes - change}
+    )
+    seen_graph = seen(graph, hardware("x", "cpu"), optimizer="adamw8bit")
+    assert {s.bytes for s in seen_graph.storages if s.id in (2, 3)} == {400}
+
+
+def test_master_weights() -> None:
+    graph = seen(step("bf16"), hardware("x", "cpu"), master_weights=True)
+    assert graph.resident["optimizer states"] == 4 * VALUES * 4 + 8
+    assert graph.resident["master weights"] == 2 * VALUES * 4
+    assert next(s.bytes for s in graph.storages if s.id == 12) == 2 * VALUES * 4
+    plain = step("f32")
+    assert seen(plain, hardware("x", "cpu"), master_weights=True) == plain
+
+
+def test_gradients_that_are_kept() -> None:
+    graph = seen(step(), hardware("x", "cpu"), keep_gradients=True)
+    n = VALUES * 2
+    assert graph.resident["gradients"] == 2 * n
+    timeline = bytes_timeline(graph)
+    assert timeline[0] == step().resident_bytes + 2 * n + 7 * MIB
+    assert timeline[2] == timeline[0] + n  # the new one, until it is added
+
+
+def test_ddp() -> None:
+    plain = seen(step(), hardware("x", "cpu"))
+    views = seen(step(), hardware("x", "cpu"), ddp="views")
+    buckets = seen(step(), hardware("x", "cpu"), ddp="buckets")
+    n = 2 * VALUES * 2
+    assert views.resident_bytes == plain.resident_bytes + n
+    assert (
+        buckets.resident_bytes
+        == plain.resident_bytes + n
+        == plain.resident_bytes + buckets.resident["gradient buckets"]
+    )
+    # bucket views take no gradients besides, copies do
+    assert bytes_timeline(buckets)[4] == bytes_timeline(views)[4] + n
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 8])
+def test_sharding_divides_what_stays(ranks: int) -> None:
+    graph, n = step(root=3 * MIB), VALUES * 2
+    one = sharded(graph, ranks)
+    consistent(one)
+    assert one.resident["weights"] == 2 * -(-n // ranks) + -(-3 * MIB // ranks)
+    assert one.resident["optimizer states"] == 4 * -(-n // ranks) + 2 * -(-4 // ranks)
+    assert one.resident["buffers and batch"] == 1000
+    temporary = next(s for s in one.storages if s.id == 12)
+    assert temporary.bytes == -(-2 * n // ranks)
+
+
+def test_sharding_gathers_two_blocks_at_a_time() -> None:
+    graph, n, root = step(root=3 * MIB), VALUES * 2, 3 * MIB
+    one = sharded(graph, 4)
+    line = bytes_timeline(one) - one.resident_bytes
+    activation = 7 * MIB
+    # forward a: a whole and its buffer; forward b likewise; the root all the time
+    assert line[0] == root + 2 * n + activation
+    assert line[1] == root + 2 * n + activation
+    # backward b: b whole and its buffer, a's buffer ahead, b's gradient and its flat copy
+    assert line[2] == root + 3 * n + activation + 2 * n
+    # backward a: a whole, its gradient and flat copy; of b a quarter of the gradient
+    assert line[3] == root + n + activation + 2 * n + n // 4
+    # optimizer: quarters of gradients, a quarter of the temporaries
+    assert line[4] == 2 * (n // 4) + 2 * n // 4
+    assert seen(graph, hardware("x", "cpu"), shard=1) == graph
+
+
+def test_a_second_micro_batch_adds_its_gradients_to_those_that_are_there() -> None:
+    n = VALUES * 2
+    phases: tuple[Phase, ...] = ("forward", "backward", "forward", "backward", "backward", "optimizer")
+    graph = Graph(
+        resident_bytes=n,
+        resident={"weights": n},
+        signatures=("",),
+        ops=tuple(op(i, phase, None if phase == "optimizer" else "a") for i, phase in enumerate(phases)),
+        storages=(
+            Storage(id=0, bytes=n, birth=-1, death=None, kind="weight", unit="a"),
+            Storage(id=1, bytes=n, birth=1, death=5, kind="gradient", unit="a"),
+            Storage(id=2, bytes=n, birth=3, death=3, kind="gradient", unit="a"),
+        ),
+        units=(Unit(name="a", cls="A", kind=0),),
+    )
+    assert [s.id for s in graph.held_gradients()] == [1]
+    one = sharded(graph, 4)
+    consistent(one)
+    assert [s.bytes for s in one.held_gradients()] == [n // 4]
+    line = bytes_timeline(one) - one.resident_bytes
+    # a whole and its buffer, the gradient and its flat copy; then also a quarter of the first gradient
+    assert line[1] == 2 * n + 2 * n
+    assert line[3] == 2 * n + n + n // 4  # the last op of a's backward reduces
+    assert line[4] == n + 2 * n + n // 4
+
+
+def test_sharding_adds_no_more_than_the_blocks_in_flight() -> None:
+    graph = step()
+    whole, alone = graph.peak_bytes, sharded(graph, 1024).peak_bytes
+    assert alone < whole
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(-1, 9), st.integers(0, 9), st.integers(1, 30 * MIB)), max_size=40),
+    st.integers(1, 3),
+)
+def test_reserved_covers_allocated_covers_the_timeline(rows: list[tuple[int, int, int]], cycles: int) -> None:
+    storages = tuple(
+        Storage(id=i, bytes=n, birth=b, death=None if b < 0 else min(b + d, 9)) for i, (b, d, n) in enumerate(rows)
+    )
+    resident = sum(s.bytes for s in storages if s.birth < 0)
+    graph = Graph(
+        resident_bytes=resident,
+        signatures=("",),
+        ops=tuple(op(i, "forward") for i in range(10)),
+        storages=storages,
+    )
+    peak = device_peak(hardware(), Requests(graph, cycles))
+    assert peak.reserved >= peak.allocated >= graph.peak_bytes
+    assert peak.total == peak.reserved + 500 * MIB and peak.reserved >= peak.allocated
+    assert peak.fits == (peak.reserved <= (24 << 30) - 500 * MIB)
+
+
+def test_a_limit_that_is_too_small() -> None:
+    graph = seen(step("f32"))
+    free = device_peak(hardware(), graph)
+    assert free.fits
+    assert not device_peak(hardware(), graph, limit=graph.resident_bytes).fits
+    tight = device_peak(hardware(), graph, limit=free.total)
+    assert tight == free
+
+
+def test_devices_without_such_an_allocator() -> None:
+    graph = step()
+    peak = device_peak(hardware("laptop", "cpu"), graph)
+    assert peak.allocated == peak.reserved == graph.peak_bytes
+
+
+def test_optimizer_states_come_with_the_first_step() -> None:
+    keys = [key for key, nbytes in events(step(), 1) if nbytes is not None]
+    assert keys.index(2) > keys.index(10) and keys.index(0) < keys.index(9)
+    assert all(key not in keys[: keys.index(9)] for key in (2, 3, 4, 5))
+
+
+@pytest.mark.slow
+def test_a_large_graph_is_no_burden() -> None:
+    count = 20_000
+    storages = tuple(
+        Storage(id=i, bytes=(i % 37 + 1) << 18, birth=i, death=min(i + (i % 5) * 40, count - 1)) for i in range(count)
+    )
+    graph = Graph(
+        resident_bytes=0, signatures=("",), ops=tuple(op(i, "forward") for i in range(count)), storages=storages
+    )
+    start = time.process_time()
+    device_peak(hardware(memory=2**40), graph)
+    assert time.process_time() - start < 10  # 80,000 events; about 0.3 s on an idle machine
