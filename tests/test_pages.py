@@ -28,8 +28,8 @@ from autockpt import Plan
 from autockpt.cli import search as searching
 from autockpt.cli.app import build
 from autockpt.devices import get_device
+from autockpt.shipped import load_space
 from autockpt.tuning import search
-from search_spaces.spaces import load_space
 from tests.analysis.logs import FORWARD, message
 
 pytestmark = pytest.mark.slow

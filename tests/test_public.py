@@ -12,7 +12,7 @@ from torch import nn
 import autockpt
 from autockpt.analysis import subject
 from autockpt.errors import UsageError
-from search_spaces.spaces import load_space
+from autockpt.shipped import load_space
 
 pytestmark = pytest.mark.slow
 

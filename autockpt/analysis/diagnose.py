@@ -27,10 +27,9 @@ from autockpt.schema import (
 from autockpt.schema.base import Data, Facts
 from autockpt.schema.explanation import Holding
 from autockpt.schema.remedy import Alternative
+from autockpt.shipped import list_hardware, load_hardware, load_space
 from autockpt.tracing import tracer_for
 from autockpt.tuning import run_search
-from search_spaces.hardware import list_hardware, load_hardware
-from search_spaces.spaces import load_space
 
 STAGES: dict[Stage, str] = {
     "loading": "while the model was loaded",

@@ -34,13 +34,12 @@ from autockpt.schema import (
     parse_budget,
 )
 from autockpt.schema.explanation import Basis
+from autockpt.shipped import list_hardware, load_hardware, load_space
 from autockpt.tracing import Tracer, open_tracer, tracer_for
 from autockpt.tuning.jobs import resized
 from autockpt.tuning.opening import Traced, live_settings, traced, traced_for
 from autockpt.tuning.question import workload_key
 from autockpt.workload import Step
-from search_spaces.hardware import list_hardware, load_hardware
-from search_spaces.spaces import load_space
 
 SPACE = "knobs"
 

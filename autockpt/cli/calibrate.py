@@ -42,7 +42,7 @@ def calibrate(
     from autockpt.cli.calibrate_table import print_hardware
     from autockpt.schema.files import write_file
     from autockpt.schema.hardware import dump_hardware
-    from search_spaces.hardware import described_like
+    from autockpt.shipped import described_like
 
     write_file(path, dump_hardware(hardware), UsageError)
     if as_json:

@@ -180,7 +180,7 @@ def named_hardware(name: str | None) -> Hardware | None:
     """The device that ``--hardware`` names. Raises UsageError for one that is not described."""
     if name is None:
         return None
-    from search_spaces.hardware import load_hardware
+    from autockpt.shipped import load_hardware
 
     return load_hardware(name)
 

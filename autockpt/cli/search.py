@@ -127,8 +127,8 @@ def search(
     from autockpt.cli.answer_table import print_answer, print_batches
     from autockpt.history.trialplan import plan_at
     from autockpt.schema import SearchOutcome
+    from autockpt.shipped import load_space
     from autockpt.tuning import answer, search_request
-    from search_spaces.spaces import load_space
 
     start = None if resume is None else plan_at(resume)
     if budget is None and start is not None and start.budget is not None:

@@ -23,12 +23,11 @@ from autockpt.schema import (
 from autockpt.schema.base import unfit
 from autockpt.schema.batches import BatchAnswer
 from autockpt.schema.lengths import Lengths, as_lengths
+from autockpt.shipped import load_hardware, load_space
 from autockpt.tuning.batches import search_batch_sizes
 from autockpt.tuning.lengths import search_lengths_of
 from autockpt.tuning.search import run_search
 from autockpt.workload import Step, sequence_length
-from search_spaces.hardware import load_hardware
-from search_spaces.spaces import load_space
 
 
 def answer(request: SearchRequest, listener: Listener | None = None) -> SearchOutcome | BatchAnswer:

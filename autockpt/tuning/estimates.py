@@ -12,11 +12,10 @@ from typing import get_args
 from autockpt.errors import AutockptError, InfeasibleError, UsageError
 from autockpt.schema import SAVE, Estimate, Hardware, Listener, SearchRequest, Silence, WorkloadSpec, parse_budget
 from autockpt.schema.workload import Dtype
+from autockpt.shipped import load_hardware, load_space
 from autockpt.tuning.search import run_search
 from autockpt.workload.configs import find_config
 from autockpt.workload.factory import is_factory
-from search_spaces.hardware import load_hardware
-from search_spaces.spaces import load_space
 
 CHOICES = ("save", "recompute", "offload", "recompute_offload", "chunked_softmax")
 """Choices of whole layers, and of the output head. ``search`` has finer ones, which take it longer to weigh."""

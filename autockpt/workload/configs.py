@@ -20,9 +20,9 @@ from urllib.parse import urlparse
 
 from autockpt.errors import UsageError, WorkloadError
 from autockpt.schema.workload import WorkloadSpec
+from autockpt.shipped import ShapeDefaults, list_models, load_model_shape
 from autockpt.workload.failures import summary
 from autockpt.workload.heads import TEXT, Task
-from search_spaces import ShapeDefaults, list_models, load_model_shape
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 MOST_LAYERS = 2000

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 
 from autockpt.analysis import subject
-from search_spaces.spaces import load_space
+from autockpt.shipped import load_space
 
 
 @pytest.fixture(scope="module")

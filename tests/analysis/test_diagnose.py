@@ -11,8 +11,7 @@ from autockpt.analysis.diagnose import DiagnoseRequest, Room, advice_of, diagnos
 from autockpt.analysis.oom_log import LogReading, read_text
 from autockpt.errors import UsageError
 from autockpt.schema import Hardware, Plan, WorkloadSpec, parse_budget
-from search_spaces.hardware import load_hardware
-from search_spaces.spaces import load_space
+from autockpt.shipped import load_hardware, load_space
 from tests.analysis.logs import FORWARD, message
 
 MIB, GIB = 2**20, 2**30
@@ -28,7 +27,7 @@ def few_choices() -> Iterator[None]:
     """Each choice is some ghost runs more in every answer, and none here depends on which there are."""
     few = load_space("knobs").restricted(("save", "recompute", "offload", "recompute_offload"))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("search_spaces.spaces.load_space", lambda name: few)
+        patch.setattr("autockpt.shipped.load_space", lambda name: few)
         patch.setattr("autockpt.analysis.diagnose.load_space", lambda name: few)
         yield
 

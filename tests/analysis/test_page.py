@@ -14,7 +14,7 @@ from autockpt.schema.batches import SizesTimed
 from autockpt.schema.known import NUMBERED
 from autockpt.schema.outlook import Outlook
 from autockpt.schema.step_note import step_note
-from search_spaces.hardware import load_hardware
+from autockpt.shipped import load_hardware
 from tests.analysis.samples import make_run, plan_of, trials, tried
 
 VOID = {"meta", "link", "input", "br", "hr", "img"}

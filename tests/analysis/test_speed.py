@@ -10,9 +10,8 @@ from autockpt.analysis.speed import BETWEEN, FEED_FORWARD, OPTIMIZER, SCORES
 from autockpt.analysis.subject import ExplainRequest
 from autockpt.cli.explain_table import bound_words, speed_words
 from autockpt.schema import Plan, WorkloadSpec
+from autockpt.shipped import load_hardware, load_space
 from autockpt.tuning.targets import shallow_twin
-from search_spaces.hardware import load_hardware
-from search_spaces.spaces import load_space
 
 pytestmark = pytest.mark.slow
 

@@ -8,7 +8,7 @@ import pytest
 from autockpt.cost import calibrate
 from autockpt.cost.calibrate import described
 from autockpt.errors import DeviceOutOfMemory
-from search_spaces.hardware import load_hardware
+from autockpt.shipped import load_hardware
 from tests.cost.test_calibrate import machine
 
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 from rich.console import Console
 
 from autockpt.cli.calibrate_table import hardware_rows, print_hardware
-from search_spaces.hardware import load_hardware
+from autockpt.shipped import load_hardware
 
 
 def drawn(like: str | None) -> str:

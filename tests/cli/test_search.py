@@ -143,11 +143,11 @@ def test_a_run_without_a_plan_cannot_be_started_from(autockpt, asked: list[Searc
 
 
 def test_default_models_exist() -> None:
-    import search_spaces.models
+    from autockpt import shipped
     from autockpt.cli.search import DEFAULT_HARDWARE, DEFAULT_MODELS, SIMULATED_MODEL, SMALL_MODEL
-    from search_spaces.hardware import load_hardware
+    from autockpt.shipped import load_hardware
 
-    folder = Path(search_spaces.models.__path__[0])
+    folder = shipped.FOLDER / "models"
     names = (*DEFAULT_MODELS.values(), SMALL_MODEL, SIMULATED_MODEL)
     assert all((folder / f"{name}.yaml").is_file() for name in names)
     assert 23.5e9 < load_hardware(DEFAULT_HARDWARE).memory_bytes < 26e9

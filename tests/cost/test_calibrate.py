@@ -17,7 +17,7 @@ from autockpt.devices import get_device
 from autockpt.errors import MeasurementError, UsageError
 from autockpt.schema.device import DeviceInfo, Environment
 from autockpt.schema.hardware import dump_hardware
-from search_spaces.hardware import load_hardware
+from autockpt.shipped import load_hardware
 
 PEAK, HALF, FIXED, BANDWIDTH, CACHE, CACHED = 1e11, 24.0, 2e-5, 2e10, 32 * 2**20, 8e10
 SHAPES = [(n, n, n) for n in (64, 128, 256, 512, 1024, 4096)] + [(1024, 32, 1024), (512, 2048, 64), (4096, 128, 256)]

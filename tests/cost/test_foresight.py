@@ -8,10 +8,10 @@ from autockpt.checkpointing.fingerprint import TABLE_BYTES
 from autockpt.cost import memory_at_hand, simulated_memory
 from autockpt.cost.predictor import SAFETY
 from autockpt.schema import OFFLOAD, DeviceInfo, Environment, Graph, OpTimes, WorkloadSpec
+from autockpt.shipped import load_hardware
 from autockpt.tracing import tracer_for
 from autockpt.tracing.kernels.allocator import SMALL_SIZE
 from autockpt.tracing.kernels.cuda_memory import device_peak, with_resident, workspaces_stay
-from search_spaces.hardware import load_hardware
 
 CARD, CPU = load_hardware("rtx4090"), load_hardware("cpu")
 SPEC = WorkloadSpec(model="llama-small", batch_size=2)

@@ -26,6 +26,7 @@ from autockpt.schema import (
     parse_budget,
 )
 from autockpt.schema.space import HIDDEN_COPIES
+from autockpt.shipped import load_space
 from autockpt.tracing import Tracer
 from autockpt.tuning.loop import Loop, SearchResult
 from autockpt.tuning.proposers.solver import SolverProposer
@@ -33,7 +34,6 @@ from autockpt.tuning.question import Clock
 from autockpt.tuning.targets.simulated import DRY, Simulated
 from autockpt.tuning.trials import Trials
 from autockpt.workload import build
-from search_spaces.spaces import load_space
 
 pytestmark = pytest.mark.slow
 

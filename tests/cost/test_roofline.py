@@ -18,8 +18,8 @@ from autockpt.errors import UsageError
 from autockpt.schema import WorkloadSpec, parse_choice
 from autockpt.schema.graph import Graph
 from autockpt.schema.hardware import Hardware
+from autockpt.shipped import load_hardware
 from autockpt.tracing import Tracer
-from search_spaces.hardware import load_hardware
 
 
 def card(**changes: Any) -> Hardware:

@@ -37,11 +37,11 @@ from autockpt.history.rundir import RunDirectory
 from autockpt.history.statistics import Interval
 from autockpt.measuring import StepRunner, environment_of
 from autockpt.schema import RECOMPUTE, SAVE, Choice, Silence
+from autockpt.shipped import load_space
 from autockpt.tuning.batches import search_batch_sizes
 from autockpt.tuning.door import search_request
 from autockpt.tuning.jobs import with_rows
 from autockpt.workload import Step, discover_units
-from search_spaces.spaces import load_space
 from tests.evidence.until import compare_until
 
 ROWS, LAYERS, SIZES = 16, 4, (1, 2, 4, 8, 16)

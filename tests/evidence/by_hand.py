@@ -38,9 +38,9 @@ from autockpt.schema import (
     plan_hash,
     words,
 )
+from autockpt.shipped import load_space
 from autockpt.tracing import Tracer
 from autockpt.tuning import run_search
-from search_spaces.spaces import load_space
 from tests.evidence.until import compare_until
 
 BUDGETS = ("30%act", "50%act", "75%act")

@@ -18,8 +18,8 @@ from pathlib import Path
 from autockpt.history.statistics import judge
 from autockpt.measuring import WorkerMeasurer
 from autockpt.schema import Choice, SearchRequest, WorkloadSpec, parse_budget, parse_choice
+from autockpt.shipped import load_space
 from autockpt.tuning import run_search
-from search_spaces.spaces import load_space
 from tests.evidence.until import compare_until
 
 RESULTS = Path(__file__).resolve().parents[2] / "results"

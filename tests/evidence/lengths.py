@@ -163,7 +163,7 @@ def case(name: str, device: str, steps: int) -> dict[str, Any]:
 
 
 def restricted() -> Any:
-    from search_spaces.spaces import load_space
+    from autockpt.shipped import load_space
 
     return load_space("knobs").restricted(("recompute", "selective", "remake"))
 

@@ -29,10 +29,10 @@ from autockpt.cost.predictor import SAFETY
 from autockpt.cost.roofline import roofline_times
 from autockpt.cost.step import simulate
 from autockpt.schema import Choice, WorkloadSpec, parse_choice
+from autockpt.shipped import load_hardware
 from autockpt.tracing import tracer_for
 from autockpt.tracing.kernels.cuda_memory import device_peak
 from autockpt.workload import Step, build
-from search_spaces.hardware import load_hardware
 
 FILE = Path("results/published_gpu_202611/measurements.yaml")
 GIB = 1 << 30

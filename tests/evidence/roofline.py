@@ -22,9 +22,9 @@ from autockpt.cost.step import simulate
 from autockpt.devices.cpu import CpuDevice
 from autockpt.measuring.runner import StepRunner
 from autockpt.schema import RECOMPUTE, SAVE, Choice, WorkloadSpec, parse_choice
+from autockpt.shipped import load_hardware
 from autockpt.tracing import Tracer
 from autockpt.workload import build
-from search_spaces.hardware import load_hardware
 
 ROUNDS = 5
 SHAPES = Path(__file__).resolve().parents[2] / "results" / "foresight_cpu_202611"

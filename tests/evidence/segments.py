@@ -29,9 +29,8 @@ from autockpt.history.statistics import judge
 from autockpt.measuring import WorkerMeasurer
 from autockpt.schema import Choice, SearchOutcome, SearchRequest, WorkloadSpec, parse_budget
 from autockpt.schema.choices import searched_kinds
+from autockpt.shipped import load_hardware, load_space
 from autockpt.tuning import run_search
-from search_spaces.hardware import load_hardware
-from search_spaces.spaces import load_space
 from tests.evidence.until import compare_until
 
 CONFIG = {

@@ -16,9 +16,9 @@ from pathlib import Path
 
 from autockpt.measuring import WorkerMeasurer
 from autockpt.schema import RECOMPUTE, Choice, SearchRequest, WorkloadSpec, parse_budget
+from autockpt.shipped import load_space
 from autockpt.tracing import Tracer
 from autockpt.tuning import run_search
-from search_spaces.spaces import load_space
 from tests.evidence.until import compare_until
 
 LLAMA = Path(__file__).resolve().parents[2] / "results" / "choices_cpu_202611" / "llama8.json"

@@ -9,8 +9,7 @@ from autockpt.analysis import subject
 from autockpt.analysis.subject import ExplainRequest
 from autockpt.errors import DeviceOutOfMemory
 from autockpt.schema import RECOMPUTE, Choice, DeviceInfo, Environment, Measurement, WorkloadSpec
-from search_spaces.hardware import load_hardware
-from search_spaces.spaces import load_space
+from autockpt.shipped import load_hardware, load_space
 from tests.evidence.rules.plans import FULL, PLAIN, Plans, forwards, rules, take_steps
 from tests.evidence.rules.rule import Reading, Rule, Rules, table
 

@@ -11,8 +11,8 @@ from autockpt.history.statistics import median_interval, ratio_interval
 from autockpt.measuring import WorkerMeasurer
 from autockpt.schema import Choice, Hardware, WorkloadSpec
 from autockpt.schema.choices import searched_kinds
+from autockpt.shipped import described_like
 from autockpt.tracing.kernels.cuda_memory import as_seen_by, device_peak
-from search_spaces.hardware import described_like
 from tests.gpu.items import Context
 from tests.gpu.measuring import ghosts, never_timed, plans
 
@@ -71,7 +71,7 @@ def _time(
 
 def _hardware(device: Any) -> Hardware:
     """The built-in description nearest to the device, with its own memory and context."""
-    from search_spaces.hardware import load_hardware
+    from autockpt.shipped import load_hardware
 
     near = described_like(device.name, device.kind, device.capacity_bytes)
     near = near or load_hardware("h200" if device.kind == "cuda" else "cpu")

@@ -421,7 +421,7 @@ def test_wrong_parts_are_refused(capsys):
 @pytest.mark.parametrize("shapes", [CARD, TINY], ids=["card", "tiny"])
 def test_every_workload_and_budget_can_be_asked_for(shapes):
     from autockpt.schema import WorkloadSpec, parse_budget
-    from search_spaces.shapes import load_model_shape
+    from autockpt.shipped import load_model_shape
 
     specs = [shapes.attention, shapes.overlap, shapes.stress, *shapes.foresight.values(), *shapes.bits.values()]
     specs += [spec for spec, _ in shapes.searches.values()]

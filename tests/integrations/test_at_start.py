@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from autockpt.errors import InfeasibleError, PlanError, UsageError
 from autockpt.integrations.transformers import AutockptCallback
 from autockpt.schema import Plan, SearchSpace
-from search_spaces.spaces import load_space
+from autockpt.shipped import load_space
 from tests.integrations.test_transformers import LLAMA, ROWS, accelerate, sft, trainer, untouched, weights
 from tests.policies.zoo import assert_equal
 from tests.runtime.processes import in_processes, needs_gloo

@@ -16,7 +16,7 @@ from autockpt.checkpointing.replay_context import recomputing
 from autockpt.errors import ConflictError, UsageError
 from autockpt.policies.attachment import attached_to
 from autockpt.schema import Plan
-from search_spaces.spaces import load_space
+from autockpt.shipped import load_space
 from tests.policies.zoo import CASES, assert_equal
 
 LLAMA = CASES["llama"]

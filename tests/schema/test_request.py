@@ -16,7 +16,7 @@ from autockpt.schema import (
     parse_budget,
 )
 from autockpt.schema.request import question_hash
-from search_spaces.spaces import load_space
+from autockpt.shipped import load_space
 
 ENVIRONMENT = Environment(
     device=DeviceInfo(kind="cpu", name="a processor", capacity_bytes=2**34, threads=2),

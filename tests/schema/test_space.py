@@ -8,11 +8,11 @@ from autockpt.errors import UsageError
 from autockpt.schema import SearchSpace
 from autockpt.schema.choices import searched_kinds
 from autockpt.schema.space import known_knobs
-from search_spaces.spaces import load_space, shipped_spaces
+from autockpt.shipped import list_spaces, load_space
 
 
 def test_all_shipped_spaces_load() -> None:
-    _, names = shipped_spaces()
+    names = list_spaces()
     assert {"knobs", "layers"} <= set(names)
     for name in names:
         space = load_space(name)

@@ -7,7 +7,7 @@ import pytest
 from autockpt.cost.roofline import environment_of_hardware
 from autockpt.schema import Environment, WorkloadSpec
 from autockpt.schema.step_note import step_note
-from search_spaces.hardware import load_hardware
+from autockpt.shipped import load_hardware
 
 
 def simulated(card: str) -> Environment:

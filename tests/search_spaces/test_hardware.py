@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from autockpt.errors import UsageError
-from search_spaces.hardware import described_like, list_hardware, load_hardware
+from autockpt.shipped import described_like, list_hardware, load_hardware
 
 ROOT = Path(__file__).parents[2]
 FIGURES = {
@@ -151,8 +151,8 @@ def test_the_same_card_is_found_by_the_drivers_name(driver: str, kind: str, gib:
 
 def test_the_wheel_holds_the_descriptions() -> None:
     setup = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
-    assert "search_spaces.hardware" in setup["packages"]
-    patterns = setup["package-data"]["search_spaces.hardware"]
+    assert "autockpt.search_spaces.hardware" in setup["packages"]
+    patterns = setup["package-data"]["autockpt.search_spaces.hardware"]
     packed = {f.stem for pattern in patterns for f in (ROOT / "search_spaces" / "hardware").glob(pattern)}
     assert packed == set(list_hardware())
 
@@ -160,7 +160,7 @@ def test_the_wheel_holds_the_descriptions() -> None:
 @pytest.mark.slow
 def test_loading_needs_no_torch() -> None:
     code = (
-        "import sys; from search_spaces.hardware import *; [load_hardware(n) for n in list_hardware()]; "
+        "import sys; from autockpt.shipped import *; [load_hardware(n) for n in list_hardware()]; "
         "assert not {'torch', 'transformers', 'numpy'} & set(sys.modules)"
     )
     environment = os.environ | {"PYTHONPATH": str(ROOT)}

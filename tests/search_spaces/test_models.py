@@ -10,9 +10,9 @@ import torch
 
 from autockpt.errors import UsageError
 from autockpt.schema.workload import WorkloadSpec
+from autockpt.shipped import list_models, load_model_shape
 from autockpt.workload.configs import find_config
 from autockpt.workload.heads import head_of
-from search_spaces import list_models, load_model_shape
 
 
 def build_on_meta(name: str) -> torch.nn.Module:
@@ -71,8 +71,8 @@ def test_unknown_shape_suggests_the_nearest() -> None:
 @pytest.mark.slow
 def test_loading_needs_no_torch() -> None:
     code = (
-        "import sys, search_spaces; "
-        "[search_spaces.load_model_shape(n) for n in search_spaces.list_models()]; "
+        "import sys; from autockpt import shipped; "
+        "[shipped.load_model_shape(n) for n in shipped.list_models()]; "
         "assert not {'torch', 'transformers', 'numpy'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=900)

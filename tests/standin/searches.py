@@ -36,9 +36,9 @@ from autockpt.devices import get_device
 from autockpt.errors import DeviceOutOfMemory
 from autockpt.measuring import StepRunner
 from autockpt.schema import label
+from autockpt.shipped import load_space
 from autockpt.tuning import run_search, search_request
 from autockpt.workload import Step
-from search_spaces.spaces import load_space
 from tests.standin import build
 
 LAYERS, ROWS, LENGTH, VOCABULARY, WIDTH = 24, 8, 128, 128, 64

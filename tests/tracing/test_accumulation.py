@@ -8,8 +8,8 @@ from autockpt.cost import simulated_memory
 from autockpt.cost.roofline import roofline_times
 from autockpt.cost.step import simulate
 from autockpt.schema import Graph, WorkloadSpec, parse_choice
+from autockpt.shipped import load_hardware
 from autockpt.tracing import run, tracer_for
-from search_spaces.hardware import load_hardware
 
 CARD = load_hardware("rtx4090")
 PLANS = ("save", "recompute", "offload", "recompute_offload")

@@ -10,11 +10,11 @@ import torch
 from torch import nn
 
 from autockpt.schema import WorkloadSpec
+from autockpt.shipped import load_space
 from autockpt.tracing import Tracer
 from autockpt.tracing.cuts import said_of_left_out
 from autockpt.tuning.opening import traced
 from autockpt.workload import Step
-from search_spaces.spaces import load_space
 
 pytestmark = pytest.mark.slow
 

@@ -13,11 +13,11 @@ from autockpt.errors import ConflictError, UsageError
 from autockpt.runtime import attach
 from autockpt.schema.choices import Choice, choice_kinds, parse_choice
 from autockpt.schema.workload import WorkloadSpec
+from autockpt.shipped import load_hardware
 from autockpt.tracing import Tracer, tracer_for
 from autockpt.tracing.tracer import trace
 from autockpt.workload import Step, build, discover_units
 from autockpt.workload.liger import apply_liger
-from search_spaces.hardware import load_hardware
 from tests.liger import launched
 from tests.policies.zoo import assert_equal
 from tests.tracing.reference import Real

@@ -11,6 +11,7 @@ from optuna.samplers import RandomSampler
 from autockpt.history.rundir import RunDirectory
 from autockpt.schema import Choice, SearchRequest, Silence, parse_budget
 from autockpt.schema.choices import dump_choice
+from autockpt.shipped import load_space
 from autockpt.tuning.loop import Loop, SearchResult
 from autockpt.tuning.proposers import solver
 from autockpt.tuning.proposers.solver import SolverProposer
@@ -18,7 +19,6 @@ from autockpt.tuning.question import Clock
 from autockpt.tuning.targets.real_steps import RealSteps
 from autockpt.tuning.targets.simulated import Simulated
 from autockpt.tuning.trials import Trials
-from search_spaces.spaces import load_space
 from tests.tuning.device import MadeUpDevice
 
 

@@ -26,6 +26,7 @@ from autockpt.schema import (
     WorkloadSpec,
     parse_budget,
 )
+from autockpt.shipped import load_hardware, load_space
 from autockpt.tuning import answer as answered
 from autockpt.tuning import batches, search_request
 from autockpt.tuning.alternatives import on_device
@@ -34,8 +35,6 @@ from autockpt.tuning.jobs import with_rows
 from autockpt.tuning.question import Clock
 from autockpt.tuning.rows import dependent_rows
 from autockpt.workload import Step
-from search_spaces.hardware import load_hardware
-from search_spaces.spaces import load_space
 from tests.policies.zoo import CASES
 from tests.tuning.small import TWO_LAYERS
 

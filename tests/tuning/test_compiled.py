@@ -23,12 +23,12 @@ from autockpt.schema import (
     parse_budget,
 )
 from autockpt.schema.choices import CompileBudget
+from autockpt.shipped import load_space
 from autockpt.tuning.loop import Loop
 from autockpt.tuning.proposers.splits import SplitProposer
 from autockpt.tuning.question import Clock
 from autockpt.tuning.targets.compiled import Compiled
 from autockpt.tuning.trials import Trials
-from search_spaces.spaces import load_space
 
 pytestmark = pytest.mark.slow
 

@@ -10,8 +10,8 @@ import pytest
 import autockpt
 from autockpt.errors import UsageError, WorkloadError
 from autockpt.schema import Estimate, Silence, parse_size
+from autockpt.shipped import load_hardware
 from autockpt.tuning.estimates import remark
-from search_spaces.hardware import load_hardware
 
 
 @pytest.fixture

@@ -15,10 +15,9 @@ import transformers
 from autockpt.errors import RunDirectoryError
 from autockpt.history.rundir import RunDirectory
 from autockpt.schema import RECOMPUTE, Plan, SearchOutcome, SearchRequest, Silence, Trial, WorkloadSpec, parse_budget
+from autockpt.shipped import load_hardware, load_space
 from autockpt.tuning import run_search, search_request
 from autockpt.workload import Step
-from search_spaces.hardware import load_hardware
-from search_spaces.spaces import load_space
 from tests.tuning.walk import files_entered
 
 pytestmark = pytest.mark.slow

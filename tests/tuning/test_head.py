@@ -14,11 +14,11 @@ from autockpt.runtime import apply
 from autockpt.schema import Plan, SearchRequest, WorkloadSpec, parse_budget
 from autockpt.schema.choices import CHUNKED_SOFTMAX, OFFLOAD, ChunkedLoss
 from autockpt.schema.remedy import INEXACT
+from autockpt.shipped import load_space
 from autockpt.tracing import Tracer
 from autockpt.tuning import run_search, search_request
 from autockpt.tuning.opening import CHUNKS
 from autockpt.workload import Step
-from search_spaces.spaces import load_space
 
 pytestmark = pytest.mark.slow
 

@@ -13,9 +13,9 @@ from autockpt.errors import ConflictError, InfeasibleError
 from autockpt.schema import SAVE, SearchRequest, Silence, WorkloadSpec, parse_budget
 from autockpt.schema.choices import CHUNKED_SOFTMAX, ChunkedLoss
 from autockpt.schema.remedy import INEXACT, SMALLER, Alternative, batch, joined
+from autockpt.shipped import load_space
 from autockpt.tuning import alternatives, infeasible
 from autockpt.tuning.question import Clock
-from search_spaces.spaces import load_space
 
 IN_CHUNKS = ChunkedLoss(tokens=256)
 SPEC = WorkloadSpec(model="llama-1b", batch_size=4, seq_len=1024)

@@ -26,6 +26,7 @@ from autockpt.schema import (
     parse_budget,
 )
 from autockpt.schema.lengths import Lengths
+from autockpt.shipped import load_space
 from autockpt.tuning.lengths import (
     MOST_SETS,
     WORTH,
@@ -35,7 +36,6 @@ from autockpt.tuning.lengths import (
     search_lengths,
     search_lengths_of,
 )
-from search_spaces.spaces import load_space
 
 UNITS = [Unit(name=f"layers.{i}", cls="Layer", kind=0) for i in range(10)]
 TAIL = Lengths(counts={100: 60, 200: 25, 400: 10, 800: 4, 1600: 1}, of="batches")

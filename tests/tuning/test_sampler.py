@@ -11,8 +11,8 @@ import pytest
 from autockpt.errors import RunDirectoryError
 from autockpt.schema import RECOMPUTE, SAVE, Measurement, Trial
 from autockpt.schema.space import Encoding
+from autockpt.shipped import load_space
 from autockpt.tuning.proposers.sampler import Study, sampler_for
-from search_spaces.spaces import load_space
 from tests.samples import trial
 
 
@@ -108,7 +108,7 @@ class Model: pass
 def proposes():
     model = Model()
     from autockpt.tuning.proposers.sampler import Study, sampler_for
-    from search_spaces.spaces import load_space
+    from autockpt.shipped import load_space
     from tests.samples import trial
     study = Study("knobs", sampler_for("knobs", 0), load_space("knobs").knobs, {}, name="search", storage=None)
     for n in range(6):

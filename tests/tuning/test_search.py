@@ -14,12 +14,11 @@ from autockpt.devices.cpu import CpuDevice
 from autockpt.errors import AutockptError, InfeasibleError, UsageError
 from autockpt.schema import DeviceInfo, Environment, SearchRequest, Silence, WorkloadSpec, parse_budget
 from autockpt.schema.lengths import Lengths
+from autockpt.shipped import load_hardware, load_space
 from autockpt.tuning import alternatives, answer, run_search, search_request
 from autockpt.tuning.opening import less_than_asked
 from autockpt.tuning.targets import measured
 from autockpt.workload import Step, build
-from search_spaces.hardware import load_hardware
-from search_spaces.spaces import load_space
 from tests.tuning.small import TWO_LAYERS
 
 pytestmark = pytest.mark.slow

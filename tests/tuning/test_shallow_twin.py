@@ -12,11 +12,10 @@ from autockpt.cost import build_profile, uniform_graphs
 from autockpt.cost.profile import head_graphs
 from autockpt.schema import RECOMPUTE, SAVE, WorkloadSpec, plan_hash
 from autockpt.schema.choices import CHUNKED_SOFTMAX
+from autockpt.shipped import load_hardware, load_space
 from autockpt.tracing import Tracer, tracer_for
 from autockpt.tuning.targets import shallow_twin as depth
 from autockpt.tuning.targets.simulated import modelled
-from search_spaces.hardware import load_hardware
-from search_spaces.spaces import load_space
 
 pytestmark = pytest.mark.slow
 

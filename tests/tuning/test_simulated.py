@@ -25,6 +25,7 @@ from autockpt.schema import (
     parse_budget,
 )
 from autockpt.schema.hardware import Hardware
+from autockpt.shipped import load_hardware, load_space
 from autockpt.solvers import Refined, refine_segmented
 from autockpt.tracing import Tracer
 from autockpt.tracing.kernels.cuda_memory import as_seen_by
@@ -32,8 +33,6 @@ from autockpt.tuning import run_search
 from autockpt.tuning.proposers import solver
 from autockpt.tuning.targets import measured
 from autockpt.tuning.targets.simulated import within
-from search_spaces.hardware import load_hardware
-from search_spaces.spaces import load_space
 from tests.tuning.small import TWO_LAYERS
 
 pytestmark = pytest.mark.slow

@@ -6,9 +6,9 @@ from types import SimpleNamespace
 from typing import Any
 
 from autockpt.schema import Measurement, Prediction, Trial
+from autockpt.shipped import load_space
 from autockpt.tuning.proposers.solver import SolverProposer, hiding, neutral, stands_still
 from autockpt.tuning.trials import Parameters
-from search_spaces.spaces import load_space
 from tests.samples import trial
 
 

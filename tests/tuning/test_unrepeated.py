@@ -10,8 +10,8 @@ import torch
 from autockpt.errors import PlanError
 from autockpt.runtime import apply
 from autockpt.schema import Plan, SearchRequest, WorkloadSpec, parse_budget
+from autockpt.shipped import load_space
 from autockpt.tuning import run_search
-from search_spaces.spaces import load_space
 from tests.unrepeated import one_block, unet
 
 

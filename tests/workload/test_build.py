@@ -12,8 +12,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from autockpt.errors import UsageError, WorkloadError
 from autockpt.schema.workload import WorkloadSpec
+from autockpt.shipped import list_models
 from autockpt.workload import Step, build
-from search_spaces import list_models
 
 SMALL = [name for name in list_models() if name.endswith("-tiny")]
 

@@ -12,10 +12,10 @@ import torch
 from autockpt.cli.options import workload_spec
 from autockpt.errors import UsageError, WorkloadError
 from autockpt.schema.workload import WorkloadSpec
+from autockpt.shipped import load_hardware
 from autockpt.tracing import Tracer, tracer_for
 from autockpt.workload import build
 from autockpt.workload.quantised import quantization_of
-from search_spaces.hardware import load_hardware
 
 NF4 = {"load_in_4bit": True}
 

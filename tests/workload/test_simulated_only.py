@@ -7,11 +7,11 @@ from torch import nn
 
 from autockpt.errors import UsageError
 from autockpt.schema import SearchRequest, WorkloadSpec, parse_budget
+from autockpt.shipped import load_space
 from autockpt.tracing import Tracer
 from autockpt.tuning import run_search
 from autockpt.workload import build, refuse_simulated
 from autockpt.workload.build import make_optimizer
-from search_spaces.spaces import load_space
 
 MODEL = "tests.tracing.kernels.cuda_models:causal_fp32"
 

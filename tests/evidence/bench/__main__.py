@@ -102,7 +102,7 @@ def _budgets(text: str) -> tuple[Budget, ...]:
 def _space(choices: str | None, device: str | None) -> tuple[SearchSpace, tuple[str, ...]]:
     """What our searches may use. On a CPU offload would win by not being counted, so it has to be asked for."""
     from autockpt.devices import get_device
-    from search_spaces.spaces import load_space
+    from autockpt.shipped import load_space
 
     space = load_space("knobs")
     if choices is not None:

@@ -10,7 +10,7 @@ import pytest
 
 from autockpt.errors import InfeasibleError, RunDirectoryError, UsageError
 from autockpt.schema import WorkloadSpec, parse_budget
-from search_spaces.spaces import load_space
+from autockpt.shipped import load_space
 from tests.evidence.bench import run, run_bench
 from tests.evidence.bench.peers import OUR_OWN
 from tests.evidence.bench.peers import PEERS as PEERS_TABLE

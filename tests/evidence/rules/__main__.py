@@ -14,7 +14,7 @@ import argparse
 
 from autockpt.analysis.subject import ExplainRequest
 from autockpt.schema import WorkloadSpec
-from search_spaces.hardware import load_hardware
+from autockpt.shipped import load_hardware
 from tests.evidence.rules.plans import rules
 from tests.evidence.rules.rule import table
 

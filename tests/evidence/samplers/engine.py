@@ -11,12 +11,12 @@ import numpy as np
 from autockpt.cost import CostModel
 from autockpt.schema import Budget, SearchRequest, SearchSpace, Silence
 from autockpt.schema.choices import searched_kinds
+from autockpt.shipped import load_space
 from autockpt.tuning.loop import Loop, SearchResult
 from autockpt.tuning.proposers.solver import SolverProposer
 from autockpt.tuning.question import Clock
 from autockpt.tuning.targets.real_steps import RealSteps
 from autockpt.tuning.trials import Trials
-from search_spaces.spaces import load_space
 from tests.evidence.samplers.device import MadeUpDevice, Truth, believed, menu_of
 from tests.evidence.samplers.family import Instance, instance
 from tests.evidence.samplers.reference import Costs, Reference, optimum, scheduled

@@ -15,13 +15,13 @@ from optuna.samplers import BaseSampler, NSGAIISampler, RandomSampler
 
 from autockpt.schema import Choice, Problem, SearchSpace, Trial, from_label, label, parse_choice
 from autockpt.schema.known import known_plans
+from autockpt.shipped import load_space
 from autockpt.solvers import Checked, exact, refine
 from autockpt.tuning.proposers.sampler import Study, sampler_for
 from autockpt.tuning.proposers.solver import from_knobs, from_layers, neutral
 from autockpt.tuning.refit import fit
 from autockpt.tuning.targets.base import Terms
 from autockpt.tuning.trials import Candidate, Parameters, Score, Trials
-from search_spaces.spaces import load_space
 from tests.evidence.samplers.device import MadeUpDevice
 from tests.evidence.samplers.engine import Question, question
 from tests.evidence.samplers.family import instance

@@ -15,10 +15,10 @@ from autockpt.errors import DeviceOutOfMemory
 from autockpt.measuring import StepRunner, environment_of
 from autockpt.runtime import apply, attach
 from autockpt.schema import OFFLOAD, RECOMPUTE, SearchRequest, Silence, WorkloadSpec, parse_budget, parse_choice
+from autockpt.shipped import load_space
 from autockpt.tracing import Tracer
 from autockpt.tuning import batches
 from autockpt.workload import Step, build, discover_units
-from search_spaces.spaces import load_space
 from tests.standin.inside import scenarios
 from tests.standin.inside.scenarios import Model
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from autockpt.schema import Graph, Hardware, Op, Phase, Storage, Unit, WorkloadSpec
 from autockpt.schema.graph import TensorMeta
 from autockpt.schema.hardware import Efficiency
+from autockpt.shipped import list_hardware, load_hardware
 from autockpt.tracing.kernels.allocator import MIB
 from autockpt.tracing.kernels.cuda_memory import (
     Requests,
@@ -22,7 +23,6 @@ from autockpt.tracing.kernels.cuda_memory import (
 )
 from autockpt.tracing.kernels.sharding import sharded
 from autockpt.tracing.kernels.timeline import bytes_timeline
-from search_spaces.hardware.loader import list_hardware, load_hardware
 
 NOTHING = WorkloadSpec(model="m", optimizer="none")
 

@@ -17,9 +17,8 @@ import transformers
 
 from autockpt.schema import SearchRequest, WorkloadSpec, parse_budget
 from autockpt.schema.choices import dump_choice
+from autockpt.shipped import load_hardware, load_space
 from autockpt.tuning import run_search
-from search_spaces.hardware import load_hardware
-from search_spaces.spaces import load_space
 from tests.tuning.made_up import search_made_up
 
 ANSWERS = Path(__file__).with_name("answers.json")

@@ -1,1 +1,0 @@
-"""Model shapes, as YAML files."""
