@@ -27,7 +27,7 @@ import torch
 from pydantic import ValidationError
 from torch.nn import functional
 
-from autockpt.cost.probes import Stopwatch, by_transport, host_costs, watch_seconds
+from autockpt.cost.probes import Stopwatch, by_transport, host_costs
 from autockpt.cost.roofline import seconds_of_work
 from autockpt.cost.work import Work
 from autockpt.devices import Device, get_device, make_current
@@ -189,7 +189,6 @@ def measure(device: Device, sizes: Sizes, repeats: int, tell: Tell) -> Measured:
     elements = dict(_elements(clock, sizes.rows, sizes.columns))
     tell("launch overhead")
     launch, region = host_costs(clock, 2 * repeats)
-    watch = watch_seconds(clock, repeats)
     tell("copies off the device and back")
     links, small = _links(clock, sizes)
     figures = {
@@ -201,7 +200,6 @@ def measure(device: Device, sizes: Sizes, repeats: int, tell: Tell) -> Measured:
         "vector_flops": vector,
         "launch_seconds": launch,
         "region_seconds": region,
-        "watch_seconds": watch,
         "kernel_seconds": _kernel_seconds(clock) if device.kind == "cuda" else 0.0,
         **links,
         "environment": environment_of(device),

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autockpt.cost.probes import Stopwatch, by_transport, keep_busy, watch_seconds
+from autockpt.cost.probes import by_transport, keep_busy
 from autockpt.devices import transport_for
 from autockpt.devices.disk import DiskTransport
 from autockpt.errors import ConflictError, DeviceOutOfMemory
@@ -38,7 +38,6 @@ QUEUED_COPY_PROBE_BYTES = 32 * 2**20  # a link of 50 GB/s moves 4 MiB in the tim
 # makes three.
 OPS_AHEAD, SECONDS_AHEAD_PER_OP = 200, 1e-4
 DISK_PROBE_BYTES, DISK_ROUNDS = 128 * 2**20, 3
-WATCH_ROUNDS = 3
 TIMED_SLOWER = 2.0  # times as long as others a cycle takes whose ops are timed, about
 TIMED_OPS = "timed ops"
 """The runner's beat after each cycle whose ops were timed."""
@@ -104,8 +103,8 @@ class _OpTimer(TorchDispatchMode):
 def measure_in_runner(runner: StepRunner, payload: Mapping[str, Any]) -> dict[str, Any]:
     """Time every op of ``payload["cycles"]`` cycles with ``payload["choices"]`` attached. Runs where the model lives.
 
-    Returns seconds per signature (median), the optimizer phase, the host's share per op, what an op costs besides where
-    it is watched, the copy bandwidths, with ``payload["disk"]`` those of the disk tier too, and the bytes that the
+    Returns seconds per signature (median), the optimizer phase, the host's share per op, the
+    copy bandwidths, with ``payload["disk"]`` those of the disk tier too, and the bytes that the
     context and matrix libraries have taken by then. With ``payload["within"]`` no cycle is begun that would not end in
     so many seconds; nothing is returned where that leaves none.
     """
@@ -143,8 +142,6 @@ def measure_in_runner(runner: StepRunner, payload: Mapping[str, Any]) -> dict[st
         "seconds": {name: statistics.median(values) for name, values in seconds.items()},
         "optimizer_seconds": statistics.median(optimizer),
         "host_seconds": max(0.0, statistics.median(residue)),
-        # an accelerator's host works ahead of it as a rule, and hides that
-        "watch_seconds": watch_seconds(Stopwatch(device), WATCH_ROUNDS) if device.type == "cpu" else 0.0,
         "copy_out_bandwidth": out,
         "copy_in_bandwidth": back,
         "disk_out_bandwidth": disk[0],

@@ -9,18 +9,15 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
-from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autockpt.devices import transport_for
-from autockpt.devices.random_states import all_random_states_kept
 from autockpt.runtime import attach
-from autockpt.schema.choices import RECOMPUTE, Choice, Remake
+from autockpt.schema.choices import RECOMPUTE, Choice
 from autockpt.schema.workload import WorkloadSpec
 from autockpt.workload import Step, build
 
 T = TypeVar("T")
-WATCHED_LAYERS, WATCHED_CALLS = 4, 5
 COPY_ROUNDS = 5
 SECONDS_AHEAD_PER_CALL = 2e-5
 _CLOCK_HERTZ = 2e9
@@ -98,27 +95,6 @@ def host_costs(clock: Stopwatch, cycles: int) -> tuple[float, float]:
     launch = statistics.median(plain for plain, _ in rounds) / plain_ops
     extra = statistics.median(again - plain for plain, again in rounds) - (ops - plain_ops) * launch
     return launch, max(extra, 0.0) / len(layers)
-
-
-def watch_seconds(clock: Stopwatch, cycles: int) -> float:
-    """Host seconds that an op costs besides where a dispatch mode watches it.
-
-    Of tiny layers, interleaved: plainly and with ``remake``, which notes every op. The random state is left as it was.
-    """
-    with all_random_states_kept():
-        layers = [nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True) for _ in range(WATCHED_LAYERS)]
-        model = nn.Sequential(*layers).to(clock.device)
-        batch = torch.rand(1, 8, 16, device=clock.device)
-    ops = _ops_in(lambda: model(batch))
-
-    def seconds(plan: Mapping[str, Choice]) -> float:
-        with attach(model, plan, sentinels="off"):
-            model(batch)
-            return statistics.median(_host_seconds(clock, lambda: model(batch)) for _ in range(WATCHED_CALLS))
-
-    watched = {str(i): Remake() for i in range(WATCHED_LAYERS)}
-    extra = statistics.median(seconds(watched) - seconds({}) for _ in range(cycles))
-    return max(0.0, extra) / ops
 
 
 def _under(workload: Step, plan: Mapping[str, Choice], measure: Callable[[], T]) -> T:

@@ -30,8 +30,6 @@ GROUPED_PARAMETERS = 36
 # Host time of a region that runs again (contexts, saved tensors, a second pass through the engine) besides its ops, in
 # ops, where a description does not say: 87 to 116 where it was measured (results/roofline_cpu_202611).
 REGION_OPS = 100
-# Likewise of an op that a choice watches: 3 where it was measured.
-WATCH_OPS = 3
 
 
 def roofline_times(hardware: Hardware, graphs: Iterable[Graph]) -> OpTimes:
@@ -49,7 +47,6 @@ def roofline_times(hardware: Hardware, graphs: Iterable[Graph]) -> OpTimes:
         seconds=seconds,
         optimizer_seconds=max((_optimizer_seconds(hardware, g, kernels) for g in graphs), default=0.0),
         host_seconds=0.0 if queued else hardware.launch_seconds,
-        watch_seconds=_watch_seconds(hardware, graphs, kernels),
         rerun_scale=_rerun_scale(hardware, graphs, kernels, seconds),
         copy_out_bandwidth=hardware.link_out * hardware.efficiency.link,
         copy_in_bandwidth=hardware.link_in * hardware.efficiency.link,
@@ -227,23 +224,6 @@ def _unhidden(
     device = np.array([kernels[graph.signatures[op.signature]] for op in ops])
     host = _host_seconds(hardware, device)
     return two_clocks(device, host + cost) - two_clocks(device, host)
-
-
-def _watch_seconds(hardware: Hardware, graphs: Iterable[Graph], kernels: Mapping[str, float]) -> float:
-    """What an op that is watched costs the step besides: on a GPU what its queue does not hide."""
-    watch = hardware.watch_seconds
-    if watch is None:
-        watch = WATCH_OPS * hardware.launch_seconds
-    if hardware.kind == "cpu":
-        return watch
-    extra, count = 0.0, 0
-    for graph in graphs:
-        ops = [op for op in graph.ops if op.phase != "optimizer"]
-        watched = np.array([op.watched for op in ops], dtype=float)
-        if watched.any():
-            extra += _unhidden(hardware, graph, ops, kernels, watch * watched)
-            count += int(watched.sum())
-    return extra / count if count else 0.0
 
 
 def _optimizer_seconds(hardware: Hardware, graph: Graph, kernels: Mapping[str, float]) -> float:

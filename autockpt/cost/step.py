@@ -77,9 +77,6 @@ def op_seconds(graph: Graph, times: OpTimes) -> np.ndarray:
     seconds = _by_signature(graph, times.seconds, set(signature[~is_optimizer].tolist()))
     duration = seconds[signature] + times.host_seconds
     duration[phase == PHASES.index("recompute")] *= times.rerun_scale
-    if times.watch_seconds:
-        watched = np.fromiter((op.watched for op in graph.ops), dtype=bool, count=len(graph.ops))
-        duration += times.watch_seconds * watched
     duration[is_optimizer] = times.optimizer_seconds / max(1, is_optimizer.sum())
     return duration
 

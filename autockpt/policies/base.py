@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar, NamedTuple, Protocol
@@ -109,21 +108,6 @@ def alias(leaf: Any) -> Any:
         return leaf
     with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
         return leaf.detach()
-
-
-_known = functools.lru_cache(maxsize=4096)(lambda value: value)
-
-
-def interned(value: Any) -> Any:
-    """An equal value that is there already, else this one.
-
-    For what many saved tensors have in common: the more objects live from forward to backward, the oftener Python's
-    garbage collector looks through all that there is.
-    """
-    try:
-        return _known(value)
-    except TypeError:  # symbolic sizes have no hash
-        return value
 
 
 @contextmanager

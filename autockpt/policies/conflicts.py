@@ -14,8 +14,6 @@ from autockpt.errors import ConflictError
 
 sequence_nr: Callable[[], int] = torch.autograd._get_sequence_nr  # type: ignore[attr-defined]
 """The number of the next autograd node that this thread makes."""
-is_wrapped: Callable[[torch.Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor  # type: ignore[attr-defined]
-"""Whether a tensor is one of a torch.func transform's, without memory of its own."""
 _SWITCHED_OFF = inspect.unwrap(torch.autograd.graph.disable_saved_tensors_hooks).__code__
 _FLAGS = ("gradient_checkpointing", "activation_checkpointing", "grad_checkpointing")
 _OTHER_ACTIVATION = "Use `save` or `remake` on {unit}, or another activation function."

@@ -55,10 +55,6 @@ class Op(Data):
     offsets: tuple[int, ...] = Field(default=(), description="in elements, of each tensor in `inputs`; empty: all 0")
     outputs: tuple[TensorMeta, ...] = ()
     saves: tuple[int, ...] = Field(default=(), description="ids of storages that this op saved for backward")
-    watched: bool = Field(
-        default=False,
-        description="whether a dispatch mode of a choice, or of the user, saw it: Python for every op",
-    )
 
 
 class Storage(Data):

@@ -112,12 +112,6 @@ class Hardware(Data):
         le=1e-1,
         description="host time of running a region again, its ops aside; default: as 100 ops",
     )
-    watch_seconds: float | None = Field(
-        default=None,
-        ge=0,
-        le=1e-2,
-        description="host time of an op besides, where a choice watches ops (remake, selective); default: as 3 ops",
-    )
     kernel_seconds: float = Field(default=0.0, ge=0, le=1e-3, description="least time of a kernel on the device")
     cache_bytes: Bytes = Field(default=0, description="last-level cache, where ops find what those before them wrote")
     cache_bandwidth: Bandwidth | None = Field(default=None, description="where all that an op touches fits into it")

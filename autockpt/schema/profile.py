@@ -48,7 +48,6 @@ class OpTimes(Data):
     seconds: dict[str, float] = Field(description="by op signature; median")
     optimizer_seconds: float = Field(default=0.0, description="the optimizer phase of one cycle, whole")
     host_seconds: float = Field(default=0.0, description="what each op costs on top of its kernel: Python, autograd")
-    watch_seconds: float = Field(default=0.0, description="what an op costs besides where Python watches it")
     choice_seconds: dict[str, float] = Field(
         default_factory=dict,
         description="what carrying out a choice costs the host per unit and cycle besides its ops, by kind of choice",

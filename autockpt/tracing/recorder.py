@@ -85,7 +85,6 @@ class OpRecord(NamedTuple):
     inputs: tuple[int, ...]
     offsets: tuple[int, ...]
     outputs: tuple[TensorRecord, ...]
-    watched: bool
 
 
 class CopyRecord:
@@ -166,7 +165,6 @@ class Recorder(TorchDispatchMode):
         self._untried: list[KindOfCall] = []
         self._tried = 0.0  # FLOPs
         self._layouts: dict[Any, tuple[tuple[int, ...], tuple[int, ...], str]] = {}
-        self._watchers = 0  # other dispatch modes that see what runs now
         self.restart()
 
     @property
@@ -188,7 +186,6 @@ class Recorder(TorchDispatchMode):
                 self._random_states(),
                 uncompiled(),
                 self,
-                self._modes(),
             )
             for part in parts:
                 stack.enter_context(part)
@@ -215,24 +212,6 @@ class Recorder(TorchDispatchMode):
             return state
 
         return setting(torch, "get_rng_state", watched)
-
-    @contextmanager
-    def _modes(self) -> Iterator[None]:
-        """Count the dispatch modes that are entered from now on: the dispatcher hides them while it calls this one."""
-        modes: Any = TorchDispatchMode
-        enter, leave = modes.__enter__, modes.__exit__
-
-        def entered(mode: TorchDispatchMode) -> TorchDispatchMode:
-            self._watchers += 1
-            return enter(mode)
-
-        def left(mode: TorchDispatchMode, *raised: Any) -> Any:
-            self._watchers -= 1
-            return leave(mode, *raised)
-
-        self._watchers = 0
-        with setting(modes, "__enter__", entered), setting(modes, "__exit__", left):
-            yield
 
     def try_kernels(self) -> None:
         """Find out what convolutions take, once per signature, and add notes on kernels that were recorded."""
@@ -295,14 +274,14 @@ class Recorder(TorchDispatchMode):
             operator = self.operators[func]
         kind = self._kind(operator, func, key, args, kwargs)
         call = OpCall(kind, func, args, kwargs, tensors)
-        index, watched = self.log.clock, self._watchers > 0
+        index = self.log.clock
         self.log.clock = index + 1
         inputs, offsets = self._inputs(operator, tensors, index)
         result = self._run(call)
         if in_place:  # for a caller that expects a new tensor object
             result = args[0].detach()
         outputs = self._outputs(result, index)
-        self.ops.append(OpRecord(kind, phase, module, inputs, offsets, outputs, watched))
+        self.ops.append(OpRecord(kind, phase, module, inputs, offsets, outputs))
         if operator.multiplies and outputs:
             self.fused.product(outputs[0].storage)
         if phase == FORWARD and not operator.view:

@@ -56,9 +56,9 @@ class ForeseenPlan:
 class OtherBudgets:
     """The planning problem with prices fitted to the trials, and how far it is from ghost runs.
 
-    ``offset`` bytes are added to the problem's own peaks: the device's context, and what ghost runs showed besides;
-    those of plans that were tried are up to ``missed`` bytes from that. Plans hide copies for a share ``hidden`` of the
-    link's time, as the answer does. ``least`` bytes are those of the leanest plan that a ghost run is known of.
+    ``offset`` bytes are added to the problem's own peaks: the device's context, and what ghost runs showed besides.
+    Plans hide copies for a share ``hidden`` of the link's time, as the answer does. ``least`` bytes are those of the
+    leanest plan that a ghost run is known of.
     """
 
     profile: Profile
@@ -66,7 +66,6 @@ class OtherBudgets:
     head: Unit | None
     trials: Sequence[Trial]
     offset: int
-    missed: int
     host_budget: int | None
     hidden: float
     least: int
@@ -86,7 +85,7 @@ class OtherBudgets:
         hidden = next((float(t.parameters.get(HIDDEN_COPIES, 0.0)) for t in trials if t.plan_hash == best), 0.0)
         ghost_run = [t.predicted for t in trials if t.predicted is not None] + [ghost.predicted for ghost in ghosts]
         least = min([profile.leanest_peak_bytes, *(said.peak_bytes for said in ghost_run)])
-        itself = cls(profile, base, head, trials, 0, 0, host_budget, hidden, least)
+        itself = cls(profile, base, head, trials, 0, host_budget, hidden, least)
         plain, hiding = itself.unpriced
         if not any(len(unit.options) > 1 for unit in plain.units):
             return None
@@ -99,8 +98,7 @@ class OtherBudgets:
         }
         usual = int(statistics.median(errors.values())) if errors else 0
         offset = errors.get(best, usual or profile.op_times.device.overhead_bytes)
-        missed = max((abs(error - offset) for error in errors.values()), default=0)
-        return replace(itself, offset=offset, missed=missed)
+        return replace(itself, offset=offset)
 
     @cached_property
     def unpriced(self) -> tuple[Problem, Problem]:
@@ -111,14 +109,6 @@ class OtherBudgets:
     def prices(self) -> Fit:
         """What choices cost by the trials that have step times."""
         return fit(self.unpriced[0], [t for t in self.trials if t.score is not None])
-
-    def seconds(self, choices: Mapping[str, Choice]) -> float | None:
-        """Step seconds at the fitted prices; None where a choice has none."""
-        return next((self.prices.predict(one, choices) for one in self.unpriced if priced(one, choices)), None)
-
-    def head_of(self, plan: ForeseenPlan) -> Choice:
-        """What a plan does with the output head."""
-        return plan.choices.get(self.head.name, SAVE) if self.head is not None else SAVE
 
     def walk(self) -> list[ForeseenPlan]:
         """The fastest plans by the model from saving everything down to the leanest, each at the bytes it needs."""

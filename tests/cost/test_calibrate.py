@@ -115,7 +115,7 @@ def test_a_measured_machine_becomes_a_file_that_loads(monkeypatch: pytest.Monkey
     assert all(p.seconds > 0 for p in found.products) and all(e[2] > 0 for e in found.elements.values())
     assert {"tanh", "_softmax", "native_layer_norm", "embedding", "bernoulli_", "strided_copy"} <= set(found.elements)
     figures = found.figures
-    assert figures["region_seconds"] >= 0 and figures["watch_seconds"] >= 0 and figures["launch_seconds"] > 0
+    assert figures["region_seconds"] >= 0 and figures["launch_seconds"] > 0
     assert figures["link_out"] > 0 and figures["memory_bytes"] > 2**28
     # so few and so small samples may contradict one another; these are not what is tested here
     sane = replace(

@@ -56,19 +56,6 @@ def test_host_time_and_ops_that_run_again():
     assert s.step_seconds == pytest.approx(2 * 1.1 + 1.5 * 1.6 + 2 * 2.1 + 1.0)
 
 
-def test_ops_that_are_watched_take_longer():
-    plain = graph("ffbo", owners="abab")
-    watched = plain.model_copy(
-        update={"ops": tuple(op.model_copy(update={"watched": op.unit == "a"}) for op in plain.ops)}
-    )
-    ways = {"optimizer_seconds": 1.0, "watch_seconds": 0.25}
-    assert simulated(plain, SECONDS, **ways).step_seconds == pytest.approx(5.0)
-    s = simulated(watched, SECONDS, **ways)
-    assert s.step_seconds == pytest.approx(5.5)
-    assert s.seconds_by_unit["a"]["forward"] == pytest.approx(1.25)
-    assert s.seconds_by_unit["b"]["forward"] == pytest.approx(1.0)
-
-
 def test_without_queues_copies_take_place_where_they_are_issued():
     copies = [
         Copy(direction="out", bytes=30, issued=1, awaited=2, unit="a"),

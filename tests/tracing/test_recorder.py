@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from autockpt.tracing.location import BACKWARD, FORWARD, OPTIMIZER, RECOMPUTE
@@ -48,32 +47,6 @@ def test_births_deaths_inputs_and_offsets() -> None:
     assert made.ops[3].inputs == (1, 1) and made.ops[3].offsets == ()
     assert made.ops[1].outputs[0].layout == ((6,), (1,), "f32")
     assert made.ops[1].outputs[0].offset == 2
-
-
-def test_ops_that_another_mode_sees_are_watched() -> None:
-    class Mode(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            return func(*args, **(kwargs or {}))
-
-    made, enter = recorder(), TorchDispatchMode.__enter__
-    with made.recording():
-        x = torch.ones(4)
-        with Mode():
-            x.mul(2)
-            with pytest.raises(RuntimeError), Mode():
-                torch.ones(4).neg()
-                raise RuntimeError
-            x.exp()
-        x.sin()
-    assert [(op.call.operator.base, op.watched) for op in made.ops] == [
-        ("ones", False),
-        ("mul", True),
-        ("ones", True),
-        ("neg", True),
-        ("exp", True),
-        ("sin", False),
-    ]
-    assert TorchDispatchMode.__enter__ is enter
 
 
 def test_what_was_there_before_is_resident() -> None:
