@@ -29,7 +29,6 @@ from autockpt.cli import search as searching
 from autockpt.cli.app import build
 from autockpt.devices import get_device
 from autockpt.shipped import load_space
-from autockpt.tuning import search
 from tests.analysis.logs import FORWARD, message
 
 pytestmark = pytest.mark.slow
@@ -402,7 +401,7 @@ def test_the_notebook_runs_from_its_first_cell_to_its_last(tmp_path: Path, monke
     """As a kernel runs them: in one namespace, the last expression of each cell shown. With few choices on the menu."""
     monkeypatch.chdir(tmp_path)
     few = load_space("knobs").restricted(("save", "recompute", "offload"))
-    monkeypatch.setattr(search, "load_space", lambda name: few)
+    monkeypatch.setattr("autockpt.tuning.door.load_space", lambda name: few)
     names: dict[str, Any] = {"__name__": "__main__"}
     shown = []
     for cell in json.loads((ROOT / "docs" / "notebook.ipynb").read_text())["cells"]:

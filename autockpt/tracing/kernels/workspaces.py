@@ -1,9 +1,9 @@
 """Memory that kernels take from PyTorch's allocator and give back before they return.
 
 Recording sees what goes into an op and what comes out. Rules stand here for kernels that nearly every model runs. Those
-of CPUs are ATen's own: attention, norms, copies of what is not contiguous or of another type. What a convolution takes
-depends on shapes, types and the processor, up to 250 times its weights, so each is called once on zeros. A search on a
-CPU measures its candidates in any case: predicted peaks within 0.5 % are enough.
+of CPUs are ATen's own: attention, norms, copies of what is not contiguous or of another type. What oneDNN takes for a
+convolution or a recurrent layer depends on shapes, types and the processor, up to 250 times the weights, so each is
+called once on zeros. A search on a CPU measures its candidates in any case: predicted peaks within 0.5 % are enough.
 
 The rules of CUDA were read off the sources of torch 2.11 to 2.13; not measured on a device yet. Not among them: what
 cuDNN takes for convolutions (its heuristics decide), and scratch pads of sorts and scans of a few kilobytes. Other
@@ -28,6 +28,7 @@ Kernels = Literal["cpu", "cuda", "other"]
 # One convolution, and all of a tracer. Limits on work and not on time, so that a busy machine predicts the same bytes.
 MOST_FLOPS, MOST_FLOPS_TOGETHER = 3e10, 2e11
 ESTIMATED = "What the largest convolutions take while they run is estimated."
+_TRIED = frozenset(("convolution", "convolution_backward", "mkldnn_rnn_layer_backward"))
 _CONDITIONS = frozenset({"condition", "mask"})
 _ROWS_PER_THREAD = 10
 _FEW_INDICES = 3072
@@ -52,7 +53,7 @@ def workspace_bytes(
 
 def trial_of(operator: Operator, func: Any, args: tuple[Any, ...]) -> Callable[[], int] | None:
     """What measures a CPU kernel's bytes by calling it once on zeros; None where rules are enough."""
-    if operator.base not in ("convolution", "convolution_backward"):
+    if operator.base not in _TRIED:
         return None
     # no tensor is kept: that would keep memory alive which a plain step releases
     layouts = [(a.size(), a.stride(), a.dtype) if isinstance(a, Tensor) else None for a in args]
