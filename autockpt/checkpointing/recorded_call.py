@@ -27,7 +27,13 @@ from autockpt.checkpointing.fingerprint import stream_of
 from autockpt.checkpointing.op_recorder import OpRecorder
 from autockpt.checkpointing.recipes import SMALL, Position, Program, Recipe, Step, form_of, laid_out, plan
 from autockpt.checkpointing.recorded_unit import RecordedUnit
-from autockpt.checkpointing.replay_context import one_at_a_time, put_switches, running_again, switches
+from autockpt.checkpointing.replay_context import (
+    one_at_a_time,
+    outside_inference,
+    put_switches,
+    running_again,
+    switches,
+)
 from autockpt.checkpointing.samples import Place, read
 from autockpt.errors import AutockptError, InPlaceError
 
@@ -343,7 +349,7 @@ class RecordedCall:
     @contextmanager
     def _as_in_forward(self, recipe: Recipe) -> Iterator[None]:
         """With the kernels that the forward had. Autograd saves nothing that is made under inference mode."""
-        with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():
+        with outside_inference():
             if (now := switches()) == recipe.switches:
                 yield
                 return

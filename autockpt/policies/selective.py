@@ -132,11 +132,10 @@ class _CompiledInPlace:
         """A forward of the model begins."""
         if self._scopes and not torch.compiler.is_compiling() and self._unit._compiled_call_impl is not None:
             for module, state in self._scopes.items():
-                state.gone = True
+                state.active, state.gone = False, True  # also where another forward was put over it since
                 forward = module.__dict__.get("forward")
                 if isinstance(forward, AttachedForward) and forward.state is state:
                     take_off(module, forward)
-                state.active = False
             self._scopes = {}
 
     def end(self) -> None:
