@@ -85,7 +85,6 @@ def _seconds_are_measured_briefly() -> Iterator[None]:
         for seconds in (
             "tuning.targets.real_steps.SECONDS_PER_TRIAL",
             "tuning.targets.real_steps.FINAL_SECONDS",
-            "tuning.side_by_side.SECONDS",
             "cost.profile.ANCHOR_SECONDS",
         ):
             patch.setattr(f"autockpt.{seconds}", 0.0)

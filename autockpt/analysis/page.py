@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import re
 import shlex
-import statistics
 from collections.abc import Iterator, Sequence
 from functools import cache
 from importlib.resources import files
@@ -32,7 +31,7 @@ from autockpt.schema.known import ALL, NONE, OURS, legend_of_names
 from autockpt.schema.names import outermost
 from autockpt.schema.outlook import Outlook
 from autockpt.schema.planview import choice_lines, set_lines
-from autockpt.schema.remedy import INEXACT, batch
+from autockpt.schema.remedy import INEXACT
 from autockpt.schema.step_note import step_note
 
 PAGE = "report.html"
@@ -114,7 +113,7 @@ def contents_of(run: RunDirectory) -> dict[str, Any]:
         "units": list(every),
         "trials": trials,
         "misses": _misses(trials),
-        "changes": list(_changes(run, settings, plan)),
+        "changes": list(_changes(run, plan)),
         "outcome": outcome,
         "settings": {k: v for k, v in settings.items() if v not in (None, "", False)},
         "environment": environment,
@@ -189,17 +188,9 @@ def _next_steps(plan: Plan | None, trials: Sequence[Trial], source: str, state: 
         )
 
 
-def _changes(run: RunDirectory, settings: dict[str, Any], plan: Plan | None) -> Iterator[tuple[str, str, str, str]]:
+def _changes(run: RunDirectory, plan: Plan | None) -> Iterator[tuple[str, str, str, str]]:
     """What would change the answer: the change, its effect, how that is known, and the settings to change."""
-    sizes, outlook = run.sizes(), run.outlook() or Outlook()
-    if sizes is not None:
-        rows = (settings.get("batch_size") or 1) * (settings.get("accumulate") or 1)
-        told = dict.fromkeys(sizes.undecided, "; cannot be distinguished from the fastest") | {
-            sizes.winner: "; the fastest"
-        }
-        for size, times in sizes.times.items():
-            effect = f"an update takes {words.seconds(statistics.median(times))}{told.get(size, '')}"
-            yield f"Micro-batches of {size}", effect, "measured", batch(size, rows // size)
+    outlook = run.outlook() or Outlook()
     for way in outlook.changes:
         effect = (
             f"peak {format_binary(way.peak_bytes)} with {way.plan}, {way.relative_cost:.2f} times the seconds per token"

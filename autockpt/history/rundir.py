@@ -10,7 +10,6 @@ results/<model>_<device>_<budget>_<hash of the question>/
     outlook.json       what ghost runs said of other budgets and other jobs, of which nothing was tried
     report.html        all of it on one page   graph-*.json.gz   the steps of the plan, and of recomputing everything
     plan_by_length.yaml  plan.yaml with further sets of choices for smaller batches, where lengths were searched for
-    sizes.json         several micro-batches timed side by side, in the run of the smallest one
 """
 
 from __future__ import annotations
@@ -34,7 +33,6 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 from autockpt.errors import PlanError, RunDirectoryError, without_passwords
 from autockpt.schema import Environment, FinishedSearch, Graph, Plan, Profile, Trial, question_hash
 from autockpt.schema.base import first_violation
-from autockpt.schema.batches import SizesTimed
 from autockpt.schema.files import FULL, atomic_write, open_regular, read_regular, reason, set_aside, try_lock
 from autockpt.schema.outlook import Outlook
 
@@ -279,13 +277,6 @@ class RunDirectory:
     def finished(self) -> FinishedSearch | None:
         """What was answered when a search came to its end; None while none has."""
         return self._model("outcome.json", FinishedSearch)
-
-    def write_sizes(self, timed: SizesTimed) -> None:
-        self.write("sizes.json", timed.model_dump_json() + "\n")
-
-    def sizes(self) -> SizesTimed | None:
-        """Micro-batches timed side by side, of which this run's is one; None where none were."""
-        return self._model("sizes.json", SizesTimed)
 
     def write_outlook(self, outlook: Outlook) -> None:
         self.write("outlook.json", outlook.model_dump_json() + "\n")

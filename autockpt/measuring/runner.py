@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import importlib
 import re
 import statistics
@@ -124,12 +123,6 @@ class StepRunner:
                         times[name].append(self.time_cycle())
                 self._round += 1
         return times
-
-    def of(self, workload: Step) -> StepRunner:
-        """The same runner for another batch of the same model and optimizer."""
-        other = copy.copy(self)
-        other.workload = workload
-        return other
 
     def call(self, ref: str, payload: dict[str, Any]) -> dict[str, Any]:
         """Run ``package.module:function`` as ``function(runner, payload)``. MeasurementError for a bad ``ref``."""

@@ -42,10 +42,6 @@ class BatchSetting(Data):
         """Tokens (or rows) per second."""
         return self.work / self.update_seconds
 
-    def surely_slower(self, other: BatchSetting) -> bool:
-        """Whether the 95 % intervals of both lie apart, this one's above."""
-        return self.update_seconds * (1 - self.score.noise) > other.update_seconds * (1 + other.score.noise)
-
     def cells(self, best: BatchSetting) -> list[str]:
         """Batch size, accumulation, plan, peak, update, units per second, and these as a share of the best's."""
         mark = "" if isinstance(self.score, Measurement) else "~"
@@ -80,12 +76,3 @@ class BatchAnswer(Data):
             rows, times, plan, peak, seconds, rate, share = setting.cells(self.best)
             lines.append(f"{rows} × {times}: {rate} {self.unit}/s ({share}), update {seconds}, peak {peak}, {plan}")
         return lines
-
-
-class SizesTimed(Data):
-    """The best plans of several micro-batches timed side by side, all by micro-batch; seconds are whole updates'."""
-
-    plans: dict[int, str] = Field(description="hashes of the plans")
-    winner: int
-    undecided: tuple[int, ...] = Field(default=(), description="sizes that cannot be told from the winner")
-    times: dict[int, tuple[float, ...]]

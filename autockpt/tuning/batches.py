@@ -2,14 +2,14 @@
 
 Larger micro-batches keep a device busier and leave less memory to save activations in. Tokens per second over the
 sizes have one summit, so sizes are climbed from the largest that fits with everything saved, each by a whole search of
-its plans; those that look best are searched on with what is left of the trials.
+its plans; the best is searched on with what is left of the trials.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -18,7 +18,7 @@ from tempfile import TemporaryDirectory
 from autockpt.cost import uniform_graphs
 from autockpt.devices import get_device
 from autockpt.errors import InfeasibleError, TimeLimitReached, UsageError
-from autockpt.measuring import Measurer, environment_of
+from autockpt.measuring import environment_of
 from autockpt.measuring.environment import environment_to_measure_in, environment_without_context
 from autockpt.measuring.local import refuse_many_processes
 from autockpt.schema import Comparison, Listener, SearchOutcome, SearchRequest, WorkloadSpec
@@ -31,15 +31,13 @@ from autockpt.tuning.opening import blocks_of
 from autockpt.tuning.question import Clock
 from autockpt.tuning.record import save_plan_copy
 from autockpt.tuning.rows import dependent_rows
-from autockpt.tuning.search import measurer_of, run_search
-from autockpt.tuning.side_by_side import Meet, put_right, timed_together
+from autockpt.tuning.search import run_search
 from autockpt.tuning.targets.simulated import on_hardware
 from autockpt.workload import Step
 
 FEWEST = 3  # candidates of the first search of a size
 LAST = 0.15  # share of the time limit with less than which no further search is begun: tracing alone takes that
 APART = 0.02  # share of an update's time by which simulated settings must differ to be told apart
-RACE = 0.1  # share of the time limit kept for timing the best sizes side by side
 KINDS = ("save", "recompute", "recompute_offload", "offload")
 Search = Callable[[SearchRequest, Listener | None], SearchOutcome]
 SizeSearch = Callable[[int, int, float | None, bool], SearchOutcome]
@@ -62,7 +60,7 @@ class Climb:
     def at(self, size: int, trials: int) -> BatchSetting | None:
         """The best plan of a micro-batch; None where nothing fits. A size searched before is searched on."""
         limit = self.clock.timeout or 0.0
-        left = self.clock.seconds_left - RACE * limit
+        left = self.clock.seconds_left
         if left < limit * LAST and any(self.found.values()):
             self.skipped.add(size)
             return self.best(size)
@@ -129,14 +127,8 @@ def search_batch_sizes(request: SearchRequest, listener: Listener, search: Searc
             more = {"trials": trials, "timeout": left, "continued": continued, "plan_out": None}
             return search(of_size(asked, size).model_copy(update=more), listener)
 
-        def meet(size: int) -> AbstractContextManager[Measurer]:
-            return measurer_of(of_size(asked, size))
-
         climb = Climb(request.rows_per_update or 0, at, Clock(listener, request.timeout, request.training_steps))
-        apart = request.compile is not None  # compiled anew for every size
-        answer = _most_tokens(
-            climb, partial(of_size, asked), judge_of(asked), given, request.trials, None if apart else meet
-        )
+        answer = _most_tokens(climb, partial(of_size, asked), judge_of(asked), given, request.trials)
     return answer.model_copy(update={"outcome": save_plan_copy(request, answer.outcome)})
 
 
@@ -163,17 +155,9 @@ def of_size(request: SearchRequest, size: int) -> SearchRequest:
 
 
 def _most_tokens(
-    climb: Climb,
-    job: Callable[[int], SearchRequest],
-    judge: WhatIf,
-    given: int | None,
-    trials: int,
-    meet: Meet | None,
+    climb: Climb, job: Callable[[int], SearchRequest], judge: WhatIf, given: int | None, trials: int
 ) -> BatchAnswer:
-    """Climb the sizes, search on where it may bring more, and time the best side by side with ``meet``.
-
-    ``job`` is the update in micro-batches of a size.
-    """
+    """Climb the sizes, and search on where it may bring more. ``job`` is the update in micro-batches of a size."""
     rows, listener = climb.rows, climb.clock.listener
     sizes = [size for size in range(1, rows + 1) if rows % size == 0]
     listener.stage("ghost-run batch sizes")
@@ -181,20 +165,12 @@ def _most_tokens(
     listener.advance()
     known = foreseen_sizes(job, judge, sizes, listener)
     share = max(FEWEST, trials // 4)
-    climbed(climb, known, share, trials)
-    left = trials - climb.spent
-    best_of = {size: best for size in climb.found if (best := climb.best(size)) is not None}
-    rivals = sorted(best_of, key=lambda size: best_of[size].update_seconds)[:2]
-    if len(rivals) == 2 and best_of[rivals[1]].surely_slower(best_of[rivals[0]]):
-        rivals.pop()
-    for size in rivals:
-        if left > 0 and climb.open(size):
-            climb.at(size, share + max(1, left // len(rivals)))
+    top = climbed(climb, known, share, trials)
+    if (left := trials - climb.spent) > 0 and climb.open(top):
+        climb.at(top, share + left)
     found = {s: (b, o) for s, o in climb.found.items() if o is not None and (b := climb.best(s)) is not None}
-    raced, said = None, ""
-    if meet is not None:
-        raced, said = timed_together(found, meet, climb.clock.seconds_left, listener)
-    top = raced.winner if raced is not None else min(rivals, key=lambda size: found[size][0].update_seconds)
+    top = min(found, key=lambda size: found[size][0].update_seconds)
+    said = ""
     settings = [best for best, _ in found.values()]
     usual, highest = known.largest("recompute") or 0, known.largest(*KINDS) or 0
     if given is not None and given <= highest and (row := _well_known(climb, "given", given)) is not None:
@@ -207,10 +183,7 @@ def _most_tokens(
             break
     if given is not None and (given > highest or (given in climb.found and climb.found[given] is None)):
         met = (*met, f"Micro-batches of {given} × {rows // given}, as given, do not fit the budget.")
-    if raced is not None:
-        settings = put_right(settings, raced)
-    best = next(s for s in settings if s.role == "found" and s.batch_size == top)
-    outcome = found[top][1]
+    best, outcome = found[top]
     if outcome.source == "simulated":
         alike = [s for s in settings if s is not best and s.update_seconds <= (1 + APART) * best.update_seconds]
         if alike:

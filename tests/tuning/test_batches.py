@@ -177,7 +177,7 @@ def test_a_size_that_there_was_time_for_is_not_named_the_largest(monkeypatch: py
     known = Sizes([1, 2, 4], 100, peaks, {}.__getitem__)
     monkeypatch.setattr(batches, "dependent_rows", lambda *asked: ())
     monkeypatch.setattr(batches, "foreseen_sizes", lambda *asked: known)
-    answer = batches._most_tokens(climb, None, None, None, 20, None)  # type: ignore[arg-type]
+    answer = batches._most_tokens(climb, None, None, None, 20)  # type: ignore[arg-type]
     assert answer.best.batch_size == 1 and not answer.others and answer.trials == 7
     assert any("left none for micro-batches of 2, 4" in note for note in answer.notes)
 
