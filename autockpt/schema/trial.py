@@ -33,10 +33,6 @@ class Measurement(Data):
     host_bytes: int = Field(default=0, description="what offloading claimed of host memory")
     allocated_bytes: int | None = Field(default=None, description="CUDA: peak allocated; peak_bytes is reserved")
     times: tuple[float, ...] = Field(default=(), description="seconds of each timed cycle, in order")
-    beside: tuple[float, ...] = Field(
-        default=(),
-        description="seconds of the first plan, interleaved with ``times``: step_seconds is by their ratio then",
-    )
     compile_seconds: float = Field(default=0.0, description="spent on compiling before the first timed cycle")
     graphs: int = Field(default=0, description="graphs that a plan for compiled training is compiled to")
     loss_is_finite: bool = Field(default=True, description="whether its steps' loss is a number; of full steps unknown")

@@ -1,15 +1,8 @@
-"""Fit the profile's prices to what was measured, so that the next solve sees the device as it is.
-
-And what steps and prices together say of plans that steps alone cannot distinguish: the fastest of several noisy
-measurements is fast by luck as well (the winner's curse). What each plan should take, by its simulated step and by
-prices that were fitted to all trials, is wrong too, but not by the same luck: both are averaged on the logarithm, each
-with the weight of one over its variance.
-"""
+"""Fit the cost coefficients of choices to the measured trials, so that the next solve sees the device as it is."""
 
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -22,8 +15,6 @@ PRIOR_WEIGHT = 0.3  # one measured trial outweighs the profile about three to on
 PRIOR_ERROR = 0.2  # of the profile's prices, as a share: what is within the noise of measurements leaves them alone
 HEAD_WEIGHT = 0.03  # the same for what only the output head may do
 SCALE_RANGE = (0.2, 5.0)
-FORESIGHT, GUESSES = 0.007, 4
-"""What predictions are off by, one standard deviation as a share, and how many misses that guess is worth."""
 
 
 @dataclass(frozen=True)
@@ -70,54 +61,6 @@ def fit(problem: Problem, trials: Sequence[Trial]) -> Fit:
     partial = Fit(float(np.median(rest)), scale)
     errors = [abs(partial.predict(problem, t.choices) - t.score_seconds) for t in scored]
     return replace(partial, error_seconds=max(errors))
-
-
-@dataclass(frozen=True)
-class ForeseenTimes:
-    """Step seconds that are expected of trials, by number, and what they are off by: one standard deviation, a share.
-
-    Only their ratios count.
-    """
-
-    seconds: dict[int, float]
-    error: float
-
-    def weigh(self, measured: Mapping[int, float], error: Mapping[int, float]) -> dict[int, float]:
-        """Step seconds by both. ``measured`` are off by ``error``, one standard deviation as a share, by number.
-
-        A trial of which nothing is expected keeps what was measured.
-        """
-        both = [n for n in measured if n in self.seconds]
-        if not both:
-            return dict(measured)
-        level = statistics.median(math.log(measured[n] / self.seconds[n]) for n in both)
-        weighed = dict(measured)
-        for n in both:
-            trust = self.error**2 / (self.error**2 + error[n] ** 2)
-            expected = level + math.log(self.seconds[n])
-            weighed[n] = math.exp(trust * math.log(measured[n]) + (1 - trust) * expected)
-        return weighed
-
-
-def foreseen(problem: Problem, trials: Sequence[Trial]) -> ForeseenTimes:
-    """What is expected of measured trials, by all of them. ``problem`` must carry unscaled prices.
-
-    A simulated step stands as it is, but for the fitted prices' difference from the profile's.
-    """
-    scored = [t for t in trials if t.measured is not None and priced(problem, t.choices)]
-    fitted, profile = fit(problem, scored), Fit(problem.base_seconds)
-    seconds: dict[int, float] = {}
-    for trial in scored:
-        expected = fitted.predict(problem, trial.choices)
-        if trial.predicted is not None and trial.predicted.step_seconds is not None:
-            prices = fitted.predict(problem, trial.choices) - profile.predict(problem, trial.choices)
-            simulated = trial.predicted.step_seconds + prices
-            expected = simulated if simulated > 0 else expected
-        seconds[trial.number] = max(expected, 1e-9)
-    misses = [math.log(t.score_seconds / seconds[t.number]) for t in scored]
-    middle = statistics.median(misses) if misses else 0.0
-    beyond = sum(max(0.0, (miss - middle) ** 2 - noise_of(t) ** 2) for miss, t in zip(misses, scored, strict=True))
-    return ForeseenTimes(seconds, math.sqrt((GUESSES * FORESIGHT**2 + beyond) / (GUESSES + len(misses))))
 
 
 def noise_of(trial: Trial) -> float:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 
 from autockpt.history.rundir import RunDirectory
 from autockpt.schema import SAVE, Choice, Measurement, Prediction, ResolvedBudget, Trial, TrialState, plan_hash
-from autockpt.tuning.refit import ForeseenTimes
 
 
 @dataclass(frozen=True)
@@ -59,7 +58,6 @@ class Trials:
         finished = run.finished() if run is not None else None
         plan = finished.outcome.plan if finished is not None else None
         self._named = plan.hash if plan is not None else None
-        self.foresee: Callable[[], ForeseenTimes] | None = None  # what prices say of those that were scored
         self.budget: ResolvedBudget | None = None  # a guess until the trials were judged by it
         self.budget_bytes: int | None = None
 

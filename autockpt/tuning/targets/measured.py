@@ -24,7 +24,6 @@ from autockpt.tuning.question import PROFILING, TIMING, TRACING, Clock
 from autockpt.tuning.targets.base import Prepared, Target
 from autockpt.tuning.targets.real_steps import RealSteps, confirmation
 from autockpt.tuning.targets.simulated import DRY, Simulated
-from autockpt.tuning.timing import Pairing
 from autockpt.tuning.trials import Trials
 
 
@@ -49,15 +48,11 @@ class Measured(RealSteps):
             found = replace(found, uniform=uniform, space=found.space.without(refused))
             notes = (f"not on this device: {', '.join(refused)} ({next(iter(refused.values()))})",)
         self.confirm = confirmation(measurer, clock)
-        # on other devices a plan's first cycle after another's has its memory to get first
-        self.pairing = Pairing(measurer) if environment.device.kind == "cpu" else None
         # as the worker sees it: to this process the model that it has built would be another's
         return _prepared(request, found, environment, used_by_others(measurer), notes)
 
     def cost_model(self, prepared: Prepared, trials: Trials) -> CostModel:
         """By op times of the device; by nominal rates where the time limit leaves no room to time them."""
-        if self.pairing is not None:
-            self.pairing.begin(trials)
         with self.clock.stage("profile"):
             others = used_by_others(self.measurer)
             times = self._op_times(prepared, others)

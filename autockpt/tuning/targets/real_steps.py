@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import statistics
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -14,13 +12,11 @@ from autockpt.measuring.base import beats_counted
 from autockpt.schema import Choice, Measurement, Trial
 from autockpt.solvers.refine import FASTER
 from autockpt.tuning.question import Clock
-from autockpt.tuning.refit import noise_of
 from autockpt.tuning.targets.base import STEPS, Target, Terms
-from autockpt.tuning.timing import Final, Pairing, first_rounds, most_cycles, play, remeasured
+from autockpt.tuning.timing import Final, first_rounds, most_cycles, play, remeasured
 from autockpt.tuning.trials import AS_FAST, Candidate, Score, Trials, complexity, preferred
 
 SECONDS_PER_TRIAL = 2.0  # of timed cycles, at least three and at most ten of them
-FEWEST_BESIDE, MOST_BESIDE = 2, 6  # cycles timed where a reference plan is interleaved
 FINALISTS = 3
 SIMPLE, SIMPLE_FINALISTS = 3, 2  # so many of the fastest plans with one choice on the first or last layers as well
 FINAL_SECONDS = 30.0
@@ -66,7 +62,6 @@ class RealSteps(Target):
     measurer: Measurer
     clock: Clock
     confirm: Confirm | None = None
-    pairing: Pairing | None = None  # None: candidates are timed by themselves
     terms: Terms = field(default=Terms(worthwhile=FASTER), kw_only=True)
 
     def score(self, candidate: Candidate, budget_bytes: int | None) -> Score | None:
@@ -75,13 +70,8 @@ class RealSteps(Target):
         cycles = SECONDS_PER_TRIAL / max(seconds or 1.0, 1e-3)
         try:
             with self.clock.part(STEPS):
-                if self.clock.passed(HURRIED):
-                    return Score("measured", self.measurer.measure(choices, steps=1, budget_bytes=budget_bytes))
-                if self.pairing is None:
-                    steps = max(3, min(10, round(cycles)))
-                    return Score("measured", self.measurer.measure(choices, steps=steps, budget_bytes=budget_bytes))
-                steps = max(FEWEST_BESIDE, min(MOST_BESIDE, round(cycles / 2)))
-                return Score("measured", self.pairing.measure(choices, steps=steps, budget_bytes=budget_bytes))
+                steps = 1 if self.clock.passed(HURRIED) else max(3, min(10, round(cycles)))
+                return Score("measured", self.measurer.measure(choices, steps=steps, budget_bytes=budget_bytes))
         except DeviceOutOfMemory as error:
             return Score("out_of_memory", message=error.message)
 
@@ -91,12 +81,8 @@ class RealSteps(Target):
         return min(first_rounds(contest), FINALS_SHARE * (self.clock.timeout or 0.0))
 
     def _finalists(self, trials: Trials) -> list[Trial]:
-        """The best few by all that is known of their step times, and simple plans that may be as fast."""
+        """The best few, and simple plans that may be as fast."""
         fitting = trials.ranking()
-        if trials.foresee is not None:
-            tried = {t.number: t.score_seconds for t in fitting}
-            weighed = trials.foresee().weigh(tried, {t.number: noise_of(t) for t in fitting})
-            fitting = sorted(fitting, key=lambda t: weighed[t.number])
         simple = [t for t in fitting[FINALISTS:] if complexity(t.choices) <= SIMPLE]
         return [*fitting[:FINALISTS], *[t for t in simple if not _surely_slower(t, fitting[0])][:SIMPLE_FINALISTS]]
 
@@ -125,14 +111,13 @@ class RealSteps(Target):
     ) -> Trial:
         """The plan that wins side by side; the times of the finals go into all trials that took part.
 
-        Well-known plans that fit may win as well. Where trials were timed against a standard, those that are surely
-        slower, and those that do not fit, need not run again: their times are put to the finals' conditions.
+        Well-known plans that fit may win as well.
         """
         playing = {t.number for t in finalists}
         others = [t for n in compared if (t := trials.all[n.number]).measured and t.number not in playing]
-        fitting = [t for t in others if t.feasible and not (self.pairing and _surely_slower(t, finalists[0]))]
-        extra = [t for t in others if t not in fitting and (self.pairing is None or self.pairing.is_standard(t))]
-        candidates, seconds, listener = [*finalists, *fitting], min(FINAL_SECONDS, seconds), self.clock.listener
+        candidates = [*finalists, *(t for t in others if t.feasible)]
+        extra = [t for t in others if not t.feasible]
+        seconds, listener = min(FINAL_SECONDS, seconds), self.clock.listener
         listener.stage("time the best side by side", most_cycles(candidates, extra, seconds=seconds))
 
         def compare(plans: Mapping[str, Choices], rounds: int) -> Mapping[str, list[float]]:
@@ -140,7 +125,6 @@ class RealSteps(Target):
 
         with self.clock.part(STEPS), beats_counted(self.measurer, listener):
             final = play(candidates, extra, compare, seconds=seconds)
-        self._put_right(trials, [t for t in others if t.number not in final.times], final)
         swings = False
         for number in final.times:
             trial = trials.all[number]
@@ -155,8 +139,6 @@ class RealSteps(Target):
     def _named(self, trials: Trials, final: Final, budget_bytes: int) -> Trial:
         """The fastest; of plans whose steps cannot be told apart the preferred one (see ``preferred``)."""
         times = {number: final.seconds(number) for number in (final.winner, *final.undecided)}
-        if trials.foresee is not None:
-            times = trials.foresee().weigh(times, dict.fromkeys(times, final.error))
         error = min(max(AS_FAST, final.error), MOST_ERROR)
         named = preferred([trials.all[number] for number in times], times, budget_bytes, error)
         if close := [f"#{number}" for number in times if number != named.number]:
@@ -165,20 +147,6 @@ class RealSteps(Target):
                 "of equally fast plans the leanest is named, of equally lean ones the simplest"
             )
         return named
-
-    @staticmethod
-    def _put_right(trials: Trials, absent: Sequence[Trial], final: Final) -> None:
-        """Times of trials that were not in the finals, as they would be there by those that were."""
-        changes = [
-            math.log(final.seconds(number) / known.step_seconds)
-            for number in final.times
-            if (known := trials.all[number].measured) is not None
-        ]
-        change = math.exp(statistics.median(changes))
-        for trial in absent:
-            if (measured := trial.measured) is not None:
-                seconds = measured.step_seconds * change
-                trials.put(trial.model_copy(update={"measured": measured.model_copy(update={"step_seconds": seconds})}))
 
     def _confirmed(self, trials: Trials, winner: Trial, budget_bytes: int) -> Trial:
         """The winner after a run in a fresh process under the budget as a limit; infeasible if that did not hold."""
