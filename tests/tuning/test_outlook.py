@@ -2,43 +2,43 @@
 
 from __future__ import annotations
 
-from autockpt.schema import Measurement, Prediction, Trial
+from dataclasses import replace
+
+from autockpt.schema import Choice, Measurement, Prediction, Trial, plan_hash
 from autockpt.schema.choices import Offload
 from autockpt.schema.outlook import GhostAnswer, Outlook
 from autockpt.schema.space import HIDDEN_COPIES
-from autockpt.tuning.outlook import ForeseenPlan, OtherBudgets, trade
+from autockpt.tuning.loop import SearchResult
+from autockpt.tuning.outlook import plans_around, trade
 from tests.tuning.device import MadeUpDevice
 from tests.tuning.made_up import search
 
 MIB = 2**20
 
 
-def walked(hidden: float) -> list[ForeseenPlan]:
-    """Where the answer hides copies for that share of a link's time that takes twice as long as a layer's forward."""
+def around(hidden: float) -> tuple[list[dict[str, Choice]], SearchResult]:
+    """Plans for other budgets where the answer hides copies for that share of a link's time that takes twice as long as
+    a layer's forward."""
     profiled = MadeUpDevice(8).profiled()
     times = profiled.profile.op_times.model_copy(update={"copy_out_bandwidth": 5.0})
-    profile = profiled.profile.model_copy(update={"op_times": times})
+    profiled = replace(profiled, profile=profiled.profile.model_copy(update={"op_times": times}))
     found = search(MadeUpDevice(8), "60%act", simulated=True)
     assert found.best is not None
     answer = found.best.model_copy(update={"parameters": {HIDDEN_COPIES: hidden}})
-    trials = [answer if trial.plan_hash == answer.plan_hash else trial for trial in found.trials]
-    model = OtherBudgets.of(trials, profile, profiled.base, answer.plan_hash, None, ())
-    assert model is not None and model.least <= found.smallest_peak
-    plans = model.walk()
-    peaks = [foreseen.peak for foreseen in plans]
-    assert peaks == sorted(peaks, reverse=True) and peaks[-1] < found.budget.bytes < peaks[0]
-    return plans
+    return list(plans_around(profiled, found.trials, answer, found.budget.bytes)), found
 
 
-def windows(plans: list[ForeseenPlan]) -> set[int]:
-    return {c.window for plan in plans for c in plan.choices.values() if isinstance(c, Offload)}
+def test_plans_are_proposed_for_budgets_on_both_sides_of_the_one_asked_for() -> None:
+    plans, found = around(0.0)
+    peaks = [MadeUpDevice(8).true_peak(plan) for plan in plans]
+    assert min(peaks) < found.budget.bytes < max(peaks) and len({plan_hash(plan) for plan in plans}) > 5
 
 
 def test_copies_hide_in_plans_for_other_budgets_where_they_do_in_the_answer() -> None:
-    hidden, plain = walked(1.0), walked(0.0)
-    assert max(windows(hidden)) > 1 and max(windows(plain), default=1) == 1
-    fastest = [min(plan.seconds for plan in plans if plan.peak < plain[0].peak) for plans in (hidden, plain)]
-    assert fastest[0] < fastest[1]
+    hidden, plain = (
+        {c.window for plan in around(share)[0] for c in plan.values() if isinstance(c, Offload)} for share in (1.0, 0.0)
+    )
+    assert max(hidden) > 1 and max(plain, default=1) == 1
 
 
 def trial(number: int, seconds: float, peak_bytes: int) -> Trial:
