@@ -43,49 +43,39 @@ SearchAt = Callable[[int, int], Plan]
 class ForeseenLengths:
     """What is known of steps at all lengths: plain step seconds, and what the plan for a length adds to them.
 
-    ``plans`` are by padded length. Seconds are measured where steps were, else simulated.
+    ``plans`` are by padded length. Seconds are measured where steps were, else simulated; at lengths in between they
+    lie on lines through the searched ones and through zero.
     """
 
     plans: dict[int, Plan] = field(default_factory=dict)
 
     def plain_seconds(self, length: float) -> float:
-        """Of a batch of this length with everything saved: on the line through its searched neighbours."""
-        known = sorted((n, seconds) for n, plan in self.plans.items() if (seconds := _seconds(plan)[0]) > 0)
-        if len(known) < 2:
-            return length * (known[0][1] / known[0][0] if known else 1.0)
-        lengths, seconds = zip(*known, strict=True)
-        if length <= lengths[0]:  # towards no less than what scales with the tokens
-            slope = (seconds[1] - seconds[0]) / (lengths[1] - lengths[0])
-            return max(seconds[0] - slope * (lengths[0] - length), seconds[0] * length / lengths[0] / 2)
-        return float(np.interp(length, lengths, seconds))
+        """Of a batch of this length with everything saved."""
+        known = {n: seconds for n, plan in self.plans.items() if (seconds := _seconds(plan)[0]) > 0}
+        return _at(length, known or {1: 1.0, max(self.plans): float(max(self.plans))})
 
     def overhead(self, length: float) -> float:
-        """What the best plan for a length adds to a plain step, as a share of it."""
-        known = {n: _overhead(plan) for n, plan in self.plans.items()}
-        if (saves := self.saves_up_to) is not None:
-            known.setdefault(round(saves), 0.0)
-            if length <= saves:
-                return 0.0
-        lengths = sorted(known)
-        return float(np.interp(length, lengths, [known[n] for n in lengths]))
+        """What the best plan for a length adds to a plain step, as a share of it; nothing while all is saved."""
+        return _at(length, {self.saves_up_to: 0.0} | {n: _overhead(plan) for n, plan in self.plans.items()})
 
     @property
-    def saves_up_to(self) -> float | None:
-        """The length up to which saving everything fits, on the line through peaks; None where that is unknown."""
-        longest = max(self.plans)
-        if _saves(self.plans[longest]):
-            return longest
-        peaks = {n: peak for n, plan in self.plans.items() if (peak := _plain_peak(plan)) is not None}
-        fits = max((n for n, plan in self.plans.items() if _saves(plan)), default=None)
-        budget = self.plans[longest].budget
-        above = sorted(n for n in peaks if fits is None or n > fits)
-        points = [*([fits] if fits in peaks else []), *above][:2]
-        if budget is None or len(points) < 2:
+    def saves_up_to(self) -> float:
+        """The length up to which saving everything fits, on the line through peaks; 0 where that is unknown."""
+        fits = max((n for n, plan in self.plans.items() if _saves(plan)), default=0)
+        peaks = {n: peak for n in sorted(self.plans) if n >= fits and (peak := _plain_peak(self.plans[n])) is not None}
+        budget = self.plans[max(self.plans)].budget
+        if budget is None or len(peaks) < 2:
             return fits
-        (one, first), (two, second) = ((n, peaks[n]) for n in points)
+        (one, first), (two, second) = [*peaks.items()][:2]
         if second <= first:
             return fits
-        return max(fits or 0.0, min(one + (budget.bytes - first) * (two - one) / (second - first), two - 1))
+        return max(fits, min(one + (budget.bytes - first) * (two - one) / (second - first), two - 1))
+
+
+def _at(length: float, known: Mapping[float, float]) -> float:
+    """On the line through the neighbours, and through zero."""
+    lengths = sorted({0.0, *known})
+    return float(np.interp(length, lengths, [known.get(n, 0.0) for n in lengths]))
 
 
 @dataclass(frozen=True)
@@ -293,6 +283,5 @@ def _overhead(plan: Plan) -> float:
 
 def _plain_peak(plan: Plan) -> int | None:
     none = next((row for row in plan.baselines if row.name == NONE), None)
-    reading = (none.predicted or none.measured) if none is not None else None
-    own = plan.predicted or plan.measured
-    return reading.peak_bytes if reading is not None else own.peak_bytes if own is not None and _saves(plan) else None
+    reading = None if none is None else none.predicted or none.measured
+    return None if reading is None else reading.peak_bytes
