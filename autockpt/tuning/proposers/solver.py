@@ -26,16 +26,14 @@ from autockpt.schema import (
     Trial,
     format_bytes,
     from_label,
-    host_of,
     label,
     option_of,
-    peak_of,
 )
 from autockpt.schema.known import ALL, NONE, known_plans
 from autockpt.schema.problem import Assignment, seconds_of
 from autockpt.schema.request import Silence
 from autockpt.schema.space import HIDDEN_COPIES
-from autockpt.solvers import Checked, Refined, exact, leanest, refine_segmented, refine_two_runs, rest_saves
+from autockpt.solvers import Checked, Refined, exact, leanest, refine, refine_segmented, refine_two_runs, rest_saves
 from autockpt.solvers.runs import Accept
 from autockpt.tuning.infeasible import nothing_fits
 from autockpt.tuning.loop import Limits, Proposer
@@ -46,7 +44,6 @@ from autockpt.tuning.targets.base import Target
 from autockpt.tuning.trials import AS_FAST, AS_LEAN, SOLVER, Candidate, Parameters, Plans, Score, Trials, peak_of_trial
 
 Checker = Callable[[Mapping[str, Choice]], Checked]
-Size = Callable[[Problem, Mapping[str, Choice]], int]  # bytes of a plan, by the problem's own numbers
 MakeProblem = Callable[[Mapping[str, float], int, float], Problem]
 """Prices by kind, bytes left free, the share of the link's time for copies that hide -> problem."""
 
@@ -288,7 +285,7 @@ class SolverProposer(Proposer):
             number, parameters = self.study.ask()
             encoding = self.space.encoding
             if encoding == "layers":
-                choices, fits = from_layers(parameters, self._ghost_run_bytes, self._problem({}, 0), self._check)
+                choices, fits = from_layers(parameters, self._problem({}, 0), self._check)
             else:
                 choices, fits = self._solved(parameters, self.target.terms.checks - self._spent)
                 self._spent = 0
@@ -497,52 +494,29 @@ def from_knobs(
     """The solver's plan under these knobs, refined by ``solve``, and whether its ghost run fits ``budget_bytes``."""
     problem, free = with_knobs(parameters, budget_bytes, scale, make_problem)
     refined = solve(problem)
-    fits_host = problem.host_budget is None or refined.checked.host_bytes <= problem.host_budget
-    return dict(refined.choices), fits_host and refined.checked.peak_bytes <= problem.budget_bytes + free
+    return dict(refined.choices), fits_within(refined.checked, problem, free)
+
+
+def fits_within(checked: Checked, problem: Problem, free: int = 0) -> bool:
+    """Whether a plan keeps the problem's budgets, of which ``free`` bytes need not be left."""
+    fits_host = problem.host_budget is None or checked.host_bytes <= problem.host_budget
+    return fits_host and checked.peak_bytes <= problem.budget_bytes + free
 
 
 def from_layers(
-    parameters: Mapping[str, float | int | str], budget_bytes: int, problem: Problem, check: Checker
+    parameters: Mapping[str, float | int | str], problem: Problem, check: Checker
 ) -> tuple[dict[str, Choice], bool]:
-    """One choice per unit as sampled, repaired to the budgets, cheapest bytes first; whether its ghost run fits."""
-    choices = {name: from_label(str(text)) for name, text in parameters.items()}
-    target, host = budget_bytes, problem.host_budget
-    for _ in range(REPAIRS):
-        if host is not None:
-            choices = _repaired(problem, choices, host, host_of, "host")
-        choices = _repaired(problem, choices, target, peak_of, "kept", math.inf if host is None else host)
-        checked = check(choices)
-        excess = checked.peak_bytes - budget_bytes
-        over_host = 0 if problem.host_budget is None else checked.host_bytes - problem.host_budget
-        if excess <= 0 and over_host <= 0:
-            return choices, True
-        if excess > 0:
-            target = min(target, peak_of(problem, choices)) - excess
-        if host is not None and over_host > 0:
-            host = min(host, host_of(problem, choices)) - over_host
-    return choices, False
+    """One choice per unit as sampled, and whether its ghost run fits.
 
-
-def _repaired(
-    problem: Problem, choices: dict[str, Choice], most: int, size_of: Size, of_option: str, most_host: float = math.inf
-) -> dict[str, Choice]:
-    """Change single units, fewest extra seconds per byte first, until ``size_of`` the plan is at most ``most`` bytes.
-
-    Only options whose ``of_option`` bytes are fewer come into question, with at most ``most_host`` bytes on the host.
+    Where it does not, the fastest plan that does, in which no unit keeps more than its sampled choice.
     """
-    choices = dict(choices)
-    while (size := size_of(problem, choices)) > most:
-        room = max(most_host - host_of(problem, choices), 0)
-        best: tuple[float, str, Choice] | None = None
-        for unit in problem.units:
-            current = option_of(unit, choices[unit.name])
-            for option in unit.options:
-                if getattr(option, of_option) >= getattr(current, of_option) or option.host - current.host > room:
-                    continue
-                less = size - size_of(problem, choices | {unit.name: option.choice})
-                if less > 0 and (best is None or (option.seconds - current.seconds) / less < best[0]):
-                    best = ((option.seconds - current.seconds) / less, unit.name, option.choice)
-        if best is None:
-            return choices
-        choices[best[1]] = best[2]
-    return choices
+    choices = {name: from_label(str(text)) for name, text in parameters.items()}
+    leaner = []
+    for unit in problem.units:
+        sampled = option_of(unit, choices[unit.name])
+        options = tuple(option for option in unit.options if option is sampled or option.kept < sampled.kept)
+        leaner.append(unit.model_copy(update={"options": options}))
+    if fits_within(check(choices), problem):
+        return choices, True
+    refined = refine(problem.model_copy(update={"units": tuple(leaner)}), check, max_calls=REPAIRS)
+    return dict(refined.choices), refined.feasible

@@ -108,7 +108,7 @@ class Run:
             return self._solved(parameters)
         if self.method.repaired:
             problem = self.profiled.problem(self.q.budget)
-            return from_layers(parameters, self.q.budget, problem, self.profiled.check)[0]
+            return from_layers(parameters, problem, self.profiled.check)[0]
         return {name: from_label(str(text)) for name, text in parameters.items()}
 
     def _solved(self, parameters: Parameters) -> dict[str, Choice]:
