@@ -1,7 +1,7 @@
-"""Candidates for compiled steps as a few numbers: some layers at the front do one thing, those behind them another.
+"""Two-segment plans for compiled training: the first layers make one choice, those behind them another.
 
-What a layer keeps at the front of the model is held longest, so that is where the leaner choice belongs. ``Split`` is a
-plan in three numbers; what splits cost that were not measured is read off the line between two that were.
+What a layer keeps at the front of the model is held longest, so the leaner choice belongs there. Costs of splits that
+were not measured are interpolated linearly between two that were.
 """
 
 from __future__ import annotations
@@ -10,17 +10,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 
 from autockpt.errors import AutockptError, InfeasibleError, MeasurementError
-from autockpt.schema import RECOMPUTE, SAVE, Choice, CompileMode, SearchRequest
-from autockpt.schema.choices import CompileBudget
+from autockpt.schema import RECOMPUTE, SAVE, Choice, CompileMode, SearchRequest, label
+from autockpt.schema.choices import CompileBudget, Selective
 from autockpt.schema.known import ALL, EVERY_2, NONE, known_plans
 from autockpt.tuning.infeasible import nothing_compiled_fits, out_of_memory
 from autockpt.tuning.loop import Limits, Proposer
 from autockpt.tuning.targets.compiled import Compiled
 from autockpt.tuning.trials import Candidate, Parameters, Plans, Trials
 
-GRID = 0.05
-"""Fractions are multiples of this: each is compiled anew, and finer ones seldom save other tensors."""
-RUNS_AGAIN, SAVES = 0.0, 1.0
 FRACTIONS = (0.8, 0.6, 0.4, 0.2)
 """Budgets that are measured for all layers alike before anything else."""
 LONGER = (
@@ -30,32 +27,28 @@ LONGER = (
 EagerPlans = Callable[[float], Plans]  # the budget's place between the eager peaks, from 0 to 1 -> plans that fit
 
 
-@dataclass(frozen=True, order=True)
+@dataclass(frozen=True)
 class Split:
-    """The first ``count`` layers keep ``lean`` of what the compiler would save, the others ``rich``.
+    """The first ``count`` layers make the choice ``lean``, the others ``rich``; alike, they are no first ones."""
 
-    0 stands for recompute, 1 for save, between them lie shares of the compiler's memory budget.
-    """
-
-    lean: float
-    rich: float
-    count: int
+    lean: Choice
+    rich: Choice
+    count: int = 0
 
     @classmethod
-    def of(cls, lean: float, rich: float, count: int, layers: int) -> Split:
-        """The one way to write this plan."""
-        lean, rich = on_grid(lean), on_grid(rich)
-        if count <= 0 or lean == rich:
-            return cls(rich, rich, 0)
-        return cls(lean, lean, 0) if count >= layers else cls(lean, rich, count)
+    def of(cls, choices: Sequence[Choice]) -> Split | None:
+        """The split that a plan is, by its layers' choices in order, if it is one."""
+        lean, rich = choices[0], choices[-1]
+        count = next((i for i, choice in enumerate(choices) if choice != lean), 0)
+        return cls(lean, rich, count) if all(choice == rich for choice in choices[count:]) else None
 
     def choices(self, layers: Sequence[str]) -> dict[str, Choice]:
-        """The plan. As one graph has one budget, with compile: model ``lean`` is 0 or equals ``rich``."""
-        return {name: option(self.lean if i < self.count else self.rich) for i, name in enumerate(layers)}
+        """The plan."""
+        return {name: self.lean if i < self.count else self.rich for i, name in enumerate(layers)}
 
     @property
     def parameters(self) -> Parameters:
-        return {"lean": self.lean, "rich": self.rich, "count": self.count}
+        return {"lean": label(self.lean), "rich": label(self.rich), "count": self.count}
 
     def __str__(self) -> str:
         rest = named(self.rich)
@@ -73,45 +66,27 @@ class Cost:
 Known = Mapping[Split, Cost]
 
 
-def on_grid(fraction: float) -> float:
-    return round(round(min(max(fraction, 0.0), 1.0) / GRID) * GRID, 4)
+def named(choice: Choice) -> str:
+    """A choice in words."""
+    return f"budget {choice.fraction:g}" if isinstance(choice, CompileBudget) else choice.kind
 
 
-def option(fraction: float) -> Choice:
-    """The choice that keeps this share."""
-    if fraction <= RUNS_AGAIN:
-        return RECOMPUTE
-    return SAVE if fraction >= SAVES else CompileBudget(fraction=fraction)
-
-
-def named(fraction: float) -> str:
-    """The choice that keeps this share, in words."""
-    choice = option(fraction)
-    return f"budget {fraction:g}" if isinstance(choice, CompileBudget) else choice.kind
-
-
-def fraction(choice: Choice) -> float | None:
-    """The share that a choice keeps; None for one that is not about shares."""
-    if isinstance(choice, CompileBudget):
-        return choice.fraction
-    return {"save": SAVES, "recompute": RUNS_AGAIN}.get(choice.kind)
-
-
-def estimate(known: Known, split: Split, layers: int) -> Cost | None:
-    """What the plan should cost by the nearest measured ones with the same two choices; None where these are not known.
+def estimate(known: Known, lean: Choice, rich: Choice, count: int, layers: int) -> Cost | None:
+    """What a split should cost by the nearest measured ones of the same two choices; None where these are not known.
 
     Linear between them, which whole layers are about. Never beyond them.
     """
+    ends = {Split(rich, rich): 0, Split(lean, lean): layers}
     line = {
-        count: cost
-        for count in range(layers + 1)
-        if (cost := known.get(Split.of(split.lean, split.rich, count, layers))) is not None
+        ends.get(split, split.count): cost
+        for split, cost in known.items()
+        if split in ends or (split.lean, split.rich) == (lean, rich)
     }
-    below = max((count for count in line if count <= split.count), default=None)
-    above = min((count for count in line if count >= split.count), default=None)
+    below = max((n for n in line if n <= count), default=None)
+    above = min((n for n in line if n >= count), default=None)
     if below is None or above is None:
         return None
-    share = (split.count - below) / (above - below) if above > below else 0.0
+    share = (count - below) / (above - below) if above > below else 0.0
     first, last = line[below], line[above]
     peak = first.peak_bytes + share * (last.peak_bytes - first.peak_bytes)
     return Cost(round(peak), first.seconds + share * (last.seconds - first.seconds))
@@ -120,21 +95,23 @@ def estimate(known: Known, split: Split, layers: int) -> Cost | None:
 def proposals(known: Known, budget_bytes: int, mode: CompileMode, layers: int) -> list[Split]:
     """Plans that were not measured, should fit and be faster than the best measured one that does; fastest first.
 
-    Of every two fractions that were measured for all layers alike, the one with the fewest lean layers that should fit.
+    Of every two choices that were measured on all layers alike, the one with the fewest lean layers that should fit.
+    One graph has one budget, so with ``mode`` "model" only the other layers may be on one.
     """
-    uniform = sorted({split.rich for split in known if split.count == 0})
+    uniform = {split.rich: cost.peak_bytes for split, cost in known.items() if split.count == 0}
     best = min((cost.seconds for cost in known.values() if cost.peak_bytes <= budget_bytes), default=float("inf"))
     found: dict[Split, float] = {}
-    for lean in uniform if mode == "layers" else [f for f in uniform if f == RUNS_AGAIN]:
-        for rich in (f for f in uniform if f > lean):
+    for lean in uniform:
+        if mode == "model" and isinstance(lean, CompileBudget):
+            continue
+        for rich in (choice for choice in uniform if uniform[choice] > uniform[lean]):
             for count in range(1, layers):
-                split = Split(lean, rich, count)
-                cost = estimate(known, split, layers)
+                cost, split = estimate(known, lean, rich, count, layers), Split(lean, rich, count)
                 if cost is not None and cost.peak_bytes <= budget_bytes:
                     if split not in known and cost.seconds < best:
                         found[split] = cost.seconds
                     break
-    return sorted(found, key=lambda split: (found[split], split))
+    return sorted(found, key=lambda split: (found[split], str(split)))
 
 
 @dataclass(eq=False)
@@ -161,8 +138,9 @@ class SplitProposer(Proposer):
         self.known = known_plans(self.layers, self.kinds)
         if self.mode == "model":  # where every plan is compiled anew, one that is seldom good is not worth it
             self.known.pop(EVERY_2, None)
-        if RECOMPUTE.kind in self.kinds:
-            self.known |= {f"budget {f:g}": Split(f, f, 0).choices(self.layers) for f in FRACTIONS}
+        alike: list[Choice] = [Selective()] if Selective().kind in self.kinds else []
+        alike += [CompileBudget(fraction=f) for f in FRACTIONS] if RECOMPUTE.kind in self.kinds else []
+        self.known |= {named(choice): dict.fromkeys(self.layers, choice) for choice in alike}
 
     def begin(self) -> None:
         """Nothing is predicted, so nothing is known before the first step."""
@@ -273,15 +251,7 @@ class SplitProposer(Proposer):
         """All splits that were measured."""
         costs: dict[Split, Cost] = {}
         for trial in self.trials.scored:
-            split = self._as_split(trial.choices)
+            split = Split.of([trial.choices.get(name, SAVE) for name in self.layers])
             if split is not None and trial.measured is not None:
                 costs[split] = Cost(trial.measured.peak_bytes, trial.measured.step_seconds)
         return costs
-
-    def _as_split(self, choices: Mapping[str, Choice]) -> Split | None:
-        """The split that a plan is, if it is one."""
-        values = [fraction(choices.get(name, SAVE)) for name in self.layers]
-        count = next((i for i, v in enumerate(values) if v != values[0]), 0)
-        if None in values or any(v != values[-1] for v in values[count:]):
-            return None
-        return Split.of(values[0] or 0.0, values[-1] or 0.0, count, len(self.layers))

@@ -25,7 +25,7 @@ from autockpt.tuning.targets.real_steps import FINALISTS, FINALS_SHARE, RealStep
 from autockpt.tuning.timing import first_rounds
 from autockpt.tuning.trials import Candidate, Plans, Score, Trials
 
-IN_GRAPHS = ("save", "recompute")
+IN_GRAPHS = ("save", "recompute", "selective")
 """Choices that can be part of a compiled graph, compile_budget besides."""
 NOT_PREDICTED = (
     "compiled steps are only measured: ghost runs and op times see eager ops, not what a compiler makes of them, so "
@@ -88,7 +88,8 @@ class Compiled(RealSteps):
 
     def eager(self, prepared: Prepared, share: float) -> Plans:
         """The eager solver's plan for a budget at the same place between the eager peaks."""
-        tracer, uniform = prepared.found.tracer, prepared.found.uniform
+        tracer = prepared.found.tracer
+        uniform = {kind: prepared.found.uniform[kind] for kind in ("save", "recompute")}
         with self.clock.part("eager solver"):
             times = nominal_op_times(prepared.environment, uniform["recompute"][1])
             profiled = build_profile(tracer, times, uniform)
