@@ -19,7 +19,7 @@ SOURCE = ROOT / "autockpt"
 
 # Imports point to a lower layer only; packages of one layer do not import one another.
 LAYERS = (
-    ("errors", "schema", "callstack", "collector", "signals"),
+    ("errors", "schema", "callstack", "collector", "process", "signals"),
     ("solvers", "devices", "history", "shipped"),
     ("checkpointing", "terminal", "progress"),
     ("policies", "workload"),

@@ -1,17 +1,13 @@
 """``autockpt calibrate``: the machine at hand as a hardware description. Measured, then fitted.
 
 Peaks are the best rates seen. Efficiencies are those that explain everything else that was measured. Measuring takes
-place in a process of its own, which starts with the settings that measured steps start with:
-``python -m autockpt.cost.calibrate READ_FD WRITE_FD`` takes one request as a line of JSON, and answers with what
-is being measured, and at last the description or an error.
+place in a process of its own, which starts with the settings that measured steps start with. It takes one request, and
+answers with what is being measured, and at last the description or an error.
 """
 
 from __future__ import annotations
 
-import json
 import math
-import os
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,7 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import date
 from itertools import product
-from pathlib import Path
+from multiprocessing.connection import Connection
 from typing import Any
 
 import numpy as np
@@ -35,8 +31,8 @@ from autockpt.devices.random_states import all_random_states_kept
 from autockpt.errors import AutockptError, MeasurementError
 from autockpt.measuring.environment import environment_of
 from autockpt.measuring.failures import from_wire, letting_go, to_wire
-from autockpt.measuring.process import Child, ChildDied, ChildSilent, child_environment, last_lines
 from autockpt.policies.base import setting
+from autockpt.process import Child, ChildDied, ChildSilent, child_environment, last_lines
 from autockpt.schema.base import first_violation
 from autockpt.schema.hardware import Efficiency, Hardware
 
@@ -126,8 +122,8 @@ def measure_in_child(device: str | None, *, quick: bool, tell: Tell) -> Hardware
     device is too full, UsageError for a device that is not there.
     """
     wanted = get_device(device).environment
-    with tempfile.NamedTemporaryFile(prefix="autockpt-calibrate-", suffix=".log") as log:
-        child = Child(__name__, log=log, environment=child_environment(wanted))  # type: ignore[arg-type]
+    with tempfile.TemporaryFile() as log:
+        child = Child.spawn(__name__, log=log, environment=child_environment(wanted))
         try:
             child.send({"device": device, "quick": quick}, PATIENCE)
             while True:
@@ -139,32 +135,28 @@ def measure_in_child(device: str | None, *, quick: bool, tell: Tell) -> Hardware
                 else:
                     return Hardware.model_validate(answer["hardware"])
         except (ChildDied, ChildSilent) as error:
-            said = last_lines(Path(log.name))
+            said = last_lines(log)
             raise MeasurementError(
                 f"measuring ended early ({error or 'no sign of life'})" + (f":\n{said}" if said else ""),
                 remedy="Try --quick, or another device.",
             ) from None
         finally:
-            child.kill()
+            child.close()
 
 
-def main(reads: int, writes: int) -> None:
+def main(descriptor: int) -> None:
     """Entry of the child."""
-    with os.fdopen(reads) as requests, os.fdopen(writes, "w") as answers:
-
-        def answer(**data: Any) -> None:
-            print(json.dumps(data), file=answers, flush=True)
-
-        request = json.loads(requests.readline())
+    with Connection(descriptor) as parent:
+        request = parent.recv()
         try:
             device = get_device(request["device"])
             make_current(device)
             sizes, repeats = CPU if device.kind == "cpu" else ACCELERATOR, 3 if request["quick"] else 9
             with all_random_states_kept(), letting_go(device, "measuring the machine"):
-                found = measure(device, sizes, repeats, lambda what: answer(tell=what))
-            answer(hardware=described(found).model_dump(mode="json"))
+                found = measure(device, sizes, repeats, lambda what: parent.send({"tell": what}))
+            parent.send({"hardware": described(found).model_dump(mode="json")})
         except AutockptError as error:
-            answer(error=to_wire(error))
+            parent.send({"error": to_wire(error)})
 
 
 def measure(device: Device, sizes: Sizes, repeats: int, tell: Tell) -> Measured:
@@ -449,7 +441,3 @@ def _share(value: float) -> float:
 def _rounded(value: float) -> float:
     """Four significant digits: no more is known."""
     return round(value, 3 - math.floor(math.log10(abs(value)))) if value else value
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]))

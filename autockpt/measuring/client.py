@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,8 +14,8 @@ from autockpt.devices import get_device
 from autockpt.errors import AutockptError, DeviceOutOfMemory, MeasurementError, TimeLimitReached, how_it_ended
 from autockpt.measuring.base import Choices, Measurer
 from autockpt.measuring.failures import from_wire
-from autockpt.measuring.process import Child, ChildDied, ChildSilent, child_environment, last_lines
 from autockpt.policies.base import setting
+from autockpt.process import Child, ChildDied, ChildSilent, child_environment, last_lines
 from autockpt.schema.choices import dump_choices
 from autockpt.schema.device import Environment
 from autockpt.schema.files import ScratchFolder
@@ -113,7 +113,7 @@ class WorkerMeasurer(Measurer):
         """Give the device back: end the worker until the next request, which starts a new one."""
         child, self._child, self._starting = self._child, None, False
         if child is not None:
-            child.kill()
+            child.close()
 
     def close(self) -> None:
         """End the worker. May be called more than once."""
@@ -130,7 +130,7 @@ class WorkerMeasurer(Measurer):
         """Start a worker and tell it what to build, without waiting for it."""
         try:
             with self.log_path.open("ab") as log:
-                self._child = Child(_MODULE, log=log, environment=child_environment(self._wanted))
+                self._child = Child.spawn(_MODULE, log=log, environment=child_environment(self._wanted))
         except OSError as error:
             raise MeasurementError(f"the worker process could not be started: {error}") from None
         with self._in_words(starting=True):
@@ -210,11 +210,13 @@ class WorkerMeasurer(Measurer):
                     remedy="Close other programs, or try a smaller batch or budget.",
                 ) from None
             raise MeasurementError(
-                f"the worker process ended while {doing} ({how_it_ended(death.code)})",
+                f"the worker process ended while {doing} ({how_it_ended(death.code or 0)})",
                 remedy=f"Run the step by itself to see whether it ends a process there, too. {self._printed()}",
             ) from None
 
     def _printed(self) -> str:
         """The end of what the worker printed."""
-        lines = last_lines(self.log_path)
+        lines = ""
+        with suppress(OSError), self.log_path.open("rb") as log:
+            lines = last_lines(log)
         return f"The last it printed:\n{lines}" if lines else "It printed nothing."

@@ -11,7 +11,7 @@ from contextlib import suppress
 from importlib import metadata
 
 from autockpt.devices import Device, get_device
-from autockpt.measuring.process import child_environment
+from autockpt.process import child_environment
 from autockpt.schema.device import ALLOCATOR_SETTINGS, Environment
 
 _PACKAGES = ("autockpt", "torch", "transformers", "optuna")

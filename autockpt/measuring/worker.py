@@ -1,6 +1,6 @@
-"""The worker process: holds one workload on one device and measures what it is asked to, until its pipe ends.
+"""The worker process: holds one workload on one device and measures what it is asked to, until its connection ends.
 
-``python -m autockpt.measuring.worker READ_FD WRITE_FD``. Messages are JSON lines. Requests are ``{"verb", ...}``,
+Messages are JSON-able dicts. Requests are ``{"verb", ...}``,
 ``start`` first, one at a time; answers are ``{"result"}`` or ``{"error"}``, and ``{"beat"}`` before is a sign of life.
 """
 
@@ -9,13 +9,13 @@ from __future__ import annotations
 import json
 import os
 import queue
-import select
 import signal
 import sys
 import threading
 import traceback
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -100,25 +100,18 @@ class Worker:
         self._answer({"beat": word})
 
 
-def main() -> None:
-    """Serve the pipes named on the command line until they end."""
+def main(descriptor: int) -> None:
+    """Serve the connection until it ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C is the parent's to act on
     with suppress(OSError):  # where the system runs out of memory, it should end this and not the parent with results
         Path("/proc/self/oom_score_adj").write_text("1000")
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # where a user's factory lies
-    reads, writes = int(sys.argv[1]), int(sys.argv[2])
-    for pipe in (reads, writes):
-        os.set_inheritable(pipe, False)
+    os.set_inheritable(descriptor, False)
+    connection = Connection(descriptor)
     requests: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
-    threading.Thread(target=_listen, args=(reads, os.getppid(), requests.put), daemon=True).start()
-
-    def answer(message: dict[str, Any]) -> None:
-        data = memoryview(json.dumps(message).encode() + b"\n")
-        while data:
-            data = data[os.write(writes, data) :]
-
-    worker = Worker(answer)
+    threading.Thread(target=_listen, args=(connection, os.getppid(), requests.put), daemon=True).start()
+    worker = Worker(connection.send)
 
     def serve() -> None:
         while worker.serve(requests.get()):
@@ -129,18 +122,12 @@ def main() -> None:
     os._exit(1)
 
 
-def _listen(pipe: int, parent: int, put: Callable[[dict[str, Any]], None]) -> None:
-    """Hand on requests; when the pipe ends or the parent is gone, end this process whatever it is doing."""
-    buffer = b""
-    while os.getppid() == parent:
-        if not select.select([pipe], [], [], _PARENT_SECONDS)[0]:
-            continue
-        data = os.read(pipe, 1 << 16)
-        if not data:
-            break
-        *lines, buffer = (buffer + data).split(b"\n")
-        for line in lines:
-            put(json.loads(line))
+def _listen(connection: Connection, parent: int, put: Callable[[dict[str, Any]], None]) -> None:
+    """Hand on requests; when the connection ends or the parent is gone, end this process whatever it is doing."""
+    with suppress(EOFError, OSError):
+        while os.getppid() == parent:
+            if connection.poll(_PARENT_SECONDS):
+                put(connection.recv())
     os._exit(0)
 
 
@@ -159,7 +146,3 @@ def _explained(error: BaseException, request: Mapping[str, Any]) -> AutockptErro
             remedy="The traceback is in the worker's log.",
         )
     return explain(error, "building the model and batch" if request["verb"] == "start" else "a step of the workload")
-
-
-if __name__ == "__main__":
-    main()

@@ -10,11 +10,9 @@ import faulthandler
 import gc
 import mmap
 import os
-import pickle
 import signal
 import sys
 import tempfile
-import time
 from collections.abc import Callable
 from functools import partial
 from multiprocessing.connection import Connection
@@ -25,6 +23,7 @@ import torch
 
 from autockpt.callstack import with_room
 from autockpt.errors import AutockptError, GhostError
+from autockpt.process import wait
 from autockpt.schema.workload import WorkloadSpec
 from autockpt.tracing.assemble import Source
 from autockpt.tracing.kernels.cuda_kernels import Capability
@@ -99,14 +98,11 @@ def _build(build: Build | None, run: TracedRun) -> None:
         run.build(*build)
 
 
-def main(socket: int, note: int, log: int) -> None:
-    """Entry of a child that was started afresh: the first message is a pickled (source, threads, spec, device,
-    capability)."""
-    for stream in (1, 2):
-        os.dup2(log, stream)
+def main(socket: int, note: int) -> None:
+    """Entry of a child that was started afresh: the first message is (source, threads, spec, device, capability)."""
     connection = Connection(socket)
     with contextlib.suppress(EOFError, OSError):
-        source, threads, *build = pickle.loads(connection.recv_bytes())
+        source, threads, *build = connection.recv()
         with_room(lambda: serve(connection, Note(note), source, threads, lambda run: run.build(*build)))
     os._exit(0)
 
@@ -202,18 +198,3 @@ class Note:
         self._page.close()
         if self._file is not None:
             self._file.close()
-
-
-def wait(pid: int, seconds: float) -> int | None:
-    """The exit status of a child that is about to end; None where it does not within the time."""
-    deadline = time.monotonic() + seconds
-    while True:
-        try:
-            done, status = os.waitpid(pid, os.WNOHANG)
-        except ChildProcessError:
-            return 0
-        if done:
-            return status
-        if time.monotonic() > deadline:
-            return None
-        time.sleep(0.005)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 from datetime import date
+from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from autockpt.cost import calibrate, probes
 from autockpt.cost.calibrate import Measured, Product, described, fit_traffic
 from autockpt.devices import get_device
 from autockpt.errors import MeasurementError, UsageError
+from autockpt.measuring.failures import from_wire
 from autockpt.schema.device import DeviceInfo, Environment
 from autockpt.schema.hardware import dump_hardware
 from autockpt.shipped import load_hardware
@@ -153,11 +155,10 @@ def test_a_child_that_dies_is_an_error_with_its_last_words(monkeypatch: pytest.M
 
 
 def test_an_error_in_the_child_keeps_its_class() -> None:
-    reads, requests = os.pipe()
-    answers, writes = os.pipe()
-    os.write(requests, b'{"device": "tpu", "quick": true}\n')
-    os.close(requests)
-    calibrate.main(reads, writes)
-    said = os.read(answers, 10000).decode()
-    os.close(answers)
-    assert '"UsageError"' in said and "unknown device" in said
+    ours, theirs = Pipe()
+    with ours:
+        ours.send({"device": "tpu", "quick": True})
+        calibrate.main(os.dup(theirs.fileno()))
+        error = from_wire(ours.recv()["error"])
+    theirs.close()
+    assert isinstance(error, UsageError) and "unknown device" in error.message

@@ -32,7 +32,7 @@ def plans(tracer: Tracer) -> list[dict[str, object]]:
 
 
 def processes(tracer: Tracer) -> list[int]:
-    return [process._pid for process in tracer._backend._processes]
+    return [process.child.pid for process in tracer._backend._processes]
 
 
 @pytest.mark.slow

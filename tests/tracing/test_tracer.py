@@ -386,7 +386,7 @@ def test_the_child_ends_with_its_parent() -> None:
         "from tests.tracing.test_tracer import workload\n"
         "from autockpt.tracing import Tracer\n"
         "tracer = Tracer.from_step(workload())\n"
-        "print(tracer._backend._processes[0]._pid, flush=True)\n"
+        "print(tracer._backend._processes[0].child.pid, flush=True)\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"
     )
     _, output = run_in_another_process(program)
