@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from autockpt.errors import AutockptError
-    from autockpt.history.openrun import Run, open_run
     from autockpt.integrations.transformers import AutockptCallback
     from autockpt.public import estimate, explain, report, search, trace, verify
     from autockpt.runtime import apply
     from autockpt.schema.plan import Plan
+    from autockpt.schema.runs import Run, open_run
     from autockpt.workload import Step
     from autockpt.workload.lengths import lengths_of
 
@@ -28,13 +28,13 @@ _HOME = {
     "AutockptCallback": "autockpt.integrations.transformers",
     "AutockptError": "autockpt.errors",
     "Plan": "autockpt.schema.plan",
-    "Run": "autockpt.history.openrun",
+    "Run": "autockpt.schema.runs",
     "Step": "autockpt.workload",
     "apply": "autockpt.runtime",
     "estimate": "autockpt.public",
     "explain": "autockpt.public",
     "lengths_of": "autockpt.workload.lengths",
-    "open_run": "autockpt.history.openrun",
+    "open_run": "autockpt.schema.runs",
     "report": "autockpt.public",
     "search": "autockpt.public",
     "trace": "autockpt.public",

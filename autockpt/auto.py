@@ -155,7 +155,7 @@ def start() -> ModelWatch | None:
         if not path:
             _say(f"neither {VARIABLE} nor {BUDGET} is set, so `import autockpt.auto` does nothing.")
             return None
-        from autockpt.history.trialplan import plan_at
+        from autockpt.schema.runs import plan_at
 
         watch = ModelWatch(plan_at(Path(path)), path)
     except AutockptError as error:

@@ -21,8 +21,6 @@ from autockpt.analysis.page import write_page
 from autockpt.analysis.subject import ExplainRequest, budget_for, hardware_for
 from autockpt.analysis.verify import verify as verified
 from autockpt.errors import UsageError
-from autockpt.history.rundir import RunDirectory
-from autockpt.history.trialplan import plan_at
 from autockpt.progress import listener
 from autockpt.schema import (
     Budget,
@@ -40,6 +38,7 @@ from autockpt.schema.explanation import Explanation
 from autockpt.schema.lengths import Lengths
 from autockpt.schema.plan import CompileMode
 from autockpt.schema.request import TRIALS
+from autockpt.schema.runs import RunDirectory, plan_at
 from autockpt.terminal import console
 from autockpt.tracing import trace as traced
 from autockpt.tuning import answer, search_request

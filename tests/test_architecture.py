@@ -20,7 +20,7 @@ SOURCE = ROOT / "autockpt"
 # Imports point to a lower layer only; packages of one layer do not import one another.
 LAYERS = (
     ("errors", "schema", "callstack", "collector", "process", "signals"),
-    ("solvers", "devices", "history", "shipped"),
+    ("solvers", "devices", "shipped"),
     ("checkpointing", "terminal", "progress"),
     ("policies", "workload"),
     ("runtime",),
@@ -39,7 +39,6 @@ WITHOUT = {
     "errors": ("torch", "numpy", "scipy", "optuna", "transformers", "pydantic", "rich"),
     "schema": ("torch", "numpy", "scipy", "optuna", "transformers", "rich"),
     "solvers": ("torch", "optuna", "transformers"),
-    "history": ("torch", "optuna", "transformers"),
     "terminal": ("torch", "optuna", "transformers"),
     "progress": ("torch", "optuna", "transformers"),
 }

@@ -12,9 +12,9 @@ from html import escape
 
 from markupsafe import Markup
 
-from autockpt.history.trials import undominated
 from autockpt.schema import format_binary, words
 from autockpt.schema.explanation import Curve
+from autockpt.schema.runs import undominated
 
 
 class Axis:

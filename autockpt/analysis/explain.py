@@ -29,8 +29,6 @@ from autockpt.analysis.why import Answers, Neighbours, Recorded, budget_steps, r
 from autockpt.cost import said_of
 from autockpt.devices import host_bytes_of, said_of_host
 from autockpt.errors import AutockptError, RunDirectoryError, UsageError
-from autockpt.history.rundir import RunDirectory
-from autockpt.history.trials import undominated
 from autockpt.schema import (
     SAVE,
     Budget,
@@ -52,6 +50,7 @@ from autockpt.schema import (
 from autockpt.schema.choices import OFFLOAD, Offload, RecomputeOffload
 from autockpt.schema.device import WITHOUT_STREAMS
 from autockpt.schema.explanation import Bargain, Explanation, Front, Largest, Reach
+from autockpt.schema.runs import RunDirectory, undominated
 from autockpt.schema.step_note import step_note
 from autockpt.tuning.estimates import remark
 from autockpt.tuning.targets.shallow_twin import calls_per_candidate

@@ -22,7 +22,6 @@ from autockpt.analysis.explain import explain_run
 from autockpt.analysis.holdings import StepBytes, curve
 from autockpt.analysis.sentences import basis_mark, choice_words, place_words, rates, reason_words
 from autockpt.errors import RunDirectoryError
-from autockpt.history.rundir import RunDirectory
 from autockpt.schema import SAVE, Comparison, Plan, ResolvedBudget, SearchOutcome, Trial, format_binary, words
 from autockpt.schema.choices import legend
 from autockpt.schema.explanation import Curve, Explanation
@@ -32,6 +31,7 @@ from autockpt.schema.names import outermost
 from autockpt.schema.outlook import Outlook
 from autockpt.schema.planview import choice_lines, set_lines
 from autockpt.schema.remedy import INEXACT
+from autockpt.schema.runs import RunDirectory
 from autockpt.schema.step_note import step_note
 
 PAGE = "report.html"

@@ -11,11 +11,10 @@ from typing import Any, cast
 
 from autockpt.analysis.subject import OTHER_WORKLOAD, made_for
 from autockpt.errors import AutockptError, ConflictError, DeviceOutOfMemory, PlanError, RerunMismatch
-from autockpt.history.statistics import Interval, ratio_interval
-from autockpt.history.statistics import judge as judge_interval
-from autockpt.history.trialplan import plan_file
 from autockpt.measuring import LocalMeasurer, Measurer, WorkerMeasurer
 from autockpt.measuring.base import beats_counted
+from autockpt.measuring.statistics import Interval, ratio_interval
+from autockpt.measuring.statistics import judge as judge_interval
 from autockpt.policies import POLICIES
 from autockpt.policies.selective import kept_by
 from autockpt.runtime import Observation, Proof, UnitRuns, judge, observe_reference
@@ -24,6 +23,7 @@ from autockpt.schema.graph import Unit
 from autockpt.schema.known import ALL, NONE, known_plans
 from autockpt.schema.plan import Plan
 from autockpt.schema.request import Listener, Silence
+from autockpt.schema.runs import plan_file
 from autockpt.schema.sizes import format_bytes
 from autockpt.schema.trial import Measurement
 from autockpt.schema.verification import Check, CheckState, VerifyReport

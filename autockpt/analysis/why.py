@@ -7,10 +7,10 @@ from collections.abc import Mapping
 
 from autockpt.analysis.subject import ExplainRequest
 from autockpt.cost import CostModel
-from autockpt.history.rundir import RunDirectory
 from autockpt.schema import Assignment, Choice, Prediction, Profile, ResolvedBudget, format_binary, plan_hash
 from autockpt.schema.explanation import BudgetStep, Reach, Why
 from autockpt.schema.known import NONE, known_plans
+from autockpt.schema.runs import RunDirectory
 from autockpt.solvers import Checked, refine, refine_segmented
 from autockpt.solvers.refine import Offsets, solved
 

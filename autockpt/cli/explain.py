@@ -62,7 +62,7 @@ def explain(
     from autockpt.analysis.explain import explain as explained
     from autockpt.analysis.explain import explain_run
     from autockpt.analysis.subject import ExplainRequest, budget_for, hardware_for, step_graph
-    from autockpt.history.trialplan import plan_at
+    from autockpt.schema.runs import plan_at
 
     loaded = plan_at(plan) if plan is not None else None
     as_planned = not (workload or device or hardware or limits or ops) and seed is None

@@ -23,9 +23,9 @@ def export(
     For trainers that cannot apply a plan: their activation checkpointing set as near to the plan as it goes, without
     keeping more in memory where that can be avoided. What is lost is listed with it.
     """
-    from autockpt.history.trialplan import plan_at
     from autockpt.integrations.export import export as nearest
     from autockpt.schema.files import write_file
+    from autockpt.schema.runs import plan_at
 
     exported = nearest(plan_at(plan), to)
     if out is not None:

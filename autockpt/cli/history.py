@@ -12,8 +12,8 @@ from autockpt.cli.options import RUNS_FOLDER, arg, flag, opt, run_at
 from autockpt.errors import PlanError, RunDirectoryError, UsageError
 
 if TYPE_CHECKING:
-    from autockpt.history.rundir import RunDirectory
     from autockpt.schema import Trial
+    from autockpt.schema.runs import RunDirectory
 
 
 @guarded
@@ -46,7 +46,7 @@ def history(
 
 
 def _print_run(run: RunDirectory, best_count: int | None, as_json: bool) -> None:
-    from autockpt.history.trials import best, pareto_front
+    from autockpt.schema.runs import best, pareto_front
 
     trials = run.trials()
     front = pareto_front(trials)
@@ -96,8 +96,7 @@ def _sets(run: RunDirectory) -> list[str]:
 
 
 def _print_trial(run: RunDirectory, number: int, plan_out: Path | None, as_json: bool) -> None:
-    from autockpt.history.rundir import BY_LENGTH, PLAN
-    from autockpt.history.trialplan import plan_of_trial, trial_of
+    from autockpt.schema.runs import BY_LENGTH, PLAN, plan_of_trial, trial_of
 
     if plan_out is not None and plan_out.resolve() in (run.path.resolve() / name for name in (PLAN, BY_LENGTH)):
         raise UsageError(f"{plan_out} is where the run keeps its own answer", remedy="Give another --plan-out.")
@@ -121,7 +120,7 @@ def _print_trial(run: RunDirectory, number: int, plan_out: Path | None, as_json:
 def _in_short(run: RunDirectory) -> tuple[dict[str, Any], Trial | None]:
     """One run in a few facts, and its fastest trial that fits."""
     from autockpt.cli.history_table import when
-    from autockpt.history.trials import best
+    from autockpt.schema.runs import best
 
     trials = run.trials()
     fastest = next(iter(best(trials, 1)), None)
@@ -136,14 +135,14 @@ def _in_short(run: RunDirectory) -> tuple[dict[str, Any], Trial | None]:
 
 def _with_best(facts: dict[str, Any], fastest: Trial | None) -> dict[str, Any]:
     """The same for other programs, with that trial's numbers."""
-    from autockpt.history.openrun import row
+    from autockpt.schema.runs import row
 
     return facts | {"best": row(fastest) if fastest is not None else None}
 
 
 def _list_runs(out: Path, as_json: bool) -> None:
     """A row per run in a folder, oldest first; damaged ones named rather than hidden."""
-    from autockpt.history.rundir import RunDirectory
+    from autockpt.schema.runs import RunDirectory
 
     runs: list[tuple[dict[str, Any], Trial | None]] = []
     for path in sorted(p for p in out.glob("*_*_*_*") if p.is_dir()):

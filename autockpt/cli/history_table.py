@@ -11,11 +11,11 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from autockpt.history.trials import measurements
 from autockpt.progress import FITS, STATES
 from autockpt.schema import Measurement, Trial, format_binary, format_bytes, words
 from autockpt.schema.known import legend_of_names
 from autockpt.schema.names import fold
+from autockpt.schema.runs import measurements
 from autockpt.terminal import heading, plain_table, print_legend, simulated
 
 UNJUDGED = "not known: the budget was not known in bytes yet"

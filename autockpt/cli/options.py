@@ -14,8 +14,8 @@ import typer
 from autockpt.errors import UsageError
 
 if TYPE_CHECKING:
-    from autockpt.history.rundir import RunDirectory
     from autockpt.schema import Hardware, WorkloadSpec
+    from autockpt.schema.runs import RunDirectory
 
 
 def opt(usage: str, help: str, default: Any = None, **settings: Any) -> Any:
@@ -187,7 +187,7 @@ def named_hardware(name: str | None) -> Hardware | None:
 
 def run_at(run: Path, out: Path) -> RunDirectory:
     """The run of a directory, or of a name in the folder of runs. Raises RunDirectoryError where there is none."""
-    from autockpt.history.rundir import RunDirectory
+    from autockpt.schema.runs import RunDirectory
 
     known = not run.exists() and len(run.parts) == 1 and (out / run).exists()
     return RunDirectory.open(out / run if known else run)

@@ -125,8 +125,8 @@ def search(
     measured.
     """
     from autockpt.cli.answer_table import print_answer, print_batches
-    from autockpt.history.trialplan import plan_at
     from autockpt.schema import SearchOutcome
+    from autockpt.schema.runs import plan_at
     from autockpt.shipped import load_space
     from autockpt.tuning import answer, search_request
 
@@ -265,7 +265,7 @@ def _write_page(outcome: SearchOutcome) -> None:
         return
     try:
         from autockpt.analysis.page import PAGE, write_page
-        from autockpt.history.rundir import RunDirectory
+        from autockpt.schema.runs import RunDirectory
         from autockpt.tracing.tracer import uncollected
 
         page, answer = run / PAGE, run / "outcome.json"

@@ -32,7 +32,7 @@ def verify(
     In a fresh process: gradients equal to plain training's, ops recomputed as planned, peak and step time as promised.
     Options that are not given are those that the plan was made with. Exits with 4 where a promise is not kept.
     """
-    from autockpt.history.trialplan import plan_at
+    from autockpt.schema.runs import plan_at
 
     spec = workload_spec(workload, base=plan_at(plan).workload, seed=seed)
     from autockpt.analysis.verify import verify as run_verification

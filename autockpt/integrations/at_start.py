@@ -14,7 +14,6 @@ from tqdm.auto import tqdm
 
 from autockpt import errors
 from autockpt.errors import AutockptError, UsageError
-from autockpt.history.trialplan import plan_at
 from autockpt.integrations.rows import OWN, batch_of_longest, largest_batch, lengths_here
 from autockpt.progress import describe_numbers
 from autockpt.runtime import Handle, apply
@@ -23,6 +22,7 @@ from autockpt.schema.arguments import python_door
 from autockpt.schema.batches import BatchAnswer
 from autockpt.schema.plan import Plan
 from autockpt.schema.request import Listener, SearchOutcome, SearchRequest
+from autockpt.schema.runs import plan_at
 from autockpt.tuning import answer, search_request
 from autockpt.tuning.batches import NOTES
 from autockpt.tuning.door import refuse_two_questions

@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from autockpt.devices import Device, Peak
 from autockpt.devices.cuda_pinned import pinned_memory_kept
 from autockpt.errors import MeasurementError
-from autockpt.history.statistics import noise
 from autockpt.measuring import conditions
 from autockpt.measuring.base import TIMED_CYCLE, Choices
 from autockpt.measuring.compiled import SETTLING, Compiler
 from autockpt.measuring.failures import letting_go
+from autockpt.measuring.statistics import noise
 from autockpt.runtime import Observation, Session, attach, observe, without_kv_cache
 from autockpt.schema.choices import SAVE
 from autockpt.schema.plan import plan_hash

@@ -14,7 +14,6 @@ from autockpt.checkpointing.divergence import Mode
 from autockpt.devices import get_device
 from autockpt.devices.accelerator import AcceleratorDevice
 from autockpt.errors import ConflictError, PlanError, UsageError
-from autockpt.history.trialplan import plan_at
 from autockpt.policies.base import device_of
 from autockpt.runtime.adaptive import Adaptive, Move, leaner_choices, meter_of
 from autockpt.runtime.by_batch import BatchSets, attach_sets
@@ -24,6 +23,7 @@ from autockpt.runtime.proving import Proof
 from autockpt.runtime.session import Session, attach, without_kv_cache
 from autockpt.schema.choices import Choice
 from autockpt.schema.plan import Plan
+from autockpt.schema.runs import plan_at
 from autockpt.schema.sizes import parse_budget
 from autockpt.workload.losses import default_loss
 from autockpt.workload.step import weights_dtype

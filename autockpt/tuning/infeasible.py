@@ -8,11 +8,11 @@ from dataclasses import replace
 
 from autockpt.cost import CostModel, uniform_graphs
 from autockpt.errors import InfeasibleError
-from autockpt.history.rundir import RunDirectory
 from autockpt.schema import SAVE, Choice, Graph, ResolvedBudget, SearchRequest, format_bytes
 from autockpt.schema.choices import CHUNKED_SOFTMAX, ChunkedLoss
 from autockpt.schema.outlook import Outlook
 from autockpt.schema.remedy import INEXACT, SMALLER, Alternative
+from autockpt.schema.runs import RunDirectory
 from autockpt.tuning.alternatives import SORTS, alternatives
 from autockpt.tuning.opening import LEANEST_CHUNKS, Traced, blocks_of
 from autockpt.tuning.outlook import ghost_runs

@@ -16,13 +16,13 @@ from typing import Any
 import numpy as np
 
 from autockpt.errors import TimeLimitReached, UsageError
-from autockpt.history.rundir import BY_LENGTH, RunDirectory
 from autockpt.policies.offload import MOVING
 from autockpt.runtime.compiled import compiled_as
 from autockpt.schema import Budget, Listener, Plan, SearchOutcome, SearchRequest, SearchSpace, words
 from autockpt.schema.choices import SAVE
 from autockpt.schema.known import NONE
 from autockpt.schema.lengths import Lengths
+from autockpt.schema.runs import BY_LENGTH, RunDirectory
 from autockpt.schema.sets import When
 from autockpt.tuning.question import Clock
 from autockpt.tuning.record import save_plan_copy

@@ -8,11 +8,11 @@ from typing import Any
 
 from autockpt.cost import CostModel, forget_op_times
 from autockpt.devices import said_of_host
-from autockpt.history.rundir import RunDirectory
 from autockpt.schema import SAVE, Choice, Prediction, SearchRequest, StageTime, Trial, Unit, format_bytes
 from autockpt.schema.known import ALL, OURS
 from autockpt.schema.plan import Comparison, Plan, Verdict, plan_hash
 from autockpt.schema.request import FinishedSearch, SearchOutcome
+from autockpt.schema.runs import RunDirectory
 from autockpt.schema.step_note import step_note
 from autockpt.tuning.loop import SearchResult
 from autockpt.tuning.outlook import look_around, trade

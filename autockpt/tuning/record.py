@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from autockpt.errors import PlanError, RunDirectoryError, UsageError
-from autockpt.history.rundir import RunDirectory
 from autockpt.measuring.environment import environment_without_context
 from autockpt.schema import question_hash
 from autockpt.schema.files import unwritable
 from autockpt.schema.request import SearchOutcome, SearchRequest
+from autockpt.schema.runs import RunDirectory
 from autockpt.tuning.outcome import plain
 from autockpt.tuning.targets.base import Prepared
 from autockpt.tuning.targets.simulated import simulated_environment

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autockpt.history.statistics import Interval, judge, noise, ratio_interval
+from autockpt.measuring.statistics import Interval, judge, noise, ratio_interval
 from autockpt.schema import Choice, Measurement, Trial
 
 WITHIN = 0.005

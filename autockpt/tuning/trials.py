@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 
-from autockpt.history.rundir import RunDirectory
 from autockpt.schema import SAVE, Choice, Measurement, Prediction, ResolvedBudget, Trial, TrialState, plan_hash
+from autockpt.schema.runs import RunDirectory
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from autockpt.history.rundir import RunDirectory
 from autockpt.schema import (
     RECOMPUTE,
     SAVE,
@@ -28,6 +27,7 @@ from autockpt.schema import (
     plan_hash,
 )
 from autockpt.schema.profile import MenuItem
+from autockpt.schema.runs import RunDirectory
 from tests.samples import MATMUL, small_graph
 
 DEVICE = DeviceInfo(kind="cpu", name="a processor", capacity_bytes=2**34)

@@ -7,11 +7,10 @@ from pathlib import Path
 import pytest
 
 from autockpt.analysis.explain import explain_run
-from autockpt.history.rundir import RunDirectory
-from autockpt.history.trialplan import plan_at
 from autockpt.schema import OFFLOAD, RECOMPUTE, SAVE, Prediction, WorkloadSpec
 from autockpt.schema.explanation import Explanation
 from autockpt.schema.outlook import GhostAnswer, Outlook
+from autockpt.schema.runs import RunDirectory, plan_at
 from tests.analysis.samples import BUDGET, make_run, plan_of
 from tests.samples import small_graph
 

@@ -8,10 +8,10 @@ import pytest
 from autockpt.analysis.page import contents_of, run_page, without_paths, write_page
 from autockpt.cost.roofline import environment_of_hardware
 from autockpt.errors import RunDirectoryError
-from autockpt.history.rundir import RunDirectory
 from autockpt.schema import OFFLOAD, RECOMPUTE, FinishedSearch, Measurement, WorkloadSpec, words
 from autockpt.schema.known import NUMBERED
 from autockpt.schema.outlook import Outlook
+from autockpt.schema.runs import RunDirectory
 from autockpt.schema.step_note import step_note
 from autockpt.shipped import load_hardware
 from tests.analysis.samples import make_run, plan_of, trials, tried

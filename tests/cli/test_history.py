@@ -5,11 +5,10 @@ from pathlib import Path
 import pytest
 
 from autockpt.errors import RunDirectoryError
-from autockpt.history.rundir import BY_LENGTH, RunDirectory
-from autockpt.history.trialplan import plan_at, plan_file
 from autockpt.schema import RECOMPUTE
 from autockpt.schema.outlook import Outlook
 from autockpt.schema.plan import Plan
+from autockpt.schema.runs import BY_LENGTH, RunDirectory, plan_at, plan_file
 from tests.samples import trial
 
 

@@ -33,10 +33,10 @@ import torch
 import transformers
 
 from autockpt.devices import get_device
-from autockpt.history.rundir import RunDirectory
-from autockpt.history.statistics import Interval
 from autockpt.measuring import StepRunner, environment_of
+from autockpt.measuring.statistics import Interval
 from autockpt.schema import RECOMPUTE, SAVE, Choice, Silence
+from autockpt.schema.runs import RunDirectory
 from autockpt.shipped import load_space
 from autockpt.tuning.batches import search_batch_sizes
 from autockpt.tuning.door import search_request

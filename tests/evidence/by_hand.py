@@ -22,9 +22,8 @@ from typing import Any, NamedTuple
 
 import transformers
 
-from autockpt.history.rundir import RunDirectory
-from autockpt.history.statistics import judge
 from autockpt.measuring import WorkerMeasurer
+from autockpt.measuring.statistics import judge
 from autockpt.schema import (
     OFFLOAD,
     RECOMPUTE,
@@ -38,6 +37,7 @@ from autockpt.schema import (
     plan_hash,
     words,
 )
+from autockpt.schema.runs import RunDirectory
 from autockpt.shipped import load_space
 from autockpt.tracing import Tracer
 from autockpt.tuning import run_search

@@ -15,8 +15,8 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
-from autockpt.history.statistics import judge
 from autockpt.measuring import WorkerMeasurer
+from autockpt.measuring.statistics import judge
 from autockpt.schema import Choice, SearchRequest, WorkloadSpec, parse_budget, parse_choice
 from autockpt.shipped import load_space
 from autockpt.tuning import run_search

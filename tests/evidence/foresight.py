@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from autockpt.cost import build_profile, measure_op_times, uniform_graphs
-from autockpt.history.statistics import Interval, ratio_interval
 from autockpt.measuring import WorkerMeasurer
+from autockpt.measuring.statistics import Interval, ratio_interval
 from autockpt.schema import RECOMPUTE, SAVE, Choice, WorkloadSpec, parse_choice
 from autockpt.schema.choices import searched_kinds
 from autockpt.tracing import Tracer

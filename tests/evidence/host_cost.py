@@ -29,7 +29,7 @@ import torch
 import transformers
 from torch.utils.checkpoint import checkpoint
 
-from autockpt.history.statistics import noise, ratio_interval
+from autockpt.measuring.statistics import noise, ratio_interval
 from autockpt.runtime import attach
 from autockpt.schema.choices import choice_kinds, from_label, label
 from tests.policies.zoo import objects_alive_after

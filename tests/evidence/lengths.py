@@ -43,7 +43,7 @@ import transformers
 import autockpt
 from autockpt.devices import get_device
 from autockpt.devices.transport import OffloadTransports
-from autockpt.history.statistics import ratio_interval
+from autockpt.measuring.statistics import ratio_interval
 from autockpt.runtime.by_batch import BatchSets
 from autockpt.runtime.session import Session
 from autockpt.schema.lengths import Lengths

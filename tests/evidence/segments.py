@@ -25,8 +25,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from autockpt.history.statistics import judge
 from autockpt.measuring import WorkerMeasurer
+from autockpt.measuring.statistics import judge
 from autockpt.schema import Choice, SearchOutcome, SearchRequest, WorkloadSpec, parse_budget
 from autockpt.schema.choices import searched_kinds
 from autockpt.shipped import load_hardware, load_space

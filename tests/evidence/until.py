@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from autockpt.history.statistics import Interval, ratio_interval
+from autockpt.measuring.statistics import Interval, ratio_interval
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,8 @@ from typing import Any
 
 from autockpt.cost import build_profile, measure_op_times, uniform_graphs
 from autockpt.errors import DeviceOutOfMemory
-from autockpt.history.statistics import median_interval, ratio_interval
 from autockpt.measuring import WorkerMeasurer
+from autockpt.measuring.statistics import median_interval, ratio_interval
 from autockpt.schema import Choice, Hardware, WorkloadSpec
 from autockpt.schema.choices import searched_kinds
 from autockpt.shipped import described_like

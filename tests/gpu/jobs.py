@@ -14,9 +14,9 @@ from typing import Any
 from torch import nn
 
 from autockpt.errors import AutockptError, DeviceOutOfMemory, InfeasibleError
-from autockpt.history.statistics import noise, ratio_interval
 from autockpt.measuring import StepRunner
 from autockpt.measuring.failures import device_lost
+from autockpt.measuring.statistics import noise, ratio_interval
 from autockpt.runtime import attach
 from autockpt.schema import WorkloadSpec, parse_choice
 from autockpt.schema.choices import CHUNKED_LOSS, dump_choice

@@ -9,7 +9,6 @@ from torch import nn
 
 import autockpt
 from autockpt.errors import ConflictError, PlanError, RunDirectoryError, UsageError, WorkloadError
-from autockpt.history.rundir import RunDirectory
 from autockpt.runtime import apply
 from autockpt.schema import (
     OFFLOAD,
@@ -22,6 +21,7 @@ from autockpt.schema import (
     WorkloadSpec,
 )
 from autockpt.schema.choices import CHUNKED_SOFTMAX
+from autockpt.schema.runs import RunDirectory
 from autockpt.workload import discover_units, fingerprint
 from tests.policies.zoo import CASES, Tally, assert_equal, plain, train
 

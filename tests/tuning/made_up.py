@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from optuna.samplers import RandomSampler
 
-from autockpt.history.rundir import RunDirectory
 from autockpt.schema import Choice, SearchRequest, Silence, parse_budget
 from autockpt.schema.choices import dump_choice
+from autockpt.schema.runs import RunDirectory
 from autockpt.shipped import load_space
 from autockpt.tuning.loop import Loop, SearchResult
 from autockpt.tuning.proposers import solver

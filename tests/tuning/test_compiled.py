@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from autockpt.errors import ConflictError, InfeasibleError, MeasurementError
-from autockpt.history.rundir import RunDirectory
 from autockpt.schema import (
     RECOMPUTE,
     SAVE,
@@ -23,6 +22,7 @@ from autockpt.schema import (
     parse_budget,
 )
 from autockpt.schema.choices import CompileBudget
+from autockpt.schema.runs import RunDirectory
 from autockpt.shipped import load_space
 from autockpt.tuning.loop import Loop
 from autockpt.tuning.proposers.splits import SplitProposer

@@ -13,8 +13,8 @@ import torch
 import transformers
 
 from autockpt.errors import RunDirectoryError
-from autockpt.history.rundir import RunDirectory
 from autockpt.schema import RECOMPUTE, Plan, SearchOutcome, SearchRequest, Silence, Trial, WorkloadSpec, parse_budget
+from autockpt.schema.runs import RunDirectory
 from autockpt.shipped import load_hardware, load_space
 from autockpt.tuning import run_search, search_request
 from autockpt.workload import Step

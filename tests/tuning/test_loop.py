@@ -11,9 +11,7 @@ from typing import Any
 import pytest
 
 from autockpt.errors import InfeasibleError, RunDirectoryError
-from autockpt.history.rundir import RunDirectory
-from autockpt.history.statistics import ratio_interval
-from autockpt.history.trials import best
+from autockpt.measuring.statistics import ratio_interval
 from autockpt.schema import (
     OFFLOAD,
     RECOMPUTE,
@@ -26,6 +24,7 @@ from autockpt.schema import (
     parse_choice,
     plan_hash,
 )
+from autockpt.schema.runs import RunDirectory, best
 from autockpt.tuning.proposers import solver
 from autockpt.tuning.question import Clock
 from autockpt.tuning.targets.real_steps import RealSteps

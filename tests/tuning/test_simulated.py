@@ -13,7 +13,6 @@ import torch
 from autockpt.analysis.page import run_page
 from autockpt.cost import simulated_memory
 from autockpt.errors import InfeasibleError
-from autockpt.history.rundir import RunDirectory
 from autockpt.schema import (
     OFFLOAD,
     RECOMPUTE,
@@ -25,6 +24,7 @@ from autockpt.schema import (
     parse_budget,
 )
 from autockpt.schema.hardware import Hardware
+from autockpt.schema.runs import RunDirectory
 from autockpt.shipped import load_hardware, load_space
 from autockpt.solvers import Refined, refine_segmented
 from autockpt.tracing import Tracer

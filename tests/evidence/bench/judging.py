@@ -6,7 +6,7 @@ import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 
-from autockpt.history.statistics import Interval, judge, noise, ratio_interval
+from autockpt.measuring.statistics import Interval, judge, noise, ratio_interval
 from autockpt.schema import ResolvedBudget, words
 from tests.evidence.bench.peers import OUR_OWN, OURS, PEERS, PLAIN
 from tests.evidence.bench.report import BenchLine, BenchRow, BudgetResult, Duel, Group, Ratio

@@ -14,7 +14,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from autockpt.history.rundir import RunDirectory
+from autockpt.schema.runs import RunDirectory
 from tests.evidence.bench.report import BenchRow
 
 

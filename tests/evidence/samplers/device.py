@@ -10,7 +10,7 @@ from typing import Any
 
 from autockpt.cost import CostModel, build_profile, uniform_graphs
 from autockpt.errors import DeviceOutOfMemory
-from autockpt.history.statistics import noise as noise_of
+from autockpt.measuring.statistics import noise as noise_of
 from autockpt.schema import Choice, DeviceInfo, Environment, Graph, Measurement, OpTimes, plan_hash
 from tests.cost.made_up import simulated
 from tests.evidence.samplers.family import Instance

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autockpt.history.statistics import (
+from autockpt.measuring.statistics import (
     Interval,
     judge,
     median_interval,

@@ -3,7 +3,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autockpt.history.trials import best, pareto_front
+from autockpt.schema.runs import best, pareto_front
 from autockpt.schema.trial import Measurement, Prediction, Trial
 
 

@@ -1,4 +1,4 @@
-"""The directory of one run: everything a search found out, written so that a kill at any moment loses nothing.
+"""Runs on disk: everything a search found out, written so that a kill at any moment loses nothing, and what it says.
 
 results/<model>_<device>_<budget>_<hash of the question>/
     question.json      what was asked          trials.jsonl      one line per trial, only ever appended to
@@ -17,25 +17,36 @@ from __future__ import annotations
 import errno
 import gzip
 import json
+import math
 import os
 import re
 import secrets
 import shlex
 import time
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
+from functools import cached_property
+from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal, Self, TypeVar
 
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from autockpt.errors import PlanError, RunDirectoryError, without_passwords
-from autockpt.schema import Environment, FinishedSearch, Graph, Plan, Profile, Trial, question_hash
+from autockpt.schema.arguments import python_door
 from autockpt.schema.base import first_violation
+from autockpt.schema.device import Environment
 from autockpt.schema.files import FULL, atomic_write, open_regular, read_regular, reason, set_aside, try_lock
+from autockpt.schema.graph import Graph, Unit
 from autockpt.schema.outlook import Outlook
+from autockpt.schema.plan import Plan
+from autockpt.schema.profile import Profile
+from autockpt.schema.request import FinishedSearch, question_hash
+from autockpt.schema.trial import Measurement, Trial
+from autockpt.schema.workload import WorkloadSpec
 
+T = TypeVar("T")
 M = TypeVar("M", bound=BaseModel)
 Step = Literal["plain", "recompute", "plan"]
 _QUESTION = "question.json"
@@ -432,12 +443,8 @@ def _remedy(error: OSError) -> str:
 @contextmanager
 def exclusive(path: Path) -> Iterator[None]:
     """Hold the lock file. Raises RunDirectoryError at once where another process holds it, naming that process."""
-    try:
+    with _explained(path):
         descriptor = open_regular(path, os.O_RDWR | os.O_CREAT)
-    except OSError as error:
-        raise RunDirectoryError(
-            f"{path} cannot be written: {reason(error)}", remedy="Remove it, or give another folder with --out."
-        ) from None
     try:
         if not try_lock(descriptor):
             holder = os.read(descriptor, 32).decode(errors="replace").strip() or "?"
@@ -450,3 +457,196 @@ def exclusive(path: Path) -> Iterator[None]:
         yield
     finally:
         os.close(descriptor)  # releases the lock, too
+
+
+# -- what the trials of a run say --------------------------------------------------------------------------------------
+
+
+def best(trials: Sequence[Trial], count: int = 1) -> list[Trial]:
+    """The ``count`` fastest plans that were measured (or simulated) and fit, fastest first."""
+    fitting = (t for t in trials if t.feasible and t.score is not None)
+    return sorted(fitting, key=lambda t: (t.score_seconds, t.number))[:count]
+
+
+def pareto_front(trials: Sequence[Trial]) -> list[Trial]:
+    """Measured (or simulated) plans that no other is both leaner and faster than, leanest first.
+
+    Over the budget or not: the front shows what another budget would buy. Of plans with equal numbers the first stays.
+    """
+    known = sorted((t for t in trials if t.score is not None), key=lambda t: t.number)
+    return undominated(known, lambda t: (t.score.peak_bytes if t.score else math.inf, t.score_seconds))
+
+
+def undominated(items: Iterable[T], cost: Callable[[T], tuple[float, float]]) -> list[T]:
+    """Items that no other beats in bytes or seconds (their ``cost``) without losing in the other, leanest first.
+
+    Of equal ones the first.
+    """
+    kept: list[T] = []
+    for item in sorted(items, key=cost):
+        if not kept or cost(item)[1] < cost(kept[-1])[1]:
+            kept.append(item)
+    return kept
+
+
+def measurements(readings: Sequence[Trial]) -> list[Measurement]:
+    """The different measurements among a trial's lines: it is written again, too, when it is judged."""
+    return [measured for measured, _ in groupby(t.measured for t in readings if t.measured is not None)]
+
+
+# -- plans of runs and of single trials --------------------------------------------------------------------------------
+
+
+def plan_at(path: Path) -> Plan:
+    """The plan of a file, or of a run's directory. Raises RunDirectoryError for a run without one."""
+    return Plan.load(plan_file(path))
+
+
+def plan_file(path: Path) -> Path:
+    """The file itself, or that of a run's answer: with its sets for smaller batches, where it has them."""
+    if not path.exists():
+        remedy = "Check the path: it is that of a plan's file or of a run's directory, not a model's name."
+        raise PlanError(f"there is no file {path}", remedy=remedy)
+    if not path.is_dir():
+        return path
+    run = RunDirectory.open(path)
+    if (found := run.answer_path) is not None:
+        return found
+    why, _, remedy = run.refusal().partition("\n")
+    if not why:
+        why, remedy = "its search has not come to its end", "The command in its command.txt continues it."
+    raise RunDirectoryError(f"{path} holds no plan: {why}", remedy=remedy)
+
+
+def trial_of(run: RunDirectory, number: int) -> Trial:
+    """A trial by its number. Raises RunDirectoryError where the run has none of that number."""
+    trials = {trial.number: trial for trial in run.trials()}
+    if number not in trials:
+        known = f"its trials are 0 to {max(trials)}" if trials else "nothing was tried yet"
+        raise RunDirectoryError(
+            f"{run.path} has no trial {number}: {known}", remedy=f"`autockpt history {run.path}` lists them."
+        )
+    return trials[number]
+
+
+def plan_of_trial(run: RunDirectory, trial: Trial) -> Plan:
+    """The trial's choices with the provenance of its run; ``source`` says whether steps were measured.
+
+    Raises RunDirectoryError where the run lacks the traced step, which tells the model's units.
+    """
+    graph, answer, finished = run.graph(), run.plan(), run.finished()
+    if graph is None:
+        raise RunDirectoryError(
+            f"{run.path} has no traced step, so its plans cannot be written",
+            remedy="Search again; compiled searches keep only the plan that they answered with.",
+        )
+    budget = answer.budget if answer is not None else finished.outcome.budget if finished is not None else None
+    over = budget is not None and trial.score is not None and trial.score.peak_bytes > budget.bytes
+    notes = (f"trial {trial.number} of {run.path.name}, {trial.name}",)
+    if over or not trial.feasible:
+        notes = (*notes, f"not the answer of that run: {trial.state.replace('_', ' ')}")
+    asked = run.question.get("workload")
+    workload = WorkloadSpec.model_validate(asked) if isinstance(asked, dict) else None
+    return Plan.create(
+        trial.choices,
+        [*graph.units, *_head(answer, trial, graph.units)],
+        model=answer.model.name if answer is not None else run.model,
+        fingerprint=str(run.question.get("model_fingerprint") or ""),
+        source="measured" if trial.measured else "simulated" if trial.predicted else "unmeasured",
+        workload=answer.workload if answer is not None else workload,
+        settings=answer.settings if answer is not None else {},
+        environment=run.environment(),
+        budget=budget,
+        host_budget_bytes=answer.host_budget_bytes if answer is not None else None,
+        predicted=trial.predicted,
+        measured=trial.measured,
+        baselines=answer.baselines if answer is not None else (),
+        notes=notes,
+    )
+
+
+def _head(answer: Plan | None, trial: Trial, units: tuple[Unit, ...]) -> list[Unit]:
+    """The output head that the trial has a choice for, where the run's answer tells its class."""
+    classes = answer.model.classes if answer is not None else {}
+    listed = {unit.name for unit in units}
+    return [
+        Unit(name=name, cls=classes[name], kind=0, role="head")
+        for name in trial.choices
+        if name not in listed and name in classes
+    ]
+
+
+# -- a run for people in Python --------------------------------------------------------------------------------------
+
+
+@python_door
+def open_run(path: str | Path) -> Run:
+    """The run in a directory that a search made. Raises RunDirectoryError where there is none."""
+    return Run(RunDirectory.open(path))
+
+
+class Run:
+    """What a search tried and found, as its directory says at the time of the first look. Bytes and seconds."""
+
+    def __init__(self, directory: RunDirectory) -> None:
+        self._directory = directory
+
+    def __repr__(self) -> str:
+        return f"<autockpt run {self.path.name}: {len(self.trials)} trials>"
+
+    @property
+    def path(self) -> Path:
+        """The run's directory."""
+        return self._directory.path
+
+    @property
+    def question(self) -> dict[str, Any]:
+        """What was asked: workload, budget, device, search space, versions."""
+        return dict(self._directory.question)
+
+    @cached_property
+    def trials(self) -> list[Trial]:
+        """All trials by number; what was measured more than once as it was measured last."""
+        return self._directory.trials()
+
+    @property
+    def pareto_front(self) -> list[Trial]:
+        """Trials that no other is both leaner and faster than, leanest first, whether they fit the budget or not."""
+        return pareto_front(self.trials)
+
+    @python_door
+    def best(self, count: int = 1) -> list[Trial]:
+        """The fastest plans that fit, fastest first; fewer where no more were tried."""
+        return best(self.trials, count)
+
+    @property
+    def plan(self) -> Plan | None:
+        """The answer of the search; None where there is none yet."""
+        return self._directory.plan()
+
+    @python_door
+    def plan_of(self, number: int) -> Plan:
+        """The plan of a trial. Raises RunDirectoryError for a number that the run does not have."""
+        return plan_of_trial(self._directory, trial_of(self._directory, number))
+
+
+def row(trial: Trial) -> dict[str, Any]:
+    """A trial in one row of plain values; None for what is not known."""
+    score, predicted, measured = trial.score, trial.predicted, trial.measured
+    return {
+        "number": trial.number,
+        "name": trial.name,
+        "encoding": trial.encoding,
+        "state": trial.state,
+        "feasible": trial.feasible,
+        "peak_bytes": score.peak_bytes if score is not None else None,
+        "step_seconds": score.step_seconds if score is not None else None,
+        "noise": measured.noise if measured is not None else None,
+        "steps": measured.steps if measured is not None else None,
+        "host_bytes": score.host_bytes if score is not None else None,
+        "predicted_peak_bytes": predicted.peak_bytes if predicted is not None else None,
+        "predicted_step_seconds": predicted.step_seconds if predicted is not None else None,
+        "plan_hash": trial.plan_hash,
+        "elapsed_seconds": trial.elapsed_seconds,
+        "message": trial.message,
+    }

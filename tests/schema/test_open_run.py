@@ -1,12 +1,11 @@
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
 
 import autockpt
-from autockpt.errors import RunDirectoryError, UsageError
+from autockpt.errors import RunDirectoryError
 from tests.analysis.samples import make_run
 
 
@@ -23,15 +22,3 @@ def test_a_run_in_python(tmp_path: Path) -> None:
         run.plan_of(9)
     with pytest.raises(RunDirectoryError):
         autockpt.open_run(tmp_path)
-
-
-def test_a_frame_where_pandas_is_there(tmp_path: Path) -> None:
-    pytest.importorskip("pandas", reason="a DataFrame needs pandas")
-    frame = autockpt.open_run(make_run(tmp_path).path).frame()
-    assert list(frame["number"]) == [0, 1, 2, 3] and frame.loc[1, "peak_bytes"] == 1700
-
-
-def test_without_pandas_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "pandas", None)
-    with pytest.raises(UsageError, match="needs pandas"):
-        autockpt.open_run(make_run(tmp_path).path).frame()

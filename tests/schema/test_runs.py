@@ -11,7 +11,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from autockpt.errors import RunDirectoryError
-from autockpt.history.rundir import RunDirectory, directory_name
 from autockpt.schema import (
     OFFLOAD,
     RECOMPUTE,
@@ -30,6 +29,7 @@ from autockpt.schema import (
     plan_hash,
 )
 from autockpt.schema.graph import TensorMeta
+from autockpt.schema.runs import RunDirectory, directory_name
 
 QUESTION = {"budget": "60%", "workload": {"model": "llama-tiny"}, "seed": 0}
 
@@ -272,7 +272,7 @@ def test_two_searches_at_once_are_refused(tmp_path: Path) -> None:
 def test_a_lock_dies_with_its_process(tmp_path: Path) -> None:
     run = enter(tmp_path)
     code = (
-        "import os, sys; from pathlib import Path; from autockpt.history.rundir import exclusive\n"
+        "import os, sys; from pathlib import Path; from autockpt.schema.runs import exclusive\n"
         "with exclusive(Path(sys.argv[1])): os._exit(9)"
     )
     assert subprocess.run([sys.executable, "-c", code, str(run.path / "lock")]).returncode == 9

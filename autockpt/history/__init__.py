@@ -1,1 +1,0 @@
-"""Runs and their trials on disk, what they say, and the statistics behind it. Numbers only."""
