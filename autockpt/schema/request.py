@@ -68,7 +68,6 @@ class SearchRequest(Data):
     dry_run: bool = Field(default=False, description="trace, solve and predict; measure nothing")
     again: bool = Field(default=False, description="measure on where the search had come to its end")
     fresh: bool = Field(default=False, description="set an earlier run of this question aside")
-    continued: bool = Field(default=False, description="a further round: what was named so far is no verdict")
     command: Command = Field(default=(), description="the command line")
     notes: tuple[str, ...] = Field(default=(), description="decided for the user, to be repeated with the answer")
 

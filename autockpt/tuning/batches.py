@@ -40,8 +40,8 @@ LAST = 0.15  # share of the time limit with less than which no further search is
 APART = 0.02  # share of an update's time by which simulated settings must differ to be told apart
 KINDS = ("save", "recompute", "recompute_offload", "offload")
 Search = Callable[[SearchRequest, Listener | None], SearchOutcome]
-SizeSearch = Callable[[int, int, float | None, bool], SearchOutcome]
-"""The search of a micro-batch: its size, candidates, seconds left, whether it goes on where an earlier one ended."""
+SizeSearch = Callable[[int, int, float | None], SearchOutcome]
+"""The search of a micro-batch: its size, candidates, seconds left. It goes on where an earlier one ended."""
 
 
 @dataclass
@@ -65,9 +65,8 @@ class Climb:
             self.skipped.add(size)
             return self.best(size)
         self.clock.listener.note(f"micro-batch {size} × {self.rows // size}: up to {trials} candidates")
-        continued = self.found.get(size) is not None
         try:
-            outcome = self.search(size, trials, None if left == math.inf else max(1.0, left), continued)
+            outcome = self.search(size, trials, None if left == math.inf else max(1.0, left))
             self.clock.limit_by(row.measured for row in outcome.rows)
             self.found[size] = outcome
         except InfeasibleError:
@@ -118,13 +117,11 @@ def search_batch_sizes(request: SearchRequest, listener: Listener, search: Searc
     given = _refuse(request)
     asked = request
     with ExitStack() as stack:
-        if (
-            request.out is None
-        ):  # kept even where nothing of the run is: a size that is searched on goes on where it was
+        if request.out is None:  # kept even where nothing of the run is: a size is searched on where it was
             asked = request.model_copy(update={"out": Path(stack.enter_context(TemporaryDirectory()))})
 
-        def at(size: int, trials: int, left: float | None, continued: bool) -> SearchOutcome:
-            more = {"trials": trials, "timeout": left, "continued": continued, "plan_out": None}
+        def at(size: int, trials: int, left: float | None) -> SearchOutcome:
+            more = {"trials": trials, "timeout": left, "plan_out": None}
             return search(of_size(asked, size).model_copy(update=more), listener)
 
         climb = Climb(request.rows_per_update or 0, at, Clock(listener, request.timeout, request.training_steps))

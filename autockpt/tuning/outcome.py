@@ -86,10 +86,6 @@ def finish(
     )
     if run is None or found.interrupted or plan is None:
         return outcome
-    before = None if request.continued else run.finished()
-    if before is not None and before.outcome.plan is not None and before.outcome.plan.hash != plan.hash:
-        note = _changed(before.outcome.plan, plan, found)
-        outcome = outcome.model_copy(update={"notes": (*outcome.notes, note)})
     files = asked.workload.files if asked.workload is not None else None
     limits = {"trials": request.trials, "timeout": request.timeout, "training_steps": request.training_steps}
     run.write_finished(FinishedSearch(files=files, outcome=outcome, **limits))
@@ -179,23 +175,6 @@ def _compiling_apart(stages: Sequence[StageTime], found: SearchResult) -> tuple[
         return tuple(stages)
     steps = [s.model_copy(update={"seconds": s.seconds - compiling}) if s.name == STEPS else s for s in stages]
     return (*steps, StageTime(name=COMPILING, seconds=compiling, part=True))
-
-
-def _changed(before: Plan, now: Plan, found: SearchResult) -> str:
-    """Which plan was named before, which one is named now, and why."""
-    trials = {t.plan_hash: t for t in found.trials}
-    old, new = trials.get(before.hash or ""), trials.get(now.hash or "")
-    why = "side by side again it was the faster one"
-    if old is None or not old.feasible:
-        why = "the earlier one does not hold the budget any more"
-    elif new is not None and new.number >= found.resumed:
-        why = "it was tried only now"
-
-    def said(plan: Plan, trial: Trial | None) -> str:
-        seconds = f" ({trial.score_seconds:.4g} s)" if trial is not None and trial.score is not None else ""
-        return f"{plan.hash}{seconds}"
-
-    return f"the verdict changed: it was {said(before, old)} and is {said(now, new)} now, because {why}"
 
 
 def _pace(found: SearchResult) -> float | None:

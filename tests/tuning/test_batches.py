@@ -63,7 +63,7 @@ class Made(Climb):
 
 
 def climb_of(table: dict[int, float], rows: int) -> Made:
-    def search(size: int, trials: int, left: float | None, continued: bool) -> SearchOutcome:
+    def search(size: int, trials: int, left: float | None) -> SearchOutcome:
         if size not in table:
             raise InfeasibleError("nothing fits")
         return outcome(table[size])
@@ -141,7 +141,7 @@ def test_sizes_that_there_was_no_time_for_are_said() -> None:
 
 
 def test_a_size_whose_time_ran_out_leaves_the_answers_of_others() -> None:
-    def search(size: int, trials: int, left: float | None, continued: bool) -> SearchOutcome:
+    def search(size: int, trials: int, left: float | None) -> SearchOutcome:
         if size == 2:
             raise TimeLimitReached("too slow")
         return outcome(1.0)
@@ -152,21 +152,8 @@ def test_a_size_whose_time_ran_out_leaves_the_answers_of_others() -> None:
     assert climb.at(1, 3) is not None and climb.at(2, 3) is None and climb.skipped == {2}
 
 
-def test_the_second_search_of_a_size_goes_on_with_the_first() -> None:
-    asked: list[bool] = []
-
-    def search(size: int, trials: int, left: float | None, continued: bool) -> SearchOutcome:
-        asked.append(continued)
-        return outcome(1.0)
-
-    climb = Made(2, search, Clock(Silence()))
-    for size, trials in ((1, 3), (2, 3), (1, 8)):
-        climb.at(size, trials)
-    assert asked == [False, False, True]
-
-
 def test_a_size_that_there_was_time_for_is_not_named_the_largest(monkeypatch: pytest.MonkeyPatch) -> None:
-    def search(size: int, trials: int, left: float | None, continued: bool) -> SearchOutcome:
+    def search(size: int, trials: int, left: float | None) -> SearchOutcome:
         climb.clock.began -= 55.0
         found = outcome(1.0)
         everything = found.rows[0].model_copy(update={"name": "recompute all"})

@@ -159,22 +159,6 @@ def test_a_verdict_stands_where_a_time_limit_leaves_no_room_for_another_plan(
     assert any("what the earlier search named stands" in note for note in again.notes)
 
 
-def test_a_changed_verdict_names_both_plans(finished: tuple[Path, SearchOutcome]) -> None:
-    out, first = finished
-    assert first.run_directory is not None and first.plan is not None
-    run = RunDirectory.open(first.run_directory)
-    record = run.finished()
-    assert record is not None
-    other = first.plan.model_copy(update={"hash": first.rows[1].plan_hash})
-    run.write_finished(record.model_copy(update={"outcome": record.outcome.model_copy(update={"plan": other})}))
-    again, _ = ask(out, again=True)
-    said = next(note for note in again.notes if "verdict changed" in note)
-    run.write_finished(record.model_copy(update={"outcome": record.outcome.model_copy(update={"plan": other})}))
-    continued, _ = ask(out, again=True, continued=True)
-    assert not any("verdict changed" in note for note in continued.notes), "what a round named was no verdict"
-    assert again.plan is not None and str(again.plan.hash) in said and str(first.rows[1].plan_hash) in said
-
-
 def test_a_second_search_of_the_same_question_is_refused_at_once(finished: tuple[Path, SearchOutcome]) -> None:
     out, first = finished
     assert first.run_directory is not None

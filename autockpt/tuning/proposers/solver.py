@@ -49,7 +49,6 @@ MakeProblem = Callable[[Mapping[str, float], int, float], Problem]
 
 REPAIRS = 4
 HIDING_CALLS = 3  # ghost runs spent on the plan that hides copies, and on the one that does not, to compare them
-SURELY = 0.95  # of the step that the solver's own prices promise without hidden copies: by less it is not compared
 REFITS = (1, 3, 6)  # after so many scored candidates the solver's plans are asked for again, at the fitted prices
 SIMPLE_CALLS = 3  # ghost runs spent on refining one simple plan
 SIMPLE_WORTH = 0.1  # of the step: simple plans that should be slower than the best of them by more are not tried
@@ -90,7 +89,7 @@ class SolverProposer(Proposer):
         self.smallest_peak = self._plain_smallest = 0
         self.checks: dict[tuple[Choice, ...], Checked] = {}
         self._refit_due = False
-        self._ghost_seconds, self._spent = 0.0, 0  # of the last ghost run; ghost runs taken of the next candidate's
+        self._ghost_seconds = 0.0  # of the last ghost run
 
     def begin(self) -> None:
         """Ghost-run the well-known plans, and find the leanest.
@@ -287,8 +286,7 @@ class SolverProposer(Proposer):
             if encoding == "layers":
                 choices, fits = from_layers(parameters, self._problem({}, 0), self._check)
             else:
-                choices, fits = self._solved(parameters, self.target.terms.checks - self._spent)
-                self._spent = 0
+                choices, fits = self._solved(parameters, self.target.terms.checks)
         candidate = self._candidate(self.profiled.plan(choices), f"{encoding} #{number}", encoding, fits=fits)
         return number, replace(candidate, parameters=parameters)
 
@@ -387,13 +385,8 @@ class SolverProposer(Proposer):
         """The solver's plans at several margins, in the terms of the encoding."""
         if self.space.encoding == "knobs":
             plain = [neutral(self.space, margin) for margin in self.space.margins]
-            hidden = (
-                hiding(plain[0], self.space, self._simulated, self._at_best)
-                if self._affordable(HIDING_CALLS) > 1
-                else []
-            )
-            self._spent = HIDING_CALLS * len(hidden)  # on what is asked for next
-            return [*hidden, *plain]
+            affordable = self._affordable(HIDING_CALLS) > 1
+            return [*(hiding(plain[0], self.space, self._simulated) if affordable else []), *plain]
         solved = (self._solved({"margin": m}, self.target.terms.checks)[0] for m in self.space.margins)
         plans = [*self.known.values(), *self.seeds.values(), *solved]
         menus = {name: list(map(label, choices)) for name, choices in self.menus.items()}
@@ -405,12 +398,6 @@ class SolverProposer(Proposer):
         choices, fits = self._solved(parameters, HIDING_CALLS)
         seconds = self._predict(choices).step_seconds
         return seconds if fits and seconds is not None else math.inf
-
-    def _at_best(self, parameters: Parameters) -> float:
-        """Step seconds of the solver's plan under these knobs, by its prices alone: no ghost run corrects bytes."""
-        problem, _ = with_knobs(parameters, self._usable_bytes, self._prices.scale, self._problem)
-        plan = exact(problem)
-        return problem.base_seconds + plan.seconds if plan.feasible else math.inf
 
 
 def _of_kind(kind: str, front: Choice, back: Choice) -> bool:
@@ -452,23 +439,16 @@ def neutral(space: SearchSpace, margin: float) -> Parameters:
     return parameters
 
 
-def hiding(
-    plain: Parameters,
-    space: SearchSpace,
-    foreseen: Callable[[Parameters], float],
-    at_best: Callable[[Parameters], float],
-) -> list[Parameters]:
+def hiding(plain: Parameters, space: SearchSpace, foreseen: Callable[[Parameters], float]) -> list[Parameters]:
     """The knobs of ``plain`` with all the copies that the link has the time for, where that plan should be faster.
 
     The solver's prices add up, as if every unit had only its own compute to hide its copies behind; ``foreseen``, the
-    simulated step seconds of the solver's plan under some knobs, sees the whole schedule, but takes ghost runs.
-    ``at_best``, by the prices alone, takes none.
+    simulated step seconds of the solver's plan under some knobs, sees the whole schedule.
     """
     if HIDDEN_COPIES not in space.knobs:
         return []
     hidden = {**plain, HIDDEN_COPIES: space.knobs[HIDDEN_COPIES].high}
-    seconds = foreseen(hidden)
-    return [hidden] if seconds < SURELY * at_best(plain) or seconds < foreseen(plain) else []
+    return [hidden] if foreseen(hidden) < foreseen(plain) else []
 
 
 def with_knobs(
