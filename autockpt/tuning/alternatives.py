@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from itertools import islice
+from itertools import chain, islice
 from typing import Any, TypeVar
 
 import torch
@@ -32,10 +32,10 @@ from autockpt.schema import (
 )
 from autockpt.schema.remedy import FOUR_BITS, INEXACT, Alternative, batch, joined
 from autockpt.tracing import Tracer
-from autockpt.tuning.jobs import cut, tracer_of, with_rows
+from autockpt.tuning.jobs import tracer_of, with_rows
 from autockpt.tuning.opening import LEANEST_CHUNKS, blocks_of
-from autockpt.workload import cut_tensors
 from autockpt.workload.factory import is_factory
+from autockpt.workload.lengths import with_length
 
 T = TypeVar("T")
 Times = Callable[[Sequence[Graph]], OpTimes]  # op times that cover these ghost runs
@@ -122,42 +122,27 @@ def alternatives(
     """
     leanest = min(predictions(bench, base).values(), key=lambda p: p.peak_bytes)
     standard = (leanest.step_seconds or 0.0) / _work(settings)
-    held = next(graph.resident for _, graph in base.values())
-    # then only what makes weights or their states shrink
-    lighter = held.get("weights", 0) + held.get("optimizer states", 0) > bench.budget_bytes
-    rows, length = settings.get("batch_size") or 0, settings.get("seq_len") or 0
-    as_it_is = Change(job)
-    batches = list(_smaller_batches(as_it_is, rows))
+    as_it_is, length = Change(job), settings.get("seq_len") or 0
+    batches = list(_smaller_batches(as_it_is, settings.get("batch_size") or 0))
     smallest = batches[-1] if batches else as_it_is
+    found: list[Alternative] = []
 
-    def mildest(families: Iterable[Iterable[Change]], most: int | None = None) -> list[Alternative]:
+    def try_each(*families: Iterable[Change], most: int | None = None) -> bool:
+        """Whether a change is found by now that needs no further devices."""
         ways = (_mildest(family, bench, standard) for family in families if not bench.late())
-        return [*islice(filter(None, ways), most)]
+        found.extend(islice(filter(None, ways), most))
+        return any(SHARED not in way.options for way in found)
 
-    def alone(ways: Sequence[Alternative]) -> bool:
-        return any(SHARED not in way.options for way in ways)
-
-    single: list[Iterable[Change]] = [] if lighter else [batches]
-    if not (chunked or lighter):
-        single.append([_in_chunks(as_it_is)])
-    single += [_with_adapters(as_it_is), _lean_optimizers(as_it_is)]
-    if _ranks(job) is not None:
-        single.append(_sharded(as_it_is))
-    found = mildest(single)
-    if not alone(found):  # two changes and three; sequences stay as long as they are
-        combined: list[Iterable[Change]] = []
-        if batches and not (lighter or chunked):
-            combined.append(map(_in_chunks, batches))
-        for both in ([*islice(_lean_optimizers(smallest), 2)], [*_with_adapters(smallest)]):
-            combined += [both] if batches else []
-            combined += [] if chunked else [map(_in_chunks, both)]
-        found += mildest(combined, most=1)
-    if not alone(found):  # the last resort: shorter sequences; then all at once, over more and more devices
-        found += [] if lighter else mildest([_shorter_sequences(as_it_is, length)])
-        adapted = [*_with_adapters(smallest)]
-        start = adapted[-1] if adapted else smallest if chunked else _in_chunks(smallest)
-        shared = _sharded(start) if not found and _ranks(job) is not None else ()
-        found += mildest([[*adapted, *_shorter_sequences(start, length), *shared]])
+    chunks = [] if chunked else [_in_chunks(as_it_is)]
+    if not try_each(batches, chunks, _with_adapters(as_it_is), _lean_optimizers(as_it_is), _sharded(as_it_is)):
+        leaner = [*islice(_lean_optimizers(smallest), 2)], [*_with_adapters(smallest)]
+        both = leaner if batches else ()
+        more = () if chunked else (map(_in_chunks, family) for family in (batches, *leaner))
+        if not try_each(*more, *both, most=1):  # the last resort: shorter sequences; then all at once
+            try_each(_shorter_sequences(as_it_is, length))
+            start = [smallest if chunked else _in_chunks(smallest), *_with_adapters(smallest)][-1]
+            shared = () if found else _sharded(start)
+            try_each(chain(_with_adapters(smallest), _shorter_sequences(start, length), shared))
     return tuple(sorted(found, key=lambda way: SHARED in way.options)[:MOST])
 
 
@@ -190,10 +175,7 @@ def _shorter_sequences(of: Change, length: int) -> Iterator[Change]:
         tokens //= 2
         update: dict[str, Any] = {"seq_len": tokens, "pad_to": None}
         if of.job.workload is None:
-            if step.full_step is not None:  # a function that brings its own batch
-                return
-            shorter = cut_tensors(step.batch, partial(cut, length=length, tokens=tokens))
-            update = {"step": replace(step, batch=shorter, settings={})}
+            update = {"step": with_length(step, tokens)}
         yield of.then(f"sequences of {tokens} tokens", "shorter sequences", **update)
 
 
@@ -231,14 +213,11 @@ def _lean_optimizers(of: Change) -> Iterator[Change]:
             yield of.then(f"optimizer {name}", LEANER_OPTIMIZERS[name], optimizer=name)
 
 
-def _ranks(job: SearchRequest) -> int | None:
-    """Devices that weights are shared by; None where that cannot be simulated."""
-    return None if job.hardware is None else job.described.shard or 1
-
-
 def _sharded(of: Change) -> Iterator[Change]:
-    """Over more and more devices, each with rows of its own."""
-    ranks = 2 * (_ranks(of.job) or 1)
+    """Over more and more devices, each with rows of its own; only where that can be simulated."""
+    if of.job.hardware is None:
+        return
+    ranks = 2 * (of.job.described.shard or 1)
     while ranks <= MOST_RANKS:
         said = f"weights, gradients and optimizer states shared by {ranks} devices; what these send is not counted"
         yield of.then(f"{SHARED} {ranks} devices", said, shard=ranks)

@@ -55,12 +55,3 @@ def resized(step: Step, field_name: str, size: int) -> Step:
             remedy="Give autockpt.Step(model, batch) whose tensors are (rows, …).",
         )
     return made
-
-
-def cut(tensor: Tensor, length: int, tokens: int) -> Tensor:
-    """A batch's tensor with its dimension of ``length`` after the first cut: (rows, tokens) or (rows, …, tokens)."""
-    if tensor.dim() == 2 or (tensor.dim() == 4 and tensor.shape[-2] in (1, length)):
-        for dim in range(1, tensor.dim()):
-            if tensor.shape[dim] == length:
-                tensor = tensor.narrow(dim, 0, tokens)
-    return tensor

@@ -37,30 +37,34 @@ def live(**batch: Any) -> Change:
     return job(step=step)
 
 
+def ids_of() -> torch.Tensor:
+    return torch.zeros(ROWS, LENGTH, dtype=torch.long)
+
+
 def shapes(change: Change) -> dict[str, tuple[int, ...]]:
     return {name: tuple(tensor.shape) for name, tensor in change.job.step.batch.items()}
 
 
 def test_a_live_batch_is_cut_by_rows_and_by_length() -> None:
-    ids, mask, scale = torch.zeros(ROWS, LENGTH), torch.zeros(ROWS, 1, LENGTH, LENGTH), torch.tensor(1.0)
-    long = live(ids=ids, mask=mask, scale=scale, pixels=torch.zeros(ROWS, 3, LENGTH))
+    ids, mask, scale = ids_of(), torch.zeros(ROWS, 1, LENGTH, LENGTH), torch.tensor(1.0)
+    long = live(input_ids=ids, mask=mask, scale=scale, pixels=torch.zeros(ROWS, 3, LENGTH))
     smaller, _ = alternatives._smaller_batches(long, ROWS)
-    assert shapes(smaller) == {"ids": (2, 16), "mask": (2, 1, 16, 16), "scale": (), "pixels": (2, 3, 16)}
+    assert shapes(smaller) == {"input_ids": (2, 16), "mask": (2, 1, 16, 16), "scale": (), "pixels": (2, 3, 16)}
     assert smaller.job.step.accumulate == 2 and smaller.job.step.settings["batch_size"] == 2
     assert smaller.options == batch(2, 2)
     (shorter,) = alternatives._shorter_sequences(long, LENGTH)
     assert shapes(shorter)["mask"] == (ROWS, 1, 8, 8) and shapes(shorter)["pixels"] == (ROWS, 3, LENGTH)
-    assert long.job.step.batch["ids"] is ids and ids.shape == (ROWS, LENGTH)
+    assert long.job.step.batch["input_ids"] is ids and ids.shape == (ROWS, LENGTH)
 
 
 def test_a_cut_batch_holds_none_of_the_bytes_that_were_cut_off() -> None:
-    ids = torch.zeros(ROWS, LENGTH)
-    long = live(ids=ids, labels=ids)
+    ids = ids_of()
+    long = live(input_ids=ids, labels=ids)
     (smaller, _), (shorter,) = alternatives._smaller_batches(long, ROWS), alternatives._shorter_sequences(long, LENGTH)
-    weights = long.job.step.resident_bytes() - ROWS * LENGTH * 4
+    weights = long.job.step.resident_bytes() - ROWS * LENGTH * 8
     for cut, tokens in ((smaller, 2 * LENGTH), (shorter, ROWS * 8)):
-        assert cut.job.step.resident_bytes() == weights + tokens * 4
-        assert cut.job.step.batch["ids"] is cut.job.step.batch["labels"]
+        assert cut.job.step.resident_bytes() == weights + tokens * 8
+        assert cut.job.step.batch["input_ids"] is cut.job.step.batch["labels"]
 
 
 def test_a_batch_whose_tensors_are_not_rows_is_not_cut() -> None:
