@@ -30,7 +30,7 @@ from autockpt.devices import Device, get_device, make_current
 from autockpt.devices.random_states import all_random_states_kept
 from autockpt.errors import AutockptError, MeasurementError
 from autockpt.measuring.environment import environment_of
-from autockpt.measuring.failures import from_wire, letting_go, to_wire
+from autockpt.measuring.failures import letting_go
 from autockpt.policies.base import setting
 from autockpt.process import Child, ChildDied, ChildSilent, child_environment, last_lines
 from autockpt.schema.base import first_violation
@@ -131,7 +131,7 @@ def measure_in_child(device: str | None, *, quick: bool, tell: Tell) -> Hardware
                 if "tell" in answer:
                     tell(answer["tell"])
                 elif "error" in answer:
-                    raise from_wire(answer["error"])
+                    raise answer["error"]
                 else:
                     return Hardware.model_validate(answer["hardware"])
         except (ChildDied, ChildSilent) as error:
@@ -156,7 +156,7 @@ def main(descriptor: int) -> None:
                 found = measure(device, sizes, repeats, lambda what: parent.send({"tell": what}))
             parent.send({"hardware": described(found).model_dump(mode="json")})
         except AutockptError as error:
-            parent.send({"error": to_wire(error)})
+            parent.send({"error": error})
 
 
 def measure(device: Device, sizes: Sizes, repeats: int, tell: Tell) -> Measured:

@@ -13,7 +13,6 @@ from typing import Any
 from autockpt.devices import get_device
 from autockpt.errors import AutockptError, DeviceOutOfMemory, MeasurementError, TimeLimitReached, how_it_ended
 from autockpt.measuring.base import Choices, Measurer
-from autockpt.measuring.failures import from_wire
 from autockpt.policies.base import setting
 from autockpt.process import Child, ChildDied, ChildSilent, child_environment, last_lines
 from autockpt.schema.choices import dump_choices
@@ -183,7 +182,7 @@ class WorkerMeasurer(Measurer):
             with self._in_words(starting=starting):
                 message = self._child.receive(self._waiting)
             if "error" in message:
-                raise from_wire(message["error"])
+                raise message["error"]
             if "result" in message:
                 return message["result"]
             self.beat(message["beat"])

@@ -1,15 +1,13 @@
-"""Failures of measured steps: what to say about them, how to let go of the memory they hold, how to send them on."""
+"""Failures of measured steps: what to say about them, and how to let go of the memory they hold."""
 
 from __future__ import annotations
 
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
-import autockpt.errors as errors
 from autockpt.devices import Device
-from autockpt.errors import AutockptError, DeviceOutOfMemory, MeasurementError
+from autockpt.errors import AutockptError, DeviceOutOfMemory
 
 
 @contextmanager
@@ -42,19 +40,6 @@ def forget_frames(error: BaseException) -> None:
     for one in chain(error):
         traceback.clear_frames(one.__traceback__)
         one.__traceback__ = None
-
-
-def to_wire(error: AutockptError) -> dict[str, Any]:
-    """An error as JSON-able data."""
-    return {"class": type(error).__name__, "message": error.message, "remedy": error.remedy}
-
-
-def from_wire(data: dict[str, Any]) -> AutockptError:
-    """The error that ``to_wire`` wrote; of an unknown class: MeasurementError."""
-    cls = getattr(errors, str(data.get("class")), None)
-    if not (isinstance(cls, type) and issubclass(cls, AutockptError)):
-        cls = MeasurementError
-    return cls(data["message"], remedy=data.get("remedy"))
 
 
 def chain(error: BaseException) -> Iterator[BaseException]:

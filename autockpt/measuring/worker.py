@@ -1,6 +1,6 @@
 """The worker process: holds one workload on one device and measures what it is asked to, until its connection ends.
 
-Messages are JSON-able dicts. Requests are ``{"verb", ...}``,
+Messages are dicts. Requests are ``{"verb", ...}``,
 ``start`` first, one at a time; answers are ``{"result"}`` or ``{"error"}``, and ``{"beat"}`` before is a sign of life.
 """
 
@@ -21,7 +21,7 @@ from typing import Any
 
 from autockpt.callstack import with_room
 from autockpt.errors import AutockptError, MeasurementError
-from autockpt.measuring.failures import device_lost, letting_go, to_wire
+from autockpt.measuring.failures import device_lost, letting_go
 from autockpt.schema.choices import parse_choices
 from autockpt.schema.workload import WorkloadSpec
 
@@ -41,10 +41,10 @@ class Worker:
         try:
             answer = {"result": getattr(self, f"do_{request['verb']}")(request)}
         except AutockptError as error:
-            answer = {"error": to_wire(error)}
+            answer = {"error": error}
         except BaseException as error:  # whatever a user's code raises, SystemExit included
             traceback.print_exc()  # into the log
-            answer, lost = {"error": to_wire(_explained(error, request))}, device_lost(error)
+            answer, lost = {"error": _explained(error, request)}, device_lost(error)
         self._answer(answer)
         return not lost
 

@@ -42,7 +42,7 @@ def serve(
 
     ``source`` says whether steps are ghost-run or recorded, ``threads`` is the parent's number; ``prepare`` builds or
     takes the workload. Replies are (ALIVE,), then (READY, units, head, settings, notes, large modules that it has) or
-    (FAILED, error class, message, remedy), and for each request (DONE, result) or (FAILED, ...).
+    (FAILED, error), and for each request (DONE, result) or (FAILED, ...).
     """
     _be_a_child()
     run = _run(source, threads, note)
@@ -145,18 +145,13 @@ def _answer(connection: Connection, work: Callable[[], tuple[Any, ...]]) -> bool
     try:
         reply = work()
     except BaseException as error:
-        connection.send((FAILED, *_described(error)))
+        known = isinstance(error, AutockptError)
+        connection.send((FAILED, error if known else GhostError(f"the trace failed: {summary(error)}")))
         error.__traceback__ = error.__context__ = error.__cause__ = None
         gc.collect()
         return False
     connection.send(reply)
     return True
-
-
-def _described(error: BaseException) -> tuple[str, str, str]:
-    if isinstance(error, AutockptError):
-        return type(error).__name__, error.message, error.remedy
-    return "GhostError", f"the trace failed: {summary(error)}", GhostError.default_remedy
 
 
 _OP, _PLACE = 128, 384

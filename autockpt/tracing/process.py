@@ -19,7 +19,6 @@ from typing import IO, Any
 
 import torch
 
-from autockpt import errors
 from autockpt.callstack import with_room
 from autockpt.devices.accelerator import kinds_in_use
 from autockpt.errors import GhostError, how_it_ended
@@ -157,7 +156,7 @@ class GhostProcess:
         except ChildDied:
             raise NotForkable("the child died at once") from None
         if reply[0] != ALIVE:
-            raise NotForkable(str(reply[-2]))
+            raise NotForkable(reply[-1].message)
 
     def _receive(self, expected: str) -> tuple[Any, ...]:
         try:
@@ -168,8 +167,7 @@ class GhostProcess:
             self.child.close()
             raise
         if kind == FAILED:
-            name, message, remedy = content
-            raise getattr(errors, name, GhostError)(message, remedy=remedy)
+            raise content[0]
         assert kind == expected, kind
         return tuple(content)
 

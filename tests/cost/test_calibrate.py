@@ -16,7 +16,6 @@ from autockpt.cost import calibrate, probes
 from autockpt.cost.calibrate import Measured, Product, described, fit_traffic
 from autockpt.devices import get_device
 from autockpt.errors import MeasurementError, UsageError
-from autockpt.measuring.failures import from_wire
 from autockpt.schema.device import DeviceInfo, Environment
 from autockpt.schema.hardware import dump_hardware
 from autockpt.shipped import load_hardware
@@ -159,6 +158,6 @@ def test_an_error_in_the_child_keeps_its_class() -> None:
     with ours:
         ours.send({"device": "tpu", "quick": True})
         calibrate.main(os.dup(theirs.fileno()))
-        error = from_wire(ours.recv()["error"])
+        error = ours.recv()["error"]
     theirs.close()
     assert isinstance(error, UsageError) and "unknown device" in error.message
