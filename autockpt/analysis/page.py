@@ -30,7 +30,6 @@ from autockpt.schema.known import ALL, NONE, OURS, legend_of_names
 from autockpt.schema.names import outermost
 from autockpt.schema.outlook import Outlook
 from autockpt.schema.planview import choice_lines, set_lines
-from autockpt.schema.remedy import INEXACT
 from autockpt.schema.runs import RunDirectory
 from autockpt.schema.step_note import step_note
 
@@ -113,7 +112,7 @@ def contents_of(run: RunDirectory) -> dict[str, Any]:
         "units": list(every),
         "trials": trials,
         "misses": _misses(trials),
-        "changes": list(_changes(run, plan)),
+        "changes": list(_changes(run)),
         "outcome": outcome,
         "settings": {k: v for k, v in settings.items() if v not in (None, "", False)},
         "environment": environment,
@@ -188,7 +187,7 @@ def _next_steps(plan: Plan | None, trials: Sequence[Trial], source: str, state: 
         )
 
 
-def _changes(run: RunDirectory, plan: Plan | None) -> Iterator[tuple[str, str, str, str]]:
+def _changes(run: RunDirectory) -> Iterator[tuple[str, str, str, str]]:
     """What would change the answer: the change, its effect, how that is known, and the settings to change."""
     outlook = run.outlook() or Outlook()
     for way in outlook.changes:
@@ -196,10 +195,6 @@ def _changes(run: RunDirectory, plan: Plan | None) -> Iterator[tuple[str, str, s
             f"peak {format_binary(way.peak_bytes)} with {way.plan}, {way.relative_cost:.2f} times the seconds per token"
         )
         yield way.effect, effect, "ghost run", way.options
-    now = (plan.measured or plan.predicted) if plan is not None else None
-    if outlook.chunked_peak_bytes is not None and now is not None:
-        effect = f"peak {format_binary(outlook.chunked_peak_bytes)} in place of {format_binary(now.peak_bytes)}"
-        yield "Head and loss in chunks", f"{effect}; gradients equal up to rounding", "ghost run", INEXACT
 
 
 def _state(run: RunDirectory, trials: Sequence[Trial], finished: bool, refused: str) -> str:

@@ -21,8 +21,5 @@ class Outlook(Data):
     """Written when a search ends. Nothing of it was measured."""
 
     plans: tuple[GhostAnswer, ...] = Field(default=(), description="ghost-run by the search, trials among them")
-    chunked_peak_bytes: int | None = Field(
-        default=None, description="of the answer with head and loss in chunks, where that was not allowed"
-    )
     changes: tuple[Alternative, ...] = Field(default=(), description="what would make the job fit, where nothing fits")
     infeasible: str = Field(default="", description="why no plan was found, where nothing fits")

@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from autockpt.cost import CostModel, uniform_graphs
 from autockpt.errors import InfeasibleError
-from autockpt.schema import SAVE, Choice, Graph, ResolvedBudget, SearchRequest, format_bytes
+from autockpt.schema import SAVE, Choice, ResolvedBudget, SearchRequest, format_bytes
 from autockpt.schema.choices import CHUNKED_SOFTMAX, ChunkedLoss
 from autockpt.schema.outlook import Outlook
-from autockpt.schema.remedy import INEXACT, SMALLER, Alternative
+from autockpt.schema.remedy import SMALLER, Alternative
 from autockpt.schema.runs import RunDirectory
 from autockpt.tuning.alternatives import SORTS, alternatives
 from autockpt.tuning.opening import LEANEST_CHUNKS, Traced, blocks_of
 from autockpt.tuning.outlook import ghost_runs
 from autockpt.tuning.question import Clock
 from autockpt.tuning.targets.base import Prepared
-
-WORTH = 0.01  # by less the head's chunks are no way out
 
 
 def nothing_fits(
@@ -101,8 +99,6 @@ def explain_refusal(
         if request.budget.kind == "share" and error.smallest_peak:  # of which a smaller job needs more
             error.remedy = error.remedy.replace(f", or {SMALLER}", "")
             error.remedy += _of_shares(error.smallest_peak / prepared.needs(found.plain))
-        if not inexact and request.hardware is None:
-            error.remedy += _in_chunks(found, prepared.needs)
     # what was assumed, or what has no choice, may be that which makes nothing fit
     if notes := (*found.tracer.notes, *found.left_out):
         error.remedy += "\n".join(["\nHow the job was counted:", *(f"• {note}" for note in notes)])
@@ -120,21 +116,6 @@ def _of_shares(least: float) -> str:
         " A share is of the peak of saving everything, weights and optimizer included: the leanest plan needs "
         f"{min(100, math.ceil(100 * least))}% of it. A share of what plans can change is written 60%act: 60 % of the "
         "way from the leanest plan's peak to that of saving everything."
-    )
-
-
-def _in_chunks(found: Traced, needs: Callable[[Graph], int]) -> str:
-    """Advice to allow inexact choices, where a ghost run shows that they lower the smallest peak; empty elsewhere."""
-    tracer = found.tracer
-    if tracer.head is None:
-        return ""
-    choices, graph = min(found.uniform.values(), key=lambda pair: pair[1].peak_bytes)
-    chunked = tracer.trace({**choices, tracer.head.name: LEANEST_CHUNKS})
-    if chunked.peak_bytes >= graph.peak_bytes * (1 - WORTH):
-        return ""
-    return (
-        f" Or add {INEXACT}: with `{tracer.head.name}: chunked_loss` the leanest plan needs "
-        f"{format_bytes(needs(chunked))}, with gradients equal up to rounding."
     )
 
 

@@ -60,7 +60,7 @@ def finish(
         if run is not None:
             run.write_plan(plan)
             if profiled is not None:
-                _keep_graphs(run, profiled, found, known, head, clock)
+                _keep_graphs(run, profiled, found, known, clock)
         if found.binding and (offer := trade(found.best, found.trials, run and run.outlook(), found.budget.bytes)):
             found.notes.append(offer)
     outcome = SearchOutcome(
@@ -97,7 +97,6 @@ def _keep_graphs(
     profiled: CostModel,
     found: SearchResult,
     known: Mapping[str, Mapping[str, Choice]],
-    head: Unit | None,
     clock: Clock,
 ) -> None:
     """The steps of the plan and of recomputing everything, and what other budgets would buy, as far as time allows."""
@@ -107,7 +106,7 @@ def _keep_graphs(
         run.write_graph(profiled.predictor.graph(known[ALL]), "recompute")
     if not found.interrupted and clock.seconds_left > 0:
         with clock.stage("other budgets"):
-            run.write_outlook(look_around(profiled, found, head, run.outlook(), clock))
+            run.write_outlook(look_around(profiled, found, run.outlook(), clock))
 
 
 def scored_rows(

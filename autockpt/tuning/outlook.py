@@ -8,17 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 
 from autockpt.cost import CostModel
-from autockpt.errors import AutockptError
-from autockpt.schema import SAVE, Choice, Trial, Unit, format_binary, peak_of, plan_hash, words
-from autockpt.schema.choices import ChunkedLoss
+from autockpt.schema import SAVE, Choice, Trial, format_binary, peak_of, plan_hash, words
 from autockpt.schema.outlook import GhostAnswer, Outlook
 from autockpt.schema.space import HIDDEN_COPIES
 from autockpt.solvers import exact
 from autockpt.tuning.loop import SearchResult
-from autockpt.tuning.opening import CHUNKS
 from autockpt.tuning.question import Clock
 from autockpt.tuning.refit import fit, priced
 
@@ -31,13 +27,10 @@ NOTABLE_ROOM = 0.03  # of the budget
 KEPT = 64  # ghost runs on record, the latest
 
 
-def look_around(
-    profiled: CostModel, found: SearchResult, head: Unit | None, known: Outlook | None, clock: Clock
-) -> Outlook:
+def look_around(profiled: CostModel, found: SearchResult, known: Outlook | None, clock: Clock) -> Outlook:
     """All that ghost runs of this search said, and those of plans for other budgets, as far as time allows.
 
-    ``known`` is from an earlier search of this question. ``head`` is the model's output head: what running it and the
-    loss in chunks would change is ghost-run as well where that was not allowed.
+    ``known`` is from an earlier search of this question.
     """
     assert found.best is not None
     predictor, until = profiled.predictor, clock.elapsed * (1 + SHARE)
@@ -45,18 +38,14 @@ def look_around(
     runs |= {plan_hash(run.choices): run for run in ghost_runs(profiled)}
     plans = plans_around(profiled, found.trials, found.best, found.budget.bytes)
     others = {key: choices for choices in plans if (key := plan_hash(choices)) not in runs}
-    in_chunks, chunked = _in_chunks(profiled, found.best, head), None
-    predictor.ahead([*([in_chunks] if in_chunks else []), *[*others.values()][:FEWEST]])
-    clock.listener.stage("ghost-run other budgets", len(others) + (in_chunks is not None))
+    predictor.ahead([*others.values()][:FEWEST])
+    clock.listener.stage("ghost-run other budgets", len(others))
     with predictor.watched(clock.listener):
-        if in_chunks is not None:
-            with suppress(AutockptError):
-                chunked = predictor.elsewhere(in_chunks).peak_bytes
         for new, (key, choices) in enumerate(others.items()):
             if new >= FEWEST and clock.elapsed > until:
                 break
             runs[key] = GhostAnswer(choices=choices, predicted=predictor.elsewhere(choices))
-    return Outlook(plans=tuple(runs.values())[-KEPT:], chunked_peak_bytes=chunked)
+    return Outlook(plans=tuple(runs.values())[-KEPT:])
 
 
 def plans_around(
@@ -111,14 +100,3 @@ def trade(best: Trial, trials: Sequence[Trial], outlook: Outlook | None, budget_
 def ghost_runs(profiled: CostModel) -> tuple[GhostAnswer, ...]:
     """What the search ghost-ran so far."""
     return tuple(GhostAnswer(choices=choices, predicted=p) for choices, p in profiled.predictor.ghost_runs)
-
-
-def _in_chunks(profiled: CostModel, best: Trial, head: Unit | None) -> dict[str, Choice] | None:
-    """The same plan with head and loss in chunks; None where that was allowed, or there is no head.
-
-    Its seconds are not known: nobody has timed the ops of chunks.
-    """
-    own = [menu for menu in profiled.profile.menus if head is not None and menu.representative == head.name]
-    if head is None or any(isinstance(item.choice, ChunkedLoss) for menu in own for item in menu.items):
-        return None
-    return {**best.choices, head.name: ChunkedLoss(tokens=CHUNKS[1])}

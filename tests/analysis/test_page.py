@@ -8,9 +8,10 @@ import pytest
 from autockpt.analysis.page import contents_of, run_page, without_paths, write_page
 from autockpt.cost.roofline import environment_of_hardware
 from autockpt.errors import RunDirectoryError
-from autockpt.schema import OFFLOAD, RECOMPUTE, FinishedSearch, Measurement, WorkloadSpec, words
+from autockpt.schema import OFFLOAD, RECOMPUTE, FinishedSearch, Measurement, words
 from autockpt.schema.known import NUMBERED
 from autockpt.schema.outlook import Outlook
+from autockpt.schema.remedy import Alternative
 from autockpt.schema.runs import RunDirectory
 from autockpt.schema.step_note import step_note
 from autockpt.shipped import load_hardware
@@ -102,10 +103,12 @@ def test_plans_within_the_noise_are_about_as_fast() -> None:
 
 
 def test_changes_of_the_job_are_listed(tmp_path: Path) -> None:
-    run = make_run(tmp_path, workload=WorkloadSpec(model="gpt2-tiny", batch_size=4), options=("--global-batch", "4"))
-    run.write_outlook(Outlook(chunked_peak_bytes=1500))
+    run = make_run(tmp_path)
+    way = Alternative(options="batch size 2, accumulate 2", effect="half the batch", plan="p", peak_bytes=1500,
+                      step_seconds=None, relative_cost=1.1)  # fmt: skip
+    run.write_outlook(Outlook(changes=(way,)))
     changes = {name: options for name, _, _, options in contents_of(run)["changes"]}
-    assert "Head and loss in chunks" in changes
+    assert changes == {way.effect: way.options}
 
 
 def test_what_is_left_free_is_said_with_the_budget(tmp_path: Path) -> None:
