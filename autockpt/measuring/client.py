@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from autockpt.devices import get_device
@@ -17,7 +17,6 @@ from autockpt.policies.base import setting
 from autockpt.process import Child, ChildDied, ChildSilent, child_environment, last_lines
 from autockpt.schema.choices import dump_choices
 from autockpt.schema.device import Environment
-from autockpt.schema.files import ScratchFolder
 from autockpt.schema.plan import CompileMode
 from autockpt.schema.trial import Measurement
 from autockpt.schema.workload import WorkloadSpec
@@ -37,7 +36,7 @@ class WorkerMeasurer(Measurer):
     killed because it was silent for its ``patience`` (seconds), is replaced on the next request. ``host_budget`` (bytes
     that offloading may claim on the host) holds for every request.
     ``compile``: steps are compiled, every layer in place or the whole model.
-    ``log_path`` gets all that the workers print, until this is closed. To be closed, or used as a context manager; at
+    ``log`` gets all that the workers print. To be closed, or used as a context manager; at
     the latest the worker ends with this process.
     """
 
@@ -60,10 +59,9 @@ class WorkerMeasurer(Measurer):
         self._wanted = get_device(device_name).environment
         self.patience = PATIENCE_SECONDS
         self.beat: Callable[[str], None] = unheard
-        self._scratch = ScratchFolder()
-        self.log_path = Path(self._scratch.name, "worker.log")
+        self.log = tempfile.TemporaryFile()  # noqa: SIM115  lives as long as this
         self._child: Child | None = None
-        self._facts: dict[str, Any] | None = None
+        self._environment: Environment | None = None
         self._starting = False
         self._closed = False
         self._deadline = math.inf
@@ -71,18 +69,11 @@ class WorkerMeasurer(Measurer):
 
     @property
     def environment(self) -> Environment:
-        """The worker's device and versions."""
-        return Environment.model_validate(self._known()["environment"])
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """The workload's resolved settings, for people."""
-        return dict(self._known()["settings"])
-
-    @property
-    def notes(self) -> tuple[str, ...]:
-        """What people should know about how the workload was made."""
-        return tuple(self._known()["notes"])
+        """The worker's device and versions; they hold for all that replace it."""
+        if self._environment is None:
+            self._wake()
+        assert self._environment is not None
+        return self._environment
 
     def measure(self, choices: Choices, *, steps: int = 5, budget_bytes: int | None = None) -> Measurement:
         """See ``Measurer.measure``. A worker killed by the system counts as out of memory."""
@@ -118,7 +109,7 @@ class WorkerMeasurer(Measurer):
         """End the worker. May be called more than once."""
         self._closed = True
         self.rest()
-        self._scratch.cleanup()
+        self.log.close()
 
     @property
     def _waiting(self) -> float:
@@ -128,20 +119,12 @@ class WorkerMeasurer(Measurer):
     def _spawn(self) -> None:
         """Start a worker and tell it what to build, without waiting for it."""
         try:
-            with self.log_path.open("ab") as log:
-                self._child = Child.spawn(_MODULE, log=log, environment=child_environment(self._wanted))
+            self._child = Child.spawn(_MODULE, log=self.log, environment=child_environment(self._wanted))
         except OSError as error:
             raise MeasurementError(f"the worker process could not be started: {error}") from None
         with self._in_words(starting=True):
             self._starting = True
             self._send("start", self._start_message)
-
-    def _known(self) -> dict[str, Any]:
-        """What a worker reported when it was ready; it holds for all that replace it."""
-        if self._facts is None:
-            self._wake()
-        assert self._facts is not None
-        return self._facts
 
     def _wake(self) -> None:
         """Wait until there is a worker with the model built, starting one where there is none."""
@@ -153,7 +136,7 @@ class WorkerMeasurer(Measurer):
         if not self._starting:
             return
         try:
-            self._facts = self._await(starting=True)
+            self._environment = Environment.model_validate(self._await(starting=True)["environment"])
             self._starting = False
         except BaseException:
             self.rest()
@@ -215,7 +198,5 @@ class WorkerMeasurer(Measurer):
 
     def _printed(self) -> str:
         """The end of what the worker printed."""
-        lines = ""
-        with suppress(OSError), self.log_path.open("rb") as log:
-            lines = last_lines(log)
+        lines = last_lines(self.log)
         return f"The last it printed:\n{lines}" if lines else "It printed nothing."

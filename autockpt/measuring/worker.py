@@ -6,7 +6,6 @@ Messages are dicts. Requests are ``{"verb", ...}``,
 
 from __future__ import annotations
 
-import json
 import os
 import queue
 import signal
@@ -49,7 +48,7 @@ class Worker:
         return not lost
 
     def do_start(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        """Build the workload; the facts about it and the environment."""
+        """Build the workload; the environment that it is measured in."""
 
         from autockpt.devices import get_device, make_current
         from autockpt.measuring.compiled import Compiler
@@ -73,11 +72,7 @@ class Worker:
             host_budget=request.get("host_budget"),
             compiler=Compiler(mode, device.kind, beat=self._beat) if mode else None,
         )
-        return {
-            "environment": environment.model_dump(mode="json"),
-            "settings": json.loads(json.dumps(workload.settings, default=str)),
-            "notes": list(workload.notes),
-        }
+        return {"environment": environment.model_dump(mode="json")}
 
     def do_measure(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """One plan's Measurement."""
