@@ -89,7 +89,7 @@ def refine_segmented(
     faster: float = FASTER,
     ahead: Callable[[Sequence[Plan]], None] | None = None,
 ) -> Refined:
-    """``refine``, and where the numbers say that segments are worth it, once more with these: the better of the two.
+    """``refine``, and where the numbers say that segments are worth it, again with these: the better of the two.
 
     That is asked of the numbers alone, as the check has corrected them, in some milliseconds; only then up to
     ``CALLS`` more plans go to it.

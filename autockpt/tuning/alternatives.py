@@ -1,4 +1,4 @@
-"""What would make a job fit that no plan alone makes fit: changes of it, the least first, held against ghost runs.
+"""What would make a job fit that no plan alone makes fit: changes of it, the least first, judged by ghost runs.
 
 Every change is judged with the same choice on every layer, so a search after it can only do better.
 """

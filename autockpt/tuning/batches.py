@@ -160,7 +160,7 @@ def _most_tokens(
     listener.stage("ghost-run batch sizes")
     met = dependent_rows(job, judge)
     listener.advance()
-    known = foreseen_sizes(job, judge, sizes, listener)
+    known = ghost_run_sizes(job, judge, sizes, listener)
     share = max(FEWEST, trials // 4)
     top = climbed(climb, known, share, trials)
     if (left := trials - climb.spent) > 0 and climb.open(top):
@@ -219,7 +219,7 @@ class Sizes:
         return mildest_that_fits(self.sizes[::-1], fits)
 
 
-def foreseen_sizes(job: Callable[[int], SearchRequest], judge: WhatIf, sizes: list[int], listener: Listener) -> Sizes:
+def ghost_run_sizes(job: Callable[[int], SearchRequest], judge: WhatIf, sizes: list[int], listener: Listener) -> Sizes:
     """Sizes that are ghost-run with one choice on every layer when they are asked about."""
 
     def look(size: int) -> dict[str, int]:

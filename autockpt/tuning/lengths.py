@@ -40,7 +40,7 @@ SearchAt = Callable[[int, int], Plan]
 
 
 @dataclass
-class ForeseenLengths:
+class PredictedLengths:
     """What is known of steps at all lengths: plain step seconds, and what the plan for a length adds to them.
 
     ``plans`` are by padded length. Seconds are measured where steps were, else simulated; at lengths in between they
@@ -83,7 +83,7 @@ class Histogram:
     """Shares of batches by padded length, and what steps take at these."""
 
     shares: Mapping[int, float]
-    foreseen: ForeseenLengths
+    predicted: PredictedLengths
 
     @cached_property
     def lengths(self) -> list[int]:
@@ -92,9 +92,9 @@ class Histogram:
     def expected(self, bounds: Sequence[int]) -> float:
         """Seconds of a step, on average, with the plan for each of ``bounds`` on all batches up to it."""
         bounds = sorted(bounds)
-        overheads = {bound: self.foreseen.overhead(bound) for bound in bounds}
+        overheads = {bound: self.predicted.overhead(bound) for bound in bounds}
         return sum(
-            share * self.foreseen.plain_seconds(length) * (1 + overheads[bounds[bisect_left(bounds, length)]])
+            share * self.predicted.plain_seconds(length) * (1 + overheads[bounds[bisect_left(bounds, length)]])
             for length, share in self.shares.items()
         )
 
@@ -125,48 +125,48 @@ def search_lengths(
     bounded as well as its tokens. Raises InfeasibleError where the longest fits no plan, UsageError where batches have
     no rows, and what ``at`` raises.
     """
-    foreseen, longest = ForeseenLengths(), lengths.longest
+    predicted, longest = PredictedLengths(), lengths.longest
 
     def look(length: int, candidates: int) -> None:
         listener.note(f"batches padded to {length:,} tokens: up to {candidates} candidates")
         try:
-            foreseen.plans[length] = at(length, candidates)
+            predicted.plans[length] = at(length, candidates)
         except TimeLimitReached:
-            if not foreseen.plans:
+            if not predicted.plans:
                 raise
 
     look(longest, max(FEWEST, trials // 2))
-    settings = foreseen.plans[longest].settings
+    settings = predicted.plans[longest].settings
     rows = settings.get("batch_size")
     if not isinstance(rows, int):
         raise UsageError("these batches have no rows of tokens", remedy="Search without lengths.")
     scores = not str(settings.get("attention")).startswith("flash")
     shares = lengths.batches(rows)
-    histogram = Histogram(shares, foreseen)
-    if not _saves(foreseen.plans[longest]) and len(shares) > 1 and not late():
+    histogram = Histogram(shares, predicted)
+    if not _saves(predicted.plans[longest]) and len(shares) > 1 and not late():
         share = max(FEWEST, trials // (2 * MOST_SETS))
         middle = min(histogram.lengths[:-1], key=lambda n: abs(n - longest / 2))
         look(middle, share)
         for length in histogram.best():
-            if length not in foreseen.plans and not late():
+            if length not in predicted.plans and not late():
                 look(length, share)
-    bounds = histogram.best(among=list(foreseen.plans))
-    plan = foreseen.plans[longest]
+    bounds = histogram.best(among=list(predicted.plans))
+    plan = predicted.plans[longest]
     if len(bounds) == 1:
         return plan, (_one(histogram, plan),)
     below, found = 0, list[Plan]()
     for bound in bounds:
         when = When(tokens=rows * bound, longest=bound if scores else None)
         here = sum(share for length, share in shares.items() if below < length <= bound)
-        found.append(foreseen.plans[bound].model_copy(update={"when": when, "share": round(min(here, 1.0), 4)}))
+        found.append(predicted.plans[bound].model_copy(update={"when": when, "share": round(min(here, 1.0), 4)}))
         below = bound
     alone, together = histogram.expected([longest]), histogram.expected(bounds)
     said = "measured" if all(p.status == "measured" for p in found) else "simulated"
     gain = (
         f"Over {lengths}, {rows} to a batch, a step takes {words.seconds(together)} on average with these "
         f"{len(bounds)} sets, {words.seconds(alone)} with the plan for the longest alone "
-        f"({words.share(together / alone - 1, signed=True)}): foreseen from {said} steps at "
-        f"{words.counted(len(foreseen.plans), 'length')}, on lines between these."
+        f"({words.share(together / alone - 1, signed=True)}): predicted from {said} steps at "
+        f"{words.counted(len(predicted.plans), 'length')}, on lines between these."
     )
     drawn = "Rows were taken to be drawn at random; a sampler that groups them by length makes shorter batches."
     notes = (gain, *((drawn,) if lengths.of == "rows" and rows > 1 else ()))
@@ -250,7 +250,7 @@ def refuse_lengths(budget: Budget, **given: object) -> None:
 def _one(histogram: Histogram, plan: Plan) -> str:
     if _saves(plan):
         return "Saving everything fits the longest batch, so lengths do not matter."
-    if len(histogram.foreseen.plans) == 1 and len(histogram.shares) > 1:
+    if len(histogram.predicted.plans) == 1 and len(histogram.shares) > 1:
         return "One set of choices for all lengths: no time was left to search others than the longest."
     return (
         f"One set of choices for all lengths: no further one would make the average step {words.share(WORTH)} faster "

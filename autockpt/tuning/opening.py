@@ -161,7 +161,7 @@ def blocks_of(tracer: Tracer) -> tuple[Unit, ...]:
 
 
 def less_than_asked(budget: Budget, environment: Environment) -> tuple[str, ...]:
-    """A note where the device has less than the budget, and so is what plans are held against."""
+    """A note where the device has less than the budget, and so is what plans must fit."""
     device = environment.device
     if budget.kind != "bytes" or (budget.size or 0) <= device.capacity_bytes:
         return ()

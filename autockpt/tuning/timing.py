@@ -89,7 +89,7 @@ def first_rounds(trials: Sequence[Trial]) -> float:
 
 
 def most_cycles(candidates: Sequence[Trial], extra: Sequence[Trial], *, seconds: float) -> int:
-    """Timed cycles of ``play`` where nobody drops out and nothing settles early; before each one is not timed."""
+    """Timed cycles of ``play`` where no plan drops out and nothing settles early; before each one is not timed."""
     begin = BATCH * (len(candidates) + len(extra))
     if len(candidates) == 1:
         return begin

@@ -163,7 +163,7 @@ def test_a_size_that_there_was_time_for_is_not_named_the_largest(monkeypatch: py
     peaks = {1: {"save": 60, "recompute": 1}, 2: {"save": 150, "recompute": 2}, 4: {"save": 300, "recompute": 4}}
     known = Sizes([1, 2, 4], 100, peaks, {}.__getitem__)
     monkeypatch.setattr(batches, "dependent_rows", lambda *asked: ())
-    monkeypatch.setattr(batches, "foreseen_sizes", lambda *asked: known)
+    monkeypatch.setattr(batches, "ghost_run_sizes", lambda *asked: known)
     answer = batches._most_tokens(climb, None, None, None, 20)  # type: ignore[arg-type]
     assert answer.best.batch_size == 1 and not answer.others and answer.trials == 7
     assert any("left none for micro-batches of 2, 4" in note for note in answer.notes)

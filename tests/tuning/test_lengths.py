@@ -30,8 +30,8 @@ from autockpt.shipped import load_space
 from autockpt.tuning.lengths import (
     MOST_SETS,
     WORTH,
-    ForeseenLengths,
     Histogram,
+    PredictedLengths,
     refuse_lengths,
     search_lengths,
     search_lengths_of,
@@ -129,7 +129,7 @@ def test_sets_cover_all_lengths_fit_and_each_is_worth_it(counts: dict[int, int],
     assert bounds[-1] == 1600 and len(bounds) <= MOST_SETS
     for each, bound in zip(plan.sets, bounds, strict=True):
         assert each.choices == made(bound, fits=fits, most=most).choices
-    histogram = Histogram(lengths.batches(4), ForeseenLengths({n: made(n, fits=fits, most=most) for n in asked}))
+    histogram = Histogram(lengths.batches(4), PredictedLengths({n: made(n, fits=fits, most=most) for n in asked}))
     for bound in bounds[:-1]:
         without = [n for n in bounds if n != bound]
         assert histogram.expected(bounds) <= histogram.expected(without) * (1 + 1e-9)
@@ -137,9 +137,11 @@ def test_sets_cover_all_lengths_fit_and_each_is_worth_it(counts: dict[int, int],
 
 
 def test_the_length_up_to_which_all_is_saved_is_read_off_peaks() -> None:
-    assert ForeseenLengths({1600: made(1600), 800: made(800)}).saves_up_to == pytest.approx(400)
-    assert ForeseenLengths({1600: made(1600), 200: made(200)}).saves_up_to == pytest.approx(400)
-    assert ForeseenLengths({300: made(300)}).saves_up_to == 300 and ForeseenLengths({1600: made(1600)}).saves_up_to == 0
+    assert PredictedLengths({1600: made(1600), 800: made(800)}).saves_up_to == pytest.approx(400)
+    assert PredictedLengths({1600: made(1600), 200: made(200)}).saves_up_to == pytest.approx(400)
+    assert (
+        PredictedLengths({300: made(300)}).saves_up_to == 300 and PredictedLengths({1600: made(1600)}).saves_up_to == 0
+    )
 
 
 def test_compiled_layers_are_not_offered_what_several_sets_cannot_move() -> None:

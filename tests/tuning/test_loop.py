@@ -278,7 +278,7 @@ def test_trials_are_written_with_their_choices_and_the_listener_hears_of_each(tm
         "baselines",
         "search",
         "finals",
-        "time the best side by side",
+        "time the best, interleaved",
     ]
     assert watcher.total is not None and 0 < watcher.steps <= watcher.total, "the finals say how far they are"
     assert found.best is not None and run.trials()[found.best.number].measured == found.best.measured
@@ -312,7 +312,7 @@ def test_the_time_limit_holds_for_the_whole_search_and_still_names_a_plan() -> N
     (tried,) = [t for t in found.trials if t.encoding != "baseline"]
     assert "time limit" in found.stopped
     assert found.best is not None and found.best.measured is not None and found.best.number == tried.number
-    assert found.best.measured.steps == 1 and any("side by side" in note for note in found.notes)
+    assert found.best.measured.steps == 1 and any("interleaved" in note for note in found.notes)
     assert sum(t.encoding == "baseline" for t in found.trials) == 2, "those that say what the budget means"
 
 

@@ -439,16 +439,16 @@ def neutral(space: SearchSpace, margin: float) -> Parameters:
     return parameters
 
 
-def hiding(plain: Parameters, space: SearchSpace, foreseen: Callable[[Parameters], float]) -> list[Parameters]:
+def hiding(plain: Parameters, space: SearchSpace, predicted: Callable[[Parameters], float]) -> list[Parameters]:
     """The knobs of ``plain`` with all the copies that the link has the time for, where that plan should be faster.
 
-    The solver's prices add up, as if every unit had only its own compute to hide its copies behind; ``foreseen``, the
+    The solver's prices add up, as if every unit had only its own compute to hide its copies behind; ``predicted``, the
     simulated step seconds of the solver's plan under some knobs, sees the whole schedule.
     """
     if HIDDEN_COPIES not in space.knobs:
         return []
     hidden = {**plain, HIDDEN_COPIES: space.knobs[HIDDEN_COPIES].high}
-    return [hidden] if foreseen(hidden) < foreseen(plain) else []
+    return [hidden] if predicted(hidden) < predicted(plain) else []
 
 
 def with_knobs(

@@ -135,14 +135,14 @@ class Compiled(RealSteps):
         return finals + statistics.median(self._took[-LATELY:])
 
     def winner(self, trials: Trials, known: Sequence[Trial], budget_bytes: int, seconds: float) -> Trial | None:
-        """The best plan by steps side by side; where time runs out over them, the best by those it was tried with."""
+        """The best plan by interleaved steps; where time runs out over them, the best by those it was tried with."""
         try:  # plans of an earlier run are compiled here first
             with self.within(max(ANSWERING, self.clock.seconds_left)):
                 return super().winner(trials, _compared(known), budget_bytes, seconds)
         except MeasurementError:
             if self.clock.seconds_left > 0:
                 raise
-        self.notes.append("the time limit was reached while the best plans were measured side by side")
+        self.notes.append("the time limit was reached while the best plans were measured interleaved")
         return trials.best
 
 

@@ -57,7 +57,7 @@ def confirmation(measurer: Measurer, clock: Clock) -> Confirm | None:
 
 @dataclass
 class RealSteps(Target):
-    """Candidates are measured; the best few once more side by side, the winner once more in a fresh process."""
+    """Candidates are measured; the best few again, interleaved, and the winner again in a fresh process."""
 
     measurer: Measurer
     clock: Clock
@@ -87,7 +87,7 @@ class RealSteps(Target):
         return [*fitting[:FINALISTS], *[t for t in simple if not _surely_slower(t, fitting[0])][:SIMPLE_FINALISTS]]
 
     def winner(self, trials: Trials, known: Sequence[Trial], budget_bytes: int, seconds: float) -> Trial | None:
-        """Measure the best few again side by side, confirm the winner, and return it with its final numbers.
+        """Measure the best few again, interleaved, confirm the winner, and return it with its final numbers.
 
         Where ``seconds`` are too few for the first rounds, fewer well-known plans take part; where they are too few for
         the best alone, that is the best as it was tried.
@@ -97,7 +97,7 @@ class RealSteps(Target):
             compared.pop(0)
         seconds -= first_rounds([*finalists, *compared])
         if seconds <= 0:
-            self.notes.append("the time limit left no room to measure the best plans side by side")
+            self.notes.append("the time limit left no room to measure the best plans interleaved")
             return trials.best
         while finalists:
             winner = self._fastest(trials, finalists, compared, budget_bytes, seconds)
@@ -109,7 +109,7 @@ class RealSteps(Target):
     def _fastest(
         self, trials: Trials, finalists: list[Trial], compared: Sequence[Trial], budget_bytes: int, seconds: float
     ) -> Trial:
-        """The plan that wins side by side; the times of the finals go into all trials that took part.
+        """The plan that wins the interleaved rounds; the times of the finals go into all trials that took part.
 
         Well-known plans that fit may win as well.
         """
@@ -118,7 +118,7 @@ class RealSteps(Target):
         candidates = [*finalists, *(t for t in others if t.feasible)]
         extra = [t for t in others if not t.feasible]
         seconds, listener = min(FINAL_SECONDS, seconds), self.clock.listener
-        listener.stage("time the best side by side", most_cycles(candidates, extra, seconds=seconds))
+        listener.stage("time the best, interleaved", most_cycles(candidates, extra, seconds=seconds))
 
         def compare(plans: Mapping[str, Choices], rounds: int) -> Mapping[str, list[float]]:
             return self.measurer.compare(plans, rounds=rounds)
