@@ -451,19 +451,6 @@ def hiding(plain: Parameters, space: SearchSpace, predicted: Callable[[Parameter
     return [hidden] if predicted(hidden) < predicted(plain) else []
 
 
-def with_knobs(
-    parameters: Parameters, budget_bytes: int, scale: Mapping[str, float], make_problem: MakeProblem
-) -> tuple[Problem, int]:
-    """The planning problem under these knobs, and the bytes of ``budget_bytes`` that they leave free.
-
-    ``scale`` are the prices fitted to measurements so far; each ``<kind>_price`` knob multiplies them.
-    """
-    kinds = {name.removesuffix("_price") for name in parameters if name.endswith("_price")} | set(scale)
-    prices = {kind: scale.get(kind, 1.0) * float(parameters.get(f"{kind}_price", 1.0)) for kind in kinds}
-    free = int(budget_bytes * float(parameters.get("margin", 0.0)))
-    return make_problem(prices, free, float(parameters.get(HIDDEN_COPIES, 0.0))), free
-
-
 def from_knobs(
     parameters: Parameters,
     budget_bytes: int,
@@ -471,8 +458,14 @@ def from_knobs(
     make_problem: MakeProblem,
     solve: Callable[[Problem], Refined],
 ) -> tuple[dict[str, Choice], bool]:
-    """The solver's plan under these knobs, refined by ``solve``, and whether its ghost run fits ``budget_bytes``."""
-    problem, free = with_knobs(parameters, budget_bytes, scale, make_problem)
+    """The solver's plan under these knobs, refined by ``solve``, and whether its ghost run fits ``budget_bytes``.
+
+    ``scale`` are the prices fitted to measurements so far; each ``<kind>_price`` knob multiplies them.
+    """
+    kinds = {name.removesuffix("_price") for name in parameters if name.endswith("_price")} | set(scale)
+    prices = {kind: scale.get(kind, 1.0) * float(parameters.get(f"{kind}_price", 1.0)) for kind in kinds}
+    free = int(budget_bytes * float(parameters.get("margin", 0.0)))
+    problem = make_problem(prices, free, float(parameters.get(HIDDEN_COPIES, 0.0)))
     refined = solve(problem)
     return dict(refined.choices), fits_within(refined.checked, problem, free)
 

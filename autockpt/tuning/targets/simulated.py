@@ -10,7 +10,7 @@ from functools import partial
 from autockpt.cost import CostModel, said_of, simulated_memory
 from autockpt.cost.roofline import environment_of_hardware, roofline_times
 from autockpt.measuring.environment import installed_versions
-from autockpt.schema import Budget, Environment, Graph, OpTimes, SearchSpace, format_bytes
+from autockpt.schema import Budget, Environment, Graph, OpTimes, SearchSpace
 from autockpt.schema.hardware import Hardware
 from autockpt.schema.request import SearchRequest
 from autockpt.schema.step_note import step_note
@@ -18,7 +18,7 @@ from autockpt.solvers.refine import FASTER
 from autockpt.tracing import torch_device, tracer_for
 from autockpt.tracing.tracer import uncollected
 from autockpt.tuning.alternatives import WhatIf
-from autockpt.tuning.opening import traced_for
+from autockpt.tuning.opening import less_than_asked, traced_for
 from autockpt.tuning.question import Clock
 from autockpt.tuning.targets.base import MOST_REPEATS, Prepared, Target, Terms
 from autockpt.tuning.targets.shallow_twin import calls_per_candidate
@@ -128,8 +128,5 @@ def simulated_environment(hardware: Hardware) -> Environment:
 
 def within(budget: Budget, hardware: Hardware) -> tuple[Budget, tuple[str, ...]]:
     """The budget, at most what the hardware has (its context is part of every peak), and a note where that is less."""
-    memory_bytes = hardware.memory_bytes
-    if budget.kind != "bytes" or (budget.size or 0) <= memory_bytes:
-        return budget, ()
-    note = f"{hardware.name} has {format_bytes(memory_bytes)}, less than the budget: planned for what it has"
-    return budget.model_copy(update={"size": memory_bytes}), (note,)
+    notes = less_than_asked(budget, simulated_environment(hardware))
+    return (budget.model_copy(update={"size": hardware.memory_bytes}) if notes else budget), notes

@@ -116,8 +116,8 @@ class Run:
         solve = partial(refine, check=self.profiled.check, max_calls=Terms().checks, remembered=self.checks)
         return from_knobs(parameters, self.q.budget, scale, self._problem, solve)[0]
 
-    def _problem(self, prices: Mapping[str, float], free: int) -> Problem:
-        return self.profiled.problem(self.q.budget, prices, free)
+    def _problem(self, prices: Mapping[str, float], free: int, hidden: float = 0.0) -> Problem:
+        return self.profiled.problem(self.q.budget, prices, free, hidden=hidden)
 
     def _seeds(self) -> list[Parameters]:
         if self.space.encoding == "knobs":
