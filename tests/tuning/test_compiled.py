@@ -55,7 +55,7 @@ class MadeUpCompiler:
         peak, seconds = 200, 0.0
         for name in NAMES:
             choice = choices.get(name, SAVE)
-            share = {"save": 1.0, "recompute": 0.0}.get(choice.kind)
+            share = {"save": 1.0, "selective": 0.5, "recompute": 0.0}.get(choice.kind)
             if isinstance(choice, CompileBudget):
                 share = choice.fraction
             assert share is not None
@@ -75,7 +75,7 @@ class MadeUpCompiler:
 
 def search(compiler: MadeUpCompiler, budget: str, mode: Any = "layers", *, trials: int = 14, **more: Any) -> Any:
     clock = Clock(Silence(), more.pop("timeout", None))
-    space = load_space("knobs").restricted(("recompute",))
+    space = load_space("knobs").restricted(more.pop("choices", ("recompute",)))
     request = SearchRequest(budget=parse_budget(budget), space=space, trials=trials)
     run = more.pop("run", None)
     tried = Trials(run)
@@ -110,6 +110,14 @@ def test_it_is_near_the_best_of_all_plans_of_two_choices():
     best = min(seconds for peak, seconds in every if peak <= found.budget.bytes)
     assert found.best is not None and found.best.measured is not None
     assert found.best.measured.step_seconds <= 1.05 * best
+
+
+def test_selective_layers_are_tried_where_they_are_allowed():
+    """Half of a layer is kept for an eighth of a second, which no budget of this compiler's baselines is near."""
+    found = search(MadeUpCompiler(), "50%act", choices=("recompute", "selective"))
+    tried = {choice.kind for trial in found.trials for choice in trial.choices.values()}
+    assert "selective" in tried and any(trial.name == "selective" for trial in found.trials)
+    assert found.best is not None and {choice.kind for choice in found.best.choices.values()} == {"selective"}
 
 
 def test_nothing_is_predicted():

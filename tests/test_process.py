@@ -1,0 +1,92 @@
+"""Child processes: what is said of one that ends, and that none is left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from autockpt.process import Child, ChildDied, ChildSilent, child_environment, last_lines
+
+ECHO = """
+import subprocess, sys, time
+from multiprocessing.connection import Connection
+
+def main(descriptor, code):
+    parent = Connection(descriptor)
+    print("about to begin", flush=True)
+    while True:
+        asked = parent.recv()
+        if asked == "leave":
+            sys.exit(code)
+        if asked == "sleep":
+            time.sleep(600)
+        if asked == "child":
+            asked = subprocess.Popen(["sleep", "600"]).pid
+        parent.send(asked)
+"""
+
+
+@pytest.fixture
+def child(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Child]:
+    (tmp_path / "echo_child.py").write_text(ECHO)
+    monkeypatch.chdir(tmp_path)
+    with tempfile.TemporaryFile() as log:
+        made = Child.spawn("echo_child", 3, log=log, environment=child_environment())
+        made.log = log  # type: ignore[attr-defined]
+        yield made
+        made.close()
+
+
+def is_gone(pid: int) -> bool:
+    for _ in range(100):
+        try:
+            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
+                return True
+        except OSError:
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def test_messages_come_back_and_what_it_prints_is_kept(child) -> None:
+    message = {"bytes": b"x" * 300_000, "path": Path("a")}
+    child.send(message)
+    assert child.receive(30.0) == message and child.alive
+    assert last_lines(child.log) == "  about to begin"
+
+
+def test_a_child_that_ends_is_reported_with_its_exit_code(child) -> None:
+    child.send("leave")
+    with pytest.raises(ChildDied) as caught:
+        child.receive()
+    assert caught.value.code == 3 and not child.alive
+
+
+def test_a_child_that_is_killed_is_reported_with_the_signal(child) -> None:
+    child.send("x")
+    assert child.receive(30.0) == "x"
+    os.kill(child.pid, signal.SIGKILL)
+    with pytest.raises(ChildDied) as caught:
+        child.receive()
+    assert caught.value.code == -signal.SIGKILL
+
+
+def test_a_silent_child_is_ended(child) -> None:
+    child.send("sleep")
+    with pytest.raises(ChildSilent):
+        child.receive(0.5)
+    assert is_gone(child.pid) and not child.alive
+
+
+def test_closing_ends_all_that_it_started(child) -> None:
+    child.send("child")
+    other = child.receive(30.0)
+    child.close()
+    child.close()
+    assert is_gone(child.pid) and is_gone(other)
