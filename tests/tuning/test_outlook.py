@@ -31,7 +31,7 @@ def around(hidden: float) -> tuple[list[dict[str, Choice]], SearchResult]:
 def test_plans_are_proposed_for_budgets_on_both_sides_of_the_one_asked_for() -> None:
     plans, found = around(0.0)
     peaks = [MadeUpDevice(8).true_peak(plan) for plan in plans]
-    assert min(peaks) < found.budget.bytes < max(peaks) and len({plan_hash(plan) for plan in plans}) > 5
+    assert min(peaks) < found.budget.bytes < max(peaks) and len({plan_hash(plan) for plan in plans}) >= 4
 
 
 def test_copies_hide_in_plans_for_other_budgets_where_they_do_in_the_answer() -> None:
