@@ -5,13 +5,12 @@ Every change is judged with the same choice on every layer, so a search after it
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import chain, islice
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -32,12 +31,11 @@ from autockpt.schema import (
 )
 from autockpt.schema.remedy import FOUR_BITS, INEXACT, Alternative, batch, joined
 from autockpt.tracing import Tracer
-from autockpt.tuning.jobs import tracer_of, with_rows
+from autockpt.tuning.jobs import largest_that_fits, tracer_of, with_rows
 from autockpt.tuning.opening import LEANEST_CHUNKS, blocks_of
 from autockpt.workload.factory import is_factory
 from autockpt.workload.lengths import with_length
 
-T = TypeVar("T")
 Times = Callable[[Sequence[Graph]], OpTimes]  # op times that cover these ghost runs
 MOST = 3
 SHARED, MOST_RANKS = "sharded over", 64
@@ -224,19 +222,12 @@ def _sharded(of: Change) -> Iterator[Change]:
         ranks *= 2
 
 
-def mildest_that_fits(changes: Sequence[T], fits: Callable[[T], bool]) -> T | None:
-    """The first of ``changes`` that fits, of ever larger ones: all behind one that fits do. By bisection."""
-    if not changes or not fits(changes[-1]):
-        return None
-    return changes[bisect_left(changes, True, key=fits)]
-
-
 def _mildest(changes: Iterable[Change], bench: WhatIf, standard: float) -> Alternative | None:
     """The mildest change that fits; None where none does, or this sort of change is not possible for this job."""
     with ExitStack() as stack:
         try:
             series = [_Variant(change, bench, stack) for change in changes]
-            found = mildest_that_fits(series, lambda variant: variant.fits)
+            found = largest_that_fits(series, lambda variant: variant.fits)
             return None if found is None else found.way(standard)
         except AutockptError:
             return None
@@ -249,7 +240,8 @@ class _Variant:
 
     def __init__(self, change: Change, bench: WhatIf, stack: ExitStack) -> None:
         self._change, self._bench, self._stack = change, bench, stack
-        self._uniform: dict[str, tuple[dict[str, Choice], Graph]] = {}  # as ``uniform_graphs`` gives them
+        self._known: dict[str, Prediction | None] = {}  # by the choice on every layer; None: it cannot be attached
+        self._resident_bytes = 0
 
     @cached_property
     def _tracer(self) -> Tracer:
@@ -265,22 +257,17 @@ class _Variant:
         if _ignored(self._change.job, self._tracer.settings):
             return False
         lean = [kind for kind in LEAN_KINDS if kind in self._bench.kinds] or list(self._bench.kinds)
-        for kind in filter(self._run, lean):
-            choices, graph = self._uniform[kind]
-            if graph.resident_bytes > self._bench.budget_bytes:  # whatever the layers do
-                return False
-            peak = predictions(self._bench, {kind: (choices, graph)})[kind].peak_bytes
-            if peak <= self._bench.budget_bytes:
+        for said in filter(None, map(self._predicted, lean)):
+            if said.peak_bytes <= self._bench.budget_bytes:
                 return True
-            if peak > FAR_OVER * self._bench.budget_bytes:
+            # whatever the layers do; or so far off that no other choice is lean enough
+            if max(self._resident_bytes, said.peak_bytes // FAR_OVER) > self._bench.budget_bytes:
                 return False
         return False
 
     def way(self, standard: float) -> Alternative | None:
         """The change with the fastest uniform plan that fits; ``standard``: seconds per token."""
-        for kind in self._bench.kinds:
-            self._run(kind)
-        known = predictions(self._bench, self._uniform)
+        known = {kind: said for kind in self._bench.kinds if (said := self._predicted(kind)) is not None}
         fitting = [kind for kind, said in known.items() if said.peak_bytes <= self._bench.budget_bytes]
         if not fitting:
             return None
@@ -305,14 +292,17 @@ class _Variant:
             choice = LEANEST_CHUNKS
         return {head.name: choice} if head is not None and choice != SAVE else {}
 
-    def _run(self, kind: str) -> bool:
-        """Ghost-run a choice on every layer, once; whether it can be attached."""
-        if kind not in self._uniform:
+    def _predicted(self, kind: str) -> Prediction | None:
+        """What a choice on every layer would come to, ghost-run once; None where it cannot be attached."""
+        if kind not in self._known:
             try:
-                self._uniform |= uniform_graphs(self._tracer, blocks_of(self._tracer), (kind,), self._besides)
+                uniform = uniform_graphs(self._tracer, blocks_of(self._tracer), (kind,), self._besides)
             except ConflictError:
-                return False
-        return True
+                self._known[kind] = None
+            else:
+                self._resident_bytes = uniform[kind][1].resident_bytes
+                self._known |= predictions(self._bench, uniform)
+        return self._known[kind]
 
 
 def predictions(bench: WhatIf, uniform: UniformRuns) -> dict[str, Prediction]:

@@ -25,8 +25,8 @@ from autockpt.schema import Comparison, Listener, SearchOutcome, SearchRequest, 
 from autockpt.schema.batches import BatchAnswer, BatchSetting
 from autockpt.schema.known import ALL, NONE, OURS
 from autockpt.schema.words import tally
-from autockpt.tuning.alternatives import WhatIf, mildest_that_fits, on_device, predictions
-from autockpt.tuning.jobs import tracer_of, with_rows
+from autockpt.tuning.alternatives import WhatIf, on_device, predictions
+from autockpt.tuning.jobs import largest_that_fits, tracer_of, with_rows
 from autockpt.tuning.opening import blocks_of
 from autockpt.tuning.question import Clock
 from autockpt.tuning.record import save_plan_copy
@@ -216,7 +216,7 @@ class Sizes:
                 self.peaks[size] = self.look(size)
             return any(self.peaks[size].get(kind, math.inf) <= self.budget_bytes for kind in kinds)
 
-        return mildest_that_fits(self.sizes[::-1], fits)
+        return largest_that_fits(self.sizes[::-1], fits)
 
 
 def ghost_run_sizes(job: Callable[[int], SearchRequest], judge: WhatIf, sizes: list[int], listener: Listener) -> Sizes:

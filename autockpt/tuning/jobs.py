@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
 import torch
 from torch import Tensor
 
@@ -10,6 +14,15 @@ from autockpt.schema import SearchRequest
 from autockpt.tracing import Tracer, tracer_for
 from autockpt.workload import Step, cut_tensors, nested_tensors
 from autockpt.workload.lengths import with_length
+
+T = TypeVar("T")
+
+
+def largest_that_fits(sizes: Sequence[T], fits: Callable[[T], bool]) -> T | None:
+    """The first of ``sizes`` that fits, each smaller than the one before, so that all behind it fit. By bisection."""
+    if not sizes or not fits(sizes[-1]):
+        return None
+    return sizes[bisect_left(sizes, True, key=fits)]
 
 
 def tracer_of(job: SearchRequest, device: torch.device) -> Tracer:
