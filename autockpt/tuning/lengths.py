@@ -8,7 +8,7 @@ much that is at lengths that were not searched is read off lines through those t
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -52,11 +52,11 @@ class PredictedLengths:
     def plain_seconds(self, length: float) -> float:
         """Of a batch of this length with everything saved."""
         known = {n: seconds for n, plan in self.plans.items() if (seconds := _seconds(plan)[0]) > 0}
-        return _at(length, known or {1: 1.0, max(self.plans): float(max(self.plans))})
+        return _at(length, known.items()) if known else length
 
     def overhead(self, length: float) -> float:
         """What the best plan for a length adds to a plain step, as a share of it; nothing while all is saved."""
-        return _at(length, {self.saves_up_to: 0.0} | {n: _overhead(plan) for n, plan in self.plans.items()})
+        return _at(length, [(self.saves_up_to, 0.0), *((n, _overhead(plan)) for n, plan in self.plans.items())])
 
     @property
     def saves_up_to(self) -> float:
@@ -72,10 +72,11 @@ class PredictedLengths:
         return max(fits, min(one + (budget.bytes - first) * (two - one) / (second - first), two - 1))
 
 
-def _at(length: float, known: Mapping[float, float]) -> float:
-    """On the line through the neighbours, and through zero."""
-    lengths = sorted({0.0, *known})
-    return float(np.interp(length, lengths, [known.get(n, 0.0) for n in lengths]))
+def _at(length: float, known: Iterable[tuple[float, float]]) -> float:
+    """The value at a length, on lines between the ``known`` ones and zero at zero."""
+    points = {0.0: 0.0, **dict(known)}
+    lengths = sorted(points)
+    return float(np.interp(length, lengths, [points[n] for n in lengths]))
 
 
 @dataclass(frozen=True)
