@@ -19,10 +19,10 @@ from autockpt.schema import CompileMode, Prediction, SearchRequest, Trial
 from autockpt.schema.known import NONE
 from autockpt.solvers import refine
 from autockpt.tracing import Tracer
+from autockpt.tuning.finals import first_rounds
 from autockpt.tuning.opening import less_than_asked, traced
 from autockpt.tuning.targets.base import Prepared
 from autockpt.tuning.targets.real_steps import FINALISTS, FINALS_SHARE, RealSteps, confirmation
-from autockpt.tuning.timing import first_rounds
 from autockpt.tuning.trials import Candidate, Plans, Score, Trials
 
 IN_GRAPHS = ("save", "recompute", "selective")

@@ -11,9 +11,9 @@ from autockpt.measuring import Measurer, WorkerMeasurer
 from autockpt.measuring.base import beats_counted
 from autockpt.schema import Choice, Measurement, Trial
 from autockpt.solvers.refine import FASTER
+from autockpt.tuning.finals import Final, first_rounds, most_cycles, play, remeasured
 from autockpt.tuning.question import Clock
 from autockpt.tuning.targets.base import STEPS, Target, Terms
-from autockpt.tuning.timing import Final, first_rounds, most_cycles, play, remeasured
 from autockpt.tuning.trials import AS_FAST, Candidate, Score, Trials, complexity, preferred
 
 SECONDS_PER_TRIAL = 2.0  # of timed cycles, at least three and at most ten of them

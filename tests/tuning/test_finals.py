@@ -1,4 +1,4 @@
-"""The best few side by side, on times that are made up."""
+"""The best few interleaved, on times that are made up."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from autockpt.schema import Measurement, Trial
-from autockpt.tuning.timing import BATCH, MOST_ROUNDS, Final, most_cycles, play
+from autockpt.tuning.finals import BATCH, MOST_ROUNDS, Final, most_cycles, play
 
 
 def trial(number: int, seconds: float = 1.0) -> Trial:
@@ -72,7 +72,7 @@ def test_no_rounds_are_begun_that_would_exceed_the_time(monkeypatch: pytest.Monk
         now += 1
         return swinging(plan, number)
 
-    monkeypatch.setattr("autockpt.tuning.timing.time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr("autockpt.tuning.finals.time", SimpleNamespace(monotonic=lambda: now))
     assert [len(finals(noise, seconds)[1]) for seconds in (5, 6, 15, 18)] == [1, 2, 3, 4]
 
 
