@@ -1,4 +1,4 @@
-"""Real steps, measured: the only runner and meter of them, in a worker process or in the user's own."""
+"""Measure real steps, in a worker process or in the user's own."""
 
 from autockpt.measuring.base import Measurer
 from autockpt.measuring.client import WorkerMeasurer

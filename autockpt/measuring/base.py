@@ -1,4 +1,4 @@
-"""What a search needs from whatever measures real steps for it."""
+"""The interface of a measurer: what a search needs of whatever measures real steps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Measuring in a worker process that may die of a trial without taking the search along."""
+"""Measure in a worker process, which may die of a trial without ending the search."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Compiled steps: the layers of a model, or all of it, compiled while something is measured and as they were after.
+"""Compile the layers of a model, or all of it, while something is measured; restore them afterwards.
 
-Code that was compiled for one plan is found again by the next one: with ``layers`` it is kept per kind of layer and
-choice, with ``model`` per plan. On disk the compiler's own cache keeps it beyond the process.
+Code that was compiled for one plan is reused by the next one: with ``layers`` it is kept per kind of layer and choice,
+with ``model`` per plan. On disk the compiler's own cache keeps it beyond the process.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Measuring in the user's own process, where a second copy of the model would not fit, leaving no trace."""
+"""Measure in the user's own process, where a second copy of the model would not fit, and leave no trace."""
 
 from __future__ import annotations
 

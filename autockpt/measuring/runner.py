@@ -1,4 +1,4 @@
-"""The one runner and meter of real steps: a workload on a device, with choices attached."""
+"""Run and time real steps: a workload on a device, with choices attached."""
 
 from __future__ import annotations
 

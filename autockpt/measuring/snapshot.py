@@ -1,4 +1,4 @@
-"""A copy of all that training steps change, on the host, and putting it back bit-equal into the very same objects."""
+"""Copy to the host all that training steps change, and restore it bit-equal into the very same objects."""
 
 from __future__ import annotations
 

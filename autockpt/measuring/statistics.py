@@ -1,4 +1,4 @@
-"""What measured times say and how surely: intervals of medians and of paired ratios.
+"""Confidence intervals of medians and of paired ratios.
 
 Times are seconds. Every interval is a two-sided 95 % confidence interval.
 """

@@ -1,7 +1,7 @@
-"""The worker process: holds one workload on one device and measures what it is asked to, until its connection ends.
+"""The worker process: it holds one workload on one device and measures on request, until its connection ends.
 
-Messages are dicts. Requests are ``{"verb", ...}``,
-``start`` first, one at a time; answers are ``{"result"}`` or ``{"error"}``, and ``{"beat"}`` before is a sign of life.
+Requests are ``{"verb", ...}``, ``start`` first, one at a time. Answers are ``{"result"}`` or ``{"error"}``;
+``{"beat"}`` before an answer is a sign of life.
 """
 
 from __future__ import annotations

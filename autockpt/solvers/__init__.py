@@ -1,4 +1,4 @@
-"""Problem -> Assignment: the exact solver, and what corrects its bytes by ghost runs."""
+"""Problem to Assignment: the exact solver, and the refinement that corrects its bytes by ghost runs."""
 
 from autockpt.solvers.exact import exact, leanest
 from autockpt.solvers.refine import Checked, Refined, refine

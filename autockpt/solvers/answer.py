@@ -1,4 +1,4 @@
-"""From picked options to an Assignment, judged by the problem's own numbers."""
+"""Turn picked options into an Assignment, judged by the problem's own numbers."""
 
 from __future__ import annotations
 

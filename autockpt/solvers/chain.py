@@ -1,4 +1,4 @@
-"""The structure that makes planning easy: execution in order, so that only bytes kept and moved so far matter."""
+"""The structure that makes planning easy: units run in order, so only bytes kept and moved so far matter."""
 
 from __future__ import annotations
 

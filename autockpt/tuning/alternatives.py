@@ -1,6 +1,7 @@
-"""What would make a job fit that no plan alone makes fit: changes of it, the least first, judged by ghost runs.
+"""Suggest changes of a job that no plan makes fit: smaller batches, the head in chunks, adapters, leaner optimizers.
 
-Every change is judged with the same choice on every layer, so a search after it can only do better.
+Each change is ghost-run with one choice on all layers, so a search after it can only do better. The mildest change of
+each kind that fits is reported.
 """
 
 from __future__ import annotations

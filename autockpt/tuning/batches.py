@@ -1,8 +1,8 @@
-"""The most tokens per second: micro-batch, accumulation and plan as one search, the rows of an update kept.
+"""Search micro-batch, accumulation and plan together for the most tokens per second. The rows of an update stay.
 
-Larger micro-batches keep a device busier and leave less memory to save activations in. Tokens per second over the
-sizes have one summit, so sizes are climbed from the largest that fits with everything saved, each by a whole search of
-its plans; the best is searched on with what is left of the trials.
+Larger micro-batches keep a device busier and leave less memory to save activations in. Tokens per second have one
+summit over the sizes. The climb begins at the largest size that fits with everything saved; every size gets a search of
+its own, and the best one the trials that are left.
 """
 
 from __future__ import annotations

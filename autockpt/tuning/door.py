@@ -1,4 +1,4 @@
-"""The one door to a search: what people write becomes one request, and is answered."""
+"""Parse what users write into one request, and answer it: the one door to a search."""
 
 from __future__ import annotations
 

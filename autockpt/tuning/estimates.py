@@ -1,4 +1,4 @@
-"""Does it fit, with what plan, how fast: one simulated answer for each model, card, batch and way of training."""
+"""Simulate whether a training fits, with what plan and how fast: one row for each model, card, batch and method."""
 
 from __future__ import annotations
 

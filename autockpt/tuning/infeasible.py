@@ -1,4 +1,4 @@
-"""What is said of a budget that no plan reaches: the least that any needs, and what would make the job fit."""
+"""Errors for a budget that no plan fits: the least that any plan needs, and what would make the job fit."""
 
 from __future__ import annotations
 

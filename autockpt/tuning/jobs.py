@@ -1,4 +1,4 @@
-"""Batches of other sizes: what a step makes of fewer rows, more rows, or shorter ones, and how a job is ghost-run."""
+"""Jobs of other sizes: steps with fewer or more rows, or shorter ones, and their tracers."""
 
 from __future__ import annotations
 

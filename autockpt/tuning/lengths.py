@@ -1,8 +1,8 @@
-"""One plan for sequences of all lengths: which lengths get choices of their own, and what that gains.
+"""Search one plan for sequences of all lengths: which lengths get choices of their own, and what that gains.
 
-The longest batch is searched first: its choices fit every other. Shorter batches need less recomputed, most of them
-nothing; a set of choices for all up to some length pays by what these batches would otherwise spend on recomputing. How
-much that is at lengths that were not searched is read off lines through those that were.
+The longest batch is searched first, because its choices fit every other. Shorter batches need less recomputation, so a
+set of choices for all batches up to a length saves what these would recompute. Costs at lengths that were not searched
+are interpolated linearly.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The search: baselines, the budget in bytes, candidates until enough, finals. One loop, whatever steps run on."""
+"""The loop of a search: baselines, the budget in bytes, candidates, finals. It is the same for every target."""
 
 from __future__ import annotations
 

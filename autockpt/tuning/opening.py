@@ -1,4 +1,4 @@
-"""The ghost runs that every search and every explanation begins with."""
+"""The ghost runs with which every search and every explanation begins."""
 
 from __future__ import annotations
 

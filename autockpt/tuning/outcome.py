@@ -1,4 +1,4 @@
-"""From what a search found to what people get: the plan, the rows of the answer, and what the run keeps."""
+"""Turn the result of the loop into the outcome: the plan, the rows of the answer, and the run's files."""
 
 from __future__ import annotations
 

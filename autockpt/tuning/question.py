@@ -1,4 +1,4 @@
-"""How long each stage of a search takes, and what op times are filed under."""
+"""The clock of a search: its time limit and the time of its stages; and the key that op times are filed under."""
 
 from __future__ import annotations
 

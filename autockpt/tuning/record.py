@@ -1,4 +1,4 @@
-"""Runs that are on record: a question is answered once, and a search that was stopped goes on from where it was."""
+"""Runs on record: a finished question is answered from its run, and a stopped search continues."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Rows of a batch that depend on each other: where another micro-batch would be another training.
+"""Detect rows of a batch that depend on each other: there another micro-batch would be another training.
 
-Read off ghost runs of two batch sizes: an op of the forward whose output grows by the square of the rows compares them
-with one another (contrastive losses); one that takes in what grows with the rows, and gives several numbers that do
-not, takes them together (batch norm, balancing losses of experts). A loss that is one number is a mean of its rows.
+Two batch sizes are ghost-run. An op of the forward whose output grows with the square of the rows compares rows
+(contrastive losses). An op whose input grows with the rows and whose output has several numbers and does not grow
+combines rows (batch norm, balancing losses of experts). A loss that is one number is a mean of its rows.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The search: from a request to its answer."""
+"""A search from the request to the outcome."""
 
 from __future__ import annotations
 

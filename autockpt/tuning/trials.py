@@ -1,4 +1,4 @@
-"""The trials of a search: numbered, judged under the budget, written down as they end; and which of them is named."""
+"""The trials of a search: numbered, judged under the budget, written as they end; and which of them is named."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Optuna behind one small class: ask for parameters, tell what was measured. The only importer of optuna."""
+"""Optuna behind one small class: ask for parameters, report what was measured. The only importer of optuna."""
 
 from __future__ import annotations
 

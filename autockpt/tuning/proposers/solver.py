@@ -1,6 +1,6 @@
-"""Candidates by an exact solver: steered by knobs that Optuna searches, or sampled per layer and repaired.
+"""Candidates by the exact solver: steered by knobs that Optuna searches, or sampled per layer and repaired.
 
-What is measured changes the prices that the solver plans with.
+Measured trials correct the cost coefficients that the solver plans with.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""What steps run on, or are simulated on: a device at hand, one that is described, a compiler."""
+"""What steps run on: a local device, simulated hardware, a compiler."""

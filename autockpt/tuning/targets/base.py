@@ -1,4 +1,4 @@
-"""What a search asks of the place that steps run on, or are simulated on: a target is asked, and drives nothing."""
+"""The interface of a target: what a search asks of the device, or the simulation, that steps run on."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""``autockpt search --compile``: a plan for compiled training, found by compiled steps.
+"""Search by compiled steps (``autockpt search --compile``).
 
-Candidates are only measured. Each is compiled first, which may fail, and takes most of the time.
+Candidates are only measured, never predicted. Each is compiled first, which may fail and takes most of the time.
 """
 
 from __future__ import annotations

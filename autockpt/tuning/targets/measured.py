@@ -1,4 +1,4 @@
-"""Searching by real steps, in a worker process or in this one; or, in a dry run, by what is known of the device."""
+"""Search by real steps, in a worker process or in this one; or, in a dry run, by what is known of the device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Candidates judged by real steps on a device."""
+"""Judge candidates by real steps on a device."""
 
 from __future__ import annotations
 

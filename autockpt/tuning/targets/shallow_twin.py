@@ -1,7 +1,7 @@
-"""Deep models of equal blocks are profiled on a shallow twin: a choice costs the same in each of them.
+"""Profile deep models of equal blocks on a shallow twin: a choice costs the same in each block.
 
-What a twin says is only used for what choices cost one block; peaks and step times of plans are those of ghost runs of
-the whole model, as ever.
+The twin tells only what choices cost one block. Peaks and step times of plans are those of ghost runs of the whole
+model.
 """
 
 from __future__ import annotations

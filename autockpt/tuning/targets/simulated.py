@@ -1,4 +1,4 @@
-"""Searching for hardware that is not at hand: ghost runs and modelled op times in place of real steps."""
+"""Search for hardware that is not local: ghost runs and modelled op times in place of real steps."""
 
 from __future__ import annotations
 
