@@ -76,7 +76,7 @@ def enter_run(
         out,
         request.question(environment, model_fingerprint=fingerprint(found.tracer.units), **live),
         model=request.name,
-        device=prepared.device,
+        device=prepared.device_name,
         budget=request.budget.text,
         fresh=request.fresh,
     )

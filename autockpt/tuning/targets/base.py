@@ -44,9 +44,9 @@ class Prepared:
     """A request on its target, with the ghost runs that it begins with.
 
     ``request`` is asked within what the target has: its budget, the choices that the model takes, and notes on both.
-    ``settings`` are those of the workload as they came out, ``seeds`` plans to try early, by name. ``device`` names the
-    run. ``needs`` says what a ghost run takes of the device; ``what_if`` judges changes of the job (None: none are
-    looked for).
+    ``settings`` are those of the workload as they came out, ``seeds`` plans to try early, by name. ``device_name`` is
+    in the run's name. ``needs`` says what a ghost run takes of the device; ``what_if`` judges changes of the job (None:
+    none are looked for).
     """
 
     request: SearchRequest
@@ -54,7 +54,7 @@ class Prepared:
     seeds: Plans
     environment: Environment
     found: Traced
-    device: str
+    device_name: str
     needs: Callable[[Graph], int]
     what_if: Callable[[], WhatIf] | None = None
 
@@ -64,18 +64,24 @@ class Prepared:
         request: SearchRequest,
         found: Traced,
         environment: Environment,
-        *more: Any,
+        *,
+        device_name: str,
+        needs: Callable[[Graph], int],
+        what_if: Callable[[], WhatIf] | None = None,
         budget: Budget | None = None,
         notes: Sequence[str] = (),
         **settings: Any,
     ) -> Self:
-        """With what became known of the workload; ``more`` are the fields from ``device`` on. ``budget``, ``notes`` and
-        ``settings`` are the target's. Raises PlanError for another model's plan to start from."""
+        """With what became known of the workload. ``budget``, ``notes`` and ``settings`` are the target's.
+
+        Raises PlanError for another model's plan to start from.
+        """
         seeds, doubts = _seeds(request.start, found)
         own = found.tracer.settings if request.step is None else live_settings(request.step, found.tracer)
         notes = (*request.notes, *found.said, *notes, *doubts)
         asked = {"budget": budget or request.budget, "space": found.space, "notes": notes}
-        return cls(request.model_copy(update=asked), {**own, **settings}, seeds, environment, found, *more)
+        asked_here, known = request.model_copy(update=asked), {**own, **settings}
+        return cls(asked_here, known, seeds, environment, found, device_name, needs, what_if)
 
     @property
     def workload_key(self) -> str:

@@ -74,8 +74,9 @@ class Compiled(RealSteps):
             environment = self.measurer.environment
         self.confirm = confirmation(self.measurer, clock)
         notes = (*less_than_asked(request.budget, environment), *left_out, NOT_PREDICTED)
-        more = environment.device.kind, needed_on(environment)
-        return Prepared.of(request, found, environment, *more, notes=notes, compile=self.mode)
+        known, kind = (request, found, environment), environment.device.kind
+        needs = needed_on(environment)
+        return Prepared.of(*known, device_name=kind, needs=needs, notes=notes, compile=self.mode)
 
     def cost_model(self, prepared: Prepared, trials: Trials) -> None:
         """None: nothing is known of compiled steps but what they take. Says what takes long."""

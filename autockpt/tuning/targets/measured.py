@@ -137,8 +137,8 @@ def _prepared(
     device = get_device(request.device).torch_device if request.step is None else request.step.device
     notes = (*less_than_asked(request.budget, environment), *notes)
     what_if = partial(on_device, request.budget, device, environment, others, found.uniform)
-    more = environment.device.kind, needed_on(environment), what_if
-    return Prepared.of(request, found, environment, *more, notes=notes)
+    kind, needs = environment.device.kind, needed_on(environment)
+    return Prepared.of(request, found, environment, device_name=kind, needs=needs, what_if=what_if, notes=notes)
 
 
 def _cost_model(prepared: Prepared, clock: Clock, others: int, times: OpTimes | None = None) -> CostModel:

@@ -76,10 +76,17 @@ class OnHardware(Simulated):
             more = {"inexact": request.allow_inexact, "notes": notes, "listener": self.clock.listener}
             found = traced_for(stack, hardware, spec, tracer, space, **more)
         budget, capped = within(request.budget, hardware)
-        what_if = partial(on_hardware, request, hardware, found.space.choices)
-        more, notes = (hardware.name, simulated_memory(hardware), what_if), (*capped, said_of(hardware))
-        asked = {"budget": budget, "notes": notes, "device": f"{hardware.name}, simulated"}
-        return Prepared.of(request, found, simulated_environment(hardware), *more, **asked)
+        return Prepared.of(
+            request,
+            found,
+            simulated_environment(hardware),
+            device_name=hardware.name,
+            needs=simulated_memory(hardware),
+            what_if=partial(on_hardware, request, hardware, found.space.choices),
+            budget=budget,
+            notes=(*capped, said_of(hardware)),
+            device=f"{hardware.name}, simulated",
+        )
 
     def cost_model(self, prepared: Prepared, trials: Trials) -> CostModel:
         request, found, hardware = prepared.request, prepared.found, self.hardware
