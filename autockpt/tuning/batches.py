@@ -67,6 +67,8 @@ class Climb:
         self.clock.listener.note(f"micro-batch {size} × {self.rows // size}: up to {trials} candidates")
         try:
             outcome = self.search(size, trials, None if left == math.inf else max(1.0, left))
+            if outcome.interrupted:  # its run keeps what was measured
+                raise KeyboardInterrupt
             self.clock.limit_by(row.measured for row in outcome.rows)
             self.found[size] = outcome
         except InfeasibleError:
@@ -111,8 +113,8 @@ def search_batch_sizes(request: SearchRequest, listener: Listener, search: Searc
     A live step's batch is cut to fewer rows, or repeated for more. The user's own setting, if any, is compared with the
     answer. All sizes share ``request.trials`` and ``request.timeout``. The answer is in ``outcome.plan.settings``, as
     ``batch_size`` and ``accumulate``. Raises UsageError for a batch that does not divide, a budget that is a share of
-    the job's own peak, or a model whose rows depend on each other; InfeasibleError where not even single rows fit; else
-    what ``run_search`` does, which ``search`` stands for.
+    the job's own peak, or a model whose rows depend on each other; InfeasibleError where not even single rows fit;
+    KeyboardInterrupt after Ctrl-C; else what ``run_search`` does, which ``search`` stands for.
     """
     given = _refuse(request)
     asked = request

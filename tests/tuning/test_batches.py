@@ -152,6 +152,14 @@ def test_a_size_whose_time_ran_out_leaves_the_answers_of_others() -> None:
     assert climb.at(1, 3) is not None and climb.at(2, 3) is None and climb.skipped == {2}
 
 
+def test_an_interrupt_ends_the_searches_of_all_sizes() -> None:
+    def search(size: int, trials: int, left: float | None) -> SearchOutcome:
+        return outcome(1.0).model_copy(update={"interrupted": True})
+
+    with pytest.raises(KeyboardInterrupt):
+        Made(2, search, Clock(Silence())).at(1, 3)
+
+
 def test_a_size_that_there_was_time_for_is_not_named_the_largest(monkeypatch: pytest.MonkeyPatch) -> None:
     def search(size: int, trials: int, left: float | None) -> SearchOutcome:
         climb.clock.began -= 55.0
