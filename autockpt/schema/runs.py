@@ -2,8 +2,7 @@
 
 results/<model>_<device>_<budget>_<hash of the question>/
     question.json      what was asked          trials.jsonl      one line per trial, only ever appended to
-    run_id             names this run          events.jsonl      what happened when
-    command.txt        every command line
+    run_id             names this run          command.txt       every command line
     environment.json   device and versions     graph.json.gz     the plain step as traced
     plan.yaml          the answer              profile.json      what each choice costs
     study.db           the Optuna study        outcome.json      what was answered, once the search had ended
@@ -22,7 +21,6 @@ import os
 import re
 import secrets
 import shlex
-import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
@@ -31,7 +29,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal, Self, TypeVar
 
-from pydantic import BaseModel, TypeAdapter, ValidationError
+from pydantic import BaseModel, ValidationError
 
 from autockpt.errors import PlanError, RunDirectoryError, without_passwords
 from autockpt.schema.arguments import python_door
@@ -195,9 +193,8 @@ class RunDirectory:
         return str((workload.get("model") if isinstance(workload, dict) else self.question.get("model")) or "")
 
     def add_trial(self, trial: Trial) -> None:
-        """Append a trial, and when. Of several lines with one number the last counts: a trial can be rewritten."""
+        """Append a trial. Of several lines with one number the last counts: a trial can be rewritten."""
         self.append("trials.jsonl", trial.model_dump_json())
-        self.event("trial", number=trial.number)
 
     def trials(self) -> list[Trial]:
         """All trials by number. A last line torn by a kill is left out; any other damage raises RunDirectoryError."""
@@ -209,22 +206,13 @@ class RunDirectory:
         return list(self.lines("trials.jsonl", Trial.model_validate_json))
 
     def dates(self) -> tuple[float, float]:
-        """When the run began and when something last happened to a trial, in seconds since 1970."""
+        """When the run began and when a trial was last written, in seconds since 1970, by its files."""
         begun = self._changed(_QUESTION)
-        told = [float(e["time"]) for e in self.events() if isinstance(e.get("time"), int | float)]
-        return (min(begun, *told), max(told)) if told else (begun, self._changed("trials.jsonl") or begun)
+        return begun, self._changed("trials.jsonl") or begun
 
     def _changed(self, name: str) -> float:
         path = self.path / name
         return path.stat().st_mtime if path.exists() else 0.0
-
-    def event(self, kind: str, **data: Any) -> None:
-        """Append something that happened, with the time of day in seconds since 1970."""
-        self.append("events.jsonl", json.dumps({"time": round(time.time(), 3), "event": kind} | data))
-
-    def events(self) -> list[dict[str, Any]]:
-        """All events, oldest first."""
-        return list(self.lines("events.jsonl", TypeAdapter(dict[str, Any]).validate_json))
 
     def add_command(self, command: Sequence[str]) -> None:
         """Keep a command line, ready to be pasted into a shell, without passwords; a repeated one is kept once."""

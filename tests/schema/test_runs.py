@@ -108,12 +108,10 @@ def test_everything_written_is_read_back(tmp_path: Path) -> None:
     run.write_environment(environment)
     run.write_graph(graph)
     run.write_plan(plan())
-    run.event("stage", name="trace")
     run.add_command(["autockpt", "search", "--budget", "60%", "--out", "my results"])
     run.add_command(["autockpt", "search", "--budget", "60%", "--out", "my results"])
     read = RunDirectory.open(run.path)
     assert read.environment() == environment and read.graph() == graph and read.plan() == plan()
-    assert [e["event"] for e in read.events()] == ["stage"] and read.events()[0]["name"] == "trace"
     assert read.command() == "autockpt search --budget 60% --out 'my results'\n"
     assert read.storage == f"sqlite:///{run.path.resolve()}/study.db"
 
@@ -193,12 +191,12 @@ def test_what_is_damaged_is_told_by_its_field_and_a_line_that_is_no_object_by_it
     (run.path / "profile.json").write_text('{"choices": 3}')
     with pytest.raises(RunDirectoryError, match=r"profile\.json is damaged: [a-z_.]+: "):
         run.profile()
-    run.append("events.jsonl", "[1]")
-    with pytest.raises(RunDirectoryError, match=r"events\.jsonl:1"):
-        run.dates()
+    run.append("trials.jsonl", "[1]")
+    with pytest.raises(RunDirectoryError, match=r"trials\.jsonl:1"):
+        run.trials()
 
 
-OWN = ("lock", "question.json", "command.txt", "environment.json", "trials.jsonl", "events.jsonl", "graph.json.gz")
+OWN = ("lock", "question.json", "command.txt", "environment.json", "trials.jsonl", "graph.json.gz")
 
 
 @pytest.mark.parametrize("name", [*OWN, "profile.json", "plan.yaml", "study.db"])
@@ -220,7 +218,6 @@ def test_a_link_or_a_pipe_in_a_files_place_is_refused_and_what_it_points_to_is_k
     said = "symbolic link" if kind == "link" else "a pipe"
     with pytest.raises(RunDirectoryError, match=said) as caught, enter(tmp_path / "folder").lock():
         run.add_trial(trial(0))
-        run.event("began")
         run.add_command(["autockpt"])
         for read in (run.environment, run.graph, run.profile, lambda: run.storage):
             read()
