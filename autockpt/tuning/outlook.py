@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from itertools import chain, zip_longest
 
 from autockpt.cost import CostModel
 from autockpt.schema import SAVE, Choice, Trial, format_binary, peak_of, plan_hash, words
@@ -51,7 +52,7 @@ def look_around(profiled: CostModel, found: SearchResult, known: Outlook | None,
 def plans_around(
     profiled: CostModel, trials: Sequence[Trial], best: Trial, budget_bytes: int
 ) -> Iterator[dict[str, Choice]]:
-    """The fastest plan for each of a few budgets, those next to ``budget_bytes`` first.
+    """The fastest plan for each of a few budgets, those next to ``budget_bytes`` first, a larger and a smaller in turn.
 
     Copies hide as in the ``best`` plan, and bytes are off as that one's were.
     """
@@ -66,7 +67,9 @@ def plans_around(
     high = peak_of(problem, saving) + offset
     low = min([high, *(run.predicted.peak_bytes for run in ghost_runs(profiled))])
     budgets = [low + (high - low) * number // BUDGETS for number in range(BUDGETS + 1)]
-    for size in sorted(budgets, key=lambda size: abs(size - budget_bytes)):
+    larger = [size for size in budgets if size > budget_bytes]
+    smaller = [size for size in reversed(budgets) if size < budget_bytes]
+    for size in filter(None, chain.from_iterable(zip_longest(larger, smaller))):
         plan = exact(problem.model_copy(update={"budget_bytes": size - offset}), time_limit=SOLVING)
         if plan.feasible:
             yield profiled.plan(plan.choices)
