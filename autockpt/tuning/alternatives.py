@@ -110,7 +110,7 @@ def on_device(
 
 
 def alternatives(
-    job: SearchRequest, settings: Mapping[str, Any], base: UniformRuns, bench: WhatIf, *, chunked: bool = False
+    job: SearchRequest, settings: Mapping[str, Any], base: UniformRuns, what_if: WhatIf, *, chunked: bool = False
 ) -> tuple[Alternative, ...]:
     """What makes a job fit, at most three ways: on one device first, those that change training least before others.
 
@@ -119,7 +119,7 @@ def alternatives(
     ``settings`` are the resolved ones of the job, ``base`` the ghost runs of its uniform plans. ``chunked``: its head
     runs in chunks already. Empty where nothing that is tried fits. Variants that cannot be built are left out.
     """
-    leanest = min(predictions(bench, base).values(), key=lambda p: p.peak_bytes)
+    leanest = min(predictions(what_if, base).values(), key=lambda p: p.peak_bytes)
     standard = (leanest.step_seconds or 0.0) / _work(settings)
     as_it_is, length = Change(job), settings.get("seq_len") or 0
     batches = list(_smaller_batches(as_it_is, settings.get("batch_size") or 0))
@@ -128,7 +128,7 @@ def alternatives(
 
     def try_each(*families: Iterable[Change], most: int | None = None) -> bool:
         """Whether a change is found by now that needs no further devices."""
-        ways = (_mildest(family, bench, standard) for family in families if not bench.late())
+        ways = (_mildest(family, what_if, standard) for family in families if not what_if.late())
         found.extend(islice(filter(None, ways), most))
         return any(SHARED not in way.options for way in found)
 
@@ -223,53 +223,53 @@ def _sharded(of: Change) -> Iterator[Change]:
         ranks *= 2
 
 
-def _mildest(changes: Iterable[Change], bench: WhatIf, standard: float) -> Alternative | None:
+def _mildest(changes: Iterable[Change], what_if: WhatIf, standard: float) -> Alternative | None:
     """The mildest change that fits; None where none does, or this sort of change is not possible for this job."""
     with ExitStack() as stack:
         try:
-            series = [_Variant(change, bench, stack) for change in changes]
+            series = [_Variant(change, what_if, stack) for change in changes]
             found = largest_that_fits(series, lambda variant: variant.fits)
             return None if found is None else found.way(standard)
         except AutockptError:
             return None
         finally:
-            bench.listener.advance()
+            what_if.listener.advance()
 
 
 class _Variant:
     """A change, ghost-run as far as it was asked about. Its tracer is closed with ``stack``."""
 
-    def __init__(self, change: Change, bench: WhatIf, stack: ExitStack) -> None:
-        self._change, self._bench, self._stack = change, bench, stack
+    def __init__(self, change: Change, what_if: WhatIf, stack: ExitStack) -> None:
+        self._change, self._what_if, self._stack = change, what_if, stack
         self._known: dict[str, Prediction | None] = {}  # by the choice on every layer; None: it cannot be attached
         self._resident_bytes = 0
 
     @cached_property
     def _tracer(self) -> Tracer:
-        return self._stack.enter_context(tracer_of(self._change.job, self._bench.device))
+        return self._stack.enter_context(tracer_of(self._change.job, self._what_if.device))
 
     @cached_property
     def fits(self) -> bool:
         """Whether the same choice on every layer makes it fit, of which the leanest are asked. No, when it is late."""
-        if self._bench.late():
+        if self._what_if.late():
             return False
         if self._change.chunked and self._tracer.head is None:
             return False
         if _ignored(self._change.job, self._tracer.settings):
             return False
-        lean = [kind for kind in LEAN_KINDS if kind in self._bench.kinds] or list(self._bench.kinds)
+        lean = [kind for kind in LEAN_KINDS if kind in self._what_if.kinds] or list(self._what_if.kinds)
         for said in filter(None, map(self._predicted, lean)):
-            if said.peak_bytes <= self._bench.budget_bytes:
+            if said.peak_bytes <= self._what_if.budget_bytes:
                 return True
             # whatever the layers do; or so far off that no other choice is lean enough
-            if max(self._resident_bytes, said.peak_bytes // FAR_OVER) > self._bench.budget_bytes:
+            if max(self._resident_bytes, said.peak_bytes // FAR_OVER) > self._what_if.budget_bytes:
                 return False
         return False
 
     def way(self, standard: float) -> Alternative | None:
         """The change with the fastest uniform plan that fits; ``standard``: seconds per token."""
-        known = {kind: said for kind in self._bench.kinds if (said := self._predicted(kind)) is not None}
-        fitting = [kind for kind, said in known.items() if said.peak_bytes <= self._bench.budget_bytes]
+        known = {kind: said for kind in self._what_if.kinds if (said := self._predicted(kind)) is not None}
+        fitting = [kind for kind, said in known.items() if said.peak_bytes <= self._what_if.budget_bytes]
         if not fitting:
             return None
         kind = min(fitting, key=lambda kind: known[kind].step_seconds or 0.0)
@@ -280,15 +280,15 @@ class _Variant:
             effect=self._change.effect,
             plan=f"every layer on {kind}{head}",
             peak_bytes=best.peak_bytes,
-            spare_bytes=self._bench.budget_bytes - best.peak_bytes,
-            step_seconds=best.step_seconds if self._bench.seconds else None,
+            spare_bytes=self._what_if.budget_bytes - best.peak_bytes,
+            step_seconds=best.step_seconds if self._what_if.seconds else None,
             relative_cost=(best.step_seconds or 0.0) / work / standard if standard else 1.0,
         )
 
     @property
     def _besides(self) -> dict[str, Choice]:
         """What the output head does: of its choices the leanest."""
-        head, choice = self._tracer.head, self._bench.head
+        head, choice = self._tracer.head, self._what_if.head
         if self._change.chunked:
             choice = LEANEST_CHUNKS
         return {head.name: choice} if head is not None and choice != SAVE else {}
@@ -302,13 +302,13 @@ class _Variant:
                 self._known[kind] = None
             else:
                 self._resident_bytes = uniform[kind][1].resident_bytes
-                self._known |= predictions(self._bench, uniform)
+                self._known |= predictions(self._what_if, uniform)
         return self._known[kind]
 
 
-def predictions(bench: WhatIf, uniform: UniformRuns) -> dict[str, Prediction]:
+def predictions(what_if: WhatIf, uniform: UniformRuns) -> dict[str, Prediction]:
     """What each choice on every layer would come to, by kind."""
-    judge = Predictor(None, bench.times([graph for _, graph in uniform.values()]), needs=bench.needs)
+    judge = Predictor(None, what_if.times([graph for _, graph in uniform.values()]), needs=what_if.needs)
     return {kind: judge.learn(choices, graph) for kind, (choices, graph) in uniform.items()}
 
 

@@ -127,7 +127,7 @@ def search_batch_sizes(request: SearchRequest, listener: Listener, search: Searc
             return search(of_size(asked, size).model_copy(update=more), listener)
 
         climb = Climb(request.rows_per_update or 0, at, Clock(listener, request.timeout, request.training_steps))
-        answer = _most_tokens(climb, partial(of_size, asked), judge_of(asked), given, request.trials)
+        answer = _most_tokens(climb, partial(of_size, asked), what_if_of(asked), given, request.trials)
     return answer.model_copy(update={"outcome": save_plan_copy(request, answer.outcome)})
 
 
@@ -154,15 +154,15 @@ def of_size(request: SearchRequest, size: int) -> SearchRequest:
 
 
 def _most_tokens(
-    climb: Climb, job: Callable[[int], SearchRequest], judge: WhatIf, given: int | None, trials: int
+    climb: Climb, job: Callable[[int], SearchRequest], what_if: WhatIf, given: int | None, trials: int
 ) -> BatchAnswer:
     """Climb the sizes, and search on where it may bring more. ``job`` is the update in micro-batches of a size."""
     rows, listener = climb.rows, climb.clock.listener
     sizes = [size for size in range(1, rows + 1) if rows % size == 0]
     listener.stage("ghost-run batch sizes")
-    met = dependent_rows(job, judge)
+    met = dependent_rows(job, what_if)
     listener.advance()
-    known = ghost_run_sizes(job, judge, sizes, listener)
+    known = ghost_run_sizes(job, what_if, sizes, listener)
     share = max(FEWEST, trials // 4)
     top = climbed(climb, known, share, trials)
     if (left := trials - climb.spent) > 0 and climb.open(top):
@@ -221,16 +221,18 @@ class Sizes:
         return largest_that_fits(self.sizes[::-1], fits)
 
 
-def ghost_run_sizes(job: Callable[[int], SearchRequest], judge: WhatIf, sizes: list[int], listener: Listener) -> Sizes:
+def ghost_run_sizes(
+    job: Callable[[int], SearchRequest], what_if: WhatIf, sizes: list[int], listener: Listener
+) -> Sizes:
     """Sizes that are ghost-run with one choice on every layer when they are asked about."""
 
     def look(size: int) -> dict[str, int]:
-        with tracer_of(job(size), judge.device) as tracer:
-            uniform = uniform_graphs(tracer, blocks_of(tracer), judge.kinds)
+        with tracer_of(job(size), what_if.device) as tracer:
+            uniform = uniform_graphs(tracer, blocks_of(tracer), what_if.kinds)
             listener.advance()
-            return {kind: said.peak_bytes for kind, said in predictions(judge, uniform).items()}
+            return {kind: said.peak_bytes for kind, said in predictions(what_if, uniform).items()}
 
-    return Sizes(sizes, judge.budget_bytes, {}, look)
+    return Sizes(sizes, what_if.budget_bytes, {}, look)
 
 
 def climbed(climb: Climb, known: Sizes, trials: int, most: int) -> int:
@@ -259,7 +261,7 @@ def climbed(climb: Climb, known: Sizes, trials: int, most: int) -> int:
     return top
 
 
-def judge_of(request: SearchRequest) -> WhatIf:
+def what_if_of(request: SearchRequest) -> WhatIf:
     """What micro-batches are judged by, on the device or simulated."""
     kinds = [kind for kind in KINDS if kind in ("save", *request.space.choices)]  # that all layers may have alike
     if request.hardware is not None:

@@ -77,8 +77,8 @@ def explain_refusal(
         plans = ghost_runs(profiled) if profiled is not None else ()
         run.write_outlook(Outlook(plans=plans, infeasible=error.message))
         error.run = run
-    found, what_if = prepared.found, prepared.what_if
-    if what_if is None or not request.alternatives:
+    found, make_what_if = prepared.found, prepared.what_if
+    if make_what_if is None or not request.alternatives:
         return
     inexact = found.heads is not None and any(isinstance(c, ChunkedLoss) for c in found.heads.graphs)
     if not request.budget.is_share:
@@ -87,14 +87,14 @@ def explain_refusal(
             if found.twin is not None:  # of the whole model
                 kinds = [kind for kind in ("recompute", "save") if kind in uniform]
                 uniform = uniform_graphs(found.tracer, blocks_of(found.tracer), kinds)
-            bench = replace(
-                what_if(),
+            what_if = replace(
+                make_what_if(),
                 head=head_of_alternatives(found),
                 late=lambda: clock.seconds_left <= 0,
                 listener=clock.listener,
             )
-            ways = alternatives(request, found.tracer.settings, uniform, bench, chunked=inexact)
-        _add_alternatives(error, ways, clock.timeout if bench.late() else None, bench.step_note)
+            ways = alternatives(request, found.tracer.settings, uniform, what_if, chunked=inexact)
+        _add_alternatives(error, ways, clock.timeout if what_if.late() else None, what_if.step_note)
     else:
         if request.budget.kind == "share" and error.smallest_peak:  # of which a smaller job needs more
             error.remedy = error.remedy.replace(f", or {SMALLER}", "")

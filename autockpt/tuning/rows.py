@@ -80,13 +80,13 @@ def _given(op: Op) -> list[int]:
     return [count for made in op.outputs if "f" in made.dtype and (count := math.prod(made.shape))]
 
 
-def dependent_rows(job: Callable[[int], SearchRequest], judge: WhatIf) -> tuple[str, ...]:
+def dependent_rows(job: Callable[[int], SearchRequest], what_if: WhatIf) -> tuple[str, ...]:
     """Notes on terms that take rows together. Raises UsageError where another micro-batch is another training.
 
     Where the model cannot be ghost-run at these sizes a note says that this was not looked at.
     """
     try:
-        found = dict.fromkeys(meetings(*(_plain_graph(job(size), judge) for size in SIZES)))
+        found = dict.fromkeys(meetings(*(_plain_graph(job(size), what_if) for size in SIZES)))
         met = sorted(found, key=lambda meeting: not meeting.certain)  # batch norms and comparisons first
     except AutockptError as error:
         return (f"Whether rows of a batch depend on each other was not looked at: {error.message}",)
@@ -104,6 +104,6 @@ def dependent_rows(job: Callable[[int], SearchRequest], judge: WhatIf) -> tuple[
     )
 
 
-def _plain_graph(job: SearchRequest, judge: WhatIf) -> Graph:
-    with tracer_of(job, judge.device) as tracer:
+def _plain_graph(job: SearchRequest, what_if: WhatIf) -> Graph:
+    with tracer_of(job, what_if.device) as tracer:
         return tracer.trace()

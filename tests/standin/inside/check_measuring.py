@@ -103,14 +103,14 @@ def test_variants_of_a_job_are_judged_by_what_the_allocator_takes(monkeypatch):
     asked = SearchRequest(budget=budget, workload=spec, space=space, device="standin", rows_per_update=16)
     # a process of its own would say the same, after seconds of imports
     monkeypatch.setattr(batches, "environment_without_context", lambda name: environment_of(get_device(name)))
-    judge = batches.judge_of(asked)
+    what_if = batches.what_if_of(asked)
 
     def sized(size: int) -> WorkloadSpec:
         return batches.of_size(asked, size).described
 
-    known = batches.foreseen_sizes(
+    known = batches.ghost_run_sizes(
         lambda size: asked.model_copy(update={"workload": None, "step": build(sized(size), "standin")}),
-        judge,
+        what_if,
         [8, 16],
         Silence(),
     )
