@@ -85,13 +85,14 @@ class _Run:
 
     @classmethod
     def of(cls, options: Sequence[Option], points: Sequence[Point]) -> Self:
-        sums = (np.cumsum([0, *(getattr(o, name) for o in options)]) for name in ("kept", "host", "seconds"))
+        names = "kept", "host", "seconds"
+        kept, host, seconds = (np.cumsum([0, *(getattr(o, name) for o in options)]) for name in names)
         own = (None if p.own is None else options[p.own] for p in points)
         needs = [
             0 if o is None else o.forward if p.phase == "forward" else o.backward
             for o, p in zip(own, points, strict=True)
         ]
-        return cls(options, *sums, np.array(needs, dtype=np.int64))
+        return cls(options, kept, host, seconds, np.array(needs, dtype=np.int64))
 
 
 def _best_split(problem: Problem, layers: int, points: Sequence[Point], front: _Run, back: _Run) -> Assignment | None:
