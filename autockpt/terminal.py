@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import copy
 import os
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 from rich.box import Box
-from rich.cells import cell_len
-from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+from rich.console import Console, ConsoleOptions, RenderableType
 from rich.padding import Padding
 from rich.segment import Segment
-from rich.table import Column, Table
+from rich.table import Table
 from rich.text import Text
 
 from autockpt.schema.choices import SAVE, Choice, legend
@@ -37,100 +35,17 @@ def simulated(step_note: str = "") -> Text:
 
 
 class _Table(Table):
-    """A table of which nothing is lost on a narrow screen, and no word or figure is broken.
-
-    Columns become narrower as far as their words and figures allow; where a line does not hold these, each row is a
-    paragraph. Cells are text as it is, without markup.
-    """
+    """A table whose cells are text as it is, without markup."""
 
     def add_row(self, *cells: str | Text, style: str | None = None) -> None:  # type: ignore[override]
         super().add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in cells), style=style)
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        # of a short row the missing cells are plain
-        cells = [[c if isinstance(c, Text) else Text(str(c)) for c in column.cells] for column in self.columns]
-        least = [_least(column, its) for column, its in zip(self.columns, cells, strict=True)]
-        most = [_most(column, its) for column, its in zip(self.columns, cells, strict=True)]
-        beside = self._extra_width + sum(map(self._get_padding_width, range(len(self.columns))))
-        room = options.max_width - beside
-        if sum(least) > room:
-            yield from self._paragraphs(cells, options.max_width)
-            return
-        fitted = copy.copy(self)
-        widths = _widths(self.columns, least, most, room)
-        fitted.columns = [
-            replace(column, width=width, no_wrap=False) for column, width in zip(self.columns, widths, strict=True)
-        ]
-        yield from Table.__rich_console__(fitted, console, options)
-
-    def _paragraphs(self, cells: list[list[Text]], width: int) -> RenderResult:
-        """Each row as text: its first cell, then the others by the names of their columns."""
-        named = [str(column.header) if self.show_header else "" for column in self.columns]
-        first = next((index for index, name in enumerate(named) if name), 0)
-        for row in range(self.row_count):
-            parts = [Text(" ").join(its[row].split("\n")) for its in cells]
-            begin = [part for part in parts[: first + 1] if part.plain.strip()]
-            yield Text(" ", style=str(self.rows[row].style or "")).join(begin)
-            rest = [
-                Text.assemble((f"{name} ", "dim not bold") if name else "", part)
-                for name, part in zip(named[first + 1 :], parts[first + 1 :], strict=True)
-                if part.plain.strip()
-            ]
-            if rest:
-                yield Padding(_joined(rest, width - 2), (0, 0, 0, 2))
-        if self.caption:
-            yield Text(str(self.caption), style=self.caption_style or "")
-
-
-def _joined(parts: Sequence[Text], width: int) -> Text:
-    """The parts with commas, in lines of that width which break between parts where they can."""
-    lines = [parts[0]]
-    for part in parts[1:]:
-        longer = Text.assemble(lines[-1], ", ", part)
-        if longer.cell_len < width:  # with room for the next comma
-            lines[-1] = longer
-        else:
-            lines[-1] = Text.assemble(lines[-1], ",")
-            lines.append(part)
-    return Text("\n").join(lines)
-
-
-def _least(column: Column, cells: Iterable[Text]) -> int:
-    """The narrowest that a column can be: a figure stays with its unit, but not with its error."""
-    pieces = str(column.header).split()
-    for line in (line for cell in cells for line in cell.plain.splitlines()):
-        pieces += line.replace(" ±", "\n±").splitlines() if column.justify == "right" else line.split()
-    return max(map(cell_len, pieces), default=0)
-
-
-def _most(column: Column, cells: Iterable[Text]) -> int:
-    """As wide as a column can use."""
-    texts = (str(column.header), *(cell.plain for cell in cells))
-    return max(cell_len(line) for text in texts for line in text.split("\n"))
-
-
-def _widths(columns: Sequence[Column], least: Sequence[int], most: Sequence[int], room: int) -> list[int]:
-    """Widths that make together at most ``room``. Columns that should not be broken grow first, small wants first."""
-    widths = list(least)
-    free = room - sum(widths)
-    for unbroken in (True, False):
-        growing = [index for index, column in enumerate(columns) if column.no_wrap == unbroken]
-        growing.sort(key=lambda index: most[index] - least[index])
-        for place, index in enumerate(growing):
-            wanted = most[index] - least[index]
-            if columns[index].justify == "right":  # half of an error is no use
-                more = wanted if wanted <= free else 0
-            else:
-                more = min(wanted, free // (len(growing) - place))
-            widths[index] += more
-            free -= more
-    return widths
 
 
 def plain_table(*columns: str, show_header: bool = True) -> Table:
     """An empty table in the project's look; two spaces between columns.
 
-    A column is named by its heading: ``>peak`` is aligned right, and the text of ``<choices`` is broken into lines.
+    A column is named by its heading: ``>peak`` is aligned right, ``<choices`` left, as columns are by default. Cells
+    are broken into lines where the screen is narrow.
     """
     table = _Table(
         box=RULE, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold", show_header=show_header,
@@ -138,7 +53,7 @@ def plain_table(*columns: str, show_header: bool = True) -> Table:
     )  # fmt: skip
     for column in columns:
         justify = "right" if column.startswith(">") else "left"
-        table.add_column(column.lstrip("<>"), justify=justify, no_wrap=not column.startswith("<"), overflow="fold")
+        table.add_column(column.lstrip("<>"), justify=justify, overflow="fold")
     return table
 
 
