@@ -21,7 +21,6 @@ from autockpt.workload.fastinit import fast_init
 from autockpt.workload.heads import Head, head_of, remote_head
 from autockpt.workload.liger import apply_liger
 from autockpt.workload.lora import adapt
-from autockpt.workload.losses import inner_model
 from autockpt.workload.quantised import build_quantised, quantization_facts, quantization_of, with_own_quantization
 from autockpt.workload.step import DTYPES, Step, short_dtype
 from autockpt.workload.storages import move
@@ -110,7 +109,7 @@ def _from_config(spec: WorkloadSpec, device: torch.device) -> Step:
     if spec.liger:
         apply_liger(model)
     model, adapted = adapt(model, spec)
-    notes += [_scores(model, size, dtype), *adapted]
+    notes += adapted
     maker = BatchMaker(
         source.config, rows=size.rows, length=size.length, padded=size.padded, packed=spec.packed, seed=spec.seed
     )
@@ -150,31 +149,11 @@ def _size(spec: WorkloadSpec, source: ConfigSource, head: Head) -> _Size:
         notes = (f"{' and '.join(given)} ignored: images have the size that the model takes",) if given else ()
         return _Size(rows, None, None, notes)
     length = spec.seq_len or (defaults.seq_len if defaults else None) or _usual_length(source.config, head)
-    if spec.seq_len is None and spec.pad_to is not None:
+    if spec.pad_to is not None:  # no less than a length that was asked for: ``_check``
         length = min(length, spec.pad_to)
     padded = spec.pad_to or length
-    if padded < length:
-        raise UsageError(
-            f"--pad-to {padded} is shorter than the sequence length {length}", remedy="Pad to at least that length."
-        )
     alone = rows == 1 and padded == length and not spec.packed
     return _Size(rows, length, padded, ("a single sequence needs no padding: same as --packed",) if alone else ())
-
-
-def _scores(model: nn.Module, size: _Size, dtype: torch.dtype) -> str:
-    """What eager attention keeps where transformers has no sdpa, and what to switch on; empty elsewhere."""
-    owner: Any = inner_model(model)
-    config = getattr(owner, "config", None)
-    if getattr(config, "_attn_implementation", "") != "eager" or getattr(owner, "_supports_sdpa", True):
-        return ""
-    heads = getattr(config.get_text_config(), "num_attention_heads", None)  # type: ignore[union-attr]
-    if not getattr(owner, "_supports_flash_attn", False) or size.padded is None or not isinstance(heads, int):
-        return ""
-    nbytes = size.rows * heads * size.padded**2 * dtype.itemsize
-    return (
-        f"Attention is eager, since transformers has no sdpa for {type(owner).__name__}: each matrix of scores takes "
-        f"{nbytes / 2**20:,.0f} MiB in every layer, and several are kept. --attn flash_attention_3 keeps none."
-    )
 
 
 def _usual_length(config: Any, head: Head) -> int:

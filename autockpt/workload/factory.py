@@ -144,7 +144,4 @@ def _understood(returned: Any, name: str) -> dict[str, Any]:
             f"{name} returned {type(parts['model']).__name__} where the model should be",
             remedy="The model, a torch.nn.Module, comes first.",
         )
-    for key in ("loss", "full_step"):
-        if parts.get(key) is not None and not callable(parts[key]):
-            raise WorkloadError(f"{name} returned a {key} that is no function", remedy=_RETURNS)
     return parts

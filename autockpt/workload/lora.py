@@ -14,7 +14,7 @@ from autockpt.errors import UsageError, WorkloadError
 from autockpt.schema.suggest import did_you_mean
 from autockpt.schema.workload import WorkloadSpec, as_option
 from autockpt.workload.failures import needed, summary
-from autockpt.workload.quantised import PACKED, is_quantised, left_whole, prepare_for_training
+from autockpt.workload.quantised import is_quantised, prepare_for_training
 from autockpt.workload.units import discover_units, modules_of
 
 ALL_LINEAR = "all-linear"
@@ -46,9 +46,7 @@ def adapt(model: nn.Module, spec: WorkloadSpec) -> tuple[nn.Module, list[str]]:
         return model, []
     whole = _names(spec.lora_modules_to_save)
     adapted, notes = add_lora(model, spec.lora, targets=spec.lora_targets, dora=spec.lora_dora, whole=whole)
-    if quantised := list(filter(is_quantised, adapted.parameters())):
-        notes += left_whole(adapted)
-    packed = any(type(p).__name__ in PACKED for p in quantised)
+    packed = any(map(is_quantised, adapted.parameters()))
     return adapted, [*prepared, *notes, *([_NOT_PREPARED] if packed and not prepared else [])]
 
 
@@ -84,7 +82,7 @@ def add_lora(
     try:
         with warnings.catch_warnings(action="ignore"):  # between PEFT and transformers, nothing a user can act on
             adapted = get_peft_model(model, config)  # type: ignore[arg-type]
-    except (TypeError, ValueError) as error:  # TypeError: torchao's weights in 4 bits, which PEFT does not know
+    except (TypeError, ValueError) as error:
         raise WorkloadError(
             f"peft cannot adapt this model: {summary(error)}",
             remedy=_nearest(present, _unmatched(present, _names(targets)))

@@ -1,25 +1,24 @@
-"""Quantised base weights: transformers' own bitsandbytes and torchao configurations without any weights loaded.
+"""Quantised base weights: transformers' own bitsandbytes configurations without any weights loaded.
 
 What is built is what ``from_pretrained(…, quantization_config=…)`` builds: bitsandbytes' ``Linear4bit`` (NF4 or FP4) or
-``Linear8bitLt`` in place of linear layers, frozen, with packed weights and tables of block maxima, or torchao's tensors
-as the weights of linear layers; the output head, embeddings and norms keep their type. Weights are random: one layer of
-each shape is really quantised, others of that shape get copies of its bytes.
+``Linear8bitLt`` in place of linear layers, frozen, with packed weights and tables of block maxima; the output head,
+embeddings and norms keep their type. Weights are random: one layer of each shape is really quantised, others of that
+shape get copies of its bytes.
 """
 
 from __future__ import annotations
 
 import copy
 import importlib
-from collections import Counter
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import _disable_current_modes
 
-from autockpt.errors import UsageError, WorkloadError
+from autockpt.errors import UsageError
 from autockpt.schema.sizes import format_bytes
 from autockpt.schema.workload import WorkloadSpec, as_option
 from autockpt.workload.configs import ConfigSource
@@ -28,14 +27,12 @@ from autockpt.workload.fastinit import fast_init
 
 _WISHES = ("load_in_4bit", "load_in_8bit", "quantization")  # of a spec: one at most
 BITSANDBYTES = ("bitsandbytes", "bits_and_bytes", "bitsandbytes_4bit", "bitsandbytes_8bit")
-TORCHAO = "torchao"
-_KNOWN = "only bitsandbytes' 4 and 8 bits and torchao can"
-MUCH = 0.1  # of all weights, which is worth a word
+_KNOWN = "only bitsandbytes' 4 and 8 bits can"
 PACKED = ("Params4bit", "Int8Params")  # bitsandbytes' types of weights
 
 
 def quantization_of(spec: WorkloadSpec, compute: torch.dtype) -> Any:
-    """transformers' ``BitsAndBytesConfig`` or ``TorchAoConfig`` for a spec, None where its weights are plain.
+    """transformers' ``BitsAndBytesConfig`` for a spec, None where its weights are plain.
 
     ``load_in_4bit`` is QLoRA's: NF4, double quantisation, products in ``compute``. Raises UsageError for two wishes at
     once, other methods than these, a configuration that transformers refuses, and missing packages.
@@ -52,16 +49,16 @@ def quantization_of(spec: WorkloadSpec, compute: torch.dtype) -> Any:
         wanted = {"load_in_8bit": True}
     else:
         settings = spec.quantization or {}
-        if (method := _method(settings)) == TORCHAO:
-            return _of_torchao(settings)
-        if method not in BITSANDBYTES:
+        if (method := _method(settings)) not in BITSANDBYTES:
             raise UsageError(
                 f"--quantization {method} cannot be planned for: {_KNOWN}",
                 remedy="Use a configuration of one of these, or search the live model: "
                 "autockpt.search(autockpt.Step(…)).",
             )
         wanted = {k: v for k, v in settings.items() if k != "quant_method" and not k.startswith("_")}
-    _check_packages("accelerate", "bitsandbytes")
+    for name in ("accelerate", "bitsandbytes"):
+        with needed(f"quantised weights need the package {name}", "Install it: pip install accelerate bitsandbytes"):
+            importlib.import_module(name)
     from transformers import BitsAndBytesConfig
 
     try:
@@ -94,7 +91,7 @@ def with_own_quantization(spec: WorkloadSpec, source: ConfigSource) -> WorkloadS
         return spec
     settings = own if isinstance(own, dict) else own.to_dict()
     method = _method(settings)
-    if method not in (*BITSANDBYTES, TORCHAO):
+    if method not in BITSANDBYTES:
         raise UsageError(
             f"{source.where} comes quantised by {method}, which cannot be planned for: {_KNOWN}",
             remedy="Name the model that it was made of, with --load-in-4bit or without; or search the live model: "
@@ -117,8 +114,6 @@ def prepare_for_training(model: nn.Module) -> str:
     """
     with needed("--prepare-kbit needs the package peft", "Install it: pip install peft"), _disable_current_modes():
         from peft import prepare_model_for_kbit_training
-    if any(map(_is_torchao, model.parameters())):
-        return "PEFT's prepare_model_for_kbit_training leaves all types as they are where weights are torchao's"
     half = (torch.float16, torch.bfloat16)
     cast = [p for p in model.parameters() if p.dtype in half and type(p).__name__ not in PACKED]
     nbytes = sum(p.numel() * p.element_size() for p in cast)
@@ -130,56 +125,16 @@ def prepare_for_training(model: nn.Module) -> str:
     )
 
 
-def refuse_on(spec: WorkloadSpec, device: torch.device) -> None:
-    """Raise UsageError for what plain training cannot do there."""
-    if device.type == "cpu" and spec.lora is not None and spec.lora_dora and spec.load_in_8bit:
-        raise UsageError(
-            "DoRA on a base in 8 bits fails in its second step on a CPU: PEFT moves the weights, and bitsandbytes "
-            "loses their scales",
-            remedy="Simulate it for a card with --hardware, or use --load-in-4bit.",
-        )
-
-
 def _method(settings: Mapping[str, Any]) -> str:
     return str(settings.get("quant_method", "bitsandbytes")).rsplit(".", 1)[-1].lower()
 
 
-def _of_torchao(settings: Mapping[str, Any]) -> Any:
-    """transformers' ``TorchAoConfig``. Raises UsageError where torchao is missing or the settings are none of its."""
-    _check_packages(TORCHAO)
-    from transformers import TorchAoConfig
-
-    try:
-        config = TorchAoConfig.from_dict({k: v for k, v in settings.items() if k != "quant_method"})
-    except (AssertionError, AttributeError, KeyError, TypeError, ValueError) as error:
-        raise UsageError(
-            f"--quantization holds no configuration that torchao takes: {summary(error)}",
-            remedy="Write what transformers does: TorchAoConfig(Int8WeightOnlyConfig()).to_dict(), as JSON.",
-        ) from None
-    if type(config.quant_type).__name__ == "FqnToConfig":
-        raise UsageError(
-            "torchao's FqnToConfig, a configuration for each module, cannot be planned for by --quantization",
-            remedy="Search the live model: autockpt.search(autockpt.Step(…)).",
-        )
-    return config
-
-
-def _check_packages(*names: str) -> None:
-    """Raise UsageError where a package is missing."""
-    for name in names:
-        with needed(f"quantised weights need the package {name}", f"Install it: pip install {' '.join(names)}"):
-            importlib.import_module(name)
-
-
 def quantization_facts(model: nn.Module) -> str | None:
-    """``nf4 twice`` (its block maxima quantised, too), ``fp4``, ``int8``, ``torchao Int8Tensor``; None for a model
-    without such weights."""
+    """``nf4 twice`` (its block maxima quantised, too), ``fp4``, ``int8``; None for a model without such weights."""
     kinds: dict[str, None] = {}
     for weight in filter(is_quantised, model.parameters()):
         settings: Any = weight
-        if _is_torchao(weight):
-            kind = f"{TORCHAO} {type(weight).__name__}"
-        elif type(weight).__name__ == "Int8Params":
+        if type(weight).__name__ == "Int8Params":
             kind = "int8"
         else:
             kind = f"{settings.quant_type}{' twice' if settings.compress_statistics else ''}"
@@ -217,7 +172,7 @@ def put_quantised(
     with _disable_current_modes(), torch.device("meta"):
         quantizer = AutoHfQuantizer.from_config(quantization, pre_quantized=False)
         quantizer.preprocess_model(model, device_map={"": str(device)})
-    packed = (_TorchAo if _method(quantization.to_dict()) == TORCHAO else _Packed)(quantizer, dtype, device)
+    packed = _Packed(dtype, device)
     with fast_init():
         _materialise(model, packed, device)
         if not initialised:
@@ -228,11 +183,11 @@ def put_quantised(
     quantizer.postprocess_model(model)
 
 
-def _materialise(model: nn.Module, packed: _Packed | _TorchAo, device: torch.device) -> None:
+def _materialise(model: nn.Module, packed: _Packed, device: torch.device) -> None:
     """Give what is on the meta device memory; quantised layers get packed weights, the rest is initialised later."""
     made: dict[int, torch.Tensor] = {}
-    for path, module in model.named_modules():
-        if packs := packed.wants(model, path, module):
+    for module in model.modules():
+        if packs := _has_quantised(module):
             module.weight = packed.weight_of(module)
             # the weight, too: GPT-2 draws some of its weights by name
             vars(module)["_is_hf_initialized"] = vars(module.weight)["_is_hf_initialized"] = True
@@ -250,47 +205,20 @@ def _materialise(model: nn.Module, packed: _Packed | _TorchAo, device: torch.dev
 
 
 def is_quantised(weight: Any) -> bool:
-    """Whether a weight is of bitsandbytes' or torchao's types."""
-    return type(weight).__name__ in PACKED or _is_torchao(weight)
-
-
-def _is_torchao(weight: Any) -> bool:
-    return type(weight).__module__.partition(".")[0] == TORCHAO and is_traceable_wrapper_subclass(weight)
+    """Whether a weight is of bitsandbytes' types."""
+    return type(weight).__name__ in PACKED
 
 
 def _has_quantised(module: nn.Module) -> bool:
     return is_quantised(getattr(module, "weight", None))
 
 
-def left_whole(model: nn.Module) -> list[str]:
-    """A note on experts that stay as they are, one tensor for all of a layer, where they are much of the weights.
-
-    As of transformers 5 (bitsandbytes-foundation/bitsandbytes#1849).
-    """
-    sizes: Counter[str] = Counter()
-    for module in model.modules():
-        for weight in module.parameters(recurse=False):
-            whole = weight.ndim > 2 and weight.is_floating_point() and not is_quantised(weight)
-            sizes[type(module).__name__ if whole else ""] += weight.nbytes
-    together = sizes.total()
-    experts = {name: size for name, size in sizes.items() if name and size > MUCH * together}
-    return [
-        f"{name} is not quantised, {format_bytes(size)} of {format_bytes(together)} of weights: transformers holds the "
-        "experts of a layer in one tensor, and only linear layers are quantised."
-        for name, size in experts.items()
-    ]
-
-
 class _Packed:
     """bitsandbytes' random weights: really quantised once per shape and settings, then copied."""
 
-    def __init__(self, quantizer: Any, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
         self.dtype, self._device = dtype, device
         self._made: dict[Any, Any] = {}
-
-    def wants(self, model: nn.Module, path: str, module: nn.Module) -> bool:
-        """Whether transformers has put a quantised layer there."""
-        return _has_quantised(module)
 
     def weight_of(self, layer: Any) -> Any:
         """A weight on the device for a layer whose weight is on the meta device."""
@@ -328,50 +256,3 @@ def _copied_state(state: Any) -> Any:
         twin.offset, twin.state2 = state.offset.clone(), copy.copy(state.state2)
         twin.state2.absmax, twin.state2.code = state.state2.absmax.clone(), state.state2.code.clone()
     return twin
-
-
-class _TorchAo:
-    """torchao's random weights: really quantised once per kind of layer and shape, then copied."""
-
-    def __init__(self, quantizer: Any, dtype: torch.dtype, device: torch.device) -> None:
-        self._quantizer, self.dtype, self._device = quantizer, dtype, device
-        self._made: dict[Any, Any] = {}
-
-    def wants(self, model: nn.Module, path: str, module: nn.Module) -> bool:
-        """Whether transformers would quantise this layer's weight."""
-        weight = module._parameters.get("weight")
-        return weight is not None and bool(self._quantizer.param_needs_quantization(model, f"{path}.weight"))
-
-    def weight_of(self, layer: Any) -> nn.Parameter:
-        """A weight on the device for a layer whose weight is on the meta device; whole where torchao skips the layer.
-
-        Raises WorkloadError where it cannot quantise there.
-        """
-        key = type(layer), tuple(layer.weight.shape)
-        if key not in self._made:
-            self._made[key] = self._quantised(layer)
-        weight = self._made[key]
-        if not _is_torchao(weight):
-            return nn.Parameter(weight.detach().clone())
-        names, context = weight.__tensor_flatten__()
-        parts = {name: getattr(weight, name).clone() for name in names}
-        copied = type(weight).__tensor_unflatten__(parts, context, weight.size(), weight.stride())
-        return nn.Parameter(copied, requires_grad=False)
-
-    def _quantised(self, layer: Any) -> Any:
-        from torchao.quantization import quantize_  # type: ignore[import-not-found]
-
-        twin = copy.copy(layer)
-        drawn = torch.empty(layer.weight.shape, dtype=self.dtype, device=self._device).normal_(0.0, 0.02)
-        twin._parameters = {"weight": nn.Parameter(drawn, requires_grad=False)}
-        config = self._quantizer.quantization_config.get_apply_tensor_subclass()
-        try:
-            quantize_(twin, config, filter_fn=lambda module, name: True)
-        except Exception as error:
-            raise WorkloadError(
-                f"torchao's {type(config).__name__} cannot quantise {type(layer).__name__} "
-                f"{tuple(layer.weight.shape)} on {self._device}: {summary(error)}",
-                remedy="Take settings that fit such layers and this device, name these in modules_to_not_convert, or "
-                "use --load-in-4bit.",
-            ) from None
-        return twin.weight

@@ -16,14 +16,12 @@ from autockpt.schema.choices import Choice, choice_kinds, parse_choice
 from autockpt.schema.workload import WorkloadSpec
 from autockpt.workload import Step, build, discover_units
 from tests.policies.zoo import assert_equal
-from tests.workload.test_quantised import torchao_settings
 
 pytestmark = pytest.mark.slow
 
 BASES: dict[str, dict[str, Any]] = {
     "nf4": {"load_in_4bit": True, "dtype": "bf16"},
     "int8": {"load_in_8bit": True},
-    "torchao": {"quantization": torchao_settings("Int8WeightOnlyConfig"), "dtype": "bf16"},
     "fp4, DoRA": {"quantization": {"load_in_4bit": True, "bnb_4bit_quant_type": "fp4"}, "lora_dora": True},
 }
 
@@ -32,8 +30,7 @@ KINDS = sorted(choice_kinds("block"))
 
 
 def workload_of(base: str) -> Step:
-    package = "torchao" if base == "torchao" else "bitsandbytes"
-    pytest.importorskip(package, reason=f"{package} is not installed")
+    pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
     spec = WorkloadSpec(
         model="llama-tiny", lora=4, lora_targets="all-linear", batch_size=2, seq_len=32, autocast=None, **BASES[base]
     )
@@ -67,8 +64,8 @@ def base(request: pytest.FixtureRequest) -> tuple[str, dict[str, Tensor]]:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_choice(base: tuple[str, dict[str, Tensor]], kind: str) -> None:
-    """All of them with the usual base and torchao's, and with each of the others every second."""
-    if base[0] not in ("nf4", "torchao") and KINDS.index(kind) % 2 != (base[0] == "int8") and kind != "remake":
+    """All of them with the usual base, and with each of the others every second."""
+    if base[0] != "nf4" and KINDS.index(kind) % 2 != (base[0] == "int8") and kind != "remake":
         pytest.skip("with the other base")
     workload = workload_of(base[0])
     blocks = [unit.name for unit in discover_units(workload.model) if unit.role == "block"]

@@ -5,12 +5,10 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autockpt.errors import WorkloadError
 from autockpt.workload.batches import IGNORE, BatchMaker
 from autockpt.workload.heads import TEXT, Task
 
@@ -67,46 +65,8 @@ def test_text(task: Task, rows: int, length: int, extra: int, packed: bool, pad:
         assert (labels.shape == ids.shape and not torch.equal(labels, ids)) or rows * length < 4
 
 
-def test_lengths_really_vary() -> None:
-    assert make("causal_lm", rows=8, length=64)["attention_mask"].sum(1).unique().numel() > 3
-
-
-def test_some_but_not_all_tokens_are_masked_out() -> None:
-    share = (make("masked_lm", rows=16, length=128, packed=True)["labels"] != IGNORE).float().mean()
-    assert 0.1 < share < 0.25
-
-
 def test_seeds_decide_everything() -> None:
     state = torch.get_rng_state()
     a, b, c = (make("causal_lm", seed=seed) for seed in (3, 3, 4))
     assert torch.equal(a["input_ids"], b["input_ids"]) and not torch.equal(a["input_ids"], c["input_ids"])
     assert torch.equal(torch.get_rng_state(), state)
-
-
-@pytest.mark.parametrize(
-    ("config", "shape"),
-    [
-        ({"image_size": 32}, (2, 3, 32, 32)),
-        ({"image_size": [16, 24], "num_channels": 1}, (2, 1, 16, 24)),
-        ({"vision_config": Config(image_size=48)}, (2, 3, 48, 48)),
-        ({}, (2, 3, 224, 224)),
-    ],
-)
-def test_images_have_the_size_of_the_configuration(config: dict[str, Any], shape: tuple[int, ...]) -> None:
-    batch = make("image_classification", rows=2, length=None, **config)
-    assert batch["pixel_values"].shape == shape
-    assert batch["labels"].shape == (2,) and int(batch["labels"].max()) < 3
-
-
-def test_sound() -> None:
-    whisper = make("speech_seq2seq", rows=2, length=6, num_mel_bins=16, max_source_positions=50, pad_token_id=0)
-    assert whisper["input_features"].shape == (2, 16, 100) and whisper["labels"].shape == (2, 6)
-    raw = make("ctc", rows=2, length=1600, inputs_to_logits_ratio=320)
-    assert raw["input_values"].shape == (2, 1600) and raw["labels"].shape == (2, 2)
-    spectrogram = make("audio_classification", rows=2, num_mel_bins=16, max_length=64)
-    assert spectrogram["input_values"].shape == (2, 64, 16)
-
-
-def test_a_model_without_a_vocabulary_is_explained() -> None:
-    with pytest.raises(WorkloadError, match="no ready-made batch for x models"):
-        make("causal_lm", vocab_size=None)

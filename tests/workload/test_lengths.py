@@ -49,5 +49,5 @@ def test_a_step_is_cut_to_shorter_rows() -> None:
     row = Step(step.model, {name: tensor[:1].clone() for name, tensor in step.batch.items()})
     cut = row.resident_bytes() - shortened(row, 5).resident_bytes()  # a cut row is contiguous, and a view without care
     assert cut == sum((64 - 5) * tensor.element_size() for tensor in row.batch.values())
-    with pytest.raises(UsageError, match="64 tokens a row"):
+    with pytest.raises(UsageError):
         shortened(step, 65)

@@ -2,22 +2,9 @@
 
 from __future__ import annotations
 
-import torch
 from torch import nn
 
-from autockpt.workload.names import class_name, named_units, unwrap
-
-
-def test_unwrapping() -> None:
-    layer = nn.Linear(1, 1)
-    assert unwrap(layer) is layer
-    assert unwrap(torch.compile(layer)) is layer  # type: ignore[arg-type]
-
-
-def test_wrappers_and_inside_share_a_name_and_the_inside_comes_last() -> None:
-    layer = nn.Linear(1, 1)
-    model = nn.Sequential(torch.compile(layer))  # type: ignore[arg-type]
-    assert dict(named_units(model))["0"] is layer
+from autockpt.workload.names import class_name
 
 
 def test_fsdp2_renames_classes_in_place() -> None:

@@ -28,9 +28,3 @@ def test_a_twin_has_fewer_blocks_one_of_each_type_and_the_same_batch(
     assert [u.cls for u in fewer] == [u.cls for begin in begins for u in blocks[begin : begin + types]]
     assert {k: v.shape for k, v in whole.batch.items()} == {k: v.shape for k, v in small.batch.items()}
     assert small.settings["dtype"] == whole.settings["dtype"] and type(small.model) is type(whole.model)
-
-
-@pytest.mark.parametrize("model", ["package.module:function", "no-such-model"])
-def test_what_has_no_twin(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    assert shallow_twin(WorkloadSpec(model=model), {}, 2, tmp_path) is None

@@ -40,21 +40,7 @@ def test_settings_that_change_ops_differ() -> None:
     assert not same(nn.Conv2d(4, 4, 1, stride=1), nn.Conv2d(4, 4, 1, stride=2))
 
 
-def test_probabilities_only_matter_by_being_zero() -> None:
-    assert same(nn.Dropout(0.1), nn.Dropout(0.2))
-    assert not same(nn.Dropout(0.0), nn.Dropout(0.2))
-
-
 def test_what_the_config_says_about_this_layer_matters() -> None:
     config = SimpleNamespace(num_hidden_layers=3, layer_types=["sliding", "full", "sliding"])
     a, b, c = (layer(layer_idx=i, config=config) for i in range(3))
     assert same(a, c) and not same(a, b)
-
-
-def test_mode_and_slot_do_not_matter() -> None:
-    assert same(layer(), layer().eval())
-    assert same(layer(), layer(gradient_checkpointing=True))
-
-
-def test_tensors_and_other_objects_are_ignored() -> None:
-    assert same(layer(helper=object()), layer(helper=object()))

