@@ -47,13 +47,9 @@ def summarize(recorder: Recorder, workload: Step, places: list[Place], source: S
     calls: dict[KindOfCall, int] = {}
     texts: dict[str, int] = {}
     ops = []
-    saved = recorder.saved.by_op
-    for index, op in enumerate(recorder.ops):
+    for op in recorder.ops:
         number = calls.setdefault(op.call, len(calls))
-        keeps = saved.get(index)
-        saves = tuple(s for s in keeps if kinds.kind[s] == "activation") if keeps else ()
-        outputs = [tuple(output) for output in op.outputs]
-        ops.append((number, op.phase, op.module, op.inputs, op.offsets, outputs, saves))
+        ops.append((number, op.phase, op.module, op.inputs, op.offsets, [tuple(output) for output in op.outputs]))
     table = [(call.operator.name, texts.setdefault(call.text, len(texts)), call.flops) for call in calls]
     return RawGraph(
         source=source,
@@ -76,7 +72,7 @@ def to_graph(raw: RawGraph, units: tuple[Unit, ...], notes: Sequence[str] = ()) 
     """The Graph of a recording. The data comes from the recorder, so nothing is validated again."""
     metas: dict[tuple[Any, ...], TensorMeta] = {}
     ops = []
-    for index, (number, phase, module, inputs, offsets, outputs, saves) in enumerate(raw.ops):
+    for index, (number, phase, module, inputs, offsets, outputs) in enumerate(raw.ops):
         target, text, flops = raw.calls[number]
         path, unit = raw.places[module]
         results = []
@@ -101,7 +97,6 @@ def to_graph(raw: RawGraph, units: tuple[Unit, ...], notes: Sequence[str] = ()) 
                 inputs=inputs,
                 offsets=offsets,
                 outputs=tuple(results),
-                saves=saves,
             )
         )
     storages = tuple(

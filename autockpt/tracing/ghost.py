@@ -41,8 +41,6 @@ class GhostMode(Recorder):
     GhostError where the graph depends on values that do not exist, and keeps the last one's words in ``refused``.
     """
 
-    without_values = True  # asked for by what compares tensors bit by bit
-
     def __init__(
         self,
         memory: GhostMemory,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import mmap
 import sys
@@ -36,10 +35,9 @@ class GhostMemory:
         self._mapping = _reserve(writable, _SIZES if size is None else (size,))
         with warnings.catch_warnings(action="ignore"):  # "The given buffer is not writable": nor is it meant to be
             self._whole = torch.frombuffer(self._mapping, dtype=torch.uint8)
-        start, size = self._whole.data_ptr(), len(self._mapping)
-        _fence(start, size)
-        self.base = start + mmap.PAGESIZE
-        self.size = size - 2 * mmap.PAGESIZE
+        if hasattr(mmap, "MADV_DONTDUMP"):  # so that the system lists it apart from neighbours that hold pages
+            self._mapping.madvise(mmap.MADV_DONTDUMP)
+        self.base, self.size = self._whole.data_ptr(), len(self._mapping)
         self.end = self.base + self.size
         self._next = self.base
         self._limit = self.end
@@ -111,25 +109,14 @@ def _reserve(writable: bool, sizes: tuple[int, ...]) -> mmap.mmap:
     )
 
 
-def _fence(start: int, size: int) -> None:
-    """Make the first and the last page inaccessible, so that the system does not merge neighbouring mappings into one.
-
-    ``touched_bytes`` would count what the neighbours hold.
-    """
-    protect = ctypes.CDLL(None).mprotect
-    protect.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-    for page in (start, start + size - mmap.PAGESIZE):
-        protect(page, mmap.PAGESIZE, 0)
-
-
 def _anonymous_bytes(lines, base: int, end: int) -> int:
     """Bytes of anonymous (written) pages between two addresses, from the text of ``/proc/<pid>/smaps``."""
     total, inside = 0, False
     for line in lines:
         head = line.split(" ", 1)[0]
         if "-" in head and ":" not in head:
-            start = int(head.split("-")[0], 16)
-            inside = base <= start < end
+            start, stop = (int(address, 16) for address in head.split("-"))
+            inside = start < end and base < stop
         elif inside and line.startswith("Anonymous:"):
             total += int(line.split()[1]) * 1024
     return total

@@ -27,8 +27,7 @@ from autockpt.tracing.kernels.workspaces import (
     trial_of,
     workspace_bytes,
 )
-from autockpt.tracing.location import BACKWARD, FORWARD, Location
-from autockpt.tracing.saved import SavedTensors
+from autockpt.tracing.location import BACKWARD, Location
 from autockpt.tracing.shapes import Outcome
 from autockpt.tracing.storages import StorageLog
 
@@ -128,7 +127,7 @@ class OpCall(NamedTuple):
 
 
 class Recorder(TorchDispatchMode):
-    """Records every op below autograd with its place, storages and saved tensors; subclasses run (or skip) the kernel.
+    """Records every op below autograd with its place and storages; subclasses run (or skip) the kernel.
 
     Nothing here holds a tensor, an autograd node or an exception between two ops: that would keep memory alive which a
     plain step releases. What is learnt about signatures stays, so the next recording is faster.
@@ -139,7 +138,6 @@ class Recorder(TorchDispatchMode):
         """Not wrapped by torch: the wrapper costs as much as recording does, and importing dynamo a second."""
         return False
 
-    only_records = True  # asked for by choices that leave it to other modes what runs
     on_cpu = True  # whether the step runs, or would run, on the CPU
     on_cuda = False  # likewise
     threads = 1  # of a step on the CPU
@@ -157,7 +155,6 @@ class Recorder(TorchDispatchMode):
         super().__init__()
         self.log = log
         self.location = Location(on_enter)
-        self.saved = SavedTensors(log)
         self.operators = Operators()
         self.engine = engine or EngineAdds(_sole_counts())
         self.fused = FusedAdds()
@@ -182,7 +179,6 @@ class Recorder(TorchDispatchMode):
         with ExitStack() as stack:
             parts: tuple[AbstractContextManager[Any], ...] = (
                 self.location,
-                self.saved,
                 self._random_states(),
                 uncompiled(),
                 self,
@@ -190,14 +186,12 @@ class Recorder(TorchDispatchMode):
             for part in parts:
                 stack.enter_context(part)
             yield self
-            self.saved.resolve()
 
     def restart(self) -> None:
         """Drop the last recording."""
         self.log.restart()
         self.location.reset()
         self.fused.reset()
-        self.saved.reset()
         self.ops, self.copies = [], []
         self.gradients, self.placed, self.notes = set(), {}, {}
 
@@ -265,8 +259,6 @@ class Recorder(TorchDispatchMode):
         key = call_key(args, tensors, operator.mutates)
         if kwargs:
             key = (key, tuple(kwargs), call_key(kwargs.values(), tensors, operator.mutates))
-        if not operator.detaches:  # autograd detaches an output to save it: the node is not complete yet
-            self.saved.resolve()
         phase, module = self.location.where(_current_node())
         in_place = operator.in_place is not None and self._is_in_place(phase, operator, args, kwargs)
         if in_place:
@@ -284,9 +276,7 @@ class Recorder(TorchDispatchMode):
         self.ops.append(OpRecord(kind, phase, module, inputs, offsets, outputs))
         if operator.multiplies and outputs:
             self.fused.product(outputs[0].storage)
-        if phase == FORWARD and not operator.view:
-            self.saved.after(index, result)
-        elif self.location.accumulating:
+        if self.location.accumulating:
             self.gradients.update(inputs)
         return result
 

@@ -44,7 +44,6 @@ from autockpt.tracing.transport import GhostTransport, NotingTransport
 from autockpt.workload import Step, build, discover_head, discover_units, step_failed
 from autockpt.workload.failures import location, summary
 from autockpt.workload.liger import refuse_liger_on
-from autockpt.workload.quantised import refuse_on
 from autockpt.workload.storages import storage_bytes
 
 _STATES_PER_WEIGHT = 4  # weights, gradients, and two states
@@ -212,7 +211,6 @@ class GhostRun(TracedRun):
         super().__init__(self._mode)
 
     def build(self, spec: WorkloadSpec, device: torch.device, capability: Capability | None = None) -> None:
-        refuse_on(spec, device)
         refuse_liger_on(spec, device)
         if spec.attn in FLASH and device.type == "cuda":
             self._attention = partial(flash_on_ghosts, capability or AMPERE)

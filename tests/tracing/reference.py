@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from autockpt.runtime import attach
 from autockpt.schema.choices import Choice
-from autockpt.schema.graph import Graph
+from autockpt.schema.graph import Graph, Storage
 from autockpt.tracing.kernels.signature import dtype_name
 from autockpt.workload import Step
 
@@ -112,24 +112,10 @@ def additions(graph: Graph) -> tuple[int, int]:
     return targets["aten.add_.Tensor"], targets["aten.add.Tensor"]
 
 
-def saved_bytes(workload: Step) -> int:
-    """Bytes of the storages that a real forward saves for backward, those that are there anyway left out."""
-    resident = {t.untyped_storage().data_ptr() for t in workload.tensors()}
-    seen: dict[int, int] = {}
-    keep = []
-
-    def pack(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in resident:
-            seen[storage.data_ptr()] = storage.nbytes()
-            keep.append(storage)
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        assert workload.loss is not None
-        loss = workload.loss(workload.model, workload.batch)
-    del loss
-    return sum(seen.values())
+def kept_for_backward(graph: Graph) -> list[Storage]:
+    """Activations of forward that are there when backward begins."""
+    turn = next(op.index for op in graph.ops if op.phase == "backward")
+    return [s for s in graph.storages if 0 <= s.birth < turn and s.kind == "activation" and s.alive_at(turn)]
 
 
 class ConvNet(nn.Module):

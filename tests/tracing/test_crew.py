@@ -54,7 +54,7 @@ def test_what_a_plan_raises_is_raised_when_it_is_asked_for(pair) -> None:
     wrong = {"no.such": parse_choice("recompute")}
     several.ahead([wrong, *plans(several)])
     assert several.trace(plans(several)[1]).ops
-    with pytest.raises(AutockptError, match=r"no\.such"):
+    with pytest.raises(AutockptError):
         several.trace(wrong)
 
 
@@ -69,7 +69,7 @@ def test_a_further_process_that_dies_is_done_without(pair) -> None:
         assert several.trace(plan) == alone.trace(plan)
     assert processes(several) == [first]
     os.kill(first, signal.SIGKILL)
-    with pytest.raises(AutockptError, match="killed"):
+    with pytest.raises(AutockptError):
         several.trace({})
 
 

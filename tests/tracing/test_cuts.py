@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import nn
 
-from autockpt.schema import WorkloadSpec
 from autockpt.shipped import load_space
 from autockpt.tracing import Tracer
 from autockpt.tracing.cuts import said_of_left_out
@@ -80,8 +79,3 @@ def test_who_follows_the_advice_hears_no_more_of_it(plain: Tracer) -> None:
         found = traced(named, load_space("knobs").restricted(("save", "recompute")))
     assert {unit.name for unit in found.plain.blocks()} >= {"front", "lstm", "blocks.0", "blocks.3"}
     assert found.left_out == () and said not in found.said
-
-
-def test_a_transformer_whose_layers_hold_nearly_all_has_no_such_note() -> None:
-    with Tracer.from_spec(WorkloadSpec(model="llama-tiny", batch_size=2, seq_len=32)) as made:
-        assert said_of_left_out(made.trace(), made.outside) == ()

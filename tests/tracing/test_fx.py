@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import json
-
 import pytest
 import torch
 from torch import fx
@@ -32,35 +30,15 @@ def test_every_op_is_a_node_with_its_metadata(graph: Graph) -> None:
             assert tuple(node.meta["tensor_meta"].shape) == op.outputs[0].shape
 
 
-def test_arguments_come_from_the_nodes_that_made_them(graph: Graph) -> None:
+def test_arguments_are_the_nodes_that_made_them(graph: Graph) -> None:
     traced = to_fx(graph)
-    made: dict[str, list[tuple[int, ...]]] = {}
+    assert all(n.meta["storage"].birth == -1 for n in traced.nodes if n.op == "placeholder")
     for node in traced.nodes:
-        if "op" in node.meta and "attention" not in str(node.target):
-            assert len(node.all_input_nodes) == len(set(node.all_input_nodes))
-        for source in node.all_input_nodes:
-            made.setdefault(source.op, []).append(())
-    assert made["call_function"] and made["placeholder"]
-    inputs = [n for n in traced.nodes if n.op == "placeholder"]
-    assert all(n.meta["storage"].birth == -1 for n in inputs)
-    product = next(n for n in traced.nodes if str(n.target) in ("aten.mm.default", "aten.convolution.default"))
-    op = product.meta["op"]
-    sources = [source.meta.get("outputs", ()) for source in product.all_input_nodes]
-    storages = {o.storage for outputs in sources for o in outputs}
-    storages |= {n.meta["storage"].id for n in product.all_input_nodes if n.op == "placeholder"}
-    assert set(op.inputs) <= storages
+        if "op" in node.meta:
+            made = [{o.storage for o in source.meta.get("outputs", ())} for source in node.args]
+            made = [s or {source.meta["storage"].id} for s, source in zip(made, node.args, strict=True)]
+            assert all(storage in s for storage, s in zip(node.meta["op"].inputs, made, strict=True))
 
 
-def test_graph_module_and_table(graph: Graph, capsys: pytest.CaptureFixture[str]) -> None:
-    module = fx.GraphModule({}, to_fx(graph))
-    assert "def forward" in module.code
-    module.graph.print_tabular()
-    table = capsys.readouterr().out.splitlines()
-    assert table[0].split()[:3] == ["opcode", "name", "target"]
-    assert len(table) == 2 + len(module.graph.nodes)
-
-
-def test_a_graph_from_a_file_gives_the_same(graph: Graph) -> None:
-    again = Graph.model_validate(json.loads(graph.model_dump_json()))
-    assert again == graph
-    assert [n.name for n in to_fx(again).nodes] == [n.name for n in to_fx(graph).nodes]
+def test_a_graph_module_can_be_made(graph: Graph) -> None:
+    assert "def forward" in fx.GraphModule({}, to_fx(graph)).code

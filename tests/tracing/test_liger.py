@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Mapping
 
 import pytest
 import torch
 from torch import Tensor
 
-from autockpt.errors import ConflictError, UsageError
+from autockpt.errors import ConflictError
 from autockpt.runtime import attach
 from autockpt.schema.choices import Choice, choice_kinds, parse_choice
 from autockpt.schema.workload import WorkloadSpec
 from autockpt.shipped import load_hardware
-from autockpt.tracing import Tracer, tracer_for
+from autockpt.tracing import tracer_for
 from autockpt.tracing.tracer import trace
 from autockpt.workload import Step, build, discover_units
 from autockpt.workload.liger import apply_liger
@@ -68,7 +67,7 @@ def test_gradients_are_those_of_plain_training_under_every_choice(kernels: None)
         workload = step()
         choices = {u.name: parse_choice(kind) for u in discover_units(workload.model) if u.role == "block"}
         if kind == "remake":
-            with pytest.raises(ConflictError, match="a custom autograd function"):
+            with pytest.raises(ConflictError):
                 gradients(workload, choices)
         else:
             assert_equal(gradients(workload, choices), wanted)
@@ -94,16 +93,3 @@ def test_a_simulated_card_makes_no_logits(kernels: None) -> None:
     largest = max(storage.bytes for storage in made)
     assert tracer.settings["liger"] and any(op.target.startswith("autockpt.triton_kernel") for op in graph.ops)
     assert largest < logits, largest
-
-
-def test_refusals(kernels: None) -> None:
-    with pytest.raises(UsageError, match="on accelerators alone"):
-        Tracer.from_spec(SPEC.model_copy(update={"liger": True}))
-    with pytest.raises(UsageError, match="no kernels for mamba"):
-        build(WorkloadSpec(model="mamba-tiny", liger=True, batch_size=1, seq_len=8))
-
-
-def test_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "liger_kernel", None)
-    with pytest.raises(UsageError, match="needs the packages liger-kernel and triton"):
-        build(SPEC.model_copy(update={"liger": True}))

@@ -67,7 +67,6 @@ class Operator:
         self.written = [a.name for a in writes if a.name not in self.returned]
         self.layout_only = self.base in _LAYOUT_ONLY
         self.view = not writes and (any(a is not None for a in aliased) or self.base in _HIDDEN_VIEWS)
-        self.detaches = self.base == "detach"
         self.adds = self.name == "aten.add.Tensor"
         self.in_place = overload_of(IN_PLACE[self.name]) if self.name in IN_PLACE else None
         self.pointwise = torch.Tag.pointwise in func.tags and self.base not in _COPIES

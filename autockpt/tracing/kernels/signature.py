@@ -37,9 +37,6 @@ _DTYPES: dict[torch.dtype, str] = {
     torch.complex128: "c128",
 }
 _NAMED = {name: dtype for dtype, name in _DTYPES.items()}
-_FORMATS = {
-    str(f)[6:]: f for f in (torch.contiguous_format, torch.preserve_format, torch.channels_last, torch.channels_last_3d)
-}
 # Floats that change how much a kernel does.
 _TELLING = frozenset({"exponent", "p", "ord", "dropout_p", "dropout"})
 _IGNORED = frozenset({"device", "layout", "pin_memory", "generator", "non_blocking"})
@@ -124,15 +121,6 @@ def dtype_of(name: str) -> torch.dtype:
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"unknown dtype {name!r}")
     return dtype
-
-
-def word_value(word: Word) -> Any:
-    """What a word stands for: a dtype or a memory format; 1.0 for a float whose value is not kept, else None."""
-    if word.text == "float":
-        return 1.0
-    if word.text in _NAMED:
-        return _NAMED[word.text]
-    return _FORMATS.get(word.text)
 
 
 def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:

@@ -63,14 +63,6 @@ def test_one_request(nbytes: int, allocated: int, reserved: int) -> None:
     assert (peak.allocated, peak.reserved) == (allocated, reserved)
 
 
-def test_small_requests_share_a_segment_and_large_ones_another() -> None:
-    small = replay([(i, MIB // 2) for i in range(4)])
-    assert (small.allocated, small.reserved) == (2 * MIB, 2 * MIB)
-    assert replay([(i, MIB // 2) for i in range(5)]).reserved == 4 * MIB
-    assert replay([(i, 5 * MIB) for i in range(4)]).reserved == 20 * MIB
-    assert replay([(0, 5 * MIB), (1, 512)]).reserved == 22 * MIB
-
-
 def test_best_fit_takes_the_smallest_block_that_is_large_enough() -> None:
     a = CachingAllocator()
     first, second = a.allocate(40 * MIB), a.allocate(30 * MIB)
@@ -78,12 +70,6 @@ def test_best_fit_takes_the_smallest_block_that_is_large_enough() -> None:
     a.free(second)
     assert a.allocate(25 * MIB).address == second.address
     assert a.reserved == 70 * MIB
-
-
-def test_neighbours_are_joined_and_serve_a_larger_request() -> None:
-    events: list[tuple[int, int | None]] = [(0, 40 * MIB), (0, None), (1, 20 * MIB), (2, 20 * MIB)]
-    events += [(1, None), (2, None), (3, 40 * MIB)]
-    assert replay(events).reserved == 40 * MIB
 
 
 def test_a_hole_that_is_too_small_is_fragmentation() -> None:
@@ -98,36 +84,6 @@ def test_a_hole_that_is_too_small_is_fragmentation() -> None:
     ]
     peak = replay(events)
     assert (peak.allocated, peak.reserved) == (70 * MIB, 100 * MIB)
-
-
-def test_cached_segments_are_given_back_before_it_gives_up() -> None:
-    events: list[tuple[int, int | None]] = [(0, 40 * MIB), (0, None), (1, 60 * MIB)]
-    peak = replay(events, limit=60 * MIB)
-    assert not peak.out_of_memory
-    assert peak.reserved == 60 * MIB  # those of the first request are gone
-    assert replay(events).reserved == 100 * MIB
-
-
-def test_it_gives_up_where_nothing_can_be_given_back() -> None:
-    peak = replay([(0, 40 * MIB), (1, 40 * MIB), (2, MIB)], limit=60 * MIB)
-    assert peak.out_of_memory
-    assert peak.reserved == 40 * MIB  # the second request is the last that is looked at
-
-
-def test_a_split_segment_cannot_be_given_back() -> None:
-    events: list[tuple[int, int | None]] = [(0, 40 * MIB), (0, None), (1, 10 * MIB), (2, 50 * MIB)]
-    assert replay(events, limit=80 * MIB).out_of_memory
-
-
-def test_nothing_is_asked_for_no_bytes_and_keys_are_checked() -> None:
-    assert replay([(0, 0), (0, None)]).reserved == 0
-    with pytest.raises(ValueError, match="twice"):
-        replay([(0, 8), (0, 8)])
-    a = CachingAllocator()
-    block = a.allocate(8)
-    a.free(block)
-    with pytest.raises(ValueError, match="not handed out"):
-        a.free(block)
 
 
 def drive(a: CachingAllocator, steps: list[tuple[bool, int]], check: Callable[[list[Block]], None]) -> None:
@@ -160,14 +116,3 @@ def test_what_is_handed_out_never_overlaps_and_is_counted(steps: list[tuple[bool
     a.release_cached()
     assert a.reserved == 0
     assert a.most_allocated <= a.most_reserved
-
-
-@settings(max_examples=30, deadline=None)
-@given(STEPS)
-def test_a_cycle_that_repeats_needs_nothing_new_in_the_end(steps: list[tuple[bool, int]]) -> None:
-    a = CachingAllocator()
-    drive(a, steps, lambda live: None)
-    first = a.reserved
-    drive(a, steps, lambda live: None)
-    assert a.reserved >= first  # cached, not given back
-    assert a.allocated == 0

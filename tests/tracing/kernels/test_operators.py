@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import torch
 
-from autockpt.tracing.kernels.operators import Operator, Operators, count_flops, flat_tensors
+from autockpt.tracing.kernels.operators import Operator, Operators, count_flops
 
 aten = torch.ops.aten
 
@@ -19,13 +19,6 @@ def test_views_and_writes_are_read_off_the_schema() -> None:
     assert Operator(aten.t_.default).layout_only
 
 
-def test_arguments_by_name() -> None:
-    operator = Operator(aten.topk.default)
-    assert operator.argument("k", ("x", 3), {}) == 3
-    assert operator.argument("dim", ("x", 3), {"dim": 1}) == 1
-    assert operator.argument("dim", ("x", 3), {}, -1) == -1
-
-
 def test_flops_of_products_and_of_the_cpus_attention() -> None:
     operators = Operators()
     a, b = torch.ones(4, 8), torch.ones(8, 16)
@@ -35,9 +28,3 @@ def test_flops_of_products_and_of_the_cpus_attention() -> None:
     attention = operators[aten._scaled_dot_product_flash_attention_for_cpu.default]
     assert count_flops(attention, (q, q, q), {}, out) == 2 * (2 * 2 * 4 * 8 * 8 * 16)
     assert count_flops(operators[aten.add.Tensor], (a, a), {}, a) == 0
-
-
-def test_flat_tensors() -> None:
-    a, b = torch.ones(1), torch.ones(2)
-    assert flat_tensors((a, [b, None], 3)) == [a, b]
-    assert flat_tensors(None) == []
