@@ -17,7 +17,7 @@ def calibrate(
     *,
     out: Path | None = opt("--hardware-out FILE", "File to write. Default: the device's name, here."),
     device: str | None = opt("--device DEVICE", "cpu, cuda, cuda:1, xpu, … Default: the best there is."),
-    quick: bool = flag("--quick", "Fewer sizes and repeats."),
+    quick: bool = flag("--quick", "Fewer repeats."),
     force: bool = flag("--force", "Replace a file that exists."),
     as_json: bool = flag("--json", "Print the description as JSON."),
 ) -> None:

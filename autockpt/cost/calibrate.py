@@ -1,21 +1,18 @@
-"""``autockpt calibrate``: the machine at hand as a hardware description. Measured, then fitted.
+"""``autockpt calibrate``: the local machine as a hardware description. Measured, then fitted.
 
 Peaks are the best rates seen. Efficiencies are those that explain everything else that was measured. Measuring takes
-place in a process of its own, which starts with the settings that measured steps start with. It takes one request, and
-answers with what is being measured, and at last the description or an error.
+place in the process that measures steps, with its settings.
 """
 
 from __future__ import annotations
 
 import math
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import date
 from itertools import product
-from multiprocessing.connection import Connection
 from typing import Any
 
 import numpy as np
@@ -26,25 +23,24 @@ from torch.nn import functional
 from autockpt.cost.probes import Stopwatch, by_transport, host_costs
 from autockpt.cost.roofline import seconds_of_work
 from autockpt.cost.work import Work
-from autockpt.devices import Device, get_device, make_current
+from autockpt.devices import Device
 from autockpt.devices.random_states import all_random_states_kept
-from autockpt.errors import AutockptError, MeasurementError
+from autockpt.errors import MeasurementError
+from autockpt.measuring import StepRunner, WorkerMeasurer
 from autockpt.measuring.environment import environment_of
 from autockpt.measuring.failures import letting_go
 from autockpt.policies.base import setting
-from autockpt.process import Child, ChildDied, ChildSilent, child_environment, last_lines
 from autockpt.schema.base import first_violation
 from autockpt.schema.hardware import Efficiency, Hardware
+from autockpt.schema.workload import WorkloadSpec
+from autockpt.workload import Step
 
 MIB = 2**20
-PATIENCE = 300.0  # seconds without a sign of life
+TINY = WorkloadSpec(model="llama-tiny", batch_size=1, seq_len=8, optimizer="sgd")
 SLOW_SHARE = 0.2  # of the fp32 rate: a 16-bit type that is emulated is not worth large products
 WORTH_STATING = 1.15  # a kernel this much slower than its bytes gets a rate of its own
 LEAST_SHARE, MOST_HALF, MOST_FIXED = 0.05, 10_000.0, 1e-3
-LARGER = 8  # times as many bytes as an activation's has a large copy
 GRID, ZOOMS = 13, 8  # points of each parameter, and how often the grid is laid around the best of them
-MEASURED = "measured by autockpt calibrate"
-_NO_FIGURE = frozenset({"name", "description", "kind", "environment", "measured", "sources", "unified_memory"})
 Tell = Callable[[str], None]
 Shape = tuple[int, int, int]  # m, k, n
 
@@ -112,77 +108,48 @@ class Measured:
     attention: tuple[str, float, float]  # type, FLOP/s of forward and backward
     traffic: Mapping[int, float]
     elements: Mapping[str, tuple[int, float, float]]
-    small_link: tuple[float, float]  # bytes per second of copies of the size of an activation, out and in
 
 
 def measure_in_child(device: str | None, *, quick: bool, tell: Tell) -> Hardware:
     """The description of a machine, without a name; ``tell`` hears what is being measured.
 
-    Raises MeasurementError where the child dies or measurements contradict one another, DeviceOutOfMemory where the
+    Raises MeasurementError where the worker dies or measurements contradict one another, DeviceOutOfMemory where the
     device is too full, UsageError for a device that is not there.
     """
-    wanted = get_device(device).environment
-    with tempfile.TemporaryFile() as log:
-        child = Child.spawn(__name__, log=log, environment=child_environment(wanted))
-        try:
-            child.send({"device": device, "quick": quick}, PATIENCE)
-            while True:
-                answer = child.receive(PATIENCE)
-                if "tell" in answer:
-                    tell(answer["tell"])
-                elif "error" in answer:
-                    raise answer["error"]
-                else:
-                    return Hardware.model_validate(answer["hardware"])
-        except (ChildDied, ChildSilent) as error:
-            said = last_lines(log)
-            raise MeasurementError(
-                f"measuring ended early ({error or 'no sign of life'})" + (f":\n{said}" if said else ""),
-                remedy="Try --quick, or another device.",
-            ) from None
-        finally:
-            child.close()
+    with WorkerMeasurer(TINY, device) as worker:
+        worker.beat = tell
+        return Hardware.model_validate(worker.call("autockpt.cost.calibrate:measure_in_runner", {"quick": quick}))
 
 
-def main(descriptor: int) -> None:
-    """Entry of the child."""
-    with Connection(descriptor) as parent:
-        request = parent.recv()
-        try:
-            device = get_device(request["device"])
-            make_current(device)
-            sizes, repeats = CPU if device.kind == "cpu" else ACCELERATOR, 3 if request["quick"] else 9
-            with all_random_states_kept(), letting_go(device, "measuring the machine"):
-                found = measure(device, sizes, repeats, lambda what: parent.send({"tell": what}))
-            parent.send({"hardware": described(found).model_dump(mode="json")})
-        except AutockptError as error:
-            parent.send({"error": error})
+def measure_in_runner(runner: StepRunner, payload: Mapping[str, Any]) -> dict[str, Any]:
+    """The description of the runner's device, by a model that hardly computes anything."""
+    device = runner.device
+    sizes, repeats = CPU if device.kind == "cpu" else ACCELERATOR, 3 if payload["quick"] else 9
+    with all_random_states_kept(), letting_go(device, "measuring the machine"):
+        found = measure(device, sizes, repeats, runner.beat, runner.workload)
+    return described(found).model_dump(mode="json")
 
 
-def measure(device: Device, sizes: Sizes, repeats: int, tell: Tell) -> Measured:
-    """All figures of a device. Few ``repeats`` take fewer sizes as well."""
+def measure(device: Device, sizes: Sizes, repeats: int, tell: Tell, tiny: Step) -> Measured:
+    """All figures of a device. ``tiny`` is a step with little arithmetic."""
     clock, on_cpu = Stopwatch(device.torch_device, repeats), device.kind == "cpu"
-    most = None if repeats > 3 else 3
     dtypes = _dtypes(device)
     half = "float32" if on_cpu else "bfloat16" if "bfloat16" in dtypes else "float16"
     tell("matrix products")
-    shapes = [(size, size, size) for size in sizes.squares[:most]] + list(sizes.skinny[:most])
-    products = _products(clock, dtypes, shapes)
+    products = _products(clock, dtypes, [*((size, size, size) for size in sizes.squares), *sizes.skinny])
     tell("attention")
     attention = (half, *_attention_flops(clock, getattr(torch, half), sizes.tokens))
     tell("memory bandwidth")
-    traffic = {
-        nbytes: _traffic(clock, nbytes, sizes.traffic[-1] // 2) for nbytes in sizes.traffic[:: 1 if most is None else 2]
-    }
+    traffic = {nbytes: _traffic(clock, nbytes, sizes.traffic[-1] // 2) for nbytes in sizes.traffic}
     near = sizes.rows * sizes.columns // 16  # elements that fit into a near cache
     x, y, z = (torch.rand(near, device=clock.device) for _ in range(3))
     vector = 2.0 * near / clock.seconds(lambda: torch.addcmul(z, x, y, out=z))
     tell("single kernels")
     elements = dict(_elements(clock, sizes.rows, sizes.columns))
     tell("launch overhead")
-    launch, region = host_costs(clock, 2 * repeats)
+    launch, region = host_costs(clock, tiny, 2 * repeats)
     tell("copies off the device and back")
-    links, small = _links(clock, sizes)
+    out, back = _links(clock, sizes.copy)
     figures = {
         "description": environment_of(device).device.name,
         "kind": "rocm" if device.kind == "cuda" and torch.version.hip is not None else device.kind,
@@ -193,10 +160,11 @@ def measure(device: Device, sizes: Sizes, repeats: int, tell: Tell) -> Measured:
         "launch_seconds": launch,
         "region_seconds": region,
         "kernel_seconds": _kernel_seconds(clock) if device.kind == "cuda" else 0.0,
-        **links,
+        "link_out": out,
+        "link_in": back,
         "environment": environment_of(device),
     }
-    return Measured(figures, products, attention, traffic, elements, small)
+    return Measured(figures, products, attention, traffic, elements)
 
 
 def described(found: Measured, day: date | None = None) -> Hardware:
@@ -206,9 +174,6 @@ def described(found: Measured, day: date | None = None) -> Hardware:
     kernel = found.figures["kernel_seconds"]
     matrix, half_size, fixed = fit_products(found.products, peaks, kernel, (memory, cache_bytes, cache_rate))
     dtype, *attention = found.attention
-    link = min(
-        small / found.figures[name] for name, small in zip(("link_out", "link_in"), found.small_link, strict=True)
-    )
     data = {name: _rounded(value) if isinstance(value, float) else value for name, value in found.figures.items()}
     data |= {
         "name": "measured",
@@ -222,7 +187,7 @@ def described(found: Measured, day: date | None = None) -> Hardware:
             attention=_share(attention[0] / peaks[dtype]),
             attention_backward=_share(attention[1] / peaks[dtype]),
             bandwidth=1.0,
-            link=_share(link),
+            link=1.0,
             half_size=_rounded(half_size),
             matrix_seconds=_rounded(fixed),
         ),
@@ -235,12 +200,10 @@ def described(found: Measured, day: date | None = None) -> Hardware:
             work = Work("elements", name, bytes=nbytes, elements=elements)
             if seconds > WORTH_STATING * seconds_of_work(hardware, work):
                 rates[name] = _rounded(elements / seconds)
-        data["element_rates"] = rates
-        stated = [name for name, value in data.items() if value not in (None, {}, 0) and name not in _NO_FIGURE]
-        return Hardware.model_validate(data | {"sources": dict.fromkeys(stated, MEASURED)})
+        return hardware.model_copy(update={"element_rates": rates})
     except ValidationError as error:
         raise MeasurementError(
-            f"what was measured contradicts itself: {': '.join(first_violation(error))}",
+            f"what was measured contradicts itself: {': '.join(filter(None, first_violation(error)))}",
             remedy="Measure again while nothing else runs on the machine, without --quick.",
         ) from None
 
@@ -391,27 +354,18 @@ def _elements(clock: Stopwatch, rows: int, columns: int) -> Iterator[tuple[str, 
             yield name, (elements, 4.0 * tensors * rows * columns, seconds)
 
 
-def _links(clock: Stopwatch, sizes: Sizes) -> tuple[dict[str, float], tuple[float, float]]:
-    """Copies off the device and back: as offload does them on a CPU, pinned and pageable on an accelerator.
+def _links(clock: Stopwatch, nbytes: int) -> tuple[float, float]:
+    """Bytes per second off the device and back, of copies of the size of an activation.
 
-    The figures of the description, and those of copies of the size of an activation.
+    As offload does them on a CPU, by pinned memory on an accelerator.
     """
     if clock.device.type == "cpu":
         now = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
-        small = by_transport(clock.device, sizes.copy, LARGER, now, lambda: None)
-        return {"link_out": small[0], "link_in": small[1]}, small
-    large, small = (_by_copy(clock, nbytes, pinned=True) for nbytes in (LARGER * sizes.copy, sizes.copy))
-    pageable = _by_copy(clock, LARGER * sizes.copy, pinned=False)
-    pinned = {"link_out": max(large[0], small[0]), "link_in": max(large[1], small[1])}
-    return pinned | {"pageable_out": pageable[0], "pageable_in": pageable[1]}, small
-
-
-def _by_copy(clock: Stopwatch, nbytes: int, *, pinned: bool) -> tuple[float, float]:
+        return by_transport(clock.device, nbytes, 8, now, lambda: None)
     here = torch.empty(nbytes, dtype=torch.uint8, device=clock.device)
-    there = torch.empty(nbytes, dtype=torch.uint8, pin_memory=pinned)
-    out = clock.seconds(lambda: there.copy_(here, non_blocking=pinned))
-    back = clock.seconds(lambda: here.copy_(there, non_blocking=pinned))
-    return nbytes / out, nbytes / back
+    there = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+    out = clock.seconds(lambda: there.copy_(here, non_blocking=True))
+    return nbytes / out, nbytes / clock.seconds(lambda: here.copy_(there, non_blocking=True))
 
 
 def _dtypes(device: Device) -> tuple[str, ...]:

@@ -14,8 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from autockpt.devices import transport_for
 from autockpt.runtime import attach
 from autockpt.schema.choices import RECOMPUTE, Choice
-from autockpt.schema.workload import WorkloadSpec
-from autockpt.workload import Step, build
+from autockpt.workload import Step, discover_units
 
 T = TypeVar("T")
 COPY_ROUNDS = 5
@@ -77,15 +76,13 @@ class _Counter(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def host_costs(clock: Stopwatch, cycles: int) -> tuple[float, float]:
+def host_costs(clock: Stopwatch, workload: Step, cycles: int) -> tuple[float, float]:
     """Host seconds per op of a training step, and per region that runs again besides its ops.
 
-    Of a real model with next to no arithmetic (eight tokens, tiny layers), interleaved: plainly and with every layer
+    ``workload`` is a real step with next to no arithmetic; its cycles are interleaved, plainly and with every layer
     recomputed.
     """
-    spec = WorkloadSpec(model="llama-tiny", batch_size=1, seq_len=8, optimizer="sgd")
-    workload = build(spec, clock.device)
-    layers = [f"model.layers.{i}" for i in range(workload.model.config.num_hidden_layers)]  # type: ignore[union-attr]
+    layers = [unit.name for unit in discover_units(workload.model) if unit.role == "block"]
     plans = ({}, dict.fromkeys(layers, RECOMPUTE))
     plain_ops, ops = (_under(workload, plan, lambda: _ops_in(workload.cycle)) for plan in plans)
     rounds = [

@@ -20,7 +20,6 @@ from autockpt.cost.work import Work, work_of_op
 from autockpt.errors import UsageError
 from autockpt.schema import DeviceInfo, Environment, Graph, Hardware, Op, OpTimes
 from autockpt.schema.device import WITHOUT_STREAMS
-from autockpt.schema.explanation import Bound
 from autockpt.tracing.kernels.signature import ATTENTION
 from autockpt.tracing.kernels.timeline import element_bytes
 
@@ -74,19 +73,6 @@ def seconds_of_work(hardware: Hardware, work: Work) -> float:
         return 0.0
     starting, computing, moving = _terms(hardware, work)
     return max(starting, computing, moving) if work.kind == "elements" else starting + max(computing, moving)
-
-
-def bound_of(hardware: Hardware, work: Work, seconds: float) -> Bound | None:
-    """What an op that takes ``seconds`` of a step is bound by; None for what runs no kernel.
-
-    By launches where the host takes longer to issue it than the device to run it, or starting it is the longest part.
-    """
-    if work.kind == "none":
-        return None
-    starting, computing, moving = _terms(hardware, work)
-    if starting > max(computing, moving) or seconds > 1.5 * seconds_of_work(hardware, work):
-        return "launches"
-    return "arithmetic" if computing > moving else "bandwidth"
 
 
 def peak_flops(hardware: Hardware, graph: Graph) -> float:

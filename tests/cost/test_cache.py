@@ -66,12 +66,6 @@ def written_at_once(killed: int = 0) -> set[str]:
     return stored
 
 
-def test_writers_at_the_same_time_lose_nothing() -> None:
-    stored = written_at_once()
-    assert len(stored) == WRITERS * EACH
-    assert [lookup(f"workload {n}") for n in range(80)] == [times(optimizer_seconds=n) for n in range(80)]
-
-
 def test_killed_writers_lose_nothing_that_was_stored(folder: Path) -> None:
     stored = written_at_once(killed=2)
     assert len(stored) >= (WRITERS - 2) * EACH
@@ -87,11 +81,6 @@ def test_ops_of_an_earlier_search_of_the_workload_are_kept() -> None:
     assert lookup("workload", "unknown") is None and lookup("another workload") is None
 
 
-def test_another_device_or_version_has_other_op_times() -> None:
-    cache.store(times(), "workload")
-    assert cache.lookup(ENVIRONMENT.model_copy(update={"versions": {"torch": "3"}}), "workload", OPS) is None
-
-
 @pytest.mark.parametrize("text", [b"", b"{", b'{"seconds": 3}', b"\xff"])
 def test_a_corrupt_file_is_measured_and_written_again(folder: Path, text: bytes) -> None:
     cache.store(times(), "workload")
@@ -100,19 +89,3 @@ def test_a_corrupt_file_is_measured_and_written_again(folder: Path, text: bytes)
     assert lookup("workload") is None
     cache.store(times(), "workload")
     assert lookup("workload") == times()
-
-
-def test_only_the_workload_that_is_forgotten_is_measured_again() -> None:
-    for name in ("one", "other"):
-        cache.store(times(), name)
-    cache.forget(ENVIRONMENT, "one")
-    cache.forget(ENVIRONMENT, "never stored")
-    assert lookup("one") is None and lookup("other") == times()
-
-
-def test_a_folder_that_cannot_be_written_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "file").write_text("")
-    monkeypatch.setenv("AUTOCKPT_CACHE", str(tmp_path / "file"))
-    cache.store(times(), "workload")
-    cache.forget(ENVIRONMENT, "workload")
-    assert lookup("workload") is None

@@ -47,41 +47,6 @@ def test_whole_steps_set_what_single_ops_do_not_tell():
     assert simulate(mixed, found).step_seconds == pytest.approx(simulate(mixed, truth).step_seconds)
 
 
-def test_copies_beside_compute_keep_their_probed_rates():
-    truth = op_times(queues=True, rerun_scale=0.8, copy_out_bandwidth=8.0)
-    graphs = uniform()
-    found = calibrated(op_times(queues=True), graphs, seconds_of(graphs, truth))
-    assert found.rerun_scale == pytest.approx(0.8)
-    assert (found.copy_out_bandwidth, found.copy_in_bandwidth) == (40.0, 20.0)
-
-
-def test_a_host_that_an_accelerator_waits_for_is_in_what_plans_will_take():
-    """What runs again keeps the host longer than its ops do; the plan with every op again was timed by itself."""
-    truth = op_times(queues=True, host_seconds=0.5, rerun_scale=3.0)
-    graphs = uniform()
-    found = calibrated(op_times(queues=True, host_seconds=2.0), graphs, seconds_of(graphs, truth))
-    assert (found.host_seconds, found.rerun_scale) == (pytest.approx(0.5), pytest.approx(3.0))
-    mixed = step(NAMES, {NAMES[0]: parse_choice("recompute"), NAMES[2]: parse_choice("offload")})
-    assert simulate(mixed, found).step_seconds == pytest.approx(simulate(mixed, truth).step_seconds)
-
-
-@pytest.mark.parametrize("left", [(), ("save",), ("recompute", "offload")])
-def test_plans_that_do_not_fit_calibrate_nothing(left):
-    graphs = uniform()
-    times = op_times()
-    seconds = {k: v for k, v in seconds_of(graphs, op_times(rerun_scale=1.3)).items() if k in left}
-    assert calibrated(times, graphs, seconds) == times
-
-
-def test_noise_never_makes_a_price_absurd():
-    """Recomputing or offloading measured faster than saving: prices shrink, but never below zero."""
-    graphs = uniform()
-    seconds = seconds_of(graphs, op_times())
-    seconds |= {"recompute": [s / 3 for s in seconds["save"]], "offload": [s / 3 for s in seconds["save"]]}
-    found = calibrated(op_times(), graphs, seconds)
-    assert found.rerun_scale > 0 and found.copy_out_bandwidth > 0 and found.copy_in_bandwidth > 0
-
-
 def test_the_host_time_of_a_choice_is_what_its_uniform_plan_takes_besides_ops():
     graphs = uniform(("save", "recompute", "selective"))
     times = seconds_of(graphs, op_times())
@@ -93,10 +58,3 @@ def test_the_host_time_of_a_choice_is_what_its_uniform_plan_takes_besides_ops():
     assert found.host_seconds_of(parse_choice("selective")) == pytest.approx(0.5)
     assert found.host_seconds_of(parse_choice("keep_attention")) == pytest.approx(0.5)
     assert found.host_seconds_of(parse_choice("recompute")) == 0.0
-
-
-def test_a_choice_that_costs_the_host_nothing_is_not_made_cheaper():
-    graphs = uniform(("save", "selective"))
-    quick = seconds_of(graphs, op_times())
-    quick["selective"] = [0.9 * seconds for seconds in quick["selective"]]
-    assert calibrated(op_times(), graphs, quick).choice_seconds == {"selective": 0.0}

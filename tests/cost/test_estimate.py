@@ -3,7 +3,6 @@ from __future__ import annotations
 import pytest
 
 from autockpt.schema.graph import Graph, Op, Storage, TensorMeta
-from autockpt.tracing.kernels.timeline import element_bytes
 from tests.cost.made_up import simulated
 
 
@@ -51,23 +50,3 @@ def test_another_op_takes_the_median_rate_of_its_kind():
 def test_an_op_that_touches_no_bytes_takes_no_time(target: str):
     """Taken for ones that move their bytes, those around offloaded tensors made a plan look 17 times as slow."""
     assert missing_seconds(op(0, "add", 100), op(1, target, 100), known={"s0": 1.0}) == 0.0
-
-
-def test_nothing_known_is_nothing_claimed():
-    assert missing_seconds(op(0, "mm", 5), known={}) == 0.0
-
-
-@pytest.mark.parametrize(
-    ("dtype", "size"),
-    [
-        ("float32", 4),
-        ("torch.bfloat16", 2),
-        ("float8_e4m3fn", 1),
-        ("int64", 8),
-        ("bool", 1),
-        ("complex64", 8),
-        ("odd", 4),
-    ],
-)
-def test_element_bytes(dtype: str, size: float):
-    assert element_bytes(dtype) == size

@@ -41,18 +41,6 @@ def test_layers_that_take_half_as_long_as_their_copies() -> None:
     assert found.units[2] == problem(8).units[2]
 
 
-def test_a_link_as_fast_as_the_layers_takes_all_but_the_last() -> None:
-    assert windows(hidden_copies(problem(4), [1.0] * 4, HOST)) == dict.fromkeys(range(3), 1)
-
-
-def test_the_host_has_room_for_so_many() -> None:
-    assert len(windows(hidden_copies(problem(8, host_budget=2 * HOST + 1), [1.0] * 8, HOST))) == 2
-
-
-def test_a_link_that_is_too_slow_for_one_takes_none() -> None:
-    assert hidden_copies(problem(4), [1.0] * 4, HOST / 10) == problem(4)
-
-
 @given(st.lists(st.floats(0.0, 3.0), min_size=1, max_size=12), st.floats(0.1, 3.0), st.integers(0, 12))
 def test_every_copy_is_over_when_its_window_ends(forwards: list[float], seconds: float, most: int) -> None:
     found = windows(hidden_copies(problem(len(forwards), most * HOST), forwards, HOST / seconds))

@@ -10,7 +10,6 @@ import pytest
 
 from autockpt.cost.op_times import refused_choices
 from autockpt.devices import get_device
-from autockpt.errors import DeviceOutOfMemory
 from autockpt.measuring import StepRunner
 from autockpt.policies import watched_backends
 from autockpt.schema import SAVE, DeviceInfo, Environment
@@ -41,26 +40,9 @@ def unknown(monkeypatch) -> Here:
     return here
 
 
-def test_known_backends_run_no_steps_for_it():
-    here: Any = Here("cuda")
-    assert refused_choices(here, PLAIN, KINDS) == {} and here.asked == 0
-
-
-def test_a_backend_that_watching_does_not_change_refuses_nothing(unknown: Any):
-    assert refused_choices(unknown, PLAIN, KINDS) == {} and unknown.asked == 1
-
-
 def test_what_it_changes_is_left_out_with_the_reason(unknown: Any, monkeypatch):
     others = count()
     monkeypatch.setattr(watched_backends, "_bits", lambda *whatever, **watched: [str(next(others))])
     refused = refused_choices(unknown, PLAIN, KINDS)
     assert list(refused) == ["remake"]
     assert all("layers.0 gives other bits" in why for why in refused.values())
-
-
-def test_what_does_not_fit_is_not_refused(unknown: Any, monkeypatch):
-    def full(ref: str, payload: dict[str, Any]) -> None:
-        raise DeviceOutOfMemory("full")
-
-    monkeypatch.setattr(unknown, "call", full)
-    assert refused_choices(unknown, PLAIN, KINDS) == {}

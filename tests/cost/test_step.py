@@ -5,8 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autockpt.schema.graph import Copy, Graph, Op, Phase, Storage, Unit
-from autockpt.tracing.kernels.timeline import bytes_timeline
+from autockpt.schema.graph import Copy, Graph, Op, Phase, Unit
 from tests.cost.made_up import simulated
 
 
@@ -41,30 +40,12 @@ def test_seconds_add_up_by_phase_and_unit():
     assert s.copy_seconds == 0.0
 
 
-def test_the_optimizer_may_be_timed_as_a_whole():
-    s = simulated(graph("fboo"), {"f": 1.0, "b": 2.0}, optimizer_seconds=0.25)
-    assert s.step_seconds == pytest.approx(3.25)
-    assert s.seconds_by_phase["optimizer"] == pytest.approx(0.25)
-    assert simulated(graph("fb"), SECONDS, optimizer_seconds=0.25).step_seconds == pytest.approx(3.0)
-
-
 def test_host_time_and_ops_that_run_again():
     """Host time belongs to every op but the optimizer's, whose time is whole already; reruns take longer with both."""
     s = simulated(graph("ffbrbo"), SECONDS, optimizer_seconds=1.0, host_seconds=0.1, rerun_scale=1.5)
     assert s.seconds_by_phase["recompute"] == pytest.approx(1.5 * 1.6)
     assert s.seconds_by_phase["forward"] == pytest.approx(2 * 1.1)
     assert s.step_seconds == pytest.approx(2 * 1.1 + 1.5 * 1.6 + 2 * 2.1 + 1.0)
-
-
-def test_without_queues_copies_take_place_where_they_are_issued():
-    copies = [
-        Copy(direction="out", bytes=30, issued=1, awaited=2, unit="a"),
-        Copy(direction="in", bytes=30, issued=2, awaited=3, unit="a"),
-    ]
-    s = simulated(graph("ffbb", copies=copies), SECONDS, bandwidth_out=10.0, bandwidth_in=60.0)
-    assert s.step_seconds == pytest.approx(6.0 + 3.0 + 0.5)
-    assert s.seconds_by_phase["forward"] == pytest.approx(2.0 + 3.0)
-    assert s.queue_seconds == pytest.approx({"out": 3.0, "in": 0.5})
 
 
 @pytest.mark.parametrize(
@@ -93,35 +74,6 @@ def test_copies_of_one_direction_queue_up_and_the_other_does_not_mind():
     s = simulated(graph("fff", copies=copies), SECONDS, bandwidth_out=10.0, bandwidth_in=10.0, copy_queues=True)
     assert s.copy_seconds == pytest.approx(2.0)
     assert s.step_seconds == pytest.approx(5.0)
-
-
-def test_waiting_delays_copies_issued_later():
-    """Op 2 waits from 2 s to 4 s, so the copy issued before op 3 runs from 5 s to 7 s and op 4 waits for it at 6 s."""
-    copies = [
-        Copy(direction="in", bytes=30, issued=1, awaited=2),
-        Copy(direction="out", bytes=20, issued=3, awaited=4),
-    ]
-    s = simulated(graph("fffff", copies=copies), SECONDS, bandwidth_out=10.0, bandwidth_in=10.0, copy_queues=True)
-    assert s.copy_seconds == pytest.approx(2.0 + 1.0)
-
-
-def test_a_copy_without_a_bandwidth_is_an_error():
-    copies = [Copy(direction="in", bytes=1, issued=0, awaited=0)]
-    with pytest.raises(ValueError, match="copy_in_bandwidth"):
-        simulated(graph("f", copies=copies), SECONDS, bandwidth_out=1.0)
-
-
-def test_bytes_at_each_op():
-    storages = [
-        Storage(id=0, bytes=50, birth=-1, death=0),  # resident, gone after the first op
-        Storage(id=1, bytes=30, birth=1, death=2),
-        Storage(id=2, bytes=40, birth=2, death=None),
-    ]
-    assert bytes_timeline(graph("ffb", storages=storages)).tolist() == [100, 80, 120]
-
-
-def test_an_empty_cycle():
-    assert simulated(graph(""), {}, optimizer_seconds=1.0).step_seconds == 0.0
 
 
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9), st.integers(1, 40)), max_size=8))
