@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,32 +43,29 @@ STAGES: dict[Stage, str] = {
     "unknown": "at a place that the stack does not tell",
 }
 _STAGE_ADVICE: dict[Stage, str] = {
-    "evaluation": "It failed in evaluation, which keeps nothing for a backward pass: plans do not lower it. Use "
-    "a smaller per_device_eval_batch_size, eval_accumulation_steps, and prediction_loss_only where logits are not "
-    "needed.",
-    "loading": "It failed while the model was loaded, before any step: weights in a smaller type (bf16), sharding, or "
-    "LoRA on quantised weights help there, plans for activations do not.",
+    "evaluation": "Evaluation keeps nothing for a backward pass, so plans do not lower it: use a smaller "
+    "per_device_eval_batch_size, eval_accumulation_steps, and prediction_loss_only where logits are not needed.",
+    "loading": "It failed before any step: weights in a smaller type (bf16), sharding, or LoRA on quantised weights "
+    "help there, plans for activations do not.",
 }
 _HOST: dict[HostKind, tuple[str, str]] = {
     "killed": (
-        "The operating system killed the process because the host ran out of memory; no device did",
-        "Load the weights once and straight to the device (device_map, memory-mapped safetensors), bound what a plan "
-        "offloads by --host-budget, and raise the memory limit of the container or batch job.",
+        "The operating system killed the process because the host ran out of memory",
+        "Load the weights straight to the device (device_map), bound what a plan offloads by --host-budget, and raise "
+        "the memory limit of the container or batch job.",
     ),
     "worker": (
-        "A DataLoader worker was killed because the host ran out of memory; no device did",
-        "Use fewer workers (num_workers=2), prefetch_factor=1 and pin_memory=False; keep the data in arrays or "
-        "memory-mapped files in place of lists and dicts.",
+        "A DataLoader worker was killed because the host ran out of memory",
+        "Use fewer workers (num_workers=2) with prefetch_factor=1 and pin_memory=False.",
     ),
     "allocator": (
-        "The host's memory could not hold a tensor on the CPU; no device ran out",
-        "Make it on the device, or in smaller parts. In evaluation: eval_accumulation_steps. Where the step itself "
-        "runs on the CPU, `autockpt search --device cpu --budget SIZE` finds a plan for it.",
+        "The host's memory could not hold a tensor on the CPU",
+        "Make it on the device, or in smaller parts. For a step that runs on the CPU, `autockpt search --device cpu "
+        "--budget SIZE` finds a plan.",
     ),
     "shared_memory": (
-        "The host's shared memory (/dev/shm) ran out; no device did",
-        "DataLoader workers hand over batches there. Give the container more (docker run --shm-size=16g, or "
-        "--ipc=host), or use num_workers=0.",
+        "The host's shared memory (/dev/shm), by which DataLoader workers hand over batches, ran out",
+        "Give the container more (docker run --shm-size=16g, or --ipc=host), or use num_workers=0.",
     ),
 }
 _EXPANDABLE = {
@@ -77,8 +74,6 @@ _EXPANDABLE = {
     "xpu": "PYTORCH_ALLOC_CONF=expandable_segments:True (from torch 2.10 on)",
 }
 _UNUSED = 0.02  # share of reserved memory below which what lies unused is what any run leaves
-_OTHER = 0.05  # share by which counts of parameters may differ: prompts, resized embeddings
-_FAR = 0.2  # share by which the described card's memory may differ before that is worth a note
 _LEAST_CONTEXT = 100 << 20  # bytes; a process without one is not on the device yet
 
 
@@ -163,7 +158,7 @@ def diagnose(question: DiagnoseRequest, listener: Listener | None = None) -> Dia
 def verdict_of(log: LogReading) -> str:
     """What happened, in a sentence."""
     if log.host is not None:
-        return f"{_HOST[log.host][0]}."
+        return f"{_HOST[log.host][0]}; no device did."
     failure = log.failure
     if failure is None:
         return ""
@@ -188,7 +183,7 @@ def advice_of(log: LogReading) -> Iterator[str]:
         return
     held, unused, tried = failure.allocated or 0, failure.cached or 0, failure.tried
     fits = tried is not None and unused + (failure.free or 0) >= tried and unused > _UNUSED * (held + unused)
-    if fits and failure.backend in _EXPANDABLE and not log.windows:
+    if fits and failure.backend in _EXPANDABLE:
         yield (
             f"Fragmentation: {format_binary(unused)} were reserved and unused, in pieces; with what was free that is "
             f"more than the {format_binary(tried or 0)} requested. Expandable segments join free blocks: "
@@ -215,16 +210,6 @@ def _notes(log: LogReading, spec: WorkloadSpec | None) -> Iterator[str]:
         )
 
 
-def _other_parameters(log: LogReading, settings: Mapping[str, Any]) -> Iterator[str]:
-    """Where other parameters trained than in the job that was described: an adapter was left out, most often."""
-    logged, described = log.trainable_params, settings.get("trainable_params")
-    if logged and described and abs(described / logged - 1) > _OTHER:
-        yield (
-            f"the run had {logged:,} trainable parameters, the job that was described has {described:,}: describe its "
-            "adapters (--lora RANK, …), or name the model that ran"
-        )
-
-
 def _simulated(
     question: DiagnoseRequest, spec: WorkloadSpec, failure: DeviceFailure, listener: Listener
 ) -> dict[str, Any]:
@@ -237,7 +222,7 @@ def _simulated(
     with tracer_for(hardware, spec) as tracer:
         units, head, graph = tracer.units, tracer.head, tracer.trace({})
         settings = {k: v for k, v in tracer.settings.items() if k != "model"}
-        notes = (*doubts, *_other_parameters(question.log, settings), *tracer.notes, *graph.notes)
+        notes = (*doubts, *tracer.notes, *graph.notes)
     peak = simulated_memory(hardware, room.budget)(graph)
     reserved = peak - graph.peak_bytes - room.overhead
     held = StepBytes(graph, head.name if head is not None else None, room.overhead, reserved)
@@ -275,16 +260,12 @@ def _simulated(
 
 def _agreement(needs: int, room: Room) -> str:
     """Whether the plain step had to fail."""
-    has = format_binary(room.budget)
+    said = f"The simulated step needs {format_binary(needs)}, and there are {format_binary(room.budget)}"
     if needs > room.budget:
-        return (
-            f"The simulated step needs {format_binary(needs)}, {format_binary(needs - room.budget)} more than the "
-            f"{has} that there are: it had to fail."
-        )
+        return f"{said}: it had to fail."
     return (
-        f"The simulated step needs {format_binary(needs)} of the {has} that there are, so by itself it fits. The run "
-        "differed: longer sequences or larger batches, evaluation, tensors kept from step to step (a loss that is "
-        "added up without .item()), or memory that others hold on the device."
+        f"{said}, so by itself it fits. The run differed: longer sequences or larger batches, evaluation, tensors kept "
+        "from step to step (a loss added up without .item()), or memory that others hold on the device."
     )
 
 
@@ -301,9 +282,6 @@ def room_of(question: DiagnoseRequest, failure: DeviceFailure) -> tuple[Room, Ha
             remedy="Add --hardware with its name (rtx4090, h100, …), or --budget with its size (24GiB).",
         )
     hardware, notes = (given, ()) if given is not None else _nearest(capacity, failure.backend)
-    if abs(hardware.memory_bytes / capacity - 1) > _FAR:
-        note = f"{hardware.name} has {format_binary(hardware.memory_bytes)}, the failed run's device "
-        notes = (*notes, f"{note}{format_binary(capacity)}: kernels and seconds are the former's, memory the latter's")
     overhead = min(hardware.context_bytes, capacity // 2)
     if failure.overhead is not None and failure.overhead >= _LEAST_CONTEXT:
         overhead = min(failure.overhead, capacity - 1)
@@ -325,7 +303,5 @@ def _nearest(capacity: int, backend: str) -> tuple[Hardware, tuple[str, ...]]:
     kind = {"hip": "rocm", "mps": "mps"}.get(backend, "cuda")
     known = [h for name in list_hardware() if (h := load_hardware(name)).kind == kind]
     found = min(known, key=lambda h: (abs(h.memory_bytes - capacity), [-x for x in h.capability or ()], -h.bandwidth))
-    near = [h.name for h in known if h.memory_bytes == found.memory_bytes and h is not found]
-    others = f"; as near: {', '.join(near)}" if near else ""
-    said = f"the log does not name the device: kernels and seconds are those of {found.name}, whose memory comes "
-    return found, (f"{said}nearest{others}; --hardware NAME names yours",)
+    said = f"the log does not name the device: kernels and seconds are those of {found.name}, whose memory of "
+    return found, (f"{said}{format_binary(found.memory_bytes)} is nearest; --hardware NAME names yours",)

@@ -12,7 +12,6 @@ from typing import Any
 
 from autockpt.analysis.holdings import StepBytes, curve, joined, moment, peak_op, telling_op
 from autockpt.analysis.limits import MOST_TIMES, Lean, largest_lean, workload_limits
-from autockpt.analysis.speed import speed_of
 from autockpt.analysis.subject import (
     OTHER_WORKLOAD,
     ExplainRequest,
@@ -25,8 +24,10 @@ from autockpt.analysis.subject import (
     simulated_hardware,
     stored_times,
 )
-from autockpt.analysis.why import Answers, Neighbours, Recorded, budget_steps, resolved, why
+from autockpt.analysis.why import Answers, Known, budget_steps, recorded, resolved, why
 from autockpt.cost import said_of
+from autockpt.cost.roofline import peak_flops
+from autockpt.cost.step import simulate
 from autockpt.devices import host_bytes_of, said_of_host
 from autockpt.errors import AutockptError, RunDirectoryError, UsageError
 from autockpt.schema import (
@@ -49,7 +50,7 @@ from autockpt.schema import (
 )
 from autockpt.schema.choices import OFFLOAD, Offload, RecomputeOffload
 from autockpt.schema.device import WITHOUT_STREAMS
-from autockpt.schema.explanation import Bargain, Explanation, Front, Largest, Reach
+from autockpt.schema.explanation import Bargain, Explanation, Front, Largest, Speed
 from autockpt.schema.runs import RunDirectory, undominated
 from autockpt.schema.step_note import step_note
 from autockpt.tuning.estimates import remark
@@ -68,12 +69,12 @@ def explain(question: ExplainRequest, listener: Listener | None = None) -> Expla
         listener.stage("solving")
         answers = Answers(subject.profiled, subject.uniform)
         budget = resolved(question, answers)
-        found = None
         if budget is not None and question.plan is None:
-            found = answers.at(budget.bytes, calls_per_candidate(subject.base))  # as a search would
-        steps = budget_steps(answers, budget, subject.choices if question.plan is not None else None)
-        reaches = [found, *(step.reach for step in steps if step.ours)]
-        choices, said, status, notes = _chosen(subject, answers, budget, reaches)
+            answers.at(budget.bytes, calls_per_candidate(subject.base))  # as many ghost runs as a search would take
+        if subject.choices is not None:  # a longer search may have found it: nothing slower is said to be the fastest
+            answers.keep(answers.reach(subject.choices, budget.bytes if budget is not None else None))
+        steps = budget_steps(answers, budget)
+        choices, said, status, notes = _chosen(subject, answers, budget)
         graph = subject.tracer.trace(choices)
         environment = subject.times.times.environment
         on_host = said_of_host(environment, host_bytes_of(graph.copies, environment.device.kind))
@@ -123,8 +124,8 @@ def explain_run(
     asked = budget_for(budget, headroom, plan, plan.workload, simulated_hardware(plan))
     saving: dict[str, Choice] = {unit.name: SAVE for unit in base.blocks()}
     choices = saving | plan.expand_planned()
-    answers = Recorded(run, profile, saving)
-    answers.add(choices, plan.predicted)
+    answers = recorded(run, profile, saving)
+    answers.keep(answers.reach_of(choices, plan.predicted))
     device, head, finished = profile.op_times.device, profile.head(base.blocks()), run.finished()
     held = plan.budget
     if asked is not None:
@@ -151,8 +152,7 @@ def explain_run(
         fronts=fronts(profile.menus, (*base.blocks(), *([head] if head else ())), choices),
         # sizes alone: these plans need not span all that a share of the activation range is of
         budgets=tuple(
-            step if step.ours else step.model_copy(update={"label": ""})
-            for step in budget_steps(answers, held, choices)
+            step if step.ours else step.model_copy(update={"label": ""}) for step in budget_steps(answers, held)
         ),
         notes=(
             *(finished.outcome.notes if finished is not None else plan.notes),
@@ -163,7 +163,7 @@ def explain_run(
 
 
 def _explanation(
-    answers: Neighbours,
+    answers: Known,
     times: Times,
     graphs: tuple[Graph, Graph],
     head: str | None,
@@ -187,8 +187,15 @@ def _explanation(
     held = StepBytes(graph, head, overhead, peak - graph.peak_bytes - overhead)
     telling, speed, tokens = telling_op(held), None, settings.get("tokens")
     seconds = measured.step_seconds if measured is not None else None
-    if times.basis != "nominal" or seconds:  # such rates rank choices, and say nothing about seconds
-        speed = speed_of(graph, base, times.times, hardware, tokens if isinstance(tokens, int) else None, seconds)
+    if took := seconds or (simulate(graph, times.times).step_seconds if times.basis != "nominal" else 0.0):
+        # nominal rates rank choices, and say nothing about seconds
+        speed = Speed(
+            seconds=took,
+            flops=graph.flops,
+            model_flops=base.flops,
+            peak_flops=peak_flops(hardware, base) if hardware is not None else None,
+            tokens=tokens if isinstance(tokens, int) else None,
+        )
     return Explanation(
         settings={k: v for k, v in settings.items() if k != "model"},
         device=environment.device.name,
@@ -202,7 +209,6 @@ def _explanation(
         peak_bytes=peak,
         holdings=held.holdings(peak_op(graph)),
         units=held.by_unit(telling),
-        ops=held.by_kind(telling),
         curve=curve(held),
         moment=moment(held, telling),
         measured_peak=measured.peak_bytes if measured is not None else None,
@@ -222,7 +228,7 @@ def _smaller_batches(plan: Plan) -> tuple[str, ...]:
 
 
 def _chosen(
-    subject: Subject, answers: Answers, budget: ResolvedBudget | None, reaches: Sequence[Reach | None]
+    subject: Subject, answers: Answers, budget: ResolvedBudget | None
 ) -> tuple[dict[str, Choice], str, PlanStatus, tuple[str, ...]]:
     """The plan that is explained: its choices, what it is in words, its status, and notes."""
     question = subject.question
@@ -233,8 +239,7 @@ def _chosen(
         return dict(subject.choices), str(question.plan_path or "a plan"), status, notes
     if budget is None:
         return answers.save_all.choices, "plain training: every layer saves everything", "simulated", ()
-    found = min((reach for reach in reaches if reach is not None), key=lambda r: r.step_seconds, default=None)
-    if found is not None:
+    if (found := Known.at(answers, budget.bytes)) is not None:  # of those that the solver was asked for
         return found.choices, f"the solver's plan for {budget.words}", "simulated", ()
     needs = subject.profiled.needs(answers.lean.peak_bytes)
     smallest = format_bytes(answers.lean.peak_bytes)

@@ -1,5 +1,5 @@
-"""Where the bytes go: every byte of a moment has exactly one purpose, one unit and one kind of op; and how many there
-are through the step."""
+"""Where the bytes go: every byte of a moment has exactly one purpose and one unit; and how many there are through the
+step."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from itertools import pairwise
 
 import numpy as np
 
-from autockpt.analysis.kinds import LOSS, OFFLOADED, OTHER, UNMADE, OpKinds, makers, within
-from autockpt.schema import Graph, Storage
+from autockpt.cost.step import UNTOUCHED, base_name
+from autockpt.schema import Graph, Op, Storage
 from autockpt.schema.explanation import Alive, Curve, Holding, Moment, Slice
 from autockpt.schema.names import fold, folded
 from autockpt.tracing.kernels.timeline import bytes_timeline
@@ -25,6 +25,8 @@ KEPT, AGAIN, BACK = "kept for backward", "made again", "brought back"
 RESERVED = "fragmentation and margin"
 LOGITS, TRANSIENT = "logits and loss", "transients"
 COME_AND_GO = (KEPT, AGAIN, BACK, LOGITS, TRANSIENT)
+UNMADE = "random state"  # what a choice notes down outside of ops: the generators' states
+_RESERVING = UNTOUCHED | {"zeros", "zeros_like", "new_zeros"}  # whose results are filled by another op
 _RESIDENT = {"weight": "weights", "optimizer": "optimizer states", "other": "buffers and batch"}
 _ORDER = ("weights", "optimizer states", "buffers and batch", "at the start", CASTS, GRADIENTS, TEMPORARY, *COME_AND_GO)
 
@@ -37,9 +39,8 @@ class StepBytes:
 
     def __init__(self, graph: Graph, head: str | None = None, overhead: int = 0, reserved: int = 0) -> None:
         self.graph, self.overhead, self.reserved = graph, overhead, reserved
-        self.kinds = OpKinds(graph)
         self.makers = makers(graph)
-        self._loss = _of_logits(graph, head, self.kinds)
+        self._loss = _of_logits(graph, head)
         self._turns = np.array([op.index for op in graph.ops if op.phase in ("backward", "recompute")], dtype=np.int64)
         self.own = [s for s in graph.storages if s.birth >= 0]
         self.purposes = {s.id: self._purpose(s) for s in self.own}
@@ -98,22 +99,14 @@ class StepBytes:
             sums[s.unit or REST] += s.bytes
         rest = sums.pop(REST, 0)
         ordered = {u.name: sums[u.name] for u in self.graph.blocks() if sums.get(u.name)}
-        return (*slices(ordered), *([Slice(name=REST, bytes=rest)] if rest else []))
+        folds = [Slice(name=pattern, bytes=size, count=len(names)) for pattern, names, size in folded(ordered)]
+        return (*folds, *([Slice(name=REST, bytes=rest)] if rest else []))
 
-    def by_kind(self, peak_op: int) -> tuple[Slice, ...]:
-        """The same by the kind of op that made it, most first."""
-        sums: dict[str, int] = defaultdict(int)
-        for s in self.coming_and_going(peak_op):
-            sums[self.kind_of(s)] += s.bytes
-        return tuple(Slice(name=name, bytes=size) for name, size in sorted(sums.items(), key=lambda kv: -kv[1]))
-
-    def kind_of(self, storage: Storage) -> str:
-        """The kind of op that made a storage."""
+    def made_by(self, storage: Storage) -> str:
+        """The name of the op that made a storage: ``native_layer_norm``."""
         if (op := self.makers.get(storage.id)) is not None:
-            return self.kinds.of(op)
-        if self.purposes[storage.id] == BACK:
-            return OFFLOADED
-        return UNMADE if self.graph.ops[storage.birth].phase == "forward" else OTHER
+            return base_name(op.target)
+        return BACK if self.purposes[storage.id] == BACK else UNMADE
 
     def _purpose(self, s: Storage) -> str:
         op = self.makers.get(s.id)
@@ -137,7 +130,7 @@ class StepBytes:
         return at < len(self._turns) and (s.death is None or s.death >= self._turns[at])
 
 
-def _of_logits(graph: Graph, head: str | None, kinds: OpKinds) -> frozenset[int]:
+def _of_logits(graph: Graph, head: str | None) -> frozenset[int]:
     """Storages of the output head's result, of the loss, and of what stands between them, both ways.
 
     They are followed along the data, outside of units and up to the next op that multiplies matrices: the head's own
@@ -148,10 +141,15 @@ def _of_logits(graph: Graph, head: str | None, kinds: OpKinds) -> frozenset[int]
         if op.unit is not None or op.phase == "optimizer":
             continue
         is_head = head is not None and op.module == head and op.phase != "backward"
-        begins = (op.flops > 0 and is_head) or kinds.of(op) == LOSS
+        begins = (op.flops > 0 and is_head) or _is_loss(op)
         if begins or (not op.flops and not found.isdisjoint(op.inputs)):
             found.update(out.storage for out in op.outputs)
     return frozenset(found)
+
+
+def _is_loss(op: Op) -> bool:
+    name = base_name(op.target)
+    return "_loss" in name or name.startswith(("_log_softmax", "binary_cross_entropy"))
 
 
 def _died_resident(s: Storage, parts: Mapping[str, int]) -> str:
@@ -160,9 +158,24 @@ def _died_resident(s: Storage, parts: Mapping[str, int]) -> str:
     return name if name in parts else next(iter(parts))
 
 
-def slices(sizes: Mapping[str, int]) -> list[Slice]:
-    """Units with equal bytes and names that follow one another as one slice."""
-    return [Slice(name=pattern, bytes=size, count=len(names)) for pattern, names, size in folded(sizes)]
+def makers(graph: Graph) -> dict[int, Op]:
+    """The op that made the contents of each storage of the cycle: not the one that only reserved its memory."""
+    found: dict[int, Op] = {}
+    born = {s.id: s.birth for s in graph.storages}
+    for op in graph.ops:
+        for out in op.outputs:
+            known = found.get(out.storage)
+            if known is None:
+                if born.get(out.storage) == op.index:
+                    found[out.storage] = op
+            elif base_name(known.target) in _RESERVING and base_name(op.target).endswith("_"):
+                found[out.storage] = op
+    return found
+
+
+def _within(module: str, unit: str | None) -> str:
+    """A module's name without its unit's in front."""
+    return module.removeprefix(unit).lstrip(".") if unit and module.startswith(unit) else module
 
 
 def joined(names: Sequence[str]) -> str:
@@ -228,9 +241,8 @@ def _alike(held: StepBytes, s: Storage) -> Alive:
     op = held.makers.get(s.id)
     meta = max((o for o in op.outputs if o.storage == s.id), key=lambda o: len(o.shape), default=None) if op else None
     return Alive(
-        kind=held.kind_of(s),
-        target=op.target if op else "",
-        place=within(op.module, s.unit) if op else "",
+        op=held.made_by(s),
+        place=_within(op.module, s.unit) if op else "",
         units="any" if s.unit is not None else "",
         shape=meta.shape if meta else (),
         dtype=meta.dtype if meta else "",

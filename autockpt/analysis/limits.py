@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from itertools import islice
+from functools import partial
 from typing import NamedTuple
 
 from autockpt.analysis.subject import ExplainRequest, Subject, open_subject
@@ -33,28 +33,28 @@ Peak = Callable[[str, int], Needed]
 
 
 def largest(
-    peak: Peak, first: Mapping[str, Needed], budget_bytes: int, dimension: Dimension, now: int, floor: int = 0
+    peak: Peak, first: Mapping[str, Needed], budget_bytes: int, dimension: Dimension, now: int
 ) -> tuple[Largest, ...]:
     """For each plan, the largest size whose peak is within ``budget_bytes``.
 
     ``first`` gives what every plan needs at the size of ``now``; ``peak(plan, size)`` gives it at others, and raises
     AutockptError where the size cannot be built. Sizes are told apart as ``step_of`` says. At most ``MOST_RUNS`` are
-    tried per plan. ``floor``: about how many bytes are there at any size.
+    tried per plan.
     """
-    step = step_of(dimension, now)
-    most = max(step, now * MOST_TIMES // step * step)
-    return tuple(_largest(name, peak, first[name], budget_bytes, dimension, now, floor, most) for name in first)
+    return tuple(_largest(name, partial(peak, name), first[name], budget_bytes, dimension, now) for name in first)
 
 
 def _largest(
-    plan: str, peak: Peak, first: Needed, budget_bytes: int, dimension: Dimension, now: int, floor: int, most: int
+    plan: str, peak: Callable[[int], Needed], first: Needed, budget_bytes: int, dimension: Dimension, now: int
 ) -> Largest:
     """Close in on the largest size between one that fits (``low``) and one that does not, or cannot be built.
 
     What a step holds grows about linearly between two sizes. Lines go through the ``least`` that sizes need: near the
     budget an allocator gives back what it can, and peaks are on no line.
     """
-    step, read, why, width = step_of(dimension, now), {now: first}, "", 0
+    step = step_of(dimension, now)
+    most = max(step, now * MOST_TIMES // step * step)
+    peaks, least, why, width = {now: first.peak}, {0: 0, now: first.least}, "", 0
     low, high = (now, most + step) if first.peak <= budget_bytes else (0, min(now, most + step))
 
     def closed() -> bool:
@@ -62,53 +62,41 @@ def _largest(
 
         What is held is convex in the size (a maximum over moments, each growing linearly or faster), so above it.
         """
+        *_, below, top = (0, *sorted(size for size in least if size <= low))
         if high - low <= max(step, step_of(dimension, low)):
             return True
-        *_, below, top = (0, *sorted(size for size in read if size <= low)) if low else (0, 0)
-        if not below or top != low:
-            return False
-        slope = (read[top].least - read[below].least) / (top - below)
-        return read[top].least + slope * step > budget_bytes
+        return below > 0 and least[top] + (least[top] - least[below]) / (top - below) * step > budget_bytes
 
     for _ in range(MOST_RUNS - 1):
         if closed():
             break
-        above = read.get(high) if low else None
-        known = sorted(read)
-        if len(known) < 2:
-            aim = int(now * max(0, budget_bytes - floor) / max(1, first.least - floor))
-        else:
-            near, far = (known[-1], known[-2]) if low == known[-1] else (known[0], known[1])
-            near, far = (low, high) if above is not None else (near, far)
-            slope = (read[far].least - read[near].least) / (far - near)
-            aim = near + int((budget_bytes - read[near].least) / slope) if slope > 0 else 2 * near
-        if above is not None:
-            stalled, width = 2 * (high - low) > width > 0, high - low
-            if above.peak > above.least:  # no line tells how much an allocator can give back
-                aim = max(low + width // 4, min(aim, high - width // 4))
-            elif stalled:
-                aim = (low + high) // 2
+        known = sorted(least)
+        near, far = known[-2:] if low == known[-1] else known[:2]
+        if low and high in least:
+            near, far = low, high
+        slope = (least[far] - least[near]) / (far - near)
+        aim = far + int((budget_bytes - least[far]) / slope) if slope > 0 else 2 * far
+        if high in least:  # where lines lead nowhere, halve
+            aim, width = (low + high) // 2 if 2 * (high - low) > width > 0 else aim, high - low
         if why and low:  # where building ends no line tells; a model's own limits are mostly powers of two
             aim = min(aim, 2 * low, (low + high) // 2)
-        aim = max(low + step, min(aim, high - step)) // step * step
-        if (size := max(step, min(most, aim))) in read:
+        size = max(step, min(most, max(low + step, min(aim, high - step)) // step * step))
+        if size in peaks:
             break
         try:
-            read[size] = peak(plan, size)
+            peaks[size], least[size] = peak(size)
         except AutockptError as error:
             high, why = min(high, size), error.message.splitlines()[0]
             continue
-        low, high = (max(low, size), high) if read[size].peak <= budget_bytes else (low, min(high, size))
+        low, high = (max(low, size), high) if peaks[size] <= budget_bytes else (low, min(high, size))
     all_tried = closed() and low < most
-    if (
-        not low and step in read
-    ):  # the smallest does not fit; else it cannot be asked for: a factory makes its own batch
+    if not low and step in peaks:  # the smallest does not fit; others cannot be asked for where a factory makes a batch
         why = ""
     return Largest(
         dimension=dimension,
         plan=plan,  # type: ignore[arg-type]
         value=low or None,
-        peak_bytes=read[low].peak if low else None,
+        peak_bytes=peaks[low] if low else None,
         now=now,
         open_ended=low > 0 and (not all_tried or bool(why)),
         why=why or ("" if all_tried or not low else f"{low} was as far as was tried"),
@@ -135,7 +123,6 @@ def workload_limits(
         return Needed(peak, min(peak, graph.peak_bytes + overhead))
 
     first = {name: needed(graph) for name, graph in graphs.items()}
-    floor = min(_at_any_size(graph) for graph in graphs.values()) + overhead
     out: list[Largest] = []
     for dimension, field_name in FIELDS.items():
         settings = subject.tracer.settings
@@ -148,15 +135,8 @@ def workload_limits(
             with question.sized(field_name, size).tracer() as tracer:
                 return needed(tracer.trace(plans[plan]))
 
-        out += largest(peak, first, budget_bytes, dimension, now, floor)
+        out += largest(peak, first, budget_bytes, dimension, now)
     return tuple(out)
-
-
-def _at_any_size(graph: Graph) -> int:
-    """About the bytes that do not grow with the batch: those after backward, gradients included."""
-    phases = [op.phase for op in graph.ops]
-    after = phases.index("optimizer") if "optimizer" in phases else len(phases) - 1
-    return next(islice(graph.timeline(), after, None), graph.resident_bytes)
 
 
 def step_of(dimension: Dimension, size: int) -> int:

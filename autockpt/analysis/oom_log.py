@@ -56,8 +56,6 @@ class LogReading(Data):
     host: HostKind | None = Field(default=None, description="the host's memory ran out, not the device's")
     ranks: tuple[int, ...] = Field(default=(), description="ranks that ran out of memory")
     world: int | None = Field(default=None, description="ranks of the run")
-    trainable_params: int | None = None
-    windows: bool = False
 
 
 _MOST_READ = 64 << 20  # bytes at a log's end
@@ -148,9 +146,6 @@ _WORLD = re.compile(
     r"|\brank:? [0-9]{1,6} ?(?:/|of) ?([0-9]{1,6})\b",
     re.IGNORECASE,
 )
-_NUMBER = r"([0-9][0-9,_]{0,20})"
-_TRAINABLE = re.compile(rf"\btrainable params: {_NUMBER}|\b(?:Number of t|T)rainable parameters = {_NUMBER}", re.I)
-_WINDOWS = re.compile(r'File "[A-Za-z]:[\\/]|expandable_segments not supported')
 _LAST_ERROR = re.compile(r"^.{0,100}?((?:\w+\.)*\w*(?:Error|Exception|Interrupt)\b.{0,160})", re.M)
 
 
@@ -161,16 +156,11 @@ def read_log(path: Path) -> LogReading:
     """
     try:
         with path.open("rb") as file:
-            head = file.read(4)
+            head = file.read(2)
             file.seek(max(0, file.seek(0, 2) - _MOST_READ))
             data = file.read(_MOST_READ)
     except OSError as error:
         raise UsageError(f"{path} cannot be read: {reason(error)}", remedy="Name the log of the failed run.") from None
-    if head.startswith((b"PK\x03\x04", b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"\x80")):
-        raise UsageError(
-            f"{path} is an archive or a pickle, not a log",
-            remedy="Unpack a log first. PyTorch's viewer shows memory snapshots: https://docs.pytorch.org/memory_viz.",
-        )
     # PowerShell's redirection writes UTF-16
     text = data.decode("utf-16" if head.startswith((b"\xff\xfe", b"\xfe\xff")) else "utf-8", errors="replace")
     reading = read_text(text).model_copy(update={"path": str(path)})
@@ -203,8 +193,6 @@ def read_text(text: str) -> LogReading:
         host=host,
         ranks=tuple(sorted({f.rank for f in failures if f.rank is not None})),
         world=_last(_WORLD, text),
-        trainable_params=_last(_TRAINABLE, text),
-        windows=_WINDOWS.search(text) is not None,
     )
 
 

@@ -6,7 +6,6 @@ All of it comes from the run's files. Bytes, seconds and reasons are those of th
 from __future__ import annotations
 
 import re
-import shlex
 from collections.abc import Iterator, Sequence
 from functools import cache
 from importlib.resources import files
@@ -20,7 +19,7 @@ from autockpt.analysis import draw
 from autockpt.analysis.answer import answer_rows, loading_lines
 from autockpt.analysis.explain import explain_run
 from autockpt.analysis.holdings import StepBytes, curve
-from autockpt.analysis.sentences import basis_mark, choice_words, place_words, rates, reason_words
+from autockpt.analysis.sentences import choice_words, place_words, reason_words, speed_words
 from autockpt.errors import RunDirectoryError
 from autockpt.schema import SAVE, Comparison, Plan, ResolvedBudget, SearchOutcome, Trial, format_binary, words
 from autockpt.schema.choices import legend
@@ -82,9 +81,6 @@ def contents_of(run: RunDirectory) -> dict[str, Any]:
     every = outermost(dict.fromkeys(u for t in trials for u in t.choices))
     drawn = _curves(run, profile.op_times.device.overhead_bytes if profile is not None else 0)
     reasons = reason_words(said) if said is not None and said.why is not None else []
-    step_rate = ""
-    if said is not None and said.speed is not None:
-        step_rate = ", ".join(rates(said.speed, "" if said.measured_seconds is not None else basis_mark(said.basis)))
     return {
         "run": name,
         "plan_file": plan_file,
@@ -93,7 +89,6 @@ def contents_of(run: RunDirectory) -> dict[str, Any]:
         "source": source,
         "state": state,
         "sentence": sentence(rows, budget, source, state, refused),
-        "next_steps": list(_next_steps(plan, trials, source, state, plan_file)),
         "budget": budget,
         "rows": answer_rows(rows, budget.bytes) if budget is not None else [],
         "names": legend_of_names([r.name for r in rows] + [t.name for t in trials]),
@@ -101,7 +96,7 @@ def contents_of(run: RunDirectory) -> dict[str, Any]:
         "load": loading_lines(plan_file, plan.compile if plan is not None else None),
         "said": said,
         "why": [refused.partition("\n")[2]] if state == "infeasible" else reasons,
-        "rates": step_rate,
+        "rates": speed_words(said) if said is not None else "",
         "curves": drawn,
         "points": list(_points(trials, plan, said if source == "simulated" else None)),
         "lines": choice_lines(plan.choices) if plan is not None else [],
@@ -152,39 +147,6 @@ def sentence(
     word = "measured by real steps" if source == "measured" else "simulated, nothing was measured"
     text = "; ".join([", ".join(said[:2]), *said[2:]])
     return f"{text} ({word})." + (f" {_STATES[state]}" if state in ("running", "stopped") else "")
-
-
-def _next_steps(plan: Plan | None, trials: Sequence[Trial], source: str, state: str, plan_file: str) -> Iterator[str]:
-    """What is worth doing after this run, most useful first."""
-    if state == "infeasible":
-        yield 'Raise the budget, or change the job: see "What would change the answer" below.'
-    elif state == "running":
-        yield "Wait for the search, and write this page again."
-    elif state != "finished" or plan is None:
-        yield "Run the same command again: it continues where it stopped."
-    if plan is None or state in ("infeasible", "running"):
-        return
-    if source == "simulated":
-        if plan.workload is None or not plan.workload.simulated_only():
-            yield f"On the device, compare the plan with real steps: autockpt verify {shlex.quote(plan_file)}"
-        return
-    yield "Load the plan with the lines above and train."
-    best = plan.measured
-    rivals = [
-        f"#{t.number} {t.name}"
-        for t in trials
-        if best is not None
-        and t.feasible
-        and t.measured is not None
-        and t.plan_hash != plan.hash
-        and t.measured.step_seconds * (1 - t.measured.noise) <= best.step_seconds * (1 + best.noise)
-    ]
-    if rivals:
-        names = ", ".join(rivals[:4]) + (" and others" if len(rivals) > 4 else "")
-        yield (
-            f"The plan cannot be distinguished from {names} at the noise of this machine: measure again with less "
-            "else running (the same command with --again), or take the leaner one."
-        )
 
 
 def _changes(run: RunDirectory) -> Iterator[tuple[str, str, str, str]]:

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from autockpt.schema import Choice, Remake, Selective, format_binary, words
-from autockpt.schema.explanation import Alive, Basis, Explanation, Reach, Speed
+from autockpt.schema.explanation import Alive, Basis, Explanation, Reach
 
 LONG = 46  # characters of a choice
-WORTH = 0.01  # share of a step from which it is said what bounds a part
 _IN_OPTIMIZER = " The peak lies in the optimizer step, when no activations are left: no choice for them lowers it."
 
 
@@ -114,25 +113,11 @@ def largest_words(said: Explanation) -> list[str]:
     return out
 
 
-_FOLLOWS = {
-    "arithmetic": "recomputing it costs what it cost: keep its matrix products first",
-    "bandwidth": "cheap to make again for the bytes it keeps: recompute or remake it first",
-    "link": "copies are not hidden behind compute: offload fewer layers, or recompute",
-    "launches": "the device waits for Python: larger batches or torch.compile help it, and recomputing launches again",
-}
-
-
 def speed_words(said: Explanation) -> str:
-    """Step time, what it comes to in FLOP/s, utilisation and tokens per second, and the bytes held on average."""
-    speed = said.speed
-    assert speed is not None
-    parts = rates(speed, "" if said.measured_seconds is not None else basis_mark(said.basis))
-    share = words.share(speed.average_bytes / max(1, said.peak_bytes))
-    return f"{', '.join(parts)}; on average {format_binary(speed.average_bytes)} are held, {share} of the peak"
-
-
-def rates(speed: Speed, mark: str) -> list[str]:
-    """Step time, FLOP/s, utilisation and tokens per second, as far as they are known; ``mark`` before each."""
+    """Step time, FLOP/s, utilisation and tokens per second, as far as they are known; empty where none is."""
+    speed, mark = said.speed, "" if said.measured_seconds is not None else basis_mark(said.basis)
+    if speed is None:
+        return ""
     parts = [f"a step takes {mark}{words.seconds(speed.seconds)}"]
     if speed.flops:
         parts.append(f"{mark}{speed.flops / speed.seconds / 1e12:.3g} TFLOP/s")
@@ -140,15 +125,4 @@ def rates(speed: Speed, mark: str) -> list[str]:
         parts.append(f"{mark}{words.share(speed.utilisation)} model FLOPs utilisation")
     if speed.tokens is not None:
         parts.append(f"{mark}{speed.tokens / speed.seconds:,.0f} tokens/s")
-    return parts
-
-
-def bound_words(speed: Speed) -> tuple[str, ...]:
-    """What follows for the choices from what bounds the parts of a step."""
-    found: dict[str, list[str]] = {}
-    whole = sum(part.seconds for part in speed.parts)
-    for part in speed.parts:
-        if part.bound is not None and part.seconds >= WORTH * whole:
-            found.setdefault(part.bound, []).append(part.name)
-    said = tuple(f"bound by {bound} ({', '.join(names)}): {_FOLLOWS[bound]}" for bound, names in found.items())
-    return said or ("what bounds each part is said for devices that are described: --hardware",)
+    return ", ".join(parts)

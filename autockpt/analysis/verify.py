@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -18,6 +18,7 @@ from autockpt.measuring.statistics import judge as judge_interval
 from autockpt.policies import POLICIES
 from autockpt.policies.selective import kept_by
 from autockpt.runtime import Observation, Proof, UnitRuns, judge, observe_reference
+from autockpt.schema import words
 from autockpt.schema.choices import RECOMPUTE, Choice, dump_choices
 from autockpt.schema.graph import Unit
 from autockpt.schema.known import ALL, NONE, known_plans
@@ -94,8 +95,7 @@ def verify(
     for each in plan.sets[:-1]:
         length = each.workload.seq_len if each.workload is not None else None
         spec = subject.model_copy(update={"seq_len": length or subject.seq_len})
-        found = verify(each, spec, device=device, listener=listener, steps=steps)
-        report = _with_set(report, each, found)
+        report = _with_set(report, each, verify(each, spec, device=device, listener=listener, steps=steps))
     return report
 
 
@@ -141,18 +141,7 @@ class _Verification:
     measured: Measurement | None = None
     notes: list[str] = field(default_factory=list)
 
-    @property
-    def rounds(self) -> int:
-        """Of interleaved steps."""
-        return max(3, self.steps // 2)
-
     def report(self) -> VerifyReport:
-        here = self.measurer.environment.device.name
-        if self.plan.status == "simulated":
-            self.listener.note(
-                f"the plan was simulated for {simulated_for(self.plan)}; this is {here}: gradients are compared here, "
-                "in as large a step as its memory and time allow"
-            )
         self._look_at_the_model()
         if self.plan.status_reason:
             self.notes.append(f"the plan is unmeasured: {self.plan.status_reason}")
@@ -161,7 +150,8 @@ class _Verification:
         if self.plan.status == "simulated":
             self.notes.append(
                 f"what the plan promises was simulated for {simulated_for(self.plan)}; it was never measured. "
-                f"Here it ran on {here}. `autockpt search --resume` makes a measured plan from it."
+                f"Here it ran on {self.measurer.environment.device.name}. `autockpt search --resume` makes a measured "
+                "plan from it."
             )
         checks = (*self._gradients(), *self._reruns(), *self._promises())
         return VerifyReport(checks=checks, notes=tuple(self.notes), measured=self.measured)
@@ -237,8 +227,8 @@ class _Verification:
         if self._compiled and not result.equal and twice.first.draws:
             detail = "compiled code draws random numbers in an order of its own under every plan; switch dropout off"
             return Check(name=name, state="skipped", detail=detail)
-        words = "plain training" if reference is None else "recomputing every layer"
-        said = (f"{words} compiled alike", "compilers round in their own way") if self._compiled else (words,)
+        what = "plain training" if reference is None else "recomputing every layer"
+        said = (f"{what} compiled alike", "compilers round in their own way") if self._compiled else (what,)
         return Check(name=name, state="passed" if result.equal else "failed", detail=result.describe(*said))
 
     def _smaller_shape(self) -> Check:
@@ -284,49 +274,34 @@ class _Verification:
 
     def _promises(self) -> Iterator[Check]:
         budget_bytes = self.plan.budget.whole if self.plan.budget is not None else None
-        yield from self._measure(budget_bytes)
-        if self.measured is not None:
-            yield judge_peak(self.plan, self.measured, self.measurer.environment.device.kind)
-            yield self._step_time(self.measured)
-
-    def _measure(self, budget_bytes: int | None) -> Iterator[Check]:
-        """Fill ``measured``; or the checks that failed because it does not run."""
+        self.listener.stage("measure peak and step time", self.steps)
         try:
-            self.measured = self._timed("measure peak and step time", self.choices, budget_bytes)
+            with beats_counted(self.measurer, self.listener):
+                measured = self.measurer.measure(self.choices, steps=self.steps, budget_bytes=budget_bytes)
         except (DeviceOutOfMemory, ConflictError) as error:
             why = f"out of memory: {error.message}" if isinstance(error, DeviceOutOfMemory) else error.message
             yield Check(name="peak", state="failed", detail=why)
             yield Check(name="step time", state="skipped", detail="no step could be timed")
-
-    def _timed(self, stage: str, choices: Mapping[str, Choice], budget_bytes: int | None = None) -> Measurement:
-        """A stage that measures a plan; its steps are seen to pass."""
-        self.listener.stage(stage, self.steps)
-        with beats_counted(self.measurer, self.listener):
-            return self.measurer.measure(choices, steps=self.steps, budget_bytes=budget_bytes)
-
-    def _step_time(self, measured: Measurement) -> Check:
-        """Beside a well-known plan where one fits: a machine that is slower today slows both alike."""
-        same = self.plan.environment is not None and self.plan.environment.device == self.measurer.environment.device
+            return
+        self.measured, here = measured, self.measurer.environment.device
+        yield judge_peak(self.plan, measured, here.kind)
+        same = self.plan.environment is not None and self.plan.environment.device == here
         alone = judge_time(self.plan, measured, same)
-        if alone.state == "skipped":
-            return alone
-        promised = {row.name: row.measured for row in self.plan.baselines if row.measured is not None}
-        for name in (NONE, ALL):
-            if name not in promised:
-                continue
-            try:
-                return judge_ratio(self.plan, measured, name, promised[name], self._beside(name))
-            except DeviceOutOfMemory:
-                continue
-        return alone
+        yield alone if alone.state == "skipped" else self._step_time_compared(measured) or alone
 
-    def _beside(self, name: str) -> Interval:
-        """The plan's step time as a multiple of a well-known one's, interleaved. Passes DeviceOutOfMemory on."""
-        self.listener.stage(f"time the plan and {name!r}, interleaved", 2 * self.rounds)
-        other = known_plans(self.blocks, (RECOMPUTE.kind,))[name]
-        with beats_counted(self.measurer, self.listener):
-            times = self.measurer.compare({"plan": self.choices, name: other}, rounds=self.rounds)
-        return ratio_interval(times["plan"], times[name])
+    def _step_time_compared(self, measured: Measurement) -> Check | None:
+        """Interleaved with a well-known plan where one fits: a machine that is slower today slows both alike."""
+        rounds = max(3, self.steps // 2)
+        promised = {row.name: row.measured for row in self.plan.baselines if row.measured is not None}
+        for name in (name for name in (NONE, ALL) if name in promised):
+            self.listener.stage(f"time the plan and {name!r}, interleaved", 2 * rounds)
+            plans = {"plan": self.choices, name: known_plans(self.blocks, (RECOMPUTE.kind,))[name]}
+            with suppress(DeviceOutOfMemory), beats_counted(self.measurer, self.listener):
+                times = self.measurer.compare(plans, rounds=rounds)
+                return judge_ratio(
+                    self.plan, measured, name, promised[name], ratio_interval(times["plan"], times[name])
+                )
+        return None
 
 
 # --- what is concluded from steps under a plan and reference steps
@@ -402,49 +377,39 @@ def judge_peak(plan: Plan, measured: Measurement, kind: str | None = None) -> Ch
 
     One that was simulated for another kind of device is only compared.
     """
-    simulated = plan.predicted if plan.status == "simulated" else None
-    promise = simulated or plan.measured or plan.predicted if plan.status != "unmeasured" else None
+    simulated = plan.status == "simulated" and plan.predicted is not None
+    promise = None if plan.status == "unmeasured" else plan.predicted if simulated else plan.measured or plan.predicted
     planned = plan.environment.device.kind if plan.environment is not None else None
-    parts, state = [format_bytes(measured.peak_bytes)], cast(CheckState, "skipped")
+    peak, parts, kept = measured.peak_bytes, [format_bytes(measured.peak_bytes)], list[bool]()
     if promise is not None:
-        said = f"promised {format_bytes(promise.peak_bytes)}"
-        if simulated is not None:
-            more = measured.peak_bytes / promise.peak_bytes - 1
-            said = f"simulated {format_bytes(promise.peak_bytes)} for {simulated_for(plan)} ({more:+.1%})"
-        slack = SIMULATED_PEAK_SLACK if simulated is not None and planned != "cpu" else PEAK_SLACK
-        parts.append(said)
-        state = "passed" if measured.peak_bytes <= promise.peak_bytes * (1 + slack) else "failed"
+        more = f" for {simulated_for(plan)} ({peak / promise.peak_bytes - 1:+.1%})" if simulated else ""
+        parts.append(f"{'simulated' if simulated else 'promised'} {format_bytes(promise.peak_bytes)}{more}")
+        slack = SIMULATED_PEAK_SLACK if simulated and planned != "cpu" else PEAK_SLACK
+        kept.append(peak <= promise.peak_bytes * (1 + slack))
     if plan.budget is not None:
         parts.append(f"budget {format_bytes(plan.budget.whole)}")
-        if measured.peak_bytes > plan.budget.whole:
-            state = "failed"
-        elif state == "skipped":
-            state = "passed"
-    if simulated is not None and planned is not None and kind is not None and planned != kind:
-        parts.append("another kind of device, so the two are not held against each other")
-        state = "skipped"
-    elif state == "skipped":
+        kept.append(peak <= plan.budget.whole)
+    if simulated and planned is not None and kind is not None and planned != kind:
+        parts.append("another kind of device, so the two are not compared")
+        kept.clear()
+    elif not kept:
         parts.append("nothing was promised")
+    state = "skipped" if not kept else "passed" if all(kept) else "failed"
     return Check(name="peak", state=state, detail=", ".join(parts))
 
 
 def judge_time(plan: Plan, measured: Measurement, same_device: bool) -> Check:
     """The measured step time against the promised one, where both come from the same kind of device."""
     state, said = cast(CheckState, "skipped"), "nothing measured was promised"
-    if plan.status == "simulated" and plan.predicted is not None and (foreseen := plan.predicted.step_seconds):
-        error = f"({measured.step_seconds / foreseen - 1:+.0%}); a simulation is no promise"
-        said = f"simulated {foreseen * 1e3:.1f} ms for {simulated_for(plan)} {error}"
+    if plan.status == "simulated" and plan.predicted is not None and (predicted := plan.predicted.step_seconds):
+        error = f"({measured.step_seconds / predicted - 1:+.0%}); a simulation is no promise"
+        said = f"simulated {words.seconds(predicted)} for {simulated_for(plan)} {error}"
     elif plan.status == "measured" and (promise := plan.measured) is not None:
-        said = f"promised {time_words(promise)}{'' if same_device else ' on another device'}"
+        said = f"promised {words.step_time(promise)}{'' if same_device else ' on another device'}"
         limit = promise.step_seconds * (1 + TIME_SLACK + promise.noise + measured.noise)
         if same_device:
             state = "passed" if measured.step_seconds <= limit else "failed"
-    return Check(name="step time", state=state, detail=f"{time_words(measured)}, {said}")
-
-
-def time_words(measured: Measurement) -> str:
-    """A step time with the half width of its interval, as ``412.0 ms ±0.8 %``."""
-    return f"{measured.step_seconds * 1e3:.1f} ms ±{measured.noise * 100:.1f} %"
+    return Check(name="step time", state=state, detail=f"{words.step_time(measured)}, {said}")
 
 
 def judge_ratio(plan: Plan, measured: Measurement, name: str, reference: Measurement, ratio: Interval) -> Check:
@@ -456,8 +421,8 @@ def judge_ratio(plan: Plan, measured: Measurement, name: str, reference: Measure
     promise = plan.measured.step_seconds / reference.step_seconds
     limit = promise * (1 + TIME_SLACK + plan.measured.noise + reference.noise)
     detail = (
-        f"{time_words(measured)}, {ratio.value:.3f} times {name!r} "
-        f"[{ratio.low:.3f}, {ratio.high:.3f}]; promised {plan.measured.step_seconds * 1e3:.1f} ms, {promise:.3f} times"
+        f"{words.step_time(measured)}, {ratio.value:.3f} times {name!r} [{ratio.low:.3f}, {ratio.high:.3f}]; promised "
+        f"{words.seconds(plan.measured.step_seconds)}, {promise:.3f} times"
     )
     broken = judge_interval(ratio, limit) == "slower"
     return Check(name="step time", state="failed" if broken else "passed", detail=detail)

@@ -12,7 +12,6 @@ from rich.text import Text
 from autockpt.analysis.holdings import resampled
 from autockpt.analysis.sentences import (
     basis_mark,
-    bound_words,
     choice_words,
     largest_words,
     place_words,
@@ -20,13 +19,13 @@ from autockpt.analysis.sentences import (
     speed_words,
 )
 from autockpt.schema import Graph, format_binary, format_bytes, words
-from autockpt.schema.explanation import Curve, Explanation, Front, Slice, Speed
+from autockpt.schema.explanation import Curve, Explanation, Front, Slice
 from autockpt.schema.graph import Span
 from autockpt.terminal import BLOCK, Marks, bar, bullets, heading, marks_of, plain_table, print_legend, remarks, shown
 
 WIDE = 108  # columns from which there are longer bars, and a column more
 LABEL = 11  # columns of the chart's axis
-UNITS, KINDS, ALIVE = 6, 9, 8  # lines of each table
+UNITS, ALIVE = 6, 8  # lines of each table
 ROWS = 9
 CUT = 0.4  # where more than this share of the peak is always there, the axis begins above zero
 
@@ -38,16 +37,14 @@ def print_explanation(said: Explanation, console: Console) -> None:
     heading("Where the bytes go", console, _holdings(said, marks, 12 if console.width < WIDE else 24))
     at_peak = said.moment.op == said.curve.peak_op
     when = "at the peak" if at_peak else f"at op {said.moment.op:,}, where that is the most"
-    tables = _slices("unit", said.units, UNITS), Text(), _slices("kind of op", said.ops, KINDS)
-    heading(f"What comes and goes, {when}: {format_binary(sum(s.total for s in said.units))}", console, *tables)
+    moving = format_binary(sum(s.total for s in said.units))
+    heading(f"What comes and goes, {when}: {moving}", console, _slices(said.units, UNITS))
     heading("Bytes over time, op by op", console)
     _chart(said, marks, console)
     then = "then" if at_peak else f"at op {said.moment.op:,}"
     heading(f"The largest alive {then}", console, _alive(said, console.width))
     if said.speed is not None:
-        parts = _parts(said.speed, basis_mark(said.basis))
-        step = bullets(filter(None, (speed_words(said), said.step_note)))
-        heading("Where the seconds go", console, step, parts, bullets(bound_words(said.speed)))
+        heading("How fast a step is", console, bullets(filter(None, (speed_words(said), said.step_note))))
     for front in said.fronts:
         heading(f"Choices for {front.units}", console, _front(front, said, marks))
     print_legend((bargain.choice for front in said.fronts for bargain in front.bargains), console)
@@ -91,13 +88,13 @@ def _holdings(said: Explanation, marks: Marks, width: int) -> Table:
     return table
 
 
-def _slices(title: str, slices: tuple[Slice, ...], most: int) -> Table:
+def _slices(slices: tuple[Slice, ...], most: int) -> Table:
     """The largest slices; the rest in one line."""
     total = max(1, sum(s.total for s in slices))
     ranked = sorted(slices, key=lambda s: -s.total)
     shown, rest = (ranked, []) if len(ranked) <= most else (ranked[: most - 1], ranked[most - 1 :])
     several = any(s.count > 1 for s in slices)
-    table = plain_table(f"<{title}", *([">each"] if several else []), ">all", ">share")
+    table = plain_table("unit", *([">each"] if several else []), ">all", ">share")
     for s in shown:
         name = f"{s.name} ×{s.count}" if s.count > 1 else s.name
         each = [format_binary(s.bytes) if s.count > 1 else ""] if several else []
@@ -105,20 +102,6 @@ def _slices(title: str, slices: tuple[Slice, ...], most: int) -> Table:
     if rest:
         size = sum(s.total for s in rest)
         table.add_row(f"{len(rest)} more", *([""] if several else []), format_binary(size), words.share(size / total))
-    return table
-
-
-def _parts(speed: Speed, mark: str) -> Table:
-    table = plain_table("part of the step", ">seconds", ">share", ">TFLOP/s", ">GB/s", "bound by")
-    whole = sum(part.seconds for part in speed.parts)
-    for part in speed.parts:
-        rate = f"{part.flops / part.seconds / 1e12:.3g}" if part.flops else "—"
-        # copies take longer than what is waited for
-        moved = f"{part.bytes / part.seconds / 1e9:,.0f}" if part.bytes and part.bound != "link" else "—"
-        took, share = f"{mark}{words.seconds(part.seconds)}", words.share(part.seconds / whole)
-        table.add_row(*map(Text, (part.name, took, share, rate, moved, part.bound or "")))
-    table.add_section()
-    table.add_row("together, by op times", f"{mark}{words.seconds(whole)}", "100.0 %", style="bold")
     return table
 
 
@@ -149,7 +132,7 @@ def _alive(said: Explanation, width: int) -> Table:
         count = f"×{a.count}" if a.count > 1 else ""
         purpose = [a.purpose] if width >= WIDE else []
         shape = f"{'×'.join(map(str, a.shape))} {a.dtype}" if a.dtype else ""  # of an op that is known
-        table.add_row(format_binary(a.total), count, a.kind, place_words(a), shape, *purpose)
+        table.add_row(format_binary(a.total), count, a.op, place_words(a), shape, *purpose)
     rest = said.moment.alive[ALIVE:]
     size = sum(a.total for a in rest) + said.moment.other_bytes
     count = sum(a.count for a in rest) + said.moment.other_count

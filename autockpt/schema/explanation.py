@@ -12,7 +12,6 @@ from autockpt.schema.graph import Phase, Span
 from autockpt.schema.plan import PlanStatus
 from autockpt.schema.sizes import ResolvedBudget
 
-Bound = Literal["arithmetic", "bandwidth", "link", "launches"]
 Basis = Literal["measured", "modelled", "nominal"]
 """What seconds rest on: ops timed on the device; a roofline of a named device; rates of common hardware."""
 Dimension = Literal["batch size", "sequence length"]
@@ -43,8 +42,7 @@ class Slice(Data):
 class Alive(Data):
     """Storages alive at the peak that are alike: same op, place within the unit, shape and size."""
 
-    kind: str = Field(description="kind of the op that made them: matrix product, norm, …")
-    target: str
+    op: str = Field(description="name of the op that made them: mm, native_layer_norm, …")
     place: str = Field(description="module, without the unit's own name in front where there is a unit")
     units: str = Field(description="folded names of the units; empty for the rest of the model")
     shape: tuple[int, ...] = ()
@@ -173,19 +171,6 @@ class Largest(Data):
     why: str = ""
 
 
-class Part(Data):
-    """A part of a step: its seconds, FLOPs and bytes read and written, all of one accumulation cycle.
-
-    ``bound`` is what most of its seconds go to, where the device's rates are described.
-    """
-
-    name: str
-    seconds: float
-    flops: int = 0
-    bytes: float = 0.0
-    bound: Bound | None = None
-
-
 class Speed(Data):
     """How fast the explained step is. ``model_flops`` leave out what is run again, ``flops`` do not."""
 
@@ -194,8 +179,6 @@ class Speed(Data):
     model_flops: int
     peak_flops: float | None = Field(default=None, description="of the device, FLOP/s; None: not described")
     tokens: int | None = None
-    average_bytes: int = Field(description="over the step's seconds, the device's context included")
-    parts: tuple[Part, ...] = ()
 
     @property
     def utilisation(self) -> float | None:
@@ -223,7 +206,6 @@ class Explanation(Data):
     measured_seconds: float | None = None
     holdings: tuple[Holding, ...] = Field(description="peak_bytes add up to the peak")
     units: tuple[Slice, ...] = Field(description="what comes and goes at the moment, by unit")
-    ops: tuple[Slice, ...] = Field(description="the same by the kind of op that made it")
     curve: Curve
     moment: Moment
     fronts: tuple[Front, ...] = ()

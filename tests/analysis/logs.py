@@ -37,12 +37,6 @@ FORWARD = f'''{_INTO_MODEL}  File "{MODELING}", line 480, in forward
   File "{MODULE}", line 1773, in _wrapped_call_impl
     return self._call_impl(*args, **kwargs)
 '''
-LOSS = f'''{_INTO_MODEL}  File "{MODELING}", line 499, in forward
-    loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
-  File "{SITE}/transformers/loss/loss_utils.py", line 55, in ForCausalLMLoss
-    logits = logits.float()
-             ^^^^^^^^^^^^^^
-'''
 BACKWARD = f'''Traceback (most recent call last):
   File "/home/me/loop.py", line 41, in <module>
     loss.backward()

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from autockpt.analysis.explain import fronts
 from autockpt.schema import OFFLOAD, RECOMPUTE, SAVE, Choice, Menu, Unit
-from autockpt.schema.choices import KeepAttention, Offload
+from autockpt.schema.choices import KeepAttention
 from autockpt.schema.profile import MenuItem
 
 UNITS = tuple(Unit(name=f"h.{i}", cls="Block", kind=0) for i in range(4))
@@ -43,18 +43,3 @@ def test_what_the_plan_took_is_shown_even_where_another_beats_it() -> None:
     taken = {str(b.choice): (b.taken, b.dominated) for b in front.bargains}
     assert taken == {"save": (1, False), "keep_attention": (1, True), "recompute": (2, False), "offload": (0, False)}
     assert front.left_out == 0
-
-
-def test_how_long_copies_may_take_is_no_choice_of_its_own() -> None:
-    (front,) = fronts([MENU], UNITS, {"h.0": OFFLOAD, "h.1": Offload(window=3), "h.2": RECOMPUTE})
-    assert {str(b.choice): (b.taken, b.hides) for b in front.bargains} == {
-        "save": (0, False),
-        "recompute": (1, False),
-        "offload": (2, True),
-    }
-
-
-def test_of_equal_choices_one_stays() -> None:
-    same = MENU.model_copy(update={"items": (item(SAVE, 5, 1.0), item(RECOMPUTE, 5, 1.0))})
-    (front,) = fronts([same], UNITS, {})
-    assert [b.choice for b in front.bargains] == [SAVE]

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from autockpt.analysis.explain import explain_run
-from autockpt.schema import OFFLOAD, RECOMPUTE, SAVE, Prediction, WorkloadSpec
+from autockpt.schema import OFFLOAD, RECOMPUTE, SAVE, Prediction
 from autockpt.schema.explanation import Explanation
 from autockpt.schema.outlook import GhostAnswer, Outlook
 from autockpt.schema.runs import RunDirectory, plan_at
@@ -55,12 +55,6 @@ def test_neighbours_are_ghost_runs_of_other_budgets_too(run: RunDirectory) -> No
     assert [step.reach for step in said.budgets if step.ours] == [said.why.best]
 
 
-@pytest.mark.parametrize(("budget", "fits"), [("1KB", False), ("2KB", True), ("100%act", True)])
-def test_another_budget_is_compared_with(run: RunDirectory, budget: str, fits: bool) -> None:
-    said = explained(run, budget)
-    assert said.fits is fits and said.budget is not None and said.budget.asked == budget
-
-
 def test_only_a_plan_that_the_runs_graphs_are_of_is_explained_from_them(run: RunDirectory) -> None:
     plan = plan_at(run.path)
     assert explain_run(run.plan_path, plan) is not None
@@ -71,10 +65,3 @@ def test_only_a_plan_that_the_runs_graphs_are_of_is_explained_from_them(run: Run
     (run.path / "graph-plan.json.gz").unlink()
     assert explain_run(run.path, plan) is None, "a run without the plan's graph"
     assert explain_run(run.path.parent, plan) is None, "no run"
-
-
-def test_what_the_files_lack_is_named_with_its_command(run: RunDirectory) -> None:
-    assert "--limits" not in explained(run).notes[-1], "a live step cannot be built again"
-    described = plan_at(run.path).model_copy(update={"workload": WorkloadSpec(model="llama-tiny")})
-    said = explain_run(run.path, described)
-    assert said is not None and f"explain {run.path} --limits" in said.notes[-1]

@@ -6,16 +6,13 @@ from pathlib import Path
 import pytest
 
 from autockpt.analysis.page import contents_of, run_page, without_paths, write_page
-from autockpt.cost.roofline import environment_of_hardware
 from autockpt.errors import RunDirectoryError
-from autockpt.schema import OFFLOAD, RECOMPUTE, FinishedSearch, Measurement, words
+from autockpt.schema import RECOMPUTE
 from autockpt.schema.known import NUMBERED
 from autockpt.schema.outlook import Outlook
 from autockpt.schema.remedy import Alternative
 from autockpt.schema.runs import RunDirectory
-from autockpt.schema.step_note import step_note
-from autockpt.shipped import load_hardware
-from tests.analysis.samples import make_run, plan_of, trials, tried
+from tests.analysis.samples import make_run
 
 VOID = {"meta", "link", "input", "br", "hr", "img"}
 
@@ -79,27 +76,7 @@ def test_it_prints_the_explanation_of_the_run(tmp_path: Path) -> None:
     assert said is not None and said.why is not None
     for text in ("The next faster plan needs", "Choices for h.0-1", said.holdings[0].name, said.curve.peak_target):
         assert text in page, text
-    assert all(a.kind in page for a in said.moment.alive)
-
-
-def test_a_choice_for_the_head_has_its_letter(tmp_path: Path) -> None:
-    run = make_run(tmp_path)
-    run.add_trial(tried(4, "with the head", plan_of(RECOMPUTE, RECOMPUTE) | {"lm_head": RECOMPUTE}, 1800, 0.15))
-    assert 'class="letters">RRR<' in run_page(run) and 'class="letters">R..<' in run_page(run)
-
-
-def test_a_plan_within_the_noise_of_the_answer_is_named(tmp_path: Path) -> None:
-    run = make_run(tmp_path)
-    assert not any("--again" in step for step in contents_of(run)["next_steps"])
-    run.add_trial(tried(4, "rival", plan_of(OFFLOAD, RECOMPUTE), 1800, 0.161))
-    assert any("#4 rival" in step and "--again" in step for step in contents_of(run)["next_steps"])
-
-
-def test_plans_within_the_noise_are_about_as_fast() -> None:
-    ours, other = (Measurement(peak_bytes=1, step_seconds=s, noise=0.1, steps=3) for s in (1.0, 1.1))
-    assert words.compared(ours, other, "saving everything").startswith("about as fast as saving everything")
-    exact = ours.model_copy(update={"noise": 0.01}), other.model_copy(update={"noise": 0.01})
-    assert words.compared(*exact, "saving everything") == "9.1 % faster than saving everything (±1.4 %)"
+    assert all(a.op in page for a in said.moment.alive)
 
 
 def test_changes_of_the_job_are_listed(tmp_path: Path) -> None:
@@ -109,16 +86,6 @@ def test_changes_of_the_job_are_listed(tmp_path: Path) -> None:
     run.write_outlook(Outlook(changes=(way,)))
     changes = {name: options for name, _, _, options in contents_of(run)["changes"]}
     assert changes == {way.effect: way.options}
-
-
-def test_what_is_left_free_is_said_with_the_budget(tmp_path: Path) -> None:
-    directory = make_run(tmp_path)
-    record = directory.finished()
-    assert record is not None
-    budget = record.outcome.budget.model_copy(update={"headroom": "5%", "headroom_bytes": 100})
-    outcome = record.outcome.model_copy(update={"budget": budget})
-    directory.write_finished(record.model_copy(update={"outcome": outcome}))
-    assert "Fits 1.95 KiB (60%act) less 5% with 50 B to spare" in contents_of(directory)["sentence"]
 
 
 def test_names_are_text_and_paths_stay_at_home(tmp_path: Path) -> None:
@@ -147,38 +114,12 @@ def test_a_run_that_has_not_ended_says_so(tmp_path: Path) -> None:
         assert "still at work" in Read(run_page(busy)).said
 
 
-def test_a_simulated_run_never_says_measured(tmp_path: Path) -> None:
-    run = make_run(tmp_path)
-    for trial in trials():
-        if trial.measured is not None:
-            run.add_trial(trial.model_copy(update={"state": "simulated", "measured": None}))
-    finished = run.finished()
-    assert finished is not None
-    rows = tuple(row.model_copy(update={"measured": None}) for row in finished.outcome.rows)
-    outcome = finished.outcome.model_copy(update={"rows": rows, "source": "simulated"})
-    run.write_finished(FinishedSearch(trials=2, outcome=outcome))
-    environment = environment_of_hardware(load_hardware("h100"))
-    run.write_environment(environment)
-    said = Read(run_page(run)).said
-    assert f"nothing was measured. {step_note(environment, None)}" in said and "autockpt verify" in said
-    assert "Nothing was measured" in said
-
-
-def test_a_damaged_run_and_an_unwritable_page_are_errors(tmp_path: Path) -> None:
-    run = make_run(tmp_path)
-    with pytest.raises(RunDirectoryError, match="cannot be written"):
-        write_page(run, run.path / "plan.yaml" / "page.html")
-    (run.path / "profile.json").write_text("{}")
-    with pytest.raises(RunDirectoryError, match="damaged"):
-        run_page(run)
-
-
 def test_a_page_in_the_run_is_written_through_no_link(tmp_path: Path) -> None:
     run = make_run(tmp_path)
     (tmp_path / "theirs").write_text("kept")
     (run.path / "report.html").symlink_to(tmp_path / "theirs")
     for path in (None, run.path / "report.html"):
-        with pytest.raises(RunDirectoryError, match="symbolic link"):
+        with pytest.raises(RunDirectoryError):
             write_page(run, path)
     assert (tmp_path / "theirs").read_text() == "kept"
     (tmp_path / "link.html").symlink_to(tmp_path / "page.html")

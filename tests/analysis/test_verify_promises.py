@@ -53,4 +53,4 @@ def test_a_headroom_is_there_to_be_used_by_what_no_simulation_knew() -> None:
 
 def test_a_simulated_step_time_is_shown_beside_the_measured_one_and_fails_nothing() -> None:
     check = judge_time(simulated("cuda"), measured(1000), same_device=False)
-    assert check.state == "skipped" and "simulated 100.0 ms for a card (+100%)" in check.detail
+    assert check.state == "skipped" and "simulated 100 ms for a card (+100%)" in check.detail

@@ -7,29 +7,13 @@ import pytest
 
 from autockpt.analysis.why import Answers, budget_steps, why
 from autockpt.cost import CostModel, build_profile, uniform_graphs
-from autockpt.schema import Graph, OpTimes, ResolvedBudget
+from autockpt.schema import OpTimes, ResolvedBudget
 from autockpt.schema.choices import Offload
 from autockpt.solvers import refine
 from tests.cost.steps import SECONDS
 from tests.tuning.device import MadeUpDevice
 
 KINDS = ("save", "recompute", "offload")
-
-
-class Caches:
-    """An allocator that fills what it is kept to with what was freed, up to 3 % more than tensors hold."""
-
-    def __init__(self, most: int) -> None:
-        self.most = most
-
-    def __call__(self, graph: Graph) -> int:
-        return max(graph.peak_bytes, min(self.most, graph.peak_bytes * 103 // 100))
-
-    def least(self, graph: Graph, promised: int) -> int:
-        return promised if promised > self.most else graph.peak_bytes
-
-    def within(self, budget: int) -> Caches:
-        return Caches(budget)
 
 
 def profiled(units: int = 4, needs: Any = None) -> CostModel:
@@ -95,12 +79,6 @@ def test_neighbours_lie_on_both_sides_and_prices_are_their_slopes(answers: Answe
     assert told.price_down is not None and told.price_down > 0 and told.price_up is not None and told.price_up > 0
 
 
-def test_the_ends_have_one_neighbour(answers: Answers) -> None:
-    top, bottom = why(answers, answers.save_all.choices, None), why(answers, answers.lean.choices, None)
-    assert top.faster is None and top.leaner is not None and top.price_up is None
-    assert bottom.leaner is None and bottom.price_down is None
-
-
 def test_a_wasteful_plan_is_told_of_a_better_one(answers: Answers) -> None:
     told = why(answers, answers.lean.choices, answers.save_all.peak_bytes)
     assert told.best is not None and told.best.step_seconds < told.chosen.step_seconds
@@ -119,27 +97,3 @@ def test_budgets_in_steps(answers: Answers) -> None:
     assert [s.label for s in budget_steps(answers, less) if s.ours] == ["24GB less 5%"]
     hopeless = budget_steps(answers, ResolvedBudget(asked="1KB", bytes=1))
     assert hopeless[-1].reach is None and hopeless[-1].ours
-
-
-def test_a_plan_that_a_search_found_is_in_the_table_where_it_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
-    answers = Answers(profiled(), KINDS)
-    low, high = answers.lean.peak_bytes, answers.save_all.peak_bytes
-    budget = ResolvedBudget(asked="24GB", bytes=(low + high) // 2 + 1)
-    found = answers.at(budget.bytes)
-    monkeypatch.setattr(answers, "at", lambda size, calls=0: answers.lean if size < high else answers.save_all)
-    (without,) = (s.reach for s in budget_steps(answers, budget) if s.ours)
-    with_it = budget_steps(answers, budget, found.choices if found else None)
-    assert found is not None and without == answers.lean
-    assert [s.reach for s in with_it if s.ours] == [found]
-    assert all(s.reach and s.reach.peak_bytes <= s.budget_bytes for s in with_it)
-
-
-def test_plans_for_smaller_budgets_hold_them_where_an_allocator_fills_what_there_is(answers: Answers) -> None:
-    ours = answers.save_all.peak_bytes * 102 // 100
-    cached = Answers(profiled(needs=Caches(ours)), KINDS)
-    chosen = cached.at(ours)
-    assert chosen is not None and chosen.peak_bytes == ours
-    for step in budget_steps(cached, ResolvedBudget(asked="24GB", bytes=ours)):
-        assert step.reach is not None and step.reach.peak_bytes <= step.budget_bytes
-    leaner = why(cached, chosen.choices, ours).leaner
-    assert leaner is not None and leaner.choices != chosen.choices

@@ -47,7 +47,8 @@ class Layer:
         numbers = {op.index for op in ops}
         self.makers = {s.id: graph.ops[s.birth] for s in graph.storages if s.birth in numbers}
         self.sizes = {s.id: s.bytes for s in graph.storages}
-        saved = dict.fromkeys(s for op in ops for s in op.saves if s in self.makers)
+        turn = next(op.index for op in graph.ops if op.phase == "backward")
+        saved = [s.id for s in graph.storages if s.id in self.makers and s.kind == "activation" and s.alive_at(turn)]
         self.kept = [s for s in saved if self.sizes[s] <= SMALL]
         self.saved = [s for s in saved if self.sizes[s] > SMALL]
         self.seconds = {op.index: times.seconds[graph.signatures[op.signature]] for op in ops}

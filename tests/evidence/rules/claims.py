@@ -15,14 +15,15 @@ from functools import cached_property
 from typing import Any
 
 from autockpt.analysis.holdings import StepBytes, peak_op
-from autockpt.analysis.speed import FEED_FORWARD, SCORES, part_namer, speed_of
 from autockpt.analysis.subject import Subject
 from autockpt.cost.roofline import roofline_times
-from autockpt.cost.step import simulate
+from autockpt.cost.step import op_seconds, simulate
 from autockpt.errors import AutockptError
 from autockpt.schema import RECOMPUTE, Choice, Graph, Segment, WorkloadSpec
 from autockpt.tracing import Tracer
 from autockpt.workload.configs import find_config
+from tests.evidence.rules import parts
+from tests.evidence.rules.parts import FEED_FORWARD, SCORES, part_namer
 from tests.evidence.rules.rule import Reading, Rule
 
 COMMON = "common advice"
@@ -230,9 +231,5 @@ def bound_by(subject: Subject) -> str | None:
     hardware = subject.question.hardware
     if hardware is None:
         return None
-    speed = speed_of(subject.base, subject.base, subject.times.times, hardware, None, None)
-    spent: Counter[str] = Counter()
-    for part in speed.parts if speed is not None else ():
-        if part.bound is not None:
-            spent[part.bound] += round(1e9 * part.seconds)
-    return spent.most_common(1)[0][0] if spent else None
+    seconds = op_seconds(subject.base, subject.times.times) * subject.base.runs
+    return parts.bound_by(hardware, subject.base, seconds.tolist())
