@@ -5,7 +5,6 @@ They lie in ``search_spaces/`` of a checkout, and travel inside of the installed
 
 from __future__ import annotations
 
-from difflib import SequenceMatcher
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +68,7 @@ def list_hardware() -> tuple[str, ...]:
 def load_hardware(name_or_path: str | Path) -> Hardware:
     """A shipped description by its name, or one's own by the path of a YAML file.
 
-    Raises UsageError for an unknown name (listing the known, nearest first) and for a file with impossible figures
+    Raises UsageError for an unknown name (listing the known) and for a file with impossible figures
     (naming line, figure and remedy).
     """
     path, name = Path(name_or_path).expanduser(), str(name_or_path)
@@ -78,9 +77,8 @@ def load_hardware(name_or_path: str | Path) -> Hardware:
     known = list_hardware()
     found = next((k for k in known if _plain(k) == _plain(name)), None)
     if found is None:
-        nearest_first = sorted(known, key=lambda k: -SequenceMatcher(None, _plain(name), _plain(k)).ratio())
         own = " Your own: the path of a YAML file; `autockpt calibrate` writes one."
-        raise _unknown("hardware", name, tuple(nearest_first), own)
+        raise _unknown("hardware", name, known, own)
     return _hardware(read(FOLDER / "hardware" / f"{found}.yaml"), found)
 
 

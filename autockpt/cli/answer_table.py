@@ -14,7 +14,7 @@ from autockpt.analysis.answer import AnswerRow, answer_rows, loading_lines
 from autockpt.schema import Measurement, Plan, SearchOutcome, format_binary, format_bytes, words
 from autockpt.schema.batches import BatchAnswer
 from autockpt.schema.known import legend_of_names
-from autockpt.schema.planview import choice_lines, set_lines
+from autockpt.schema.plan import choice_lines, set_lines
 from autockpt.terminal import VERDICTS, heading, plain_table, print_legend, remarks, simulated
 
 SHORT = 14  # a note of up to this many characters stands next to the plan's name, a longer one under the table

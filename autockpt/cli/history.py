@@ -86,7 +86,7 @@ def _print_run(run: RunDirectory, best_count: int | None, as_json: bool) -> None
 
 def _sets(run: RunDirectory) -> list[str]:
     """A line for each set of the run's answer; none where that is no plan, one for all batches, or damaged."""
-    from autockpt.schema.planview import set_lines
+    from autockpt.schema.plan import set_lines
 
     try:
         plan = run.plan()

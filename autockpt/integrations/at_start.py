@@ -17,10 +17,10 @@ from autockpt.errors import AutockptError, UsageError
 from autockpt.integrations.rows import OWN, batch_of_longest, largest_batch, lengths_here
 from autockpt.progress import describe_numbers
 from autockpt.runtime import Handle, apply
-from autockpt.schema import Trial, planview, words
+from autockpt.schema import Trial, words
 from autockpt.schema.arguments import python_door
 from autockpt.schema.batches import BatchAnswer
-from autockpt.schema.plan import Plan
+from autockpt.schema.plan import Plan, applied
 from autockpt.schema.request import Listener, SearchOutcome, SearchRequest
 from autockpt.schema.runs import plan_at
 from autockpt.tuning import answer, search_request
@@ -241,7 +241,7 @@ class PlanCallback:
         """Apply the plan; the process that is to report it does so, ``aloud``, in one line."""
         self.handle = apply(model, plan)
         if aloud:
-            say(f"applied {planview.applied(plan, self.handle.choices)}")
+            say(f"applied {applied(plan, self.handle.choices)}")
 
 
 def say(line: str) -> None:

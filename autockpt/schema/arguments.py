@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import functools
 import inspect
-import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from types import NoneType, UnionType
-from typing import Any, Literal, ParamSpec, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, ParamSpec, TypeVar, cast, get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
 from pydantic.errors import PydanticSchemaGenerationError
 
 from autockpt.errors import AutockptError, UsageError
-from autockpt.schema.base import short, unfit
+from autockpt.schema.base import first_violation, short, unfit
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -22,35 +20,23 @@ R = TypeVar("R")
 OPTIONS_IN_PYTHON = "In Python an option is an argument of the same name: --seq-len 512 is seq_len=512."
 
 
-def checked(function: Callable[P, R]) -> Callable[P, R]:
+def python_door(function: Callable[P, R]) -> Callable[P, R]:
     """A function that raises UsageError for arguments of another kind than it says, naming the first one.
 
-    Kinds that pydantic knows nothing of (a model, a step) are left to the function.
+    Kinds that pydantic knows nothing of (a model, a step) are left to the function. Its errors say how an option that
+    they name is called in Python.
     """
     signature = inspect.signature(function)
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        given = signature.bind(*args, **kwargs)
-        for name, adapter in _adapters(function).items():
-            if name in given.arguments:
-                given.arguments[name] = _fitting(function, name, given.arguments[name], adapter)
-        return function(*given.args, **given.kwargs)
-
-    return call
-
-
-def python_door(function: Callable[P, R]) -> Callable[P, R]:
-    """The same, whose errors say how an option that they name is called in Python."""
-    inner = checked(function)
-
-    @functools.wraps(function)
-    def call(*args: P.args, **kwargs: P.kwargs) -> R:
         with _errors_in_python():
-            result: Any = inner(*args, **kwargs)
-            if inspect.isgenerator(result):
-                result = _raising_in_python(result)
-            return result
+            given = signature.bind(*args, **kwargs)
+            for name, adapter in _adapters(function).items():
+                if name in given.arguments:
+                    given.arguments[name] = _fitting(name, given.arguments[name], adapter)
+            result = function(*given.args, **given.kwargs)
+            return cast(R, _raising_in_python(result)) if inspect.isgenerator(result) else result
 
     return call
 
@@ -66,29 +52,15 @@ def _adapters(function: Callable[..., Any]) -> Mapping[str, TypeAdapter[Any]]:
     return found
 
 
-def _fitting(function: Callable[..., Any], name: str, value: Any, adapter: TypeAdapter[Any]) -> Any:
+def _fitting(name: str, value: Any, adapter: TypeAdapter[Any]) -> Any:
     """The argument as it was given, or what stands for it without loss, as 3 for "3"."""
-    try:
+    with suppress(ValidationError):
         adapter.validate_python(value, strict=True)
         return value
-    except ValidationError:
-        pass
     try:
         return adapter.validate_python(value)
-    except ValidationError:
-        taken = _written(get_type_hints(function)[name])
-        raise UsageError(
-            f"{name}={short(value)} is of type {type(value).__name__}", remedy=f"What {name}= takes: {taken}."
-        ) from None
-
-
-def _written(hint: Any) -> str:
-    """A type as people write it, the values that it names one by one: ``'layers' | 'model' | None``."""
-    if get_origin(hint) is Literal:
-        return " | ".join(map(repr, get_args(hint)))
-    if get_origin(hint) in (Union, UnionType):
-        return " | ".join(map(_written, get_args(hint)))
-    return "None" if hint is NoneType else re.sub(r"\w+\.", "", inspect.formatannotation(hint))
+    except ValidationError as error:
+        raise UsageError(f"{name}={short(value)}: {first_violation(error)[1]}") from None
 
 
 @contextmanager

@@ -1,5 +1,5 @@
 """Files: none is left half written by a crash, a full disk or a second process, none of our own is opened through a
-link that somebody put in its place, nothing but a file is replaced, and no temporary folder outlives its process.
+link that somebody put in its place.
 """
 
 from __future__ import annotations
@@ -7,11 +7,8 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import shutil
 import stat
-import sys
 import tempfile
-import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,7 +16,6 @@ from autockpt.errors import AutockptError
 
 FULL = (errno.ENOSPC, getattr(errno, "EDQUOT", errno.ENOSPC))
 """What the system calls a disk or a quota that is full."""
-_LOCK = ".autockpt-lock"
 
 
 def cache_directory() -> Path:
@@ -65,53 +61,18 @@ def write_file(
 ) -> Path:
     """Write a text where a person wants it, and the folders above it. Returns where it lies.
 
-    A stream as ``/dev/stdout`` takes the text as it is. Without ``links`` the file's own place must hold no link, nor
-    anything else that is no file. Raises ``error`` where it cannot be written.
+    A link stays, and the file that it leads to is written; a pipe or ``/dev/null`` takes the text. Without ``links``
+    the file's own place must hold no link, nor anything else that is no file. Raises ``error`` where it cannot be
+    written.
     """
     with writing(path, error, remedy):
         if not links and (path.exists() or path.is_symlink()):
             os.close(open_regular(path))
-        target = replaced_by(path)
-        if target is None:
-            _write_stream(path, text)
+        if path.exists() and not path.is_file():
+            path.write_text(text, encoding="utf-8")
         else:
-            atomic_write(target, text, parents=True)
+            atomic_write(Path(os.path.realpath(path)), text, parents=True)
     return path
-
-
-def replaced_by(path: Path) -> Path | None:
-    """The file that writing to ``path`` replaces, which may not exist yet: links stay, and lead to it.
-
-    None for a stream, into which one writes: a pipe, a device as ``/dev/null``, what this process prints to. Raises
-    OSError for what is neither.
-    """
-    file = Path(os.path.realpath(path)) if path.is_symlink() else path
-    try:
-        mode = path.stat().st_mode
-    except (FileNotFoundError, NotADirectoryError):
-        return file
-    if stat.S_ISFIFO(mode) or stat.S_ISCHR(mode) or _own_stream(path) is not None:
-        return None
-    if not stat.S_ISREG(mode):
-        raise OSError(errno.EINVAL, f"it is {_kind(mode)}, not a file", str(path))
-    return file
-
-
-def _own_stream(path: Path) -> int | None:
-    """Which of this process's standard output and error a path leads to."""
-    for descriptor in (1, 2):
-        with contextlib.suppress(OSError):
-            if os.path.samestat(path.stat(), os.fstat(descriptor)):
-                return descriptor
-    return None
-
-
-def _write_stream(path: Path, text: str) -> None:
-    # what is printed to a file would be lost, were that file opened a second time and emptied
-    own = _own_stream(path)
-    sys.stdout.flush()
-    with open(path if own is None else os.dup(own), "wb") as file:
-        file.write(text.encode())
 
 
 @contextlib.contextmanager
@@ -146,17 +107,14 @@ def open_regular(path: Path, flags: int = os.O_RDONLY, *, links: bool = False) -
     """A descriptor of a regular file, made with O_CREAT among the flags. Raises OSError for anything else.
 
     A pipe or a device is refused without waiting for its other end. ``links``: the path may be a symbolic link to a
-    file, or the end of a pipe that this process was started with (``/dev/stdin``); else a link in the file's own place
-    is refused, whatever it points to. Folders above may be links.
+    file; else a link in the file's own place is refused, whatever it points to. Folders above may be links.
     """
     if not links and path.is_symlink():
         raise OSError(errno.ELOOP, "it is a symbolic link", str(path))
-    own_end = links and path.is_fifo() and not os.path.exists(os.path.realpath(path))
-    waits_not = 0 if own_end else getattr(os, "O_NONBLOCK", 0)
-    follow = 0 if links else getattr(os, "O_NOFOLLOW", 0)
-    descriptor = os.open(path, flags | waits_not | follow | getattr(os, "O_BINARY", 0), 0o644)
+    flags |= (0 if links else getattr(os, "O_NOFOLLOW", 0)) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
+    descriptor = os.open(path, flags, 0o644)
     mode = os.fstat(descriptor).st_mode
-    if stat.S_ISREG(mode) or own_end:
+    if stat.S_ISREG(mode):
         return descriptor
     os.close(descriptor)
     raise OSError(errno.EINVAL, f"it is {_kind(mode)}, not a file", str(path))
@@ -170,33 +128,6 @@ def read_regular(path: Path, most: int = -1, *, links: bool = False) -> bytes:
     """The first ``most`` bytes of a file, or all; see ``open_regular``."""
     with os.fdopen(open_regular(path, links=links), "rb") as file:
         return file.read(most)
-
-
-class ScratchFolder(tempfile.TemporaryDirectory[str]):
-    """A temporary folder of this process. What processes that were killed left of theirs is removed first."""
-
-    def __init__(self) -> None:
-        _remove_abandoned(Path(tempfile.gettempdir()))
-        super().__init__(prefix="autockpt-")
-        descriptor = os.open(os.path.join(self.name, _LOCK), os.O_RDWR | os.O_CREAT, 0o600)
-        try_lock(descriptor)  # the system releases it when this process ends, however it does
-        weakref.finalize(self, os.close, descriptor)
-
-
-def _remove_abandoned(parent: Path) -> None:
-    """Remove this user's folders that no process holds any more; anything odd is left alone."""
-    for folder in parent.glob("autockpt-*"):
-        with contextlib.suppress(OSError):
-            found = folder.lstat()
-            if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
-                continue
-            if (folder / _LOCK).exists():
-                descriptor = open_regular(folder / _LOCK, os.O_RDWR)
-                try:
-                    if try_lock(descriptor):
-                        shutil.rmtree(folder)
-                finally:
-                    os.close(descriptor)
 
 
 def try_lock(descriptor: int) -> bool:
@@ -222,13 +153,11 @@ def unwritable(path: Path) -> str:
 
     Asks without writing: the nearest folder above that exists must be one in which this user may make files.
     """
-    try:
-        target = replaced_by(Path(path))
-        if target is None:
-            return "" if os.access(path, os.W_OK) else "it is not yours to write to"
-        above = next(p for p in target.absolute().parents if p.exists())
-        if not above.is_dir():
-            return f"{above} is no directory"
-        return "" if os.access(above, os.W_OK | os.X_OK) else f"{above} is not yours to write to"
-    except OSError as error:
-        return reason(error)
+    path = Path(os.path.realpath(path))
+    if path.is_dir():
+        return "it is a directory, not a file"
+    above = path if path.exists() else next(p for p in path.parents if p.exists())
+    if not path.exists() and not above.is_dir():
+        return f"{above} is no directory"
+    wanted = os.W_OK if path.exists() else os.W_OK | os.X_OK
+    return "" if os.access(above, wanted) else f"{above} is not yours to write to"

@@ -54,7 +54,6 @@ class Op(Data):
     )
     offsets: tuple[int, ...] = Field(default=(), description="in elements, of each tensor in `inputs`; empty: all 0")
     outputs: tuple[TensorMeta, ...] = ()
-    saves: tuple[int, ...] = Field(default=(), description="ids of storages that this op saved for backward")
 
 
 class Storage(Data):

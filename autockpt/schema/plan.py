@@ -17,17 +17,19 @@ from typing import Any, Literal, TypeVar
 from pydantic import Field, PrivateAttr, ValidationError, model_validator
 
 from autockpt.errors import PlanError
-from autockpt.schema import planfile, planview
-from autockpt.schema.arguments import checked
+from autockpt.schema import planfile, words
+from autockpt.schema.arguments import python_door
 from autockpt.schema.base import Data, Facts
 from autockpt.schema.choices import SAVE, Choice, CompileBudget, choice_kinds, dump_choice, dump_choices
 from autockpt.schema.device import Environment
-from autockpt.schema.files import replaced_by, set_aside, write_file, writing
+from autockpt.schema.files import set_aside, write_file, writing
 from autockpt.schema.graph import Unit, UnitRole
+from autockpt.schema.known import ALL, NONE
 from autockpt.schema.names import Entry, align, check_nesting, expand, fold, listing, outermost, parse_pattern, views
 from autockpt.schema.planfile import SCHEMA_VERSION
 from autockpt.schema.sets import OF_A_SET, Choices, ChoiceSet, When
-from autockpt.schema.sizes import ResolvedBudget
+from autockpt.schema.sizes import ResolvedBudget, format_binary, format_bytes
+from autockpt.schema.step_note import step_note
 from autockpt.schema.trial import Measurement, Prediction
 from autockpt.schema.workload import WorkloadSpec
 from autockpt.schema.yaml import Document
@@ -107,10 +109,12 @@ class Plan(Data):
     __hash__ = None  # type: ignore[assignment]
 
     def __str__(self) -> str:
-        return planview.text(self)
-
-    def _repr_html_(self) -> str:
-        return planview.html(self)
+        """For what, what is done, peak, step time, and how to load it; a line more for each set of choices."""
+        lines = [_made_for(self), f"  {_done(self)}", f"  peak {_peak(self)}", f"  step {_step(self)}"]
+        lines += [f"  {line}" for line in set_lines(self)]
+        if self.status == "simulated" and (note := step_note(self.environment, self.workload)):
+            lines.append(f"  {note}")
+        return "\n".join([*lines, f'  autockpt.apply(model, "{self.file if self.file != "PLAN" else "plan.yaml"}")'])
 
     @model_validator(mode="after")
     def _makes_sense(self) -> Plan:
@@ -151,7 +155,7 @@ class Plan(Data):
         return cls(hash=plan_hash(choices), model=structure, choices=fold(choices), **rest)
 
     @classmethod
-    @checked
+    @python_door
     def load(cls, path: str | Path) -> Plan:
         """Read and validate a plan file. Raises PlanError naming file, line and remedy."""
         document = planfile.read_document(Path(path))
@@ -163,26 +167,24 @@ class Plan(Data):
                 each.expand_planned()  # so that patterns which clash or match nothing are refused here, with their line
         return plan
 
-    @checked
+    @python_door
     def save(self, path: str | Path, *, existing: Literal["refuse", "set_aside", "replace"] = "refuse") -> Path | None:
         """Write the plan, whole or not at all. The same plan again is no conflict.
 
         Where another file stands there: ``refuse`` raises PlanError, ``set_aside`` renames it to ``name.1`` and returns
-        that path, ``replace`` overwrites it. A link stays, and that is about the file it leads to; a stream as
-        ``/dev/stdout`` takes the text. Raises PlanError where the path cannot be written.
+        that path, ``replace`` overwrites it. A link stays, and that is about the file it leads to. Raises PlanError
+        where the path cannot be written.
         """
         path = Path(path)
         if path.is_dir():
             raise PlanError(f"{path} is a directory", remedy="Give a file, as plan.yaml in it.")
-        with writing(path, PlanError):
-            file = replaced_by(path)
-        there = file is not None and file.exists() and existing != "replace" and not self._is_in(file)
+        there = path.is_file() and existing != "replace" and not self._is_in(path)
         if there and existing == "refuse":
             raise PlanError(f"{path} exists and is another plan", remedy="Give another path, or move that file away.")
         text, aside = self.text(path.name), None
-        if there and file is not None:
+        if there:
             with writing(path, PlanError):
-                aside = set_aside(file)
+                aside = set_aside(path.resolve())
         write_file(path, text, PlanError)
         return aside
 
@@ -390,3 +392,83 @@ def _difference(planned: Mapping[str, str], present: Mapping[str, str]) -> str:
         return f"the plan knows no {listing(new, 3)}"
     other = next((name for name, cls in planned.items() if present[name] != cls), None)
     return "" if other is None else f"{other} is a {present[other]}, planned as a {planned[other]}"
+
+
+# --- a plan in words
+
+
+def applied(plan: Plan, choices: Mapping[str, Choice]) -> str:
+    """One line for a training's log: which plan, how many units do what, its peak, its step against the usual plans.
+
+    ``choices`` are those attached, by unit.
+    """
+    sets = f", and {words.counted(len(plan.smaller_batches), 'set')} of choices for smaller batches"
+    done = f"{words.tally(choices)}{sets if plan.smaller_batches else ''}"
+    named = f"plan {plan.hash}, {plan.status}" if plan.hash else "plan by hand"
+    return f"{named}: {done}; peak {_peak(plan)}; step {_step(plan)}"
+
+
+def set_lines(plan: Plan) -> list[str]:
+    """A line for each set of choices of a plan that has several, the smallest batches first."""
+    if not plan.smaller_batches:
+        return []
+    lines = []
+    for each in plan.sets:
+        bound = f"up to {each.when}" if each.when is not None else "all larger"
+        bound += ", and larger" if each.when is not None and each.when == plan.when else ""
+        share = f", {words.share(each.share)} of batches" if each.share is not None else ""
+        lines.append(f"{bound}{share}: {_done(each)}; peak {_peak(each)}; step {_step(each)}")
+    return lines
+
+
+def choice_lines(choices: Mapping[str, Choice]) -> list[str]:
+    """A line for each choice, with the patterns that it is made for: ``model.layers.0-3, 7: offload``."""
+    by_choice: dict[Choice, str] = {}
+    before: dict[Choice, str] = {}
+    for pattern, choice in choices.items():
+        outer, _, last = pattern.rpartition(".")
+        if choice in by_choice:  # without what it has in common with the one before it: all but the last component
+            by_choice[choice] += f", {last if outer == before[choice] else pattern}"
+        else:
+            by_choice[choice] = pattern
+        before[choice] = outer
+    return [f"{patterns}: {choice}" for choice, patterns in by_choice.items()]
+
+
+def _made_for(plan: Plan) -> str:
+    where = plan.environment.device.name if plan.environment is not None else ""
+    budget = f", budget {plan.budget.words} = {format_bytes(plan.budget.bytes)}" if plan.budget is not None else ""
+    on = {"measured": f" on {where}", "simulated": f" for {where}"}.get(plan.status, "") if where else ""
+    return f"Plan {plan.hash or 'by hand'} for {plan.model.name or 'any model'}: {plan.status}{on}{budget}"
+
+
+def _done(plan: Plan) -> str:
+    try:
+        choices = plan.expand_planned()
+    except PlanError:
+        choices = dict(plan.choices)
+    return f"{words.strip(choices)}   {words.tally(choices)}" if choices else "nothing: every unit saves"
+
+
+def _peak(plan: Plan) -> str:
+    reading = (plan.measured or plan.predicted) if plan.status != "unmeasured" else None
+    if reading is None:
+        return f"unknown: {plan.status_reason}"
+    how, peak = "measured" if plan.measured is not None else "simulated, not measured", reading.peak_bytes
+    left = "" if plan.budget is None else f", {format_binary(plan.budget.bytes - peak)} of the budget free"
+    return f"{format_binary(peak)} {how}{left}"
+
+
+def _step(plan: Plan) -> str:
+    """The step time, compared with saving and recomputing everything as far as both were measured, or predicted."""
+    score, of = (plan.measured, "measured") if plan.measured is not None else (plan.predicted, "predicted")
+    if plan.status == "unmeasured" or score is None or not score.step_seconds:
+        return "time unknown"
+    rows, said = {row.name: row for row in plan.baselines if row.plan_hash != plan.hash}, [words.step_of(score)]
+    for name, than in ((NONE, "saving everything"), (ALL, "recomputing everything")):
+        reading = getattr(rows[name], of) if name in rows else None
+        if reading is not None and reading.step_seconds:
+            said.append(words.compared(score, reading, than))
+        elif name in rows and rows[name].verdict == "out_of_memory":
+            said.append(f"{than} runs out of memory")
+    return ", ".join(said)

@@ -1,14 +1,12 @@
-"""Safe YAML that keeps line numbers, so that an error can say ``plan.yaml:14: …``.
+"""Safe YAML with line numbers, by the marks of PyYAML's nodes, so that an error can say ``plan.yaml:14: …``.
 
-The core types only (null, true/false, numbers, strings): no tags, no anchors, no merge keys, no ``yes``/``no``/``on``
-read as booleans, no dates. Keys are strings as written, and a key that stands twice is an error.
+No tags, no anchors, no merge keys, no dates; keys are strings as written, and a key that stands twice is an error.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -16,63 +14,44 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from autockpt.errors import UsageError, plainly
+from autockpt.schema.base import short
 from autockpt.schema.files import read_regular, reason
 from autockpt.schema.suggest import closest
 
 MAX_BYTES = 1_000_000
-MAX_DEPTH = 30
 M = TypeVar("M", bound=BaseModel)
-Loc = tuple[str | int, ...]
+_KINDS = ("null", "bool", "int", "float")  # what plain scalars are besides text
 
 
 class _Loader(yaml.SafeLoader):
-    """PyYAML's safe loader without anchors, tags and deep nesting: what it refuses never gets built."""
-
-    yaml_implicit_resolvers: dict = {}  # noqa: RUF012 - the class attribute that PyYAML reads
-    depth = 0
-
-    def compose_node(self, parent: Any, index: Any) -> Any:
-        event: Any = self.peek_event()
-        if isinstance(event, yaml.AliasEvent) or event.anchor:
-            raise _refused("anchors and aliases are not allowed", event)
-        if event.tag:
-            raise _refused(f"the tag {event.tag!r} is not allowed", event)
-        if self.depth == MAX_DEPTH:
-            raise _refused("nested too deeply", event)
-        self.depth += 1
-        node = super().compose_node(parent, index)
-        self.depth -= 1
-        return node
-
-
-def _refused(problem: str, where: Any) -> yaml.MarkedYAMLError:
-    return yaml.MarkedYAMLError(problem=problem, problem_mark=where.start_mark)
-
-
-for _tag, _regex, _first in (
-    ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
-    ("bool", r"true|True|TRUE|false|False|FALSE", list("tTfF")),
-    ("int", r"[-+]?(?:0|[1-9][0-9]{0,40})", list("-+0123456789")),
-    ("float", r"[-+]?[0-9]+\.[0-9]*(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|Inf)|\.(?:nan|NaN)", list("-+.0123456789")),
-):
-    _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(rf"^(?:{_regex})$"), _first)
+    yaml_implicit_resolvers = {  # noqa: RUF012 - the class attribute that PyYAML reads
+        first: [(tag, regex) for tag, regex in known if tag.rpartition(":")[2] in _KINDS]
+        for first, known in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
 
 
 @dataclass
 class Document:
-    """A parsed file: its path as given, plain data, the lines of all its parts, and the error class for complaints."""
+    """A parsed file: its path as given, plain data, the node that they were made of, and the error for complaints."""
 
     name: str
     data: Any = None
-    lines: dict[Loc, int] = field(default_factory=dict)
+    node: yaml.Node | None = None
     error: type[UsageError] = UsageError
 
     def where(self, *loc: str | int) -> str:
         """``plan.yaml:14``: the line of the innermost known part of ``loc``."""
-        for length in range(len(loc), -1, -1):
-            if (line := self.lines.get(loc[:length])) is not None:
-                return f"{self.name}:{line}"
-        return self.name
+        node, line = self.node, 0
+        for part in loc:
+            if isinstance(node, yaml.MappingNode):
+                at, node = next(((key, value) for key, value in node.value if key.value == part), (None, None))
+            else:
+                inside = isinstance(node, yaml.SequenceNode) and isinstance(part, int) and part < len(node.value)
+                at = node = node.value[part] if inside else None  # type: ignore[union-attr]
+            if at is None:
+                break
+            line = at.start_mark.line
+        return f"{self.name}:{line + 1}"
 
     def complain(self, loc: Sequence[str | int], message: str, remedy: str = "") -> UsageError:
         """The error to raise about one part of the file."""
@@ -88,11 +67,10 @@ class Document:
     def _explain(self, error: ValidationError, model: type[BaseModel]) -> UsageError:
         errors = error.errors()
         first = next((each for each in errors if each["type"] == "extra_forbidden"), errors[0])
-        loc: Loc = tuple(first["loc"])
-        key = ".".join(str(part) for part in loc)
+        loc = tuple(first["loc"])
+        key = ".".join(map(str, loc))
         if first["type"] == "extra_forbidden":
-            lacking = [str(e["loc"][-1]) for e in errors if e["type"] == "missing" and e["loc"][:-1] == loc[:-1]]
-            near = closest(str(loc[-1]), model.model_fields if len(loc) == 1 else lacking)
+            near = closest(str(loc[-1]), model.model_fields) if len(loc) == 1 else None
             hint = f"Did you mean {near!r}?" if near else "Remove it, or correct its spelling."
             return self.complain(loc, f"unknown key {loc[-1]!r}", hint)
         if first["type"] == "missing":
@@ -100,29 +78,32 @@ class Document:
         said = plainly(first["msg"].removeprefix("Value error, "))
         if not loc:  # of the whole document; its message begins with the part that it is about, if there is one
             return self.complain(tuple(said.split()[:1]), said, f"Correct it in {self.name}.")
-        return self.complain(loc, f"{key}: {said[:1].lower()}{said[1:]}", f"It reads {_short(first['input'])} now.")
+        return self.complain(loc, f"{key}: {said[:1].lower()}{said[1:]}", f"It reads {short(first['input'])} now.")
 
 
 def parse(text: str, name: str, error: type[UsageError] = UsageError) -> Document:
     """Parse one YAML document. ``name`` is what messages call the file.
 
-    Raises ``error`` for bad syntax, duplicate keys, anchors, aliases, tags, several documents, or too much of anything.
+    Raises ``error`` for bad syntax, duplicate keys, anchors, tags, several documents, or too much of anything.
     """
-    document = Document(name=name, lines={(): 1}, error=error)
     if len(text) > MAX_BYTES:
         raise error(f"{name} is larger than {MAX_BYTES // 1000} KB", remedy="This is not a file that autockpt wrote.")
     try:
         loader = _Loader(text)
-        try:
-            if (node := loader.get_single_node()) is not None:
-                document.data = _build(loader, node, (), document)
-        finally:
-            loader.dispose()
+        node = loader.get_single_node()
+        if node is not None:
+            _check(node, set())
+        return Document(name, None if node is None else loader.construct_document(node), node, error)
     except yaml.MarkedYAMLError as bad:
-        raise _syntax_error(bad, text, document) from None
-    except yaml.YAMLError as bad:
-        raise error(f"{name} is not YAML text: {bad}", remedy="Save the file as UTF-8 text.") from None
-    return document
+        line = bad.problem_mark.line if bad.problem_mark is not None else 0
+        content = next(iter(text.splitlines()[line : line + 1]), "").strip()
+        quote = ' A name that begins with * must stand in quotes: "**.mlp": recompute.' if content[:1] == "*" else ""
+        raise error(
+            f"{name}:{line + 1}: {bad.problem or 'not valid YAML'}", remedy=f"The line reads {short(content)}.{quote}"
+        ) from None
+    except (yaml.YAMLError, RecursionError) as bad:
+        why = "nested too deeply" if isinstance(bad, RecursionError) else f"not YAML text: {bad}"
+        raise error(f"{name} is {why}", remedy="Save the file as UTF-8 text that autockpt can read.") from None
 
 
 def read(path: str | Path, error: type[UsageError] = UsageError) -> Document:
@@ -138,37 +119,21 @@ def read(path: str | Path, error: type[UsageError] = UsageError) -> Document:
         raise error(f"{path} is not UTF-8 text", remedy="This is not a file that autockpt wrote.") from None
 
 
-def _build(loader: yaml.SafeLoader, node: yaml.Node, loc: Loc, document: Document) -> Any:
-    document.lines.setdefault(loc, node.start_mark.line + 1)
+def _check(node: yaml.Node, seen: set[int]) -> None:
+    """Refuse what stands in two places or has a tag of its own, and make keys text as they are written."""
+    if id(node) in seen:
+        raise yaml.MarkedYAMLError(problem="anchors and aliases are not allowed", problem_mark=node.start_mark)
+    seen.add(id(node))
+    if node.tag.rpartition(":")[2] not in (*_KINDS, "str", "seq", "map"):
+        raise yaml.MarkedYAMLError(problem=f"the tag {node.tag!r} is not allowed", problem_mark=node.start_mark)
     if isinstance(node, yaml.SequenceNode):
-        return [_build(loader, child, (*loc, i), document) for i, child in enumerate(node.value)]
-    if not isinstance(node, yaml.MappingNode):
-        return loader.construct_object(node)
-    result: dict[str, Any] = {}
-    for key_node, value_node in node.value:
-        if not isinstance(key_node, yaml.ScalarNode):
-            raise _refused("a key must be a plain name", key_node)
-        key = key_node.value
-        if key in result:
-            raise _refused(f"{key!r} stands twice, first on line {document.lines[(*loc, key)]}", key_node)
-        document.lines[(*loc, key)] = key_node.start_mark.line + 1
-        result[key] = _build(loader, value_node, (*loc, key), document)
-    return result
-
-
-def _syntax_error(bad: yaml.MarkedYAMLError, text: str, document: Document) -> UsageError:
-    """PyYAML's own words, at the line where what is wrong begins: of a bracket or quote the one that opens it."""
-    context = bad.context or ""
-    mark = bad.context_mark if "flow" in context or "quoted" in context else bad.problem_mark
-    line = mark.line if mark is not None else 0
-    content = next(iter(text.splitlines()[line : line + 1]), "").strip()
-    aliased = content.startswith("*") or "anchors" in (bad.problem or "")
-    quote = ' A name that begins with * must stand in quotes: "**.mlp": recompute.' if aliased else ""
-    remedy = f"The line reads: {_short(content)}.{quote}" if content else "The file ends there."
-    problem = f"{context}: {bad.problem}" if mark is bad.context_mark else bad.problem
-    return document.error(f"{document.name}:{line + 1}: {problem or 'not valid YAML'}", remedy=remedy)
-
-
-def _short(value: object) -> str:
-    text = value if isinstance(value, str) else repr(value)
-    return text if len(text) <= 60 else text[:57] + "…"
+        for child in node.value:
+            _check(child, seen)
+    keys: dict[str, int] = {}
+    for key, value in node.value if isinstance(node, yaml.MappingNode) else ():
+        if not isinstance(key, yaml.ScalarNode) or key.value in keys:
+            first = f", first on line {keys[key.value]}" if isinstance(key, yaml.ScalarNode) else ""
+            problem = f"{key.value!r} stands twice{first}" if first else "a key must be a plain name"
+            raise yaml.MarkedYAMLError(problem=problem, problem_mark=key.start_mark)
+        keys[key.value], key.tag = key.start_mark.line + 1, "tag:yaml.org,2002:str"
+        _check(value, seen)

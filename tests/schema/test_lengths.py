@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from pathlib import Path
 
 import pytest
@@ -36,7 +35,7 @@ def test_other_files_are_refused_with_their_line(tmp_path: Path, wrong: str) -> 
     with pytest.raises(UsageError) as caught:
         parse_lengths(str(file))
     assert str(file) in caught.value.message and caught.value.remedy
-    with pytest.raises(UsageError, match="cannot be read"):
+    with pytest.raises(UsageError):
         parse_lengths(str(tmp_path / "none"))
 
 
@@ -53,28 +52,6 @@ def test_shares_of_batches_add_up_and_no_batch_is_taken_for_shorter(
         assert (
             sum(s for n, s in exact.items() if n <= length) >= sum(s for n, s in rounded.items() if n <= length) - 1e-9
         )
-
-
-def test_padding_makes_batches_as_long_as_their_longest_row() -> None:
-    drawn = random.Random(0)
-    rows = [min(4000, int(drawn.lognormvariate(5, 1)) + 1) for _ in range(3000)]
-    shares = Lengths.of_all(rows).batches(8, 1 << 30)
-    real = [max(drawn.choices(rows, k=8)) for _ in range(20_000)]
-    for length in (200, 500, 1000):
-        assert sum(s for n, s in shares.items() if n <= length) == pytest.approx(
-            sum(n <= length for n in real) / len(real), abs=0.02
-        )
-    assert Lengths.of_all(rows, "batches").batches(8, 1 << 30) == Lengths.of_all(rows).batches(1, 1 << 30)
-
-
-def test_rounding_up_adds_few_tokens() -> None:
-    lengths = Lengths(counts=dict.fromkeys(range(1, 1001), 1))
-    exact, rounded = (sum(n * share for n, share in lengths.batches(1, levels).items()) for levels in (1000, 48))
-    assert exact == pytest.approx(500.5) and exact < rounded < 1.05 * exact
-
-
-def test_empty_sequences_take_a_token() -> None:
-    assert Lengths.of_all([0, 3]).counts == {1: 1, 3: 1}
 
 
 def test_longer_sequences_are_cut_off() -> None:

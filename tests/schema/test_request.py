@@ -11,7 +11,6 @@ from autockpt.schema import (
     ResolvedBudget,
     SearchOutcome,
     SearchRequest,
-    Silence,
     WorkloadSpec,
     parse_budget,
 )
@@ -69,27 +68,3 @@ def test_what_changes_the_answer_is() -> None:
     digests.append(digest(request(), ENVIRONMENT.model_copy(update={"versions": versions})))
     digests.append(digest(request(), model_fingerprint="abc"))
     assert len({digest(request()), *digests}) == 1 + len(digests)
-
-
-def test_memory_that_is_not_asked_for_does_not_matter() -> None:
-    device = ENVIRONMENT.device.model_copy(update={"capacity_bytes": 2**33, "overhead_bytes": 7})
-    smaller = ENVIRONMENT.model_copy(update={"device": device})
-    assert digest(request()) == digest(request(), smaller)
-    auto = request(budget=parse_budget("auto"))
-    assert digest(auto) != digest(auto, smaller)
-
-
-def test_silence_listens_to_everything() -> None:
-    listener = Silence()
-    listener.stage("trace", 3)
-    listener.advance()
-    listener.note("x")
-
-
-def test_a_host_budget_is_another_question() -> None:
-    device = DeviceInfo(kind="cpu", name="here", capacity_bytes=1)
-    environment = Environment(device=device, versions={})
-    asked = {"budget": parse_budget("60%"), "workload": WorkloadSpec(model="llama-tiny"), "space": load_space("knobs")}
-    plain, bound = SearchRequest(**asked), SearchRequest(**asked, host_budget=10)
-    assert "host_budget" not in plain.question(environment)  # runs of earlier versions are found again
-    assert bound.question(environment)["host_budget"] == 10

@@ -101,13 +101,11 @@ def test_dense_rates_as_published() -> None:
     assert load_hardware("m4-max").unified_memory
 
 
-def test_names_are_forgiving_and_unknown_ones_list_the_nearest_first() -> None:
+def test_names_are_forgiving_and_of_an_unknown_one_the_nearest_is_offered() -> None:
     assert load_hardware("RTX 4090").name == "rtx4090"
     with pytest.raises(UsageError) as caught:
         load_hardware("rtx4900")
-    said = str(caught.value)
-    assert "Did you mean rtx4090?" in said
-    assert said.index("rtx4090, ") < said.index("mi300x")
+    assert "Did you mean rtx4090?" in str(caught.value)
 
 
 def test_a_file_of_ones_own(tmp_path: Path) -> None:

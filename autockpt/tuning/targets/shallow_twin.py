@@ -10,13 +10,13 @@ from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from autockpt.cost import CostModel, MemoryModel, Predictor, Traces
 from autockpt.cost.menus import representatives
 from autockpt.cost.profile import segments_of
 from autockpt.errors import AutockptError
 from autockpt.schema import RECOMPUTE, Choice, Graph, Hardware, Listener, Silence, Unit, WorkloadSpec, plan_hash
-from autockpt.schema.files import ScratchFolder
 from autockpt.tracing import Tracer, tracer_for
 from autockpt.workload.shallow import shallow_twin
 
@@ -35,7 +35,7 @@ def open_twin(stack: ExitStack, spec: WorkloadSpec, tracer: Tracer, hardware: Ha
     blocks = [unit for unit in tracer.units if unit.role == "block"]
     if len(blocks) < DEEP:
         return None
-    folder = Path(stack.enter_context(ScratchFolder()))
+    folder = Path(stack.enter_context(TemporaryDirectory(prefix="autockpt-")))
     twin = shallow_twin(spec, tracer.settings, TWIN_BLOCKS, folder)
     if twin is None:
         return None
