@@ -10,7 +10,7 @@ from typing import Any
 from pydantic import Field
 
 from autockpt.analysis.holdings import StepBytes, peak_op
-from autockpt.analysis.oom_log import DeviceFailure, HostKind, LogReading, Stage
+from autockpt.analysis.oom_log import DeviceFailure, LogReading, Stage
 from autockpt.cost import simulated_memory
 from autockpt.errors import InfeasibleError, TracingError, UsageError, WorkloadError
 from autockpt.schema import (
@@ -48,26 +48,11 @@ _STAGE_ADVICE: dict[Stage, str] = {
     "loading": "It failed before any step: weights in a smaller type (bf16), sharding, or LoRA on quantised weights "
     "help there, plans for activations do not.",
 }
-_HOST: dict[HostKind, tuple[str, str]] = {
-    "killed": (
-        "The operating system killed the process because the host ran out of memory",
-        "Load the weights straight to the device (device_map), bound what a plan offloads by --host-budget, and raise "
-        "the memory limit of the container or batch job.",
-    ),
-    "worker": (
-        "A DataLoader worker was killed because the host ran out of memory",
-        "Use fewer workers (num_workers=2) with prefetch_factor=1 and pin_memory=False.",
-    ),
-    "allocator": (
-        "The host's memory could not hold a tensor on the CPU",
-        "Make it on the device, or in smaller parts. For a step that runs on the CPU, `autockpt search --device cpu "
-        "--budget SIZE` finds a plan.",
-    ),
-    "shared_memory": (
-        "The host's shared memory (/dev/shm), by which DataLoader workers hand over batches, ran out",
-        "Give the container more (docker run --shm-size=16g, or --ipc=host), or use num_workers=0.",
-    ),
-}
+_OF_THE_HOST = (
+    "Free some of the host's: fewer DataLoader workers (num_workers=2, prefetch_factor=1, pin_memory=False) and more "
+    "shared memory for them (docker run --shm-size=16g), weights loaded straight to the device (device_map), "
+    "--host-budget for what a plan offloads, a higher limit of the container or batch job."
+)
 _EXPANDABLE = {
     "cuda": "PYTORCH_ALLOC_CONF=expandable_segments:True (before torch 2.9 PYTORCH_CUDA_ALLOC_CONF)",
     "hip": "PYTORCH_HIP_ALLOC_CONF=expandable_segments:True, where the build supports it",
@@ -157,8 +142,8 @@ def diagnose(question: DiagnoseRequest, listener: Listener | None = None) -> Dia
 
 def verdict_of(log: LogReading) -> str:
     """What happened, in a sentence."""
-    if log.host is not None:
-        return f"{_HOST[log.host][0]}; no device did."
+    if log.host:
+        return "The host ran out of memory; no device did."
     failure = log.failure
     if failure is None:
         return ""
@@ -176,8 +161,8 @@ def verdict_of(log: LogReading) -> str:
 
 def advice_of(log: LogReading) -> Iterator[str]:
     """What helps, by the log alone."""
-    if log.host is not None:
-        yield f"A plan for the device does not change that. {_HOST[log.host][1]}"
+    if log.host:
+        yield f"A plan for the device does not change that. {_OF_THE_HOST}"
     failure = log.failure
     if failure is None:
         return

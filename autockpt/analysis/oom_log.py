@@ -19,7 +19,6 @@ from autockpt.schema.base import Data
 from autockpt.schema.files import reason
 
 Stage = Literal["loading", "batch", "forward", "loss", "backward", "recompute", "optimizer", "evaluation", "unknown"]
-HostKind = Literal["killed", "worker", "allocator", "shared_memory"]
 
 
 class DeviceFailure(Data):
@@ -53,7 +52,7 @@ class LogReading(Data):
 
     path: str = ""
     failure: DeviceFailure | None = None
-    host: HostKind | None = Field(default=None, description="the host's memory ran out, not the device's")
+    host: bool = Field(default=False, description="the host's memory ran out, not the device's")
     ranks: tuple[int, ...] = Field(default=(), description="ranks that ran out of memory")
     world: int | None = Field(default=None, description="ranks of the run")
 
@@ -120,27 +119,15 @@ _STAGES: tuple[tuple[Stage, re.Pattern[str]], ...] = (
     ("batch", re.compile(r" (?:_prepare_inputs?|send_to_device|pin_memory|_pin_memory_loop)\b")),
 )
 
-# most telling first
-_HOST: tuple[tuple[HostKind, re.Pattern[str]], ...] = (
-    ("shared_memory", re.compile(r"killed by signal: Bus error|insufficient shared memory|out of shared memory", re.I)),
-    ("worker", re.compile(r"DataLoader worker \(pid\(?s?\)? [\d, ]+\)? (?:is killed by signal: Killed|exited unexp)")),
-    (
-        "allocator",
-        re.compile(
-            r"DefaultCPUAllocator: (?:can't allocate memory|not enough memory)|\bMemoryError\b(?!\s*as)"
-            r"|Unable to allocate [\d.]+ [KMGT]iB|[Cc]annot allocate memory|std::bad_alloc"
-        ),
-    ),
-    (
-        "killed",
-        re.compile(
-            r"exit ?code *: -9\b|exit code:? *137|OOM ?Killed|OOM killer|node running low on memory|\bSIGKILL\b"
-            r"|oom[-_]kill|Out of memory: Killed process|^\s*(?:\S+: line \d+: *\d+ )?Killed\b",
-            re.I | re.M,
-        ),
-    ),
+_HOST = re.compile(
+    r"killed by signal: (?:Bus error|Killed)|(?:insufficient|out of) shared memory"
+    r"|DataLoader worker \(pid\(?s?\)? [\d, ]+\)? exited unexp"
+    r"|DefaultCPUAllocator: (?:can't allocate memory|not enough memory)|\bMemoryError\b(?!\s*as)"
+    r"|Unable to allocate [\d.]+ [KMGT]iB|cannot allocate memory|std::bad_alloc|exit ?code *: -9\b|exit code:? *137"
+    r"|OOM ?Killed|OOM killer|oom[-_]kill|node running low on memory|\bSIGKILL\b|Out of memory: Killed process"
+    r"|^\s*(?:\S+: line \d+: *\d+ )?Killed\b",
+    re.IGNORECASE | re.MULTILINE,
 )
-
 _WORLD = re.compile(
     r"\bworld[_ ]size[ \"']{0,3}[:=] {0,3}([0-9]{1,6})\b|--(?:nproc[_-]per[_-]node|num_processes)[= ]([0-9]{1,6})\b"
     r"|\brank:? [0-9]{1,6} ?(?:/|of) ?([0-9]{1,6})\b",
@@ -164,7 +151,7 @@ def read_log(path: Path) -> LogReading:
     # PowerShell's redirection writes UTF-16
     text = data.decode("utf-16" if head.startswith((b"\xff\xfe", b"\xfe\xff")) else "utf-8", errors="replace")
     reading = read_text(text).model_copy(update={"path": str(path)})
-    if reading.failure is None and reading.host is None:
+    if reading.failure is None and not reading.host:
         errors = _LAST_ERROR.findall(text[-_STACK:])
         raise UsageError(
             f"{path} has no message of PyTorch's that memory ran out{f'; it ends with {errors[-1]}' if errors else ''}",
@@ -187,9 +174,9 @@ def read_text(text: str) -> LogReading:
         failure = max(same, key=lambda f: (f.rank is not None, f.stage != "unknown"))
     # a run may outlive its device's failure and be ended by the host's
     after = text[text.rfind(failure.text[:80]) :] if failure is not None else text
-    host = _host(after if failure is None else after[_STACK:])
+    host = _HOST.search(after if failure is None else after[_STACK:]) is not None
     return LogReading(
-        failure=None if host is not None else failure,
+        failure=None if host else failure,
         host=host,
         ranks=tuple(sorted({f.rank for f in failures if f.rank is not None})),
         world=_last(_WORLD, text),
@@ -251,11 +238,6 @@ def parse_message(text: str) -> DeviceFailure:
         device=_number(_DEVICE.search(text)),
         text=text[:800].strip(),
     )
-
-
-def _host(text: str) -> HostKind | None:
-    """The most telling sign that the host's memory ran out; None where there is none."""
-    return next((kind for kind, pattern in _HOST if pattern.search(text)), None)
 
 
 def _first(patterns: Sequence[re.Pattern[str]], text: str) -> int | None:
