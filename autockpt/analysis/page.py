@@ -21,15 +21,16 @@ from autockpt.analysis.explain import explain_run
 from autockpt.analysis.holdings import StepBytes, curve
 from autockpt.analysis.sentences import choice_words, place_words, reason_words, speed_words
 from autockpt.errors import RunDirectoryError
-from autockpt.schema import SAVE, Comparison, Plan, ResolvedBudget, SearchOutcome, Trial, format_binary, words
+from autockpt.schema.runs import RunDirectory
+from autockpt.schema import SAVE, Comparison, Plan, SearchOutcome, Trial, format_binary, words
 from autockpt.schema.choices import legend
 from autockpt.schema.explanation import Curve, Explanation
 from autockpt.schema.files import write_file
-from autockpt.schema.known import ALL, NONE, OURS, legend_of_names
+from autockpt.schema.known import OURS, legend_of_names
 from autockpt.schema.names import outermost
 from autockpt.schema.outlook import Outlook
-from autockpt.schema.planview import choice_lines, set_lines
-from autockpt.schema.runs import RunDirectory
+from autockpt.schema.plan import choice_lines, promised, set_lines
+from autockpt.schema.remedy import INEXACT, batch
 from autockpt.schema.step_note import step_note
 
 PAGE = "report.html"
@@ -88,7 +89,7 @@ def contents_of(run: RunDirectory) -> dict[str, Any]:
         "device": device + (" (simulated)" if source == "simulated" else ""),
         "source": source,
         "state": state,
-        "sentence": sentence(rows, budget, source, state, refused),
+        "sentence": sentence(plan, state, refused),
         "budget": budget,
         "rows": answer_rows(rows, budget.bytes) if budget is not None else [],
         "names": legend_of_names([r.name for r in rows] + [t.name for t in trials]),
@@ -118,35 +119,12 @@ def contents_of(run: RunDirectory) -> dict[str, Any]:
     }
 
 
-def sentence(
-    rows: Sequence[Comparison], budget: ResolvedBudget | None, source: str, state: str, refused: str = ""
-) -> str:
-    """``Fits 24GB with 0.6 GiB to spare, 9 % faster than recomputing everything`` with what is sure of it."""
-    if state == "infeasible":
-        said = refused.partition("\n")[0]
-        return f"{said[:1].upper()}{said[1:]}."
-    known = {row.name: row.measured or row.predicted for row in rows}
-    score = known.get(OURS)
-    if score is None or budget is None:
+def sentence(plan: Plan | None, state: str, refused: str = "") -> str:
+    """The plan's peak and its step, with what is sure of them; or why there is none."""
+    if state != "infeasible" and plan is None:
         return _STATES.get(state, "No plan was found.")
-    spare = budget.bytes - score.peak_bytes
-    asked = (
-        f"{format_binary(budget.whole)} ({budget.asked})"
-        if budget.asked.endswith(("%", "act", "auto"))
-        else budget.asked
-    )
-    asked = f"{asked} less {budget.headroom}" if budget.headroom else asked
-    said = [
-        f"Fits {asked} with {format_binary(spare)} to spare" if spare >= 0 else f"Needs {format_binary(-spare)} more"
-    ]
-    if (other := known.get(ALL)) is not None:
-        said.append(words.compared(score, other, "recomputing everything"))
-    if (other := known.get(NONE)) is not None:
-        fit = "" if other.peak_bytes <= budget.bytes else ", which does not fit"
-        said.append(words.compared(score, other, "saving everything") + fit)
-    word = "measured by real steps" if source == "measured" else "simulated, nothing was measured"
-    text = "; ".join([", ".join(said[:2]), *said[2:]])
-    return f"{text} ({word})." + (f" {_STATES[state]}" if state in ("running", "stopped") else "")
+    said = promised(plan) if plan is not None and state != "infeasible" else refused.partition("\n")[0]
+    return f"{said[:1].upper()}{said[1:]}." + (f" {_STATES[state]}" if state in ("running", "stopped") else "")
 
 
 def _changes(run: RunDirectory) -> Iterator[tuple[str, str, str, str]]:

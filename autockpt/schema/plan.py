@@ -405,7 +405,12 @@ def applied(plan: Plan, choices: Mapping[str, Choice]) -> str:
     sets = f", and {words.counted(len(plan.smaller_batches), 'set')} of choices for smaller batches"
     done = f"{words.tally(choices)}{sets if plan.smaller_batches else ''}"
     named = f"plan {plan.hash}, {plan.status}" if plan.hash else "plan by hand"
-    return f"{named}: {done}; peak {_peak(plan)}; step {_step(plan)}"
+    return f"{named}: {done}; {promised(plan)}"
+
+
+def promised(plan: Plan) -> str:
+    """The peak of a plan, and its step against the usual plans, as far as they are known."""
+    return f"peak {_peak(plan)}; step {_step(plan)}"
 
 
 def set_lines(plan: Plan) -> list[str]:
@@ -417,7 +422,7 @@ def set_lines(plan: Plan) -> list[str]:
         bound = f"up to {each.when}" if each.when is not None else "all larger"
         bound += ", and larger" if each.when is not None and each.when == plan.when else ""
         share = f", {words.share(each.share)} of batches" if each.share is not None else ""
-        lines.append(f"{bound}{share}: {_done(each)}; peak {_peak(each)}; step {_step(each)}")
+        lines.append(f"{bound}{share}: {_done(each)}; {promised(each)}")
     return lines
 
 
