@@ -23,6 +23,7 @@ LAYERS = (
     ("solvers", "devices", "shipped"),
     ("checkpointing", "terminal", "progress"),
     ("policies", "workload"),
+    ("verification",),
     ("runtime",),
     ("tracing", "measuring"),
     ("cost",),

@@ -17,7 +17,7 @@ from autockpt.measuring.statistics import Interval, ratio_interval
 from autockpt.measuring.statistics import judge as judge_interval
 from autockpt.policies import POLICIES
 from autockpt.policies.selective import kept_by
-from autockpt.runtime import Observation, Proof, UnitRuns, judge, observe_reference
+from autockpt.runtime import Proof
 from autockpt.schema import words
 from autockpt.schema.choices import RECOMPUTE, Choice, dump_choices
 from autockpt.schema.graph import Unit
@@ -29,6 +29,7 @@ from autockpt.schema.sizes import format_bytes
 from autockpt.schema.trial import Measurement
 from autockpt.schema.verification import Check, CheckState, VerifyReport
 from autockpt.schema.workload import WorkloadSpec
+from autockpt.verification import Observation, UnitRuns, judge, observe_reference
 from autockpt.workload import Step
 
 WORKER = "autockpt.analysis.verify_worker"

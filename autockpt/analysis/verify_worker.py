@@ -9,10 +9,11 @@ from typing import Any
 from autockpt.devices import OffloadTransports
 from autockpt.measuring import StepRunner
 from autockpt.measuring.snapshot import Snapshot
-from autockpt.runtime import (
+from autockpt.runtime import attach
+from autockpt.schema.choices import parse_choices
+from autockpt.verification import (
     Observation,
     RunCounter,
-    attach,
     coarsest,
     coarsest_type,
     deterministically,
@@ -20,7 +21,6 @@ from autockpt.runtime import (
     kept_state,
     sketch,
 )
-from autockpt.schema.choices import parse_choices
 from autockpt.workload import Step, discover_head
 from autockpt.workload.units import plan_units
 

@@ -20,10 +20,11 @@ from autockpt.measuring.base import TIMED_CYCLE, Choices
 from autockpt.measuring.compiled import SETTLING, Compiler
 from autockpt.measuring.failures import letting_go
 from autockpt.measuring.statistics import noise
-from autockpt.runtime import Observation, Session, attach, observe, without_kv_cache
+from autockpt.runtime import Session, attach, without_kv_cache
 from autockpt.schema.choices import SAVE
 from autockpt.schema.plan import plan_hash
 from autockpt.schema.trial import Measurement
+from autockpt.verification import Observation, observe
 from autockpt.workload import Step
 from autockpt.workload.step import unheard
 

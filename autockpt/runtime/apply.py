@@ -18,13 +18,13 @@ from autockpt.policies.base import device_of
 from autockpt.runtime.adaptive import Adaptive, Move, leaner_choices, meter_of
 from autockpt.runtime.by_batch import BatchSets, attach_sets
 from autockpt.runtime.compiled import other_steps
-from autockpt.runtime.gradients import compare
 from autockpt.runtime.proving import Proof
 from autockpt.runtime.session import Session, attach, without_kv_cache
 from autockpt.schema.choices import Choice
 from autockpt.schema.plan import Plan
 from autockpt.schema.runs import plan_at
 from autockpt.schema.sizes import parse_budget
+from autockpt.verification.gradients import compare
 from autockpt.workload.losses import default_loss
 from autockpt.workload.step import weights_dtype
 from autockpt.workload.units import discover_head, discover_units, plan_units

@@ -14,7 +14,6 @@ from autockpt.devices import get_device
 from autockpt.errors import DeviceOutOfMemory, PlanError
 from autockpt.measuring import StepRunner
 from autockpt.measuring.compiled import Compiler
-from autockpt.runtime import UnitRuns
 from autockpt.schema import (
     OFFLOAD,
     RECOMPUTE,
@@ -28,6 +27,7 @@ from autockpt.schema import (
     ResolvedBudget,
     WorkloadSpec,
 )
+from autockpt.verification import UnitRuns
 from autockpt.workload import Step, discover_units, fingerprint
 from tests.measuring.small_workloads import RECOMPUTE_ALL, Stack, make_workload
 from tests.policies.zoo import CASES, Tally

@@ -10,10 +10,10 @@ import torch
 
 from autockpt.devices import Device, get_device
 from autockpt.measuring import StepRunner
-from autockpt.runtime import digest_tensors
 from autockpt.schema import RECOMPUTE, SAVE, Choice, Graph, WorkloadSpec, parse_choice
 from autockpt.schema.choices import Offload
 from autockpt.tracing import Tracer
+from autockpt.verification import digest_tensors
 from autockpt.workload import build, discover_units
 
 

@@ -19,8 +19,9 @@ from autockpt.devices.streams import StreamTransport
 from autockpt.devices.transport import OffloadTransports, host_bytes_of
 from autockpt.errors import HostBudgetExceeded
 from autockpt.measuring import StepRunner
-from autockpt.runtime import attach, deterministic_algorithms
+from autockpt.runtime import attach
 from autockpt.schema import Choice, Offload, WorkloadSpec
+from autockpt.verification import deterministic_algorithms
 from tests.gpu.items import Context
 from tests.gpu.kernels import hidden, merged, profiled, total
 from tests.gpu.measuring import ghosts, gradients_of, plans, running, wrong

@@ -14,10 +14,10 @@ import torch
 from autockpt.analysis.verify_worker import count_runs
 from autockpt.errors import ConflictError, InPlaceError, RerunMismatch
 from autockpt.measuring import StepRunner
-from autockpt.runtime import deterministic_algorithms
 from autockpt.schema import WorkloadSpec, parse_choice
 from autockpt.schema.choices import choice_kinds, dump_choice
 from autockpt.tracing.kernels.allocator import Block, CachingAllocator
+from autockpt.verification import deterministic_algorithms
 from tests.evidence import host_cost as cost
 from tests.gpu.items import Context
 from tests.gpu.kernels import merged, profiled, total

@@ -16,9 +16,10 @@ from autockpt.cost.op_times import measure_in_runner
 from autockpt.devices import get_device
 from autockpt.errors import ConflictError, RerunMismatch
 from autockpt.measuring.runner import StepRunner
-from autockpt.runtime import RunCounter, attach
+from autockpt.runtime import attach
 from autockpt.schema.choices import SAVE, parse_choice
 from autockpt.tracing import record
+from autockpt.verification import RunCounter
 from autockpt.workload import Step
 
 D = 64

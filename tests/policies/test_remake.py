@@ -15,8 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from autockpt.errors import ConflictError, InPlaceError, PlanError, RerunMismatch
 from autockpt.runtime import attach
-from autockpt.runtime.reruns import RunCounter
 from autockpt.schema.choices import Choice, parse_choice
+from autockpt.verification.reruns import RunCounter
 from tests.device import DEVICE
 from tests.policies.zoo import CASES, assert_equal, plain, train
 

@@ -17,8 +17,9 @@ from torch.utils.checkpoint import checkpoint
 
 from autockpt.errors import ConflictError, InPlaceError, RerunMismatch
 from autockpt.policies import POLICIES
-from autockpt.runtime import RunCounter, attach
+from autockpt.runtime import attach
 from autockpt.schema.choices import OFFLOAD, RECOMPUTE, SAVE, Choice, Segment, dump_choice, parse_choice
+from autockpt.verification import RunCounter
 from tests.policies.test_contract import (
     DTYPES,
     FEW,

@@ -14,9 +14,9 @@ from autockpt.errors import AutockptError, DeviceOutOfMemory, UsageError
 from autockpt.measuring import StepRunner
 from autockpt.measuring.failures import device_lost
 from autockpt.runtime import without_kv_cache
-from autockpt.runtime.gradients import Reference, judge, observe_reference
-from autockpt.runtime.observation import Observation, deterministically
 from autockpt.schema import Unit
+from autockpt.verification.gradients import Reference, judge, observe_reference
+from autockpt.verification.observation import Observation, deterministically
 from autockpt.workload import discover_units, nested_tensors
 from autockpt.workload.failures import summary
 from tests.evidence.bench.peers import PEERS, Context, Detach

@@ -11,8 +11,8 @@ from pydantic import Field
 from torch import nn
 
 from autockpt.checkpointing.tolerance import TOLERANCE
-from autockpt.runtime.observation import ForwardBackward, Observation, deterministically, observe, stricter_with
 from autockpt.schema.base import Data
+from autockpt.verification.observation import ForwardBackward, Observation, deterministically, observe, stricter_with
 
 _SHOWN = 3
 

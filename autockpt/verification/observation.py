@@ -17,8 +17,8 @@ from autockpt.devices.accelerator import kinds_in_use
 from autockpt.devices.cuda import DETERMINISTIC, WORKSPACE
 from autockpt.devices.random_states import RandomStates, TorchStates
 from autockpt.policies.base import setting
-from autockpt.policies.sketches import SMALL, coarsest, coarsest_type, distance, length, sketch
 from autockpt.schema.base import Data
+from autockpt.verification.sketches import SMALL, coarsest, coarsest_type, distance, length, sketch
 
 T = TypeVar("T")
 ForwardBackward = Callable[[Callable[[], None]], Tensor]

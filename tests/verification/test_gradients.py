@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from autockpt.runtime import (
+from autockpt.verification import (
     GradientCheck,
     Observation,
     Reference,

@@ -9,8 +9,9 @@ from torch.utils.checkpoint import checkpoint
 
 from autockpt.analysis.verify import judge_runs
 from autockpt.policies import POLICIES
-from autockpt.runtime import RunCounter, attach
+from autockpt.runtime import attach
 from autockpt.schema.choices import OFFLOAD, RECOMPUTE, SAVE, Choice, Selective, choice_kinds, parse_choice
+from autockpt.verification import RunCounter
 from tests.policies.zoo import CASES, Case
 
 

@@ -1,0 +1,16 @@
+"""Comparing a plan's steps with plain training: what they leave behind, and what they execute a second time.
+
+Training under a plan needs none of it. ``apply`` uses it for ``check_batch``, measuring and ``verify`` for whole plans.
+"""
+
+from autockpt.verification.gradients import GradientCheck, Reference, compare, judge, observe_reference
+from autockpt.verification.observation import (
+    Observation,
+    deterministic_algorithms,
+    deterministically,
+    digest_tensors,
+    kept_state,
+    observe,
+)
+from autockpt.verification.reruns import RunCounter, UnitRuns
+from autockpt.verification.sketches import coarsest, coarsest_type, sketch
