@@ -14,6 +14,8 @@ import torch
 from torch._C import _autograd
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
+from autockpt.errors import AutockptError, InPlaceError
+
 _PLAIN = frozenset((type(None), bool, int, float, str, torch.dtype, torch.device))
 
 
@@ -131,3 +133,14 @@ save: Callable[[torch.Tensor], SavedTensor] = (
     _HeldByNode if _make is None else functools.partial(_make, is_output=False)
 )
 """Hold an input until backward."""
+
+
+def unpack(saved: SavedTensor, unit: str) -> torch.Tensor:
+    """An input of ``unit`` that was held. Raises InPlaceError where it was changed in place since."""
+    try:
+        return saved.unpack()
+    except RuntimeError as error:
+        if isinstance(error, AutockptError) or "modified by an inplace operation" not in str(error):
+            raise
+        remedy = "Replace the in-place operation after this unit by an out-of-place one."
+        raise InPlaceError(f"an input of {unit} has changed: {error}", remedy=remedy) from error

@@ -88,19 +88,6 @@ class Comparison(Protocol):
         """Backward is given ``value`` for it. Raises RerunMismatch where the host can see at once that it differs."""
 
 
-class Observer(Protocol):
-    """Decides which saved tensors of one call are compared: the one of number ``sampled``, and all from ``beyond``."""
-
-    @property
-    def sampled(self) -> int: ...
-
-    @property
-    def beyond(self) -> int: ...
-
-    def look_at(self, number: int, tensor: torch.Tensor) -> Comparison | None:
-        """Autograd saves ``tensor``, the one of this number. None where it cannot be compared."""
-
-
 class DivergenceCheck:
     """The checks of one session, and its steps: forward passes of the whole model. Copied and pickled with it."""
 
@@ -235,16 +222,8 @@ class UnitCheck:
         return self if self.beyond else None  # no call was looked at so far
 
     def look_at(self, number: int, tensor: torch.Tensor) -> Sample | None:
-        """As ``Observer.look_at``."""
+        """Autograd saves ``tensor``, the one of this number. None where it cannot be compared."""
         return Sample(self, number, tensor) if can_be_sampled(tensor) else None
-
-    def agrees(self) -> None:
-        """A sample that others took is that of the forward."""
-        self.samples += 1
-
-    def differs(self, number: int, tensor: torch.Tensor) -> RerunMismatch:
-        """The error for one that is not."""
-        return self.mismatch(self.check.step or self.calls, _in_words(tensor.dtype, tensor.size(), number))
 
     def mismatch(self, step: int, what: str) -> RerunMismatch:
         """The error for ``what`` was not as forward had computed it."""
@@ -261,7 +240,7 @@ class UnitCheck:
 LookAt = Callable[[torch.Tensor], Comparison | None]
 
 
-def numbered(observer: Observer | None) -> LookAt | None:
+def numbered(observer: CheckedCall | UnitCheck | None) -> LookAt | None:
     """For hooks that do not count what they are given: what ``observer`` makes of each saved tensor in turn."""
     if observer is None:
         return None
@@ -291,7 +270,7 @@ class CheckedCall:
         self._parameters: list[tuple[str, torch.Tensor, torch.Tensor]] = []  # with their fingerprints
 
     def look_at(self, number: int, tensor: torch.Tensor) -> CheckedTensor | None:
-        """As ``Observer.look_at``."""
+        """Autograd saves ``tensor``, the one of this number. None where it cannot be compared."""
         self._saved = number + 1
         if self._is_computed(tensor) and can_be_sampled(tensor):
             self._computed.append(number)

@@ -12,8 +12,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -117,7 +116,7 @@ class OpRecorder:
         self.timeline: list[Op | Saved | Tapped] = []
         self.saved: list[Saved] = []
         self.tapped: dict[Tap, tuple[torch.Tensor, int]] = {}
-        self.is_dynamic = self.is_paused = False
+        self.is_dynamic = False
         self.keeping = 0  # how many modules run whose expensive ops are not to run again
         self._everywhere, self._keeps, self.switches = everywhere, keeps, switches()
         # by address of the storage; a weak reference tells it from another that got the address later
@@ -157,8 +156,6 @@ class OpRecorder:
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an op and note it."""
-        if self.is_paused:
-            return func(*args, **kwargs)
         kind = kind_of(func)
         again = kind == "again" or (
             kind == "heavy"
@@ -218,8 +215,8 @@ class OpRecorder:
         self.saved.append(Saved(value, geometry_of(tensor) if plain else None, tensor.dtype))
         self.timeline.append(self.saved[-1])
 
-    def pass_module(self, module: int, tensors: Sequence[Any], *, hold: bool) -> None:
-        """A module inside was given ``tensors``, or returned them. ``hold`` them until the record is planned from."""
+    def pass_module(self, module: int, tensors: Sequence[Any]) -> None:
+        """A module inside was given ``tensors``, or returned them. They are held until the record is planned from."""
         turn = self._turns[module]
         self._turns[module] += 1
         for argument, tensor in enumerate(tensors):
@@ -228,8 +225,7 @@ class OpRecorder:
                 if value is not None and value.geometry == geometry_of(tensor) and value.dtype is tensor.dtype:
                     tap = Tap(module, turn, argument)
                     self.timeline.append(Tapped(value, tap))
-                    if hold:
-                        self.tapped[tap] = tensor.detach(), tensor._version
+                    self.tapped[tap] = tensor.detach(), tensor._version
 
     def forget(self) -> None:
         """The record is not needed any more: ops and what they made hold one another."""
@@ -237,22 +233,6 @@ class OpRecorder:
             if isinstance(event, Op):
                 event.outputs = []
         self.timeline, self.saved, self._values, self.tapped = [], [], {}, {}
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Ops inside are not the unit's own."""
-        before, self.is_paused = self.is_paused, True
-        try:
-            yield
-        finally:
-            self.is_paused = before
-
-    def give_again(self, number: int, tensor: torch.Tensor) -> None:
-        """``tensor`` was made in the place of saved tensor ``number``, in a backward inside of the forward."""
-        value = self.saved[number].value
-        if value is not None:
-            storage = tensor.untyped_storage()
-            self._values[storage._cdata] = weakref.ref(storage), value
 
 
 def _selects_by_mask(func: Any, args: tuple[Any, ...]) -> bool:

@@ -19,7 +19,6 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from autockpt.checkpointing.op_recorder import Geometry, Op, OpRecorder, Read, Saved, Tap, Tapped, Value
-from autockpt.checkpointing.samples import Place, place_in
 
 SMALL = 16
 """A tensor this many times smaller than the unit's largest input (statistics of a norm) is not worth making again."""
@@ -107,7 +106,7 @@ class Position(NamedTuple):
 
     ``cell``: of kept ones, where later programs find it; of a weight, its number and offset in bytes from that.
     ``dropped``: its number among those dropped, None where it is kept. A dropped one is a ``view`` of ``value``, which
-    is made from these ``cells``; it is sampled at ``place``.
+    is made from these ``cells``.
     """
 
     form: Form | None
@@ -117,7 +116,6 @@ class Position(NamedTuple):
     value: int = 0
     view: View | None = None
     cells: tuple[int, ...] = ()
-    place: Place | None = None
 
 
 class Recipe:
@@ -212,7 +210,7 @@ class _Planner:
         cells = tuple(cell for _, cell in recipe.programs[number].cells)
         view = _relative(geometry, value.geometry)
         dropped = recipe.uses.total() - 1
-        recipe.positions.append(Position(form, None, None, dropped, number, view, cells, place_in(*form)))
+        recipe.positions.append(Position(form, None, None, dropped, number, view, cells))
         recipe.cells = max([recipe.cells, *(cell + 1 for cell in cells)])
 
     # What to hold for a value.
@@ -314,6 +312,9 @@ def _ends(recipe: Recipe) -> frozenset[int]:
 
 
 def _in_one_piece(size: torch.Size, strides: tuple[int, ...]) -> bool:
+    """Whether it is contiguous, or so with channels last."""
+    if len(size) == 4 and strides[1] == 1 != size[1]:
+        size, strides = torch.Size([size[d] for d in (0, 2, 3, 1)]), tuple([strides[d] for d in (0, 2, 3, 1)])
     expected = 1
     for length, stride in zip(reversed(size), reversed(strides), strict=True):
         if length > 1 and stride != expected:

@@ -2,8 +2,7 @@
 
 Recorded calls hold what they save until they end, and then drop it by the recipe that they gave: they are right
 whatever they do. A call that goes by a recipe has hooks on saved tensors alone, and keeps everything from the first one
-on whose form is another. Where others have gone by the recipe since the last recording, a recorded call goes by it,
-too, and takes no more memory than they: if it turns out that they were wrong, it is an error in any case.
+on whose form is another.
 
 Who holds whom: a node of the graph holds what ``pack`` returned for it, and the call by its ``unpack``. What dropped
 tensors are made from stands in what ``pack`` returned, not in the call: it dies with the nodes that need it.
@@ -11,56 +10,43 @@ tensors are made from stands in what ``pack`` returned, not in the call: it dies
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from autockpt.checkpointing.arguments import SavedTensor, save
-from autockpt.checkpointing.divergence import Observer
+from autockpt.checkpointing.arguments import SavedTensor, save, unpack
+from autockpt.checkpointing.divergence import CheckedCall, UnitCheck
 from autockpt.checkpointing.fingerprint import stream_of
 from autockpt.checkpointing.op_recorder import OpRecorder
 from autockpt.checkpointing.recipes import SMALL, Position, Program, Recipe, Step, form_of, laid_out, plan
 from autockpt.checkpointing.recorded_unit import RecordedUnit
 from autockpt.checkpointing.replay_context import (
     one_at_a_time,
-    outside_inference,
     put_switches,
     running_again,
     switches,
 )
-from autockpt.checkpointing.samples import Place, read
-from autockpt.errors import AutockptError, InPlaceError
+from autockpt.errors import InPlaceError
 
 _C: Any = torch._C
 _BEYOND = Position((torch.Size((-1,)), (), torch.bool))  # no tensor is like it
-
-
-class Sampler(Protocol):
-    """Is told what samples of dropped tensors show."""
-
-    def agrees(self) -> None:
-        """A sample of what backward is given is that of the forward."""
-
-    def differs(self, number: int, tensor: torch.Tensor) -> Exception:
-        """The error for saved tensor ``number``, of which it is not."""
-        ...
 
 
 class RecordedCall:
     """One call of ``unit`` with these arguments. ``is_recorded``, and ``is_first`` of its signature."""
 
     __slots__ = (
-        *("_cells", "_inputs", "_known", "_left", "_lost", "_memo", "_number", "_observer"),
+        *("_cells", "_compares", "_inputs", "_known", "_left", "_lost", "_memo", "_number", "_observer"),
         *(
             "_recipe",
             "_recorder",
-            "_sampler",
             "_saved_on",
             "_slots",
             "_stream",
@@ -78,8 +64,8 @@ class RecordedCall:
         self._known, self._tensors, self.is_recorded = known, tensors, _ = unit.next_call(args, kwargs)
         self.is_first = known.recipe is None
         self._number, self._lost = 0, False
-        self._observer: Observer | None = None
-        self._sampler: Sampler | None = None
+        self._observer: CheckedCall | UnitCheck | None = None
+        self._compares: Container[int] = ()  # which dropped tensors it looks at
         self._recorder: OpRecorder | None = None
         self._recipe: Recipe | None = None
         self._slots: list[list[Any]] = []  # what ``pack`` returned, where all is held until the call ends
@@ -88,11 +74,10 @@ class RecordedCall:
         self._left: Counter[int] | None = None
         self._stream: Any = None  # that they were made on
         self._weights_at_begin: list[torch.Tensor | None] = []
-        weights = [home.get(name) for home, name in unit.weights] if self.is_recorded else None
-        if weights is not None:
+        if self.is_recorded:
+            self._weights_at_begin = weights = [home.get(name) for home, name in unit.weights]
             self._recorder = OpRecorder(tensors, weights, unit.keeps, everywhere=unit.everywhere)
-            self._weights_at_begin = weights
-        if known.recipe is not None and (known.followed or not self.is_recorded):
+        elif known.recipe is not None:
             self._go_by(known.recipe)
 
     def _go_by(self, recipe: Recipe, weights: Sequence[torch.Tensor | None] | None = None) -> None:
@@ -116,16 +101,16 @@ class RecordedCall:
         forward: Callable[..., Any],
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
-        observer: Observer | None = None,
-        sampler: Sampler | None = None,
+        observer: CheckedCall | UnitCheck | None = None,
     ) -> Any:
-        """The forward. ``observer`` compares what is dropped. Where there is a ``sampler``, tensors in the host's
-        memory are sampled instead, and few others are compared.
+        """The forward. ``observer`` compares what is dropped; in unchecked calls, few tensors that all others lead to.
 
         Raises RerunMismatch where the call shows that earlier ones were not given what they had computed.
         """
         unit, recorder, recipe = self._unit, self._recorder, self._recipe
-        self._observer, self._sampler = observer, sampler
+        self._observer = observer
+        if recipe is not None:
+            self._compares = _compared(recipe, observer)
         with saved_tensors_hooks(self.pack, self.unpack):
             if recorder is None and not recipe.taps:  # type: ignore[union-attr]
                 output = forward(*args, **kwargs)
@@ -133,14 +118,14 @@ class RecordedCall:
                 before = unit.numbers()
                 with _ModuleHooks(unit, recorder, recipe, self._fill_cell):
                     output = forward(*args, **kwargs)
-        if recorder is None:
-            self._known.followed += 1
-        if recipe is not None and (self._lost or self._number != len(recipe.positions)):
-            unit.lose(self._known)
         if recorder is not None:
             self._recorder = None
             self._end_recording(recorder)
             unit.leave_out_changed(before)
+        else:
+            self._known.followed += 1
+            if self._lost or self._number != len(recipe.positions):  # type: ignore[union-attr]
+                unit.lose(self._known)
         self._tensors, self._cells = [], []
         return output
 
@@ -153,13 +138,11 @@ class RecordedCall:
         """
         number = self._number
         self._number = number + 1
-        if self._recorder is not None:
-            self._recorder.save(tensor)
         # No function is called that need not be: a layer saves dozens of tensors.
         recipe, cell = self._recipe, None
         if recipe is not None and not self._lost:
             positions = recipe.positions
-            form, cell, weight, dropped, _, _, cells, place = positions[number] if number < len(positions) else _BEYOND
+            form, cell, weight, dropped, _, _, cells = positions[number] if number < len(positions) else _BEYOND
             if form is not None and (
                 tensor.shape != form[0] or tensor.stride() != form[1] or tensor.dtype is not form[2]
             ):
@@ -167,7 +150,9 @@ class RecordedCall:
             elif dropped is not None:
                 sources = tuple(map(self._cells.__getitem__, cells))
                 if None not in sources:
-                    return number, self._look_at(recipe, dropped, place, tensor), *sources
+                    if dropped in self._compares:
+                        return number, self._observer.look_at(dropped, tensor), *sources  # type: ignore[union-attr]
+                    return number, None, *sources
                 self._lost = True  # a module inside was not called, or with another tensor
             elif weight is not None:
                 # FullyShardedDataParallel has all weights in one storage
@@ -175,22 +160,14 @@ class RecordedCall:
                 there = home.get(name)
                 self._lost = there is None or tensor.data_ptr() - there.data_ptr() != weight[1]
         kept = tensor if tensor.is_leaf else tensor.detach(), tensor._version
-        if recipe is None:
+        if self._recorder is not None:
+            self._recorder.save(tensor)
             self._slots.append([*kept])
             self._saved_on.append(stream_of(tensor.device))
             return self._slots[-1]
         if cell is not None:
             self._cells[cell] = kept
         return kept
-
-    def _look_at(self, recipe: Recipe, dropped: int, place: Place | None, tensor: torch.Tensor) -> Any:
-        """A sample of a dropped tensor, or what compares it with what backward is given for it; None where nothing
-        does."""
-        if self._sampler is not None and tensor.is_cpu:
-            return None if place is None else read(tensor, place)
-        if self._observer is None or (self._sampler is not None and dropped not in recipe.ends):
-            return None
-        return self._observer.look_at(dropped, tensor)
 
     def _fill_cell(self, cell: int, tensor: torch.Tensor) -> None:
         self._cells[cell] = tensor.detach(), tensor._version
@@ -199,18 +176,19 @@ class RecordedCall:
         """Plan from the record, and drop what was held until now."""
         small = max((t.nbytes for t in self._tensors if t.layout is torch.strided), default=0) // SMALL
         recipe = plan(recorder, small)
-        if self._recipe is None:
-            self._go_by(recipe, self._weights_at_begin)
-            for tap, cell in recipe.cells_of_taps():
-                self._cells[cell] = recorder.tapped[tap]
-            for number, (slot, position) in enumerate(zip(self._slots, recipe.positions, strict=True)):
-                if position.cell is not None:
-                    self._cells[position.cell] = slot
-                elif position.dropped is not None:
-                    # what was made on another stream may be freed there before this one has read it
-                    here = stream_of(slot[0].device) == self._saved_on[number]
-                    comparison = self._look_at(recipe, position.dropped, position.place, slot[0]) if here else None
-                    slot[:] = number, comparison, *[self._cells[cell] for cell in position.cells]
+        self._go_by(recipe, self._weights_at_begin)
+        compares, observer = _compared(recipe, self._observer), self._observer
+        for tap, cell in recipe.cells_of_taps():
+            self._cells[cell] = recorder.tapped[tap]
+        for number, (slot, position) in enumerate(zip(self._slots, recipe.positions, strict=True)):
+            if position.cell is not None:
+                self._cells[position.cell] = slot
+            elif position.dropped is not None:
+                # what was made on another stream may be freed there before this one has read it
+                here = stream_of(slot[0].device) == self._saved_on[number]
+                looks = here and position.dropped in compares
+                comparison = observer.look_at(position.dropped, slot[0]) if looks else None  # type: ignore[union-attr]
+                slot[:] = number, comparison, *[self._cells[cell] for cell in position.cells]
         self._slots, self._saved_on, self._weights_at_begin = [], [], []
         recorder.forget()
         self._unit.learn(self._known, recipe)
@@ -224,34 +202,21 @@ class RecordedCall:
             if first._version != comparison:
                 raise self._in_place(first, comparison)
             return first
-        recipe, recorder = self._recipe, self._recorder
+        recipe = self._recipe
         assert recipe is not None
         position = recipe.positions[first]
-        if comparison is not None and not isinstance(comparison, bytes):
+        if comparison is not None:
             comparison.look_again()
-        self._wait_for_other_stream()
+        if self._stream is not None:
+            self._wait_for_other_stream()
         base = self._memo.get(position.value)
         if base is None:
-            if recorder is None:
-                base = self._make(position.value, packed[2:])
-            else:  # a gradient is taken inside of the forward
-                with recorder.paused():
-                    base = self._make(position.value, packed[2:])
-        if recorder is not None:
-            recorder.give_again(first, base)
+            base = self._make(position.value, packed[2:])
         self._count_down(recipe, position.value)
         tensor = base if position.view is None else laid_out(base, position.view)
-        if isinstance(comparison, bytes):
-            self._compare(first, position, tensor, comparison)
-        elif comparison is not None:
+        if comparison is not None:
             comparison.handed(tensor)
         return tensor
-
-    def _compare(self, number: int, position: Position, tensor: torch.Tensor, sample: bytes) -> None:
-        assert position.place is not None and self._sampler is not None
-        if read(tensor, position.place) != sample:
-            raise self._sampler.differs(number, tensor)
-        self._sampler.agrees()
 
     def _wait_for_other_stream(self) -> None:
         """A node may run on another stream than the one on which values were made for it."""
@@ -286,25 +251,21 @@ class RecordedCall:
         readers = program.reads.copy() if whole else Counter([value for step in steps for value in step.reads])
         self._take_sources(program, cells, readers, values)
         readers[wanted] += 1  # who is given it
-        enabled, uses, memo = torch.is_grad_enabled(), recipe.uses, self._memo
+        uses, memo = recipe.uses, self._memo
         below, uncast, plain = _C._AutoDispatchBelowAutograd(), _C._DisableAutocast(), _C.DisableTorchFunction()
-        with below, uncast, plain, running_again(self._unit.name), self._as_in_forward(recipe):
-            _C._set_grad_enabled(True)
-            try:
-                for step in steps:
-                    made = step.run(values)
-                    for index, value in step.outputs:
-                        tensor = made[index] if type(made) in (tuple, list) else made
-                        if value in uses:
-                            memo[value] = tensor
-                        if readers[value]:
-                            values[value] = tensor
-                    for value in step.reads:
-                        readers[value] -= 1
-                        if not readers[value]:
-                            values.pop(value, None)
-            finally:
-                _C._set_grad_enabled(enabled)
+        with below, uncast, plain, running_again(self._unit.name), torch.enable_grad(), self._as_in_forward(recipe):
+            for step in steps:
+                made = step.run(values)
+                for index, value in step.outputs:
+                    tensor = made[index] if type(made) in (tuple, list) else made
+                    if value in uses:
+                        memo[value] = tensor
+                    if readers[value]:
+                        values[value] = tensor
+                for value in step.reads:
+                    readers[value] -= 1
+                    if not readers[value]:
+                        values.pop(value, None)
         self._stream = stream_of(values[wanted].device)
         return values[wanted]
 
@@ -330,16 +291,7 @@ class RecordedCall:
             values[value] = tensor
         for value, kind, number in program.given:
             if kind == "input" and readers[value]:
-                values[value] = self._input(number)
-
-    def _input(self, number: int) -> torch.Tensor:
-        try:
-            return self._inputs[number].unpack()
-        except RuntimeError as error:
-            if isinstance(error, AutockptError) or "modified by an inplace operation" not in str(error):
-                raise
-            remedy = "Replace the in-place operation after this unit by an out-of-place one."
-            raise InPlaceError(f"an input of {self._unit.name} has changed: {error}", remedy=remedy) from error
+                values[value] = unpack(self._inputs[number], self._unit.name)
 
     def _in_place(self, tensor: torch.Tensor, expected: int) -> InPlaceError:
         remedy = "Change it after backward: an optimizer step before the last backward of a graph does this."
@@ -348,17 +300,22 @@ class RecordedCall:
 
     @contextmanager
     def _as_in_forward(self, recipe: Recipe) -> Iterator[None]:
-        """With the kernels that the forward had. Autograd saves nothing that is made under inference mode."""
-        with outside_inference():
-            if (now := switches()) == recipe.switches:
+        """With the kernels that the forward had."""
+        if (now := switches()) == recipe.switches:
+            yield
+            return
+        with one_at_a_time(self._unit.name):  # they belong to the process
+            put_switches(recipe.switches)
+            try:
                 yield
-                return
-            with one_at_a_time(self._unit.name):  # they belong to the process
-                put_switches(recipe.switches)
-                try:
-                    yield
-                finally:
-                    put_switches(now)
+            finally:
+                put_switches(now)
+
+
+def _compared(recipe: Recipe, observer: CheckedCall | UnitCheck | None) -> Container[int]:
+    if observer is None:
+        return ()
+    return recipe.ends if type(observer) is UnitCheck else range(sys.maxsize)
 
 
 class _ModuleHooks:
@@ -436,10 +393,12 @@ class _ModuleHooks:
         if threading.get_ident() != self._thread:
             return
         if self._recorder is not None:
-            self._recorder.pass_module(number, tensors, hold=self._recipe is None)
+            self._recorder.pass_module(number, tensors)
+            return
         turn = self._turns[number]
         self._turns[number] += 1
-        for nth, argument, cell, form in self._recipe.taps.get(number, ()) if self._recipe is not None else ():
+        assert self._recipe is not None
+        for nth, argument, cell, form in self._recipe.taps[number]:
             tensor = tensors[argument] if nth == turn and argument < len(tensors) else None
             if isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided and form_of(tensor) == form:
                 self._fill(cell, tensor)

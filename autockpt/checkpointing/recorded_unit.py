@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from autockpt.checkpointing.autocast import autocast_block, autocast_is_on
+from autockpt.checkpointing.autocast import autocast_is_on
 from autockpt.checkpointing.divergence import FIRST_CALLS, Schedule
 from autockpt.checkpointing.op_recorder import OpRecorder
 from autockpt.checkpointing.recipes import Recipe, difference
@@ -95,7 +95,6 @@ class RecordedUnit:
         self._kinds: dict[Any, _Kind] = {}
         self.signatures: dict[Any, Signature] = {}
         self._switches: list[list[Any]] = []
-        self._block: int | None = None  # of autocast's, in which the last call ran
 
     def in_mid_training(self) -> None:
         """Record one more call only."""
@@ -123,11 +122,9 @@ class RecordedUnit:
         rest = _plain_parts(args, tensors), _plain_parts(dict(kwargs), tensors) if kwargs else None
         cast: Any = None
         if autocast_is_on():
-            # in the same block a call finds the casts of weights that an earlier one made
-            earlier, self._block = self._block, autocast_block()
             kinds = sorted({tensor.device.type for tensor in tensors})
             states = [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds]
-            cast = torch.is_autocast_cache_enabled(), self._block == earlier, *states
+            cast = torch.is_autocast_cache_enabled(), *states
         try:
             storages = [tensor.untyped_storage()._cdata for tensor in tensors]
             shared: list[Any] = []

@@ -2,8 +2,6 @@
 
 Timing ops where they really run (after their producers, with the caches as the step leaves them) predicts whole steps
 better than timing them alone. One lean cycle, every unit recomputed, runs every op that any plan can run.
-
-Choices that the device itself refuses, which only real steps tell: see ``policies.watched_backends``.
 """
 
 from __future__ import annotations
@@ -12,8 +10,7 @@ import math
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,15 +19,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from autockpt.cost.probes import by_transport, keep_busy
 from autockpt.devices import transport_for
 from autockpt.devices.disk import DiskTransport
-from autockpt.errors import ConflictError, DeviceOutOfMemory
 from autockpt.policies.compiling import uncompiled
-from autockpt.policies.watched_backends import KNOWN, WATCHING
-from autockpt.schema.choices import SAVE, Choice, dump_choices, parse_choice, parse_choices
+from autockpt.schema.choices import parse_choices
 from autockpt.tracing.kernels.cuda_memory import kept_workspaces
 from autockpt.tracing.kernels.signature import signature
 
 if TYPE_CHECKING:
-    from autockpt.measuring import Measurer, StepRunner
+    from autockpt.measuring import StepRunner
 
 COPY_PROBE_BYTES, COPY_PROBES = 4 * 2**20, 8
 QUEUED_COPY_PROBE_BYTES = 32 * 2**20  # a link of 50 GB/s moves 4 MiB in the time that queueing a copy takes
@@ -176,30 +171,3 @@ def disk_bandwidths(device: torch.device) -> tuple[float, float]:
         out.append(middle - start)
         back.append(time.perf_counter() - middle)
     return source.numel() / statistics.median(out), source.numel() / statistics.median(back)
-
-
-def run_once(runner: StepRunner, payload: Mapping[str, Any]) -> dict[str, Any]:
-    """One cycle with ``payload["choices"]``: what refused it, or an empty text. Runs where the model lives."""
-    try:
-        with runner.attached(parse_choices(payload["choices"])):
-            runner.run_cycle()
-    except ConflictError as error:
-        return {"refused": error.message}
-    return {"refused": ""}
-
-
-def refused_choices(measurer: Measurer, plain: Mapping[str, Choice], kinds: Iterable[str]) -> dict[str, str]:
-    """Those of ``kinds`` that a step on the device refuses, and why. ``plain``: the plan in which blocks save.
-
-    Steps run only where nobody knows the device's backend yet. What does not fit there counts as not refused: whatever
-    fits will say so itself.
-    """
-    said: dict[str, str] = {}
-    if measurer.environment.device.kind in KNOWN:
-        return said
-    for kind in (kind for kind in kinds if kind in WATCHING):
-        choices = {name: parse_choice(kind) if choice == SAVE else choice for name, choice in plain.items()}
-        payload = {"choices": dump_choices(choices)}
-        with suppress(DeviceOutOfMemory):
-            said[kind] = measurer.call("autockpt.cost.op_times:run_once", payload)["refused"]
-    return {kind: why for kind, why in said.items() if why}

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import functools
 import sys
-import threading
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from types import CodeType
-from typing import Any, ClassVar, TypeVar
+from typing import Any, TypeVar
 
 import torch
-
-from autockpt.errors import ConflictError
 
 F = TypeVar("F", bound=Callable[..., Any])
 set_compiler: Callable[[Any], Any] = torch._C._dynamo.eval_frame.set_eval_frame  # type: ignore[attr-defined]
@@ -56,80 +53,15 @@ def changes_bits(compiler: Any) -> bool:
     return getattr(compiler, "_compiler_name", None) not in _EAGER_BACKENDS
 
 
-_Refusal = Callable[[], ConflictError]
-
-
-class _WhileWatched(threading.local):
-    """What becomes of compiled functions while a dispatch mode looks at ops. Torch lets them run as they are, and where
-    it comes upon one that it has not compiled yet it never compiles that again; so it is not to come upon any."""
-
-    refusal: _Refusal | None = None
-    as_they_are: ClassVar[bool] = False  # backward may run in threads of its own, and has the mode there
-
-
-_while_watched = _WhileWatched()
-
-
 @contextmanager
 def uncompiled() -> Iterator[None]:
-    """Inside, compiled functions run as they are: around a dispatch mode over a step of the user's."""
-    _ask_before_compiling()
-    before, _WhileWatched.as_they_are = _WhileWatched.as_they_are, True
-    try:
+    """Inside, compiled functions run as they are: around a dispatch mode over a step of the user's.
+
+    Under a mode torch runs them so by itself, but never again compiles a function that it first met there.
+    """
+    # not imported where nothing is compiled so far: that takes seconds
+    with torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext():
         yield
-    finally:
-        _WhileWatched.as_they_are = before
-        _ask_before_compiling(imported_inside=True)
-
-
-def refuse_compiled(refusal: _Refusal) -> _Refusal | None:
-    """From now on, in this thread, compiled functions raise what ``refusal`` makes, as running them as they are would
-    give other last bits. Returns what to ``compile_again`` with."""
-    _ask_before_compiling()
-    before, _while_watched.refusal = _while_watched.refusal, refusal
-    return before
-
-
-def compile_again(before: _Refusal | None) -> None:
-    """Undo ``refuse_compiled``."""
-    _while_watched.refusal = before
-    _ask_before_compiling(imported_inside=True)
-
-
-_asks = False
-
-
-def _ask_before_compiling(*, imported_inside: bool = False) -> None:
-    """From now on, in all of the process; not yet where nothing is compiled so far, as importing the compiler takes
-    seconds. Where it was imported inside of a mode, as by ``torch.cond``, it forgets what it came upon there."""
-    global _asks
-    if _asks or "torch._dynamo" not in sys.modules:
-        return
-    _asks = True
-    import torch._dynamo
-    from torch._dynamo import eval_frame
-
-    if imported_inside:
-        torch._dynamo.reset()
-    frames: Any = eval_frame
-    compiler_for = frames._callback_from_stance
-    count_frames = getattr(frames, "set_fullgraph_compiled_frame_count", None)
-
-    def ask(compiler: Any) -> Any:
-        refusal, compiler = _while_watched.refusal, compiler_for(compiler)
-        if not compiler or (refusal is None and not _WhileWatched.as_they_are):
-            return compiler
-        if refusal is not None and changes_bits(compiler):
-            return functools.partial(_raise, refusal)
-        if count_frames is not None:  # not at all, else fullgraph=True raises an error as none was compiled
-            count_frames(-1)
-        return None
-
-    frames._callback_from_stance = ask
-
-
-def _raise(refusal: _Refusal, *frame: Any) -> Any:
-    raise refusal()
 
 
 def traces_backward() -> bool:

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from autockpt.checkpointing.arguments import tensors_of
-from autockpt.checkpointing.divergence import FIRST_CALLS, CheckedCall, UnitCheck
+from autockpt.checkpointing.divergence import FIRST_CALLS, CheckedCall
 from autockpt.checkpointing.op_recorder import OpRecorder
 from autockpt.checkpointing.op_table import is_attention, kind_of
 from autockpt.checkpointing.recorded_call import RecordedCall
@@ -27,15 +27,7 @@ from autockpt.policies.base import PlannedUnit, Policy, PolicySession, modules_n
 from autockpt.policies.compiling import outside_graphs, run_as_it_is
 from autockpt.policies.conflicts import refuse_by_message, refuse_modules, refuse_native, sequence_nr
 from autockpt.policies.saving import keep_identity
-from autockpt.policies.watched_backends import refuse_changed
-from autockpt.policies.watching import (
-    CHANGED_BY_WATCHING,
-    Watching,
-    count_writes,
-    passes_by,
-    refuse_untupled,
-    refuse_watching,
-)
+from autockpt.policies.watching import CHANGED_BY_WATCHING, Watching, count_writes, refuse_watching
 from autockpt.schema.choices import ATTENTION, EVERYTHING, Choice, Remake
 
 _PYTHON_NODE = torch.autograd.function.BackwardCFunction
@@ -110,23 +102,8 @@ class _Recording(Watching):
     def __init__(self, unit: str, recorder: OpRecorder) -> None:
         super().__init__(unit)
         self._recorder = recorder
-        self._conditional: list[torch.Tensor] = []  # what torch.cond gave, no tuple
-        self._maps = False  # a function that returns no tuple
-
-    def __exit__(self, *raised: Any) -> None:
-        super().__exit__(*raised)
-        if self._maps:
-            refuse_untupled(self._unit, "make torch's map return a tuple in place of a tensor")
-        if not any(raised) and any(tensor.requires_grad for tensor in self._conditional):
-            refuse_untupled(self._unit, "leave torch.cond without a backward, as its functions return a tensor")
 
     def look(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        if passes_by(func):
-            out = func(*args, **kwargs)
-            if isinstance(out, torch.Tensor):
-                self._maps |= func is torch.ops.higher_order.map_impl
-                self._conditional += [out] if func is torch.ops.higher_order.cond else []
-            return out
         if func in CHANGED_BY_WATCHING:
             refuse_watching(func, args, self._unit)
         out = self._recorder.run(func, args, kwargs)
@@ -146,13 +123,10 @@ def run_remade(module: nn.Module, state: RemakeState, /, *args: Any, **kwargs: A
         return call_plainly(module, state, args, kwargs)
     refuse_native(module, state.unit)
     call = RecordedCall(state.recorded(module), args, kwargs)
-    if call.is_recorded:
-        refuse_changed(module, state, args, kwargs)
     observer = state.check.observer(new=call.is_first) if state.check is not None else None
-    sampler = observer if isinstance(observer, UnitCheck) else None
     before = sequence_nr()
     try:
-        output = call.run(lambda *a, **k: call_inner(module, state, a, k), args, kwargs, observer, sampler)
+        output = call.run(lambda *a, **k: call_inner(module, state, a, k), args, kwargs, observer)
     except (RuntimeError, AssertionError) as error:
         refuse_by_message(error, state.unit)
         raise
@@ -192,11 +166,12 @@ def _refuse_custom_functions(output: Any, since: int, unit: str) -> None:
 def _reads_only(function: type) -> bool:
     """Whether a custom autograd function is known to write to no memory but its result's.
 
-    bitsandbytes' product with 4 bits is: its one operator is on the tape, and it saves the packed weight alone.
+    bitsandbytes' product with 4 bits is: its one operator is on the tape, and it saves the packed weight alone. What
+    torch.compile made of a function (CompiledFunction) is not: its kernels are no ops.
     """
-    return function.__module__.startswith("torch.") or (
-        function.__module__ == "bitsandbytes.autograd._functions" and function.__name__ == "MatMul4Bit"
-    )
+    module, name = function.__module__, function.__name__
+    of_torch = module.startswith("torch.") and name != "CompiledFunction"
+    return of_torch or (module == "bitsandbytes.autograd._functions" and name == "MatMul4Bit")
 
 
 class RemakePolicy(Policy):

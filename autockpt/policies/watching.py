@@ -1,9 +1,11 @@
-"""Ops whose results change as soon as a dispatch mode looks on, one that does nothing included: those of the CPU's and
-CUDA's backends. ``watched_backends`` asks the others."""
+"""Ops whose results change as soon as a dispatch mode looks on, one that does nothing included.
+
+They are those of the CPU's and CUDA's backends. Of others nothing is known.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import sys
 from functools import partial
 from typing import Any
 
@@ -13,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from autockpt.checkpointing.autocast import autocast_depth
 from autockpt.errors import ConflictError
-from autockpt.policies.compiling import changes_bits, compile_again, refuse_compiled, run_as_it_is, set_compiler
+from autockpt.policies.compiling import changes_bits, run_as_it_is, set_compiler
 
 
 def _overloads(*names: str) -> frozenset[Any]:
@@ -28,28 +30,11 @@ _UNDER_AUTOCAST = _overloads("_sparse_addmm", "_trilinear")
 CHANGED_BY_WATCHING = _OF_COMPLEX | _UNDER_AUTOCAST
 
 
-def passes_by(func: Any) -> bool:
-    """Whether an op is ``torch.cond`` or the like, or a compiler traces one of its branches: not to be looked at."""
-    return isinstance(func, HigherOrderOperator) or torch.compiler.is_dynamo_compiling()
-
-
 def count_writes(func: Any, args: tuple[Any, ...]) -> None:
     """An op that writes to tensors has run. Inside a dispatch mode those over lists do not count as changes in place
     (torch 2.13), which autograd and all who look for changes go by."""
     if func._schema.name.startswith("aten::_foreach_"):
         torch.autograd.graph.increment_version([tensor for tensor in args[0] if not tensor.is_inference()])
-
-
-def refuse_untupled(unit: str, what: str) -> None:
-    """Raise ConflictError for ``torch.cond`` or torch's ``map`` of functions that return a tensor, not a tuple.
-
-    Under a dispatch mode torch does not compile these first: backward of the one takes only such as return tuples, and
-    the other hands out a tuple of one in a tensor's place.
-    """
-    raise ConflictError(
-        f"watching the ops within {unit} would {what}",
-        remedy=f"Let its function return a tuple, or use recompute, selective or save on {unit}.",
-    )
 
 
 def refuse_watching(func: Any, args: tuple[Any, ...], unit: str) -> None:
@@ -67,22 +52,18 @@ def refuse_watching(func: Any, args: tuple[Any, ...], unit: str) -> None:
 
 
 class Watching(TorchDispatchMode):
-    """A mode that looks at ops, what ``torch.cond`` and the like return included."""
+    """A mode that looks at the ops of ``unit``."""
 
-    supports_higher_order_operators = True
+    supports_higher_order_operators = True  # to refuse them
 
     def __init__(self, unit: str) -> None:
         super().__init__()
         self._unit = unit
-        self._refusal: Callable[[], ConflictError] | None = None  # that held before this was entered
-
-    def __enter__(self) -> Watching:
-        self._refusal = refuse_compiled(self._would_be_uncompiled)
-        return super().__enter__()
 
     def __exit__(self, *raised: Any) -> None:
-        compile_again(self._refusal)
         super().__exit__(*raised)
+        if raised[0] is not None and (compiler := sys.modules.get("torch._dynamo")) is not None:
+            compiler.reset()  # it never compiles what it first met under a mode
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -92,8 +73,12 @@ class Watching(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         compiler = set_compiler(None)  # else it would take on what is called here
         try:
-            if compiler and not isinstance(func, HigherOrderOperator) and changes_bits(compiler):
-                raise self._would_be_uncompiled()
+            if isinstance(func, HigherOrderOperator):
+                what = f"{func.name()} (torch.cond and the like), whose functions would not be compiled"
+                raise self._refusal(what, "call it elsewhere")
+            if compiler and changes_bits(compiler):
+                what = "compiled code (torch.compile), which torch then runs uncompiled, with other last bits"
+                raise self._refusal(what, "do not compile it")
             return self.look(func, args, kwargs or {})
         finally:
             set_compiler(compiler)
@@ -102,9 +87,8 @@ class Watching(TorchDispatchMode):
         """Run an op; its result."""
         raise NotImplementedError
 
-    def _would_be_uncompiled(self) -> ConflictError:
+    def _refusal(self, what: str, otherwise: str) -> ConflictError:
         return ConflictError(
-            f"{self._unit} calls compiled code (torch.compile) whose ops would be watched, and torch then runs it "
-            "uncompiled, with other last bits",
-            remedy=f"Use recompute, offload or save on {self._unit}, or do not compile what it calls.",
+            f"{self._unit} calls {what}, where its ops are watched",
+            remedy=f"Use recompute, offload or save on {self._unit}, or {otherwise}.",
         )

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from autockpt.checkpointing.recipes import Step
 from autockpt.checkpointing.recorded_call import RecordedCall
-from autockpt.errors import InPlaceError, RerunMismatch
+from autockpt.errors import InPlaceError
 from tests.checkpointing.recorded import Recorded
 from tests.policies.zoo import bytes_alive_after
 
@@ -141,48 +141,6 @@ def test_a_source_that_changed_before_backward_is_an_error(what: str, earlier: i
         (x if what == "input" else recorded.layer.up.bias).add_(1)  # type: ignore[union-attr]
     with pytest.raises(InPlaceError, match="modified by an inplace operation"):
         out.backward()
-
-
-class Samples:
-    """Notes what samples show."""
-
-    chosen, beyond = frozenset[int | None](), 0
-
-    def __init__(self) -> None:
-        self.equal = 0
-
-    def agrees(self) -> None:
-        self.equal += 1
-
-    def differs(self, number: int, tensor: Tensor) -> Exception:
-        return RerunMismatch(f"tensor {number}")
-
-
-def sampled(recorded: Recorded, x: Tensor, samples: Samples) -> None:
-    RecordedCall(recorded.unit, (x,), {}).run(recorded.layer, (x,), {}, None, samples).sum().backward()
-
-
-def test_samples_show_another_branch_before_its_gradient_is_used() -> None:
-    now, samples = [torch.sigmoid], Samples()
-    recorded = Recorded(Mlp(lambda h: now[0](h).exp()))
-    x = torch.randn(128, 64, requires_grad=True)
-    for _ in range(4):
-        sampled(recorded, x, samples)
-    assert samples.equal > 0
-    now[0] = torch.tanh
-    with pytest.raises(RerunMismatch, match="tensor"):
-        sampled(recorded, x, samples)
-
-
-def test_calls_that_are_recorded_are_sampled_too() -> None:
-    recorded, samples = Recorded(Mlp()), Samples()
-    x = torch.randn(128, 64, requires_grad=True)
-    call = RecordedCall(recorded.unit, (x,), {})
-    out = call.run(recorded.layer, (x,), {}, None, samples)
-    assert call.is_recorded
-    recorded.layer.up.bias.data.add_(1)  # type: ignore[union-attr]
-    with pytest.raises(RerunMismatch, match="tensor"):
-        out.sum().backward()
 
 
 def test_steps_that_several_tensors_need_run_once(monkeypatch: pytest.MonkeyPatch) -> None:

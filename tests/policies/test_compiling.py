@@ -95,11 +95,9 @@ def test_compiled_code_inside_of_a_unit_runs_as_in_plain_training(kind: Any, bac
 
 @pytest.mark.parametrize("modules", [False, True], ids=["function", "modules"])
 def test_a_choice_that_watches_every_op_is_refused_around_compiled_code(modules: bool) -> None:
-    plain = trained(half_as_much_again, modules)
     torch.compiler.reset()
     with pytest.raises(ConflictError, match=r"^0 calls compiled code"):
         trained(half_as_much_again, modules, "remake")
-    assert all(map(torch.equal, trained(half_as_much_again, modules, fresh=False), plain))  # and is compiled elsewhere
 
 
 def compiled_late(kind: str | None) -> Iterator[Any]:
@@ -130,7 +128,7 @@ def test_a_unit_that_calls_compiled_code_late_is_right_or_refused() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", [*KINDS, "remake"], ids=str)
+@pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_flex_attention_which_torch_compiles_itself(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a CPU torch only refuses its backward; as it stands, unfused, it has one."""
     monkeypatch.setattr(flex_attention, "_validate_device", lambda *tensors: None)

@@ -17,7 +17,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from autockpt.checkpointing.op_recorder import OpRecorder
 from autockpt.checkpointing.recipes import Step
-from autockpt.checkpointing.recorded_unit import RecordedUnit
 from autockpt.errors import AutockptError, RerunMismatch
 from autockpt.runtime import attach
 from autockpt.schema.choices import from_label
@@ -161,72 +160,6 @@ def test_calls_under_autocast_and_without_are_apart(choice: str, remembers: bool
         assert bytes_alive_after(forward) <= first
 
 
-class _Gated(nn.Module):
-    """What its gate is made from has no graph."""
-
-    def __init__(self, *, frozen: bool) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.gate = nn.Linear(32, 32, bias=False).requires_grad_(not frozen)
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.no_grad():
-            gate = self.gate(x).float().sigmoid()
-        return (x * gate).sin()
-
-
-@pytest.mark.parametrize("choice", ["remake", '{"kind": "remake", "keep": ["**"]}'])
-@pytest.mark.parametrize("unit", [_Projected, lambda: _Gated(frozen=False)], ids=["projected", "gated"])
-def test_a_cast_that_autocast_remembers_from_another_call_is_not_made_again(
-    unit: Callable[[], nn.Module], choice: str
-) -> None:
-    def trained(choices: dict[str, Any]) -> list[Tensor]:
-        model, x, found = nn.Sequential(nn.Linear(32, 32), unit()), torch.randn(_ROWS, 32), []
-        with attach(model, choices, sentinels="off"):
-            for step in range(6):  # two updates in a block: the second one's forward has the weights of the first
-                with torch.autocast("cpu", torch.bfloat16) if step % 2 == 0 else nullcontext():
-                    for _ in range(2 if step % 2 == 0 else 1):
-                        model.zero_grad()
-                        model(x).square().sum().backward()
-                        with torch.no_grad():
-                            for parameter in model.parameters():
-                                found += [] if parameter.grad is None else [parameter.grad.clone()]
-                                parameter.mul_(1.1)
-        return found
-
-    torch.manual_seed(1)
-    expected = trained({})
-    torch.manual_seed(1)
-    assert all(map(torch.equal, expected, trained({"1": from_label(choice)})))
-
-
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("times", [1, 3])
-def test_calls_that_find_the_casts_of_an_earlier_one_in_their_block_go_their_own_way(
-    times: int, bias: bool, noted: list[Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As where micro-batches share a block, or a forward runs a unit several times."""
-    unit = _Projected(bias=bias)
-    model, x = nn.Sequential(nn.Linear(32, 32), *[unit] * times), torch.randn(_ROWS, 32)
-
-    def gradients() -> list[Tensor]:
-        model.zero_grad()
-        with torch.autocast("cpu", torch.bfloat16):
-            for _ in range(3):
-                model(x).square().sum().backward()
-        return [p.grad.clone() for p in model.parameters() if p.grad is not None]
-
-    wanted, lose, lost = gradients(), RecordedUnit.lose, []
-    monkeypatch.setattr(RecordedUnit, "lose", lambda unit, known: lost.append(unit) or lose(unit, known))
-    with attach(model, {"1": from_label("remake")}):
-        assert all(map(torch.equal, wanted, gradients()))
-        first = len(noted)
-        for _ in range(6):
-            assert all(map(torch.equal, wanted, gradients()))
-        assert not lost  # each would have held all that it saved
-        assert len(noted) < 3 * first  # of seven times
-
-
 class _Product(nn.Module):
     """Of two weights, in one function."""
 
@@ -265,30 +198,6 @@ CASES = {
 
 
 @pytest.mark.parametrize("choice", ["remake", '{"kind": "remake", "keep": ["**"]}'])
-@pytest.mark.parametrize("case", CASES)
-def test_which_of_several_casts_are_remembered_is_told(case: str, choice: str) -> None:
-    build, outdated = CASES[case]
-
-    def trained(choices: dict[str, Any]) -> list[Tensor]:
-        unit, found = build(), []
-        model, x = nn.Sequential(unit), torch.linspace(-1, 1, 64 * 32).view(-1, 32).requires_grad_()
-        with attach(model, choices, sentinels="off"):
-            for unit.step in range(6):
-                model.zero_grad()
-                x.grad = None
-                with torch.autocast("cpu", torch.bfloat16):
-                    for tensor in outdated(unit, x, unit.step):
-                        F.linear(tensor, torch.zeros(2, tensor.shape[1]))
-                        with torch.no_grad():
-                            tensor.mul_(1.1)
-                    model(x).square().sum().backward()
-                found += [tensor.grad.clone() for tensor in (x, *model.parameters()) if tensor.grad is not None]
-        return found
-
-    assert all(map(torch.equal, trained({}), trained({"0": from_label(choice)})))
-
-
-@pytest.mark.parametrize("choice", ["remake", '{"kind": "remake", "keep": ["**"]}'])
 def test_a_cast_that_another_thread_made_is_right_or_refused(choice: str) -> None:
     def trained(choices: dict[str, Any]) -> list[Tensor]:
         unit, found, cast, over = _Projected(), [], threading.Event(), threading.Event()
@@ -323,21 +232,6 @@ def test_a_cast_that_another_thread_made_is_right_or_refused(choice: str) -> Non
         assert all(map(torch.equal, expected, trained({"0": from_label(choice)})))
     except RerunMismatch as error:  # it was of what the weights had been
         assert "0" in error.message
-
-
-def test_nor_one_of_what_the_unit_is_given() -> None:
-    def trained(choices: dict[str, Any]) -> list[Tensor]:
-        torch.manual_seed(1)
-        model, x, found = nn.Sequential(_Gated(frozen=True)), torch.randn(_ROWS, 32, requires_grad=True), []
-        with attach(model, choices, sentinels="off"), torch.autocast("cpu", torch.bfloat16):
-            for given in (x * 1, x * 1, x, x):  # only a leaf's cast is remembered
-                (gradient,) = torch.autograd.grad(model(given).square().sum(), x)
-                found.append(gradient)
-                with torch.no_grad():
-                    x.mul_(1.5)
-        return found
-
-    assert all(map(torch.equal, trained({}), trained({"0": from_label("remake")})))
 
 
 def _write(h: Tensor, step: int) -> Tensor:

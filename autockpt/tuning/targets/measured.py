@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from autockpt.cost import CostModel, cached_op_times, measure_op_times, memory_at_hand, needed_on, used_by_others
-from autockpt.cost.op_times import refused_choices
 from autockpt.cost.profile import leanest, wants_disk, within_host
 from autockpt.cost.roofline import nominal_op_times
 from autockpt.devices import get_device
@@ -42,14 +41,9 @@ class Measured(RealSteps):
                 environment = measurer.environment
             stack.enter_context(measurer.within(clock.seconds_until_stopped))
         environment = measurer.environment
-        notes: tuple[str, ...] = ()
-        if refused := refused_choices(measurer, found.uniform["save"][0], found.space.choices):
-            uniform = {kind: pair for kind, pair in found.uniform.items() if kind not in refused}
-            found = replace(found, uniform=uniform, space=found.space.without(refused))
-            notes = (f"not on this device: {', '.join(refused)} ({next(iter(refused.values()))})",)
         self.confirm = confirmation(measurer, clock)
         # as the worker sees it: to this process the model that it has built would be another's
-        return _prepared(request, found, environment, used_by_others(measurer), notes)
+        return _prepared(request, found, environment, used_by_others(measurer))
 
     def cost_model(self, prepared: Prepared, trials: Trials) -> CostModel:
         """By op times of the device; by nominal rates where the time limit leaves no room to time them."""
@@ -131,11 +125,9 @@ def _traced(stack: ExitStack, request: SearchRequest, clock: Clock) -> Traced:
         return traced(tracer, request.space, request.allow_inexact, listener=clock.listener, late=late)
 
 
-def _prepared(
-    request: SearchRequest, found: Traced, environment: Environment, others: int, notes: tuple[str, ...] = ()
-) -> Prepared:
+def _prepared(request: SearchRequest, found: Traced, environment: Environment, others: int) -> Prepared:
     device = get_device(request.device).torch_device if request.step is None else request.step.device
-    notes = (*less_than_asked(request.budget, environment), *notes)
+    notes = tuple(less_than_asked(request.budget, environment))
     what_if = partial(on_device, request.budget, device, environment, others, found.uniform)
     kind, needs = environment.device.kind, needed_on(environment)
     return Prepared.of(request, found, environment, device_name=kind, needs=needs, what_if=what_if, notes=notes)
