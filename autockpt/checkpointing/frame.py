@@ -11,21 +11,20 @@ a graph that holds its output by way of Python is never freed.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from autockpt.checkpointing.arguments import SavedTensor, flatten, save, unflatten
+from autockpt.checkpointing.arguments import SavedTensor, flatten, save, unflatten, unpack
 from autockpt.checkpointing.divergence import CheckedCall, Comparison, UnitCheck
 from autockpt.checkpointing.module_state import Entry
-from autockpt.checkpointing.replay_context import ReplayContext, as_in_forward, one_at_a_time, running_again
+from autockpt.checkpointing.replay_context import ReplayContext, one_at_a_time, running_again
 from autockpt.checkpointing.unit import CheckpointedUnit
 from autockpt.errors import AutockptError, ConflictError, InPlaceError
-
-_current_node: Callable[[], Any] = torch._C._current_autograd_node
 
 
 class StopRecomputation(Exception):
@@ -40,6 +39,7 @@ class CheckpointFrame:
     # garbage collector looks through everything
     __slots__ = (
         "_before",
+        "_beyond",
         "_compared",
         "_context",
         "_filled",
@@ -51,6 +51,7 @@ class CheckpointFrame:
         "_live",
         "_observer",
         "_parameters",
+        "_sampled",
         "_shared",
         "_template",
         "_to_end",
@@ -62,6 +63,7 @@ class CheckpointFrame:
         "_versions",
         "checked",
         "noted",
+        "wanted",
     )
 
     def __init__(
@@ -101,8 +103,11 @@ class CheckpointFrame:
         self._before: list[Entry] = []
         self._observer: CheckedCall | UnitCheck | None = None
         self._compared: dict[int, Comparison] = {}
+        self._sampled, self._beyond = -1, sys.maxsize  # which saved tensors the observer looks at
         self._forms: list[Any] = []
-        self.noted: list[torch.Tensor] | None = None  # what is saved, for who wants to know (kept_outputs)
+        # what is saved, for who wants to know (kept_outputs): all of it, or that of these numbers with its version
+        self.noted: list[torch.Tensor] | None = None
+        self.wanted: dict[int, Any] | None = None
         self._values: dict[int, tuple[torch.Tensor, int]] = {}
         self._filled, self._to_end = 0, False
         self._shared: set[int] = set()
@@ -117,6 +122,8 @@ class CheckpointFrame:
         assert live is not None, "a frame runs once"
         if unit.check is not None:
             self._observer = unit.check.observer(checked=self.checked)
+        if (observer := self._observer) is not None:
+            self._sampled, self._beyond = observer.sampled, observer.beyond
         self._before = state.take()
         everything, hooks, gradients = None, 0, []
         if self.checked:
@@ -170,10 +177,11 @@ class CheckpointFrame:
             forms.append(form)
         if self.noted is not None:
             self.noted.append(tensor)
-        seen = self._observer
-        if seen is not None and (number == seen.sampled or number >= seen.beyond):
-            comparison = seen.look_at(number, tensor)
-            if comparison is not None:
+        if self.wanted and number in self.wanted:
+            self.wanted[number] = tensor.detach(), tensor._version
+        if number == self._sampled or number >= self._beyond:
+            assert self._observer is not None
+            if (comparison := self._observer.look_at(number, tensor)) is not None:
                 self._compared[number] = comparison
         return number
 
@@ -182,13 +190,12 @@ class CheckpointFrame:
     def unpack(self, number: int) -> torch.Tensor:
         """The hook for what backward asks for. Raises InPlaceError where the unit changes in place what backward needs,
         as autograd itself would."""
-        if self._late is not None:
-            refuse_late_written(self._unit.name)
-        values = self._values
+        held = self._values.pop(number, None)
         # what an earlier backward left may have been changed since
-        if number not in values or values[number][0]._version != values[number][1]:
+        if held is None or held[0]._version != held[1]:
             self._recompute(number)
-        value, version = values.pop(number)
+            held = self._values.pop(number)
+        value, version = held
         if value._version != version:
             saved = f"{tuple(value.shape)} that {self._unit.name} saved"
             remedy = "Replace the in-place operation inside this unit by an out-of-place one."
@@ -203,7 +210,7 @@ class CheckpointFrame:
         Raises InPlaceError where something that it read was changed since, ConflictError where it does not do again
         what it did.
         """
-        with one_at_a_time(self._unit.name), as_in_forward():
+        with one_at_a_time(self._unit.name), torch.inference_mode(False), torch.enable_grad():
             if number in self._values and self._values[number][0]._version == self._values[number][1]:
                 return  # the thread of another device has done it
             self._fill()
@@ -245,14 +252,15 @@ class CheckpointFrame:
     def _run_again(self, inputs: list[torch.Tensor]) -> Any:
         unit = self._unit
         args, kwargs = unflatten(self._template, inputs)
-        with ExitStack() as stack:
-            stack.enter_context(running_again(unit.name))
-            stack.enter_context(self._turn())
-            stack.callback(unit.exchange_parameters(self._parameters))
-            self._shared = stack.enter_context(unit.state.restored(self._before, self._training))
-            stack.enter_context(self._context.restored())
+        with (
+            running_again(unit.name),
+            self._turn(),
+            unit.with_parameters(self._parameters),
+            unit.state.restored(self._before, self._training) as self._shared,
+            self._context.restored(),
             # hooks in any case: backward may have been called inside a forward whose own hooks are in force
-            stack.enter_context(saved_tensors_hooks(self.repack, _as_it_is))
+            saved_tensors_hooks(self.repack, _as_it_is),
+        ):
             return self._forward(*args, **kwargs)
 
     def repack(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -282,13 +290,7 @@ class CheckpointFrame:
             self._refuse_changed(self._live)
             held = self._live
         else:
-            try:
-                held = [saved.unpack() for saved in self._inputs]
-            except RuntimeError as error:
-                if isinstance(error, AutockptError) or "modified by an inplace operation" not in str(error):
-                    raise
-                remedy = "Replace the in-place operation after this unit by an out-of-place one."
-                raise InPlaceError(f"an input of {self._unit.name} has changed: {error}", remedy=remedy) from error
+            held = [unpack(saved, self._unit.name) for saved in self._inputs]
         pairs = zip(held, self._trains, strict=True)
         return [tensor.detach().requires_grad_() if trains else tensor.detach() for tensor, trains in pairs]
 
@@ -321,19 +323,6 @@ class CheckpointFrame:
                 "(FullyShardedDataParallel: SHARD_GRAD_OP; fully_shard: reshard_after_forward=False, or shard a "
                 "segment's units together).",
             )
-
-
-def refuse_late_written(unit: str) -> None:
-    """Raise ConflictError for functional.rrelu, by the node of autograd that is about to get a tensor ``unit`` saved.
-
-    Its kernel writes to the noise after that was saved, and leaves the version as it was.
-    """
-    node = _current_node()
-    if type(node).__name__.startswith("RreluWithNoise") and node._saved_training:
-        raise ConflictError(
-            f"{unit} calls rrelu, which changes a tensor after it was saved",
-            remedy=f"Use `save` or `remake` on {unit}, or another activation function.",
-        )
 
 
 def _as_it_is(tensor: Any) -> Any:

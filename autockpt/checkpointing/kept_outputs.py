@@ -10,33 +10,36 @@ output is missing then. That only matters to a unit that takes a gradient inside
 No op is watched: a scope is an ordinary call around a module's forward, or a function mode around modules that call
 attention functions. What cannot be skipped runs again: calls whose output the unit changes in place, that draw random
 numbers, or that save more of their own than a quarter of their output.
+
+Where saved tensors come from is learned in the first calls (``Layout``). In later calls of equal arguments a scope does
+no more than hold its output, and attention runs without a mode: its output is among the tensors that it saves. When the
+forward has ended, it must have saved tensors of the same forms as the call that was learned from. Otherwise nothing is
+kept of it, and it is learned from again.
 """
 
 from __future__ import annotations
 
 import functools
-import sys
+import operator
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
-from typing import Any
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.autograd import forward_ad
 from torch.overrides import TorchFunctionMode
 
-from autockpt.checkpointing.autocast import autocast_is_on, remembered_cast
-from autockpt.checkpointing.fingerprint import fingerprint, form_of, quietly, why_not
+from autockpt.checkpointing.fingerprint import fingerprint, form_of, layout_of, quietly, why_not
 from autockpt.checkpointing.frame import CheckpointFrame, diverged
-from autockpt.checkpointing.triton_kernels import READS, launches, name_of
 from autockpt.devices.random_states import TorchStates
 
 _PLAIN = frozenset((torch.Tensor, nn.Parameter))
-_TRITON = "triton.runtime.jit"
-_MOST_FUNCTIONS, _MOST_LEARNED = 4096, 16
+_MOST_FUNCTIONS, _MOST_LAYOUTS = 4096, 16
 _OWN_SHARE = 4  # what a call saves of its own is kept up to this part of its output
 _transform: Callable[[], int | None] = torch._C._functorch.maybe_current_level  # type: ignore[attr-defined]
+_function_of = operator.attrgetter("function")
 _observers: list[dict[str, int]] = []
 
 
@@ -64,120 +67,205 @@ class Scope:
     def __init__(self) -> None:
         self.again: set[Any] = set()  # modules or functions that were seen to draw random numbers
         self.called = False  # one of its functions, in a checked call
-        self.learned: dict[Any, list[Source]] = {}  # sources of what a module saves, by what it is given
 
     def __reduce__(self) -> tuple[type[Scope], tuple[()]]:
         return Scope, ()  # a copy learns anew
 
 
+class Source(NamedTuple):
+    """Where a saved tensor comes from: its ``number`` among what the call was given, with these ``strides``. The call's
+    own have negative numbers, from -1 downwards. ``cast``: to which type. ``geometry``: the saved tensor's size and
+    strides, and its offset from where that begins; None where it is that itself."""
+
+    number: int
+    strides: tuple[int, ...] | None = None
+    cast: torch.dtype | None = None
+    geometry: tuple[torch.Size, tuple[int, ...], int] | None = None
+
+
+class Learned(NamedTuple):
+    """One call in a scope, as later ones will be.
+
+    ``sources`` of what it saves; None where it runs again. ``own``: which of the unit's saved tensors are of its own
+    making. ``leaves``: which of these it returns, one for each tensor of its output; None where others do, so that its
+    output has to be caught. ``trains``: which of them have a gradient. ``is_needed``: the unit saves more after it.
+    """
+
+    scope: Scope
+    function: Any
+    sources: Sequence[Source] | None
+    own: Sequence[int]
+    leaves: Sequence[int] | None
+    trains: tuple[bool, ...]
+    is_tuple: bool
+    is_needed: bool
+
+
+class Layout:
+    """What calls in scopes, in order, save and return in calls of a unit that save tensors of these ``forms``."""
+
+    def __init__(self, forms: list[Any], calls: list[Learned]) -> None:
+        self.forms, self.calls = forms, calls
+        self.caught = [call for call in calls if call.leaves is None]
+        self.catches_functions = any(not isinstance(call.function, nn.Module) for call in self.caught)
+        self.kept_numbers = {number for call in calls for number in (*call.own, *(call.leaves or ()))}
+
+
 class KeepingFrame(CheckpointFrame):
     """One call of a unit whose scopes keep outputs, and hand them out in its recomputation."""
 
-    __slots__ = ("_handing", "kept", "name")
+    __slots__ = ("_calls", "_handing", "_is_inside", "_key", "_layout", "name")
 
     def __init__(self, *given: Any, **named: Any) -> None:
         super().__init__(*given, **named)
-        # by scopes and not in one row: a scope that is entered in one of the two runs only does not shift the others
-        self.kept: dict[Scope, list[KeptCall | None]] | None = {}
-        self._handing: dict[Scope, Iterator[KeptCall | None]] = {}
+        assert self._live is not None
         self.name = self._unit.name
+        trains = [parameter is not None and parameter.requires_grad for parameter in self._parameters]
+        inputs = [(t.shape, t.dtype, t.requires_grad) for t in self._live if not t.is_nested]
+        self._key = (*inputs, *trains, *self._training, self._context.autocast.key)
+        self._layout: Layout | None = None if self.checked else self._unit.learned.get(self._key)
+        # None once they are handed out: a later backward over the same graph runs everything again
+        self._calls: list[KeptCall] | None = []
+        self._handing: dict[Scope, Iterator[KeptCall]] = {}
+        self._is_inside = False  # a call in a scope
 
     def run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """As ``CheckpointFrame.run``."""
+        layout = self._layout
         if self._unit.check is not None:
             self._unit.check.in_turn = True
+        if layout is not None:
+            self.wanted = dict.fromkeys(layout.kept_numbers)
         outer, _here.frame = _here.frame, self
         try:
-            with launches(self._launched) if _TRITON in sys.modules else nullcontext():
-                output = super().run(args, kwargs)
+            output = super().run(args, kwargs)
         finally:
             _here.frame = outer
-        self._forget_changed()
+        if layout is None:
+            if self._calls is not None:  # no gradient was taken inside the forward
+                self._learn()
+        elif not self._is_as_learned(layout):
+            self._calls, self._layout, self.wanted = [], None, None
+            self._unit.learned.pop(self._key, None)
+        else:
+            self._tell_of_lost([call.sources is None for call in layout.calls].count(True))
         return output
 
-    def _run_again(self, inputs: list[torch.Tensor]) -> None:
-        kept = self.kept or {}
-        if self._live is not None:
-            kept = {}  # a gradient is taken inside the forward, and its recomputation needs the whole graph
-        # Each output is handed out once, and let go of with the tensors that backward gets: a later backward over the
-        # same graph runs everything again.
-        self.kept, self._handing = None, {scope: iter(calls) for scope, calls in kept.items()}
-        outer, noted, _here.frame, self.noted = _here.frame, self.noted, self, None
-        try:
-            super()._run_again(inputs)
-        finally:
-            _here.frame, self.noted, self._handing = outer, noted, {}
+    def _is_as_learned(self, layout: Layout) -> bool:
+        calls = self._calls or []
+        if self._forms != layout.forms or len(calls) != len(layout.caught):
+            return False
+        return all(map(operator.is_, map(_function_of, calls), map(_function_of, layout.caught)))
 
-    def call(self, scope: Scope, function: Any, run: Callable[[], Any], given: Sequence[Any], key: Any = None) -> Any:
-        """``run()``, which calls ``function`` with what is ``given``, or what it returned in the first run.
+    def watches(self, scope: Scope) -> bool:
+        """Whether functions that a scope calls have to be looked at now."""
+        if self._calls is None:
+            return scope in self._handing
+        if self._layout is not None:
+            return self._layout.catches_functions
+        return scope.called or self.checked
 
-        Calls with equal ``key`` save tensors of the same sources. None: that is not known."""
-        if self.noted is not None:  # inside another scope's call
+    def call(
+        self, scope: Scope, function: Any, run: Callable[[], Any], given: Callable[[], Sequence[torch.Tensor | Any]]
+    ) -> Any:
+        """``run()``, which calls ``function`` with what is ``given``, or what it returned in the first run."""
+        if self._is_inside:
             return run()
-        self.noted = []
+        self._is_inside = True
         try:
-            if self.kept is not None:
-                return self._keep(scope, function, run, given, key)
-            call = next(self._handing.get(scope, _NOTHING), None)
-            return run() if call is None else call.instead(self, function, run, given)
+            if self._calls is None:
+                call = next(self._handing.get(scope, _NOTHING), None)
+                return run() if call is None or call.sources is None else call.instead(self, function, run, given())
+            if self._layout is None:
+                return self._learn_from(scope, function, run, given)
+            output = run()
+            caught, number = self._layout.caught, len(self._calls)
+            learned = caught[number] if number < len(caught) else None
+            call = KeptCall(scope, function, None if learned is None else learned.sources)
+            self._calls.append(call)
+            if learned is not None and learned.is_needed:
+                if type(output) is torch.Tensor or type(output) is tuple:
+                    call.hold(output)
+                else:
+                    call.sources = None
+            return output
+        finally:
+            self._is_inside = False
+
+    def _learn_from(self, scope: Scope, function: Any, run: Callable[[], Any], given: Callable[[], Any]) -> Any:
+        """A call of which it is not known yet what it saves."""
+        assert self._calls is not None
+        place = len(self._calls)
+        self._calls.append(KeptCall(scope, function))  # first, for calls that fail: the unit may go on
+        before = self._context.now() if self.checked else None
+        self.noted = noted = []
+        try:
+            output = run()
         finally:
             self.noted = None
-
-    def _keep(self, scope: Scope, function: Any, run: Callable[[], Any], given: Sequence[Any], key: Any) -> Any:
-        assert self.kept is not None and self.noted is not None
-        noted, checked = self.noted, self._late is not None
-        if (calls := self.kept.get(scope)) is None:
-            calls = self.kept[scope] = []
-        place = len(calls)
-        calls.append(None)  # first, for calls that fail: the unit may go on
-        before = self._context.now() if checked else None
-        output = run()
         if before is not None and not _same_states(before, self._context.now()):
             scope.again.add(function)
-        if function in scope.again:
-            return output
-        sources = None if checked else scope.learned.get(key)
-        with torch._C.DisableTorchFunction():
-            if sources is not None and len(sources) == len(noted):
-                calls[place] = KeptCall(function, output, (), sources, len(self._forms))
-                return output
-            calls[place] = call = kept_call(function, output, noted, given, len(self._forms))
-        if call is not None and key is not None and not call.has_own:
-            if len(scope.learned) >= _MOST_LEARNED:  # batches without padding have new lengths in every step
-                scope.learned.clear()
-            scope.learned[key] = call.sources
-        if call is not None and checked and not self._unit.is_measured:
-            call.look_at_memory()
+        if function not in scope.again:
+            with torch._C.DisableTorchFunction():
+                call = kept_call(scope, function, output, noted, given(), len(self._forms))
+            if call is not None and self._calls is not None:
+                self._calls[place] = call
+                if self.checked and not self._unit.is_measured:
+                    call.look_at_memory()
         return output
 
-    def _launched(self, kernel: Any, launch: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Launch a Triton kernel: it may write to outputs that are kept, and no version tells of it."""
-        reads = READS.get(name_of(kernel), ())
-        storages = {
-            _memory(value)
-            for position, value in enumerate((*args, *kwargs.values()))
-            if position not in reads and isinstance(value, torch.Tensor)
-        }
-        for calls in (self.kept or {}).values():
-            for place, call in enumerate(calls):
-                if call is not None and not storages.isdisjoint(call.storages):
-                    calls[place] = None
-        return launch(kernel, *args, **kwargs)
-
-    def _forget_changed(self) -> None:
+    def _learn(self) -> None:
         """The forward has ended. Outputs that it changed, or after which nothing is saved, need not be held."""
-        lost, saved = 0, len(self._forms)
-        for scope, calls in (self.kept or {}).items():
-            for place, call in enumerate(calls):
-                if call is not None and call.prints is not None and call.wrote_unseen():
-                    scope.again.add(call.function)
-                    call = None
-                if call is None or call.is_changed():
-                    calls[place], lost = None, lost + 1
-                elif call.saved == saved:
-                    call.forget_output()
+        assert self._calls is not None
+        saved, learned = len(self._forms), list[Learned]()
+        for place, call in enumerate(self._calls):
+            if call.wrote_unseen():
+                call.scope.again.add(call.function)
+                call.sources = None
+            if call.sources is None or call.is_changed():
+                call = self._calls[place] = KeptCall(call.scope, call.function)
+            learned.append(call.learned(saved))
+            if not learned[-1].is_needed:
+                call.forget_output()
+        self._tell_of_lost([call.sources is None for call in learned].count(True))
+        layouts = self._unit.learned
+        if not any(call.is_ambiguous for call in self._calls):
+            if len(layouts) >= _MOST_LAYOUTS:  # batches without padding have new lengths in every step
+                layouts.clear()
+            layouts[self._key] = Layout(self._forms, learned)
+
+    def _tell_of_lost(self, count: int) -> None:
         for counts in _observers:
-            counts[self.name] = counts.get(self.name, 0) + lost
+            counts[self.name] = counts.get(self.name, 0) + count
+
+    def _run_again(self, inputs: list[torch.Tensor]) -> Any:
+        calls = self._restored()
+        if self._live is not None:
+            calls = []  # a gradient is taken inside the forward, and its recomputation needs the whole graph
+        # each output is handed out once, and let go of with the tensors that backward gets
+        self._calls, self.wanted, by_scope = None, None, dict[Scope, list[KeptCall]]()
+        for call in calls:
+            # not in one row: a scope that is entered in one of the two runs only does not shift the others
+            by_scope.setdefault(call.scope, []).append(call)
+        self._handing = {scope: iter(some) for scope, some in by_scope.items()}
+        outer, inside, _here.frame, self._is_inside = _here.frame, self._is_inside, self, False
+        try:
+            return super()._run_again(inputs)
+        finally:
+            _here.frame, self._is_inside, self._handing = outer, inside, {}
+
+    def _restored(self) -> list[KeptCall]:
+        """The calls in scopes: those that were caught, and those whose outputs are among the tensors they saved."""
+        calls, layout, wanted = self._calls or [], self._layout, self.wanted
+        if layout is None or wanted is None:
+            return calls
+        caught, restored = iter(calls), []
+        for learned in layout.calls:
+            is_caught = learned.leaves is None
+            call = next(caught) if is_caught else KeptCall(learned.scope, learned.function, learned.sources)
+            call.restore(learned, wanted)
+            restored.append(call)
+        return restored
 
 
 _NOTHING: Iterator[Any] = iter(())
@@ -192,66 +280,57 @@ def frame_of(unit: str) -> KeepingFrame | None:
     return frame if _transform() is None and forward_ad._current_level < 0 else None
 
 
-Source = tuple[int, tuple[int, ...] | None, torch.dtype | None, tuple[torch.Size, tuple[int, ...], int] | None]
-"""Where a saved tensor comes from. First its number among what the call was given, with the strides that it has; the
-call's own have negative numbers, from -1 downwards. Then what it is cast to. Last the saved tensor's size and strides,
-and its offset from where that begins; None where it is that itself.
-
-Plain tuples: one is made for each saved tensor."""
-
-
-def key_of(given: Sequence[Any]) -> Any:
-    """What decides which tensors a linear layer or convolution saves; None where that is not known, as under autocast.
-
-    Not for several activations: which of them share memory decides, too."""
-    if autocast_is_on():
-        return None
-    key: list[Any] = [torch.is_grad_enabled()]
-    with torch._C.DisableTorchFunction():  # the mode around attention would be asked for every attribute
-        for value in given:
-            if value is not None:
-                if type(value) not in _PLAIN or value.layout is not torch.strided:
-                    return None
-                key += (value.shape, value.stride(), value.dtype, value.requires_grad)
-    return tuple(key)
-
-
 class KeptCall:
-    """What one call of ``function`` returned, and the sources of what autograd saved during it. ``saved``: how many
-    tensors the frame had saved when it ended."""
+    """What one call of ``function`` returned, and the ``sources`` of what autograd saved during it; without these it
+    runs again. ``own`` tensors are what it saved of its own making, ``own_at`` their numbers among the unit's."""
 
-    __slots__ = ("_outputs", "_own", "_trains", "_tuple", "_versions", "function", "prints", "saved", "sources")
+    __slots__ = (
+        *("_outputs", "_prints", "_saved", "_trains", "_tuple", "_versions"),
+        *("function", "is_ambiguous", "own", "own_at", "scope", "sources"),
+    )
 
-    def __init__(
-        self, function: Any, output: Any, own: Sequence[torch.Tensor], sources: list[Source], saved: int
-    ) -> None:
-        self.function, self._own, self.sources, self.saved, self.prints = function, own, sources, saved, None
-        self._tuple = type(output) is tuple
-        # aliases without a graph, which share their version counters
-        if self._tuple:
-            self._outputs = tuple([leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for leaf in output])
-            self._trains = tuple([isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in output])
-            self._versions = tuple([leaf._version if isinstance(leaf, torch.Tensor) else 0 for leaf in output])
-        else:
-            self._outputs, self._trains, self._versions = (
-                (output.detach(),),
-                (output.requires_grad,),
-                (output._version,),
-            )
+    def __init__(self, scope: Scope, function: Any, sources: Sequence[Source] | None = None, saved: int = 0) -> None:
+        self.scope, self.function, self.sources, self._saved = scope, function, sources, saved
+        self.own: Sequence[torch.Tensor] = ()
+        self.own_at: Sequence[int] = ()
+        self._outputs: tuple[Any, ...] = ()
+        self._trains = self._versions = ()
+        self._prints: list[Any] = []
+        self.is_ambiguous = self._tuple = False
 
-    @property
-    def has_own(self) -> bool:
-        """Whether some of what it saved was of its own making."""
-        return bool(self._own)
+    def hold(self, output: Any) -> None:
+        """What it returned: aliases without a graph, which share their version counters."""
+        if type(output) is not tuple:
+            self._outputs, self._trains = (output.detach(),), (output.requires_grad,)
+            self._versions = (output._version,)
+            return
+        self._tuple = True
+        self._outputs = tuple([leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for leaf in output])
+        self._trains = tuple([isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in output])
+        self._versions = tuple([leaf._version if isinstance(leaf, torch.Tensor) else 0 for leaf in output])
 
-    @property
-    def _tensors(self) -> list[torch.Tensor]:
-        return [leaf for leaf in self._outputs if isinstance(leaf, torch.Tensor)]
+    def restore(self, learned: Learned, wanted: dict[int, Any]) -> None:
+        """What it saved of its own making, and what it returned where that is among it: as the frame has kept it."""
+        self.own = [wanted[number][0] for number in learned.own]
+        if learned.leaves is not None:
+            leaves = [wanted[number] for number in learned.leaves]
+            self._outputs, self._versions = tuple([leaf for leaf, _ in leaves]), tuple([v for _, v in leaves])
+            self._trains, self._tuple = learned.trains, learned.is_tuple
 
-    @property
-    def storages(self) -> set[int]:
-        """What tells the memory of its outputs."""
-        return set(map(_memory, self._tensors))
+    def learned(self, saved: int) -> Learned:
+        """This call as later ones will be, in a unit that saves so many tensors."""
+        at = {(*layout_of(tensor), _memory(tensor)): n for tensor, n in zip(self.own, self.own_at, strict=True)}
+        tensors = all(isinstance(leaf, torch.Tensor) for leaf in self._outputs)
+        found = [at.get((*layout_of(leaf), _memory(leaf))) for leaf in self._outputs] if tensors and at else [None]
+        is_needed = self.sources is not None and self._saved != saved
+        leaves: Sequence[int] | None = None if None in found else found  # type: ignore[assignment]
+        if isinstance(self.function, nn.Module):
+            leaves = None
+        elif not is_needed:
+            leaves = ()
+        return Learned(
+            self.scope, self.function, self.sources, self.own_at, leaves, self._trains, self._tuple, is_needed
+        )
 
     def is_changed(self) -> bool:
         """Whether an output was changed in place since."""
@@ -262,12 +341,12 @@ class KeptCall:
 
     def look_at_memory(self) -> None:
         """Note what is in the outputs, to see whether they are written to without a new version."""
-        forms = [(tensor, form_of(tensor)) for tensor in self._tensors if why_not(tensor) is None]
-        self.prints = [(tensor, form, fingerprint(tensor, form)) for tensor, form in forms]
+        tensors = [leaf for leaf in self._outputs if isinstance(leaf, torch.Tensor) and why_not(leaf) is None]
+        self._prints = [(tensor, form := form_of(tensor), fingerprint(tensor, form)) for tensor in tensors]
 
     def wrote_unseen(self) -> bool:
-        """Whether they were, by ``.data``, NumPy or the like."""
-        prints, self.prints = self.prints or (), None
+        """Whether they were, by ``.data``, NumPy, a kernel of Triton's or the like."""
+        prints, self._prints = self._prints, []
         return not self.is_changed() and any(
             not _equal(before, fingerprint(tensor, form)) for tensor, form, before in prints
         )
@@ -304,9 +383,9 @@ class KeptCall:
     def _values(self, given: Sequence[Any]) -> list[torch.Tensor] | None:
         """What the call saved, of what is given to it now; None where that lies otherwise in memory."""
         values = []
-        for number, strides, cast, geometry in self.sources:
+        for number, strides, cast, geometry in self.sources or ():
             if number < 0:
-                values.append(self._own[-1 - number])
+                values.append(self.own[-1 - number])
                 continue
             value = given[number] if number < len(given) else None
             if not isinstance(value, torch.Tensor) or (strides is not None and value.stride() != strides):
@@ -321,19 +400,21 @@ class KeptCall:
 
 
 def kept_call(
-    function: Any, output: Any, saved: Sequence[torch.Tensor], given: Sequence[Any], count: int
+    scope: Scope, function: Any, output: Any, saved: Sequence[torch.Tensor], given: Sequence[Any], count: int
 ) -> KeptCall | None:
-    """What to keep of a call; None where it has to run again."""
+    """What to keep of a call; None where it has to run again. ``count``: how many tensors the unit saved by now."""
     numbers: dict[Any, int] = {}
+    is_shared = False
     for number, value in enumerate(given):
         if type(value) in _PLAIN and value.layout is torch.strided:
-            memory = value.untyped_storage()._cdata
-            # queries, keys and values may be parts of one memory
-            numbers[memory] = numbers[memory, value.storage_offset()] = number
+            # queries, keys and values may be parts of one memory, or one tensor
+            memory, place = _memory(value), (_memory(value), value.storage_offset())
+            is_shared |= place in numbers
+            numbers[memory] = numbers[place] = number
     outputs: dict[int, torch.Tensor] = {}
     for leaf in output if type(output) is tuple else (output,):
         if type(leaf) is torch.Tensor and leaf.layout is torch.strided:
-            outputs[memory := leaf.untyped_storage()._cdata] = leaf
+            outputs[memory := _memory(leaf)] = leaf
             if memory in numbers:
                 return None  # it returns what it was given, which may be written to later
         elif isinstance(leaf, torch.Tensor):
@@ -341,33 +422,38 @@ def kept_call(
     if not outputs:
         return None
     own: list[torch.Tensor] = []
+    own_at: list[int] = []
     sources: list[Source] = []
-    for tensor in saved:
+    for nth, tensor in enumerate(saved):
         plain = type(tensor) in _PLAIN and tensor.layout is torch.strided
-        memory = tensor.untyped_storage()._cdata if plain else None
+        memory = _memory(tensor) if plain else None
         number = numbers.get((memory, tensor.storage_offset()), numbers.get(memory)) if plain else None
         if number is not None and (value := given[number]).dtype is tensor.dtype:
             size, strides, there = tensor.size(), tensor.stride(), value.stride()
             offset = int(tensor.storage_offset() - value.storage_offset())
             itself = not offset and strides == there and size == value.size()
-            sources.append((number, None, None, None) if itself else (number, there, None, (size, strides, offset)))
+            sources.append(Source(number) if itself else Source(number, there, None, (size, strides, offset)))
         elif (source := _cast_source(tensor, given) if plain else _same_object(tensor, given)) is not None:
             sources.append(source)
         elif plain:
             own.append(tensor.detach())
-            sources.append((-len(own), None, None, None))
+            own_at.append(count - len(saved) + nth)
+            sources.append(Source(-len(own)))
         else:
             return None
     if own:
         extra = {m: t.untyped_storage().nbytes() for t in own if (m := _memory(t)) not in outputs}
         if _OWN_SHARE * sum(extra.values()) > sum(leaf.untyped_storage().nbytes() for leaf in outputs.values()):
             return None
-    return KeptCall(function, output, own, sources, count)
+    call = KeptCall(scope, function, sources, count)
+    call.hold(output)
+    call.own, call.own_at, call.is_ambiguous = own, own_at, is_shared
+    return call
 
 
 def _same_object(tensor: torch.Tensor, given: Sequence[Any]) -> Source | None:
     """The source of quantised weights and the like, which are saved as they are."""
-    return next(((n, None, None, None) for n, value in enumerate(given) if value is tensor), None)
+    return next((Source(n) for n, value in enumerate(given) if value is tensor), None)
 
 
 def _cast_source(tensor: torch.Tensor, given: Sequence[Any]) -> Source | None:
@@ -390,7 +476,7 @@ def _cast_source(tensor: torch.Tensor, given: Sequence[Any]) -> Source | None:
         return None
     number, value = others[0]
     geometry = (tensor.size(), tensor.stride(), int(tensor.storage_offset()))
-    return number, value.stride(), tensor.dtype, geometry
+    return Source(number, value.stride(), tensor.dtype, geometry)
 
 
 def _is_cast_of(tensor: torch.Tensor, value: torch.Tensor) -> bool:
@@ -404,13 +490,9 @@ def _is_cast_of(tensor: torch.Tensor, value: torch.Tensor) -> bool:
 
 
 def _cast(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """What autocast makes of it, of weights the cast that it remembers. And what attention makes of a mask."""
+    """What autocast makes of it. And what attention makes of a mask."""
     if value.dtype is torch.bool:
         return torch.zeros_like(value, dtype=dtype).masked_fill_(value.logical_not(), -torch.inf)
-    if type(value) is nn.Parameter and torch.is_autocast_cache_enabled():
-        found = remembered_cast(value)
-        if found is not None and found.dtype is dtype:
-            return found
     return value.detach().to(dtype)
 
 
@@ -450,7 +532,9 @@ class FunctionScopes(TorchFunctionMode):
         frame = frame_of(self._frame.name)
         if frame is None or frame is not self._frame or "out" in kwargs or _drops_out(func, args, kwargs):
             return func(*args, **kwargs)
-        return frame.call(self._scope, func, functools.partial(func, *args, **kwargs), (*args, *kwargs.values()))
+        return frame.call(
+            self._scope, func, functools.partial(func, *args, **kwargs), lambda: (*args, *kwargs.values())
+        )
 
 
 _ATTENTION: dict[Any, bool] = {}  # by function; looked up for each that is called

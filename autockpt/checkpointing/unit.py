@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ class CheckpointedUnit:
         self.state = ModuleState(name, module)
         self.draws_in_python = False
         self.forms: dict[Any, Any] = {}  # of saved tensors; equal ones are one object
+        self.learned: dict[Any, Any] = {}  # by what a call is given, for frames that learn more from calls
         modules = self.state.modules
         self._first_calls = first_calls
         self._schedules: dict[Any, Schedule] = {}
@@ -80,19 +82,19 @@ class CheckpointedUnit:
         """As they are now: FSDP, ``functional_call`` and PEFT exchange them, and FSDP takes some away."""
         return [home.get(name) for home, name in self._homes]
 
-    def exchange_parameters(self, before: Sequence[torch.Tensor | None]) -> Callable[[], None]:
-        """Put other values in the place of parameters, as ``functional_call`` did. Returns what undoes it."""
+    @contextmanager
+    def with_parameters(self, before: Sequence[torch.Tensor | None]) -> Iterator[None]:
+        """Inside, other values are in the place of parameters, as ``functional_call`` put them."""
         exchanged: list[tuple[dict[str, Any], str, Any]] = []
         for (home, name), then in zip(self._homes, before, strict=True):
             if (now := home.get(name)) is not then and holds_other_values(then, now):
                 exchanged.append((home, name, now))
                 home[name] = then
-
-        def undo() -> None:
+        try:
+            yield
+        finally:
             for home, name, now in exchanged:
                 home[name] = now
-
-        return undo
 
     def is_in_pieces(self, before: Sequence[torch.Tensor | None]) -> bool:
         """Whether FSDP2 (another type), or FullyShardedDataParallel with original parameters, has taken a parameter

@@ -105,17 +105,17 @@ class OffloadState(Attachment):
         return [b for home, name in self._cache_buffers if (b := home.get(name)) is not None]
 
 
-@outside_graphs("offload", _WHY)
+@outside_graphs("offload` or `recompute_offload", _WHY)
 def run_offloaded(module: nn.Module, state: OffloadState, /, *args: Any, **kwargs: Any) -> Any:
     """The unit's forward; where gradients are enabled, what it saves goes off the device.
 
-    Parameters, buffers, small tensors and tensors from outside stay, the first floating-point argument (the hidden
-    state) does not. Tensors of subclasses (DTensor, FP8 of torchao or Transformer Engine) stay, too, with a warning:
-    what they hold beside one plain memory is theirs. Raises ConflictError while a CUDA graph
-    is captured, MeasurementError where the other side is full, and in backward InPlaceError where a saved tensor was
-    changed in place.
+    Around a recompute that is its inputs. Parameters, buffers, small tensors and tensors from outside stay, the first
+    floating-point argument (the hidden state) does not. Tensors of subclasses (DTensor, FP8 of torchao or Transformer
+    Engine) stay, too, with a warning: what they hold beside one plain memory is theirs. Raises ConflictError while a
+    CUDA graph is captured, MeasurementError where the other side is full, and in backward InPlaceError where a saved
+    tensor was changed in place.
     """
-    compiler = set_compiler(None)
+    compiler = set_compiler(None)  # at work in the unit's own forward, and not here
     try:
         return _offloaded(module, state, args, kwargs, compiler)
     finally:
@@ -125,7 +125,6 @@ def run_offloaded(module: nn.Module, state: OffloadState, /, *args: Any, **kwarg
 def _offloaded(
     module: nn.Module, state: OffloadState, args: tuple[Any, ...], kwargs: dict[str, Any], compiler: Any
 ) -> Any:
-    """The unit's forward for either choice. ``compiler`` is at work in the unit's own forward, and not here."""
     if not is_enabled(state):
         set_compiler(compiler)
         return call_plainly(module, state, args, kwargs)
@@ -150,19 +149,8 @@ def _offloaded(
     return output
 
 
-@outside_graphs("recompute_offload", _WHY)
-def run_recomputed_and_offloaded(module: nn.Module, state: OffloadState, /, *args: Any, **kwargs: Any) -> Any:
-    """Around a recompute, which saves nothing but the unit's inputs: those leave the device."""
-    compiler = set_compiler(None)
-    try:
-        return _offloaded(module, state, args, kwargs, compiler)
-    finally:
-        set_compiler(compiler)
-
-
 class OffloadPolicy(Policy):
     kind: ClassVar[str] = "offload"
-    run: ClassVar[Callable[..., Any]] = staticmethod(run_offloaded)
     words: ClassVar[str] = "what it saves leaves the device between forward and backward"
 
     def attach(self, units: Sequence[PlannedUnit], session: PolicySession) -> None:
@@ -182,7 +170,7 @@ class OffloadPolicy(Policy):
             place = places[unit.name]
             due = min(place + unit.choice.window, last)  # type: ignore[union-attr]
             waited.add(due)
-            session.place(unit.name, unit.module, self.run, OffloadState(unit.name, pipeline, place, due, tier))
+            session.place(unit.name, unit.module, run_offloaded, OffloadState(unit.name, pipeline, place, due, tier))
             where = ", to a file on disk" if tier == "disk" else ""
             until = f"; waited for {due - place} units on" if queues and due > place + 1 else ""
             session.attached[unit.name] = f"{self.kind}: {self.words}{where}{until}"
@@ -197,7 +185,6 @@ class RecomputeOffloadPolicy(OffloadPolicy, RecomputePolicy):
     """Offload around a recompute, whose forward runs again as ever."""
 
     kind: ClassVar[str] = "recompute_offload"
-    run: ClassVar[Callable[..., Any]] = staticmethod(run_recomputed_and_offloaded)
     words: ClassVar[str] = "its input leaves the device, its forward runs again in backward"
 
     def attach(self, units: Sequence[PlannedUnit], session: PolicySession) -> None:

@@ -91,8 +91,9 @@ class RecomputePolicy(Policy):
 
 
 def run_recomputed(module: nn.Module, state: RecomputeState, /, *args: Any, **kwargs: Any) -> Any:
-    """The unit's forward; where gradients are enabled, what it saves is dropped and made again in backward.
+    """The unit's forward; where gradients are enabled, what it saves is dropped and recomputed in backward.
 
+    What looks after the call is the attachment's ``frame``; inside a compiled graph it is PyTorch's own checkpointing.
     Raises ConflictError where the forward cannot be run twice (inputs changed in place, some KV caches). In backward
     ConflictError where it does not do again what it did, InPlaceError where something that it read was changed since.
     """
@@ -159,7 +160,7 @@ def run_in_frame(module: nn.Module, state: RecomputeState, args: tuple[Any, ...]
 
 
 _recompute_between_graphs = outside_graphs(
-    "recompute", "would run again with other random numbers under this backend", inside=True
+    "recompute` or `selective", "would run again with other random numbers under this backend", inside=True
 )(run_in_frame)
 
 # Between two graphs the compiler would take on what autograd calls for each saved tensor.

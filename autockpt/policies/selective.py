@@ -17,24 +17,16 @@ import torch
 from torch import nn
 from torch.fx.traceback import get_current_meta
 from torch.nn import functional as F
-from torch.nn.modules.conv import _ConvNd
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-from autockpt.checkpointing.kept_outputs import FunctionScopes, KeepingFrame, Scope, frame_of, key_of
+from autockpt.checkpointing.kept_outputs import FunctionScopes, KeepingFrame, Scope, frame_of
 from autockpt.checkpointing.op_table import is_attention, is_heavy
 from autockpt.errors import PlanError
-from autockpt.policies.attachment import (
-    AttachedForward,
-    Attachment,
-    call_inner,
-    call_plainly,
-    is_enabled,
-    take_off,
-)
+from autockpt.policies.attachment import AttachedForward, Attachment, call_inner, take_off
 from autockpt.policies.base import PlannedUnit, Policy, PolicySession, modules_named
-from autockpt.policies.compiling import outside_graphs, run_as_it_is, traces_backward
+from autockpt.policies.compiling import run_as_it_is
 from autockpt.policies.conflicts import refuse_modules
-from autockpt.policies.recompute import RecomputeState, recompute_in_graph, run_in_frame
+from autockpt.policies.recompute import RecomputeState, run_recomputed
 from autockpt.schema.choices import ATTENTION, EVERYTHING, Choice, KeepAttention, Remake, Selective
 
 _T = torch.Tensor
@@ -46,7 +38,8 @@ PRODUCTS = frozenset(
 
 
 class SelectiveState(RecomputeState):
-    """A unit's attachment, or that of one of its parts that runs again by itself."""
+    """A unit's attachment, or that of one of its parts that runs again by itself: without the calls whose outputs were
+    kept. An output that is changed in place cannot be kept; its module runs again like the rest."""
 
     def __init__(self, unit: str, keep: tuple[str, ...]) -> None:
         super().__init__(unit)
@@ -56,26 +49,6 @@ class SelectiveState(RecomputeState):
         self, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> KeepingFrame:
         return KeepingFrame(self.checkpointed(module), forward, args, kwargs, self.turn)
-
-
-def run_selective(module: nn.Module, state: SelectiveState, /, *args: Any, **kwargs: Any) -> Any:
-    """The unit's forward; in backward it runs again without the calls whose outputs were kept.
-
-    An output that is changed in place cannot be kept: its module runs again like the rest. Inside a compiled graph
-    PyTorch's selective checkpointing does it. Raises what ``recompute`` raises.
-    """
-    if not is_enabled(state):
-        return call_plainly(module, state, args, kwargs)
-    if not torch.compiler.is_compiling():
-        return run_in_frame(module, state, args, kwargs)
-    if traces_backward():
-        return recompute_in_graph(module, state, args, kwargs)
-    return _selective_between_graphs(module, state, args, kwargs)
-
-
-_selective_between_graphs = outside_graphs(
-    "selective", "keeps the outputs of single modules, which this backend does not show", inside=True
-)(run_in_frame)
 
 
 @functools.cache
@@ -109,16 +82,15 @@ _PLACED, _INDEX = re.compile(r"(\.forward)?\.args\[0\]|\._modules\b"), re.compil
 
 
 class ScopeState(Attachment):
-    """The attachment of a module inside a unit whose output is kept, or outputs of functions that it calls."""
+    """The attachment of a module inside a unit whose output is kept, or outputs of functions that it calls: attention,
+    and ``others``."""
 
-    def __init__(self, unit: str, module: nn.Module) -> None:
+    def __init__(self, unit: str, module: nn.Module, others: frozenset[Any] = frozenset()) -> None:
         super().__init__(unit)
+        self.others = others
         self.as_it_is = type(module).__module__.startswith("torch.")
         self.scope = Scope()
-
-    def frame(self) -> KeepingFrame | None:
-        """The frame whose forward runs, for the first time or again."""
-        return frame_of(self.unit) if self.active and not torch.compiler.is_compiling() else None
+        self.scope.called = bool(others)  # experts may not be called at first
 
 
 class _CompiledInPlace:
@@ -144,30 +116,25 @@ class _CompiledInPlace:
 
 def run_module_scope(module: nn.Module, state: ScopeState, /, *args: Any, **kwargs: Any) -> Any:
     """The module's forward, unless what it returned was kept."""
-    if (frame := state.frame()) is None:
-        return call_inner(module, state, args, kwargs)
-    weights, fields = module._parameters, module.__dict__
-    given = (*args, *kwargs.values(), *weights.values())
-    if "weight" not in weights:  # FSDP shards it, or a hook computes it, as for spectral norms
-        given += tuple(fields[name] for name in ("weight", "bias") if name in fields)
-    key = key_of(given) if len(args) == 1 and not kwargs else None
-    return frame.call(state.scope, module, functools.partial(call_inner, module, state, args, kwargs), given, key)
-
-
-def run_attention_scope(module: nn.Module, state: ScopeState, /, *args: Any, **kwargs: Any) -> Any:
-    """The module's forward, with the outputs of attention functions kept."""
-    frame = state.frame()
-    if frame is None or not (state.scope.called or frame.checked):
-        return call_inner(module, state, args, kwargs)
-    with FunctionScopes(frame, state.scope):
+    frame = frame_of(state.unit) if state.active and not torch.compiler.is_compiling() else None
+    if frame is None:
         return call_inner(module, state, args, kwargs)
 
+    def given() -> tuple[Any, ...]:
+        weights, fields = module._parameters, module.__dict__
+        # FSDP shards it, or a hook computes it, as for spectral norms
+        more = [] if "weight" in weights else [fields[name] for name in ("weight", "bias") if name in fields]
+        return (*args, *kwargs.values(), *weights.values(), *more)
 
-def run_products_scope(module: nn.Module, state: ScopeState, /, *args: Any, **kwargs: Any) -> Any:
-    """The same for matrix products, too."""
-    if (frame := state.frame()) is None:
+    return frame.call(state.scope, module, functools.partial(call_inner, module, state, args, kwargs), given)
+
+
+def run_function_scope(module: nn.Module, state: ScopeState, /, *args: Any, **kwargs: Any) -> Any:
+    """The module's forward, with the outputs of functions that it calls kept: attention, and ``state.others``."""
+    frame = frame_of(state.unit) if state.active and not torch.compiler.is_compiling() else None
+    if frame is None or not frame.watches(state.scope):
         return call_inner(module, state, args, kwargs)
-    with FunctionScopes(frame, state.scope, PRODUCTS):
+    with FunctionScopes(frame, state.scope, state.others):
         return call_inner(module, state, args, kwargs)
 
 
@@ -187,12 +154,13 @@ class SelectivePolicy(Policy):
         regions = modules_named(unit, within, "that could run again") if within else {"": unit.module}
         # first the scopes: what runs again may itself be one, inside of what recomputes it
         states = {}
-        for module, run in _scopes(unit, keep, regions).items():
-            states[module] = ScopeState(unit.name, module)
+        for module, functions in _scopes(unit, keep, regions).items():
+            states[module] = ScopeState(unit.name, module, functions or frozenset())
+            run = run_module_scope if functions is None else run_function_scope
             session.place(unit.name, module, run, states[module])
         session.listeners.append(_CompiledInPlace(unit.module, states))
         for module in regions.values():
-            session.place(unit.name, module, run_selective, SelectiveState(unit.name, keep))
+            session.place(unit.name, module, run_recomputed, SelectiveState(unit.name, keep))
         again = ", ".join(filter(None, regions)) or "its forward"
         kept = "matrix products and attention" if EVERYTHING in keep else ", ".join(keep) or "nothing"
         return f"{self.kind}: {again} run{'s' * (len(regions) == 1)} again in backward, outputs of {kept} are kept"
@@ -218,35 +186,38 @@ def kept_by(choice: Choice) -> tuple[str, ...]:
     return choice.keep if isinstance(choice, Selective | Remake) else ()
 
 
-def product_modules(module: nn.Module) -> dict[nn.Module, Callable[..., Any]]:
-    """The modules in a module, itself included, that multiply by weights of their own: what keeps their outputs."""
-    found: dict[nn.Module, Callable[..., Any]] = {}
+_Scopes = dict[nn.Module, frozenset[Any] | None]
+"""By module the functions, besides attention, whose outputs are kept where it calls them; None: its own output is."""
+
+
+def product_modules(module: nn.Module) -> _Scopes:
+    """The modules in a module, itself included, that multiply by weights of their own."""
+    found: _Scopes = {}
     for inner in module.modules():
         if isinstance(inner, _LAYERS) or type(inner).__name__ == "Conv1D":  # of transformers
-            found[inner] = run_module_scope
+            found[inner] = None
         elif isinstance(inner, _NO_PRODUCTS) or "norm" in type(inner).__name__.lower():
             continue
         elif any(p is not None and p.dim() >= 2 for p in inner._parameters.values()) or "parametrizations" in (
             inner._modules
         ):
-            found[inner] = run_products_scope
+            found[inner] = PRODUCTS
     return found
 
 
-_LAYERS = (nn.Linear, nn.Bilinear, _ConvNd)
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+_LAYERS = (nn.Linear, nn.Bilinear, *_CONVOLUTIONS)
 _NO_PRODUCTS = (nn.Embedding, nn.EmbeddingBag, nn.RNNBase, nn.RNNCellBase, nn.ParameterList, nn.ParameterDict)
 
 
-def _scopes(
-    unit: PlannedUnit, keep: tuple[str, ...], regions: Mapping[str, nn.Module]
-) -> dict[nn.Module, Callable[..., Any]]:
-    """Modules to put scopes on, the regions themselves among them, and how these run."""
-    found: dict[nn.Module, Callable[..., Any]] = {}
+def _scopes(unit: PlannedUnit, keep: tuple[str, ...], regions: Mapping[str, nn.Module]) -> _Scopes:
+    """Modules to put scopes on, the regions themselves among them."""
+    found: _Scopes = {}
     if ATTENTION in keep:
-        found |= {inner: run_attention_scope for region in regions.values() for inner in _attentions(region)}
+        found |= {inner: frozenset() for region in regions.values() for inner in _attentions(region)}
     for module in _named(unit, keep, regions):
         if any(True for _ in module.children()):
-            found |= dict.fromkeys(_attentions(module), run_attention_scope)
+            found |= dict.fromkeys(_attentions(module), frozenset())
         found |= product_modules(module)
     return found
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from autockpt.checkpointing import CheckpointedUnit
-from autockpt.checkpointing.kept_outputs import FunctionScopes, KeepingFrame, Scope, frame_of, given_up, key_of
+from autockpt.checkpointing.kept_outputs import FunctionScopes, KeepingFrame, Scope, frame_of, given_up
 from autockpt.errors import AutockptError
 
 RAN: list[str] = []  # outside of the unit, where no recomputation restores it
@@ -32,8 +32,10 @@ class Kept(nn.Module):
             RAN.append("kept")
             return self.inner(x)
 
-        frame, given = frame_of("unit"), (x, *self.inner._parameters.values())
-        return run() if frame is None else frame.call(self.scope, self.inner, run, given, key_of(given))
+        frame = frame_of("unit")
+        return (
+            run() if frame is None else frame.call(self.scope, self.inner, run, lambda: (x, *self.inner.parameters()))
+        )
 
 
 class Unit(nn.Module):
@@ -154,7 +156,9 @@ def test_another_path_is_an_error() -> None:
         frame = frame_of("unit")
         hidden = unit.kept(x)
         assert frame is not None
-        return unit.down(frame.call(unit.scope, "second" if again else "first", lambda: hidden.sin(), (hidden,)).cos())
+        return unit.down(
+            frame.call(unit.scope, "second" if again else "first", lambda: hidden.sin(), lambda: (hidden,)).cos()
+        )
 
     with pytest.raises(AutockptError, match="unit took another path"):
         trained(lambda: nn.Linear(8, 8), body, framed=True)
@@ -165,7 +169,7 @@ def attention(unit: Unit, x: Tensor, dropout: float = 0.0) -> Tensor:
     frame = frame_of("unit")
     parts = unit.kept(x).view(1, 16, 3, 2, 8).permute(2, 0, 3, 1, 4).unbind(0)
     run = lambda: F.scaled_dot_product_attention(*parts, attn_mask=mask, dropout_p=dropout)  # noqa: E731
-    if frame is None:
+    if frame is None or not frame.watches(unit.scope):
         return unit.down(run().tanh())
     with FunctionScopes(frame, unit.scope):
         return unit.down(run().tanh())

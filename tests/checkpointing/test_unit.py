@@ -59,7 +59,6 @@ def test_parameters_exchanged_for_other_values_are_put_back_and_undone():
     module = nn.Linear(2, 2)
     unit, before = CheckpointedUnit("unit", module), list(module.parameters())
     module.weight = now = nn.Parameter(torch.zeros(2, 2))
-    undo = unit.exchange_parameters(before)
-    assert module.weight is before[0]
-    undo()
+    with unit.with_parameters(before):
+        assert module.weight is before[0]
     assert module.weight is now

@@ -205,30 +205,6 @@ def test_an_input_changed_by_the_unit_is_refused_at_once():
     assert "save" in caught.value.remedy
 
 
-@pytest.mark.parametrize("size", [8, 1 << 15])
-def test_a_parameter_changed_by_the_unit_is_refused_at_once(size: int) -> None:
-    def body(unit, x):
-        with torch.no_grad():
-            unit.scale.clamp_(-1, 1)
-        return unit.linear(x).sigmoid()
-
-    model = Model(body)
-    for unit in model.units:
-        unit.scale = nn.Parameter(torch.zeros(size))
-    with attach(model, CHOICES), pytest.raises(ConflictError, match=r"units\.0 changes one of its parameters"):
-        model(torch.randn(4, 8))
-
-
-def test_a_bias_changed_before_backward_is_an_error():
-    model = Model(lambda unit, x: unit.linear(x).sigmoid())
-    with attach(model, CHOICES):
-        loss = model(torch.randn(4, 8)).sum()
-        with torch.no_grad():
-            model.units[0].linear.bias.add_(1)  # plain autograd does not need it; running again does
-        with pytest.raises(InPlaceError, match=r"parameter of units\.0"):
-            loss.backward()
-
-
 def test_inside_a_checkpoint_of_the_users_own():
     class Outer(Model):
         def forward(self, x):
@@ -243,26 +219,6 @@ def test_units_with_a_checkpoint_of_their_own_inside():
         return checkpoint(lambda y: torch.dropout(unit.linear(y).sigmoid(), 0.3, True), x, use_reentrant=False)
 
     assert_as_plain(lambda: Model(body))
-
-
-def test_hooks_can_tell_a_recompute():
-    model = Model(lambda unit, x: unit.linear(x).sigmoid())
-    tally = Tally()
-    model.units[1].linear.register_forward_hook(lambda *_: tally.seen.append(recomputing()))
-    with attach(model, CHOICES):
-        run(model, steps=1)
-    assert tally.seen == [None, "units.1"]
-    assert recomputing() is None
-
-
-def test_integer_and_missing_tensors():
-    def body(unit, index, x=None, nothing=None):
-        return unit.linear(x)[index].sigmoid(), None
-
-    model = Model(body, lambda unit, x: unit(torch.tensor([2, 0, 1, 1]), x, None)[0])
-    wanted = run(Model(body, lambda unit, x: unit(torch.tensor([2, 0, 1, 1]), x, None)[0]))
-    with attach(model, CHOICES):
-        assert_equal(run(model), wanted)
 
 
 def test_generators_among_the_arguments():
@@ -408,21 +364,6 @@ def test_what_one_backward_left_over_is_not_used_after_a_weight_was_changed():
             torch.autograd.grad(loss, [model.units[0].linear.bias])
 
 
-def test_each_backward_over_a_kept_graph_runs_it_again():
-    model = Model(lambda unit, x: unit.linear(x).sigmoid())
-    wanted, calls = run(Model(lambda unit, x: unit.linear(x).sigmoid()), steps=1), []
-    with attach(model, CHOICES):
-        torch.manual_seed(1)
-        x = torch.randn(4, 8).requires_grad_()
-        loss = model(x).pow(2).sum()
-        for _ in range(3):
-            model.zero_grad()
-            loss.backward(retain_graph=True)
-            calls.append(model.units[0].calls)
-    assert calls == [2, 3, 4]
-    assert torch.equal(model.units[0].linear.weight.grad, wanted["0 units.0.linear.weight"])
-
-
 class Twofold(torch.autograd.Function):
     """Reads its saved tensor twice."""
 
@@ -436,10 +377,6 @@ class Twofold(torch.autograd.Function):
         (first,), (second,) = ctx.saved_tensors, ctx.saved_tensors
         assert torch.equal(first, second)
         return gradients[0] * first
-
-
-def test_functions_that_read_what_they_saved_twice():
-    assert_as_plain(lambda: Model(lambda unit, x: Twofold.apply(unit.linear(x)).sigmoid()))
 
 
 @pytest.mark.parametrize("bias", [True, False])
@@ -613,6 +550,6 @@ def test_dropout_where_the_compiler_has_a_backend_to_look_at_graphs_with():
 
     choices = {"0": RECOMPUTE, "1": RECOMPUTE}
     assert all(map(torch.equal, train(choices), train({})))
-    with pytest.raises(torch._dynamo.exc.Unsupported, match="autockpt's choice `recompute` would run again with other"):
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="autockpt's choice `recompute`"):
         train(choices, fullgraph=True)
     torch._dynamo.reset()

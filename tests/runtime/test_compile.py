@@ -66,7 +66,7 @@ def test_one_graph_or_an_error_with_the_choices_name(kind, where, wanted):
             assert_equal(run(model), wanted)
         except torch._dynamo.exc.Unsupported as error:
             assert kind != "recompute"
-            assert f"autockpt's choice `{kind}`" in str(error) and "without fullgraph=True" in str(error)
+            assert f"`{kind}`" in str(error) and "without fullgraph=True" in str(error)
         else:
             return
     if where == "whole":

@@ -9,13 +9,12 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from autockpt.checkpointing.triton_kernels import launches
 from autockpt.policies.base import setting
 
 LAUNCH = "triton_kernel"
@@ -27,9 +26,23 @@ _FUSED_LOSS = "liger_kernel.ops.fused_linear_cross_entropy"
 _HALF = (torch.float16, torch.bfloat16)
 
 
-def no_launches() -> AbstractContextManager[None]:
-    """Record launches of Triton's kernels and do nothing else."""
-    return launches(lambda _kernel, _launch, args, kwargs: _record(*args, *kwargs.values()), tuned=True)
+@contextmanager
+def no_launches() -> Iterator[None]:
+    """Record launches of Triton's kernels, those that would try settings out first among them, and do nothing else."""
+
+    def record(kernel: Any, *args: Any, **kwargs: Any) -> None:
+        _record(*args, *kwargs.values())
+
+    places = ("triton.runtime.jit", "JITFunction"), ("triton.runtime.autotuner", "Autotuner")
+    kinds = [kind for module, name in places if (kind := getattr(sys.modules.get(module), name, None)) is not None]
+    plain = [kind.run for kind in kinds]
+    for kind in kinds:
+        kind.run = record
+    try:
+        yield
+    finally:
+        for kind, run in zip(kinds, plain, strict=True):
+            kind.run = run
 
 
 @contextmanager
