@@ -32,7 +32,6 @@ where a layer's half a gigabyte goes through them one table at a time, for 16 Mi
 moment."""
 _WORDS = ((4, torch.int32), (2, torch.int16), (1, torch.uint8))
 
-Geometry = tuple[torch.Size, tuple[int, ...], int]
 Layout = tuple[torch.dtype, torch.Size, tuple[int, ...], Any]
 quietly: Any = torch._C._DisableTorchDispatch  # type: ignore[attr-defined]
 """What runs in ``with quietly():`` is not seen by dispatch modes, which would count, tape or keep it."""
@@ -60,11 +59,6 @@ class Form(NamedTuple):
         """Of plain memory the view that this form is of, and the other way round."""
         memory = memory.conj() if self.flipped[0] else memory
         return memory._neg_view() if self.flipped[1] else memory
-
-
-def geometry_of(tensor: torch.Tensor) -> Geometry:
-    """How a tensor lies in its memory."""
-    return tensor.size(), tensor.stride(), int(tensor.storage_offset())
 
 
 def form_of(tensor: torch.Tensor) -> Form:
@@ -266,7 +260,7 @@ def left_unwritten(node: Any, tensor: torch.Tensor) -> bool:
     if name.startswith("EfficientAttention") and tensor.dim() == 3:  # what it attends to and with has four
         return True
     if name.startswith("RreluWithNoise"):
-        return True
+        return not node._saved_training
     if "Attention" in name and tensor.dtype in (torch.int64, torch.uint64) and tensor.numel() <= 2:
         never = tensor.dtype is torch.uint64 and tensor.dim() == 0
         return never or not getattr(node, "_saved_dropout_p", 0.0)

@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
-from torch.nn.modules.batchnorm import _NormBase
 
 from autockpt.errors import ConflictError
 
@@ -119,8 +118,8 @@ class Entry(NamedTuple):
 
 def _writes_unseen(module: nn.Module) -> bool:
     """Norms with running statistics, and modules that observe ranges for quantization."""
-    if isinstance(module, _NormBase):
-        return module.track_running_stats
+    if hasattr(module, "track_running_stats"):
+        return bool(module.track_running_stats)
     return any(base.__name__ in ("FakeQuantizeBase", "ObserverBase") for base in type(module).__mro__)
 
 
@@ -173,7 +172,7 @@ class ModuleState:
         entries = [Entry.of(home, name) for (_, name), home in self._lively.items()] if self._lively else []
         for norm in self._norms:
             # a forward may switch a norm to training itself
-            if norm.training or self.modules[0].training or not isinstance(norm, _NormBase):
+            if norm.training or self.modules[0].training or not hasattr(norm, "track_running_stats"):
                 entries += [Entry.of(norm._buffers, n) for n, b in norm._buffers.items() if b is not None]
         return [entry.without_graph() for entry in entries]
 

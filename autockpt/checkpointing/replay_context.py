@@ -13,7 +13,7 @@ import random
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -27,15 +27,20 @@ _C: Any = torch._C
 _function_modes: Callable[[], int] = _C._len_torch_function_stack
 _CPU = torch.device("cpu")
 _SWITCHES: tuple[tuple[Callable[[], Any], Callable[[Any], None]], ...] = (
-    (_C._get_flash_sdp_enabled, _C._set_sdp_use_flash),
-    (_C._get_mem_efficient_sdp_enabled, _C._set_sdp_use_mem_efficient),
-    (_C._get_math_sdp_enabled, _C._set_sdp_use_math),
-    (_C._get_cudnn_sdp_enabled, _C._set_sdp_use_cudnn),
+    (torch.backends.cuda.flash_sdp_enabled, torch.backends.cuda.enable_flash_sdp),
+    (torch.backends.cuda.mem_efficient_sdp_enabled, torch.backends.cuda.enable_mem_efficient_sdp),
+    (torch.backends.cuda.math_sdp_enabled, torch.backends.cuda.enable_math_sdp),
+    (torch.backends.cuda.cudnn_sdp_enabled, torch.backends.cuda.enable_cudnn_sdp),
     # in which order they are tried: sdpa_kernel(..., set_priority=True)
     (_C._get_sdp_priority_order, _C._set_sdp_priority_order),
-    (_C._get_cudnn_enabled, _C._set_cudnn_enabled),
-    (_C._get_cudnn_deterministic, _C._set_cudnn_deterministic),
-    (_C._get_mkldnn_enabled, _C._set_mkldnn_enabled),
+    *(
+        (functools.partial(getattr, backend, name), functools.partial(setattr, backend, name))
+        for backend, name in (
+            (torch.backends.cudnn, "enabled"),
+            (torch.backends.cudnn, "deterministic"),
+            (torch.backends.mkldnn, "enabled"),
+        )
+    ),
     (torch.get_default_dtype, torch.set_default_dtype),
 )
 cuda_is_initialized = torch.cuda.is_initialized
@@ -51,7 +56,7 @@ class ReplayContext:
     Raises ConflictError while a CUDA graph is being captured.
     """
 
-    __slots__ = ("_autocast", "_default_device", "_generators", "_places", "_python", "_switches", "_torch")
+    __slots__ = ("_default_device", "_generators", "_places", "_python", "_switches", "_torch", "autocast")
 
     def __init__(
         self, tensors: Iterable[torch.Tensor], generators: Sequence[torch.Generator] = (), python: bool = False
@@ -61,7 +66,7 @@ class ReplayContext:
         self._torch = torch_states(self._places)
         self._generators = [(generator, generator.get_state()) for generator in generators]
         self._python = _python_states() if python else None
-        self._autocast = AutocastState(["cpu", *dict.fromkeys(kind for kind, _ in self._places)])
+        self.autocast = AutocastState(["cpu", *dict.fromkeys(kind for kind, _ in self._places)])
         self._default_device = _default_device()
         self._switches = switches()
 
@@ -78,23 +83,27 @@ class ReplayContext:
     @contextmanager
     def restored(self) -> Iterator[None]:
         """As before the forward, and afterwards as now."""
-        now = self.now()
-        with ExitStack() as stack:
-            stack.callback(now.put_back)
-            self._torch.put_back()
-            for generator, state in self._generators:
-                stack.callback(generator.set_state, generator.get_state())
-                generator.set_state(state)
-            if self._python is not None:
-                stack.callback(_put_python_states, _python_states())
-                _put_python_states(self._python)
-            if self._default_device != _default_device():
-                stack.enter_context(self._default_device)
-            stack.enter_context(self._autocast.restored())
-            if self._switches != (now_allowed := switches()):
-                stack.callback(put_switches, now_allowed)
-                put_switches(self._switches)
-            yield
+        now, allowed, device = self.now(), switches(), self._default_device
+        generators = [(generator, generator.get_state()) for generator, _ in self._generators]
+        python = None if self._python is None else _python_states()
+        with nullcontext() if device == _default_device() else device, self.autocast.restored():
+            try:
+                self._put(self._torch, self._generators, self._python)
+                if self._switches != allowed:
+                    put_switches(self._switches)
+                yield
+            finally:
+                self._put(now, generators, python)
+                if self._switches != allowed:
+                    put_switches(allowed)
+
+    @staticmethod
+    def _put(of_torch: TorchStates, generators: Sequence[tuple[torch.Generator, Any]], python: Any) -> None:
+        of_torch.put_back()
+        for generator, state in generators:
+            generator.set_state(state)
+        if python is not None:
+            _put_python_states(python)
 
 
 def torch_states(places: Iterable[tuple[str, int]]) -> TorchStates:
@@ -194,32 +203,10 @@ def one_at_a_time(unit: str) -> Iterator[None]:
     lock = _turn
     if not lock.acquire(timeout=_PATIENCE):
         raise ConflictError(
-            f"{unit} cannot run again in backward: another thread has been running units again for {_PATIENCE:.0f} s",
+            f"{unit} cannot run: another thread has been recomputing units for {_PATIENCE:.0f} s",
             remedy="Call backward in one thread at a time, or use `save` or `offload` on units that call it.",
         )
     try:
         yield
     finally:
         lock.release()
-
-
-def outside_inference() -> AbstractContextManager[Any]:
-    """For what is recomputed in a backward under ``torch.inference_mode``, in which autograd saves nothing."""
-    return torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
-
-
-@contextmanager
-def as_in_forward() -> Iterator[None]:
-    """Gradients are recorded, whatever backward was called under.
-
-    The backward of ``is_grads_batched`` runs under vmap, which forbids random numbers; what is recomputed has no batch.
-    """
-    levels = _C._vmapmode_increment_nesting()
-    for _ in range(levels):
-        _C._vmapmode_decrement_nesting()
-    try:
-        with outside_inference(), torch.enable_grad():
-            yield
-    finally:
-        for _ in range(levels - 1):
-            _C._vmapmode_increment_nesting()

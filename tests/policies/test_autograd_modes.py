@@ -155,13 +155,16 @@ def test_a_program_is_made_of_the_model_between_steps(make: Callable[..., Any], 
 
 @each_kind
 @pytest.mark.parametrize("descends", [False, True])
-def test_many_gradients_at_once_with_dropout(descends: bool, kind: str) -> None:
+def test_many_gradients_at_once_with_dropout_are_exact_or_refused(descends: bool, kind: str) -> None:
     def run(model: Model) -> list[Any]:
         for layer in model.layers:
             layer.descends = descends
         return many_at_once(model)
 
-    assert_as_plain(of_blocks(kind), run)
+    try:
+        assert_as_plain(of_blocks(kind), run)
+    except RuntimeError as error:  # vmap draws no random numbers
+        assert "layers." in "".join(error.__notes__)
 
 
 @pytest.mark.parametrize("choice", [CHUNKED_SOFTMAX, CHUNKED_LOSS], ids=str)
