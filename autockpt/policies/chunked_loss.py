@@ -17,7 +17,7 @@ from torch.overrides import _get_current_function_mode_stack
 from autockpt.errors import ConflictError
 from autockpt.policies.attachment import call_inner, call_plainly, is_enabled
 from autockpt.policies.base import PlannedUnit, Policy, PolicySession, is_library
-from autockpt.policies.headcall import HeadCall, HeadState
+from autockpt.policies.headcall import HeadCall, HeadState, drops_out, warn_of_whole
 from autockpt.policies.lazylogits import LazyLogits, lazy_logits
 from autockpt.schema.choices import Choice
 
@@ -47,7 +47,7 @@ def run_chunked(module: nn.Module, state: HeadState, /, *args: Any, **kwargs: An
     if not is_enabled(state):
         return call_plainly(module, state, args, kwargs)
     if torch.compiler.is_compiling():
-        state.say_compiled()
+        warn_of_whole(state.unit)
         return call_inner(module, state, args, kwargs)
     _refuse_parts(module, state.unit, running=True)
     if why := _unsuited(module, args, kwargs):
@@ -101,7 +101,7 @@ def _unsuited(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     if not all(is_library(type(mode)) for mode in _get_current_function_mode_stack()):
         return "because a TorchFunctionMode is in force around it, which may count calls"
     for inner in module.modules():
-        if isinstance(inner, nn.modules.dropout._DropoutNd) and inner.training and inner.p > 0:
+        if drops_out(inner):
             return "because dropout in the head would draw other numbers for chunks"
         if inner._backward_hooks or inner._backward_pre_hooks:
             return "because a backward hook on the head asks for their gradient"

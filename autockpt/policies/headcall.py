@@ -14,12 +14,12 @@ from torch import Tensor, nn
 
 from autockpt.checkpointing.autocast import AutocastState
 from autockpt.checkpointing.divergence import CheckedCall
-from autockpt.checkpointing.fingerprint import fingerprint, form_of, laid_out_on, layout_of
-from autockpt.checkpointing.replay_context import outside_inference, running_again
+from autockpt.checkpointing.replay_context import running_again
 from autockpt.errors import ConflictError, InPlaceError
-from autockpt.policies.attachment import TellingAttachment, call_inner
+from autockpt.policies.attachment import Attachment, call_inner
 from autockpt.policies.base import alias
 
+_DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 Elementwise = Callable[[Tensor], Tensor]
 _SHORT = (torch.bfloat16, torch.float16)
 _IGNORED = -100
@@ -56,7 +56,7 @@ class Rows:
         """Told when logits are made that the choice was to save."""
 
 
-class HeadState(TellingAttachment):
+class HeadState(Attachment):
     """The attachment of an output head whose rows are taken in chunks: of ``size`` rows, or so many of them."""
 
     has_check: ClassVar[bool] = True
@@ -64,20 +64,25 @@ class HeadState(TellingAttachment):
     def __init__(self, unit: str, size: int) -> None:
         super().__init__(unit)
         self.size = size
-        self.warned = False
-
-    def compiled(self) -> None:
-        self.warn("because it is part of a graph of torch.compile; compile the model's layers one by one instead")
 
     def warn(self, why: str) -> None:
         """Say once that the logits exist as a whole after all."""
         if not self.warned:
             self.warned = True
-            warnings.warn(
-                f"{self.unit}: chunked_loss computes all logits at once, {why}: they take the memory that the choice "
-                "was to save. Results are right.",
-                stacklevel=3,
-            )
+            warn_of_whole(self.unit, why)
+
+
+def warn_of_whole(unit: str, why: str = "because it is part of a graph of torch.compile") -> None:
+    """Say that the logits exist as a whole after all."""
+    warnings.warn(
+        f"{unit}: chunked_loss computes all logits at once, {why}: they take the memory that the choice was to save. "
+        "Results are right.",
+        stacklevel=3,
+    )
+
+
+# Run while the compiler traces: what torch.compiler.assume_constant_result does, which imports the compiler.
+warn_of_whole._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def checked_call(state: HeadState) -> CheckedCall | None:
@@ -121,7 +126,7 @@ class HeadCall(Rows):
     def running(self) -> Iterator[None]:
         """Around calls of ``rows``: autocast as in the forward. Entered once, so that weights are cast once."""
         self.check()
-        with running_again(self.unit), self._casts.restored():
+        with running_again(self.unit), self._casts.restored(remembers=True):
             yield
 
     def rows(self, hidden: Tensor) -> Tensor:
@@ -156,39 +161,11 @@ def _refuse_many(call: Rows, gradient: Tensor) -> None:
         )
 
 
-class MemoryWatch:
-    """Notices that a tensor was written to in a way that its version counter does not show. Holds no memory of it.
-
-    Set only once somebody can write so, because it reads the tensor once.
-    """
-
-    def __init__(self, tensor: Tensor, *, set_now: bool) -> None:
-        self._storage = tensor.untyped_storage()._cdata
-        self._layout = layout_of(tensor)
-        self._print = fingerprint(tensor, form_of(tensor)) if set_now else None
-
-    def set_on(self, other: Tensor) -> None:
-        """Set it now, where ``other`` lies in the same memory."""
-        if self._print is None and other.untyped_storage()._cdata == self._storage:
-            same = laid_out_on(other.untyped_storage(), other.device, self._layout)
-            self._print = fingerprint(same, form_of(same))
-
-    def check(self, tensor: Tensor, call: Rows) -> None:
-        """Raise InPlaceError where ``tensor``, the one that is watched, is not what it was when this was set."""
-        if self._print is not None and not torch.equal(fingerprint(tensor, form_of(tensor)), self._print):
-            raise InPlaceError(
-                f"the logits of {call.unit} were written to (by .data, NumPy or their storage), and {call.choice} "
-                "reads them again later than plain training does",
-                remedy=f"Write to a clone of the logits, or use `save` on {call.unit}.",
-            )
-
-
 @dataclass(frozen=True)
 class CrossEntropy:
     """``torch.nn.functional.cross_entropy`` of a head's logits after ``steps``, a chunk of rows at a time.
 
-    ``options``: what is ignored, and how labels are smoothed. ``passing`` is told when backward comes by; ``watch``
-    knows whether ``hidden`` was written to since.
+    ``options``: what is ignored, and how labels are smoothed. ``passing`` is called when backward comes by.
     """
 
     call: Rows
@@ -197,14 +174,13 @@ class CrossEntropy:
     options: dict[str, Any]
     casts: AutocastState
     passing: Callable[[], None]
-    watch: MemoryWatch
 
     def losses(self, hidden: Tensor, target: Tensor) -> Tensor:
         """The loss of every row."""
         logits = self.call.rows(hidden)
         for step in self.steps:
             logits = step(logits)
-        with self.casts.restored():
+        with self.casts.restored(remembers=True):
             return nn.functional.cross_entropy(logits, target, reduction="none", **self.options)
 
     def columns(self, target: Tensor) -> Tensor:
@@ -245,7 +221,6 @@ class ChunkedLoss(torch.autograd.Function):
         _refuse_many(loss.call, gradients[0])
         loss.passing()
         hidden, target, total = _saved(ctx, loss)
-        loss.watch.check(hidden, loss.call)
         gradient = gradients[0]
         if total is not None:
             column, reduction = total.new_empty((len(hidden), 1)), REDUCTIONS[loss.reduction]
@@ -259,7 +234,7 @@ class ChunkedLoss(torch.autograd.Function):
         chunks, casts = loss.chunks(len(hidden)), AutocastState([hidden.device.type])
         with loss.call.running():
             for rows, entry in zip_longest(chunks, ctx.entries):
-                with outside_inference(), torch.enable_grad():
+                with torch.inference_mode(False), torch.enable_grad():
                     part = hidden[rows].detach().requires_grad_(wants_hidden)
                     losses = loss.losses(part, target[rows])
                 if entry is not None:
@@ -267,7 +242,7 @@ class ChunkedLoss(torch.autograd.Function):
                     same = loss.losses(part.detach(), ctx.target[rows]) if loss.call.exact else losses.detach()
                     entry.handed(same)
                 inputs = [part, *trained] if wants_hidden else trained
-                with casts.restored():
+                with casts.restored(remembers=True):
                     found = list(gradients_of(losses, inputs, gradient[rows]))
                 if wants_hidden and found[0] is not None:
                     of_hidden[rows] = found[0]
@@ -328,9 +303,13 @@ def _settings(module: nn.Module) -> list[object]:
     """What decides a head's forward beside its weights: active dropout, PEFT's adapters."""
     found: list[object] = []
     for inner in module.modules():
-        if isinstance(inner, nn.modules.dropout._DropoutNd):
-            found.append(inner.training and inner.p > 0)
+        found.append(drops_out(inner))
         if hasattr(inner, "active_adapters"):
             found.append((list(inner.active_adapters), inner.__dict__.get("_disable_adapters")))  # type: ignore[arg-type]
             found.append(list(getattr(inner, "merged_adapters", ())))
     return found
+
+
+def drops_out(module: nn.Module) -> bool:
+    """Whether it is a dropout that acts."""
+    return isinstance(module, _DROPOUTS) and module.training and module.p > 0

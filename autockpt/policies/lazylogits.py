@@ -6,7 +6,6 @@ Whatever else touches it gets the real logits, computed then and there; what nei
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -18,7 +17,6 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from autockpt.checkpointing.autocast import AutocastState
 from autockpt.checkpointing.fingerprint import quietly
 from autockpt.checkpointing.op_table import METADATA
-from autockpt.checkpointing.replay_context import outside_inference
 from autockpt.errors import ConflictError, InPlaceError
 from autockpt.policies.compiling import run_as_it_is, set_compiler
 from autockpt.policies.headcall import (
@@ -26,7 +24,6 @@ from autockpt.policies.headcall import (
     ChunkedLoss,
     CrossEntropy,
     Elementwise,
-    MemoryWatch,
     Rows,
     gradients_of,
     refuse_twice,
@@ -36,20 +33,11 @@ _plain_call = torch._C.DisableTorchFunctionSubclass
 
 
 class _Family:
-    """All lazy logits that stem from one call: in plain training they may share memory.
-
-    ``sources`` are those that are alive. ``losses`` watch the logits of cross-entropies whose backward is to come.
-    ``handed_out`` are whole logits that somebody got, which are not the memory that the others are computed from: their
-    steps, and a watch. A watch is set before somebody can write unseen (by ``.data``, NumPy, the storage).
-    """
+    """All lazy logits that stem from one call: in plain training they may share memory."""
 
     def __init__(self) -> None:
         self.used = False  # others were derived, or a loss was chunked
         self.watchers: list[Callable[..., Any]] = []
-        self.sources: weakref.WeakSet[LogitsSource] = weakref.WeakSet()
-        self.losses: list[weakref.ref[MemoryWatch]] = []
-        self.handed_out: list[tuple[tuple[Elementwise, ...], Tensor, MemoryWatch]] = []
-        self.open_to_writes = False
         self._ways: set[object] = set()
 
     def apart(self) -> _Family:
@@ -79,26 +67,6 @@ class _Family:
 
         return passing
 
-    def hand_out(self, source: LogitsSource, logits: Tensor) -> None:
-        """Somebody gets these logits of the source, whole, and may write to them unseen."""
-        if not _share(logits, source.hidden):
-            if all(logits is not known for _, known, _ in self.handed_out):
-                self.handed_out.append((source.steps, logits, MemoryWatch(logits, set_now=True)))
-            return
-        self.open_to_writes = True
-        for other in self.sources:
-            if other.steps:
-                other.watch_hidden()
-        for ref in self.losses:
-            if (watch := ref()) is not None:
-                watch.set_on(logits)
-
-    def watched(self, logits: Tensor) -> MemoryWatch:
-        """A watch over the logits that a cross-entropy is going to read again in backward."""
-        watch = MemoryWatch(logits, set_now=self.open_to_writes)
-        self.losses.append(weakref.ref(watch))
-        return watch
-
 
 @dataclass(eq=False)
 class LogitsSource:
@@ -118,28 +86,13 @@ class LogitsSource:
     version: int = 0
     real: Tensor | None = None
     seen: Tensor | None = None
-    watch: MemoryWatch | None = None
-
-    def __post_init__(self) -> None:
-        self.family.sources.add(self)
 
     @property
     def shape(self) -> tuple[int, ...]:
         return (*self.hidden.shape[:-1], self.vocabulary)
 
-    def watch_hidden(self) -> None:
-        """From here on what the steps are to be taken on must not change."""
-        if self.watch is None:
-            self.watch = MemoryWatch(self.hidden, set_now=True)
-
     def check(self) -> None:
-        """Raise InPlaceError where the features are no longer what they were, or where logits that plain training has
-        in the same memory were written to."""
-        if self.watch is not None:
-            self.watch.check(self.hidden, self.call)
-        for steps, logits, watch in self.family.handed_out:
-            if steps == self.steps:
-                watch.check(logits, self.call)
+        """Raise InPlaceError where the features are no longer what they were."""
         if self.hidden._version != self.version:
             raise InPlaceError(
                 f"the features of {self.call.unit} have been modified by an inplace operation since its forward, and "
@@ -163,34 +116,19 @@ class LogitsSource:
         if not torch.is_grad_enabled():
             if self.seen is None:
                 self.seen = self._made_once().detach()
-            self.family.hand_out(self, self.seen)
             return self.seen
         self.real = self._made_once()
-        self.family.hand_out(self, self.real.detach())
         if not self.made:
             self.made.append(self.real)
             self.call.whole(why)
-            self._watch_backward(self.real)
+            passing = self.family.way(self)
+            if self.real.requires_grad:
+                self.real.register_hook(lambda _: passing())
         self.tell_watchers(self.real)
         return self.real
 
     def _made_once(self) -> Tensor:
         return self.made[0].reshape(self.shape) if self.made else self.compute(self.hidden)
-
-    def _watch_backward(self, real: Tensor) -> None:
-        """Where these logits are a part of others in plain training, what is written to those would be read here."""
-        if not real.requires_grad:
-            return
-        passing, others, steps, call = self.family.way(self), self.family.handed_out, self.steps, self.call
-        own = real.untyped_storage()._cdata
-
-        def check(_: Tensor) -> None:
-            passing()
-            for theirs, logits, watch in others:
-                if theirs == steps and logits.untyped_storage()._cdata != own:
-                    watch.check(logits, call)
-
-        real.register_hook(check)
 
     def tell_watchers(self, result: Tensor) -> None:
         """FSDP wants to know when backward reaches a model's output: this is where it will come by."""
@@ -206,11 +144,7 @@ class LogitsSource:
                 self.check()  # what was written to the original would be in the copy
                 changes["family"] = self.family.apart()
         made = self.made if "steps" not in changes and _same_memory(self.hidden, changes.get("hidden")) else []
-        source = replace(self, **changes, made=made, real=None, seen=None, watch=None)
-        if self.watch is not None or (source.steps and self.family.open_to_writes):
-            self.check()
-            source.watch_hidden()
-        return _stand_in(source)
+        return _stand_in(replace(self, **changes, made=made, real=None, seen=None))
 
 
 def _share(one: Tensor, other: Tensor) -> bool:
@@ -303,7 +237,7 @@ class _StandIn(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Any) -> Any:
         source: LogitsSource = ctx.source
         refuse_twice(source.call)
-        with outside_inference(), torch.enable_grad():
+        with torch.inference_mode(False), torch.enable_grad():
             hidden = source.hidden.detach().requires_grad_()
             logits = source.compute(hidden)
         return None, *gradients_of(logits, [hidden, *source.call.trained], gradients[0])
@@ -479,8 +413,8 @@ def _cross_entropy(
         return NotImplemented
     source.check()
     family, options = source.family, {"ignore_index": ignore_index, "label_smoothing": label_smoothing}
-    casts, passing, watch = AutocastState([hidden.device.type]), family.way(source), family.watched(hidden)
-    settings = CrossEntropy(source.call, source.steps, reduction, options, casts, passing, watch)
+    casts, passing = AutocastState([hidden.device.type]), family.way(source)
+    settings = CrossEntropy(source.call, source.steps, reduction, options, casts, passing)
     loss: Any = ChunkedLoss.apply(settings, hidden, target, *source.call.trained)
     family.used = True
     source.tell_watchers(loss)
