@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from types import CodeType, FunctionType, MethodType
@@ -69,42 +68,6 @@ class Attachment:
         return {k: None if k.startswith("_cache") else v for k, v in self.__dict__.items()}
 
 
-class TellingAttachment(Attachment):
-    """An attachment that has something to tell where its forward becomes part of a graph of torch.compile."""
-
-    def __init__(self, unit: str) -> None:
-        super().__init__(unit)
-        self._cache_tell = _run_while_compiling(self)
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, _cache_tell=_run_while_compiling(self))
-
-    def say_compiled(self) -> None:
-        """Have ``compiled`` run while the compiler traces, and not with the graph."""
-        self._cache_tell()
-
-    def compiled(self) -> None:
-        """Runs for each graph that is made."""
-        raise NotImplementedError
-
-
-def _run_while_compiling(state: TellingAttachment) -> Callable[[], None]:
-    """``state.compiled`` as a function without arguments.
-
-    What torch.compiler.assume_constant_result does, which imports the compiler and takes a second. Up to torch 2.11 the
-    compiler hands on constants only, no attachment.
-    """
-    reference = weakref.ref(state)
-
-    def tell() -> None:
-        if (found := reference()) is not None:
-            found.compiled()
-
-    tell.__code__ = tell.__code__.replace()  # the compiler guards on it: what another one told is not this one's
-    tell._dynamo_marked_constant = True  # type: ignore[attr-defined]
-    return tell
-
-
 def is_enabled(state: Attachment) -> bool:
     """Whether a choice has anything to do in this call: gradients are wanted, and the plan is not taken off.
 
@@ -130,12 +93,13 @@ class AttachedForward(functools.partial):
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         module, state = self.args
+        # accelerate, unwrapping a model, binds once more what is bound already
+        args = args[1:] if args and args[0] is module else args
         if not torch.compiler.is_compiling():
             caller = sys._getframe(1)
-            if (caller.f_code is _CALL or caller.f_code is _CALL_WITH_HOOKS) and caller.f_locals["self"] is not module:
-                raise _copied(caller.f_locals["self"], state.unit)
-        # accelerate, unwrapping a model, binds once more what is bound already
-        return self.func(module, state, *(args[1:] if args and args[0] is module else args), **kwargs)
+            if caller.f_code is _CALL or caller.f_code is _CALL_WITH_HOOKS:
+                module = _called(caller.f_locals["self"], module, state.unit)
+        return self.func(module, state, *args, **kwargs)
 
     @property
     def module(self) -> nn.Module:
@@ -169,15 +133,22 @@ class _UncompiledForward(AttachedForward):
     """Before a module of PyTorch's own, which the compiler takes on only as a part of what is around it."""
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
-        return AttachedForward.__call__(self, *args, **kwargs)
+        module, state = self.args
+        return self.func(module, state, *args, **kwargs)
 
 
 run_as_it_is(_UncompiledForward.__call__)
 
 
-def _copied(module: nn.Module, unit: str) -> ConflictError:
-    return ConflictError(
-        f"a {type(module).__name__} has the forward that a plan placed on {unit or 'another module'}, as where "
+def _called(caller: nn.Module, module: nn.Module, unit: str) -> nn.Module:
+    """The module whose forward runs: that of the plan, or a shallow copy of it (``copy.copy``).
+
+    Raises ConflictError for any other that has got this forward.
+    """
+    if caller is module or (type(caller) is type(module) and caller._parameters is module._parameters):
+        return caller
+    raise ConflictError(
+        f"a {type(caller).__name__} has the forward that a plan placed on {unit or 'another module'}, as where "
         "attributes are copied from module to module: it would compute with the other's weights",
         remedy="Apply the plan to the modules that train, once they are made; or copy modules by copy.copy.",
     )
@@ -222,38 +193,8 @@ def call_plainly(module: nn.Module, state: Attachment, args: tuple[Any, ...], kw
     return call_inner(module, state, args, kwargs)
 
 
-@functools.cache
-def _leave_copies_plain() -> None:
-    """From now on, in all of the process, a shallow copy of a module (``copy.copy``, a replica of ``nn.DataParallel``)
-    has none of its attachments, which would run the original in its place."""
-    classes: Any = nn.Module
-    set_state, replicate = classes.__setstate__, classes._replicate_for_data_parallel
-
-    def set_state_and_detach(self: nn.Module, state: dict[str, Any]) -> None:
-        set_state(self, state)
-        _detach_copy(self)
-
-    def replicate_and_detach(self: nn.Module) -> nn.Module:
-        replica = replicate(self)
-        _detach_copy(replica)
-        return replica
-
-    classes.__setstate__, classes._replicate_for_data_parallel = set_state_and_detach, replicate_and_detach
-
-
-def _detach_copy(copied: nn.Module) -> None:
-    forward = copied.__dict__.get("forward")
-    while isinstance(forward, AttachedForward) and forward.args and forward.module is not copied:
-        forward = forward.state.inner
-        if forward is None:
-            del copied.__dict__["forward"]
-        else:
-            copied.__dict__["forward"] = forward
-
-
 def place(module: nn.Module, run: Callable[..., Any], state: Attachment) -> AttachedForward:
     """Put an attachment before the module's present forward."""
-    _leave_copies_plain()
     state.inner = inner = module.__dict__.get("forward")
     if isinstance(inner, AttachedForward) or (isinstance(inner, MethodType) and inner.__self__ is module):
         state.unbound = inner.__func__

@@ -17,7 +17,7 @@ from autockpt.errors import ConflictError, PlanError, UsageError
 from autockpt.policies.base import device_of
 from autockpt.runtime.adaptive import Adaptive, Move, leaner_choices, meter_of
 from autockpt.runtime.by_batch import BatchSets, attach_sets
-from autockpt.runtime.compiled import other_steps
+from autockpt.runtime.compiled import compiled_as
 from autockpt.runtime.proving import Proof
 from autockpt.runtime.session import Session, attach, without_kv_cache
 from autockpt.schema.choices import Choice
@@ -119,8 +119,8 @@ def apply(
     no peak while training, as a CPU, nothing is moved, and a note says so.
 
     The model may be compiled, before or afterwards, its layers in place or as a whole. Where the plan's numbers were
-    found under other circumstances (dtype, LoRA, kind of device, and later a larger batch or steps that are compiled
-    otherwise), one warning says that its promise does not hold here.
+    found under other circumstances (dtype, LoRA, compiled layers, kind of device, and later a larger batch), one
+    warning says that its promise does not hold here.
 
     While training, sentinels compare what backward is given with what forward had computed: every unit's first calls,
     then each unit once in 499 steps (forwards with gradients), and of all other calls a few tensors at one place
@@ -172,13 +172,9 @@ def apply(
         session = attach(model, choices, host_budget=plan.host_budget_bytes, sentinels=sentinels)
     else:
         session = attach_sets(model, sets, host_budget=plan.host_budget_bytes, sentinels=sentinels)
-    if (guard := session.guard()) is not None and plan.status != "unmeasured":
-        settings = plan.settings
-        if len(sets) == 1:  # several know their sizes themselves
-            guard.planned = (_whole(settings.get("batch_size")), _whole(settings.get("seq_len")))
-        guard.warnings = other_steps(plan)
-        guard.unlike_model = "model" in guard.warnings
-        guard.blocks = tuple(u.name for u in discover_units(model) if u.role == "block")
+    guard = session.guard()
+    if guard is not None and plan.status != "unmeasured" and len(sets) == 1:  # several know their sizes themselves
+        guard.planned = (_whole(plan.settings.get("batch_size")), _whole(plan.settings.get("seq_len")))
     if notes:
         warnings.warn(f"the plan's promise does not hold here: {'; '.join(notes)}", stacklevel=2)
     if adaptive and meter is None:
@@ -248,6 +244,9 @@ def _doubts(plan: Plan, model: nn.Module) -> list[str]:
     lora = any("lora_" in name for name, _ in model.named_parameters())
     if plan.workload is not None and planned_lora != lora:
         doubts.append("the model has LoRA adapters, planned without" if lora else "planned with LoRA adapters")
+    compiled = compiled_as(model, [unit.name for unit in discover_units(model) if unit.role == "block"])
+    if compiled not in (None, plan.compile):
+        doubts.append(f"the model is compiled ({compiled}), planned {plan.compile or 'uncompiled'}")
     if plan.environment is not None:
         here = next((p.device.type for p in model.parameters()), "cpu")
         if here not in ("meta", plan.environment.device.kind):

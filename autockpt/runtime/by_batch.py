@@ -1,13 +1,11 @@
 """Several sets of choices on one model: at each forward the batch that comes in says which one acts.
 
 Every set is a session of its own, attached once and then set aside and put back as a whole. What runs again in backward
-first puts back the set that it ran under, whichever acts by then; nothing else of a backward asks which one does. Of
-several threads (autograd's of each device, or the user's) those that need the same set go on together, others wait.
+first puts back the set that it ran under, whichever acts by then; nothing else of a backward asks which one does.
 """
 
 from __future__ import annotations
 
-import threading
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -19,6 +17,7 @@ import torch
 from torch import Tensor, distributed, nn
 
 from autockpt.checkpointing.divergence import Mode as SentinelMode
+from autockpt.checkpointing.replay_context import one_at_a_time
 from autockpt.devices.transport import OffloadTransports
 from autockpt.errors import ConflictError
 from autockpt.policies.base import ForwardListener
@@ -33,9 +32,8 @@ from autockpt.schema.sets import When
 from autockpt.schema.sizes import format_binary
 
 SHOWN = 5  # moves
-WAIT = 120  # seconds for other threads
 # what copies and pickles find out by themselves
-_OF_THIS_PROCESS = ("_group", "_sharded", "_told", "_running", "_threads", "_again", "_afterwards")
+_OF_THIS_PROCESS = ("_group", "_sharded", "_told", "_running", "_depth")
 _DECODER = ("decoder_input_ids", "decoder_inputs_embeds")
 _FIRST = ("input_ids", "inputs_embeds", "pixel_values", "input_features", "input_values")
 _PACKED = ("max_length_q", "max_seqlen_q", "max_seqlen")
@@ -104,8 +102,7 @@ class BatchSets:
         self._group: Any = None
         self._sharded: bool | None = None
         self._told = self._running = False
-        self._threads, self._again = threading.Condition(), Counter[int]()
-        self._afterwards: int | None = None
+        self._depth = 0  # of recomputations inside one another
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name not in _OF_THIS_PROCESS}
@@ -133,8 +130,7 @@ class BatchSets:
         if self.adaptive is not None:
             self.adaptive.runs(chosen, tokens)
         self.used[chosen] += 1
-        with self._threads:
-            self._await_others(chosen)
+        with one_at_a_time("the model"):
             self._act(chosen)
             self._running = True
         return self.sessions[chosen].listeners
@@ -146,46 +142,20 @@ class BatchSets:
 
     @contextmanager
     def _turn(self, number: int) -> Iterator[None]:
-        """Have a set act while something of it runs again, and until something else begins: neighbours follow.
+        """Have a set act while something of it is recomputed, and until something else begins: neighbours follow.
 
-        Where that is in the middle of a forward, or of something else that runs again, the rest of it goes on by the
-        set that it began with. Autograd has a thread for each device: those that need another set wait.
+        Where that is in the middle of a forward, or of another recomputation, the rest of it goes on by the set that it
+        began with. One thread at a time recomputes (``one_at_a_time``).
         """
-        thread = threading.get_ident()
-        with self._threads:
-            self._await_others(number)
-            if not self._again:
-                self._afterwards = self.acting if self._running else None
-            before, nested = self.acting, self._again[thread] > 0
-            self._act(number)
-            self._again[thread] += 1
+        before, goes_back = self.acting, self._running or self._depth > 0
+        self._act(number)
+        self._depth += 1
         try:
             yield
         finally:
-            with self._threads:
-                self._again[thread] -= 1
-                self._again += Counter()  # threads that are done
-                if nested:
-                    self._act(before)
-                elif not self._again and self._afterwards is not None:
-                    self._act(self._afterwards)
-                self._threads.notify_all()
-
-    def _await_others(self, number: int) -> None:
-        """Wait until no other thread runs anything again under another set than this one.
-
-        Raises ConflictError where that takes too long: they wait for one another then.
-        """
-        me = threading.get_ident()
-
-        def free() -> bool:
-            return self.acting == number or not any(thread != me for thread in self._again)
-
-        if not self._threads.wait_for(free, WAIT):
-            raise ConflictError(
-                f"two threads need two sets of choices at once and have waited for {WAIT} s for one another",
-                remedy="Apply one set (plan.sets[-1]), or run the two backwards one after the other.",
-            )
+            self._depth -= 1
+            if goes_back:
+                self._act(before)
 
     def _for(self, size: BatchSize | None) -> int:
         """The first set that is for batches of this size; the last, which needs the least memory, where none is."""

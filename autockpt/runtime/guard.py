@@ -14,12 +14,10 @@ from torch import nn
 
 from autockpt.callstack import with_room
 from autockpt.errors import ConflictError
-from autockpt.policies.attachment import Attachment, TellingAttachment, call_inner
+from autockpt.policies.attachment import Attachment, call_inner
 from autockpt.policies.base import ForwardListener, is_library
 from autockpt.policies.conflicts import refuse_native
 from autockpt.policies.kvcache import CACHE_NAMES, DROPPED, holds_cache, only_own_caches, parameter_names
-from autockpt.runtime.compiled import compiled_as
-from autockpt.schema.plan import CompileMode
 
 _RENAMED = "cache"  # past_key_values since transformers 5.24
 
@@ -35,12 +33,10 @@ class Sets(Protocol):
         """It has ended."""
 
 
-class GuardState(TellingAttachment):
+class GuardState(Attachment):
     """The root's attachment: who wants to know about forward passes, and which switches must stay off.
 
-    ``planned`` are the largest batch size and sequence length that the plan's promise covers, where known; ``warnings``
-    are for how the model's steps turn out to be compiled, until that is known; ``blocks`` are its layers' names.
-    ``unlike_model``: one of these warnings is for a model that is compiled as a whole.
+    ``planned`` are the largest batch size and sequence length that the plan's promise covers, where known.
     """
 
     def __init__(self, flagged: Iterable[str]) -> None:
@@ -48,13 +44,7 @@ class GuardState(TellingAttachment):
         self.flagged = tuple(flagged)
         self.listeners: list[ForwardListener] = []
         self.planned: tuple[int | None, int | None] = (None, None)
-        self.warnings: dict[CompileMode | None, str] = {}
-        self.unlike_model = False
-        self.blocks: tuple[str, ...] = ()
         self.sets: Sets | None = None
-
-    def compiled(self) -> None:
-        _warn_of_other_steps(self, "model")
 
     def watched(self, root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         """Modules with a switch of their own for activation checkpointing, found by path so that copies find theirs."""
@@ -73,13 +63,6 @@ def run_guarded(module: nn.Module, state: GuardState, /, *args: Any, **kwargs: A
     for path, watched in state.watched(module):
         refuse_native(watched, path)
     _warn_of_larger_batch(state, args, kwargs)
-    if torch.compiler.is_dynamo_compiling():
-        # The compiler guards on a state that is handed on, so that every attaching would be compiled anew; and nothing
-        # that is then set is read here, because it would guard on that, too.
-        if state.unlike_model:
-            state.say_compiled()
-    elif state.warnings:
-        _warn_of_other_steps(state, compiled_as(module, state.blocks))
     listeners = state.listeners if state.sets is None else state.sets.begin(module, args, kwargs)
     for listener in listeners:
         listener.begin()
@@ -92,13 +75,6 @@ def run_guarded(module: nn.Module, state: GuardState, /, *args: Any, **kwargs: A
     if state.sets is not None:
         state.sets.end()
     return output
-
-
-def _warn_of_other_steps(state: GuardState, found: CompileMode | None) -> None:
-    """Say once that the plan was made for steps that are compiled otherwise."""
-    known, state.warnings = state.warnings, {}
-    if text := known.get(found):
-        warnings.warn(text, stacklevel=4)
 
 
 def _warn_of_larger_batch(state: GuardState, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

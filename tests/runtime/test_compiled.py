@@ -88,30 +88,14 @@ def test_a_plan_acts_whether_applied_before_or_after_compiling(mode: str, first:
         torch.testing.assert_close(found[name], gradient)
 
 
-def test_a_compiled_plan_on_an_eager_model_warns_once():
+def test_a_plan_for_other_steps_than_compiled_ones_is_doubted():
     model = make()
-    with apply(model, plan_for(model, "layers")):
-        with pytest.warns(UserWarning, match=r"this model runs eagerly.*`autockpt search` finds"):
-            gradients(model)
-        with warnings.catch_warnings():
-            warnings.simplefilter("error", UserWarning)
-            gradients(model)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("mode", ["layers", "model"])
-def test_an_eager_plan_on_a_compiled_model_warns_once(mode: str):
-    model = make()
+    compile_in_place(model, "layers")
     choices = dict.fromkeys(NAMES, parse_choice("recompute"))
     measured = Measurement(peak_bytes=2**20, step_seconds=0.5)
     plan = Plan.create(choices, discover_units(model), source="measured", measured=measured)
-    with apply(model, plan):
-        compile_in_place(model, mode)
-        with pytest.warns(UserWarning, match=f"for eager steps.*`autockpt search --compile {mode}` finds"):
-            gradients(model)
-        with warnings.catch_warnings():
-            warnings.simplefilter("error", UserWarning)
-            gradients(model)
+    with pytest.warns(UserWarning, match="the model is compiled"), apply(model, plan) as handle:
+        assert any("compiled" in note for note in handle.notes)
 
 
 def test_how_a_model_is_compiled_is_seen():
