@@ -1,5 +1,7 @@
 """Memory of NVIDIA GPUs as the driver's management library tells it, without opening a CUDA context. Bytes.
 
+The library is called through ctypes, as ``torch.cuda`` does: its Python package (nvidia-ml-py) is none of PyTorch's.
+
 Every function answers None where the library, the device or the number cannot be had; none raises. That includes what
 would be another GPU's or not this process's: the library counts GPUs by their place on the bus, CUDA the fastest first
 (unless CUDA_DEVICE_ORDER=PCI_BUS_ID) with unlike ones, so that the two only agree by UUID; and of a GPU that is divided
