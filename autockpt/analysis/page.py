@@ -21,7 +21,6 @@ from autockpt.analysis.explain import explain_run
 from autockpt.analysis.holdings import StepBytes, curve
 from autockpt.analysis.sentences import choice_words, place_words, reason_words, speed_words
 from autockpt.errors import RunDirectoryError
-from autockpt.schema.runs import RunDirectory
 from autockpt.schema import SAVE, Comparison, Plan, SearchOutcome, Trial, format_binary, words
 from autockpt.schema.choices import legend
 from autockpt.schema.explanation import Curve, Explanation
@@ -30,7 +29,7 @@ from autockpt.schema.known import OURS, legend_of_names
 from autockpt.schema.names import outermost
 from autockpt.schema.outlook import Outlook
 from autockpt.schema.plan import choice_lines, promised, set_lines
-from autockpt.schema.remedy import INEXACT, batch
+from autockpt.schema.runs import RunDirectory
 from autockpt.schema.step_note import step_note
 
 PAGE = "report.html"
