@@ -1,4 +1,4 @@
-"""autockpt decides, by measured training steps, what each layer of a model does with its activations.
+"""Automatic activation checkpointing: decide for each layer what happens to its activations, by measured steps.
 
     step = autockpt.Step(model, batch, optimizer=optimizer)
     plan = autockpt.search(step, budget="24GB")
@@ -15,12 +15,11 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from autockpt.errors import AutockptError
     from autockpt.integrations.transformers import AutockptCallback
-    from autockpt.public import estimate, explain, report, search, trace, verify
+    from autockpt.public import estimate, explain, search, trace, verify
     from autockpt.runtime import apply
     from autockpt.schema.plan import Plan
-    from autockpt.schema.runs import Run, open_run
+    from autockpt.schema.runs import open_run
     from autockpt.workload import Step
-    from autockpt.workload.lengths import lengths_of
 
 __version__ = "0.1.0"
 
@@ -28,14 +27,11 @@ _HOME = {
     "AutockptCallback": "autockpt.integrations.transformers",
     "AutockptError": "autockpt.errors",
     "Plan": "autockpt.schema.plan",
-    "Run": "autockpt.schema.runs",
     "Step": "autockpt.workload",
     "apply": "autockpt.runtime",
     "estimate": "autockpt.public",
     "explain": "autockpt.public",
-    "lengths_of": "autockpt.workload.lengths",
     "open_run": "autockpt.schema.runs",
-    "report": "autockpt.public",
     "search": "autockpt.public",
     "trace": "autockpt.public",
     "verify": "autockpt.public",
@@ -45,15 +41,12 @@ __all__ = [
     "AutockptCallback",
     "AutockptError",
     "Plan",
-    "Run",
     "Step",
     "__version__",
     "apply",
     "estimate",
     "explain",
-    "lengths_of",
     "open_run",
-    "report",
     "search",
     "trace",
     "verify",

@@ -1,4 +1,4 @@
-"""What the command line answers, asked from Python by the same names: ``search``, ``explain``, ``report``.
+"""The Python functions with the names of the command line's verbs: ``search``, ``estimate``, ``explain``, ….
 
 A model is named as there (``llama-8b``, a folder, a class), its workload given as keyword arguments by the names of
 the command line's options: ``batch_size``, ``seq_len``, ``lora``, …. ``search`` also takes a live ``Step``.
@@ -7,7 +7,7 @@ the command line's options: ``batch_size``, ``seq_len``, ``lora``, …. ``search
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,6 @@ from autockpt.schema.arguments import python_door
 from autockpt.schema.base import unfit
 from autockpt.schema.batches import BatchAnswer
 from autockpt.schema.explanation import Explanation
-from autockpt.schema.lengths import Lengths
 from autockpt.schema.plan import CompileMode
 from autockpt.schema.request import TRIALS
 from autockpt.schema.runs import RunDirectory, plan_at
@@ -59,7 +58,7 @@ def search(
     compile: CompileMode | None = None,
     dry_run: bool = False,
     global_batch: int | None = None,
-    lengths: Lengths | Mapping[int, int] | Iterable[int] | str | None = None,
+    lengths: Any = None,
     headroom: str | None = None,
     host_budget: str | int | None = None,
     allow_inexact: bool = False,
@@ -83,9 +82,9 @@ def search(
     the plan's ``settings`` (``batch_size``, ``accumulate``). A live step's batch is cut to fewer rows, or its rows are
     repeated.
 
-    ``lengths`` are those of the sequences that training will see: ``autockpt.lengths_of(dataset)``, counts by length,
-    a length per row, or text as for ``--lengths``. The plan then has sets of choices by the size of the batch. A live
-    step's batch must be as long as the longest; it is cut for the others.
+    ``lengths`` are those of the sequences that training will see: a data set, a ``DataLoader`` (whose padded batches
+    are counted), counts by length, a length per row, or text as for ``--lengths``. The plan then has sets of choices by
+    the size of the batch. A live step's batch must be as long as the longest; it is cut for the others.
 
     ``budget`` is text such as "24GB", "60%", "60%act" or "auto" (all there is), ``headroom`` ("2%", "500MB") is left
     free of it (by default 5% of bytes or "auto" of simulated ``hardware``, else nothing), ``host_budget`` ("8GB", or
@@ -227,16 +226,6 @@ def _shown(said: Explanation, show: bool) -> Explanation:
 
         print_explanation(said, console(stderr=False))
     return said
-
-
-@python_door
-def report(run: str | Path, *, report_out: str | Path | None = None) -> Path:
-    """Write a run as one offline HTML page; returns where it lies.
-
-    ``report_out`` is the file; by default ``report.html`` in the run.
-    Raises RunDirectoryError where there is no run, or the file cannot be written.
-    """
-    return write_page(RunDirectory.open(run), None if report_out is None else Path(report_out))
 
 
 @contextmanager

@@ -190,8 +190,8 @@ def _notes(log: LogReading, spec: WorkloadSpec | None) -> Iterator[str]:
         yield "no model was named, so nothing is prescribed: add --model, and --batch-size, --seq-len, …"
     elif log.world is not None and log.world > 1 and spec.shard is None and spec.ddp is None:
         yield (
-            f"the run had {log.world} ranks, the job that was described has one: add --shard {log.world} (FSDP, ZeRO) "
-            "or --ddp buckets"
+            f"the run had {log.world} ranks, the job that was described has one: add `shard: {log.world}` (FSDP, ZeRO) "
+            "or `ddp: buckets` to a --job file"
         )
 
 

@@ -170,7 +170,7 @@ def with_longest(
     if found is None:
         raise UsageError(
             "this workload has no sequence length that could be found",
-            remedy="Leave --seq-len auto and --pad-to out; a function of your own needs a parameter seq_len with a "
+            remedy="Leave --seq-len auto and `pad_to` out; a function of your own needs a parameter seq_len with a "
             "default.",
         )
     if found.value is None and found.why:

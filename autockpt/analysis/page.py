@@ -42,15 +42,12 @@ _STATES = {
 }
 
 
-def write_page(run: RunDirectory, path: Path | None = None) -> Path:
-    """Write the page to ``path`` (default: report.html in the run). Returns where it lies.
+def write_page(run: RunDirectory) -> Path:
+    """Write the page as report.html into the run's directory. Returns its path.
 
     Raises RunDirectoryError where the run is damaged or the file cannot be written.
     """
-    path = path or run.path / PAGE
-    own = path.parent.resolve() == run.path.resolve()  # a run's own files are no links to others
-    elsewhere = f"`autockpt report {run.path} --report-out FILE` writes it elsewhere; in Python report_out= does."
-    return write_file(path, run_page(run), RunDirectoryError, elsewhere, links=not own)
+    return write_file(run.path / PAGE, run_page(run), RunDirectoryError, "Move away what is in its place.", links=False)
 
 
 def run_page(run: RunDirectory) -> str:

@@ -77,14 +77,13 @@ def verify(
     if subject is None and measurer is None:
         raise PlanError(
             "the plan does not say which training step it was made for",
-            remedy="Name it: --model, --batch-size, --seq-len and what else your step uses.",
+            remedy="Describe it in a --job file, with `model`, `batch_size`, `seq_len` and what else your step uses.",
         )
-    if isinstance(subject, WorkloadSpec) and (options := subject.simulated_only()):
-        said = ", ".join(f"{option} {value}".strip() for option, value in options.items())
+    if isinstance(subject, WorkloadSpec) and (only := subject.simulated_only()):
         raise PlanError(
-            f"the plan was simulated for {said}, which real steps of one process do not follow",
+            f"the plan was simulated for {', '.join(only)}, which real steps of one process do not follow",
             remedy="Train with it: gradients are checked there, and print(handle.sentinels) says how many. Or search "
-            "without these options, and verify that plan.",
+            "without these keys, and verify that plan.",
         )
     with _open(subject, device, measurer, plan) as runs:
         asked = (subject, runs, device, listener or Silence(), steps)

@@ -153,8 +153,8 @@ def _on_the_device(plan: Plan, path: str) -> tuple[str, ...]:
     """Lines on how a simulated plan is held against real steps, where these can be as it was made for."""
     if plan.status != "simulated":
         return ()
-    if plan.workload is not None and (options := plan.workload.simulated_only()):
-        return (f"No command here takes real steps with {', '.join(options)}: its numbers stay simulated.",)
+    if plan.workload is not None and (only := plan.workload.simulated_only()):
+        return (f"No command here takes real steps with {', '.join(only)}: its numbers stay simulated.",)
     path = shlex.quote(path)
     hold, go_on = f"    autockpt verify {path}", f"    autockpt search --resume {path}"
     return ("On the device, hold it against real steps, or go on with measured ones:", hold, go_on)

@@ -21,11 +21,10 @@ from autockpt.cli.export import export
 from autockpt.cli.history import history
 from autockpt.cli.options import flag
 from autockpt.cli.panels import PanelCommand
-from autockpt.cli.report import report
 from autockpt.cli.search import search
 from autockpt.cli.verify import verify
 
-VERBS = (search, estimate, explain, diagnose, verify, history, report, export, calibrate)
+VERBS = (search, estimate, explain, diagnose, verify, history, export, calibrate)
 
 COLLECT_AFTER = (100_000, 50)
 """Objects, and collections of the young, until the garbage collector looks again: what PyTorch and transformers make

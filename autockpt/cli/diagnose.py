@@ -41,7 +41,7 @@ def diagnose(
     reading = read_log(log)
     spec = workload_spec(workload) if "model" in workload else None
     if spec is None and plan_out is not None:
-        raise UsageError("--plan-out needs a model to plan for", remedy="Add --model.")
+        raise UsageError("--plan-out needs a model to plan for", remedy="Add --model, or --job with one.")
     from autockpt.analysis.diagnose import DiagnoseRequest
     from autockpt.analysis.diagnose import diagnose as diagnosed
     from autockpt.cli.diagnose_table import print_diagnosis

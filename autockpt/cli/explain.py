@@ -35,7 +35,6 @@ def explain(
         "--limits/--no-limits", "Look for the largest batch and sequence under the budget. Default: except for a run."
     ),
     ops: bool = flag("--ops", "Print every op of the step instead, tab-separated; with --json the whole graph."),
-    seed: int | None = opt("--seed N", "For weights and batch. Default: 0.", min=0),
     as_json: bool = flag("--json", "Print JSON."),
 ) -> None:
     """Show where a step's bytes go, and what giving some up costs.
@@ -65,13 +64,13 @@ def explain(
     from autockpt.schema.runs import plan_at
 
     loaded = plan_at(plan) if plan is not None else None
-    as_planned = not (workload or device or hardware or limits or ops) and seed is None
+    as_planned = not (workload or device or hardware or limits or ops)
     if plan is not None and loaded is not None and as_planned:
         stored = explain_run(plan, loaded, budget, headroom)
         if stored is not None:
             _show(stored, as_json)
             return
-    spec = workload_spec(workload, base=loaded.workload if loaded else None, seed=seed)
+    spec = workload_spec(workload, base=loaded.workload if loaded else None)
     card = hardware_for(hardware, device, loaded)
     question = ExplainRequest(
         spec=spec,

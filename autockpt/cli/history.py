@@ -22,27 +22,44 @@ def history(
     best: int | None = opt("--best N", "Only the N fastest that fit, fastest first.", min=1),
     trial: int | None = opt("--trial N", "One trial in full: each measurement, its prediction, why.", min=0),
     plan_out: Path | None = opt("--plan-out FILE", "With --trial: write that trial's plan."),
+    page: bool = flag("--page", "Write the run as one HTML page, report.html in its directory."),
     out: Path = RUNS_FOLDER,
     as_json: bool = flag("--json", "Print JSON."),
 ) -> None:
     """Print what a run tried; without a run, what runs there are.
 
-    A letter for each layer says what was chosen; the legend under the table names those that occur.
+    A letter for each layer stands for its choice; the legend under the table explains those that occur. The page that
+    --page writes needs no network and no other file. A search writes it when it ends; this writes it again, also for a
+    run that is still at work.
     """
     if plan_out is not None and trial is None:
         raise UsageError("--plan-out writes the plan of one trial", remedy="Add --trial with its number.")
     if trial is not None and best is not None:
         raise UsageError("--trial and --best do not go together", remedy="Leave one of them out.")
+    if page and (trial is not None or best is not None):
+        raise UsageError("--page shows the whole run", remedy="Leave --trial and --best out.")
     if run is None:
-        if trial is not None or best is not None:
+        if page or trial is not None or best is not None:
             raise UsageError("no run was named", remedy="Name a run's directory, or leave the other options out.")
         _list_runs(out, as_json)
         return
     opened = run_at(run, out)
-    if trial is not None:
+    if page:
+        _write_page(opened, as_json)
+    elif trial is not None:
         _print_trial(opened, trial, plan_out, as_json)
     else:
         _print_run(opened, best, as_json)
+
+
+def _write_page(run: RunDirectory, as_json: bool) -> None:
+    from autockpt.analysis.page import write_page
+
+    path = str(write_page(run))
+    if as_json:
+        screen.print_json(json.dumps({"page": path}))
+    else:
+        screen.results().print(path, soft_wrap=True)
 
 
 def _print_run(run: RunDirectory, best_count: int | None, as_json: bool) -> None:

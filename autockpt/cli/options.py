@@ -50,82 +50,54 @@ _switch = functools.partial(_option, bool)
 _number = functools.partial(_option, int, min=1)
 
 
+JOB = opt(
+    "--job FILE",
+    "The training step as YAML: `model`, `batch_size`, … and every further key (docs/job.md). Options that are given "
+    "take precedence.",
+    show_default=False,
+)
+
 # field of WorkloadSpec -> the type of its option, and the option; None means: not given
 WORKLOAD_OPTIONS: dict[str, tuple[Any, Any]] = {
     "model": _text(
         "--model -m MODEL", "Hub id, directory, config.json, built-in shape (llama-8b), or package.module:factory."
     ),
     "batch_size": _number("--batch-size -b N", "Sequences per micro-batch. Default: the shape's."),
-    "seq_len": _number("--seq-len -s N", "Tokens of the longest sequence. Default: the shape's."),
-    "units": _text(
-        "--units NAMES", "Modules to choose for: encoder.layers.*,mid. Default: repeated blocks, or the best cuts."
-    ),
-    "pad_to": _number("--pad-to N", "Pad every sequence to this length."),
+    "seq_len": _text("--seq-len -s N", "Tokens of the longest sequence. Default: the shape's."),
     "packed": _switch("--packed/--padded", "No padding, so no attention mask. Default: padded."),
     "dtype": _text("--dtype [fp32|bf16|fp16]", "Type of the weights. Default: the shape's."),
     "autocast": _text("--autocast [bf16|fp16]", "Compute in this type. Default: off."),
-    "attn": _text("--attn NAME", "transformers' attn_implementation: sdpa, eager, …"),
-    "liger": _switch("--liger/--no-liger", "Liger Kernel's kernels, as use_liger_kernel=True. Default: no."),
     "optimizer": _text("--optimizer [adamw|adamw_fused|adamw8bit|adafactor|sgd|none]", "Default: adamw."),
-    "scaler": _switch("--scaler/--no-scaler", "Scale the loss, as for fp16. Default: no."),
     "accumulate": _number("--accumulate N", "Micro-batches per optimizer step. Default: 1."),
-    "max_grad_norm": _option(float, "--max-grad-norm NORM", "Clip gradients to this norm. Default: no clipping."),
     "lora": _number("--lora RANK", "Train LoRA adapters of this rank only."),
-    "lora_targets": _text("--lora-targets NAMES", "Layers to adapt: all-linear, or q_proj,v_proj. Default: PEFT's."),
-    "lora_dora": _switch("--lora-dora/--no-lora-dora", "Weight-decomposed adapters (DoRA)."),
-    "lora_modules_to_save": _text(
-        "--lora-modules-to-save NAMES", "Modules trained whole alongside the adapters: lm_head,…"
-    ),
     "load_in_4bit": _switch("--load-in-4bit/--no-load-in-4bit", "Base weights in NF4, quantised twice (bitsandbytes)."),
-    "load_in_8bit": _switch("--load-in-8bit/--no-load-in-8bit", "Base weights in int8 (bitsandbytes)."),
-    "quantization": _text("--quantization FILE", "transformers' quantization_config, as YAML or JSON."),
-    "prepare_kbit": _switch(
-        "--prepare-kbit/--no-prepare-kbit", "As PEFT's prepare_model_for_kbit_training does: norms, head in fp32."
-    ),
-    "weights": _switch("--weights/--no-weights", "Load trained weights. Default: random ones."),
-    "master_weights": _switch(
-        "--master-weights/--no-master-weights", "fp32 copies of 16-bit weights, for the optimizer. Default: no."
-    ),
-    "keep_gradients": _switch(
-        "--keep-gradients/--free-gradients", "Gradients are zeroed between steps, not freed. Default: freed."
-    ),
-    "ddp": _text(
-        "--ddp [buckets|views]",
-        "DDP's gradient buckets: copied to, or with gradients as views of them. Default: no DDP.",
-    ),
-    "shard": _number("--shard N", "Shard over N GPUs (FSDP2, ZeRO-3). Default: one GPU."),
-    "trust_remote_code": _switch("--trust-remote-code/--no-remote-code", "Run code of the hub's. Default: no."),
 }
-
 
 # instead of the length above, for a verb that can look for it
 LENGTH_OR_AUTO = _text(
     "--seq-len -s N|auto",
     "Tokens of the longest sequence, or auto: the longest that fit the budget. Default: the shape's.",
 )
-SIMULATED_ONLY = ("master_weights", "keep_gradients", "ddp", "shard")
 
 
 def takes_workload(verb: Callable[..., None], **instead: Any) -> Callable[..., None]:
-    """Give a verb the workload options; it receives those that were given as one mapping, ``workload``.
+    """Give a verb ``--job`` and the workload options; it receives all that was given as one mapping, ``workload``.
 
-    ``instead``: other options for some fields. A verb without ``--hardware`` takes real steps, and gets none of what
-    only simulated hardware can follow.
+    ``instead``: other options for some fields.
     """
     own = inspect.signature(verb, eval_str=True).parameters
-    without = () if "hardware" in own else SIMULATED_ONLY
-    options = WORKLOAD_OPTIONS | instead
-    taken = {name: option for name, option in options.items() if name not in without}
+    taken = WORKLOAD_OPTIONS | instead
 
     @functools.wraps(verb)
-    def run(**options: Any) -> None:
+    def run(*, job: Path | None, **options: Any) -> None:
         given = {name: options.pop(name) for name in taken}
-        verb(workload={k: v for k, v in given.items() if v is not None}, **options)
+        given = {name: value for name, value in given.items() if value is not None}
+        verb(workload=(job_file(job) if job is not None else {}) | given, **options)
 
     kept = [p for name, p in own.items() if name != "workload"]
     shared = [
         inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=option, annotation=kind)
-        for name, (kind, option) in taken.items()
+        for name, (kind, option) in {**taken, "job": (Path | None, JOB)}.items()
     ]
     keyword_only = [p for p in kept if p.kind is p.KEYWORD_ONLY]
     positional = [p for p in kept if p.kind is not p.KEYWORD_ONLY]
@@ -136,12 +108,25 @@ def takes_workload(verb: Callable[..., None], **instead: Any) -> Callable[..., N
     return run
 
 
-def workload_spec(
-    given: Mapping[str, Any], *, base: WorkloadSpec | None = None, seed: int | None = None, default: str | None = None
-) -> WorkloadSpec:
-    """The workload that the options describe, over ``base`` (a plan's own) or over ``default`` as the model's name.
+def job_file(path: Path) -> dict[str, Any]:
+    """The settings in a job file: fields of WorkloadSpec. Raises UsageError with the line for what is none of them."""
+    from autockpt.schema.workload import WorkloadSpec
+    from autockpt.schema.yaml import read
 
-    Raises UsageError where no model is known or an option's value is not allowed.
+    document = read(path)
+    if not isinstance(document.data, dict) or not document.data:
+        raise document.complain((), "this job file holds no settings", "Write one `name: value` per line.")
+    # the model may be named on the command line instead
+    spec = document.validate(WorkloadSpec, {"model": "", **document.data})
+    return {name: getattr(spec, name) for name in document.data}
+
+
+def workload_spec(
+    given: Mapping[str, Any], *, base: WorkloadSpec | None = None, default: str | None = None
+) -> WorkloadSpec:
+    """The workload that options and job file describe, over ``base`` (a plan's own) or ``default``, a model's name.
+
+    Raises UsageError where no model is known or a value is not allowed.
     """
     from pydantic import ValidationError
 
@@ -149,11 +134,11 @@ def workload_spec(
     from autockpt.schema.workload import WorkloadSpec
 
     start = base.model_dump() if base is not None else {"model": default} if default else {}
-    values = start | dict(given) | ({} if seed is None else {"seed": seed})
-    if isinstance(file := values.get("quantization"), str):
-        values["quantization"] = _settings_file(Path(file), "--quantization")
+    values = start | dict(given)
     if "model" not in values:
-        raise UsageError("no model was named", remedy="Add --model, for example --model llama-8b.")
+        raise UsageError(
+            "no model was named", remedy="Add --model, for example --model llama-8b, or `model: …` to the --job file."
+        )
     try:
         return WorkloadSpec.model_validate(values)
     except ValidationError as error:
@@ -163,17 +148,6 @@ def workload_spec(
             f"--{field.replace('_', '-')} {values.get(field)}: {why}",
             remedy=WORKLOAD_OPTIONS[field][1].help if field in WORKLOAD_OPTIONS else "See `--help` for what it takes.",
         ) from None
-
-
-def _settings_file(path: Path, option: str) -> dict[str, Any]:
-    """The mapping in a YAML or JSON file; what stands under ``quantization_config``, if there is such a key."""
-    from autockpt.schema.yaml import read
-
-    loaded = read(path).data
-    inner = loaded.get("quantization_config", loaded) if isinstance(loaded, dict) else None
-    if not isinstance(inner, dict) or not inner:
-        raise UsageError(f"{option} {path} holds no settings", remedy="Write one `name: value` per line.")
-    return inner
 
 
 def named_hardware(name: str | None) -> Hardware | None:

@@ -11,20 +11,15 @@ from autockpt.errors import plainly, without_passwords
 
 # heading -> options by parameter name, in this order; what is in none stands under "Options"
 PANELS = {
-    "Model and batch": """model units batch_size seq_len lengths batch_sizes seq_lens pad_to packed weights
-        trust_remote_code seed""",
-    "Training step": """dtype autocast attn liger optimizer scaler accumulate global_batch tokens_per_update
-        max_grad_norm full compile""",
-    "Adapters and quantised weights": """lora lora_targets lora_dora lora_modules_to_save load_in_4bit load_in_8bit
-        quantization prepare_kbit""",
+    "Training step": """model batch_size seq_len packed lengths batch_sizes seq_lens dtype autocast optimizer
+        accumulate global_batch lora full qlora prepare_kbit load_in_4bit compile job seed""",
     "Device and budget": "budget headroom host_budget device hardware cards",
-    "Simulated hardware only": "master_weights keep_gradients ddp shard",
-    "Search": """trials timeout space choices allow_inexact dry_run storage resume fresh again""",
-    "Output": "out plan_out force as_json help",
+    "Search": "trials timeout space choices allow_inexact dry_run storage resume fresh again",
+    "Output": "out plan_out page as_json help",
 }
 
 
-HINTS = {"batch_size": "; the one that trains fastest is found with --global-batch N or --tokens-per-update N"}
+HINTS = {"batch_size": "; the one that trains fastest is found with --global-batch N"}
 """What else may be meant where an option's value is no number, by parameter name."""
 
 

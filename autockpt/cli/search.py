@@ -64,7 +64,6 @@ def search(
         "--batch-size is then your own setting, to compare with.",
         min=1,
     ),
-    tokens_per_update: int | None = opt("--tokens-per-update N", "The same, counted in tokens.", min=1),
     lengths: str | None = opt(
         "--lengths FILE|HISTOGRAM",
         "Sequences of all lengths: a file with a length (and a count) on each line, or 512:100,1024:40,4096:3. One "
@@ -87,7 +86,7 @@ def search(
         "Stop after this long: 90s, 10m, 1h. Stages that would exceed it are shortened, and a note says which. Begins "
         "once --seq-len auto has found its length.",
     ),
-    seed: int = opt("--seed N", "For weights, batch and sampler.", default=0, min=0),
+    seed: int | None = opt("--seed N", "For weights, batch and sampler. Default: the job's, else 0.", min=0),
     space: str = opt(
         "--space NAME",
         "What a sampler moves: knobs (a few prices), layers (each choice), or your own YAML file.",
@@ -138,10 +137,12 @@ def search(
     if budget is None and hardware is None:
         raise UsageError("no budget was given", remedy="Add --budget with 24GB, 24GiB, 60%, 60%act or auto.")
     base = start.workload if start is not None else None
+    if seed is not None:
+        workload["seed"] = seed
     simulate = hardware or (None if "model" in workload or base or device else _stand_in())
     open_length = workload.get("seq_len") == AUTO
     asked_for = {name: value for name, value in workload.items() if not (open_length and name == "seq_len")}
-    spec, notes = _workload(asked_for, device, seed, simulate, base)
+    spec, notes = _workload(asked_for, device, simulate, base)
     if simulate is not None and hardware is None:
         notes = (_INSTEAD,)
     command = ("autockpt", *sys.argv[1:])
@@ -157,12 +158,11 @@ def search(
         device=device,
         hardware=simulate,
         global_batch=global_batch,
-        tokens_per_update=None if open_length else tokens_per_update,
         lengths=lengths,
         start=start,
         trials=trials,
         timeout=duration(timeout),
-        seed=seed,
+        seed=spec.seed,
         storage=storage,
         out=out,
         plan_out=plan_out,
@@ -175,7 +175,7 @@ def search(
         notes=notes,
     )
     if open_length:
-        request = _with_longest(request, tokens_per_update)
+        request = _with_longest(request)
     with _watched(request) as watcher:
         if simulate is None and device is None and _stand_in():
             watcher.note(_ON_THE_CPU)
@@ -191,19 +191,16 @@ def search(
         raise typer.Exit(INTERRUPTED)
 
 
-def _with_longest(request: SearchRequest, tokens_per_update: int | None) -> SearchRequest:
-    """The request with the longest sequences that fit, so many ``tokens_per_update``, and a note on them."""
+def _with_longest(request: SearchRequest) -> SearchRequest:
+    """The request with the longest sequences that fit, and a note on them."""
     from autockpt.analysis.limits import with_longest
     from autockpt.progress import listener
-    from autockpt.tuning.door import rows_per_update
 
     spec, on = request.described, {"device": request.device, "hardware": request.hardware}
     with listener(screen.progress()) as watcher:
         watcher.note("looking for the longest sequences that fit")
         spec, found = with_longest(spec, request.budget, **on, listener=watcher)
-    rows = rows_per_update(request.rows_per_update, tokens_per_update, spec)
-    update = {"workload": spec, "rows_per_update": rows, "notes": (*request.notes, found)}
-    return request.model_copy(update=update)
+    return request.model_copy(update={"workload": spec, "notes": (*request.notes, found)})
 
 
 _INSTEAD = (
@@ -232,11 +229,11 @@ def _stand_in() -> str | None:
 
 
 def _workload(
-    given: dict[str, Any], device: str | None, seed: int, simulated: str | None, base: WorkloadSpec | None
+    given: dict[str, Any], device: str | None, simulated: str | None, base: WorkloadSpec | None
 ) -> tuple[WorkloadSpec, tuple[str, ...]]:
     """The workload, over that of the plan to start from, and what was decided because no model was named."""
     if "model" in given or base is not None:
-        return workload_spec(given, seed=seed, base=base), ()
+        return workload_spec(given, base=base), ()
     name, on = SIMULATED_MODEL, ""
     if simulated is None:
         from autockpt.devices import get_device
@@ -244,7 +241,7 @@ def _workload(
         kind = get_device(device).kind
         name, on = DEFAULT_MODELS.get(kind, SMALL_MODEL), f" on {kind}"
     note = f"No model was named, so this plans for the built-in {name}{on}; --model names yours."
-    return workload_spec(given, seed=seed, default=name), (note,)
+    return workload_spec(given, default=name), (note,)
 
 
 @contextmanager

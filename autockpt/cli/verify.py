@@ -1,15 +1,16 @@
-"""``autockpt verify``: hold a plan against its promises."""
+"""``autockpt verify``: check a plan against real training steps."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import typer
 
 from autockpt.cli import screen
 from autockpt.cli.guard import FAILED, guarded
-from autockpt.cli.options import DEVICE, arg, flag, opt, takes_workload, workload_spec
+from autockpt.cli.options import DEVICE, arg, flag, job_file, opt, workload_spec
+from autockpt.errors import UsageError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -18,23 +19,30 @@ if TYPE_CHECKING:
 
 
 @guarded
-@takes_workload
 def verify(
-    workload: dict[str, Any],
     plan: Path = arg("PLAN|RUN", "The plan file, or the directory of the run that found it.", default=...),
     *,
+    job: Path | None = opt(
+        "--job FILE", "The training step as YAML (docs/job.md), for a plan that does not name its own."
+    ),
     device: str | None = DEVICE,
-    seed: int | None = opt("--seed N", "For weights and batch. Default: 0.", min=0),
     as_json: bool = flag("--json", "Print the report as JSON."),
 ) -> None:
-    """Check a plan's promises: gradients, peak and step time.
+    """Check a plan against real steps: gradients, peak and step time.
 
-    In a fresh process: gradients equal to plain training's, ops recomputed as planned, peak and step time as promised.
-    Options that are not given are those that the plan was made with. Exits with 4 where a promise is not kept.
+    Runs in a new process. Gradients must equal those of plain training, operations must be recomputed as planned, and
+    peak and step time must be as promised. The training step is the one that the plan was made for; keys of a job file
+    take precedence. Exits with 4 where a promise is not kept.
     """
     from autockpt.schema.runs import plan_at
 
-    spec = workload_spec(workload, base=plan_at(plan).workload, seed=seed)
+    base = plan_at(plan).workload
+    if base is None and job is None:
+        raise UsageError(
+            f"{plan} does not say which training step it was made for",
+            remedy="Describe it with --job FILE: `model: llama-8b`, `batch_size: 4`, … one per line.",
+        )
+    spec = workload_spec(job_file(job) if job is not None else {}, base=base)
     from autockpt.analysis.verify import verify as run_verification
     from autockpt.progress import listener
 

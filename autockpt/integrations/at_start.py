@@ -32,7 +32,7 @@ TIMEOUT = 600.0
 """Seconds that a search at the start of training may take, by default; and a tenth of the training at most."""
 QUIET = 60.0
 """Seconds between two lines of progress: a line for every trial would fill the log of the training."""
-_SIMULATED = "for FSDP and ZeRO-3 simulated, with --shard N --hardware …"
+_SIMULATED = "for FSDP and ZeRO-3 simulated, with `shard: N` in a --job file and --hardware"
 _OPTIONS = ("headroom", "host_budget", "allow_inexact", "space", "trials", "seed", "again")
 
 
@@ -124,7 +124,7 @@ class PlanWanted:
             say(line)
         took = words.seconds(time.monotonic() - began)
         what = f"found in {took}" if heard.trials else f"known from an earlier run, read in {took}"
-        say(f"the plan was {what}; `autockpt report {outcome.run_directory}` shows it on a page")
+        say(f"the plan was {what}; `autockpt history {outcome.run_directory} --page` writes a page about it")
         return plan
 
     def _of_batch(self, training: Training) -> dict[str, Any]:
@@ -217,7 +217,7 @@ class PlanCallback:
             self.plan = plan if isinstance(plan, Plan) else plan_at(Path(plan))
             return
         assert budget is not None
-        own = lengths == OWN
+        own = isinstance(lengths, str) and lengths == OWN
         request = search_request(
             budget=budget,
             timeout=timeout,

@@ -82,7 +82,7 @@ def lengths_here(
         if not _by_number(dataset):
             raise UsageError(
                 "rows of this data set cannot be had by number, so their lengths are unknown",
-                remedy="Give lengths=autockpt.lengths_of(…), or a length per row.",
+                remedy="Give lengths= a DataLoader, counts by length, or a length per row.",
             )
         with _as_before(dataset, collate):
             asked = lengths_of(dataset, seconds=_SECONDS_FOR_ROWS)

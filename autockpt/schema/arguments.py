@@ -17,7 +17,9 @@ from autockpt.schema.base import first_violation, short, unfit
 P = ParamSpec("P")
 R = TypeVar("R")
 
-OPTIONS_IN_PYTHON = "In Python an option is an argument of the same name: --seq-len 512 is seq_len=512."
+OPTIONS_IN_PYTHON = (
+    "In Python an option, or a key of a --job file, is an argument of the same name: --seq-len 512 is seq_len=512."
+)
 
 
 def python_door(function: Callable[P, R]) -> Callable[P, R]:

@@ -84,7 +84,7 @@ def as_lengths(given: Lengths | Mapping[int, int] | Iterable[int] | str) -> Leng
     except (ValidationError, TypeError, ValueError):
         raise UsageError(
             f"lengths={str(given)[:60]}: whole numbers above 0 are asked for, one at least",
-            remedy="Give autockpt.lengths_of(dataset), counts by length, or a length per row.",
+            remedy="Give a data set, a DataLoader, counts by length, or a length per row.",
         ) from None
 
 

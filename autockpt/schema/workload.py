@@ -15,6 +15,10 @@ Dtype = Literal["fp32", "bf16", "fp16"]
 OptimizerName = Literal["adamw", "adamw_fused", "adamw8bit", "adafactor", "sgd", "none"]
 Ddp = Literal["buckets", "views"]
 
+OPTIONS = (
+    "model", "batch_size", "seq_len", "packed", "dtype", "autocast", "optimizer", "accumulate", "lora", "load_in_4bit"
+)  # fmt: skip
+"""Fields with an option of their own on the command line; the others are keys of a job file."""
 SEEDS = 1 << 32  # NumPy takes no larger ones
 MOST = 1 << 24  # sequences of a batch, or tokens of a sequence
 
@@ -80,12 +84,11 @@ class WorkloadSpec(Data):
         names = ("master_weights", "keep_gradients", "ddp", "shard")
         return {name: value for name in names if (value := getattr(self, name))}
 
-    def simulated_only(self) -> dict[str, str]:
-        """The same as a user writes them: options, with their values."""
-        given = self.simulated_settings().items()
-        return {as_option(name): "" if value is True else str(value) for name, value in given}
+    def simulated_only(self) -> tuple[str, ...]:
+        """The same as a user writes them, as lines of a job file."""
+        return tuple(f"`{name}: {str(value).lower()}`" for name, value in self.simulated_settings().items())
 
 
 def as_option(field: str) -> str:
-    """How a field of WorkloadSpec is called on the command line."""
-    return f"--{field.replace('_', '-')}"
+    """What a user writes for a field of WorkloadSpec: an option, or a key of a job file."""
+    return f"--{field.replace('_', '-')}" if field in OPTIONS else f"`{field}`"

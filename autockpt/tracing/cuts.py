@@ -52,7 +52,7 @@ def said_of_cuts(graph: Graph, cuts: Sequence[str]) -> str:
     part = f"{held / kept['']:.0%} of" if kept.get("") else ""
     return (
         f"Chosen for are the modules that keep most beyond their inputs: {listing(cuts)} ({part} what is kept for "
-        f"backward, {format_bytes(held)}, for {format_bytes(inputs)} of inputs). --units names others."
+        f"backward, {format_bytes(held)}, for {format_bytes(inputs)} of inputs). `units` of the job names others."
     )
 
 
@@ -80,7 +80,7 @@ def said_of_left_out(graph: Graph, outside: Collection[str]) -> tuple[str, ...]:
     share = total / graph.peak_bytes
     return (
         f"Modules that are no units hold {share:.0%} of the peak of saving everything, and no choice is made for them: "
-        f"{listed}{more}. --units '{units}' makes them units (units= of a Step).",
+        f"{listed}{more}. `units: '{units}'` in the --job file makes them units (units= of a Step).",
     )
 
 

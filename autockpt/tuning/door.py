@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from pydantic import ValidationError
@@ -22,12 +22,12 @@ from autockpt.schema import (
 )
 from autockpt.schema.base import unfit
 from autockpt.schema.batches import BatchAnswer
-from autockpt.schema.lengths import Lengths, as_lengths
 from autockpt.shipped import load_hardware, load_space
 from autockpt.tuning.batches import search_batch_sizes
 from autockpt.tuning.lengths import search_lengths_of
 from autockpt.tuning.search import run_search
-from autockpt.workload import Step, sequence_length
+from autockpt.workload import Step
+from autockpt.workload.lengths import lengths_of
 
 
 def answer(request: SearchRequest, listener: Listener | None = None) -> SearchOutcome | BatchAnswer:
@@ -50,8 +50,7 @@ def search_request(
     hardware: str | Hardware | None = None,
     device: str | None = None,
     global_batch: int | None = None,
-    tokens_per_update: int | None = None,
-    lengths: Lengths | Mapping[int, int] | Iterable[int] | str | None = None,
+    lengths: Any = None,
     **more: Any,
 ) -> SearchRequest:
     """The request that people's words stand for; ``more`` are fields of it. Raises UsageError for what makes no sense.
@@ -64,10 +63,11 @@ def search_request(
     if hardware is not None and workload is not None and workload.weights:
         raise UsageError(
             "--hardware simulates, and a simulation loads no weights",
-            remedy="Leave out --weights: bytes and seconds do not depend on their values.",
+            remedy="Leave `weights` out: bytes and seconds do not depend on their values.",
         )
-    rows = rows_per_update(global_batch, tokens_per_update, workload)
-    refuse_two_questions(rows, lengths)
+    if global_batch is not None and not global_batch > 0:
+        raise UsageError(f"--global-batch {global_batch} are no rows", remedy="Give the rows of an optimizer update.")
+    refuse_two_questions(global_batch, lengths)
     if isinstance(host_budget, str):
         host_budget = parse_size(host_budget)
     elif isinstance(host_budget, bool) or (host_budget is not None and host_budget <= 0):
@@ -82,8 +82,8 @@ def search_request(
         "space": load_space(space) if isinstance(space, str) else space,
         "hardware": load_hardware(hardware) if isinstance(hardware, str) else hardware,
         "device": device,
-        "rows_per_update": rows,
-        "lengths": None if lengths is None else as_lengths(lengths),
+        "rows_per_update": global_batch,
+        "lengths": None if lengths is None else lengths_of(lengths),
         **more,
     }
     try:
@@ -124,25 +124,3 @@ def refuse_described(step: Any, given: Mapping[str, Any]) -> None:
             f"{named[0]}= does not go with a live step, which is measured where its model is",
             remedy='Leave it out, or give the model\'s name instead: autockpt.search("llama-8b", …).',
         )
-
-
-def rows_per_update(rows: int | None, tokens: int | None, spec: WorkloadSpec | None) -> int | None:
-    """Sequences per update as asked for; None: not asked for. Without a length they are as long as the model's usual.
-
-    Raises UsageError for tokens that are no whole number of sequences.
-    """
-    if rows is not None and not rows > 0:
-        raise UsageError(f"--global-batch {rows} are no rows", remedy="Give the rows of an optimizer update.")
-    if tokens is None:
-        return rows
-    if rows is not None:
-        raise UsageError("--global-batch and --tokens-per-update ask the same", remedy="Leave one of them out.")
-    length = None if spec is None else sequence_length(spec)
-    if length is None or tokens % length:
-        none = "this workload has no sequences of a known length"
-        why = none if length is None else f"sequences of {length} do not divide them"
-        raise UsageError(
-            f"--tokens-per-update {tokens}: {why}",
-            remedy="Give --seq-len, and a multiple of it; or --global-batch in sequences.",
-        )
-    return tokens // length

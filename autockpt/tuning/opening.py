@@ -154,7 +154,7 @@ def blocks_of(tracer: Tracer) -> tuple[Unit, ...]:
         raise UsageError(
             "the model has no repeated blocks, and no module that keeps much more for backward than it is given: "
             "there is nothing to choose for",
-            remedy="Name modules with --units (any whose forward is called), or move a part of the model's own forward "
+            remedy="Name modules as `units` (any whose forward is called), or move a part of the model's own forward "
             "into a module; `autockpt explain` shows what is kept.",
         )
     return blocks

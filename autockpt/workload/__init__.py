@@ -1,6 +1,6 @@
 """What is being planned for: model sources, batches, units, and the whole training cycle."""
 
-from autockpt.workload.build import build, preload, refuse_simulated, sequence_length
+from autockpt.workload.build import build, preload, refuse_simulated
 from autockpt.workload.failures import explain, step_failed
 from autockpt.workload.losses import find_loss
 from autockpt.workload.step import BUCKETS, Step, ddp_of

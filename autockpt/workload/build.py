@@ -59,24 +59,12 @@ def preload(spec: WorkloadSpec) -> None:
         model_class(head_of(source.config, source.architecture, source.where))
 
 
-def sequence_length(spec: WorkloadSpec) -> int | None:
-    """Tokens of the longest sequence in the batch that ``build`` would make; None where only building it tells.
-
-    Raises WorkloadError or UsageError as ``build`` does.
-    """
-    if spec.seq_len is not None or is_factory(spec.model) or spec.trust_remote_code:
-        return spec.seq_len
-    with quiet():
-        source = find_config(spec)
-        return _size(spec, source, head_of(source.config, source.architecture, source.where)).length
-
-
 def refuse_simulated(spec: WorkloadSpec) -> None:
     """Raise UsageError for a spec that no real step can follow: more than one GPU, states that are counted by rule."""
-    for name, value in spec.simulated_only().items():
+    for line in spec.simulated_only():
         raise UsageError(
-            f"{name} {value}".strip() + " can only be planned for on simulated hardware, not measured",
-            remedy="Add --hardware with the name of a device; or leave out the option, or the plan that --resume found "
+            f"{line} can only be planned for on simulated hardware, not measured",
+            remedy="Add --hardware with the name of a device; or leave this key out, or the plan that --resume found "
             "it in.",
         )
 
@@ -91,10 +79,10 @@ def _check(spec: WorkloadSpec) -> None:
     if spec.scaler and spec.optimizer == "none":
         raise UsageError("a gradient scaler needs an optimizer", remedy="Leave one of the two options out.")
     if spec.packed and spec.pad_to is not None:
-        raise UsageError("packed batches have no padding", remedy="Leave out --packed or --pad-to.")
+        raise UsageError("packed batches have no padding", remedy="Leave out --packed or `pad_to`.")
     if spec.pad_to is not None and spec.seq_len is not None and spec.pad_to < spec.seq_len:
         said, remedy = f"--seq-len {spec.seq_len}", "Pad to at least the length of the longest sequence."
-        raise UsageError(f"--pad-to {spec.pad_to} is shorter than {said}", remedy=remedy)
+        raise UsageError(f"`pad_to: {spec.pad_to}` is shorter than {said}", remedy=remedy)
 
 
 def _from_config(spec: WorkloadSpec, device: torch.device) -> Step:
@@ -281,12 +269,12 @@ def make_model(
     if spec.weights and source.pretrained is None:
         raise WorkloadError(
             f"there are no trained weights for {source.where}",
-            remedy="Leave --weights out, or give a hub id or a directory with weights.",
+            remedy="Leave `weights` out, or give a hub id or a directory with weights.",
         )
     if head.remote and quantization is not None and not spec.weights:
         raise WorkloadError(
             f"{source.where} is built by code of its own, which is not quantised without its weights",
-            remedy="Add --weights, or make the model in a function of your own.",
+            remedy="Add `weights: true` to the --job file, or make the model in a function of your own.",
         )
     try:
         return _made(spec, source, head, dtype, quantization, device).train()
@@ -328,7 +316,7 @@ def _explain(error: Exception, spec: WorkloadSpec, source: ConfigSource) -> Work
     if spec.attn is not None and any(w in text for w in ("attn_implementation", "attention implementation", spec.attn)):
         return WorkloadError(
             f"{source.where} cannot use the attention {spec.attn!r} here: {summary(error)}",
-            remedy="Use --attn sdpa or --attn eager, or install what it needs.",
+            remedy="Set `attn: sdpa` or `attn: eager`, or install what it needs.",
         )
     if isinstance(error, ImportError):
         return WorkloadError(
@@ -339,7 +327,7 @@ def _explain(error: Exception, spec: WorkloadSpec, source: ConfigSource) -> Work
         reason = "not in the local cache, and the hub cannot be reached" if offline else summary(error)
         return WorkloadError(
             f"the weights of {source.where} could not be had: {reason}",
-            remedy="Leave --weights out: bytes and seconds do not depend on them.",
+            remedy="Leave `weights` out: bytes and seconds do not depend on them.",
         )
     return WorkloadError(
         f"transformers cannot build {source.where}: {summary(error)}",

@@ -151,7 +151,7 @@ def _explain(error: Exception, where: str) -> WorkloadError:
     if "trust_remote_code" in text:
         return WorkloadError(
             f"{where} needs code of its own, which has not been run",
-            remedy="If you trust its authors, add --trust-remote-code.",
+            remedy="If you trust its authors, add `trust_remote_code: true` to the --job file.",
         )
     if "gated" in text.lower() or "401" in text:
         return WorkloadError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator, Mapping
+from numbers import Number
 from typing import Any
 
 import torch
@@ -11,24 +12,26 @@ from torch import Tensor
 
 from autockpt.devices.random_states import all_random_states_kept
 from autockpt.errors import UsageError
-from autockpt.schema.arguments import python_door
-from autockpt.schema.lengths import Lengths
+from autockpt.schema.lengths import Lengths, as_lengths
 from autockpt.workload.step import Step
 from autockpt.workload.storages import cut_tensors
 
 ROWS, BATCHES, SECONDS = 50_000, 5_000, 120.0
 
 
-@python_door
 def lengths_of(source: Any, *, seconds: float = SECONDS) -> Lengths:
-    """The lengths of a data set's rows, or of a data loader's batches, for ``autockpt.search(…, lengths=…)``.
+    """The lengths of the sequences that training will see, however they are given.
 
-    Of a ``DataLoader`` (or any iterable of padded batches with ``input_ids`` of two dimensions) the padded lengths are
-    counted, as its sampler makes them; of a data set, or a list of rows (mappings with ``input_ids``, tensors, lists of
-    ids), the rows' own, which are then taken to be drawn at random. Of large ones 50,000 evenly spaced rows or the
-    first 5,000 batches are looked at, for ``seconds`` at most. Random states stay as they are. Raises UsageError where
-    rows have no length.
+    Text, ``Lengths``, counts by length and a length per row are taken as they are. Of a ``DataLoader`` (or any iterable
+    of padded batches with ``input_ids`` of two dimensions) the padded lengths are counted, as its sampler makes them;
+    of a data set, or a list of rows (mappings with ``input_ids``, tensors, lists of ids), the rows' own, which are then
+    taken to be drawn at random. Of large ones 50,000 evenly spaced rows or the first 5,000 batches are looked at, for
+    ``seconds`` at most. Random states stay as they are. Raises UsageError where rows have no length.
     """
+    if getattr(source, "ndim", None) == 1:  # a tensor or an array of lengths
+        source = source.tolist()
+    if isinstance(source, (str, Lengths, Mapping)) or _all_numbers(source):
+        return as_lengths(source)
     with all_random_states_kept():
         if isinstance(source, torch.utils.data.DataLoader):
             found = in_time(map(_length_and_kind, source), BATCHES, seconds)
@@ -38,6 +41,10 @@ def lengths_of(source: Any, *, seconds: float = SECONDS) -> Lengths:
         found = list(in_time(map(_length_and_kind, _rows(source)), ROWS, seconds))
     kinds = {kind for _, kind in found}
     return Lengths.of_all((length for length, _ in found), "batches" if kinds == {"batches"} else "rows")
+
+
+def _all_numbers(source: Any) -> bool:
+    return isinstance(source, (list, tuple, range)) and all(isinstance(n, (Number, str)) for n in source)
 
 
 def in_time(values: Iterable[Any], most: int, seconds: float) -> Iterator[Any]:
@@ -76,7 +83,7 @@ def _length_and_kind(row: Any) -> tuple[int, str]:
         return (len(value), "rows") if not isinstance(inner, list) else (max(map(len, value)), "batches")
     raise UsageError(
         f"a row that is a {type(row).__name__} has no length that is known here",
-        remedy="Give rows with `input_ids` (or `length`), lists of ids, or autockpt.lengths_of([…lengths…]).",
+        remedy="Give rows with `input_ids` (or `length`), lists of ids, or a length per row.",
     )
 
 
@@ -87,7 +94,7 @@ def shortened(step: Step, length: int) -> Step:
     if isinstance(have, int) and length > have:
         raise UsageError(
             f"the batch of the step has {have} tokens a row, the longest of the lengths {length}",
-            remedy=f"Give a batch as long as the longest sequence, or lengths.cut({have}) where they are cut off.",
+            remedy=f"Give a batch as long as the longest sequence, or lengths of at most {have}.",
         )
     return with_length(step, length)
 

@@ -18,14 +18,14 @@ def apply_liger(model: nn.Module) -> None:
 
     Raises UsageError where the package is missing or has no kernels for this type of model.
     """
-    what = "--liger needs the packages liger-kernel and triton, though no GPU"
+    what = "`liger` needs the packages liger-kernel and triton, though no GPU"
     with needed(what, "Install them: pip install liger-kernel triton"), _disable_current_modes():
         import liger_kernel.transformers.monkey_patch as liger  # type: ignore[import-not-found]
         from transformers.integrations.liger import apply_liger_kernel
     kind: Any = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
     if kind not in liger.MODEL_TYPE_TO_APPLY_LIGER_FN:
         raise UsageError(
-            f"Liger Kernel has no kernels for {kind}", remedy="Leave --liger out; transformers then trains without it."
+            f"Liger Kernel has no kernels for {kind}", remedy="Leave `liger` out; transformers then trains without it."
         )
     apply_liger_kernel(model, None)
 
@@ -35,5 +35,5 @@ def refuse_liger_on(spec: WorkloadSpec, device: torch.device) -> None:
     if spec.liger and device.type == "cpu":
         raise UsageError(
             "Liger Kernel runs on accelerators alone",
-            remedy="Simulate it for a card with --hardware, or leave --liger out.",
+            remedy="Simulate it for a card with --hardware, or leave `liger` out.",
         )

@@ -20,11 +20,11 @@ from autockpt.workload.units import discover_units, modules_of
 ALL_LINEAR = "all-linear"
 _EXPERTS = (
     "Adapters on experts are PEFT's target_parameters: every forward multiplies both factors out to the size of all "
-    "experts of a layer, and adds them to a copy of these. --lora-targets with attention's layers avoids it."
+    "experts of a layer, and adds them to a copy of these. `lora_targets` with attention's layers avoids it."
 )
 _NOT_PREPARED = (
     "norms, embeddings and head keep their type; where the script calls PEFT's prepare_model_for_kbit_training, which "
-    "turns them to fp32, add --prepare-kbit"
+    "turns them to fp32, add `prepare_kbit`"
 )
 
 
@@ -42,7 +42,7 @@ def adapt(model: nn.Module, spec: WorkloadSpec) -> tuple[nn.Module, list[str]]:
         if spec.load_in_4bit or spec.load_in_8bit or spec.quantization:
             raise UsageError("quantised weights cannot be trained", remedy="Add adapters: --lora 16.")
         if spec.prepare_kbit:
-            raise UsageError("--prepare-kbit freezes all weights", remedy="Add adapters: --lora 16.")
+            raise UsageError("`prepare_kbit` freezes all weights", remedy="Add adapters: --lora 16.")
         return model, []
     whole = _names(spec.lora_modules_to_save)
     adapted, notes = add_lora(model, spec.lora, targets=spec.lora_targets, dora=spec.lora_dora, whole=whole)
@@ -86,13 +86,13 @@ def add_lora(
         raise WorkloadError(
             f"peft cannot adapt this model: {summary(error)}",
             remedy=_nearest(present, _unmatched(present, _names(targets)))
-            + "Correct --lora-targets or --lora-modules-to-save, or attach adapters yourself in a factory.",
+            + "Correct `lora_targets` or `lora_modules_to_save`, or attach adapters yourself in a factory.",
         ) from None
     # as PEFT has them by now: it takes older names for the experts of some models
     known: Any = vars(adapted.peft_config["default"]).get("target_modules")
     if targets not in (None, ALL_LINEAR) and not isinstance(known, str):
-        _refuse_unmatched(present, "--lora-targets", known or ())
-    _refuse_unmatched(present, "--lora-modules-to-save", whole or ())
+        _refuse_unmatched(present, "`lora_targets`", known or ())
+    _refuse_unmatched(present, "`lora_modules_to_save`", whole or ())
     experts = any(type(module).__name__ == "ParamWrapper" for module in adapted.modules())
     return adapted, [_assumed(adapted, rank, why, dora, whole), *([_EXPERTS] if experts else [])]
 

@@ -51,7 +51,7 @@ def quantization_of(spec: WorkloadSpec, compute: torch.dtype) -> Any:
         settings = spec.quantization or {}
         if (method := _method(settings)) not in BITSANDBYTES:
             raise UsageError(
-                f"--quantization {method} cannot be planned for: {_KNOWN}",
+                f"`quantization` by {method} cannot be planned for: {_KNOWN}",
                 remedy="Use a configuration of one of these, or search the live model: "
                 "autockpt.search(autockpt.Step(…)).",
             )
@@ -66,7 +66,7 @@ def quantization_of(spec: WorkloadSpec, compute: torch.dtype) -> Any:
         config.quantization_method()
     except (TypeError, ValueError) as error:
         raise UsageError(
-            f"--quantization holds no configuration that transformers takes: {summary(error)}",
+            f"`quantization` holds no configuration that transformers takes: {summary(error)}",
             remedy="Write the arguments of BitsAndBytesConfig, or a model's quantization_config.",
         ) from None
     if config.llm_int8_has_fp16_weight:
@@ -76,7 +76,7 @@ def quantization_of(spec: WorkloadSpec, compute: torch.dtype) -> Any:
         )
     if not (config.load_in_4bit or config.load_in_8bit):
         raise UsageError(
-            "--quantization asks for neither 4 nor 8 bits", remedy="Add load_in_4bit: true or load_in_8bit: true."
+            "`quantization` asks for neither 4 nor 8 bits", remedy="Add load_in_4bit: true or load_in_8bit: true."
         )
     return config
 
@@ -112,7 +112,7 @@ def prepare_for_training(model: nn.Module) -> str:
     Its other half, activation checkpointing of the model's own, is left off: that is what a plan decides.
     Raises UsageError where PEFT is missing.
     """
-    with needed("--prepare-kbit needs the package peft", "Install it: pip install peft"), _disable_current_modes():
+    with needed("`prepare_kbit` needs the package peft", "Install it: pip install peft"), _disable_current_modes():
         from peft import prepare_model_for_kbit_training
     half = (torch.float16, torch.bfloat16)
     cast = [p for p in model.parameters() if p.dtype in half and type(p).__name__ not in PACKED]

@@ -121,6 +121,3 @@ def test_a_page_in_the_run_is_written_through_no_link(tmp_path: Path) -> None:
         with pytest.raises(RunDirectoryError):
             write_page(run, path)
     assert (tmp_path / "theirs").read_text() == "kept"
-    (tmp_path / "link.html").symlink_to(tmp_path / "page.html")
-    write_page(run, tmp_path / "link.html")
-    assert (tmp_path / "link.html").is_symlink() and (tmp_path / "page.html").read_text().startswith("<!doctype")

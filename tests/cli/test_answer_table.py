@@ -152,7 +152,7 @@ def test_a_simulated_plan_names_commands_that_measure_it_only_where_there_are_so
         plan = found.plan.model_copy(update={"source": "simulated", "workload": work})
         text = " ".join(printed(found.model_copy(update={"plan": plan})).split())
         assert ("autockpt verify results" in text) is command
-        assert ("No command here takes real steps with --shard: its numbers stay simulated." in text) is not command
+        assert ("No command here takes real steps with `shard: 8`: its numbers stay simulated." in text) is not command
 
 
 @pytest.mark.parametrize(("mode", "said"), [("layers", "layer.compile()"), ("model", "model.compile()"), (None, "")])

@@ -4,10 +4,12 @@ import os
 import re
 import subprocess
 import sys
+from typing import Any
 
 import pytest
+import typer
 
-from autockpt.cli.app import VERBS
+from autockpt.cli.app import VERBS, build
 from autockpt.cli.panels import PANELS
 
 HEAVY = ("torch", "optuna", "transformers", "scipy", "numpy", "matplotlib", "jinja2", "pydantic", "rich")
@@ -37,6 +39,15 @@ def test_every_verb_has_help_that_fits_80_columns(autockpt, monkeypatch: pytest.
         result = autockpt(verb.__name__, "--help")
         assert result.code == 0 and f"autockpt {verb.__name__}" in result.out
         assert max(map(len, result.out.splitlines())) <= 80
+
+
+def test_the_surface_stays_small() -> None:
+    import autockpt as package
+
+    command: Any = typer.main.get_command(build())
+    options = [p for verb in command.commands.values() for p in verb.params if p.param_type_name == "option"]
+    assert len(VERBS) <= 8 and len(options) <= 120
+    assert len([name for name in package.__all__ if name != "__version__"]) <= 11
 
 
 def test_no_verbs_summary_is_cut_in_a_narrow_terminal(autockpt, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,13 +87,14 @@ def test_the_entry_point_ends_with_the_exit_code() -> None:
 
 
 def test_help_groups_options_by_panel_with_the_same_words_in_every_verb(autockpt) -> None:
-    shared: dict[str, set[str]] = {"-o, --out DIR": set(), "--fresh": set(), "--device NAME": set()}
+    shared: dict[str, set[str]] = {"--fresh": set(), "--device NAME": set()}
     for verb in VERBS:
         text = autockpt(verb.__name__, "--help").out
         found = [line[:-1] for line in text.splitlines() if line.endswith(":") and not line.startswith(" ")]
         panels = [title for title in PANELS if title in found]
         assert "Output" in panels and [t for t in found if t in PANELS] == panels, verb
-        assert " --out FILE" not in text, verb  # a folder everywhere
+        assert "--out DIR" in text or "--out" not in text.split(), verb  # a folder everywhere
+        assert "--json" in text, verb
         for option, told in shared.items():
             if (begin := text.find(f"  {option} ")) >= 0:
                 told.add(" ".join(re.split(r"\n  -|\n\n", text[begin + 3 :])[0].partition("[default")[0].split()))

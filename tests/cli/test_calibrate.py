@@ -26,37 +26,25 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 def test_the_file_is_written_and_shown(autockpt, measured: list[Any], tmp_path: Path) -> None:
-    result = autockpt("calibrate", "--device", "cpu", "--quick", "--hardware-out", "new/mine.yaml")
+    result = autockpt("calibrate", "--device", "cpu", "--quick", "--out", "new")
     assert result.code == 0, result.err
     assert measured == [("cpu", True)]
-    hardware = load_hardware(tmp_path / "new" / "mine.yaml")
-    assert hardware.name == "mine" and hardware.environment is not None and hardware.measured
-    assert "built-in: cpu" in result.out and "matrix rate float32" in result.out and "mine.yaml" in result.err
+    hardware = load_hardware(tmp_path / "new" / "a-cpu.yaml")
+    assert hardware.name == "a-cpu" and hardware.environment is not None and hardware.measured
+    assert "built-in: cpu" in result.out and "matrix rate float32" in result.out and "a-cpu.yaml" in result.err
 
 
-def test_without_a_name_the_device_gives_one(autockpt, measured: list[Any], tmp_path: Path) -> None:
+def test_an_earlier_file_is_kept(autockpt, measured: list[Any], tmp_path: Path) -> None:
+    (tmp_path / "a-cpu.yaml").write_text("precious")
     result = autockpt("calibrate", "--json")
     assert result.code == 0 and result.json["kind"] == "cpu"
     assert load_hardware(tmp_path / "a-cpu.yaml").description == "A CPU"
+    assert (tmp_path / "a-cpu.yaml.1").read_text() == "precious"
 
 
-def test_nothing_is_overwritten_or_measured_in_vain(autockpt, measured: list[Any], tmp_path: Path) -> None:
-    (tmp_path / "mine.yaml").write_text("precious")
-    result = autockpt("calibrate", "--hardware-out", "mine.yaml")
-    assert result.code == 2 and "exists already" in result.err and "--force" in result.err
-    assert not measured and (tmp_path / "mine.yaml").read_text() == "precious"
-    assert autockpt("calibrate", "--hardware-out", "mine.yaml", "--force").code == 0
-    assert load_hardware(tmp_path / "mine.yaml").kind == "cpu"
-    (tmp_path / "a-cpu.yaml").write_text("precious")
-    assert autockpt("calibrate").code == 2 and (tmp_path / "a-cpu.yaml").read_text() == "precious"
-
-
-def test_wrong_questions(autockpt, measured: list[Any], tmp_path: Path) -> None:
-    result = autockpt("calibrate", "--hardware-out", "mine.json")
-    assert result.code == 2 and ".yaml" in result.err
+def test_nothing_is_measured_in_vain(autockpt, measured: list[Any], tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    assert autockpt("calibrate", "--hardware-out", "file/mine.yaml").code == 2
-    assert not measured
+    assert autockpt("calibrate", "--out", "file").code == 2 and not measured
 
 
 def test_failures_are_explained(autockpt, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,20 +29,8 @@ def test_a_runs_plan_is_named_by_its_directory(autockpt, tmp_path: Path) -> None
     assert by_file.code == 0 and autockpt("export", str(run.path), "--to", "transformers").out == by_file.out
 
 
-def test_a_file_is_written_once(autockpt, plan: Path, tmp_path: Path) -> None:
-    result = autockpt("export", "plan.yaml", "--to", "megatron", "--settings-out", "new/flags.txt")
-    assert result.code == 0 and not result.out and "recomputed" in result.err
-    text = (tmp_path / "new" / "flags.txt").read_text()
-    assert "--recompute-granularity full" in text
-    result = autockpt("export", "plan.yaml", "--to", "axolotl", "--settings-out", "new/flags.txt")
-    assert result.code == 2 and "exists already" in result.err
-    assert (tmp_path / "new" / "flags.txt").read_text() == text
-
-
 def test_wrong_questions(autockpt, plan: Path) -> None:
     assert autockpt("export", "plan.yaml").code == 2
     result = autockpt("export", "plan.yaml", "--to", "deepspeed")
     assert result.code == 2 and "torchtitan" in result.err
     assert autockpt("export", "missing.yaml", "--to", "axolotl").code == 2
-    result = autockpt("export", "plan.yaml", "--to", "axolotl", "--settings-out", "plan.yaml/x")
-    assert result.code == 2 and "cannot be written" in result.err

@@ -37,7 +37,7 @@ def device(replace, kind: str) -> None:
 def test_options_become_a_request(autockpt, asked: list[SearchRequest]) -> None:
     result = autockpt(
         *("search", "--budget", "60%act", "--model", "llama-tiny", "-b", "4", "--seq-len", "128", "--packed"),
-        *("--dtype", "bf16", "--optimizer", "sgd", "--accumulate", "2", "--max-grad-norm", "1.0", "--lora", "8"),
+        *("--dtype", "bf16", "--optimizer", "sgd", "--accumulate", "2", "--lora", "8"),
         *("--device", "cpu", "--trials", "7", "--timeout", "10m", "--seed", "3", "--space", "layers"),
         *("--choices", "save,recompute", "--storage", "sqlite:///x.db", "--out", "runs", "--plan-out", "p.yaml"),
         *("--dry-run", "--fresh"),
@@ -168,7 +168,7 @@ def test_default_models_exist() -> None:
         (("--budget", "24GB", "--model", "x", "--dtype", "fp8"), "--dtype fp8"),
         (("--hardware", "rtx4909"), "Did you mean rtx4090?"),
         (("--hardware", "rtx4090", "--device", "cpu"), "--device cpu measures"),
-        (("--hardware", "rtx4090", "--model", "x", "--weights"), "loads no weights"),
+        (("--budget", "24GB", "--job", "nowhere.yaml"), "nowhere.yaml"),
         (("--resume", "nowhere.yaml"), "nowhere.yaml"),
     ],
 )
@@ -227,27 +227,12 @@ def batches(asked: list[tuple[int, SearchRequest]]):
 def test_a_global_batch_is_answered_with_the_settings_that_go_with_the_plan(autockpt, replace) -> None:
     asked: list[tuple[int, SearchRequest]] = []
     replace("autockpt.tuning", answer=batches(asked), search_request=search_request)
-    tokens = ("--tokens-per-update", "8192", "--seq-len", "1024")
-    for given in (("--global-batch", "8"), tokens, ("--tokens-per-update", "512")):
-        result = autockpt("search", "--budget", "24GB", "--model", "llama-tiny", "-b", "2", *given)
-        assert result.code == 0, result.err
-        rows, request = asked.pop()
-        assert rows == 8 and request.workload.batch_size == 2
-        assert "--per_device_train_batch_size 4 --gradient_accumulation_steps 2" in result.out
-        assert "4,096" in result.out and "largest batch" in result.out
-
-
-@pytest.mark.parametrize(
-    ("arguments", "word"),
-    [
-        (("--tokens-per-update", "1000", "--seq-len", "512"), "sequences of 512 do not divide"),
-        (("--tokens-per-update", "1000"), "sequences of 64 do not divide"),
-        (("--tokens-per-update", "1024", "--seq-len", "512", "--global-batch", "2"), "ask the same"),
-    ],
-)
-def test_tokens_that_are_no_whole_sequences_are_refused(autockpt, arguments: tuple[str, ...], word: str) -> None:
-    result = autockpt("search", "--budget", "24GB", "--model", "llama-tiny", *arguments)
-    assert result.code == 2 and word in result.err.replace("\n", " ")
+    result = autockpt("search", "--budget", "24GB", "--model", "llama-tiny", "-b", "2", "--global-batch", "8")
+    assert result.code == 0, result.err
+    rows, request = asked.pop()
+    assert rows == 8 and request.workload.batch_size == 2
+    assert "--per_device_train_batch_size 4 --gradient_accumulation_steps 2" in result.out
+    assert "4,096" in result.out and "largest batch" in result.out
 
 
 def test_a_search_ends_with_a_page_and_outlives_one_that_fails(autockpt, replace, tmp_path: Path) -> None:
@@ -268,7 +253,7 @@ def test_a_search_ends_with_a_page_and_outlives_one_that_fails(autockpt, replace
     run.path.joinpath("profile.json").unlink()
     page.symlink_to(tmp_path / "elsewhere")
     result = autockpt("search", "--budget", "60%", "--model", "llama-tiny")
-    assert f"`autockpt report {run.path} --report-out FILE`" in " ".join(result.err.split())
+    assert result.code == 0 and "could not be written" in " ".join(result.err.split())
 
 
 def test_as_many_trials_as_in_python(autockpt, asked: list[SearchRequest]) -> None:

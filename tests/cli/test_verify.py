@@ -29,7 +29,8 @@ def test_the_plans_own_workload_is_the_default(autockpt, verified, tmp_path: Pat
     Plan.create(choices(), UNITS, workload=own).save(tmp_path / "plan.yaml")
     result = autockpt("verify", "plan.yaml")
     assert result.code == 0 and "keeps its promise" in result.out
-    result = autockpt("verify", "plan.yaml", "--batch-size", "2", "--json")
+    (tmp_path / "job.yaml").write_text("batch_size: 2")
+    result = autockpt("verify", "plan.yaml", "--job", "job.yaml", "--json")
     assert result.code == 4 and result.json["checks"][0]["state"] == "failed"
     assert verified == [own, own.model_copy(update={"batch_size": 2})]
 
@@ -37,7 +38,8 @@ def test_the_plans_own_workload_is_the_default(autockpt, verified, tmp_path: Pat
 def test_a_plan_by_hand_needs_a_model(autockpt, verified, tmp_path: Path) -> None:
     (tmp_path / "plan.yaml").write_text("autockpt: 1\nchoices: {h.0: save}\n")
     assert autockpt("verify", "plan.yaml").code == 2
-    assert autockpt("verify", "plan.yaml", "--model", "llama-tiny").code == 0
+    (tmp_path / "job.yaml").write_text("model: llama-tiny")
+    assert autockpt("verify", "plan.yaml", "--job", "job.yaml").code == 0
     assert autockpt("verify", "missing.yaml").code == 2
 
 

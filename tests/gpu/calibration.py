@@ -12,9 +12,8 @@ from tests.gpu.items import Context
 
 def calibrate(context: Context) -> dict[str, Any]:
     """``autockpt calibrate``, as a user would call it."""
-    path = context.out / "card.yaml"
-    command = [sys.executable, "-m", "autockpt", "calibrate", "--device", context.device, "--hardware-out", str(path)]
-    command += ["--force", "--json", *(["--quick"] if context.shapes.quick_calibration else [])]
+    command = [sys.executable, "-m", "autockpt", "calibrate", "--device", context.device, "--out", str(context.out)]
+    command += ["--json", *(["--quick"] if context.shapes.quick_calibration else [])]
     ran = subprocess.run(command, capture_output=True, text=True)
     if ran.returncode:
         raise RuntimeError(f"autockpt calibrate ended with {ran.returncode}: {ran.stderr.strip()[-400:]}")

@@ -61,7 +61,7 @@ def plain() -> Iterator[Tracer]:
 
 
 def advised(said: str) -> str:
-    found = re.search(r"--units '([^']+)'", said)
+    found = re.search(r"`units: '([^']+)'`", said)
     assert found is not None
     return found[1]
 

@@ -69,7 +69,7 @@ def test_where_nothing_repeats_the_modules_that_keep_most_beyond_their_inputs_ar
     with Tracer.from_step(made(make)) as tracer:
         assert tracer.settings["units"] == cuts
         assert [unit.name for unit in blocks_of(tracer)] == cuts.split(",")
-        assert any("--units" in note and cuts.split(",")[0] in note for note in tracer.notes)
+        assert any("`units`" in note and cuts.split(",")[0] in note for note in tracer.notes)
 
 
 def test_blocks_that_the_step_never_calls_are_named_and_a_plan_without_them_is_of_the_same_model() -> None:

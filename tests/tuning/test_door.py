@@ -24,9 +24,7 @@ SPEC = WorkloadSpec(model="llama-tiny", seq_len=64)
         {"hardware": "h100", "device": "cpu"},
         {"hardware": "h100", "workload": WorkloadSpec(model="llama-tiny", weights=True)},
         {"global_batch": 8, "lengths": {64: 1}},
-        {"global_batch": 8, "tokens_per_update": 512},
         {"global_batch": 0},
-        {"tokens_per_update": 100, "workload": SPEC},
         {"host_budget": 0},
         {"trials": 0},
         {"no_option": 1},
@@ -39,13 +37,11 @@ def test_what_makes_no_sense_is_refused_with_what_to_do(wrong: dict[str, Any]) -
 
 
 def test_words_become_data() -> None:
-    asked = search_request(
-        budget="24GB", hardware="rtx4090", host_budget="8GB", lengths="64:1,32:2", tokens_per_update=None, workload=SPEC
-    )
+    asked = search_request(budget="24GB", hardware="rtx4090", host_budget="8GB", lengths="64:1,32:2", workload=SPEC)
     assert asked.budget.size == 24 * 10**9 and asked.budget.headroom is not None, "no card has confirmed its peaks"
     assert asked.hardware is not None and asked.hardware.name == "rtx4090" and asked.host_budget == 8 * 10**9
     assert asked.lengths is not None and asked.lengths.counts == {32: 2, 64: 1}
-    assert search_request(budget="24GB", tokens_per_update=512, workload=SPEC).rows_per_update == 8
+    assert search_request(budget="24GB", global_batch=8, workload=SPEC).rows_per_update == 8
     assert search_request(budget="24GB").budget.headroom is None
 
 

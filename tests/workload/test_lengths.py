@@ -6,10 +6,9 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from autockpt import lengths_of
 from autockpt.errors import UsageError
 from autockpt.workload import Step
-from autockpt.workload.lengths import shortened
+from autockpt.workload.lengths import lengths_of, shortened
 from tests.policies.zoo import CASES
 
 ROWS = [{"input_ids": list(range(n))} for n in (3, 9, 4, 4)]
@@ -23,7 +22,14 @@ def padded(rows: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
 def test_of_rows_and_of_batches() -> None:
     wanted = {3: 1, 4: 2, 9: 1}
     tensors = [torch.zeros(n, dtype=torch.long) for n in (3, 9, 4, 4)]
-    for source in (ROWS, tensors, [3, 9, 4, 4], [list(range(n)) for n in (3, 9, 4, 4)], iter(ROWS)):
+    for source in (
+        ROWS,
+        tensors,
+        [3, 9, 4, 4],
+        torch.tensor([3, 9, 4, 4]),
+        [list(range(n)) for n in (3, 9, 4, 4)],
+        iter(ROWS),
+    ):
         assert lengths_of(source).counts == wanted and lengths_of([9]).of == "rows"
     before = torch.get_rng_state()
     found = lengths_of(DataLoader(ROWS, batch_size=2, collate_fn=padded, shuffle=True))  # type: ignore[arg-type]

@@ -121,7 +121,7 @@ def test_what_peft_turns_to_fp32_is_and_is_said() -> None:
         assert model.get_submodule("base_model.model.lm_head").weight.dtype is dtype
         assert model.get_submodule("base_model.model.model.norm").weight.dtype is dtype
         assert not model.is_gradient_checkpointing
-    assert any("add --prepare-kbit" in note for note in plain.notes)
+    assert any("add `prepare_kbit`" in note for note in plain.notes)
     assert any("in fp32, " in note and "use_gradient_checkpointing=False" in note for note in prepared.notes)
     with pytest.raises(UsageError):
         build(WorkloadSpec(model="llama-tiny", prepare_kbit=True))

@@ -15,10 +15,10 @@ MODEL = "tests.tracing.kernels.cuda_models:causal_fp32"
 @pytest.mark.parametrize(
     ("given", "option"),
     [
-        ({"shard": 8}, "--shard 8"),
-        ({"ddp": "buckets"}, "--ddp buckets"),
-        ({"master_weights": True}, "--master-weights"),
-        ({"keep_gradients": True}, "--keep-gradients"),
+        ({"shard": 8}, "`shard: 8`"),
+        ({"ddp": "buckets"}, "`ddp: buckets`"),
+        ({"master_weights": True}, "`master_weights: true`"),
+        ({"keep_gradients": True}, "`keep_gradients: true`"),
     ],
 )
 def test_a_real_step_refuses_them_by_name(given: dict[str, object], option: str) -> None:

@@ -42,7 +42,7 @@ def flash_on_ghosts(capability: Capability = AMPERE) -> Iterator[None]:
     if capability < AMPERE:
         raise WorkloadError(
             f"FlashAttention does not run on compute capability {capability[0]}.{capability[1]}",
-            remedy="Use --attn sdpa, which takes the memory-efficient kernel there.",
+            remedy="Set `attn: sdpa`, which takes the memory-efficient kernel there.",
         )
     owner: Any = PreTrainedModel
     plain = owner._check_and_adjust_attn_implementation

@@ -62,7 +62,7 @@ class Compiled(RealSteps):
             if self.mode == "layers" and tracer.settings.get("units"):
                 raise UsageError(
                     f"layers are compiled by blocks that repeat, and {tracer.settings['units']} are none",
-                    remedy="Search with --compile model, or without --compile; leave --units out where blocks repeat.",
+                    remedy="Search with --compile model, or without --compile; leave `units` out where blocks repeat.",
                 )
             inside = tuple(kind for kind in request.space.choices if kind in IN_GRAPHS)
             if "recompute" not in inside:

@@ -68,7 +68,7 @@ def bench(
     limit = duration(timeout)
     space, notes = _space(choices, device)
     request = BenchRequest(
-        workload=workload_spec(workload, seed=seed),
+        workload=workload_spec(workload | {"seed": seed}),
         budgets=_budgets(budgets),
         space=space,
         peers=None if peers is None else listed(peers),
