@@ -185,22 +185,6 @@ assert not has_plan(model)
     assert "Net has a plan already, which is left as it is" in done.stderr
 
 
-@pytest.mark.parametrize(
-    ("code", "why"),
-    [
-        ("step(Net(2))", "Net: plan.yaml:2: 'layers.2' matches no unit of this model"),
-        ("with torch.no_grad(): Net()(torch.ones(1, 64))", "this process called no model with gradients enabled"),
-    ],
-    ids=["another model", "no training"],
-)
-def test_nothing_attached_is_said_at_exit(script, code: str, why: str) -> None:
-    done = script(code, real="Net(2)" in code)
-    assert done.returncode == 0
-    *said, last = done.stderr.splitlines()
-    assert last == f"autockpt: plan.yaml was attached to nothing: {why}"
-    assert len(said) == ("Net(2)" in code)
-
-
 def test_a_model_that_trains_without_the_plan_is_named_at_its_first_step(script) -> None:
     done = script("""
 import sys

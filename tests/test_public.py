@@ -13,6 +13,7 @@ import autockpt
 from autockpt.analysis import subject
 from autockpt.errors import UsageError
 from autockpt.shipped import load_space
+from tests.errors import raises
 
 pytestmark = pytest.mark.slow
 
@@ -66,20 +67,18 @@ def test_a_live_step_is_asked_for_its_micro_batch_shows_its_progress_and_gets_it
 )
 def test_what_does_not_go_with_a_live_step_is_refused_by_name(asked: dict[str, Any], word: str) -> None:
     step = autockpt.Step(nn.Linear(2, 2), torch.ones(1, 2), loss=lambda model, batch: model(batch).sum())
-    with pytest.raises(UsageError, match=word):
+    with raises(UsageError, word):
         autockpt.search(step, budget="1GB", progress=False, **asked)
 
 
 def test_what_is_no_step_and_what_no_workload_has_are_errors_with_a_remedy() -> None:
-    with pytest.raises(UsageError, match="no training step") as caught:
+    with raises(UsageError, "Linear", "autockpt.Step(model, batch"):
         autockpt.search(nn.Linear(2, 2), budget="1GB", progress=False)  # type: ignore[arg-type]
-    assert "autockpt.Step(model, batch" in caught.value.remedy
-    with pytest.raises(UsageError, match="a str is no training step"):
+    with raises(UsageError, "str", "autockpt.Step"):
         autockpt.trace("llama-tiny")  # type: ignore[arg-type]
-    with pytest.raises(UsageError, match="batchsize") as caught:
+    with raises(UsageError, "batchsize", "batch_size"):
         autockpt.search("llama-tiny", budget="1GB", hardware="rtx4090", progress=False, batchsize=2)
-    assert "batch_size" in caught.value.remedy
-    with pytest.raises(UsageError, match="simulates a device"):
+    with raises(UsageError, "--hardware rtx4090", "--device cpu"):
         autockpt.explain(model="llama-tiny", hardware="rtx4090", device="cpu")
-    with pytest.raises(UsageError, match="no model"):
+    with raises(UsageError, "model="):
         autockpt.explain(budget="1GB")

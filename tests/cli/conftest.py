@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,6 +26,12 @@ class Result:
     @property
     def json(self) -> Any:
         return json.loads(self.out)
+
+    @property
+    def error(self) -> str:
+        """The code of the error that was shown; empty where the options themselves were wrong, or nothing was."""
+        found = re.search(r"\[([a-z_.]+)\]$", self.err, re.M)
+        return found[1] if found else ""
 
 
 Autockpt = Callable[..., Result]

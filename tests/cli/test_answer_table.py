@@ -4,7 +4,7 @@ import pytest
 
 from autockpt.analysis.answer import answer_rows, loading_lines
 from autockpt.cli.answer_table import print_answer
-from autockpt.schema import Comparison, CompileMode, SearchOutcome, Verdict, WorkloadSpec
+from autockpt.schema import Comparison, SearchOutcome, Verdict, WorkloadSpec
 from tests.samples import MIB, console, outcome, row
 
 
@@ -53,22 +53,6 @@ def test_the_answer_fits_the_screen(width: int) -> None:
         assert "…" not in text
 
 
-@pytest.mark.parametrize("width", [80, 90, 100, 110, 120, 140])
-def test_large_numbers_and_noise_never_cost_a_heading(width: int) -> None:
-    answer = outcome(
-        rows=(
-            noisy("none", "over_budget", 1023.4, 0.0981, noise=0.894),
-            noisy("recompute all", "fits", 1001.2, 5.41, noise=0.185),
-            noisy("offload all", "fits", 1001.2, 0.861, noise=1.0),
-            noisy("ours", "fits", 1001.2, 0.861, noise=0.185),
-        )
-    )
-    text = printed(answer, width)
-    headings = next(line for line in text.splitlines() if line.startswith("plan"))
-    assert "…" not in text and headings.split()[:6] == ["plan", "fits", "peak", "headroom", "step", "overhead"]
-    assert "5.41 s ±18.5 %" in cells(text, "recompute all") and "861 ms ±?" in cells(text, "offload all")
-
-
 def test_everything_that_matters_is_there() -> None:
     text = printed(outcome(), 120)
     assert "450 MiB (472 MB)" in text and "weights, buffers, gradients" in text
@@ -81,17 +65,6 @@ def test_everything_that_matters_is_there() -> None:
     assert "31 trials measured in 93.2 s" in text and "A note." in text
 
 
-def test_narrow_screens_show_predictions_beneath() -> None:
-    lines = printed(outcome(), 80).splitlines()
-    ours = next(i for i, line in enumerate(lines) if line.startswith("ours"))
-    assert "~441 MiB" in lines[ours + 1] and "451 ms" in lines[ours + 1]
-
-
-def test_where_nothing_is_predicted_there_is_no_column_for_it() -> None:
-    rows = tuple(r.model_copy(update={"predicted": None}) for r in outcome().rows)
-    assert "predicted" not in printed(outcome(rows=rows), 160)
-
-
 def test_save_everything_that_does_not_fit_says_so() -> None:
     text = printed(outcome(none_fits=False), 80)
     assert "OOM" in cells(text, "none") and "does not fit" in cells(text, "none")
@@ -101,42 +74,15 @@ def test_save_everything_that_does_not_fit_says_so() -> None:
     assert "does not fit" in cells(printed(unmeasured), "none") and " no " in cells(printed(unmeasured), "none")
 
 
-def test_names_that_do_not_say_it_are_explained_beneath_the_table() -> None:
-    text = " ".join(printed(outcome()).split())
-    assert "none: saves everything; every-2: recompute on every second layer; ours: what this search found" in text
-    assert "inputs offloaded:" not in text
-
-
 def test_a_dry_run_shows_only_what_is_simulated() -> None:
     text = printed(outcome(dry_run=True))
     assert "simulated 441 MiB" in cells(text, "ours") and "Dry run" in text
     assert "±" not in text and "trials measured" not in text
 
 
-def test_the_known_error_of_simulated_steps_stands_under_the_table() -> None:
-    found = outcome(source="simulated", step_note="Known error. Collectives are not counted.")
-    text = " ".join(printed(found).split())
-    assert text.index("~ simulated, not measured. Known error. Collectives are not") < text.index(
-        "Nothing was measured"
-    )
-
-
-def test_what_happened_is_said() -> None:
-    assert "Interrupted" in printed(outcome(interrupted=True))
-    assert "nothing has to be given up" in printed(outcome(binding=False))
-    assert "kept as old.yaml.1" in printed(outcome(set_aside="old.yaml.1"))
-    assert "31 trials measured, 3 of them in earlier runs" in printed(outcome(resumed=3))
-
-
 def test_without_a_plan_there_is_nothing_to_load() -> None:
     text = printed(outcome(plan=None, plan_path=None, interrupted=True, rows=()))
     assert "import autockpt" not in text and "nothing that fits was measured yet" in text
-
-
-def test_notes_stand_beside_the_name_or_below_the_table() -> None:
-    rows = (row("none", "fits", 1, 1, (1, 1), "trial #3"), row("ours", "fits", 1, 1, (1, 1), "a note of many words"))
-    text = printed(outcome(rows=rows), 120)
-    assert "\ntrial #3" in text and "ours: a note of many words" in text
 
 
 def test_plain_output_has_no_escapes_and_paths_are_quoted() -> None:
@@ -153,14 +99,6 @@ def test_a_simulated_plan_names_commands_that_measure_it_only_where_there_are_so
         text = " ".join(printed(found.model_copy(update={"plan": plan})).split())
         assert ("autockpt verify results" in text) is command
         assert ("No command here takes real steps with `shard: 8`: its numbers stay simulated." in text) is not command
-
-
-@pytest.mark.parametrize(("mode", "said"), [("layers", "layer.compile()"), ("model", "model.compile()"), (None, "")])
-def test_a_plan_for_compiled_steps_says_that_they_have_to_be(mode: CompileMode | None, said: str) -> None:
-    found = outcome()
-    assert found.plan is not None
-    text = printed(found.model_copy(update={"plan": found.plan.model_copy(update={"compile": mode})}), 120)
-    assert ("compile()" in text) is (mode is not None) and said in text
 
 
 def test_host_memory_is_a_column_only_where_something_is_offloaded() -> None:

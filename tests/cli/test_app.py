@@ -50,16 +50,6 @@ def test_the_surface_stays_small() -> None:
     assert len([name for name in package.__all__ if name != "__version__"]) <= 11
 
 
-def test_no_verbs_summary_is_cut_in_a_narrow_terminal(autockpt, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "80")
-    commands = autockpt("--help").out.partition("Commands:")[2]
-    assert "search" in commands and "..." not in commands
-
-
-def test_no_arguments_show_help(autockpt) -> None:
-    assert "search" in autockpt().out + autockpt().err
-
-
 def test_a_mistyped_verb_names_the_nearest(autockpt) -> None:
     result = autockpt("serch")
     assert result.code == 2 and "search" in result.err
@@ -101,3 +91,14 @@ def test_help_groups_options_by_panel_with_the_same_words_in_every_verb(autockpt
     assert all(len(told) == 1 for told in shared.values()), shared
     titles = autockpt("search", "--help").out
     assert all(f"{title}:" in titles for title in PANELS)
+
+
+@pytest.mark.parametrize(("value", "named"), [("auto", "--global-batch"), ("0", "1")])
+def test_a_value_that_does_not_fit_names_its_option(autockpt, value: str, named: str) -> None:
+    result = autockpt("search", "--model", "llama-tiny", "--budget", "1GB", "--batch-size", value)
+    assert result.code == 2 and "--batch-size" in result.err and named in result.err
+
+
+def test_what_is_missing_is_named(autockpt) -> None:
+    result = autockpt("export", "plan.yaml")
+    assert result.code == 2 and result.err.rstrip().endswith("Missing option '--to'.")

@@ -20,16 +20,6 @@ def test_measured_beside_the_built_in_description() -> None:
     assert "4.8 TB/s" in line and "3.35 TB/s" in line and "143.3 %" in line
 
 
-def test_alone_where_there_is_none() -> None:
-    text = drawn(None)
-    assert "ratio" not in text and "4.8 TB/s" in text
-
-
 def test_what_only_one_side_has_is_shown() -> None:
     rows = {row[0]: row for row in hardware_rows(load_hardware("t4"), load_hardware("a100-40"))}
     assert rows["matrix rate bfloat16"][1:3] == (None, 312e12)
-
-
-def test_what_decides_is_shown_and_the_rest_counted() -> None:
-    text = drawn("h100")
-    assert "elements:" not in text and len(text.splitlines()) < 18 and "more figures are in" in text

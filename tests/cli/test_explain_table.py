@@ -5,8 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autockpt.analysis.holdings import resampled
-from autockpt.analysis.sentences import difference, largest_words, reason_words
-from autockpt.cli.explain_table import draw, print_explanation, print_ops, ruler
+from autockpt.analysis.sentences import largest_words
+from autockpt.cli.explain_table import draw, print_explanation, print_ops
 from autockpt.schema import OFFLOAD, RECOMPUTE, SAVE, Choice, ResolvedBudget
 from autockpt.schema.explanation import (
     Alive,
@@ -156,11 +156,6 @@ def test_an_explanation_on_screen(width: int) -> None:
     assert "seconds are modelled by a roofline of rtx4090" in said and "a note" in said
 
 
-def test_measured_seconds_have_no_tilde() -> None:
-    assert "~" not in printed(100, basis="measured")
-    assert "Measured: 1.00 MiB (1.05 MB), a step 2 s" in printed(100, measured_peak=MIB, measured_seconds=2.0)
-
-
 def test_poor_encodings_get_plain_characters() -> None:
     text = printed(80, "cp1252")
     assert "█" not in text and "#" in text and "░" not in text
@@ -181,42 +176,6 @@ def test_the_chart() -> None:
     assert draw(Curve(total=(), fixed=(), growing=(), ops=0, spans=(), peak_op=0), 4, 2).lines[0][1] == ""
 
 
-def test_the_ruler() -> None:
-    assert ruler(curve().spans, 800, 32) == "|forward      |backward     |opt"
-
-
-def test_what_changes_between_plans() -> None:
-    assert difference(CHOICES, CHOICES) == "the same choices"
-    assert difference({"a": SAVE}, {"b": RECOMPUTE}) == "1 layer from save to recompute"
-
-
-def test_nominal_rates_rank_nothing_above_what_a_plan_says_was_measured() -> None:
-    better = reach(700, 1.0, 10)
-    why = Why(chosen=reach(800, 1.12, 20), best=better, leaner=None, faster=None)
-    nominal = {"basis": "nominal", "why": why}
-    said = "".join(reason_words(explanation(**nominal)))
-    assert "another plan, which needs no more bytes, is" in said and "faster a step" in said
-    larger = why.model_copy(update={"best": reach(830, 1.0, 10)})
-    said = "".join(reason_words(explanation(**nominal | {"why": larger})))
-    assert "another plan, which needs 30.0 MiB more and fits the budget too, is" in said
-    said = reason_words(explanation(**nominal, status="measured", measured_seconds=1.05))
-    assert "another plan" not in "".join(said) and "A step took 1.05 s, as measured" in said[0]
-    by_ops = reason_words(explanation(basis="measured", why=why, status="measured", measured_seconds=1.05))
-    assert "took 1.05 s, as measured" in by_ops[0] and "times of its ops, as all below: 1.12 s" in by_ops[0]
-
-
-def test_a_plan_that_is_as_fast_is_not_given_in_hundredths_of_microseconds() -> None:
-    why = Why(chosen=reach(900, 1.5, 20), leaner=reach(872, 1.5 + 1e-9, 21), faster=None)
-    said = " ".join(reason_words(explanation(why=why)))
-    assert "needs 28.0 MiB less and is hardly slower: 1 layer from save to recompute" in said
-
-
-def test_a_leaner_plan_that_these_times_take_to_be_faster_has_no_price() -> None:
-    why = Why(chosen=reach(900, 1.5, 20), leaner=reach(872, 1.4, 21), faster=None)
-    said = " ".join(reason_words(explanation(why=why)))
-    assert "needs 28.0 MiB less and is ~100 ms faster: 1 layer" in said and "per MiB" not in said
-
-
 def test_ops_are_tab_separated() -> None:
     screen, raw = console(20)
     print_ops(small_graph(), screen)
@@ -229,9 +188,3 @@ def test_ops_are_tab_separated() -> None:
 def test_downsampling_loses_no_peak(values: list[int], points: int) -> None:
     sampled = resampled(values, min(points, len(values)))
     assert max(values[i] for i in sampled) == max(values) and len(set(sampled)) == min(points, len(values))
-
-
-def test_a_curve_shorter_than_the_screen_is_stretched() -> None:
-    assert resampled([1, 9, 2, 3], 2) == [1, 3]
-    assert resampled([1, 2], 4) == [0, 0, 1, 1]
-    assert resampled([], 2) == []

@@ -32,5 +32,5 @@ def test_a_runs_plan_is_named_by_its_directory(autockpt, tmp_path: Path) -> None
 def test_wrong_questions(autockpt, plan: Path) -> None:
     assert autockpt("export", "plan.yaml").code == 2
     result = autockpt("export", "plan.yaml", "--to", "deepspeed")
-    assert result.code == 2 and "torchtitan" in result.err
+    assert (result.code, result.error) == (2, "usage") and "torchtitan" in result.err
     assert autockpt("export", "missing.yaml", "--to", "axolotl").code == 2

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
@@ -41,18 +40,6 @@ def test_exit_codes(error: BaseException, code: int, capsys: pytest.CaptureFixtu
     assert said.out == "" and "Traceback" not in said.err
 
 
-def test_message_and_remedy_go_to_standard_error(capsys: pytest.CaptureFixture[str]) -> None:
-    leave(UsageError("it is wrong", remedy="do this\nor that"))
-    assert capsys.readouterr().err == "autockpt: it is wrong [usage]\n  do this\n  or that\n"
-
-
-def test_nothing_fits_names_the_smallest_peak(capsys: pytest.CaptureFixture[str]) -> None:
-    leave(InfeasibleError("nothing fits", remedy="Use --lora.", smallest_peak=3 * 2**30))
-    assert "3.00 GiB (3.22 GB)" in capsys.readouterr().err
-    leave(InfeasibleError("the least is 3.00 GiB (3.22 GB)", smallest_peak=3 * 2**30))
-    assert capsys.readouterr().err.count("3.22 GB") == 1
-
-
 FULL = Path("/dev/full")
 needs_full = pytest.mark.skipif(not FULL.exists(), reason="no device here that is always full")
 
@@ -70,14 +57,6 @@ def test_an_answer_that_cannot_be_written_is_said_in_a_sentence(tmp_path: Path, 
             ended = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
         assert ended.returncode == code and said in ended.stderr
         assert "Traceback" not in ended.stderr and "bug" not in ended.stderr
-
-
-@pytest.mark.slow
-def test_a_terminal_without_the_characters_gets_the_answer(tmp_path: Path) -> None:
-    run, plain = make_run(tmp_path), {**os.environ, "PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"}
-    command = [sys.executable, "-m", "autockpt", "history", str(run.path)]
-    ended = subprocess.run(command, env=plain, capture_output=True, text=True)
-    assert ended.returncode == 0 and "Pareto" in ended.stdout and "?" in ended.stdout, ended.stderr
 
 
 def test_scripts_get_json(capsys: pytest.CaptureFixture[str]) -> None:
@@ -150,12 +129,6 @@ def test_sigterm_is_an_interrupt_with_a_code_of_its_own(
     assert isinstance(turned_into, typer.Exit) or "ended by SIGTERM" in said
 
 
-def test_debugging_shows_the_traceback(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setenv("AUTOCKPT_DEBUG", "1")
-    leave(UsageError("u"))
-    assert "Traceback" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("printer", ["print", "screen.results().print"])
 def test_a_reader_that_went_away_is_no_error(printer: str) -> None:
     import subprocess
@@ -195,24 +168,7 @@ def test_an_error_that_nobody_reads_leaves_its_own_code() -> None:
         assert process.wait(900) == 2
 
 
-def test_a_second_interrupt_does_not_break_the_message(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    from autockpt.cli import screen
-
-    progress = screen.progress
-
-    def interrupted_again() -> object:
-        signal.raise_signal(signal.SIGINT)
-        return progress()
-
-    before = signal.getsignal(signal.SIGINT)
-    monkeypatch.setattr(screen, "progress", interrupted_again)
-    assert leave(KeyboardInterrupt()) == 130
-    assert capsys.readouterr().err.startswith("autockpt: interrupted\n") and signal.getsignal(signal.SIGINT) is before
-
-
-@pytest.mark.parametrize(("name", "said"), [("search", "continues"), ("calibrate", "anew")])
+@pytest.mark.parametrize(("name", "said"), [("search", "continues"), ("calibrate", "again")])
 def test_an_interrupt_promises_to_continue_only_where_something_is_kept(name, said, capsys) -> None:
     def verb(**options: object) -> None:
         raise KeyboardInterrupt

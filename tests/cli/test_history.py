@@ -5,10 +5,11 @@ from pathlib import Path
 import pytest
 
 from autockpt.errors import RunDirectoryError
-from autockpt.schema import RECOMPUTE
 from autockpt.schema.outlook import Outlook
 from autockpt.schema.plan import Plan
 from autockpt.schema.runs import BY_LENGTH, RunDirectory, plan_at, plan_file
+from tests.analysis import samples
+from tests.errors import raises
 from tests.samples import trial
 
 
@@ -49,11 +50,11 @@ def test_sets_by_length_are_shown_and_opened_as_long_as_they_are_the_answers(aut
     assert plan_file(run.path) == run.path / BY_LENGTH and len(plan_at(run.path).sets) == 2
     run.write_plan(Plan(choices={"layers.0-2": "recompute"}))  # a later search of that length alone answered otherwise
     assert plan_file(run.path) == run.plan_path and "up to 64" not in autockpt("history", str(run.path)).out
-    with pytest.raises(RunDirectoryError, match="holds no plan: its search has not come to its end"):
+    with raises(RunDirectoryError, "command.txt"):
         plan_file(make_run(tmp_path, "40%").path)
     refused = make_run(tmp_path, "20%")
     refused.write_outlook(Outlook(infeasible="nothing fits 20%"))
-    with pytest.raises(RunDirectoryError, match="holds no plan: nothing fits 20%"):
+    with raises(RunDirectoryError, "nothing fits 20%"):  # its own reason
         plan_file(refused.path)
 
 
@@ -80,19 +81,6 @@ def test_without_a_run_all_are_listed(autockpt, tmp_path: Path) -> None:
     assert len(listed) == 3 and sorted(run["best"]["step_seconds"] for run in listed if run["best"]) == [0.448, 0.448]
 
 
-def test_the_list_of_runs_has_a_line_for_each_on_80_columns(
-    autockpt, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("COLUMNS", "80")
-    make_run(tmp_path)
-    long = RunDirectory.enter(tmp_path, {"budget": "1"}, model="m" * 17, device="cpu", budget="60%act")
-    assert len(long.path.name) == 40
-    long.add_trial(trial(0, state="simulated", measured=None))
-    lines = autockpt("history", "--out", str(tmp_path)).out.splitlines()
-    assert len(lines) == 5 and all(len(line) <= 80 for line in lines), lines
-    assert "448 ms" in lines[2] and "~" in lines[3] and lines[4] == "~ simulated, not measured"
-
-
 def test_names_cannot_drive_the_terminal(autockpt, tmp_path: Path) -> None:
     run = make_run(tmp_path / "results")
     run.add_trial(trial(3, encoding="baseline", name="x\x1b]0;owned\x07\x1b[2Jy\x9b31mz", plan_hash="\x1b[31m3"))
@@ -111,20 +99,6 @@ def test_what_is_no_run_is_a_usage_error(autockpt, tmp_path: Path) -> None:
         assert result.code == 2 and result.err.startswith("autockpt: ") and not result.out
 
 
-def test_the_legend_and_the_dates(autockpt, tmp_path: Path) -> None:
-    result = autockpt("history", str(make_run(tmp_path).path))
-    assert ". save, R recompute, O offload" in result.out and "selective" not in result.out
-    assert "begun 20" in result.out and "last trial 20" in result.out
-
-
-def test_every_trial_has_a_letter_for_the_head_where_one_does_something_with_it(autockpt, tmp_path: Path) -> None:
-    run = make_run(tmp_path)
-    assert "R." not in autockpt("history", str(run.path)).out
-    run.add_trial(trial(3, plan_hash="3", choices={**trial(1).choices, "lm_head": RECOMPUTE}))
-    lines = autockpt("history", str(run.path)).out.splitlines()
-    assert [line.split()[-1] for line in lines if "....ORRRRRRR" in line] == [*["....ORRRRRRR."] * 3, "....ORRRRRRRR"]
-
-
 def test_everything_fits_80_columns_with_its_noise(autockpt, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     run = make_run(tmp_path)
@@ -132,12 +106,6 @@ def test_everything_fits_80_columns_with_its_noise(autockpt, tmp_path: Path, mon
         lines = autockpt("history", run.path.name, "--out", str(tmp_path), *options).out.splitlines()
         assert any("448 ms ±0.8 %" in line for line in lines)
         assert all(len(line) <= 80 for line in lines if str(tmp_path) not in line), lines
-
-
-def test_the_best_are_as_many_as_asked_for_or_it_says_why_not(autockpt, tmp_path: Path) -> None:
-    run = make_run(tmp_path)
-    assert "No more than these were tried and fit: 1 of 3" in autockpt("history", str(run.path), "--best", "3").out
-    assert "No more" not in autockpt("history", str(run.path), "--best", "1").out
 
 
 def test_a_trial_in_full_with_every_measurement(autockpt, tmp_path: Path) -> None:
@@ -151,31 +119,38 @@ def test_a_trial_in_full_with_every_measurement(autockpt, tmp_path: Path) -> Non
     assert "+10.9 %" in out, "measured over predicted"
     assert len(autockpt("history", str(run.path), "--trial", "1", "--json").json["readings"]) == 2
     missing = autockpt("history", str(run.path), "--trial", "7")
-    assert missing.code == 2 and "its trials are 0 to 2" in missing.err
+    assert (missing.code, missing.error) == (2, "run")
 
 
 def test_what_is_asked_twice_is_refused(autockpt, tmp_path: Path) -> None:
     run = str(make_run(tmp_path).path)
     result = autockpt("history", run, "--trial", "1", "--best", "2")
-    assert result.code == 2 and "do not go together" in result.err
+    assert (result.code, result.error) == (2, "usage")
 
 
 def test_a_trials_plan_is_a_plan(autockpt, tmp_path: Path) -> None:
     from autockpt.schema import Plan
-    from tests.analysis.samples import make_run as whole_run
 
-    run, file = whole_run(tmp_path), tmp_path / "plan.yaml"
+    run, file = samples.make_run(tmp_path), tmp_path / "plan.yaml"
     result = autockpt("history", str(run.path), "--trial", "1", "--plan-out", str(file))
     assert result.code == 0 and str(file) in result.out, result.err
     plan = Plan.load(file)
     assert str(plan.choices["h.0-1"]) == "recompute" and plan.status == "measured"
     assert plan.measured is not None and plan.measured.peak_bytes == 1700 and "trial 1 of" in plan.notes[0]
     own = autockpt("history", str(run.path), "--trial", "1", "--plan-out", str(run.path / "plan.yaml"))
-    assert own.code == 2 and "its own answer" in own.err
+    assert (own.code, own.error) == (2, "usage")
     failed = autockpt("history", str(run.path), "--trial", "3", "--plan-out", str(tmp_path / "failed.yaml"))
     assert failed.code == 0 and "not the answer" in " ".join(Plan.load(tmp_path / "failed.yaml").notes)
 
 
-@pytest.mark.parametrize("options", [("--trial", "1"), ("--plan-out", "x.yaml"), ("--best", "2")])
+def test_a_run_by_path_or_name_becomes_a_page(autockpt, tmp_path: Path) -> None:
+    run = samples.make_run(tmp_path / "results")
+    result = autockpt("history", run.path.name, "--page")
+    assert result.code == 0 and result.out.strip() == str(run.path.relative_to(tmp_path) / "report.html"), result.err
+    assert (run.path / "report.html").read_text().startswith("<!doctype html>")
+    assert autockpt("history", str(run.path), "--page", "--json").json == {"page": str(run.path / "report.html")}
+
+
+@pytest.mark.parametrize("options", [("--trial", "1"), ("--plan-out", "x.yaml"), ("--best", "2"), ("--page",)])
 def test_what_is_about_one_run_needs_one(autockpt, options: tuple[str, ...]) -> None:
     assert autockpt("history", *options).code == 2

@@ -9,7 +9,6 @@ import pytest
 from autockpt.errors import InfeasibleError
 from autockpt.schema import Listener, Measurement, SearchOutcome, SearchRequest
 from autockpt.schema.batches import BatchAnswer, BatchSetting
-from autockpt.schema.request import TRIALS
 from autockpt.tuning import search_request
 from tests.analysis.samples import make_run
 from tests.samples import outcome, trial
@@ -96,17 +95,6 @@ def test_a_model_of_ones_own_is_measured(autockpt, asked: list[SearchRequest], r
     assert asked[0].hardware is None and asked[0].workload.model == "llama-small"
 
 
-def test_that_a_named_model_is_planned_for_the_cpu_is_said_where_nobody_asked_for_it(autockpt, asked, replace) -> None:
-    device(replace, "cpu")
-    plain = ("search", "--budget", "60%", "--model", "llama-tiny")
-    said = "There is no GPU here"
-    assert said in autockpt(*plain).err
-    assert said not in autockpt(*plain, "--device", "cpu").err
-    assert said not in autockpt(*plain, "--hardware", "rtx4090").err
-    device(replace, "cuda")
-    assert said not in autockpt(*plain).err
-
-
 def test_hardware_is_simulated_and_its_memory_is_the_budget(autockpt, asked: list[SearchRequest]) -> None:
     assert autockpt("search", "--hardware", "RTX 4090", "--model", "llama-8b", "--lora", "16").code == 0
     (request,) = asked
@@ -135,46 +123,29 @@ def test_a_plan_or_run_to_start_from_fills_in_what_is_not_said(
         assert request.budget.text == "20GB" and request.budget.headroom is None
 
 
-def test_a_run_without_a_plan_cannot_be_started_from(autockpt, asked: list[SearchRequest], tmp_path: Path) -> None:
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "question.json").write_text("{}")
-    result = autockpt("search", "--resume", str(tmp_path / "run"))
-    assert result.code == 2 and "holds no plan" in " ".join(result.err.split()) and not asked
-
-
-def test_default_models_exist() -> None:
-    from autockpt import shipped
-    from autockpt.cli.search import DEFAULT_HARDWARE, DEFAULT_MODELS, SIMULATED_MODEL, SMALL_MODEL
-    from autockpt.shipped import load_hardware
-
-    folder = shipped.FOLDER / "models"
-    names = (*DEFAULT_MODELS.values(), SMALL_MODEL, SIMULATED_MODEL)
-    assert all((folder / f"{name}.yaml").is_file() for name in names)
-    assert 23.5e9 < load_hardware(DEFAULT_HARDWARE).memory_bytes < 26e9
-
-
 @pytest.mark.parametrize(
-    ("arguments", "word"),
+    ("arguments", "named"),
     [
         ((), "--budget"),
         (("--budget", "24"), "24GB"),
-        (("--budget", "", "--hardware", "rtx4090"), "is not a budget"),
+        (("--budget", "", "--hardware", "rtx4090"), "24GB"),
         (("--budget", "24GB", "--space", "knob"), "knobs"),
         (("--budget", "24GB", "--choices", "recompte"), "recompute"),
-        (("--budget", "24GB", "--choices", "save"), "nothing to choose"),
+        (("--budget", "24GB", "--choices", "save"), "save"),
         (("--budget", "24GB", "--host-budget", "8"), "8GB"),
-        (("--budget", "24GB", "--host-budget", "60%"), "memory size"),
-        (("--budget", "24GB", "--timeout", "soon"), "duration"),
+        (("--budget", "24GB", "--host-budget", "60%"), "60%"),
+        (("--budget", "24GB", "--timeout", "soon"), "soon"),
         (("--budget", "24GB", "--model", "x", "--dtype", "fp8"), "--dtype fp8"),
-        (("--hardware", "rtx4909"), "Did you mean rtx4090?"),
-        (("--hardware", "rtx4090", "--device", "cpu"), "--device cpu measures"),
+        (("--hardware", "rtx4909"), "rtx4090"),
+        (("--hardware", "rtx4090", "--device", "cpu"), "--device cpu"),
         (("--budget", "24GB", "--job", "nowhere.yaml"), "nowhere.yaml"),
         (("--resume", "nowhere.yaml"), "nowhere.yaml"),
     ],
 )
-def test_wrong_questions_end_before_anything_starts(autockpt, asked, arguments: tuple[str, ...], word: str) -> None:
+def test_wrong_questions_end_before_anything_starts(autockpt, asked, arguments: tuple[str, ...], named: str) -> None:
     result = autockpt("search", *arguments)
-    assert result.code == 2 and word in result.err and not result.out and not asked
+    assert result.code == 2 and result.error in ("usage", "plan") and not result.out and not asked
+    assert named in result.err
     assert len(result.err.splitlines()) < 8
 
 
@@ -184,7 +155,7 @@ def test_nothing_fits(autockpt, replace) -> None:
 
     replace("autockpt.tuning", answer=run_search, search_request=search_request)
     result = autockpt("search", "--budget", "1GB", "--model", "llama-tiny", "--json")
-    assert result.code == 3 and "2.00 GiB (2.15 GB)" in result.err and "--lora" in result.err
+    assert (result.code, result.error) == (3, "budget.infeasible") and "2.00 GiB (2.15 GB)" in result.err
     assert result.json["smallest_peak_bytes"] == 2 * 2**30
 
 
@@ -194,18 +165,6 @@ def test_interrupted_with_and_without_a_plan(autockpt, replace) -> None:
     for has_plan in (True, False):
         result = autockpt("search", "--budget", "60%", "--model", "llama-tiny")
         assert result.code == 130 and "Interrupted" in result.out and ("ours" in result.out) == has_plan
-
-
-def test_the_host_budget_is_a_size(autockpt, asked: list[SearchRequest]) -> None:
-    result = autockpt("search", "--budget", "60%", "--model", "llama-tiny", "--host-budget", "8GB")
-    assert result.code == 0 and asked[0].host_budget == 8 * 10**9
-
-
-def test_compile_takes_layers_or_model(autockpt, asked: list[SearchRequest]) -> None:
-    assert autockpt("search", "--budget", "60%", "--model", "llama-tiny", "--compile", "layers").code == 0
-    assert asked[0].compile == "layers"
-    refused = autockpt("search", "--budget", "60%", "--model", "llama-tiny", "--compile", "all")
-    assert refused.code == 2 and "layers or model" in refused.err
 
 
 def batches(asked: list[tuple[int, SearchRequest]]):
@@ -254,11 +213,6 @@ def test_a_search_ends_with_a_page_and_outlives_one_that_fails(autockpt, replace
     page.symlink_to(tmp_path / "elsewhere")
     result = autockpt("search", "--budget", "60%", "--model", "llama-tiny")
     assert result.code == 0 and "could not be written" in " ".join(result.err.split())
-
-
-def test_as_many_trials_as_in_python(autockpt, asked: list[SearchRequest]) -> None:
-    autockpt("search", "--budget", "1GB", "--model", "llama-tiny", "--device", "cpu")
-    assert asked[0].trials == TRIALS
 
 
 URL = "postgresql://optuna:hunter2@host/db"

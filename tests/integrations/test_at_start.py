@@ -20,6 +20,7 @@ from autockpt.errors import InfeasibleError, PlanError, UsageError
 from autockpt.integrations.transformers import AutockptCallback
 from autockpt.schema import Plan, SearchSpace
 from autockpt.shipped import load_space
+from tests.errors import raises
 from tests.integrations.test_transformers import LLAMA, ROWS, accelerate, sft, trainer, untouched, weights
 from tests.policies.zoo import assert_equal
 from tests.runtime.processes import in_processes, needs_gloo
@@ -160,12 +161,11 @@ def test_the_micro_batch_is_found_with_the_plan_and_training_goes_on_with_it(tmp
     whole, parts = (train(make("plain", [], dropout=False, optim="sgd", **more))[0] for more in ({}, single))
     for name, weight in whole.items():
         torch.testing.assert_close(parts[name], weight, msg=lambda text, name=name: f"{name}: {text}")
-    with pytest.raises(UsageError, match="updates of 2 rows, global_batch=4"):
+    with raises(UsageError, "global_batch=4"):
         make("other", [AutockptCallback(**tight | {"global_batch": 4})]).train()
     own = make("own", [AutockptCallback(**tight | {"out": tmp_path / "found" / "autockpt"})], dataloader_drop_last=True)
-    with pytest.raises(UsageError, match="another number of updates") as caught:
+    with raises(UsageError, "TrainingArguments(per_device_train_batch_size=1"):
         own.train()
-    assert "TrainingArguments(per_device_train_batch_size=1" in caught.value.remedy
     assert own.args.per_device_train_batch_size == 2 and own.state.global_step == 0
 
 
@@ -219,12 +219,10 @@ def test_where_nothing_fits_it_stops_before_the_first_step(tmp_path):
     before = weights(model)
     with pytest.raises(InfeasibleError) as caught:
         run.train()
-    assert "nothing fits 1.05 MiB (1.10 MB)" in caught.value.message and caught.value.smallest_peak
+    assert caught.value.code == "budget.infeasible" and caught.value.smallest_peak > 1_100_000
     remedy = caught.value.remedy
-    assert "batch size 1, accumulate 2: fits with" in remedy, remedy
-    assert (
-        all(way.peak_bytes + way.spare_bytes == 1_100_000 for way in caught.value.alternatives) and "--" not in remedy
-    )
+    assert "batch size 1, accumulate 2" in remedy and "--" not in remedy, remedy
+    assert all(way.peak_bytes + way.spare_bytes == 1_100_000 for way in caught.value.alternatives)
     assert caught.value.__cause__ is None and caught.value.__suppress_context__
     assert run.state.global_step == 0 and untouched(model) and not run.optimizer.state
     assert_equal(weights(model), before)
@@ -258,27 +256,27 @@ def test_under_ddp_the_first_process_searches_for_all(tmp_path, capfd):
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "named"),
     [
-        ({}, "neither a plan nor a budget"),
-        ({"plan": "plan.yaml", "budget": "24GB"}, "a plan and a budget"),
-        ({"budget": "lots"}, "'lots'"),
-        ({"budget": "24GB", "timeout": 0}, "timeout=0: it has to be greater than 0"),
-        ({"budget": "24GB", "timeout": "10m"}, "timeout='10m': a number is needed"),
-        ({"budget": "24GB", "trials": "x"}, "trials='x': a whole number is needed"),
+        ({}, "budget="),
+        ({"plan": "plan.yaml", "budget": "24GB"}, "budget="),
+        ({"budget": "lots"}, "lots"),
+        ({"budget": "24GB", "timeout": 0}, "timeout=0"),
+        ({"budget": "24GB", "timeout": "10m"}, "timeout='10m'"),
+        ({"budget": "24GB", "trials": "x"}, "trials='x'"),
         ({"budget": "24GB", "space": 3}, "space=3"),
-        ({"budget": "24GB", "seed": 1 << 32}, "seed=4294967296: it has to be less than"),
-        ({"plan": 3}, "plan=3: "),
+        ({"budget": "24GB", "seed": 1 << 32}, "seed=4294967296"),
+        ({"plan": 3}, "plan=3"),
         ({"budget": "24GB", "tirals": 3}, "tirals"),
-        ({"budget": "24GB", "global_batch": 8, "lengths": "auto"}, "two questions"),
-        ({"budget": "60%", "global_batch": 8}, "share of this job"),
-        ({"plan": "plan.yaml", "global_batch": 8}, "global_batch, which only a search has"),
-        ({"budget": "24GB", "lengths": "missing.txt"}, "lengths in missing.txt cannot be read"),
-        ({"budget": "24GB", "lengths": [8, -3]}, "whole numbers above 0"),
+        ({"budget": "24GB", "global_batch": 8, "lengths": "auto"}, "--lengths"),
+        ({"budget": "60%", "global_batch": 8}, "60%"),
+        ({"plan": "plan.yaml", "global_batch": 8}, "global_batch"),
+        ({"budget": "24GB", "lengths": "missing.txt"}, "missing.txt"),
+        ({"budget": "24GB", "lengths": [8, -3]}, "lengths=[8, -3]"),
     ],
 )
-def test_what_is_asked_wrongly_is_said_at_once(options, said):
-    with pytest.raises(UsageError, match=said):
+def test_what_is_asked_wrongly_is_an_error_at_once(options, named):
+    with raises(UsageError, named):
         AutockptCallback(**options)
     with pytest.raises(PlanError):
         AutockptCallback("missing.yaml")
@@ -298,9 +296,8 @@ def test_what_is_asked_wrongly_is_said_at_once(options, said):
 def test_where_it_cannot_search_it_says_so_and_what_to_do(tmp_path, change: Callable[[Any], None], said: str):
     run = trainer(tmp_path, LLAMA.make(), [])
     change(run)
-    with pytest.raises(UsageError, match=f"cannot search here: {said}") as caught:
+    with raises(UsageError, said, "plan.yaml"):
         _begin(run)
-    assert "pass the plan" in caught.value.remedy
 
 
 def test_a_training_step_around_the_trainers_own_can_be_searched(tmp_path, monkeypatch):

@@ -14,9 +14,10 @@ from autockpt.errors import PlanError, UsageError
 from autockpt.integrations.export import TARGETS, export
 from autockpt.integrations.export.trainers import _supported
 from autockpt.integrations.export.wanted import LayerChoices
-from autockpt.schema import Measurement, Plan, Prediction
-from autockpt.schema.plan import Comparison, Structure
+from autockpt.schema import Plan
+from autockpt.schema.plan import Structure
 from autockpt.schema.sets import When
+from tests.errors import raises
 
 LAYERS = 8
 
@@ -134,16 +135,6 @@ def test_megatron(asked, lines, losses):
     assert len(result.losses) == losses, result.losses
 
 
-def test_megatrons_modules():
-    every = {f"model.layers.{i}": "save" for i in range(LAYERS)} | {"model.layers.0-7.mlp": "recompute"}
-    result = export(plan(every), "megatron")
-    assert flags(result.settings) == ["--recompute-granularity selective", "--recompute-modules mlp"] and result.exact
-    result = export(plan({"model.layers.0.mlp": "recompute", "model.layers.1.self_attn": "recompute"}), "megatron")
-    assert flags(result.settings)[1] == "--recompute-modules core_attn mlp"
-    assert sum("7 of which the plan keeps" in loss for loss in result.losses) == 2
-    assert any("projections" in loss for loss in result.losses)
-
-
 @pytest.mark.parametrize(
     ("asked", "keys", "losses"),
     [
@@ -186,43 +177,6 @@ def test_trl(asked, on, offloading, losses):
     assert len(result.losses) == losses, result.losses
 
 
-def usual(name: str, verdict: str = "fits", **readings: Any) -> Comparison:
-    return Comparison.model_validate({"name": name, "verdict": verdict, **readings})
-
-
-@pytest.mark.parametrize(
-    ("choices", "target", "said"),
-    [
-        (FIRST, "transformers", ["`recompute all`", "measured", "400 ms ±2.0 %", "3.00 KiB", "over the plan's budget"]),
-        (EVEN, "transformers", ["`every-2`", "predicted", "~300 ms", "4.00 KiB"]),
-        ({"model.layers.0-7": "offload"}, "trl", ["`offload all`", "~500 ms"]),
-        ({"model.layers.0-6": "offload"}, "axolotl", ["`offload all`", "~500 ms"]),
-        (FIRST, "megatron", []),
-        ({"model.layers.0-7": "recompute_offload"}, "trl", []),  # was not compared
-    ],
-)
-def test_figures_of_a_usual_plan_go_with_the_setting_that_it_is(choices, target, said):
-    rows = (
-        usual("recompute all", "over_budget", measured=Measurement(peak_bytes=3072, step_seconds=0.4, noise=0.02)),
-        usual("every-2", "not_measured", predicted=Prediction(peak_bytes=4096, step_seconds=0.3)),
-        usual("offload all", "not_measured", predicted=Prediction(peak_bytes=1024, step_seconds=0.5)),
-    )
-    made = plan(choices).model_copy(update={"baselines": rows})
-    notes = " ".join(export(made, target).notes)
-    assert all(word in notes for word in said), notes
-    assert ("this setting (" in notes) == bool(said)
-    assert "this setting (" not in " ".join(export(plan(choices), target).notes)
-
-
-@pytest.mark.parametrize("target", TARGETS)
-def test_what_nobody_has_heard_of_is_a_stated_loss(target):
-    """A choice of a later version: the layer is freed all the same, and the difference said by name."""
-    result = TARGETS[target](wanted(all="recompute", at2="braided", others={"lm_head": "chunked"}))
-    assert any("model.layers.2" in loss and "`braided` has no counterpart" in loss for loss in result.losses)
-    assert any("lm_head: `chunked` is left out" in loss for loss in result.losses)
-    assert all(f"# - {loss}" in result.settings for loss in result.losses)
-
-
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("kind", ["recompute", "offload", "recompute_offload", "keep_attention", "selective"])
 @pytest.mark.parametrize("freed", [1, 3, 7, 8])
@@ -236,16 +190,6 @@ def test_no_less_is_freed_than_planned_or_it_is_said(target, kind, freed):
         )
         assert kind in (expected, "recompute", "recompute_offload", "offload", "keep_attention")
         assert freed in (1, 8) or target == "megatron"
-
-
-@pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("layers", [{}, {"at0": "recompute"}, {"all": "offload", "at0": "save"}])
-def test_where_the_head_frees_memory_all_layers_do_instead(target, layers):
-    with_head = TARGETS[target](wanted(**layers, others={"lm_head": "chunked_softmax"}))
-    of_all = TARGETS[target](wanted(all="recompute"))
-    settings = set(flags(with_head.settings))
-    assert set(flags(of_all.settings)) <= settings or "activation_offloading: true" in settings
-    assert any("lm_head: `chunked_softmax` is left out (more memory)" in loss for loss in with_head.losses)
 
 
 def test_a_part_of_a_layer_frees_the_layer():
@@ -269,13 +213,12 @@ def test_plans_by_hand():
     assert flags(result.settings)[-1] == "--recompute-num-layers 3"
     assert any("does not name" in loss for loss in result.losses)
     for choices in ({"h.*": "recompute"}, {"**": "recompute"}):
-        with pytest.raises(PlanError, match="names no layers by itself"):
+        with raises(PlanError, next(iter(choices))):
             export(Plan(choices=choices), "megatron")
-    with pytest.raises(PlanError, match="names no layers"):
+    with raises(PlanError):
         export(Plan(choices={"lm_head": "recompute"}), "megatron")
 
 
 def test_an_unknown_trainer():
-    with pytest.raises(UsageError, match="mega") as caught:
+    with raises(UsageError, "mega", "megatron"):
         export(plan(ALL), "mega")
-    assert "Did you mean megatron?" in caught.value.remedy

@@ -15,6 +15,7 @@ from autockpt import Step
 from autockpt.errors import UsageError
 from autockpt.integrations.rows import batch_of_longest, largest_batch, lengths_here
 from autockpt.schema.lengths import Lengths
+from tests.errors import raises
 from tests.policies.zoo import CASES
 
 
@@ -36,11 +37,11 @@ def test_lengths_are_those_of_the_data_set_as_it_is_padded():
     assert none is None and "every batch is padded to 8 tokens" in said
     given, _ = lengths_here(Lengths(counts={4: 3, 100: 1}), step, rows, whole)
     assert given is not None and given.counts == {4: 3, 8: 1}
-    with pytest.raises(UsageError, match="cannot be had by number"):
+    with raises(UsageError):
         lengths_here("auto", step, iter(rows), padded)
     made = batch_of_longest(rows, padded)
     assert made(2)["input_ids"].shape == (2, 8) and made(50)["input_ids"].shape == (50, 8)
-    with pytest.raises(UsageError, match="cannot be had by number"):
+    with raises(UsageError):
         batch_of_longest(iter(rows), padded)
 
 

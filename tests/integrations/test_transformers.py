@@ -12,13 +12,13 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-import autockpt
 from autockpt.checkpointing.replay_context import recomputing
 from autockpt.errors import ConflictError, PlanError
 from autockpt.integrations.transformers import AutockptCallback
 from autockpt.policies.attachment import attached_to
 from autockpt.schema.plan import Plan
 from tests.analysis.samples import make_run
+from tests.errors import raises
 from tests.policies.zoo import CASES, assert_equal
 
 pytestmark = pytest.mark.slow
@@ -196,12 +196,10 @@ SPELLINGS = [n for n in (NEW, OLD) if n in transformers.TrainingArguments.__data
 def test_the_trainers_own_is_an_error(tmp_path, spelling, when):
     callback = AutockptCallback(plan())
     options = {spelling: True}
-    with pytest.raises(ConflictError, match="checkpointing=True") as caught:
+    with raises(ConflictError, f"{spelling}", f"{SPELLINGS[0]}=False") as caught:
         run = trainer(tmp_path, LLAMA.make(), [callback] if when == "at once" else [], **options)
         run.add_callback(callback)
         run.train()
-    assert "The plan wins" in caught.value.remedy and f"{SPELLINGS[0]}=False" in caught.value.remedy
-    assert spelling in caught.value.message  # whichever of the two it was
     with warnings.catch_warnings():
         warnings.simplefilter("error", FutureWarning)
         arguments(tmp_path, **{SPELLINGS[0]: False})  # what the remedy says
@@ -212,7 +210,7 @@ def test_the_trainers_own_is_an_error(tmp_path, spelling, when):
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_options_of_the_trainers_own_are_an_error_too(tmp_path, spelling):
     options: dict[str, Any] = {f"{spelling}_kwargs": {"every_n_layers": 2}}
-    with pytest.raises(ConflictError, match="every_n_layers"):
+    with raises(ConflictError, "every_n_layers"):
         trainer(tmp_path, LLAMA.make(), [AutockptCallback(plan())], **options)
     options = {f"{spelling}_kwargs": {"use_reentrant": False}}  # some trainers set it by default
     trainer(tmp_path, LLAMA.make(), [AutockptCallback(plan())], **options)
@@ -221,7 +219,7 @@ def test_options_of_the_trainers_own_are_an_error_too(tmp_path, spelling):
 def test_checkpointing_switched_on_at_the_model_is_an_error(tmp_path):
     model = LLAMA.make()
     getattr(model, f"{SPELLINGS[0]}_enable")()
-    with pytest.raises(ConflictError, match="checkpointing=True"):
+    with raises(ConflictError, "checkpointing=True"):
         trainer(tmp_path, model, [AutockptCallback(plan())]).train()
     assert untouched(model)
 
@@ -229,17 +227,13 @@ def test_checkpointing_switched_on_at_the_model_is_an_error(tmp_path):
 def test_a_bad_plan_is_found_before_training(tmp_path):
     with pytest.raises(PlanError):
         AutockptCallback(tmp_path / "missing.yaml")
-    with pytest.raises(PlanError, match="matches no unit"):
+    with raises(PlanError, "h.0"):
         trainer(tmp_path, LLAMA.make(), [AutockptCallback(plan({"h.0": "recompute"}))]).train()
 
 
 def test_a_runs_directory_is_its_plan(tmp_path):
     run = make_run(tmp_path)
     assert AutockptCallback(run.path).plan == run.plan()
-
-
-def test_it_is_a_public_name():
-    assert autockpt.AutockptCallback is AutockptCallback
 
 
 @pytest.mark.parametrize("adapters", [False, True])
@@ -262,7 +256,7 @@ def test_trl(tmp_path, capfd, adapters):
     late.train()
     assert_equal(weights(late.model), wanted)
     for more in ({"activation_offloading": True}, {f"{SPELLINGS[0]}_kwargs": {"every_n_layers": 2}}):
-        with pytest.raises(ConflictError, match=next(iter(more))):
+        with raises(ConflictError, next(iter(more))):
             train(tmp_path / "more", [AutockptCallback(plan())], **more)
 
 

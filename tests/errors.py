@@ -1,0 +1,24 @@
+"""Errors of autockpt as tests look at them: by class and code, and by what they name; never by their wording."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from autockpt.errors import AutockptError
+
+
+@contextmanager
+def raises(kind: type[AutockptError], *named: str) -> Iterator[pytest.ExceptionInfo]:
+    """The block raises an error of this very class, hence with its code.
+
+    ``named``: what the error has to name, message or remedy: a module, an option, a file with its line.
+    """
+    with pytest.raises(kind) as caught:
+        yield caught
+    error = caught.value
+    assert type(error) is kind and error.code == kind.code and error.exit_code == kind.exit_code
+    for name in named:
+        assert name in str(error), f"{name!r} is not named by: {error}"
