@@ -1,5 +1,4 @@
-"""``python -m tests.campaign [--pairs N] [--from N] [--like REGEX] [--out FILE] [--without DEFENCE ...]``, or
-``--seed N [--shrink]`` for one pair."""
+"""``python -m tests.campaign [--pairs N] [--from N] [--like REGEX] [--out FILE]``, or ``--seed N [--shrink]``."""
 
 from __future__ import annotations
 
@@ -24,9 +23,6 @@ def main() -> int:
         "--against", type=Path, metavar="FILE", help="an earlier --out: say which of its right pairs are not right now"
     )
     parser.add_argument("--table", type=Path, metavar="FILE", help="write counts by family and choice as markdown")
-    parser.add_argument(
-        "--without", nargs="+", default=[], metavar="DEFENCE", help="leave out state, sentinels or recordings"
-    )
     parser.add_argument("--seed", type=int, metavar="N", help="print one pair as a script and say how it ends")
     parser.add_argument("--shrink", action="store_true", help="with --seed: leave out what the verdict does not need")
     options = parser.parse_args()
@@ -34,16 +30,12 @@ def main() -> int:
     import torch
 
     torch.set_num_threads(1)
-    from tests.campaign.defences import DEFENCES, leave_out
     from tests.campaign.pool import run_all
     from tests.campaign.program import draw
     from tests.campaign.script import shrunk, written
     from tests.campaign.table import markdown, newly_refused, summary
     from tests.campaign.trial import PLANS, Verdict
 
-    if unknown := {*options.without} - {*DEFENCES}:
-        parser.error(f"no such defence: {', '.join(sorted(unknown))}")
-    leave_out(options.without)
     if options.seed is not None:
         print(written(*shrunk(options.seed, options.shrink)))
         return 0

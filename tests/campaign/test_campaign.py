@@ -39,27 +39,6 @@ def test_ordinary_models_train_as_ever_at_length() -> None:
     assert not [v for v in verdicts if v.word not in ("equal", "invalid", "unsteady")]
 
 
-HEADS: tuple[dict[str, Any], ...] = (
-    {"lm_head": "chunked_loss"},
-    {"lm_head": "chunked_softmax"},
-    {"lm_head": {"kind": "chunked_softmax", "chunks": 2}, "layers.0": "remake", "layers.1": "recompute"},
-    {"lm_head": "chunked_loss", "layers.0": "selective", "layers.1": "offload"},
-)
-
-
-@pytest.mark.campaign
-def test_every_loop_and_way_to_pass_the_hidden_state_with_every_loss_of_a_head() -> None:
-    """Of drawn programs one in eight has a head, and few of those anything beside it."""
-    programs = [Program(loop=loop.name, loss=loss) for loop in LOOPS for loss in LOSSES]
-    both = [(carry.name, calls) for carry in CARRIES for calls in ("twice", "in turn")]
-    programs += [Program(carry=carry, loss=loss, calls=calls) for carry, calls in both for loss in LOSSES]
-    plans = [{name: parse_choice(choice) for name, choice in plan.items()} for plan in HEADS]
-    trials = Trials()
-    verdicts = [trials.run(0, program, choices) for program in programs for choices in plans]
-    assert not [v for v in verdicts if v.word not in ("equal", "refused", "invalid", "unsteady")]
-    assert sum(v.word == "equal" for v in verdicts) > len(verdicts) / 2
-
-
 def test_a_number_is_always_the_same_program() -> None:
     programs = [draw(n) for n in range(300)]
     assert [source(p) for p in programs] == [source(draw(n)) for n in range(300)]
@@ -94,12 +73,6 @@ def test_a_dead_process_is_a_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(LOOP, "once", LOOP["once"].__class__("once", f"{when} and os.kill(os.getpid(), 9)"))
         verdict = pool.in_child(0, Program(), dict.fromkeys(BLOCKS, RECOMPUTE))
         assert (verdict.word, verdict.detail) == (word, "signal 9")
-
-
-def test_a_process_that_hangs_is_a_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pool, "SECONDS", 0.5)
-    monkeypatch.setitem(LOOP, "once", LOOP["once"].__class__("once", "import time; time.sleep(60)"))
-    assert pool.in_child(0, Program(), dict.fromkeys(BLOCKS, RECOMPUTE)).word == "HANG"
 
 
 def test_a_pair_is_a_script_of_its_own(tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
-import sys
 from pathlib import Path
 
 import pytest
@@ -25,16 +24,6 @@ def test_can_be_imported_and_says_what_it_is_for(name):
     assert importlib.import_module(name).__doc__
 
 
-def test_solvers_on_small_problems(tmp_path, monkeypatch, capsys):
-    from tests.evidence import solvers
-
-    monkeypatch.setattr(sys, "argv", ["solvers", "--sizes", "4", "--seeds", "1", "--out", str(tmp_path / "table.md")])
-    solvers.main()
-    rows = [line.split("|") for line in (tmp_path / "table.md").read_text().splitlines() if "4 × 6" in line]
-    assert [float(row[-2]) <= 1e-6 for row in rows] == [True] * 4
-    assert "binds" in capsys.readouterr().out
-
-
 @pytest.mark.slow
 def test_a_published_job_is_simulated_and_all_of_them_are_understood(tmp_path):
     import yaml
@@ -49,12 +38,6 @@ def test_a_published_job_is_simulated_and_all_of_them_are_understood(tmp_path):
     assert 0 < said.bytes["tensors"] <= said.bytes["reserved"] < said.bytes["device"]
     assert 0 < said.seconds(job) == said.step - said.optimizer
     assert "BERT-base" in published.bytes_table([job], {job.id: said})
-
-
-@pytest.mark.slow
-def test_samplers_hold_their_optimum_against_the_simulator():
-    program = importlib.import_module("tests.evidence.samplers.__main__")
-    assert "to 1e-9" in program.check(queues=False)
 
 
 @pytest.mark.slow

@@ -20,13 +20,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tests.gpu import archive, packages, pages
+from tests.gpu import packages, pages
 from tests.gpu.items import PARTS, Item, items_of, path_of, read, write, write_start
 from tests.gpu.shapes import SHAPES
 
 ROOT = Path(__file__).resolve().parents[2]
 SPARE_SECONDS = 10
-KEEP_SECONDS = 30.0  # what an item has so far is in the archive no later than this
+KEEP_SECONDS = 30.0  # what an item has so far is on the pages no later than this
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -37,9 +37,6 @@ def main(arguments: list[str] | None = None) -> int:
     parts = _parts(given.parts)
     if parts is None:
         print(f"--parts {given.parts}: write numbers from 1 to {max(PARTS)}, as in 1,2,5", file=sys.stderr)
-        return 2
-    if given.earlier is not None and not archive.take_over(given.earlier.resolve(), out):
-        print(f"--earlier {given.earlier}: there is no such folder, and no archive of this script's", file=sys.stderr)
         return 2
     shapes = SHAPES[given.shapes]
     chosen = [i for i in items_of(shapes) if i.part in parts and (given.only is None or given.only in i.slug)]
@@ -52,9 +49,6 @@ def main(arguments: list[str] | None = None) -> int:
             pages.write(out, shapes, given.shapes)
         except Exception:  # a page that cannot be drawn loses no measurement
             (out / "pages.log").write_text(traceback.format_exc())
-        packed = archive.pack(out)
-        if given.copy is not None:
-            archive.copy(packed, given.copy)
 
     if given.pages:
         keep()
@@ -70,7 +64,6 @@ def main(arguments: list[str] | None = None) -> int:
         finally:
             keep()
     print((out / "summary.md").read_text() if (out / "summary.md").exists() else "")
-    print(f"All of it in one file: {out / archive.NAME}")
     return 0 if all(read(out, item).get("state") == "done" for item in chosen) else 1
 
 
@@ -80,8 +73,6 @@ def _options() -> argparse.ArgumentParser:
     parser.add_argument("--only", help="items with this in their name")
     parser.add_argument("--shapes", choices=tuple(SHAPES), default="card", help="tiny: on the CPU, for the script only")
     parser.add_argument("--out", type=Path, default=ROOT / "results/gpu/measured", help="folder for JSON and pages")
-    parser.add_argument("--earlier", type=Path, help="folder or archive of an earlier call, to be continued in --out")
-    parser.add_argument("--copy", type=Path, help="where the archive of all results is to lie as well, always whole")
     parser.add_argument("--minutes", type=float, default=9.0, help="in all, installing and imports included")
     parser.add_argument("--fresh", action="store_true", help="run again what is done")
     parser.add_argument("--pages", action="store_true", help="run nothing, write the pages from what there is")
@@ -121,21 +112,16 @@ def _prepared(
     if wheels is not None and not wheels.is_dir():
         return {}, {}, f"--wheels {wheels}: there is no such folder"
     began = time.monotonic()
-    try:
-        found = packages.wanted(packages.requirements(more), wheels)
-    except ImportError as error:
-        return {}, {}, f"{error}: transformers brings it, which has to be installed, and so has torch"
-    if found.words:
-        return {}, {}, found.words
-    environment = _environment(out, packages.unpack(found.wheels, out))
+    target, taken = packages.unpack(wheels, out)
+    environment = _environment(out, target)
     unpacked = time.monotonic() - began
     warm = packages.warmed(environment, more)
-    taken = ", ".join("-".join(path.name.split("-")[:2]) for path in found.wheels.values()) or "nothing"
-    print(f"from wheels: {taken}, in {unpacked:.1f} s. Importing everything once: {warm['seconds']:.1f} s", flush=True)
-    write_start(out, {"from wheels": taken, "unpacking": round(unpacked, 1), "first imports": warm["seconds"]})
+    names = ", ".join("-".join(name.split("-")[:2]) for name in taken) or "nothing"
+    print(f"from wheels: {names}, in {unpacked:.1f} s. Importing everything once: {warm['seconds']:.1f} s", flush=True)
+    write_start(out, {"from wheels": names, "unpacking": round(unpacked, 1), "first imports": warm["seconds"]})
     broken = {name: words for name, words in warm["missing"].items() if name in more}
     if fatal := [words for name, words in warm["missing"].items() if name not in more]:
-        return {}, {}, f"cannot be imported: {'; '.join(fatal)}"
+        return {}, {}, f"cannot be imported: {'; '.join(fatal)}. --wheels takes packages from a folder of wheels"
     if shapes == "card" and not warm["devices"]:
         words = "there is no GPU here. --shapes tiny exercises the script on the CPU, which proves nothing about GPUs"
         return {}, {}, words

@@ -35,7 +35,6 @@ def judged(found: Found) -> list[Claim]:
         *_bits(found.get("1-bits", {})),
         _attention(found.get("1-attention", {})),
         _released(found.get("1-released", {})),
-        _allocator(found.get("1-allocator", {})),
         _host_cost(found.get("1-host-cost", {}), found.get("1-attention", {})),
         _stress(found.get("2-stress", {})),
         _host(found.get("2-host-budget", {})),
@@ -114,15 +113,6 @@ def _released(data: Mapping[str, Any]) -> Claim:
     if not count:
         return Claim(text, "undecided", "not measured")
     return Claim(text, _verdict(worst <= PEAK), f"largest difference {worst:.2%} of the peak, over {count} readings")
-
-
-def _allocator(data: Mapping[str, Any]) -> Claim:
-    text = "the simulated allocator, given a process's requests, holds what PyTorch's does at each of them"
-    if not data.get("rows"):
-        return Claim(text, "undecided", data.get("why", "not measured"))
-    requests, different = (sum(row[what] for row in data["rows"].values()) for what in ("requests", "different"))
-    right = different == 0 if requests else None
-    return Claim(text, _verdict(right), f"different at {different} of {requests:,} requests")
 
 
 def _host_cost(data: Mapping[str, Any], attention: Mapping[str, Any]) -> Claim:

@@ -59,7 +59,7 @@ class Context:
 # What is worth most where there are ten minutes once; then the rest, by these parts.
 _FIRST = (
     *("1-attention", "1-bits", "2-stress", "5-llama-1b-default-shape", "2-overlap", "4-llama-1b", "1-host-cost"),
-    *("1-allocator", "1-released", "1-contract"),
+    *("1-released", "1-contract"),
 )
 _PARTS = (1, 2, 5, 4, 3, 6)
 
@@ -77,7 +77,6 @@ def _all_of(shapes: Any) -> list[Item]:
         Item(1, "attention", f"{here}.runtime:attention", 120),
         Item(1, "bits", f"{here}.runtime:bits", 150),
         Item(1, "released", f"{here}.runtime:released", 150),
-        Item(1, "allocator", f"{here}.runtime:allocator", 120),
         Item(1, "host cost", f"{here}.runtime:host_cost", 150),
         Item(1, "contract", f"{here}.contract:contract", 480, 120, needs=(*TESTS, *LORA)),
         Item(2, "stress", f"{here}.offload:stress", 180),

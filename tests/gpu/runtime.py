@@ -1,15 +1,12 @@
-"""Part 1: attention that is kept does not run again, bits are those of plain training, memory is really released, the
-allocator works as it is simulated, and what a choice costs the host."""
+"""Part 1: kept attention does not run again, bits are those of plain training, memory is really released, and what a
+choice costs the host."""
 
 from __future__ import annotations
 
 import re
-from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import nullcontext
 from typing import Any
-
-import torch
 
 from autockpt.analysis.verify_worker import count_runs
 from autockpt.errors import ConflictError, InPlaceError, RerunMismatch
@@ -24,7 +21,6 @@ from tests.gpu.kernels import merged, profiled, total
 from tests.gpu.measuring import alive_before, allocated, first_of, ghosts, gradients_of, plans, running, wrong
 
 ATTENTION_KERNELS = re.compile(r"flash|fmha|sdpa|cudnn.*attention|attention.*cudnn|efficient_attention", re.I)
-REQUESTS = 4_000_000  # of these a history keeps the last
 BACKWARD_KERNELS = re.compile(r"bwd|bprop|backward|dot_do_o|convert_dq", re.I)
 
 
@@ -112,51 +108,6 @@ def released(context: Context) -> dict[str, Any]:
                 "peak, ghost": graph.peak_bytes,
             }
     return {"rows": rows}
-
-
-def allocator(context: Context) -> dict[str, Any]:
-    """Everything that steps ask of PyTorch's caching allocator, from the start of the process on, and of the simulated
-    one in its place: whether both hold as many bytes of the device at every single request."""
-    if context.device == "cpu":
-        return {"rows": {}, "why": "the CPU's allocator caches nothing"}
-    memory: Any = torch.cuda.memory
-    memory._record_memory_history("all", context=None, stacks="python", max_entries=REQUESTS)
-    spec = WorkloadSpec.model_validate(context.shapes.attention)
-    names = ("recompute all", "save everything", "offload all", "mixed")
-    with running(spec, context.device) as (runner, units):
-        for choices in plans(units, names).values():
-            runner.measure(choices, steps=1)
-        trace = memory._snapshot()["device_traces"][runner.device.torch_device.index or 0]
-    events = ((event["action"], event["addr"], event["size"], event.get("stream", 0)) for event in trace)
-    return {"rows": {f"one after the other: {', '.join(names)}": replayed(events)}}
-
-
-def replayed(events: Iterable[tuple[str, int, int, int]]) -> dict[str, int]:
-    """What a recorded history comes to: (action, address, bytes, stream) in the words of PyTorch's memory snapshots.
-
-    ``different``: requests at whose end the simulated allocator holds more or less than the real one did.
-    """
-    simulated: dict[int, CachingAllocator] = defaultdict(CachingAllocator)  # each stream has pools of its own
-    blocks: dict[int, tuple[CachingAllocator, Block]] = {}
-    found = {"requests": 0, "different": 0, "most reserved": 0, "most reserved, simulated": 0}
-    real = 0
-    for action, address, size, stream in events:
-        if action == "segment_alloc":
-            real += size
-        elif action == "segment_free":  # the cache is given back
-            real -= size
-            simulated[stream].release_cached()
-        elif action == "free_completed" and address in blocks:
-            owner, block = blocks.pop(address)
-            owner.free(block)
-        elif action == "alloc":
-            blocks[address] = simulated[stream], simulated[stream].allocate(size)
-            said = sum(one.reserved for one in simulated.values())
-            found["requests"] += 1
-            found["different"] += said != real
-            found["most reserved"] = max(found["most reserved"], real)
-            found["most reserved, simulated"] = max(found["most reserved, simulated"], said)
-    return found
 
 
 def _beyond(now: int | None, base: int | None) -> int | None:

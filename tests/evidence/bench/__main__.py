@@ -58,12 +58,12 @@ def bench(
 
     Same machine, batch and meter, interleaved steps: rules per layer, op-level sets, PyTorch's SAC ILP (needs pulp and
     pwlf), torch.compile's memory budget, a searched plan per budget. Gradients are compared with plain
-    training's first. A method that cannot run is a row that says so. Writes a table, a picture and JSON.
+    training's first. A method that cannot run is a row that says so. Writes a table and JSON.
     """
     from autockpt.progress import listener
     from tests.evidence.bench import run_bench
     from tests.evidence.bench.report import BenchRequest
-    from tests.evidence.bench.view import print_bench
+    from tests.evidence.bench.view import bench_page
 
     limit = duration(timeout)
     space, notes = _space(choices, device)
@@ -85,7 +85,7 @@ def bench(
     )
     with listener(screen.progress()) as watcher:
         report = run_bench(request, watcher)
-    screen.show(report, print_bench, as_json)
+    print(report.model_dump_json(indent=2) if as_json else bench_page(report), flush=True)
     if report.interrupted:
         raise typer.Exit(INTERRUPTED)
 

@@ -27,7 +27,6 @@ from autockpt.tuning import run_search
 from autockpt.tuning.targets.base import COMPILING, STEPS
 from tests.evidence.bench.judging import lines_of, open_rows, results_of
 from tests.evidence.bench.peers import OUR_OWN, PEERS, PLAIN
-from tests.evidence.bench.picture import bench_picture
 from tests.evidence.bench.report import BenchReport, BenchRequest, BenchRow, BudgetResult, SearchCost
 from tests.evidence.bench.store import BenchDirectory
 from tests.evidence.bench.view import bench_page
@@ -258,7 +257,6 @@ class _Bench:
         )
         self.directory.write("report.json", report.model_dump_json(indent=1, exclude={"directory"}) + "\n")
         self.directory.write("table.md", bench_page(report))
-        self.directory.write("picture.svg", bench_picture(report))
         return report
 
 

@@ -4,8 +4,7 @@
     question.json   what was asked               rounds.jsonl    seconds by row, a line per round
     command.txt     every command line           report.json     all numbers, worked out
     rows.jsonl      a line per method            table.md        the same to be read
-    settings.jsonl  what peers may be set to     picture.svg     peak against step time
-    searches/       the runs behind our plans
+    settings.jsonl  what peers may be set to     searches/       the runs behind our plans
 """
 
 from __future__ import annotations

@@ -15,9 +15,8 @@ from autockpt.measuring import StepRunner
 from autockpt.schema import WorkloadSpec
 from autockpt.workload import build, discover_units
 from tests.evidence.bench import worker
-from tests.evidence.bench.peers import OUR_OWN, PEERS, Context
+from tests.evidence.bench.peers import OUR_OWN, PEERS
 from tests.evidence.bench.peers.by_op import policy
-from tests.evidence.bench.peers.sac_ilp import policy as policy_by_name
 from tests.measuring.small_workloads import Stack, make_workload
 
 pytestmark = pytest.mark.slow
@@ -69,16 +68,6 @@ def test_gradients_are_those_of_plain_training_and_detaching_restores(name: str,
     assert all(p.grad is None for p in model.parameters())
 
 
-def test_leaner_settings_have_a_lower_peak(runner: StepRunner) -> None:
-    def peak(name: str, setting: dict[str, Any]) -> int:
-        return worker.prepare(runner, {"peer": name, "setting": setting})["peak_bytes"]
-
-    plain, all_again = peak("save everything", {"recompute": []}), peak("recompute all", {"recompute": [0, 1, 2, 3]})
-    keeping = peak("keep ops", {"attention": True, "matmuls": 1})
-    every_second = peak("keep ops", {"attention": True, "matmuls": 2})
-    assert all_again < every_second < keeping < plain
-
-
 def _longer(module: nn.Module, arguments: Any, output: Any) -> Any:
     return output * 1.5
 
@@ -106,21 +95,6 @@ def test_wrong_gradients_and_failures_are_no_measurements(runner: StepRunner, mo
     assert said["wrong"]["state"] == "failed" and said["wrong"]["message"].startswith("wrong gradients")
     assert said["fails"] == {"state": "failed", "message": "ValueError: no such op"}
     assert said["full"]["state"] == "out_of_memory"
-
-
-def test_a_round_names_the_row_that_failed(runner: StepRunner, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Broken:
-        exact, group = True, "eager"
-
-        def attach(self, *_: Any) -> Any:
-            raise ValueError("gone")
-
-    monkeypatch.setitem(PEERS, "broken", Broken())
-    good = {"peer": "save everything", "setting": {"recompute": []}}
-    answer = worker.take_turns(runner, {"rows": {"a": good, "b": {"peer": "broken", "setting": {}}}})
-    assert answer == {"seconds": {}, "failed": {"b": "ValueError: gone"}}
-    answer = worker.take_turns(runner, {"rows": {"a": good, "c": good}})
-    assert set(answer["seconds"]) == {"a", "c"} and not answer["failed"]
 
 
 def test_every_second_matmul_counts_each_run_anew() -> None:
@@ -152,21 +126,6 @@ def test_the_ilp_takes_what_its_estimators_stumble_over(model: str, shape: dict[
         assert any(answer["state"] == "measured" for answer in answers)
     finally:
         made.close()
-
-
-def test_what_the_ilp_keeps_is_told_by_name_and_not_by_position() -> None:
-    decide = policy_by_name({"mm": [0, 1]})
-    mm, mask = torch.ops.aten.mm.default, torch.ops.aten.scalar_tensor.default
-    here = SimpleNamespace(is_recompute=False)
-    said = [decide(here, op).name == "MUST_SAVE" for op in (mask, mm, mask, mask, mm, mm)]
-    assert said == [False, False, False, False, True, False]
-
-
-def test_settings_of_deep_models_stay_few() -> None:
-    units = [SimpleNamespace(name=f"layers.{i}") for i in range(80)]
-    context = Context(workload=None, units=units, budgets={}, plain_peak=1)  # type: ignore[arg-type]
-    for name in ("every-n", "first-k"):
-        assert len(list(PEERS[name].settings(context))) == 16
 
 
 def test_compiled_rows_compile_once_each(runner: StepRunner) -> None:

@@ -33,26 +33,12 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[BenchRequest]:
     return seen
 
 
-def test_defaults(asked: list[BenchRequest]) -> None:
-    result = run(build(), ["--model", "llama-tiny", "--device", "cpu", "--json"])
-    assert result.exit_code == 0, result.output
-    assert BenchReport.model_validate_json(result.stdout).model == "m"
-    (request,) = asked
-    assert [b.text for b in request.budgets] == ["30%", "45%", "60%", "85%"]
-    assert request.peers is None and request.rounds == 9
-    assert not any("offload" in c for c in request.space.choices) and "offload" in request.notes[0]
-
-
 def test_options(asked: list[BenchRequest]) -> None:
     options = ["--budgets", "50%, 2GB", "--peers", "first-k, autockpt", "--choices", "save,offload", "--rounds", "70"]
     assert run(build(), ["-m", "llama-tiny", "--device", "cpu", *options]).exit_code == 0
     (request,) = asked
     assert [b.text for b in request.budgets] == ["50%", "2GB"] and request.peers == ("first-k", "autockpt")
     assert request.space.choices == ("save", "offload") and request.most_rounds == 70 and not request.notes
-
-
-def test_an_interrupted_bench_exits_with_130(asked: list[BenchRequest]) -> None:
-    assert run(build(), ["-m", "llama-tiny", "--device", "cpu", "--rounds", "7"]).exit_code == 130
 
 
 @pytest.mark.parametrize("budgets", ["30", "30%,30%", "x"])

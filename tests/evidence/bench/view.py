@@ -1,15 +1,11 @@
-"""A bench on screen and as a Markdown page: the same tables and sentences."""
+"""A bench as a Markdown page."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
 
-from rich.console import Console
-from rich.text import Text
-
 from autockpt.schema import format_binary, format_bytes, words
-from autockpt.terminal import heading, plain_table, remarks
 from tests.evidence.bench.report import BenchLine, BenchReport, BudgetResult, Ratio
 
 COLUMNS = ("method", "peak", "of plain", "step", "overhead", "95 % interval")
@@ -22,29 +18,6 @@ NOT_MEASURED = {
 }
 
 
-def print_bench(report: BenchReport, console: Console) -> None:
-    """Print every row by group, then who is ahead at each budget, then how it was measured."""
-    console.print(Text.assemble((f"{report.model} ", "bold"), f"on {report.environment.device.name}"))
-    facts = words.facts({k: v for k, v in report.settings.items() if k not in ("model", "device")})
-    console.print(Text(facts, style="dim"))
-    if report.plain_peak_bytes is not None:
-        console.print(Text(f"Saving everything peaks at {format_bytes(report.plain_peak_bytes)}"))
-    for group, title in GROUPS.items():
-        table = plain_table(f"<{COLUMNS[0]}", *(f">{column}" for column in COLUMNS[1:]))
-        for line in (line for line in report.lines if line.row.group == group):
-            style = "dim" if line.row.state != "measured" else "bold" if line.row.budget else None
-            table.add_row(*_cells(line, report.plain_peak_bytes), style=style)
-        if table.rows:
-            heading(title, console, table)
-    lines = {line.row.key: line for line in report.lines}
-    remarks([_verdict(result, lines) for result in report.budgets], console)
-    interrupted = "Interrupted: what was measured so far is kept, and the same command continues."
-    remarks([*([interrupted] if report.interrupted else []), *_remarks(report)], console)
-    if report.directory is not None:
-        console.print()
-        console.print(Text(f"Written to {report.directory}: table.md, picture.svg, report.json"), soft_wrap=True)
-
-
 def bench_page(report: BenchReport) -> str:
     """The whole page: question, tables, who is ahead, how it was measured."""
     lines = {line.row.key: line for line in report.lines}
@@ -53,7 +26,6 @@ def bench_page(report: BenchReport) -> str:
     parts = [f"# {report.model}", f"{facts}.{peak}", f"    {report.command}", _machine(report)]
     if report.interrupted:
         parts.append("**Interrupted: what follows is not all that was asked for.**")
-    parts.append("![peak against step time](picture.svg)")
     if report.budgets:
         parts.append("## At each budget")
         parts.append("\n".join(f"- {_verdict(result, lines)}" for result in report.budgets))

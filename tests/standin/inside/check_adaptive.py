@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
 import random
+from typing import Any
 
 import torch
+import transformers
 
 import autockpt
 from autockpt.devices import get_device
-from tests.evidence import lengths
 from tests.standin.inside.scenarios import Model
 
 standin = torch.get_device_module("standin")
@@ -48,10 +50,49 @@ def test_it_stays_within_a_real_limit_when_others_take_memory_and_goes_back():
     del other
 
 
+ROWS = 4
+
+
+def llama() -> Any:
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=512,
+        hidden_size=64,
+        intermediate_size=192,
+        num_hidden_layers=6,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        max_position_embeddings=512,
+        use_cache=False,
+    )
+    return transformers.LlamaForCausalLM(config).train().to("standin")
+
+
+def document(draw: random.Random) -> int:
+    """A length, of which most are short and a few are cut off at the longest."""
+    short = draw.random() < 0.7
+    return min(256, 8 + int(draw.lognormvariate(3.0, 0.4) if short else draw.lognormvariate(4.3, 0.6)))
+
+
+def batch_of(length: int, number: int) -> dict[str, torch.Tensor]:
+    ids = torch.randint(0, 512, (ROWS, length), generator=torch.Generator().manual_seed(number)).to("standin")
+    return {"input_ids": ids, "labels": ids}
+
+
+def digest(model: Any, batch: dict[str, torch.Tensor]) -> str:
+    """Every bit of the gradients of one forward and backward."""
+    model.zero_grad(set_to_none=True)
+    model(**batch).loss.backward()
+    found = hashlib.blake2b(digest_size=16)
+    for parameter in model.parameters():
+        found.update(parameter.grad.cpu().contiguous().view(torch.uint8).numpy().data)
+    return found.hexdigest()
+
+
 def test_no_batch_runs_out_of_memory_while_somebody_holds_an_eighth_of_it():
     """A batch as long as the longest comes after the memory was taken: what it took before is no measure then."""
     budget, draw = 57_000_000, random.Random(7)
-    model = lengths.made_model("standin")
+    model = llama()
     plan = autockpt.Plan.model_validate(
         {
             "when": {"tokens": 2048},
@@ -59,11 +100,12 @@ def test_no_batch_runs_out_of_memory_while_somebody_holds_an_eighth_of_it():
             "smaller_batches": [{"when": {"tokens": 640}, "choices": {"model.layers.*": "save"}}],
         }
     )
-    sizes = [2 * max(lengths.documents(draw) for _ in range(lengths.ROWS)) for _ in range(60)]
+    sizes = [2 * max(document(draw) for _ in range(ROWS)) for _ in range(60)]
     sizes[10] = sizes[25] = sizes[35] = sizes[55] = 512
-    batches = list(lengths.made(sizes, "standin"))
-    wanted = [lengths.digest(lengths.trained(model, batch)) for batch in batches]
-    lengths.released(model)
+    batches = [batch_of(length, number) for number, length in enumerate(sizes)]
+    wanted = [digest(model, batch) for batch in batches]
+    model.zero_grad(set_to_none=True)
+    get_device("standin").release()
     optimizer, other = torch.optim.SGD(model.parameters(), lr=0.0), None
     with get_device("standin").limit(budget), autockpt.apply(model, plan, adaptive=f"{budget // 1000}KB") as handle:
         for number, (batch, plain) in enumerate(zip(batches, wanted, strict=True)):
@@ -71,7 +113,7 @@ def test_no_batch_runs_out_of_memory_while_somebody_holds_an_eighth_of_it():
                 other = torch.empty(budget // 8, dtype=torch.uint8, device="standin")
             if number == 40:
                 other = None
-            assert lengths.digest(lengths.trained(model, batch)) == plain, number
+            assert digest(model, batch) == plain, number
             optimizer.step()
     assert any(20 <= move.step < 40 and move.leaner > 0 for move in handle.moves), handle
     del other
