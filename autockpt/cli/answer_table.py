@@ -150,14 +150,14 @@ def _print_plan(outcome: SearchOutcome, plan: Plan, console: Console) -> None:
 
 
 def _on_the_device(plan: Plan, path: str) -> tuple[str, ...]:
-    """Lines on how a simulated plan is held against real steps, where these can be as it was made for."""
+    """Commands that compare a simulated plan with real steps, where one process can take such steps."""
     if plan.status != "simulated":
         return ()
     if plan.workload is not None and (only := plan.workload.simulated_only()):
         return (f"No command here takes real steps with {', '.join(only)}: its numbers stay simulated.",)
     path = shlex.quote(path)
-    hold, go_on = f"    autockpt verify {path}", f"    autockpt search --resume {path}"
-    return ("On the device, hold it against real steps, or go on with measured ones:", hold, go_on)
+    compare, go_on = f"    autockpt verify {path}", f"    autockpt search --resume {path}"
+    return ("On the device, compare it with real steps, or continue with measured ones:", compare, go_on)
 
 
 def print_batches(answer: BatchAnswer, console: Console) -> None:

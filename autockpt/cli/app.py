@@ -88,5 +88,5 @@ def _root(
     """What should each layer do with its activations, so that training fits the memory budget and stays fast?
 
     Exit codes: 0 found, 2 wrong question, 3 nothing fits, 4 device or measurement failed, or a
-    promise is broken, 130 interrupted, 141 nobody read the answer to its end (`| head`), 143 ended by SIGTERM.
+    promise is broken, 130 interrupted, 141 the reader of the output went away (`| head`), 143 ended by SIGTERM.
     """

@@ -22,9 +22,9 @@ def calibrate(
 ) -> None:
     """Measure this machine and write its hardware description.
 
-    Rates of matrix products by type and size, of attention and single kernels, memory bandwidth, launch overhead,
-    copies off the device and back, memory and context; then the efficiencies that explain them together. Simulated
-    planning takes the file in place of a built-in description. Measure while nothing else runs.
+    Measures rates of matrix products by type and size, of attention and single kernels, memory bandwidth, launch
+    overhead, copies off the device and back, memory and context. Fits the efficiencies that explain them together.
+    `--hardware FILE` then takes the file in place of a built-in description. Measure while nothing else runs.
     """
     from autockpt.cost.calibrate import measure_in_child
     from autockpt.schema.files import set_aside, unwritable, write_file

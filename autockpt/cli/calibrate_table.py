@@ -40,8 +40,8 @@ def print_hardware(measured: Hardware, like: Hardware | None, console: Console, 
     """Print what was measured, what the description of the same card says, and their ratio; all else is at ``path``."""
     console.print(Text(f"{measured.description or measured.name} ({measured.kind})", style="bold"))
     table = plain_table("figure", ">measured", *([] if like is None else [f">built-in: {like.name}", ">ratio"]))
-    for title, value, told, unit in hardware_rows(measured, like):
-        theirs = [] if like is None else [_written(told, unit), share(value / told) if value and told else ""]
+    for title, value, known, unit in hardware_rows(measured, like):
+        theirs = [] if like is None else [_written(known, unit), share(value / known) if value and known else ""]
         table.add_row(title, _written(value, unit), *theirs)
     console.print(table)
     console.print(Text(f"more figures are in {path}", style="dim"))

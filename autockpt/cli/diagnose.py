@@ -30,10 +30,11 @@ def diagnose(
     plan_out: Path | None = opt("--plan-out FILE", "Write the plan here; another one there is set aside."),
     as_json: bool = flag("--json", "Print JSON."),
 ) -> None:
-    """Say what filled a device's memory, and find a plan that fits.
+    """Show what filled a device's memory, and find a plan that fits.
 
-    Takes the log of the failed run, and the job. Nothing is run: bytes come from ghost runs (whole steps on tensors
-    without memory), seconds from a roofline. Exits with 3 where no plan fits, after saying what would.
+    Reads the log of the failed run; options or --job describe its training step. No step is run: bytes come from ghost
+    runs (whole steps on tensors without memory), seconds from a roofline. Exits with 3 where no plan fits, after
+    listing changes that would.
     """
     from autockpt.analysis.oom_log import read_log
 

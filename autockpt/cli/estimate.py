@@ -26,12 +26,12 @@ def estimate(
     dtype: str | None = opt("--dtype TYPE", "Type of the weights: bf16, fp16, fp32. Default: the model's."),
     as_json: bool = flag("--json", "Print JSON, one object a line."),
 ) -> None:
-    """Say whether training fits a card, by what plan, and how fast.
+    """Predict whether training fits a card, with what plan, and how fast.
 
-    One row after the other for every model, card, batch size and length, for full training with AdamW, for LoRA
-    adapters, and for these on a base in 4 bits (QLoRA). Everything is simulated, nothing is measured, and no weights
-    are loaded. Plans choose for whole layers; `autockpt search --hardware` evaluates finer choices for one row,
-    which can only be faster. A row in which nothing fits is an answer, too: the exit code is 0.
+    Prints a row for every model, card, batch size and length: for full training with AdamW, for LoRA adapters, and for
+    these on a base in 4 bits (QLoRA). Everything is simulated, nothing is measured, and no weights are loaded. Plans
+    choose for whole layers; `autockpt search --hardware` evaluates finer choices for one row, which can only be faster.
+    The exit code is 0 also where nothing fits.
     """
     from autockpt.progress import listener
     from autockpt.tuning import estimate as estimated

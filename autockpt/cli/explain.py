@@ -39,11 +39,10 @@ def explain(
 ) -> None:
     """Show where a step's bytes go, and what giving some up costs.
 
-    Explains a plan; or what fits a budget; or, with neither, plain training. Nothing is run: bytes come from ghost runs
-    (whole steps on tensors without memory), seconds from op times where any are known. Options that are not given are
-    those that the plan was made with. A run is explained from its own files, unless an option asks for another workload
-    or device, or for --limits. Exits with 3 where nothing fits the budget, after explaining the plan with the least
-    peak.
+    Explains a plan; or the plan that fits a budget; or, with neither, plain training. No step is run: bytes come from
+    ghost runs (whole steps on tensors without memory), seconds from op times where any are known. Options that are not
+    given are those of the plan. A run is explained from its own files, unless an option asks for another job or device,
+    or for --limits. Exits with 3 where nothing fits the budget, after explaining the plan with the least peak.
     """
     if plan is not None and not plan.exists():
         raise UsageError(
@@ -56,7 +55,7 @@ def explain(
         )
     if hardware is not None and device is not None:
         raise UsageError(
-            "--hardware models a device that is not at hand; --device needs one", remedy="Give one of them."
+            "--hardware simulates a device, --device names a local one", remedy="Leave one of the two out."
         )
     from autockpt.analysis.explain import explain as explained
     from autockpt.analysis.explain import explain_run

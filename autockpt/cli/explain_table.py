@@ -38,7 +38,7 @@ def print_explanation(said: Explanation, console: Console) -> None:
     at_peak = said.moment.op == said.curve.peak_op
     when = "at the peak" if at_peak else f"at op {said.moment.op:,}, where that is the most"
     moving = format_binary(sum(s.total for s in said.units))
-    heading(f"What comes and goes, {when}: {moving}", console, _slices(said.units, UNITS))
+    heading(f"Transient memory, {when}: {moving}", console, _slices(said.units, UNITS))
     heading("Bytes over time, op by op", console)
     _chart(said, marks, console)
     then = "then" if at_peak else f"at op {said.moment.op:,}"
@@ -119,7 +119,7 @@ def _chart(said: Explanation, marks: Marks, console: Console) -> None:
     c = said.curve
     bottom = f"{format_binary(drawn.low) if drawn.low else '0':>{LABEL}} {ruler(c.spans, c.ops, columns)}"
     console.print(Text(bottom, style="dim"), no_wrap=True, overflow="crop")
-    legend = f"{marks.fixed} there all the time   {marks.growing} gradients, optimizer   {marks.bar} comes and goes"
+    legend = f"{marks.fixed} there all the time   {marks.growing} gradients, optimizer   {marks.bar} transient"
     console.print(Text(pad + legend, style="dim"))
     where = f" in {c.peak_module}" if c.peak_module else ""
     console.print(Text(f"Peak at op {c.peak_op:,} of {c.ops:,}: {c.peak_target}, {c.peak_phase}{where}"))

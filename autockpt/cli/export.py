@@ -16,10 +16,10 @@ def export(
     to: str = opt("--to TRAINER", "transformers, trl, axolotl, torchtitan or megatron.", default=...),
     as_json: bool = flag("--json", "Print settings, losses and notes as JSON."),
 ) -> None:
-    """Write the nearest setting of a trainer's own.
+    """Print the nearest setting of another trainer.
 
-    For trainers that cannot apply a plan: their activation checkpointing set as near to the plan as it goes, without
-    keeping more in memory where that can be avoided. What is lost is listed in comments. Redirect the output to a file.
+    For trainers that cannot apply a plan: prints the setting of their own activation checkpointing that is nearest to
+    the plan, without keeping more in memory where that can be avoided. Comments list what is lost.
     """
     from autockpt.integrations.export import export as nearest
     from autockpt.schema.runs import plan_at

@@ -48,7 +48,7 @@ def guarded(verb: Callable[..., None]) -> Callable[..., None]:
             raise
         except AutockptError as error:
             raise typer.Exit(_explain(error, as_json)) from None
-        except BrokenPipeError:  # whoever read our output has gone
+        except BrokenPipeError:  # the reader of our output is gone
             _silence_output()
             raise typer.Exit(UNREAD) from None
         except (KeyboardInterrupt, Exception) as error:
@@ -94,15 +94,15 @@ def _code(interrupts: list[int]) -> int:
 
 _UNWRITTEN = (errno.ENOSPC, errno.EIO, errno.EFBIG, getattr(errno, "EDQUOT", errno.ENOSPC))
 _READ_IT = "It is in the run's directory: the same command shows it at once, without measuring again."
-_ANEW = "The same command begins anew."
+_AGAIN = "The same command begins again."
 
 
 def _interrupted(as_json: bool, code: int, kept: bool) -> int:
     _debug()
-    # whoever presses Ctrl-C twice still gets the message
+    # a second Ctrl-C does not lose the message
     with handling({signal.SIGINT: signal.SIG_IGN, signal.SIGTERM: signal.SIG_IGN}):
         said = "ended by SIGTERM" if code == TERMINATED else "interrupted"
-        remedy = "What was measured so far is kept; the same command continues." if kept else _ANEW
+        remedy = "What was measured so far is kept; the same command continues." if kept else _AGAIN
         return _say(said, remedy, as_json, code)
 
 
@@ -151,7 +151,7 @@ def _say(message: str, remedy: str, as_json: bool, exit_code: int, *, code: str 
     from rich.text import Text
 
     console = screen.progress()
-    with suppress(BrokenPipeError):  # nobody reads errors any more; the exit code stays
+    with suppress(BrokenPipeError):  # no reader is left; the exit code stays
         console.print(Text.assemble(("autockpt: ", "bold red"), message, (f" [{code}]" if code else "", "dim")))
         for line in remedy.splitlines():
             indented = textwrap.fill(line, console.width - 1, initial_indent="  ", subsequent_indent="  ")

@@ -26,7 +26,7 @@ def history(
     out: Path = RUNS_FOLDER,
     as_json: bool = flag("--json", "Print JSON."),
 ) -> None:
-    """Print what a run tried; without a run, what runs there are.
+    """Print the trials of a run; without a run, list the runs.
 
     A letter for each layer stands for its choice; the legend under the table explains those that occur. The page that
     --page writes needs no network and no other file. A search writes it when it ends; this writes it again, also for a

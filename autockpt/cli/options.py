@@ -52,8 +52,10 @@ _number = functools.partial(_option, int, min=1)
 
 JOB = opt(
     "--job FILE",
-    "The training step as YAML: `model`, `batch_size`, … and every further key (docs/job.md). Options that are given "
-    "take precedence.",
+    "The training step as YAML, `key: value` per line; options take precedence. Keys: model, batch_size, seq_len, "
+    "packed, pad_to, units, dtype, autocast, attn, liger, optimizer, accumulate, scaler, max_grad_norm, lora, "
+    "lora_targets, lora_dora, lora_modules_to_save, load_in_4bit, load_in_8bit, quantization, prepare_kbit, weights, "
+    "trust_remote_code, seed; with --hardware also shard, ddp, master_weights, keep_gradients.",
     show_default=False,
 )
 

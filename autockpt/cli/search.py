@@ -72,7 +72,7 @@ def search(
     device: str | None = DEVICE,
     hardware: str | None = opt(
         "--hardware NAME",
-        "Simulate this device, which need not be here, and measure nothing: rtx4090, h100, …, or a YAML file.",
+        "Simulate this device, local or not, and measure nothing: rtx4090, h100, …, or a YAML file.",
     ),
     trials: int = opt(
         "--trials -n N",
@@ -89,7 +89,7 @@ def search(
     seed: int | None = opt("--seed N", "For weights, batch and sampler. Default: the job's, else 0.", min=0),
     space: str = opt(
         "--space NAME",
-        "What a sampler moves: knobs (a few prices), layers (each choice), or your own YAML file.",
+        "What a sampler moves: knobs (a few cost coefficients), layers (each choice), or your own YAML file.",
         default="knobs",
     ),
     choices: str | None = opt("--choices A,B", "Allow only these, as in save,recompute."),
@@ -108,19 +108,19 @@ def search(
     allow_inexact: bool = flag("--allow-inexact", "Also run head and loss in chunks: gradients equal up to rounding."),
     dry_run: bool = flag("--dry-run", "Trace, solve and predict; measure nothing."),
     fresh: bool = FRESH,
-    again: bool = flag("--again", "Search on where this question was answered already. Default: the answer on record."),
+    again: bool = flag("--again", "Search again where an answer is on record. Default: print that answer."),
     resume: Path | None = opt(
         "--resume RUN|PLAN",
         "Start from this plan or run, which may be simulated: options that are not given are taken from it, its "
-        "plan is tried early, and costs are found anew.",
+        "plan is tried early, and costs are measured again.",
     ),
     as_json: bool = flag("--json", "Print the answer as JSON."),
 ) -> None:
     """Find a plan that fits a memory budget.
 
-    Plans are proposed by an exact solver, ghost-run (a whole step on tensors without memory), and measured by real
-    training steps in a worker process; with --hardware they are simulated instead. Without --model a built-in shape is
-    planned for: llama-1b on a GPU; where there is none, llama-1b on a simulated rtx4090; with --device cpu a small one,
+    An exact solver proposes plans. Each is ghost-run (a whole step on tensors without memory), then measured by real
+    training steps in a worker process; with --hardware it is simulated instead. Without --model a built-in shape is
+    planned for: llama-1b on a GPU; without a GPU llama-1b on a simulated rtx4090; with --device cpu a small one,
     measured.
     """
     from autockpt.cli.answer_table import print_answer, print_batches

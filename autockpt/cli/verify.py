@@ -9,7 +9,7 @@ import typer
 
 from autockpt.cli import screen
 from autockpt.cli.guard import FAILED, guarded
-from autockpt.cli.options import DEVICE, arg, flag, job_file, opt, workload_spec
+from autockpt.cli.options import DEVICE, JOB, arg, flag, job_file, workload_spec
 from autockpt.errors import UsageError
 
 if TYPE_CHECKING:
@@ -22,17 +22,15 @@ if TYPE_CHECKING:
 def verify(
     plan: Path = arg("PLAN|RUN", "The plan file, or the directory of the run that found it.", default=...),
     *,
-    job: Path | None = opt(
-        "--job FILE", "The training step as YAML (docs/job.md), for a plan that does not name its own."
-    ),
+    job: Path | None = JOB,
     device: str | None = DEVICE,
     as_json: bool = flag("--json", "Print the report as JSON."),
 ) -> None:
     """Check a plan against real steps: gradients, peak and step time.
 
     Runs in a new process. Gradients must equal those of plain training, operations must be recomputed as planned, and
-    peak and step time must be as promised. The training step is the one that the plan was made for; keys of a job file
-    take precedence. Exits with 4 where a promise is not kept.
+    peak and step time must be as promised. The training step is the one that the plan was made for; a job file
+    changes it, or describes it where the plan does not. Exits with 4 where a promise is not kept.
     """
     from autockpt.schema.runs import plan_at
 

@@ -43,7 +43,7 @@ class AutockptCallback(PlanCallback, TrainerCallback):
 
     With ``global_batch``, the rows of an optimizer update over all processes, micro-batch and accumulation are found
     together with the plan, and training goes on with them: the Trainer's arguments are changed, and its batches made
-    anew, of the same rows in the same order. Its own settings have to make updates of as many rows, as its steps are
+    again, of the same rows in the same order. Its own settings have to make updates of as many rows, as its steps are
     counted by them. With ``lengths`` ("auto": those of the data set; else as for ``autockpt.search``) the plan has sets
     of choices by the length of the batch.
 
@@ -123,7 +123,7 @@ class AutockptCallback(PlanCallback, TrainerCallback):
         if not {"train_dataloader", "steps_in_epoch", _SKIPPED} <= set(taken):
             raise UsageError(
                 f"{type(trainer).__name__} of transformers {transformers.__version__} does not let its batches be made "
-                "anew as training starts",
+                "again as training starts",
                 remedy="Search beforehand (autockpt.search(step, global_batch=…)), and pass its plan and settings.",
             )
         setattr(trainer, _EPOCH, run_epoch)
@@ -252,7 +252,7 @@ def _search(trainer: Any, plan: PlanWanted, first: Any = None, items: Any = None
 
 
 def _resized(trainer: Any, plan: Plan, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Have the Trainer go by the plan's micro-batch and accumulation, and make its batches anew.
+    """Have the Trainer go by the plan's micro-batch and accumulation, and make its batches again.
 
     ``given`` are the arguments of its epoch; returns those to replace. Raises UsageError, with the settings to write
     where it was made, and nothing changed, where this trainer's batches do not go by its settings.
@@ -305,9 +305,9 @@ def _facts(trainer: Any) -> dict[str, Any]:
 
 @contextmanager
 def _unchanged(trainer: Any) -> Iterator[dict[str, Any]]:
-    """The Trainer's own records (metrics, counts of tokens) are put back, and it asks no other process for theirs.
+    """The Trainer's own records (metrics, counts of tokens) are restored, and it asks no other process for theirs.
 
-    Gives the records that hold more: what a search has to put back itself.
+    Gives the records that hold more: what a search has to restore itself.
     """
     data = (trainer.train_dataset, trainer.eval_dataset)
     alone: Any = dict.fromkeys(("gather", "gather_for_metrics", "reduce"), lambda tensor, *args, **kwargs: tensor)
@@ -338,7 +338,7 @@ def refuse_own_checkpointing(args: Any) -> None:
     """Raise ConflictError where training arguments ask for activation checkpointing or offloading on top of the plan's.
 
     Both spellings count (``activation_checkpointing``, ``gradient_checkpointing``), FSDP's option, TRL's offloading,
-    and options of the Trainer's own even where that is off: whoever set them expects something of them.
+    and options of the Trainer's own even where that is off, as the user expects an effect of them.
     """
     asked: list[str] = []
     for name in _SPELLINGS:

@@ -20,7 +20,7 @@ AS_RECOMPUTE: Losses = {
     "recompute": None,
     "keep_attention": "attention is run again, whose output the plan keeps",
     "selective": "all of the layer is run again, of which the plan keeps a part",
-    "remake": "all of the layer is run again, of which the plan makes only what is needed",
+    "remake": "all of the layer is run again, of which the plan recomputes only what is needed",
     "recompute_offload": "the layer's input stays on the device",
     "offload": "recomputed instead of moved off the device; its input stays",
 }
