@@ -6,9 +6,8 @@ the command line's options: ``batch_size``, ``seq_len``, ``lora``, …. ``search
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from pydantic import ValidationError
 from autockpt.analysis.explain import estimate_step, explain_run
 from autockpt.analysis.explain import explain as explained
 from autockpt.analysis.limits import with_longest
-from autockpt.analysis.page import write_page
+from autockpt.analysis.page import page_of
 from autockpt.analysis.subject import ExplainRequest, budget_for, hardware_for
 from autockpt.analysis.verify import verify as verified
 from autockpt.errors import UsageError
@@ -102,8 +101,6 @@ def search(
         watcher: Listener = Silence()
         if progress:
             watcher = stack.enter_context(listener(console(stderr=True)))
-        if out is not None:
-            stack.enter_context(_pages_written(Path(out), watcher))
         open_length = isinstance(step, str) and workload.get("seq_len") == "auto"
         given = {name: value for name, value in workload.items() if not (open_length and name == "seq_len")}
         described = {"hardware": hardware, "device": device, "compile": compile, "dry_run": dry_run or None}
@@ -139,6 +136,8 @@ def search(
             for line in (*found.lines(), *found.notes):
                 watcher.note(line)
             found = found.outcome
+        if found.run_directory is not None:
+            watcher.note(page_of(found.run_directory))
     if found.plan is None:
         raise KeyboardInterrupt
     return found.plan
@@ -226,19 +225,6 @@ def _shown(said: Explanation, show: bool) -> Explanation:
 
         print_explanation(said, console(stderr=False))
     return said
-
-
-@contextmanager
-def _pages_written(out: Path, listener: Listener) -> Iterator[None]:
-    """Write the page of every run in this folder that ends meanwhile; that one cannot be written is only said."""
-    began = time.time()
-    yield
-    for ended in sorted(out.glob("*/outcome.json")):
-        try:
-            if ended.stat().st_mtime >= began - 1:
-                write_page(RunDirectory.open(ended.parent))
-        except Exception as error:  # the search has its answer, whatever is wrong with a page about it
-            listener.note(f"The page about {ended.parent} could not be written: {error}")
 
 
 def _workload(model: str, given: dict[str, Any], seed: int = 0) -> WorkloadSpec:

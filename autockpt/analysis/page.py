@@ -31,6 +31,7 @@ from autockpt.schema.outlook import Outlook
 from autockpt.schema.plan import choice_lines, promised, set_lines
 from autockpt.schema.runs import RunDirectory
 from autockpt.schema.step_note import step_note
+from autockpt.tracing.tracer import uncollected
 
 PAGE = "report.html"
 # an absolute path, also behind a quote, an equals sign or a URL's scheme
@@ -48,6 +49,21 @@ def write_page(run: RunDirectory) -> Path:
     Raises RunDirectoryError where the run is damaged or the file cannot be written.
     """
     return write_file(run.path / PAGE, run_page(run), RunDirectoryError, "Move away what is in its place.", links=False)
+
+
+def page_of(run: Path) -> str:
+    """Write the page of a search that has ended, unless it is there. Returns a sentence about it.
+
+    The search has its answer whatever is wrong with a page about it: an error becomes the sentence.
+    """
+    page, answer = run / PAGE, run / "outcome.json"
+    try:
+        if not page.exists() or not answer.exists() or page.stat().st_mtime < answer.stat().st_mtime:
+            with uncollected():
+                write_page(RunDirectory.open(run))
+        return f"The whole run on one page: {page}"
+    except Exception as error:
+        return f"The page about the run could not be written: {error}"
 
 
 def run_page(run: RunDirectory) -> str:

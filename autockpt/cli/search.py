@@ -29,7 +29,7 @@ from autockpt.cli.options import (
 from autockpt.errors import UsageError, without_passwords
 
 if TYPE_CHECKING:
-    from autockpt.schema import Listener, SearchOutcome, SearchRequest, WorkloadSpec
+    from autockpt.schema import Listener, SearchRequest, WorkloadSpec
 
 AUTO = "auto"
 # what is planned for where no model is named, by kind of device
@@ -186,7 +186,10 @@ def search(
     else:
         outcome = found.outcome
         screen.show(found, print_batches, as_json)
-    _write_page(outcome)
+    if (run := outcome.run_directory) is not None and run.is_dir():
+        from autockpt.analysis.page import page_of
+
+        screen.progress().print(page_of(run), soft_wrap=True)
     if outcome.interrupted:
         raise typer.Exit(INTERRUPTED)
 
@@ -253,22 +256,3 @@ def _watched(request: SearchRequest) -> Iterator[Listener]:
         for note in request.notes:
             watcher.note(note)
         yield watcher
-
-
-def _write_page(outcome: SearchOutcome) -> None:
-    """Write the run's page next to the answer, unless it is there; that it cannot be written is only said."""
-    run, console = outcome.run_directory, screen.progress()
-    if run is None or not (run / "question.json").exists():
-        return
-    try:
-        from autockpt.analysis.page import PAGE, write_page
-        from autockpt.schema.runs import RunDirectory
-        from autockpt.tracing.tracer import uncollected
-
-        page, answer = run / PAGE, run / "outcome.json"
-        if not page.exists() or not answer.exists() or page.stat().st_mtime < answer.stat().st_mtime:
-            with uncollected():
-                page = write_page(RunDirectory.open(run))
-        console.print(f"The whole run on one page: {page}", soft_wrap=True)
-    except Exception as error:  # the search has its answer, whatever is wrong with a page about it
-        console.print(f"The page about the run could not be written: {error}", soft_wrap=True)
