@@ -36,7 +36,7 @@ from autockpt.schema.batches import BatchAnswer
 from autockpt.schema.explanation import Explanation
 from autockpt.schema.plan import CompileMode
 from autockpt.schema.request import TRIALS
-from autockpt.schema.runs import RunDirectory, plan_at
+from autockpt.schema.runs import plan_at
 from autockpt.terminal import console
 from autockpt.tracing import trace as traced
 from autockpt.tuning import answer, search_request

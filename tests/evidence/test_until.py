@@ -8,7 +8,7 @@ import statistics
 import pytest
 
 from tests.evidence.until import compare_until
-from tests.history.test_statistics import log_normal, share_covering
+from tests.measuring.test_statistics import log_normal, share_covering
 
 
 @pytest.mark.slow

@@ -13,7 +13,6 @@ from autockpt.errors import ConflictError, InPlaceError, RerunMismatch
 from autockpt.measuring import StepRunner
 from autockpt.schema import WorkloadSpec, parse_choice
 from autockpt.schema.choices import choice_kinds, dump_choice
-from autockpt.tracing.kernels.allocator import Block, CachingAllocator
 from autockpt.verification import deterministic_algorithms
 from tests.evidence import host_cost as cost
 from tests.gpu.items import Context
