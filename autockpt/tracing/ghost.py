@@ -12,6 +12,7 @@ from torch import Tensor
 
 from autockpt.errors import GhostError
 from autockpt.policies.base import setting
+from autockpt.tracing.collectives import FUNCTIONAL, IN_PLACE, in_place_answer, returns_argument, sharded_as_ghosts
 from autockpt.tracing.kernels.cuda_kernels import CUDA_ONLY, Capability, cuda_kernels, fused_dropout
 from autockpt.tracing.kernels.operators import Operator, leaves
 from autockpt.tracing.kernels.triton_launches import no_launches
@@ -75,7 +76,8 @@ class GhostMode(Recorder):
         if self.capability is not None:
             # what is made for a kernel of CUDA's alone is a ghost, whatever it is made of: nobody asks for its values
             kernels = cuda_kernels(self.capability, lambda: setting(self, "_values_matter", False))
-        with setting(Tensor, "tolist", tolist), no_launches(), super().recording(), kernels:
+        sharded = sharded_as_ghosts(self.log)
+        with setting(Tensor, "tolist", tolist), no_launches(), sharded, super().recording(), kernels:
             yield self
 
     def allocate(self, nbytes: int) -> Tensor:
@@ -100,6 +102,10 @@ class GhostMode(Recorder):
         operator, kwargs = call.kind.operator, call.kwargs
         if self._on_op is not None:
             self._on_op(operator)
+        if operator.namespace == IN_PLACE:
+            return in_place_answer(call.args, operator.returns)
+        if operator.namespace in FUNCTIONAL:  # shapes alone, of real tensors too
+            return call.args[0] if returns_argument(operator.base) else self._pretend(call)
         device = kwargs.get("device")
         if device is not None and torch.device(device).type not in ("cpu", "meta"):
             kwargs = {**kwargs, "device": torch.device("cpu")}

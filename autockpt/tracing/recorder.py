@@ -60,8 +60,9 @@ def call_key(args: Any, tensors: list[Tensor], mutates: bool) -> tuple[Any, ...]
 
 @functools.cache
 def _takes_apart(kind: type) -> bool:
-    """Whether a type of tensors is torchao's: several tensors that stand for one, without memory of its own."""
-    return kind.__module__.partition(".")[0] == "torchao" and hasattr(kind, "__tensor_flatten__")
+    """Whether a type is torchao's or DTensor: it stands for other tensors, without memory of its own."""
+    ours = kind.__module__.partition(".")[0] == "torchao" or kind.__module__.startswith("torch.distributed.tensor")
+    return ours and hasattr(kind, "__tensor_flatten__")
 
 
 _current_node = torch._C._current_autograd_node
@@ -255,6 +256,8 @@ class Recorder(TorchDispatchMode):
             return NotImplemented  # its type does it by ops on the tensors inside, which come here in turn
         kwargs = kwargs or {}
         operator = self.operators[func]
+        if operator.namespace == "profiler":  # a name for what runs next (FSDP2 gives one to every call): no op
+            return func(*args, **kwargs)
         tensors: list[Tensor] = []
         key = call_key(args, tensors, operator.mutates)
         if kwargs:

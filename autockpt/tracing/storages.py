@@ -14,9 +14,10 @@ from autockpt.tracing.memory import GhostMemory
 class _Watch(weakref.ref):
     """A weak reference to a storage that knows which storage it was when it dies."""
 
-    __slots__ = ("address", "cdata", "sid")
+    __slots__ = ("address", "cdata", "freed", "sid")
     address: int
     cdata: int
+    freed: bool  # its memory is given back, though the storage lives on
     sid: int
 
 
@@ -43,7 +44,7 @@ class StorageLog:
         self.bytes, self.birth, self.death = [], [], []
         for watch in self._alive.values():
             storage = watch()
-            watch.sid = self._enter(0 if storage is None else storage.nbytes(), -1)
+            watch.sid = self._enter(0 if storage is None or watch.freed else storage.nbytes(), -1)
 
     def ghost(self, nbytes: int, birth: int) -> tuple[torch.UntypedStorage, int]:
         """A new storage in ghost memory and its number."""
@@ -67,10 +68,24 @@ class StorageLog:
             if tensor.layout is torch.strided:
                 self.watch(tensor.untyped_storage(), -1)
 
+    def free(self, storage: torch.UntypedStorage) -> bool:
+        """Note that a storage's memory is given back while it lives on; False where it is not watched."""
+        watch = self._alive.get(storage._cdata)
+        if watch is not None and not watch.freed:
+            watch.freed, self.death[watch.sid] = True, self.clock - 1
+        return watch is not None
+
+    def refill(self, storage: torch.UntypedStorage) -> bool:
+        """Note that a storage has memory again, under a new number; False where it is not watched."""
+        watch = self._alive.get(storage._cdata)
+        if watch is not None and watch.freed:
+            watch.freed, watch.sid = False, self._enter(storage.nbytes(), self.clock)
+        return watch is not None
+
     def _watch(self, storage: torch.UntypedStorage, birth: int, address: int) -> int:
         watch = _Watch(storage, self._died)
         watch.cdata = cdata = storage._cdata
-        watch.address = address
+        watch.address, watch.freed = address, False
         watch.sid = sid = self._enter(storage.nbytes(), birth)
         self._alive[cdata] = watch
         return sid
@@ -82,7 +97,8 @@ class StorageLog:
         return len(self.bytes) - 1
 
     def _on_death(self, watch: _Watch) -> None:
-        self.death[watch.sid] = self.clock - 1
+        if not watch.freed:
+            self.death[watch.sid] = self.clock - 1
         if self._alive.get(watch.cdata) is watch:
             del self._alive[watch.cdata]
         if watch.address and self.memory is not None:

@@ -57,11 +57,12 @@ class Operator:
     def __init__(self, func: torch._ops.OpOverload) -> None:
         schema = func._schema
         self.name = str(func)
-        self.base = schema.name.split("::")[1]
+        self.namespace, self.base = schema.name.split("::")
         self.positions = {argument.name: i for i, argument in enumerate(schema.arguments)}
         writes: list[Any] = [a for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
         self.mutates = bool(writes)
         written = {label: a.name for a in writes for label in a.alias_info.before_set}
+        self.returns = len(schema.returns)
         aliased = [r.alias_info for r in schema.returns]
         self.returned = [_argument_of(alias, written) for alias in aliased]
         self.written = [a.name for a in writes if a.name not in self.returned]

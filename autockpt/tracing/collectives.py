@@ -1,0 +1,83 @@
+"""Sharded steps as ghosts: FSDP2, tensor parallelism and DDP in one process, without a word to the other ranks.
+
+A fork of a training process has none of gloo's threads and NCCL's streams, so that a collective which ran there would
+wait forever; under PyTorch's fake process group there are no other ranks at all. What a collective writes is a ghost
+either way. Three things besides the collectives themselves escape a dispatch mode: FSDP2 frees gathered weights by
+resizing their storages, DDP's reducer starts collectives in C++, and the rules by which DTensor's ops are sharded run
+ops of their own on fake tensors.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from autockpt.policies.base import setting
+from autockpt.tracing.storages import StorageLog
+
+IN_PLACE, FUNCTIONAL = "c10d", ("_c10d_functional", "_c10d_functional_autograd")
+
+
+def in_place_answer(args: tuple[Any, ...], returns: int) -> Any:
+    """What a collective of ``c10d`` returns: the tensors that it wrote to, and a handle whose work is over."""
+    from torch._C._distributed_c10d import FakeWork  # private: the only handle that no process group has to make
+
+    work = FakeWork().boxed()  # type: ignore[attr-defined]
+    return work if returns == 1 else (args[0], work)
+
+
+def returns_argument(base: str) -> bool:
+    """Whether a functional collective returns its first argument: it waits for it, or writes to it."""
+    return base == "wait_tensor" or base.endswith("_")
+
+
+@contextmanager
+def sharded_as_ghosts(log: StorageLog) -> Iterator[None]:
+    """Record what FSDP2 frees and gathers again, and keep DTensor's own bookkeeping out of the recording.
+
+    Only what is loaded already is looked at: a step that uses neither costs nothing.
+    """
+    with ExitStack() as stack:
+        # private modules: the two functions are the one place through which all of FSDP2's frees and gathers pass
+        for name in ("_fsdp_param", "_fsdp_param_group"):
+            module = sys.modules.get(f"torch.distributed.fsdp._fully_shard.{name}")
+            for function, noted in (("free_storage", log.free), ("alloc_storage", log.refill)):
+                if hasattr(module, function):
+                    stack.enter_context(setting(module, function, _resized(noted, getattr(module, function))))
+        if (ddp := sys.modules.get("torch.nn.parallel.distributed")) is not None:
+            # its reducer starts collectives of its own, unless no forward of DDP's has announced a backward
+            stack.enter_context(setting(ddp.DistributedDataParallel, "forward", _forward_inside))
+        if (rules := sys.modules.get("torch.distributed.tensor._sharding_prop")) is not None:
+            name = "_propagate_tensor_meta_non_cached"
+            stack.enter_context(
+                setting(rules.ShardingPropagator, name, _unrecorded(getattr(rules.ShardingPropagator, name)))
+            )
+        yield
+
+
+def _resized(note: Callable[[torch.UntypedStorage], bool], plain: Callable[[Tensor], None]) -> Callable[[Tensor], None]:
+    """A ghost's storage keeps its size, which takes no memory; that it was freed or filled is noted."""
+
+    def resize(tensor: Tensor) -> None:
+        if not note(tensor.untyped_storage()):
+            plain(tensor)
+
+    return resize
+
+
+def _forward_inside(ddp: Any, *args: Any, **kwargs: Any) -> Any:
+    return ddp.module(*args, **kwargs)
+
+
+def _unrecorded(plain: Callable[..., Any]) -> Callable[..., Any]:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with _disable_current_modes():
+            return plain(*args, **kwargs)
+
+    return run
