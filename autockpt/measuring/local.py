@@ -56,6 +56,11 @@ class LocalMeasurer(Measurer):
             self.close()
             raise
 
+    def with_others(self, barrier: Callable[[], None], recordings: int) -> None:
+        """Begin every cycle together with other ranks; on the CPU the smallest of several ``recordings`` is a peak."""
+        self._runner.barrier = barrier
+        self._runner.recordings = recordings if self._device.kind == "cpu" else 1
+
     @property
     def beat(self) -> Callable[[str], None]:
         """See ``Measurer``."""
@@ -106,12 +111,16 @@ class LocalMeasurer(Measurer):
             yield self._runner
 
 
+def ranks_here() -> int:
+    """Processes of the job whose process group this one has joined."""
+    there = torch.distributed.is_available() and torch.distributed.is_initialized()
+    return torch.distributed.get_world_size() if there else 1
+
+
 def refuse_many_processes() -> None:
     """Raises UsageError in one of several processes that train together (torchrun, torch.distributed)."""
     told = os.environ.get("WORLD_SIZE", "")
-    size = int(told) if told.isdecimal() else 1
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        size = max(size, torch.distributed.get_world_size())
+    size = max(int(told) if told.isdecimal() else 1, ranks_here())
     if size > 1:
         raise UsageError(
             f"this is one of {size} training processes, and a search measures in a single one",

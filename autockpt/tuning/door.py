@@ -8,6 +8,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from autockpt.errors import UsageError
+from autockpt.measuring.local import ranks_here
 from autockpt.schema import (
     Budget,
     Hardware,
@@ -32,11 +33,23 @@ from autockpt.workload.lengths import lengths_of
 
 def answer(request: SearchRequest, listener: Listener | None = None) -> SearchOutcome | BatchAnswer:
     """Search for a plan; with its micro-batch, or with sets of choices by length, where the request asks for these."""
+    if request.step is not None and not request.others_wait and ranks_here() > 1:
+        _refuse_on_ranks(request)
     if request.rows_per_update is not None:
         return search_batch_sizes(request, listener or Silence())
     if request.lengths is not None:
         return search_lengths_of(request, listener or Silence())
     return run_search(request, listener)
+
+
+def _refuse_on_ranks(request: SearchRequest) -> None:
+    """What is not asked of the ranks of a job."""
+    asked = {"global_batch": request.rows_per_update, "lengths": request.lengths, "compile": request.compile}
+    if named := [name for name, value in asked.items() if value is not None]:
+        raise UsageError(
+            f"{named[0]}= cannot be asked of {ranks_here()} processes that train together",
+            remedy="Search on one device, without torchrun; or leave it out.",
+        )
 
 
 def search_request(

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from contextlib import ExitStack
 from functools import partial
 
 from autockpt.cost import CostModel
 from autockpt.errors import InfeasibleError
-from autockpt.measuring import LocalMeasurer, Measurer, WorkerMeasurer
-from autockpt.measuring.local import refuse_many_processes
+from autockpt.measuring import LocalMeasurer, Measurer, Ranks, WorkerMeasurer
+from autockpt.measuring.local import ranks_here, refuse_many_processes
 from autockpt.schema.request import Listener, SearchOutcome, SearchRequest, Silence
 from autockpt.tuning.infeasible import explain_refusal
 from autockpt.tuning.loop import Loop, Proposer
@@ -38,12 +39,28 @@ def run_search(request: SearchRequest, listener: Listener | None = None) -> Sear
     Raises UsageError (under a distributed launch as well), WorkloadError, InfeasibleError, RunDirectoryError or
     MeasurementError; whatever was measured until then is kept.
     """
-    clock = Clock(listener or Silence(), request.timeout, request.training_steps)
+    if request.step is not None and not request.others_wait and ranks_here() > 1:
+        return _on_all_ranks(request, listener)
     _refuse(request)
+    return _search(request, listener)
+
+
+def _on_all_ranks(request: SearchRequest, listener: Listener | None) -> SearchOutcome:
+    """The same answer on all ranks of a job: the first one searches, and all take the steps together."""
+    question = json.dumps(request.question(), sort_keys=True, default=str)
+    with Ranks(request.step, question, host_budget=request.host_budget) as ranks:
+        if ranks.rank:
+            return ranks.serve()
+        asked = request.model_copy(update={"step": ranks.step})
+        return ranks.conduct(lambda: _search(asked, listener, ranks))
+
+
+def _search(request: SearchRequest, listener: Listener | None, measurer: Measurer | None = None) -> SearchOutcome:
+    clock = Clock(listener or Silence(), request.timeout, request.training_steps)
     with ExitStack() as stack:
         if (answer := answer_on_record(stack, request)) is not None:  # found without tracing
             return save_plan_copy(request, answer)
-        target = target_of(stack, request, clock)
+        target = target_of(stack, request, clock, measurer)
         prepared = target.trace(stack)
         run, answer = enter_run(stack, request, prepared)
         if answer is not None:
@@ -63,13 +80,14 @@ def run_search(request: SearchRequest, listener: Listener | None = None) -> Sear
         return save_plan_copy(request, outcome)
 
 
-def target_of(stack: ExitStack, request: SearchRequest, clock: Clock) -> Target:
-    """What the request is asked of; ``stack`` ends what measures there."""
+def target_of(stack: ExitStack, request: SearchRequest, clock: Clock, measurer: Measurer | None = None) -> Target:
+    """What the request is asked of; ``stack`` ends what measures there, unless that is the ``measurer`` of a job."""
     if request.hardware is not None:
         return OnHardware(request=request, clock=clock, hardware=request.hardware)
     if request.dry_run:
         return DryRun(request=request, clock=clock)
-    measurer = stack.enter_context(measurer_of(request))
+    if measurer is None:
+        measurer = stack.enter_context(measurer_of(request))
     if request.compile is not None:
         assert isinstance(measurer, WorkerMeasurer)
         return Compiled(measurer, clock, request=request, mode=request.compile, within=measurer.within)

@@ -1,0 +1,284 @@
+"""Steps of a job of several processes (FSDP2, tensor parallelism, DDP): every rank takes the same step together.
+
+A sharded step cannot be taken by one rank alone, so the first rank searches, and whatever it asks of its measurer is
+done on all ranks at the same time. A step takes as long as on the slowest rank, and a plan needs as much memory as on
+the rank that needs most. The other ranks ``serve`` until the search is over and receive its answer.
+
+A rank that fails in the middle of a step leaves the others waiting in a collective. Process groups cannot be repaired
+(``abort`` from another thread does not free who waits in gloo), so they are given a short timeout while a search is on:
+after it every rank knows the cause, the trial is on record, and the processes leave. Started again, the search goes on.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+from torch import distributed, nn
+
+from autockpt.errors import AutockptError, MeasurementError, UsageError
+from autockpt.measuring.statistics import noise
+from autockpt.measuring.base import Choices, Measurer
+from autockpt.measuring.local import LocalMeasurer
+from autockpt.schema.choices import dump_choices, parse_choices
+from autockpt.schema.trial import Measurement
+from autockpt.workload import Step
+from autockpt.workload.storages import nested_tensors
+
+T = TypeVar("T")
+MEETING = 60.0
+"""Seconds within which all ranks must have called the search."""
+LEAST_TIMEOUT, STEPS_OF_TIMEOUT = 60.0, 20
+"""Seconds, and steps, that a collective of the training may wait while a search is on."""
+FIRST_TIMEOUT = 300.0
+"""The same before a step was measured."""
+RECORDINGS = 3
+"""Of a peak on the CPU, of which the smallest counts: gloo's threads free gathered blocks when they come to it."""
+_AGAIN = "Start the job again: the search continues with what it has measured (torchrun --max-restarts does it itself)."
+_meetings = 0
+
+
+def sharding_of(model: nn.Module) -> str | None:
+    """How a model's step takes part in collectives: "ddp", "fsdp2", "tensor-parallel", several with "+"; None: not.
+
+    Raises UsageError for FSDP1 and DeepSpeed, whose shards cannot be followed.
+    """
+    from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+    from torch.distributed.tensor import DTensor, Shard
+
+    modules = list(model.modules())
+    if any(isinstance(module, FullyShardedDataParallel) for module in modules):
+        raise UsageError("FSDP1 models cannot be searched for", remedy="Shard the model with FSDP2 (fully_shard).")
+    if type(model).__module__.partition(".")[0] == "deepspeed":
+        raise UsageError("DeepSpeed engines cannot be searched for", remedy="Shard the model with FSDP2 (fully_shard).")
+    fsdp = {id(p) for module in modules if isinstance(module, FSDPModule) for p in module.parameters()}
+    sharded = [p for p in model.parameters() if isinstance(p, DTensor)]
+    dims = max((p.device_mesh.ndim for p in sharded), default=0)
+    found = {
+        "ddp": any(isinstance(module, nn.parallel.DistributedDataParallel) for module in modules),
+        "fsdp2": bool(fsdp),
+        "tensor-parallel": any(
+            id(p) not in fsdp or (dims > 1 and sum(isinstance(at, Shard) for at in p.placements) > 1) for p in sharded
+        ),
+    }
+    return "+".join(name for name, there in found.items() if there) or None
+
+
+class Ranks(Measurer):
+    """What measures on all ranks of a job, for the first one; ``step`` is each rank's own, with its facts settled.
+
+    To be made on all ranks, and to be left on all: a context manager. Raises UsageError where the ranks do not ask the
+    same ``question`` of equal batches, or one of them never asks; the same error on every rank.
+    """
+
+    def __init__(self, step: Step, question: str, *, host_budget: int | None = None) -> None:
+        self.rank, self.size = distributed.get_rank(), distributed.get_world_size()
+        sharding = sharding_of(step.model)
+        if sharding is None:
+            raise UsageError(
+                f"this is one of {self.size} processes, and its model is neither sharded nor in DDP",
+                remedy="Shard or wrap the model before the search; to search for one process, start it without "
+                "torchrun.",
+            )
+        self.step = dataclasses.replace(step, settings={**step.settings, "ranks": self.size, "sharding": sharding})
+        self._meet(question, sharding)
+        self._control: Any = distributed.new_group(backend="gloo", timeout=timedelta(days=1))
+        self._local = LocalMeasurer(self.step, host_budget=host_budget, others_wait=True)
+        self._local.with_others(self._begin_together, RECORDINGS)
+        self.environment = self._local.environment
+        self._broken: str | None = None  # why no further step can be taken
+        self._timeouts = [(group, _timeout(group)) for group in _training_groups(step.model)]
+        self._wait_at_most(FIRST_TIMEOUT)
+
+    @property
+    def beat(self) -> Callable[[str], None]:
+        """See ``Measurer``."""
+        return self._local.beat
+
+    @beat.setter
+    def beat(self, heard: Callable[[str], None]) -> None:
+        self._local.beat = heard
+
+    def measure(self, choices: Choices, *, steps: int = 5, budget_bytes: int | None = None) -> Measurement:
+        """See ``Measurer.measure``: the slowest rank's times, the largest peak."""
+        # no limit: a rank that runs into it alone, in the middle of a step, leaves the others waiting
+        asked = {"choices": dump_choices(choices), "steps": steps}
+        found = [Measurement.model_validate(told) for told in self._on_all("measure", **asked)]
+        times = tuple(map(max, zip(*(one.times for one in found), strict=True)))
+        seconds = statistics.median(times)
+        self._broadcast(("wait", {"seconds": (patience := max(LEAST_TIMEOUT, STEPS_OF_TIMEOUT * seconds))}))
+        self._wait_at_most(patience)
+        return found[0].model_copy(
+            update={
+                "peak_bytes": max(one.peak_bytes for one in found),
+                "host_bytes": max(one.host_bytes for one in found),
+                "step_seconds": seconds,
+                "noise": noise(times),
+                "times": times,
+                "loss_is_finite": all(one.loss_is_finite for one in found),
+                "peak_by_rank": tuple(one.peak_bytes for one in found),
+            }
+        )
+
+    def compare(
+        self, plans: Mapping[str, Choices], *, rounds: int = 5, budget_bytes: int | None = None, warmup: int = 1
+    ) -> dict[str, list[float]]:
+        """See ``Measurer.compare``: in every round the slowest rank's time."""
+        dumped = {name: dump_choices(choices) for name, choices in plans.items()}
+        found = self._on_all("compare", plans=dumped, rounds=rounds, warmup=warmup)
+        return {name: list(map(max, zip(*(one[name] for one in found), strict=True))) for name in plans}
+
+    def call(self, ref: str, payload: dict[str, Any]) -> dict[str, Any]:
+        """See ``Measurer.call``: run on all ranks, answered by the first."""
+        return self._on_all("call", ref=ref, payload=payload)[0]
+
+    def conduct(self, search: Callable[[], T]) -> T:
+        """Run the search on the first rank and give its answer, or its error, to all others."""
+        answer: dict[str, Any] = {"error": MeasurementError("the search was interrupted on rank 0")}
+        try:
+            found = search()
+            answer = {"answer": found}
+            return found
+        except AutockptError as error:
+            answer = {"error": error}
+            raise
+        finally:
+            with suppress(RuntimeError):  # a rank that has left takes no answer
+                self._broadcast(("end", answer))
+
+    def serve(self) -> Any:
+        """Take steps as the first rank asks for them, until its search is over; its answer. Raises its error."""
+        while True:
+            verb, asked = self._broadcast(None)
+            if verb == "end":
+                if "error" in asked:
+                    raise asked["error"]
+                return asked["answer"]
+            if verb == "wait":
+                self._wait_at_most(asked["seconds"])
+            else:
+                self._take_part(verb, asked)
+
+    def close(self) -> None:
+        """Give back the step's state; its groups have the timeouts of before."""
+        self._local.close()
+        for group, before in self._timeouts:
+            _set_timeout(group, before)
+        self._timeouts = []
+
+    def _meet(self, question: str, sharding: str) -> None:
+        """Wait until all ranks ask, and refuse on all of them what they do not ask alike."""
+        global _meetings
+        _meetings += 1  # the same on all ranks, which call in the same order
+        store = distributed.distributed_c10d._get_default_store()
+        shapes = [list(tensor.shape) for tensor in nested_tensors(self.step.batch)]
+        facts = {"question": question, "sharding": sharding, "batch": str(shapes), "device": self.step.device.type}
+        names = [f"autockpt/{_meetings}/{rank}" for rank in range(self.size)]
+        store.set(names[self.rank], "\0".join(facts.values()))
+        try:
+            store.wait(names, timedelta(seconds=MEETING))
+        except RuntimeError:
+            missing = [str(rank) for rank, name in enumerate(names) if not store.check([name])]
+            raise UsageError(
+                f"rank {', '.join(missing)} did not ask for a plan within {MEETING:g} s",
+                remedy="Call autockpt.search on all ranks: a sharded step is taken by all of them together.",
+            ) from None
+        first = dict(zip(facts, store.get(names[0]).decode().split("\0"), strict=True))
+        for rank, name in enumerate(names):
+            own = dict(zip(facts, store.get(name).decode().split("\0"), strict=True))
+            if unlike := [what for what in facts if own[what] != first[what]]:
+                what = unlike[0]
+                raise UsageError(
+                    f"rank {rank} has another {what} than rank 0: {own[what]} and {first[what]}",
+                    remedy="Give all ranks the same arguments, and batches of the same shapes.",
+                )
+
+    def _begin_together(self) -> None:
+        distributed.barrier(self._control)
+
+    def _broadcast(self, message: Any) -> Any:
+        """The first rank's message, on all."""
+        told = [message]
+        distributed.broadcast_object_list(told, src=0, group=self._control)
+        return told[0]
+
+    def _on_all(self, verb: str, **asked: Any) -> list[Any]:
+        """Results by rank of what is done on all ranks. Raises the error of the rank that failed first."""
+        if self._broken is not None:
+            raise MeasurementError(f"no step can be taken any more: {self._broken}", remedy=_AGAIN)
+        self._broadcast((verb, asked))
+        everyone = self._take_part(verb, asked)
+        failed = [(told["at"], rank, told["error"]) for rank, told in enumerate(everyone) if "error" in told]
+        if not failed:
+            return [told["result"] for told in everyone]
+        _, rank, error = min(failed, key=lambda one: one[:2])
+        error.message = f"rank {rank}: {error.message}"
+        if len(failed) < self.size or any(type(one[2]) is not type(error) for one in failed):
+            self._broken = error.message  # the others were left waiting in a collective
+        raise error
+
+    def _take_part(self, verb: str, asked: dict[str, Any]) -> list[dict[str, Any]]:
+        """Do this rank's share; what all of them have to say of theirs."""
+        try:
+            mine: dict[str, Any] = {"result": self._share(verb, asked)}
+        except AutockptError as error:
+            mine = {"error": error, "at": time.time()}
+        except Exception as error:
+            first = (str(error).strip().splitlines() or [""])[0]
+            what = MeasurementError(f"the step failed: {type(error).__name__}: {first}", remedy=_AGAIN)
+            mine = {"error": what, "at": time.time()}
+        everyone: list[Any] = [None] * self.size
+        try:
+            distributed.all_gather_object(everyone, mine, group=self._control)
+        except RuntimeError as error:
+            self._broken = "a rank has left"
+            raise MeasurementError(f"a rank has left during the search: {error}", remedy=_AGAIN) from None
+        return everyone
+
+    def _share(self, verb: str, asked: dict[str, Any]) -> Any:
+        if verb == "call":
+            return self._local.call(asked["ref"], asked["payload"])
+        if verb == "measure":
+            found = self._local.measure(parse_choices(asked["choices"]), steps=asked["steps"])
+            return found.model_dump(mode="json")
+        plans = {name: parse_choices(choices) for name, choices in asked["plans"].items()}
+        return self._local.compare(plans, rounds=asked["rounds"], warmup=asked["warmup"])
+
+    def _wait_at_most(self, seconds: float) -> None:
+        """Let no rank wait longer than this for another one in a collective of the step."""
+        for group, _ in self._timeouts:
+            _set_timeout(group, timedelta(seconds=seconds))
+
+
+def _training_groups(model: nn.Module) -> list[Any]:
+    """The process groups that a model's step uses, as far as its parts name them; the job's own one always."""
+    from torch.distributed.tensor import DTensor
+
+    groups: dict[int, Any] = {id(distributed.group.WORLD): distributed.group.WORLD}
+    for parameter in model.parameters():
+        if isinstance(parameter, DTensor):
+            groups.update((id(group), group) for group in parameter.device_mesh.get_all_groups())
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        groups[id(model.process_group)] = model.process_group
+    return list(groups.values())
+
+
+def _timeout(group: Any) -> timedelta:
+    """Of a group's operations."""
+    # private: torch has no public way to ask for a timeout, nor to change one of a group that exists
+    return group._get_backend(_device_of(group)).options._timeout
+
+
+def _set_timeout(group: Any, timeout: timedelta) -> None:
+    group._get_backend(_device_of(group))._set_default_timeout(timeout)
+
+
+def _device_of(group: Any) -> torch.device:
+    types = [device.type for device in group._device_types]
+    return torch.device("cpu" if types == ["cpu"] else next(kind for kind in types if kind != "cpu"))

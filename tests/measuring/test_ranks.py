@@ -1,0 +1,131 @@
+"""A search by the steps of two ranks (gloo): one plan, nothing changed, and no rank that waits forever."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import autockpt
+from autockpt.errors import MeasurementError, UsageError
+from autockpt.measuring import Ranks, ranks
+from autockpt.schema.choices import RECOMPUTE
+from tests.measuring.sharded_models import WIDTH, sharded, squares, step_of
+from tests.runtime.processes import in_processes, in_two_processes, needs_gloo
+
+pytestmark = [pytest.mark.slow, needs_gloo]
+
+
+def local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def searches(rank: int, kind: str) -> list[str]:
+    step = step_of(kind, 2)
+    before = [local(p).detach().clone() for p in step.model.parameters()]
+    plan = autockpt.search(step, budget="60%act", trials=1, progress=False, out=None)
+    assert plan.measured is not None
+    told: list[str] = ["", ""]
+    dist.all_gather_object(told, plan.hash)
+    wrong = [] if told[0] == told[1] else [f"plans {told}"]
+    if not all(torch.equal(old, local(p)) for old, p in zip(before, step.model.parameters(), strict=True)):
+        wrong.append("weights have changed")
+    if len(plan.measured.peak_by_rank) != 2 or plan.measured.peak_bytes > plan.budget.bytes:
+        wrong.append(f"peaks {plan.measured.peak_by_rank} of {plan.budget}")
+    with autockpt.apply(step.model, plan):
+        step.forward_backward()
+    planned = [local(p.grad).clone() for p in step.model.parameters()]
+    step.release_gradients()
+    step.forward_backward()
+    if not all(torch.equal(a, local(p.grad)) for a, p in zip(planned, step.model.parameters(), strict=True)):
+        wrong.append("gradients differ")
+    return wrong
+
+
+def searches_fsdp2(rank: int) -> list[str]:
+    return searches(rank, "fsdp2")
+
+
+def searches_tensor_parallel(rank: int) -> list[str]:
+    return searches(rank, "tensor-parallel")
+
+
+def searches_ddp(rank: int) -> list[str]:
+    return searches(rank, "ddp")
+
+
+@pytest.mark.parametrize("search", [searches_fsdp2, searches_tensor_parallel, searches_ddp])
+def test_all_ranks_get_one_plan_and_nothing_has_changed(search, tmp_path: Path) -> None:
+    assert in_two_processes(search, tmp_path) == []
+
+
+def refusals(rank: int) -> list[str]:
+    """What is said where the ranks do not ask alike."""
+    wrong = []
+    asked = {
+        "another batch": (step_of("ddp", 2, rows=8 + rank), "question"),
+        "another question": (step_of("ddp", 2), f"question {rank}"),
+        "not sharded": (step_of("none", 2), "question"),
+    }
+    for what, (step, question) in asked.items():
+        try:
+            Ranks(step, question)
+            wrong.append(f"{what}: not refused")
+        except UsageError:
+            pass
+    alone = step_of("ddp", 2)  # made by both
+    with patch.object(ranks, "MEETING", 1.0):
+        try:
+            if rank == 0:
+                Ranks(alone, "question")
+                wrong.append("one rank alone: not refused")
+        except UsageError as error:
+            if "rank 1" not in error.message:
+                wrong.append(f"does not name the rank: {error.message}")
+    return wrong
+
+
+def test_ranks_that_do_not_ask_alike_are_refused_on_all(tmp_path: Path) -> None:
+    assert in_two_processes(refusals, tmp_path) == []
+
+
+def fails(rank: int, folder: str) -> None:
+    """Rank 1 raises in the middle of a step; what each rank is told."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
+    model, calls = sharded("fsdp2", 2), []
+
+    def loss(model: nn.Module, batch: Tensor) -> Tensor:
+        calls.append(rank)
+        if rank == 1 and len(calls) > 3:
+            raise ValueError("this batch has no labels")
+        return squares(model, batch)
+
+    step = autockpt.Step(model, torch.ones(8, WIDTH), loss=loss)
+    told = "no error"
+    with patch.object(ranks, "FIRST_TIMEOUT", 5.0):
+        try:
+            with Ranks(step, "question") as measurer:
+                if rank:
+                    measurer.serve()
+                else:
+                    measurer.conduct(lambda: measurer.measure({"layers.0": RECOMPUTE}))
+        except MeasurementError as error:
+            told = error.message
+    Path(folder, f"{rank}.txt").write_text(told)
+    os._exit(0)  # the group is of no more use
+
+
+def test_a_rank_that_fails_leaves_no_other_waiting(tmp_path: Path) -> None:
+    began = time.monotonic()
+    in_processes(fails, (str(tmp_path),), 2)
+    assert time.monotonic() - began < 100
+    for rank in (0, 1):
+        told = (tmp_path / f"{rank}.txt").read_text()
+        assert "rank 1" in told and "no labels" in told
