@@ -61,17 +61,17 @@ class Shape(NamedTuple):
 
 MODELS = {
     "qwen2": Shape(
-        192, 640, 10, 6, 2, 192, {"num_key_value_heads": 3, "vocab_size": 1500, "tie_word_embeddings": True}
+        192, 640, 10, 6, 1, 160, {"num_key_value_heads": 3, "vocab_size": 1500, "tie_word_embeddings": True}
     ),
-    "llama": Shape(128, 352, 14, 4, 3, 128),
-    "gpt2": Shape(160, 640, 9, 5, 3, 128, {"n_inner": 640}),
-    "bert": Shape(192, 768, 7, 6, 3, 128),
-    "gpt_neox": Shape(160, 640, 8, 5, 2, 192),
-    "gemma2": Shape(128, 448, 10, 4, 2, 192, {"num_key_value_heads": 2, "head_dim": 32}),
-    "mistral": Shape(96, 288, 20, 6, 3, 128, {"num_key_value_heads": 2}),
-    "opt": Shape(192, 768, 6, 6, 2, 192, {"ffn_dim": 768, "word_embed_proj_dim": 192}),
-    "phi": Shape(160, 512, 9, 5, 2, 192),
-    "qwen3": Shape(128, 512, 12, 4, 2, 192, {"num_key_value_heads": 1, "head_dim": 32}),
+    "llama": Shape(128, 352, 14, 4, 2, 96),
+    "gpt2": Shape(160, 640, 9, 5, 2, 96, {"n_inner": 640}),
+    "bert": Shape(192, 768, 7, 6, 2, 96),
+    "gpt_neox": Shape(160, 640, 8, 5, 1, 160),
+    "gemma2": Shape(128, 448, 10, 4, 1, 160, {"num_key_value_heads": 2, "head_dim": 32}),
+    "mistral": Shape(96, 288, 16, 6, 2, 96, {"num_key_value_heads": 2}),
+    "opt": Shape(192, 768, 6, 6, 1, 160, {"ffn_dim": 768, "word_embed_proj_dim": 192}),
+    "phi": Shape(160, 512, 9, 5, 1, 160),
+    "qwen3": Shape(128, 512, 12, 4, 1, 160, {"num_key_value_heads": 1, "head_dim": 32}),
 }
 
 
