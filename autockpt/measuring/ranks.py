@@ -23,9 +23,9 @@ import torch
 from torch import distributed, nn
 
 from autockpt.errors import AutockptError, MeasurementError, UsageError
-from autockpt.measuring.statistics import noise
 from autockpt.measuring.base import Choices, Measurer
 from autockpt.measuring.local import LocalMeasurer
+from autockpt.measuring.statistics import noise
 from autockpt.schema.choices import dump_choices, parse_choices
 from autockpt.schema.trial import Measurement
 from autockpt.workload import Step
