@@ -6,7 +6,7 @@ from autockpt.policies.chunked_softmax import ChunkedSoftmaxPolicy
 from autockpt.policies.compile_budget import CompileBudgetPolicy
 from autockpt.policies.offload import OffloadPolicy, RecomputeOffloadPolicy
 from autockpt.policies.recompute import RecomputePolicy
-from autockpt.policies.remake import RemakePolicy
+from autockpt.policies.rematerialize import RemakePolicy
 from autockpt.policies.save import SavePolicy
 from autockpt.policies.segment import SegmentPolicy
 from autockpt.policies.selective import KeepAttentionPolicy, SelectivePolicy

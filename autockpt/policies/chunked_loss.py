@@ -17,8 +17,8 @@ from torch.overrides import _get_current_function_mode_stack
 from autockpt.errors import ConflictError
 from autockpt.policies.attachment import call_inner, call_plainly, is_enabled
 from autockpt.policies.base import PlannedUnit, Policy, PolicySession, is_library
-from autockpt.policies.headcall import HeadCall, HeadState, drops_out, warn_of_whole
-from autockpt.policies.lazylogits import LazyLogits, lazy_logits
+from autockpt.policies.chunked_head import HeadCall, HeadState, drops_out, warn_of_whole
+from autockpt.policies.lazy_logits import LazyLogits, lazy_logits
 from autockpt.schema.choices import Choice
 
 

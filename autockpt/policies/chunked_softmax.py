@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from autockpt.checkpointing.divergence import CheckedCall
 from autockpt.policies.attachment import call_inner, is_enabled
 from autockpt.policies.base import PlannedUnit, Policy, PolicySession
+from autockpt.policies.chunked_head import HeadState, Rows, checked_call
 from autockpt.policies.chunked_loss import refuse_others
-from autockpt.policies.headcall import HeadState, Rows, checked_call
-from autockpt.policies.lazylogits import lazy_logits
+from autockpt.policies.lazy_logits import lazy_logits
 
 # Rows. GPU kernels choose their way by how a row lies in memory, so chunks begin as whole logits do.
 _ALIGNED = 16

@@ -21,7 +21,7 @@ from autockpt.policies.attachment import Attachment, call_inner, call_plainly, i
 from autockpt.policies.base import PlannedUnit, Policy, PolicySession, device_of, places_of
 from autockpt.policies.compiling import outside_graphs, run_as_it_is, set_compiler
 from autockpt.policies.conflicts import refuse_capture, refuse_modules, refuse_native
-from autockpt.policies.kvcache import with_caches, without_cache
+from autockpt.policies.kv_cache import with_caches, without_cache
 from autockpt.policies.recompute import RecomputePolicy
 from autockpt.policies.saving import saving
 from autockpt.schema.graph import Tier

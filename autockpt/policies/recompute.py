@@ -19,7 +19,7 @@ from autockpt.policies.base import PlannedUnit, Policy, PolicySession
 from autockpt.policies.compiling import outside_graphs, run_as_it_is, traces_backward
 from autockpt.policies.conflicts import refuse_by_message, refuse_modules, refuse_native
 from autockpt.policies.joint_graph import claim, save_reads_of_what_changes
-from autockpt.policies.kvcache import StandIn, with_caches, without_cache
+from autockpt.policies.kv_cache import StandIn, with_caches, without_cache
 from autockpt.policies.saving import keep_identity
 from autockpt.schema.choices import Choice
 

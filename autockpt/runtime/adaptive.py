@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from autockpt.runtime.needs import LearnedPeaks
+from autockpt.runtime.learned_peaks import LearnedPeaks
 from autockpt.schema.choices import RECOMPUTE, Choice
 from autockpt.schema.names import ancestors, outermost
 from autockpt.schema.sizes import format_binary

@@ -16,8 +16,8 @@ from autockpt.policies import POLICIES
 from autockpt.policies.attachment import AttachedForward, Attachment, attached_to, place, put_back, take_off
 from autockpt.policies.base import ForwardListener, PlannedUnit
 from autockpt.policies.conflicts import flagged_modules, refuse_lazy, refuse_native, refuse_wrappers
-from autockpt.runtime.guard import CacheState, GuardState, cache_owners, run_guarded, run_without_cache
-from autockpt.runtime.proving import Proof, proof, sentinels_of
+from autockpt.runtime.check_report import Proof, proof, sentinels_of
+from autockpt.runtime.model_forward import CacheState, GuardState, cache_owners, run_guarded, run_without_cache
 from autockpt.schema.choices import Choice
 from autockpt.schema.names import check_nesting, fold
 from autockpt.workload.names import unwrap

@@ -22,7 +22,7 @@ from autockpt.devices.cpu import HostMemory
 from autockpt.devices.transport import transport_for
 from autockpt.errors import AutockptError, GhostError, TracingError, UsageError
 from autockpt.policies.base import setting
-from autockpt.policies.remake import recipes_known
+from autockpt.policies.rematerialize import recipes_known
 from autockpt.runtime import attach
 from autockpt.schema.choices import Choice, Save
 from autockpt.schema.device import WITHOUT_STREAMS

@@ -52,12 +52,12 @@ class RunCounter(TorchDispatchMode):
         choices = units if isinstance(units, Mapping) else {}
         self._kept = {name: kept for name, choice in choices.items() if (kept := kept_by(choice))}
         self._everything = {name for name, kept in self._kept.items() if EVERYTHING in kept}
-        self._remade = {name for name, choice in choices.items() if isinstance(choice, Remake)}
+        self._rematerialized = {name for name, choice in choices.items() if isinstance(choice, Remake)}
         self._named: dict[nn.Module, str] = {}
         for name, kept in self._kept.items():
             unit = unwrap(module_of(model, name))
             named = [m for path, m in unit.named_modules() if strip_prefixes(path) in kept or EVERYTHING in kept]
-            if name not in self._remade:
+            if name not in self._rematerialized:
                 named = [inner for module in named for inner in product_modules(module)]
             self._named |= dict.fromkeys(named, name)
         self._open: list[nn.Module] = []
@@ -79,7 +79,7 @@ class RunCounter(TorchDispatchMode):
         kept = self._kept.get(unit, ())
         if not kept or draws_random_numbers(func, args, kwargs):
             return False
-        if unit in self._everything and (unit in self._remade or is_attention(func)):
+        if unit in self._everything and (unit in self._rematerialized or is_attention(func)):
             return True
         if ATTENTION in kept and is_attention(func):
             return True

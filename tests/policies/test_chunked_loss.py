@@ -15,7 +15,7 @@ import transformers
 from torch import Tensor, nn
 
 from autockpt.errors import ConflictError
-from autockpt.policies.lazylogits import LazyLogits
+from autockpt.policies.lazy_logits import LazyLogits
 from autockpt.runtime import attach, remove
 from autockpt.schema.choices import RECOMPUTE, SAVE, Choice, ChunkedLoss
 from autockpt.schema.workload import WorkloadSpec

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from autockpt.errors import ConflictError, RerunMismatch
-from autockpt.policies.lazylogits import LazyLogits
+from autockpt.policies.lazy_logits import LazyLogits
 from autockpt.runtime import attach, remove
 from autockpt.schema.choices import CHUNKED_SOFTMAX, RECOMPUTE, SAVE, Choice, ChunkedLoss, ChunkedSoftmax
 from autockpt.schema.workload import WorkloadSpec

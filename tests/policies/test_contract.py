@@ -15,7 +15,7 @@ import transformers
 from torch import Tensor, nn
 
 from autockpt.policies import POLICIES
-from autockpt.policies.kvcache import DroppedCache
+from autockpt.policies.kv_cache import DroppedCache
 from autockpt.runtime import attach, remove
 from autockpt.schema.choices import CHOICE_TYPES, RECOMPUTE, Choice, choice_kinds, parse_choice
 from tests.device import DEVICE

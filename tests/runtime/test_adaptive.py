@@ -13,10 +13,10 @@ import torch
 from autockpt import Plan, apply
 from autockpt.errors import UsageError
 from autockpt.runtime.adaptive import PATIENCE, MemoryReading, leaner_choices, meter_of
-from autockpt.runtime.by_batch import BatchSets
+from autockpt.runtime.choice_sets import BatchSets
 from autockpt.schema.choices import OFFLOAD, RECOMPUTE, SAVE, parse_choice
 from tests.policies.zoo import CASES, assert_equal
-from tests.runtime.test_by_batch import batch, gradients, sets
+from tests.runtime.test_choice_sets import batch, gradients, sets
 
 LLAMA = CASES["llama"]
 SAVES = Plan.model_validate({"choices": {"model.layers.0-2": "save"}})

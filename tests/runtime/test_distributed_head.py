@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from autockpt.errors import ConflictError
-from autockpt.policies.lazylogits import LazyLogits
+from autockpt.policies.lazy_logits import LazyLogits
 from autockpt.runtime import attach
 from autockpt.schema.choices import RECOMPUTE, Choice, ChunkedLoss, ChunkedSoftmax
 from tests.runtime.processes import in_two_processes, needs_gloo

@@ -17,13 +17,13 @@ from autockpt.errors import ConflictError
 from autockpt.policies.attachment import Attachment, call_inner
 from autockpt.policies.base import ForwardListener, is_library
 from autockpt.policies.conflicts import refuse_native
-from autockpt.policies.kvcache import CACHE_NAMES, DROPPED, holds_cache, only_own_caches, parameter_names
+from autockpt.policies.kv_cache import CACHE_NAMES, DROPPED, holds_cache, only_own_caches, parameter_names
 
 _RENAMED = "cache"  # past_key_values since transformers 5.24
 
 
 class Sets(Protocol):
-    """Several sets of choices, one of which is attached to each forward of the model (``by_batch``)."""
+    """Several sets of choices, one of which is attached to each forward of the model (``choice_sets``)."""
 
     def begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sequence[ForwardListener]:
         """A forward begins; who is to be told."""

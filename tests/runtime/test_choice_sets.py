@@ -21,7 +21,7 @@ from autockpt.checkpointing.replay_context import recomputing
 from autockpt.errors import ConflictError, PlanError
 from autockpt.policies.attachment import attached_to
 from autockpt.runtime import remove
-from autockpt.runtime.by_batch import BatchSets, BatchSize, batch_size
+from autockpt.runtime.choice_sets import BatchSets, BatchSize, batch_size
 from autockpt.schema.choices import OFFLOAD, RECOMPUTE, SAVE, Choice, parse_choice
 from tests.policies.zoo import CASES, assert_equal
 from tests.runtime.processes import in_two_processes, needs_gloo

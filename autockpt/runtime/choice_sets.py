@@ -24,8 +24,8 @@ from autockpt.policies.base import ForwardListener
 from autockpt.policies.compiling import eagerly
 from autockpt.policies.offload import MOVING
 from autockpt.runtime.adaptive import Adaptive
+from autockpt.runtime.check_report import Proof, UnitProof
 from autockpt.runtime.compiled import compiled_as
-from autockpt.runtime.proving import Proof, UnitProof
 from autockpt.runtime.session import Session, attach_units, look_after
 from autockpt.schema.choices import Choice
 from autockpt.schema.sets import When

@@ -23,7 +23,7 @@ from transformers import (
 )
 
 from autockpt.errors import ConflictError, RerunMismatch
-from autockpt.policies.kvcache import only_own_caches, with_caches, without_cache
+from autockpt.policies.kv_cache import only_own_caches, with_caches, without_cache
 from autockpt.runtime import attach
 from autockpt.runtime.session import Session
 from autockpt.schema.choices import choice_kinds, parse_choice

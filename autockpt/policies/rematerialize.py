@@ -113,7 +113,7 @@ class _Recording(Watching):
 
 
 @outside_graphs("remake", "makes single tensors again, which a compiled graph no longer shows", inside=True)
-def run_remade(module: nn.Module, state: RemakeState, /, *args: Any, **kwargs: Any) -> Any:
+def run_rematerialized(module: nn.Module, state: RemakeState, /, *args: Any, **kwargs: Any) -> Any:
     """The unit's forward; where gradients are enabled, what it saves is dropped where it can be made again.
 
     Raises ConflictError where a custom autograd function runs in it, and RerunMismatch where it shows that backwards
@@ -185,7 +185,7 @@ class RemakePolicy(Policy):
         refuse_modules(unit.module, unit.name, torch.jit.ScriptModule)
         _named(unit, "within")
         _named(unit, "keep")
-        session.place(unit.name, unit.module, run_remade, RemakeState(unit.name, choice))
+        session.place(unit.name, unit.module, run_rematerialized, RemakeState(unit.name, choice))
         kept = "matrix products and attention" if EVERYTHING in choice.keep else ", ".join(choice.keep)
         where = f" of {', '.join(choice.within)}" if choice.within else ""
         besides = f", products of {kept} are kept" if kept else ""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autockpt.runtime.needs import LearnedPeaks
+from autockpt.runtime.learned_peaks import LearnedPeaks
 
 sizes = st.integers(1, 100_000)
 

@@ -18,8 +18,7 @@ from autockpt.checkpointing.autocast import AutocastState
 from autockpt.checkpointing.fingerprint import quietly
 from autockpt.checkpointing.op_table import METADATA
 from autockpt.errors import ConflictError, InPlaceError
-from autockpt.policies.compiling import run_as_it_is, set_compiler
-from autockpt.policies.headcall import (
+from autockpt.policies.chunked_head import (
     REDUCTIONS,
     ChunkedLoss,
     CrossEntropy,
@@ -28,6 +27,7 @@ from autockpt.policies.headcall import (
     gradients_of,
     refuse_twice,
 )
+from autockpt.policies.compiling import run_as_it_is, set_compiler
 
 _plain_call = torch._C.DisableTorchFunctionSubclass
 
