@@ -11,6 +11,7 @@ import math
 import os
 import select
 import signal
+import site
 import socket
 import struct
 import subprocess
@@ -194,11 +195,13 @@ def wait(pid: int, seconds: float) -> int | None:
 def child_environment(wanted: Mapping[str, str] = {}) -> dict[str, str]:
     """This process's environment, in which the child finds the modules that this process does.
 
-    ``wanted`` are variables to set where this process has not.
+    ``wanted`` are variables to set where this process has not. What every process of this interpreter finds is not
+    named: a child may start other interpreters.
     """
-    here = str(Path(__file__).resolve().parents[1])
-    paths = dict.fromkeys([*(path or os.getcwd() for path in sys.path), here])
-    return {**wanted, **os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1"}
+    installed = {*site.getsitepackages(), site.getusersitepackages()}
+    paths = map(os.path.abspath, [*sys.path, Path(__file__).parents[1]])  # an empty one is the current folder
+    own = [path for path in paths if path not in installed and not path.startswith(os.path.dirname(os.__file__))]
+    return {**wanted, **os.environ, "PYTHONPATH": os.pathsep.join(dict.fromkeys(own)), "PYTHONUNBUFFERED": "1"}
 
 
 def last_lines(log: IO[bytes], most: int = 5) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+import autockpt
 from autockpt.process import Child, ChildDied, ChildSilent, child_environment, last_lines
 
 ECHO = """
@@ -90,3 +92,10 @@ def test_closing_ends_all_that_it_started(child) -> None:
     child.close()
     child.close()
     assert is_gone(child.pid) and is_gone(other)
+
+
+def test_a_child_is_told_of_this_process_s_own_modules_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(sys, "path", ["", str(tmp_path), *sys.path])
+    told = child_environment({"A": "1"})["PYTHONPATH"].split(os.pathsep)
+    assert {os.getcwd(), str(tmp_path), str(Path(autockpt.__file__).parents[1])} <= set(told)
+    assert not any("site-packages" in path or path == os.path.dirname(os.__file__) for path in told)
