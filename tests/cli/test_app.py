@@ -77,7 +77,7 @@ def test_the_entry_point_ends_with_the_exit_code() -> None:
 
 
 def test_help_groups_options_by_panel_with_the_same_words_in_every_verb(autockpt) -> None:
-    shared: dict[str, set[str]] = {"--fresh": set(), "--device NAME": set()}
+    shared: dict[str, set[str]] = {"--fresh": set(), "--device NAME": set(), "--job FILE": set()}
     for verb in VERBS:
         text = autockpt(verb.__name__, "--help").out
         found = [line[:-1] for line in text.splitlines() if line.endswith(":") and not line.startswith(" ")]
