@@ -40,6 +40,7 @@ TINY = WorkloadSpec(model="llama-tiny", batch_size=1, seq_len=8, optimizer="sgd"
 SLOW_SHARE = 0.2  # of the fp32 rate: a 16-bit type that is emulated is not worth large products
 WORTH_STATING = 1.15  # a kernel this much slower than its bytes gets a rate of its own
 LEAST_SHARE, MOST_HALF, MOST_FIXED = 0.05, 10_000.0, 1e-3
+COPIES = 8  # at once
 GRID, ZOOMS = 13, 8  # points of each parameter, and how often the grid is laid around the best of them
 Tell = Callable[[str], None]
 Shape = tuple[int, int, int]  # m, k, n
@@ -149,7 +150,7 @@ def measure(device: Device, sizes: Sizes, repeats: int, tell: Tell, tiny: Step) 
     tell("launch overhead")
     launch, region = host_costs(clock, tiny, 2 * repeats)
     tell("copies off the device and back")
-    out, back = _links(clock, sizes.copy)
+    out, back = by_transport(device.torch_device, sizes.copy, COPIES, time.perf_counter, device.synchronize)
     figures = {
         "description": environment_of(device).device.name,
         "kind": "rocm" if device.kind == "cuda" and torch.version.hip is not None else device.kind,
@@ -159,7 +160,7 @@ def measure(device: Device, sizes: Sizes, repeats: int, tell: Tell, tiny: Step) 
         "vector_flops": vector,
         "launch_seconds": launch,
         "region_seconds": region,
-        "kernel_seconds": _kernel_seconds(clock) if device.kind == "cuda" else 0.0,
+        "kernel_seconds": 0.0 if on_cpu else clock.seconds(lambda: x[:256].add_(1)),
         "link_out": out,
         "link_in": back,
         "environment": environment_of(device),
@@ -354,20 +355,6 @@ def _elements(clock: Stopwatch, rows: int, columns: int) -> Iterator[tuple[str, 
             yield name, (elements, 4.0 * tensors * rows * columns, seconds)
 
 
-def _links(clock: Stopwatch, nbytes: int) -> tuple[float, float]:
-    """Bytes per second off the device and back, of copies of the size of an activation.
-
-    As offload does them on a CPU, by pinned memory on an accelerator.
-    """
-    if clock.device.type == "cpu":
-        now = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
-        return by_transport(clock.device, nbytes, 8, now, lambda: None)
-    here = torch.empty(nbytes, dtype=torch.uint8, device=clock.device)
-    there = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
-    out = clock.seconds(lambda: there.copy_(here, non_blocking=True))
-    return nbytes / out, nbytes / clock.seconds(lambda: here.copy_(there, non_blocking=True))
-
-
 def _dtypes(device: Device) -> tuple[str, ...]:
     """Types that the device has instructions for, as far as PyTorch knows; a CPU emulates what it lacks."""
     if device.kind != "cuda":
@@ -375,17 +362,6 @@ def _dtypes(device: Device) -> tuple[str, ...]:
     amd = torch.version.hip is not None
     ampere = amd or torch.cuda.get_device_capability(device.torch_device) >= (8, 0)
     return ("float32", *(("tf32",) if ampere and not amd else ()), *(("bfloat16",) if ampere else ()), "float16")
-
-
-def _kernel_seconds(clock: Stopwatch) -> float:
-    """A chain of kernels without work, long enough for the queue to be deep, recorded once and replayed as a graph."""
-    x = torch.zeros(256, device=clock.device)
-    x.add_(1)
-    graph, count = torch.cuda.CUDAGraph(), 200
-    with torch.cuda.graph(graph):
-        for _ in range(count):
-            x.add_(1)
-    return clock.seconds(graph.replay) / count
 
 
 def _share(value: float) -> float:
