@@ -332,17 +332,6 @@ def test_a_step_is_explained(autockpt: Autockpt) -> None:
 
 
 @pytest.mark.campaign
-def test_what_measures_for_minutes(autockpt: Autockpt) -> None:
-    """With little else at work: what contradicts itself is no description."""
-    command = next(c for c in commands_of(ROOT / "docs" / "extending.md") if c.startswith("autockpt calibrate"))
-    autockpt(*words_of(command)[1:], "--quick", "--device", "cpu")
-    step = ("--model", "llama-tiny", "--batch-size", "2", "--seq-len", "32")
-    (card,) = map(str, Path("cards").glob("*.yaml"))
-    simulated = json.loads(autockpt("search", *step, "--budget", "60%act", "--hardware", card, "--json"))
-    assert simulated["plan"]["predicted"]["step_seconds"] > 0
-
-
-@pytest.mark.campaign
 def test_questions_that_are_several_searches_in_real_steps(autockpt: Autockpt, plan: dict[str, Any]) -> None:
     command = small(on("docs/integrations.md", "--global-batch"), budget=room(plan), global_batch="2")
     assert json.loads(autockpt(*command, "--json"))["outcome"]["source"] == "measured"
@@ -350,19 +339,6 @@ def test_questions_that_are_several_searches_in_real_steps(autockpt: Autockpt, p
     command = small(on("docs/integrations.md", "--lengths"), budget=room(plan))
     run = json.loads(autockpt(*command, "--json"))["run_directory"]
     assert autockpt("history", run) and autockpt("verify", run, "--device", "cpu")
-
-
-@pytest.mark.campaign
-def test_real_steps_go_on_from_a_simulated_plan(autockpt: Autockpt) -> None:
-    pytest.importorskip("peft")
-    autockpt(*small(on("docs/simulation.md", "--lora", "--seq-len")), "--plan-out", "PLAN")
-    measured = json.loads(autockpt(*small(on("docs/simulation.md", "--resume")), "--json"))["plan"]
-    assert measured["measured"]["peak_bytes"] and measured["workload"]["lora"] == 16
-
-
-@pytest.mark.campaign
-def test_what_explain_tries_out(autockpt: Autockpt, plan: dict[str, Any]) -> None:
-    assert json.loads(autockpt("explain", plan["run_directory"], "--json"))["limits"]
 
 
 def test_a_step_as_a_graph_of_torch_fx(capsys: pytest.CaptureFixture[str]) -> None:
