@@ -165,8 +165,10 @@ def test_what_a_script_calls_is_parsed(command: str, tmp_path: Path, monkeypatch
             takes(words, patch)
 
 
-def test_the_readme_stays_short() -> None:
+def test_the_readme_and_the_guides_stay_short() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) <= 120
+    words = {page.name: len(re.findall(r"\S*\w\S*", page.read_text())) for page in ROOT.glob("docs/*.md")}
+    assert all(count <= 1500 for name, count in words.items() if name != "choices.md"), words
 
 
 @pytest.mark.parametrize("block", re.findall(r"```yaml\n(.*?)```", (ROOT / "docs" / "choices.md").read_text(), re.S))
