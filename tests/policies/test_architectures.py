@@ -21,6 +21,7 @@ pytestmark = pytest.mark.slow
 
 SETTINGS = [(precision, dropout) for dropout in (0.0, 0.2) for precision in ("fp32", "bf16", "autocast")]
 KINDS = sorted(choice_kinds("block"))
+STEPS = 5  # calls that go by what earlier ones taught are among them
 
 
 def autocast(precision: str) -> AbstractContextManager:
@@ -28,7 +29,7 @@ def autocast(precision: str) -> AbstractContextManager:
 
 
 def train(architecture: Architecture, model: nn.Module, precision: str) -> dict[str, Tensor]:
-    """Losses, gradients, buffers and random states of two steps."""
+    """Losses, gradients, buffers and random states of some steps."""
     torch.manual_seed(1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     batch = architecture.batch()
@@ -37,7 +38,7 @@ def train(architecture: Architecture, model: nn.Module, precision: str) -> dict[
     elif precision == "bf16":
         batch = {k: v.bfloat16() if v.is_floating_point() else v for k, v in batch.items()}
     seen: dict[str, Tensor] = {}
-    for i in range(2):
+    for i in range(STEPS):
         with autocast(precision):
             loss = architecture.step(model, batch)
         loss.backward()
