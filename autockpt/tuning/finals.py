@@ -20,6 +20,7 @@ from autockpt.measuring.statistics import Interval, judge, noise, ratio_interval
 from autockpt.schema import Choice, Measurement, Trial
 
 WITHIN = 0.005
+EXPECTED_WITHIN = 0.01  # one standard deviation of predicted ratios of step times, as a share
 BATCH = 3
 MOST_ROUNDS = 15
 SWITCHING = 1.25
@@ -81,6 +82,19 @@ def play(candidates: Sequence[Trial], extra: Sequence[Trial], compare: Compare, 
             break
         playing = rivals
     return Final(leader, times, tuple(n for n in rivals if n != leader))
+
+
+def weighed(times: Mapping[int, float], expected: Mapping[int, float], error: float) -> dict[int, float]:
+    """Step seconds by what was measured, within ``error`` (a share), and by what was ``expected``, by trial number.
+
+    Both are averaged on the logarithm, each with the weight of one over its variance: the fastest of several noisy
+    measurements is fast by luck as well, and predictions are off by other luck. Those of which nothing is expected keep
+    what was measured.
+    """
+    both = [n for n in times if n in expected]
+    trust = EXPECTED_WITHIN**2 / (EXPECTED_WITHIN**2 + error**2)
+    level = statistics.median(times[n] / expected[n] for n in both) if both else 1.0
+    return {n: t * (level * expected[n] / t) ** (1 - trust) if n in expected else t for n, t in times.items()}
 
 
 def first_rounds(trials: Sequence[Trial]) -> float:

@@ -63,6 +63,22 @@ def fit(problem: Problem, trials: Sequence[Trial]) -> Fit:
     return replace(partial, error_seconds=max(errors))
 
 
+def expected_seconds(problem: Problem, trials: Sequence[Trial]) -> dict[int, float]:
+    """Step seconds of measured trials, by number, as their ghost runs and the fitted prices predict them.
+
+    ``problem`` must carry unscaled prices. Only the ratios count.
+    """
+    scale, expected = fit(problem, trials).scale, dict[int, float]()
+    for trial in trials:
+        seconds = trial.predicted.step_seconds if trial.predicted is not None else None
+        if trial.measured is None or seconds is None or not priced(problem, trial.choices):
+            continue
+        for kind, priced_seconds in _features(problem, trial.choices).items():
+            seconds += (scale.get(kind, 1.0) - 1.0) * priced_seconds
+        expected[trial.number] = max(seconds, 1e-9)
+    return expected
+
+
 def noise_of(trial: Trial) -> float:
     """One standard deviation of a trial's step seconds, about, as a share: half of what holds in 95 of 100 cases."""
     return trial.measured.noise / 2 if trial.measured is not None else 0.0

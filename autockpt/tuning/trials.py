@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 
@@ -58,6 +58,7 @@ class Trials:
         finished = run.finished() if run is not None else None
         plan = finished.outcome.plan if finished is not None else None
         self._named = plan.hash if plan is not None else None
+        self.expected: Callable[[], Mapping[int, float]] = dict  # predicted seconds of those that were measured
         self.budget: ResolvedBudget | None = None  # a guess until the trials were judged by it
         self.budget_bytes: int | None = None
 

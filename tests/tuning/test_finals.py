@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from autockpt.schema import Measurement, Trial
-from autockpt.tuning.finals import BATCH, MOST_ROUNDS, Final, most_cycles, play
+from autockpt.tuning.finals import BATCH, EXPECTED_WITHIN, MOST_ROUNDS, Final, most_cycles, play, weighed
 
 
 def trial(number: int, seconds: float = 1.0) -> Trial:
@@ -89,3 +89,13 @@ def test_no_more_cycles_are_foreseen_than_are_run() -> None:
     assert most_cycles([trial(0), trial(1)], table, seconds=9.0) == 4 * BATCH + 4
     assert most_cycles([trial(0), trial(1)], table, seconds=-60.0) == 4 * BATCH  # the time was up before
     assert most_cycles([trial(0), trial(1)], table, seconds=1e6) == 4 * BATCH + 2 * (MOST_ROUNDS - BATCH)
+
+
+def test_what_is_expected_counts_as_much_as_measurements_are_off() -> None:
+    measured, expected = {0: 1.0, 1: 1.02, 2: 1.5}, {0: 2.04, 1: 2.0}
+    assert weighed(measured, expected, 0.0) == pytest.approx(measured)
+    noisy = weighed(measured, expected, 1.0)
+    assert noisy[0] / noisy[1] == pytest.approx(1.02, rel=1e-3) and noisy[2] == 1.5
+    alike = weighed(measured, expected, EXPECTED_WITHIN)
+    assert alike[0] == pytest.approx(alike[1], rel=1e-3)
+    assert weighed(measured, {}, 1.0) == measured

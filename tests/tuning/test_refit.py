@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from autockpt.schema import OFFLOAD, RECOMPUTE, SAVE, Choice, Measurement, Prediction, Problem, Trial, plan_hash
 from autockpt.schema.choices import CHUNKED_SOFTMAX
 from autockpt.schema.problem import Option, UnitOptions
-from autockpt.tuning.refit import SCALE_RANGE, fit, unseen_bytes
+from autockpt.tuning.refit import SCALE_RANGE, expected_seconds, fit, unseen_bytes
 
 
 def problem(units: int = 4) -> Problem:
@@ -121,3 +121,16 @@ def test_bytes_that_ghost_runs_miss_are_kept_as_headroom() -> None:
     trials = [trial(plan(SAVE, SAVE, SAVE, SAVE), 1.0, predicted=500, measured=530)]
     assert unseen_bytes(trials) == 30
     assert unseen_bytes([trial(plan(SAVE, SAVE, SAVE, SAVE), 1.0, predicted=500, measured=480)]) == 0
+
+
+def test_what_is_expected_of_a_trial_is_its_ghost_run_at_the_fitted_prices() -> None:
+    """Recomputing takes twice as long as the profile says; where nothing was predicted nothing is expected."""
+    plans = [plan(*[RECOMPUTE] * count, *[SAVE] * (4 - count)) for count in range(5)]
+    measured = [trial(choices, 1.0 + 0.04 * count) for count, choices in enumerate(plans)]
+    assert expected_seconds(problem(), measured) == {}
+    trials = [
+        t.model_copy(update={"number": n, "predicted": Prediction(peak_bytes=1, step_seconds=1.0 + 0.02 * n)})
+        for n, t in enumerate(measured)
+    ]
+    expected = expected_seconds(problem(), trials)
+    assert expected[0] == 1.0 and expected[4] == pytest.approx(1.16, rel=0.02)

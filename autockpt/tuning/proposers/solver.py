@@ -39,7 +39,7 @@ from autockpt.tuning.infeasible import nothing_fits
 from autockpt.tuning.loop import Limits, Proposer
 from autockpt.tuning.proposers.sampler import Study, sampler_for
 from autockpt.tuning.question import PROFILING, Clock
-from autockpt.tuning.refit import Fit, fit, priced, unseen_bytes
+from autockpt.tuning.refit import Fit, expected_seconds, fit, priced, unseen_bytes
 from autockpt.tuning.targets.base import Target
 from autockpt.tuning.trials import AS_FAST, AS_LEAN, SOLVER, Candidate, Parameters, Plans, Score, Trials, peak_of_trial
 
@@ -108,6 +108,7 @@ class SolverProposer(Proposer):
         # Until the baselines have run, the best guess of what the budget is in bytes.
         top = self._predict(self.known[NONE]).peak_bytes
         self.trials.budget = budget.resolved(top, self._plain_smallest, self.room, self.device.kind)
+        self.trials.expected = lambda: expected_seconds(self.unpriced, self.trials.scored)
         if budget.kind == "bytes" and self.trials.budget.bytes < self.smallest_peak:
             raise self.infeasible()
         self.menus = {unit.name: [option.choice for option in unit.options] for unit in self.unpriced.units}

@@ -11,13 +11,13 @@ from autockpt.measuring import Measurer, WorkerMeasurer
 from autockpt.measuring.base import beats_counted
 from autockpt.schema import Choice, Measurement, Trial
 from autockpt.solvers.refine import FASTER
-from autockpt.tuning.finals import Final, first_rounds, most_cycles, play, remeasured
+from autockpt.tuning.finals import Final, first_rounds, most_cycles, play, remeasured, weighed
 from autockpt.tuning.question import Clock
 from autockpt.tuning.targets.base import STEPS, Target, Terms
 from autockpt.tuning.trials import AS_FAST, Candidate, Score, Trials, complexity, preferred
 
 SECONDS_PER_TRIAL = 2.0  # of timed cycles, at least three and at most ten of them
-FINALISTS = 3
+FINALISTS, AS_PREDICTED = 3, 2
 SIMPLE, SIMPLE_FINALISTS = 3, 2  # so many of the fastest plans with one choice on the first or last layers as well
 FINAL_SECONDS = 30.0
 FINALS_SHARE = 0.2
@@ -81,10 +81,16 @@ class RealSteps(Target):
         return min(first_rounds(contest), FINALS_SHARE * (self.clock.timeout or 0.0))
 
     def _finalists(self, trials: Trials) -> list[Trial]:
-        """The best few, and simple plans that may be as fast."""
-        fitting = trials.ranking()
-        simple = [t for t in fitting[FINALISTS:] if complexity(t.choices) <= SIMPLE]
-        return [*fitting[:FINALISTS], *[t for t in simple if not _surely_slower(t, fitting[0])][:SIMPLE_FINALISTS]]
+        """The best few as tried, the best few as predicted, and simple plans that may be as fast.
+
+        What else runs on the machine may slow one trial down, minutes after another; predictions do not know of that.
+        """
+        fitting, expected = trials.ranking(), trials.expected()
+        predicted = sorted((t for t in fitting if t.number in expected), key=lambda t: expected[t.number])
+        simple = (t for t in fitting if complexity(t.choices) <= SIMPLE and not _surely_slower(t, fitting[0]))
+        best = {t.number: t for t in (*fitting[:FINALISTS], *predicted[:AS_PREDICTED])}
+        others = [t for t in simple if t.number not in best]
+        return [*best.values(), *others[:SIMPLE_FINALISTS]]
 
     def winner(self, trials: Trials, known: Sequence[Trial], budget_bytes: int, seconds: float) -> Trial | None:
         """Measure the best few again, interleaved, confirm the winner, and return it with its final numbers.
@@ -139,6 +145,7 @@ class RealSteps(Target):
     def _named(self, trials: Trials, final: Final, budget_bytes: int) -> Trial:
         """The fastest; of plans whose steps cannot be told apart the preferred one (see ``preferred``)."""
         times = {number: final.seconds(number) for number in (final.winner, *final.undecided)}
+        times = weighed(times, trials.expected(), final.error)
         error = min(max(AS_FAST, final.error), MOST_ERROR)
         named = preferred([trials.all[number] for number in times], times, budget_bytes, error)
         if close := [f"#{number}" for number in times if number != named.number]:
