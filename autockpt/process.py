@@ -199,7 +199,8 @@ def child_environment(wanted: Mapping[str, str] = {}) -> dict[str, str]:
     named: a child may start other interpreters.
     """
     installed = {*site.getsitepackages(), site.getusersitepackages()}
-    paths = map(os.path.abspath, [*sys.path, Path(__file__).parents[1]])  # an empty one is the current folder
+    here = str(Path(__file__).parents[1])
+    paths = [os.path.abspath(path) for path in (*sys.path, here)]  # an empty one is the current folder
     own = [path for path in paths if path not in installed and not path.startswith(os.path.dirname(os.__file__))]
     return {**wanted, **os.environ, "PYTHONPATH": os.pathsep.join(dict.fromkeys(own)), "PYTHONUNBUFFERED": "1"}
 
