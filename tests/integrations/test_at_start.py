@@ -94,7 +94,7 @@ def test_the_trainer_leaves_the_same_as_with_the_plan(tmp_path, capfd):
     said = capfd.readouterr().out
     assert "the plan was found in" in said and f"autockpt history {tmp_path / 'found' / 'autockpt'}" in said
     (line,) = [line for line in said.splitlines() if "applied plan" in line]
-    assert "of the budget free" in line and "recomputing every layer" in line
+    assert "of the budget free" in line and "recomputing everything" in line
     assert said.count("autockpt: ") <= 6, said
     planned, _ = make("planned", AutockptCallback(found_plan(tmp_path / "found")))
     same(found, train(planned))
