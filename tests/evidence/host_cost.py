@@ -8,8 +8,9 @@ the 95 % interval of the ratio to checkpointing by hand. Time is that of the pro
 work on the machine counts little; where there is much of it (the load is said), caches and shared cores still show. So
 beside the times stand counts, which are the same on every run: Python functions called per layer, of those the ones
 by which torch asks a mode about an op or a function, and objects that Python's garbage collector has to look through
-until backward. On a GPU its work is waited for after every step, outside of what
-is timed. ``--autocast``: forwards run under bfloat16 autocast.
+until backward. On a GPU its work is waited for after every step, outside of what is timed. Where torch_remat is
+installed, one row is its checkpoint with the output of one module kept. ``--autocast``: forwards run under bfloat16
+autocast.
 """
 
 from __future__ import annotations
@@ -22,8 +23,10 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from importlib.util import find_spec
 from types import FrameType
+from typing import Any
 
 import torch
 import transformers
@@ -31,10 +34,12 @@ from torch.utils.checkpoint import checkpoint
 
 from autockpt.measuring.statistics import noise, ratio_interval
 from autockpt.runtime import attach
-from autockpt.schema.choices import choice_kinds, from_label, label
+from autockpt.schema.choices import Choice, choice_kinds, from_label, label
 from tests.policies.zoo import objects_alive_after
 
 LAYERS, ROUNDS, WARMUP, BY_HAND = 24, 40, 4, "torch.utils.checkpoint by hand"
+REMAT, KEPT = "torch_remat, keep mlp.up_proj", "mlp.up_proj"
+HAS_REMAT = find_spec("torch_remat") is not None
 CHOICES = [
     *(
         kind for kind in choice_kinds("block") if kind != "compile_budget"
@@ -75,6 +80,41 @@ def by_hand(model: torch.nn.Module) -> Iterator[None]:
             layer.gradient_checkpointing = False
 
 
+@contextmanager
+def by_remat(model: torch.nn.Module) -> Iterator[None]:
+    """torch_remat around every layer, with the output of one module kept (``pip install torch_remat``)."""
+    import torch_remat
+
+    layers = list(model.model.layers)  # type: ignore[union-attr, arg-type]
+    for number, layer in enumerate(layers):
+        kept, inside = layer.get_submodule(KEPT), layer.forward
+        kept.forward = functools.partial(_kept, torch_remat, kept.forward)
+        layer.forward = functools.partial(_recomputed, torch_remat, f"layers.{number}", inside)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            del layer.forward, layer.get_submodule(KEPT).forward
+
+
+def _kept(remat: Any, forward: Callable[..., Any], x: torch.Tensor) -> torch.Tensor:
+    output = remat.region(forward, KEPT, recompute=False)(x)
+    remat.recompute_needs_tensor(output)
+    return output
+
+
+def _recomputed(remat: Any, name: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return remat.checkpoint(region_name=name)(forward)(*args, **kwargs)
+
+
+def attached(model: torch.nn.Module, name: str, choice: Choice | None) -> AbstractContextManager[object]:
+    """One candidate on every layer."""
+    if name in PEERS:
+        return PEERS[name](model)
+    return attach(model, {} if choice is None else {f"model.layers.{i}": choice for i in range(LAYERS)})
+
+
+PEERS = {BY_HAND: by_hand} | ({REMAT: by_remat} if HAS_REMAT else {})
 Rows = dict[str, dict[str, float | str]]
 
 
@@ -85,7 +125,6 @@ def measure(
     hand in words. ``keep`` is given what is known after every round but the first."""
     torch.set_num_threads(1)
     model, batch = model_and_batch(device)
-    names = [f"model.layers.{i}" for i in range(LAYERS)]
 
     def once() -> tuple[float, float]:
         begin = time.process_time()
@@ -100,14 +139,12 @@ def measure(
         return middle - begin, end - middle
 
     parsed = {label(c): c for c in map(from_label, CHOICES)}
-    candidates = {"nothing attached": None, BY_HAND: None} | parsed
+    candidates = {"nothing attached": None} | dict.fromkeys(PEERS) | parsed
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in candidates}
     for turn in range(rounds):
         order = list(candidates) if turn % 2 == 0 else list(reversed(candidates))
         for name in order:
-            choice = candidates[name]
-            choices = {} if choice is None else dict.fromkeys(names, choice)
-            with by_hand(model) if name == BY_HAND else attach(model, choices):
+            with attached(model, name, candidates[name]):
                 for _ in range(WARMUP):
                     once()
                 times[name].append(once())
@@ -132,7 +169,6 @@ def counts(device: str = "cpu", autocast: bool = False) -> dict[str, tuple[float
     asked by: about ops (``__torch_dispatch__``) and about functions (``__torch_function__``); and objects that live
     from forward to backward."""
     model, batch = model_and_batch(device)
-    names = [f"model.layers.{i}" for i in range(LAYERS)]
     parsed = {label(c): c for c in map(from_label, CHOICES)}
     found: dict[str, tuple[float, ...]] = {}
 
@@ -140,8 +176,8 @@ def counts(device: str = "cpu", autocast: bool = False) -> dict[str, tuple[float
         with torch.autocast(device, torch.bfloat16, enabled=autocast):
             return model(**batch).loss
 
-    for name, choice in ({"nothing attached": None, BY_HAND: None} | parsed).items():
-        with by_hand(model) if name == BY_HAND else attach(model, dict.fromkeys(names, choice) if choice else {}):
+    for name, choice in ({"nothing attached": None} | dict.fromkeys(PEERS) | parsed).items():
+        with attached(model, name, choice):
             objects = objects_alive_after(forward)
             called: Counter[str] = Counter()
 
