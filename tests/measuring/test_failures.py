@@ -15,6 +15,7 @@ import autockpt.errors as errors
 from autockpt.devices import get_device
 from autockpt.errors import AutockptError, DeviceOutOfMemory, MeasurementError
 from autockpt.measuring.failures import device_lost, forget_frames, letting_go
+from tests.errors import raises
 
 CLASSES = [c for c in vars(errors).values() if isinstance(c, type) and issubclass(c, AutockptError)]
 
@@ -57,7 +58,7 @@ def test_a_forgotten_error_holds_no_tensors_however_it_came_about():
 
 def test_only_the_devices_own_error_is_translated():
     with (
-        pytest.raises(DeviceOutOfMemory, match="plan x ran out of memory on cpu"),
+        raises(DeviceOutOfMemory, "plan x"),
         letting_go(get_device("cpu"), "plan x"),
     ):
         raise MemoryError

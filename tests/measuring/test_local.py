@@ -14,6 +14,7 @@ from autockpt.errors import DeviceOutOfMemory, MeasurementError, UsageError
 from autockpt.measuring import LocalMeasurer, Measurer
 from autockpt.measuring import snapshot as module
 from autockpt.measuring.base import beats_counted
+from tests.errors import raises
 from tests.measuring.small_workloads import RECOMPUTE_ALL, Stack, Steps, bits, make_workload, same, train
 
 
@@ -122,20 +123,20 @@ def test_a_closed_measurer_says_so(workload):
     measurer = LocalMeasurer(workload)
     measurer.close()
     measurer.close()
-    with pytest.raises(MeasurementError, match="closed"):
+    with raises(MeasurementError):
         measurer.measure({})
 
 
 def test_one_of_many_processes_is_refused_before_anything_happens(workload, monkeypatch):
     before = bits(workload)
     monkeypatch.setenv("WORLD_SIZE", "4")
-    with pytest.raises(UsageError, match="one of 4 training processes") as caught:
+    with raises(UsageError) as caught:
         LocalMeasurer(workload)
     assert "autockpt.apply" in caught.value.remedy
     assert "`autockpt search --model package.module:factory --budget …`" in caught.value.remedy
     monkeypatch.setenv("WORLD_SIZE", "1")
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
-    with pytest.raises(UsageError, match="one of 2"):
+    with raises(UsageError):
         LocalMeasurer(workload)
     assert same(before, bits(workload))

@@ -24,6 +24,7 @@ from autockpt.runtime import Session
 from autockpt.schema import RECOMPUTE, parse_choice
 from autockpt.schema.choices import choice_kinds
 from autockpt.workload import Step
+from tests.errors import raises
 from tests.measuring.small_workloads import RECOMPUTE_ALL, Stack, make_workload
 
 TOO_MUCH = 1 << 46
@@ -176,7 +177,7 @@ def test_running_out_of_memory_is_reported_and_everything_let_go():
     alive: list[weakref.ref] = []
     model.layers[0].register_forward_hook(lambda module, args, output: alive.append(weakref.ref(output)))
     model.before = lambda: torch.empty(TOO_MUCH)
-    with pytest.raises(DeviceOutOfMemory, match="this plan ran out of memory on cpu"):
+    with raises(DeviceOutOfMemory):
         runner.measure(RECOMPUTE_ALL)
     assert alive
     assert all(ref() is None for ref in alive), "the error still holds activations"
@@ -188,7 +189,7 @@ def test_running_out_of_memory_is_reported_and_everything_let_go():
 def test_out_of_memory_in_a_comparison_names_the_plan():
     model = Stack()
     model.before = lambda: torch.empty(TOO_MUCH)
-    with pytest.raises(DeviceOutOfMemory, match="'every-2'"):
+    with raises(DeviceOutOfMemory, "'every-2'"):
         runner_of(make_workload(model)).compare({"every-2": {}}, rounds=1)
 
 
@@ -335,5 +336,5 @@ def test_functions_of_a_package_can_be_called(monkeypatch):
     for ref in ("os:system", "autockpt:apply", "autockpt.probe:__import__.x", "autockpt.probe", "autockptx.y:z"):
         with pytest.raises(MeasurementError):
             runner.call(ref, {})
-    with pytest.raises(MeasurementError, match="cannot be found"):
+    with raises(MeasurementError):
         runner.call("autockpt.probe:missing", {})

@@ -17,6 +17,7 @@ from autockpt.measuring.conditions import seed_all
 from autockpt.measuring.snapshot import Snapshot
 from autockpt.workload import Step
 from tests.accelerator import KIND
+from tests.errors import raises
 from tests.measuring.small_workloads import RECOMPUTE_ALL, Stack, bits, make_workload, same, train
 
 
@@ -185,7 +186,7 @@ def test_an_object_without_state_is_refused_and_nothing_is_changed():
     train(workload)
     before = bits(workload)
     workload.snapshot = (object(),)
-    with pytest.raises(UsageError, match="object"):
+    with raises(UsageError):
         Snapshot(workload)
     assert same(before, bits(workload))
 
@@ -204,6 +205,6 @@ def test_too_little_host_memory_is_an_error_and_nothing_is_changed(monkeypatch, 
         return storage.clone()
 
     monkeypatch.setattr("autockpt.measuring.snapshot._host_copy", full)
-    with pytest.raises(MeasurementError, match="could not be copied to the host"):
+    with raises(MeasurementError):
         Snapshot(workload)
     assert same(before, bits(workload))

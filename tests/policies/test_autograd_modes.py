@@ -14,6 +14,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from autockpt.errors import ConflictError
 from autockpt.runtime import attach
 from autockpt.schema.choices import CHUNKED_LOSS, CHUNKED_SOFTMAX, Choice, choice_kinds, parse_choice
+from tests.errors import raises
 
 F = nn.functional
 VOCABULARY = 40
@@ -169,5 +170,5 @@ def test_many_gradients_at_once_with_dropout_are_exact_or_refused(descends: bool
 
 @pytest.mark.parametrize("choice", [CHUNKED_SOFTMAX, CHUNKED_LOSS], ids=str)
 def test_many_gradients_at_once_are_refused_by_a_chunked_head(choice: Choice) -> None:
-    with pytest.raises(ConflictError, match=rf"lm_head .*is_grads_batched.*under {choice.kind}"):
+    with raises(ConflictError, "lm_head", "is_grads_batched", choice.kind):
         under({"lm_head": choice}, many_at_once)

@@ -21,6 +21,7 @@ from autockpt.schema.choices import SAVE, parse_choice
 from autockpt.tracing import record
 from autockpt.verification import RunCounter
 from autockpt.workload import Step
+from tests.errors import raises
 
 D = 64
 KINDS = ["recompute", "selective", "keep_attention", "offload", "recompute_offload", {"kind": "segment", "size": 2}]
@@ -96,7 +97,7 @@ def test_compiled_code_inside_of_a_unit_runs_as_in_plain_training(kind: Any, bac
 @pytest.mark.parametrize("modules", [False, True], ids=["function", "modules"])
 def test_a_choice_that_watches_every_op_is_refused_around_compiled_code(modules: bool) -> None:
     torch.compiler.reset()
-    with pytest.raises(ConflictError, match=r"^0 calls compiled code"):
+    with raises(ConflictError):
         trained(half_as_much_again, modules, "remake")
 
 

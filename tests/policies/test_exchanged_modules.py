@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from autockpt.errors import InPlaceError
 from autockpt.runtime import attach
 from autockpt.schema.choices import RECOMPUTE, Choice, KeepAttention, Remake, Selective
+from tests.errors import raises
 from tests.policies.zoo import assert_equal
 
 CHOICES: list[Choice] = [RECOMPUTE, KeepAttention(), Selective(), Remake()]
@@ -102,7 +103,7 @@ def test_between_forward_and_backward_is_an_error(choice, change):
         model(torch.randn(4, 8)).sum().backward()
         loss = model(torch.randn(4, 8)).sum()
         change(model[1])
-        with pytest.raises(InPlaceError, match=r"of 1 were exchanged or added between forward and backward"):
+        with raises(InPlaceError):
             loss.backward()
 
 
@@ -129,7 +130,7 @@ def test_parameters_that_came_later_are_looked_after():
         loss = model(torch.randn(4, 8)).sum()
         with torch.no_grad():
             model[1].inner.linear.weight.mul_(2)
-        with pytest.raises(InPlaceError, match="a parameter of 1"):
+        with raises(InPlaceError):
             loss.backward()
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +17,7 @@ from autockpt.runtime import attach
 from autockpt.schema.choices import Choice, parse_choice
 from autockpt.verification.reruns import RunCounter
 from tests.device import DEVICE
+from tests.errors import raises
 from tests.policies.zoo import CASES, assert_equal, plain, train
 
 KEEPS = ((), ("**",), ("fused_attention",), ("mlp.gate_proj", "self_attn.q_proj"))
@@ -256,7 +256,7 @@ def test_what_is_made_again_runs_the_kernels_of_the_forward(inside: bool, first:
 
 def test_custom_autograd_functions_are_refused_by_name() -> None:
     model = model_of(Doubled.apply)
-    with attach(model, {"0": remake()}), pytest.raises(ConflictError, match="0 runs Doubled, a custom autograd"):
+    with attach(model, {"0": remake()}), raises(ConflictError, "Doubled"):
         gradients(model)
 
 
@@ -266,7 +266,7 @@ def test_a_source_that_changed_before_backward_is_an_error() -> None:
         x = torch.randn(128, 64).to(DEVICE)
         loss = model(x).sum()
         x.add_(1)
-        with pytest.raises(InPlaceError, match="modified by an inplace operation"):
+        with raises(InPlaceError):
             loss.backward()
 
 
@@ -317,10 +317,8 @@ def test_memory_is_given_back_without_a_garbage_collection() -> None:
     assert before == after
 
 
-@pytest.mark.parametrize(
-    ("options", "said"), list(itertools.product(({"keep": ["nose"]}, {"within": ["nose"]}), ("nose",)))
-)
-def test_unknown_modules_are_named(options: dict[str, Any], said: str) -> None:
+@pytest.mark.parametrize("options", [{"keep": ["nose"]}, {"within": ["nose"]}])
+def test_unknown_modules_are_named(options: dict[str, Any]) -> None:
     model = model_of(torch.exp)
-    with pytest.raises(PlanError, match=f"0 has no module named '{said}'"):
+    with raises(PlanError, "nose"):
         attach(model, {"0": remake(**options)})

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from autockpt.errors import ConflictError
 from autockpt.runtime import attach
 from autockpt.schema.choices import Choice, parse_choice
+from tests.errors import raises
 from tests.policies.zoo import assert_equal
 
 WATCHING = [parse_choice(c) for c in ("remake", {"kind": "remake", "keep": ["**"]})]
@@ -55,7 +56,7 @@ def gradients(then: Callable[[Tensor], Tensor], choice: Choice, autocast: bool) 
 @pytest.mark.parametrize("choice", WATCHING, ids=str)
 @pytest.mark.parametrize(("then", "autocast"), [(pinv, False), (bilinear, True), (sparse, True)])
 def test_refused_where_a_mode_would_look_on(then, autocast, choice):
-    with pytest.raises(ConflictError, match=r"watching the ops within 0 would make aten\."):
+    with raises(ConflictError, "aten."):
         gradients(then, choice, autocast)
 
 

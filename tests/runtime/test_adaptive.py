@@ -15,6 +15,7 @@ from autockpt.errors import UsageError
 from autockpt.runtime.adaptive import PATIENCE, MemoryReading, leaner_choices, meter_of
 from autockpt.runtime.choice_sets import BatchSets
 from autockpt.schema.choices import OFFLOAD, RECOMPUTE, SAVE, parse_choice
+from tests.errors import raises
 from tests.policies.zoo import CASES, assert_equal
 from tests.runtime.test_choice_sets import batch, gradients, sets
 
@@ -178,7 +179,7 @@ def test_a_cpu_tells_no_peak_and_that_is_said(caplog) -> None:
     with apply(LLAMA.make(), SAVES, adaptive=True) as handle:
         assert "adaptive does nothing" in str(handle) and handle.moves == ()
     assert any("tells no peak" in r.getMessage() for r in caplog.records)
-    with pytest.raises(UsageError, match="one graph"):
+    with raises(UsageError):
         apply(LLAMA.make(), SAVES.model_copy(update={"compile": "model"}), adaptive=True)
 
 

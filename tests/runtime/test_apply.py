@@ -23,6 +23,7 @@ from autockpt.schema import (
 from autockpt.schema.choices import CHUNKED_SOFTMAX
 from autockpt.schema.runs import RunDirectory
 from autockpt.workload import discover_units, fingerprint
+from tests.errors import raises
 from tests.policies.zoo import CASES, Tally, assert_equal, plain, train
 
 LLAMA = CASES["llama"]
@@ -67,7 +68,7 @@ def test_a_plan_file_in_three_lines(tmp_path):
 
 def test_a_runs_directory_is_its_plan(tmp_path):
     run = RunDirectory.enter(tmp_path, {"budget": "60%"}, model="LlamaForCausalLM", device="cpu", budget="60%")
-    with pytest.raises(RunDirectoryError, match="holds no plan"):
+    with raises(RunDirectoryError):
         autockpt.apply(LLAMA.make(), run.path)
     run.write_plan(Plan(choices={"model.layers.0": "recompute"}))
     with autockpt.apply(LLAMA.make(), str(run.path)) as handle:
@@ -76,14 +77,14 @@ def test_a_runs_directory_is_its_plan(tmp_path):
 
 def test_choices_by_name_that_are_none_are_named():
     model = LLAMA.make()
-    with pytest.raises(PlanError, match=r"model\.layers\.1: unknown choice 'recompue'"):
+    with raises(PlanError, "model.layers.1", "'recompue'"):
         autockpt.apply(model, {"model.layers.0": "save", "model.layers.1": "recompue"})
-    with pytest.raises(PlanError, match="sections of a plan file") as caught:
+    with raises(PlanError) as caught:
         autockpt.apply(model, {"autockpt": 1, "choices": {"model.layers.0": "recompute"}})
     assert "Plan.load" in caught.value.remedy
-    with pytest.raises(PlanError, match="0 is no unit's name"):
+    with raises(PlanError):
         autockpt.apply(model, {0: "recompute"})  # type: ignore[dict-item]
-    with pytest.raises(UsageError, match="a str is no model"):
+    with raises(UsageError):
         autockpt.apply("plan.yaml", model)  # type: ignore[arg-type]
 
 
@@ -102,7 +103,7 @@ def test_the_handle_tells_what_was_checked(monkeypatch):
     monkeypatch.setenv("AUTOCKPT_SENTINELS", "all")
     with apply(model, plan) as handle:
         assert handle.sentinels.mode == "all"
-    with pytest.raises(UsageError, match="sentinels is 'some'"):
+    with raises(UsageError, "'some'"):
         apply(model, plan, sentinels="some")
 
 
@@ -135,23 +136,23 @@ def test_plans_of_another_model_are_refused():
     model = LLAMA.make()
     plan = measured(model, {"model.layers.1": RECOMPUTE})
     for other in ("gpt2", "sequential"):
-        with pytest.raises(PlanError, match="made for another model") as caught:
+        with raises(PlanError) as caught:
             apply(CASES[other].make(), plan)
         assert caught.value.remedy
     smaller = LLAMA.make()
     del smaller.model.layers[2]
-    with pytest.raises(PlanError, match=r"model\.layers\.2"):
+    with raises(PlanError, "model.layers.2"):
         apply(smaller, plan)
-    with pytest.raises(PlanError, match="no repeated blocks"):
+    with raises(PlanError):
         apply(nn.Linear(2, 2), plan)
-    with pytest.raises(PlanError, match="matches no unit"):
+    with raises(PlanError):
         apply(model, Plan(choices={"model.layer.0": RECOMPUTE}))
     assert not any("forward" in m.__dict__ for m in model.modules())
 
 
 @pytest.mark.parametrize("plan", [["model.layers.0"], None, 3])
 def test_what_is_no_plan_is_said_with_what_is(plan):
-    with pytest.raises(PlanError, match="is no plan") as caught:
+    with raises(PlanError) as caught:
         apply(LLAMA.make(), plan)
     assert "'recompute'}" in caught.value.remedy
 
@@ -161,7 +162,7 @@ def test_choices_by_unit_name_are_a_plan_as_they_are_for_trace():
     for choice in ("recompute", RECOMPUTE, {"kind": "recompute"}):
         with apply(model, {"model.layers.0": choice}) as handle:
             assert handle.choices["model.layers.0"] == RECOMPUTE and handle.plan.status == "unmeasured"
-    with pytest.raises(PlanError, match="recompte"):
+    with raises(PlanError, "recompte"):
         apply(model, {"model.layers.0": "recompte"})
 
 
@@ -278,7 +279,7 @@ class Forgetful(nn.Module):
 def test_the_check_finds_what_cannot_be_repeated():
     model = Forgetful()
     plan = Plan(choices={"layers.0": RECOMPUTE})
-    with pytest.raises(ConflictError, match="does not train as it does without") as caught:
+    with raises(ConflictError) as caught:
         apply(model, plan, check_batch=torch.randn(3, 4), loss=lambda m, batch: m(batch))
     assert "gradient layers.0.linear.weight" in caught.value.message
     assert not any("forward" in m.__dict__ for m in model.modules())
@@ -287,7 +288,7 @@ def test_the_check_finds_what_cannot_be_repeated():
 def test_a_check_batch_that_is_no_batch_and_a_limit_that_is_no_size_are_told_and_nothing_is_applied() -> None:
     model = LLAMA.make()
     plan = Plan(choices={"model.layers.*": RECOMPUTE})
-    with pytest.raises(WorkloadError, match="the batch is a int"):
+    with raises(WorkloadError):
         apply(model, plan, check_batch=3)
     for wrong in ("7", "60%"):
         with pytest.raises(UsageError):

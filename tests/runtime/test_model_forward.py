@@ -12,6 +12,7 @@ from torch import nn
 from autockpt.errors import ConflictError
 from autockpt.runtime import attach, without_kv_cache
 from autockpt.schema.choices import OFFLOAD, RECOMPUTE, SAVE
+from tests.errors import raises
 from tests.policies.zoo import CASES, assert_equal, plain, train
 
 LLAMA = CASES["llama"]
@@ -29,7 +30,7 @@ def test_a_trainers_switch_set_later_is_an_error(enable):
         pytest.skip(f"this transformers has no {enable}")
     twin = copy.deepcopy(model)
     getattr(model, enable)()
-    with pytest.raises(ConflictError, match="checkpointing=True") as caught:
+    with raises(ConflictError, "checkpointing=True") as caught:
         model(**LLAMA.batch())
     assert "Switch one off" in caught.value.remedy
     with torch.no_grad():
@@ -56,7 +57,7 @@ def test_a_switch_of_a_model_that_loops_itself():
     with attach(model, {"layers.0": RECOMPUTE, "layers.1": SAVE}):
         model(torch.ones(1, 4))
         model.grad_checkpointing = True
-        with pytest.raises(ConflictError, match="Looping has grad_checkpointing=True"):
+        with raises(ConflictError, "Looping", "grad_checkpointing=True"):
             model(torch.ones(1, 4))
 
 
@@ -64,10 +65,10 @@ def kept_no_cache(output):
     """Nor does the tuple have a place for one; whoever uses it is told."""
     assert "past_key_values" not in output and len(output.to_tuple()) == 1
     cache = output.past_key_values
-    with pytest.raises(ConflictError, match="kept no KV cache"):
+    with raises(ConflictError, "KV cache"):
         cache.get_seq_length()
     for use in (len, iter, lambda c: c[0], lambda c: LLAMA.make()(LLAMA.batch()["input_ids"], None, None, c)):
-        with pytest.raises(ConflictError, match="kept no KV cache"):
+        with raises(ConflictError, "KV cache"):
             use(cache)
     assert not hasattr(pickle.loads(pickle.dumps(copy.deepcopy(cache))), "layers")
     return True
@@ -196,7 +197,7 @@ def test_packed_sequences_are_refused_where_a_cache_would_have_let_them_see_one_
     apart = loss(position_ids=packed, use_cache=False)
     assert loss(position_ids=packed) != apart
     with attach(model, LLAMA.choices(model, RECOMPUTE)):
-        with pytest.raises(ConflictError, match=r"packed sequences .* use_cache on"):
+        with raises(ConflictError, "use_cache"):
             loss(position_ids=packed)
         assert loss(position_ids=packed, use_cache=False) == apart
         for taken in ({"attention_mask": torch.ones_like(ids)}, {"position_ids": torch.arange(ids.shape[1])[None]}):

@@ -14,6 +14,7 @@ from autockpt.policies.attachment import attached_to
 from autockpt.runtime import apply, attach, remove
 from autockpt.schema.choices import OFFLOAD, RECOMPUTE, SAVE, parse_choice
 from autockpt.schema.plan import Plan
+from tests.errors import raises
 from tests.policies.zoo import CASES, Tally, assert_equal, plain, train
 
 LLAMA = CASES["llama"]
@@ -43,7 +44,7 @@ def test_save_everywhere_attaches_nothing_at_all():
 def test_twice_is_a_conflict_and_leaves_the_first_in_place():
     model = LLAMA.make()
     first = attach(model, {layers()[0]: RECOMPUTE})
-    with pytest.raises(ConflictError, match="applied to this model already"):
+    with raises(ConflictError):
         attach(model, {layers()[1]: OFFLOAD})
     assert attached_to(model.model.layers[0]) is not None
     assert attached_to(model.model.layers[1]) is None
@@ -65,7 +66,7 @@ def test_what_was_set_aside_is_put_back_by_the_same_objects():
     forwards = {path: m.__dict__["forward"] for path, m in model.named_modules() if "forward" in m.__dict__}
     session.set_aside()
     assert not any("forward" in m.__dict__ for m in model.modules())
-    with attach(model, {layers()[2]: RECOMPUTE}), pytest.raises(ConflictError, match="another forward"):
+    with attach(model, {layers()[2]: RECOMPUTE}), raises(ConflictError):
         session.put_back()
     assert not any("forward" in m.__dict__ for m in model.modules())
     session.put_back()
@@ -77,9 +78,9 @@ def test_what_was_set_aside_is_put_back_by_the_same_objects():
 
 def test_unknown_names_and_choices_inside_one_another():
     model = LLAMA.make()
-    with pytest.raises(PlanError, match=r"model\.layers\.7"):
+    with raises(PlanError, "model.layers.7"):
         attach(model, {"model.layers.7": RECOMPUTE})
-    with pytest.raises(PlanError, match="makes a choice inside"):
+    with raises(PlanError):
         attach(model, {"model.layers.0": RECOMPUTE, "model.layers.0.mlp": OFFLOAD})
     assert not any("forward" in m.__dict__ for m in model.modules())
 
@@ -106,7 +107,7 @@ def test_nothing_is_left_when_attaching_fails(monkeypatch):
 
     monkeypatch.setattr(POLICIES["offload"], "attach", fail)
     model = LLAMA.make()
-    with pytest.raises(ConflictError, match="no"):
+    with raises(ConflictError):
         attach(model, dict(zip(layers(), (RECOMPUTE, OFFLOAD, RECOMPUTE), strict=True)))
     assert not any("forward" in m.__dict__ for m in model.modules())
 
@@ -251,7 +252,7 @@ def test_saving_everything_is_no_plan_for_a_model_that_recomputes_by_itself():
     model = LLAMA.make()
     model.model.layers[0].gradient_checkpointing = True
     for choices in ({}, dict.fromkeys(layers(), SAVE)):
-        with pytest.raises(ConflictError, match=r"model\.layers\.0 has gradient_checkpointing=True"):
+        with raises(ConflictError, "model.layers.0", "gradient_checkpointing=True"):
             attach(model, choices)
 
 
@@ -260,15 +261,15 @@ def test_wrappers_that_would_do_it_twice_are_refused():
 
     model = LLAMA.make()
     model.model.layers[0] = checkpoint_wrapper(model.model.layers[0])
-    with pytest.raises(ConflictError, match="CheckpointWrapper"):
+    with raises(ConflictError, "CheckpointWrapper"):
         attach(model, {"model.layers.1": RECOMPUTE})
 
 
 def test_lazy_modules_are_to_have_run_before() -> None:
     model = nn.Sequential(*(nn.Sequential(nn.LazyLinear(8), nn.ReLU()) for _ in range(2)))
-    with pytest.raises(ConflictError, match=r"0\.0\.weight is not initialised"):
+    with raises(ConflictError, "0.0.weight"):
         attach(model, {"0": RECOMPUTE})
-    with pytest.raises(ConflictError, match=r"0\.0\.weight is not initialised"):
+    with raises(ConflictError, "0.0.weight"):
         apply(model, Plan(choices={"0": RECOMPUTE}))
     model(torch.ones(2, 8))
     attach(model, {"0": RECOMPUTE})

@@ -7,6 +7,7 @@ import pytest
 import autockpt
 from autockpt.errors import RunDirectoryError
 from tests.analysis.samples import make_run
+from tests.errors import raises
 
 
 def test_a_run_in_python(tmp_path: Path) -> None:
@@ -18,7 +19,7 @@ def test_a_run_in_python(tmp_path: Path) -> None:
     assert str(plan.choices["h.0-1"]) == "recompute" and plan.status == "measured"
     plan.save(tmp_path / "plan.yaml")
     assert autockpt.Plan.load(tmp_path / "plan.yaml").hash == run.trials[1].plan_hash
-    with pytest.raises(RunDirectoryError, match="no trial 9"):
+    with raises(RunDirectoryError):
         run.plan_of(9)
     with pytest.raises(RunDirectoryError):
         autockpt.open_run(tmp_path)

@@ -35,6 +35,7 @@ from autockpt.tuning.jobs import with_rows
 from autockpt.tuning.question import Clock
 from autockpt.tuning.rows import dependent_rows
 from autockpt.workload import Step
+from tests.errors import raises
 from tests.policies.zoo import CASES
 from tests.tuning.small import TWO_LAYERS
 
@@ -99,7 +100,7 @@ def test_the_summit_of_tokens_per_second_is_found_wherever_saving_everything_end
 
 def test_a_batch_that_not_even_single_rows_fit_is_the_searches_own_error() -> None:
     known = Sizes([1, 2], budget_bytes=1, peaks={1: {"save": 5}, 2: {"save": 6}}, look={}.__getitem__)
-    with pytest.raises(InfeasibleError, match="nothing fits"):
+    with raises(InfeasibleError):
         climbed(climb_of({}, 2), known, 3, 100)
 
 
@@ -108,16 +109,16 @@ def test_batches_whose_rows_are_packed_or_cannot_be_divided_are_refused() -> Non
         answered(search_request(budget=budget, step=step, global_batch=rows, trials=3))
 
     packed = {"x": torch.zeros(1, 8)}
-    with pytest.raises(UsageError, match="2 rows of the data set has 1 rows"):
+    with raises(UsageError):
         search(lambda size: Step(Rows(False), packed, loss=lambda m, b: squares(m(**b))), 2)
     odd = Step(Rows(False), {"x": torch.zeros(4, 8), "y": torch.zeros(3)}, loss=lambda m, b: squares(m(b["x"])))
-    with pytest.raises(UsageError, match="cannot be divided into rows"):
+    with raises(UsageError):
         search(odd, 4)
-    with pytest.raises(UsageError, match="share of this job"):
+    with raises(UsageError):
         search(odd, 4, "60%")
-    with pytest.raises(UsageError, match="0 are no rows"):
+    with raises(UsageError):
         search(odd, 0)
-    with pytest.raises(UsageError, match="is not 16 rows per update"):
+    with raises(UsageError):
         search(Step(odd.model, odd.batch, loss=odd.loss, accumulate=3), 16)
 
 
@@ -178,19 +179,19 @@ def test_a_size_that_there_was_time_for_is_not_named_the_largest(monkeypatch: py
 
 
 @pytest.mark.parametrize(
-    ("asked", "words"),
+    "asked",
     [
-        ({"workload": {"batch_size": 3}}, "do not make up 8 rows"),
-        ({"workload": {"accumulate": 4}}, "--accumulate 4"),
-        ({"dry_run": True}, "dry run"),
-        ({"budget": parse_budget("60%act")}, "share of this job's own peak"),
+        {"workload": {"batch_size": 3}},
+        {"workload": {"accumulate": 4}},
+        {"dry_run": True},
+        {"budget": parse_budget("60%act")},
     ],
 )
-def test_what_cannot_be_asked_is_refused_before_anything_runs(asked: dict[str, Any], words: str) -> None:
+def test_what_cannot_be_asked_is_refused_before_anything_runs(asked: dict[str, Any]) -> None:
     def search(*_: Any) -> SearchOutcome:
         raise AssertionError("nothing is searched")
 
-    with pytest.raises(UsageError, match=words):
+    with raises(UsageError):
         search_batch_sizes(request(rows_per_update=8, **asked), Silence(), search)
 
 
@@ -262,7 +263,7 @@ def test_the_update_of_ragged_labels_is_that_of_the_whole_batch_as_the_answer_sa
 def test_rows_that_depend_on_each_other_are_refused_or_said_by_name() -> None:
     assert met_by(squares) == ()
     for loss, normed, where in ((squares, True, "batch_norm in layers"), (contrasted, False, "mm")):
-        with pytest.raises(UsageError, match=f"depend on each other.*{where}"):
+        with raises(UsageError, where):
             met_by(loss, normed)
     (said,) = met_by(balanced)
     assert "taken together (mean)" in said

@@ -12,6 +12,7 @@ from autockpt.errors import UsageError, WorkloadError
 from autockpt.schema import Estimate, Silence, parse_size
 from autockpt.shipped import load_hardware
 from autockpt.tuning.estimates import remark
+from tests.errors import raises
 
 
 @pytest.fixture
@@ -111,11 +112,11 @@ def test_a_base_in_four_bits_is_a_row_of_its_own():
 
 
 def test_wrong_questions_are_refused_at_once():
-    with pytest.raises(UsageError, match="int3"):
+    with raises(UsageError, "int3"):
         autockpt.estimate("gpt2-tiny", dtype="int3")  # type: ignore[arg-type]
-    with pytest.raises(UsageError, match="rtx9999"):
+    with raises(UsageError, "rtx9999"):
         autockpt.estimate("gpt2-tiny", cards=["rtx9999"])
-    with pytest.raises(UsageError, match="rtx9999"):
+    with raises(UsageError, "rtx9999"):
         autockpt.estimate("gpt2-tiny", cards="rtx9999")
 
 
@@ -145,7 +146,7 @@ def test_the_table_fits_eighty_columns():
     assert "QLoRA 16" in lines[1]
     assert "~yes  ~47.0 GiB   ~700 ms" in lines[1] and "24 recompute" in lines[2]
     assert "~no   ~78.0 GiB" in lines[3] and "simulated" in lines[-1]
-    with pytest.raises(WorkloadError, match="lama-8b"):
+    with raises(WorkloadError, "lama-8b"):
         next(autockpt.estimate(["llama-tiny", "./lama-8b"]))
-    with pytest.raises(UsageError, match="neither"):
+    with raises(UsageError):
         next(autockpt.estimate("llama-tiny", full=False, lora=0))

@@ -19,6 +19,7 @@ from autockpt.tracing import Tracer
 from autockpt.tuning import run_search, search_request
 from autockpt.tuning.opening import CHUNKS
 from autockpt.workload import Step
+from tests.errors import raises
 
 pytestmark = pytest.mark.slow
 
@@ -42,7 +43,7 @@ def request_(tmp_path: Path) -> SearchRequest:
 
 
 def test_it_is_named_as_an_alternative_with_the_smallest_peak(request_: SearchRequest) -> None:
-    with pytest.raises(InfeasibleError, match="nothing fits") as caught:
+    with raises(InfeasibleError) as caught:
         run_search(request_)
     way = next(way for way in caught.value.alternatives if way.options == INEXACT)
     assert way.peak_bytes <= 250_000_000 and "up to rounding" in way.effect and INEXACT in caught.value.remedy
@@ -177,7 +178,7 @@ def test_a_live_search_stays_within_its_host_budget() -> None:
     assert plan.measured is not None and plan.measured.host_bytes <= 200_000
     offloaded = next(row for row in plan.baselines if row.name == "offload all")
     assert offloaded.measured is None and "host budget" in offloaded.note
-    with pytest.raises(UsageError, match="allows nothing"):
+    with raises(UsageError):
         search_request(budget="90%", host_budget=0)
     every = plan.model_copy(update={"choices": {"**": OFFLOAD}})
     with apply(live.model, every), pytest.raises(HostBudgetExceeded):

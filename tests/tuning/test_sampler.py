@@ -13,6 +13,7 @@ from autockpt.schema import RECOMPUTE, SAVE, Measurement, Trial
 from autockpt.schema.space import Encoding
 from autockpt.shipped import load_space
 from autockpt.tuning.proposers.sampler import Study, sampler_for
+from tests.errors import raises
 from tests.samples import trial
 
 
@@ -22,7 +23,7 @@ def knobs_study(storage: str | None) -> Study:
 
 @pytest.mark.parametrize("storage", ["nonsense", "nosuchdriver://someone:secret@nowhere/db"])
 def test_a_storage_that_cannot_be_opened_is_named_without_its_password(storage: str) -> None:
-    with pytest.raises(RunDirectoryError, match="cannot be used") as caught:
+    with raises(RunDirectoryError) as caught:
         knobs_study(storage)
     assert "secret" not in str(caught.value) and "sqlite:///" in caught.value.remedy
     assert caught.value.exit_code == 2
@@ -45,7 +46,7 @@ def test_a_full_disk_is_called_one(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     study = opened(f"sqlite:///{tmp_path / 'study.db'}")
     monkeypatch.setattr(study._study, "ask", commit)
     for used in (study.ask, lambda: opened("sqlite:///x.db")):
-        with pytest.raises(RunDirectoryError, match="is full") as caught:
+        with raises(RunDirectoryError) as caught:
             used()
         assert "Free space" in caught.value.remedy and "invalid" not in str(caught.value)
         monkeypatch.setattr(optuna, "create_study", commit)

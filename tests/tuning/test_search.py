@@ -19,6 +19,7 @@ from autockpt.tuning import alternatives, answer, run_search, search_request
 from autockpt.tuning.opening import less_than_asked
 from autockpt.tuning.targets import measured
 from autockpt.workload import Step, build
+from tests.errors import raises
 from tests.tuning.small import TWO_LAYERS
 
 pytestmark = pytest.mark.slow
@@ -35,7 +36,7 @@ def test_places_that_cannot_be_written_are_refused_at_once(tmp_path: Path, optio
     places = {"out": tmp_path / "runs", option: tmp_path / "file" / "below"}
     asked = {"budget": parse_budget("60%"), "workload": WorkloadSpec(model="llama-tiny"), "space": load_space("knobs")}
     request = SearchRequest.model_validate(asked | places)
-    with pytest.raises(AutockptError, match="cannot be written") as caught:
+    with pytest.raises(AutockptError) as caught:
         run_search(request, Untouched())
     assert caught.value.exit_code == 2 and caught.value.remedy
     assert (tmp_path / "file").read_text() == "mine" and not (tmp_path / "runs").exists()
@@ -85,14 +86,14 @@ def test_one_of_many_processes_is_refused_before_another_is_started(
     monkeypatch.setattr("autockpt.process.Child.__init__", started)
     monkeypatch.setenv("WORLD_SIZE", "2")
     before = children()
-    with pytest.raises(UsageError, match="one of 2 training processes") as caught:
+    with raises(UsageError) as caught:
         DOORS[door](tmp_path / "runs")
     assert "torchrun" in caught.value.remedy and children() == before and not (tmp_path / "runs").exists()
 
 
 def test_a_live_search_that_fails_ends_the_processes_that_it_started() -> None:
     before = children()
-    with pytest.raises(UsageError, match="no repeated blocks"):
+    with raises(UsageError):
         step = Step(nn.Linear(4, 4), ones(2, 4), loss=lambda model, batch: model(batch).sum())
         run_search(search_request(budget="1GB", step=step))
     assert children() == before
@@ -107,7 +108,7 @@ def test_a_budget_that_nothing_fits_is_refused_before_a_step_is_timed(tmp_path: 
     made = build(WorkloadSpec(model="llama-tiny", batch_size=1, seq_len=16))
     step = Step(made.model, made.batch, optimizer=made.optimizer)
     asked = search_request(budget="1MB", step=step, timeout=1, out=tmp_path)  # looks for no alternatives
-    with pytest.raises(InfeasibleError, match="nothing fits") as caught:
+    with raises(InfeasibleError) as caught:
         run_search(asked, Untimed())
     run = caught.value.run
     assert run is not None and run.refusal() == caught.value.message and not run.trials()
@@ -125,7 +126,7 @@ def test_what_the_worker_holds_is_not_another_s(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(CpuDevice, "used_by_others", lambda self: self.capacity())  # here; the worker sees for itself
     asked = {"budget": parse_budget("800KB"), "workload": WorkloadSpec(model=TWO_LAYERS, batch_size=1, seq_len=16)}
     request = SearchRequest.model_validate(asked | {"space": load_space("knobs"), "out": tmp_path, "device": "cpu"})
-    with pytest.raises(InfeasibleError, match="nothing fits"):
+    with raises(InfeasibleError):
         run_search(request)
     assert 0 <= judged[0] < CpuDevice().capacity()
 

@@ -12,6 +12,7 @@ from autockpt.runtime import apply
 from autockpt.schema import Plan, SearchRequest, WorkloadSpec, parse_budget
 from autockpt.shipped import load_space
 from autockpt.tuning import run_search
+from tests.errors import raises
 from tests.unrepeated import one_block, unet
 
 
@@ -44,5 +45,5 @@ def test_a_unet_is_cut_planned_for_and_trained_with_the_same_gradients(tmp_path:
     assert all(
         torch.equal(a, p.grad) for a, p in zip(plain, step.model.parameters(), strict=True) if p.grad is not None
     )
-    with pytest.raises(PlanError, match="made for another model"):
+    with raises(PlanError):
         apply(one_block().model, plan)

@@ -9,6 +9,7 @@ from autockpt.errors import WorkloadError
 from autockpt.schema.workload import WorkloadSpec
 from autockpt.workload import build
 from autockpt.workload.lora import add_lora
+from tests.errors import raises
 
 
 def adapted(model: nn.Module) -> set[str]:
@@ -67,7 +68,7 @@ def test_targets_dora_and_modules_to_save_are_those_asked_for_and_said() -> None
     ],
 )
 def test_a_name_that_matches_nothing_is_told_the_nearest(option: str, names: str, wrong: str, near: str) -> None:
-    with pytest.raises(WorkloadError, match=wrong) as caught:
+    with raises(WorkloadError, wrong) as caught:
         build(WorkloadSpec.model_validate({"model": "llama-tiny", "lora": 2, option: names}))
     assert (f"Did you mean {near}" in caught.value.remedy or f"{near}? " in caught.value.remedy) == bool(near)
 

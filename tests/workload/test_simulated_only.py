@@ -8,6 +8,7 @@ from autockpt.errors import UsageError
 from autockpt.schema import WorkloadSpec
 from autockpt.tracing import Tracer
 from autockpt.workload import build, refuse_simulated
+from tests.errors import raises
 
 MODEL = "tests.tracing.kernels.cuda_models:causal_fp32"
 
@@ -24,7 +25,7 @@ MODEL = "tests.tracing.kernels.cuda_models:causal_fp32"
 def test_a_real_step_refuses_them_by_name(given: dict[str, object], option: str) -> None:
     spec = WorkloadSpec.model_validate({"model": MODEL} | given)
     for attempt in (refuse_simulated, build):
-        with pytest.raises(UsageError, match=option) as caught:
+        with raises(UsageError, option) as caught:
             attempt(spec)
         assert "--hardware" in caught.value.remedy
 
