@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from autockpt.devices import disk, hostpool, scratch, transport
-from autockpt.devices.base import OffloadHandle, Transport
+from autockpt.devices import disk, scratch, transport
 from autockpt.devices.hostpool import Pool
 from autockpt.devices.transport import CpuTransport, said_of_host, transport_for
 from autockpt.errors import MeasurementError
@@ -36,11 +35,6 @@ def way(request, tmp_path, monkeypatch):
 def space_of(way):
     """The pool of what lies below the device."""
     return way.space if isinstance(way, DeferredDisk) else way.pool
-
-
-def test_protocols(way):
-    assert isinstance(way, Transport)
-    assert isinstance(way.send(some_bytes(10)), OffloadHandle)
 
 
 def test_bytes_come_back(way):
@@ -275,11 +269,6 @@ def test_host_memory_is_not_overwritten_while_it_is_still_read():
     assert event.done
     assert torch.equal(arriving, some_bytes(1000, 1))
     assert torch.equal(second.get(), some_bytes(1000, 2))
-
-
-def test_area_sizes():
-    assert DeferredTransport().send(some_bytes(10)).nbytes == 10
-    assert hostpool.AREA_BYTES >= 1 << 20
 
 
 @pytest.mark.cuda

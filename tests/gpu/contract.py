@@ -14,7 +14,7 @@ from tests.gpu.items import Context
 FILES = (
     "tests/policies/test_architectures.py",
     "tests/policies/test_contract.py",
-    "tests/policies/test_chunked_softmax.py::test_two_steps_are_bit_equal",
+    "tests/policies/test_chunked_heads.py::test_two_steps_are_bit_equal",
 )
 ROOT = Path(__file__).resolve().parents[2]
 SHOWN = 30

@@ -129,8 +129,3 @@ class DeferredDisk(DiskTransport):
     def pieces_in_use(self) -> int:
         self.space._sort_returned()
         return sum(area.pieces for area in self.space._areas)
-
-
-def buffers_of(transport: Any) -> int:
-    """Bytes of host memory that a transport holds."""
-    return transport.pool.held_bytes

@@ -41,6 +41,29 @@ def both(
     return results[0], results[1]
 
 
+def away(got: Tensor, wanted: Tensor) -> float:
+    got, wanted = got.detach(), wanted.detach()
+    return float((got.double() - wanted.double()).norm() / wanted.double().norm().clamp_min(1e-12))
+
+
+def assert_close(got: dict[str, Tensor], wanted: dict[str, Tensor], tolerance: float = 1e-5) -> None:
+    """Random states and buffers bit-equal, all else within tolerance of the longest gradient's rounding."""
+    assert got.keys() == wanted.keys()
+    longest = max((float(t.float().norm()) for n, t in wanted.items() if "gradient" in n), default=0.0)
+    for name, tensor in wanted.items():
+        if "random" in name or "buffer" in name:
+            assert torch.equal(got[name], tensor), name
+        elif float(tensor.float().norm()) > 1e-4 * longest or "loss" in name:
+            assert away(got[name], tensor) <= tolerance, (name, away(got[name], tensor))
+
+
+def assert_same(got: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
+    """Bit for bit; what is no number is the same, too."""
+    assert got.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        assert torch.equal(got[name].nan_to_num(7), tensor.nan_to_num(7)), name
+
+
 def small_llama(**more: Any) -> Callable[[], nn.Module]:
     def make() -> nn.Module:
         torch.manual_seed(0)

@@ -153,21 +153,6 @@ def test_the_model_keeps_its_own_buffers_after_an_error_in_recompute(monkeypatch
     assert float(mine) == 1.25
 
 
-def test_norms_that_begin_to_learn_later():
-    def train(model: nn.Module) -> dict[str, Tensor]:
-        torch.manual_seed(1)
-        seen: dict[str, Tensor] = {}
-        for i in range(4):
-            model[0][1].train(i > 2)
-            model(torch.randn(4, 8)).pow(2).sum().backward()
-            seen |= {f"{i} {n}": b.clone() for n, b in model.named_buffers()}
-        return seen
-
-    wanted, model = train(make("batch norm")), make("batch norm")
-    with attach(model, {"0": RECOMPUTE}):
-        assert_equal(train(model), wanted)
-
-
 @pytest.mark.parametrize("name", ["in place", "at the beginning"])
 def test_a_graph_used_twice_sees_the_same_buffers_twice(name):
     def train(model: nn.Module) -> dict[str, Tensor]:

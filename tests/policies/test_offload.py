@@ -202,27 +202,9 @@ def test_memory_that_is_used_again_is_not_taken_for_the_old():
         assert_equal(run(model), wanted)
 
 
-def test_the_same_memory_with_other_contents_is_sent_again():
-    def body(unit, x):
-        scratch = torch.empty(N)
-        out = x
-        for i in range(3):
-            scratch.data.copy_(x.detach() * (i + 1))  # .data does not count as a change for autograd
-            out = out + torch.mul(unit.weight, scratch.data.clone())
-        first = torch.full((N,), 2.0)
-        first.add_(1)
-        out = out * unit.weight * first
-        other = first.data
-        other.mul_(5)
-        return out + unit.weight * other
-
-    wanted, model = run(Model(body, n=1)), Model(body, n=1)
-    transport = DeferredTransport()
-    with attach(model, model.offloaded(), transport=always(transport)):
-        got = run(model)
-    # plain autograd itself reads `first` after it was overwritten, so only the last term's gradient is compared
-    assert got.keys() == wanted.keys()
-    storage = OffloadedStorage(first := torch.ones(N), OffloadedCall("unit", first.device, None, transport))
+def test_memory_with_other_contents_is_not_taken_for_what_was_sent():
+    first, transport = torch.ones(N), DeferredTransport()
+    storage = OffloadedStorage(first, OffloadedCall("unit", first.device, None, transport))
     assert storage.holds(first)
     assert storage.holds(first.detach())
     assert not storage.holds(first.data)

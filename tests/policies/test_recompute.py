@@ -222,17 +222,6 @@ def test_units_with_a_checkpoint_of_their_own_inside():
     assert_as_plain(lambda: Model(body))
 
 
-def test_generators_among_the_arguments():
-    def body(unit, x, generator):
-        return (unit.linear(x) * torch.rand(x.shape, generator=generator)).sigmoid()
-
-    def make() -> Model:
-        generator = torch.Generator().manual_seed(3)
-        return Model(body, lambda unit, x: unit(x, generator=generator))
-
-    assert_as_plain(make)
-
-
 def test_parameters_exchanged_for_the_forward_only():
     """As functional_call does: the recompute runs on the weights of the forward, and the model keeps its own."""
     model = Model(lambda unit, x: unit.linear(x).sigmoid())
@@ -363,21 +352,6 @@ def test_what_one_backward_left_over_is_not_used_after_a_weight_was_changed():
             model.units[0].linear.weight.mul_(2)
         with pytest.raises(InPlaceError):
             torch.autograd.grad(loss, [model.units[0].linear.bias])
-
-
-class Twofold(torch.autograd.Function):
-    """Reads its saved tensor twice."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x.sin())
-        return x * x.sin().detach()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
-        (first,), (second,) = ctx.saved_tensors, ctx.saved_tensors
-        assert torch.equal(first, second)
-        return gradients[0] * first
 
 
 @pytest.mark.parametrize("bias", [True, False])

@@ -160,43 +160,6 @@ def test_calls_under_autocast_and_without_are_apart(choice: str, remembers: bool
         assert bytes_alive_after(forward) <= first
 
 
-class _Product(nn.Module):
-    """Of two weights, in one function."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.a, self.b = (nn.Parameter(torch.randn(128, 128) / 8) for _ in range(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return (x * torch.mm(self.a, self.b).float().sin()[0, :32]).exp()
-
-
-class _Forgetting(nn.Module):
-    """From the fourth step on its second function has another cast than its first."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.a, self.step = nn.Parameter(torch.randn(32, 32)), 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        first = torch.mm(x, self.a)
-        if self.step >= 3:
-            torch.clear_autocast_cache()
-        return (torch.matmul(x.view(4, 1, -1, 32), self.a).view_as(x) + first).float().sin()
-
-
-def _in_turn(unit: Any, x: Tensor, step: int) -> list[Tensor]:
-    return [(unit.a, unit.b)[step % 2]]
-
-
-CASES = {
-    "two weights in turn": (_Product, _in_turn),
-    "two casts late": (_Forgetting, lambda unit, x, step: [unit.a]),
-}
-
-
 @pytest.mark.parametrize("choice", ["remake", '{"kind": "remake", "keep": ["**"]}'])
 def test_a_cast_that_another_thread_made_is_right_or_refused(choice: str) -> None:
     def trained(choices: dict[str, Any]) -> list[Tensor]:

@@ -14,14 +14,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from autockpt.errors import ConflictError, InPlaceError, RerunMismatch
+from autockpt.errors import ConflictError, RerunMismatch
 from autockpt.runtime import attach
 from autockpt.schema.choices import SAVE, Choice, Segment, dump_choice, parse_choice
 from tests.errors import raises
-from tests.policies.test_contract import (
-    gradients,
-    planned,
-)
+from tests.policies.test_contract import gradients, planned
 from tests.policies.zoo import CASES, Tally, assert_equal, bytes_alive_after, plain, train
 
 pytestmark = pytest.mark.slow
@@ -277,26 +274,18 @@ def test_frozen_units_at_the_beginning_and_in_the_middle(way: Segment):
 # --- what runs again
 
 
-@pytest.mark.parametrize(
-    ("way", "calls"),
-    [
-        (Segment(size=1), [2, 2, 2, 2]),
-        (Segment(size=2), [2, 2, 2, 2]),
-        (Segment(size=4), [2, 2, 2, 2]),
-    ],
-    ids=str,
-)
-def test_how_often_each_unit_runs(way: Segment, calls: list[int]):
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_every_unit_runs_twice_in_a_step(size: int):
     model = Stack()
-    with attach(model, choices(way)):
+    with attach(model, choices(Segment(size=size))):
         with torch.no_grad():
             model(torch.randn(4, 64))
         assert model.calls == [1, 1, 1, 1]
         run(model, steps=1)
-        assert [n - 1 for n in model.calls] == calls
+        assert model.calls == [3, 3, 3, 3]
         model.eval()
         run(model, steps=1)
-        assert [n - 1 for n in model.calls] == [2 * n for n in calls]
+        assert model.calls == [5, 5, 5, 5]
 
 
 def test_a_pass_that_broke_off_leaves_nothing_behind():
@@ -426,20 +415,6 @@ def test_a_unit_that_does_something_else_the_second_time_is_an_error():
             loss = model(torch.randn(8, 64)).sum()
             with raises(ConflictError, "units."):
                 loss.backward()
-
-
-def test_a_changed_output_that_a_unit_has_read_is_an_error():
-    def parent(units, x):
-        hidden = units[0](x)
-        out = units[1](hidden)
-        hidden.add_(1)
-        return out
-
-    model = Stack(parent)
-    with attach(model, choices(Segment(size=4))):
-        loss = model(torch.randn(8, 64)).sum()
-        with raises(InPlaceError):
-            loss.backward()
 
 
 def test_compiled_code_has_a_graph_break_at_each_unit_and_an_error_names_the_choice():

@@ -228,6 +228,7 @@ def test_a_larger_batch_than_planned_is_one_warning():
     model = LLAMA.make()
     longer = {k: torch.cat([v, v]) for k, v in LLAMA.batch().items()}
     with apply(model, measured(model, {"model.layers.1": RECOMPUTE})):
+        model(**{k: v[:1, :8] for k, v in LLAMA.batch().items()})
         with pytest.warns(UserWarning, match="12 × 64 is larger than the plan was made for"):
             model(**longer)
         model(**longer)

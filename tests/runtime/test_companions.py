@@ -62,41 +62,6 @@ def test_accelerate_prepares_unwraps_and_copies(order):
     run(unwrapped)
 
 
-def test_the_trainer_sees_the_models_arguments(tmp_path):
-    transformers = pytest.importorskip("transformers")
-    pytest.importorskip("accelerate").state.AcceleratorState._reset_state(True)
-    rows = [{"input_ids": r, "labels": r} for r in LLAMA.batch()["input_ids"]]
-
-    def train(choices: dict[str, Any]) -> dict[str, Tensor]:
-        model = LLAMA.make()
-        arguments = transformers.TrainingArguments(
-            output_dir=str(tmp_path),
-            max_steps=2,
-            per_device_train_batch_size=2,
-            report_to=[],
-            use_cpu=True,
-            disable_tqdm=True,
-            save_strategy="no",
-            seed=3,
-        )
-        with attach(model, choices):
-            transformers.Trainer(model=model, args=arguments, train_dataset=rows).train()
-        return {n: p.detach().clone() for n, p in model.named_parameters()}
-
-    assert_equal(train(CHOICES), train({}))
-
-
-def test_offload_around_compiled_parts():
-    torch._dynamo.reset()
-    model = LLAMA.make()
-    model.eval()
-    wanted = run(model)
-    model.model.layers[0].mlp.compile(backend="aot_eager")
-    with attach(model, {"model.layers.0": OFFLOAD}):
-        assert_equal(run(model), wanted)
-    torch._dynamo.reset()
-
-
 @pytest.mark.parametrize("kind", sorted(choice_kinds("block")))
 def test_a_scaled_loss_with_steps_that_are_skipped(kind):
     """GradScaler: gradients scaled by thousands, one step with infinities skipped, clipping in between."""

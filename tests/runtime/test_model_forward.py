@@ -11,7 +11,7 @@ from torch import nn
 
 from autockpt.errors import ConflictError
 from autockpt.runtime import attach, without_kv_cache
-from autockpt.schema.choices import OFFLOAD, RECOMPUTE, SAVE
+from autockpt.schema.choices import RECOMPUTE, SAVE
 from tests.errors import raises
 from tests.policies.zoo import CASES, assert_equal, plain, train
 
@@ -116,26 +116,6 @@ def test_without_kv_cache_is_plain_training():
         assert_equal(train(model, LLAMA), plain(LLAMA))
         assert session.attached == {}
     assert not any("forward" in m.__dict__ for m in model.modules())
-
-
-@pytest.mark.parametrize("choice", [RECOMPUTE, OFFLOAD], ids=str)
-def test_a_larger_batch_is_one_warning(choice):
-    model, session = applied(choice)
-    guard = session.guard()
-    assert guard is not None
-    batch = LLAMA.batch()
-    rows, length = batch["input_ids"].shape
-    guard.planned = (rows, length)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        model(**batch)
-        model(**{k: v[:1, :8] for k, v in batch.items()})
-    longer = {k: torch.cat([v, v], dim=1) for k, v in batch.items()}
-    with pytest.warns(UserWarning, match=rf"{rows} × {2 * length} is larger than the plan was made for"):
-        model(**longer)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        model(**longer)
 
 
 def test_more_rows_of_pixels_are_noticed():

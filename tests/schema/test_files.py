@@ -15,8 +15,6 @@ from autockpt.schema.files import (
     write_file,
 )
 
-ROOT = Path(__file__).parents[2]
-
 
 def test_a_file_is_replaced_whole_and_keeps_its_mode(tmp_path: Path) -> None:
     path = tmp_path / "f"

@@ -122,14 +122,6 @@ def test_the_headroom_is_left_free(headroom: str, simulated: bool) -> None:
     assert all(t.feasible == (t.score.peak_bytes <= found.budget.bytes) for t in scored if t.score is not None)
 
 
-def test_never_slower_than_the_known_plans_that_fit_under_noise() -> None:
-    device = MadeUpDevice(8, noise=0.02)
-    found = search(device, "55%act")
-    fitting = [t for t in found.trials if t.encoding == "baseline" and t.feasible]
-    assert found.best is not None and fitting
-    assert device.true_seconds(found.best.choices) <= 1.01 * min(device.true_seconds(t.choices) for t in fitting)
-
-
 def test_no_plan_is_measured_twice() -> None:
     device = MadeUpDevice()
     found = search(device, "50%act", trials=12)

@@ -1,0 +1,212 @@
+"""What holds of both choices for the output head: chunked_softmax bit for bit, chunked_loss up to rounding."""
+
+from __future__ import annotations
+
+import copy
+import io
+import warnings
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from autockpt.policies.lazy_logits import LazyLogits
+from autockpt.runtime import attach, remove
+from autockpt.schema.choices import RECOMPUTE, Choice, ChunkedLoss, ChunkedSoftmax
+from autockpt.schema.workload import WorkloadSpec
+from autockpt.tracing import Tracer
+from autockpt.workload import build
+from tests.policies.heads import (
+    LOSSES,
+    SCALED,
+    UNKNOWN,
+    assert_close,
+    assert_same,
+    away,
+    batch,
+    both,
+    by_trainer,
+    gradients,
+    small_llama,
+    step,
+)
+from tests.policies.zoo import CASES, Case, train
+from tests.tracing.reference import Real, ops_of, same_names
+
+EXACT, ROUNDED = ChunkedSoftmax(chunks=8), ChunkedLoss(tokens=50)  # of 384 tokens: 48 each; seven chunks and a rest
+CHOICES = (EXACT, ROUNDED)
+each_choice = pytest.mark.parametrize("choice", CHOICES, ids=lambda choice: choice.kind)
+each_case = pytest.mark.parametrize("case", [CASES[n] for n in ("llama", "gpt2", "bert", "t5")], ids=str)
+
+
+def assert_as_plain(
+    choice: Choice,
+    make: Callable[[], nn.Module],
+    run: Callable[[nn.Module], dict[str, Tensor]] = step,
+    tolerance: float = 1e-5,
+) -> dict[str, Tensor]:
+    """What ``run`` gives under the choice, which is what it gives without."""
+    got, wanted = both(make, run, choice)
+    if choice.exact:
+        assert_same(got, wanted)
+    else:
+        assert_close(got, wanted, tolerance)
+    return got
+
+
+def two_steps(case: Case, choice: Choice, dtype: str) -> None:
+    extra = {"use_cache": False} if case.takes_cache else {}
+    tolerance = 1e-5 if dtype == "fp32" else 6e-2
+    assert_as_plain(choice, case.make, lambda model: train(model, case, dtype, **extra), tolerance)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@each_case
+def test_two_steps_are_bit_equal(case, dtype):
+    """On accelerators, too: see ``tests.gpu.contract``."""
+    two_steps(case, EXACT, dtype)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@each_case
+def test_two_steps_are_equal_up_to_rounding(case, dtype):
+    two_steps(case, ROUNDED, dtype)
+
+
+@pytest.mark.parametrize("size", [1, 7, 384, 1000])
+def test_any_size_of_a_chunk(size):
+    for choice in (ChunkedSoftmax(chunks=size), ChunkedLoss(tokens=size)):
+        assert_as_plain(choice, small_llama())
+
+
+@pytest.mark.parametrize(
+    ("choice", "dtype"), [(EXACT, torch.bfloat16), (EXACT, torch.float64), (ROUNDED, torch.float32)], ids=str
+)
+@pytest.mark.parametrize("name", SCALED)
+def test_what_models_do_to_logits_before_the_loss(name, choice, dtype):
+    assert_as_plain(choice, lambda: SCALED[name]().to(dtype))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [*LOSSES, *UNKNOWN])
+@pytest.mark.parametrize(
+    ("choice", "dtype"), [(EXACT, torch.float32), (EXACT, torch.bfloat16), (ROUNDED, torch.float32)], ids=str
+)
+def test_whatever_is_done_to_logits(name, choice, dtype):
+    def run(model: nn.Module) -> dict[str, Tensor]:
+        inputs = batch()
+        labels = inputs.pop("labels")
+        logits = model(**inputs).logits
+        assert isinstance(logits, LazyLogits) == ("forward" in vars(model.lm_head))
+        loss = {**LOSSES, **UNKNOWN}[name](logits, labels)
+        loss.backward()
+        return {"loss": loss.detach()} | gradients(model)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warnings.filterwarnings("ignore", message=".*chunked_loss computes all logits")
+        assert_as_plain(choice, lambda: small_llama()().to(dtype), run)
+
+
+@each_choice
+def test_tied_embeddings_and_a_bias_in_the_head(choice):
+    def biased() -> nn.Module:
+        model = small_llama(tie_word_embeddings=True)()
+        model.lm_head.bias = nn.Parameter(torch.linspace(-1, 1, 64))
+        return model
+
+    assert "gradient lm_head.bias" in assert_as_plain(choice, biased)
+
+
+@each_choice
+@pytest.mark.parametrize("part", ["lm_head", "model"])
+def test_frozen_parts(part, choice):
+    def frozen() -> nn.Module:
+        model = small_llama()()
+        model.get_submodule(part).requires_grad_(False)
+        return model
+
+    assert_as_plain(choice, frozen)
+
+
+@each_choice
+@pytest.mark.parametrize("way", ["lora", "modules_to_save"])
+def test_adapters_on_the_head(way, choice):
+    peft = pytest.importorskip("peft")
+
+    def adapted() -> nn.Module:
+        on_head = {"target_modules": ["q_proj", "lm_head"]} if way == "lora" else {"modules_to_save": ["lm_head"]}
+        torch.manual_seed(1)
+        config = peft.LoraConfig(r=2, **({"target_modules": ["q_proj"]} | on_head))
+        model = peft.get_peft_model(small_llama()(), config)
+        with torch.no_grad():
+            for name, p in model.named_parameters():
+                if "lora_B" in name:
+                    p.normal_()
+        return model
+
+    assert any("lm_head" in name for name in assert_as_plain(choice, adapted))
+
+
+@pytest.mark.slow
+@each_choice
+def test_trainer_with_accumulation(tmp_path, choice):
+    def run(model: nn.Module) -> dict[str, Tensor]:
+        inputs = batch()
+        rows = [{k: inputs[k][i] for k in ("input_ids", "labels")} for i in range(6)] * 2
+        for i, row in enumerate(rows):
+            row["labels"] = row["labels"].clone()
+            row["labels"][: 5 * i] = -100
+        return by_trainer(model, rows, tmp_path)
+
+    got, wanted = both(small_llama(), run, choice)
+    plain = dict(small_llama()().named_parameters())
+    assert all(away(got[n], wanted[n]) <= (0 if choice.exact else 1e-5) for n in wanted)
+    assert max(away(plain[n], wanted[n]) for n in wanted) > 1e-3
+
+
+@each_choice
+def test_copies_pickles_and_removal(choice):
+    assert_right = assert_same if choice.exact else assert_close
+    model, wanted = small_llama()(), step(small_llama()())
+    keys, fields = list(model.state_dict()), [set(m.__dict__) for m in model.modules()]
+    with attach(model, {"lm_head": choice}):
+        file = io.BytesIO()
+        torch.save(model, file)
+        file.seek(0)
+        for twin in (copy.deepcopy(model), torch.load(file, weights_only=False)):
+            assert_right(step(twin), wanted)
+            with torch.no_grad():
+                twin.lm_head.weight.fill_(float("nan"))
+            assert twin(**batch()).loss.isnan() and not model(**batch()).loss.isnan()
+            remove(twin)
+            assert type(twin(**batch()).logits) is Tensor
+        assert list(model.state_dict()) == keys
+    assert [set(m.__dict__) for m in model.modules()] == fields
+    assert type(model(**batch()).logits) is Tensor
+    with attach(model, {"lm_head": choice}):
+        assert_right(step(model), wanted)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("settings", [{}, {"dtype": "bf16"}, {"autocast": "bf16"}, {"lora": 4}], ids=str)
+@pytest.mark.parametrize(
+    ("choice", "fewer"),
+    [(ChunkedSoftmax(chunks=4), 1), (ChunkedLoss(tokens=32), 2)],
+    ids=lambda c: getattr(c, "kind", ""),
+)
+def test_ghost_run_is_exact(choice, fewer, settings, tmp_path):
+    config = small_llama(vocab_size=8192)().config
+    config.architectures = ["LlamaForCausalLM"]
+    config.save_pretrained(tmp_path)
+    spec = WorkloadSpec(model=str(tmp_path), batch_size=2, seq_len=64, optimizer="sgd", **settings)
+    plan: dict[str, Choice] = {"model.layers.0": RECOMPUTE, "lm_head": choice}
+    with Tracer.from_spec(spec, fallback=False) as tracer:
+        plain, graph = tracer.trace(), tracer.trace(plan)
+    real = Real(build(spec), plan)
+    assert ops_of(graph) == same_names(real.ops)
+    assert graph.peak_bytes == pytest.approx(real.peak_bytes, rel=1e-4)
+    assert graph.peak_bytes < plain.peak_bytes - fewer * 96 * 8192 * 4
