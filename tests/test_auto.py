@@ -185,7 +185,7 @@ assert not has_plan(model)
     assert "Net has a plan already, which is left as it is" in done.stderr
 
 
-def test_a_model_that_trains_without_the_plan_is_named_at_its_first_step(script) -> None:
+def test_training_without_the_plan_is_named_at_its_first_step(script) -> None:
     done = script("""
 import sys
 model = Net(2)
@@ -245,7 +245,7 @@ for own in (False, True):
     assert re.search("has (activation|gradient)_checkpointing=True", done.stderr)  # by the version of transformers
 
 
-def test_a_budget_that_nothing_fits_ends_the_script_with_one_screen(script) -> None:
+def test_an_infeasible_budget_ends_the_script_with_one_screen(script) -> None:
     pytest.importorskip("accelerate", reason="transformers' Trainer needs accelerate")
     code = 'trainer(Path("out"), LLAMA.make(), [], max_steps=1).train()'
     done = script(code, plan=None, start=TRAINER, AUTOCKPT_BUDGET="50KiB")

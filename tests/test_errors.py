@@ -49,7 +49,7 @@ def test_a_url_is_shown_without_its_password(url: str, shown: str) -> None:
     assert "hunter2" not in f"{error} {error!r} {error.args}"
 
 
-def test_a_password_that_a_database_took_apart_or_decoded_is_not_repeated() -> None:
+def test_a_password_that_was_taken_apart_is_not_repeated() -> None:
     url = "postgresql://me:hunter2@host%21@nowhere/db"
     said = without_passwords('no host "host%21@nowhere"; tried hunter2@host! on nowhere', url)
     assert said == 'no host "***@nowhere"; tried *** on nowhere'

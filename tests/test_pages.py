@@ -104,9 +104,7 @@ class Parsed(Exception):
 
 
 @pytest.mark.parametrize("command", [c for c in COMMANDS if c.startswith("python ")])
-def test_a_program_of_the_checkout_is_there_and_takes_its_arguments(
-    command: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_program_that_a_page_names_takes_its_arguments(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
     words = words_of(command)
     assert words[1] == "-m", command
     if words[2].startswith("tests."):
@@ -250,7 +248,7 @@ def test_the_first_job_has_a_feasible_and_binding_budget(autockpt: Autockpt) -> 
     assert answer["smallest_peak"] <= ours <= answer["budget"]["bytes"]
 
 
-def test_a_measured_search_its_history_and_what_becomes_of_the_plan(autockpt: Autockpt, plan: dict[str, Any]) -> None:
+def test_a_measured_search_its_history_and_its_plan(autockpt: Autockpt, plan: dict[str, Any]) -> None:
     assert plan["plan"]["measured"]["peak_bytes"] <= plan["budget"]["bytes"]
     assert autockpt("history", plan["run_directory"])
     assert "_checkpointing: true" in autockpt("export", "plan.yaml", "--to", "transformers")
@@ -361,7 +359,7 @@ def test_compiled_steps_are_planned_for_and_verified(autockpt: Autockpt, plan: d
     assert autockpt("verify", "plan.yaml", "--device", "cpu")
 
 
-def test_a_step_with_a_loss_of_its_own_is_searched_as_the_page_says() -> None:
+def test_a_step_with_its_own_loss_is_searched_as_written() -> None:
     page = (ROOT / "docs" / "integrations.md").read_text()
     (block,) = re.findall(r"^```python\n(import torch\n.*?)^```", page, re.M | re.S)
     names: dict[str, Any] = {}
@@ -369,7 +367,7 @@ def test_a_step_with_a_loss_of_its_own_is_searched_as_the_page_says() -> None:
     assert names["plan"].status == "measured" and names["plan"].measured.peak_bytes <= names["plan"].budget.bytes
 
 
-def test_the_notebook_is_stored_with_its_outputs_and_nobodys_paths() -> None:
+def test_the_notebook_has_outputs_and_nobodys_paths() -> None:
     cells = json.loads((ROOT / "docs" / "notebook.ipynb").read_text())["cells"]
     outputs = [output for cell in cells if cell["cell_type"] == "code" for output in cell["outputs"]]
     assert all(cell["outputs"] for cell in cells if cell["cell_type"] == "code")

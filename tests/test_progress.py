@@ -34,7 +34,7 @@ def test_a_long_stage_says_how_far_it_came_and_what_is_left() -> None:
     assert [line.partition("] ")[2] for line in said] == ["finals …", "finals: 6 of 15, about 6 s left"]
 
 
-def test_a_stage_about_which_nothing_is_heard_says_that_it_runs_ever_less_often() -> None:
+def test_a_silent_stage_reports_ever_less_often() -> None:
     said: list[str] = []
     now = [0.0]
     lines = LineListener(said.append, lambda: now[0])

@@ -21,7 +21,7 @@ SPACE = load_space("knobs").restricted(("save", "recompute"))
 JOB = {"batch_size": 4, "seq_len": 64}
 
 
-def test_a_model_by_its_name_is_planned_for_a_card_explained_and_reported(
+def test_a_model_by_name_is_planned_explained_and_reported(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(subject, "load_space", lambda name: SPACE)
@@ -39,9 +39,7 @@ def test_a_model_by_its_name_is_planned_for_a_card_explained_and_reported(
     assert "llama-tiny" in capsys.readouterr().out
 
 
-def test_a_live_step_is_asked_for_its_micro_batch_shows_its_progress_and_gets_its_pages(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_live_step_gets_micro_batch_progress_and_pages(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.ReLU()) for _ in range(3)))
     before = {name: value.clone() for name, value in model.state_dict().items()}
     step = autockpt.Step(model, torch.randn(1, 32), loss=lambda model, batch: model(batch).square().mean())
@@ -71,7 +69,7 @@ def test_what_does_not_go_with_a_live_step_is_refused_by_name(asked: dict[str, A
         autockpt.search(step, budget="1GB", progress=False, **asked)
 
 
-def test_what_is_no_step_and_what_no_workload_has_are_errors_with_a_remedy() -> None:
+def test_what_is_no_step_is_an_error_with_a_remedy() -> None:
     with raises(UsageError, "Linear", "autockpt.Step(model, batch"):
         autockpt.search(nn.Linear(2, 2), budget="1GB", progress=False)  # type: ignore[arg-type]
     with raises(UsageError, "str", "autockpt.Step"):

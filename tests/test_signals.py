@@ -35,6 +35,6 @@ else:
     ("hook", "said"),
     [("before", "interrupted"), ("after_in_parent", "interrupted"), ("after_in_child", "not noticed 0")],
 )
-def test_one_that_comes_while_forking_is_handled_right_afterwards(hook: str, said: str, number: int) -> None:
+def test_a_signal_while_forking_is_handled_afterwards(hook: str, said: str, number: int) -> None:
     run = subprocess.run([sys.executable, "-c", PROGRAM, hook, str(number)], capture_output=True, text=True)
     assert (run.stdout.strip(), run.stderr) == (said, "")

@@ -39,7 +39,7 @@ def test_a_budget(tmp_path: Path) -> None:
     assert said.model_validate_json(said.model_dump_json()) == said
 
 
-def test_a_plan_by_hand_with_a_chunked_head_and_an_impossible_budget(tmp_path: Path) -> None:
+def test_a_plan_by_hand_with_a_head_and_an_impossible_budget(tmp_path: Path) -> None:
     choices = "  model.layers.0-1: recompute\n  model.layers.2.mlp: recompute\n  lm_head: chunked_loss\n"
     plan = loaded(tmp_path, choices)
     question = ExplainRequest(SPEC, plan=plan, budget=parse_budget("1MB"), limits=False)
@@ -50,7 +50,7 @@ def test_a_plan_by_hand_with_a_chunked_head_and_an_impossible_budget(tmp_path: P
     assert sum(h.peak_bytes for h in said.holdings) == said.peak_bytes
 
 
-def test_a_peak_in_the_optimizer_is_said_and_the_activations_shown_all_the_same() -> None:
+def test_a_peak_in_the_optimizer_is_said_beside_activations() -> None:
     said = explain(ExplainRequest(WorkloadSpec(model="llama-tiny", batch_size=1, seq_len=8)))
     assert said.curve.peak_phase == "optimizer" and said.moment.op != said.curve.peak_op
     most = sum(h.most_bytes for h in said.holdings if h.comes_and_goes)
@@ -59,7 +59,7 @@ def test_a_peak_in_the_optimizer_is_said_and_the_activations_shown_all_the_same(
     assert not any(h.peak_bytes for h in said.holdings if h.comes_and_goes)
 
 
-def test_plain_training_has_no_limits_and_nominal_rates_say_nothing_of_its_speed(tmp_path: Path, monkeypatch) -> None:
+def test_plain_training_has_no_limits_at_nominal_rates(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setenv("AUTOCKPT_CACHE", str(tmp_path))
     said = explain(ExplainRequest(SPEC))
     assert said.speed is None

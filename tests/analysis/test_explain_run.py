@@ -55,7 +55,7 @@ def test_neighbours_are_ghost_runs_of_other_budgets_too(run: RunDirectory) -> No
     assert [step.reach for step in said.budgets if step.ours] == [said.why.best]
 
 
-def test_only_a_plan_that_the_runs_graphs_are_of_is_explained_from_them(run: RunDirectory) -> None:
+def test_only_a_plan_of_the_runs_graphs_is_explained_from_them(run: RunDirectory) -> None:
     plan = plan_at(run.path)
     assert explain_run(run.plan_path, plan) is not None
     text = run.plan_path.read_text()

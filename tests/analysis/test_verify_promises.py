@@ -46,11 +46,11 @@ def test_a_simulated_peak_is_compared_and_named_as_such(
     assert "simulated" in check.detail and "a card" in check.detail and "promised" not in check.detail
 
 
-def test_a_headroom_is_there_to_be_used_by_what_no_simulation_knew() -> None:
+def test_headroom_may_be_used_by_what_no_simulation_knew() -> None:
     assert judge_peak(simulated("cuda", 1030, headroom=10), measured(1040), "cuda").state == "passed"
     assert judge_peak(simulated("cuda", 1030, headroom=9), measured(1040), "cuda").state == "failed"
 
 
-def test_a_simulated_step_time_is_shown_beside_the_measured_one_and_fails_nothing() -> None:
+def test_a_simulated_step_time_is_shown_and_fails_nothing() -> None:
     check = judge_time(simulated("cuda"), measured(1000), same_device=False)
     assert check.state == "skipped" and "simulated 100 ms for a card (+100%)" in check.detail

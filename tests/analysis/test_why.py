@@ -66,7 +66,7 @@ def test_copies_hide_as_in_a_search() -> None:
     assert max(choice.window for choice in found.choices.values() if isinstance(choice, Offload)) > 1
 
 
-def test_neighbours_lie_on_both_sides_and_prices_are_their_slopes(answers: Answers) -> None:
+def test_neighbours_lie_on_both_sides_and_give_prices(answers: Answers) -> None:
     low, high = answers.lean.peak_bytes, answers.save_all.peak_bytes
     found = answers.at((low + high) // 2)
     assert found is not None

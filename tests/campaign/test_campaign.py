@@ -125,7 +125,7 @@ def test_what_was_silently_wrong_is_right(name: str, choice: Any) -> None:
     assert verdict.word == wanted, verdict.detail
 
 
-def test_memory_that_is_gone_is_not_mistaken_for_what_numpy_is_handed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_freed_memory_is_not_mistaken_for_a_numpy_argument(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AUTOCKPT_SENTINELS", "off")  # they hold tensors, and no address comes twice
     program = Program(pieces=(Placed("teacher handed to NumPy"),), steps=8)
     verdict = Trials().run(0, program, dict.fromkeys(("layers.0", "layers.1"), parse_choice("remake")))

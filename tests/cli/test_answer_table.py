@@ -32,7 +32,7 @@ def test_headroom_and_overhead_are_worked_out() -> None:
     assert rows["none"].headroom_bytes < 0 and not rows["none"].ours
 
 
-def test_without_a_measured_baseline_the_overhead_is_the_predicted_one() -> None:
+def test_the_overhead_is_predicted_without_a_measured_baseline() -> None:
     rows = {r.name: r for r in answer_rows(outcome(none_fits=False).rows, 450 * MIB)}
     assert rows["ours"].overhead == pytest.approx(0.451 / 0.409 - 1) and rows["ours"].overhead_predicted
 
@@ -90,7 +90,7 @@ def test_plain_output_has_no_escapes_and_paths_are_quoted() -> None:
     assert loading_lines('odd "name".yaml')[1] == 'handle = autockpt.apply(model, "odd \\"name\\".yaml")'
 
 
-def test_a_simulated_plan_names_commands_that_measure_it_only_where_there_are_some() -> None:
+def test_a_simulated_plan_names_the_commands_that_measure_it() -> None:
     found = outcome()
     assert found.plan is not None
     for options, command in (({}, True), ({"shard": 8}, False)):
@@ -101,7 +101,7 @@ def test_a_simulated_plan_names_commands_that_measure_it_only_where_there_are_so
         assert ("No command here takes real steps with `shard: 8`: its numbers stay simulated." in text) is not command
 
 
-def test_host_memory_is_a_column_only_where_something_is_offloaded() -> None:
+def test_host_memory_is_a_column_where_something_is_offloaded() -> None:
     plain = outcome()
     assert " host" not in printed(plain, width=160)
     rows = tuple(

@@ -76,7 +76,7 @@ def test_the_entry_point_ends_with_the_exit_code() -> None:
     assert done.returncode == 2 and "24GB" in done.stderr and done.stdout == "" and "Traceback" not in done.stderr
 
 
-def test_help_groups_options_by_panel_with_the_same_words_in_every_verb(autockpt) -> None:
+def test_help_groups_options_alike_in_every_verb(autockpt) -> None:
     shared: dict[str, set[str]] = {"--fresh": set(), "--device NAME": set(), "--job FILE": set()}
     for verb in VERBS:
         text = autockpt(verb.__name__, "--help").out

@@ -132,7 +132,7 @@ def test_where_no_plan_fits_the_exit_code_is_3(autockpt, asked: Asked, log: Path
     assert result.code == 3 and "No plan alone fits" in result.out
 
 
-def test_a_model_that_cannot_be_built_is_an_error_beside_what_the_log_says(autockpt, asked: Asked, log: Path) -> None:
+def test_an_unbuildable_model_is_an_error_beside_the_log(autockpt, asked: Asked, log: Path) -> None:
     asked.answer = Diagnosis(
         model="x", log=read_text(message()), verdict="GPU 0 ran out.", unprescribed="there is no model x\nName another."
     )

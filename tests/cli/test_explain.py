@@ -62,9 +62,7 @@ def test_a_budget_is_explained(autockpt, asked: Asked) -> None:
     assert question.budget.text == "24GB" and question.plan is None and question.limits is False
 
 
-def test_a_simulated_plan_is_explained_on_the_device_that_it_was_simulated_for(
-    autockpt, asked: Asked, tmp_path: Path
-) -> None:
+def test_a_simulated_plan_is_explained_on_its_own_device(autockpt, asked: Asked, tmp_path: Path) -> None:
     def write(name: str) -> None:
         simulated_for(name).save(tmp_path / "plan.yaml", existing="replace")
 
@@ -79,7 +77,7 @@ def test_a_simulated_plan_is_explained_on_the_device_that_it_was_simulated_for(
 
 
 @pytest.mark.slow
-def test_a_plans_own_budget_stands_but_a_share_is_another_jobs_anew(autockpt, asked: Asked, tmp_path: Path) -> None:
+def test_a_plans_own_budget_stands_and_a_share_is_anew(autockpt, asked: Asked, tmp_path: Path) -> None:
     def explained(budget: str, *arguments: str, headroom: str = "") -> Any:
         held = ResolvedBudget(asked=budget, bytes=950, headroom=headroom, headroom_bytes=50)
         simulated_for("rtx4090", held).save(tmp_path / "plan.yaml", existing="replace")
@@ -96,7 +94,7 @@ def test_a_plans_own_budget_stands_but_a_share_is_another_jobs_anew(autockpt, as
     assert lent.budget_bytes == 900 and lent.text == "1KB"
 
 
-def test_a_budget_of_a_simulated_device_has_the_headroom_that_a_search_leaves(autockpt, asked: Asked) -> None:
+def test_a_simulated_budget_has_the_headroom_of_a_search(autockpt, asked: Asked) -> None:
     given = ("explain", "--model", "llama-tiny", "--hardware", "rtx4090", "--budget", "10GB")
     for more, size in (((), 95 * 10**8), (("--headroom", "0%"), 10**10)):
         assert autockpt(*given, *more).code == 0
@@ -143,9 +141,7 @@ def test_wrong_questions(autockpt, asked: Asked, arguments: tuple[str, ...], nam
     assert named in result.err and not result.out and not asked.questions
 
 
-def test_a_run_is_explained_from_its_files_unless_another_step_is_asked_for(
-    autockpt, asked: Asked, tmp_path: Path
-) -> None:
+def test_a_run_is_explained_from_its_files(autockpt, asked: Asked, tmp_path: Path) -> None:
     run = make_run(tmp_path)
     result = autockpt("explain", str(run.path), "--json")
     assert not asked.questions and result.code == 0, result.err

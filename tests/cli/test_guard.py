@@ -87,7 +87,7 @@ def test_a_bug_is_called_one_and_leaves_a_log(
 
 
 @pytest.mark.parametrize("turned_into", [RecursionError("too deep"), None])
-def test_an_interrupt_is_one_whatever_the_interrupted_code_makes_of_it(
+def test_an_interrupt_is_one_whatever_code_makes_of_it(
     turned_into: Exception | None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = signal.getsignal(signal.SIGINT)
@@ -169,7 +169,7 @@ def test_an_error_that_nobody_reads_leaves_its_own_code() -> None:
 
 
 @pytest.mark.parametrize(("name", "said"), [("search", "continues"), ("calibrate", "again")])
-def test_an_interrupt_promises_to_continue_only_where_something_is_kept(name, said, capsys) -> None:
+def test_an_interrupt_promises_to_go_on_where_something_is_kept(name, said, capsys) -> None:
     def verb(**options: object) -> None:
         raise KeyboardInterrupt
 

@@ -28,7 +28,7 @@ def test_a_runs_trials_by_path_and_by_name(autockpt, tmp_path: Path) -> None:
         assert result.code == 0 and "....ORRRRRRR" in result.out and "Pareto" in result.out, result.err
 
 
-def test_what_is_not_held_against_the_budget_yet_is_not_said_to_fit(autockpt, tmp_path: Path) -> None:
+def test_what_was_not_judged_yet_is_not_said_to_fit(autockpt, tmp_path: Path) -> None:
     run = RunDirectory.enter(tmp_path, {"budget": "60%act"}, model="llama-tiny", device="cpu", budget="60%act")
     run.add_trial(trial(0, encoding="baseline", name="none", feasible=None))
     said = autockpt("history", str(run.path)).out
@@ -38,7 +38,7 @@ def test_what_is_not_held_against_the_budget_yet_is_not_said_to_fit(autockpt, tm
     assert autockpt("history", str(run.path), "--json").json["trials"][0]["feasible"] is None
 
 
-def test_sets_by_length_are_shown_and_opened_as_long_as_they_are_the_answers(autockpt, tmp_path: Path) -> None:
+def test_sets_by_length_are_shown_while_they_are_the_answer(autockpt, tmp_path: Path) -> None:
     run = make_run(tmp_path)
     whole = Plan(choices={"layers.0-3": "recompute"})
     run.write_plan(whole)

@@ -26,7 +26,7 @@ def test_trials_and_their_front(width: int) -> None:
     assert "....ORRRRRRR" in text and trials[0].plan_hash[:8] in text and "Pareto" in text
 
 
-def test_a_simulated_peak_is_shown_where_it_has_no_column_of_its_own() -> None:
+def test_a_simulated_peak_is_shown_without_a_column() -> None:
     screen, raw = console(80)
     print_table([trial(0, measured=None), trial(1)], [], screen)
     lines = raw.getvalue().decode().splitlines()

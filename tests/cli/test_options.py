@@ -12,7 +12,7 @@ from autockpt.schema.workload import OPTIONS, as_option
 from tests.errors import raises
 
 
-def test_every_field_of_a_workload_is_an_option_or_a_key_that_the_docs_list() -> None:
+def test_every_workload_field_is_an_option_or_a_listed_key() -> None:
     assert tuple(WORKLOAD_OPTIONS) == OPTIONS
     keys = re.findall(r"[a-z_0-9]{3,}", JOB.help.partition("Keys: ")[2].replace("with --hardware also ", ""))
     assert set(keys) == set(WorkloadSpec.model_fields)
@@ -22,7 +22,7 @@ def test_every_field_of_a_workload_is_an_option_or_a_key_that_the_docs_list() ->
     assert {field: as_option(field) for field in OPTIONS} | {"seed": "--seed"} == {k: v for k, v in rows.items() if v}
 
 
-def test_a_job_file_describes_a_workload_and_options_take_precedence(tmp_path: Path) -> None:
+def test_options_take_precedence_over_a_job_file(tmp_path: Path) -> None:
     path = tmp_path / "job.yaml"
     path.write_text("batch_size: 4\nquantization:\n  load_in_8bit: true\nlora: 16\nshard: 2\n")
     spec = workload_spec(job_file(path) | {"model": "llama-tiny", "lora": 8})

@@ -76,9 +76,7 @@ def test_a_budget_and_a_device_are_enough(
     assert f"built-in {model} on {kind}" in result.err and f"built-in {model} on {kind}" in " ".join(result.out.split())
 
 
-def test_a_budget_alone_is_simulated_where_there_is_no_accelerator_and_says_how_to_measure(
-    autockpt, asked: list[SearchRequest], replace
-) -> None:
+def test_a_budget_alone_is_simulated_without_an_accelerator(autockpt, asked: list[SearchRequest], replace) -> None:
     device(replace, "cpu")
     result = autockpt("search", "--budget", "24GB")
     (request,) = asked
@@ -183,7 +181,7 @@ def batches(asked: list[tuple[int, SearchRequest]]):
     return search
 
 
-def test_a_global_batch_is_answered_with_the_settings_that_go_with_the_plan(autockpt, replace) -> None:
+def test_a_global_batch_is_answered_with_its_settings(autockpt, replace) -> None:
     asked: list[tuple[int, SearchRequest]] = []
     replace("autockpt.tuning", answer=batches(asked), search_request=search_request)
     result = autockpt("search", "--budget", "24GB", "--model", "llama-tiny", "-b", "2", "--global-batch", "8")

@@ -32,7 +32,7 @@ def test_a_promise_holds_context_reserve_and_margin(graph: Graph) -> None:
 
 
 @pytest.mark.slow
-def test_under_a_budget_cached_segments_are_given_back_before_it_fails(graph: Graph) -> None:
+def test_cached_segments_are_given_back_before_a_budget_fails(graph: Graph) -> None:
     free = simulated_memory(CARD)(graph)
     budgets = range(free, graph.peak_bytes, -(2 << 20))
     least = min(budget for budget in budgets if simulated_memory(CARD, budget)(graph) <= budget)
@@ -43,7 +43,7 @@ def test_under_a_budget_cached_segments_are_given_back_before_it_fails(graph: Gr
     assert hopeless(graph) > graph.peak_bytes and hopeless.least(graph, hopeless(graph)) == hopeless(graph)
 
 
-def test_an_accelerator_at_hand_needs_whole_segments_and_its_context_without_a_margin(graph: Graph) -> None:
+def test_an_accelerator_at_hand_needs_segments_and_context(graph: Graph) -> None:
     device = DeviceInfo(kind="xpu", name="x", capacity_bytes=CARD.memory_bytes, overhead_bytes=CARD.context_bytes)
     environment = Environment(device=device, versions={})
     needs = memory_at_hand(environment)

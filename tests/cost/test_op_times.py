@@ -51,7 +51,7 @@ def gpu(accelerator, monkeypatch) -> Gpu:
     return made
 
 
-def test_ops_are_timed_by_events_with_the_device_kept_behind_the_host(gpu):
+def test_ops_are_timed_by_events_behind_the_host(gpu):
     timer = op_times._OpTimer(DEVICE)
     x = torch.ones(3)
     with timer:

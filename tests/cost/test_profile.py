@@ -62,9 +62,7 @@ def test_with_no_time_left_nothing_is_timed(tmp_path: Path, monkeypatch: pytest.
     assert machine.op_times(left=0.0) is None and machine.asked == 0
 
 
-def test_with_little_time_left_whole_plans_are_timed_by_the_next_search(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_with_little_time_whole_plans_wait_for_the_next_search(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AUTOCKPT_CACHE", str(tmp_path))
     machine, later = Machine(stopped=True), Machine(stopped=False)
     rough = machine.op_times(left=1e-3)
@@ -72,7 +70,7 @@ def test_with_little_time_left_whole_plans_are_timed_by_the_next_search(
     assert later.op_times() != rough and later.asked == 0
 
 
-def test_when_it_is_late_only_what_plans_cannot_do_without_is_ghost_run() -> None:
+def test_when_late_only_what_plans_need_is_ghost_run() -> None:
     machine = Machine(stopped=False)
     blocks = machine.trace().blocks()
     uniform = uniform_graphs(machine, blocks, ("save", "recompute", "offload"), skip=lambda c: c.kind == "offload")

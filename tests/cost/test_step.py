@@ -65,7 +65,7 @@ def test_a_copy_hides_behind_the_compute_before_it_is_awaited(size: int, awaited
     assert s.copy_seconds == pytest.approx(wait)
 
 
-def test_copies_of_one_direction_queue_up_and_the_other_does_not_mind():
+def test_copies_queue_by_direction():
     copies = [
         Copy(direction="out", bytes=20, issued=0, awaited=1),  # 0..2, awaited at 1: waits 1
         Copy(direction="out", bytes=20, issued=0, awaited=2),  # 2..4, awaited at 3: waits 1
@@ -77,7 +77,7 @@ def test_copies_of_one_direction_queue_up_and_the_other_does_not_mind():
 
 
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9), st.integers(1, 40)), max_size=8))
-def test_queues_never_beat_compute_alone_nor_lose_to_inline_copies(spans):
+def test_queues_lie_between_compute_alone_and_inline_copies(spans):
     copies = [
         Copy(direction="out" if i % 2 else "in", bytes=size, issued=min(a, b), awaited=max(a, b))
         for i, (a, b, size) in enumerate(spans)
@@ -89,7 +89,7 @@ def test_queues_never_beat_compute_alone_nor_lose_to_inline_copies(spans):
     assert np.isclose(sum(queued.seconds_by_phase.values()), queued.step_seconds)
 
 
-def test_each_tier_has_its_own_bandwidth_and_the_disk_one_queue_for_both_directions():
+def test_each_tier_has_a_bandwidth_and_the_disk_one_queue():
     copies = [
         Copy(direction="out", bytes=20, issued=0, awaited=1, tier="disk"),  # 0..2, awaited at 1: waits 1
         Copy(direction="out", bytes=20, issued=0, awaited=1),  # 0..1 beside it

@@ -12,7 +12,7 @@ from tests.accelerator import GIB, KIND
 from tests.errors import raises
 
 
-def test_a_kind_that_pytorch_has_is_found_by_its_name_and_is_the_best(accelerator):
+def test_a_kind_that_pytorch_has_is_found_and_the_best(accelerator):
     device = get_device(f"{KIND}:1")
     assert isinstance(device, Device)
     assert (device.kind, device.torch_device) == (KIND, torch.device(KIND, 1))
@@ -49,7 +49,7 @@ def test_time_waits_at_both_ends(accelerator):
     assert accelerator.calls == ["wait", "run", "wait"]
 
 
-def test_a_budget_is_a_share_of_the_memory_where_the_backend_sets_one(accelerator):
+def test_a_budget_is_a_share_where_the_backend_sets_one(accelerator):
     device = AcceleratorDevice(KIND)
     with device.limit(4 * GIB):
         assert accelerator.share == 0.25

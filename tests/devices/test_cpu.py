@@ -105,7 +105,7 @@ def test_errors_pass_through_and_leave_the_meter_usable(device):
 
 
 @pytest.mark.slow
-def test_the_profiler_prints_nothing_and_leaves_the_environment_alone():
+def test_the_profiler_prints_and_changes_nothing():
     """In a process of its own: how much is printed is decided when a process first profiles, and other tests do."""
     program = (
         "import os\n"
@@ -193,7 +193,7 @@ def test_a_step_takes_at_least_what_the_processor_worked(device, monkeypatch):
     assert device.time(lambda: None) == 0.25
 
 
-def test_waiting_is_told_by_the_system_for_one_thread_and_never_runs_backwards():
+def test_waiting_is_known_for_one_thread_and_never_shrinks():
     threads = torch.get_num_threads()
     try:
         torch.set_num_threads(2)

@@ -100,7 +100,7 @@ def test_context_as_the_driver_tells_it_per_process(gpu, monkeypatch):
     assert CudaDevice().context_bytes() == 2 * GIB
 
 
-def test_in_a_container_this_process_is_the_one_that_came_when_the_context_opened(gpu, monkeypatch):
+def test_in_a_container_the_process_is_known_by_its_context(gpu, monkeypatch):
     monkeypatch.setattr(nvml, "processes", lambda index: {7: GIB} | ({4711: 6 * GIB} if gpu.initialised else {}))
     assert CudaDevice().context_bytes() == 2 * GIB
 
@@ -115,13 +115,13 @@ def test_what_other_processes_take_later_is_not_this_ones(gpu):
     assert device.context_bytes() == GIB
 
 
-def test_what_others_hold_counts_as_context_where_nothing_tells_it_apart(gpu, monkeypatch):
+def test_what_cannot_be_told_apart_counts_as_context(gpu, monkeypatch):
     monkeypatch.setattr(nvml, "used_bytes", lambda index: None)
     gpu.initialised = True  # by the user's own code, before we could ask
     assert CudaDevice().context_bytes() == 11 * GIB
 
 
-def test_a_budget_limits_the_allocator_to_what_the_context_leaves(gpu):
+def test_a_budget_limits_the_allocator_beside_the_context(gpu):
     device = CudaDevice()
     with device.limit(24 * GIB):
         assert gpu.fraction == pytest.approx(23 / 80)
@@ -169,7 +169,7 @@ def test_a_budget_below_the_context_cannot_be_met(gpu):
     assert gpu.fractions == []
 
 
-def test_convolutions_that_found_no_way_ran_out_of_memory_where_the_allocator_says_so(gpu, monkeypatch):
+def test_failed_convolutions_count_as_out_of_memory(gpu, monkeypatch):
     failed = {"num_ooms": 3}  # of former trials
     monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: dict(failed))
     device, error = CudaDevice(), RuntimeError("GET was unable to find an engine to execute this computation")
@@ -184,7 +184,7 @@ def test_convolutions_that_found_no_way_ran_out_of_memory_where_the_allocator_sa
 
 
 @pytest.mark.parametrize(("capability", "wanted"), [((8, 9), None), ((9, 0), ":4096:8"), ((12, 0), ":4096:8")])
-def test_strict_determinism_is_kept_possible_where_it_costs_no_memory(monkeypatch, capability, wanted):
+def test_strict_determinism_is_kept_where_it_is_free(monkeypatch, capability, wanted):
     seen = []
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
@@ -323,7 +323,7 @@ def test_what_the_driver_keeps_for_itself_is_nobodys_memory(library):
     assert known(1) == (740, 440, {}, (9, 0))
 
 
-def test_where_cards_differ_their_numbers_are_not_trusted_until_cuda_has_started(library, monkeypatch):
+def test_mixed_cards_are_not_trusted_before_cuda_starts(library, monkeypatch):
     """CUDA's first GPU is the fastest; the library's is that of the first slot, a T4 here."""
     library.cards = [(b"T4", 160, (7, 5)), *library.cards[1:]]
     library.pids = {5: 90}

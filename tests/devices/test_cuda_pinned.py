@@ -28,7 +28,7 @@ class Refusing:
         raise AssertionError("nothing was registered")
 
 
-def test_a_refusal_to_pin_is_said_and_not_left_for_the_next_kernel(monkeypatch):
+def test_a_refusal_to_pin_is_said_at_once(monkeypatch):
     forgotten: list[torch.device] = []
     monkeypatch.setattr(cuda_pinned, "_cudart", Refusing)
     monkeypatch.setattr(cuda_pinned, "_forget_error", forgotten.append)
@@ -39,7 +39,7 @@ def test_a_refusal_to_pin_is_said_and_not_left_for_the_next_kernel(monkeypatch):
     assert forgotten == [device]
 
 
-def test_where_wsl_will_not_register_pytorchs_own_pinned_memory_is_taken(monkeypatch, runtime):
+def test_wsl_takes_pytorchs_own_pinned_memory(monkeypatch, runtime):
     device, asked = torch.device("cuda", 0), []
     monkeypatch.setattr(runtime, "cudaHostRegister", lambda address, nbytes, flags: 801)
     monkeypatch.setattr(cuda_pinned, "_forget_error", lambda device: None)
@@ -112,7 +112,7 @@ def runtime(monkeypatch) -> Pinning:
     return made
 
 
-def test_pinned_memory_goes_with_the_last_tensor_that_looks_into_it(runtime):
+def test_pinned_memory_goes_with_its_last_tensor(runtime):
     queues = cuda_pinned.CudaQueues(torch.device("cuda", 0))
     part = queues.host_memory(8192)[100:200]
     gc.collect()

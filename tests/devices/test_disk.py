@@ -133,7 +133,7 @@ def test_buffers_that_nobody_waited_for_are_reported_or_finished(tmp_path):
     assert way.queues.abandoned == N
 
 
-def test_a_disk_that_fills_up_while_writing_is_an_error_and_no_wrong_bytes(tmp_path, monkeypatch):
+def test_a_disk_that_fills_up_is_an_error_and_no_wrong_bytes(tmp_path, monkeypatch):
     way = DeferredDisk(tmp_path)
     real, calls = os.pwrite, []
 
@@ -188,7 +188,7 @@ def test_writes_and_reads_in_pieces(tmp_path, monkeypatch):
         round_trip(way, seed)
 
 
-def test_a_file_system_with_other_ideas_of_alignment_gets_ordinary_writes(tmp_path, monkeypatch):
+def test_other_alignments_get_ordinary_writes(tmp_path, monkeypatch):
     way = DeferredDisk(tmp_path)
     handle = way.send(some_bytes())
     handle.settle()

@@ -44,7 +44,7 @@ def test_memory_of_other_sizes_makes_room():
     assert use.bytes == 21 * MIB and use.peak == 21 * MIB
 
 
-def test_offloading_over_the_budget_ends_the_forward_and_nothing_is_wrong(tmp_path):
+def test_offloading_over_the_budget_ends_the_forward(tmp_path):
     way = CpuTransport(tmp_path, HostUse(2 * MIB))
     kept = way.send(torch.full((MIB,), 7, dtype=torch.uint8))
     with pytest.raises(HostBudgetExceeded):

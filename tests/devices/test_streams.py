@@ -29,7 +29,7 @@ class Bytes:
             raise self.error
 
 
-def test_copies_have_streams_of_their_own_and_leave_the_current_ones_alone(accelerator):
+def test_copies_use_their_own_streams_and_spare_current_ones(accelerator):
     queues = AcceleratorQueues(DEVICE)
     out, back = accelerator.made
     compute, accelerator.current_index = accelerator.streams[1], 0
@@ -58,7 +58,7 @@ def test_waits_are_those_of_the_stream_that_is_current_then(accelerator):
     assert second.waited == [event] and first.waited == [event, event]
 
 
-def test_pinned_memory_is_given_back_when_no_copy_reads_it_any_more(accelerator):
+def test_pinned_memory_goes_back_when_no_copy_reads_it(accelerator):
     memory = AcceleratorQueues(DEVICE).host_memory(4096)
     part = memory[:10]
     del memory

@@ -25,7 +25,7 @@ def test_can_be_imported_and_says_what_it_is_for(name):
 
 
 @pytest.mark.slow
-def test_a_published_job_is_simulated_and_all_of_them_are_understood(tmp_path):
+def test_a_published_job_is_simulated_and_all_are_understood(tmp_path):
     import yaml
 
     from tests.evidence import published
@@ -41,7 +41,7 @@ def test_a_published_job_is_simulated_and_all_of_them_are_understood(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_sample_of_mutants_is_of_different_lines_and_each_changes_its_module():
+def test_sampled_mutants_differ_and_each_changes_its_module():
     import ast
 
     from tests.evidence import mutants

@@ -83,7 +83,7 @@ def test_the_main_jobs_verdicts(ratio, fastest, ahead):
         ([None, None], True, "undecided"),
     ],
 )
-def test_copies_are_hidden_where_every_profile_says_so_and_the_link_allows_it(hidden, allowed, wanted):
+def test_copies_are_hidden_where_profiles_and_link_allow_it(hidden, allowed, wanted):
     data = {"rows": {"offload all": {"hidden": hidden, "link allows it": allowed}}}
     assert verdict_of({"2-overlap": data}, "of its copy time") == wanted
 
@@ -109,7 +109,7 @@ def foresight(guess: float, between: tuple[float, float] = (0.99, 1.01), models:
         (1.07, (0.9, 1.1), "undecided"),
     ],
 )
-def test_predicted_times_are_judged_by_the_interval_of_what_was_measured(guess, between, wanted):
+def test_predicted_times_are_judged_by_measured_intervals(guess, between, wanted):
     assert verdict_of(foresight(guess, between), "step time") == wanted
 
 
@@ -208,7 +208,7 @@ def test_every_workload_and_budget_can_be_asked_for(shapes):
         assert task.middle in ("", *task.budgets)
 
 
-def test_a_row_that_runs_out_of_memory_in_turns_leaves_and_the_others_begin_anew():
+def test_a_row_that_runs_out_of_memory_leaves_the_others():
     from autockpt.errors import DeviceOutOfMemory
     from tests.gpu.jobs import _in_turns
 

@@ -136,7 +136,7 @@ def test_the_trainers_own_times_leave_the_search_out(tmp_path, monkeypatch, more
 
 
 @pytest.mark.slow
-def test_the_micro_batch_is_found_with_the_plan_and_training_goes_on_with_it(tmp_path, capfd):
+def test_the_micro_batch_is_found_and_training_goes_on(tmp_path, capfd):
     """Only single rows fit: the Trainer's settings and batches change, the rows of its updates do not."""
     few = [{**row, "labels": row["labels"].where(torch.arange(64) >= 7 * n, -100)} for n, row in enumerate(ROWS[:5])]
     single = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 2}
@@ -170,7 +170,7 @@ def test_the_micro_batch_is_found_with_the_plan_and_training_goes_on_with_it(tmp
 
 
 @pytest.mark.slow
-def test_a_plan_for_all_lengths_of_the_data_set_trains_to_the_end_as_without(tmp_path, capfd):
+def test_a_plan_for_all_lengths_trains_as_without(tmp_path, capfd):
     """Rows of 13 to 64 tokens, of which the longest do not fit with everything saved; labels end where rows do."""
     ragged = [{name: v[: 64 if n % 5 == 0 else 12 + n] for name, v in row.items()} for n, row in enumerate(ROWS)]
 

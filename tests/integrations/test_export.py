@@ -202,7 +202,7 @@ def test_a_part_of_a_layer_frees_the_layer():
 
 
 @pytest.mark.parametrize("target", TARGETS)
-def test_sets_for_smaller_batches_are_lost_and_the_settings_say_so(target):
+def test_an_export_says_that_it_loses_sets_for_small_batches(target):
     other = plan({"model.layers.0-7": "save"}).model_copy(update={"when": When(tokens=64)})
     found = export(plan({"model.layers.0-7": "recompute"}).with_smaller([other]), target)
     assert not found.exact and "1 more sets of choices, for smaller batches" in found.settings

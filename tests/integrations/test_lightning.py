@@ -146,7 +146,7 @@ def test_a_budget_leaves_the_same_as_the_plan_it_found(tmp_path, capfd):
 @needs_lightning
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-def test_settings_that_a_loader_cannot_be_given_are_said_before_the_first_step(tmp_path):
+def test_settings_a_loader_cannot_take_are_said_first(tmp_path):
     """Only single rows fit; with the settings that the error says training begins by the answer on record."""
     from autockpt.integrations.lightning import AutockptLightningCallback
 

@@ -62,7 +62,7 @@ def pid_of(measurer: WorkerMeasurer) -> int:
     return measurer.call("autockpt.probe:pid", {})["pid"]
 
 
-def test_measures_in_another_process_and_survives_what_goes_wrong_there(start, tmp_path, monkeypatch):
+def test_a_worker_measures_and_survives_failures(start, tmp_path, monkeypatch):
     """One worker for many questions, because each start imports torch anew."""
     monkeypatch.delenv("MALLOC_TRIM_THRESHOLD_", raising=False)
     monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "12345")
@@ -151,7 +151,7 @@ def test_resting_ends_the_worker_until_the_next_request(stand_in):
     assert pid_of(stand_in) != first
 
 
-def test_silence_is_ended_after_the_stated_time_and_signs_of_life_renew_it(stand_in):
+def test_silence_is_ended_and_signs_of_life_renew_patience(stand_in):
     first = pid_of(stand_in)
     stand_in.patience = 1.0
     assert stand_in.call("autockpt.probe:pid", {"beats": 4})["pid"] == first  # longer than a second in all

@@ -37,7 +37,7 @@ def runner_of(mode: CompileMode, model: nn.Module | None = None) -> StepRunner:
 
 
 @pytest.mark.parametrize("mode", ["layers", "model"])
-def test_budgets_and_recompute_take_fewer_bytes_and_leave_nothing_behind(mode: CompileMode):
+def test_budgets_and_recompute_take_fewer_bytes(mode: CompileMode):
     runner = runner_of(mode)
     model = runner.workload.model
     before = {name: dict(module.__dict__) for name, module in model.named_modules()}
@@ -55,7 +55,7 @@ def test_budgets_and_recompute_take_fewer_bytes_and_leave_nothing_behind(mode: C
     assert torch._functorch.config.joint_custom_pass is None
 
 
-def test_layers_of_a_kind_and_choice_are_compiled_once_whatever_the_plan():
+def test_a_kind_and_choice_is_compiled_once():
     runner = runner_of("layers")
     runner.measure({**TIGHT_ALL, "layers.0": RECOMPUTE, "layers.1": RECOMPUTE}, steps=1)
     times = runner.compiler.times  # type: ignore[union-attr]
@@ -91,7 +91,7 @@ def test_two_budgets_in_one_graph_are_refused():
         runner.measure({**TIGHT_ALL, "layers.2": CompileBudget(fraction=0.4)}, steps=1)
 
 
-def test_more_kinds_of_layers_than_the_compiler_keeps_are_noticed():
+def test_too_many_kinds_of_layers_are_noticed():
     runner = runner_of("layers")
     plan = {name: CompileBudget(fraction=0.1 * (i + 1)) for i, name in enumerate(TIGHT_ALL)}
     with torch._dynamo.config.patch(recompile_limit=3), raises(MeasurementError, "recompile_limit"):

@@ -42,7 +42,7 @@ def test_held_weights_do_not_move_and_states_do(name):
     assert not all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
 
 
-def test_learning_rates_come_back_after_errors_and_tensors_are_left_alone():
+def test_learning_rates_come_back_after_errors():
     weights = [torch.nn.Parameter(torch.ones(2)) for _ in range(2)]
     rate = torch.tensor(0.5)
     optimizer = torch.optim.Adam([{"params": weights[:1], "lr": 0.25}, {"params": weights[1:], "lr": rate}])

@@ -28,7 +28,7 @@ def test_every_error_survives_the_wire(cls, message, remedy):
     assert (back.message, back.remedy, back.exit_code) == (error.message, error.remedy, error.exit_code)
 
 
-def test_a_forgotten_error_holds_no_tensors_however_it_came_about():
+def test_a_forgotten_error_holds_no_tensors():
     alive: list[weakref.ref] = []
 
     def inner() -> None:
@@ -77,5 +77,5 @@ def test_only_the_devices_own_error_is_translated():
         (MeasurementError("the host would not pin (CUDA error 2)"), False),
     ],
 )
-def test_a_device_that_failed_for_good_is_known_by_what_its_runtime_says(error, lost):
+def test_a_lost_device_is_known_by_its_runtimes_words(error, lost):
     assert device_lost(error) is lost

@@ -127,7 +127,7 @@ def test_a_closed_measurer_says_so(workload):
         measurer.measure({})
 
 
-def test_one_of_many_processes_is_refused_before_anything_happens(workload, monkeypatch):
+def test_one_of_many_processes_is_refused_at_once(workload, monkeypatch):
     before = bits(workload)
     monkeypatch.setenv("WORLD_SIZE", "4")
     with raises(UsageError) as caught:

@@ -45,7 +45,7 @@ def runner_of(workload: Step) -> StepRunner:
     return StepRunner(workload, get_device("cpu"))
 
 
-def test_a_plan_is_measured_whole_and_recomputing_takes_fewer_bytes():
+def test_a_plan_is_measured_and_recompute_takes_fewer_bytes():
     runner = runner_of(make_workload())
     plain = runner.measure({}, steps=6)
     recomputed = runner.measure(RECOMPUTE_ALL, steps=3)
@@ -73,7 +73,7 @@ def test_the_first_cycle_of_a_plan_has_the_peak_of_all(kind: str):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [kind for kind in choice_kinds("block") if kind != "compile_budget"])
-def test_from_the_second_cycle_on_a_plan_takes_what_it_takes_in_the_long_run(kind: str):
+def test_a_second_cycle_costs_what_later_ones_do(kind: str):
     """Counted in Python calls: what is looked at closely in a unit's first calls is not timed."""
     runner = runner_of(make_workload())
     runner.run_cycle()
@@ -99,7 +99,7 @@ def test_from_the_second_cycle_on_a_plan_takes_what_it_takes_in_the_long_run(kin
         assert second <= (1.25 if kind == "remake" else 1.05) * sixth
 
 
-def test_the_first_calls_of_a_plan_are_not_timed_and_one_of_them_shows_the_peak():
+def test_first_calls_are_not_timed_and_one_shows_the_peak():
     runner = runner_of(make_workload())
     runner.measure({}, steps=1)
     beats: list[str] = []
@@ -162,7 +162,7 @@ def test_plans_take_turns_and_pair_up():
 
 
 @given(st.integers(1, 7))
-def test_over_two_rounds_per_plan_each_place_is_taken_equally_often(count):
+def test_each_place_in_a_round_is_taken_equally_often(count):
     names = [str(i) for i in range(count)]
     rounds = [turn_order(names, r) for r in range(2 * count)]
     assert all(sorted(order) == names for order in rounds)
@@ -212,7 +212,7 @@ def test_half_made_optimizer_states_are_taken_back(monkeypatch):
 
 
 @pytest.mark.parametrize("keeps", [True, False])
-def test_where_memory_is_kept_every_plan_makes_optimizer_states_in_its_own_first_cycle(monkeypatch, keeps: bool):
+def test_each_plan_makes_optimizer_states_where_memory_is_kept(monkeypatch, keeps: bool):
     """As in training with it: what the allocator needs depends on what they come to lie between."""
     workload = make_workload()
     device = get_device("cpu")
@@ -232,7 +232,7 @@ def test_where_memory_is_kept_every_plan_makes_optimizer_states_in_its_own_first
     hook.remove()
 
 
-def test_in_a_comparison_plans_stay_attached_objects_but_what_is_on_the_host_is_let_go(monkeypatch):
+def test_compared_plans_stay_attached_but_free_host_memory(monkeypatch):
     """A choice learns its layer once; room on the host is for one plan at a time."""
     made: list[str] = []
 
@@ -267,7 +267,7 @@ def test_states_that_were_there_before_stay_where_they_are(monkeypatch):
     assert {id(v) for state in workload.optimizer.state.values() for v in state.values()} == before
 
 
-def test_a_scaler_survives_a_cycle_that_broke_off_after_unscaling(monkeypatch):
+def test_a_scaler_survives_a_cycle_broken_after_unscaling(monkeypatch):
     model = Stack()
     workload = make_workload(model, scaler=torch.amp.GradScaler("cpu"), max_grad_norm=1.0)
     runner = runner_of(workload)

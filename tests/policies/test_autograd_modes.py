@@ -156,7 +156,7 @@ def test_a_program_is_made_of_the_model_between_steps(make: Callable[..., Any], 
 
 @each_kind
 @pytest.mark.parametrize("descends", [False, True])
-def test_many_gradients_at_once_with_dropout_are_exact_or_refused(descends: bool, kind: str) -> None:
+def test_batched_gradients_with_dropout_are_exact_or_refused(descends: bool, kind: str) -> None:
     def run(model: Model) -> list[Any]:
         for layer in model.layers:
             layer.descends = descends

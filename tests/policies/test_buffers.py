@@ -136,7 +136,7 @@ def test_a_constant_buffer_changed_before_backward_is_an_error():
         assert float(inner.constant) == 1.5
 
 
-def test_the_model_keeps_its_own_buffers_after_an_error_in_recompute(monkeypatch):
+def test_buffers_are_the_models_own_after_a_failed_recompute(monkeypatch):
     model = nn.Sequential(Counting("in place"), nn.Linear(8, 8))
     mine = model[0].count
     with attach(model, {"0": RECOMPUTE}):

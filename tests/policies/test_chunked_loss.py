@@ -216,7 +216,7 @@ def test_sentinels_compare_the_losses_of_each_chunk():
                 assert session.proof().tensors == 3
 
 
-def test_backward_under_another_autocast_computes_as_plain_training_does_there():
+def test_backward_under_another_autocast_is_as_in_plain_training():
     def step(model: nn.Module) -> dict[str, Tensor]:
         loss = model(**batch()).loss
         with torch.autocast("cpu", torch.bfloat16):

@@ -91,7 +91,7 @@ TWICE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 @pytest.mark.parametrize("name", TWICE)
-def test_two_ways_through_a_cast_are_refused_and_without_one_are_bit_equal(name):
+def test_two_ways_through_a_cast_are_refused(name):
     def run(model: nn.Module, cast: Callable[[Tensor], Tensor] = lambda x: x) -> dict[str, Tensor]:
         inputs = batch()
         labels = inputs.pop("labels")
@@ -132,7 +132,7 @@ def test_heads_with_hooks_dropout_or_trained_tokens(way):
     assert_same(*both(make, run))
 
 
-def test_the_same_graph_twice_and_one_that_is_differentiated_twice():
+def test_one_graph_twice_and_one_differentiated_twice():
     def run(model: nn.Module) -> dict[str, Tensor]:
         loss = model(**batch()).loss
         some = torch.autograd.grad(loss, model.model.norm.weight, retain_graph=True)
@@ -272,7 +272,7 @@ def test_a_contiguous_copy_is_one(do):
 
 @EXACT_OR_CHUNKED
 @pytest.mark.parametrize("do", [_written_after, _written_by_numpy])
-def test_writes_that_no_version_counter_shows_are_seen_or_refused(do, choice):
+def test_writes_that_no_version_shows_are_seen_or_refused(do, choice):
     try:
         got, wanted = heads.both(small_llama(), odd_loss(do), choice)
     except RerunMismatch as error:
@@ -327,7 +327,7 @@ ROWS, VOCABULARY = 6 * 64, 4096
 
 
 @pytest.mark.parametrize("held", [False, True])
-def test_peak_holds_the_logits_alone_and_their_gradient_only_where_they_are_held(held):
+def test_the_peak_holds_logits_and_their_gradient_if_held(held):
     whole, chunk = ROWS * VOCABULARY * 4, 48 * VOCABULARY * 4
     peaks = {}
 

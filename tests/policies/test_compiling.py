@@ -90,12 +90,12 @@ def trained(backend: Any, modules: bool, kind: Any = None, *, fresh: bool = True
 @pytest.mark.parametrize("modules", [False, True], ids=["function", "modules"])
 @pytest.mark.parametrize("backend", [half_as_much_again, "aot_eager"], ids=["own", "aot_eager"])
 @pytest.mark.parametrize("kind", KINDS, ids=str)
-def test_compiled_code_inside_of_a_unit_runs_as_in_plain_training(kind: Any, backend: Any, modules: bool) -> None:
+def test_compiled_code_in_a_unit_runs_as_in_plain_training(kind: Any, backend: Any, modules: bool) -> None:
     assert all(map(torch.equal, trained(backend, modules, kind), trained(backend, modules)))
 
 
 @pytest.mark.parametrize("modules", [False, True], ids=["function", "modules"])
-def test_a_choice_that_watches_every_op_is_refused_around_compiled_code(modules: bool) -> None:
+def test_watching_choices_are_refused_around_compiled_code(modules: bool) -> None:
     torch.compiler.reset()
     with raises(ConflictError):
         trained(half_as_much_again, modules, "remake")
@@ -121,7 +121,7 @@ def compiled_late(kind: str | None) -> Iterator[Any]:
             yield [p.grad for p in model.parameters()]
 
 
-def test_a_unit_that_calls_compiled_code_late_is_right_or_refused() -> None:
+def test_a_unit_that_compiles_late_is_right_or_refused() -> None:
     steps = compiled_late("remake")
     with pytest.raises((ConflictError, RerunMismatch)):
         for wanted in list(compiled_late(None)):

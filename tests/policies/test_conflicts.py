@@ -126,7 +126,7 @@ def test_what_the_first_run_has_used_up_is_named(kind, tmp_path):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("hooked", [False, True])
-def test_a_module_with_a_copy_of_a_units_attributes_does_not_compute_with_the_units_weights(kind, hooked):
+def test_a_copy_of_a_units_attributes_does_not_use_its_weights(kind, hooked):
     """As the library `higher` makes them: anew, and then attribute by attribute."""
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     other, x = nn.Linear(8, 8), torch.randn(4, 8)

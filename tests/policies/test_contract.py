@@ -79,7 +79,7 @@ def test_table_and_union_agree():
     [(case, kind, DTYPES[(i + j) % 2]) for i, case in enumerate(CASES.values()) for j, kind in enumerate(KINDS)],
     ids=str,
 )
-def test_two_steps_are_bit_equal_and_copies_beside_compute_are_waited_for(case, kind, dtype):
+def test_two_steps_are_bit_equal_and_copies_are_waited_for(case, kind, dtype):
     """With copies that arrive as late as they may; with a device's own ways, see ``test_architectures``."""
     model, choices = planned(case, kind)
     transport = DeferredTransport()
@@ -237,7 +237,7 @@ def test_keeps_less_in_training_and_in_evaluation(case, kind):
 
 
 @pytest.mark.parametrize("kind", ["recompute", "recompute_offload", "keep_attention", "segment", "remake"])
-def test_leaves_pythons_collector_less_to_look_through_than_checkpointing_by_hand(kind):
+def test_less_for_pythons_collector_than_plain_checkpointing(kind):
     case = CASES["llama"]
     model, choices = planned(case, kind)
     for layer in model.model.layers:  # type: ignore[union-attr]

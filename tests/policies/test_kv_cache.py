@@ -63,7 +63,7 @@ def test_empty_caches_are_taken_out_wherever_they_are():
 
 @only_own_caches(True)
 @pytest.mark.parametrize("make", [DynamicCache, lambda: EncoderDecoderCache(DynamicCache(), DynamicCache())])
-def test_growing_caches_are_exchanged_for_a_new_empty_one_at_every_run(make):
+def test_growing_caches_are_exchanged_for_new_ones_at_every_run(make):
     given = make()
     taken = without_cache(Layer(0), "unit", (HIDDEN, given), {"past_key_values": given, "use_cache": True})
     assert taken[1]["use_cache"] is False
@@ -283,7 +283,7 @@ class Bank(nn.Module):
 
 
 @pytest.mark.parametrize("kind", ["recompute", "offload"])
-def test_what_a_model_of_the_users_own_means_by_use_cache_is_left_to_it(kind):
+def test_a_models_own_use_cache_is_left_to_it(kind):
     def gradients(choices):
         bank = Bank()
         with attach(bank, choices):

@@ -202,7 +202,7 @@ def test_memory_that_is_used_again_is_not_taken_for_the_old():
         assert_equal(run(model), wanted)
 
 
-def test_memory_with_other_contents_is_not_taken_for_what_was_sent():
+def test_memory_with_other_contents_is_not_the_one_sent():
     first, transport = torch.ones(N), DeferredTransport()
     storage = OffloadedStorage(first, OffloadedCall("unit", first.device, None, transport))
     assert storage.holds(first)
@@ -382,7 +382,7 @@ def test_a_window_gives_copies_the_forwards_of_several_units():
     ]
 
 
-def test_a_window_does_not_hold_what_earlier_calls_of_one_unit_moved():
+def test_a_window_does_not_hold_earlier_calls_of_a_unit():
     """A layer that is called again and again (as in ALBERT) has no unit behind it that would end its window."""
 
     class Shared(nn.Module):
@@ -538,7 +538,7 @@ def test_gradients_are_bit_equal_with_both_tiers_in_one_model(name, tmp_path, mo
     assert all(transport.pieces_in_use() == 0 for transport in made.values())
 
 
-def test_what_runs_again_runs_once_and_has_its_input_from_where_that_was():
+def test_a_rerun_happens_once_with_its_input_fetched():
     counted, transport = Tally(), DeferredTransport()
 
     def body(unit: Any, x: Tensor) -> Tensor:
@@ -590,7 +590,7 @@ def test_each_unit_goes_to_its_tier(tmp_path):
     assert session.attached["units.0"].endswith("to a file on disk") and "disk" not in session.attached["units.1"]
 
 
-def test_a_write_that_fails_is_an_error_of_the_step_and_no_gradient(tmp_path, monkeypatch):
+def test_a_failed_write_is_an_error_and_leaves_no_gradient(tmp_path, monkeypatch):
     model = Model(lambda unit, x: (x * unit.weight).sin())
     _, give = ways(tmp_path)
 

@@ -111,7 +111,7 @@ def adversarial(model: nn.Module) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("kind", sorted(choice_kinds("block")))
-def test_of_inputs_that_have_changed_since_they_are_refused_where_they_would_be_made_anew(kind: str) -> None:
+def test_changed_inputs_are_refused_where_they_are_cast_anew(kind: str) -> None:
     if kind in AGAIN:
         with pytest.raises(RerunMismatch):
             with_and_without(kind, mlp(), adversarial, sentinels="sample")
@@ -147,7 +147,7 @@ def cast_late(model: nn.Module) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("kind", sorted(choice_kinds("block")))
-def test_inputs_that_have_changed_before_they_are_cast_may_be_cast_anew(kind: str) -> None:
+def test_inputs_changed_before_their_cast_may_be_cast_anew(kind: str) -> None:
     assert all(map(torch.equal, *with_and_without(kind, CastsLate(), cast_late)))
 
 
@@ -219,11 +219,11 @@ def test_nor_does_one_of_a_unit_with_a_block_of_its_own(kind: str) -> None:
 
 @pytest.mark.parametrize("steps", [cleared_before_backward, in_a_block_of_another_type, before_an_update_of_its_block])
 @pytest.mark.parametrize("kind", sorted(choice_kinds("block")))
-def test_a_second_run_leaves_none_to_the_forwards_of_a_block_that_it_happens_to_run_in(kind: str, steps: Steps) -> None:
+def test_a_second_run_leaves_no_casts_to_other_forwards(kind: str, steps: Steps) -> None:
     assert all(map(torch.equal, *with_and_without(kind, mlp(), steps)))
 
 
-def test_telling_blocks_apart_is_seen_by_nobody_and_ends_no_block() -> None:
+def test_telling_blocks_apart_is_unseen_and_ends_no_block() -> None:
     weight, x = nn.Parameter(torch.randn(4, 4)), torch.randn(2, 4)
     model, saved = nn.Sequential(nn.Linear(4, 4)), list[tuple[int, ...]]()
 
@@ -258,7 +258,7 @@ def test_telling_blocks_apart_is_seen_by_nobody_and_ends_no_block() -> None:
     assert all(0 not in shape for shape in saved)
 
 
-def test_nor_does_it_switch_autocast_on_for_the_cpu_where_another_device_has_it_on() -> None:
+def test_autocast_of_another_device_does_not_reach_the_cpu() -> None:
     model, before = nn.Sequential(nn.Linear(4, 4)), torch.get_autocast_dtype("cpu")
     torch.set_autocast_dtype("cpu", torch.float16)
     torch.set_autocast_enabled("cuda", True)

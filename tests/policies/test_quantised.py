@@ -89,7 +89,7 @@ def test_every_choice_for_the_head(base: tuple[str, dict[str, Tensor]], kind: st
 
 
 @pytest.mark.parametrize("keep", [["mlp.up_proj.base_layer"], ["**"]], ids=str)
-def test_a_kept_product_with_quantised_weights_does_not_run_again(keep: list[str]) -> None:
+def test_a_kept_quantised_product_does_not_run_again(keep: list[str]) -> None:
     workload = workload_of("nf4")
     names = [unit.name for unit in discover_units(workload.model) if unit.role == "block"]
     choice = parse_choice({"kind": "selective", "keep": keep})

@@ -81,7 +81,7 @@ def assert_as_plain(make: Callable[[], nn.Module], choices: dict[str, Any] = CHO
 
 
 @pytest.mark.slow
-def test_the_forward_runs_twice_and_only_where_gradients_are_enabled():
+def test_the_forward_runs_twice_only_with_gradients_enabled():
     model = Model(lambda unit, x: unit.linear(x).sigmoid())
     with attach(model, CHOICES):
         with torch.no_grad():
@@ -236,7 +236,7 @@ def test_parameters_exchanged_for_the_forward_only():
     assert torch.equal(gradient, *torch.autograd.grad(again, x))
 
 
-def test_parameters_that_train_may_lie_over_frozen_ones_during_one_forward() -> None:
+def test_trained_parameters_may_replace_frozen_ones_in_a_forward() -> None:
     model = nn.Sequential(nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8)))
 
     def gradients(choices: dict[str, Choice]) -> tuple[Tensor, ...]:
@@ -252,7 +252,7 @@ class Params4bit(nn.Parameter):
     """Known by its name as bitsandbytes' weights, of which DoRA puts another object over the same memory."""
 
 
-def test_frozen_packed_weights_exchanged_for_others_are_those_of_the_forward() -> None:
+def test_exchanged_packed_weights_are_those_of_the_forward() -> None:
     class Unit(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -325,7 +325,7 @@ def test_the_choice_of_attention_kernels_is_that_of_the_forward():
 # --- what backward gets is what it would have got, or an error
 
 
-def test_a_tensor_that_the_unit_changes_after_saving_it_is_an_error_as_without_a_plan():
+def test_a_saved_tensor_that_the_unit_changes_is_an_error():
     def body(unit, x):
         y = unit.linear(x).sigmoid()
         z = y * unit.linear.weight.sum()
@@ -339,7 +339,7 @@ def test_a_tensor_that_the_unit_changes_after_saving_it_is_an_error_as_without_a
         model(torch.randn(4, 8)).sum().backward()
 
 
-def test_what_one_backward_left_over_is_not_used_after_a_weight_was_changed():
+def test_leftovers_of_a_backward_are_not_used_after_a_write():
     def body(unit, x):
         return unit.linear(unit.linear(x.detach())) + x.sin()
 
@@ -385,7 +385,7 @@ class HandingOutOnce(Model):
             return super().forward(x)
 
 
-def test_gradients_taken_inside_the_unit_leave_its_input_to_backward():
+def test_gradients_inside_a_unit_leave_its_input_to_backward():
     def body(unit, x):
         (force,) = torch.autograd.grad(unit.linear(x).sigmoid().sum(), x, create_graph=True)
         return x + force
@@ -394,7 +394,7 @@ def test_gradients_taken_inside_the_unit_leave_its_input_to_backward():
         assert_equal(run(model, steps=1), run(Model(body), steps=1))
 
 
-def test_an_input_changed_before_a_gradient_is_taken_inside_the_unit_is_refused():
+def test_an_input_changed_before_an_inner_gradient_is_refused():
     def body(unit, x):
         x = unit.linear(torch.relu_(x))
         (force,) = torch.autograd.grad(x.sigmoid().sum(), x)
@@ -405,7 +405,7 @@ def test_an_input_changed_before_a_gradient_is_taken_inside_the_unit_is_refused(
         model(torch.randn(4, 8).requires_grad_() * 1)
 
 
-def test_an_exception_in_backward_leaves_a_graph_that_can_be_used_again(monkeypatch):
+def test_an_exception_in_backward_leaves_the_graph_usable(monkeypatch):
     def body(unit, x):
         return torch.sigmoid(unit.linear(x))
 
@@ -513,7 +513,7 @@ def test_state_that_changes_in_a_unit_that_breaks_the_graph(layers: bool):
 
 
 @pytest.mark.slow
-def test_dropout_where_the_compiler_has_a_backend_to_look_at_graphs_with():
+def test_dropout_compiled_with_a_backend_that_only_looks():
     def train(choices: dict[str, Any], fullgraph: bool = False) -> list[Tensor]:
         torch._dynamo.reset()
         torch.manual_seed(0)

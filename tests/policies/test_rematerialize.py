@@ -271,7 +271,7 @@ def test_a_source_that_changed_before_backward_is_an_error() -> None:
 
 
 @pytest.mark.parametrize("by_data", [True, False])
-def test_a_write_as_another_type_to_what_backward_needs_is_met_as_in_plain_training(by_data: bool) -> None:
+def test_a_write_as_another_type_is_met_as_in_plain_training(by_data: bool) -> None:
     def then(x: Tensor) -> Tensor:
         made = x.sin().exp()
         bits, out = made.detach().view(torch.int32), made.cos()

@@ -92,7 +92,7 @@ def test_ops_that_several_tensors_are_made_by_run_again_once(monkeypatch: pytest
             assert len(ran) == len(set(ran)) > 2
 
 
-def test_the_mask_that_attention_makes_of_a_padded_batch_is_not_kept_by_every_layer(noted: list[Any]) -> None:
+def test_a_padding_mask_is_not_kept_by_every_layer(noted: list[Any]) -> None:
     rows, length = 4, 128
     padding = torch.ones(rows, 1, length, length, dtype=torch.bool).tril()
 
@@ -378,7 +378,7 @@ ODD: dict[str, Callable[[Tensor, int], Tensor]] = {
 @pytest.mark.parametrize("odd", ODD)
 @pytest.mark.parametrize("choice", ["remake", '{"kind": "remake", "keep": ["**"]}'])
 @pytest.mark.parametrize("autocast", [False, True], ids=["", "autocast"])
-def test_whatever_changes_between_calls_gradients_are_right_or_refused(odd: str, choice: str, autocast: bool) -> None:
+def test_whatever_changes_between_calls_is_right_or_refused(odd: str, choice: str, autocast: bool) -> None:
     if odd == "a write by NumPy that begins late":
         pytest.importorskip("numpy")
     sizes = (96, 64)

@@ -64,7 +64,7 @@ def trained(where: str, choice: Any = None) -> list[Any]:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 @pytest.mark.parametrize("where", ["grad", "main_grad"])
-def test_what_backward_sets_on_saved_tensors_is_set_on_the_leaves(where, kind):
+def test_what_backward_sets_on_saved_tensors_reaches_leaves(where, kind):
     choice = parse_choice(kind if isinstance(kind, dict) else {"kind": kind})
     for got, wanted in zip(trained(where, choice), trained(where), strict=True):
         assert got == wanted if not isinstance(wanted, Tensor) else torch.equal(got, wanted)

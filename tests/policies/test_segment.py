@@ -344,7 +344,7 @@ def test_what_comes_from_between_the_units_is_kept():
     assert kept == 2 * TENSOR + 4 * (RANDOM_STATE + SAMPLE)
 
 
-def test_hooks_that_hand_on_new_tensors_over_the_same_memory_keep_nothing():
+def test_hooks_with_new_tensors_over_old_memory_keep_nothing():
     """As those of FSDP2 and of full backward hooks do."""
     model, x = Stack(), torch.randn(256, 64, requires_grad=True)
     for unit in model.units:
@@ -396,7 +396,7 @@ def test_a_history_hidden_in_an_object_holds_nothing_in_a_circle():
 # --- what is refused
 
 
-def test_a_unit_that_does_something_else_the_second_time_is_an_error():
+def test_a_unit_that_acts_differently_the_second_time_is_found():
     def fewer(unit, x):
         x = unit.linear(x)
         return x.sigmoid() if unit.calls > 1 else x.sigmoid().sigmoid()
@@ -417,7 +417,7 @@ def test_a_unit_that_does_something_else_the_second_time_is_an_error():
                 loss.backward()
 
 
-def test_compiled_code_has_a_graph_break_at_each_unit_and_an_error_names_the_choice():
+def test_compiled_code_breaks_at_each_unit_and_names_the_choice():
     model, wanted = Stack(), run(Stack())
     with attach(model, choices(Segment(size=2))):
         got = run(torch.compile(model, backend="eager"))  # type: ignore[arg-type]

@@ -81,7 +81,7 @@ LOCAL = threading.local()
 
 
 @pytest.mark.parametrize("kind", ["remake", "offload"])
-def test_backward_in_another_thread_reads_what_forwards_thread_had_set(kind):
+def test_backward_elsewhere_reads_the_forward_threads_values(kind):
     def trained(choices) -> dict[str, Tensor]:
         torch.manual_seed(0)
         LOCAL.calls, LOCAL.scales = 0, []

@@ -33,7 +33,7 @@ class Unit(nn.Module):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_product_that_is_written_to_is_no_other_without_a_check(kind: str) -> None:
+def test_a_product_that_is_written_to_needs_no_check(kind: str) -> None:
     def trained(choices: dict[str, Any]) -> dict[str, Tensor]:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(D, D), Unit(), nn.Linear(D, D))
@@ -115,7 +115,7 @@ class Kept(nn.Module):
 
 
 @pytest.mark.parametrize("kind", ["selective", "recompute"])
-def test_a_weight_written_before_backward_matters_where_it_is_read_again(kind: str) -> None:
+def test_a_weight_written_before_backward_counts_where_reread(kind: str) -> None:
     def gradients(choices: dict[str, Any]) -> dict[str, Tensor]:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(D, D), Kept(), nn.Linear(D, D))
@@ -136,9 +136,7 @@ def test_a_weight_written_before_backward_matters_where_it_is_read_again(kind: s
 @pytest.mark.parametrize("sentinels", ["sample", "off"])
 @pytest.mark.parametrize("late", [0, 4])
 @pytest.mark.parametrize("kind", ["offload", "remake", '{"kind": "remake", "keep": ["**"]}'])
-def test_other_memory_assigned_to_weights_before_backward_is_read_where_autograd_would(
-    kind: str, late: int, sentinels: Any
-) -> None:
+def test_reassigned_weights_are_read_where_autograd_would(kind: str, late: int, sentinels: Any) -> None:
     def block() -> nn.Module:
         frozen = nn.Conv2d(4, 4, 1).requires_grad_(False)
         read_from_views = nn.Linear(16, 16)
@@ -180,7 +178,7 @@ def gated(x: Tensor, bias: Tensor, rest: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_functions_of_torchscript_that_hold_a_units_last_saved_tensor(kind: str) -> None:
+def test_torchscript_functions_may_hold_a_units_last_tensor(kind: str) -> None:
     def train(kind: str) -> list[Tensor]:
         torch.manual_seed(0)
         model = nn.Sequential(Scripted(), Scripted())

@@ -74,7 +74,7 @@ class Training:
 
 
 @pytest.mark.slow
-def test_it_goes_leaner_before_the_budget_and_back_when_there_is_room(monkeypatch, caplog) -> None:
+def test_it_goes_leaner_before_the_budget_and_back_later(monkeypatch, caplog) -> None:
     caplog.set_level(logging.INFO, "autockpt")
     made = Training(SAVES, meter := Made(100, 50, 10), "4500MB", monkeypatch)
     assert made.update(20, 20) == [0, 0]  # 3000 of 4500
@@ -105,7 +105,7 @@ def test_it_never_moves_in_the_middle_of_an_accumulation(monkeypatch) -> None:
 
 
 @pytest.mark.slow
-def test_torn_memory_counts_and_a_set_that_was_given_up_again_waits_longer(monkeypatch) -> None:
+def test_torn_memory_counts_and_a_set_given_up_twice_waits(monkeypatch) -> None:
     made = Training(SAVES, meter := Made(10, 10, 10), "10000MB", monkeypatch)
     meter.tears = 0  # whenever everything is saved
     went = [made.update(20)[0] for _ in range(6 * PATIENCE)]
@@ -121,7 +121,7 @@ def test_a_longer_batch_than_any_before_goes_leaner_by_itself(monkeypatch) -> No
     assert [move.tokens for move in made.handle.moves] == [64] and "64 tokens" in str(made.handle)
 
 
-def test_memory_taken_since_the_last_step_counts_before_the_next_batch_that_needs_it(monkeypatch) -> None:
+def test_memory_taken_between_steps_counts_for_the_next_batch(monkeypatch) -> None:
     made = Training(SAVES, meter := Made(100, 50, 10), "4500MB", monkeypatch)
     for lengths in ((30, 10), (30, 10), (10,)):
         assert set(made.update(*lengths)) == {0}  # 4000 of 4500 at most
@@ -134,7 +134,7 @@ def test_memory_taken_since_the_last_step_counts_before_the_next_batch_that_need
     assert "are free again" in str(made.handle)
 
 
-def test_what_runs_between_an_optimizers_step_and_the_next_forward_is_not_training(monkeypatch) -> None:
+def test_what_runs_between_updates_is_not_training(monkeypatch) -> None:
     made = Training(SAVES, meter := Made(100, 50, 10), "4500MB", monkeypatch)
     for _ in range(4):
         assert made.update(20, 20) == [0, 0]

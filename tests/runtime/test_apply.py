@@ -202,7 +202,7 @@ def test_lora_that_was_not_planned():
 
 
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # PEFT asks for it
-def test_a_plan_is_applied_under_prompt_tuning_and_a_wrong_name_gets_the_heads():
+def test_plans_apply_under_prompt_tuning_and_name_the_heads():
     peft = pytest.importorskip("peft")
     plan = Plan(choices={"model.layers.1": RECOMPUTE, "lm_head": CHUNKED_SOFTMAX})
     prompts = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
@@ -286,7 +286,7 @@ def test_the_check_finds_what_cannot_be_repeated():
     assert not any("forward" in m.__dict__ for m in model.modules())
 
 
-def test_a_check_batch_that_is_no_batch_and_a_limit_that_is_no_size_are_told_and_nothing_is_applied() -> None:
+def test_a_wrong_check_batch_or_limit_applies_nothing() -> None:
     model = LLAMA.make()
     plan = Plan(choices={"model.layers.*": RECOMPUTE})
     with raises(WorkloadError):

@@ -69,7 +69,7 @@ def used(handle: Any) -> dict[int, int]:
 
 
 @pytest.mark.slow
-def test_each_forward_goes_by_its_batch_and_gradients_stay_bit_equal() -> None:
+def test_each_forward_goes_by_its_batch_with_equal_gradients() -> None:
     lengths = (8, 64, 20, 8, 64)
     wanted = gradients(LLAMA.make(), lengths)
     model = LLAMA.make()
@@ -123,7 +123,7 @@ def test_a_larger_batch_takes_the_leanest_set_and_says_so_once() -> None:
         assert used(handle) == {0: 1, 1: 2}
 
 
-def test_where_scores_of_pairs_are_kept_the_longest_sequence_counts_too() -> None:
+def test_the_longest_sequence_counts_where_scores_are_kept() -> None:
     plan = Plan.model_validate(
         {
             "choices": {LAYERS: "recompute"},
@@ -218,7 +218,7 @@ def test_backwards_from_inside_the_model() -> None:
 
 
 @pytest.mark.slow
-def test_a_backward_within_another_forward_leaves_that_to_its_own_set() -> None:
+def test_a_backward_inside_a_forward_uses_its_own_set() -> None:
     def nested(model: Any) -> dict[str, Any]:
         torch.manual_seed(1)
         within = model(**batch(16), use_cache=False).loss
@@ -236,7 +236,7 @@ def test_a_backward_within_another_forward_leaves_that_to_its_own_set() -> None:
         assert_equal(nested(model), wanted)
 
 
-def test_a_backward_puts_nothing_back_on_a_model_whose_plan_was_taken_off() -> None:
+def test_a_backward_after_removal_attaches_nothing() -> None:
     wanted = gradients(LLAMA.make(), (64, 16), at_once=True)
     model = LLAMA.make()
     apply(model, sets(32, 128))
@@ -304,7 +304,7 @@ def test_layers_that_are_compiled_in_place() -> None:
         assert used(handle) == {0: 2, 1: 2}
 
 
-def test_several_sets_that_move_what_compiled_layers_keep_are_refused_by_name() -> None:
+def test_several_sets_that_offload_compiled_layers_are_refused() -> None:
     model: Any = LLAMA.make().eval()
     with apply(model, sets(16, 128)):
         model.model.layers[0] = torch.compile(model.model.layers[0], backend="eager")

@@ -37,7 +37,7 @@ def test_a_set_that_was_never_used_lies_between_its_neighbours() -> None:
     assert needs.of(1, 10) == 800 and not needs.known(1)
 
 
-def test_what_ran_proves_itself_for_no_larger_batch_in_no_less_room() -> None:
+def test_a_proof_covers_no_larger_batch_in_no_less_room() -> None:
     needs = LearnedPeaks()
     needs.learn(0, 100, 1000, 5000)
     needs.learn(0, 100, 1000, None)  # the allocator had to give its cache back

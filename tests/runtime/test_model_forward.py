@@ -131,7 +131,7 @@ def test_more_rows_of_pixels_are_noticed():
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux" or sys.implementation.name != "cpython", reason="CPython's own frames")
-def test_no_depth_of_the_users_calls_at_which_a_forward_maps_memory():
+def test_no_call_depth_makes_a_forward_map_memory():
     import resource
 
     class Calls(nn.Module):
@@ -166,7 +166,7 @@ def test_no_depth_of_the_users_calls_at_which_a_forward_maps_memory():
         assert page_faults(model) < 6_000  # a few for each forward
 
 
-def test_packed_sequences_are_refused_where_a_cache_would_have_let_them_see_one_another():
+def test_packed_sequences_without_a_mask_are_refused():
     model, ids = LLAMA.make(), LLAMA.batch()["input_ids"]
     packed = torch.arange(ids.shape[1]).remainder(ids.shape[1] // 2).expand_as(ids)
 

@@ -138,7 +138,7 @@ def test_forwards_that_others_put_on_instances(choice):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("choice", [RECOMPUTE, OFFLOAD], ids=str)
-def test_a_forward_that_somebody_wrapped_afterwards_becomes_plain(choice):
+def test_a_forward_wrapped_afterwards_becomes_plain(choice):
     model = LLAMA.make()
     session = attach(model, dict.fromkeys(layers(), choice))
     layer = model.model.layers[1]
@@ -248,7 +248,7 @@ def test_only_a_part_of_the_model_is_copied():
         assert state.pipeline is not model.model.layers[0].forward.state.pipeline
 
 
-def test_saving_everything_is_no_plan_for_a_model_that_recomputes_by_itself():
+def test_save_everywhere_is_refused_where_the_model_recomputes():
     model = LLAMA.make()
     model.model.layers[0].gradient_checkpointing = True
     for choices in ({}, dict.fromkeys(layers(), SAVE)):

@@ -46,7 +46,7 @@ def test_an_argument_of_another_kind_is_refused_by_name(given: dict[str, Any]) -
     assert caught.value.message.startswith(f"{next(iter(given))}=") and len(caught.value.message) < 240
 
 
-def test_what_fits_arrives_as_it_was_given_and_what_stands_for_it_as_that() -> None:
+def test_arguments_that_fit_arrive_unchanged() -> None:
     sizes = [1, 2]
     timeout, seen, out, more = asked(nn.ReLU(), timeout=3, sizes=sizes, out=Path("x"), units=7)
     assert (timeout, seen, out, more) == (3, [1, 2], Path("x"), {"units": 7}) and seen is sizes
@@ -55,7 +55,7 @@ def test_what_fits_arrives_as_it_was_given_and_what_stands_for_it_as_that() -> N
         asked()  # type: ignore[call-arg]
 
 
-def test_errors_of_a_generator_and_of_a_data_object_are_told_in_the_same_words() -> None:
+def test_generators_and_data_objects_fail_in_the_same_words() -> None:
     @python_door
     def rows() -> Iterator[int]:
         yield 1

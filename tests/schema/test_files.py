@@ -41,7 +41,7 @@ def test_what_cannot_be_written_is_known_before(tmp_path: Path) -> None:
     assert sorted(os.listdir(tmp_path)) == ["file"]
 
 
-def test_only_regular_files_are_opened_and_links_only_where_they_are_asked_for(tmp_path: Path) -> None:
+def test_only_regular_files_are_opened_and_links_on_request(tmp_path: Path) -> None:
     real, link, pipe = tmp_path / "real", tmp_path / "link", tmp_path / "pipe"
     real.write_text("kept")
     link.symlink_to(real)

@@ -22,7 +22,7 @@ def test_what_is_written_is_read(counts: dict[int, int]) -> None:
     assert list(wanted.counts) == sorted(counts) and wanted.longest == max(counts)
 
 
-def test_files_hold_a_length_or_a_length_and_a_count_on_each_line(tmp_path: Path) -> None:
+def test_a_lengths_file_holds_lengths_or_lengths_and_counts(tmp_path: Path) -> None:
     file = tmp_path / "lengths.txt"
     file.write_text("12\n12\n\n# a remark\n400 7\n5,1 # rare\n")
     assert parse_lengths(str(file)).counts == {5: 1, 12: 2, 400: 7}
@@ -41,9 +41,7 @@ def test_other_files_are_refused_with_their_line(tmp_path: Path, wrong: str) -> 
 
 @pytest.mark.slow
 @given(COUNTS, st.integers(1, 64), st.integers(1, 60))
-def test_shares_of_batches_add_up_and_no_batch_is_taken_for_shorter(
-    counts: dict[int, int], rows: int, levels: int
-) -> None:
+def test_shares_of_batches_add_up_and_none_is_taken_as_shorter(counts: dict[int, int], rows: int, levels: int) -> None:
     lengths = Lengths(counts=counts)
     exact, rounded = lengths.batches(rows, 1 << 30), lengths.batches(rows, levels)
     assert sum(rounded.values()) == pytest.approx(1) and max(rounded) == max(counts)

@@ -118,7 +118,7 @@ def test_wrapper_prefixes_are_stripped(wrapped: str, bare: str) -> None:
     assert strip_prefixes(bare) == bare
 
 
-def test_lightning_names_are_seen_through_only_where_nothing_else_matches() -> None:
+def test_lightning_prefixes_are_dropped_where_nothing_matches() -> None:
     held = [f"model.{n}" for n in LAYERS]
     assert align(["model.layers.0-11"], held)["model.layers.3"] == "model.model.layers.3"
     assert align(["model.layers.0-11"], LAYERS)["model.layers.3"] == "model.layers.3"

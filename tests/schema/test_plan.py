@@ -201,7 +201,7 @@ def test_the_hash_is_of_what_a_plan_does() -> None:
     assert plan_hash({"a": OFFLOAD, "b": RECOMPUTE}) == plan_hash({"b": RECOMPUTE, "a": OFFLOAD})
 
 
-def test_a_set_is_for_its_own_length_where_the_workload_leaves_that_to_its_shape() -> None:
+def test_a_set_without_a_workload_length_takes_its_own() -> None:
     small = Plan(choices={"a": SAVE}).model_copy(update={"when": When(tokens=64)})
     whole = Plan(
         choices={"a": RECOMPUTE},
@@ -238,7 +238,7 @@ def test_the_output_head_is_known_in_a_wrapped_model() -> None:
         {"lm_head": CHUNKED_LOSS, "model.lm_head": SAVE},
     ],
 )
-def test_choices_on_the_wrong_side_of_the_output_head_are_refused(choices: dict[str, Choice]) -> None:
+def test_choices_on_the_wrong_side_of_the_head_are_refused(choices: dict[str, Choice]) -> None:
     with pytest.raises(PlanError):
         Plan(choices=choices).expand(["h.0"], "lm_head")
 
@@ -250,7 +250,7 @@ def with_sets() -> Plan:
     return full_plan().model_copy(update={"when": When(tokens=4096), "share": 0.05}).with_smaller([middle, short])
 
 
-def test_sets_for_smaller_batches_survive_the_file_and_are_plans_themselves(tmp_path: Path) -> None:
+def test_sets_for_smaller_batches_survive_the_file(tmp_path: Path) -> None:
     plan = with_sets()
     plan.save(tmp_path / "plan.yaml")
     loaded = Plan.load(tmp_path / "plan.yaml")
@@ -311,7 +311,7 @@ def test_a_choice_is_one_line_wherever_it_is_made() -> None:
     ]
 
 
-def test_a_printed_plan_is_five_lines_with_what_it_does_and_what_that_costs() -> None:
+def test_a_printed_plan_is_five_lines() -> None:
     rows = (row("none", "over_budget", 900, 1.0, (910, 1.0)), row("recompute all", "fits", 400, 1.4, (405, 1.4)))
     plan = full_plan()
     plan = plan.model_copy(update={"baselines": rows})
@@ -324,7 +324,7 @@ def test_a_printed_plan_is_five_lines_with_what_it_does_and_what_that_costs() ->
     assert lines[4].strip() == 'autockpt.apply(model, "plan.yaml")'
 
 
-def test_an_applied_plan_is_one_line_with_its_peak_and_its_step_against_the_usual_plans() -> None:
+def test_an_applied_plan_is_one_line_beside_the_usual_plans() -> None:
     rows = (row("none", "out_of_memory", 900, 1.0, None), row("recompute all", "fits", 400, 1.4, (405, 2.0)))
     plan = full_plan().model_copy(update={"baselines": rows})
     measured, attached = plan.measured, {"a.0": RECOMPUTE, "a.1": SAVE, "a.2": RECOMPUTE}

@@ -187,7 +187,7 @@ def test_damaged_files_are_errors(tmp_path: Path, name: str, content: bytes) -> 
     assert caught.value.remedy and caught.value.exit_code == 2
 
 
-def test_what_is_damaged_is_told_by_its_field_and_a_line_that_is_no_object_by_its_number(tmp_path: Path) -> None:
+def test_damaged_records_are_named_by_field_or_line(tmp_path: Path) -> None:
     run = enter(tmp_path)
     (run.path / "profile.json").write_text('{"choices": 3}')
     with raises(RunDirectoryError, "profile.json"):
@@ -202,9 +202,7 @@ OWN = ("lock", "question.json", "command.txt", "environment.json", "trials.jsonl
 
 @pytest.mark.parametrize("name", [*OWN, "profile.json", "plan.yaml", "study.db"])
 @pytest.mark.parametrize("kind", ["link", "pipe"])
-def test_a_link_or_a_pipe_in_a_files_place_is_refused_and_what_it_points_to_is_kept(
-    tmp_path: Path, name: str, kind: str
-) -> None:
+def test_links_and_pipes_are_refused_and_their_targets_kept(tmp_path: Path, name: str, kind: str) -> None:
     (tmp_path / "real").mkdir()
     (tmp_path / "folder").symlink_to(tmp_path / "real")  # folders may be links
     run = enter(tmp_path / "folder")

@@ -112,7 +112,7 @@ def test_arbitrary_text_is_a_headroom_or_a_usage_error(text: str) -> None:
     assert text.endswith("%") if headroom is None or headroom.share is not None else free == parse_size(text)
 
 
-def test_a_simulation_leaves_a_headroom_of_bytes_unless_asked_otherwise() -> None:
+def test_a_simulation_leaves_headroom_unless_asked_otherwise() -> None:
     for text in ("24GB", "auto"):
         budget = parse_budget(text).with_headroom(None, simulated=True)
         found = budget.resolved(0, 0, 24 * 10**9, "cuda")

@@ -27,7 +27,7 @@ def test_every_part_knows_its_line() -> None:
     assert document.where("nothing") == "f.yaml:1"
 
 
-def test_names_are_text_as_they_are_written_and_there_are_no_dates() -> None:
+def test_names_stay_text_and_nothing_becomes_a_date() -> None:
     text = "0: x\nno: 2024-01-01\nb: true\nf: 1.5\ng: -3\nh: null\n"
     data = {"0": "x", "no": "2024-01-01", "b": True, "f": 1.5, "g": -3, "h": None}
     assert parse(text, "f.yaml").data == data

@@ -102,7 +102,7 @@ def test_dense_rates_as_published() -> None:
     assert load_hardware("m4-max").unified_memory
 
 
-def test_names_are_forgiving_and_of_an_unknown_one_the_nearest_is_offered() -> None:
+def test_names_are_forgiving_and_the_nearest_is_offered() -> None:
     assert load_hardware("RTX 4090").name == "rtx4090"
     with pytest.raises(UsageError) as caught:
         load_hardware("rtx4900")

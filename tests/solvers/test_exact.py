@@ -82,7 +82,7 @@ def test_infeasible_names_the_smallest_peak_and_its_fastest_plan():
     assert exact(problem.model_copy(update={"budget_bytes": answer.peak})).seconds == answer.seconds
 
 
-def test_gradients_that_grow_in_backward_move_the_peak_to_the_first_units():
+def test_growing_gradients_move_the_peak_to_the_first_units():
     """With 20 bytes of gradients per unit the first unit's backward is the tightest: 100 + 60 + 12 whatever is kept."""
     problem = uniform_problem(4, budget=172, gradient=20)
     assert exact(problem).seconds == 0.0
@@ -167,7 +167,7 @@ def test_hundreds_of_gigabytes_are_counted_to_the_byte():
 
 
 @given(small_problems(), st.floats(0, 3))
-def test_the_leanest_plan_within_a_time_is_found_to_a_share_of_the_range(problem: Problem, seconds: float) -> None:
+def test_the_leanest_plan_within_a_time_is_found(problem: Problem, seconds: float) -> None:
     found = leanest(problem, seconds)
     plans = [
         {u.name: o.choice for u, o in zip(problem.units, picked, strict=True)}

@@ -55,7 +55,7 @@ def test_with_errors_per_point_it_finds_the_true_optimum(problem, data):
 @pytest.mark.slow
 @settings(max_examples=100)
 @given(small_problems(), st.integers(-8, 8), st.integers(-20, 20), st.booleans())
-def test_whatever_the_model_gets_wrong_the_plan_passes_the_referee(problem, per_change, error, by_point):
+def test_the_plan_passes_the_referee_whatever_the_model_misses(problem, per_change, error, by_point):
     check = Checker(problem, [error] * len(problem.points), per_change, by_point)
     refined = refine(problem, check, max_calls=40)
     assert len(check.seen) == refined.calls <= 40
@@ -129,7 +129,7 @@ def test_a_pessimistic_model_does_not_give_up():
     assert refined.assignment.seconds == exact(problem.model_copy(update={"budget_bytes": 140})).seconds
 
 
-def test_where_the_model_misses_mixtures_by_much_the_plan_that_keeps_least_is_asked_about():
+def test_the_leanest_plan_is_asked_about_where_mixtures_miss():
     """By the model the leanest plan is a mixture, which really needs far more than either of the two."""
     problem = uniform_problem(4, budget=116)
     recompute, offload = problem.units[0].options[1:]
@@ -145,7 +145,7 @@ def test_where_the_model_misses_mixtures_by_much_the_plan_that_keeps_least_is_as
     assert refined.feasible and all(choice == OFFLOAD for choice in refined.choices.values())
 
 
-def test_a_faster_option_is_tried_though_one_before_it_is_no_faster():
+def test_a_faster_option_is_tried_past_one_that_is_no_faster():
     """The model misses both alike: save is refused, and what keeps least is asked about before what is faster."""
     numbers = ((SAVE, 0.0, 2, 15), (OFFLOAD, 3.0, 0, 18), (RECOMPUTE, 1.0, 1, 18))
     unit = UnitOptions(name="u", options=tuple(option(c, seconds, kept, own, 0) for c, seconds, kept, own in numbers))
@@ -166,7 +166,7 @@ def test_too_few_calls():
         refine(problem, check, max_calls=0)
 
 
-def test_where_the_model_misses_to_both_sides_plans_in_between_are_tried_two_at_a_time():
+def test_plans_in_between_are_tried_in_pairs_when_misses_vary():
     problem = transformer(32, 6, seed=1, share=0.8)
     check = Checker(problem, [0] * len(problem.points))
     announced: list[list] = []
@@ -205,7 +205,7 @@ def test_an_option_that_takes_the_host_to_its_last_byte_is_tried():
     assert refine(with_a_host(18), torn).choices == {"u": OFFLOAD}
 
 
-def test_where_nothing_fits_the_plan_named_is_one_that_the_host_can_take():
+def test_an_infeasible_answer_still_fits_the_host():
     def crowded(plan) -> Checked:
         copied = plan["u"] == OFFLOAD
         return Checked(20 if copied else 25, host_bytes=5 * copied)

@@ -47,7 +47,7 @@ def constant(graph: Graph) -> Simulation:
     return simulated(graph, dict.fromkeys(graph.signatures, 1e-5), bandwidth_out=1e9, bandwidth_in=1e9)
 
 
-def test_their_linear_peak_covers_the_ghost_peak_and_they_fit_where_nothing_else_does() -> None:
+def test_their_linear_peak_covers_the_ghost_peak() -> None:
     step = Step(Deep(), torch.randn(ROWS, WIDTH), loss=lambda model, x: model(x).square().mean())
     with Tracer.from_step(step, fallback=False) as tracer:
         base = tracer.trace()

@@ -9,7 +9,7 @@ CONTRACT = "tests/policies/test_contract.py"
 SOME = "(two_steps or autograd_grad or exception) and (offload or recompute) and (gpt2 or cnn)"
 
 
-def test_the_stand_in_real_steps_streams_threads_and_graphs_sentinels_and_some_of_the_contract(inside):
+def test_the_stand_in_and_a_part_of_the_contract(inside):
     """In one process, whose start takes longer than most of them.
 
     The first file imports transformers: garbage collections in the next ones then need not look through it, see

@@ -67,7 +67,7 @@ def test_layers_that_are_not_resharded_stay_gathered(tmp_path: Path) -> None:
     assert kept.peak_bytes > freed.peak_bytes
 
 
-def test_recomputing_reduces_once_more_a_layer_under_tensor_parallelism(tmp_path: Path) -> None:
+def test_recompute_reduces_once_more_under_tensor_parallelism(tmp_path: Path) -> None:
     save, recompute = traced("tensor-parallel", tmp_path)
     assert collectives(recompute)["all_reduce"] == collectives(save)["all_reduce"] + LAYERS
 

@@ -36,7 +36,7 @@ def processes(tracer: Tracer) -> list[int]:
 
 
 @pytest.mark.slow
-def test_graphs_are_the_same_whoever_makes_them_and_in_whatever_order(pair) -> None:
+def test_graphs_do_not_depend_on_process_or_order(pair) -> None:
     several, alone = pair
     wanted = plans(several)
     several.ahead(wanted)

@@ -66,7 +66,7 @@ def advised(said: str) -> str:
     return found[1]
 
 
-def test_modules_that_hold_much_and_are_no_units_are_named_the_largest_first(plain: Tracer) -> None:
+def test_large_modules_outside_units_are_named_largest_first(plain: Tracer) -> None:
     assert "lstm" in plain.outside and "front" in plain.outside and "blocks.0" not in plain.outside
     (said,) = said_of_left_out(plain.trace(), plain.outside)
     assert said.index("lstm ") < said.index("front ")

@@ -59,7 +59,7 @@ def gradients(workload: Step, choices: Mapping[str, Choice]) -> dict[str, Tensor
     return found
 
 
-def test_gradients_are_those_of_plain_training_under_every_choice(kernels: None) -> None:
+def test_gradients_are_those_of_plain_training(kernels: None) -> None:
     wanted = gradients(step(), {})
     usual = gradients(build(SPEC), {})
     assert all(torch.allclose(wanted[name], usual[name], atol=1e-5) for name in usual)

@@ -27,7 +27,7 @@ def test_a_terabyte_takes_no_memory() -> None:
     assert not memory.owns(torch.ones(3))
 
 
-def test_what_cycles_still_hold_is_collected_before_memory_is_refused() -> None:
+def test_cycles_are_collected_before_memory_is_refused() -> None:
     def in_a_cycle() -> None:
         holder: list[object] = [GhostMemory(size=1 << 46)]
         holder.append(holder)

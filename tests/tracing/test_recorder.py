@@ -135,7 +135,7 @@ def masked_attention(x: Tensor) -> Tensor:
         torch.var_mean,
     ],
 )
-def test_additions_are_in_place_exactly_where_a_plain_step_makes_them_so(function: Any) -> None:
+def test_additions_are_in_place_where_a_plain_step_has_them_so(function: Any) -> None:
     def step() -> None:
         result = function(leaf * 1.0)
         (result if isinstance(result, Tensor) else result[0] + result[1]).sum().backward()

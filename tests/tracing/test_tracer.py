@@ -137,7 +137,7 @@ def test_a_full_step_has_an_optimizer_phase() -> None:
         _InProcess(whole)
 
 
-def test_an_accelerators_optimizer_works_on_all_parameters_at_once() -> None:
+def test_accelerator_optimizers_update_all_parameters_at_once() -> None:
     with Tracer.from_spec(WorkloadSpec(model="llama-tiny"), device="cuda", fallback=False) as tracer:
         graph = tracer.trace({tracer.units[0].name: OFFLOAD})
     updates = [op.target for op in graph.ops if op.phase == "optimizer"]

@@ -44,7 +44,7 @@ def equal(one: list[Tensor | None], other: list[Tensor | None]) -> bool:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("make", NAMED, ids=lambda make: make.__name__)
-def test_named_modules_are_traced_exactly_and_train_the_same_under_each_choice(make: Callable[[], Step]) -> None:
+def test_named_modules_are_traced_and_trained_exactly(make: Callable[[], Step]) -> None:
     step = made(make, NAMED[make])
     kinds = ("recompute", "selective", "remake", "offload", "recompute_offload", "segment")
     with Tracer.from_step(step) as tracer:
@@ -63,16 +63,14 @@ def test_named_modules_are_traced_exactly_and_train_the_same_under_each_choice(m
     ("make", "cuts"),
     [(unet, "down1,down2,mid,up2,up1"), (recurrent, "lstm,gru,out"), (one_block, "block")],
 )
-def test_where_nothing_repeats_the_modules_that_keep_most_beyond_their_inputs_are_chosen_for(
-    make: Callable[[], Step], cuts: str
-) -> None:
+def test_without_repeats_the_modules_that_keep_most_are_chosen(make: Callable[[], Step], cuts: str) -> None:
     with Tracer.from_step(made(make)) as tracer:
         assert tracer.settings["units"] == cuts
         assert [unit.name for unit in blocks_of(tracer)] == cuts.split(",")
         assert any("`units`" in note and cuts.split(",")[0] in note for note in tracer.notes)
 
 
-def test_blocks_that_the_step_never_calls_are_named_and_a_plan_without_them_is_of_the_same_model() -> None:
+def test_uncalled_blocks_are_named_and_need_no_choice() -> None:
     """As a vision tower that is trained on text alone."""
 
     class Reader(nn.Module):

@@ -74,7 +74,7 @@ def climb_of(table: dict[int, float], rows: int) -> Made:
 
 @settings(deadline=None)
 @given(st.data())
-def test_the_summit_of_tokens_per_second_is_found_wherever_saving_everything_ends(data: st.DataObject) -> None:
+def test_the_summit_of_tokens_per_second_is_found(data: st.DataObject) -> None:
     rows = 2 ** data.draw(st.integers(0, 8))
     sizes = [2**i for i in range(rows.bit_length())]
     largest = data.draw(st.sampled_from(sizes))
@@ -98,13 +98,13 @@ def test_the_summit_of_tokens_per_second_is_found_wherever_saving_everything_end
     assert len(climb.found) <= len(sizes)
 
 
-def test_a_batch_that_not_even_single_rows_fit_is_the_searches_own_error() -> None:
+def test_a_single_row_that_does_not_fit_is_infeasible() -> None:
     known = Sizes([1, 2], budget_bytes=1, peaks={1: {"save": 5}, 2: {"save": 6}}, look={}.__getitem__)
     with raises(InfeasibleError):
         climbed(climb_of({}, 2), known, 3, 100)
 
 
-def test_batches_whose_rows_are_packed_or_cannot_be_divided_are_refused() -> None:
+def test_packed_or_indivisible_batches_are_refused() -> None:
     def search(step: Any, rows: int, budget: str = "1GB") -> None:
         answered(search_request(budget=budget, step=step, global_batch=rows, trials=3))
 
@@ -233,7 +233,7 @@ def met_by(loss: Any, normed: bool = False) -> tuple[str, ...]:
     return dependent_rows(job, judge)
 
 
-def test_the_update_of_ragged_labels_is_that_of_the_whole_batch_as_the_answer_says_it() -> None:
+def test_ragged_labels_update_as_the_whole_batch_does() -> None:
     """By the loop that NOTES give; micro-batches that count equally make another update."""
     llama = CASES["llama"]
     ids = llama.batch()["input_ids"][:4]
@@ -260,7 +260,7 @@ def test_the_update_of_ragged_labels_is_that_of_the_whole_batch_as_the_answer_sa
 
 
 @pytest.mark.slow
-def test_rows_that_depend_on_each_other_are_refused_or_said_by_name() -> None:
+def test_rows_that_depend_on_each_other_are_refused_or_named() -> None:
     assert met_by(squares) == ()
     for loss, normed, where in ((squares, True, "batch_norm in layers"), (contrasted, False, "mm")):
         with raises(UsageError, where):
@@ -270,7 +270,7 @@ def test_rows_that_depend_on_each_other_are_refused_or_said_by_name() -> None:
 
 
 @pytest.mark.slow
-def test_a_simulated_search_names_the_setting_with_the_most_tokens_per_second(tmp_path: Path) -> None:
+def test_a_simulated_search_names_the_most_tokens_per_second(tmp_path: Path) -> None:
     space = load_space("knobs").restricted(("recompute",))
     asked = request(
         tmp_path,

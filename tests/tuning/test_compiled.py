@@ -87,7 +87,7 @@ def search(compiler: MadeUpCompiler, budget: str, mode: Any = "layers", *, trial
 
 
 @pytest.mark.parametrize("mode", ["layers", "model"])
-def test_the_plan_fits_and_is_at_least_as_fast_as_the_best_single_budget(mode: str):
+def test_the_plan_fits_and_beats_every_single_budget(mode: str):
     compiler = MadeUpCompiler()
     found = search(compiler, "60%act", mode)
     assert found.best is not None and found.best.measured is not None and found.binding
@@ -144,7 +144,7 @@ def test_with_dropout_budgets_are_given_up_and_that_is_said():
     assert sum(any(isinstance(c, CompileBudget) for c in tried.values()) for tried in compiler.measured) == 1
 
 
-def test_a_plan_that_the_compiler_refuses_is_one_trial_that_failed():
+def test_a_plan_the_compiler_refuses_is_one_failed_trial():
     def says(choices: Mapping[str, Choice]) -> None:
         if choices == dict.fromkeys(NAMES, RECOMPUTE):
             raise MeasurementError("the compiler failed")
@@ -154,7 +154,7 @@ def test_a_plan_that_the_compiler_refuses_is_one_trial_that_failed():
     assert [t.message for t in found.trials if t.state == "failed"] == ["the compiler failed"]
 
 
-def test_where_the_compiler_refuses_everything_that_is_the_answer():
+def test_a_compiler_that_refuses_everything_is_the_answer():
     def says(choices: Mapping[str, Choice]) -> None:
         raise MeasurementError("no graph of this")
 
@@ -170,7 +170,7 @@ def test_what_does_not_fit_says_how_much_is_needed():
     assert caught.value.smallest_peak == 200
 
 
-def test_compiling_ends_at_the_time_limit_and_what_was_measured_counts():
+def test_compiling_ends_at_the_time_limit_and_keeps_its_results():
     compiler = MadeUpCompiler()
 
     def says(choices: Mapping[str, Choice]) -> None:
@@ -191,7 +191,7 @@ def test_compiling_ends_at_the_time_limit_and_what_was_measured_counts():
     assert any("was not compiled" in note for note in found.notes)
 
 
-def test_time_that_runs_out_over_the_finals_costs_nothing_but_them():
+def test_time_that_runs_out_in_the_finals_costs_only_them():
     compiler = MadeUpCompiler()
     late = [0.0]
 
@@ -267,7 +267,7 @@ class Slow(MadeUpCompiler):
 
 @pytest.mark.parametrize("timeout", [150.0, 300.0, 305.0, 310.0, 315.0, 320.0, 325.0, 600.0])
 @pytest.mark.parametrize("mode", ["layers", "model"])
-def test_where_every_plan_is_compiled_the_finals_still_take_place(mode: str, timeout: float):
+def test_finals_take_place_where_every_plan_is_compiled(mode: str, timeout: float):
     """No plan is begun that would leave them no room; with little of it fewer plans take part."""
     compiler = Slow(compiling=20.0)
     with pytest.MonkeyPatch.context() as patched:

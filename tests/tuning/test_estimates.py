@@ -42,7 +42,7 @@ def test_rows_come_one_by_one_with_a_plan_where_one_is_needed(small_card):
 
 
 @pytest.mark.slow
-def test_the_stages_of_a_row_are_seen_and_its_listener_is_closed_before_it_is_yielded(small_card):
+def test_stages_of_a_row_are_seen_and_its_listener_closed(small_card):
     small_card("590MB")
     seen: list[str] = []
 

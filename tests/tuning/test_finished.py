@@ -69,9 +69,7 @@ def test_the_same_command_is_answered_at_once(finished: tuple[Path, SearchOutcom
     assert again.rows == first.rows and any("--again" in note for note in again.notes)
 
 
-def test_the_files_it_names_are_there_wherever_the_run_was_moved_to(
-    finished: tuple[Path, SearchOutcome], tmp_path: Path
-) -> None:
+def test_a_moved_run_names_files_that_are_there(finished: tuple[Path, SearchOutcome], tmp_path: Path) -> None:
     (run,) = finished[0].iterdir()
     moved = tmp_path / "elsewhere"
     shutil.copytree(run, moved / run.name)
@@ -94,7 +92,7 @@ def test_the_files_it_names_are_there_wherever_the_run_was_moved_to(
     assert plan.with_name("plan.yaml.1").read_text() == "" and "written again" not in asked_again()
 
 
-def test_so_is_that_of_a_local_configuration_unless_it_was_edited(tmp_path: Path) -> None:
+def test_a_local_configuration_is_answered_unless_edited(tmp_path: Path) -> None:
     settings = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2}
     config = transformers.LlamaConfig(num_hidden_layers=2, **settings)
     config.save_pretrained(tmp_path / "model")
@@ -107,9 +105,7 @@ def test_so_is_that_of_a_local_configuration_unless_it_was_edited(tmp_path: Path
     assert "trace" in stages
 
 
-def test_a_storage_that_an_answer_on_record_does_not_write_to_is_said(
-    finished: tuple[Path, SearchOutcome], tmp_path: Path
-) -> None:
+def test_a_storage_that_is_not_written_to_is_said(finished: tuple[Path, SearchOutcome], tmp_path: Path) -> None:
     storage = f"sqlite:///{tmp_path / 'studies.db'}"
     said = [" ".join(ask(finished[0], **more)[0].notes) for more in ({}, {"storage": storage})]
     assert ["nothing was written to --storage" in notes for notes in said] == [False, True]
@@ -128,7 +124,7 @@ class AskingElsewhere(Stages):
             self.second.append(ask(self._elsewhere, storage=self._storage)[0])
 
 
-def test_searches_of_one_question_that_share_a_storage_leave_one_another_alone(tmp_path: Path) -> None:
+def test_searches_that_share_a_storage_do_not_interfere(tmp_path: Path) -> None:
     storage = f"sqlite:///{tmp_path / 'studies.db'}"
     first = AskingElsewhere(tmp_path / "b", storage)
     outcome = ask(tmp_path / "a", first, storage=storage)[0]
@@ -148,7 +144,7 @@ def test_asked_for_more_it_goes_on(finished: tuple[Path, SearchOutcome], more: d
     assert "search" in stages and again.resumed >= first.measured_trials
 
 
-def test_a_verdict_stands_where_a_time_limit_leaves_no_room_for_another_plan(
+def test_a_verdict_stands_where_time_allows_no_other_plan(
     finished: tuple[Path, SearchOutcome],
 ) -> None:
     out, first = finished
@@ -167,7 +163,7 @@ def test_a_second_search_of_the_same_question_is_refused_at_once(finished: tuple
         ask(out, again=True)
 
 
-def test_a_second_search_is_refused_before_the_first_has_a_directory(tmp_path: Path) -> None:
+def test_a_second_search_is_refused_before_a_directory_exists(tmp_path: Path) -> None:
     class AskingAgain(Stages):
         def stage(self, name: str, total: int | None = None) -> None:
             super().stage(name, total)
@@ -207,9 +203,7 @@ def test_a_live_search_is_answered_from_its_record_too(tmp_path: Path) -> None:
     assert "profile" in stages
 
 
-def test_op_times_that_steps_contradict_are_measured_anew_next_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_op_times_that_steps_contradict_are_measured_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AUTOCKPT_CACHE", str(tmp_path))
 
     def asked() -> tuple[bool, bool]:

@@ -79,7 +79,7 @@ def test_softmax_runs_in_chunks_where_the_budget_asks_for_it(heavy: SearchReques
     assert rows["ours"].peak_bytes <= outcome.budget.bytes < rows["recompute all"].peak_bytes
 
 
-def test_a_share_of_the_activation_range_is_of_plans_with_a_plain_head(
+def test_a_share_of_the_range_is_of_plans_with_a_plain_head(
     heavy: SearchRequest, request_: SearchRequest, tmp_path: Path
 ) -> None:
     spec = WorkloadSpec(model=model_in(tmp_path / "wide", hidden_size=256, intermediate_size=1024), batch_size=32)

@@ -27,7 +27,7 @@ def request_of(budget: str = "1KB") -> SearchRequest:
 
 
 @pytest.mark.parametrize("needed", [(INEXACT, "batch size"), ("LoRA", "batch size"), ("sequences",)])
-def test_combinations_are_tried_where_no_single_change_helps_and_shorter_sequences_last(
+def test_combinations_come_after_singles_and_shorter_rows_last(
     needed: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[str] = []
@@ -106,7 +106,7 @@ def test_headroom_is_named_where_it_is_what_makes_nothing_fit(smallest: int, sai
     assert ("fits with --headroom of at most 10 B" in error.message) is said
 
 
-def test_a_share_that_nothing_fits_is_said_with_the_least_that_is_enough() -> None:
+def test_an_infeasible_share_names_the_least_that_is_enough() -> None:
     """A smaller batch is no way out: it needs a larger share of its own peak."""
     with pytest.raises(InfeasibleError) as refused, naming(budget="60%"):
         raise InfeasibleError("nothing fits", remedy=f"Raise the budget, or {SMALLER}.", smallest_peak=901)
@@ -134,7 +134,7 @@ def test_what_was_assumed_is_said_with_the_alternatives(monkeypatch: pytest.Monk
     ("allowed", "head"),
     [((), SAVE), ((CHUNKED_SOFTMAX,), CHUNKED_SOFTMAX), ((CHUNKED_SOFTMAX, IN_CHUNKS), IN_CHUNKS)],
 )
-def test_the_head_is_as_lean_in_variants_as_the_search_may_make_it(
+def test_variants_have_the_leanest_head_that_is_allowed(
     allowed: tuple[Any, ...], head: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """So that a smaller batch is not passed over for gradients that are equal up to rounding."""

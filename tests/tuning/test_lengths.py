@@ -104,7 +104,7 @@ def test_flash_attention_bounds_tokens_alone() -> None:
     assert all(each.when is not None and each.when.longest is None for each in plan.sets)
 
 
-def test_where_everything_fits_or_nothing_is_gained_there_is_one_set() -> None:
+def test_one_set_where_everything_fits_or_nothing_is_gained() -> None:
     (plan, notes), asked = searched(TAIL, fits=1600)
     assert asked == [1600] and not plan.smaller_batches and "do not matter" in notes[0]
     (plan, notes), _ = searched(TAIL, most=0.004)
@@ -145,7 +145,7 @@ def test_the_length_up_to_which_all_is_saved_is_read_off_peaks() -> None:
     )
 
 
-def test_compiled_layers_are_not_offered_what_several_sets_cannot_move() -> None:
+def test_compiled_layers_are_not_offered_what_sets_cannot_move() -> None:
     notes: list[str] = []
     listener = Silence()
     listener.note = notes.append  # type: ignore[method-assign]
@@ -170,7 +170,7 @@ def test_compiled_layers_are_not_offered_what_several_sets_cannot_move() -> None
     assert "leave out" in notes[0] and "offload" in notes[0]
 
 
-def test_trials_are_those_of_the_longest_and_of_all_lengths_by_a_note() -> None:
+def test_trials_of_all_lengths_are_told_by_a_note() -> None:
     """Its seconds and why it stopped are the longest's own, so its trials are, too."""
     workload = WorkloadSpec(model="llama-tiny")
     space, budget = load_space("knobs"), parse_budget("24GB")

@@ -64,7 +64,7 @@ def run_in(tmp_path: Path, question: str = "q") -> RunDirectory:
 
 @pytest.mark.parametrize("space", ["knobs", "layers"])
 @pytest.mark.parametrize("budget", ["30%act", "50%act", "80%act"])
-def test_names_a_plan_close_to_the_optimum_although_the_profile_is_wrong(space: str, budget: str) -> None:
+def test_the_named_plan_is_near_optimal_despite_the_profile(space: str, budget: str) -> None:
     device = MadeUpDevice()
     found = search(device, budget, space=space, own_sampler=True)
     assert found.best is not None and found.best.measured is not None
@@ -85,7 +85,7 @@ def by_hand(device: MadeUpDevice) -> list[dict[str, Choice]]:
 
 @pytest.mark.parametrize("budget", ["30%act", "50%act", "80%act"])
 @pytest.mark.parametrize("noise", [0.0, 0.01])
-def test_no_plan_in_two_runs_of_layers_is_faster_than_the_named_one(budget: str, noise: float) -> None:
+def test_no_two_run_plan_is_faster_than_the_named_one(budget: str, noise: float) -> None:
     device = MadeUpDevice(8, noise=noise)
     found = search(device, budget)
     assert found.best is not None
@@ -98,7 +98,7 @@ def test_no_plan_in_two_runs_of_layers_is_faster_than_the_named_one(budget: str,
 
 @pytest.mark.parametrize("simulated", [False, True])
 @pytest.mark.parametrize("budget", ["30%act", "50%act", "80%act"])
-def test_no_trial_is_as_fast_as_the_named_plan_and_notably_leaner(budget: str, simulated: bool) -> None:
+def test_no_trial_is_as_fast_and_notably_leaner(budget: str, simulated: bool) -> None:
     found = search(MadeUpDevice(8), budget, simulated=simulated)
     assert found.best is not None and found.best.score is not None
     for trial in found.trials:
@@ -145,7 +145,7 @@ def test_an_impossible_budget_is_refused_before_any_step() -> None:
     assert "leanest plan" in caught.value.message
 
 
-def test_what_does_not_fit_the_device_is_an_out_of_memory_trial_and_the_rest_goes_on() -> None:
+def test_out_of_memory_is_one_trial_and_the_search_goes_on() -> None:
     full = MadeUpDevice().true_peak({})
     device = MadeUpDevice(capacity=full - 1)
     found = search(device, "60%act", trials=8)
@@ -155,20 +155,20 @@ def test_what_does_not_fit_the_device_is_an_out_of_memory_trial_and_the_rest_goe
     assert any("simulated" in note for note in found.notes)
 
 
-def test_bytes_that_ghost_runs_miss_are_learned_from_the_baselines() -> None:
+def test_missed_bytes_are_learned_from_the_baselines() -> None:
     device = MadeUpDevice(unseen=12)
     found = search(device, "50%act", trials=8)
     assert found.best is not None and found.best.measured is not None
     assert found.best.measured.peak_bytes <= found.budget.bytes
 
 
-def test_a_share_of_the_range_begins_at_what_can_really_be_reached() -> None:
+def test_a_share_of_the_range_begins_at_the_reachable() -> None:
     found = search(MadeUpDevice(unseen=40), "1%act", trials=8)
     assert found.best is not None and found.best.measured is not None
     assert found.best.measured.peak_bytes <= found.budget.bytes
 
 
-def test_a_winner_that_does_not_hold_in_a_fresh_process_is_not_named() -> None:
+def test_a_winner_that_fails_in_a_fresh_process_is_not_named() -> None:
     refused: list[str] = []
 
     def confirm(choices: Any, budget: int, steps: int) -> Measurement:
@@ -189,7 +189,7 @@ class Killed(MadeUpDevice):
 
 
 @pytest.mark.parametrize("budget", ["50%act", "auto"])
-def test_a_search_that_is_killed_before_its_budget_is_known_calls_nothing_fitting(tmp_path: Path, budget: str) -> None:
+def test_a_search_killed_early_calls_nothing_fitting(tmp_path: Path, budget: str) -> None:
     run = run_in(tmp_path)
     with pytest.raises(SystemExit):
         search(Killed(), budget, run=run)
@@ -203,7 +203,7 @@ class NotANumber(MadeUpDevice):
         return super().measure(*args, **kwargs).model_copy(update={"loss_is_finite": False})
 
 
-def test_a_loss_that_is_no_number_is_said_once_and_the_search_goes_on() -> None:
+def test_a_loss_that_is_no_number_is_said_once() -> None:
     for device, said in ((NotANumber(), 1), (MadeUpDevice(), 0)):
         watcher = Watcher()
         found = search(device, "50%act", trials=8, listener=watcher)
@@ -231,7 +231,7 @@ def test_an_interrupt_among_the_baselines_names_one_that_fits() -> None:
     assert found.best.measured is not None and found.best.measured.peak_bytes <= found.budget.bytes
 
 
-def test_an_interrupt_before_anything_was_measured_claims_nothing() -> None:
+def test_an_interrupt_before_any_measurement_claims_nothing() -> None:
     device = MadeUpDevice()
     device.interrupt_after = 0
     found = search(device, "50%act")
@@ -250,7 +250,7 @@ def test_the_same_question_again_goes_on_where_it_stopped(tmp_path: Path) -> Non
     assert found.best is not None
 
 
-def test_a_corrupt_study_is_an_error_that_names_the_file_and_changes_nothing(tmp_path: Path) -> None:
+def test_a_corrupt_study_is_an_error_and_stays_unchanged(tmp_path: Path) -> None:
     run = run_in(tmp_path)
     damaged = run.path / "study.db"
     damaged.write_bytes(b"this is no database" * 100)
@@ -261,7 +261,7 @@ def test_a_corrupt_study_is_an_error_that_names_the_file_and_changes_nothing(tmp
     assert damaged.read_bytes() == b"this is no database" * 100
 
 
-def test_trials_are_written_with_their_choices_and_the_listener_hears_of_each(tmp_path: Path) -> None:
+def test_trials_are_written_and_heard_with_their_choices(tmp_path: Path) -> None:
     watcher = Watcher()
     run = run_in(tmp_path)
     found = search(MadeUpDevice(), "50%act", trials=8, run=run, listener=watcher)
@@ -277,7 +277,7 @@ def test_trials_are_written_with_their_choices_and_the_listener_hears_of_each(tm
     assert found.best is not None and run.trials()[found.best.number].measured == found.best.measured
 
 
-def test_step_times_of_the_well_known_plans_are_by_rounds_that_the_winner_ran_in_too() -> None:
+def test_well_known_plans_are_timed_in_the_winners_rounds() -> None:
     found = search(MadeUpDevice(noise=0.02), "50%act")
     rows = [t.measured for t in found.trials if t.encoding == "baseline" and t.measured is not None]
     assert found.best is not None and found.best.measured is not None and len(rows) >= 3
@@ -289,14 +289,14 @@ def test_step_times_of_the_well_known_plans_are_by_rounds_that_the_winner_ran_in
 
 
 @pytest.mark.parametrize("trials", [1, 4])
-def test_the_number_of_trials_is_that_of_candidates_whatever_the_baselines_take(trials: int) -> None:
+def test_the_number_of_trials_counts_candidates_alone(trials: int) -> None:
     device = MadeUpDevice(8, noise=0.01)
     found = search(device, "50%act", trials=trials)
     candidates = [t for t in found.trials if t.encoding == "knobs" and t.measured is not None]
     assert 1 <= len(candidates) <= trials
 
 
-def test_the_time_limit_holds_for_the_whole_search_and_still_names_a_plan() -> None:
+def test_the_time_limit_holds_and_still_names_a_plan() -> None:
     clock = Clock(Silence(), 50)
     clock.began -= 51  # tracing and profiling took all of it
     device = MadeUpDevice(noise=0.05)
@@ -310,7 +310,7 @@ def test_the_time_limit_holds_for_the_whole_search_and_still_names_a_plan() -> N
 
 
 @pytest.mark.parametrize(("steps", "fewer"), [(10, True), (10**9, False), (None, False)])
-def test_a_short_training_shortens_its_search_but_not_the_baselines(steps: int | None, fewer: bool) -> None:
+def test_a_short_training_shortens_its_search(steps: int | None, fewer: bool) -> None:
     watcher, device = Watcher(), MadeUpDevice()
     clock = Clock(watcher, 3600, steps)
     clock.began -= 1800
@@ -321,7 +321,7 @@ def test_a_short_training_shortens_its_search_but_not_the_baselines(steps: int |
     assert ("time limit" in found.stopped) == fewer == any("a tenth of 10 steps" in note for note in watcher.notes)
 
 
-def test_a_simulated_search_measures_nothing_and_names_the_fastest_that_fits() -> None:
+def test_a_simulated_search_measures_nothing() -> None:
     device, watcher = MadeUpDevice(), Watcher()
     found = search(device, "50%act", simulated=True, listener=watcher)
     assert device.measured == []
@@ -353,7 +353,7 @@ def test_plans_from_elsewhere_are_tried_first_and_scored_here(space: str) -> Non
     assert all(t.encoding in ("baseline", "seed") for t in found.trials[: seed.number + 1])
 
 
-def test_a_plan_from_elsewhere_is_tried_before_a_budget_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_seed_plan_is_tried_before_a_budget_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """It may be leaner than all that the solver comes to."""
     device = MadeUpDevice()
     lean = dict.fromkeys(device.names, RECOMPUTE)
@@ -365,7 +365,7 @@ def test_a_plan_from_elsewhere_is_tried_before_a_budget_is_refused(monkeypatch: 
     assert found.best is not None and found.best.feasible and found.smallest_peak == peak
 
 
-def test_a_plan_from_elsewhere_with_choices_that_have_no_price_here_does_not_stop_the_search() -> None:
+def test_a_seed_plan_with_unpriced_choices_is_no_obstacle() -> None:
     device = MadeUpDevice()
     odd = dict.fromkeys(device.names, parse_choice({"kind": "selective", "keep": ["f"]}))
     odd = {name: odd[name] if i == 0 else RECOMPUTE for i, name in enumerate(device.names)}

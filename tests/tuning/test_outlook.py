@@ -28,13 +28,13 @@ def around(hidden: float) -> tuple[list[dict[str, Choice]], SearchResult]:
     return list(plans_around(profiled, found.trials, answer, found.budget.bytes)), found
 
 
-def test_plans_are_proposed_for_budgets_on_both_sides_of_the_one_asked_for() -> None:
+def test_plans_are_proposed_on_both_sides_of_the_budget() -> None:
     plans, found = around(0.0)
     peaks = [MadeUpDevice(8).true_peak(plan) for plan in plans]
     assert min(peaks) < found.budget.bytes < max(peaks) and len({plan_hash(plan) for plan in plans}) >= 4
 
 
-def test_copies_hide_in_plans_for_other_budgets_where_they_do_in_the_answer() -> None:
+def test_other_budgets_hide_copies_where_the_answer_does() -> None:
     hidden, plain = (
         {c.window for plan in around(share)[0] for c in plan.values() if isinstance(c, Offload)} for share in (1.0, 0.0)
     )
@@ -47,7 +47,7 @@ def trial(number: int, seconds: float, peak_bytes: int) -> Trial:
     return Trial.model_validate({"number": number, "name": "", "choices": {}, "measured": measured, **facts})
 
 
-def test_a_plan_with_much_more_room_that_is_hardly_slower_is_offered() -> None:
+def test_a_plan_with_much_room_that_is_hardly_slower_is_offered() -> None:
     best, lean, slow = trial(0, 1.0, 90 * MIB), trial(1, 1.005, 60 * MIB), trial(2, 1.2, 10 * MIB)
     said = trade(best, [best, lean, slow], None, 100 * MIB)
     assert "30.0 MiB" in said and "+0.5 %" in said and "60.0 MiB" in said and "±" in said

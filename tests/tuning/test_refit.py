@@ -123,7 +123,7 @@ def test_bytes_that_ghost_runs_miss_are_kept_as_headroom() -> None:
     assert unseen_bytes([trial(plan(SAVE, SAVE, SAVE, SAVE), 1.0, predicted=500, measured=480)]) == 0
 
 
-def test_what_is_expected_of_a_trial_is_its_ghost_run_at_the_fitted_prices() -> None:
+def test_a_trial_is_expected_at_fitted_prices() -> None:
     """Recomputing takes twice as long as the profile says; where nothing was predicted nothing is expected."""
     plans = [plan(*[RECOMPUTE] * count, *[SAVE] * (4 - count)) for count in range(5)]
     measured = [trial(choices, 1.0 + 0.04 * count) for count, choices in enumerate(plans)]

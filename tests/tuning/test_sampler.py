@@ -22,7 +22,7 @@ def knobs_study(storage: str | None) -> Study:
 
 
 @pytest.mark.parametrize("storage", ["nonsense", "nosuchdriver://someone:secret@nowhere/db"])
-def test_a_storage_that_cannot_be_opened_is_named_without_its_password(storage: str) -> None:
+def test_a_storage_that_fails_is_named_without_its_password(storage: str) -> None:
     with raises(RunDirectoryError) as caught:
         knobs_study(storage)
     assert "secret" not in str(caught.value) and "sqlite:///" in caught.value.remedy
@@ -54,7 +54,7 @@ def test_a_full_disk_is_called_one(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.slow
 @pytest.mark.parametrize("encoding", ["knobs", "layers"])
-def test_either_sampler_stays_within_the_knobs_and_takes_trials_that_did_not_fit(encoding: Encoding) -> None:
+def test_samplers_stay_within_knobs_and_take_misfits(encoding: Encoding) -> None:
     space = load_space("knobs")
     study = Study("knobs", sampler_for(encoding, 0), space.knobs, {}, name="search", storage=None)
     record = Trial(number=0, name="t", encoding="knobs", choices={}, plan_hash="h", state="measured", feasible=True)
@@ -90,7 +90,7 @@ def test_points_that_nobody_asked_for_leave_no_trial_behind(tmp_path: Path) -> N
 
 
 @pytest.mark.slow
-def test_the_study_says_what_became_of_each_trial_in_units_that_people_read(tmp_path: Path) -> None:
+def test_the_study_records_trials_in_readable_units(tmp_path: Path) -> None:
     study = knobs_study(storage := f"sqlite:///{tmp_path / 'study.db'}")
     number, _ = study.ask()
     study.tell(number, 0.448, 0.01, trial(1, choices={"h.0": RECOMPUTE, "h.1": RECOMPUTE, "h.2": SAVE}))
@@ -123,7 +123,7 @@ assert model() is None
 
 
 @pytest.mark.slow
-def test_nothing_keeps_the_frames_of_whoever_is_the_first_to_search() -> None:
+def test_no_frame_of_the_first_caller_is_kept() -> None:
     """In a process that has not imported Optuna yet: it keeps exceptions of imports that failed."""
     done = subprocess.run([sys.executable, "-c", _CALLER], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -77,9 +77,7 @@ DOORS: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("door", DOORS)
-def test_one_of_many_processes_is_refused_before_another_is_started(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, door: str
-) -> None:
+def test_one_of_many_processes_starts_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, door: str) -> None:
     def started(*_: object, **__: object) -> None:
         raise AssertionError("a process was started")
 
@@ -91,7 +89,7 @@ def test_one_of_many_processes_is_refused_before_another_is_started(
     assert "torchrun" in caught.value.remedy and children() == before and not (tmp_path / "runs").exists()
 
 
-def test_a_live_search_that_fails_ends_the_processes_that_it_started() -> None:
+def test_a_live_search_that_fails_ends_its_processes() -> None:
     before = children()
     with raises(UsageError):
         step = Step(nn.Linear(4, 4), ones(2, 4), loss=lambda model, batch: model(batch).sum())
@@ -104,7 +102,7 @@ class Untimed(Silence):
         assert name not in ("time single ops", "time whole plans, interleaved", "baselines"), name
 
 
-def test_a_budget_that_nothing_fits_is_refused_before_a_step_is_timed(tmp_path: Path) -> None:
+def test_a_budget_that_nothing_fits_is_refused_before_timing(tmp_path: Path) -> None:
     made = build(WorkloadSpec(model="llama-tiny", batch_size=1, seq_len=16))
     step = Step(made.model, made.batch, optimizer=made.optimizer)
     asked = search_request(budget="1MB", step=step, timeout=1, out=tmp_path)  # looks for no alternatives
@@ -140,7 +138,7 @@ def test_a_budget_above_what_the_device_has_is_said_to_be() -> None:
 
 
 @pytest.mark.parametrize("wrong", [{"trials": 0}, {"timeout": 0}, {"budget": "60"}, {"space": "knob"}])
-def test_a_live_search_refuses_what_makes_no_sense_before_it_touches_the_model(wrong: dict[str, Any]) -> None:
+def test_a_live_search_refuses_nonsense_before_any_step(wrong: dict[str, Any]) -> None:
     def loss(model: nn.Module, batch: Any) -> Any:
         raise AssertionError("the step ran")
 

@@ -124,7 +124,7 @@ def test_a_dry_run_solves_and_writes_nothing(tmp_path: Path, card: Hardware) -> 
     assert outcome.plan.predicted.step_seconds and not (tmp_path / "runs").exists()
 
 
-def test_a_dry_run_answers_with_a_well_known_plan_where_the_solvers_do_not_fit(
+def test_a_dry_run_falls_back_to_a_well_known_plan(
     tmp_path: Path, card: Hardware, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def too_large(*args: Any, **kwargs: Any) -> Refined:  # as where the allocator's segments are torn
@@ -164,7 +164,7 @@ def test_nothing_fits_names_alternatives_that_really_fit(tmp_path: Path) -> None
     assert "Nothing fits" in page and all(escape(way.options) in page for way in ways)
 
 
-def test_a_plan_to_start_from_is_tried_and_its_numbers_are_not_believed(
+def test_a_starting_plan_is_tried_and_its_numbers_not_believed(
     tmp_path: Path, found: SearchOutcome, card: Hardware
 ) -> None:
     assert found.plan is not None and found.plan.predicted is not None
@@ -185,7 +185,7 @@ def test_a_plan_to_start_from_is_tried_and_its_numbers_are_not_believed(
     assert found.plan.hash in {row.plan_hash for row in again.rows} or set(heard) - known == {"simulated plan"}
 
 
-def test_a_headroom_is_left_free_and_is_in_the_plan_and_in_the_question(
+def test_headroom_is_left_free_and_part_of_plan_and_question(
     tmp_path: Path, card: Hardware, found: SearchOutcome
 ) -> None:
     tight = ask(tmp_path, card, budget="60%act").model_copy(
@@ -202,7 +202,7 @@ def test_a_headroom_is_left_free_and_is_in_the_plan_and_in_the_question(
     assert tight.question(plan.environment) == same | {"headroom": "1MB"}
 
 
-def test_a_share_that_is_more_than_the_device_has_is_searched_within_what_it_has(tmp_path: Path) -> None:
+def test_a_share_beyond_the_device_is_searched_within_it(tmp_path: Path) -> None:
     """The share is of this job's own peak, which the device need not hold."""
     cpu = load_hardware("cpu")
     whole = run_search(ask(tmp_path / "whole", cpu, budget="60%act"))

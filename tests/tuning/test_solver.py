@@ -12,7 +12,7 @@ from autockpt.tuning.trials import Parameters
 from tests.samples import trial
 
 
-def test_copies_that_hide_are_tried_first_where_the_simulator_finds_that_faster() -> None:
+def test_hidden_copies_are_tried_first_where_they_are_faster() -> None:
     space = load_space("knobs")
     plain = neutral(space, 0.0)
 
@@ -31,7 +31,7 @@ def test_where_they_bring_nothing_none_are_hidden() -> None:
     assert hiding(neutral(without, 0.0), without, lambda parameters: 0.0) == []
 
 
-def test_the_simulated_allocator_is_kept_to_the_budget_less_what_ghost_runs_missed() -> None:
+def test_the_simulated_allocator_gets_the_budget_less_misses() -> None:
     """Kept to all of it, plans of just the budget seemed to fit, and ran out of memory."""
     kept: list[int] = []
     seen = trial(0, predicted=Prediction(peak_bytes=124), measured=Measurement(peak_bytes=126, step_seconds=1.0))
@@ -42,7 +42,7 @@ def test_the_simulated_allocator_is_kept_to_the_budget_less_what_ghost_runs_miss
     assert kept == [114]
 
 
-def test_a_search_stands_still_where_the_last_candidates_brought_nothing() -> None:
+def test_a_search_stands_still_when_candidates_bring_nothing() -> None:
     def tried(*seconds: float, fits: bool = True) -> list[Trial]:
         guesses = (Prediction(peak_bytes=1, step_seconds=s) for s in seconds)
         return [trial(n, state="simulated", feasible=fits, predicted=p) for n, p in enumerate(guesses)]

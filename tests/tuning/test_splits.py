@@ -65,7 +65,7 @@ def test_estimates_lie_between_measured_plans_and_never_beyond():
     assert estimate(known, budget(0.2), SAVE, 4, LAYERS) is None
 
 
-def test_the_fastest_that_should_fit_is_proposed_first_and_nothing_known():
+def test_the_fastest_that_should_fit_is_proposed_first():
     known = measured(RECOMPUTE, budget(0.4), Selective(), SAVE)
     ideas = proposals(known, 145, "layers", LAYERS)
     assert all(linear(split).peak_bytes <= 145 for split in ideas)
@@ -78,7 +78,7 @@ def test_the_fastest_that_should_fit_is_proposed_first_and_nothing_known():
     assert whole and all(not isinstance(split.lean, CompileBudget) for split in whole)
 
 
-def test_a_peak_that_is_worse_than_it_should_be_moves_the_next_proposal():
+def test_a_worse_peak_moves_the_next_proposal():
     known = measured(RECOMPUTE, SAVE)
     (first,) = proposals(known, 140, "layers", LAYERS)
     known[first] = Cost(160, 16.0)

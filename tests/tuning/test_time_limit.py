@@ -101,7 +101,7 @@ def test_the_limit_in_the_middle_of_the_first_step_is_the_reason(device_time: li
     assert caught.value.exit_code == 4 and device.now < 40 and not device.measured
 
 
-def test_the_limit_in_the_middle_of_the_finals_names_the_best_so_far(device_time: list[SlowDevice]) -> None:
+def test_a_time_limit_in_the_finals_names_the_best_so_far(device_time: list[SlowDevice]) -> None:
     class Stuck(SlowDevice):
         def compare(self, plans: Mapping[str, Any], *, rounds: int = 5, **more: Any) -> dict[str, list[float]]:
             self.now = self.clock.timeout or 0.0

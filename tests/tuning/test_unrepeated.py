@@ -17,7 +17,7 @@ from tests.unrepeated import one_block, unet
 
 
 @pytest.mark.slow
-def test_a_unet_is_cut_planned_for_and_trained_with_the_same_gradients(tmp_path: Path) -> None:
+def test_a_unet_is_cut_planned_and_trained_exactly(tmp_path: Path) -> None:
     request = SearchRequest(
         budget=parse_budget("1.9MB"),
         workload=WorkloadSpec(model="tests.unrepeated:unet"),

@@ -57,7 +57,7 @@ def test_an_observation_holds_everything_and_changes_nothing(model):
     assert not seen.differences(observe(model, forward_backward(model, x), steps=2))
 
 
-def test_an_accelerators_random_numbers_are_seen_and_are_the_users_again(model, accelerator):
+def test_accelerator_random_numbers_are_seen_and_restored(model, accelerator):
     accelerator.opened = True
     x = torch.randn(8, 4)
 
@@ -141,7 +141,7 @@ def test_on_a_gpu_it_is_said_how_it_may_be_repeatable(monkeypatch):
     assert "CUBLAS" not in result.describe()
 
 
-def test_a_plan_that_deviates_more_than_the_reference_from_itself():
+def test_a_plan_that_deviates_more_than_the_reference_is_found():
     first = Observation(digests={"g": "a"}, norms={"g": 1.0})
     second = Observation(digests={"g": "b"}, norms={"g": 1.0 + 1e-7})
     wrong = Observation(digests={"g": "c"}, norms={"g": 1.1})
@@ -158,7 +158,7 @@ def test_deterministic_algorithms_are_put_back():
     assert torch.utils.deterministic.fill_uninitialized_memory
 
 
-def test_on_an_accelerator_strictly_first_and_leniently_where_the_step_has_no_such_kernel(accelerator):
+def test_accelerators_are_checked_strictly_first(accelerator):
     accelerator.opened = True
     modes: list[bool] = []
 

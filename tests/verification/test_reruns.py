@@ -82,7 +82,7 @@ def test_sub_units_count_for_themselves():
 KEPT = Selective(keep=("mlp.up_proj", "self_attn.q_proj"))
 
 
-def test_what_selective_names_is_counted_apart_and_not_made_again():
+def test_kept_products_are_counted_apart_and_not_rerun():
     (unit,) = count(CASES["llama"], {"model.layers.1": KEPT}).values()
     assert (unit.forward, unit.named, unit.named_again, unit.changed) == (9, 2, 0, 0)
     assert unit.again == 6  # nor the last product of all

@@ -119,7 +119,7 @@ def test_configurations_of_other_models(tmp_path: Path) -> None:
         make(str(file), weights=True)
 
 
-def test_eight_billion_parameters_take_no_memory_where_tensors_are_not_real() -> None:
+def test_eight_billion_ghost_parameters_take_no_memory() -> None:
     with FakeTensorMode():
         w = make("llama-8b")
     assert w.settings["params"] == 8_030_261_248

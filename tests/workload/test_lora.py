@@ -47,7 +47,7 @@ def test_otherwise_all_linear_layers_in_blocks() -> None:
     assert "every linear layer in the blocks" in notes[0]
 
 
-def test_targets_dora_and_modules_to_save_are_those_asked_for_and_said() -> None:
+def test_lora_settings_are_those_asked_for_and_said() -> None:
     spec = WorkloadSpec(
         model="llama-tiny", lora=2, lora_targets="q_proj,up_proj", lora_dora=True, lora_modules_to_save="lm_head"
     )
@@ -73,7 +73,7 @@ def test_a_name_that_matches_nothing_is_told_the_nearest(option: str, names: str
     assert (f"Did you mean {near}" in caught.value.remedy or f"{near}? " in caught.value.remedy) == bool(near)
 
 
-def test_targets_may_be_ends_of_names_and_those_that_peft_translates() -> None:
+def test_targets_may_be_ends_of_names_or_translated_ones() -> None:
     spec = WorkloadSpec(model="llama-tiny", lora=2, lora_targets="self_attn.q_proj,model.layers.0.self_attn.v_proj")
     assert adapted(build(spec).model) == {"q_proj", "v_proj"}
     experts = WorkloadSpec(model="mixtral-tiny", lora=2, lora_targets="w1,w2,w3,q_proj")

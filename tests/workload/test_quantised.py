@@ -33,7 +33,7 @@ def test_four_bits_are_qloras() -> None:
     assert workload.settings["params"] == build(spec()).settings["params"]
 
 
-def test_weights_are_those_that_quantising_gives_and_no_two_layers_share_memory() -> None:
+def test_weights_are_the_quantised_ones_and_share_no_memory() -> None:
     bnb = pytest.importorskip("bitsandbytes")
     model = build(spec(load_in_4bit=True)).model
     layers = [m for m in model.modules() if type(m) is bnb.nn.Linear4bit]
@@ -81,7 +81,7 @@ def packed(folder: Path, **settings: Any) -> str:
     return str(folder)
 
 
-def test_a_models_own_quantization_is_taken_as_it_is_or_refused_by_name(tmp_path: Path) -> None:
+def test_a_models_own_quantization_is_taken_or_refused(tmp_path: Path) -> None:
     bnb = pytest.importorskip("bitsandbytes")
     own = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "fp4", "_load_in_4bit": True}
     model = packed(tmp_path / "fp4", **own)

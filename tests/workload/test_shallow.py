@@ -14,7 +14,7 @@ from autockpt.workload.shallow import shallow_twin
 @pytest.mark.parametrize(
     ("model", "stacks", "types"), [("llama-tiny", 1, 1), ("gemma3-tiny", 1, 3), ("bert-tiny", 1, 1), ("t5-tiny", 2, 1)]
 )
-def test_a_twin_has_fewer_blocks_one_of_each_type_and_the_same_batch(
+def test_a_twin_has_one_block_of_each_type_and_the_same_batch(
     model: str, stacks: int, types: int, tmp_path: Path
 ) -> None:
     """Of Gemma 3 here the third layer is the first one without a sliding window."""

@@ -38,7 +38,7 @@ BUDGET = ResolvedBudget(asked="60%", bytes=60)
 
 
 @pytest.mark.slow
-def test_overheads_come_from_pairs_and_are_judged_within_the_group() -> None:
+def test_overheads_are_of_pairs_and_judged_within_the_group() -> None:
     lines = {line.row.key: line for line in lines_of(ROWS, rounds(12))}
     over = lines["quick"].overhead
     assert over is not None and over.high is not None and over.low < 1.2 < over.high and over.high - over.low < 0.02

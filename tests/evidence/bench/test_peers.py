@@ -51,7 +51,7 @@ def settings_of(name: str, runner: StepRunner) -> list[Any]:
 
 
 @pytest.mark.parametrize("name", list(PEERS))
-def test_gradients_are_those_of_plain_training_and_detaching_restores(name: str, runner: StepRunner) -> None:
+def test_gradients_are_plain_and_detaching_restores(name: str, runner: StepRunner) -> None:
     # what only a device without a need for it lacks can be tried all the same, and a backend that needs no compiler
     if PEERS[name].group != "compiled" and PEERS[name].missing("cuda"):
         pytest.skip(PEERS[name].missing("cuda"))

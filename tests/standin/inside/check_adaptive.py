@@ -23,7 +23,7 @@ def trained(model: torch.nn.Module, rows: int) -> list[torch.Tensor]:
     return [p.grad.cpu() for p in model.parameters() if p.grad is not None]
 
 
-def test_it_stays_within_a_real_limit_when_others_take_memory_and_goes_back():
+def test_it_stays_within_a_limit_that_others_narrow():
     torch.manual_seed(0)
     model = Model().to("standin")
     wanted = trained(model, 8192)
@@ -89,7 +89,7 @@ def digest(model: Any, batch: dict[str, torch.Tensor]) -> str:
     return found.hexdigest()
 
 
-def test_no_batch_runs_out_of_memory_while_somebody_holds_an_eighth_of_it():
+def test_no_batch_fails_while_an_eighth_is_held():
     """A batch as long as the longest comes after the memory was taken: what it took before is no measure then."""
     budget, draw = 57_000_000, random.Random(7)
     model = llama()

@@ -96,7 +96,7 @@ def test_a_predicted_peak_is_the_allocators(job):
         assert abs(needs(graph) - measured) <= max(2 << 20, 0.02 * measured), plan  # one segment of the small pool
 
 
-def test_variants_of_a_job_are_judged_by_what_the_allocator_takes(monkeypatch):
+def test_variants_are_judged_by_the_allocator(monkeypatch):
     """Batch sizes, as the alternatives to a job that does not fit, go by the same rules as plans do."""
     spec = WorkloadSpec(model="llama-tiny", seq_len=128)
     space = load_space("knobs").restricted(("save", "recompute"))

@@ -74,7 +74,7 @@ def test_a_stream_that_backward_does_not_wait_for(schedule, kind):
 
 @pytest.mark.parametrize("kind", ("recompute", "remake"))
 @each_schedule
-def test_a_write_between_forward_and_backward_is_found_two_steps_later_and_nobody_waits(schedule, kind):
+def test_a_write_before_backward_is_found_two_steps_later(schedule, kind):
     model, x = _model(), batch()
     with attach(model, {f"blocks.{n}": parse_choice(kind) for n in range(BLOCKS)}) as session:
         for _ in range(7):  # calls 1, 2, 4 and 7 are checked

@@ -130,7 +130,7 @@ def test_what_attention_saves() -> None:
 
 
 @pytest.mark.slow
-def test_dropout_saves_a_byte_an_element_and_makes_its_mask_first() -> None:
+def test_dropout_saves_a_byte_an_element_and_its_mask_first() -> None:
     graph = traced("causal_fp32", "cuda", AMPERE)
     sizes = {s.id: s.bytes for s in graph.storages}
     ops = [op for op in graph.ops if op.target == "aten.native_dropout.default"]

@@ -97,7 +97,7 @@ def test_losses_hold_what_they_reduce(reduction: int) -> None:
         assert known(func, *args) == pytest.approx(real_workspace(func, *args), abs=128), func
 
 
-def test_the_peak_of_a_depthwise_network_is_that_of_its_real_step() -> None:
+def test_the_peak_of_a_depthwise_network_is_the_real_one() -> None:
     layers = [nn.Sequential(nn.Conv2d(48, 48, 7, padding=3, groups=48), nn.GELU()) for _ in range(3)]
     batch = torch.rand(2, 48, 3, 3).to(memory_format=torch.channels_last)
     model = nn.Sequential(*layers).to(memory_format=torch.channels_last)
