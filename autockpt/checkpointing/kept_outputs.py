@@ -239,9 +239,8 @@ class KeepingFrame(CheckpointFrame):
             counts[self.name] = counts.get(self.name, 0) + count
 
     def _run_again(self, inputs: list[torch.Tensor]) -> Any:
-        calls = self._restored()
-        if self._live is not None:
-            calls = []  # a gradient is taken inside the forward, and its recomputation needs the whole graph
+        # where a gradient is taken inside the forward, its recomputation needs the whole graph
+        calls = self._restored() if self._live is None else []
         # each output is handed out once, and let go of with the tensors that backward gets
         self._calls, self.wanted, by_scope = None, None, dict[Scope, list[KeptCall]]()
         for call in calls:
