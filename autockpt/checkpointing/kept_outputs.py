@@ -431,7 +431,7 @@ def kept_call(
             size, strides, there = tensor.size(), tensor.stride(), value.stride()
             offset = int(tensor.storage_offset() - value.storage_offset())
             itself = not offset and strides == there and size == value.size()
-            sources.append(Source(number) if itself else Source(number, there, None, (size, strides, offset)))
+            sources.append(Source(number, there, None, None if itself else (size, strides, offset)))
         elif (source := _cast_source(tensor, given) if plain else _same_object(tensor, given)) is not None:
             sources.append(source)
         elif plain:
