@@ -239,9 +239,8 @@ class KeepingFrame(CheckpointFrame):
             counts[self.name] = counts.get(self.name, 0) + count
 
     def _run_again(self, inputs: list[torch.Tensor]) -> Any:
-        calls = self._restored()
-        if self._live is not None:
-            calls = []  # a gradient is taken inside the forward, and its recomputation needs the whole graph
+        # where a gradient is taken inside the forward, its recomputation needs the whole graph
+        calls = self._restored() if self._live is None else []
         # each output is handed out once, and let go of with the tensors that backward gets
         self._calls, self.wanted, by_scope = None, None, dict[Scope, list[KeptCall]]()
         for call in calls:
@@ -432,7 +431,7 @@ def kept_call(
             size, strides, there = tensor.size(), tensor.stride(), value.stride()
             offset = int(tensor.storage_offset() - value.storage_offset())
             itself = not offset and strides == there and size == value.size()
-            sources.append(Source(number) if itself else Source(number, there, None, (size, strides, offset)))
+            sources.append(Source(number, there, None, None if itself else (size, strides, offset)))
         elif (source := _cast_source(tensor, given) if plain else _same_object(tensor, given)) is not None:
             sources.append(source)
         elif plain:

@@ -2,4 +2,4 @@
 
 from autockpt.tracing.fx import to_fx
 from autockpt.tracing.on_hardware import open_tracer, torch_device, tracer_for
-from autockpt.tracing.tracer import Tracer, record, trace
+from autockpt.tracing.tracer import Tracer, trace

@@ -21,7 +21,7 @@ from autockpt.tracing.crew import MOST, Crew
 from autockpt.tracing.kernels.cuda_kernels import Capability
 from autockpt.tracing.kernels.cuda_memory import with_buckets
 from autockpt.tracing.process import GhostProcess, NotForkable, can_fork
-from autockpt.tracing.run import GhostRun, RecordedRun, capability_of
+from autockpt.tracing.run import GhostRun, capability_of
 from autockpt.workload import BUCKETS, Step, preload
 
 _IN_PROCESS = "Traced inside this process, because it uses an accelerator."
@@ -98,8 +98,8 @@ class Tracer:
         """Trace a live workload, whose weights, optimizer states and gradients are never touched.
 
         With ``fallback`` a workload on the CPU that cannot be ghost-run takes its real steps in a fork of this process.
-        On an accelerator there is no such way: ``record`` does it in this process. Raises WorkloadError where
-        the step fails, GhostError where it cannot be ghost-run.
+        On an accelerator there is no such way. Raises WorkloadError where the step fails, GhostError where it cannot be
+        ghost-run.
         """
         view = with_buckets if workload.settings.get("ddp") == BUCKETS else None
         try:
@@ -135,18 +135,6 @@ class Tracer:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def record(workload: Step, choices: Mapping[str, Choice] | None = None) -> Graph:
-    """The graph of a real cycle in this process, on the workload's own device; ``choices`` as for ``Tracer.trace``.
-
-    Takes two cycles, which move weights, optimizer states, buffers and random state on: take a snapshot first where
-    that matters. Raises WorkloadError where the step fails, PlanError or ConflictError where the choices cannot be
-    attached.
-    """
-    run = RecordedRun(workload.device)
-    run.take(workload)
-    return to_graph(run.trace(_in_order(choices or {}, run.units)), run.units)
 
 
 def _start(source: Source, spec: WorkloadSpec, device: torch.device, capability: Capability | None) -> GhostProcess:

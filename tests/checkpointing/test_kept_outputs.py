@@ -145,9 +145,36 @@ def test_what_cannot_be_skipped_runs_again(inner: type[nn.Linear], body: Any) ->
     assert found[1] == 2 * wanted[1] and counts == {"unit": 5}
 
 
-def test_a_gradient_taken_inside_has_its_graph() -> None:
-    run = partial(trained, lambda: nn.Linear(8, 8), inside_a_gradient)
+def inside_a_gradient_after_attention(unit: Unit, x: Tensor) -> Tensor:
+    hidden = attention(unit, x)
+    (slope,) = torch.autograd.grad(hidden.square().sum(), x, retain_graph=True)
+    return attention(unit, x) + hidden.sin() * slope.detach()
+
+
+@pytest.mark.parametrize(
+    ("inner", "body", "size"),
+    [(8, inside_a_gradient, (4, 8)), (48, inside_a_gradient_after_attention, (1, 16, 8))],
+    ids=["a module", "attention"],
+)
+def test_a_gradient_taken_inside_has_its_graph(inner: int, body: Any, size: tuple[int, ...]) -> None:
+    run = partial(trained, lambda: nn.Linear(8, inner), body, size=size)
     assert_equal(run(framed=True), run(framed=False))
+
+
+def test_a_gradient_that_is_taken_inside_late_has_its_graph() -> None:
+    steps = [0]
+
+    def body(unit: Unit, x: Tensor) -> Tensor:
+        hidden = attention(unit, x)
+        steps[0] += torch._C._current_graph_task_id() == -1
+        if steps[0] > 2:
+            torch.autograd.grad(hidden.square().sum(), x, retain_graph=True)
+        return attention(unit, hidden.mean(1).sin())
+
+    run = partial(trained, lambda: nn.Linear(8, 48), body, size=(1, 16, 8))
+    wanted = run(framed=False)
+    steps[0] = 0
+    assert_equal(run(framed=True), wanted)
 
 
 def test_another_path_is_an_error() -> None:

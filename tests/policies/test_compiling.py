@@ -18,10 +18,10 @@ from autockpt.errors import ConflictError, RerunMismatch
 from autockpt.measuring.runner import StepRunner
 from autockpt.runtime import attach
 from autockpt.schema.choices import SAVE, parse_choice
-from autockpt.tracing import record
 from autockpt.verification import RunCounter
 from autockpt.workload import Step
 from tests.errors import raises
+from tests.tracing.reference import record
 
 D = 64
 KINDS = ["recompute", "selective", "keep_attention", "offload", "recompute_offload", {"kind": "segment", "size": 2}]

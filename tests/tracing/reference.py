@@ -17,7 +17,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from autockpt.runtime import attach
 from autockpt.schema.choices import Choice
 from autockpt.schema.graph import Graph, Storage
+from autockpt.tracing.assemble import to_graph
 from autockpt.tracing.kernels.signature import dtype_name
+from autockpt.tracing.run import RecordedRun
 from autockpt.workload import Step
 
 OpText = tuple[str, tuple[tuple[tuple[int, ...], tuple[int, ...], str], ...]]
@@ -55,6 +57,13 @@ class Real:
             gc.collect()
             self.resident_bytes = workload.resident_bytes()
             self.peak_bytes, self.counts = _profiled(workload.cycle, self.resident_bytes)
+
+
+def record(workload: Step, choices: Mapping[str, Choice] | None = None) -> Graph:
+    """The graph of a real cycle in this process, after one that warms up."""
+    run = RecordedRun(workload.device)
+    run.take(workload)
+    return to_graph(run.trace(choices or {}), run.units)
 
 
 def _profiled(run: Callable[[], Any], resident: int) -> tuple[int, Counter[str]]:
