@@ -15,6 +15,7 @@ from autockpt.checkpointing.recipes import Step
 from autockpt.checkpointing.recorded_call import RecordedCall
 from autockpt.errors import InPlaceError
 from tests.checkpointing.recorded import Recorded
+from tests.errors import raises
 from tests.policies.zoo import bytes_alive_after
 
 LARGE = 128 * 64 * 4  # bytes of an input
@@ -139,7 +140,7 @@ def test_a_source_that_changed_before_backward_is_an_error(what: str, earlier: i
     out = recorded(x).sum()
     with torch.no_grad():
         (x if what == "input" else recorded.layer.up.bias).add_(1)  # type: ignore[union-attr]
-    with pytest.raises(InPlaceError, match="modified by an inplace operation"):
+    with raises(InPlaceError):
         out.backward()
 
 

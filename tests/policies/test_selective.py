@@ -16,6 +16,7 @@ from autockpt.checkpointing.op_table import is_heavy
 from autockpt.errors import AutockptError, PlanError
 from autockpt.runtime import attach
 from autockpt.schema.choices import RECOMPUTE, Choice, parse_choice
+from tests.errors import raises
 from tests.policies.zoo import CASES, Tally, assert_equal, bytes_alive_after, plain, train
 
 Body = Callable[["Unit", Tensor], Tensor]
@@ -249,7 +250,7 @@ def test_a_forward_that_takes_another_path_the_second_time_is_found_out():
 
 def test_names_are_checked_when_the_plan_is_applied():
     model = Model(mlp)
-    with pytest.raises(PlanError, match="no module named 'upp'") as caught:
+    with raises(PlanError, "upp") as caught:
         attach(model, {"units.0": selective("upp")})
     assert "up, down" in str(caught.value.remedy)
     assert "forward" not in model.units[0].__dict__
@@ -321,16 +322,12 @@ def test_parts_of_real_layers_run_again_with_equal_gradients(name: str, precisio
 
 
 @pytest.mark.parametrize(
-    ("keep", "within", "says"),
-    [
-        ((), ("mlpp",), "no module named 'mlpp' that could run again"),
-        ((), ("inner",), "no module named 'inner' with a forward"),
-        (("mlp.up",), ("norm",), "mlp.up, which does not run again"),
-    ],
+    ("keep", "within", "named"),
+    [((), ("mlpp",), "mlpp"), ((), ("inner",), "inner"), (("mlp.up",), ("norm",), "mlp.up")],
 )
-def test_parts_that_there_are_not(keep, within, says):
+def test_parts_that_there_are_not(keep, within, named):
     model = parts()
-    with pytest.raises(PlanError, match=says):
+    with raises(PlanError, named):
         attach(model, {"0": selective(*keep, within=within)})
     assert all("forward" not in module.__dict__ for module in model.modules())
 
