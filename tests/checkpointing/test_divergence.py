@@ -179,7 +179,7 @@ def write(by: str, unit: Any) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("by", [".data", "NumPy", "fused optimizer"])
 @pytest.mark.parametrize("kind", [*RERUNNING, "remake"], ids=str)
-def test_a_loop_that_begins_to_write_to_weights_before_backward_is_found_in_that_step(kind: Any, by: str) -> None:
+def test_a_loop_that_begins_to_write_to_weights_is_found_at_once(kind: Any, by: str) -> None:
     def late(model: Model) -> list[Tensor | None]:
         for _ in range(6):
             step(model)
@@ -330,14 +330,14 @@ def test_seeds_of_attention_count_where_there_is_dropout(dtype, shape, dropout, 
 
 
 @pytest.mark.parametrize(("shape", "unwritten"), [((2, 4, 32), True), ((1, 40, 4, 8), False)])
-def test_sums_of_attention_to_packed_sequences_end_with_each_of_them(shape: tuple[int, ...], unwritten: bool) -> None:
+def test_attention_sums_of_packed_sequences_end_with_each(shape: tuple[int, ...], unwritten: bool) -> None:
     node = SimpleNamespace(name=lambda: "EfficientAttentionBackward0", _saved_dropout_p=0.0)
     assert left_unwritten(node, torch.zeros(shape)) == unwritten
 
 
 @pytest.mark.parametrize("kind", RERUNNING, ids=str)
 @pytest.mark.parametrize("vocabulary", [20, 21])
-def test_the_part_of_a_table_that_ctc_loss_leaves_unwritten_is_no_mismatch(kind: Any, vocabulary: int) -> None:
+def test_what_ctc_loss_leaves_unwritten_is_no_mismatch(kind: Any, vocabulary: int) -> None:
     lengths, steps = torch.tensor([8, 3, 5, 1]), torch.tensor([12, 12, 9, 7])
     targets = torch.arange(32).view(4, 8) % 19 + 1
 
@@ -357,7 +357,7 @@ def test_the_part_of_a_table_that_ctc_loss_leaves_unwritten_is_no_mismatch(kind:
 
 
 @pytest.mark.parametrize("kind", [*RERUNNING, "remake", "offload"], ids=str)
-def test_running_statistics_that_a_kernel_writes_to_after_they_were_saved_are_no_mismatch(kind: Any) -> None:
+def test_running_statistics_written_after_saving_are_no_mismatch(kind: Any) -> None:
     rows, channels = 64, 80  # a copy of them for each row, which is large enough to leave the device
 
     def body(unit: Any, x: Tensor) -> Tensor:

@@ -146,7 +146,7 @@ def test_views_are_read_where_they_are() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64, torch.complex64])
-def test_elements_apart_and_one_element_repeated_are_read_as_words(dtype: torch.dtype) -> None:
+def test_scattered_and_repeated_elements_are_read_as_words(dtype: torch.dtype) -> None:
     values = torch.arange(16).to(dtype)
     assert of(values[::2]) == of(values[::2].clone()) != of(values[1::2])
     assert of(values[3].expand(4, 3)) == of(values[3].clone()) != of(values[4].expand(4, 3))

@@ -110,7 +110,7 @@ def test_hooks_that_a_forward_registers_are_refused():
         framed(torch.randn(3, 4))
 
 
-def test_hooks_that_only_a_first_forward_installs_are_installed_once():
+def test_hooks_of_a_first_forward_are_installed_once():
     class Installing(Layer):
         def forward(self, x: Tensor) -> Tensor:
             if not getattr(self, "installed", False):

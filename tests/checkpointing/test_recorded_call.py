@@ -101,7 +101,7 @@ def test_nothing_of_a_call_outlives_its_graph() -> None:
         gc.enable()
 
 
-def test_a_kept_graph_gives_the_same_twice_and_frees_what_was_made() -> None:
+def test_a_kept_graph_repeats_itself_and_frees_what_was_made() -> None:
     recorded, x = Recorded(Mlp()), torch.randn(128, 64, requires_grad=True)
     for _ in range(3):
         out = recorded(x).square().sum()

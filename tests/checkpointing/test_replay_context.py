@@ -81,7 +81,7 @@ def _around_all() -> tuple[object, ...]:
 @pytest.mark.parametrize("late", [0, 4])
 @pytest.mark.parametrize("kind", ["recompute", "segment"])
 @pytest.mark.parametrize("begin", [_autocast, _autocast_flag, _default_device, _mode])
-def test_what_a_forward_begins_by_hand_is_over_when_it_has_run_again(begin, kind, late) -> None:
+def test_what_a_forward_begins_by_hand_ends_with_its_rerun(begin, kind, late) -> None:
     def trained(planned: bool) -> list[torch.Tensor]:
         torch.manual_seed(0)
         model, found, before = nn.Sequential(Begins(begin, late), Begins(begin, late)), [], _around_all()
@@ -142,7 +142,7 @@ def _first_attention_puts_another_order(monkeypatch: pytest.MonkeyPatch) -> list
     return other
 
 
-def test_the_order_of_attentions_that_a_second_run_finds_is_the_one_that_the_first_had(
+def test_a_second_run_finds_the_first_runs_order_of_attentions(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     class Attends(nn.Linear):

@@ -32,7 +32,7 @@ def test_the_number_of_unchecked_calls_is_known():
     assert found[:2] == [0, 0] and all(found[2:])
 
 
-def test_calls_with_other_types_are_of_another_kind_and_other_sizes_are_not():
+def test_types_tell_kinds_of_calls_apart_and_sizes_do_not():
     unit = CheckpointedUnit("unit", nn.Linear(2, 2))
     for _ in range(FIRST_CALLS):
         assert unit.next_call([torch.ones(2)]) is not None
@@ -55,7 +55,7 @@ def test_modules_are_told_by_identity():
     assert not unit.has_same_modules() and unit.renewed().has_same_modules()
 
 
-def test_parameters_exchanged_for_other_values_are_put_back_and_undone():
+def test_exchanged_parameters_are_put_back_and_undone():
     module = nn.Linear(2, 2)
     unit, before = CheckpointedUnit("unit", module), list(module.parameters())
     module.weight = now = nn.Parameter(torch.zeros(2, 2))

@@ -202,7 +202,7 @@ def test_an_output_that_is_changed_in_place_is_made_again(body: Body, keep: str,
         assert_equal(gradients(model), wanted)
 
 
-def test_an_output_that_the_caller_changes_in_place_is_made_again():
+def test_an_output_that_the_caller_writes_to_is_made_again():
     def body(unit: Unit, x: Tensor) -> Any:
         hidden = unit.up(x)
         return hidden, F.gelu(hidden)
@@ -218,7 +218,7 @@ def test_an_output_that_the_caller_changes_in_place_is_made_again():
     assert_equal(found["selective"], found["recompute"])
 
 
-def test_dropout_inside_an_attention_keeps_the_random_numbers_in_step():
+def test_dropout_in_attention_keeps_random_numbers_in_step():
     """An attention with dropout runs again: left out, it would shift the numbers of the dropout behind it."""
 
     def body(unit: Unit, x: Tensor) -> Tensor:
@@ -233,7 +233,7 @@ def test_dropout_inside_an_attention_keeps_the_random_numbers_in_step():
             assert_equal(gradients(model), wanted)
 
 
-def test_a_forward_that_takes_another_path_the_second_time_is_found_out():
+def test_a_forward_that_takes_another_path_is_found_out():
     """Square, so that what is saved looks the same either way."""
     tally = Tally()
 
@@ -413,7 +413,7 @@ def _gradients_of_steps(body: Body, choice: Choice | None, *, autocast: bool) ->
 
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("odd", ODD)
-def test_gradients_are_those_of_plain_training_whatever_is_done_with_a_product(odd, autocast):
+def test_gradients_are_plain_whatever_is_done_with_a_product(odd, autocast):
     wanted, found = (_gradients_of_steps(ODD[odd], choice, autocast=autocast) for choice in (None, selective("**")))
     assert len(wanted) == len(found) > 0
     assert all(map(torch.equal, wanted, found))
@@ -455,7 +455,7 @@ _dropped_out.register_autograd(
 
 
 @pytest.mark.parametrize("kind", ["keep_attention", "selective", "remake"])
-def test_dropout_inside_a_fused_attention_keeps_the_random_numbers_in_step(kind: str) -> None:
+def test_dropout_in_fused_attention_keeps_numbers_in_step(kind: str) -> None:
     """As CUDA's have it; on the CPU an attention with dropout is taken apart."""
 
     def body(unit: Unit, x: Tensor) -> Tensor:
@@ -467,7 +467,7 @@ def test_dropout_inside_a_fused_attention_keeps_the_random_numbers_in_step(kind:
 
 
 @pytest.mark.parametrize("kind", ["selective", "keep_attention", "remake"])
-def test_a_product_that_is_written_to_what_it_is_given_is_written_there_again(kind: str) -> None:
+def test_a_product_with_an_output_argument_writes_there_again(kind: str) -> None:
     def body(unit: Unit, x: Tensor) -> Tensor:
         with torch.no_grad():
             first, second = torch.full((len(x), 32), torch.nan), torch.full((len(x), 32), torch.nan)
