@@ -36,7 +36,7 @@ class _Watcher(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         found = result if isinstance(result, (list, tuple)) else (result,)
         layouts = tuple((tuple(t.shape), t.stride(), dtype_name(t.dtype)) for t in found if isinstance(t, Tensor))
-        if func.namespace != "profiler":  # which names what runs next, as an optimizer's step
+        if func.namespace != "profiler":  # names of ranges, as of the optimizer's step
             self.ops.append((str(func), layouts))
         return result
 
