@@ -138,7 +138,5 @@ def _hardware(document: Document, name: str) -> Hardware:
 
 def _space(document: Document, name: str) -> SearchSpace:
     if not isinstance(document.data, dict) or "search_space" not in document.data:
-        raise document.complain(
-            (), "this is not a search space", f"It must say `search_space: {SPACE_VERSION}` and `encoding:`."
-        )
+        raise document.complain((), "this is not a search space", f"It must say `search_space: {SPACE_VERSION}`.")
     return document.validate(SearchSpace, {"name": name} | document.data)

@@ -89,7 +89,7 @@ def search(
     seed: int | None = opt("--seed N", "For weights, batch and sampler. Default: the job's, else 0.", min=0),
     space: str = opt(
         "--space NAME",
-        "What a sampler moves: knobs (a few cost coefficients), layers (each choice), or your own YAML file.",
+        "What a sampler moves: knobs (a few numbers that steer the solver), or your own YAML file.",
         default="knobs",
     ),
     choices: str | None = opt("--choices A,B", "Allow only these, as in save,recompute."),

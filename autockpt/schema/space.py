@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Container
-from typing import Annotated, Literal
+from typing import Annotated
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
@@ -14,7 +14,6 @@ from autockpt.schema.suggest import did_you_mean
 
 SPACE_VERSION = 1
 _BY_OPTION = {"chunked_loss": "--allow-inexact (its gradients are equal up to rounding)", "compile_budget": "--compile"}
-Encoding = Literal["knobs", "layers"]
 HIDDEN_COPIES = "hidden_copies"
 
 
@@ -52,21 +51,19 @@ def _sane_margins(value: tuple[float, ...]) -> tuple[float, ...]:
 class SearchSpace(Data):
     """What a search may try.
 
-    ``knobs``: the solver makes every plan and a few numbers steer it: ``margin`` (share of the budget left free),
+    The solver makes every plan, and ``knobs``, a few numbers, steer it: ``margin`` (share of the budget left free),
     ``<choice>_price`` (factor on the predicted extra seconds of a choice) and ``hidden_copies`` (share of the link's
-    time in forward for which units are offloaded behind others' compute). ``layers``: one categorical per unit,
-    repaired to the budget. ``head``: what the output head may do besides, in all plans of a search. ``margins`` are
-    those at which the solver's plans are enqueued as seeds in either encoding.
+    time in forward for which units are offloaded behind others' compute). ``head``: what the output head may do
+    besides, in all plans of a search. The solver's plans at ``margins`` are tried first.
     """
 
     search_space: Annotated[int, AfterValidator(_known_version)] = SPACE_VERSION
     name: str = ""
     description: str = ""
-    encoding: Encoding
     choices: tuple[str, ...] = Field(default_factory=searched_kinds, description="kinds; always with save")
     head: tuple[str, ...] = Field(default_factory=head_kinds, description="kinds for the output head besides save")
     margins: Annotated[tuple[float, ...], AfterValidator(_sane_margins)] = (0.0, 0.02, 0.05)
-    knobs: dict[str, Knob] = Field(default_factory=dict)
+    knobs: dict[str, Knob] = Field(min_length=1)
 
     @field_validator("choices")
     @classmethod
@@ -93,8 +90,6 @@ class SearchSpace(Data):
                 raise ValueError(f"knobs go from 0 to 1 where they are shares, as {name} is")
             if name.endswith("_price") and knob.low < 0:
                 raise ValueError(f"knobs begin at 0 where they are factors, as {name} is")
-        if (self.encoding == "knobs") != bool(self.knobs):
-            raise ValueError("the encoding `knobs` needs knobs, the encoding `layers` has none")
         return self
 
     def restricted(self, kinds: tuple[str, ...]) -> SearchSpace:

@@ -21,8 +21,8 @@ class Score:
 
 Plans = Mapping[str, Mapping[str, Choice]]  # by what they are called
 Parameters = dict[str, float | int | str]
-SOLVER = "solver"
-"""The encoding of plans that the solver makes by itself, without a sampler: simple ones, and leaner ones as fast."""
+KNOBS, SOLVER = "knobs", "solver"
+"""Encodings of plans: the solver's at a sampler's point, and those it makes without one (simple ones; leaner ones)."""
 
 
 @dataclass(frozen=True)

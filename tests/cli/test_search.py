@@ -37,7 +37,7 @@ def test_options_become_a_request(autockpt, asked: list[SearchRequest]) -> None:
     result = autockpt(
         *("search", "--budget", "60%act", "--model", "llama-tiny", "-b", "4", "--seq-len", "128", "--packed"),
         *("--dtype", "bf16", "--optimizer", "sgd", "--accumulate", "2", "--lora", "8"),
-        *("--device", "cpu", "--trials", "7", "--timeout", "10m", "--seed", "3", "--space", "layers"),
+        *("--device", "cpu", "--trials", "7", "--timeout", "10m", "--seed", "3", "--space", "knobs"),
         *("--choices", "save,recompute", "--storage", "sqlite:///x.db", "--out", "runs", "--plan-out", "p.yaml"),
         *("--dry-run", "--fresh"),
     )
@@ -47,7 +47,7 @@ def test_options_become_a_request(autockpt, asked: list[SearchRequest]) -> None:
     spec = request.workload
     assert (spec.model, spec.batch_size, spec.seq_len, spec.packed) == ("llama-tiny", 4, 128, True)
     assert (spec.dtype, spec.optimizer, spec.accumulate, spec.lora, spec.seed) == ("bf16", "sgd", 2, 8, 3)
-    assert request.space.encoding == "layers" and request.space.choices == ("save", "recompute")
+    assert request.space.choices == ("save", "recompute")
     assert (request.out, request.plan_out, request.dry_run, request.fresh) == (Path("runs"), Path("p.yaml"), True, True)
     assert request.command[:3] == ("autockpt", "search", "--budget") and request.notes == ()
 

@@ -25,7 +25,7 @@ from tests.integrations.test_transformers import LLAMA, ROWS, accelerate, sft, t
 from tests.policies.zoo import assert_equal
 from tests.runtime.processes import in_processes, needs_gloo
 
-SPACE: SearchSpace = load_space("layers").restricted(("save", "recompute"))
+SPACE: SearchSpace = load_space("knobs").restricted(("save", "recompute"))
 SHORT: dict[str, Any] = {"budget": "60%act", "trials": 1, "space": SPACE}
 LOGGED = {"logging_strategy": "steps", "logging_steps": 1}
 

@@ -131,7 +131,7 @@ def test_a_budget_leaves_the_same_as_the_plan_it_found(tmp_path, capfd):
 
     more: dict[str, Any] = {"precision": "bf16-mixed", "accumulate_grad_batches": 2, "max_epochs": 4}
     found, planned = logging_module(), logging_module()
-    space = load_space("layers").restricted(("save", "recompute"))
+    space = load_space("knobs").restricted(("save", "recompute"))
     one = AutockptLightningCallback(budget="60%act", trials=1, space=space)
     told = fit(found, tmp_path, [one], enable_progress_bar=True, **more)
     said = capfd.readouterr().out
@@ -150,7 +150,7 @@ def test_settings_a_loader_cannot_take_are_said_first(tmp_path):
     """Only single rows fit; with the settings that the error says training begins by the answer on record."""
     from autockpt.integrations.lightning import AutockptLightningCallback
 
-    space = load_space("layers").restricted(("save", "recompute"))
+    space = load_space("knobs").restricted(("save", "recompute"))
     asked: dict[str, Any] = {"budget": "900KB", "global_batch": 2, "trials": 1, "space": space}
     model = module("its model")
     with raises(UsageError, "DataLoader(batch_size=1), Trainer(accumulate_grad_batches=2)"):

@@ -59,7 +59,6 @@ def test_what_changes_the_answer_is() -> None:
     others = [
         request(budget=parse_budget("61%")),
         request(workload=WorkloadSpec(model="llama-tiny", accumulate=2)),
-        request(space=load_space("layers")),
         request(space=load_space("knobs").restricted(("recompute",))),
         request(seed=1),
     ]

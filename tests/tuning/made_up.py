@@ -26,7 +26,6 @@ def search(
     device: MadeUpDevice,
     budget: str,
     *,
-    space: str = "knobs",
     own_sampler: bool = False,
     trials: int = 20,
     run: RunDirectory | None = None,
@@ -44,7 +43,7 @@ def search(
     clock = clock or Clock(listener or Silence(), timeout)
     request = SearchRequest(
         budget=parse_budget(budget).with_headroom(headroom),
-        space=load_space(space),
+        space=load_space("knobs"),
         trials=trials,
         host_budget=host_budget,
     )
@@ -55,13 +54,13 @@ def search(
     proposer = SolverProposer(request, profiled, target, tried, storage, seeds=seeds, clock=clock)
     with pytest.MonkeyPatch.context() as patch:
         if not own_sampler:
-            patch.setattr(solver, "sampler_for", lambda encoding, seed: RandomSampler(seed))
+            patch.setattr(solver, "sampler_for", lambda seed: RandomSampler(seed))
         return Loop(proposer, target, tried, trials, clock).run()
 
 
-def search_made_up(space: str, budget: str, units: int, *, simulated: bool) -> dict[str, Any]:
+def search_made_up(budget: str, units: int, *, simulated: bool) -> dict[str, Any]:
     """The best plan's bytes and seconds, and the plan."""
-    found = search(MadeUpDevice(units), budget, space=space, own_sampler=True, simulated=simulated)
+    found = search(MadeUpDevice(units), budget, own_sampler=True, simulated=simulated)
     assert found.best is not None and found.best.score is not None
     return {
         "budget_bytes": found.budget.bytes,

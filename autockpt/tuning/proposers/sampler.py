@@ -2,32 +2,31 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import warnings
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import optuna
-from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution
-from optuna.samplers import BaseSampler, GPSampler, TPESampler
+from optuna.distributions import FloatDistribution
+from optuna.samplers import BaseSampler, GPSampler
 from optuna.trial import TrialState
 
 from autockpt.errors import RunDirectoryError, without_passwords
 from autockpt.measuring.failures import chain
-from autockpt.schema import Choice, Trial, label
+from autockpt.schema import Trial
 from autockpt.schema.files import FULL
 from autockpt.schema.names import fold
-from autockpt.schema.space import Encoding, Knob
+from autockpt.schema.space import Knob
 from autockpt.tuning.trials import Parameters
 
 MIB = 2**20
 
 
 class Study:
-    """One study of ``knobs``, or with the encoding "layers" of ``menus``, the choices of each unit.
+    """One study of the ``knobs`` that steer the solver.
 
     ``storage`` None keeps it in memory. The study ``name`` belongs to one run, which no second process works on: trials
     that a killed search of this run left are marked as failed.
@@ -38,23 +37,17 @@ class Study:
 
     def __init__(
         self,
-        encoding: Encoding,
         sampler: BaseSampler,
         knobs: Mapping[str, Knob],
-        menus: Mapping[str, Sequence[Choice]],
         *,
         name: str,
         storage: str | None,
     ) -> None:
         logging.getLogger("alembic").setLevel(logging.ERROR)
         self._queue: deque[Mapping[str, Any]] = deque()
-        self.distributions: dict[str, BaseDistribution] = {
+        self.distributions = {
             name: FloatDistribution(knob.low, knob.high, log=knob.log) for name, knob in knobs.items()
         }
-        if encoding == "layers":
-            self.distributions = {unit: CategoricalDistribution(tuple(map(label, own))) for unit, own in menus.items()}
-            # Optuna refuses to mix trials over other menus, which a profile made anew may bring
-            name += f"-{hashlib.sha256(repr(sorted(self.distributions.items())).encode()).hexdigest()[:8]}"
         self._open: dict[int, optuna.Trial] = {}
         self._storage = storage or "memory"
         with _in_words(self._storage):
@@ -89,7 +82,7 @@ class Study:
         with _in_words(self._storage), warnings.catch_warnings(action="ignore"):
             if self._queue:  # one at a time: what is not asked for leaves no trace in the study
                 self._study.enqueue_trial(dict(self._queue.popleft()))
-            trial = self._study.ask(self.distributions)
+            trial = self._study.ask({**self.distributions})
         self._open[trial.number] = trial
         return trial.number, dict(trial.params)
 
@@ -144,9 +137,6 @@ def _unusable(storage: str, error: Exception) -> RunDirectoryError:
     return RunDirectoryError(f"the Optuna study at {shown} cannot be used: {said}", remedy=remedy)
 
 
-def sampler_for(encoding: Encoding, seed: int) -> BaseSampler:
-    """A Gaussian process over a few prices, a tree-structured Parzen estimator over many categoricals."""
-    with warnings.catch_warnings(action="ignore"):  # multivariate TPE is marked experimental
-        if encoding == "knobs":
-            return GPSampler(seed=seed, n_startup_trials=4)
-        return TPESampler(seed=seed, multivariate=True, n_startup_trials=6)
+def sampler_for(seed: int) -> BaseSampler:
+    """A Gaussian process over the few numbers that steer the solver."""
+    return GPSampler(seed=seed, n_startup_trials=4)

@@ -1,4 +1,4 @@
-"""Candidates by the exact solver: steered by knobs that Optuna searches, or sampled per layer and repaired.
+"""Candidates by the exact solver, steered by knobs that Optuna searches.
 
 Measured trials correct the cost coefficients that the solver plans with.
 """
@@ -25,15 +25,12 @@ from autockpt.schema import (
     SearchSpace,
     Trial,
     format_bytes,
-    from_label,
-    label,
-    option_of,
 )
 from autockpt.schema.known import ALL, NONE, known_plans
 from autockpt.schema.problem import Assignment, seconds_of
 from autockpt.schema.request import Silence
 from autockpt.schema.space import HIDDEN_COPIES
-from autockpt.solvers import Checked, Refined, exact, leanest, refine, refine_segmented, refine_two_runs, rest_saves
+from autockpt.solvers import Checked, Refined, exact, leanest, refine_segmented, refine_two_runs, rest_saves
 from autockpt.solvers.runs import Accept
 from autockpt.tuning.infeasible import nothing_fits
 from autockpt.tuning.loop import Limits, Proposer
@@ -41,13 +38,22 @@ from autockpt.tuning.proposers.sampler import Study, sampler_for
 from autockpt.tuning.question import PROFILING, Clock
 from autockpt.tuning.refit import Fit, expected_seconds, fit, priced, unseen_bytes
 from autockpt.tuning.targets.base import Target
-from autockpt.tuning.trials import AS_FAST, AS_LEAN, SOLVER, Candidate, Parameters, Plans, Score, Trials, peak_of_trial
+from autockpt.tuning.trials import (
+    AS_FAST,
+    AS_LEAN,
+    KNOBS,
+    SOLVER,
+    Candidate,
+    Parameters,
+    Plans,
+    Score,
+    Trials,
+    peak_of_trial,
+)
 
-Checker = Callable[[Mapping[str, Choice]], Checked]
 MakeProblem = Callable[[Mapping[str, float], int, float], Problem]
 """Prices by kind, bytes left free, the share of the link's time for copies that hide -> problem."""
 
-REPAIRS = 4
 HIDING_CALLS = 3  # ghost runs spent on the plan that hides copies, and on the one that does not, to compare them
 REFITS = (1, 3, 6)  # after so many scored candidates the solver's plans are asked for again, at the fitted prices
 SIMPLE_CALLS = 3  # ghost runs spent on refining one simple plan
@@ -111,10 +117,8 @@ class SolverProposer(Proposer):
         self.trials.expected = lambda: expected_seconds(self.unpriced, self.trials.scored)
         if budget.kind == "bytes" and self.trials.budget.bytes < self.smallest_peak:
             raise self.infeasible()
-        self.menus = {unit.name: [option.choice for option in unit.options] for unit in self.unpriced.units}
-        space, seed = self.space, self.request.seed + self.trials.resumed
-        sampler = sampler_for(space.encoding, seed)
-        self.study = Study(space.encoding, sampler, space.knobs, self.menus, name=self.study_name, storage=self.storage)
+        sampler = sampler_for(self.request.seed + self.trials.resumed)
+        self.study = Study(sampler, self.space.knobs, name=self.study_name, storage=self.storage)
 
     def baselines(self, limits: Limits) -> Iterator[Candidate]:
         """The well-known plans; the two that say what the budget means even where the limits are used up."""
@@ -283,12 +287,8 @@ class SolverProposer(Proposer):
                 self.study.enqueue(self._seeds())
                 self._refit_due = False
             number, parameters = self.study.ask()
-            encoding = self.space.encoding
-            if encoding == "layers":
-                choices, fits = from_layers(parameters, self._problem({}, 0), self._check)
-            else:
-                choices, fits = self._solved(parameters, self.target.terms.checks)
-        candidate = self._candidate(self.profiled.plan(choices), f"{encoding} #{number}", encoding, fits=fits)
+            choices, fits = self._solved(parameters, self.target.terms.checks)
+        candidate = self._candidate(self.profiled.plan(choices), f"{KNOBS} #{number}", KNOBS, fits=fits)
         return number, replace(candidate, parameters=parameters)
 
     def _tell(self, number: int, trial: Trial | None) -> None:
@@ -306,13 +306,11 @@ class SolverProposer(Proposer):
         """Why no better plan can be found after ``new`` candidates of this search; empty where one can."""
         terms = self.target.terms
         wanted, patience, gain = terms.most_candidates, terms.patience, terms.worthwhile
-        tried = [t for t in self.trials.all if t.encoding == self.space.encoding]
+        tried = [t for t in self.trials.all if t.encoding == KNOBS]
         fitting = sum(bool(t.feasible) for t in tried)  # those that did not fit count for less
         if wanted is not None and (fitting >= wanted or len(tried) >= MOST_MISSES * wanted):
             return "the solver's plan is refined, and in a simulation nothing else can beat it by much"
-        # among knobs each candidate is the solver's plan at some prices; a sampler of layers may learn for longer
-        solved = self.space.encoding == "knobs"
-        if patience is not None and solved and new > patience and stands_still(tried, patience, gain):
+        if patience is not None and new > patience and stands_still(tried, patience, gain):
             return f"the last {patience} candidates were not faster than the best before them by {gain:.1%}"
         if self._beaten():
             return "with prices corrected by these trials no plan can be faster than the best by more than the noise"
@@ -383,16 +381,10 @@ class SolverProposer(Proposer):
         return from_knobs(parameters, self._usable_bytes, self._prices.scale, self._problem, solve)
 
     def _seeds(self) -> list[Parameters]:
-        """The solver's plans at several margins, in the terms of the encoding."""
-        if self.space.encoding == "knobs":
-            plain = [neutral(self.space, margin) for margin in self.space.margins]
-            affordable = self._affordable(HIDING_CALLS) > 1
-            return [*(hiding(plain[0], self.space, self._simulated) if affordable else []), *plain]
-        solved = (self._solved({"margin": m}, self.target.terms.checks)[0] for m in self.space.margins)
-        plans = [*self.known.values(), *self.seeds.values(), *solved]
-        menus = {name: list(map(label, choices)) for name, choices in self.menus.items()}
-        labels: list[Parameters] = [{name: label(plan.get(name, SAVE)) for name in menus} for plan in plans]
-        return [point for point in labels if all(point[n] in menu for n, menu in menus.items())]
+        """Points at which the solver's plans are tried first: several margins, and copies that hide."""
+        plain = [neutral(self.space, margin) for margin in self.space.margins]
+        affordable = self._affordable(HIDING_CALLS) > 1
+        return [*(hiding(plain[0], self.space, self._simulated) if affordable else []), *plain]
 
     def _simulated(self, parameters: Parameters) -> float:
         """Simulated step seconds of the solver's plan under these knobs; infinite where none was found that fits."""
@@ -475,22 +467,3 @@ def fits_within(checked: Checked, problem: Problem, free: int = 0) -> bool:
     """Whether a plan keeps the problem's budgets, of which ``free`` bytes need not be left."""
     fits_host = problem.host_budget is None or checked.host_bytes <= problem.host_budget
     return fits_host and checked.peak_bytes <= problem.budget_bytes + free
-
-
-def from_layers(
-    parameters: Mapping[str, float | int | str], problem: Problem, check: Checker
-) -> tuple[dict[str, Choice], bool]:
-    """One choice per unit as sampled, and whether its ghost run fits.
-
-    Where it does not, the fastest plan that does, in which no unit keeps more than its sampled choice.
-    """
-    choices = {name: from_label(str(text)) for name, text in parameters.items()}
-    leaner = []
-    for unit in problem.units:
-        sampled = option_of(unit, choices[unit.name])
-        options = tuple(option for option in unit.options if option is sampled or option.kept < sampled.kept)
-        leaner.append(unit.model_copy(update={"options": options}))
-    if fits_within(check(choices), problem):
-        return choices, True
-    refined = refine(problem.model_copy(update={"units": tuple(leaner)}), check, max_calls=REPAIRS)
-    return dict(refined.choices), refined.feasible

@@ -62,14 +62,8 @@ CASES: dict[str, Case] = {
     "llama-8b with LoRA 24GB": Case({"model": "llama-8b", "lora": 16}, "24GB", slow=True),
 }
 MADE_UP = {
-    f"made up, {space} {budget}, {units} units{', simulated' if simulated else ''}": (space, budget, units, simulated)
-    for space, budget, units, simulated in (
-        ("knobs", "30%act", 6, False),
-        ("knobs", "50%act", 8, False),
-        ("knobs", "80%act", 6, True),
-        ("layers", "50%act", 6, False),
-        ("layers", "30%act", 6, True),
-    )
+    f"made up, knobs {budget}, {units} units{', simulated' if simulated else ''}": (budget, units, simulated)
+    for budget, units, simulated in (("30%act", 6, False), ("50%act", 8, False), ("80%act", 6, True))
 }
 
 
@@ -85,8 +79,8 @@ def answers(slow: bool = True) -> Iterator[tuple[str, dict[str, Any]]]:
 def answer(name: str) -> dict[str, Any]:
     """What is answered now: bytes, seconds, and the plan."""
     if name in MADE_UP:
-        space, budget, units, simulated = MADE_UP[name]
-        return search_made_up(space, budget, units, simulated=simulated)
+        budget, units, simulated = MADE_UP[name]
+        return search_made_up(budget, units, simulated=simulated)
     case = CASES[name]
     space = load_space("knobs")
     with tempfile.TemporaryDirectory() as folder:
