@@ -61,7 +61,7 @@ def search(
     global_batch: int | None = opt(
         "--global-batch N",
         "Sequences per optimizer update: micro-batch, accumulation and plan with the most tokens per second. "
-        "--batch-size is then your own setting, to compare with.",
+        "Replaces --batch-size.",
         min=1,
     ),
     lengths: str | None = opt(

@@ -146,7 +146,7 @@ class PlanWanted:
         def step(size: int) -> Step:
             return training.step(made(size), max(1, rows // size))
 
-        return {"step": step, "rows_per_update": rows, "given_rows": training.own}
+        return {"step": step, "rows_per_update": rows}
 
 
 class _Progress(Listener):

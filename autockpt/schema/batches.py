@@ -12,19 +12,13 @@ from autockpt.schema.request import SearchOutcome
 from autockpt.schema.sizes import format_binary
 from autockpt.schema.trial import Measurement, Prediction
 
-_ROLES = {"found": "", "given": "as given", "usual": "largest batch, all recomputed"}
-
 
 class BatchSetting(Data):
-    """One way to come to the same rows in every optimizer update: micro-batch × accumulation, and a plan.
+    """One way to come to the same rows in every optimizer update: micro-batch × accumulation, and the best plan for it.
 
     ``score`` is a measurement, or the prediction of a simulated search; its seconds are those of a whole update.
     """
 
-    role: Literal["found", "given", "usual"] = Field(
-        description="found: the best plan of this batch size; given: the user's own; usual: the largest batch that "
-        "fits with every layer recomputed"
-    )
     batch_size: int
     accumulate: int
     plan: str = Field(description="what the layers do, in words")
@@ -45,11 +39,10 @@ class BatchSetting(Data):
     def cells(self, best: BatchSetting) -> list[str]:
         """Batch size, accumulation, plan, peak, update, units per second, and these as a share of the best's."""
         mark = "" if isinstance(self.score, Measurement) else "~"
-        role = _ROLES[self.role]
         return [
             str(self.batch_size),
             str(self.accumulate),
-            f"{self.plan} ({role})" if role else self.plan,
+            self.plan,
             f"{mark}{format_binary(self.score.peak_bytes)}",
             words.step_of(self.score),
             f"{mark}{self.per_second:,.0f}",

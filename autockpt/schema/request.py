@@ -52,7 +52,6 @@ class SearchRequest(Data):
     )
     seed: int = Field(default=0, ge=0, lt=SEEDS)
     rows_per_update: int | None = Field(default=None, description="find the micro-batch for so many rows, too")
-    given_rows: int | None = Field(default=None, description="the user's own micro-batch, where `step` makes any size")
     lengths: Lengths | None = Field(default=None, description="find sets of choices for sequences of these lengths")
     out: Path | None = None
     plan_out: Path | None = Field(default=None, description="write the plan here as well")

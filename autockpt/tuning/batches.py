@@ -8,7 +8,7 @@ its own, and the best one the trials that are left.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -21,9 +21,9 @@ from autockpt.errors import InfeasibleError, TimeLimitReached, UsageError
 from autockpt.measuring import environment_of
 from autockpt.measuring.environment import environment_to_measure_in, environment_without_context
 from autockpt.measuring.local import refuse_many_processes
-from autockpt.schema import Comparison, Listener, SearchOutcome, SearchRequest, WorkloadSpec
+from autockpt.schema import Listener, SearchOutcome, SearchRequest, WorkloadSpec
 from autockpt.schema.batches import BatchAnswer, BatchSetting
-from autockpt.schema.known import ALL, NONE, OURS
+from autockpt.schema.known import OURS
 from autockpt.schema.words import tally
 from autockpt.tuning.alternatives import WhatIf, on_device, predictions
 from autockpt.tuning.jobs import largest_that_fits, tracer_of, with_rows
@@ -84,7 +84,7 @@ class Climb:
     def best(self, size: int) -> BatchSetting | None:
         """What a search of this size found."""
         outcome = self.found.get(size)
-        return None if outcome is None or outcome.plan is None else setting("found", size, self.rows, outcome)
+        return None if outcome is None or outcome.plan is None else setting(size, self.rows, outcome)
 
     def left_out(self) -> str:
         """Which sizes there was no time for, in words; empty where there was for all."""
@@ -110,13 +110,13 @@ class Climb:
 def search_batch_sizes(request: SearchRequest, listener: Listener, search: Search = run_search) -> BatchAnswer:
     """The micro-batch, accumulation and plan with the most tokens per second, for ``request.rows_per_update`` rows.
 
-    A live step's batch is cut to fewer rows, or repeated for more. The user's own setting, if any, is compared with the
-    answer. All sizes share ``request.trials`` and ``request.timeout``. The answer is in ``outcome.plan.settings``, as
-    ``batch_size`` and ``accumulate``. Raises UsageError for a batch that does not divide, a budget that is a share of
-    the job's own peak, or a model whose rows depend on each other; InfeasibleError where not even single rows fit;
-    KeyboardInterrupt after Ctrl-C; else what ``run_search`` does, which ``search`` stands for.
+    A live step's batch is cut to fewer rows, or repeated for more. All sizes share ``request.trials`` and
+    ``request.timeout``. The answer is in ``outcome.plan.settings``, as ``batch_size`` and ``accumulate``. Raises
+    UsageError for a batch that does not divide, a budget that is a share of the job's own peak, or a model whose rows
+    depend on each other; InfeasibleError where not even single rows fit; KeyboardInterrupt after Ctrl-C; else what
+    ``run_search`` does, which ``search`` stands for.
     """
-    given = _refuse(request)
+    _refuse(request)
     asked = request
     with ExitStack() as stack:
         if request.out is None:  # kept even where nothing of the run is: a size is searched on where it was
@@ -127,7 +127,7 @@ def search_batch_sizes(request: SearchRequest, listener: Listener, search: Searc
             return search(of_size(asked, size).model_copy(update=more), listener)
 
         climb = Climb(request.rows_per_update or 0, at, Clock(listener, request.timeout, request.training_steps))
-        answer = _most_tokens(climb, partial(of_size, asked), what_if_of(asked), given, request.trials)
+        answer = _most_tokens(climb, partial(of_size, asked), what_if_of(asked), request.trials)
     return answer.model_copy(update={"outcome": save_plan_copy(request, answer.outcome)})
 
 
@@ -153,9 +153,7 @@ def of_size(request: SearchRequest, size: int) -> SearchRequest:
     return request.model_copy(update={"step": made})
 
 
-def _most_tokens(
-    climb: Climb, job: Callable[[int], SearchRequest], what_if: WhatIf, given: int | None, trials: int
-) -> BatchAnswer:
+def _most_tokens(climb: Climb, job: Callable[[int], SearchRequest], what_if: WhatIf, trials: int) -> BatchAnswer:
     """Climb the sizes, and search on where it may bring more. ``job`` is the update in micro-batches of a size."""
     rows, listener = climb.rows, climb.clock.listener
     sizes = [size for size in range(1, rows + 1) if rows % size == 0]
@@ -171,17 +169,6 @@ def _most_tokens(
     top = min(found, key=lambda size: found[size][0].update_seconds)
     said = ""
     settings = [best for best, _ in found.values()]
-    usual, highest = known.largest("recompute") or 0, known.largest(*KINDS) or 0
-    if given is not None and given <= highest and (row := _well_known(climb, "given", given)) is not None:
-        settings.append(row)
-    for size in (s for s in reversed(sizes) if s <= usual):  # ghost runs may have been too hopeful
-        if (row := _well_known(climb, "usual", size)) is not None:
-            settings.append(row)
-            break
-        if size not in climb.found:  # no time was left for it, and a smaller one would not be the largest
-            break
-    if given is not None and (given > highest or (given in climb.found and climb.found[given] is None)):
-        met = (*met, f"Micro-batches of {given} × {rows // given}, as given, do not fit the budget.")
     best, outcome = found[top]
     if outcome.source == "simulated":
         alike = [s for s in settings if s is not best and s.update_seconds <= (1 + APART) * best.update_seconds]
@@ -275,20 +262,15 @@ def what_if_of(request: SearchRequest) -> WhatIf:
     return on_device(request.budget, device.torch_device, environment, device.used_by_others(), kinds)
 
 
-def _refuse(request: SearchRequest) -> int | None:
-    """Refuse what has no answer; returns the user's own micro-batch, where one is known that divides the rows."""
+def _refuse(request: SearchRequest) -> None:
+    """Refuse what has no answer."""
     if not request.others_wait:
         refuse_many_processes()
     rows, of = request.rows_per_update or 0, request.workload or request.step
     request.budget.refuse_share("differs by batch size")
     if not isinstance(of, WorkloadSpec | Step):
-        return request.given_rows
+        return
     given = of.batch_size if isinstance(of, WorkloadSpec) else of.settings.get("batch_size")
-    if isinstance(of, WorkloadSpec) and given is not None and rows % given:
-        raise UsageError(
-            f"micro-batches of {given} do not make up {rows} rows",
-            remedy=f"Give a --batch-size that divides {rows}, or none.",
-        )
     if of.accumulate != 1 and of.accumulate * (given or 0) != rows:
         raise UsageError(
             f"--accumulate {of.accumulate} with {given} rows a batch is not {rows} rows per update",
@@ -299,38 +281,16 @@ def _refuse(request: SearchRequest) -> int | None:
             "a dry run knows no step times to choose a batch by",
             remedy="Leave --dry-run out, or simulate with --hardware.",
         )
-    return given if isinstance(given, int) and rows % given == 0 else None
 
 
-def setting(role: str, size: int, rows: int, outcome: SearchOutcome, row: Comparison | None = None) -> BatchSetting:
-    """A row of an outcome (default: the plan that it found) as a setting of the update."""
-    chosen = row or outcome.rows[-1]
+def setting(size: int, rows: int, outcome: SearchOutcome) -> BatchSetting:
+    """The plan that a search found as a setting of the update."""
+    chosen = outcome.rows[-1]
     score = chosen.measured or chosen.predicted
-    plan = chosen.name if row is not None or outcome.plan is None else tally(outcome.plan.expand_planned())
+    plan = chosen.name if outcome.plan is None else tally(outcome.plan.expand_planned())
     work = outcome.settings.get("tokens") or rows
     assert score is not None and isinstance(work, (int, float))
-    return BatchSetting.model_validate(
-        {"role": role, "batch_size": size, "accumulate": rows // size, "plan": plan, "score": score, "work": work}
-    )
-
-
-def _well_known(climb: Climb, role: str, size: int) -> BatchSetting | None:
-    """The user's own size or the usual answer: saving everything where that fits, else everything recomputed."""
-    if size not in climb.found:
-        climb.at(size, 1)
-    outcome = climb.found.get(size)
-    if outcome is None:
-        return None
-    rows: Mapping[str, Comparison] = {row.name: row for row in outcome.rows}
-    names = (ALL,) if role == "usual" else (NONE, ALL)
-    fitting = [rows[n] for n in names if n in rows and _fits(rows[n], outcome.budget.bytes)]
-    return setting(role, size, climb.rows, outcome, fitting[0]) if fitting else None
-
-
-def _fits(row: Comparison, budget_bytes: int) -> bool:
-    if row.measured is not None or row.predicted is None:
-        return row.verdict == "fits"
-    return row.predicted.peak_bytes <= budget_bytes and row.predicted.step_seconds is not None
+    return BatchSetting(batch_size=size, accumulate=rows // size, plan=plan, score=score, work=work)
 
 
 def candidates(outcome: SearchOutcome) -> int:

@@ -172,8 +172,8 @@ def batches(asked: list[tuple[int, SearchRequest]]):
         rows = request.rows_per_update or 0
         asked.append((rows, request))
         score = Measurement(peak_bytes=1 << 30, step_seconds=2.0, noise=0.01)
-        best = BatchSetting(role="found", batch_size=4, accumulate=rows // 4, plan="8 remake", score=score, work=8192)
-        usual = best.model_copy(update={"role": "usual", "batch_size": 8, "accumulate": 1, "plan": "recompute all"})
+        best = BatchSetting(batch_size=4, accumulate=rows // 4, plan="8 remake", score=score, work=8192)
+        usual = best.model_copy(update={"batch_size": 8, "accumulate": 1, "plan": "recompute all"})
         return BatchAnswer(
             rows_per_update=rows, unit="tokens", best=best, others=(usual,), outcome=outcome(), trials=9, seconds=60.0
         )
@@ -189,7 +189,7 @@ def test_a_global_batch_is_answered_with_its_settings(autockpt, replace) -> None
     rows, request = asked.pop()
     assert rows == 8 and request.workload.batch_size == 2
     assert "--per_device_train_batch_size 4 --gradient_accumulation_steps 2" in result.out
-    assert "4,096" in result.out and "largest batch" in result.out
+    assert "4,096" in result.out and "recompute all" in result.out
 
 
 def test_a_search_ends_with_a_page_and_outlives_one_that_fails(autockpt, replace, tmp_path: Path) -> None:
