@@ -1,0 +1,303 @@
+"""A plan as the nearest setting of a trainer that has activation checkpointing of its own, and what is lost.
+
+A trainer is a function and a line in ``TARGETS``. No setting keeps more of a layer than the plan where the trainer can
+do without.
+
+transformers and TRL: as far as the installed version has them. axolotl: keys of its YAML, as of July 2026
+(``utils/schemas/config.py``, ``docs/gradient_checkpointing.qmd``). torchtitan: ``[activation_checkpoint]`` of its TOML
+(up to 0.2), and the field of its Python configs since. Megatron-LM: flags, as of August 2026
+(``core/transformer/transformer_config.py``, ``core/recompute.py``).
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, fields
+from typing import Any
+
+from autockpt.errors import PlanError, UsageError
+from autockpt.schema import words
+from autockpt.schema.base import Data
+from autockpt.schema.known import known_plans
+from autockpt.schema.names import listing, outermost, parse_pattern
+from autockpt.schema.plan import Comparison, Plan
+from autockpt.schema.sizes import format_binary
+from autockpt.schema.suggest import did_you_mean
+
+
+class Exported(Data):
+    """Settings for a trainer of its own kind, as the text of a file, and what of the plan is lost with them."""
+
+    target: str
+    settings: str
+    losses: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    @property
+    def exact(self) -> bool:
+        """Whether the settings do to every layer what the plan does."""
+        return not self.losses
+
+
+@dataclass(frozen=True)
+class LayerChoices:
+    """A plan's choices, layer by layer.
+
+    ``layers`` are the kinds of choice of all layers by name, in the model's order; a layer that saves and has another
+    choice for a part of it counts as that: freeing more than the plan keeps its budget, freeing less breaks it.
+    ``parts`` are choices on parts of layers, ``others`` those on anything else (a head, a loss). ``whole`` is False
+    where the plan does not say how many layers there are, ``promises`` whether it has a peak and a step time, ``sets``
+    how many sets of choices for smaller batches. ``baselines`` are the usual plans that its search compared it with.
+    """
+
+    layers: dict[str, str]
+    parts: dict[str, str]
+    others: dict[str, str]
+    whole: bool = True
+    promises: bool = False
+    sets: int = 0
+    baselines: tuple[Comparison, ...] = ()
+
+    @property
+    def to_free(self) -> list[str]:
+        """The layers that a setting is to free at least: all, where the plan frees memory that is no layer's."""
+        return [name for name, kind in self.layers.items() if self.others or kind != "save"]
+
+    def all_are(self, *kinds: str) -> bool:
+        """Whether layers are freed, by these kinds of choice only, each as a whole."""
+        freed = {kind for kind in self.layers.values() if kind != "save"}
+        return bool(freed) and not self.parts and freed <= set(kinds)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Lines of a trainer's settings: they give the layers ``picked`` the choice ``kind``, and the others none."""
+
+    lines: list[str]
+    picked: list[str]
+    kind: str = "recompute"
+    notes: tuple[str, ...] = ()
+
+
+def export(plan: Plan, target: str) -> Exported:
+    """The plan as settings of ``target``, one of ``TARGETS``; what differs is said in words.
+
+    Raises UsageError for an unknown target, PlanError for a plan that names no layers.
+    """
+    if target not in TARGETS:
+        raise UsageError(
+            f"{target!r} is no trainer that a plan can be exported to",
+            remedy=f"{did_you_mean(target, TARGETS)}Known: {', '.join(TARGETS)}.",
+        )
+    return nearest(read(plan), target)
+
+
+def read(plan: Plan) -> LayerChoices:
+    """A plan's choices layer by layer.
+
+    Raises PlanError where it names no layers, or by wildcards only and without the model's units.
+    """
+    known, head = list(plan.model.classes), plan.head
+    names = known or [name for pattern in plan.choices if pattern != head for name in _enumerate(pattern)]
+    chosen = {name: choice.kind for name, choice in plan.expand([n for n in names if n != head], head).items()}
+    outer = outermost(chosen)
+    layers = {n: chosen[n] for n in outer if n.rpartition(".")[2].isdigit()}
+    parts = {n: k for n, k in chosen.items() if n not in outer and k != "save"}
+    for part, kind in parts.items():
+        owner = next(n for n in outer if part.startswith(f"{n}."))
+        if layers.get(owner) == "save":
+            layers[owner] = kind
+    if not layers:
+        raise PlanError(
+            "the plan names no layers: nothing in it is a member of a list, as model.layers.0 is",
+            remedy="Export a plan that autockpt search wrote, or name layers one by one or as ranges.",
+        )
+    others = {n: chosen[n] for n in outer if n not in layers and chosen[n] != "save"}
+    promises, sets = plan.status != "unmeasured", len(plan.smaller_batches)
+    return LayerChoices(layers, parts, others, bool(known), promises, sets, plan.baselines)
+
+
+def _enumerate(pattern: str) -> list[str]:
+    try:
+        return list(parse_pattern(pattern).enumerate())
+    except PlanError:
+        raise PlanError(
+            f"{pattern!r} names no layers by itself, and the plan does not say which units its model has",
+            remedy="Write ranges (model.layers.0-11) for wildcards, or export a plan that autockpt search wrote.",
+        ) from None
+
+
+def nearest(wanted: LayerChoices, target: str) -> Exported:
+    """The settings, with their losses, their figures where these are known, and notes, as comments in front."""
+    setting = TARGETS[target](wanted)
+    losses, notes = list(_losses(wanted, setting)), list(setting.notes)
+    if figures := _figures(wanted, setting):
+        notes.append(figures)
+    elif losses and wanted.promises:
+        notes.append("the plan's peak and step time were found for the plan, not for this setting")
+    head = [f"The nearest setting of {target} to an autockpt plan."]
+    head += ["What is lost:", *(f"- {loss}" for loss in losses)] if losses else ["Nothing is lost."]
+    head += [f"Note: {note}" for note in notes]
+    text = "\n".join([*(f"# {line}" for line in head), *setting.lines]) + "\n"
+    return Exported(target=target, settings=text, losses=tuple(losses), notes=tuple(notes))
+
+
+def _losses(wanted: LayerChoices, setting: Setting) -> Iterable[str]:
+    """What the setting does otherwise than the plan, in words."""
+    does = {name: setting.kind if name in setting.picked else "save" for name in wanted.layers}
+    # where layers are alike, as many that free their memory need no more of it
+    more = "" if len(setting.picked) >= len(wanted.to_free) else " (more memory)"
+    divided = {name for name in setting.picked if any(part.startswith(f"{name}.") for part in wanted.parts)}
+    pairs = {name: (kind, does[name]) for name, kind in wanted.layers.items() if name not in divided}
+    for (kind, done), names in _grouped(pairs):
+        if kind != done:
+            yield f"{listing(names)}: `{done}` instead of `{kind}`{more if done == 'save' else ''}"
+    for kind, names in _grouped({p: k for p, k in wanted.parts.items() if any(p.startswith(f"{n}.") for n in divided)}):
+        yield f"{listing(names)}: `{kind}` for a part of a layer, all of which has `{setting.kind}`"
+    if setting.picked and not wanted.whole:
+        yield "the plan does not name all layers: others may be freed, too"
+    for kind, names in _grouped(wanted.others):
+        yield f"{listing(names)}: `{kind}` is left out; all layers are freed instead, which may not be enough"
+    if wanted.sets:
+        yield f"{wanted.sets} more sets of choices, for smaller batches: these settings are for the largest"
+
+
+def _grouped(choices: dict[str, Any]) -> Iterable[tuple[Any, list[str]]]:
+    for kind in dict.fromkeys(choices.values()):
+        yield kind, [name for name, k in choices.items() if k == kind]
+
+
+def _figures(wanted: LayerChoices, setting: Setting) -> str:
+    """What the plan's search found about this very setting; "" where it is none of the usual plans compared there."""
+    does = {name: setting.kind if name in setting.picked else "save" for name in wanted.layers}
+    usual = known_plans(list(wanted.layers), ("recompute", "offload", "recompute_offload"))
+    names = {name for name, plan in usual.items() if {unit: choice.kind for unit, choice in plan.items()} == does}
+    row = next((row for row in wanted.baselines if row.name in names), None)
+    reading = (row.measured or row.predicted) if row is not None else None
+    if row is None or reading is None:
+        return ""
+    how = "measured" if row.measured is not None else "predicted"
+    said = f"the plan's search {how} this setting (`{row.name}`): {words.step_of(reading)} a step"
+    fits = "" if row.verdict != "over_budget" else ", over the plan's budget"
+    return f"{said}, peak {format_binary(reading.peak_bytes)}{fits}"
+
+
+def nearest_stride(wanted: LayerChoices, first: Callable[[int], int]) -> tuple[int, list[str]]:
+    """Every how many layers to free one, and which these are; ``first`` gives the first one's number for a stride.
+
+    The stride that hits the very layers of the plan, else the largest that frees at least as many.
+    """
+    names = list(wanted.layers)
+    strides = {n: names[first(n) :: n] for n in range(1, len(names) + 1)}
+    exact = next((n for n, picked in strides.items() if picked == wanted.to_free), None)
+    n = exact or max(n for n, picked in strides.items() if len(picked) >= len(wanted.to_free))
+    return n, strides[n]
+
+
+def transformers(wanted: LayerChoices) -> Setting:
+    """``activation_checkpointing``, with ``every_n_layers`` and ``offload`` where these exist: YAML of arguments.
+
+    ``every_n_layers: n`` recomputes layers 0, n, 2n, …; ``offload`` holds their inputs in host memory.
+    """
+    name, options = _supported()
+    if not wanted.to_free:
+        return Setting([f"{name}: false"], [])
+    stride, picked = 1, list(wanted.layers)
+    if "every_n_layers" in options:
+        stride, picked = nearest_stride(wanted, lambda n: 0)
+    chosen = [f"  every_n_layers: {stride}"] if stride > 1 else []
+    missing = [option for option in ("every_n_layers", "offload") if option not in options]
+    notes = [f"the installed transformers has no {' and no '.join(missing)}; a newer one comes nearer"] * bool(missing)
+    kind = "recompute"
+    if "offload" in options and wanted.all_are("offload", "recompute_offload"):
+        chosen, kind = [*chosen, "  offload: true"], "recompute_offload"
+        notes.append("transformers copies on the compute stream; a plan's copies run concurrently with it (slower)")
+    return Setting([f"{name}: true", *([f"{name}_kwargs:", *chosen] if chosen else [])], picked, kind, tuple(notes))
+
+
+def trl(wanted: LayerChoices) -> Setting:
+    """The same, and ``activation_offloading`` where the plan offloads: it moves what all layers save, inputs too."""
+    if not {"offload", "recompute_offload"} & set(wanted.layers.values()):
+        return transformers(wanted)
+    name, moved = _supported()[0], wanted.all_are("offload")
+    lines = [f"{name}: {'false' if moved else 'true'}", "activation_offloading: true"]
+    notes = ("TRL moves what other modules save, too, as the output head",)
+    return Setting(lines, list(wanted.layers), "offload" if moved else "recompute_offload", notes)
+
+
+def axolotl(wanted: LayerChoices) -> Setting:
+    """``gradient_checkpointing`` for all layers or none, with ``activation_offloading`` or ``selective_checkpointing``.
+
+    ``activation_offloading: true`` moves what all layers save instead of recomputing them; ``hidden_states`` recomputes
+    all layers from inputs in host memory; ``selective_checkpointing: true`` keeps the output of attention.
+    """
+    if not wanted.to_free:
+        return Setting(["gradient_checkpointing: false"], [])
+    layers, on = list(wanted.layers), "gradient_checkpointing: true"
+    if wanted.all_are("offload"):
+        notes = ("axolotl asks for gradient_checkpointing with offloading, and then moves instead of recomputing",)
+        return Setting([on, "activation_offloading: true"], layers, "offload", notes)
+    if wanted.all_are("recompute_offload", "offload"):
+        return Setting([on, "activation_offloading: hidden_states"], layers, "recompute_offload")
+    if wanted.all_are("keep_attention"):
+        notes = ("sliding-window attention is run again unless selective_checkpointing.save_sliding_window is set",)
+        return Setting([on, "selective_checkpointing: true"], layers, "keep_attention", notes)
+    return Setting([on], layers)
+
+
+def torchtitan(wanted: LayerChoices) -> Setting:
+    """``mode`` none or full, or selective for every n-th layer: ``selective_ac_option = "n"`` recomputes layers n-1,
+    2n-1, … Python configs (2026) know all layers or none: ``FullAC.Config()``, ``None``.
+    """
+    picked: list[str] = []
+    mode, python = ['mode = "none"'], "None"
+    if wanted.to_free:
+        stride, picked = nearest_stride(wanted, lambda n: n - 1)
+        mode = ['mode = "full"'] if stride == 1 else ['mode = "selective"', f'selective_ac_option = "{stride}"']
+        python = "FullAC.Config()" + ("  (all layers: these have no stride)" if stride > 1 else "")
+    lines = ["[activation_checkpoint]", *mode, f"# torchtitan with Python configs: activation_checkpoint={python}"]
+    return Setting(lines, picked, notes=("torchtitan has models of its own: layers are matched by their order",))
+
+
+def megatron(wanted: LayerChoices) -> Setting:
+    """Full recompute of the first n layers or of all; or offloading.
+
+    ``--recompute-method block`` counts layers from the first; ``--cpu-offloading-num-layers n`` moves what the first n
+    layers save, n less than all, and excludes recompute.
+    """
+    names, count = list(wanted.layers), len(wanted.to_free)
+    notes = ("Megatron has models of its own: layers are matched by their order",)
+    if not count:
+        return Setting(["# no flag is needed"], [], notes=notes)
+    if wanted.all_are("offload") and count < len(names):
+        flags = ["--cpu-offloading", f"--cpu-offloading-num-layers {count}"]
+        notes += ("offloading needs Transformer Engine and takes no pipeline stages and no recompute",)
+        return Setting(flags, names[:count], "offload", notes)
+    method = ["--recompute-method uniform", "--recompute-num-layers 1"]
+    if count < len(names):
+        method = ["--recompute-method block", f"--recompute-num-layers {count}"]
+        notes += ("the number is per pipeline stage: divide it by the number of stages",)
+    return Setting(["--recompute-granularity full", *method], names[:count], notes=notes)
+
+
+TARGETS: dict[str, Callable[[LayerChoices], Setting]] = {
+    "transformers": transformers,
+    "trl": trl,
+    "axolotl": axolotl,
+    "torchtitan": torchtitan,
+    "megatron": megatron,
+}
+
+
+def _supported() -> tuple[str, frozenset[str]]:
+    """The installed transformers' name of the flag, and the options that it has beyond torch's own."""
+    from autockpt.workload.configs import quiet
+
+    with quiet():
+        from transformers import PreTrainedModel, TrainingArguments
+
+    known = {field.name for field in fields(TrainingArguments)}  # type: ignore[arg-type]
+    name = next(n for n in ("activation_checkpointing", "gradient_checkpointing") if n in known)
+    enable = getattr(PreTrainedModel, f"{name}_enable")
+    return name, frozenset(inspect.signature(enable).parameters) & {"every_n_layers", "offload"}
