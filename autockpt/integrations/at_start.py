@@ -14,18 +14,15 @@ from tqdm.auto import tqdm
 
 from autockpt import errors
 from autockpt.errors import AutockptError, UsageError
-from autockpt.integrations.rows import OWN, batch_of_longest, largest_batch, lengths_here
+from autockpt.integrations.rows import OWN, largest_batch, lengths_here
 from autockpt.progress import describe_numbers
 from autockpt.runtime import Handle, apply
 from autockpt.schema import Trial, words
 from autockpt.schema.arguments import python_door
-from autockpt.schema.batches import BatchAnswer
 from autockpt.schema.plan import Plan, applied
 from autockpt.schema.request import Listener, SearchOutcome, SearchRequest
 from autockpt.schema.runs import plan_at
 from autockpt.tuning import answer, search_request
-from autockpt.tuning.batches import NOTES
-from autockpt.tuning.door import refuse_two_questions
 from autockpt.workload import Step
 
 TIMEOUT = 600.0
@@ -40,17 +37,14 @@ _OPTIONS = ("headroom", "host_budget", "allow_inexact", "space", "trials", "seed
 class Training:
     """What a search as training starts knows of the training.
 
-    ``step`` makes the trainer's own step of a batch, and of how many of these an update is made; ``first`` is the batch
-    that training begins with, ``own`` the rows of a micro-batch by the trainer's settings, ``rows`` those of an update
-    in this process where the micro-batch is a question, ``steps`` the optimizer steps that the training will take where
-    they are known. ``folder`` is for its runs.
+    ``step`` makes the trainer's own step of a batch; ``first`` is the batch that training begins with, ``own`` the rows
+    of a micro-batch by the trainer's settings, ``steps`` the optimizer steps that the training will take where they are
+    known. ``folder`` is for its runs.
     """
 
-    step: Callable[[Any, int], Step]
+    step: Callable[[Any], Step]
     first: Any
     own: int | None
-    accumulate: int
-    rows: int
     steps: int | None
     processes: int
     dataset: Any
@@ -69,40 +63,14 @@ class PlanWanted:
     request: SearchRequest
     own_lengths: bool = False
 
-    @property
-    def global_batch(self) -> int | None:
-        """Rows of an update, whose micro-batch is to be found, too."""
-        return self.request.rows_per_update
-
-    def rows(self, processes: int, has: int) -> int:
-        """Rows of an update in each process. Raises UsageError for a batch that does not divide among them.
-
-        ``has`` are the rows of an update by the trainer's settings, which its number of steps is counted by.
-        """
-        assert self.global_batch is not None
-        if self.global_batch % processes:
-            raise UsageError(
-                f"global_batch={self.global_batch} does not divide among {processes} processes",
-                remedy=f"Give a multiple of {processes}.",
-            )
-        if self.global_batch != has:
-            raise UsageError(
-                f"the trainer's settings make updates of {has} rows, global_batch={self.global_batch} says another "
-                "number, and its steps and learning rates are counted by its settings",
-                remedy=f"Give settings that multiply to {self.global_batch}: micro-batch × accumulation × processes. "
-                "Any that do: which ones is what the search finds.",
-            )
-        return self.global_batch // processes
-
     def find(self, training: Training) -> Plan:
         """Search with the trainer's own step, or find what an earlier run has answered.
 
-        With ``global_batch`` the micro-batch is found, too: it is in the plan's ``settings``, as ``batch_size`` and
-        ``accumulate``. With ``lengths`` the plan has sets of choices for them, or for those of the data set. Runs are
+        With ``lengths`` the plan has sets of choices for them, or for those of the data set. Runs are
         kept under the trainer's folder, or under ``out`` where that was given. Raises what ``autockpt.search`` raises,
         without its inner frames.
         """
-        asked = self._of_batch(training) if self.global_batch is None else self._of_rows(training)
+        asked = self._of_batch(training)
         folder, timeout, steps = self.request.out or training.folder, self.request.timeout, None
         if timeout is None:
             timeout, steps = TIMEOUT, training.steps
@@ -110,43 +78,31 @@ class PlanWanted:
         began, heard = time.monotonic(), _Progress()
         say(f"searching for a plan within {self.request.budget.text}, for at most {words.seconds(timeout)}")
         try:
-            found = answer(self.request.model_copy(update=asked), heard)
+            outcome = answer(self.request.model_copy(update=asked), heard)
         except AutockptError as error:
             raise error.with_traceback(None) from None
-        outcome = found if isinstance(found, SearchOutcome) else found.outcome
+        assert isinstance(outcome, SearchOutcome)
         if (plan := outcome.plan) is None:
             raise KeyboardInterrupt
-        if isinstance(found, BatchAnswer):
-            lines = [*found.lines(), *(note for note in found.notes if note not in NOTES)]
-        else:  # what the sets gain, and for which batches
-            lines = outcome.notes[-2:] if asked.get("lengths") is not None else ()
-        for line in lines:
-            say(line)
+        if asked["lengths"] is not None:
+            for line in outcome.notes[-2:]:  # what the sets gain, and for which batches
+                say(line)
         took = words.seconds(time.monotonic() - began)
         what = f"found in {took}" if heard.trials else f"known from an earlier run, read in {took}"
         say(f"the plan was {what}; `autockpt history {outcome.run_directory} --page` writes a page about it")
         return plan
 
     def _of_batch(self, training: Training) -> dict[str, Any]:
-        """What is asked of the trainer's own micro-batch."""
+        """What is asked: the trainer's step of its largest batch, and lengths."""
         dataset, collate = training.dataset, training.collate
         lengths = OWN if self.own_lengths else self.request.lengths
         batch, source = largest_batch(training.first, dataset, collate, training.own)
         say(f"planning for {source}")
-        step = training.step(batch, training.accumulate)
+        step = training.step(batch)
         if lengths is not None:
             lengths, said = lengths_here(lengths, step, dataset, collate)
             say(f"lengths: {said}")
         return {"step": step, "lengths": lengths}
-
-    def _of_rows(self, training: Training) -> dict[str, Any]:
-        """What is asked of micro-batches of any size."""
-        made, rows = batch_of_longest(training.dataset, training.collate), training.rows
-
-        def step(size: int) -> Step:
-            return training.step(made(size), max(1, rows // size))
-
-        return {"step": step, "rows_per_update": rows}
 
 
 class _Progress(Listener):
@@ -189,7 +145,6 @@ class PlanCallback:
         budget: str | None = None,
         timeout: float | None = None,
         out: str | Path | None = None,
-        global_batch: int | None = None,
         lengths: Any = None,
         **options: Any,
     ) -> None:
@@ -203,14 +158,13 @@ class PlanCallback:
                 remedy='Pass one of both: a plan ("plan.yaml") to apply it, budget="24GB" to search as training '
                 "starts.",
             )
-        questions = {"global_batch": global_batch, "lengths": lengths}
-        if plan is not None:
-            options = {**options, **{name: value for name, value in questions.items() if value is not None}}
-        if (unknown := set(options) - {*_OPTIONS, *questions}) or (plan is not None and options):
+        if plan is not None and lengths is not None:
+            options = {**options, "lengths": lengths}
+        if (unknown := set(options) - {*_OPTIONS, "lengths"}) or (plan is not None and options):
             why = "it does not know" if unknown else "only a search has"
             raise UsageError(
                 f"the callback got {', '.join(sorted(unknown or options))}, which {why}",
-                remedy="Next to budget= it takes timeout=, out=, global_batch=, lengths= and "
+                remedy="Next to budget= it takes timeout=, out=, lengths= and "
                 f"{', '.join(f'{name}=' for name in _OPTIONS)}.",
             )
         if plan is not None:
@@ -222,14 +176,11 @@ class PlanCallback:
             budget=budget,
             timeout=timeout,
             out=None if out is None else Path(out),
-            global_batch=global_batch,
             lengths=None if own else lengths,
             **options,
         )
-        if own:
-            refuse_two_questions(global_batch, lengths)
-        if global_batch is not None or lengths is not None:
-            request.budget.refuse_share("differs by batch and length")
+        if lengths is not None:
+            request.budget.refuse_share("differs by length")
         self.plan = PlanWanted(request, own)
 
     def remove(self) -> None:

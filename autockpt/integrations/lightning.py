@@ -49,8 +49,7 @@ class AutockptLightningCallback(PlanCallback, *_callback_classes()):  # type: ig
 
     With ``budget`` the search measures ``training_step`` with the first batch, or the longest rows of its data set, as
     ``AutockptCallback`` does for transformers' Trainer; ``timeout``, ``out`` (default: ``autockpt`` in the Trainer's
-    root directory) and further options are those of that class. A ``global_batch`` whose best micro-batch is not the
-    DataLoader's ends before the first step with an error that says the settings to write: loaders are the user's own.
+    root directory) and further options are those of that class.
     What ``training_step`` logs meanwhile is dropped.
 
     Raises UsageError unless exactly one of plan and budget is given, and PlanError for a malformed plan, both at once;
@@ -73,8 +72,6 @@ class AutockptLightningCallback(PlanCallback, *_callback_classes()):  # type: ig
             bar = getattr(trainer.progress_bar_callback, "train_progress_bar", None)
             if (unpause := getattr(bar, "unpause", None)) is not None:  # tqdm's, which is to count training alone
                 unpause()
-            if plan.global_batch is not None:
-                _refuse_other_batches(trainer, found)
             self._apply(found, called_part(pl_module, found), aloud=_is_first(trainer))
 
     def on_fit_end(self, trainer: Any, pl_module: nn.Module, *_: Any, **__: Any) -> None:
@@ -103,21 +100,21 @@ def _search(trainer: Any, module: Any, plan: PlanWanted, first: Any, index: int)
     """Search with the module's own ``training_step``, batch and optimizer; nothing of it is another afterwards."""
     loaders = trainer.fit_loop._combined_loader.flattened
     loader = loaders[0] if len(loaders) == 1 else None
-    accumulate, processes = trainer.accumulate_grad_batches, trainer.world_size
+    processes = trainer.world_size
     own = getattr(loader, "batch_size", None)
 
     def loss(model: nn.Module, batch: Any) -> Any:
         with trainer.precision_plugin.train_step_context():
             return find_loss(module.training_step(batch, index))
 
-    def step(batch: Any, accumulate: int) -> Step:
+    def step(batch: Any) -> Step:
         return Step(
             called_part(module),
             move(batch, module.device),
             loss=loss,
             optimizer=trainer.optimizers[0],
             scaler=getattr(trainer.precision_plugin, "scaler", None),
-            accumulate=accumulate,
+            accumulate=trainer.accumulate_grad_batches,
             max_grad_norm=trainer.gradient_clip_val or None,
             snapshot=(module,),
             settings={
@@ -135,8 +132,6 @@ def _search(trainer: Any, module: Any, plan: PlanWanted, first: Any, index: int)
                 step=step,
                 first=first,
                 own=own,
-                accumulate=accumulate,
-                rows=plan.rows(processes, (own or 0) * accumulate * processes) if plan.global_batch is not None else 0,
                 steps=_steps_left(trainer),
                 processes=processes,
                 dataset=getattr(loader, "dataset", None),
@@ -152,21 +147,6 @@ def _steps_left(trainer: Any) -> int | None:
     if (trainer.max_epochs or 0) > 0 and trainer.num_training_batches < math.inf:
         ends.append(math.ceil(trainer.num_training_batches / trainer.accumulate_grad_batches) * trainer.max_epochs)
     return max(0, min(ends) - trainer.global_step) if ends else None
-
-
-def _refuse_other_batches(trainer: Any, plan: Plan) -> None:
-    """Raise UsageError, with the settings to write, where training has others than were found: loaders are the user's.
-
-    The search is on record, so that the next training with these begins at once.
-    """
-    size, accumulate = plan.settings["batch_size"], plan.settings["accumulate"]
-    if trainer.accumulate_grad_batches != accumulate:
-        settings = f"DataLoader(batch_size={size}), Trainer(accumulate_grad_batches={accumulate})"
-        raise UsageError(
-            f"the most tokens per second come with {settings}, and Lightning's batches cannot be changed once training "
-            "has begun",
-            remedy="Write these settings and start again: the plan is on record.",
-        )
 
 
 def called_part(module: nn.Module, plan: Plan | None = None) -> nn.Module:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import random
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from types import FunctionType, MethodType, ModuleType
 from typing import Any, Literal
@@ -49,26 +49,6 @@ def largest_batch(first: Any, dataset: Any, collate: Any, rows: int | None) -> t
     total = len(dataset)
     among = "" if looked_at == total else f" among {looked_at} of {total}"
     return made, f"the {len(longest)} longest rows{among}"
-
-
-def batch_of_longest(dataset: Any, collate: Any) -> Callable[[int], Any]:
-    """What makes a batch of so many of the longest rows, repeated where there are fewer. Random states stay.
-
-    Raises UsageError for a data set whose rows cannot be had by number.
-    """
-    if not _by_number(dataset) or not callable(collate):
-        raise UsageError(
-            "rows of this data set cannot be had by number, so no batches of other sizes can be made of them",
-            remedy="Search beforehand (autockpt.search(step, global_batch=…)), and pass the plan with its settings.",
-        )
-    with _as_before(dataset, collate):
-        order, _ = _longest(dataset, collate, ROWS)
-
-    def made(rows: int) -> Any:
-        with _as_before(dataset, collate):
-            return collate([dataset[n] for n in (order * (1 + rows // len(order)))[:rows]])
-
-    return made
 
 
 def lengths_here(

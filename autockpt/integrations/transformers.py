@@ -20,7 +20,6 @@ from autockpt.integrations.at_start import PlanCallback, PlanWanted, Training, f
 from autockpt.schema.plan import Plan
 from autockpt.workload import Step, ddp_of, move
 
-_EPOCH, _LOG, _SKIPPED = "_run_epoch", "log", "steps_trained_in_current_epoch"
 _SPELLINGS = ("activation_checkpointing", "gradient_checkpointing")
 # options that only make sense where somebody wants the Trainer's own; the others go with defaults of some trainers
 _TELLING = ("every_n_layers", "offload", "selective")
@@ -41,11 +40,8 @@ class AutockptCallback(PlanCallback, TrainerCallback):
     Weights, optimizer, random state and order of the data are afterwards what they were. Under DDP the first process
     searches and the others wait.
 
-    With ``global_batch``, the rows of an optimizer update over all processes, micro-batch and accumulation are found
-    together with the plan, and training goes on with them: the Trainer's arguments are changed, and its batches made
-    again, of the same rows in the same order. Its own settings have to make updates of as many rows, as its steps are
-    counted by them. With ``lengths`` ("auto": those of the data set; else as for ``autockpt.search``) the plan has sets
-    of choices by the length of the batch.
+    With ``lengths`` ("auto": those of the data set; else as for ``autockpt.search``) the plan has sets of choices by
+    the length of the batch.
 
     The plan is on the model until training ends; ``handle`` says what was attached, ``remove`` takes it off where
     training was interrupted. Evaluation, ``generate`` and saving in between see the model as it is without a plan.
@@ -72,10 +68,7 @@ class AutockptCallback(PlanCallback, TrainerCallback):
             trainer = calling_trainer()
             _restore(trainer)
             _refuse_unsearchable(trainer)
-            if self.plan.global_batch is None:
-                self._await_batches(trainer, self.plan)
-            else:
-                self._await_epoch(trainer, self.plan)
+            self._await_batches(trainer, self.plan)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self.handle is None:
@@ -102,31 +95,6 @@ class AutockptCallback(PlanCallback, TrainerCallback):
             return drawn
 
         trainer.get_batch_samples = get_batch_samples
-
-    def _await_epoch(self, trainer: Any, plan: PlanWanted) -> None:
-        """Search before the first epoch's batches are drawn, and have all epochs draw theirs in the size found."""
-        args = trainer.args
-        rows = plan.rows(trainer.accelerator.num_processes, trainer.get_total_train_batch_size(args))
-        before, changed = args.gradient_accumulation_steps, dict[str, Any]()
-
-        def run_epoch(**given: Any) -> Any:
-            if self.handle is None:
-                found = self._find(trainer, lambda: _search(trainer, plan, rows=rows))
-                changed.update(_resized(trainer, found, given))
-                self._apply(found, trainer.model, aloud=trainer.state.is_world_process_zero)
-            # of a run that is resumed within an epoch, counted in its former micro-batches
-            given[_SKIPPED] = given[_SKIPPED] * args.gradient_accumulation_steps // before
-            return type(trainer)._run_epoch(trainer, **given | changed)
-
-        epoch = getattr(type(trainer), _EPOCH, None)
-        taken = inspect.signature(epoch).parameters if epoch is not None else {}
-        if not {"train_dataloader", "steps_in_epoch", _SKIPPED} <= set(taken):
-            raise UsageError(
-                f"{type(trainer).__name__} of transformers {transformers.__version__} does not let its batches be made "
-                "again as training starts",
-                remedy="Search beforehand (autockpt.search(step, global_batch=…)), and pass its plan and settings.",
-            )
-        setattr(trainer, _EPOCH, run_epoch)
 
     def _find(self, trainer: Any, search: Callable[[], Plan]) -> Plan:
         """What ``search`` finds."""
@@ -164,7 +132,7 @@ def _timed_apart(trainer: Any, search: Callable[[], Plan]) -> Plan:
                 logs[name] = round(round(logs[name] * took) / (took - searched), 3)  # steps, samples: whole numbers
         return log(logs, *([] if start_time is None else [start_time + searched]))
 
-    setattr(trainer, _LOG, log_without)
+    trainer.log = log_without
     bars = (getattr(callback, "training_bar", None) for callback in trainer.callback_handler.callbacks)
     for bar in filter(None, bars):
         bar.unpause()
@@ -172,9 +140,8 @@ def _timed_apart(trainer: Any, search: Callable[[], Plan]) -> Plan:
 
 
 def _restore(trainer: Any) -> None:
-    """The Trainer's own methods again, as far as a search had replaced them."""
-    for name in (_EPOCH, _LOG):
-        vars(trainer).pop(name, None)
+    """The Trainer's own ``log`` again, where a search had replaced it."""
+    vars(trainer).pop("log", None)
 
 
 def _refuse_unsearchable(trainer: Any) -> None:
@@ -201,23 +168,18 @@ def _refuse_unsearchable(trainer: Any) -> None:
     refuse_search("AutockptCallback", reasons, *(["with --compile layers"] if args.torch_compile else []))
 
 
-def _search(trainer: Any, plan: PlanWanted, first: Any = None, items: Any = None, rows: int = 0) -> Plan:
+def _search(trainer: Any, plan: PlanWanted, first: Any, items: Any) -> Plan:
     """Search with the Trainer's own model, loss and optimizer; nothing of it is another afterwards.
 
-    ``first`` is the batch that training begins with, ``items`` are the labels in an update of it; ``rows`` those of an
-    update in this process where the micro-batch is a question.
+    ``first`` is the batch that training begins with, ``items`` are the labels in an update of it.
     """
     args, model, optimizer = trainer.args, trainer.model, trainer.optimizer
     loader, processes = trainer.callback_handler.train_dataloader, trainer.accelerator.num_processes
-    if rows:
-        say(f"{rows} rows per update in this process: planning for the longest rows of the data set")
     with _unchanged(trainer) as records:
 
-        def step(batch: Any, accumulate: int) -> Step:
-            labels = trainer._get_num_items_in_batch([batch] * accumulate, args.device) if rows else items
-
+        def step(batch: Any) -> Step:
             def loss(model: nn.Module, batch: Any) -> Any:
-                return trainer.compute_loss(model, dict(batch), num_items_in_batch=labels)  # which may change its dict
+                return trainer.compute_loss(model, dict(batch), num_items_in_batch=items)  # which may change its dict
 
             return Step(
                 model,
@@ -225,7 +187,7 @@ def _search(trainer: Any, plan: PlanWanted, first: Any = None, items: Any = None
                 loss=loss,
                 optimizer=getattr(optimizer, "optimizer", optimizer),
                 scaler=trainer.accelerator.scaler,
-                accumulate=accumulate,
+                accumulate=args.gradient_accumulation_steps,
                 max_grad_norm=args.max_grad_norm or None,
                 snapshot=(records,),
                 settings=_facts(trainer),
@@ -240,8 +202,6 @@ def _search(trainer: Any, plan: PlanWanted, first: Any = None, items: Any = None
                 step=step,
                 first=first,
                 own=trainer.state.train_batch_size,
-                accumulate=args.gradient_accumulation_steps,
-                rows=rows,
                 steps=trainer.state.max_steps - trainer.state.global_step,
                 processes=processes,
                 dataset=loader.dataset,
@@ -249,45 +209,6 @@ def _search(trainer: Any, plan: PlanWanted, first: Any = None, items: Any = None
                 folder=Path(args.output_dir) / "autockpt",
             )
         )
-
-
-def _resized(trainer: Any, plan: Plan, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Have the Trainer go by the plan's micro-batch and accumulation, and make its batches again.
-
-    ``given`` are the arguments of its epoch; returns those to replace. Raises UsageError, with the settings to write
-    where it was made, and nothing changed, where this trainer's batches do not go by its settings.
-    """
-    args, size, accumulate = trainer.args, plan.settings["batch_size"], plan.settings["accumulate"]
-    assert isinstance(size, int) and isinstance(accumulate, int)
-    before = (args.per_device_train_batch_size, args.gradient_accumulation_steps)
-    if (size, accumulate) == before:
-        return {}
-
-    def set_to(size: int, accumulate: int) -> None:
-        args.per_device_train_batch_size, args.gradient_accumulation_steps = size, accumulate
-        trainer._train_batch_size = trainer.state.train_batch_size = size
-
-    set_to(size, accumulate)
-    loader = trainer.get_train_dataloader()
-    settings = f"per_device_train_batch_size={size}, gradient_accumulation_steps={accumulate}"
-    if -(-len(loader) // accumulate) != given["num_update_steps_per_epoch"]:
-        set_to(*before)
-        raise UsageError(
-            f"the most tokens per second come with {settings}, and this trainer would make another number of updates "
-            "of it (dataloader_drop_last, or a data loader of its own)",
-            remedy=f"Write TrainingArguments({settings}); the next run finds the plan on record.",
-        )
-    trainer.callback_handler.train_dataloader = loader
-    replaced = {"train_dataloader": loader, "steps_in_epoch": len(loader)}
-    if not trainer.state.is_world_process_zero:
-        return replaced
-    say(f"training goes on with {settings}, instead of {before[0]} and {before[1]}: the same rows in every update")
-    if not trainer.model_accepts_loss_kwargs and trainer.compute_loss_func is None:
-        say(
-            f"{type(trainer.model).__name__} takes no num_items_in_batch: micro-batches count equally in an update, "
-            "however many labels they hold, so it is the same only where these are as many in all rows"
-        )
-    return replaced
 
 
 def _facts(trainer: Any) -> dict[str, Any]:

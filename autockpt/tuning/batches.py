@@ -33,7 +33,6 @@ from autockpt.tuning.record import save_plan_copy
 from autockpt.tuning.rows import dependent_rows
 from autockpt.tuning.search import run_search
 from autockpt.tuning.targets.simulated import on_hardware
-from autockpt.workload import Step
 
 FEWEST = 3  # candidates of the first search of a size
 LAST = 0.15  # share of the time limit with less than which no further search is begun: tracing alone takes that
@@ -137,18 +136,12 @@ def of_size(request: SearchRequest, size: int) -> SearchRequest:
     if request.workload is not None:
         sized = {"batch_size": size, "accumulate": max(1, rows // size)}
         return request.model_copy(update={"workload": request.workload.model_copy(update=sized)})
-    made = with_rows(step, size, max(1, rows // size)) if isinstance(step, Step) else step(size)
+    made = with_rows(step, size, max(1, rows // size))
     if made is None:
         raise UsageError(
             "this batch cannot be divided into rows: its tensors do not all begin with as many of them, or the step is "
             "a full_step of its own",
             remedy="Give autockpt.Step(model, batch) whose tensors are (rows, …), or search without global_batch=.",
-        )
-    if not isinstance(step, Step) and (have := made.settings.get("batch_size")) != size:
-        raise UsageError(
-            f"a batch of {size} rows of the data set has {have} rows (they are packed, or its first tensor holds "
-            "something else), so its size cannot be searched for",
-            remedy="Search with the batch as it is, without global_batch=.",
         )
     return request.model_copy(update={"step": made})
 
@@ -254,7 +247,7 @@ def what_if_of(request: SearchRequest) -> WhatIf:
     if request.hardware is not None:
         return on_hardware(request, request.hardware, kinds)
     if request.workload is None:
-        device = get_device(str(of_size(request, 1).step.device))
+        device = get_device(str(request.step.device))
         environment = environment_of(device)
     else:
         device = get_device(request.device)
@@ -268,8 +261,6 @@ def _refuse(request: SearchRequest) -> None:
         refuse_many_processes()
     rows, of = request.rows_per_update or 0, request.workload or request.step
     request.budget.refuse_share("differs by batch size")
-    if not isinstance(of, WorkloadSpec | Step):
-        return
     given = of.batch_size if isinstance(of, WorkloadSpec) else of.settings.get("batch_size")
     if of.accumulate != 1 and of.accumulate * (given or 0) != rows:
         raise UsageError(

@@ -106,8 +106,7 @@ def test_the_trainer_leaves_the_same_as_with_the_plan(tmp_path, capfd):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("more", [{}, {"global_batch": 2}], ids=["plan", "micro-batch, too"])
-def test_the_trainers_own_times_leave_the_search_out(tmp_path, monkeypatch, more):
+def test_the_trainers_own_times_leave_the_search_out(tmp_path, monkeypatch):
     late, clock, ended = [0.0], time.time, list[float]()
 
     def search(*args: Any, **kwargs: Any) -> Plan:
@@ -124,7 +123,7 @@ def test_the_trainers_own_times_leave_the_search_out(tmp_path, monkeypatch, more
     monkeypatch.setattr("autockpt.integrations.transformers._search", search)
     monkeypatch.setattr(time, "time", lambda: clock() + late[0])
     log = LOGGED | {"disable_tqdm": False, "include_num_input_tokens_seen": True}
-    run = trainer(tmp_path, LLAMA.make(), [AutockptCallback(budget="24GB", **more), watch := Watch()], **log)
+    run = trainer(tmp_path, LLAMA.make(), [AutockptCallback(budget="24GB"), watch := Watch()], **log)
     metrics = run.train().metrics
     assert len(ended) == 1 and watch.began >= ended[0]
     for times in (metrics, run.state.log_history[-1]):
@@ -136,41 +135,7 @@ def test_the_trainers_own_times_leave_the_search_out(tmp_path, monkeypatch, more
 
 
 @pytest.mark.slow
-def test_the_micro_batch_is_found_and_training_goes_on(tmp_path, capfd):
-    """Only single rows fit: the Trainer's settings and batches change, the rows of its updates do not."""
-    few = [{**row, "labels": row["labels"].where(torch.arange(64) >= 7 * n, -100)} for n, row in enumerate(ROWS[:5])]
-    single = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 2}
-
-    def make(folder: str, callbacks: list[Any], *, dropout: bool = True, **more: Any) -> Any:
-        model = LLAMA.make()
-        for module in model.modules():
-            if not dropout and hasattr(module, "attention_dropout"):
-                module.attention_dropout = 0.0
-        run = trainer(tmp_path / folder, model, callbacks, **more | LOGGED | {"max_steps": -1, "num_train_epochs": 2})
-        run.train_dataset = few
-        return run
-
-    tight = SHORT | {"budget": "1100KB", "global_batch": 2}
-    searched = make("found", [AutockptCallback(**tight)])
-    found = train(searched)
-    said = capfd.readouterr().out
-    assert "per_device_train_batch_size=1, gradient_accumulation_steps=2, instead of 2 and 1" in said
-    assert searched.args.gradient_accumulation_steps == 2 and searched.state.global_step == 6
-    assert "_run_epoch" not in vars(searched)
-    same(found, train(make("planned", [AutockptCallback(found_plan(tmp_path / "found"))], **single)))
-    whole, parts = (train(make("plain", [], dropout=False, optim="sgd", **more))[0] for more in ({}, single))
-    for name, weight in whole.items():
-        torch.testing.assert_close(parts[name], weight, msg=lambda text, name=name: f"{name}: {text}")
-    with raises(UsageError, "global_batch=4"):
-        make("other", [AutockptCallback(**tight | {"global_batch": 4})]).train()
-    own = make("own", [AutockptCallback(**tight | {"out": tmp_path / "found" / "autockpt"})], dataloader_drop_last=True)
-    with raises(UsageError, "TrainingArguments(per_device_train_batch_size=1"):
-        own.train()
-    assert own.args.per_device_train_batch_size == 2 and own.state.global_step == 0
-
-
-@pytest.mark.slow
-def test_a_plan_for_all_lengths_trains_as_without(tmp_path, capfd):
+def test_a_plan_for_all_lengths_of_the_data_set_trains_to_the_end_as_without(tmp_path, capfd):
     """Rows of 13 to 64 tokens, of which the longest do not fit with everything saved; labels end where rows do."""
     ragged = [{name: v[: 64 if n % 5 == 0 else 12 + n] for name, v in row.items()} for n, row in enumerate(ROWS)]
 
@@ -268,9 +233,9 @@ def test_under_ddp_the_first_process_searches_for_all(tmp_path, capfd):
         ({"budget": "24GB", "seed": 1 << 32}, "seed=4294967296"),
         ({"plan": 3}, "plan=3"),
         ({"budget": "24GB", "tirals": 3}, "tirals"),
-        ({"budget": "24GB", "global_batch": 8, "lengths": "auto"}, "--lengths"),
-        ({"budget": "60%", "global_batch": 8}, "60%"),
-        ({"plan": "plan.yaml", "global_batch": 8}, "global_batch"),
+        ({"budget": "24GB", "global_batch": 8}, "global_batch"),
+        ({"budget": "60%", "lengths": "auto"}, "60%"),
+        ({"plan": "plan.yaml", "lengths": "auto"}, "lengths"),
         ({"budget": "24GB", "lengths": "missing.txt"}, "missing.txt"),
         ({"budget": "24GB", "lengths": [8, -3]}, "lengths=[8, -3]"),
     ],

@@ -144,24 +144,6 @@ def test_a_budget_leaves_the_same_as_the_plan_it_found(tmp_path, capfd):
 
 
 @needs_lightning
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")
-def test_settings_a_loader_cannot_take_are_said_first(tmp_path):
-    """Only single rows fit; with the settings that the error says training begins by the answer on record."""
-    from autockpt.integrations.lightning import AutockptLightningCallback
-
-    space = load_space("knobs").restricted(("save", "recompute"))
-    asked: dict[str, Any] = {"budget": "900KB", "global_batch": 2, "trials": 1, "space": space}
-    model = module("its model")
-    with raises(UsageError, "DataLoader(batch_size=1), Trainer(accumulate_grad_batches=2)"):
-        fit(model, tmp_path, [AutockptLightningCallback(**asked)])
-    assert_equal(dict(model.named_parameters()), dict(module("its model").named_parameters()))
-    one = AutockptLightningCallback(**asked)
-    fit(model, tmp_path, [one], batch_size=1, accumulate_grad_batches=2)
-    assert one.handle is not None and untouched(model)
-
-
-@needs_lightning
 @pytest.mark.filterwarnings("ignore")
 def test_a_failed_run_leaves_no_plan_and_saved_weights_resume(tmp_path):
     L = import_module(str(LIBRARY))

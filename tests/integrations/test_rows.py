@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from autockpt import Step
 from autockpt.errors import UsageError
-from autockpt.integrations.rows import batch_of_longest, largest_batch, lengths_here
+from autockpt.integrations.rows import largest_batch, lengths_here
 from autockpt.schema.lengths import Lengths
 from tests.errors import raises
 from tests.policies.zoo import CASES
@@ -39,10 +39,6 @@ def test_lengths_are_those_of_the_data_set_as_it_is_padded():
     assert given is not None and given.counts == {4: 3, 8: 1}
     with raises(UsageError):
         lengths_here("auto", step, iter(rows), padded)
-    made = batch_of_longest(rows, padded)
-    assert made(2)["input_ids"].shape == (2, 8) and made(50)["input_ids"].shape == (50, 8)
-    with raises(UsageError):
-        batch_of_longest(iter(rows), padded)
 
 
 def test_the_largest_batch_is_planned_for():
@@ -118,5 +114,4 @@ def test_a_collator_goes_on_as_if_no_batch_had_been_made(calls_before, wrapped):
             collate(rows)
     batch, source = largest_batch(torch.ones(1), rows, looked_at, 1)
     assert len(batch) == 10 and source == "the 1 longest rows"
-    assert batch_of_longest(rows, looked_at)(3).shape == (18,)
     assert torch.equal(looked_at(rows), plain(rows))

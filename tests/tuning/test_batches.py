@@ -104,13 +104,10 @@ def test_a_single_row_that_does_not_fit_is_infeasible() -> None:
         climbed(climb_of({}, 2), known, 3, 100)
 
 
-def test_packed_or_indivisible_batches_are_refused() -> None:
+def test_batches_that_cannot_be_divided_are_refused() -> None:
     def search(step: Any, rows: int, budget: str = "1GB") -> None:
         answered(search_request(budget=budget, step=step, global_batch=rows, trials=3))
 
-    packed = {"x": torch.zeros(1, 8)}
-    with raises(UsageError):
-        search(lambda size: Step(Rows(False), packed, loss=lambda m, b: squares(m(**b))), 2)
     odd = Step(Rows(False), {"x": torch.zeros(4, 8), "y": torch.zeros(3)}, loss=lambda m, b: squares(m(b["x"])))
     with raises(UsageError):
         search(odd, 4)
