@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 @guarded
 def history(
     run: Path | None = arg("RUN", "A run's directory, or its name in results/. Without: list the runs."),
-    best: int | None = opt("--best N", "Only the N fastest that fit, fastest first.", min=1),
     trial: int | None = opt("--trial N", "One trial in full: each measurement, its prediction, why.", min=0),
     plan_out: Path | None = opt("--plan-out FILE", "With --trial: write that trial's plan."),
     page: bool = flag("--page", "Write the run as one HTML page, report.html in its directory."),
@@ -34,12 +33,10 @@ def history(
     """
     if plan_out is not None and trial is None:
         raise UsageError("--plan-out writes the plan of one trial", remedy="Add --trial with its number.")
-    if trial is not None and best is not None:
-        raise UsageError("--trial and --best do not go together", remedy="Leave one of them out.")
-    if page and (trial is not None or best is not None):
-        raise UsageError("--page shows the whole run", remedy="Leave --trial and --best out.")
+    if page and trial is not None:
+        raise UsageError("--page shows the whole run", remedy="Leave --trial out.")
     if run is None:
-        if page or trial is not None or best is not None:
+        if page or trial is not None:
             raise UsageError("no run was named", remedy="Name a run's directory, or leave the other options out.")
         _list_runs(out, as_json)
         return
@@ -49,7 +46,7 @@ def history(
     elif trial is not None:
         _print_trial(opened, trial, plan_out, as_json)
     else:
-        _print_run(opened, best, as_json)
+        _print_run(opened, as_json)
 
 
 def _write_page(run: RunDirectory, as_json: bool) -> None:
@@ -62,17 +59,16 @@ def _write_page(run: RunDirectory, as_json: bool) -> None:
         screen.results().print(path, soft_wrap=True)
 
 
-def _print_run(run: RunDirectory, best_count: int | None, as_json: bool) -> None:
-    from autockpt.schema.runs import best, pareto_front
+def _print_run(run: RunDirectory, as_json: bool) -> None:
+    from autockpt.schema.runs import pareto_front
 
     trials = run.trials()
     front = pareto_front(trials)
-    shown = best(trials, best_count) if best_count else trials
     if as_json:
         data: dict[str, Any] = {
             "run": str(run.path),
             "question": run.question,
-            "trials": [t.model_dump(mode="json") for t in shown],
+            "trials": [t.model_dump(mode="json") for t in trials],
             "pareto_front": [t.number for t in front],
             "sets": _sets(run),
         }
@@ -88,17 +84,13 @@ def _print_run(run: RunDirectory, best_count: int | None, as_json: bool) -> None
     if refused := run.refusal():
         console.print(refused, markup=False, soft_wrap=True)
     console.print()
-    if not shown:
-        console.print("nothing was tried yet" if best_count is None else "nothing that was tried fits")
+    if not trials:
+        console.print("nothing was tried yet")
         return
-    print_table(shown, front, console, note)
-    if best_count is None:
-        if sets := _sets(run):
-            console.print("\nThe answer's sets of choices, by the size of the batch:", style="bold")
-            console.print("\n".join(f"  {line}" for line in sets), markup=False, soft_wrap=True)
-        return
-    if len(shown) < best_count:
-        console.print(f"No more than these were tried and fit: {len(shown)} of {best_count}.")
+    print_table(trials, front, console, note)
+    if sets := _sets(run):
+        console.print("\nThe answer's sets of choices, by the size of the batch:", style="bold")
+        console.print("\n".join(f"  {line}" for line in sets), markup=False, soft_wrap=True)
 
 
 def _sets(run: RunDirectory) -> list[str]:
@@ -140,26 +132,18 @@ def _in_short(run: RunDirectory) -> tuple[dict[str, Any], Trial | None]:
     from autockpt.schema.runs import best
 
     trials = run.trials()
-    fastest = next(iter(best(trials, 1)), None)
     return {
         "run": run.path.name,
         "date": when(run.dates()[1]),
         "trials": len(trials),
         "measured": sum(t.measured is not None for t in trials),
         "infeasible": run.refusal().partition("\n")[0] or None,
-    }, fastest
-
-
-def _with_best(facts: dict[str, Any], fastest: Trial | None) -> dict[str, Any]:
-    """The same for other programs, with that trial's numbers."""
-    from autockpt.schema.runs import row
-
-    return facts | {"best": row(fastest) if fastest is not None else None}
+    }, next(iter(best(trials, 1)), None)
 
 
 def _list_runs(out: Path, as_json: bool) -> None:
     """A row per run in a folder, oldest first; damaged ones named rather than hidden."""
-    from autockpt.schema.runs import RunDirectory
+    from autockpt.schema.runs import RunDirectory, row
 
     runs: list[tuple[dict[str, Any], Trial | None]] = []
     for path in sorted(p for p in out.glob("*_*_*_*") if p.is_dir()):
@@ -169,7 +153,9 @@ def _list_runs(out: Path, as_json: bool) -> None:
             runs.append(({"run": path.name, "damaged": error.message}, None))
     runs.sort(key=lambda run: run[0].get("date", ""))
     if as_json:
-        screen.print_json(json.dumps([_with_best(*run) for run in runs], indent=2))
+        screen.print_json(
+            json.dumps([facts | {"best": row(best) if best is not None else None} for facts, best in runs], indent=2)
+        )
         return
     if not runs:
         raise UsageError(f"there are no runs in {out}", remedy="Name a run's directory, or the folder with --out.")

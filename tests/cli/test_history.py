@@ -58,12 +58,11 @@ def test_sets_by_length_are_shown_while_they_are_the_answer(autockpt, tmp_path: 
         plan_file(refused.path)
 
 
-def test_json_and_the_best(autockpt, tmp_path: Path) -> None:
+def test_a_run_as_json(autockpt, tmp_path: Path) -> None:
     run = make_run(tmp_path)
     data = autockpt("history", str(run.path), "--json").json
     assert [t["number"] for t in data["trials"]] == [0, 1, 2] and data["question"] == {"budget": "60%"}
     assert data["pareto_front"] == [0]
-    assert [t["number"] for t in autockpt("history", str(run.path), "--json", "--best", "5").json["trials"]] == [1]
 
 
 def test_without_a_run_all_are_listed(autockpt, tmp_path: Path) -> None:
@@ -102,7 +101,7 @@ def test_what_is_no_run_is_a_usage_error(autockpt, tmp_path: Path) -> None:
 def test_everything_fits_80_columns_with_its_noise(autockpt, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     run = make_run(tmp_path)
-    for options in ((), ("--trial", "1"), ("--best", "1")):
+    for options in ((), ("--trial", "1")):
         lines = autockpt("history", run.path.name, "--out", str(tmp_path), *options).out.splitlines()
         assert any("448 ms ±0.8 %" in line for line in lines)
         assert all(len(line) <= 80 for line in lines if str(tmp_path) not in line), lines
@@ -120,12 +119,6 @@ def test_a_trial_in_full_with_every_measurement(autockpt, tmp_path: Path) -> Non
     assert len(autockpt("history", str(run.path), "--trial", "1", "--json").json["readings"]) == 2
     missing = autockpt("history", str(run.path), "--trial", "7")
     assert (missing.code, missing.error) == (2, "run")
-
-
-def test_what_is_asked_twice_is_refused(autockpt, tmp_path: Path) -> None:
-    run = str(make_run(tmp_path).path)
-    result = autockpt("history", run, "--trial", "1", "--best", "2")
-    assert (result.code, result.error) == (2, "usage")
 
 
 def test_a_trials_plan_is_a_plan(autockpt, tmp_path: Path) -> None:
@@ -151,6 +144,6 @@ def test_a_run_by_path_or_name_becomes_a_page(autockpt, tmp_path: Path) -> None:
     assert autockpt("history", str(run.path), "--page", "--json").json == {"page": str(run.path / "report.html")}
 
 
-@pytest.mark.parametrize("options", [("--trial", "1"), ("--plan-out", "x.yaml"), ("--best", "2"), ("--page",)])
+@pytest.mark.parametrize("options", [("--trial", "1"), ("--plan-out", "x.yaml"), ("--page",)])
 def test_what_is_about_one_run_needs_one(autockpt, options: tuple[str, ...]) -> None:
     assert autockpt("history", *options).code == 2
