@@ -29,8 +29,7 @@ TRIALS = 40
 class SearchRequest(Data):
     """One question to a search: what trains, the budget, the choices, how long to work, and where to write.
 
-    What trains is a described ``workload``, or a live ``step`` of this process; where ``rows_per_update`` are given it
-    may be a function that makes the step of so many rows. ``timeout`` is in seconds, the whole
+    What trains is a described ``workload``, or a live ``step`` of this process. ``timeout`` is in seconds, the whole
     search included. ``out`` is the folder that gets the run's directory; None keeps nothing on disk.
     """
 

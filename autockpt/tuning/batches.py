@@ -68,7 +68,6 @@ class Climb:
             outcome = self.search(size, trials, None if left == math.inf else max(1.0, left))
             if outcome.interrupted:  # its run keeps what was measured
                 raise KeyboardInterrupt
-            self.clock.limit_by(row.measured for row in outcome.rows)
             self.found[size] = outcome
         except InfeasibleError:
             if not any(self.found.values()) and size == 1:
@@ -125,7 +124,7 @@ def search_batch_sizes(request: SearchRequest, listener: Listener, search: Searc
             more = {"trials": trials, "timeout": left, "plan_out": None}
             return search(of_size(asked, size).model_copy(update=more), listener)
 
-        climb = Climb(request.rows_per_update or 0, at, Clock(listener, request.timeout, request.training_steps))
+        climb = Climb(request.rows_per_update or 0, at, Clock(listener, request.timeout))
         answer = _most_tokens(climb, partial(of_size, asked), what_if_of(asked), request.trials)
     return answer.model_copy(update={"outcome": save_plan_copy(request, answer.outcome)})
 
@@ -257,8 +256,7 @@ def what_if_of(request: SearchRequest) -> WhatIf:
 
 def _refuse(request: SearchRequest) -> None:
     """Refuse what has no answer."""
-    if not request.others_wait:
-        refuse_many_processes()
+    refuse_many_processes()
     rows, of = request.rows_per_update or 0, request.workload or request.step
     request.budget.refuse_share("differs by batch size")
     given = of.batch_size if isinstance(of, WorkloadSpec) else of.settings.get("batch_size")
