@@ -19,10 +19,6 @@ PANELS = {
 }
 
 
-HINTS = {"batch_size": "; the one that trains fastest is found with --global-batch N"}
-"""What else may be meant where an option's value is no number, by parameter name."""
-
-
 class PanelCommand(TyperCommand):
     """A verb whose help groups its options, and which says in plain words what a value has to be."""
 
@@ -31,9 +27,8 @@ class PanelCommand(TyperCommand):
             return super().parse_args(ctx, args)
         except typer.BadParameter as error:
             said = plainly(error.message)
-            hint = HINTS.get(getattr(error.param, "name", None) or "", "") if "number is needed" in said else ""
             if said:  # of what is missing click has the words
-                error.message = f"{said}{hint}."
+                error.message = f"{said}."
             raise
         except typer.TyperException as error:
             stray: Any = error  # click's usage errors repeat the words of the command line
