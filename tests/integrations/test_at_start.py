@@ -135,7 +135,7 @@ def test_the_trainers_own_times_leave_the_search_out(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_plan_for_all_lengths_of_the_data_set_trains_to_the_end_as_without(tmp_path, capfd):
+def test_a_plan_for_all_lengths_trains_as_without(tmp_path, capfd):
     """Rows of 13 to 64 tokens, of which the longest do not fit with everything saved; labels end where rows do."""
     ragged = [{name: v[: 64 if n % 5 == 0 else 12 + n] for name, v in row.items()} for n, row in enumerate(ROWS)]
 

@@ -63,7 +63,7 @@ def run_in(tmp_path: Path, question: str = "q") -> RunDirectory:
 
 
 @pytest.mark.parametrize("budget", ["30%act", "50%act", "80%act"])
-def test_names_a_plan_close_to_the_optimum_although_the_profile_is_wrong(budget: str) -> None:
+def test_the_named_plan_is_near_optimal_despite_the_profile(budget: str) -> None:
     device = MadeUpDevice()
     found = search(device, budget, own_sampler=True)
     assert found.best is not None and found.best.measured is not None
