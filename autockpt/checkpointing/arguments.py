@@ -119,19 +119,21 @@ class _Holder(torch.autograd.Function):
         return anchor.view_as(anchor)
 
 
-class _HeldByNode:
+class HeldByNode:
+    """As on torch 2.11, which has no SavedTensor of its own for Python."""
+
     def __init__(self, tensor: torch.Tensor) -> None:
-        self._node: Any = _Holder.apply(torch.empty(0, requires_grad=True), tensor).grad_fn  # type: ignore[attr-defined]
+        # the output, which keeps the node: of a node alone that Python holds, autograd frees what it saved
+        self._output: torch.Tensor = _Holder.apply(torch.empty(0, requires_grad=True), tensor)  # type: ignore[assignment]
 
     def unpack(self) -> torch.Tensor:
-        return self._node.saved_tensors[0]
+        node: Any = self._output.grad_fn
+        return node.saved_tensors[0]
 
 
 # what torch.utils.checkpoint itself holds inputs by, behind torch 2.11
 _make: Any = getattr(_autograd, "_make_saved_tensor", None)
-save: Callable[[torch.Tensor], SavedTensor] = (
-    _HeldByNode if _make is None else functools.partial(_make, is_output=False)
-)
+save: Callable[[torch.Tensor], SavedTensor] = HeldByNode if _make is None else functools.partial(_make, is_output=False)
 """Hold an input until backward."""
 
 

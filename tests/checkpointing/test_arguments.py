@@ -41,7 +41,7 @@ def test_generators_are_listed_and_other_objects_pass():
     assert flatten((generator, thing), [], found) == (generator, thing) and found == [generator]
 
 
-@pytest.mark.parametrize("save", [arguments.save, arguments._HeldByNode])
+@pytest.mark.parametrize("save", [arguments.save, arguments.HeldByNode])
 def test_inputs_are_held_as_autograd_holds_saved_tensors(save):
     leaf = torch.ones(3, requires_grad=True)
     x, packed = leaf * 2, []
