@@ -198,10 +198,10 @@ def child_environment(wanted: Mapping[str, str] = {}) -> dict[str, str]:
     ``wanted`` are variables to set where this process has not. What every process of this interpreter finds is not
     named: a child may start other interpreters.
     """
-    installed = {*site.getsitepackages(), site.getusersitepackages()}
+    installed = (*site.getsitepackages(), site.getusersitepackages(), os.path.dirname(os.__file__))
     here = str(Path(__file__).parents[1])
     paths = [os.path.abspath(path) for path in (*sys.path, here)]  # an empty one is the current folder
-    own = [path for path in paths if path not in installed and not path.startswith(os.path.dirname(os.__file__))]
+    own = [path for path in paths if not path.startswith(installed)]  # setuptools adds folders of its own below one
     return {**wanted, **os.environ, "PYTHONPATH": os.pathsep.join(dict.fromkeys(own)), "PYTHONUNBUFFERED": "1"}
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import site
 import sys
 import tempfile
 import time
@@ -95,7 +96,8 @@ def test_closing_ends_all_that_it_started(child) -> None:
 
 
 def test_a_child_is_told_of_this_process_s_own_modules_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(sys, "path", ["", str(tmp_path), *sys.path])
+    vendored = os.path.join(site.getsitepackages()[0], "setuptools", "_vendor")
+    monkeypatch.setattr(sys, "path", ["", str(tmp_path), vendored, *sys.path])
     told = child_environment({"A": "1"})["PYTHONPATH"].split(os.pathsep)
     assert {os.getcwd(), str(tmp_path), str(Path(autockpt.__file__).parents[1])} <= set(told)
     assert not any("site-packages" in path or path == os.path.dirname(os.__file__) for path in told)
