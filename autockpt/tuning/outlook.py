@@ -91,12 +91,14 @@ def trade(best: Trial, trials: Sequence[Trial], outlook: Outlook | None, budget_
     room = best.score.peak_bytes - lean.peak_bytes
     if room < NOTABLE_ROOM * budget_bytes or lean.step_seconds is None:
         return ""
-    slower = words.share(lean.step_seconds / best.score.step_seconds - 1, signed=True)
-    noise = math.hypot(lean.noise, best.score.noise)
+    change, noise = lean.step_seconds / best.score.step_seconds - 1, math.hypot(lean.noise, best.score.noise)
     within = f" ± {words.share(noise)}" if noise else ""
+    price = f"{words.share(change, signed=True)}{within} of the step time"
+    if abs(change) <= noise:
+        price = f"about no step time (±{words.share(noise)})"
     return (
-        f"{format_binary(room)} more room costs {slower}{within} of the step time: search with a budget of "
-        f"{format_binary(lean.peak_bytes)} to get that plan."
+        f"{format_binary(room)} more room costs {price}: search with a budget of {format_binary(lean.peak_bytes)} to "
+        "get that plan."
     )
 
 

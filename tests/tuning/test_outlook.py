@@ -53,6 +53,12 @@ def test_a_plan_with_much_room_that_is_hardly_slower_is_offered() -> None:
     assert "30.0 MiB" in said and "+0.5 %" in said and "60.0 MiB" in said and "±" in said
 
 
+def test_a_difference_within_the_noise_is_no_price() -> None:
+    best, lean = trial(0, 1.0, 90 * MIB), trial(1, 0.999, 60 * MIB)
+    said = trade(best, [best, lean], None, 100 * MIB)
+    assert "30.0 MiB" in said and "-0.1 %" not in said and "±" in said
+
+
 def test_no_trade_is_offered_for_a_little_room_or_much_time() -> None:
     best = trial(0, 1.0, 90 * MIB)
     assert not trade(best, [best, trial(1, 1.005, 89 * MIB), trial(2, 1.2, 10 * MIB)], None, 100 * MIB)
