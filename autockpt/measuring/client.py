@@ -13,6 +13,7 @@ from typing import Any
 from autockpt.devices import get_device
 from autockpt.errors import AutockptError, DeviceOutOfMemory, MeasurementError, TimeLimitReached, how_it_ended
 from autockpt.measuring.base import Choices, Measurer
+from autockpt.measuring.local import refuse_many_processes
 from autockpt.policies.base import setting
 from autockpt.process import Child, ChildDied, ChildSilent, child_environment, last_lines
 from autockpt.schema.choices import dump_choices
@@ -37,7 +38,8 @@ class WorkerMeasurer(Measurer):
     that offloading may claim on the host) holds for every request.
     ``compile``: steps are compiled, every layer in place or the whole model.
     ``log`` gets all that the workers print. To be closed, or used as a context manager; at
-    the latest the worker ends with this process.
+    the latest the worker ends with this process. Raises UsageError in one of several processes that train together:
+    each would measure on the same device.
     """
 
     def __init__(
@@ -48,6 +50,7 @@ class WorkerMeasurer(Measurer):
         host_budget: int | None = None,
         compile: CompileMode | None = None,
     ) -> None:
+        refuse_many_processes()
         self._start_message = {
             "spec": spec.model_dump(mode="json"),
             "device": device_name,

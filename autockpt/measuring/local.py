@@ -123,8 +123,8 @@ def refuse_many_processes() -> None:
     size = max(int(told) if told.isdecimal() else 1, ranks_here())
     if size > 1:
         raise UsageError(
-            f"this is one of {size} training processes, and a search measures in a single one",
-            remedy="Search once without torchrun (for instance: `autockpt search --model package.module:factory "
-            "--budget …`), then call autockpt.apply(model, 'plan.yaml') in every process. Where this process trains "
-            "by itself, unset WORLD_SIZE.",
+            f"this is one of {size} training processes, and this measures in a single one",
+            remedy="Search, verify or calibrate once, without torchrun, and call autockpt.apply(model, 'plan.yaml') in "
+            "every process; or search a live step that is sharded or in DDP on all ranks. Where this process trains by "
+            "itself, unset WORLD_SIZE.",
         )

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from autockpt.errors import DeviceOutOfMemory, MeasurementError, PlanError, TimeLimitReached, WorkloadError
+from autockpt.errors import DeviceOutOfMemory, MeasurementError, PlanError, TimeLimitReached, UsageError, WorkloadError
 from autockpt.measuring import Measurer, WorkerMeasurer, client
 from autockpt.measuring.base import beats_counted
 from autockpt.process import last_lines
@@ -141,6 +141,12 @@ def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Worker
     monkeypatch.setattr("autockpt.measuring.client._MODULE", "stand_in_worker")
     with WorkerMeasurer(WorkloadSpec(model="llama-tiny"), "cpu") as measurer:
         yield measurer
+
+
+def test_one_of_many_processes_starts_no_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with raises(UsageError, "torchrun"):
+        WorkerMeasurer(WorkloadSpec(model="llama-tiny"), "cpu")
 
 
 def test_resting_ends_the_worker_until_the_next_request(stand_in):
