@@ -14,8 +14,8 @@ from __future__ import annotations
 import dataclasses
 import statistics
 import time
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -149,7 +149,7 @@ class Ranks(Measurer):
             answer = {"error": error}
             raise
         finally:
-            with suppress(RuntimeError):  # a rank that has left takes no answer
+            with suppress(MeasurementError):  # a rank that has left takes no answer
                 self._broadcast(("end", answer))
 
     def serve(self) -> Any:
@@ -205,8 +205,18 @@ class Ranks(Measurer):
     def _broadcast(self, message: Any) -> Any:
         """The first rank's message, on all."""
         told = [message]
-        distributed.broadcast_object_list(told, src=0, group=self._control)
+        with self._all_there():
+            distributed.broadcast_object_list(told, src=0, group=self._control)
         return told[0]
+
+    @contextmanager
+    def _all_there(self) -> Iterator[None]:
+        """Raises MeasurementError where a rank has left, by which its connections are closed."""
+        try:
+            yield
+        except RuntimeError as error:
+            self._broken = "a rank has left"
+            raise MeasurementError(f"a rank has left during the search: {error}", remedy=_AGAIN) from None
 
     def _on_all(self, verb: str, **asked: Any) -> list[Any]:
         """Results by rank of what is done on all ranks. Raises the error of the rank that failed first."""
@@ -234,11 +244,8 @@ class Ranks(Measurer):
             what = MeasurementError(f"the step failed: {type(error).__name__}: {first}", remedy=_AGAIN)
             mine = {"error": what, "at": time.time()}
         everyone: list[Any] = [None] * self.size
-        try:
+        with self._all_there():
             distributed.all_gather_object(everyone, mine, group=self._control)
-        except RuntimeError as error:
-            self._broken = "a rank has left"
-            raise MeasurementError(f"a rank has left during the search: {error}", remedy=_AGAIN) from None
         return everyone
 
     def _share(self, verb: str, asked: dict[str, Any]) -> Any:

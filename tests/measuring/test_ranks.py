@@ -129,3 +129,22 @@ def test_a_rank_that_fails_leaves_no_other_waiting(tmp_path: Path) -> None:
     for rank in (0, 1):
         told = (tmp_path / f"{rank}.txt").read_text()
         assert "rank 1" in told and "no labels" in told
+
+
+def leaves(rank: int, folder: str) -> None:
+    """Rank 1 is gone before the first step is asked for; what the other is told."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
+    with Ranks(step_of("ddp", 2), "question") as measurer:
+        if rank:
+            os._exit(0)
+        try:
+            measurer.conduct(lambda: measurer.measure({}))
+        except MeasurementError as error:
+            Path(folder, "0.txt").write_text(error.message)
+        os._exit(0)
+
+
+def test_a_rank_that_is_gone_is_an_error_on_the_others(tmp_path: Path) -> None:
+    in_processes(leaves, (str(tmp_path),), 2)
+    assert "left" in (tmp_path / "0.txt").read_text()
