@@ -111,14 +111,11 @@ class Ranks(Measurer):
         asked = {"choices": dump_choices(choices), "steps": steps}
         found = [Measurement.model_validate(told) for told in self._on_all("measure", **asked)]
         times = tuple(map(max, zip(*(one.times for one in found), strict=True)))
-        seconds = statistics.median(times)
-        self._broadcast(("wait", {"seconds": (patience := max(LEAST_TIMEOUT, STEPS_OF_TIMEOUT * seconds))}))
-        self._wait_at_most(patience)
         return found[0].model_copy(
             update={
                 "peak_bytes": max(one.peak_bytes for one in found),
                 "host_bytes": max(one.host_bytes for one in found),
-                "step_seconds": seconds,
+                "step_seconds": statistics.median(times),
                 "noise": noise(times),
                 "times": times,
                 "loss_is_finite": all(one.loss_is_finite for one in found),
@@ -160,10 +157,7 @@ class Ranks(Measurer):
                 if "error" in asked:
                     raise asked["error"]
                 return asked["answer"]
-            if verb == "wait":
-                self._wait_at_most(asked["seconds"])
-            else:
-                self._take_part(verb, asked)
+            self._take_part(verb, asked)
 
     def close(self) -> None:
         """Give back the step's state; its groups have the timeouts of before."""
@@ -246,6 +240,9 @@ class Ranks(Measurer):
         everyone: list[Any] = [None] * self.size
         with self._all_there():
             distributed.all_gather_object(everyone, mine, group=self._control)
+        if verb == "measure" and all("result" in told for told in everyone):  # what all ranks know by now
+            slowest = max(told["result"]["step_seconds"] for told in everyone)
+            self._wait_at_most(max(LEAST_TIMEOUT, STEPS_OF_TIMEOUT * slowest))
         return everyone
 
     def _share(self, verb: str, asked: dict[str, Any]) -> Any:

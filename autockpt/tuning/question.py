@@ -39,7 +39,7 @@ class Clock:
     """
 
     def __init__(self, listener: Listener, timeout: float | None = None, training_steps: int | None = None) -> None:
-        self.listener, self.timeout, self.asked_timeout = listener, timeout, timeout
+        self.listener, self.timeout = listener, timeout
         self.training_steps = training_steps
         self.stages: list[StageTime] = []
         self.began = time.monotonic()
