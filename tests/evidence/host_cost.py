@@ -83,7 +83,7 @@ def by_hand(model: torch.nn.Module) -> Iterator[None]:
 @contextmanager
 def by_remat(model: torch.nn.Module) -> Iterator[None]:
     """torch_remat around every layer, with the output of one module kept (``pip install torch_remat``)."""
-    import torch_remat
+    import torch_remat  # type: ignore[import-not-found]
 
     layers = list(model.model.layers)  # type: ignore[union-attr, arg-type]
     for number, layer in enumerate(layers):
