@@ -108,6 +108,7 @@ def search(
     allow_inexact: bool = flag("--allow-inexact", "Also run head and loss in chunks: gradients equal up to rounding."),
     dry_run: bool = flag("--dry-run", "Trace, solve and predict; measure nothing."),
     fresh: bool = FRESH,
+    no_wait: bool = flag("--no-wait", "End with exit code 4 where another search is measuring on the device."),
     again: bool = flag("--again", "Search again where an answer is on record. Default: print that answer."),
     resume: Path | None = opt(
         "--resume RUN|PLAN",
@@ -171,6 +172,7 @@ def search(
         dry_run=dry_run,
         fresh=fresh,
         again=again,
+        wait=not no_wait,
         command=command,
         notes=notes,
     )

@@ -7,6 +7,7 @@ never by number, so that it refuses where that is another kind.
 from __future__ import annotations
 
 import gc
+import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -56,6 +57,10 @@ class AcceleratorDevice:
         self.kind = kind
         self.index = index
         self.torch_device = torch.device(kind, index)
+
+    def identity(self) -> str:
+        """Host, kind and number."""
+        return f"{socket.gethostname()}-{self.kind}-{self.index}"
 
     def describe(self) -> DeviceInfo:
         """Name and memory. Raises MeasurementError where the backend's allocator tells no peak."""

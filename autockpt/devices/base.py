@@ -39,6 +39,10 @@ class Device(Protocol):
         """What identifies the device."""
         ...
 
+    def identity(self) -> str:
+        """What tells it from all other devices of all hosts, fit for a file name. Opens nothing on the device."""
+        ...
+
     def capacity(self) -> int:
         """All its memory, in bytes."""
         ...

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import errno
 import gc
+import hashlib
 import os
 import platform
+import socket
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -149,6 +151,11 @@ class CpuDevice:
     def absence() -> str:
         """Never true."""
         return ""
+
+    def identity(self) -> str:
+        """The host, and the cores that this process may run on."""
+        cores = getattr(os, "sched_getaffinity", lambda _: ())(0)  # not on macOS
+        return f"{socket.gethostname()}-cpu-{hashlib.sha256(str(sorted(cores)).encode()).hexdigest()[:8]}"
 
     def describe(self) -> DeviceInfo:
         """Processor name, memory and intra-op threads."""

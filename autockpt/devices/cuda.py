@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import torch
 
@@ -61,6 +61,15 @@ class CudaDevice(AcceleratorDevice):
         if torch.version.cuda is None and torch.version.hip is None:
             return f"this PyTorch ({torch.__version__}) is built without CUDA"
         return "PyTorch sees no NVIDIA GPU (no driver, or CUDA_VISIBLE_DEVICES hides it)"
+
+    def identity(self) -> str:
+        """The UUID of the GPU, or of the part of it that this process may use."""
+        with suppress(RuntimeError, IndexError, TypeError, AttributeError):
+            if torch.cuda.is_initialized():
+                return str(torch.cuda.get_device_properties(self.index).uuid)
+            # asked of the driver, since there is no public function that opens no context; None without its library
+            return torch.cuda._raw_device_uuid_nvml()[torch.cuda._get_nvml_device_index(self.index)].removeprefix("GPU-")
+        return super().identity()
 
     def capacity(self) -> int:
         """All memory of the GPU in bytes. Opens a context only where the driver's library cannot be asked."""

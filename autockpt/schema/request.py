@@ -64,6 +64,7 @@ class SearchRequest(Data):
     allow_inexact: bool = Field(default=False, description="choices whose gradients are equal up to rounding, too")
     alternatives: bool = Field(default=True, description="look for changes that would fit where nothing does")
     dry_run: bool = Field(default=False, description="trace, solve and predict; measure nothing")
+    wait: bool = Field(default=True, description="until other searches have measured on the device; else DeviceBusy")
     again: bool = Field(default=False, description="measure on where the search had come to its end")
     fresh: bool = Field(default=False, description="set an earlier run of this question aside")
     command: Command = Field(default=(), description="the command line")

@@ -7,9 +7,11 @@ from contextlib import ExitStack
 from functools import partial
 
 from autockpt.cost import CostModel
+from autockpt.devices import get_device
 from autockpt.errors import InfeasibleError
 from autockpt.measuring import LocalMeasurer, Measurer, Ranks, WorkerMeasurer
 from autockpt.measuring.local import ranks_here, refuse_many_processes
+from autockpt.measuring.turns import turn
 from autockpt.schema.request import Listener, SearchOutcome, SearchRequest, Silence
 from autockpt.tuning.infeasible import explain_refusal
 from autockpt.tuning.loop import Loop, Proposer
@@ -56,10 +58,14 @@ def _on_all_ranks(request: SearchRequest, listener: Listener | None) -> SearchOu
 
 
 def _search(request: SearchRequest, listener: Listener | None, measurer: Measurer | None = None) -> SearchOutcome:
-    clock = Clock(listener or Silence(), request.timeout, request.training_steps)
+    listener = listener or Silence()
     with ExitStack() as stack:
         if (answer := answer_on_record(stack, request)) is not None:  # found without tracing
             return save_plan_copy(request, answer)
+        if request.hardware is None and not request.dry_run and measurer is None:
+            device = get_device(request.device if request.step is None else str(request.step.device))
+            stack.enter_context(turn(device, listener.note, wait=request.wait))
+        clock = Clock(listener, request.timeout, request.training_steps)
         target = target_of(stack, request, clock, measurer)
         prepared = target.trace(stack)
         run, answer = enter_run(stack, request, prepared)

@@ -1,0 +1,82 @@
+"""Searches on one device take turns: a step that is timed beside another search's says little of either.
+
+Who measures holds a lock on a file of the cache directory that is named after the device. The system gives it back when
+the process ends, however it ends. Where the cache directory cannot be written nobody waits.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+from autockpt.devices import Device
+from autockpt.errors import MeasurementError, without_passwords
+from autockpt.schema.files import cache_directory, open_regular, read_regular, try_lock
+
+POLL_SECONDS = 0.25
+_held: set[str] = set()  # by this process, whose searches within a search wait for nobody
+
+
+class DeviceBusy(MeasurementError):
+    """Another search is measuring on the device, and this one was not to wait. Exit code 4."""
+
+    code = "device.busy"
+    default_remedy = "Leave --no-wait out: the search then begins when the other one has ended."
+
+
+@contextmanager
+def turn(device: Device, note: Callable[[str], None], *, wait: bool = True) -> Iterator[None]:
+    """Have the device to oneself among the searches of this user; ``note`` is told whom one waits for.
+
+    Raises DeviceBusy where another search has it and ``wait`` is False.
+    """
+    name = device.identity()
+    path = cache_directory() / "devices" / f"{name}.lock"
+    descriptor = None
+    if name not in _held:
+        with suppress(OSError):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            descriptor = open_regular(path, os.O_RDWR | os.O_CREAT)
+    if descriptor is None:
+        yield
+        return
+    try:
+        told = None
+        while not try_lock(descriptor):
+            holder = _holder(read_regular(path))
+            if not wait:
+                raise DeviceBusy(f"{device.torch_device} is in use by {holder}")
+            if holder != told:
+                told = holder
+                note(f"waiting for {device.torch_device}, in use by {holder}")
+            time.sleep(POLL_SECONDS)
+        _sign(descriptor)
+        _held.add(name)
+        yield
+    finally:
+        _held.discard(name)
+        os.close(descriptor)
+
+
+def _sign(descriptor: int) -> None:
+    """Write who holds the lock, for those who wait for it."""
+    command = without_passwords(" ".join([os.path.basename(sys.argv[0]), *sys.argv[1:]]))
+    signed = {"host": socket.gethostname(), "process": os.getpid(), "since": time.time(), "command": command}
+    with suppress(OSError):
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, json.dumps(signed).encode(), 0)
+
+
+def _holder(signed: bytes) -> str:
+    try:
+        read: dict[str, Any] = json.loads(signed)
+        since = time.strftime("%H:%M:%S", time.localtime(read["since"]))
+        return f"process {read['process']} on {read['host']} since {since} ({read['command']})"
+    except (ValueError, KeyError, TypeError):
+        return "another process"

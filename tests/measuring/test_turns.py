@@ -1,0 +1,72 @@
+"""Searches on one device take turns, in whatever processes they are, and whoever ends gives the device back."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+from multiprocessing.synchronize import Event
+from pathlib import Path
+
+import pytest
+
+from autockpt.devices import get_device
+from autockpt.measuring.turns import DeviceBusy, turn
+from tests.errors import raises
+
+processes = multiprocessing.get_context("fork")
+CPU = get_device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AUTOCKPT_CACHE", str(tmp_path))
+
+
+def hold(begun: Event, end: Event) -> None:
+    with turn(CPU, print):
+        begun.set()
+        end.wait(60)
+
+
+@pytest.fixture
+def other() -> multiprocessing.process.BaseProcess:
+    """Another process that measures on the CPU until it is killed."""
+    begun = processes.Event()
+    process = processes.Process(target=hold, args=(begun, processes.Event()), daemon=True)
+    process.start()
+    assert begun.wait(60)
+    return process
+
+
+def test_the_second_waits_until_the_first_has_ended_however_it_ends(other: multiprocessing.Process) -> None:
+    notes: list[str] = []
+
+    def told(note: str) -> None:
+        notes.append(note)
+        os.kill(other.pid or 0, signal.SIGKILL)
+
+    with turn(CPU, told):
+        assert len(notes) == 1 and f"process {other.pid}" in notes[0]
+
+
+def test_who_does_not_wait_is_told_who_has_the_device(other: multiprocessing.Process) -> None:
+    with raises(DeviceBusy, str(other.pid)), turn(CPU, print, wait=False):
+        pass
+    other.kill()
+
+
+def test_a_search_within_a_search_waits_for_nobody() -> None:
+    with turn(CPU, print):
+        with turn(CPU, print, wait=False):
+            pass
+        with turn(CPU, print, wait=False):
+            pass
+    with turn(CPU, print, wait=False):
+        pass
+
+
+def test_where_nothing_can_be_written_nobody_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AUTOCKPT_CACHE", os.devnull)
+    with turn(CPU, print, wait=False):
+        pass
