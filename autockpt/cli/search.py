@@ -74,6 +74,12 @@ def search(
         "--hardware NAME",
         "Simulate this device, local or not, and measure nothing: rtx4090, h100, …, or a YAML file.",
     ),
+    gpus_per_host: int = opt(
+        "--gpus-per-host N",
+        "With --hardware: so many GPUs of a host train at the same time and share its link.",
+        default=1,
+        min=1,
+    ),
     trials: int = opt(
         "--trials -n N",
         "Measure (or simulate) at most this many candidates, besides well-known and simple plans; with --lengths or "
@@ -158,6 +164,7 @@ def search(
         host_budget=host_budget,
         device=device,
         hardware=simulate,
+        gpus_per_host=gpus_per_host,
         global_batch=global_batch,
         lengths=lengths,
         start=start,

@@ -68,7 +68,9 @@ class CudaDevice(AcceleratorDevice):
             if torch.cuda.is_initialized():
                 return str(torch.cuda.get_device_properties(self.index).uuid)
             # asked of the driver, since there is no public function that opens no context; None without its library
-            return torch.cuda._raw_device_uuid_nvml()[torch.cuda._get_nvml_device_index(self.index)].removeprefix("GPU-")
+            return torch.cuda._raw_device_uuid_nvml()[torch.cuda._get_nvml_device_index(self.index)].removeprefix(
+                "GPU-"
+            )
         return super().identity()
 
     def capacity(self) -> int:

@@ -63,6 +63,13 @@ class Efficiency(Data):
         return (self.matrix_of or {}).get(dtype, self.matrix)
 
 
+class HostLink(Data):
+    """What the GPUs of one host share on the way to its memory: a switch, or the memory itself."""
+
+    bandwidth: Link = Field(description="in one direction, of all copies together, as measured")
+    shared_by: int = Field(ge=2, le=64, description="GPUs behind it")
+
+
 class Hardware(Data):
     """A device, as its data sheet or a measurement has it.
 
@@ -96,6 +103,7 @@ class Hardware(Data):
     )
     link_out: Link = Field(description="device to host, pinned; on a CPU into a memory-mapped file")
     link_in: Link = Field(description="host to device, likewise")
+    host_link: HostLink | None = Field(default=None, description="what it shares with others on the way to the host")
     unified_memory: bool = False
     efficiency: Efficiency
     sources: dict[str, str] = Field(default_factory=dict, description="by figure: where it is from")
@@ -117,6 +125,22 @@ class Hardware(Data):
         if self.kind in ("cuda", "rocm") and max(self.link_out, self.link_in) > self.bandwidth:
             raise ValueError("bandwidth, of the device's own memory, must be above that of the link")
         return self
+
+    def of_host_with(self, gpus: int) -> Hardware:
+        """One of so many GPUs of a host that train at the same time: its copies get their share of the host's link.
+
+        Raises UsageError where it is not known what they share.
+        """
+        if gpus == 1:
+            return self
+        if self.host_link is None:
+            raise UsageError(
+                f"the description of {self.name} does not say what the GPUs of a host share",
+                remedy="Copy its file, add `host_link: {bandwidth: 350.0e9, shared_by: 2}` with the figures of your "
+                "host, as measured with all GPUs at work, and give the copy as --hardware.",
+            )
+        share = self.host_link.bandwidth / min(gpus, self.host_link.shared_by) / self.efficiency.link
+        return self.model_copy(update={"link_out": min(self.link_out, share), "link_in": min(self.link_in, share)})
 
     @property
     def caches(self) -> bool:

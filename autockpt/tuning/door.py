@@ -61,6 +61,7 @@ def search_request(
     host_budget: str | int | None = None,
     space: str | SearchSpace = "knobs",
     hardware: str | Hardware | None = None,
+    gpus_per_host: int = 1,
     device: str | None = None,
     global_batch: int | None = None,
     lengths: Any = None,
@@ -70,7 +71,8 @@ def search_request(
 
     ``budget`` is text such as "24GB", "60%", "60%act" or "auto"; ``headroom`` (text: "2%" of the budget, or "500MB") is
     left free of it, by default as ``Budget.with_headroom`` says. ``host_budget`` (text such as "8GB", or bytes) bounds
-    what offloading may claim of host memory, in the search and wherever the plan is applied.
+    what offloading may claim of host memory, in the search and wherever the plan is applied. ``gpus_per_host``: so many
+    GPUs of the simulated host train at the same time.
     """
     refuse_both(hardware, device)
     if hardware is not None and workload is not None and workload.weights:
@@ -80,6 +82,8 @@ def search_request(
         )
     if global_batch is not None and not global_batch > 0:
         raise UsageError(f"--global-batch {global_batch} are no rows", remedy="Give the rows of an optimizer update.")
+    if gpus_per_host != 1 and hardware is None:
+        raise UsageError("--gpus-per-host simulates the other GPUs of a host", remedy="Add --hardware.")
     refuse_two_questions(global_batch, lengths)
     if isinstance(host_budget, str):
         host_budget = parse_size(host_budget)
@@ -87,13 +91,14 @@ def search_request(
         raise UsageError(
             f"a host budget of {host_budget!r} bytes allows nothing", remedy='Write it as "8GB" or "8GiB".'
         )
+    described = load_hardware(hardware) if isinstance(hardware, str) else hardware
     asked = {
         "budget": parse_budget(budget).with_headroom(headroom, simulated=hardware is not None),
         "workload": workload,
         "step": step,
         "host_budget": host_budget,
         "space": load_space(space) if isinstance(space, str) else space,
-        "hardware": load_hardware(hardware) if isinstance(hardware, str) else hardware,
+        "hardware": described and described.of_host_with(gpus_per_host),
         "device": device,
         "rows_per_update": global_batch,
         "lengths": None if lengths is None else lengths_of(lengths),

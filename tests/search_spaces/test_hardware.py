@@ -30,9 +30,22 @@ FIGURES = {
 
 
 def test_all_that_was_promised_is_there() -> None:
-    nvidia = {"rtx3090", "rtx4090", "rtx5090", "a100-40", "a100-80", "l40s", "h100", "h200", "b200", "t4"}
+    nvidia = {
+        "rtx3090",
+        "rtx4090",
+        "rtx5090",
+        "a100-40",
+        "a100-80",
+        "l40s",
+        "h100",
+        "h200",
+        "b200",
+        "gh200",
+        "gb200",
+        "t4",
+    }
     workstations = {"a6000", "rtx6000-ada", "rtxpro6000", "l4", "a10g", "v100-32"}
-    assert nvidia | workstations | {"mi300x", "m4-max", "cpu"} <= set(list_hardware())
+    assert nvidia | workstations | {"gh200", "gb200", "mi300x", "m4-max", "cpu"} <= set(list_hardware())
 
 
 @pytest.mark.parametrize("name", list_hardware())
@@ -100,6 +113,16 @@ def test_dense_rates_as_published() -> None:
     assert rates["a100-80"] == 312 and rates["h100"] == 989.4 and rates["rtx4090"] == 165.2
     assert rates["b200"] == 2250 and rates["mi300x"] == 1307.4 and rates["t4"] == 0
     assert load_hardware("m4-max").unified_memory
+
+
+def test_gpus_that_train_side_by_side_share_the_link_to_their_host() -> None:
+    alone = load_hardware("gb200")
+    for gpus in (2, 4):  # two of them behind each Grace
+        shared = alone.of_host_with(gpus)
+        assert shared.link_out * shared.efficiency.link == pytest.approx(175e9)
+    assert alone.of_host_with(1) == alone
+    with raises(UsageError, "gh200", "host_link"):
+        load_hardware("gh200").of_host_with(4)
 
 
 def test_names_are_forgiving_and_the_nearest_is_offered() -> None:
