@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from autockpt.shipped import load_hardware, load_space
 from autockpt.tuning import run_search, search_request
 from autockpt.workload import Step
 from tests.errors import raises
+from tests.tuning import postgresql
 from tests.tuning.walk import files_entered
 
 pytestmark = pytest.mark.slow
@@ -124,8 +126,17 @@ class AskingElsewhere(Stages):
             self.second.append(ask(self._elsewhere, storage=self._storage)[0])
 
 
-def test_searches_that_share_a_storage_do_not_interfere(tmp_path: Path) -> None:
-    storage = f"sqlite:///{tmp_path / 'studies.db'}"
+@pytest.fixture(params=["sqlite", "postgresql"])
+def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
+    """The URL of a database."""
+    if request.param == "sqlite":
+        yield f"sqlite:///{tmp_path / 'studies.db'}"
+        return
+    with postgresql.server() as url:
+        yield url
+
+
+def test_searches_that_share_a_storage_do_not_interfere(storage: str, tmp_path: Path) -> None:
     first = AskingElsewhere(tmp_path / "b", storage)
     outcome = ask(tmp_path / "a", first, storage=storage)[0]
     (second,) = first.second
@@ -135,6 +146,8 @@ def test_searches_that_share_a_storage_do_not_interfere(tmp_path: Path) -> None:
     }
     assert len(studies) == 2
     assert {trial.state.name for study in studies.values() for trial in study.trials} == {"COMPLETE"}
+    written = [path for run in "ab" for path in (tmp_path / run).rglob("*") if path.is_file()]
+    assert written and not any(postgresql.PASSWORD.encode() in path.read_bytes() for path in written)
 
 
 @pytest.mark.parametrize("more", [{"again": True}, {"trials": 3}])
