@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch._C import _autograd
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from autockpt.errors import AutockptError, InPlaceError
 
@@ -41,8 +42,10 @@ def flatten(value: Any, tensors: list[torch.Tensor], generators: list[torch.Gene
     A tensor that occurs twice gets one position: attention asks whether its query is its key.
     """
     kind = type(value)
-    if kind is torch.Tensor or issubclass(kind, torch.Tensor):
-        position = next((i for i, known in enumerate(tensors) if known is value), len(tensors))
+    if issubclass(kind, torch.Tensor):
+        position = 0
+        while position < len(tensors) and tensors[position] is not value:
+            position += 1
         if position == len(tensors):
             tensors.append(value)
         return _POSITIONS[position] if position < len(_POSITIONS) else _TensorAt(position)
@@ -65,24 +68,10 @@ def flatten(value: Any, tensors: list[torch.Tensor], generators: list[torch.Gene
 
 
 def tensors_of(value: Any) -> list[torch.Tensor]:
-    """The tensors in ``value``, each once and in order. It may hold itself, as arguments of ``flatten`` may not."""
+    """The tensors in ``value``, each once and in order; of what holds itself, those before it does."""
     tensors: list[torch.Tensor] = []
-    seen, rest = set[int](), [value]
-    while rest:
-        part = rest.pop()
-        kind = type(part)
-        if kind in _PLAIN or id(part) in seen:
-            continue
-        seen.add(id(part))
-        if issubclass(kind, torch.Tensor):
-            tensors.append(part)
-        elif kind is dict:
-            rest += reversed(part.values())
-        elif kind in (list, tuple):
-            rest += reversed(part)
-        else:
-            leaves = tree_leaves(part)
-            rest += reversed(leaves) if len(leaves) != 1 or leaves[0] is not part else ()
+    with suppress(RecursionError):
+        flatten(value, tensors, [])
     return tensors
 
 

@@ -11,14 +11,12 @@ Comparisons run on the tensors' device and draw no random numbers. They hold 64 
 
 from __future__ import annotations
 
-import itertools
-import threading
 import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 
@@ -45,7 +43,6 @@ FIRST_CALLS, LONGEST = 2, 512
 SAMPLE = 8
 """Neighbouring elements that are compared in unchecked calls, at another place in every step."""
 _ROOM = 4.0  # eight elements may differ more by rounding alone, relative to their length, than a whole tensor
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
 _OTHER_STREAM = "a tensor that was saved on another stream"
 _CAUSES = (
     "Likely causes: an object, counter, generator, attribute, hook or context that forward reads was changed, by it or "
@@ -53,7 +50,7 @@ _CAUSES = (
     "a tensor was written to by `.data` or NumPy; a function of torch.jit.script was compiled anew; memory or hardware "
     "failed."
 )
-_OF_THE_PROCESS = ("_lock", "open", "_pending", "on_devices")
+_OF_THE_PROCESS = ("open", "_pending", "on_devices")
 _current_node: Callable[[], Any] = torch._C._current_autograd_node
 _sequence_nr: Callable[[], int] = torch.autograd._get_sequence_nr  # type: ignore[attr-defined]
 _graph_task: Callable[[], int] = torch._C._current_graph_task_id
@@ -100,7 +97,6 @@ class DivergenceCheck:
         self._reset()
 
     def _reset(self) -> None:
-        self._lock = threading.Lock()
         self.open: list[weakref.ref[CheckedCall]] = []  # of the present forward
         self._pending: dict[int, dict[int, CheckedCall]] = {}
         self.on_devices = DeviceSamples()
@@ -142,20 +138,16 @@ class DivergenceCheck:
 
     def judge_at_end(self, call: CheckedCall) -> None:
         """Judge a call when the present backward ends, or now outside of any."""
-        task = _graph_task()
-        if task == -1:
+        if (task := _graph_task()) == -1:
             self._judge([call])
             return
-        with self._lock:
-            if task not in self._pending:
-                self._pending[task] = {}
-                torch.autograd.Variable._execution_engine.queue_callback(partial(self._finish, task))
-            self._pending[task][id(call)] = call
+        calls = self._pending.setdefault(task, {})
+        if not calls:  # two threads may find that: the second of their callbacks has nothing to do
+            torch.autograd.Variable._execution_engine.queue_callback(partial(self._finish, task))
+        calls[id(call)] = call
 
     def _finish(self, task: int) -> None:
-        with self._lock:
-            calls = list(self._pending.pop(task, {}).values())
-        self._judge(calls)
+        self._judge(list(self._pending.pop(task, {}).values()))
 
     def _judge(self, calls: list[CheckedCall]) -> None:
         """The one read. Raises RerunMismatch for the first unit with tensors that differ."""
@@ -210,10 +202,10 @@ class UnitCheck:
             checked = self._schedule.next() is not None or new
         if self.check.measured:
             return None
-        if is_capturing():
-            self.unchecked["calls in a CUDA graph that is being captured"] += 1
-            return None
         if checked or self.check.mode == "all":
+            if is_capturing():
+                self.unchecked["calls in a CUDA graph that is being captured"] += 1
+                return None
             call = CheckedCall(self)
             self.check.open.append(weakref.ref(call))
             return call
@@ -222,7 +214,11 @@ class UnitCheck:
         return self if self.beyond else None  # no call was looked at so far
 
     def look_at(self, number: int, tensor: torch.Tensor) -> Sample | None:
-        """Autograd saves ``tensor``, the one of this number. None where it cannot be compared."""
+        """Autograd saves ``tensor``, the one of this number. None where it is not compared."""
+        return self.sample(number, tensor) if number == self.sampled or number >= self.beyond else None
+
+    def sample(self, number: int, tensor: torch.Tensor) -> Sample | None:
+        """The same for whatever number. None where it cannot be compared."""
         return Sample(self, number, tensor) if can_be_sampled(tensor) else None
 
     def mismatch(self, step: int, what: str) -> RerunMismatch:
@@ -235,23 +231,6 @@ class UnitCheck:
             "use the gradients of this backward",
             remedy=f"{_CAUSES}\nUse `save` for {name}, or take what changes out of its forward, and {back}.",
         )
-
-
-LookAt = Callable[[torch.Tensor], Comparison | None]
-
-
-def numbered(observer: CheckedCall | UnitCheck | None) -> LookAt | None:
-    """For hooks that do not count what they are given: what ``observer`` makes of each saved tensor in turn."""
-    if observer is None:
-        return None
-    numbers = itertools.count()
-
-    def look_at(tensor: torch.Tensor) -> Comparison | None:
-        number = next(numbers)
-        chosen = number == observer.sampled or number >= observer.beyond
-        return observer.look_at(number, tensor) if chosen else None
-
-    return look_at
 
 
 class CheckedCall:
@@ -277,6 +256,8 @@ class CheckedCall:
         entry = CheckedTensor(self, number, tensor)
         self._entries.append(weakref.ref(entry))
         return entry
+
+    sample = look_at
 
     def _is_computed(self, tensor: torch.Tensor) -> bool:
         """Whether the unit has computed it, with a gradient. A view of a weight tells nothing."""
@@ -399,20 +380,26 @@ def can_be_sampled(tensor: torch.Tensor) -> bool:
         and not (tensor.is_nested or tensor.is_meta or tensor.is_neg())
         and tensor.numel() >= SAMPLE
         and (tensor.is_contiguous() or (tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last)))
+        and (tensor.is_cpu or not is_capturing())
     )
 
 
 class Sample:
-    """Eight elements of a saved tensor of an unchecked call."""
+    """Eight elements of a saved tensor of an unchecked call: as numbers, or on a device as a tensor there."""
 
-    __slots__ = ("_elements", "_first", "_number", "_step", "_stream", "_stride", "_what", "unit")
+    __slots__ = ("_first", "_number", "_step", "_stride", "_what", "expected", "found", "stream", "unit")
 
     def __init__(self, unit: UnitCheck, number: int, tensor: torch.Tensor) -> None:
-        self.unit, self._number, self._what = unit, number, ""
+        self.unit, self._number = unit, number
         self._step = unit.check.step or unit.calls
         self._first, self._stride = self._step * 7919 % (tensor.numel() - SAMPLE + 1), tensor.stride()
-        self._stream = None if tensor.is_cpu else stream_of(tensor.device)
-        self._elements = _elements(tensor, self._first)
+        self.stream = None if tensor.is_cpu else stream_of(tensor.device)
+        self.expected: Any = self._elements(tensor)
+
+    def _elements(self, tensor: torch.Tensor) -> Any:
+        with quietly(), torch._C.DisableTorchFunction():
+            elements = tensor.detach().as_strided((SAMPLE,), (1,), tensor.storage_offset() + self._first)
+            return elements.tolist() if tensor.is_cpu else elements.clone()
 
     def look_again(self) -> None:
         """Nothing: what it held when it was saved counts."""
@@ -420,89 +407,59 @@ class Sample:
     def handed(self, value: torch.Tensor) -> None:
         """As ``Comparison.handed``. On devices it is compared when the next step begins."""
         stream = None if value.is_cpu else stream_of(value.device)
-        if stream != self._stream or value.stride() != self._stride:
+        if stream != self.stream or value.stride() != self._stride:
             return
         if (node := _current_node()) is not None and left_unwritten(node, value):
             return
         self.unit.samples += 1
-        found = _elements(value, self._first)
-        if value.is_cpu and _same_bits(self._elements, found):
+        self.found = self._elements(value)
+        if value.is_cpu and (self.found == self.expected or repr(self.found) == repr(self.expected)):  # NaN is as NaN
             return
         self._what = _in_words(value.dtype, value.size(), self._number)
         if value.is_cpu:
             raise self.error()
-        self.unit.check.on_devices.pairs.append(Pair(self, self._elements, found, stream))
+        self.unit.check.on_devices.samples.append(self)
 
     def error(self) -> RerunMismatch:
         """The error for what backward was given."""
         return self.unit.mismatch(self._step, self._what)
 
 
-def _elements(tensor: torch.Tensor, first: int) -> torch.Tensor:
-    with quietly(), torch._C.DisableTorchFunction():
-        return tensor.detach().as_strided((SAMPLE,), (1,), tensor.storage_offset() + first).clone()
-
-
-def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    with quietly(), torch._C.DisableTorchFunction():
-        as_integers = _INTEGERS[one.element_size()]
-        return torch.equal(one.view(as_integers), other.view(as_integers))
-
-
-class Pair(NamedTuple):
-    """Two copies on a device of what should be one and the same."""
-
-    sample: Sample
-    expected: torch.Tensor
-    found: torch.Tensor
-    stream: Any
-
-
-class _Arriving(NamedTuple):
-    """How far the two of each pair are apart, on its way to the host. It has ``arrived`` after this event."""
-
-    samples: list[Sample]
-    distances: torch.Tensor
-    tolerance: float
-    arrived: Any
-
-
 class DeviceSamples:
-    """Pairs of the present step on accelerators, and the verdicts on those of steps before. The host never waits."""
+    """Samples of the present step on accelerators, and the verdicts on those of steps before. The host never waits."""
 
     def __init__(self) -> None:
-        self.pairs: list[Pair] = []
-        self._arriving: list[_Arriving] = []
+        self.samples: list[Sample] = []
+        # how far the two of each sample are apart, on its way to the host; that has arrived after the event
+        self._arriving: list[tuple[list[Sample], torch.Tensor, float, Any]] = []
 
     def __bool__(self) -> bool:
-        return bool(self.pairs or self._arriving)
+        return bool(self.samples or self._arriving)
 
     def next_step(self) -> Sample | None:
-        """Compare the pairs. Returns the first sample of an earlier step that is known by now to differ."""
-        while self._arriving and (self._arriving[0].arrived is None or self._arriving[0].arrived.query()):
-            some = self._arriving.pop(0)
-            for sample, distance in zip(some.samples, some.distances.tolist(), strict=True):
-                if distance > some.tolerance:
+        """Compare the samples. Returns the first one of an earlier step that is known by now to differ."""
+        while self._arriving and ((arrived := self._arriving[0][3]) is None or arrived.query()):
+            samples, distances, tolerance, _ = self._arriving.pop(0)
+            for sample, distance in zip(samples, distances.tolist(), strict=True):
+                if distance > tolerance:
                     return sample
-        pairs, self.pairs = self.pairs, []
-        groups: dict[tuple[torch.dtype, Any], list[Pair]] = {}
-        for pair in pairs:
-            groups.setdefault((pair.found.dtype, pair.stream), []).append(pair)
-        for (dtype, stream), alike in groups.items():
-            self._send(alike, dtype, stream)
+        groups: dict[Any, list[Sample]] = {}
+        for sample in self.samples:
+            groups.setdefault((sample.found.device, sample.found.dtype, sample.stream), []).append(sample)
+        self.samples = []
+        for (device, dtype, stream), alike in groups.items():
+            if stream_of(device) == stream:  # and not of another thread's step
+                self._send(alike, device, dtype, stream)
         return None
 
-    def _send(self, pairs: list[Pair], dtype: torch.dtype, stream: Any) -> None:
-        device = pairs[0].found.device
-        if stream_of(device) != stream:
-            return  # of another thread's step
-        tolerance = 0.0 if repeats(device) else _ROOM * tolerance_of(dtype)
+    def _send(self, samples: list[Sample], device: torch.device, dtype: torch.dtype, stream: Any) -> None:
         with quietly(), torch._C.DisableTorchFunction(), torch.no_grad():
-            expected = torch.stack([pair.expected for pair in pairs]).float()
-            found = torch.stack([pair.found for pair in pairs]).float()
+            expected = torch.stack([sample.expected for sample in samples]).float()
+            found = torch.stack([sample.found for sample in samples]).float()
             distances = distance_of(expected, found, dim=1).to("cpu", non_blocking=stream is not None)
         arrived = None if stream is None else stream.record_event()
-        self._arriving.append(_Arriving([pair.sample for pair in pairs], distances, tolerance, arrived))
+        tolerance = 0.0 if repeats(device) else _ROOM * tolerance_of(dtype)
+        self._arriving.append((samples, distances, tolerance, arrived))
 
 
 def _in_words(dtype: torch.dtype, size: torch.Size, number: int) -> str:

@@ -12,7 +12,7 @@ a graph that holds its output by way of Python is never freed.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -20,10 +20,10 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from autockpt.checkpointing.arguments import SavedTensor, flatten, save, unflatten, unpack
-from autockpt.checkpointing.divergence import CheckedCall, Comparison, UnitCheck
+from autockpt.checkpointing.divergence import CheckedCall, Comparison
 from autockpt.checkpointing.module_state import Entry
 from autockpt.checkpointing.replay_context import ReplayContext, one_at_a_time, running_again
-from autockpt.checkpointing.unit import CheckpointedUnit
+from autockpt.checkpointing.unit import CheckpointedUnit, Exchanged, put_back
 from autockpt.errors import AutockptError, ConflictError, InPlaceError
 
 
@@ -38,32 +38,9 @@ class CheckpointFrame:
     # without a dictionary, and few objects in all: the more there are that live until backward, the oftener Python's
     # garbage collector looks through everything
     __slots__ = (
-        "_before",
-        "_beyond",
-        "_compared",
-        "_context",
-        "_filled",
-        "_forms",
-        "_forward",
-        "_given",
-        "_inputs",
-        "_late",
-        "_live",
-        "_observer",
-        "_parameters",
-        "_sampled",
-        "_shared",
-        "_template",
-        "_to_end",
-        "_training",
-        "_trains",
-        "_turn",
-        "_unit",
-        "_values",
-        "_versions",
-        "checked",
-        "noted",
-        "wanted",
+        *("_before", "_beyond", "_compared", "_context", "_filled", "_forms", "_forward", "_inputs", "_late", "_live"),
+        *("_looked_at", "_observer", "_parameters", "_shared", "_template", "_to_end", "_training", "_trains"),
+        *("_turn", "_unit", "_values", "_versions", "checked"),
     )
 
     def __init__(
@@ -86,104 +63,99 @@ class CheckpointFrame:
                 remedy=f"Hand in one that does not, or use `save` or `offload` on {unit.name}.",
             ) from error
         self._live: list[torch.Tensor] | None = live  # until the forward is over
-        self._trains = [tensor.requires_grad for tensor in live]
-        self._parameters = unit.parameters()
+        self._parameters = parameters = unit.parameters()
         try:
             self._inputs = [hold(tensor) for tensor in live]
-            self._given = [tensor._version for tensor in live]
-            present = [parameter for parameter in self._parameters if parameter is not None]
-            self._versions = [parameter._version for parameter in present]
+            self._versions = [parameter._version for parameter in parameters if parameter is not None]
         except RuntimeError as error:
             refuse_inference(error, unit.name)
             raise
-        self._late = unit.next_call(live)
-        self.checked = self._late is not None  # whether it is learned from this call what the unit's forward changes
-        self._context = ReplayContext([*live, *present], generators, self.checked or unit.draws_in_python)
+        self._trains = [tensor.requires_grad for tensor in live]
         self._training = unit.state.training()
-        self._before: list[Entry] = []
-        self._observer: CheckedCall | UnitCheck | None = None
+        kind = unit.kind_of(live)
+        self._late = kind.schedule.next()
+        self.checked = self._late is not None  # whether it is learned from this call what the unit's forward changes
+        self._context = ReplayContext(kind.places, generators, self.checked or unit.draws_in_python)
+        self._before: list[Entry] = unit.state.take()
+        self._observer = None if unit.check is None else unit.check.observer(checked=self.checked)
+        # which saved tensors are looked at
+        self._looked_at: Collection[int] = ()
+        self._beyond = sys.maxsize
+        if self._observer is not None:
+            self._looked_at, self._beyond = (self._observer.sampled,), self._observer.beyond
         self._compared: dict[int, Comparison] = {}
-        self._sampled, self._beyond = -1, sys.maxsize  # which saved tensors the observer looks at
         self._forms: list[Any] = []
-        # what is saved, for who wants to know (kept_outputs): all of it, or that of these numbers with its version
-        self.noted: list[torch.Tensor] | None = None
-        self.wanted: dict[int, Any] | None = None
         self._values: dict[int, tuple[torch.Tensor, int]] = {}
         self._filled, self._to_end = 0, False
-        self._shared: set[int] = set()
+        self._shared: Collection[int] = ()
 
     # In forward.
 
     def run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """The first, ordinary forward, with the caller's own containers.
 
-        Raises ConflictError where it did what cannot be done twice."""
-        unit, state, live = self._unit, self._unit.state, self._live
-        assert live is not None, "a frame runs once"
-        if unit.check is not None:
-            self._observer = unit.check.observer(checked=self.checked)
-        if (observer := self._observer) is not None:
-            self._sampled, self._beyond = observer.sampled, observer.beyond
-        self._before = state.take()
-        everything, hooks, gradients = None, 0, []
+        Raises ConflictError where it did what cannot be done twice. In calls that are not checked it is backward that
+        finds changed inputs and parameters.
+        """
+        unit = self._unit
         if self.checked:
-            everything, hooks, gradients = state.take_all(), state.hooks(), state.gradients()
-        quiet = state.take_quiet() if everything is None else []
-        with saved_tensors_hooks(self.pack, self.unpack):
-            output = self._forward(*args, **kwargs)
-        self._refuse_changed(live)
-        self._live = None
-        if (changed := self._changed_parameter()) is not None:
-            raise _changes(unit.name, "parameters", changed)
-        if self.checked and not unit.has_same_modules():
-            self._adopt(unit.renewed())
-        if everything is None:
-            self._before += state.learn_quiet(quiet)
+            output = self._run_checked(args, kwargs)
         else:
-            installed = state.installed(hooks, gradients)
-            self._before = state.learn(everything, late=self._late or 0)
-            if installed:  # a recomputation must not install hooks again
-                self._before = [entry for entry in self._before if not entry.marks_done]
-            unit.draws_in_python |= self._context.forget_python_unless_drawn()
+            quiet = unit.state.take_quiet()
+            with saved_tensors_hooks(self.pack, self.unpack):
+                output = self._forward(*args, **kwargs)
+            self._before += unit.state.learn_quiet(quiet)
+        self._live = None
         if isinstance(self._observer, CheckedCall):
             self._observer.forward_ended()
+        if self._forms == unit.forms:
+            self._forms = unit.forms
+        else:
+            unit.forms = self._forms
         return output
 
-    def _adopt(self, unit: CheckpointedUnit) -> None:
-        """The forward made or exchanged modules: a recomputation runs those that are there now."""
-        self._unit, self._parameters, self._training = unit, unit.parameters(), unit.state.training()
-        self._versions = [parameter._version for parameter in self._parameters if parameter is not None]
+    def _run_checked(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """The forward, and what is to be learned from it."""
+        unit, state, live = self._unit, self._unit.state, self._live or []
+        given = [tensor._version for tensor in live]
+        everything, effects = state.take_all(), state.effects()
+        with saved_tensors_hooks(self.pack, self.unpack):
+            output = self._forward(*args, **kwargs)
+        for tensor, version in zip(live, given, strict=True):
+            if tensor._version != version:
+                raise _changes(unit.name, "inputs", tensor)
+        if (changed := self._changed_parameter()) is not None:
+            raise _changes(unit.name, "parameters", changed)
+        if not unit.has_same_modules():
+            # it made or exchanged modules: a recomputation runs those that are there now
+            self._unit = unit = unit.renewed()
+            self._parameters, self._training = unit.parameters(), unit.state.training()
+            self._versions = [parameter._version for parameter in self._parameters if parameter is not None]
+        installed = state.installed(effects)
+        self._before = state.learn(everything, late=self._late or 0)
+        if installed:  # a recomputation must not install hooks again
+            self._before = [entry for entry in self._before if not entry.marks_done]
+        unit.draws_in_python |= self._context.forget_python_unless_drawn()
+        return output
 
     def _changed_parameter(self) -> torch.Tensor | None:
         """One that was changed in place since the forward began."""
         present = [parameter for parameter in self._parameters if parameter is not None]
-        if [parameter._version for parameter in present] == self._versions:
-            return None
         pairs = zip(present, self._versions, strict=True)
-        return next(parameter for parameter, version in pairs if parameter._version != version)
-
-    def _refuse_changed(self, live: list[torch.Tensor]) -> None:
-        for tensor, version in zip(live, self._given, strict=True):
-            if tensor._version != version:
-                raise _changes(self._unit.name, "inputs", tensor)
+        return next((parameter for parameter, version in pairs if parameter._version != version), None)
 
     def pack(self, tensor: torch.Tensor) -> int:
         """The hook for what autograd saves."""
         forms = self._forms
-        number, form = len(forms), (tensor.shape, tensor.dtype)
-        try:
-            forms.append(self._unit.forms.setdefault(form, form))  # one object for all tensors with the same
-        except TypeError:  # symbolic sizes, as of jagged tensors, have no hash
-            forms.append(form)
-        if self.noted is not None:
-            self.noted.append(tensor)
-        if self.wanted and number in self.wanted:
-            self.wanted[number] = tensor.detach(), tensor._version
-        if number == self._sampled or number >= self._beyond:
-            assert self._observer is not None
-            if (comparison := self._observer.look_at(number, tensor)) is not None:
-                self._compared[number] = comparison
+        number = len(forms)
+        forms.append((tensor.shape, tensor.dtype))
+        if number in self._looked_at or number >= self._beyond:
+            self._look_at(number, tensor)
         return number
+
+    def _look_at(self, number: int, tensor: torch.Tensor) -> None:
+        if self._observer is not None and (comparison := self._observer.look_at(number, tensor)) is not None:
+            self._compared[number] = comparison
 
     # In backward.
 
@@ -218,7 +190,7 @@ class CheckpointFrame:
     def _fill(self) -> Any:
         """Run the forward again and have its tensors. Returns its output where it runs ``_to_end``."""
         unit, output = self._unit, None
-        self._check_modules()
+        exchanged = self._check_modules()
         inputs = self._take_inputs()
         for comparison in self._compared.values():
             comparison.look_again()
@@ -227,14 +199,13 @@ class CheckpointFrame:
             checked.before_rerun(unit.module)
         self._filled = 0
         try:
-            output = self._run_again(inputs)
+            output = self._run_again(inputs, exchanged)
         except Exception as error:
-            if (
-                self._to_end or not self._is_full
-            ):  # what runs TorchScript makes an error of its own of StopRecomputation
+            # what runs TorchScript makes an error of its own of StopRecomputation
+            if self._to_end or not self._is_full:
                 raise _told(error, unit.name) from error.__cause__
         finally:
-            self._shared = set()
+            self._shared = ()
             if not self._is_full:
                 self._values.clear()  # of a run that went wrong
         if not self._is_full:
@@ -249,13 +220,13 @@ class CheckpointFrame:
     def _is_full(self) -> bool:
         return self._filled == len(self._forms)
 
-    def _run_again(self, inputs: list[torch.Tensor]) -> Any:
+    def _run_again(self, inputs: list[torch.Tensor], exchanged: Sequence[Exchanged]) -> Any:
         unit = self._unit
         args, kwargs = unflatten(self._template, inputs)
         with (
             running_again(unit.name),
             self._turn(),
-            unit.with_parameters(self._parameters),
+            put_back(exchanged) if exchanged else nullcontext(),
             unit.state.restored(self._before, self._training) as self._shared,
             self._context.restored(),
             # hooks in any case: backward may have been called inside a forward whose own hooks are in force
@@ -284,19 +255,18 @@ class CheckpointFrame:
 
     def _take_inputs(self) -> list[torch.Tensor]:
         """The inputs without their history."""
-        if self._live is not None:
-            # A gradient is taken inside of the forward. What is around may hand out only once what it keeps, and that
-            # is for the backward to come.
-            self._refuse_changed(self._live)
-            held = self._live
-        else:
-            held = [unpack(saved, self._unit.name) for saved in self._inputs]
+        # Where a gradient is taken inside of the forward, not by what holds them: what is around may hand out only once
+        # what it keeps, and that is for the backward to come.
+        held = [unpack(saved, self._unit.name) for saved in self._inputs] if self._live is None else self._live
         pairs = zip(held, self._trains, strict=True)
         return [tensor.detach().requires_grad_() if trains else tensor.detach() for tensor, trains in pairs]
 
-    def _check_modules(self) -> None:
-        """See that the unit has the parameters of its forward. Raises InPlaceError where modules were exchanged or
-        parameters changed, ConflictError where parameters are in pieces on several devices and cannot be gathered."""
+    def _check_modules(self) -> list[Exchanged]:
+        """See that the unit has the parameters of its forward; which of them have other values now.
+
+        Raises InPlaceError where modules were exchanged or parameters changed, ConflictError where parameters are in
+        pieces on several devices and cannot be gathered.
+        """
         unit = self._unit
         if not unit.has_same_modules():
             raise InPlaceError(
@@ -310,19 +280,19 @@ class CheckpointFrame:
                 "modified by an inplace operation between forward and backward",
                 remedy="Change it after backward: an optimizer step before the last backward of a graph does this.",
             )
-        in_pieces = unit.is_in_pieces(self._parameters)
-        unshard: Any = getattr(unit.module, "unshard", None) if in_pieces else None
-        if unshard is not None:
+        exchanged = unit.exchanged(self._parameters)
+        if any(place.is_in_pieces for place in exchanged) and (unshard := getattr(unit.module, "unshard", None)):
             # FSDP2 gathers them; its own backward, or the end of this one, lets them go again
-            unshard()
-            in_pieces = unit.is_in_pieces(self._parameters)
-        if in_pieces or unit.lost_memory():
+            unshard()  # type: ignore[operator]
+            exchanged = unit.exchanged(self._parameters)
+        if any(place.is_in_pieces for place in exchanged) or unit.lost_memory():
             raise ConflictError(
                 f"the parameters of {unit.name} are sharded while it runs again in backward",
                 remedy="Choose recompute or save for it, or keep parameters whole after forward "
                 "(FullyShardedDataParallel: SHARD_GRAD_OP; fully_shard: reshard_after_forward=False, or shard a "
                 "segment's units together).",
             )
+        return [place for place in exchanged if place.holds_other_values]
 
 
 def _as_it_is(tensor: Any) -> Any:

@@ -20,7 +20,6 @@ kept of it, and it is learned from again.
 from __future__ import annotations
 
 import functools
-import operator
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -33,13 +32,12 @@ from torch.overrides import TorchFunctionMode
 
 from autockpt.checkpointing.fingerprint import fingerprint, form_of, layout_of, quietly, why_not
 from autockpt.checkpointing.frame import CheckpointFrame, diverged
-from autockpt.devices.random_states import TorchStates
+from autockpt.checkpointing.unit import CheckpointedUnit, Exchanged
 
 _PLAIN = frozenset((torch.Tensor, nn.Parameter))
 _MOST_FUNCTIONS, _MOST_LAYOUTS = 4096, 16
 _OWN_SHARE = 4  # what a call saves of its own is kept up to this part of its output
 _transform: Callable[[], int | None] = torch._C._functorch.maybe_current_level  # type: ignore[attr-defined]
-_function_of = operator.attrgetter("function")
 _observers: list[dict[str, int]] = []
 
 
@@ -96,7 +94,7 @@ class Learned(NamedTuple):
     sources: Sequence[Source] | None
     own: Sequence[int]
     leaves: Sequence[int] | None
-    trains: tuple[bool, ...]
+    trains: Sequence[bool]
     is_tuple: bool
     is_needed: bool
 
@@ -109,57 +107,73 @@ class Layout:
         self.caught = [call for call in calls if call.leaves is None]
         self.catches_functions = any(not isinstance(call.function, nn.Module) for call in self.caught)
         self.kept_numbers = {number for call in calls for number in (*call.own, *(call.leaves or ()))}
+        self.lost = [call.sources is None for call in calls].count(True)
+
+
+Held = Sequence[tuple[Any, int]]
+"""An output: aliases of its tensors without a graph, which share their version counters, with their versions."""
 
 
 class KeepingFrame(CheckpointFrame):
-    """One call of a unit whose scopes keep outputs, and hand them out in its recomputation."""
+    """One call of a unit whose scopes keep outputs, and hand them out in its recomputation.
 
-    __slots__ = ("_calls", "_handing", "_is_inside", "_key", "_layout", "name")
+    What it keeps is ``_caught``, outputs of calls, and ``_wanted``, saved tensors by their number. Both go by the
+    ``_layout``, which is learned from ``_drafts`` where it is not known yet.
+    """
 
-    def __init__(self, *given: Any, **named: Any) -> None:
-        super().__init__(*given, **named)
-        assert self._live is not None
-        self.name = self._unit.name
+    __slots__ = (
+        *("_caught", "_drafts", "_handing", "_is_inside", "_is_lost", "_key", "_layout", "_noted", "_wanted"),
+        "name",
+    )
+
+    def __init__(self, unit: CheckpointedUnit, *given: Any, **named: Any) -> None:
+        if unit.check is not None:
+            unit.check.in_turn = True
+        super().__init__(unit, *given, **named)
+        self.name = unit.name
         trains = [parameter is not None and parameter.requires_grad for parameter in self._parameters]
-        inputs = [(t.shape, t.dtype, t.requires_grad) for t in self._live if not t.is_nested]
+        inputs = [(t.shape, t.dtype, t.requires_grad) for t in self._live or () if not t.is_nested]
         self._key = (*inputs, *trains, *self._training, self._context.autocast.key)
-        self._layout: Layout | None = None if self.checked else self._unit.learned.get(self._key)
-        # None once they are handed out: a later backward over the same graph runs everything again
-        self._calls: list[KeptCall] | None = []
-        self._handing: dict[Scope, Iterator[KeptCall]] = {}
+        self._layout: Layout | None = None if self.checked else unit.learned.get(self._key)
+        self._caught: list[Held | None] = []
+        self._drafts: list[Draft] = []
+        self._noted: list[torch.Tensor] | None = None  # what is saved in a call that is learned from
+        self._wanted: dict[int, Any] = {}
+        # From the first recomputation on. Outputs are handed out once: a later backward runs everything again.
+        self._handing: dict[Scope, Iterator[tuple[Learned, Held | None]]] | None = None
         self._is_inside = False  # a call in a scope
+        self._is_lost = False
+        if self._layout is None:
+            self._beyond = 0
+        else:
+            self._wanted = dict.fromkeys(self._layout.kept_numbers)
+            self._looked_at = {*self._wanted, *self._looked_at}
+
+    # In forward.
 
     def run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """As ``CheckpointFrame.run``."""
-        layout = self._layout
-        if self._unit.check is not None:
-            self._unit.check.in_turn = True
-        if layout is not None:
-            self.wanted = dict.fromkeys(layout.kept_numbers)
         outer, _here.frame = _here.frame, self
         try:
             output = super().run(args, kwargs)
         finally:
             _here.frame = outer
+        layout = self._layout
+        if self._handing is not None:  # a gradient was taken inside the forward
+            return output
         if layout is None:
-            if self._calls is not None:  # no gradient was taken inside the forward
-                self._learn()
-        elif not self._is_as_learned(layout):
-            self._calls, self._layout, self.wanted = [], None, None
+            layout = self._layout = self._learn()
+        elif self._is_lost or self._forms != layout.forms or len(self._caught) != len(layout.caught):
+            self._layout, self._caught, self._wanted = None, [], {}
             self._unit.learned.pop(self._key, None)
-        else:
-            self._tell_of_lost([call.sources is None for call in layout.calls].count(True))
+            return output
+        for counts in _observers:
+            counts[self.name] = counts.get(self.name, 0) + layout.lost
         return output
-
-    def _is_as_learned(self, layout: Layout) -> bool:
-        calls = self._calls or []
-        if self._forms != layout.forms or len(calls) != len(layout.caught):
-            return False
-        return all(map(operator.is_, map(_function_of, calls), map(_function_of, layout.caught)))
 
     def watches(self, scope: Scope) -> bool:
         """Whether functions that a scope calls have to be looked at now."""
-        if self._calls is None:
+        if self._handing is not None:
             return scope in self._handing
         if self._layout is not None:
             return self._layout.catches_functions
@@ -173,98 +187,129 @@ class KeepingFrame(CheckpointFrame):
             return run()
         self._is_inside = True
         try:
-            if self._calls is None:
-                call = next(self._handing.get(scope, _NOTHING), None)
-                return run() if call is None or call.sources is None else call.instead(self, function, run, given())
+            if self._handing is not None:
+                return self._hand_out(scope, function, run, given)
             if self._layout is None:
                 return self._learn_from(scope, function, run, given)
             output = run()
-            caught, number = self._layout.caught, len(self._calls)
-            learned = caught[number] if number < len(caught) else None
-            call = KeptCall(scope, function, None if learned is None else learned.sources)
-            self._calls.append(call)
-            if learned is not None and learned.is_needed:
-                if type(output) is torch.Tensor or type(output) is tuple:
-                    call.hold(output)
-                else:
-                    call.sources = None
+            caught, number = self._layout.caught, len(self._caught)
+            if number < len(caught) and caught[number].function is function:
+                self._caught.append(_held(output) if caught[number].is_needed else ())
+            else:
+                self._is_lost = True
             return output
         finally:
             self._is_inside = False
 
+    def _look_at(self, number: int, tensor: torch.Tensor) -> None:
+        if self._noted is not None:
+            self._noted.append(tensor)
+        if number in self._wanted:
+            self._wanted[number] = tensor.detach(), tensor._version
+        super()._look_at(number, tensor)
+
     def _learn_from(self, scope: Scope, function: Any, run: Callable[[], Any], given: Callable[[], Any]) -> Any:
         """A call of which it is not known yet what it saves."""
-        assert self._calls is not None
-        place = len(self._calls)
-        self._calls.append(KeptCall(scope, function))  # first, for calls that fail: the unit may go on
+        place = len(self._drafts)
+        self._drafts.append(Draft(scope, function))  # first, for calls that fail: the unit may go on
         before = self._context.now() if self.checked else None
-        self.noted = noted = []
+        self._noted = noted = []
         try:
             output = run()
         finally:
-            self.noted = None
-        if before is not None and not _same_states(before, self._context.now()):
+            self._noted = None
+        if before is not None and not all(map(_equal, before.tensors, self._context.now().tensors)):
             scope.again.add(function)
         if function not in scope.again:
             with torch._C.DisableTorchFunction():
-                call = kept_call(scope, function, output, noted, given(), len(self._forms))
-            if call is not None and self._calls is not None:
-                self._calls[place] = call
+                draft = drafted(scope, function, output, noted, given(), len(self._forms))
+            if draft is not None:
+                self._drafts[place] = draft
                 if self.checked and not self._unit.is_measured:
-                    call.look_at_memory()
+                    draft.look_at_memory()
         return output
 
-    def _learn(self) -> None:
+    def _learn(self) -> Layout:
         """The forward has ended. Outputs that it changed, or after which nothing is saved, need not be held."""
-        assert self._calls is not None
-        saved, learned = len(self._forms), list[Learned]()
-        for place, call in enumerate(self._calls):
-            if call.wrote_unseen():
-                call.scope.again.add(call.function)
-                call.sources = None
-            if call.sources is None or call.is_changed():
-                call = self._calls[place] = KeptCall(call.scope, call.function)
-            learned.append(call.learned(saved))
-            if not learned[-1].is_needed:
-                call.forget_output()
-        self._tell_of_lost([call.sources is None for call in learned].count(True))
-        layouts = self._unit.learned
-        if not any(call.is_ambiguous for call in self._calls):
+        calls = list[Learned]()
+        for draft in self._drafts:
+            if draft.wrote_unseen():
+                draft.scope.again.add(draft.function)
+                draft.sources = None
+            if draft.sources is None or _is_changed(draft.outputs):
+                draft = Draft(draft.scope, draft.function)
+            calls.append(draft.learned(len(self._forms)))
+            self._wanted |= draft.own
+            if calls[-1].leaves is None:
+                self._caught.append(draft.outputs if calls[-1].is_needed else ())
+        layout, layouts = Layout(self._forms, calls), self._unit.learned
+        if not any(draft.is_ambiguous for draft in self._drafts):
             if len(layouts) >= _MOST_LAYOUTS:  # batches without padding have new lengths in every step
                 layouts.clear()
-            layouts[self._key] = Layout(self._forms, learned)
+            layouts[self._key] = layout
+        self._drafts = []
+        return layout
 
-    def _tell_of_lost(self, count: int) -> None:
-        for counts in _observers:
-            counts[self.name] = counts.get(self.name, 0) + count
+    # In backward.
 
-    def _run_again(self, inputs: list[torch.Tensor]) -> Any:
+    def _run_again(self, inputs: list[torch.Tensor], exchanged: Sequence[Exchanged]) -> Any:
+        layout, caught, by_scope = self._layout, iter(self._caught), dict[Scope, list[tuple[Learned, Held | None]]]()
         # where a gradient is taken inside the forward, its recomputation needs the whole graph
-        calls = self._restored() if self._live is None else []
-        # each output is handed out once, and let go of with the tensors that backward gets
-        self._calls, self.wanted, by_scope = None, None, dict[Scope, list[KeptCall]]()
-        for call in calls:
+        for call in layout.calls if layout is not None and self._live is None else ():
+            outputs = next(caught) if call.leaves is None else [self._wanted[number] for number in call.leaves]
             # not in one row: a scope that is entered in one of the two runs only does not shift the others
-            by_scope.setdefault(call.scope, []).append(call)
-        self._handing = {scope: iter(some) for scope, some in by_scope.items()}
+            by_scope.setdefault(call.scope, []).append((call, outputs))
+        # let go of with the tensors that backward gets
+        self._handing, self._layout, self._caught = {scope: iter(some) for scope, some in by_scope.items()}, None, []
         outer, inside, _here.frame, self._is_inside = _here.frame, self._is_inside, self, False
         try:
-            return super()._run_again(inputs)
+            return super()._run_again(inputs, exchanged)
         finally:
-            _here.frame, self._is_inside, self._handing = outer, inside, {}
+            _here.frame, self._is_inside, self._handing, self._wanted = outer, inside, {}, {}
 
-    def _restored(self) -> list[KeptCall]:
-        """The calls in scopes: those that were caught, and those whose outputs are among the tensors they saved."""
-        calls, layout, wanted = self._calls or [], self._layout, self.wanted
-        if layout is None or wanted is None:
-            return calls
-        caught, restored = iter(calls), []
-        for learned in layout.calls:
-            is_caught = learned.leaves is None
-            call = next(caught) if is_caught else KeptCall(learned.scope, learned.function, learned.sources)
-            call.restore(learned, wanted)
-            restored.append(call)
-        return restored
+    def _hand_out(self, scope: Scope, function: Any, run: Callable[[], Any], given: Callable[[], Any]) -> Any:
+        """What the call returned, once all that it saved is filled in. ``run()`` where it cannot be skipped.
+
+        Raises ConflictError where the unit calls another function in its place.
+        """
+        assert self._handing is not None
+        call, outputs = next(self._handing.get(scope, _NOTHING), (None, None))
+        if call is None or call.sources is None or outputs is None:
+            return run()
+        if call.function is not function:
+            raise diverged(self.name, f"took another path when it ran again, {function} instead of {call.function}")
+        with torch._C.DisableTorchFunction():
+            values = None if _is_changed(outputs) else self._saved_by(call, given())
+            for value in values or ():
+                self.repack(value)
+            if values is not None:
+                if not outputs:
+                    raise diverged(self.name, "saved more tensors in forward than when it ran again")
+                # Not the leaf itself: code asks for a node (`grad_fn`), and may not write to a leaf.
+                leaves = [
+                    leaf.requires_grad_().view_as(leaf) if trains else leaf
+                    for (leaf, _), trains in zip(outputs, call.trains, strict=True)
+                ]
+                return tuple(leaves) if call.is_tuple else leaves[0]
+        return run()
+
+    def _saved_by(self, call: Learned, given: Sequence[Any]) -> list[torch.Tensor] | None:
+        """What a call saved, of what is given to it now; None where that lies otherwise in memory."""
+        values = []
+        for number, strides, cast, geometry in call.sources or ():
+            if number < 0:
+                values.append(self._wanted[call.own[-1 - number]][0])
+                continue
+            value = given[number] if number < len(given) else None
+            if not isinstance(value, torch.Tensor) or (strides is not None and value.stride() != strides):
+                return None
+            begin = int(value.storage_offset()) if cast is None else 0
+            value = value.detach() if cast is None else _cast(value, cast)
+            if geometry is not None:
+                size, stride, offset = geometry
+                value = value.as_strided(size, stride, begin + offset)
+            values.append(value)
+        return values
 
 
 _NOTHING: Iterator[Any] = iter(())
@@ -279,128 +324,61 @@ def frame_of(unit: str) -> KeepingFrame | None:
     return frame if _transform() is None and forward_ad._current_level < 0 else None
 
 
-class KeptCall:
-    """What one call of ``function`` returned, and the ``sources`` of what autograd saved during it; without these it
-    runs again. ``own`` tensors are what it saved of its own making, ``own_at`` their numbers among the unit's."""
-
-    __slots__ = (
-        *("_outputs", "_prints", "_saved", "_trains", "_tuple", "_versions"),
-        *("function", "is_ambiguous", "own", "own_at", "scope", "sources"),
-    )
+class Draft:
+    """One call of ``function`` that is learned from: its ``outputs``, and the ``sources`` of what autograd saved during
+    it; without these it runs again. ``own``: what it saved of its own making, by number among the unit's.
+    ``is_ambiguous``: later calls may have the same tensors from elsewhere. ``saved``: how many the unit had then."""
 
     def __init__(self, scope: Scope, function: Any, sources: Sequence[Source] | None = None, saved: int = 0) -> None:
-        self.scope, self.function, self.sources, self._saved = scope, function, sources, saved
-        self.own: Sequence[torch.Tensor] = ()
-        self.own_at: Sequence[int] = ()
-        self._outputs: tuple[Any, ...] = ()
-        self._trains = self._versions = ()
+        self.scope, self.function, self.sources, self.saved = scope, function, sources, saved
+        self.own: dict[int, tuple[torch.Tensor, int]] = {}
+        self.outputs: Held = ()
+        self.trains: Sequence[bool] = ()
+        self.is_ambiguous = self.is_tuple = False
         self._prints: list[Any] = []
-        self.is_ambiguous = self._tuple = False
-
-    def hold(self, output: Any) -> None:
-        """What it returned: aliases without a graph, which share their version counters."""
-        if type(output) is not tuple:
-            self._outputs, self._trains = (output.detach(),), (output.requires_grad,)
-            self._versions = (output._version,)
-            return
-        self._tuple = True
-        self._outputs = tuple([leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for leaf in output])
-        self._trains = tuple([isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in output])
-        self._versions = tuple([leaf._version if isinstance(leaf, torch.Tensor) else 0 for leaf in output])
-
-    def restore(self, learned: Learned, wanted: dict[int, Any]) -> None:
-        """What it saved of its own making, and what it returned where that is among it: as the frame has kept it."""
-        self.own = [wanted[number][0] for number in learned.own]
-        if learned.leaves is not None:
-            leaves = [wanted[number] for number in learned.leaves]
-            self._outputs, self._versions = tuple([leaf for leaf, _ in leaves]), tuple([v for _, v in leaves])
-            self._trains, self._tuple = learned.trains, learned.is_tuple
 
     def learned(self, saved: int) -> Learned:
         """This call as later ones will be, in a unit that saves so many tensors."""
-        at = {(*layout_of(tensor), _memory(tensor)): n for tensor, n in zip(self.own, self.own_at, strict=True)}
-        tensors = all(isinstance(leaf, torch.Tensor) for leaf in self._outputs)
-        found = [at.get((*layout_of(leaf), _memory(leaf))) for leaf in self._outputs] if tensors and at else [None]
-        is_needed = self.sources is not None and self._saved != saved
-        leaves: Sequence[int] | None = None if None in found else found  # type: ignore[assignment]
-        if isinstance(self.function, nn.Module):
-            leaves = None
-        elif not is_needed:
-            leaves = ()
-        return Learned(
-            self.scope, self.function, self.sources, self.own_at, leaves, self._trains, self._tuple, is_needed
-        )
-
-    def is_changed(self) -> bool:
-        """Whether an output was changed in place since."""
-        for leaf, version in zip(self._outputs, self._versions, strict=True):
-            if isinstance(leaf, torch.Tensor) and leaf._version != version:
-                return True
-        return False
+        is_needed = self.sources is not None and self.saved != saved
+        leaves: Sequence[int] | None = None
+        if not isinstance(self.function, nn.Module):
+            at = {(*layout_of(tensor), _memory(tensor)): number for number, (tensor, _) in self.own.items()}
+            tensors = [leaf for leaf, _ in self.outputs if isinstance(leaf, torch.Tensor)]
+            found = [at[key] for leaf in tensors if (key := (*layout_of(leaf), _memory(leaf))) in at]
+            leaves = () if not is_needed else found if len(found) == len(self.outputs) else None
+        own = list(self.own)
+        return Learned(self.scope, self.function, self.sources, own, leaves, self.trains, self.is_tuple, is_needed)
 
     def look_at_memory(self) -> None:
         """Note what is in the outputs, to see whether they are written to without a new version."""
-        tensors = [leaf for leaf in self._outputs if isinstance(leaf, torch.Tensor) and why_not(leaf) is None]
+        tensors = [leaf for leaf, _ in self.outputs if isinstance(leaf, torch.Tensor) and why_not(leaf) is None]
         self._prints = [(tensor, form := form_of(tensor), fingerprint(tensor, form)) for tensor in tensors]
 
     def wrote_unseen(self) -> bool:
         """Whether they were, by ``.data``, NumPy, a kernel of Triton's or the like."""
         prints, self._prints = self._prints, []
-        return not self.is_changed() and any(
+        return not _is_changed(self.outputs) and any(
             not _equal(before, fingerprint(tensor, form)) for tensor, form, before in prints
         )
 
-    def forget_output(self) -> None:
-        """The recomputation ends as soon as what this call saved is filled in."""
-        self._outputs = self._versions = ()
 
-    def instead(self, frame: KeepingFrame, function: Any, run: Callable[[], Any], given: Sequence[Any]) -> Any:
-        """What the call returned, once all that it saved is filled in. ``run()`` where it cannot be skipped.
-
-        Raises ConflictError where the unit calls another function in its place.
-        """
-        if self.function is not function:
-            raise diverged(frame.name, f"took another path when it ran again, {function} instead of {self.function}")
-        with torch._C.DisableTorchFunction():
-            values = None if self.is_changed() else self._values(given)
-            for value in values or ():
-                frame.repack(value)
-            if values is not None:
-                return self._again(frame.name)
-        return run()
-
-    def _again(self, unit: str) -> Any:
-        if not self._outputs:
-            raise diverged(unit, "saved more tensors in forward than when it ran again")
-        # Not the leaf itself: code asks for a node (`grad_fn`), and may not write to a leaf.
-        leaves = [
-            leaf.requires_grad_().view_as(leaf) if trains else leaf
-            for leaf, trains in zip(self._outputs, self._trains, strict=True)
-        ]
-        return tuple(leaves) if self._tuple else leaves[0]
-
-    def _values(self, given: Sequence[Any]) -> list[torch.Tensor] | None:
-        """What the call saved, of what is given to it now; None where that lies otherwise in memory."""
-        values = []
-        for number, strides, cast, geometry in self.sources or ():
-            if number < 0:
-                values.append(self.own[-1 - number])
-                continue
-            value = given[number] if number < len(given) else None
-            if not isinstance(value, torch.Tensor) or (strides is not None and value.stride() != strides):
-                return None
-            begin = int(value.storage_offset()) if cast is None else 0
-            value = value.detach() if cast is None else _cast(value, cast)
-            if geometry is not None:
-                size, stride, offset = geometry
-                value = value.as_strided(size, stride, begin + offset)
-            values.append(value)
-        return values
+def _held(output: Any) -> Held | None:
+    """None for what is neither a tensor nor a tuple."""
+    if type(output) is torch.Tensor:
+        return ((output.detach(), output._version),)
+    if type(output) is not tuple:
+        return None
+    return [(leaf.detach(), leaf._version) if isinstance(leaf, torch.Tensor) else (leaf, 0) for leaf in output]
 
 
-def kept_call(
+def _is_changed(outputs: Held) -> bool:
+    """Whether an output was changed in place since."""
+    return any([isinstance(leaf, torch.Tensor) and leaf._version != version for leaf, version in outputs])
+
+
+def drafted(
     scope: Scope, function: Any, output: Any, saved: Sequence[torch.Tensor], given: Sequence[Any], count: int
-) -> KeptCall | None:
+) -> Draft | None:
     """What to keep of a call; None where it has to run again. ``count``: how many tensors the unit saved by now."""
     numbers: dict[Any, int] = {}
     is_shared = False
@@ -410,44 +388,47 @@ def kept_call(
             memory, place = _memory(value), (_memory(value), value.storage_offset())
             is_shared |= place in numbers
             numbers[memory] = numbers[place] = number
-    outputs: dict[int, torch.Tensor] = {}
-    for leaf in output if type(output) is tuple else (output,):
-        if type(leaf) is torch.Tensor and leaf.layout is torch.strided:
-            outputs[memory := _memory(leaf)] = leaf
-            if memory in numbers:
-                return None  # it returns what it was given, which may be written to later
-        elif isinstance(leaf, torch.Tensor):
-            return None
-    if not outputs:
+    tensors = [leaf for leaf in (output if type(output) is tuple else (output,)) if isinstance(leaf, torch.Tensor)]
+    if not tensors or any(type(leaf) is not torch.Tensor or leaf.layout is not torch.strided for leaf in tensors):
         return None
-    own: list[torch.Tensor] = []
-    own_at: list[int] = []
+    outputs = {_memory(leaf): leaf for leaf in tensors}
+    if not numbers.keys().isdisjoint(outputs):
+        return None  # it returns what it was given, which may be written to later
+    own: dict[int, tuple[torch.Tensor, int]] = {}
     sources: list[Source] = []
-    for nth, tensor in enumerate(saved):
+    for nth, tensor in enumerate(saved, count - len(saved)):
         plain = type(tensor) in _PLAIN and tensor.layout is torch.strided
-        memory = _memory(tensor) if plain else None
-        number = numbers.get((memory, tensor.storage_offset()), numbers.get(memory)) if plain else None
-        if number is not None and (value := given[number]).dtype is tensor.dtype:
-            size, strides, there = tensor.size(), tensor.stride(), value.stride()
-            offset = int(tensor.storage_offset() - value.storage_offset())
-            itself = not offset and strides == there and size == value.size()
-            sources.append(Source(number, there, None, None if itself else (size, strides, offset)))
-        elif (source := _cast_source(tensor, given) if plain else _same_object(tensor, given)) is not None:
-            sources.append(source)
-        elif plain:
-            own.append(tensor.detach())
-            own_at.append(count - len(saved) + nth)
-            sources.append(Source(-len(own)))
-        else:
-            return None
-    if own:
-        extra = {m: t.untyped_storage().nbytes() for t in own if (m := _memory(t)) not in outputs}
-        if _OWN_SHARE * sum(extra.values()) > sum(leaf.untyped_storage().nbytes() for leaf in outputs.values()):
-            return None
-    call = KeptCall(scope, function, sources, count)
-    call.hold(output)
-    call.own, call.own_at, call.is_ambiguous = own, own_at, is_shared
-    return call
+        source = _plain_source(tensor, given, numbers) if plain else _same_object(tensor, given)
+        if source is None:
+            if not plain:
+                return None
+            own[nth] = tensor.detach(), tensor._version
+            source = Source(-len(own))
+        sources.append(source)
+    extra = {m: t.untyped_storage().nbytes() for t, _ in own.values() if (m := _memory(t)) not in outputs}
+    if _OWN_SHARE * sum(extra.values()) > sum(leaf.untyped_storage().nbytes() for leaf in outputs.values()):
+        return None
+    draft = Draft(scope, function, sources, count)
+    draft.own, draft.outputs, draft.is_tuple = own, _held(output) or (), type(output) is tuple
+    draft.trains = (
+        [isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in output]
+        if draft.is_tuple
+        else [output.requires_grad]
+    )
+    draft.is_ambiguous = is_shared
+    return draft
+
+
+def _plain_source(tensor: torch.Tensor, given: Sequence[Any], numbers: Mapping[Any, int]) -> Source | None:
+    """The source of a view of what the call was given, or of a cast of it. ``numbers``: by memory, which of these."""
+    memory = _memory(tensor)
+    number = numbers.get((memory, tensor.storage_offset()), numbers.get(memory))
+    if number is None or (value := given[number]).dtype is not tensor.dtype:
+        return _cast_source(tensor, given)
+    size, strides, there = tensor.size(), tensor.stride(), value.stride()
+    offset = int(tensor.storage_offset() - value.storage_offset())
+    itself = not offset and strides == there and size == value.size()
+    return Source(number, there, None, None if itself else (size, strides, offset))
 
 
 def _same_object(tensor: torch.Tensor, given: Sequence[Any]) -> Source | None:
@@ -502,10 +483,6 @@ def _memory(tensor: torch.Tensor) -> int:
 def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
     with quietly(), torch._C.DisableTorchFunction():
         return torch.equal(one, other)
-
-
-def _same_states(one: TorchStates, other: TorchStates) -> bool:
-    return all(map(_equal, one.tensors, other.tensors))
 
 
 class FunctionScopes(TorchFunctionMode):

@@ -9,10 +9,9 @@ around the unit) is not restored.
 from __future__ import annotations
 
 import copy
-import itertools
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Collection, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -60,11 +59,6 @@ class Entry(NamedTuple):
     def marks_done(self) -> bool:
         """Whether it was made, or set to True, since: as a flag that something was installed."""
         return self.value is _ABSENT or self.home.get(self.name) is True
-
-    @property
-    def restores_memory(self) -> bool:
-        """Whether restoring it writes to a tensor's memory."""
-        return self.content is not None and isinstance(self.value, torch.Tensor)
 
     def is_untouched(self) -> bool:
         """Whether the same tensor, or none, is there, with its version."""
@@ -153,13 +147,13 @@ class ModuleState:
         self._unit = unit
         self.modules = list(module.modules())
         self._fields = [vars(inner) for inner in self.modules]
-        # their kernels write without a new version, so they are known by type
-        self._norms = [m for m in self.modules if _writes_unseen(m)]
         # FullyShardedDataParallel puts views of its own in the place of parameters
         self._sharded = {id(f) for f in self._fields if "_is_fsdp_managed_module" in f}
-        self._norm_keys = {(id(norm._buffers), name) for norm in self._norms for name in norm._buffers}
+        # Where forwards change something. Kernels of norms write without a new version, so they are known by type.
         self._lively: dict[Key, dict[str, Any]] = {}
-        self._quiet = [m._buffers for m in self.modules if m not in self._norms]
+        for norm in filter(_writes_unseen, self.modules):
+            self._lively |= {(id(norm._buffers), name): norm._buffers for name in norm._buffers}
+        self._buffers = [m._buffers for m in self.modules]
         self._named = self._names()
         self._installs = False  # a forward registered hooks
 
@@ -169,30 +163,27 @@ class ModuleState:
 
     def take(self) -> list[Entry]:
         """What forwards change, as it is now."""
-        entries = [Entry.of(home, name) for (_, name), home in self._lively.items()] if self._lively else []
-        for norm in self._norms:
-            # a forward may switch a norm to training itself
-            if norm.training or self.modules[0].training or not hasattr(norm, "track_running_stats"):
-                entries += [Entry.of(norm._buffers, n) for n, b in norm._buffers.items() if b is not None]
-        return [entry.without_graph() for entry in entries]
+        return [Entry.of(home, name).without_graph() for (_, name), home in self._lively.items()]
 
     def take_quiet(self) -> list[Entry]:
         """Small buffers, and places without one, that forwards have not changed so far."""
-        if not any(map(len, self._quiet)):
-            return []
-        all_buffers = ((home, name, buffer) for home in self._quiet for name, buffer in home.items())
-        small = [(home, name) for home, name, b in all_buffers if b is None or b.nbytes <= SMALL_BYTES]
-        return [Entry.of(home, name) for home, name in small if (id(home), name) not in self._lively]
+        small = [
+            (home, name)
+            for home in filter(None, self._buffers)
+            for name, buffer in home.items()
+            if (buffer is None or buffer.nbytes <= SMALL_BYTES) and (id(home), name) not in self._lively
+        ]
+        return [Entry.of(home, name) for home, name in small]
 
     def _names(self) -> set[Key]:
-        return {(id(home), name) for home in self._quiet for name in home}
+        return {(id(home), name) for home in self._buffers for name in home}
 
     def learn_quiet(self, before: list[Entry]) -> list[Entry]:
         """A forward has ended: buffers that it was the first to change or to make, as they were before."""
         changed = [entry for entry in before if not entry.is_untouched()]
-        if sum(map(len, self._quiet)) != len(self._named):
+        if sum(map(len, self._buffers)) != len(self._named):
             known = self._named | self._lively.keys()
-            added = [(home, name) for home in self._quiet for name in home if (id(home), name) not in known]
+            added = [(home, name) for home in self._buffers for name in home if (id(home), name) not in known]
             changed += [Entry(home, name, _ABSENT, None, 0) for home, name in added]
             self._named = self._names()
         for entry in changed:
@@ -218,7 +209,7 @@ class ModuleState:
         the forward changed what there is no copy of, or began to count in one of these calls.
         """
         after = self.take_all()
-        for key in ({**before, **after}).keys() - self._norm_keys:  # which are known by type
+        for key in {**before, **after}:
             then = before[key] if key in before else after[key]._replace(value=_ABSENT, content=None)
             now = after[key] if key in after else Entry(then.home, then.name, _ABSENT, None, 0)
             if then.assigned(now):
@@ -233,13 +224,7 @@ class ModuleState:
                 raise self._refusal(then, f"began to change within the last {late} calls, and may have changed twice")
             self._lively[key] = then.home
             before[key] = then
-        return [before[key].without_graph() for key in self._lively if key in before] + [
-            entry for entry in self._norm_entries(before) if entry.key not in self._lively
-        ]
-
-    def _norm_entries(self, before: dict[Key, Entry]) -> Iterator[Entry]:
-        for norm in self._norms if self._norms else ():
-            yield from (e for n in norm._buffers if (e := before.get((id(norm._buffers), n))))
+        return [before[key].without_graph() for key in self._lively if key in before]
 
     def _refusal(self, entry: Entry, what: str) -> ConflictError:
         path = next((path for path, m in self.modules[0].named_modules() if entry.home in (vars(m), m._buffers)), "")
@@ -249,12 +234,21 @@ class ModuleState:
             remedy=f"Use `save` or `offload` on {self._unit}, or change it outside of the forward.",
         )
 
-    def installed(self, hooks: int, gradients: list[tuple[int, int]]) -> bool:
-        """Whether a forward that began with so many hooks and these gradients registered hooks, as libraries do in a
-        first forward. Raises ConflictError where an earlier one did so too, or where it accumulated gradients."""
-        installs = self.hooks() != hooks
+    def effects(self) -> tuple[int, list[tuple[int, int]]]:
+        """How many hooks there are on modules and parameters, and which gradients with their versions."""
+        parameters = [p for m in self.modules for p in m._parameters.values() if p is not None]
+        hooks = [h for m in self.modules for h in (m._backward_hooks, m._forward_hooks, m._forward_pre_hooks)]
+        hooks += [h for p in parameters for h in (p._backward_hooks, p._post_accumulate_grad_hooks) if h]
+        grads = (p.grad for p in parameters if p.is_leaf and p.grad is not None)
+        return sum(map(len, hooks)), [(id(grad), 0 if grad.is_inference() else grad._version) for grad in grads]
+
+    def installed(self, before: tuple[int, list[tuple[int, int]]]) -> bool:
+        """Whether a forward that began with these ``effects`` registered hooks, as libraries do in a first forward.
+        Raises ConflictError where an earlier one did so too, or where it accumulated gradients."""
+        hooks, gradients = self.effects()
+        installs = hooks != before[0]
         what = "registers or removes hooks" if installs and self._installs else None
-        if self.gradients() != gradients:
+        if gradients != before[1]:
             what = "accumulates gradients (a backward inside of a forward)"
         if what is not None:
             raise ConflictError(
@@ -264,48 +258,28 @@ class ModuleState:
         self._installs |= installs
         return installs
 
-    def hooks(self) -> int:
-        """How many hooks are registered on the modules and their parameters."""
-        of_modules = (h for m in self.modules for h in (m._backward_hooks, m._forward_hooks, m._forward_pre_hooks))
-        of_parameters = (h for p in self._parameters() for h in (p._backward_hooks, p._post_accumulate_grad_hooks) if h)
-        return sum(map(len, itertools.chain(of_modules, of_parameters)))
-
-    def gradients(self) -> list[tuple[int, int]]:
-        """Which gradients the parameters have, and their versions."""
-        grads = (p.grad for p in self._parameters() if p.is_leaf and p.grad is not None)
-        return [(id(grad), 0 if grad.is_inference() else grad._version) for grad in grads]
-
-    def _parameters(self) -> Iterator[torch.Tensor]:
-        return (p for m in self.modules for p in m._parameters.values() if p is not None)
-
-    @contextmanager
-    def restored(self, entries: list[Entry], training: list[bool]) -> Iterator[set[int]]:
+    def restored(self, entries: list[Entry], training: list[bool]) -> AbstractContextManager[Collection[int]]:
         """As in ``entries``, and afterwards as now. Yields the storages that are written to then: what is saved of them
         has to be copied."""
         flags = self.training()
-        if not entries and flags == training:
-            yield set()
-            return
-        now = [Entry.of(entry.home, entry.name) for entry in entries]
-        written = [e.value for e in (*entries, *now) if e.restores_memory]
-        try:
-            # other graphs go by the versions of these
-            with _unsafe_preserve_version_counter(tuple(written)):
-                if flags != training:
-                    self._put_training(training)
-                try:
-                    with torch.no_grad():
-                        for entry in entries:
-                            entry.put()
-                    yield {tensor.untyped_storage()._cdata for tensor in written}
-                finally:
-                    with torch.no_grad():
-                        for entry in now:
-                            entry.put()
-        finally:
-            if flags != training:
-                self._put_training(flags)
+        return self._restored(entries, training, flags) if entries or flags != training else nullcontext(())
 
-    def _put_training(self, flags: list[bool]) -> None:
-        for fields, flag in zip(self._fields, flags, strict=True):
+    @contextmanager
+    def _restored(self, entries: list[Entry], training: list[bool], flags: list[bool]) -> Iterator[Collection[int]]:
+        now = [Entry.of(entry.home, entry.name) for entry in entries]
+        tensors = (e.value for e in (*entries, *now) if e.content is not None and isinstance(e.value, torch.Tensor))
+        written = tuple(tensors)
+        # other graphs go by the versions of these
+        with _unsafe_preserve_version_counter(written):
+            try:
+                self._put(entries, training)
+                yield {tensor.untyped_storage()._cdata for tensor in written}
+            finally:
+                self._put(now, flags)
+
+    def _put(self, entries: list[Entry], training: list[bool]) -> None:
+        for fields, flag in zip(self._fields, training, strict=True):
             fields["training"] = flag
+        with torch.no_grad():
+            for entry in entries:
+                entry.put()

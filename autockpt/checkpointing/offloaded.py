@@ -20,7 +20,7 @@ from torch.autograd import forward_ad
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.autograd.graph import increment_version
 
-from autockpt.checkpointing.divergence import Comparison, LookAt
+from autockpt.checkpointing.divergence import CheckedCall, Comparison, UnitCheck
 from autockpt.checkpointing.fingerprint import laid_out_on, layout_of, probe_of
 from autockpt.devices.base import Transport
 from autockpt.errors import InPlaceError
@@ -195,8 +195,8 @@ class OffloadHooks:
     """Decides for one forward of one unit which saved tensors leave the device. ``pack`` is the hook for autograd.
 
     ``outside`` are tensors that live on without this unit: masks, rotary tables, buffers. So do leaves, but for the
-    ``hidden`` state. Tensors of subclasses stay, whatever they hold; a warning names each kind once. ``look_at`` is
-    called with what leaves.
+    ``hidden`` state. Tensors of subclasses stay, whatever they hold; a warning names each kind once. The
+    ``observer`` compares what leaves.
     """
 
     def __init__(
@@ -204,10 +204,10 @@ class OffloadHooks:
         group: OffloadedCall,
         outside: Iterable[torch.Tensor],
         module: nn.Module,
-        look_at: LookAt | None,
+        observer: CheckedCall | UnitCheck | None,
         hidden: torch.Tensor | None,
     ) -> None:
-        self._group, self._module, self._look_at = group, module, look_at
+        self._group, self._module, self._observer, self._moved = group, module, observer, 0
         # the caller keeps these alive during the forward, so an address cannot change its meaning
         self._hidden = id(hidden)
         self._outside = {address for t in outside if (address := address_of(t)) is not None}
@@ -217,7 +217,8 @@ class OffloadHooks:
         # inside of forward-mode AD what is made here would be its own, without memory to copy
         if forward_ad._current_level >= 0 or not self._leaves(tensor):
             return KeptTensor(tensor, self._group.unit)
-        entry = self._look_at(tensor) if self._look_at is not None else None
+        entry = self._observer.look_at(self._moved, tensor) if self._observer is not None else None
+        self._moved += 1
         return OffloadedTensor(tensor, self._storage_of(tensor), entry)
 
     def _leaves(self, tensor: torch.Tensor) -> bool:

@@ -151,7 +151,7 @@ class RecordedCall:
                 sources = tuple(map(self._cells.__getitem__, cells))
                 if None not in sources:
                     if dropped in self._compares:
-                        return number, self._observer.look_at(dropped, tensor), *sources  # type: ignore[union-attr]
+                        return number, self._observer.sample(dropped, tensor), *sources  # type: ignore[union-attr]
                     return number, None, *sources
                 self._lost = True  # a module inside was not called, or with another tensor
             elif weight is not None:
@@ -187,7 +187,7 @@ class RecordedCall:
                 # what was made on another stream may be freed there before this one has read it
                 here = stream_of(slot[0].device) == self._saved_on[number]
                 looks = here and position.dropped in compares
-                comparison = observer.look_at(position.dropped, slot[0]) if looks else None  # type: ignore[union-attr]
+                comparison = observer.sample(position.dropped, slot[0]) if looks else None  # type: ignore[union-attr]
                 slot[:] = number, comparison, *[self._cells[cell] for cell in position.cells]
         self._slots, self._saved_on, self._weights_at_begin = [], [], []
         recorder.forget()
@@ -305,11 +305,11 @@ class RecordedCall:
             yield
             return
         with one_at_a_time(self._unit.name):  # they belong to the process
-            put_switches(recipe.switches)
+            put_switches(recipe.switches, now)
             try:
                 yield
             finally:
-                put_switches(now)
+                put_switches(now, recipe.switches)
 
 
 def _compared(recipe: Recipe, observer: CheckedCall | UnitCheck | None) -> Container[int]:

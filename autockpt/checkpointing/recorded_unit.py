@@ -18,11 +18,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from autockpt.checkpointing.autocast import autocast_is_on
 from autockpt.checkpointing.divergence import FIRST_CALLS, Schedule
 from autockpt.checkpointing.op_recorder import OpRecorder
 from autockpt.checkpointing.recipes import Recipe, difference
-from autockpt.checkpointing.replay_context import switches
+from autockpt.checkpointing.replay_context import autocast_is_on, switches
 from autockpt.checkpointing.unit import CheckpointedUnit
 from autockpt.errors import RerunMismatch
 

@@ -2,12 +2,14 @@
 type, and the kernels that are allowed.
 
 Python's and NumPy's generators are read only for units that were seen to draw from them: reading both takes longer than
-a tiny layer's forward.
+a tiny layer's forward. Autocast remembers its casts of weights until its outermost block ends. A recomputation uses
+none of these and leaves none: it may run in another block than its forward, or after an update of the weights.
 """
 
 from __future__ import annotations
 
 import functools
+import operator
 import os
 import random
 import sys
@@ -19,12 +21,12 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from autockpt.checkpointing.autocast import AutocastState
 from autockpt.devices.random_states import TorchStates
 from autockpt.errors import ConflictError
 
 _C: Any = torch._C
 _function_modes: Callable[[], int] = _C._len_torch_function_stack
+autocast_is_on: Callable[[], bool] = _C._is_any_autocast_enabled
 _CPU = torch.device("cpu")
 _SWITCHES: tuple[tuple[Callable[[], Any], Callable[[Any], None]], ...] = (
     (torch.backends.cuda.flash_sdp_enabled, torch.backends.cuda.enable_flash_sdp),
@@ -43,14 +45,25 @@ _SWITCHES: tuple[tuple[Callable[[], Any], Callable[[Any], None]], ...] = (
     ),
     (torch.get_default_dtype, torch.set_default_dtype),
 )
-cuda_is_initialized = torch.cuda.is_initialized
+_READS = [read for read, _ in _SWITCHES]
 _PATIENCE = 120.0  # seconds
 _here = threading.local()
 _turn = threading.RLock()
 
+Place = tuple[str, int]
+"""A kind of accelerator, and its index."""
+
+
+def accelerators_of(tensors: Iterable[torch.Tensor | None]) -> list[Place]:
+    """Where a forward on these tensors may draw random numbers, besides the CPU."""
+    devices = [t.device for t in tensors if t is not None and not (t.is_cpu or t.is_meta)]
+    if torch.cuda.is_initialized():
+        settle_order_of_attentions()
+    return sorted({(device.type, device.index or 0) for device in devices})
+
 
 class ReplayContext:
-    """Made before a forward. ``tensors`` show on which devices it may draw random numbers; ``generators`` are random
+    """Made before a forward. ``places``: the accelerators on which it may draw random numbers; ``generators``: random
     generators among its arguments; ``python``: it may draw from Python's or NumPy's.
 
     Raises ConflictError while a CUDA graph is being captured.
@@ -59,20 +72,29 @@ class ReplayContext:
     __slots__ = ("_default_device", "_generators", "_places", "_python", "_switches", "_torch", "autocast")
 
     def __init__(
-        self, tensors: Iterable[torch.Tensor], generators: Sequence[torch.Generator] = (), python: bool = False
+        self, places: Sequence[Place] = (), generators: Sequence[torch.Generator] = (), python: bool = False
     ) -> None:
-        elsewhere = [t.device for t in tensors if not (t.is_cpu or t.is_meta)]
-        self._places = sorted({(device.type, device.index or 0) for device in elsewhere}) if elsewhere else []
-        self._torch = torch_states(self._places)
-        self._generators = [(generator, generator.get_state()) for generator in generators]
+        self._places = places
+        self._torch = self.now()
+        self._generators = _states_of(generators) if generators else ()
         self._python = _python_states() if python else None
-        self.autocast = AutocastState(["cpu", *dict.fromkeys(kind for kind, _ in self._places)])
-        self._default_device = _default_device()
+        self.autocast = AutocastState(("cpu", *{kind for kind, _ in places}) if places else ("cpu",))
+        # where tensors are made by default: a function mode decides, and asking for it takes long
+        self._default_device = torch.get_default_device() if _function_modes() else _CPU
         self._switches = switches()
 
     def now(self) -> TorchStates:
         """PyTorch's random states as they are by now."""
-        return torch_states(self._places)
+        try:
+            return TorchStates(self._places)
+        except RuntimeError as error:
+            if "capture" not in str(error):
+                raise
+            raise ConflictError(
+                "a CUDA graph is being captured, and what runs again in backward needs the random state, which cannot "
+                "be read then",
+                remedy="Use save for units inside of captured graphs.",
+            ) from error
 
     def forget_python_unless_drawn(self) -> bool:
         """The forward has ended: whether it drew from Python's or NumPy's generator. If not, they are dropped."""
@@ -84,18 +106,17 @@ class ReplayContext:
     def restored(self) -> Iterator[None]:
         """As before the forward, and afterwards as now."""
         now, allowed, device = self.now(), switches(), self._default_device
-        generators = [(generator, generator.get_state()) for generator, _ in self._generators]
+        generators = _states_of(generator for generator, _ in self._generators)
         python = None if self._python is None else _python_states()
-        with nullcontext() if device == _default_device() else device, self.autocast.restored():
+        here = torch.get_default_device() if _function_modes() else _CPU
+        with nullcontext() if device == here else device, self.autocast.restored():
             try:
                 self._put(self._torch, self._generators, self._python)
-                if self._switches != allowed:
-                    put_switches(self._switches)
+                put_switches(self._switches, allowed)
                 yield
             finally:
                 self._put(now, generators, python)
-                if self._switches != allowed:
-                    put_switches(allowed)
+                put_switches(allowed, self._switches)
 
     @staticmethod
     def _put(of_torch: TorchStates, generators: Sequence[tuple[torch.Generator, Any]], python: Any) -> None:
@@ -103,21 +124,13 @@ class ReplayContext:
         for generator, state in generators:
             generator.set_state(state)
         if python is not None:
-            _put_python_states(python)
+            random.setstate(python[0])
+            if python[1] is not None:
+                sys.modules["numpy"].random.set_state(python[1])
 
 
-def torch_states(places: Iterable[tuple[str, int]]) -> TorchStates:
-    """As they are now. Raises ConflictError while a CUDA graph is being captured."""
-    try:
-        return TorchStates(places)
-    except RuntimeError as error:
-        if "capture" not in str(error):
-            raise
-        raise ConflictError(
-            "a CUDA graph is being captured, and what runs again in backward needs the random state, which cannot be "
-            "read then",
-            remedy="Use save for units inside of captured graphs.",
-        ) from error
+def _states_of(generators: Iterable[torch.Generator]) -> list[tuple[torch.Generator, Any]]:
+    return [(generator, generator.get_state()) for generator in generators]
 
 
 def _python_states() -> tuple[Any, ...]:
@@ -131,10 +144,61 @@ def _same_states(before: tuple[Any, ...], now: tuple[Any, ...]) -> bool:
     return all(bool((a == b).all()) if hasattr(a, "all") else a == b for a, b in zip(before[1], now[1], strict=True))
 
 
-def _put_python_states(states: tuple[Any, ...]) -> None:
-    random.setstate(states[0])
-    if states[1] is not None:
-        sys.modules["numpy"].random.set_state(states[1])
+class AutocastState:
+    """To which types autocast casts on these kinds of devices, when this was made."""
+
+    __slots__ = ("_kinds", "key")
+
+    def __init__(self, kinds: Sequence[str]) -> None:
+        self._kinds = kinds
+        self.key = self._now() if autocast_is_on() else None  # None where it is off
+
+    @property
+    def enabled(self) -> bool:
+        """Whether autocast was on."""
+        return self.key is not None and any(enabled for _, enabled, _ in self.key[1])
+
+    def _now(self) -> tuple[bool, tuple[tuple[str, bool, torch.dtype], ...]]:
+        kinds = [kind for kind in self._kinds if torch.amp.is_autocast_available(kind)]
+        states = tuple([(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds])
+        return torch.is_autocast_cache_enabled(), states
+
+    @contextmanager
+    def restored(self, *, remembers: bool = False) -> Iterator[None]:
+        """As then, and afterwards as now. ``remembers``: a weight that is used several times is cast once.
+
+        A forward may enter autocast by hand (``__enter__``), and a recomputation that stops early misses the exit.
+        """
+        now, depth = self._now(), autocast_depth()
+        cache, states = self.key or (now[0], tuple([(kind, False, dtype) for kind, _, dtype in now[1]]))
+        # a unit's own block inside of no other remembers nothing beyond its end
+        wanted = cache and (remembers or (depth == 0 and not self.enabled)), states
+        try:
+            if wanted != now:
+                _put_autocast(*wanted)
+            yield
+        finally:
+            if (now, depth) != (self._now(), autocast_depth()):
+                _put_autocast(*now)
+                for _ in range(autocast_depth(), depth):
+                    torch.autocast_increment_nesting()
+                for _ in range(depth, autocast_depth()):
+                    torch.autocast_decrement_nesting()
+                if depth == 0 and wanted[0]:  # as at the end of the outermost block
+                    torch.clear_autocast_cache()
+
+
+def _put_autocast(cache: bool, states: Sequence[tuple[str, bool, torch.dtype]]) -> None:
+    for kind, enabled, dtype in states:
+        torch.set_autocast_enabled(kind, enabled)
+        torch.set_autocast_dtype(kind, dtype)
+    torch.set_autocast_cache_enabled(cache)
+
+
+def autocast_depth() -> int:
+    """How many blocks of autocast are around this."""
+    torch.autocast_increment_nesting()
+    return torch.autocast_decrement_nesting()
 
 
 @functools.cache
@@ -152,20 +216,14 @@ def settle_order_of_attentions() -> None:
 
 def switches() -> list[Any]:
     """Which kernels are allowed now, the order of those for attention, and the default type."""
-    if cuda_is_initialized():
-        settle_order_of_attentions()
-    return [read() for read, _ in _SWITCHES]
+    return list(map(operator.call, _READS))
 
 
-def put_switches(wanted: Sequence[Any]) -> None:
+def put_switches(wanted: Sequence[Any], now: Sequence[Any]) -> None:
     """Make them what they were."""
-    for (_, put), value in zip(_SWITCHES, wanted, strict=True):
-        put(value)
-
-
-def _default_device() -> torch.device:
-    """Where tensors are made by default: a function mode decides, and asking for it takes long."""
-    return torch.get_default_device() if _function_modes() else _CPU
+    if wanted != now:
+        for (_, put), value in zip(_SWITCHES, wanted, strict=True):
+            put(value)
 
 
 def recomputing() -> str | None:

@@ -7,15 +7,63 @@ import itertools
 import operator
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from autockpt.checkpointing.divergence import FIRST_CALLS, Schedule, UnitCheck
 from autockpt.checkpointing.module_state import ModuleState
+from autockpt.checkpointing.replay_context import Place, accelerators_of
 
-_MOST_FORMS = 4096
+
+class Exchanged(NamedTuple):
+    """A parameter's place, what was in it, and what is there now."""
+
+    home: dict[str, Any]
+    name: str
+    then: torch.Tensor | None
+    now: torch.Tensor | None
+
+    @property
+    def is_in_pieces(self) -> bool:
+        """Whether FSDP2 (another type), or FullyShardedDataParallel with original parameters, has taken it apart."""
+        apart = hasattr(self.now, "to_local") and not hasattr(self.then, "to_local")
+        return apart or hasattr(self.now, "_fsdp_flattened")
+
+    @property
+    def holds_other_values(self) -> bool:
+        """Whether other values are there. FSDP and accelerate exchange objects for the same values.
+
+        So does PEFT's DoRA on the CPU: each forward puts another object over the same packed, frozen weight.
+        """
+        then, now = self.then, self.now
+        if then is None or now is None or then.is_meta or now.is_meta:
+            return False
+        packed = type(now).__name__ in ("Params4bit", "Int8Params") and not now.requires_grad
+        if packed and type(then) is type(now) and then.data_ptr() == now.data_ptr() and then.shape == now.shape:
+            return False
+        return not (hasattr(then, "to_local") or hasattr(now, "to_local"))
+
+
+@contextmanager
+def put_back(exchanged: Sequence[Exchanged]) -> Iterator[None]:
+    """Inside, other values are in the place of parameters, as ``functional_call`` put them."""
+    for place in exchanged:
+        place.home[place.name] = place.then
+    try:
+        yield
+    finally:
+        for place in exchanged:
+            place.home[place.name] = place.now
+
+
+class CallKind(NamedTuple):
+    """Calls that are alike in types, gradients, devices and modes. Sizes do not count: batches without padding have a
+    new length in each step. ``places``: the accelerators that they run on."""
+
+    schedule: Schedule
+    places: list[Place]
 
 
 class CheckpointedUnit:
@@ -31,11 +79,11 @@ class CheckpointedUnit:
         self.name, self.module, self.check = name, module, check
         self.state = ModuleState(name, module)
         self.draws_in_python = False
-        self.forms: dict[Any, Any] = {}  # of saved tensors; equal ones are one object
+        self.forms: list[Any] = []  # of what the last call saved; equal lists are one object
         self.learned: dict[Any, Any] = {}  # by what a call is given, for frames that learn more from calls
         modules = self.state.modules
         self._first_calls = first_calls
-        self._schedules: dict[Any, Schedule] = {}
+        self._kinds: dict[Any, CallKind] = {}
         named = ((m._parameters, name, p) for m in modules for name, p in m._parameters.items())
         self._homes: list[tuple[dict[str, Any], str]] = [(home, name) for home, name, p in named if p is not None]
         self._modules = [m._modules for m in modules]
@@ -56,20 +104,15 @@ class CheckpointedUnit:
 
     def in_mid_training(self) -> None:
         """Check one more call only."""
-        self._first_calls, self._schedules = 1, {}
+        self._first_calls, self._kinds = 1, {}
 
-    def next_call(self, tensors: Sequence[torch.Tensor]) -> int | None:
-        """A call with these inputs begins. As ``Schedule.next``.
-
-        Calls are of one kind where types, gradients and modes are alike. Sizes do not count: batches without padding
-        have a new length in each step.
-        """
-        if len(self.forms) > _MOST_FORMS:  # batches without padding have new ones in every step
-            self.forms.clear()
-        kind = (self.module.training, *[(t.dtype, t.requires_grad) for t in tensors])
-        if (schedule := self._schedules.get(kind)) is None:
-            schedule = self._schedules[kind] = Schedule(self._first_calls)
-        return schedule.next()
+    def kind_of(self, tensors: Sequence[torch.Tensor]) -> CallKind:
+        """The kind of a call with these inputs."""
+        key = (self.module.training, *[(t.dtype, t.requires_grad, t.device) for t in tensors])
+        if (kind := self._kinds.get(key)) is None:
+            places = accelerators_of([*tensors, *self.parameters()])
+            kind = self._kinds[key] = CallKind(Schedule(self._first_calls), places)
+        return kind
 
     def has_same_modules(self) -> bool:
         """Whether no module was exchanged, and no module or parameter added or taken away, since this was made."""
@@ -82,25 +125,14 @@ class CheckpointedUnit:
         """As they are now: FSDP, ``functional_call`` and PEFT exchange them, and FSDP takes some away."""
         return [home.get(name) for home, name in self._homes]
 
-    @contextmanager
-    def with_parameters(self, before: Sequence[torch.Tensor | None]) -> Iterator[None]:
-        """Inside, other values are in the place of parameters, as ``functional_call`` put them."""
-        exchanged: list[tuple[dict[str, Any], str, Any]] = []
-        for (home, name), then in zip(self._homes, before, strict=True):
-            if (now := home.get(name)) is not then and holds_other_values(then, now):
-                exchanged.append((home, name, now))
-                home[name] = then
-        try:
-            yield
-        finally:
-            for home, name, now in exchanged:
-                home[name] = now
-
-    def is_in_pieces(self, before: Sequence[torch.Tensor | None]) -> bool:
-        """Whether FSDP2 (another type), or FullyShardedDataParallel with original parameters, has taken a parameter
-        apart that the forward had as a whole."""
-        now = self.parameters()
-        return not all(map(operator.is_, before, now)) and any(map(_taken_apart, before, now))
+    def exchanged(self, before: Sequence[torch.Tensor | None]) -> list[Exchanged]:
+        """The parameters that are other objects than those of ``before``."""
+        if all(map(operator.is_, before, self.parameters())):
+            return []
+        pairs = zip(self._homes, before, strict=True)
+        return [
+            Exchanged(home, name, then, home.get(name)) for (home, name), then in pairs if home.get(name) is not then
+        ]
 
     def lost_memory(self) -> bool:
         """Whether the views that FullyShardedDataParallel puts in the place of parameters have lost their memory."""
@@ -109,22 +141,3 @@ class CheckpointedUnit:
         views = (value for fields in self._sharded for value in fields.values() if type(value) is torch.Tensor)
         plain = (view for view in views if view.numel() and view.layout is torch.strided)
         return any(not view.untyped_storage().nbytes() for view in plain)
-
-
-def _taken_apart(before: torch.Tensor | None, now: torch.Tensor | None) -> bool:
-    if before is now:
-        return False
-    return (hasattr(now, "to_local") and not hasattr(before, "to_local")) or hasattr(now, "_fsdp_flattened")
-
-
-def holds_other_values(before: torch.Tensor | None, now: torch.Tensor | None) -> bool:
-    """Whether other values stand in a parameter's place. FSDP and accelerate exchange objects for the same values.
-
-    So does PEFT's DoRA on the CPU: each forward puts another object over the same packed, frozen weight.
-    """
-    if before is now or before is None or now is None or before.is_meta or now.is_meta:
-        return False
-    packed = type(now).__name__ in ("Params4bit", "Int8Params") and not now.requires_grad
-    if packed and type(before) is type(now) and before.data_ptr() == now.data_ptr() and before.shape == now.shape:
-        return False
-    return not (hasattr(before, "to_local") or hasattr(now, "to_local"))

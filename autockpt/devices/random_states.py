@@ -28,9 +28,11 @@ class TorchStates:
     backends' own."""
 
     def __init__(self, places: Iterable[tuple[str, int]] | None = None) -> None:
-        self._cpu = torch.get_rng_state()
+        self._cpu = torch.default_generator.get_state()
         wanted = _places_in_use() if places is None else places
-        self._places = {place: torch.get_device_module(place[0]).get_rng_state(place[1]) for place in wanted}
+        self._places: dict[tuple[str, int], torch.Tensor] = {}
+        for kind, index in wanted:
+            self._places[kind, index] = torch.get_device_module(kind).get_rng_state(index)
 
     @property
     def tensors(self) -> list[torch.Tensor]:
@@ -39,7 +41,7 @@ class TorchStates:
 
     def put_back(self) -> None:
         """Make them the states that are drawn from."""
-        torch.set_rng_state(self._cpu)
+        torch.default_generator.set_state(self._cpu)
         for (kind, index), state in self._places.items():
             torch.get_device_module(kind).set_rng_state(state, index)
 

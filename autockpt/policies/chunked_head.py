@@ -12,9 +12,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from autockpt.checkpointing.autocast import AutocastState
 from autockpt.checkpointing.divergence import CheckedCall
-from autockpt.checkpointing.replay_context import running_again
+from autockpt.checkpointing.replay_context import AutocastState, running_again
 from autockpt.errors import ConflictError, InPlaceError
 from autockpt.policies.attachment import Attachment, call_inner
 from autockpt.policies.base import alias

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from autockpt.checkpointing.autocast import AutocastState
 from autockpt.checkpointing.fingerprint import quietly
 from autockpt.checkpointing.op_table import METADATA
+from autockpt.checkpointing.replay_context import AutocastState
 from autockpt.errors import ConflictError, InPlaceError
 from autockpt.policies.chunked_head import (
     REDUCTIONS,

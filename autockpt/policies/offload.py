@@ -13,7 +13,6 @@ import torch
 from torch import nn
 
 from autockpt.checkpointing.arguments import tensors_of
-from autockpt.checkpointing.divergence import numbered
 from autockpt.checkpointing.offloaded import KeptTensor, OffloadedCall, OffloadedTensor, OffloadHooks
 from autockpt.devices.base import Transport
 from autockpt.devices.transport import OffloadTransports, Transports
@@ -138,7 +137,7 @@ def _offloaded(
     outside = [t for t in tensors if t is not hidden] + buffers
     group = state.pipeline.open(state, device)
     observer = state.check.observer() if state.check is not None else None
-    offloading = OffloadHooks(group, outside, module, numbered(observer), hidden)
+    offloading = OffloadHooks(group, outside, module, observer, hidden)
     with saving(state.unit, offloading.pack, observer):
         set_compiler(compiler)
         try:

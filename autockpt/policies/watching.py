@@ -13,7 +13,7 @@ import torch
 from torch._ops import HigherOrderOperator
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autockpt.checkpointing.autocast import autocast_depth
+from autockpt.checkpointing.replay_context import autocast_depth
 from autockpt.errors import ConflictError
 from autockpt.policies.compiling import changes_bits, run_as_it_is, set_compiler
 

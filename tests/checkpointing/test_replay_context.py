@@ -136,7 +136,7 @@ def _first_attention_puts_another_order(monkeypatch: pytest.MonkeyPatch) -> list
     """As CUDA does on some cards, once in a process; the order that it puts."""
     before = torch._C._get_sdp_priority_order()
     other = [before[1], before[0], *before[2:]]
-    monkeypatch.setattr(replay_context, "cuda_is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     once = functools.cache(lambda: torch._C._set_sdp_priority_order(other))
     monkeypatch.setattr(replay_context, "settle_order_of_attentions", once)
     return other

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from autockpt.checkpointing.divergence import FIRST_CALLS, LONGEST, Schedule
-from autockpt.checkpointing.unit import CheckpointedUnit
+from autockpt.checkpointing.unit import CheckpointedUnit, put_back
 
 
 def checked(first: int, calls: int) -> list[int]:
@@ -34,12 +34,11 @@ def test_the_number_of_unchecked_calls_is_known():
 
 def test_types_tell_kinds_of_calls_apart_and_sizes_do_not():
     unit = CheckpointedUnit("unit", nn.Linear(2, 2))
-    for _ in range(FIRST_CALLS):
-        assert unit.next_call([torch.ones(2)]) is not None
-    assert unit.next_call([torch.ones(3)]) is None
-    assert unit.next_call([torch.ones(2, dtype=torch.float64)]) is not None
+    kind = unit.kind_of([torch.ones(2)])
+    assert unit.kind_of([torch.ones(3)]) is kind and kind.places == []
+    assert unit.kind_of([torch.ones(2, dtype=torch.float64)]) is not kind
     unit.module.eval()
-    assert unit.next_call([torch.ones(2)]) is not None
+    assert unit.kind_of([torch.ones(2)]) is not kind
 
 
 def test_modules_are_told_by_identity():
@@ -59,6 +58,6 @@ def test_exchanged_parameters_are_put_back_and_undone():
     module = nn.Linear(2, 2)
     unit, before = CheckpointedUnit("unit", module), list(module.parameters())
     module.weight = now = nn.Parameter(torch.zeros(2, 2))
-    with unit.with_parameters(before):
+    with put_back(unit.exchanged(before)):
         assert module.weight is before[0]
-    assert module.weight is now
+    assert module.weight is now and not unit.exchanged([now, module.bias])

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from autockpt.checkpointing.replay_context import ReplayContext, recomputing
+from autockpt.checkpointing.replay_context import ReplayContext, accelerators_of, recomputing
 from autockpt.errors import ConflictError, InPlaceError, RerunMismatch
 from autockpt.policies.attachment import place
 from autockpt.policies.recompute import RecomputeState, run_recomputed
@@ -303,7 +303,7 @@ def test_a_graph_that_is_being_captured_is_refused(monkeypatch):
     monkeypatch.setattr(torch, "get_device_module", lambda kind: Capturing)
     on_gpu = SimpleNamespace(device=SimpleNamespace(type="cuda", index=0), is_cpu=False, is_meta=False)
     with raises(ConflictError):
-        ReplayContext([on_gpu])
+        ReplayContext(accelerators_of([on_gpu]))
 
 
 def test_the_choice_of_attention_kernels_is_that_of_the_forward():
