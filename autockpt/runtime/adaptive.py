@@ -1,8 +1,9 @@
-"""Going by the real peak: leaner choices before a budget would break, back when there is room.
+"""Choose leaner sets of choices before a memory budget would break, and richer ones once there is room again.
 
-Moves are made between optimizer steps alone, by what is free when the next one begins: what the last one took says
-nothing once somebody else has taken memory. What each set took for batches of each size, above what was held before,
-says what it would take for the batch at hand, which goes by a leaner set itself where that is too much.
+One question is asked at each forward: which is the richest set, from the batch's own on, that this batch has room for?
+What a batch takes is learned from the device's own counters, by set and size. The room is what is free when an
+accumulation begins: somebody else may have taken memory since the last one. All answers change between optimizer steps
+alone, so that the micro-batches of one accumulation do not move about.
 """
 
 from __future__ import annotations
@@ -10,16 +11,15 @@ from __future__ import annotations
 import gc
 import logging
 import weakref
-from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any, NamedTuple
 
+import numpy
 import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from autockpt.runtime.learned_peaks import LearnedPeaks
 from autockpt.schema.choices import RECOMPUTE, Choice
 from autockpt.schema.names import ancestors, outermost
 from autockpt.schema.sizes import format_binary
@@ -27,26 +27,28 @@ from autockpt.schema.sizes import format_binary
 _log = logging.getLogger("autockpt")
 
 PRESSED, ROOM = 0.95, 0.90
-"""Shares of the limit: from the first on a leaner set is taken; a richer one has to stay below the second."""
+"""Shares of the limit that a batch may fill: by the set that it goes by, and by a richer one that is to be taken."""
 PATIENCE, MOST_PATIENCE = 20, 640
-"""Optimizer steps with room before a richer set is tried again; twice as many each time that it had to be given up."""
+"""Optimizer steps before a set that tore the allocator's memory is tried again; each time twice as many."""
 COOL = 5  # optimizer steps at least between two times that the cache is given back
 SEGMENT = 20 << 20
 """What the caching allocator takes at least for tensors above 1 MiB. A new holder of memory may have torn one."""
 TAKEN = 0.05
 """The share of the room for a step that counts as taken by somebody, rather than as a change from step to step."""
+FORGET = 16  # the part by which a size's largest need goes down to a smaller one that is seen later
+APART = 1.25  # sizes that say something about the slope between them
+UNSEEN = 0.75
+"""A set that was never used is taken to need so much of what a richer one does beyond what a leaner one does."""
 _RICHER = ("save", "remake", "selective", "keep_attention")
 
 
 class MemoryReading(NamedTuple):
     """The most bytes since the last reset that tensors held and that the allocator did; how often the allocator had to
-    give its cache back to serve a request, and could not serve it; what it holds now; and bytes that it may hold as far
-    as others go."""
+    give its cache back to serve a request; what it holds now; and bytes that it may hold as far as others go."""
 
     allocated: int
     reserved: int
     retries: int
-    failures: int
     held: int
     free: int
 
@@ -60,15 +62,9 @@ class Meter:
     def read(self) -> MemoryReading:
         stats = torch.accelerator.memory_stats(self.device)
         free, _ = torch.accelerator.get_memory_info(self.device)
-        cached = stats.get("reserved_bytes.all.current", 0)
-        return MemoryReading(
-            stats.get("allocated_bytes.all.peak", 0),
-            stats.get("reserved_bytes.all.peak", 0),
-            stats.get("num_alloc_retries", 0),
-            stats.get("num_ooms", 0),
-            cached,
-            free + cached,
-        )
+        names = ("allocated_bytes.all.peak", "reserved_bytes.all.peak", "num_alloc_retries")
+        held = stats.get("reserved_bytes.all.current", 0)
+        return MemoryReading(*(stats.get(name, 0) for name in names), held, free + held)
 
     def allocated(self) -> int:
         """What tensors hold now."""
@@ -82,68 +78,103 @@ class Meter:
         torch.accelerator.reset_peak_memory_stats(self.device)
 
 
-class Move(NamedTuple):
-    """A change to leaner choices, or back: after which optimizer step, by how many sets, and why.
-
-    ``tokens``: where it is for batches of about that size and larger alone.
-    """
-
-    step: int
-    leaner: int
-    why: str
-    tokens: int | None = None
-
-    def __str__(self) -> str:
-        which = "now" if self.tokens is None else f"batches of {self.tokens:,} tokens go"
-        return f"after optimizer step {self.step}: {self.why}; {which} {self.leaner} leaner than the batch's own set"
-
-
 def meter_of(device: torch.device) -> Meter | None:
     """What tells a device's memory while training; None where nothing does, as on a CPU."""
     if device.type in ("cpu", "meta"):
         return None
     try:
-        torch.accelerator.memory_stats(device)
-        torch.accelerator.get_memory_info(device)
+        Meter(device).read()
     except (RuntimeError, NotImplementedError):
         return None
     return Meter(device)
 
 
-@dataclass
-class _Step:
-    """What was seen from one optimizer step to the next: peaks in bytes, the largest batch of each set in tokens."""
+class Move(NamedTuple):
+    """A change to leaner choices, or back, for batches of about so many tokens: after which optimizer step, by how many
+    sets, and why."""
 
-    allocated: int = 0
-    reserved: int = 0
-    retried: bool = False
-    sets: dict[int, int] = field(default_factory=dict)
+    step: int
+    leaner: int
+    why: str
+    tokens: int
+
+    def __str__(self) -> str:
+        which = f"batches of about {self.tokens:,} tokens go {self.leaner} leaner than their own set"
+        return f"after optimizer step {self.step}: {self.why}; {which}"
+
+
+class LearnedPeaks:
+    """Bytes above what was held when an accumulation began, by set (the richest first) and tokens of the batch."""
+
+    def __init__(self) -> None:
+        self._seen: dict[int, dict[int, tuple[int, float]]] = {}  # by set and class of sizes: largest size, bytes
+
+    def learn(self, number: int, tokens: int, took: int) -> None:
+        """A batch took so many bytes."""
+        seen, group = self._seen.setdefault(number, {}), size_class(tokens)
+        most, before = seen.get(group, (0, 0.0))
+        seen[group] = max(most, tokens), max(took, before - (before - took) / FORGET)
+
+    def seen(self, number: int, tokens: int) -> bool:
+        """Whether a batch at least as large has run by this set."""
+        return any(tokens <= size for size, _ in self._seen.get(number, {}).values())
+
+    def of(self, number: int, tokens: int) -> float | None:
+        """What a batch would take at most. None: that cannot be told.
+
+        A set that was never used is placed between its neighbours, and takes as much as the richer one alone.
+        """
+        if (own := self._line(number, tokens)) is not None:
+            return own
+        lines = {n: line for n in sorted(self._seen) if (line := self._line(n, tokens)) is not None}
+        above = next((lines[n] for n in reversed(lines) if n < number), None)
+        below = next((lines[n] for n in lines if n > number), None)
+        if above is None or below is None:
+            return above
+        return max(below, UNSEEN * above + (1 - UNSEEN) * below)
+
+    def _line(self, number: int, tokens: int) -> float | None:
+        """Between sizes that were seen on a straight line, beyond them on one that gets steeper, as scores of attention
+        grow with the square."""
+        known = sorted(self._seen.get(number, {}).values())
+        if not known:
+            return None
+        sizes, took = [size for size, _ in known], [*accumulate((took for _, took in known), max)]
+        most, last = sizes[-1], took[-1]
+        if tokens <= most:
+            return float(numpy.interp(tokens, sizes, took))
+        apart = [(last - less) / (most - size) for size, less in zip(sizes, took, strict=True) if most >= APART * size]
+        return last + max(apart, default=last / most) * (tokens - most) * tokens / most
+
+
+def size_class(tokens: int) -> int:
+    """The largest of the sizes that count as one with this: there are eight to each doubling."""
+    shift = max(0, tokens.bit_length() - 4)
+    return -(-tokens >> shift) << shift
 
 
 class Adaptive:
-    """How much leaner than planned a model trains. ``rungs`` are its sets of choices, the richest first.
+    """By which set of choices each batch trains. ``rungs`` are the model's sets, the richest first.
 
     ``limit`` is the budget in bytes; less where others hold so much of the device that it cannot be had.
     """
 
     def __init__(self, model: nn.Module, meter: Meter, limit: int, rungs: int) -> None:
         self.meter, self.limit, self.rungs = meter, limit, rungs
-        self.leaner, self.steps = 0, 0
-        self.moves: list[Move] = []
+        self.steps, self.moves = 0, list[Move]()
         self._model = weakref.ref(model)
         self._optimizers = weakref.WeakKeyDictionary[torch.optim.Optimizer, bool]()  # whether they are the model's
         self._hook: Any = register_optimizer_step_post_hook(self._stepped)
-        self._needs, self._step = LearnedPeaks(), _Step()
-        self._ended = self._began = False
+        self._open = False  # whether an accumulation has begun
         self._batch: tuple[int, int] | None = None  # set and tokens of the forward since which peaks are counted
-        self._base = self._after = 0  # bytes held before this accumulation, and after the last optimizer step
-        self._free, self._most_room, self._last_room = limit, 0, 0
-        self._retries = self._failures = 0
-        self._fresh, self._given = True, -COOL  # whether the cache is small; the step after which it was given back
-        self._torn = deque[int](maxlen=8)  # what the allocator held beyond what tensors did, lately
-        self._broke = False  # whether there was an out-of-memory error
-        self._calm, self._patience, self._returned = 0, PATIENCE, False
-        self._told: set[tuple[int, int]] = set()
+        self._peaks = LearnedPeaks()
+        self._took = list[tuple[int, int, int, bool]]()  # in this accumulation: set, tokens, bytes, whether it retried
+        self._base = self._free = self._most_room = self._last_room = 0
+        self._retries = self._reserved = self._torn = 0
+        self._given = -COOL  # the step after which the cache was given back
+        self._rests: dict[int, tuple[int, int]] = {}  # by set: batches of so many tokens or more, until which step
+        self._patience: dict[int, int] = {}
+        self._leaner: dict[int, int] = {}  # by class of sizes, as was told
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
         """A copy of the model goes by the batch alone: counters of a device cannot be told apart by model."""
@@ -155,41 +186,37 @@ class Adaptive:
         """Watch optimizers no longer. Idempotent."""
         self._hook.remove()
 
-    def choose(self, planned: int, tokens: int | None, promised: bool) -> int:
+    def choose(self, planned: int, tokens: int, promised: bool) -> int:
         """The set for a forward that begins, of which the batch's own is ``planned``.
 
         ``promised``: the plan was made for batches of this size.
         """
-        if not self._began:
-            self._began = True
-            self._survey()
+        if self._open:
+            self._note(learn=True)
             self.meter.reset(give_back=False)
-        elif self._ended:
-            self._ended = False
-            self._look()
         else:
-            self._note(last=False)
-            self.meter.reset(give_back=False)
-        chosen = self._choose(planned, tokens, promised)
-        if self._less and tokens and not self._fits(chosen, tokens, False):  # its last chance: memory that is not torn
-            self.meter.reset(give_back=True)
-            self._fresh = True
-        return chosen
-
-    def _choose(self, planned: int, tokens: int | None, promised: bool) -> int:
-        level = chosen = min(planned + self.leaner, self.rungs - 1)
-        while tokens and chosen < self.rungs - 1 and not self._fits(chosen, tokens, promised and chosen == planned):
+            self._begin()
+        kind, chosen = size_class(tokens), planned
+        before = self._leaner.get(kind, 0)
+        while chosen < self.rungs - 1:
+            share = ROOM if chosen < planned + before else PRESSED
+            if self._fits(chosen, tokens, promised and chosen == planned, share):
+                break
             chosen += 1
-        if tokens and chosen > level and (planned, chosen) not in self._told:
-            self._told.add((planned, chosen))
-            why = f"a batch of {tokens:,} tokens might need more than the {format_binary(max(0, self._room))} free"
-            self._tell(Move(self.steps, chosen - planned, why, tokens), logging.WARNING)
+        if self._less and self._given < self.steps and not self._fits(chosen, tokens, False, PRESSED):
+            self._given = self.steps
+            self.meter.reset(give_back=True)  # its last chance: memory that is not torn
+        if chosen - planned != before:
+            self._leaner[kind] = leaner = chosen - planned
+            room = format_binary(max(0, self._room))
+            why = f"it might need more than the {room} free" if leaner > before else f"{room} are free again"
+            self.moves.append(Move(self.steps, leaner, why, tokens))
+            _log.log(logging.WARNING if leaner > before else logging.INFO, "%s", self.moves[-1])
         return chosen
 
-    def runs(self, number: int, tokens: int | None) -> None:
+    def runs(self, number: int, tokens: int) -> None:
         """By which set the forward really goes: other ranks may have wanted a leaner one."""
-        self._batch = (number, tokens or 0)
-        self._step.sets[number] = max(self._step.sets.get(number, 0), tokens or 0)
+        self._batch = (number, tokens)
 
     @property
     def _limit(self) -> int:
@@ -205,117 +232,67 @@ class Adaptive:
         """Whether somebody has taken memory since training began: the plan's promise was for more."""
         return self._room < self._most_room * (1 - TAKEN)
 
-    def _margin(self, known: bool) -> int:
-        """Kept free beyond what tensors need: the allocator may not find its memory as it was, nor room in one piece
-        for a batch that is not ``known``."""
-        torn = max(self._torn, default=0)
-        return torn + SEGMENT if self._less or not known else torn * self._broke
+    def _fits(self, number: int, tokens: int, promised: bool, share: float) -> bool:
+        """Whether a batch has room by a set, as memory was when this accumulation began.
 
-    def _fits(self, number: int, tokens: int, promised: bool) -> bool:
-        """Whether a batch has room by a set, as memory was when this accumulation began."""
-        needs, room = self._needs, self._room
-        if needs.proven(number, tokens, room) or (promised and not self._less and not needs.seen(number, tokens)):
+        The allocator may not find room in one piece for a batch that is larger than any before.
+        """
+        least, until = self._rests.get(number, (0, 0))
+        if self.steps < until and tokens >= least:
+            return False
+        seen, takes = self._peaks.seen(number, tokens), self._peaks.of(number, tokens)
+        if takes is None or (promised and not seen and not self._less):
             return True
-        takes, at_most = needs.of(number, tokens), needs.at_most(number, tokens)
-        margin = self._margin(needs.seen(number, tokens))
-        if takes is not None and takes + max(margin, (1 - PRESSED) * self._limit) <= room:
-            return True
-        if at_most is None:
-            return not self._less
-        return not needs.known(number) and at_most + margin <= room
+        margin = (1 - share) * self._limit
+        return takes + (margin if seen else max(margin, self._torn + SEGMENT)) <= self._room
 
     def _stepped(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if optimizer not in self._optimizers:
             model = self._model()
             ours = {id(p) for p in model.parameters()} if model is not None else set()
             self._optimizers[optimizer] = any(id(p) in ours for g in optimizer.param_groups for p in g["params"])
-        if self._began and self._optimizers[optimizer]:
-            self._note(last=True)  # what runs until the next forward, an evaluation say, is not training
-            self._ended, self._after = True, self.meter.allocated()
+        if self._open and self._optimizers[optimizer]:
+            self._note(learn=self.steps > 0)  # the first step makes what optimizers keep, which no later one takes
+            self.steps += 1
+            self._open = False  # what runs until the next forward, an evaluation say, is not training
 
-    def _note(self, *, last: bool) -> None:
-        """What the forward before this moment took, with its backward; ``last``: and with the optimizer's step.
-
-        The first such step makes what optimizers keep, which no later one takes again.
-        """
-        reading, step = self.meter.read(), self._step
-        retried = reading.retries > self._retries
-        step.allocated, step.reserved = max(step.allocated, reading.allocated), max(step.reserved, reading.reserved)
-        step.retried |= retried
-        if reading.failures > self._failures:  # so much and no more could be had
-            self._broke = True
-            self._torn.append(max(0, self._limit - reading.allocated))
-        elif retried or self._fresh:
-            self._torn.append(max(0, reading.held - reading.allocated))
-        if self._batch is not None and self._batch[1] and (self.steps or not last):
-            self._needs.learn(*self._batch, max(0, reading.allocated - self._base), None if retried else self._room)
-        self._retries, self._failures = reading.retries, reading.failures
-        self._fresh, self._batch = False, None
-
-    def _look(self) -> None:
-        """An optimizer step has ended since the last forward: what did it take, and is another set better?"""
-        self.steps += 1
-        step, self._step = self._step, _Step()
-        self._survey()
-        limit = self._limit
-        full = step.allocated + max(0, self._base - self._after) > limit * PRESSED
-        over = step.reserved > limit  # what the cache holds since a richer set, or others let go of it, is no need
-        taken = self._room < self._last_room * (1 - TAKEN)
-        if self._told and self._room > self._last_room * (1 + TAKEN):
-            self._told.clear()
-            self._tell(Move(self.steps, self.leaner, f"{format_binary(self._room)} are free again"), logging.INFO)
-        if taken or self._room > self._last_room:
-            self._last_room = self._room
-        if taken:
-            self._told.clear()
-            self._needs.forget_proofs()
-        give_back = (taken or over) and self.steps - self._given >= COOL
-        pressed = full or step.retried or (over and self._given == self.steps - 1)
-        if pressed and self.leaner < self.rungs - 1 and min(step.sets, default=self.rungs) < self.rungs - 1:
-            if self._returned:
-                self._patience = min(MOST_PATIENCE, self._patience * 2)
-            self._move(self.leaner + 1, _why(step, limit, self._base - self._after), logging.WARNING)
-            give_back = True
-        elif self.leaner and not pressed:
-            self._try_back(step)
-        if give_back:
-            self._given, self._fresh = self.steps, True
-        self.meter.reset(give_back=give_back)
-
-    def _survey(self) -> None:
-        """Look at what is held and free before an accumulation."""
+    def _note(self, *, learn: bool) -> None:
+        """What the forward before this moment took, with its backward and the optimizer's step."""
         reading = self.meter.read()
-        self._base, self._free = self.meter.allocated(), reading.free
-        self._retries, self._failures = reading.retries, reading.failures
+        self._reserved = max(self._reserved, reading.reserved)
+        self._torn = max(0, reading.held - reading.allocated)
+        if self._batch is not None:
+            took = max(0, reading.allocated - self._base) if learn else 0
+            self._took.append((*self._batch, took, reading.retries > self._retries))
+        self._retries, self._batch = reading.retries, None
+
+    def _rest(self, number: int, tokens: int) -> None:
+        """Memory was too torn for such a batch by a set: no more of them for some time."""
+        self._patience[number] = patience = min(MOST_PATIENCE, 2 * self._patience.get(number, PATIENCE // 2))
+        self._rests[number] = tokens, self.steps + patience
+
+    def _begin(self) -> None:
+        """An accumulation begins: learn from the last one, and look at what is held and free."""
+        self._open = True
+        reading = self.meter.read()
+        self._base, self._free, self._retries = self.meter.allocated(), reading.free, reading.retries
+        room = self._room
         if self.steps <= 1:  # what optimizers keep is there from the first step's end on
-            self._most_room = self._last_room = self._room
-        self._most_room = max(self._most_room, self._room)
-
-    def _try_back(self, step: _Step) -> None:
-        """Back by one after enough steps in which what the richer sets take would have had room."""
-        takes = [self._needs.of(number - 1, tokens) for number, tokens in step.sets.items() if number and tokens]
-        more = [self._base + round(each) + self._margin(True) for each in takes if each is not None]
-        needs = max([step.allocated, *more])
-        self._calm = self._calm + 1 if needs < self._limit * ROOM else 0
-        if self._calm >= self._patience:
-            room = f"{format_binary(self._limit - needs)} were free for {self._calm} steps"
-            self._move(self.leaner - 1, room, logging.INFO)
-
-    def _move(self, leaner: int, why: str, level: int) -> None:
-        self._returned, self.leaner, self._calm = leaner < self.leaner, leaner, 0
-        self._told.clear()
-        self._tell(Move(self.steps, leaner, why), level)
-
-    def _tell(self, move: Move, level: int) -> None:
-        self.moves.append(move)
-        _log.log(level, "%s", move)
-
-
-def _why(step: _Step, limit: int, taken: int) -> str:
-    held = f"{format_binary(step.allocated)} were held, {format_binary(step.reserved)} reserved"
-    more = f" and {format_binary(taken)} taken since" if taken > 0 else ""
-    torn = ", and its memory was so torn that the allocator had to give its cache back" if step.retried else ""
-    return f"{held}{more} of {format_binary(limit)}{torn}"
+            self._most_room = self._last_room = room
+        over, taken = self._reserved > self._limit, room < self._last_room * (1 - TAKEN)
+        if over and self._given == self.steps - 1 and self._took:  # not what the cache held since a richer set
+            self._rest(*max(self._took, key=lambda each: each[2])[:2])
+        for number, tokens, took, retried in self._took:
+            if took:
+                self._peaks.learn(number, tokens, took)
+            if retried:
+                self._rest(number, tokens)
+        give_back = (taken or over) and self.steps - self._given >= COOL
+        if give_back:
+            self._given = self.steps
+        self._took, self._reserved = [], 0
+        self._most_room, self._last_room = max(self._most_room, room), room
+        self.meter.reset(give_back=give_back)
 
 
 def leaner_choices(choices: Mapping[str, Choice]) -> list[dict[str, Choice]]:

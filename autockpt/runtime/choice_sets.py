@@ -32,8 +32,7 @@ from autockpt.schema.sets import When
 from autockpt.schema.sizes import format_binary
 
 SHOWN = 5  # moves
-# what copies and pickles find out by themselves
-_OF_THIS_PROCESS = ("_group", "_sharded", "_told", "_running", "_depth")
+_OF_THIS_PROCESS = ("_group", "_sharded", "_told", "_running", "_depth")  # copies and pickles begin anew
 _DECODER = ("decoder_input_ids", "decoder_inputs_embeds")
 _FIRST = ("input_ids", "inputs_embeds", "pixel_values", "input_features", "input_values")
 _PACKED = ("max_length_q", "max_seqlen_q", "max_seqlen")
@@ -96,20 +95,14 @@ class BatchSets:
         self.used = Counter[int]()
         self.acting = len(self.bounds) - 1
         self._said = False
-        self._reset()
 
-    def _reset(self) -> None:
-        self._group: Any = None
-        self._sharded: bool | None = None
-        self._told = self._running = False
-        self._depth = 0  # of recomputations inside one another
+    _group: Any = None
+    _sharded: bool | None = None
+    _told = _running = False
+    _depth = 0  # of recomputations inside one another
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name not in _OF_THIS_PROCESS}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._reset()
 
     @_outside_graphs
     def begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[ForwardListener]:
@@ -120,8 +113,7 @@ class BatchSets:
             for number, session in enumerate(self.sessions):
                 session.take_turns(partial(self._turn, number))
         size = batch_size(module, args, kwargs)
-        chosen = self._for(size)
-        tokens = None if size is None else size.tokens
+        chosen, tokens = self._for(size), max(1, size.tokens) if size is not None else 1
         if self.adaptive is not None:
             bound = self.bounds[chosen]
             promised = size is not None and bound is not None and bound.covers(*size)
