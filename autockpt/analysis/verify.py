@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from autockpt.analysis.subject import OTHER_WORKLOAD, made_for
 from autockpt.errors import AutockptError, ConflictError, DeviceOutOfMemory, PlanError, RerunMismatch
@@ -128,21 +127,30 @@ def _open(
     return LocalMeasurer(subject, host_budget=plan.host_budget_bytes, compile=plan.compile)
 
 
-@dataclass
 class _Verification:
     """One run of all checks."""
 
-    plan: Plan
-    subject: WorkloadSpec | Step | None
-    measurer: Measurer
-    device: str | None
-    listener: Listener
-    steps: int
-    measured: Measurement | None = None
-    notes: list[str] = field(default_factory=list)
+    def __init__(
+        self,
+        plan: Plan,
+        subject: WorkloadSpec | Step | None,
+        measurer: Measurer,
+        device: str | None,
+        listener: Listener,
+        steps: int,
+    ) -> None:
+        self.plan, self.subject, self.measurer = plan, subject, measurer
+        self.device, self.listener, self.steps = device, listener, steps
+        self.measured: Measurement | None = None
+        self.notes: list[str] = []
+        listener.stage("build the model")
+        described = self._call("describe_units", {"named": plan.settings.get("units"), "patterns": list(plan.choices)})
+        units = [Unit.model_validate(u) for u in described["units"]]
+        head = described.get("head")
+        self.choices = plan.choices_for(units, None if head is None else Unit.model_validate(head))
+        self.blocks = [unit.name for unit in units if unit.role == "block"]
 
     def report(self) -> VerifyReport:
-        self._look_at_the_model()
         if self.plan.status_reason:
             self.notes.append(f"the plan is unmeasured: {self.plan.status_reason}")
         if isinstance(self.subject, WorkloadSpec) and not made_for(self.plan, self.subject):
@@ -158,23 +166,7 @@ class _Verification:
 
     def gradients(self) -> VerifyReport:
         """The first check alone."""
-        self._look_at_the_model()
         return VerifyReport(checks=tuple(self._gradients()))
-
-    def _look_at_the_model(self) -> None:
-        self.listener.stage("build the model")
-        described = self._call(
-            "describe_units", {"named": self.plan.settings.get("units"), "patterns": list(self.plan.choices)}
-        )
-        units = [Unit.model_validate(u) for u in described["units"]]
-        head = described.get("head")
-        output_head = None if head is None else Unit.model_validate(head)
-        self.choices = self.plan.choices_for(units, output_head)
-        self.blocks = [unit.name for unit in units if unit.role == "block"]
-
-    @property
-    def _compiled(self) -> bool:
-        return self.plan.compile is not None
 
     def _call(self, function: str, payload: dict[str, Any]) -> dict[str, Any]:
         return self.measurer.call(f"{WORKER}:{function}", payload)
@@ -194,7 +186,7 @@ class _Verification:
         try:
             yield self._compared("gradients at full shape", self.measurer, everything)
         except DeviceOutOfMemory as error:
-            yield Check(name="gradients at full shape", state="failed", detail=f"out of memory: {error.message}")
+            yield _failed("gradients at full shape", error)
 
     def _compared(self, name: str, measurer: Measurer, reference: Mapping[str, Choice] | None) -> Check:
         """Compare two steps under the plan with two under ``reference`` (None: plain training).
@@ -204,7 +196,8 @@ class _Verification:
 
         Passes DeviceOutOfMemory on where the *reference* does not fit; a plan that does not fit has failed.
         """
-        sketched = self._compiled or not all(choice.exact for choice in self.choices.values())
+        compiled = self.plan.compile is not None
+        sketched = compiled or not all(choice.exact for choice in self.choices.values())
 
         def run(which: Mapping[str, Choice] | None, deterministic: bool) -> Observation:
             wired = None if which is None else dump_choices(which)
@@ -219,16 +212,14 @@ class _Verification:
         twice = observe_reference(partial(run, reference), again)
         try:
             planned = run(self.choices, twice.deterministic)
-        except DeviceOutOfMemory as error:
-            return Check(name=name, state="failed", detail=f"the plan runs out of memory: {error.message}")
         except AutockptError as error:
-            return Check(name=name, state="failed", detail=error.message)
+            return _failed(name, error)
         result = judge(twice, planned)
-        if self._compiled and not result.equal and twice.first.draws:
+        if compiled and not result.equal and twice.first.draws:
             detail = "compiled code draws random numbers in an order of its own under every plan; switch dropout off"
             return Check(name=name, state="skipped", detail=detail)
         what = "plain training" if reference is None else "recomputing every layer"
-        said = (f"{what} compiled alike", "compilers round in their own way") if self._compiled else (what,)
+        said = (f"{what} compiled alike", "compilers round in their own way") if compiled else (what,)
         return Check(name=name, state="passed" if result.equal else "failed", detail=result.describe(*said))
 
     def _smaller_shape(self) -> Check:
@@ -236,13 +227,11 @@ class _Verification:
         name = "gradients at a smaller shape"
         if not isinstance(self.subject, WorkloadSpec):
             return Check(name=name, state="skipped", detail="a live workload has one shape only")
-        settings = getattr(self.measurer, "settings", {})
-        for spec in smaller_shapes(self.subject, settings.get("batch_size"), settings.get("seq_len")):
+        for spec in smaller_shapes(self.subject):
             shape = f"batch {spec.batch_size}" + (f" × {spec.seq_len}" if spec.seq_len else "")
             self.listener.stage(f"compare gradients with plain training at {shape}", OBSERVED)
-            rest = getattr(self.measurer, "rest", None)
-            if rest is not None:
-                rest()  # two models would share the device
+            if isinstance(self.measurer, WorkerMeasurer):
+                self.measurer.rest()  # two models would share the device
             try:
                 with _open(spec, self.device, None, self.plan) as measurer:
                     check = self._compared(name, measurer, None)
@@ -254,20 +243,18 @@ class _Verification:
     # --- recomputed ops
 
     def _reruns(self) -> Iterator[Check]:
-        if self._compiled:
+        if self.plan.compile is not None:
             detail = "in compiled graphs, where single ops are not seen; the peak shows what they keep"
             yield Check(name="recomputed ops", state="skipped", detail=detail)
             return
         self.listener.stage("count recomputed ops")
         try:
             found = self._call("count_runs", {"choices": dump_choices(self.choices)})
-        except DeviceOutOfMemory as error:
-            yield Check(name="recomputed ops", state="failed", detail=f"out of memory: {error.message}")
+        except (DeviceOutOfMemory, RerunMismatch) as error:
+            yield _failed("sentinels" if isinstance(error, RerunMismatch) else "recomputed ops", error)
             return
-        except RerunMismatch as error:
-            yield Check(name="sentinels", state="failed", detail=error.message)
-            return
-        yield judge_runs(self.choices, {name: UnitRuns.model_validate(runs) for name, runs in found["units"].items()})
+        units = {name: UnitRuns.model_validate(runs) for name, runs in found["units"].items()}
+        yield judge_runs(self.choices, units, found["moved_bytes"])
         yield judge_proof(Proof.model_validate(found["proof"]))
 
     # --- peak and step time
@@ -279,8 +266,7 @@ class _Verification:
             with beats_counted(self.measurer, self.listener):
                 measured = self.measurer.measure(self.choices, steps=self.steps, budget_bytes=budget_bytes)
         except (DeviceOutOfMemory, ConflictError) as error:
-            why = f"out of memory: {error.message}" if isinstance(error, DeviceOutOfMemory) else error.message
-            yield Check(name="peak", state="failed", detail=why)
+            yield _failed("peak", error)
             yield Check(name="step time", state="skipped", detail="no step could be timed")
             return
         self.measured, here = measured, self.measurer.environment.device
@@ -312,10 +298,14 @@ def simulated_for(plan: Plan) -> str:
     return plan.environment.device.name if plan.environment is not None else "a device that the plan does not name"
 
 
-def smaller_shapes(spec: WorkloadSpec, batch_size: int | None, seq_len: int | None) -> Iterator[WorkloadSpec]:
+def _failed(name: str, error: AutockptError) -> Check:
+    why = f"out of memory: {error.message}" if isinstance(error, DeviceOutOfMemory) else error.message
+    return Check(name=name, state="failed", detail=why)
+
+
+def smaller_shapes(spec: WorkloadSpec) -> Iterator[WorkloadSpec]:
     """The spec with its batch halved down to one row, then its sequence down to 64 tokens; the largest first."""
-    batch_size = spec.batch_size or batch_size or 1
-    seq_len = spec.seq_len or seq_len
+    batch_size, seq_len = spec.batch_size or 1, spec.seq_len
     while batch_size > 1:
         batch_size //= 2
         yield spec.model_copy(update={"batch_size": batch_size, "seq_len": seq_len})
@@ -324,19 +314,13 @@ def smaller_shapes(spec: WorkloadSpec, batch_size: int | None, seq_len: int | No
         yield spec.model_copy(update={"batch_size": batch_size, "seq_len": seq_len, "pad_to": None})
 
 
-def judge_runs(choices: Mapping[str, Choice], found: Mapping[str, UnitRuns]) -> Check:
+def judge_runs(choices: Mapping[str, Choice], found: Mapping[str, UnitRuns], moved_bytes: int = 0) -> Check:
     """Whether every unit executed again what its choice says, and nothing of what that keeps (but for outputs that were
     changed in place). Units whose output needs no gradient are left out."""
     wrong: list[str] = []
-    again = forward = moved = counted = named = kept = 0
-    for name, choice in choices.items():
-        runs = found.get(name, UnitRuns())
-        moved += runs.moved_bytes
-        if not runs.trains:
-            continue
-        counted += 1
-        forward += runs.forward
-        again += runs.again
+    counted = {name: found[name] for name in choices if name in found and found[name].trains}
+    for name, runs in counted.items():
+        choice = choices[name]
         least, most = POLICIES[choice.kind].reruns(choice, runs.forward)
         if not least <= runs.again <= most:
             wrong.append(f"{name} ({choice}: {runs.again} of {runs.forward})")
@@ -344,32 +328,34 @@ def judge_runs(choices: Mapping[str, Choice], found: Mapping[str, UnitRuns]) -> 
             wrong.append(f"{name} ({choice}: nothing runs again, so everything is kept)")
         elif runs.named_again > runs.changed:
             wrong.append(f"{name} ({choice}: {runs.named_again} of {runs.named} that it keeps run again)")
-        named += runs.named
-        kept += runs.named - runs.named_again
-    sent = f", {format_bytes(moved)} moved off the device" if moved else ""
+    state: CheckState = "passed"
+    again, forward, named_again, named = (
+        sum(getattr(runs, what) for runs in counted.values()) for what in ("again", "forward", "named_again", "named")
+    )
     if wrong:
         more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
-        return Check(name="recomputed ops", state="failed", detail=f"not as planned: {', '.join(wrong[:3])}{more}")
-    if not counted or not forward:
-        detail = "no unit executes matrix products, attentions or convolutions that take part in backward"
-        return Check(name="recomputed ops", state="skipped", detail=detail)
-    detail = f"{again} of {forward} matrix products, attentions and convolutions in {counted} units run again{sent}"
-    if named:
-        detail += f"; {kept} of {named} outputs that are to be kept are not made again"
-    return Check(name="recomputed ops", state="passed", detail=detail)
+        state, detail = "failed", f"not as planned: {', '.join(wrong[:3])}{more}"
+    elif not forward:
+        what = "matrix products, attentions or convolutions that take part in backward"
+        state, detail = "skipped", f"no unit executes {what}"
+    else:
+        sent = f", {format_bytes(moved_bytes)} moved off the device" if moved_bytes else ""
+        kept = f"; {named - named_again} of {named} outputs that are to be kept are not made again" if named else ""
+        what = f"matrix products, attentions and convolutions in {len(counted)} units"
+        detail = f"{again} of {forward} {what} run again{sent}{kept}"
+    return Check(name="recomputed ops", state=state, detail=detail)
 
 
 def judge_proof(proof: Proof) -> Check:
     """What sentinels have compared in the step; what differs has ended it."""
-    name = "sentinels"
     unchecked = {why for unit in proof.units.values() for why in unit.unchecked} | set(proof.unwatched.values())
     besides = f"; not checked: {', '.join(sorted(unchecked))}" if unchecked else ""
-    if not proof.checks:
-        detail = f"nothing runs again or comes back from elsewhere{besides}"
-        return Check(name=name, state="skipped", detail=detail)
+    state: CheckState = "passed" if proof.checks else "skipped"
     units = sum(1 for unit in proof.units.values() if unit.checks)
     detail = f"{proof.tensors} tensors that backward of {units} units was given are those that forward had computed"
-    return Check(name=name, state="passed", detail=f"{detail}{besides}")
+    if not proof.checks:
+        detail = "nothing runs again or comes back from elsewhere"
+    return Check(name="sentinels", state=state, detail=f"{detail}{besides}")
 
 
 def judge_peak(plan: Plan, measured: Measurement, kind: str | None = None) -> Check:
@@ -400,7 +386,8 @@ def judge_peak(plan: Plan, measured: Measurement, kind: str | None = None) -> Ch
 
 def judge_time(plan: Plan, measured: Measurement, same_device: bool) -> Check:
     """The measured step time against the promised one, where both come from the same kind of device."""
-    state, said = cast(CheckState, "skipped"), "nothing measured was promised"
+    said = "nothing measured was promised"
+    state: CheckState = "skipped"
     if plan.status == "simulated" and plan.predicted is not None and (predicted := plan.predicted.step_seconds):
         error = f"({measured.step_seconds / predicted - 1:+.0%}); a simulation is no promise"
         said = f"simulated {words.seconds(predicted)} for {simulated_for(plan)} {error}"

@@ -6,21 +6,14 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-from autockpt.devices import OffloadTransports
+import torch
+from torch import Tensor
+
 from autockpt.measuring import StepRunner
 from autockpt.measuring.snapshot import Snapshot
 from autockpt.runtime import attach
 from autockpt.schema.choices import parse_choices
-from autockpt.verification import (
-    Observation,
-    RunCounter,
-    coarsest,
-    coarsest_type,
-    deterministically,
-    digest_tensors,
-    kept_state,
-    sketch,
-)
+from autockpt.verification import Observation, RunCounter, coarsest, deterministically, kept_state, observe
 from autockpt.workload import Step, discover_head
 from autockpt.workload.units import plan_units
 
@@ -44,10 +37,17 @@ def observe_steps(runner: StepRunner, payload: dict[str, Any]) -> dict[str, Any]
     what = "plain training" if choices is None else "the plan"
     sketched = bool(payload.get("sketched"))
 
+    def whole_cycle(between: Any) -> Tensor:
+        assert workload.full_step is not None
+        workload.full_step()
+        return torch.zeros(())
+
     def observed() -> Observation:
         with runner.session(choices), runner.compiling(choices or {}):
-            if workload.full_step is not None:
-                return _observe_full_steps(runner, sketched)
+            if workload.full_step is not None:  # a cycle of the user's own, known by the weights that it leaves behind
+                with _restored(workload):
+                    runner.seed()
+                    return observe(workload.model, whole_cycle, sketched=sketched, weights=True)
             if runner.compiler is None:
                 return runner.observed(sketched=sketched)
             # what asks every module for its types would be compiled with it
@@ -59,41 +59,20 @@ def observe_steps(runner: StepRunner, payload: dict[str, Any]) -> dict[str, Any]
 
 
 def count_runs(runner: StepRunner, payload: dict[str, Any]) -> dict[str, Any]:
-    """What every unit executes in one step under ``payload["choices"]``, once and again, and moves off the device.
-
-    And what sentinels over all of it have checked.
-    """
+    """What every unit executes in one step under ``payload["choices"]``, once and again; bytes moved off the device;
+    and what sentinels over all of it have checked."""
     workload = runner.workload
     choices = parse_choices(payload["choices"])
     counter = RunCounter(workload.model, choices)  # with the choices: it counts what they keep
-    transports = counter.transports(OffloadTransports(runner.host_budget))
     with (
         runner.prepared("the plan"),
-        attach(workload.model, choices, transport=transports, sentinels="all") as session,
+        attach(workload.model, choices, host_budget=runner.host_budget, sentinels="all") as session,
     ):
         runner.seed()
         with _restored(workload), counter.counting():
             workload.full_step() if workload.full_step is not None else workload.forward_backward()
     units = {name: runs.model_dump() for name, runs in counter.result().items()}
-    return {"units": units, "proof": session.proof().model_dump()}
-
-
-def _observe_full_steps(runner: StepRunner, sketched: bool) -> Observation:
-    """Two whole cycles of the user's own; what they leave behind in weights and buffers."""
-    workload = runner.workload
-    assert workload.full_step is not None
-    digests: dict[str, str] = {}
-    sketches: dict[str, tuple[float, ...]] = {}
-    with _restored(workload), coarsest_type(workload.model) as types:
-        runner.seed()
-        for i in (1, 2):
-            workload.full_step()
-            state = {**dict(workload.model.named_parameters()), **dict(workload.model.named_buffers())}
-            digests |= {f"step {i}: {name}": digest for name, digest in digest_tensors(state).items()}
-            if sketched:
-                numbers = {n: t for n, t in state.items() if t.is_floating_point()}
-                sketches |= {f"step {i}: {name}": sketch(tensor) for name, tensor in numbers.items()}
-    return Observation(digests=digests, norms={}, sketches=sketches, coarsest=coarsest(types))
+    return {"units": units, "moved_bytes": session.host_bytes, "proof": session.proof().model_dump()}
 
 
 @contextmanager

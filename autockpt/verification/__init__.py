@@ -6,11 +6,10 @@ Training under a plan needs none of it. ``apply`` uses it for ``check_batch``, m
 from autockpt.verification.gradients import GradientCheck, Reference, compare, judge, observe_reference
 from autockpt.verification.observation import (
     Observation,
+    coarsest,
     deterministic_algorithms,
     deterministically,
-    digest_tensors,
     kept_state,
     observe,
 )
 from autockpt.verification.reruns import RunCounter, UnitRuns
-from autockpt.verification.sketches import coarsest, coarsest_type, sketch

@@ -1,25 +1,33 @@
-"""What training steps leave behind, bit by bit, as short digests that can be compared across plans and processes."""
+"""What training steps leave behind, bit by bit, as short digests that can be compared across plans and processes.
+
+Where bits may differ (other processes, devices whose kernels do not repeat themselves, choices that are not exact) a
+count sketch of each tensor tells how far two of them are apart (``checkpointing.tolerance``).
+"""
 
 from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import TypeVar
 
 import torch
 from pydantic import Field
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook
 
+from autockpt.checkpointing.arguments import tensors_of
 from autockpt.checkpointing.fingerprint import digest
+from autockpt.checkpointing.tolerance import TOLERANCE, sums
 from autockpt.devices.accelerator import kinds_in_use
 from autockpt.devices.cuda import DETERMINISTIC, WORKSPACE
 from autockpt.devices.random_states import RandomStates, TorchStates
 from autockpt.policies.base import setting
 from autockpt.schema.base import Data
-from autockpt.verification.sketches import SMALL, coarsest, coarsest_type, distance, length, sketch
 
+SMALL = 1e-3
+"""Gradients this many times shorter than the longest are mostly rounding: their error is taken relative to that."""
 T = TypeVar("T")
 ForwardBackward = Callable[[Callable[[], None]], Tensor]
 """One forward and backward; calls its argument between the two and returns the loss. Gradients stay in ``.grad``."""
@@ -49,13 +57,13 @@ class Observation(Data):
 
     def distances(self, other: Observation) -> dict[str, float]:
         """How far sketched losses and gradients are apart, each relative to its own length (see ``SMALL``)."""
-        losses = {name for name in self.sketches if name.endswith(": loss")}
-        longest = max((length(s) for name, s in self.sketches.items() if name not in losses), default=0.0)
+        lengths = {name: math.hypot(*sketch) for name, sketch in self.sketches.items()}
+        longest = max((length for name, length in lengths.items() if not name.endswith(": loss")), default=0.0)
         found = {}
-        for name, sums in self.sketches.items():
-            away = distance(sums, other.sketches.get(name, (math.inf,) * len(sums)))
-            own = length(sums)
-            scale = own if name in losses else max(own, SMALL * longest)
+        for name, sketch in self.sketches.items():
+            pairs = zip(sketch, other.sketches.get(name, (math.inf,) * len(sketch)), strict=True)
+            away = math.hypot(*(0.0 if a == b or (a != a and b != b) else a - b for a, b in pairs))
+            scale = lengths[name] if name.endswith(": loss") else max(lengths[name], SMALL * longest)
             found[name] = 0.0 if away == 0 else away / scale if scale else math.inf
         return found
 
@@ -72,12 +80,14 @@ def observe(
     steps: int = 2,
     sketched: bool = False,
     typed: bool = True,
+    weights: bool = False,
 ) -> Observation:
     """Run ``steps`` accumulating forwards and backwards and note all that they compute or change.
 
-    Losses, random states after each forward and backward, buffers and gradients. The weights stay; buffers, gradients
-    and random states are put back afterwards. ``sketched``: with sketches of losses and gradients, and unless ``typed``
-    is False with the coarsest type, which takes a hook on every module: compiled models are compiled anew under it.
+    Losses, random states after each forward and backward, buffers and gradients; where they change ``weights``, these.
+    Buffers, gradients and random states are put back afterwards. ``sketched``: with sketches of losses and gradients,
+    and unless ``typed`` is False with the coarsest type, which takes a hook on every module: compiled models are
+    compiled anew under it.
     """
     digests: dict[str, str] = {}
     norms: dict[str, float] = {}
@@ -86,7 +96,7 @@ def observe(
     def note(name: str, tensor: Tensor) -> None:
         digests[name] = _digest(tensor)
         if sketched:
-            sketches[name] = sketch(_local(tensor))
+            sketches[name] = tuple(sums(_local(tensor)).tolist())
 
     with kept_state(model), coarsest_type(model) if sketched and typed else nullcontext([]) as types:
         for i in range(1, steps + 1):
@@ -101,8 +111,9 @@ def observe(
             for name, buffer in model.named_buffers():
                 digests[f"{prefix}buffer {name}"] = _digest(buffer)
             for name, parameter in model.named_parameters():
-                gradient = parameter.grad
-                if gradient is None:
+                if weights:
+                    note(f"{prefix}weight {name}", parameter)
+                if (gradient := parameter.grad) is None:
                     digests[f"{prefix}gradient {name}"] = "none"
                 else:
                     note(f"{prefix}gradient {name}", gradient)
@@ -111,10 +122,34 @@ def observe(
 
 
 @contextmanager
+def coarsest_type(model: nn.Module) -> Iterator[list[str]]:
+    """Collects the floating point types that the model's modules give out; ``coarsest`` picks one."""
+    found = list({str(p.dtype).removeprefix("torch.") for p in model.parameters() if p.is_floating_point()})
+
+    def note(_: nn.Module, __: object, output: object) -> None:
+        for tensor in tensors_of(output):
+            if tensor.is_floating_point() and (name := str(tensor.dtype)[6:]) not in found:
+                found.append(name)
+
+    handle = register_module_forward_hook(note)
+    try:
+        yield found
+    finally:
+        handle.remove()
+
+
+def coarsest(types: Sequence[str]) -> str:
+    """The type with the largest tolerance; one that has none, such as fp8, counts as bfloat16."""
+    known = [t if t in TOLERANCE else "bfloat16" for t in types]
+    return max(known, key=TOLERANCE.__getitem__, default="float32")
+
+
+@contextmanager
 def kept_state(model: nn.Module) -> Iterator[None]:
     """Gradients, buffers and random states as they were, whatever the block does. Gradients are set aside inside it."""
     gradients = [(p, p.grad) for p in model.parameters()]
-    buffers = [(owner, name, b, b.detach().clone()) for owner, name, b in _buffers(model)]
+    homes = [owner._buffers for owner in model.modules()]
+    buffers = [(home, name, b, b.detach().clone()) for home in homes for name, b in home.items() if b is not None]
     random_states = RandomStates()
     for parameter, _ in gradients:
         parameter.grad = None
@@ -124,8 +159,8 @@ def kept_state(model: nn.Module) -> Iterator[None]:
         for parameter, gradient in gradients:
             parameter.grad = gradient
         with torch.no_grad():
-            for owner, name, buffer, before in buffers:
-                owner._buffers[name] = buffer
+            for home, name, buffer, before in buffers:
+                home[name] = buffer
                 buffer.copy_(before)
         random_states.put_back()
 
@@ -176,21 +211,9 @@ def stricter_with() -> str:
     return f"{WORKSPACE}={DETERMINISTIC}" if torch.cuda.device_count() > 0 and WORKSPACE not in os.environ else ""
 
 
-def _buffers(model: nn.Module) -> Iterator[tuple[nn.Module, str, Tensor]]:
-    for owner in model.modules():
-        for name, buffer in owner._buffers.items():
-            if buffer is not None:
-                yield owner, name, buffer
-
-
 def _local(tensor: Tensor) -> Tensor:
     to_local = getattr(tensor, "to_local", None)  # FSDP2 and tensor parallelism: this process's share
     return tensor if to_local is None else to_local()
-
-
-def digest_tensors(tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    """A digest of every tensor: equal where type, shape and all bits are."""
-    return {name: _digest(tensor) for name, tensor in tensors.items()}
 
 
 def _digest(tensor: Tensor) -> str:

@@ -16,7 +16,6 @@ from autockpt.checkpointing.arguments import tensors_of
 from autockpt.checkpointing.kept_outputs import given_up
 from autockpt.checkpointing.op_table import draws_random_numbers, is_attention, is_heavy
 from autockpt.checkpointing.replay_context import recomputing
-from autockpt.devices import OffloadHandle, Transport, Transports, transport_for
 from autockpt.policies.compiling import uncompiled
 from autockpt.policies.selective import kept_by, product_modules
 from autockpt.schema.base import Data
@@ -27,7 +26,7 @@ from autockpt.workload.units import module_of
 
 
 class UnitRuns(Data):
-    """What one unit executed in one step: matrix products, attentions and convolutions, and bytes moved."""
+    """What one unit executed in one step: matrix products, attentions and convolutions."""
 
     forward: int = 0
     again: int = Field(default=0, description="executed once more during backward")
@@ -35,7 +34,6 @@ class UnitRuns(Data):
     named_again: int = Field(default=0, description="of those, executed once more")
     changed: int = Field(default=0, description="of those, such as were changed in place and could not be kept")
     ops_again: int = Field(default=0, description="ops of any kind executed once more during backward")
-    moved_bytes: int = Field(default=0, description="sent off the device")
     trains: bool = Field(default=False, description="its output took part in backward")
 
 
@@ -51,7 +49,6 @@ class RunCounter(TorchDispatchMode):
         self._counts = {name: Counter[str]() for name in units}
         choices = units if isinstance(units, Mapping) else {}
         self._kept = {name: kept for name, choice in choices.items() if (kept := kept_by(choice))}
-        self._everything = {name for name, kept in self._kept.items() if EVERYTHING in kept}
         self._rematerialized = {name for name, choice in choices.items() if isinstance(choice, Remake)}
         self._named: dict[nn.Module, str] = {}
         for name, kept in self._kept.items():
@@ -63,12 +60,9 @@ class RunCounter(TorchDispatchMode):
         self._open: list[nn.Module] = []
         self._trains: set[str] = set()
         self._unit: str | None = None
-        self._owner: dict[nn.Module, str] = {}
-        self._roots: dict[nn.Module, str] = {}
-        for name in sorted(self._counts, key=lambda n: n.count(".")):  # inner units come last and win
-            root = module_of(model, name)
-            self._roots[root] = name
-            self._owner |= dict.fromkeys(root.modules(), name)
+        self._roots = {module_of(model, name): name for name in self._counts}
+        outer_first = sorted(self._roots.items(), key=lambda root: root[1].count("."))  # inner units win
+        self._owner = {module: name for root, name in outer_first for module in root.modules()}
 
     def result(self) -> dict[str, UnitRuns]:
         """The counts so far, by unit."""
@@ -79,20 +73,10 @@ class RunCounter(TorchDispatchMode):
         kept = self._kept.get(unit, ())
         if not kept or draws_random_numbers(func, args, kwargs):
             return False
-        if unit in self._everything and (unit in self._rematerialized or is_attention(func)):
-            return True
-        if ATTENTION in kept and is_attention(func):
+        everything, attends = EVERYTHING in kept, is_attention(func)
+        if (everything and unit in self._rematerialized) or (attends and (everything or ATTENTION in kept)):
             return True
         return any(self._named[module] == unit for module in self._open)
-
-    def transports(self, inner: Transports = transport_for) -> Transports:
-        """Transports like ``inner`` whose sent bytes are counted for the unit that sends them."""
-        return lambda device, tier: _CountingTransport(inner(device, tier), self)
-
-    def moved(self, nbytes: int) -> None:
-        """Bytes leave the device, sent by the present unit."""
-        if self._unit is not None:
-            self._counts[self._unit]["moved_bytes"] += nbytes
 
     @contextmanager
     def counting(self) -> Iterator[RunCounter]:
@@ -139,13 +123,3 @@ class RunCounter(TorchDispatchMode):
         if any(tensor.requires_grad for tensor in tensors_of(output)):
             self._trains.add(self._roots[module])
         self._unit = None
-
-
-class _CountingTransport:
-    def __init__(self, inner: Transport, counter: RunCounter) -> None:
-        self._inner, self._counter = inner, counter
-        self.copy_queues = inner.copy_queues
-
-    def send(self, source: torch.Tensor) -> OffloadHandle:
-        self._counter.moved(source.numel())
-        return self._inner.send(source)

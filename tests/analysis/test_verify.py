@@ -50,7 +50,6 @@ class Beside:
     def __init__(self, work, peak: int = 100, seconds: float = 1.0, plain_fits: bool = True) -> None:
         self.runner = StepRunner(work, get_device("cpu"))
         self.environment = Environment(device=HERE, versions={})
-        self.settings = {"batch_size": 4, "seq_len": 64}
         self.peak, self.seconds, self.plain_fits = peak, seconds, plain_fits
         self.reference = 1.0
         self.closed = False
@@ -187,7 +186,7 @@ def test_where_plain_training_does_not_fit(monkeypatch):
     monkeypatch.setattr(run, "_open", opened)
     report = verify(
         promised(work, {"model.layers.0": OFFLOAD}),
-        WorkloadSpec(model="tiny"),
+        WorkloadSpec(model="tiny", batch_size=4, seq_len=64),
         measurer=Beside(work, plain_fits=False),
     )
     assert shapes == [(2, 64), (1, 64)]

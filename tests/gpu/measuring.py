@@ -8,12 +8,12 @@ from contextlib import contextmanager
 
 import torch
 
+from autockpt.checkpointing.fingerprint import digest
 from autockpt.devices import Device, get_device
 from autockpt.measuring import StepRunner
 from autockpt.schema import RECOMPUTE, SAVE, Choice, Graph, WorkloadSpec, parse_choice
 from autockpt.schema.choices import Offload
 from autockpt.tracing import Tracer
-from autockpt.verification import digest_tensors
 from autockpt.workload import build, discover_units
 
 
@@ -79,7 +79,7 @@ def gradients_of(runner: StepRunner) -> dict[str, str]:
     runner.seed()
     loss = runner.workload.forward_backward()
     named = {name: p.grad for name, p in runner.workload.model.named_parameters() if p.grad is not None}
-    found = digest_tensors({"loss": loss, **named})
+    found = {name: digest(tensor) for name, tensor in {"loss": loss, **named}.items()}
     runner.workload.release_gradients()
     return found
 
