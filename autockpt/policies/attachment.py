@@ -10,25 +10,26 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
+import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from types import CodeType, FunctionType, MethodType
+from types import CodeType, MethodType
 from typing import Any, ClassVar
 
 import torch
 from torch import nn
 from torch.autograd import forward_ad
 
-from autockpt.checkpointing.divergence import UnitCheck
+from autockpt.checkpointing.divergence import FIRST_CALLS, UnitCheck
 from autockpt.errors import ConflictError
 from autockpt.policies.compiling import exports, run_as_it_is
-from autockpt.policies.user_checkpoint import inside_checkpoint, warn_inside
 
-current_transform: Callable[[], int | None] = torch._C._functorch.maybe_current_level  # type: ignore[attr-defined]
+_current_transform: Callable[[], int | None] = torch._C._functorch.maybe_current_level  # type: ignore[attr-defined]
 _MAKE_FX = torch._C._TorchDispatchModeKey.PROXY
 _CALL = nn.Module._call_impl.__code__
 _CALL_WITH_HOOKS = next(c for c in _CALL.co_consts if isinstance(c, CodeType) and c.co_name == "inner")
 _hooks_allowed: Callable[[], bool] = torch._C._autograd._saved_tensors_hooks_is_enabled  # type: ignore[attr-defined]
+_hooks_in_force: Callable[[bool], Any] = torch._C._autograd._top_saved_tensors_default_hooks  # type: ignore[attr-defined]
 
 
 class Attachment:
@@ -37,10 +38,10 @@ class Attachment:
     ``inner`` is the forward that the instance had before (None: its class's), ``unbound`` the same as a function of the
     module where it can be had: a library's wrapper around ours may end up on a copy of the module. An attachment that
     could not be taken off because somebody wrapped it is made inert by ``active = False``; one that is ``gone`` is not
-    put back either. Where something else is
-    handed to backward than forward saved, a session may set a ``check`` over it (``has_check``).
-    ``as_it_is``: before a module of PyTorch's own, which the compiler does not take on by itself. Of several sets of
-    choices, ``_cache_turn`` has the attachment's own act while it runs again.
+    put back either. Where something else is handed to backward than forward saved, a session may set a ``check`` over
+    it (``has_check``). ``as_it_is``: before a module of PyTorch's own, which the compiler does not take on by itself.
+    ``_cache_unit`` holds what calls of a unit that runs again have taught. Of several sets of choices, ``_cache_turn``
+    has the attachment's own act while it runs again.
     """
 
     has_check: ClassVar[bool] = False
@@ -51,18 +52,19 @@ class Attachment:
         self.unbound: Callable[..., Any] | None = None
         self.active, self.gone, self.as_it_is, self.warned = True, False, False, False
         self.check: UnitCheck | None = None
+        self._first_calls = FIRST_CALLS
+        self._cache_unit: Any = None
         self._cache_turn: Callable[[], AbstractContextManager[None]] | None = None
 
     def in_mid_training(self) -> None:
         """Take the next call for the last of those in which more is looked at than later."""
+        self._first_calls = 1
+        if self._cache_unit is not None:
+            self._cache_unit.in_mid_training()
 
     def turn(self) -> AbstractContextManager[None]:
         """Around running again: the modules inside are attached to as they were in forward."""
         return nullcontext() if self._cache_turn is None else self._cache_turn()
-
-    def take_turns(self, turn: Callable[[], AbstractContextManager[None]]) -> None:
-        """Let ``turn`` be around running again. A copy has to be told anew."""
-        self._cache_turn = turn
 
     def __getstate__(self) -> dict[str, Any]:
         return {k: None if k.startswith("_cache") else v for k, v in self.__dict__.items()}
@@ -72,20 +74,31 @@ def is_enabled(state: Attachment) -> bool:
     """Whether a choice has anything to do in this call: gradients are wanted, and the plan is not taken off.
 
     Inside forward-mode AD (``torch.autograd.forward_ad``) and the transforms of ``torch.func`` units save as ever: what
-    is dropped, moved or made again would come back without its tangent, or outside of the transform. So they do inside
-    of a ``torch.utils.checkpoint`` of the user's, where hooks on saved tensors are switched off
-    (``torch.autograd.graph.disable_saved_tensors_hooks``), and where a program is made of their ops (``torch.export``,
-    ``torch.jit.trace``, ``make_fx``).
+    is dropped, moved or made again would come back without its tangent, or outside of the transform. So they do where
+    hooks on saved tensors are switched off (``torch.autograd.graph.disable_saved_tensors_hooks``), and where a program
+    is made of their ops (``torch.export``, ``torch.jit.trace``, ``make_fx``). Inside of a ``torch.utils.checkpoint`` of
+    the user's, too: that drops what the unit saves and runs it again as plain training does, without putting back what
+    its forward has changed. Warns once of that.
     """
     if not state.active or not torch.is_grad_enabled() or exports():
         return False
     if torch.compiler.is_compiling():
         return True
-    if forward_ad._current_level >= 0 or current_transform() is not None or not _hooks_allowed():
+    if forward_ad._current_level >= 0 or _current_transform() is not None or not _hooks_allowed():
         return False
     if torch._C._is_tracing() or torch._C._get_dispatch_mode(_MAKE_FX) is not None:
         return False
-    return not inside_checkpoint()
+    hooks = _hooks_in_force(False)
+    if hooks is None or hooks[0].__module__ != "torch.utils.checkpoint":  # not the reentrant one: that has no gradients
+        return True
+    if not state.warned:
+        state.warned = True
+        warnings.warn(
+            f"{state.unit} runs inside of a torch.utils.checkpoint, which drops what it saves and runs it again in "
+            "backward: there its choice does nothing. Take the checkpoint away for the plan to act.",
+            stacklevel=4,
+        )
+    return False
 
 
 class AttachedForward(functools.partial):
@@ -126,7 +139,8 @@ class AttachedForward(functools.partial):
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def _plain(self) -> Callable[..., Any]:
-        return _forward_of_class(self.module) if self.state.inner is None else self.state.inner
+        module = self.module
+        return type(module).forward.__get__(module) if self.state.inner is None else self.state.inner
 
 
 class _UncompiledForward(AttachedForward):
@@ -173,33 +187,11 @@ def call_inner(module: nn.Module, state: Attachment, args: tuple[Any, ...], kwar
     return state.inner(*args, **kwargs)
 
 
-def _forward_of_class(module: nn.Module) -> Callable[..., Any]:
-    """What Python finds as the forward of a module that has none of its own: a method, or whatever its class has."""
-    cls = type(module)
-    found = inspect.getattr_static(cls, "forward")
-    return found.__get__(module, cls) if hasattr(type(found), "__get__") else found
-
-
-def _run_forward_of_class(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-    return _forward_of_class(module)(*args, **kwargs)
-
-
-def call_plainly(module: nn.Module, state: Attachment, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The same where the choice does not act."""
-    if not torch.compiler.is_compiling() and state.active and torch.is_grad_enabled() and inside_checkpoint():
-        if not state.warned:
-            warn_inside(state.unit)
-        state.warned = True
-    return call_inner(module, state, args, kwargs)
-
-
 def place(module: nn.Module, run: Callable[..., Any], state: Attachment) -> AttachedForward:
     """Put an attachment before the module's present forward."""
     state.inner = inner = module.__dict__.get("forward")
     if isinstance(inner, AttachedForward) or (isinstance(inner, MethodType) and inner.__self__ is module):
         state.unbound = inner.__func__
-    if inner is None and type(inspect.getattr_static(type(module), "forward")) is not FunctionType:
-        state.unbound = _run_forward_of_class
     forward = (_UncompiledForward if state.as_it_is else AttachedForward)(run, module, state)
     module.__dict__["forward"] = forward
     return forward

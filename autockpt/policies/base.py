@@ -99,17 +99,6 @@ def modules_named(unit: PlannedUnit, names: Sequence[str], what: str, *, called:
     return {name: inside[name] for name in names}
 
 
-def alias(leaf: Any) -> Any:
-    """The same memory under a tensor of its own, without a graph, that shares the version counter.
-
-    Below autograd views do not share it by themselves, and a change in place would go unnoticed.
-    """
-    if not isinstance(leaf, torch.Tensor):
-        return leaf
-    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
-        return leaf.detach()
-
-
 @contextmanager
 def setting(place: Any, name: str, value: Any) -> Iterator[None]:
     """An attribute of ``place``, None where it is not there, has this value inside, and afterwards the one before."""
@@ -131,10 +120,3 @@ def device_of(module: nn.Module) -> torch.device:
     for tensor in (*module.parameters(), *module.buffers()):
         return tensor.device
     return torch.device("cpu")
-
-
-def places_of(module: nn.Module, *kinds: str) -> list[tuple[dict[str, Any], str]]:
-    """Where a module and those in it have ``_parameters`` or ``_buffers``: the dictionaries, with the names in them.
-    What is there may be exchanged at any time. TorchScript has no dictionaries."""
-    homes = (getattr(inner, kind) for inner in module.modules() for kind in kinds)
-    return [(home, name) for home in homes if isinstance(home, dict) for name in home]

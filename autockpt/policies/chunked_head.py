@@ -16,43 +16,14 @@ from autockpt.checkpointing.divergence import CheckedCall
 from autockpt.checkpointing.replay_context import AutocastState, running_again
 from autockpt.errors import ConflictError, InPlaceError
 from autockpt.policies.attachment import Attachment, call_inner
-from autockpt.policies.base import alias
 
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 Elementwise = Callable[[Tensor], Tensor]
 _SHORT = (torch.bfloat16, torch.float16)
 _IGNORED = -100
+# Rows. GPU kernels choose their way by how a row lies in memory, so chunks begin as whole logits do.
+_ALIGNED = 16
 REDUCTIONS = {"none": 0, "mean": 1, "sum": 2}  # as ATen numbers them
-
-
-class Rows:
-    """One call of a head, of which logits can be had row by row from ``hidden`` (… × features, or the logits).
-
-    ``choice`` is the one in whose name this is done, for messages; ``exact``: gradients must be bit-equal with plain
-    training's; ``watch``: where a check compares what is computed again; ``trained``: weights that get gradients
-    from here.
-    """
-
-    choice: ClassVar[str]
-    exact: ClassVar[bool]
-    unit: str
-    watch: CheckedCall | None
-    trained: tuple[nn.Parameter, ...] = ()
-
-    def running(self) -> AbstractContextManager[None]:
-        """Around calls of ``rows``."""
-        return nullcontext()
-
-    def rows(self, hidden: Tensor) -> Tensor:
-        """Logits of these rows."""
-        return hidden
-
-    def chunk(self, rows: int) -> int:
-        """How many of so many rows make a chunk."""
-        raise NotImplementedError
-
-    def whole(self, why: str) -> None:
-        """Told when logits are made that the choice was to save."""
 
 
 class HeadState(Attachment):
@@ -84,30 +55,61 @@ def warn_of_whole(unit: str, why: str = "because it is part of a graph of torch.
 warn_of_whole._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def checked_call(state: HeadState) -> CheckedCall | None:
-    """What compares the losses that backward computes again with those of forward; None in calls without a check."""
-    observer = state.check.observer() if state.check is not None else None
-    return observer if isinstance(observer, CheckedCall) else None
+class Rows:
+    """One call of a head, of which logits can be had row by row from ``hidden``: here of logits that are there already.
+
+    ``choice`` is the one in whose name this is done, for messages; ``exact``: gradients must be bit-equal with plain
+    training's; ``trained``: weights that get gradients from here; ``watch``: where a check compares the losses of a
+    chunk's rows with those that forward computed.
+    """
+
+    choice: ClassVar[str] = "chunked_softmax"
+    exact: ClassVar[bool] = True
+    trained: tuple[nn.Parameter, ...] = ()
+
+    def __init__(self, state: HeadState) -> None:
+        self._state, self.unit = state, state.unit
+        observer = state.check.observer() if state.check is not None else None
+        self.watch = observer if isinstance(observer, CheckedCall) else None
+
+    def running(self) -> AbstractContextManager[None]:
+        """Around calls of ``rows``."""
+        return nullcontext()
+
+    def rows(self, hidden: Tensor) -> Tensor:
+        """Logits of these rows."""
+        return hidden
+
+    def chunk(self, rows: int) -> int:
+        """How many of so many rows make a chunk."""
+        aligned = self._state.size * _ALIGNED
+        return -(-rows // aligned) * _ALIGNED
+
+    def whole(self, why: str) -> None:
+        """Told when logits are made that the choice was to save."""
 
 
 class HeadCall(Rows):
-    """What it takes to run a head again on some of the rows it was called with: weights, settings, autocast. ``watch``:
-    where a check compares the losses of a chunk's rows with those that forward computed."""
+    """What it takes to run a head again on some of the rows it was called with: weights, settings, autocast."""
 
     choice = "chunked_loss"
     exact = False
 
     def __init__(self, module: nn.Module, state: HeadState, device: torch.device) -> None:
-        self._module, self._state, self.unit = module, state, state.unit
+        super().__init__(state)
+        self._module = module
         self._casts = AutocastState([device.type])
         self._parameters = tuple(module.parameters())  # alive, so that no other gets their ids
         self._versions = [(id(p), p._version) for p in self._parameters]
         self._settings = _settings(module)
-        self.watch = checked_call(state)
         self.trained = tuple(p for p in self._parameters if p.requires_grad)
 
-    def check(self) -> None:
-        """Raise InPlaceError where the weights are no longer what they were, ConflictError where settings are not."""
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Around calls of ``rows``: autocast as in the forward. Entered once, so that weights are cast once.
+
+        Raises InPlaceError where the weights are no longer what they were, ConflictError where settings are not.
+        """
         if [(id(p), p._version) for p in self._module.parameters()] != self._versions:
             raise InPlaceError(
                 f"weights of {self.unit} have been modified by an inplace operation (or exchanged) since its forward, "
@@ -120,11 +122,6 @@ class HeadCall(Rows):
                 f"dropout or adapters of {self.unit} were switched between its forward and the use of its logits",
                 remedy=f"Use `save` on {self.unit}, or switch after backward.",
             )
-
-    @contextmanager
-    def running(self) -> Iterator[None]:
-        """Around calls of ``rows``: autocast as in the forward. Entered once, so that weights are cast once."""
-        self.check()
         with running_again(self.unit), self._casts.restored(remembers=True):
             yield
 
@@ -141,22 +138,15 @@ class HeadCall(Rows):
         self._state.warn(why)
 
 
-def refuse_twice(call: Rows) -> None:
-    """Raise ConflictError in a backward that is itself to be differentiated: that would silently lose a part."""
-    if torch.is_grad_enabled():
+def refuse_odd_backward(call: Rows, gradient: Tensor) -> None:
+    """Raise ConflictError in a backward that is itself to be differentiated, which would silently lose a part, and for
+    several gradients at once."""
+    many = torch._C._functorch.is_legacy_batchedtensor(gradient)  # type: ignore[attr-defined]
+    if many or torch.is_grad_enabled():
+        how = "for many gradients at once (is_grads_batched=True)" if many else "twice (create_graph=True)"
         raise ConflictError(
-            f"the loss of {call.unit} cannot be differentiated twice (create_graph=True) under {call.choice}",
+            f"the loss of {call.unit} cannot be differentiated {how} under {call.choice}",
             remedy=f"Use `save` on {call.unit}.",
-        )
-
-
-def _refuse_many(call: Rows, gradient: Tensor) -> None:
-    """Raise ConflictError in a backward for several gradients at once."""
-    if torch._C._functorch.is_legacy_batchedtensor(gradient):  # type: ignore[attr-defined]
-        raise ConflictError(
-            f"the loss of {call.unit} is differentiated for many gradients at once (is_grads_batched=True), which is "
-            f"not possible chunk by chunk, under {call.choice}",
-            remedy=f"Take one gradient after the other, or use `save` on {call.unit}.",
         )
 
 
@@ -210,17 +200,18 @@ class ChunkedLoss(torch.autograd.Function):
         if loss.reduction != "none":
             column, reduction = -result[:, None], REDUCTIONS[loss.reduction]
             result, total = torch.ops.aten.nll_loss_forward(column, loss.columns(target), None, reduction, _IGNORED)
-        ctx.save_for_backward(alias(hidden), target, total)
+        # an alias that shares the version counter, so that a change in place is noticed: below autograd views do not
+        with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+            ctx.save_for_backward(hidden.detach(), target, total)
         return result
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         loss: CrossEntropy = ctx.loss
-        refuse_twice(loss.call)
-        _refuse_many(loss.call, gradients[0])
+        gradient = gradients[0]
+        refuse_odd_backward(loss.call, gradient)
         loss.passing()
         hidden, target, total = _saved(ctx, loss)
-        gradient = gradients[0]
         if total is not None:
             column, reduction = total.new_empty((len(hidden), 1)), REDUCTIONS[loss.reduction]
             classes = loss.columns(target)
@@ -281,13 +272,9 @@ def _saved(ctx: Any, loss: CrossEntropy) -> tuple[Tensor, ...]:
 
 def _nobody_else_holds(saved: Tensor) -> bool:
     """Whether memory may be written over: no other tensor is on it, and this backward is the graph's last."""
-    if torch._C._autograd._get_current_graph_task_keep_graph():  # type: ignore[attr-defined]
-        return False
-    return _holders(saved) == _holders(torch.empty(0))
-
-
-def _holders(tensor: Tensor) -> int:
-    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+    kept = torch._C._autograd._get_current_graph_task_keep_graph()  # type: ignore[attr-defined]
+    holders, one = (torch._C._storage_Use_Count(t.untyped_storage()._cdata) for t in (saved, torch.empty(0)))
+    return not kept and holders == one
 
 
 def _added(total: Tensor | None, part: Tensor | None, *, alone: bool) -> Tensor | None:

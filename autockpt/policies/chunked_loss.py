@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.overrides import _get_current_function_mode_stack
 
 from autockpt.errors import ConflictError
-from autockpt.policies.attachment import call_inner, call_plainly, is_enabled
+from autockpt.policies.attachment import call_inner, is_enabled
 from autockpt.policies.base import PlannedUnit, Policy, PolicySession, is_library
 from autockpt.policies.chunked_head import HeadCall, HeadState, drops_out, warn_of_whole
 from autockpt.policies.lazy_logits import LazyLogits, lazy_logits
@@ -45,7 +45,7 @@ def run_chunked(module: nn.Module, state: HeadState, /, *args: Any, **kwargs: An
     Raises ConflictError where the weights are not whole here (FSDP on the head itself, tensor parallelism, ZeRO-3).
     """
     if not is_enabled(state):
-        return call_plainly(module, state, args, kwargs)
+        return call_inner(module, state, args, kwargs)
     if torch.compiler.is_compiling():
         warn_of_whole(state.unit)
         return call_inner(module, state, args, kwargs)

@@ -13,15 +13,11 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from autockpt.checkpointing.divergence import CheckedCall
 from autockpt.policies.attachment import call_inner, is_enabled
 from autockpt.policies.base import PlannedUnit, Policy, PolicySession
-from autockpt.policies.chunked_head import HeadState, Rows, checked_call
+from autockpt.policies.chunked_head import HeadState, Rows
 from autockpt.policies.chunked_loss import refuse_others
 from autockpt.policies.lazy_logits import lazy_logits
-
-# Rows. GPU kernels choose their way by how a row lies in memory, so chunks begin as whole logits do.
-_ALIGNED = 16
 
 
 class ChunkedSoftmaxPolicy(Policy):
@@ -46,19 +42,4 @@ def run_softmax(module: nn.Module, state: HeadState, /, *args: Any, **kwargs: An
         return logits
     if type(logits) is not Tensor or not logits.requires_grad or logits.dim() < 2 or not logits.is_floating_point():
         return logits
-    return lazy_logits(_Given(state, checked_call(state)), logits, logits)
-
-
-class _Given(Rows):
-    """Rows of logits that are there already. ``watch``: where a check compares the losses of rows, which backward
-    computes again, with those that forward computed."""
-
-    choice = "chunked_softmax"
-    exact = True
-
-    def __init__(self, state: HeadState, watch: CheckedCall | None) -> None:
-        self.unit, self._chunks, self.watch = state.unit, state.size, watch
-
-    def chunk(self, rows: int) -> int:
-        aligned = self._chunks * _ALIGNED
-        return -(-rows // aligned) * _ALIGNED
+    return lazy_logits(Rows(state), logits, logits)

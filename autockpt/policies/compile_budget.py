@@ -8,7 +8,6 @@ afterwards. The fraction is part of what the compiler guards on, so layers with 
 
 from __future__ import annotations
 
-import functools
 import warnings
 from collections.abc import Sequence
 from typing import Any, ClassVar
@@ -16,16 +15,10 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from autockpt.checkpointing.op_table import draws_random_numbers, dropout_of
-from autockpt.errors import ConflictError
 from autockpt.policies.attachment import Attachment, call_inner
 from autockpt.policies.base import PlannedUnit, Policy, PolicySession
-from autockpt.policies.joint_graph import claim, claimed, save_reads_of_what_changes
+from autockpt.policies.joint_graph import claim
 from autockpt.schema.choices import Choice, CompileBudget
-
-# Compiled code is cached on disk by the exact number, among other things. Nobody else writes this one, so what is found
-# there went through what we do to a graph when it was made: another number for each version of that.
-_OURS = 2e-9
 
 
 class BudgetState(Attachment):
@@ -63,7 +56,7 @@ def run_budgeted(module: nn.Module, state: BudgetState, /, *args: Any, **kwargs:
     """
     if state.active and torch.is_grad_enabled():
         if torch.compiler.is_dynamo_compiling():
-            _claim(state.fraction)  # not the unit: the compiler would guard on its name, and compile equal layers anew
+            claim(state.fraction)  # not the unit: the compiler would guard on its name, and compile equal layers anew
         elif not state.said:
             state.said.append("eager")
             warnings.warn(
@@ -72,42 +65,3 @@ def run_budgeted(module: nn.Module, state: BudgetState, /, *args: Any, **kwargs:
                 stacklevel=3,
             )
     return call_inner(module, state, args, kwargs)
-
-
-def _claim(fraction: str) -> None:
-    """Runs while the compiler traces a unit."""
-    budget, other = float(fraction) + _OURS, claimed("activation_memory_budget")
-    if other not in (None, budget):
-        raise ConflictError(
-            f"two layers of one graph ask for a compile_budget of {other - _OURS:g} and of {fraction}",
-            remedy="One graph has one budget: give all layers the same fraction, or compile them one by one "
-            "(layer.compile()) instead of the whole model.",
-        )
-    claim("random numbers", functools.partial(_refuse_random_numbers, fraction), activation_memory_budget=budget)
-    claim("changed inputs", save_reads_of_what_changes)
-
-
-# What torch.compiler.assume_constant_result does: calling that imports the compiler, which takes a second.
-_claim._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
-def _refuse_random_numbers(fraction: str, graph: torch.fx.GraphModule) -> None:
-    """The partitioner makes random numbers anew in backward where its budget is below 1 (pytorch#190758, open as of
-    torch 2.15): other masks of dropout, wrong gradients, no error.
-    """
-    for module in graph.modules():  # graphs within the graph included
-        for node in module.graph.nodes if isinstance(module, torch.fx.GraphModule) else ():
-            if node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload) and _draws(node):
-                raise ConflictError(
-                    f"a compile_budget of {fraction} for a graph that draws random numbers ({node.target}) gives wrong "
-                    "gradients: PyTorch's partitioner draws others in backward (pytorch#190758)",
-                    remedy="Use save or recompute for layers with dropout, or switch their dropout off.",
-                )
-
-
-def _draws(node: torch.fx.Node) -> bool:
-    """Attention has dropout as an argument, mostly of zero."""
-    target: Any = node.target
-    if dropout_of(target) is not None:
-        return draws_random_numbers(target, node.args, node.kwargs)
-    return torch.Tag.nondeterministic_seeded in target.tags

@@ -6,7 +6,7 @@ import functools
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import CodeType
 from typing import Any, TypeVar
 
@@ -19,6 +19,16 @@ set_compiler: Callable[[Any], Any] = torch._C._dynamo.eval_frame.set_eval_frame 
 Where a choice runs between two graphs (``outside_graphs``) the compiler would take on each small function that it calls
 beside the unit, once for every unit, until it gives up on them (``torch._dynamo``'s ``recompile_limit``).
 """
+
+
+@contextmanager
+def compiled_by(compiler: Any) -> Iterator[Any]:
+    """Have ``compiler`` (None: nothing) compile what the block begins to run; gives what did before."""
+    before = set_compiler(compiler)
+    try:
+        yield before
+    finally:
+        set_compiler(before)
 
 
 def run_as_it_is(function: F, *, calls: bool = True) -> F:
@@ -53,15 +63,13 @@ def changes_bits(compiler: Any) -> bool:
     return getattr(compiler, "_compiler_name", None) not in _EAGER_BACKENDS
 
 
-@contextmanager
-def uncompiled() -> Iterator[None]:
+def uncompiled() -> AbstractContextManager[Any]:
     """Inside, compiled functions run as they are: around a dispatch mode over a step of the user's.
 
     Under a mode torch runs them so by itself, but never again compiles a function that it first met there.
     """
     # not imported where nothing is compiled so far: that takes seconds
-    with torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext():
-        yield
+    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
 
 
 def traces_backward() -> bool:

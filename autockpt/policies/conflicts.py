@@ -29,9 +29,9 @@ _REFUSED: dict[type[nn.Module], tuple[str, str]] = {
 """Kinds of modules, why a unit with one is refused, and what to do."""
 
 
-def flagged_modules(model: nn.Module) -> tuple[str, ...]:
-    """Paths of the modules that have a switch of their own for activation checkpointing, on or off."""
-    return tuple(path for path, module in model.named_modules() if any(hasattr(module, flag) for flag in _FLAGS))
+def with_switches(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """The modules that have a switch of their own for activation checkpointing, on or off, with their paths."""
+    return [(path, inner) for path, inner in model.named_modules() if any(hasattr(inner, flag) for flag in _FLAGS)]
 
 
 def refuse_native(module: nn.Module, name: str) -> None:

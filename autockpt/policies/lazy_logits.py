@@ -25,9 +25,9 @@ from autockpt.policies.chunked_head import (
     Elementwise,
     Rows,
     gradients_of,
-    refuse_twice,
+    refuse_odd_backward,
 )
-from autockpt.policies.compiling import run_as_it_is, set_compiler
+from autockpt.policies.compiling import compiled_by, run_as_it_is
 
 _plain_call = torch._C.DisableTorchFunctionSubclass
 
@@ -166,26 +166,22 @@ class LazyLogits(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        compiler = set_compiler(None)
-        try:
+        with compiled_by(None) as compiler:
             if compiler and func not in _ABOUT:
                 _refuse_compiled(_lazies((args, kwargs)))
             return cls._called(func, args, kwargs or {})
-        finally:
-            set_compiler(compiler)
 
     @classmethod
     def _called(cls, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         first: Any = args[0] if args else kwargs.get("input")
         if func in _ABOUT:
-            real = first._source.real if func in _OF_RETAINED else None
             with _plain_call():
-                return func(*args, **kwargs) if real is None else func(real)
+                return func(*args, **kwargs)
         if isinstance(first, LazyLogits) and first._source.real is None:
             with _plain_call():
                 understood = UNDERSTOOD.get(func)
             if understood is not None and not _lazies((args[1:], kwargs), but=first):
-                with torch._C.DisableTorchFunctionSubclass():
+                with _plain_call():
                     result = understood(first._source, *args[1:], **{k: v for k, v in kwargs.items() if k != "input"})
                 if result is not NotImplemented:
                     return result
@@ -236,7 +232,7 @@ class _StandIn(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         source: LogitsSource = ctx.source
-        refuse_twice(source.call)
+        refuse_odd_backward(source.call, gradients[0])
         with torch.inference_mode(False), torch.enable_grad():
             hidden = source.hidden.detach().requires_grad_()
             logits = source.compute(hidden)
@@ -245,16 +241,14 @@ class _StandIn(torch.autograd.Function):
 
 # answered without any logits
 _PROPERTIES = (
-    *("itemsize", "nbytes", "grad_fn", "grad", "is_quantized", "is_sparse", "is_nested", "retains_grad", "output_nr"),
-    *("_base", "_version", "_backward_hooks"),
+    *("itemsize", "nbytes", "grad_fn", "is_quantized", "is_sparse", "is_nested", "output_nr", "_base", "_version"),
+    "_backward_hooks",
 )
 _ABOUT: frozenset[Any] = METADATA | {
     *(getattr(Tensor, name).__get__ for name in _PROPERTIES),
     *(Tensor.ndimension, Tensor.nelement, Tensor.element_size, Tensor.get_device),
     *(torch.is_floating_point, torch.is_complex, torch.numel),
 }
-# of the real logits, where somebody had to get these
-_OF_RETAINED: frozenset[Any] = frozenset({Tensor.grad.__get__, Tensor.retains_grad.__get__})  # type: ignore[attr-defined]
 _IN_PLACE = frozenset(f"__{name}__" for name in ("setitem", *(f"i{op}" for op in ("add", "sub", "mul", "truediv"))))
 _OF_GRADIENTS = frozenset({"register_hook", "register_post_accumulate_grad_hook", "retain_grad", "grad"})
 
@@ -279,8 +273,9 @@ def _before_use(lazy: LazyLogits, name: str, args: tuple[Any, ...], kwargs: dict
 def _refuse_compiled(lazies: list[LazyLogits]) -> None:
     """Raise ConflictError in a compiled loss, whose graph cannot take logits that are not there: it would run as if it
     were not compiled, and with other bits."""
-    for call in (lazy._source.call for lazy in lazies if lazy._source.real is None):
-        if call.exact:
+    for lazy in lazies:
+        call = lazy._source.call
+        if call.exact and lazy._source.real is None:
             raise ConflictError(
                 f"the logits of {call.unit} go into compiled code, which cannot take them under {call.choice}: the "
                 "loss would run uncompiled, and its gradients would not be bit-equal",

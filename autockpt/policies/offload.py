@@ -3,7 +3,6 @@ recompute_offload: the unit runs again in backward, and its input is off the dev
 
 from __future__ import annotations
 
-import copy
 import functools
 import weakref
 from collections.abc import Callable, Sequence
@@ -16,9 +15,9 @@ from autockpt.checkpointing.arguments import tensors_of
 from autockpt.checkpointing.offloaded import KeptTensor, OffloadedCall, OffloadedTensor, OffloadHooks
 from autockpt.devices.base import Transport
 from autockpt.devices.transport import OffloadTransports, Transports
-from autockpt.policies.attachment import Attachment, call_inner, call_plainly, is_enabled
-from autockpt.policies.base import PlannedUnit, Policy, PolicySession, device_of, places_of
-from autockpt.policies.compiling import outside_graphs, run_as_it_is, set_compiler
+from autockpt.policies.attachment import Attachment, call_inner, is_enabled
+from autockpt.policies.base import PlannedUnit, Policy, PolicySession, device_of
+from autockpt.policies.compiling import compiled_by, outside_graphs, run_as_it_is
 from autockpt.policies.conflicts import refuse_capture, refuse_modules, refuse_native
 from autockpt.policies.kv_cache import with_caches, without_cache
 from autockpt.policies.recompute import RecomputePolicy
@@ -43,11 +42,8 @@ class Pipeline:
         self.ends: set[int] = set()  # places of units at whose end others are settled, by either choice that moves
         self.begin()
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Pipeline:
-        return Pipeline(copy.deepcopy(self._make, memo))
-
     def __reduce__(self) -> tuple[type[Pipeline], tuple[OffloadTransports]]:
-        # streams and mapped files stay behind; the usual transports do wherever this is loaded
+        # streams and mapped files stay behind; the usual transports do for copies, and wherever this is loaded
         return Pipeline, (self._make if isinstance(self._make, OffloadTransports) else OffloadTransports(),)
 
     def begin(self) -> None:
@@ -96,12 +92,12 @@ class OffloadState(Attachment):
         super().__init__(unit)
         self.pipeline, self.place, self.due = pipeline, place, due
         self.tier: Tier = tier
-        self._cache_buffers: list[tuple[dict[str, Any], str]] | None = None
+        self._cache_buffers: list[dict[str, torch.Tensor | None]] | None = None
 
     def buffers(self, module: nn.Module) -> list[torch.Tensor]:
-        if self._cache_buffers is None:
-            self._cache_buffers = places_of(module, "_buffers")
-        return [b for home, name in self._cache_buffers if (b := home.get(name)) is not None]
+        if self._cache_buffers is None:  # TorchScript has no dictionaries
+            self._cache_buffers = [inner._buffers for inner in module.modules() if isinstance(inner._buffers, dict)]
+        return [b for home in self._cache_buffers for b in home.values() if b is not None]
 
 
 @outside_graphs("offload` or `recompute_offload", _WHY)
@@ -114,38 +110,24 @@ def run_offloaded(module: nn.Module, state: OffloadState, /, *args: Any, **kwarg
     CUDA graph is captured, MeasurementError where the other side is full, and in backward InPlaceError where a saved
     tensor was changed in place.
     """
-    compiler = set_compiler(None)  # at work in the unit's own forward, and not here
-    try:
-        return _offloaded(module, state, args, kwargs, compiler)
-    finally:
-        set_compiler(compiler)
-
-
-def _offloaded(
-    module: nn.Module, state: OffloadState, args: tuple[Any, ...], kwargs: dict[str, Any], compiler: Any
-) -> Any:
-    if not is_enabled(state):
-        set_compiler(compiler)
-        return call_plainly(module, state, args, kwargs)
-    refuse_native(module, state.unit)
-    args, kwargs = with_caches(*without_cache(module, state.unit, args, kwargs, twice=False))
-    tensors = tensors_of((args, kwargs))
-    hidden = next((t for t in tensors if t.is_floating_point()), None)
-    device = device_of(module) if hidden is None else hidden.device
-    refuse_capture(device, state.unit)
-    buffers = state.buffers(module)
-    outside = [t for t in tensors if t is not hidden] + buffers
-    group = state.pipeline.open(state, device)
-    observer = state.check.observer() if state.check is not None else None
-    offloading = OffloadHooks(group, outside, module, observer, hidden)
-    with saving(state.unit, offloading.pack, observer):
-        set_compiler(compiler)
-        try:
+    with compiled_by(None) as compiler:  # at work in the unit's own forward, and not here
+        if not is_enabled(state):
+            with compiled_by(compiler):
+                return call_inner(module, state, args, kwargs)
+        refuse_native(module, state.unit)
+        args, kwargs = with_caches(*without_cache(module, state.unit, args, kwargs, twice=False))
+        tensors = tensors_of((args, kwargs))
+        hidden = next((t for t in tensors if t.is_floating_point()), None)
+        device = device_of(module) if hidden is None else hidden.device
+        refuse_capture(device, state.unit)
+        group = state.pipeline.open(state, device)
+        observer = state.check.observer() if state.check is not None else None
+        outside = [t for t in tensors if t is not hidden] + state.buffers(module)
+        offloading = OffloadHooks(group, outside, module, observer, hidden)
+        with saving(state.unit, offloading.pack, observer), compiled_by(compiler):
             output = call_inner(module, state, args, kwargs)
-        finally:
-            set_compiler(None)
-    state.pipeline.close(state, group)
-    return output
+        state.pipeline.close(state, group)
+        return output
 
 
 class OffloadPolicy(Policy):
@@ -201,11 +183,10 @@ def run_then_settle(module: nn.Module, state: OffloadState, /, *args: Any, **kwa
     """The forward of a unit so many places behind an offloaded one: when it has ended that one's copies must be done,
     and when its backward begins they start to come back."""
     output = call_inner(module, state, args, kwargs)
-    if is_enabled(state) and (groups := state.pipeline.passed(state.place)):
+    if state.active and (groups := state.pipeline.passed(state.place)):
         node = next((t.grad_fn for t in tensors_of(output) if t.grad_fn is not None), None)
-        if node is not None:
-            for group in groups:
-                node.register_prehook(functools.partial(_fetch, weakref.ref(group)))
+        for group in groups if node is not None else ():
+            node.register_prehook(functools.partial(_fetch, weakref.ref(group)))
     return output
 
 

@@ -12,13 +12,12 @@ from torch.nn.utils import parametrize
 from torch.utils.checkpoint import checkpoint
 
 from autockpt.checkpointing import CheckpointedUnit, CheckpointFrame
-from autockpt.checkpointing.divergence import FIRST_CALLS
 from autockpt.errors import ConflictError
-from autockpt.policies.attachment import Attachment, call_inner, call_plainly, is_enabled
+from autockpt.policies.attachment import Attachment, call_inner, is_enabled
 from autockpt.policies.base import PlannedUnit, Policy, PolicySession
 from autockpt.policies.compiling import outside_graphs, run_as_it_is, traces_backward
 from autockpt.policies.conflicts import refuse_by_message, refuse_modules, refuse_native
-from autockpt.policies.joint_graph import claim, save_reads_of_what_changes
+from autockpt.policies.joint_graph import claim
 from autockpt.policies.kv_cache import StandIn, with_caches, without_cache
 from autockpt.policies.saving import keep_identity
 from autockpt.schema.choices import Choice
@@ -47,17 +46,10 @@ class RecomputeState(Attachment):
         super().__init__(unit)
         pass_over_what_is_set_to_itself()
         keep_identity()
-        self._cache_unit: CheckpointedUnit | None = None
-        self._first_calls = FIRST_CALLS
-
-    def in_mid_training(self) -> None:
-        self._first_calls = 1
-        if self._cache_unit is not None:
-            self._cache_unit.in_mid_training()
 
     def checkpointed(self, module: nn.Module) -> CheckpointedUnit:
         """The unit as its modules are now. Where they are others, what calls taught is forgotten."""
-        unit = self._cache_unit
+        unit: CheckpointedUnit | None = self._cache_unit
         if unit is None or unit.module is not module or not unit.has_same_modules():
             unit = self._cache_unit = CheckpointedUnit(self.unit, module, self.check, self._first_calls)
         return unit
@@ -98,7 +90,7 @@ def run_recomputed(module: nn.Module, state: RecomputeState, /, *args: Any, **kw
     ConflictError where it does not do again what it did, InPlaceError where something that it read was changed since.
     """
     if not is_enabled(state):
-        return call_plainly(module, state, args, kwargs)
+        return call_inner(module, state, args, kwargs)
     if not torch.compiler.is_compiling():
         return run_in_frame(module, state, args, kwargs)
     if traces_backward():
@@ -113,7 +105,7 @@ def recompute_in_graph(module: nn.Module, state: RecomputeState, args: tuple[Any
     real. Torch's own would find changed state in its second run.
     """
     if torch.compiler.is_compiling():
-        _claim()
+        claim()
         inner = functools.partial(_inside_graph, module, state)
         # determinism_check only tells the compiler's cache on disk this graph from others', which nobody put right
         options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": True, "determinism_check": "default"}
@@ -125,15 +117,6 @@ def recompute_in_graph(module: nn.Module, state: RecomputeState, args: tuple[Any
 
 # Compiled as a part of others only: so a graph breaks before it, and what is called then is this and not torch's.
 run_as_it_is(recompute_in_graph)
-
-
-def _claim() -> None:
-    """Runs while the compiler traces a unit."""
-    claim("changed inputs", save_reads_of_what_changes)
-
-
-# What torch.compiler.assume_constant_result does: calling that imports the compiler, which takes a second.
-_claim._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _inside_graph(module: nn.Module, state: RecomputeState, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

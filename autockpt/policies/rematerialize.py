@@ -16,18 +16,17 @@ import torch
 from torch import nn
 
 from autockpt.checkpointing.arguments import tensors_of
-from autockpt.checkpointing.divergence import FIRST_CALLS, CheckedCall
-from autockpt.checkpointing.op_recorder import OpRecorder
-from autockpt.checkpointing.op_table import is_attention, kind_of
+from autockpt.checkpointing.divergence import CheckedCall
+from autockpt.checkpointing.op_table import is_attention
 from autockpt.checkpointing.recorded_call import RecordedCall
 from autockpt.checkpointing.recorded_unit import RecordedUnit
 from autockpt.errors import ConflictError
-from autockpt.policies.attachment import Attachment, call_inner, call_plainly, is_enabled
+from autockpt.policies.attachment import Attachment, call_inner, is_enabled
 from autockpt.policies.base import PlannedUnit, Policy, PolicySession, modules_named, setting
 from autockpt.policies.compiling import outside_graphs, run_as_it_is
 from autockpt.policies.conflicts import refuse_by_message, refuse_modules, refuse_native, sequence_nr
 from autockpt.policies.saving import keep_identity
-from autockpt.policies.watching import CHANGED_BY_WATCHING, Watching, count_writes, refuse_watching
+from autockpt.policies.watching import Watching
 from autockpt.schema.choices import ATTENTION, EVERYTHING, Choice, Remake
 
 _PYTHON_NODE = torch.autograd.function.BackwardCFunction
@@ -54,17 +53,10 @@ class RemakeState(Attachment):
         super().__init__(unit)
         keep_identity()
         self._choice = choice
-        self._first_calls = FIRST_CALLS
-        self._cache_unit: RecordedUnit | None = None
-
-    def in_mid_training(self) -> None:
-        self._first_calls = 1
-        if self._cache_unit is not None:
-            self._cache_unit.in_mid_training()
 
     def recorded(self, module: nn.Module) -> RecordedUnit:
         """The unit as its modules are now. Where they are others, what calls taught is forgotten."""
-        unit = self._cache_unit
+        unit: RecordedUnit | None = self._cache_unit
         if unit is None or unit.unit.module is not module or not unit.unit.has_same_modules():
             unit = None if Learnt.units is None else Learnt.units.get((self.unit, self._choice))
             self._cache_unit = unit = unit or self._new(module)
@@ -74,7 +66,7 @@ class RemakeState(Attachment):
         planned = PlannedUnit(self.unit, module, self._choice)
         scopes = dict.fromkeys(_named(planned, "within").values(), "within")
         scopes |= dict.fromkeys(_named(planned, "keep").values(), "keep")
-        watching = functools.partial(_Recording, self.unit)
+        watching = functools.partial(Watching, self.unit)
         if Learnt.units is None:
             return RecordedUnit(self.unit, module, watching, self._keeps, scopes, self._first_calls)
         unit = RecordedUnit(self.unit, module, watching, self._keeps, scopes, 1, compares=False)
@@ -96,22 +88,6 @@ def _named(unit: PlannedUnit, field: str) -> dict[str, nn.Module]:
     return modules_named(unit, keep, "whose output could be kept")
 
 
-class _Recording(Watching):
-    """Hands the ops of a recorded forward to a recorder."""
-
-    def __init__(self, unit: str, recorder: OpRecorder) -> None:
-        super().__init__(unit)
-        self._recorder = recorder
-
-    def look(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        if func in CHANGED_BY_WATCHING:
-            refuse_watching(func, args, self._unit)
-        out = self._recorder.run(func, args, kwargs)
-        if kind_of(func) == "writes":
-            count_writes(func, args)
-        return out
-
-
 @outside_graphs("remake", "makes single tensors again, which a compiled graph no longer shows", inside=True)
 def run_rematerialized(module: nn.Module, state: RemakeState, /, *args: Any, **kwargs: Any) -> Any:
     """The unit's forward; where gradients are enabled, what it saves is dropped where it can be made again.
@@ -120,7 +96,7 @@ def run_rematerialized(module: nn.Module, state: RemakeState, /, *args: Any, **k
     of earlier calls were wrong. In backward InPlaceError where something that it read was changed since.
     """
     if not is_enabled(state):
-        return call_plainly(module, state, args, kwargs)
+        return call_inner(module, state, args, kwargs)
     refuse_native(module, state.unit)
     call = RecordedCall(state.recorded(module), args, kwargs)
     observer = state.check.observer(new=call.is_first) if state.check is not None else None

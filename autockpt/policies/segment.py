@@ -11,7 +11,7 @@ from torch import nn
 
 from autockpt.checkpointing import CheckpointFrame
 from autockpt.checkpointing.segment import SegmentCalls, SegmentFrame
-from autockpt.policies.attachment import call_plainly, is_enabled
+from autockpt.policies.attachment import call_inner, is_enabled
 from autockpt.policies.base import PlannedUnit, Policy, PolicySession
 from autockpt.policies.compiling import outside_graphs
 from autockpt.policies.conflicts import refuse_modules
@@ -71,5 +71,5 @@ def run_in_segment(module: nn.Module, state: SegmentState, /, *args: Any, **kwar
     Raises what ``recompute`` raises.
     """
     if not is_enabled(state):
-        return call_plainly(module, state, args, kwargs)
+        return call_inner(module, state, args, kwargs)
     return run_in_frame(module, state, args, kwargs)

@@ -1,6 +1,7 @@
-"""Ops whose results change as soon as a dispatch mode looks on, one that does nothing included.
+"""The dispatch mode that hands the ops of a recorded forward to a recorder, and what must not run under any such mode.
 
-They are those of the CPU's and CUDA's backends. Of others nothing is known.
+Some ops give other results as soon as a dispatch mode looks on, one that does nothing included: those of the CPU's and
+CUDA's backends are known. Compiled code runs uncompiled there, with other last bits.
 """
 
 from __future__ import annotations
@@ -13,9 +14,11 @@ import torch
 from torch._ops import HigherOrderOperator
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from autockpt.checkpointing.op_recorder import OpRecorder
+from autockpt.checkpointing.op_table import kind_of
 from autockpt.checkpointing.replay_context import autocast_depth
 from autockpt.errors import ConflictError
-from autockpt.policies.compiling import changes_bits, run_as_it_is, set_compiler
+from autockpt.policies.compiling import changes_bits, compiled_by, run_as_it_is
 
 
 def _overloads(*names: str) -> frozenset[Any]:
@@ -27,38 +30,16 @@ def _overloads(*names: str) -> frozenset[Any]:
 _OF_COMPLEX = _overloads("linalg_pinv", "linalg_polar", "linalg_matrix_sqrth")
 # Under autocast: the matrix products inside of their kernels are cast only where no mode is.
 _UNDER_AUTOCAST = _overloads("_sparse_addmm", "_trilinear")
-CHANGED_BY_WATCHING = _OF_COMPLEX | _UNDER_AUTOCAST
-
-
-def count_writes(func: Any, args: tuple[Any, ...]) -> None:
-    """An op that writes to tensors has run. Inside a dispatch mode those over lists do not count as changes in place
-    (torch 2.13), which autograd and all who look for changes go by."""
-    if func._schema.name.startswith("aten::_foreach_"):
-        torch.autograd.graph.increment_version([tensor for tensor in args[0] if not tensor.is_inference()])
-
-
-def refuse_watching(func: Any, args: tuple[Any, ...], unit: str) -> None:
-    """Raise ConflictError where this call of one of ``CHANGED_BY_WATCHING`` would give something else."""
-    if func in _OF_COMPLEX and args[0].is_complex():
-        what = "of complex numbers give wrong values (pytorch#198118)"
-    elif func in _UNDER_AUTOCAST and autocast_depth():  # inside a dispatch mode autocast says that it is off
-        what = "under autocast compute with another precision"
-    else:
-        return
-    raise ConflictError(
-        f"watching the ops within {unit} would make {func} {what}",
-        remedy=f"Use recompute, selective, offload or save on {unit}, or name modules that do not call it in `within`.",
-    )
 
 
 class Watching(TorchDispatchMode):
-    """A mode that looks at the ops of ``unit``."""
+    """Hands the ops of ``unit`` to a recorder. Raises ConflictError for those that would give something else."""
 
     supports_higher_order_operators = True  # to refuse them
 
-    def __init__(self, unit: str) -> None:
+    def __init__(self, unit: str, recorder: OpRecorder) -> None:
         super().__init__()
-        self._unit = unit
+        self._unit, self._recorder = unit, recorder
 
     def __exit__(self, *raised: Any) -> None:
         super().__exit__(*raised)
@@ -71,24 +52,28 @@ class Watching(TorchDispatchMode):
 
     @partial(run_as_it_is, calls=False)
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        compiler = set_compiler(None)  # else it would take on what is called here
-        try:
-            if isinstance(func, HigherOrderOperator):
-                what = f"{func.name()} (torch.cond and the like), whose functions would not be compiled"
-                raise self._refusal(what, "call it elsewhere")
-            if compiler and changes_bits(compiler):
-                what = "compiled code (torch.compile), which torch then runs uncompiled, with other last bits"
-                raise self._refusal(what, "do not compile it")
-            return self.look(func, args, kwargs or {})
-        finally:
-            set_compiler(compiler)
+        with compiled_by(None) as compiler:  # else it would take on what is called here
+            if (what := self._changed(func, args, compiler)) is not None:
+                raise ConflictError(
+                    f"{self._unit} calls {what}, where its ops are watched",
+                    remedy=f"Use recompute, selective, offload or save on {self._unit}, or name modules that do not "
+                    "call it in `within`.",
+                )
+            out = self._recorder.run(func, args, kwargs or {})
+            # Inside a dispatch mode writes over lists do not count as changes in place (torch 2.13), which autograd and
+            # all who look for changes go by.
+            if kind_of(func) == "writes" and func._schema.name.startswith("aten::_foreach_"):
+                torch.autograd.graph.increment_version([tensor for tensor in args[0] if not tensor.is_inference()])
+            return out
 
-    def look(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Run an op; its result."""
-        raise NotImplementedError
-
-    def _refusal(self, what: str, otherwise: str) -> ConflictError:
-        return ConflictError(
-            f"{self._unit} calls {what}, where its ops are watched",
-            remedy=f"Use recompute, offload or save on {self._unit}, or {otherwise}.",
-        )
+    def _changed(self, func: Any, args: tuple[Any, ...], compiler: Any) -> str | None:
+        """What would give something else here, in words."""
+        if isinstance(func, HigherOrderOperator):
+            return f"{func.name()} (torch.cond and the like), whose functions would not be compiled"
+        if compiler and changes_bits(compiler):
+            return "compiled code (torch.compile), which torch then runs uncompiled, with other last bits"
+        if func in _OF_COMPLEX and args[0].is_complex():
+            return f"{func} of complex numbers, which then gives wrong values (pytorch#198118)"
+        if func in _UNDER_AUTOCAST and autocast_depth():  # inside a dispatch mode autocast says that it is off
+            return f"{func} under autocast, which then computes with another precision"
+        return None

@@ -168,13 +168,14 @@ def apply(
         spare = leaner_choices(choices)
         session = attach_sets(model, sets, leaner=spare, host_budget=plan.host_budget_bytes, sentinels=sentinels)
         session.adaptive = Adaptive(model, meter, limit, len(session.sessions))
-    elif len(sets) == 1:
-        session = attach(model, choices, host_budget=plan.host_budget_bytes, sentinels=sentinels)
-    else:
+    elif len(sets) > 1:
         session = attach_sets(model, sets, host_budget=plan.host_budget_bytes, sentinels=sentinels)
+    else:
+        session = attach(model, choices, host_budget=plan.host_budget_bytes, sentinels=sentinels)
     guard = session.guard()
     if guard is not None and plan.status != "unmeasured" and len(sets) == 1:  # several know their sizes themselves
-        guard.planned = (_whole(plan.settings.get("batch_size")), _whole(plan.settings.get("seq_len")))
+        sizes = [plan.settings.get(name) for name in ("batch_size", "seq_len")]
+        guard.planned = tuple(size if type(size) is int else None for size in sizes)
     if notes:
         warnings.warn(f"the plan's promise does not hold here: {'; '.join(notes)}", stacklevel=2)
     if adaptive and meter is None:
@@ -252,7 +253,3 @@ def _doubts(plan: Plan, model: nn.Module) -> list[str]:
         if here not in ("meta", plan.environment.device.kind):
             doubts.append(f"the model is on {here}, planned for {plan.environment.device.kind}")
     return doubts
-
-
-def _whole(value: object) -> int | None:
-    return value if isinstance(value, int) and not isinstance(value, bool) else None

@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable
 from contextlib import nullcontext
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -16,53 +16,42 @@ from autockpt.callstack import with_room
 from autockpt.errors import ConflictError
 from autockpt.policies.attachment import Attachment, call_inner
 from autockpt.policies.base import ForwardListener, is_library
-from autockpt.policies.conflicts import refuse_native
+from autockpt.policies.conflicts import refuse_native, with_switches
 from autockpt.policies.kv_cache import CACHE_NAMES, DROPPED, holds_cache, only_own_caches, parameter_names
 
 _RENAMED = "cache"  # past_key_values since transformers 5.24
-
-
-class Sets(Protocol):
-    """Several sets of choices, one of which is attached to each forward of the model (``choice_sets``)."""
-
-    def begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sequence[ForwardListener]:
-        """A forward begins; who is to be told."""
-        ...
-
-    def end(self) -> None:
-        """It has ended."""
+_CACHES = (*sorted(CACHE_NAMES), _RENAMED)
 
 
 class GuardState(Attachment):
     """The root's attachment: who wants to know about forward passes, and which switches must stay off.
 
-    ``planned`` are the largest batch size and sequence length that the plan's promise covers, where known.
+    ``planned`` are the largest batch size and sequence length that the plan's promise covers, where known (or None).
+    ``sets`` are the several sets of choices of which one acts in each forward (``choice_sets.BatchSets``).
     """
 
-    def __init__(self, flagged: Iterable[str]) -> None:
+    def __init__(self, root: nn.Module, listeners: list[ForwardListener]) -> None:
         super().__init__("")
-        self.flagged = tuple(flagged)
-        self.listeners: list[ForwardListener] = []
-        self.planned: tuple[int | None, int | None] = (None, None)
-        self.sets: Sets | None = None
+        self.listeners = listeners
+        self.planned: tuple[int | None, ...] = ()
+        self.sets: Any = None
+        self._cache_switches: list[tuple[str, nn.Module]] | None = with_switches(root)
 
-    def watched(self, root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-        """Modules with a switch of their own for activation checkpointing, found by path so that copies find theirs."""
-        for path in self.flagged:
-            module: nn.Module | None = root
-            for part in path.split(".") if path else ():
-                module = module._modules.get(part) if module is not None else None
-            if module is not None:
-                yield path, module
+    def switches(self, root: nn.Module) -> list[tuple[str, nn.Module]]:
+        """Modules with a switch of their own for activation checkpointing. A copy of the model looks for its own."""
+        if self._cache_switches is None:
+            self._cache_switches = with_switches(root)
+        return self._cache_switches
 
 
 def run_guarded(module: nn.Module, state: GuardState, /, *args: Any, **kwargs: Any) -> Any:
     """The whole model's forward. Raises ConflictError where a trainer switched on checkpointing of its own since."""
     if not state.active or not torch.is_grad_enabled():
         return call_inner(module, state, args, kwargs)
-    for path, watched in state.watched(module):
-        refuse_native(watched, path)
-    _warn_of_larger_batch(state, args, kwargs)
+    for path, inner in state.switches(module):
+        refuse_native(inner, path)
+    if state.planned:
+        _warn_of_larger_batch(state, args, kwargs)
     listeners = state.listeners if state.sets is None else state.sets.begin(module, args, kwargs)
     for listener in listeners:
         listener.begin()
@@ -79,21 +68,14 @@ def run_guarded(module: nn.Module, state: GuardState, /, *args: Any, **kwargs: A
 
 def _warn_of_larger_batch(state: GuardState, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Say once that the promise no longer holds; shapes are those of the first tensor with a batch dimension."""
-    batch, length = state.planned
-    if batch is None and length is None:
-        return
     first = next((v for v in (*args, *kwargs.values()) if isinstance(v, torch.Tensor) and v.dim() > 0), None)
-    if first is None:
-        return
-    tokens = first.dim() == 2 and not first.is_floating_point()
-    too_many = batch is not None and first.shape[0] > batch
-    too_long = length is not None and tokens and first.shape[1] > length
-    if too_many or too_long:
-        state.planned = (None, None)
-        planned = " × ".join(str(n) for n in (batch, length if tokens else None) if n is not None)
+    pairs = [] if first is None else [(n, most) for n, most in zip(first.shape, state.planned, strict=False) if most]
+    if any(n > most for n, most in pairs):
+        state.planned = ()
+        here, planned = (" × ".join(map(str, sizes)) for sizes in zip(*pairs, strict=True))
         warnings.warn(
-            f"a batch of {' × '.join(map(str, first.shape[: 2 if tokens else 1]))} is larger than the plan was made "
-            f"for ({planned}): its promise about memory no longer holds. Search again with the larger shape.",
+            f"a batch of {here} is larger than the plan was made for ({planned}): its promise about memory no longer "
+            "holds. Search again with the larger shape.",
             stacklevel=4,
         )
 
@@ -101,19 +83,19 @@ def _warn_of_larger_batch(state: GuardState, args: tuple[Any, ...], kwargs: dict
 class CacheState(Attachment):
     """The attachment that keeps a language model from building a KV cache in training steps.
 
-    ``position`` is where ``use_cache`` stands among the forward's parameters, ``caches`` where caches do, by name:
-    asked once, as a compiler cannot. ``known``: it is a library's, which reads no cache again that it makes itself.
+    ``places`` are those of arguments among the forward's parameters: asked once, as a compiler cannot. ``known``: it is
+    a library's, which reads no cache again that it makes itself.
     """
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__("")
-        names = parameter_names(type(module))
-        self.position = names.index("use_cache")
-        caches = sorted(CACHE_NAMES | {_RENAMED})
-        self.caches = {name: names.index(name) if name in names else len(names) for name in caches}
-        self.packing = {name: names.index(name) for name in ("position_ids", "attention_mask") if name in names}
+        self.places = {name: place for place, name in enumerate(parameter_names(type(module)))}
         self.known = is_library(type(module))
-        self.warned = False
+
+    def argument(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What the forward is given by this name; None where it is not."""
+        place = self.places.get(name, len(args))
+        return args[place] if place < len(args) else kwargs.get(name)
 
 
 def run_without_cache(module: nn.Module, state: CacheState, /, *args: Any, **kwargs: Any) -> Any:
@@ -125,21 +107,16 @@ def run_without_cache(module: nn.Module, state: CacheState, /, *args: Any, **kwa
     if not state.active or not torch.is_grad_enabled():
         return call_inner(module, state, args, kwargs)
     compiling = torch.compiler.is_compiling()
-    given = any(
-        kwargs.get(name) is not None or (place < len(args) and args[place] is not None)
-        for name, place in state.caches.items()
-    )
+    given = any([state.argument(name, args, kwargs) is not None for name in _CACHES])
     if not compiling:
         given = any([holds_cache(value) for value in (*args, *kwargs.values())]) or given
     if given:
         with nullcontext() if compiling else only_own_caches(False):
             return call_inner(module, state, args, kwargs)
-    position = state.position
-    if position < len(args):
-        asked = args[position]
-        args = (*args[:position], False, *args[position + 1 :])
+    asked, place = state.argument("use_cache", args, kwargs), state.places["use_cache"]
+    if place < len(args):
+        args = (*args[:place], False, *args[place + 1 :])
     else:
-        asked = kwargs.get("use_cache")
         kwargs = {**kwargs, "use_cache": False}
     if asked and not state.warned:
         state.warned = True
@@ -163,11 +140,8 @@ def run_without_cache(module: nn.Module, state: CacheState, /, *args: Any, **kwa
 def _refuse_packed(state: CacheState, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Raise ConflictError for packed sequences by their positions alone, which transformers keeps apart without a cache
     and not with one (``masking_utils.find_packed_sequence_indices``)."""
-    given = {name: kwargs.get(name, args[at] if at < len(args) else None) for name, at in state.packing.items()}
-    positions = given.get("position_ids")
-    if positions is None or positions.dim() != 2 or given.get("attention_mask") is not None:
-        return
-    if bool((positions.diff(dim=-1) == 1).all()):
+    positions, mask = (state.argument(name, args, kwargs) for name in ("position_ids", "attention_mask"))
+    if positions is None or positions.dim() != 2 or mask is not None or bool((positions.diff(dim=-1) == 1).all()):
         return
     raise ConflictError(
         "the model is given packed sequences (position_ids that begin anew, no attention_mask) with use_cache on, as "

@@ -15,7 +15,7 @@ from autockpt.errors import ConflictError, PlanError
 from autockpt.policies import POLICIES
 from autockpt.policies.attachment import AttachedForward, Attachment, attached_to, place, put_back, take_off
 from autockpt.policies.base import ForwardListener, PlannedUnit
-from autockpt.policies.conflicts import flagged_modules, refuse_lazy, refuse_native, refuse_wrappers
+from autockpt.policies.conflicts import refuse_lazy, refuse_native, refuse_wrappers
 from autockpt.runtime.check_report import Proof, proof, sentinels_of
 from autockpt.runtime.model_forward import CacheState, GuardState, cache_owners, run_guarded, run_without_cache
 from autockpt.schema.choices import Choice
@@ -90,7 +90,7 @@ class Session:
     def take_turns(self, turn: Callable[[], AbstractContextManager[None]]) -> None:
         """Let ``turn`` be around whatever of this session runs again in backward."""
         for _, forward in self._placed:
-            forward.state.take_turns(turn)
+            forward.state._cache_turn = turn
 
     def set_aside(self) -> None:
         """As ``remove``, but to be put back."""
@@ -228,7 +228,6 @@ def look_after(model: nn.Module, attached: Sequence[nn.Module], session: Session
     for owner in cache_owners(model, attached):
         session.place("", owner, run_without_cache, CacheState(owner))
     root = unwrap(model)
-    state = GuardState(flagged_modules(root))
-    state.listeners = session.listeners
+    state = GuardState(root, session.listeners)
     session.place("", root, run_guarded, state)
     return state

@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autockpt.policies.joint_graph import claim, claimed
 from autockpt.runtime import attach
 from autockpt.schema.choices import parse_choice
 
@@ -87,23 +86,9 @@ def test_so_does_a_compile_budget(kind: str):
         torch.testing.assert_close(one, other)
 
 
-def test_what_is_claimed_holds_for_one_compilation():
+def test_the_compilers_settings_hold_for_one_compilation():
     from torch._functorch import config
 
-    graphs: list[bool] = []
     before = config.joint_custom_pass, config.activation_memory_budget
-
-    def ask() -> None:
-        for _ in range(2):
-            claim("test", lambda graph: graphs.append(True), activation_memory_budget=0.9)
-        assert claimed("activation_memory_budget") == 0.9
-
-    ask._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-    def step(x: Tensor) -> Tensor:
-        ask()
-        return x.sin().cos()
-
-    torch.compile(step, backend="aot_eager")(torch.ones(3, requires_grad=True))
-    assert graphs == [True] and claimed("activation_memory_budget") is None
+    train("buffer", "compile_budget", backend="aot_eager_decomp_partition")
     assert (config.joint_custom_pass, config.activation_memory_budget) == before

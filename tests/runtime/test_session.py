@@ -184,38 +184,6 @@ def test_signatures_stay_readable(name):
         assert {n: inspect.signature(m.forward) for n, m in model.named_modules()} == before
 
 
-class Static(nn.Module):
-    @staticmethod
-    def forward(x):
-        return x.tanh()
-
-
-class OfItsClass(nn.Module):
-    k = 1.5
-
-    @classmethod
-    def forward(cls, x):
-        return x.tanh() * cls.k
-
-
-class Builtin(nn.Module):
-    forward = torch.tanh  # type: ignore[assignment]
-
-
-@pytest.mark.parametrize("core", [Static, OfItsClass, Builtin])
-@pytest.mark.parametrize("choice", [RECOMPUTE, OFFLOAD], ids=str)
-def test_forwards_that_are_no_methods(core, choice):
-    def gradient(choices):
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(4, 4), core(), nn.Linear(4, 4))
-        with attach(model, choices):
-            model(torch.ones(2, 4)).sum().backward()
-            assert str(inspect.signature(model[0].forward)) == "(input: torch.Tensor) -> torch.Tensor"
-        return model[0].weight.grad
-
-    assert torch.equal(gradient({"1": choice}), gradient({}))
-
-
 def test_code_and_keywords_of_any_name_reach_the_forward():
     class Named(nn.Linear):
         def forward(self, input, module=1.0):
