@@ -15,7 +15,6 @@ from pydantic import ValidationError
 
 from autockpt.analysis.explain import estimate_step, explain_run
 from autockpt.analysis.explain import explain as explained
-from autockpt.analysis.limits import with_longest
 from autockpt.analysis.page import page_of
 from autockpt.analysis.subject import ExplainRequest, budget_for, hardware_for
 from autockpt.analysis.verify import verify as verified
@@ -116,6 +115,7 @@ def search(
             dry_run=dry_run,
             global_batch=global_batch,
             lengths=lengths,
+            longest=open_length,
             headroom=headroom,
             host_budget=host_budget,
             allow_inexact=allow_inexact,
@@ -126,11 +126,6 @@ def search(
             out=out,
             again=again,
         )
-        if open_length:
-            on = {"device": device, "hardware": request.hardware}
-            spec, note = with_longest(request.described, request.budget, **on, listener=watcher)
-            watcher.note(note)
-            request = request.model_copy(update={"workload": spec})
         found = answer(request, watcher)
         if isinstance(found, BatchAnswer):
             for line in (*found.lines(), *found.notes):

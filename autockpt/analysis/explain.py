@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from autockpt.analysis.holdings import StepBytes, curve, joined, moment, peak_op, telling_op
-from autockpt.analysis.limits import MOST_TIMES, Lean, largest_lean, workload_limits
 from autockpt.analysis.subject import (
     OTHER_WORKLOAD,
+    SPACE,
     ExplainRequest,
     Subject,
     Times,
@@ -42,6 +42,7 @@ from autockpt.schema import (
     Plan,
     PlanStatus,
     ResolvedBudget,
+    SearchRequest,
     Silence,
     Unit,
     WorkloadSpec,
@@ -53,7 +54,9 @@ from autockpt.schema.device import WITHOUT_STREAMS
 from autockpt.schema.explanation import Bargain, Explanation, Front, Largest, Speed
 from autockpt.schema.runs import RunDirectory, undominated
 from autockpt.schema.step_note import step_note
+from autockpt.shipped import load_space
 from autockpt.tuning.estimates import remark
+from autockpt.tuning.sizes import largest_sizes, resized
 from autockpt.tuning.targets.shallow_twin import calls_per_candidate
 from autockpt.workload import Step
 
@@ -95,7 +98,7 @@ def explain(question: ExplainRequest, listener: Listener | None = None) -> Expla
             budget=budget,
             fronts=fronts(subject.profiled.profile.menus, subject.profiled.units, choices),
             budgets=steps,
-            limits=_limits(subject, answers, budget, listener),
+            limits=_limits(subject, budget, listener),
             notes=(*subject.notes, *notes, *on_host, *_of_device(question, environment.device.kind)),
         )
 
@@ -287,22 +290,22 @@ def _without_window(choice: Choice) -> Choice:
     return choice.model_copy(update={"window": 1}) if isinstance(choice, (Offload, RecomputeOffload)) else choice
 
 
-def _limits(
-    subject: Subject, answers: Answers, budget: ResolvedBudget | None, listener: Listener
-) -> tuple[Largest, ...]:
+def _limits(subject: Subject, budget: ResolvedBudget | None, listener: Listener) -> tuple[Largest, ...]:
     """The largest sizes under the budget, where there is one and they are wanted."""
-    if budget is None or not subject.question.limits or subject.base.source != "ghost":
+    question = subject.question
+    if budget is None or not question.limits or subject.base.source != "ghost":
         return ()
     listener.stage("trying other sizes")
-    found = workload_limits(subject, {"save everything": {}, "leanest": answers.lean.choices}, budget.bytes)
     fixed = Budget(text=budget.words, kind="bytes", size=budget.bytes)  # a share would grow with the sizes
-    question = replace(subject.question, budget=fixed)
-    return tuple(
-        largest_lean(question, limit.dimension, listener, Lean(limit, answers.lean.choices)) or limit
-        if limit.plan == "leanest" and (limit.value or 0) < MOST_TIMES * limit.now
-        else limit
-        for limit in found
+    asked = SearchRequest(
+        budget=fixed,
+        space=load_space(SPACE),
+        workload=question.spec,
+        step=question.step,
+        device=question.device,
+        hardware=question.hardware,
     )
+    return tuple(largest_sizes(asked, listener))
 
 
 def _of_device(question: ExplainRequest, kind: str) -> tuple[str, ...]:
@@ -357,7 +360,7 @@ def _answered(row: Estimate, asked: ExplainRequest, own: Mapping[str, object]) -
         for name in own:
             size = getattr(row, name)
             if size is not None and size != own[name]:
-                asked = asked.sized(name, size)
+                asked = replace(asked, step=resized(asked.step, **{name: size}))
         said = explain(asked, Silence())
     except AutockptError as error:
         return row.model_copy(update={"note": error.message})

@@ -35,8 +35,7 @@ from autockpt.schema import (
 )
 from autockpt.schema.explanation import Basis
 from autockpt.shipped import list_hardware, load_hardware, load_space
-from autockpt.tracing import Tracer, open_tracer, tracer_for
-from autockpt.tuning.jobs import resized
+from autockpt.tracing import Tracer, open_tracer
 from autockpt.tuning.opening import Traced, live_settings, traced, traced_for
 from autockpt.tuning.question import workload_key
 from autockpt.workload import Step
@@ -72,24 +71,12 @@ class ExplainRequest:
         """Of the model."""
         return self.described.model if self.step is None else type(self.step.model).__name__
 
-    def sized(self, field_name: str, size: int) -> ExplainRequest:
-        """The same question of another ``batch_size`` or ``seq_len``. Raises UsageError for a batch without such."""
-        if self.step is not None:
-            return replace(self, step=resized(self.step, field_name, size))
-        return replace(self, spec=self.described.model_copy(update={field_name: size}))
-
     @property
     def budget_bytes(self) -> int | None:
         """The budget in bytes, where it is known before anything is traced."""
         if self.budget is not None:
             return self.budget.budget_bytes
         return self.plan.budget.bytes if self.plan is not None and self.plan.budget is not None else None
-
-    def tracer(self, spec: WorkloadSpec | None = None) -> Tracer:
-        """A tracer of this question's workload, or of another, on its device or for its hardware. Ghost runs alone."""
-        if self.step is not None:
-            return Tracer.from_step(self.step, fallback=False)
-        return tracer_for(self.hardware, spec or self.described, device=self.torch_device, fallback=False)
 
     @property
     def torch_device(self) -> torch.device:

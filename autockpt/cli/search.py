@@ -167,6 +167,7 @@ def search(
         gpus_per_host=gpus_per_host,
         global_batch=global_batch,
         lengths=lengths,
+        longest=open_length,
         start=start,
         trials=trials,
         timeout=duration(timeout),
@@ -183,8 +184,6 @@ def search(
         command=command,
         notes=notes,
     )
-    if open_length:
-        request = _with_longest(request)
     with _watched(request) as watcher:
         if simulate is None and device is None and _stand_in():
             watcher.note(_ON_THE_CPU)
@@ -201,18 +200,6 @@ def search(
         screen.progress().print(page_of(run), soft_wrap=True)
     if outcome.interrupted:
         raise typer.Exit(INTERRUPTED)
-
-
-def _with_longest(request: SearchRequest) -> SearchRequest:
-    """The request with the longest sequences that fit, and a note on them."""
-    from autockpt.analysis.limits import with_longest
-    from autockpt.progress import listener
-
-    spec, on = request.described, {"device": request.device, "hardware": request.hardware}
-    with listener(screen.progress()) as watcher:
-        watcher.note("looking for the longest sequences that fit")
-        spec, found = with_longest(spec, request.budget, **on, listener=watcher)
-    return request.model_copy(update={"workload": spec, "notes": (*request.notes, found)})
 
 
 _INSTEAD = (

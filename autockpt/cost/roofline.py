@@ -18,6 +18,7 @@ import numpy as np
 
 from autockpt.cost.work import Work, work_of_op
 from autockpt.errors import UsageError
+from autockpt.measuring.environment import installed_versions
 from autockpt.schema import DeviceInfo, Environment, Graph, Hardware, Op, OpTimes
 from autockpt.schema.device import WITHOUT_STREAMS
 from autockpt.tracing.kernels.signature import ATTENTION
@@ -53,7 +54,7 @@ def roofline_times(hardware: Hardware, graphs: Iterable[Graph]) -> OpTimes:
 
 
 def environment_of_hardware(hardware: Hardware) -> Environment:
-    """The simulated device as an environment: PyTorch calls ROCm devices ``cuda``, too."""
+    """The simulated device, and the versions that simulate it: PyTorch calls ROCm devices ``cuda``, too."""
     device = DeviceInfo(
         kind="cuda" if hardware.kind == "rocm" else hardware.kind,
         name=hardware.description or hardware.name,
@@ -61,7 +62,7 @@ def environment_of_hardware(hardware: Hardware) -> Environment:
         overhead_bytes=hardware.context_bytes,
         copy_queues=hardware.kind not in WITHOUT_STREAMS,
     )
-    return Environment(device=device, versions={"simulated": hardware.name})
+    return Environment(device=device, versions=installed_versions() | {"simulated": hardware.name})
 
 
 def seconds_of_work(hardware: Hardware, work: Work) -> float:

@@ -15,6 +15,7 @@ from autockpt.schema.sizes import ResolvedBudget
 Basis = Literal["measured", "modelled", "nominal"]
 """What seconds rest on: ops timed on the device; a roofline of a named device; rates of common hardware."""
 Dimension = Literal["batch size", "sequence length"]
+LargestPlan = Literal["save everything", "leanest"]
 
 
 class Holding(Data):
@@ -163,7 +164,7 @@ class Largest(Data):
     """
 
     dimension: Dimension
-    plan: Literal["save everything", "leanest"]
+    plan: LargestPlan
     value: int | None
     peak_bytes: int | None = None
     now: int

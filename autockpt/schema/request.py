@@ -52,6 +52,7 @@ class SearchRequest(Data):
     seed: int = Field(default=0, ge=0, lt=SEEDS)
     rows_per_update: int | None = Field(default=None, description="find the micro-batch for so many rows, too")
     lengths: Lengths | None = Field(default=None, description="find sets of choices for sequences of these lengths")
+    longest: bool = Field(default=False, description="with the longest sequences that fit")
     out: Path | None = None
     plan_out: Path | None = Field(default=None, description="write the plan here as well")
     storage: str | None = Field(

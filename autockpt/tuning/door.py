@@ -27,14 +27,17 @@ from autockpt.shipped import load_hardware, load_space
 from autockpt.tuning.batches import search_batch_sizes
 from autockpt.tuning.lengths import search_lengths_of
 from autockpt.tuning.search import run_search
+from autockpt.tuning.sizes import with_longest
 from autockpt.workload import Step
 from autockpt.workload.lengths import lengths_of
 
 
 def answer(request: SearchRequest, listener: Listener | None = None) -> SearchOutcome | BatchAnswer:
-    """Search for a plan; with its micro-batch, or with sets of choices by length, where the request asks for these."""
+    """Search for a plan; with its micro-batch, sets of choices by length, or the longest sequences, where asked for."""
     if request.step is not None and not request.others_wait and ranks_here() > 1:
         _refuse_on_ranks(request)
+    if request.longest:
+        request = with_longest(request, listener or Silence())
     if request.rows_per_update is not None:
         return search_batch_sizes(request, listener or Silence())
     if request.lengths is not None:

@@ -8,15 +8,16 @@ from dataclasses import replace
 
 from autockpt.cost import CostModel, uniform_graphs
 from autockpt.errors import InfeasibleError
-from autockpt.schema import SAVE, Choice, ResolvedBudget, SearchRequest, format_bytes
-from autockpt.schema.choices import CHUNKED_SOFTMAX, ChunkedLoss
+from autockpt.schema import ResolvedBudget, SearchRequest, format_bytes
+from autockpt.schema.choices import ChunkedLoss
 from autockpt.schema.outlook import Outlook
 from autockpt.schema.remedy import SMALLER, Alternative
 from autockpt.schema.runs import RunDirectory
 from autockpt.tuning.alternatives import SORTS, alternatives
-from autockpt.tuning.opening import LEANEST_CHUNKS, Traced, blocks_of
+from autockpt.tuning.opening import blocks_of
 from autockpt.tuning.outlook import ghost_runs
 from autockpt.tuning.question import Clock
+from autockpt.tuning.sizes import leanest_head
 from autockpt.tuning.targets.base import Prepared
 
 
@@ -89,7 +90,7 @@ def explain_refusal(
                 uniform = uniform_graphs(found.tracer, blocks_of(found.tracer), kinds)
             what_if = replace(
                 make_what_if(),
-                head=head_of_alternatives(found),
+                head=leanest_head(found.heads),
                 late=lambda: clock.seconds_left <= 0,
                 listener=clock.listener,
             )
@@ -102,12 +103,6 @@ def explain_refusal(
     # what was assumed, or what has no choice, may be that which makes nothing fit
     if notes := (*found.tracer.notes, *found.left_out):
         error.remedy += "\n".join(["\nHow the job was counted:", *(f"• {note}" for note in notes)])
-
-
-def head_of_alternatives(found: Traced) -> Choice:
-    """What the output head does in all of them: the leanest that the search may choose for it."""
-    known = found.heads.graphs if found.heads is not None else {}
-    return next((choice for choice in (LEANEST_CHUNKS, CHUNKED_SOFTMAX) if choice in known), SAVE)
 
 
 def _of_shares(least: float) -> str:

@@ -6,6 +6,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from autockpt.cost.roofline import environment_of_hardware
 from autockpt.errors import PlanError, RunDirectoryError, UsageError
 from autockpt.measuring.environment import environment_without_context
 from autockpt.schema import question_hash
@@ -14,7 +15,6 @@ from autockpt.schema.request import SearchOutcome, SearchRequest
 from autockpt.schema.runs import RunDirectory
 from autockpt.tuning.outcome import plain
 from autockpt.tuning.targets.base import Prepared
-from autockpt.tuning.targets.simulated import simulated_environment
 from autockpt.workload import fingerprint
 
 
@@ -41,7 +41,7 @@ def answer_on_record(stack: ExitStack, request: SearchRequest) -> SearchOutcome 
     if request.anew or spec.files is None or not (perhaps := list(RunDirectory.alike(out, request.question()))):
         return None
     if request.hardware is not None:
-        environment = simulated_environment(request.hardware)
+        environment = environment_of_hardware(request.hardware)
     else:
         environment = environment_without_context(request.device)
     if environment is None:

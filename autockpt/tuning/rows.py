@@ -16,8 +16,7 @@ from typing import NamedTuple
 from autockpt.errors import AutockptError, UsageError
 from autockpt.schema import Graph, SearchRequest
 from autockpt.schema.graph import Op
-from autockpt.tuning.alternatives import WhatIf
-from autockpt.tuning.jobs import tracer_of
+from autockpt.tuning.sizes import WhatIf, tracer_of
 
 SIZES = (2, 3)
 """Rows of the two runs: single rows are broadcast, and batch norms refuse them."""

@@ -8,11 +8,13 @@ import pytest
 import torch
 from torch import nn
 
+from autockpt.errors import UsageError
 from autockpt.schema import WorkloadSpec
 from autockpt.schema.remedy import FOUR_BITS, batch, joined
 from autockpt.tuning import alternatives, search_request
 from autockpt.tuning.alternatives import Change
 from autockpt.workload import Step
+from tests.errors import raises
 
 ROWS, LENGTH = 4, 16
 
@@ -69,7 +71,8 @@ def test_a_cut_batch_holds_none_of_the_bytes_that_were_cut_off() -> None:
 
 def test_a_batch_whose_tensors_are_not_rows_is_not_cut() -> None:
     odd = live(ids=torch.zeros(ROWS, LENGTH), patches=torch.zeros(100, 3))
-    assert not list(alternatives._smaller_batches(odd, ROWS))
+    with raises(UsageError):
+        list(alternatives._smaller_batches(odd, ROWS))
 
 
 def test_optimizers_with_fewer_states() -> None:

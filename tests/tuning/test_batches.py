@@ -11,9 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from autockpt.devices import get_device
 from autockpt.errors import InfeasibleError, TimeLimitReached, UsageError
-from autockpt.measuring import environment_of
 from autockpt.runtime import apply
 from autockpt.schema import (
     Comparison,
@@ -29,11 +27,10 @@ from autockpt.schema import (
 from autockpt.shipped import load_hardware, load_space
 from autockpt.tuning import answer as answered
 from autockpt.tuning import batches, search_request
-from autockpt.tuning.alternatives import on_device
-from autockpt.tuning.batches import Climb, Sizes, climbed, search_batch_sizes
-from autockpt.tuning.jobs import with_rows
+from autockpt.tuning.batches import Climb, search_batch_sizes
 from autockpt.tuning.question import Clock
 from autockpt.tuning.rows import dependent_rows
+from autockpt.tuning.sizes import job_of, what_if_of
 from autockpt.workload import Step
 from tests.errors import raises
 from tests.policies.zoo import CASES
@@ -86,22 +83,14 @@ def test_the_summit_of_tokens_per_second_is_found(data: st.DataObject) -> None:
         seconds[s] = seconds[s // 2] + step
     for s, step in zip([s for s in reversed(fitting) if s < summit], steps, strict=False):
         seconds[s] = seconds[2 * s] + step
-    save = data.draw(st.integers(1, 100))
-    known = Sizes(
-        sizes,
-        budget_bytes=100,
-        peaks={1: {"save": save, "recompute": 1}, 2: {"save": 2 * save, "recompute": 1}},
-        look=lambda size: {"save": size * save, "recompute": 1},
-    )
     climb = climb_of(seconds, rows)
-    assert climbed(climb, known, 3, 100) == summit
+    assert climb.summit(sizes, data.draw(st.sampled_from(fitting)), largest, 3, 100) == summit
     assert len(climb.found) <= len(sizes)
 
 
 def test_a_single_row_that_does_not_fit_is_infeasible() -> None:
-    known = Sizes([1, 2], budget_bytes=1, peaks={1: {"save": 5}, 2: {"save": 6}}, look={}.__getitem__)
     with raises(InfeasibleError):
-        climbed(climb_of({}, 2), known, 3, 100)
+        climb_of({}, 2).summit([1, 2], 1, 1, 3, 100)
 
 
 def test_batches_that_cannot_be_divided_are_refused() -> None:
@@ -120,22 +109,22 @@ def test_batches_that_cannot_be_divided_are_refused() -> None:
 
 
 def test_one_worse_size_above_is_passed_over() -> None:
-    too_large = {"save": 150, "recompute": 4}
-    peaks = {1: {"save": 60, "recompute": 1}, 2: {"save": 90, "recompute": 2}}
-    known = Sizes([1, 2, 4, 8, 16], 100, peaks, look=lambda size: too_large)
-    assert climbed(climb_of({2: 10.0, 4: 10.5, 8: 9.0, 16: 9.5}, 16), known, 3, 100) == 8
+    sizes = [1, 2, 4, 8, 16]
+    assert climb_of({2: 10.0, 4: 10.5, 8: 9.0, 16: 9.5}, 16).summit(sizes, 2, 16, 3, 100) == 8
     tired = climb_of({1: 20.0, 2: 10.0, 4: 10.5, 8: 10.6, 16: 1.0}, 16)
-    assert climbed(tired, known, 3, 100) == 2 and set(tired.found) == {1, 2, 4, 8}
+    assert tired.summit(sizes, 2, 16, 3, 100) == 2 and set(tired.found) == {1, 2, 4, 8}
 
 
 def test_sizes_that_there_was_no_time_for_are_said() -> None:
     climb = climb_of({1: 1.0, 2: 1.0, 4: 1.0}, 4)
     climb.clock.timeout = 60.0
     climb.at(1, 3)
-    assert climb.left_out() == ""
+    assert not any("time limit" in note for note in climb.answer(()).notes)
     climb.clock.began -= 52.0
     assert climb.at(2, 3) is None and climb.at(4, 3) is None and climb.at(1, 3) is not None
-    assert climb.left_out().startswith("The time limit of 60 s left none for micro-batches of 2, 4: ")
+    answer = climb.answer(("met",))
+    assert answer.notes[0] == "met" and "60 s left none for micro-batches of 2, 4: " in answer.notes[1]
+    assert answer.best.batch_size == 1 and not answer.others
 
 
 def test_a_size_whose_time_ran_out_leaves_the_answers_of_others() -> None:
@@ -156,23 +145,6 @@ def test_an_interrupt_ends_the_searches_of_all_sizes() -> None:
 
     with pytest.raises(KeyboardInterrupt):
         Made(2, search, Clock(Silence())).at(1, 3)
-
-
-def test_sizes_without_time_are_named_in_the_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    def search(size: int, trials: int, left: float | None) -> SearchOutcome:
-        climb.clock.began -= 55.0
-        found = outcome(1.0)
-        everything = found.rows[0].model_copy(update={"name": "recompute all"})
-        return found.model_copy(update={"rows": (everything, *found.rows), "measured_trials": 7})
-
-    climb = Made(4, search, Clock(Silence(), 60.0))
-    peaks = {1: {"save": 60, "recompute": 1}, 2: {"save": 150, "recompute": 2}, 4: {"save": 300, "recompute": 4}}
-    known = Sizes([1, 2, 4], 100, peaks, {}.__getitem__)
-    monkeypatch.setattr(batches, "dependent_rows", lambda *asked: ())
-    monkeypatch.setattr(batches, "ghost_run_sizes", lambda *asked: known)
-    answer = batches._most_tokens(climb, None, None, 20)  # type: ignore[arg-type]
-    assert answer.best.batch_size == 1 and not answer.others and answer.trials == 7
-    assert any("left none for micro-batches of 2:" in note for note in answer.notes)
 
 
 @pytest.mark.parametrize(
@@ -218,15 +190,14 @@ def balanced(out: torch.Tensor) -> torch.Tensor:
 def met_by(loss: Any, normed: bool = False) -> tuple[str, ...]:
     model = Rows(normed)
     step = Step(model, {"x": torch.zeros(4, 8)}, loss=lambda model, batch: loss(model(**batch)))
-    cpu = get_device("cpu")
-    judge = on_device(parse_budget("1GB"), cpu.torch_device, environment_of(cpu), 0, ("save",))
+    asked = search_request(budget="1GB", step=step)
 
     def job(size: int) -> SearchRequest:
-        made = with_rows(step, size, 1)
-        assert made is not None and made.batch["x"].shape == (size, 8)
-        return search_request(budget="1GB", step=made)
+        made = job_of(asked, batch_size=size)
+        assert made.step.batch["x"].shape == (size, 8)
+        return made
 
-    return dependent_rows(job, judge)
+    return dependent_rows(job, what_if_of(asked, ("save",)))
 
 
 def test_ragged_labels_update_as_the_whole_batch_does() -> None:

@@ -14,7 +14,7 @@ from autockpt.schema import SAVE, SearchRequest, Silence, WorkloadSpec, parse_bu
 from autockpt.schema.choices import CHUNKED_SOFTMAX, ChunkedLoss
 from autockpt.schema.remedy import INEXACT, SMALLER, Alternative, batch, joined
 from autockpt.shipped import load_space
-from autockpt.tuning import alternatives, infeasible
+from autockpt.tuning import alternatives, infeasible, sizes
 from autockpt.tuning.question import Clock
 
 IN_CHUNKS = ChunkedLoss(tokens=256)
@@ -67,7 +67,7 @@ def naming(
     found: Any = SimpleNamespace(**facts, uniform={"recompute": ({}, graph)}, plain=graph)
     clock = Clock(Silence(), timeout)
     clock.began -= 2.0
-    bench: Any = alternatives.WhatIf(5, cast("Any", None), cast("Any", None), ("recompute",), None)
+    bench: Any = sizes.WhatIf(5, cast("Any", None), cast("Any", None), ("recompute",), None)
     prepared: Any = SimpleNamespace(found=found, needs=lambda graph: 1000, what_if=lambda: bench)
     request = request_of(budget)
     try:
@@ -85,7 +85,7 @@ def test_a_time_limit_ends_the_search_for_changes_too(limit: float | None, monke
         traced.append(job)
         raise ConflictError("cannot be traced")
 
-    monkeypatch.setattr(alternatives, "tracer_of", tracer_of)
+    monkeypatch.setattr(sizes, "tracer_of", tracer_of)
     monkeypatch.setattr(
         alternatives, "predictions", lambda *_: {"recompute": SimpleNamespace(peak_bytes=10, step_seconds=1.0)}
     )
@@ -138,12 +138,10 @@ def test_variants_have_the_leanest_head_that_is_allowed(
     allowed: tuple[Any, ...], head: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """So that a smaller batch is not passed over for gradients that are equal up to rounding."""
-    found: Any = SimpleNamespace(heads=SimpleNamespace(graphs=dict.fromkeys(allowed)) if allowed else None)
-    assert infeasible.head_of_alternatives(found) == head
+    heads: Any = SimpleNamespace(graphs=dict.fromkeys(allowed)) if allowed else None
+    assert sizes.leanest_head(heads) == head
     tracer = SimpleNamespace(head=SimpleNamespace(name="lm_head"))
-    monkeypatch.setattr(alternatives, "tracer_of", lambda job, device: nullcontext(tracer))
+    monkeypatch.setattr(sizes, "tracer_of", lambda job, device: nullcontext(tracer))
     with ExitStack() as stack:
-        variant = alternatives._Variant(
-            alternatives.Change(request_of()), cast("Any", SimpleNamespace(head=head, device=None)), stack
-        )
-        assert variant._besides == ({} if head == SAVE else {"lm_head": head})
+        variant = sizes.Variant(request_of(), cast("Any", SimpleNamespace(head=head, device=None)), stack)
+        assert variant.besides == ({} if head == SAVE else {"lm_head": head})

@@ -9,13 +9,12 @@ from typing import Any
 import pytest
 from torch import nn, ones
 
-from autockpt.analysis.limits import with_longest
 from autockpt.devices.cpu import CpuDevice
 from autockpt.errors import AutockptError, InfeasibleError, UsageError
 from autockpt.schema import DeviceInfo, Environment, SearchRequest, Silence, WorkloadSpec, parse_budget
 from autockpt.schema.lengths import Lengths
 from autockpt.shipped import load_hardware, load_space
-from autockpt.tuning import alternatives, answer, run_search, search_request
+from autockpt.tuning import answer, run_search, search_request, sizes
 from autockpt.tuning.opening import less_than_asked
 from autockpt.tuning.targets import measured
 from autockpt.workload import Step, build
@@ -69,7 +68,7 @@ DOORS: dict[str, Callable[[Path], object]] = {
     "dry run": lambda out: run_search(described(out, dry_run=True), Untouched()),
     "batches": lambda out: answer(described(out, rows_per_update=4), Untouched()),
     "lengths": lambda out: answer(described(out, lengths=LENGTHS), Untouched()),
-    "longest": lambda out: with_longest(described(out).workload, parse_budget("1GB"), listener=Untouched()),
+    "longest": lambda out: answer(described(out, longest=True), Untouched()),
     "live": lambda out: run_search(of_live(), Untouched()),
     "live batches": lambda out: answer(of_live(global_batch=4), Untouched()),
     "live lengths": lambda out: answer(of_live(lengths=LENGTHS), Untouched()),
@@ -116,11 +115,11 @@ def test_a_budget_that_nothing_fits_is_refused_before_timing(tmp_path: Path) -> 
 def test_what_the_worker_holds_is_not_another_s(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     judged: list[int] = []
 
-    def on_device(*asked: Any) -> Any:
+    def what_if_of(*asked: Any) -> Any:
         judged.append(asked[3])
-        return alternatives.on_device(*asked)
+        return sizes.what_if_of(*asked)
 
-    monkeypatch.setattr(measured, "on_device", on_device)
+    monkeypatch.setattr(measured, "what_if_of", what_if_of)
     monkeypatch.setattr(CpuDevice, "used_by_others", lambda self: self.capacity())  # here; the worker sees for itself
     asked = {"budget": parse_budget("800KB"), "workload": WorkloadSpec(model=TWO_LAYERS, batch_size=1, seq_len=16)}
     request = SearchRequest.model_validate(asked | {"space": load_space("knobs"), "out": tmp_path, "device": "cpu"})

@@ -10,12 +10,12 @@ import transformers
 
 from autockpt.cost import build_profile, uniform_graphs
 from autockpt.cost.profile import head_graphs
+from autockpt.cost.roofline import roofline_times
 from autockpt.schema import RECOMPUTE, SAVE, WorkloadSpec, plan_hash
 from autockpt.schema.choices import CHUNKED_SOFTMAX
 from autockpt.shipped import load_hardware, load_space
 from autockpt.tracing import Tracer, tracer_for
 from autockpt.tuning.targets import shallow_twin as depth
-from autockpt.tuning.targets.simulated import modelled
 
 pytestmark = pytest.mark.slow
 
@@ -65,7 +65,7 @@ def test_the_menus_are_those_of_the_whole_model(model: str, lora: int | None, bl
         small = uniform_graphs(twin, small_blocks, space.choices)
         heads = [head_graphs(traces, tracer.head, [CHUNKED_SOFTMAX]) for traces in (twin, tracer)]
         graphs = [graph for _, graph in (*small.values(), *whole.values())]
-        times = modelled(card, [*graphs, *(graph for head in heads if head for graph in head.graphs.values())])
+        times = roofline_times(card, [*graphs, *(graph for head in heads if head for graph in head.graphs.values())])
         mine = depth.transplanted(build_profile(twin, times, small, head=heads[0]), whole["save"][1], tracer)
         real = build_profile(tracer, times, whole, head=heads[1])
         assert [m.representative for m in mine.profile.menus] == [m.representative for m in real.profile.menus]

@@ -15,11 +15,11 @@ from autockpt.measuring import WorkerMeasurer
 from autockpt.measuring.environment import environment_to_measure_in
 from autockpt.schema import Environment, OpTimes, SearchRequest
 from autockpt.tracing import Tracer
-from autockpt.tuning.alternatives import on_device
 from autockpt.tuning.infeasible import out_of_memory
 from autockpt.tuning.opening import Traced, less_than_asked, traced
 from autockpt.tuning.proposers.solver import SolverProposer
 from autockpt.tuning.question import PROFILING, TIMING, TRACING, Clock
+from autockpt.tuning.sizes import what_if_of
 from autockpt.tuning.targets.base import Prepared, Target
 from autockpt.tuning.targets.real_steps import RealSteps, confirmation
 from autockpt.tuning.targets.simulated import DRY, Simulated
@@ -126,9 +126,8 @@ def _traced(stack: ExitStack, request: SearchRequest, clock: Clock) -> Traced:
 
 
 def _prepared(request: SearchRequest, found: Traced, environment: Environment, others: int) -> Prepared:
-    device = get_device(request.device).torch_device if request.step is None else request.step.device
-    notes = tuple(less_than_asked(request.budget, environment))
-    what_if = partial(on_device, request.budget, device, environment, others, found.uniform)
+    notes = less_than_asked(request.budget, environment)
+    what_if = partial(what_if_of, request, found.uniform, environment, others)
     kind, needs = environment.device.kind, needed_on(environment)
     return Prepared.of(request, found, environment, device_name=kind, needs=needs, what_if=what_if, notes=notes)
 

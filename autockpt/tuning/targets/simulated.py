@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 
 from autockpt.cost import CostModel, said_of, simulated_memory
 from autockpt.cost.roofline import environment_of_hardware, roofline_times
-from autockpt.measuring.environment import installed_versions
-from autockpt.schema import Budget, Environment, Graph, OpTimes, SearchSpace
+from autockpt.schema import SearchSpace
 from autockpt.schema.hardware import Hardware
 from autockpt.schema.request import SearchRequest
-from autockpt.schema.step_note import step_note
 from autockpt.solvers.refine import FASTER
-from autockpt.tracing import torch_device, tracer_for
+from autockpt.tracing import tracer_for
 from autockpt.tracing.tracer import uncollected
-from autockpt.tuning.alternatives import WhatIf
 from autockpt.tuning.opening import less_than_asked, traced_for
 from autockpt.tuning.question import Clock
+from autockpt.tuning.sizes import what_if_of
 from autockpt.tuning.targets.base import MOST_REPEATS, Prepared, Target, Terms
 from autockpt.tuning.targets.shallow_twin import calls_per_candidate
 from autockpt.tuning.trials import Candidate, Score, Trials
@@ -75,14 +72,16 @@ class OnHardware(Simulated):
             space, notes = without_offload(request.space, hardware)
             more = {"inexact": request.allow_inexact, "notes": notes, "listener": self.clock.listener}
             found = traced_for(stack, hardware, spec, tracer, space, **more)
-        budget, capped = within(request.budget, hardware)
+        environment, budget = environment_of_hardware(hardware), request.budget
+        if capped := less_than_asked(budget, environment):  # its context is part of every peak
+            budget = budget.model_copy(update={"size": hardware.memory_bytes})
         return Prepared.of(
             request,
             found,
-            simulated_environment(hardware),
+            environment,
             device_name=hardware.name,
             needs=simulated_memory(hardware),
-            what_if=partial(on_hardware, request, hardware, found.space.choices),
+            what_if=partial(what_if_of, request, found.space.choices),
             budget=budget,
             notes=(*capped, said_of(hardware)),
             device=f"{hardware.name}, simulated",
@@ -91,9 +90,9 @@ class OnHardware(Simulated):
     def cost_model(self, prepared: Prepared, trials: Trials) -> CostModel:
         request, found, hardware = prepared.request, prepared.found, self.hardware
         with self.clock.stage("profile"):
-            times = modelled(hardware, found.graphs)
+            times = roofline_times(hardware, found.graphs)
             if found.heads is not None:  # what regions cost that run again is read off layers
-                times = times.completed(modelled(hardware, list(found.heads.graphs.values())))
+                times = times.completed(roofline_times(hardware, found.heads.graphs.values()))
             needs = simulated_memory(hardware, request.budget.budget_bytes)
             more = {"host_budget": request.host_budget, "listener": self.clock.listener}
             profiled = found.cost_model(times, needs=needs, **more)
@@ -112,28 +111,3 @@ def without_offload(space: SearchSpace, hardware: Hardware) -> tuple[SearchSpace
         return space, ()
     note = f"not on {hardware.name}: {', '.join(moving)} (host and device share their memory)"
     return space.without(moving), (note,)
-
-
-def on_hardware(request: SearchRequest, hardware: Hardware, kinds: Iterable[str]) -> WhatIf:
-    """Variants of the job on this hardware."""
-    budget_bytes = within(request.budget, hardware)[0].resolve(0, 0, hardware.memory_bytes)
-    times, needs = partial(modelled, hardware), simulated_memory(hardware, budget_bytes)
-    note = step_note(simulated_environment(hardware), request.workload)
-    return WhatIf(budget_bytes, torch_device(hardware), times, tuple(kinds), needs, step_note=note)
-
-
-def modelled(hardware: Hardware, graphs: Sequence[Graph]) -> OpTimes:
-    """Op times of the hardware for all that these ghost runs execute."""
-    return roofline_times(hardware, graphs).model_copy(update={"environment": simulated_environment(hardware)})
-
-
-def simulated_environment(hardware: Hardware) -> Environment:
-    """The hardware, and the versions that simulate it."""
-    environment = environment_of_hardware(hardware)
-    return environment.model_copy(update={"versions": installed_versions() | environment.versions})
-
-
-def within(budget: Budget, hardware: Hardware) -> tuple[Budget, tuple[str, ...]]:
-    """The budget, at most what the hardware has (its context is part of every peak), and a note where that is less."""
-    notes = less_than_asked(budget, simulated_environment(hardware))
-    return (budget.model_copy(update={"size": hardware.memory_bytes}) if notes else budget), notes

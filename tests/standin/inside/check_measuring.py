@@ -14,10 +14,10 @@ from autockpt.devices import get_device
 from autockpt.errors import DeviceOutOfMemory
 from autockpt.measuring import StepRunner, environment_of
 from autockpt.runtime import apply, attach
-from autockpt.schema import OFFLOAD, RECOMPUTE, SearchRequest, Silence, WorkloadSpec, parse_budget, parse_choice
+from autockpt.schema import OFFLOAD, RECOMPUTE, SearchRequest, WorkloadSpec, parse_budget, parse_choice
 from autockpt.shipped import load_space
 from autockpt.tracing import Tracer
-from autockpt.tuning import batches
+from autockpt.tuning import sizes
 from autockpt.workload import Step, build, discover_units
 from tests.errors import raises
 from tests.standin.inside import scenarios
@@ -103,23 +103,22 @@ def test_variants_are_judged_by_the_allocator(monkeypatch):
     budget = parse_budget("1GB")
     asked = SearchRequest(budget=budget, workload=spec, space=space, device="standin", rows_per_update=16)
     # a process of its own would say the same, after seconds of imports
-    monkeypatch.setattr(batches, "environment_without_context", lambda name: environment_of(get_device(name)))
-    what_if = batches.what_if_of(asked)
+    monkeypatch.setattr(sizes, "environment_without_context", lambda name: environment_of(get_device(name)))
+    what_if = sizes.what_if_of(asked, space.choices)
 
     def sized(size: int) -> WorkloadSpec:
-        return batches.of_size(asked, size).described
+        return sizes.job_of(asked, batch_size=size).described
 
-    known = batches.ghost_run_sizes(
-        lambda size: asked.model_copy(update={"workload": None, "step": build(sized(size), "standin")}),
-        what_if,
-        [8, 16],
-        Silence(),
-    )
+    def job(size: int) -> SearchRequest:
+        return asked.model_copy(update={"workload": None, "step": build(sized(size), "standin")})
+
     workload = build(sized(16), "standin")
     units = [unit.name for unit in discover_units(workload.model) if unit.role == "block"]
     runner = StepRunner(workload, get_device("standin"))
     for kind, choices in (("save", {}), ("recompute", dict.fromkeys(units, RECOMPUTE))):
-        assert known.look(16)[kind] == pytest.approx(runner.measure(choices, steps=1).peak_bytes, rel=0.05)
+        assert sizes.least_bytes(job, what_if, (kind,), 16) == pytest.approx(
+            runner.measure(choices, steps=1).peak_bytes, rel=0.05
+        )
 
 
 @pytest.mark.parametrize("plan", scenarios.PLANS if ALL else ("offload", "mixed"))

@@ -1,0 +1,355 @@
+"""Jobs of other sizes: how they are made, what ghost runs say of them, and the largest that fits.
+
+A job fits where one choice on all layers makes it fit, so that a search after it can only do better. Nothing is
+measured.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
+
+import torch
+from torch import Tensor
+
+from autockpt.cost import MemoryModel, Predictor, UniformRuns, memory_at_hand, simulated_memory, uniform_graphs
+from autockpt.cost.profile import Heads, head_graphs
+from autockpt.cost.roofline import environment_of_hardware, nominal_op_times, roofline_times
+from autockpt.devices import get_device
+from autockpt.errors import AutockptError, ConflictError, InfeasibleError, UsageError
+from autockpt.measuring import environment_of
+from autockpt.measuring.environment import environment_to_measure_in, environment_without_context
+from autockpt.measuring.local import refuse_many_processes
+from autockpt.schema import (
+    SAVE,
+    Choice,
+    Environment,
+    Graph,
+    Listener,
+    OpTimes,
+    Prediction,
+    SearchRequest,
+    Silence,
+    WorkloadSpec,
+    format_bytes,
+)
+from autockpt.schema.choices import CHUNKED_SOFTMAX
+from autockpt.schema.explanation import Dimension, Largest, LargestPlan
+from autockpt.schema.step_note import step_note
+from autockpt.tracing import Tracer, torch_device, tracer_for
+from autockpt.tuning.opening import LEANEST_CHUNKS, blocks_of
+from autockpt.workload import Step, cut_tensors, nested_tensors
+from autockpt.workload.lengths import with_length
+
+LEAN_KINDS = (
+    "recompute_offload",
+    "offload",
+    "recompute",
+)  # asked first: one of them is nearly always the leanest
+FAR_OVER = 2  # times the budget: where one of these needs as much, the others do not fit either
+MOST_TIMES = 64  # as large as now is as far as anybody looks
+GRAIN = 32  # sequences are distinguished to a share of 1/32, in powers of two
+FIELDS: dict[Dimension, str] = {"batch size": "batch_size", "sequence length": "seq_len"}  # of WorkloadSpec
+PLANS: dict[LargestPlan, tuple[str, ...]] = {"save everything": ("save",), "leanest": LEAN_KINDS}
+
+
+def job_of(request: SearchRequest, **sizes: int | None) -> SearchRequest:
+    """The request with what it trains ``resized``."""
+    trained = "step" if request.workload is None else "workload"
+    return request.model_copy(update={trained: resized(getattr(request, trained), **sizes)})
+
+
+def resized(trained: WorkloadSpec | Step, **sizes: int | None) -> WorkloadSpec | Step:
+    """What trains with another ``batch_size``, ``accumulate`` or ``seq_len``; a live batch is cut, or repeated.
+
+    What fits is asked of a live batch, not the same training. Raises UsageError for one that has no such dimension.
+    """
+    if isinstance(trained, WorkloadSpec):
+        return trained.model_copy(update=sizes | ({"pad_to": None} if "seq_len" in sizes else {}))
+    step = trained
+    if (tokens := sizes.get("seq_len")) is not None:
+        step = with_length(step, tokens)
+    if (rows := sizes.get("batch_size")) is not None:
+        step = _with_rows(step, rows, sizes.get("accumulate") or step.accumulate)
+    return step
+
+
+def _with_rows(step: Step, rows: int, accumulate: int) -> Step:
+    """The step with micro-batches of ``rows``: the first ones of its batch, repeated where that has fewer."""
+    lengths = {tensor.shape[0] for tensor in nested_tensors(step.batch) if tensor.dim()}
+    if step.full_step is not None or len(lengths) != 1 or not (have := lengths.pop()):
+        raise UsageError(
+            "this batch cannot be divided into rows: its tensors do not all begin with as many of them, or the step is "
+            "a full_step of its own",
+            remedy="Give autockpt.Step(model, batch) whose tensors are (rows, …), or keep the batch as it is.",
+        )
+
+    def taken(tensor: Tensor) -> Tensor:
+        if not tensor.dim() or rows == have:
+            return tensor
+        more = tensor if rows <= have else tensor.repeat(-(-rows // have), *[1] * (tensor.dim() - 1))
+        return more[:rows]
+
+    return step.with_batch(cut_tensors(step.batch, taken), accumulate)
+
+
+def tracer_of(job: SearchRequest, device: torch.device) -> Tracer:
+    """A tracer of what a request trains. Raises what ``Tracer.from_spec`` and ``Tracer.from_step`` do."""
+    if job.workload is None:
+        return Tracer.from_step(job.step, fallback=False)
+    return tracer_for(job.hardware, job.workload, device=device, fallback=False)
+
+
+@dataclass(frozen=True)
+class WhatIf:
+    """What variants of a job are judged by: their budget in bytes, the device they would run on, and its op times.
+
+    ``kinds`` are the choices that are allowed; ``needs`` says what a ghost run takes where that is more than its
+    tensors; ``seconds``: whether op times are good for more than ranking, ``step_note`` what is known of their error.
+    ``late`` says when to look for no more. ``head`` is what the output head does unless it runs in chunks with the
+    loss. ``listener`` sees ghost runs pass.
+    """
+
+    budget_bytes: int
+    device: torch.device
+    times: Callable[[Sequence[Graph]], OpTimes]
+    kinds: tuple[str, ...]
+    needs: MemoryModel | None
+    seconds: bool = True
+    step_note: str = ""
+    late: Callable[[], bool] = lambda: False
+    head: Choice = SAVE
+    listener: Listener = field(default_factory=Silence)
+
+
+def what_if_of(
+    request: SearchRequest,
+    kinds: Collection[str],
+    environment: Environment | None = None,
+    used_by_others: int | None = None,
+) -> WhatIf:
+    """Variants of the job on its hardware; or on the local device, within what others leave of it, at nominal rates.
+
+    ``environment`` and ``used_by_others`` are of the local device, as whoever measures there sees them.
+    """
+    if (hardware := request.hardware) is not None:
+        room, simulated = hardware.memory_bytes, environment_of_hardware(hardware)
+        budget_bytes = min(request.budget.resolve(0, 0, room), room)
+        needs, times = simulated_memory(hardware, budget_bytes), partial(roofline_times, hardware)
+        note = step_note(simulated, request.workload)
+        return WhatIf(budget_bytes, torch_device(hardware), times, tuple(kinds), needs, step_note=note)
+    device = get_device(request.device if request.step is None else str(request.step.device))
+    if environment is None and request.step is not None:
+        environment = environment_of(device)
+    known = environment or environment_without_context(request.device) or environment_to_measure_in(request.device)
+    room = known.device.capacity_bytes - (device.used_by_others() if used_by_others is None else used_by_others)
+    budget_bytes = min(request.budget.resolve(0, 0, room), room)
+
+    def nominal(graphs: Sequence[Graph]) -> OpTimes:
+        return nominal_op_times(known, *graphs)
+
+    needs = memory_at_hand(known, budget_bytes)
+    return WhatIf(budget_bytes, device.torch_device, nominal, tuple(kinds), needs, seconds=False)
+
+
+def leanest_head(heads: Heads | None) -> Choice:
+    """What the output head does in all variants: the leanest of the choices that it was ghost-run with."""
+    known = heads.graphs if heads is not None else {}
+    return next((choice for choice in (LEANEST_CHUNKS, CHUNKED_SOFTMAX) if choice in known), SAVE)
+
+
+def predictions(what_if: WhatIf, uniform: UniformRuns) -> dict[str, Prediction]:
+    """What each choice on every layer would come to, by kind."""
+    judge = Predictor(None, what_if.times([graph for _, graph in uniform.values()]), needs=what_if.needs)
+    return {kind: judge.learn(choices, graph) for kind, (choices, graph) in uniform.items()}
+
+
+class Variant:
+    """A job ghost-run with one choice on every layer, as far as it is asked about. Its tracer closes with ``stack``.
+
+    ``chunked``: its output head and loss run in chunks.
+    """
+
+    def __init__(self, job: SearchRequest, what_if: WhatIf, stack: ExitStack, *, chunked: bool = False) -> None:
+        self._job, self._what_if, self._stack, self._chunked = job, what_if, stack, chunked
+        self._known: dict[str, Prediction | None] = {}  # by the choice on every layer; None: it cannot be attached
+        self._resident_bytes = 0
+
+    @cached_property
+    def tracer(self) -> Tracer:
+        return self._stack.enter_context(tracer_of(self._job, self._what_if.device))
+
+    def least_bytes(self, kinds: Sequence[str] = LEAN_KINDS) -> float:
+        """Peak of the leanest of these choices, or of the first that fits; infinite for what is not this job."""
+        budget_bytes, least = self._what_if.budget_bytes, math.inf
+        if self._what_if.late() or (self._chunked and self.tracer.head is None) or self._ignored:
+            return math.inf
+        asked = [kind for kind in kinds if kind in self._what_if.kinds] or list(self._what_if.kinds)
+        for predicted in filter(None, map(self.predicted, asked)):
+            least = min(least, predicted.peak_bytes)
+            # it fits; or it does not whatever the layers do, or so little that no other choice is lean enough
+            if min(least, max(self._resident_bytes, least // FAR_OVER)) > budget_bytes or least <= budget_bytes:
+                break
+        return least
+
+    def predicted(self, kind: str) -> Prediction | None:
+        """What a choice on every layer would come to, ghost-run once; None where it cannot be attached."""
+        if kind not in self._known:
+            try:
+                uniform = uniform_graphs(self.tracer, blocks_of(self.tracer), (kind,), self.besides)
+            except ConflictError:
+                self._known[kind] = None
+            else:
+                self._resident_bytes = uniform[kind][1].resident_bytes
+                self._known |= predictions(self._what_if, uniform)
+        return self._known[kind]
+
+    @property
+    def besides(self) -> dict[str, Choice]:
+        """What the output head does."""
+        head, choice = self.tracer.head, LEANEST_CHUNKS if self._chunked else self._what_if.head
+        return {head.name: choice} if head is not None and choice != SAVE else {}
+
+    @property
+    def _ignored(self) -> bool:
+        """Whether the user's own function made something else than what was asked for."""
+        spec, settings = self._job.workload, self.tracer.settings
+        asked = {} if spec is None else {"batch_size": spec.batch_size, "seq_len": spec.seq_len}
+        return any(size is not None and settings.get(name) not in (None, size) for name, size in asked.items())
+
+
+def least_bytes(job: Callable[[int], SearchRequest], what_if: WhatIf, kinds: Sequence[str], size: int) -> float:
+    """``Variant.least_bytes`` of the job of a size."""
+    with ExitStack() as stack:
+        return Variant(job(size), what_if, stack).least_bytes(kinds)
+
+
+def largest_that_fits(
+    sizes: Sequence[int], needed: Callable[[int], float], budget_bytes: float, first: int | None = None
+) -> int | None:
+    """The largest of some rising sizes whose bytes are within the budget; None where not even the smallest's are.
+
+    ``first`` is asked about first (default: the smallest). What a job needs grows about linearly: the next size is
+    where the line through the two nearest known ones meets the budget, and every third time the one halfway, as well
+    as where a size cannot be had at all (infinite bytes).
+    """
+    low, high = -1, len(sizes)  # places: this one fits, that one does not
+    at, known = 0 if first is None else bisect_left(sizes, first), dict[int, float]()
+    while high - low > 1:
+        at = min(max(at, low + 1), high - 1)
+        known[sizes[at]] = needed(sizes[at])
+        low, high = (at, high) if known[sizes[at]] <= budget_bytes else (low, at)
+        at = (low + high) // 2
+        unbuilt = high < len(sizes) and known[sizes[high]] == math.inf
+        if len(known) % 3 and not unbuilt and (aim := _on_the_line(known, budget_bytes)) < math.inf:
+            at = bisect_right(sizes, aim) - 1
+    return sizes[low] if low >= 0 else None
+
+
+def _on_the_line(known: Mapping[int, float], budget_bytes: float) -> float:
+    """The size at which the line through the two known ones next to the budget meets it; infinite on a level line."""
+    points = sorted((size, nbytes) for size, nbytes in known.items() if nbytes < math.inf)
+    points = points if len(points) > 1 else [(0, 0.0), *points]
+    fitting = sum(nbytes <= budget_bytes for _, nbytes in points)
+    (near, low), (far, high) = points[min(max(fitting, 1), len(points) - 1) - 1 :][:2]
+    return near + (budget_bytes - low) * (far - near) / (high - low) if high > low else math.inf
+
+
+def largest_sizes(
+    request: SearchRequest,
+    listener: Listener,
+    dimensions: Iterable[Dimension] = tuple(FIELDS),
+    plans: Iterable[LargestPlan] = tuple(PLANS),
+) -> Iterator[Largest]:
+    """The largest batch size and the longest sequence of a job within its budget, for each of ``plans``.
+
+    Dimensions that the job does not have are left out.
+    """
+    what_if = replace(what_if_of(request, request.space.choices), listener=listener)
+    heads = [LEANEST_CHUNKS] if request.allow_inexact else []
+    heads += [CHUNKED_SOFTMAX] if CHUNKED_SOFTMAX.kind in request.space.head else []
+    with tracer_of(request, what_if.device) as tracer:
+        settings, lean = tracer.settings, leanest_head(head_graphs(tracer, tracer.head, heads))
+    for dimension in dimensions:
+        name, spec = FIELDS[dimension], request.workload
+        now = settings.get(name) or settings.get(f"asked_{name}")
+        padded = name == "seq_len" and spec is not None and spec.pad_to is not None
+        for plan in plans if isinstance(now, int) and not padded else ():
+            judged = replace(what_if, head=SAVE if plan == "save everything" else lean)
+            yield _largest(request, judged, dimension, plan, now)
+
+
+def _largest(request: SearchRequest, what_if: WhatIf, dimension: Dimension, plan: LargestPlan, now: int) -> Largest:
+    peaks, refused = dict[int, float](), dict[int, str]()
+
+    def job(size: int) -> SearchRequest:
+        return job_of(request, **{FIELDS[dimension]: size})
+
+    def needed(size: int) -> float:
+        peaks[size] = math.inf
+        try:
+            peaks[size] = least_bytes(job, what_if, PLANS[plan], size)
+        except AutockptError as error:
+            refused[size] = error.message.splitlines()[0]
+        if peaks[size] == math.inf:
+            refused.setdefault(size, f"the workload takes no other {dimension}")
+        return peaks[size]
+
+    sizes, size = [now], 1
+    while size <= now * MOST_TIMES:
+        sizes.append(size)
+        size += step_of(dimension, size)
+    sizes = sorted({*sizes})
+    value = largest_that_fits(sizes, needed, what_if.budget_bytes, now)
+    beyond = sizes[bisect_right(sizes, value or 0) :]
+    why = refused.get(beyond[0], "") if beyond else f"{value} was as far as was tried"
+    return Largest(
+        dimension=dimension,
+        plan=plan,
+        value=value,
+        peak_bytes=None if value is None else int(peaks[value]),
+        now=now,
+        open_ended=value is not None and bool(why),
+        why=why,
+    )
+
+
+def step_of(dimension: Dimension, size: int) -> int:
+    """What sizes of about this one are distinguished by: a row, or a power of two tokens."""
+    return 1 if dimension == "batch size" else max(1, 1 << max(0, (size // GRAIN).bit_length() - 1))
+
+
+def with_longest(request: SearchRequest, listener: Listener) -> SearchRequest:
+    """The request with the longest sequences that the leanest choice on all layers holds its budget with, and a note.
+
+    Lengths are told apart to about a share of 1/32. Raises UsageError for a budget that is a share of the job's own
+    peak, for models without sequences and under a distributed launch, InfeasibleError where not even the shortest fits.
+    """
+    refuse_many_processes()
+    request.budget.refuse_share("grows with its sequences")
+    listener.stage("look for the longest sequences that fit")
+    found = next(largest_sizes(request, listener, ["sequence length"], ["leanest"]), None)
+    if found is None:
+        raise UsageError(
+            "this workload has no sequence length that could be found",
+            remedy="Leave --seq-len auto and `pad_to` out; a function of your own needs a parameter seq_len with a "
+            "default.",
+        )
+    if found.value is None and found.why:
+        raise UsageError(f"other sequence lengths cannot be asked for: {found.why}", remedy="Leave --seq-len auto out.")
+    if found.value is None or found.peak_bytes is None:
+        raise InfeasibleError(
+            f"not even the shortest sequences fit {request.budget.text}",
+            remedy="Give a larger budget or a smaller batch.",
+        )
+    why = f" ({found.why})" if found.open_ended else ""
+    note = (
+        f"the longest sequences that fit with the leanest plan: {found.value:,} tokens, simulated peak "
+        f"{format_bytes(found.peak_bytes)}{why}"
+    )
+    listener.note(note)
+    return job_of(request, seq_len=found.value).model_copy(update={"longest": False, "notes": (*request.notes, note)})

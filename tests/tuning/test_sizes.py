@@ -1,0 +1,129 @@
+"""The largest batch and the longest sequence that fit, by a few ghost runs."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from autockpt import estimate, explain
+from autockpt.errors import UsageError
+from autockpt.schema import SearchRequest, Silence, WorkloadSpec, parse_budget
+from autockpt.schema.choices import RECOMPUTE
+from autockpt.shipped import load_space
+from autockpt.tracing import Tracer
+from autockpt.tuning.sizes import FIELDS, largest_that_fits, resized, step_of, with_longest
+from autockpt.workload import Step, nested_tensors
+from tests.policies.zoo import CASES
+
+LLAMA = CASES["llama"]
+SPEC = WorkloadSpec(model="llama-tiny", batch_size=2, seq_len=64)
+
+
+@given(
+    sizes=st.lists(st.integers(1, 4096), min_size=1, unique=True).map(sorted),
+    base=st.integers(0, 10**6),
+    slope=st.integers(0, 10**5),
+    bend=st.integers(0, 50),
+    torn=st.integers(0, 10**5),
+    refused=st.integers(1, 8192),
+    budget_bytes=st.integers(1, 10**8),
+    first=st.none() | st.integers(1, 4096),
+)
+def test_the_largest_that_fits_is_found_in_few_questions(
+    sizes: list[int], base: int, slope: int, bend: int, torn: int, refused: int, budget_bytes: int, first: int | None
+) -> None:
+    asked: list[int] = []
+
+    def needed(size: int) -> float:
+        asked.append(size)
+        grown = base + (slope + torn) * size + bend * size * size
+        return math.inf if size >= refused else max(grown - torn * (size % 3) / 3, 0)
+
+    found = largest_that_fits(sizes, needed, budget_bytes, first)
+    assert len(asked) == len(set(asked)) <= 3 * (len(sizes).bit_length() + 1)
+    above = sizes[sizes.index(found) + 1 :] if found is not None else sizes
+    assert found is None or needed(found) <= budget_bytes
+    assert not above or needed(above[0]) > budget_bytes
+
+
+def test_on_a_line_three_questions_are_enough() -> None:
+    asked: list[int] = []
+
+    def needed(size: int) -> int:
+        asked.append(size)
+        return 1000 + 50 * size
+
+    assert largest_that_fits(range(1, 257), needed, 10_000, first=4) == 180 and len(asked) <= 5, asked
+
+
+@pytest.mark.slow
+def test_twice_what_is_found_does_not_fit() -> None:
+    space = load_space("knobs").restricted(("recompute",))
+    asked = SearchRequest(budget=parse_budget("40MB"), space=space, workload=SPEC, device="cpu", longest=True)
+    found = with_longest(asked, Silence())
+    tokens = found.described.seq_len
+    assert tokens is not None and tokens > 64 and f"{tokens:,} tokens" in found.notes[0] and not found.longest
+    with Tracer.from_spec(SPEC.model_copy(update={"seq_len": 2 * tokens})) as tracer:
+        units = [unit.name for unit in tracer.units if unit.role == "block"]
+        peak = tracer.trace(dict.fromkeys(units, RECOMPUTE)).peak_bytes
+    assert asked.budget.size is not None and peak > asked.budget.size
+
+
+class Normed(nn.Module):
+    """Rows that depend on each other, by a batch norm in each block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64)) for _ in range(4)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x)
+
+
+def live_step(kind: str) -> Step:
+    if kind == "normed":
+        batch: Any = {"x": torch.ones(40, 64)}
+        return Step(Normed(), batch, loss=lambda model, batch: model(batch["x"]).square().mean())
+    model = LLAMA.make()
+    return Step(model, LLAMA.batch(), optimizer=torch.optim.AdamW(model.parameters()))
+
+
+@pytest.mark.parametrize(("kind", "dimensions"), [("llama", list(FIELDS)), ("normed", ["batch size"])])
+def test_a_live_step_has_a_largest_batch_and_a_longest_sequence(kind: str, dimensions: list[str]) -> None:
+    """What is named fits by a ghost run of that very size, and one more does not."""
+    step = live_step(kind)
+    before = [tensor.clone() for tensor in nested_tensors(step.model, step.batch)]
+    with Tracer.from_step(step) as tracer:
+        kib = int(tracer.trace().peak_bytes * 1.7) >> 10
+    found = explain(step=step, budget=f"{kib}KiB", headroom="0%", show=False)
+    assert list(dict.fromkeys(limit.dimension for limit in found.limits)) == dimensions
+    for limit in found.limits:
+        if limit.plan != "save everything":
+            continue
+        assert limit.value is not None and limit.value > limit.now and not limit.open_ended
+        name = FIELDS[limit.dimension]
+        more = limit.value + step_of(limit.dimension, limit.value)
+        for size, fits in ((limit.value, True), (more, False)):
+            with Tracer.from_step(resized(step, **{name: size})) as tracer:
+                assert tracer.settings[name] == size
+                assert (tracer.trace().peak_bytes <= kib << 10) == fits, (name, size)
+    assert all(map(torch.equal, nested_tensors(step.model, step.batch), before))
+
+
+def test_a_live_step_is_estimated_at_other_sizes() -> None:
+    step = live_step("llama")
+    rows = list(estimate(step, batch_sizes=[1, 4], seq_lens=[8, 16]))
+    assert [(row.batch_size, row.seq_len) for row in rows] == [(1, 8), (1, 16), (4, 8), (4, 16)]
+    assert all(row.fits and row.peak_bytes and not row.note for row in rows)
+    peaks = [row.peak_bytes or 0 for row in rows]
+    assert peaks == sorted(peaks) and peaks[0] < peaks[-1]
+    (own,) = estimate(live_step("normed"))
+    assert own.fits and own.seq_len is None
+    with pytest.raises(UsageError):
+        estimate(step, cards="rtx4090")
