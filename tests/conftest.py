@@ -83,8 +83,8 @@ def _seconds_are_measured_briefly() -> Iterator[None]:
     """As few rounds as the code takes: how exact the seconds of a search are says no test that runs one."""
     with pytest.MonkeyPatch.context() as patch:
         for seconds in (
-            "tuning.targets.real_steps.SECONDS_PER_TRIAL",
-            "tuning.targets.real_steps.FINAL_SECONDS",
+            "tuning.targets.measured.SECONDS_PER_TRIAL",
+            "tuning.targets.measured.FINAL_SECONDS",
             "cost.profile.ANCHOR_SECONDS",
         ):
             patch.setattr(f"autockpt.{seconds}", 0.0)

@@ -78,8 +78,8 @@ def explain_refusal(
         plans = ghost_runs(profiled) if profiled is not None else ()
         run.write_outlook(Outlook(plans=plans, infeasible=error.message))
         error.run = run
-    found, make_what_if = prepared.found, prepared.what_if
-    if make_what_if is None or not request.alternatives:
+    found = prepared.found
+    if request.compile is not None or not request.alternatives:
         return
     inexact = found.heads is not None and any(isinstance(c, ChunkedLoss) for c in found.heads.graphs)
     if not request.budget.is_share:
@@ -89,7 +89,7 @@ def explain_refusal(
                 kinds = [kind for kind in ("recompute", "save") if kind in uniform]
                 uniform = uniform_graphs(found.tracer, blocks_of(found.tracer), kinds)
             what_if = replace(
-                make_what_if(),
+                prepared.what_if(),
                 head=leanest_head(found.heads),
                 late=lambda: clock.seconds_left <= 0,
                 listener=clock.listener,

@@ -30,48 +30,6 @@ class SearchResult:
     notes: list[str] = field(default_factory=list)
 
 
-@dataclass
-class Limits:
-    """When to stop: ``most`` candidates may be tried, within the ``clock``'s time. ``stopped`` says what ended it.
-
-    ``took`` are the seconds of the last candidate, with the ghost runs that it took.
-    """
-
-    proposer: Proposer
-    target: Target
-    trials: Trials
-    most: int
-    clock: Clock
-    stopped: str = ""
-    took: float = 0.0
-
-    def used_up(self, *, one_late: bool = False) -> bool:
-        """Whether a limit is reached; ``stopped`` then says which. ``one_late``: steps may exceed it a little."""
-        if self.trials.spent >= self.most:
-            return self.over(f"as many candidates were tried as --trials allows ({self.most})")
-        return self.late and self.over(self.time) and not (one_late and self.clock.seconds_until_stopped >= self.took)
-
-    def over(self, why: str) -> bool:
-        """Whether there is a reason to stop: ``why``, where it is not empty."""
-        self.stopped = why or self.stopped
-        return bool(why)
-
-    @property
-    def time(self) -> str:
-        return f"the time limit of {self.clock.timeout or 0.0:g} s was reached"
-
-    @property
-    def late(self) -> bool:
-        """Whether the time limit leaves no room for another candidate besides the finals."""
-        reserved = 0.0 if self.clock.timeout is None else self.target.reserved(self.trials, self.known)
-        return self.clock.seconds_left <= reserved + self.took
-
-    @property
-    def known(self) -> list[Trial]:
-        """The trials of well-known plans."""
-        return [t for choices in self.proposer.known.values() if (t := self.trials.find(choices)) is not None]
-
-
 class Proposer(Protocol):
     """Proposes plans of one question, and knows what its budget means.
 
@@ -85,7 +43,7 @@ class Proposer(Protocol):
     def begin(self) -> None:
         """Open what proposing needs. Raises InfeasibleError for a budget that is known to be out of reach."""
 
-    def baselines(self, limits: Limits) -> Iterator[Candidate]:
+    def baselines(self, loop: Loop) -> Iterator[Candidate]:
         """Plans to begin with. Asked for the next one when the one before it was tried; raises where none can run."""
         ...
 
@@ -93,8 +51,8 @@ class Proposer(Protocol):
         """Judge all trials by the budget in bytes, as they tell it. ``stopped``: why there are no more of them."""
         ...
 
-    def candidates(self, limits: Limits) -> Iterator[Candidate]:
-        """Plans to try, one after the other, until one of the ``limits`` is reached or none can be better."""
+    def candidates(self, loop: Loop) -> Iterator[Candidate]:
+        """Plans to try, one after the other, until a limit of the ``loop`` is reached or none can be better."""
         ...
 
     def infeasible(self) -> AutockptError:
@@ -102,15 +60,21 @@ class Proposer(Protocol):
         ...
 
 
+@dataclass
 class Loop:
     """One search. ``proposer`` says what to try, ``target`` what it takes; trials are written down as they end.
 
-    ``most`` candidates may be tried.
+    ``most`` candidates may be tried, within the ``clock``'s time; ``stopped`` says what ended it. ``took`` are the
+    seconds of the last candidate, with the ghost runs that it took.
     """
 
-    def __init__(self, proposer: Proposer, target: Target, trials: Trials, most: int, clock: Clock) -> None:
-        self.proposer, self.target, self.trials, self.clock = proposer, target, trials, clock
-        self.limits = Limits(proposer, target, trials, most, clock)
+    proposer: Proposer
+    target: Target
+    trials: Trials
+    most: int
+    clock: Clock
+    stopped: str = ""
+    took: float = 0.0
 
     def run(self) -> SearchResult:
         """Search until the trials, the time or the possibilities are used up; Ctrl-C ends it with the best so far.
@@ -119,7 +83,7 @@ class Loop:
         the time limit came before that was known; KeyboardInterrupt where not even the budget was known in bytes by
         then.
         """
-        best, interrupted, limits = None, False, self.limits
+        best, interrupted = None, False
         try:
             with self.clock.part("well-known plans"):
                 self.proposer.begin()
@@ -127,23 +91,23 @@ class Loop:
                 self._baselines()
             if shorter := self.clock.limit_by(trial.measured for trial in self.trials.all):
                 self.clock.listener.note(shorter)
-            self.proposer.resolve(limits.stopped)
+            self.proposer.resolve(self.stopped)
             if not self.binding:
-                limits.stopped = "saving everything fits the budget, so there is nothing to trade"
+                self.stopped = "saving everything fits the budget, so there is nothing to trade"
                 best = self._plain
             else:
                 with self.clock.stage("search", self._most_steps()):
-                    for candidate in self.proposer.candidates(limits):
+                    for candidate in self.proposer.candidates(self):
                         if self.trials.find(candidate.choices) is None:
                             self._try(candidate)
                 with self.clock.stage("finals"):
                     best = self._finals()
         except (KeyboardInterrupt, TimeLimitReached) as end:
             interrupted = isinstance(end, KeyboardInterrupt)
-            limits.stopped = "interrupted; everything measured so far is kept" if interrupted else limits.time
+            self.stopped = "interrupted; everything measured so far is kept" if interrupted else self._time
             if self.trials.budget_bytes is None and self._plain is not None and self.proposer.smallest_peak:
                 with suppress(MeasurementError):
-                    self.proposer.resolve(limits.stopped)
+                    self.proposer.resolve(self.stopped)
             best = self.trials.best
         if best is None and not interrupted:
             self._refuse()
@@ -157,9 +121,35 @@ class Loop:
             smallest_peak=self.proposer.smallest_peak,
             interrupted=interrupted,
             resumed=self.trials.resumed,
-            stopped=limits.stopped,
+            stopped=self.stopped,
             notes=[*self.target.notes, *self.trials.notes],
         )
+
+    def used_up(self, *, one_late: bool = False) -> bool:
+        """Whether a limit is reached; ``stopped`` then says which. ``one_late``: steps may exceed it a little."""
+        if self.trials.spent >= self.most:
+            return self.over(f"as many candidates were tried as --trials allows ({self.most})")
+        return self.late and self.over(self._time) and not (one_late and self.clock.seconds_until_stopped >= self.took)
+
+    def over(self, why: str) -> bool:
+        """Whether there is a reason to stop: ``why``, where it is not empty."""
+        self.stopped = why or self.stopped
+        return bool(why)
+
+    @property
+    def late(self) -> bool:
+        """Whether the time limit leaves no room for another candidate besides the finals."""
+        reserved = 0.0 if self.clock.timeout is None else self.target.reserved(self.trials, self._known)
+        return self.clock.seconds_left <= reserved + self.took
+
+    @property
+    def _time(self) -> str:
+        return f"the time limit of {self.clock.timeout or 0.0:g} s was reached"
+
+    @property
+    def _known(self) -> list[Trial]:
+        """The trials of well-known plans."""
+        return [t for choices in self.proposer.known.values() if (t := self.trials.find(choices)) is not None]
 
     @property
     def binding(self) -> bool:
@@ -174,11 +164,11 @@ class Loop:
 
     def _baselines(self) -> None:
         """Plans that everybody knows, whatever they need: the budget may be a share of what they do."""
-        for candidate in self.proposer.baselines(self.limits):
+        for candidate in self.proposer.baselines(self):
             if self.trials.find(candidate.choices) is None:
                 began = self.clock.elapsed
                 self._try(candidate)
-                self.limits.took = self.clock.elapsed - began
+                self.took = self.clock.elapsed - began
             else:
                 self.clock.listener.advance()
         for note in self.trials.notes:  # time to stop and mend it, and not everybody sees the answer's notes
@@ -187,7 +177,7 @@ class Loop:
     def _most_steps(self) -> int:
         """Steps of the search's progress: its candidates; where these are few, the ghost runs of each."""
         few = self.target.terms.most_candidates
-        return few * (self.target.terms.checks + 1) if few else max(0, self.limits.most - self.trials.spent)
+        return few * (self.target.terms.checks + 1) if few else max(0, self.most - self.trials.spent)
 
     def _try(self, candidate: Candidate) -> None:
         """Score a plan where its ghost run says that this can be worth it; nothing is kept where time ran out."""
@@ -208,11 +198,11 @@ class Loop:
                 "no other plan was tried: what the earlier search named stands, with its step times"
             )
             return named
-        return self.target.winner(self.trials, self.limits.known, self.trials.budget_bytes, self.clock.seconds_left)
+        return self.target.winner(self.trials, self._known, self.trials.budget_bytes, self.clock.seconds_left)
 
     def _refuse(self) -> NoReturn:
         """Raises InfeasibleError, or TimeLimitReached where plans may fit that were not measured for want of time."""
-        budget, time = self.trials.budget, self.limits.time
-        if self.limits.stopped == time and (budget is None or self.proposer.smallest_peak <= budget.bytes):
-            raise TimeLimitReached(f"{time} before a plan that fits was measured")
+        budget = self.trials.budget
+        if self.stopped == self._time and (budget is None or self.proposer.smallest_peak <= budget.bytes):
+            raise TimeLimitReached(f"{self._time} before a plan that fits was measured")
         raise self.proposer.infeasible()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from contextlib import ExitStack
-from functools import partial
 
 from autockpt.cost import CostModel
 from autockpt.devices import get_device
@@ -121,8 +120,8 @@ def _proposer(
     if profiled is not None:
         return SolverProposer(request, profiled, target, trials, storage, seeds=seeds, study=name, clock=clock)
     assert isinstance(target, Compiled)
-    layers, eager = [unit.name for unit in blocks_of(prepared.found.tracer)], partial(target.eager, prepared)
-    return SplitProposer(request, layers, target, trials, room=target.room(), eager=eager, seeds=seeds)
+    layers = [unit.name for unit in blocks_of(prepared.found.tracer)]
+    return SplitProposer(request, layers, target, trials, room=target.room(), seeds=seeds)
 
 
 def _refuse(request: SearchRequest) -> None:

@@ -16,7 +16,7 @@ from autockpt.tuning.loop import Loop, SearchResult
 from autockpt.tuning.proposers import solver
 from autockpt.tuning.proposers.solver import SolverProposer
 from autockpt.tuning.question import Clock
-from autockpt.tuning.targets.real_steps import RealSteps
+from autockpt.tuning.targets.measured import RealSteps
 from autockpt.tuning.targets.simulated import Simulated
 from autockpt.tuning.trials import Trials
 from tests.tuning.device import MadeUpDevice

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from autockpt.cost import CostModel
 from autockpt.errors import InfeasibleError, RunDirectoryError
 from autockpt.measuring.statistics import ratio_interval
 from autockpt.schema import (
@@ -25,9 +26,8 @@ from autockpt.schema import (
     plan_hash,
 )
 from autockpt.schema.runs import RunDirectory, best
-from autockpt.tuning.proposers import solver
 from autockpt.tuning.question import Clock
-from autockpt.tuning.targets.real_steps import RealSteps
+from autockpt.tuning.targets.measured import RealSteps
 from autockpt.tuning.trials import AS_LEAN, Candidate, Score, Trials
 from tests.errors import raises
 from tests.tuning.device import MadeUpDevice
@@ -356,7 +356,7 @@ def test_a_seed_plan_is_tried_before_a_budget_is_refused(monkeypatch: pytest.Mon
     device = MadeUpDevice()
     lean = dict.fromkeys(device.names, RECOMPUTE)
     peak, most = device.trace(lean).peak_bytes, device.trace().peak_bytes
-    monkeypatch.setattr(solver, "smallest_peaks", lambda *asked, **more: (most, most))
+    monkeypatch.setattr(CostModel, "smallest_peak", lambda *asked, **more: most)
     with pytest.raises(InfeasibleError):
         search(device, f"{peak / 1000}KB", simulated=True)
     found = search(device, f"{peak / 1000}KB", simulated=True, seeds={"lean": lean})

@@ -81,7 +81,7 @@ def test_points_that_nobody_asked_for_leave_no_trial_behind(tmp_path: Path) -> N
     study.fail(number)
     killed = optuna.load_study(study_name="search", storage=storage)
     assert [t.state.name for t in killed.trials] == ["FAIL"]
-    killed.enqueue_trial(point)  # as earlier versions left them
+    killed.ask()
     opened()
     states = [t.state.name for t in optuna.load_study(study_name="search", storage=storage).trials]
     assert states == ["FAIL", "FAIL"]

@@ -16,7 +16,7 @@ from autockpt.schema.lengths import Lengths
 from autockpt.shipped import load_hardware, load_space
 from autockpt.tuning import answer, run_search, search_request, sizes
 from autockpt.tuning.opening import less_than_asked
-from autockpt.tuning.targets import measured
+from autockpt.tuning.targets import base
 from autockpt.workload import Step, build
 from tests.errors import raises
 from tests.tuning.small import TWO_LAYERS
@@ -119,7 +119,7 @@ def test_what_the_worker_holds_is_not_another_s(tmp_path: Path, monkeypatch: pyt
         judged.append(asked[3])
         return sizes.what_if_of(*asked)
 
-    monkeypatch.setattr(measured, "what_if_of", what_if_of)
+    monkeypatch.setattr(base, "what_if_of", what_if_of)
     monkeypatch.setattr(CpuDevice, "used_by_others", lambda self: self.capacity())  # here; the worker sees for itself
     asked = {"budget": parse_budget("800KB"), "workload": WorkloadSpec(model=TWO_LAYERS, batch_size=1, seq_len=16)}
     request = SearchRequest.model_validate(asked | {"space": load_space("knobs"), "out": tmp_path, "device": "cpu"})

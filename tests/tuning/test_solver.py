@@ -5,30 +5,25 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from autockpt.schema import Measurement, Prediction, Trial
 from autockpt.shipped import load_space
-from autockpt.tuning.proposers.solver import SolverProposer, hiding, neutral, stands_still
-from autockpt.tuning.trials import Parameters
+from autockpt.tuning.proposers.solver import SolverProposer, stands_still
 from tests.samples import trial
 
 
-def test_hidden_copies_are_tried_first_where_they_are_faster() -> None:
-    space = load_space("knobs")
-    plain = neutral(space, 0.0)
-
-    def hides(parameters: Parameters) -> float:
-        return 1.0 - 0.1 * float(parameters["hidden_copies"])
-
-    assert hiding(plain, space, hides) == [{**plain, "hidden_copies": 1.0}]
-
-
-def test_where_they_bring_nothing_none_are_hidden() -> None:
-    space = load_space("knobs")
-    plain = neutral(space, 0.0)
-    assert hiding(plain, space, lambda parameters: 1.0) == []
-    assert hiding(plain, space, lambda parameters: float("inf")) == []
-    without = space.restricted(("recompute",))
-    assert hiding(neutral(without, 0.0), without, lambda parameters: 0.0) == []
+@pytest.mark.parametrize(("seconds", "hides"), [({0.0: 1.0, 1.0: 0.9}, True), ({0.0: 1.0, 1.0: 1.0}, False)])
+@pytest.mark.parametrize("kinds", [(), ("recompute",)])
+def test_hidden_copies_are_tried_first_where_they_are_faster(
+    seconds: dict[float, float], hides: bool, kinds: tuple[str, ...]
+) -> None:
+    space = load_space("knobs").restricted(kinds) if kinds else load_space("knobs")
+    simulated = lambda point: seconds[float(point["hidden_copies"])]  # noqa: E731
+    proposer: Any = SimpleNamespace(space=space, _affordable=lambda calls: calls, _simulated=simulated)
+    first, *others = SolverProposer._seeds(proposer)
+    assert len(others) == len(space.margins) - (not (hides and not kinds))
+    assert (first.get("hidden_copies") == 1.0) is (hides and not kinds)
 
 
 def test_the_simulated_allocator_gets_the_budget_less_misses() -> None:

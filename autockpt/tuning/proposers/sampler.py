@@ -60,14 +60,8 @@ class Study:
             )
             with warnings.catch_warnings(action="ignore"):  # metric names are marked experimental
                 self._study.set_metric_names(["step seconds"])
-            self._reap()
-
-    def _reap(self) -> None:
-        """Trials left running or waiting by a killed search would hold their place for ever."""
-        for _ in self._study.get_trials(deepcopy=False, states=(TrialState.WAITING,)):
-            self._study.ask()  # only what runs can be marked as failed
-        for trial in self._study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
-            self._study.tell(trial.number, state=TrialState.FAIL)
+            for trial in self._study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):  # of a killed search
+                self._study.tell(trial.number, state=TrialState.FAIL)
 
     def leave_out(self, knob: str) -> None:
         """From now on points have no such number; nothing happens where they had none."""

@@ -6,7 +6,7 @@ Measured trials correct the cost coefficients that the solver plans with.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
@@ -16,13 +16,11 @@ from autockpt.cost import LEAN_CALLS, CostModel
 from autockpt.errors import InfeasibleError
 from autockpt.schema import (
     SAVE,
-    Budget,
     Choice,
     Prediction,
     Problem,
     ResolvedBudget,
     SearchRequest,
-    SearchSpace,
     Trial,
     format_bytes,
 )
@@ -30,10 +28,10 @@ from autockpt.schema.known import ALL, NONE, known_plans
 from autockpt.schema.problem import Assignment, seconds_of
 from autockpt.schema.request import Silence
 from autockpt.schema.space import HIDDEN_COPIES
-from autockpt.solvers import Checked, Refined, exact, leanest, refine_segmented, refine_two_runs, rest_saves
+from autockpt.solvers import Checked, exact, leanest, refine_segmented, refine_two_runs, rest_saves
 from autockpt.solvers.runs import Accept
 from autockpt.tuning.infeasible import nothing_fits
-from autockpt.tuning.loop import Limits, Proposer
+from autockpt.tuning.loop import Loop, Proposer
 from autockpt.tuning.proposers.sampler import Study, sampler_for
 from autockpt.tuning.question import PROFILING, Clock
 from autockpt.tuning.refit import Fit, expected_seconds, fit, priced, unseen_bytes
@@ -50,9 +48,6 @@ from autockpt.tuning.trials import (
     Trials,
     peak_of_trial,
 )
-
-MakeProblem = Callable[[Mapping[str, float], int, float], Problem]
-"""Prices by kind, bytes left free, the share of the link's time for copies that hide -> problem."""
 
 HIDING_CALLS = 3  # ghost runs spent on the plan that hides copies, and on the one that does not, to compare them
 REFITS = (1, 3, 6)  # after so many scored candidates the solver's plans are asked for again, at the fitted prices
@@ -108,7 +103,12 @@ class SolverProposer(Proposer):
             lean_calls, known = 1, {name: plan for name, plan in known.items() if name in (NONE, ALL)}
         self.clock.listener.stage("ghost-run well-known plans", len(known) + lean_calls)
         with predictor.watched(self.clock.listener):
-            smallest, self._plain_smallest = smallest_peaks(self.profiled, budget, known, lean_calls)
+            smallest = self.profiled.smallest_peak(known.values(), lean_calls)
+            if budget.budget_bytes is not None and budget.budget_bytes < smallest:
+                smallest = min(smallest, self.profiled.smallest_segmented() or smallest)
+            self._plain_smallest = smallest
+            if self.profiled.head is not None and budget.kind == "activation_share":  # of plans as everybody knows them
+                self._plain_smallest = self.profiled.smallest_peak(known.values(), lean_calls, plain_head=True)
         seeds = [choices for choices in self.seeds.values() if not predictor.over_host(choices)]
         self.smallest_peak = min([smallest, *(self._predict(choices).peak_bytes for choices in seeds)])
         # Until the baselines have run, the best guess of what the budget is in bytes.
@@ -120,10 +120,10 @@ class SolverProposer(Proposer):
         sampler = sampler_for(self.request.seed + self.trials.resumed)
         self.study = Study(sampler, self.space.knobs, name=self.study_name, storage=self.storage)
 
-    def baselines(self, limits: Limits) -> Iterator[Candidate]:
+    def baselines(self, loop: Loop) -> Iterator[Candidate]:
         """The well-known plans; the two that say what the budget means even where the limits are used up."""
         for name, choices in self.known.items():
-            if name in (NONE, ALL) or not limits.used_up():
+            if name in (NONE, ALL) or not loop.used_up():
                 yield self._candidate(choices, name, "baseline")
         if not self.trials.scored and self.profiled.head is None and self.target.terms.source == "measured":
             raise self.infeasible()
@@ -170,20 +170,20 @@ class SolverProposer(Proposer):
 
     # -- candidates ---------------------------------------------------------------------------------------------------
 
-    def candidates(self, limits: Limits) -> Iterator[Candidate]:
+    def candidates(self, loop: Loop) -> Iterator[Candidate]:
         """Plans from elsewhere and simple ones, the solver's at the sampler's points, and last simpler or leaner ones.
 
         One is worth a trial where tracing and profiling took all the time there is: what these found out is one
         solution away.
         """
         for candidate in self._first():
-            if self.trials.find(candidate.choices) is None and not limits.used_up():
+            if self.trials.find(candidate.choices) is None and not loop.used_up():
                 yield candidate
         tried, repeats, one_late, terms = 0, 0, not self.trials.spent, self.target.terms
-        while not limits.used_up(one_late=one_late):
-            if repeats >= terms.most_repeats and limits.over("the space offers no further plan within the budget"):
+        while not loop.used_up(one_late=one_late):
+            if repeats >= terms.most_repeats and loop.over("the space offers no further plan within the budget"):
                 break
-            if limits.over(self._nothing_left(tried)):
+            if loop.over(self._nothing_left(tried)):
                 break
             began = self.clock.elapsed
             number, candidate = self._propose()
@@ -191,13 +191,13 @@ class SolverProposer(Proposer):
             if self.trials.find(candidate.choices) is None:
                 yield candidate
                 tried, repeats = tried + 1, 0
-                limits.took = self.clock.elapsed - began
+                loop.took = self.clock.elapsed - began
                 if tried in REFITS:
                     self._refit_due = True
             self._tell(number, self.trials.find(candidate.choices))
-        if not limits.late:
+        if not loop.late:
             for candidate in self._last():
-                if not limits.late:
+                if not loop.late:
                     yield candidate
 
     def _first(self) -> Iterator[Candidate]:
@@ -369,22 +369,41 @@ class SolverProposer(Proposer):
         return max(1, calls)
 
     def _solved(self, parameters: Parameters, calls: int) -> tuple[dict[str, Choice], bool]:
-        solve = partial(
-            refine_segmented,
-            check=self._check,
-            segments=self.profiled.segments,
+        """The solver's plan under these knobs, and whether its ghost run fits; ``<kind>_price`` is a factor on the
+        prices fitted to measurements so far."""
+        scale, free = self._prices.scale, int(self._usable_bytes * float(parameters.get("margin", 0.0)))
+        kinds = {name.removesuffix("_price") for name in parameters if name.endswith("_price")} | {*scale}
+        prices = {kind: scale.get(kind, 1.0) * float(parameters.get(f"{kind}_price", 1.0)) for kind in kinds}
+        problem = self._problem(prices, free, float(parameters.get(HIDDEN_COPIES, 0.0)))
+        found = refine_segmented(
+            problem,
+            self._check,
+            self.profiled.segments,
             max_calls=self._affordable(calls),
             remembered=self.checks,
             faster=self.target.terms.worthwhile,
             ahead=self.profiled.predictor.ahead,
         )
-        return from_knobs(parameters, self._usable_bytes, self._prices.scale, self._problem, solve)
+        fits_host = problem.host_budget is None or found.checked.host_bytes <= problem.host_budget
+        return found.choices, fits_host and found.checked.peak_bytes <= problem.budget_bytes + free
 
     def _seeds(self) -> list[Parameters]:
-        """Points at which the solver's plans are tried first: several margins, and copies that hide."""
-        plain = [neutral(self.space, margin) for margin in self.space.margins]
-        affordable = self._affordable(HIDING_CALLS) > 1
-        return [*(hiding(plain[0], self.space, self._simulated) if affordable else []), *plain]
+        """Points at which the solver's plans are tried first: the profile as it is with several margins; before these
+        all the copies hidden that the link has the time for, where that plan should be faster.
+
+        The solver's prices add up, as if every unit had only its own compute to hide its copies behind; the simulated
+        step of a plan sees the whole schedule.
+        """
+        knobs = self.space.knobs
+        neutral = {name: knob.low if knob.neutral is None else knob.neutral for name, knob in knobs.items()}
+        plain: list[Parameters] = [{**neutral} for _ in self.space.margins]
+        for point, margin in zip(plain, self.space.margins, strict=True):
+            if "margin" in knobs:
+                point["margin"] = min(max(margin, knobs["margin"].low), knobs["margin"].high)
+        if HIDDEN_COPIES not in knobs or self._affordable(HIDING_CALLS) <= 1:
+            return plain
+        hidden = {**plain[0], HIDDEN_COPIES: knobs[HIDDEN_COPIES].high}
+        return [hidden, *plain] if self._simulated(hidden) < self._simulated(plain[0]) else plain
 
     def _simulated(self, parameters: Parameters) -> float:
         """Simulated step seconds of the solver's plan under these knobs; infinite where none was found that fits."""
@@ -406,64 +425,3 @@ def stands_still(tried: Sequence[Trial], patience: int, gain: float) -> bool:
         min((t.score_seconds for t in some if t.feasible), default=math.inf) for some in (tried[:-patience], tried)
     )
     return math.isfinite(before) and before <= best * (1 + gain)
-
-
-def smallest_peaks(profiled: CostModel, budget: Budget, known: Plans, calls: int) -> tuple[int, int]:
-    """The least reachable peak in bytes, and that of plans with a plain head.
-
-    A share of the activation range is of plans as everybody knows them; the second is only looked for where it counts,
-    and plans with segments only where nothing else fits.
-    """
-    smallest = profiled.smallest_peak(known.values(), calls)
-    if budget.budget_bytes is not None and budget.budget_bytes < smallest:
-        smallest = min(smallest, profiled.smallest_segmented() or smallest)
-    if profiled.head is None or budget.kind != "activation_share":
-        return smallest, smallest
-    return smallest, profiled.smallest_peak(known.values(), calls, plain_head=True)
-
-
-def neutral(space: SearchSpace, margin: float) -> Parameters:
-    """The knobs that trust the profile as it is, with a share of the budget left free."""
-    parameters: Parameters = {
-        name: knob.neutral if knob.neutral is not None else knob.low for name, knob in space.knobs.items()
-    }
-    if "margin" in parameters:
-        parameters["margin"] = min(max(margin, space.knobs["margin"].low), space.knobs["margin"].high)
-    return parameters
-
-
-def hiding(plain: Parameters, space: SearchSpace, predicted: Callable[[Parameters], float]) -> list[Parameters]:
-    """The knobs of ``plain`` with all the copies that the link has the time for, where that plan should be faster.
-
-    The solver's prices add up, as if every unit had only its own compute to hide its copies behind; ``predicted``, the
-    simulated step seconds of the solver's plan under some knobs, sees the whole schedule.
-    """
-    if HIDDEN_COPIES not in space.knobs:
-        return []
-    hidden = {**plain, HIDDEN_COPIES: space.knobs[HIDDEN_COPIES].high}
-    return [hidden] if predicted(hidden) < predicted(plain) else []
-
-
-def from_knobs(
-    parameters: Parameters,
-    budget_bytes: int,
-    scale: Mapping[str, float],
-    make_problem: MakeProblem,
-    solve: Callable[[Problem], Refined],
-) -> tuple[dict[str, Choice], bool]:
-    """The solver's plan under these knobs, refined by ``solve``, and whether its ghost run fits ``budget_bytes``.
-
-    ``scale`` are the prices fitted to measurements so far; each ``<kind>_price`` knob multiplies them.
-    """
-    kinds = {name.removesuffix("_price") for name in parameters if name.endswith("_price")} | set(scale)
-    prices = {kind: scale.get(kind, 1.0) * float(parameters.get(f"{kind}_price", 1.0)) for kind in kinds}
-    free = int(budget_bytes * float(parameters.get("margin", 0.0)))
-    problem = make_problem(prices, free, float(parameters.get(HIDDEN_COPIES, 0.0)))
-    refined = solve(problem)
-    return dict(refined.choices), fits_within(refined.checked, problem, free)
-
-
-def fits_within(checked: Checked, problem: Problem, free: int = 0) -> bool:
-    """Whether a plan keeps the problem's budgets, of which ``free`` bytes need not be left."""
-    fits_host = problem.host_budget is None or checked.host_bytes <= problem.host_budget
-    return fits_host and checked.peak_bytes <= problem.budget_bytes + free

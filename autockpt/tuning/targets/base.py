@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, Self
 
-from autockpt.cost import CostModel
-from autockpt.schema import SAVE, Budget, Choice, Environment, Graph, Plan, PlanStatus, SearchRequest, Trial
-from autockpt.tuning.alternatives import WhatIf
-from autockpt.tuning.opening import Traced, live_settings
+from autockpt.cost import CostModel, needed_on, simulated_memory
+from autockpt.schema import SAVE, Choice, Environment, Graph, Plan, PlanStatus, SearchRequest, Trial
+from autockpt.tuning.opening import Traced, less_than_asked, live_settings
 from autockpt.tuning.question import workload_key
+from autockpt.tuning.sizes import WhatIf, what_if_of
 from autockpt.tuning.trials import Candidate, Plans, Score, Trials, preferred
 
 MOST_REPEATS = 12
@@ -44,9 +44,7 @@ class Prepared:
     """A request on its target, with the ghost runs that it begins with.
 
     ``request`` is asked within what the target has: its budget, the choices that the model takes, and notes on both.
-    ``settings`` are those of the workload as they came out, ``seeds`` plans to try early, by name. ``device_name`` is
-    in the run's name. ``needs`` says what a ghost run takes of the device; ``what_if`` judges changes of the job (None:
-    none are looked for).
+    ``settings`` are those of the workload as they came out, ``seeds`` plans to try early, by name.
     """
 
     request: SearchRequest
@@ -54,9 +52,7 @@ class Prepared:
     seeds: Plans
     environment: Environment
     found: Traced
-    device_name: str
-    needs: Callable[[Graph], int]
-    what_if: Callable[[], WhatIf] | None = None
+    used_by_others: int = 0
 
     @classmethod
     def of(
@@ -64,29 +60,41 @@ class Prepared:
         request: SearchRequest,
         found: Traced,
         environment: Environment,
-        *,
-        device_name: str,
-        needs: Callable[[Graph], int],
-        what_if: Callable[[], WhatIf] | None = None,
-        budget: Budget | None = None,
         notes: Sequence[str] = (),
+        used_by_others: int = 0,
         **settings: Any,
     ) -> Self:
-        """With what became known of the workload. ``budget``, ``notes`` and ``settings`` are the target's.
+        """With what became known of the workload; ``notes`` and ``settings`` are the target's.
 
         Raises PlanError for another model's plan to start from.
         """
         seeds, doubts = _seeds(request.start, found)
         own = found.tracer.settings if request.step is None else live_settings(request.step, found.tracer)
-        notes = (*request.notes, *found.said, *notes, *doubts)
-        asked = {"budget": budget or request.budget, "space": found.space, "notes": notes}
-        asked_here, known = request.model_copy(update=asked), {**own, **settings}
-        return cls(asked_here, known, seeds, environment, found, device_name, needs, what_if)
+        budget, less = request.budget, less_than_asked(request.budget, environment)
+        if less and request.hardware is not None:
+            budget = budget.model_copy(update={"size": environment.device.capacity_bytes})
+        notes = (*request.notes, *found.said, *less, *notes, *doubts)
+        asked = request.model_copy(update={"budget": budget, "space": found.space, "notes": notes})
+        return cls(asked, {**own, **settings}, seeds, environment, found, used_by_others)
 
     @property
     def workload_key(self) -> str:
         """What op times other than those of single ops are filed under."""
         return workload_key(self.request.workload, self.request.name, self.settings)
+
+    @property
+    def device_name(self) -> str:
+        """What names the device in the run's name."""
+        return self.request.hardware.name if self.request.hardware is not None else self.environment.device.kind
+
+    def needs(self, graph: Graph) -> int:
+        """Bytes of the device that a ghost run takes, its own overhead included."""
+        hardware = self.request.hardware
+        return (needed_on(self.environment) if hardware is None else simulated_memory(hardware))(graph)
+
+    def what_if(self) -> WhatIf:
+        """What changes of the job are judged by."""
+        return what_if_of(self.request, self.found.uniform, self.environment, self.used_by_others)
 
 
 @dataclass(kw_only=True)

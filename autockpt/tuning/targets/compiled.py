@@ -10,20 +10,18 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field, replace
 
-from autockpt.cost import build_profile, needed_on, used_by_others
-from autockpt.cost.roofline import nominal_op_times
+from autockpt.cost import used_by_others
 from autockpt.devices import get_device
 from autockpt.errors import ConflictError, MeasurementError, UsageError
 from autockpt.measuring.compiled import missing
 from autockpt.schema import CompileMode, Prediction, SearchRequest, Trial
 from autockpt.schema.known import NONE
-from autockpt.solvers import refine
 from autockpt.tracing import Tracer
 from autockpt.tuning.finals import first_rounds
-from autockpt.tuning.opening import less_than_asked, traced
+from autockpt.tuning.opening import traced
 from autockpt.tuning.targets.base import Prepared
-from autockpt.tuning.targets.real_steps import FINALISTS, FINALS_SHARE, RealSteps, confirmation
-from autockpt.tuning.trials import Candidate, Plans, Score, Trials
+from autockpt.tuning.targets.measured import FINALISTS, FINALS_SHARE, RealSteps, confirmation
+from autockpt.tuning.trials import Candidate, Score, Trials
 
 IN_GRAPHS = ("save", "recompute", "selective")
 """Choices that can be part of a compiled graph, compile_budget besides."""
@@ -73,10 +71,7 @@ class Compiled(RealSteps):
         with clock.stage("build"):
             environment = self.measurer.environment
         self.confirm = confirmation(self.measurer, clock)
-        notes = (*less_than_asked(request.budget, environment), *left_out, NOT_PREDICTED)
-        known, kind = (request, found, environment), environment.device.kind
-        needs = needed_on(environment)
-        return Prepared.of(*known, device_name=kind, needs=needs, notes=notes, compile=self.mode)
+        return Prepared.of(request, found, environment, [*left_out, NOT_PREDICTED], compile=self.mode)
 
     def cost_model(self, prepared: Prepared, trials: Trials) -> None:
         """None: nothing is known of compiled steps but what they take. Says what takes long."""
@@ -86,19 +81,6 @@ class Compiled(RealSteps):
     def room(self) -> int:
         """Bytes of the device that others do not hold."""
         return self.measurer.environment.device.capacity_bytes - used_by_others(self.measurer)
-
-    def eager(self, prepared: Prepared, share: float) -> Plans:
-        """The eager solver's plan for a budget at the same place between the eager peaks."""
-        tracer = prepared.found.tracer
-        uniform = {kind: prepared.found.uniform[kind] for kind in ("save", "recompute")}
-        with self.clock.part("eager solver"):
-            times = nominal_op_times(prepared.environment, uniform["recompute"][1])
-            profiled = build_profile(tracer, times, uniform)
-            peaks = [profiled.predictor.predict(choices).peak_bytes for choices, _ in uniform.values()]
-            budget_bytes = min(peaks) + int((max(peaks) - min(peaks)) * min(max(share, 0.0), 1.0))
-            problem = profiled.problem(budget_bytes - prepared.environment.device.overhead_bytes)
-            refined = refine(problem, profiled.check, max_calls=self.terms.checks)
-        return {"eager solver's": dict(refined.choices)} if refined.feasible else {}
 
     @property
     def device_kind(self) -> str:

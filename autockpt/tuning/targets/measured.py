@@ -2,28 +2,182 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field, replace
 from functools import partial
 
-from autockpt.cost import CostModel, cached_op_times, measure_op_times, memory_at_hand, needed_on, used_by_others
+from autockpt.cost import CostModel, cached_op_times, measure_op_times, memory_at_hand, used_by_others
 from autockpt.cost.profile import leanest, wants_disk, within_host
 from autockpt.cost.roofline import nominal_op_times
 from autockpt.devices import get_device
 from autockpt.errors import DeviceOutOfMemory, TimeLimitReached
-from autockpt.measuring import WorkerMeasurer
+from autockpt.measuring import Measurer, WorkerMeasurer
+from autockpt.measuring.base import beats_counted
 from autockpt.measuring.environment import environment_to_measure_in
-from autockpt.schema import Environment, OpTimes, SearchRequest
+from autockpt.schema import Choice, Measurement, OpTimes, SearchRequest, Trial
+from autockpt.solvers.refine import FASTER
 from autockpt.tracing import Tracer
+from autockpt.tuning.finals import Final, first_rounds, most_cycles, play, remeasured, weighed
 from autockpt.tuning.infeasible import out_of_memory
-from autockpt.tuning.opening import Traced, less_than_asked, traced
+from autockpt.tuning.opening import Traced, traced
 from autockpt.tuning.proposers.solver import SolverProposer
 from autockpt.tuning.question import PROFILING, TIMING, TRACING, Clock
-from autockpt.tuning.sizes import what_if_of
-from autockpt.tuning.targets.base import Prepared, Target
-from autockpt.tuning.targets.real_steps import RealSteps, confirmation
+from autockpt.tuning.targets.base import STEPS, Prepared, Target, Terms
 from autockpt.tuning.targets.simulated import DRY, Simulated
-from autockpt.tuning.trials import Trials
+from autockpt.tuning.trials import AS_FAST, Candidate, Score, Trials, complexity, preferred
+
+SECONDS_PER_TRIAL = 2.0  # of timed cycles, at least three and at most ten of them
+FINALISTS, AS_PREDICTED = 3, 2
+SIMPLE, SIMPLE_FINALISTS = 3, 2  # so many of the fastest plans with one choice on the first or last layers as well
+FINAL_SECONDS = 30.0
+FINALS_SHARE = 0.2
+"""Of the time limit, at most, is kept for the finals."""
+HURRIED = 0.75
+"""Share of the time limit from which on candidates are timed by a single step."""
+CONFIRMING_STEPS = 20
+
+Choices = Mapping[str, Choice]
+Confirm = Callable[[Choices, int, int], Measurement]  # choices, budget in bytes, steps
+
+MOST_ERROR = 0.01
+"""Share of the step: plans that differ by more are not equally fast, however noisy their measurements."""
+SWINGS = 0.25
+"""Noise of a step, as a share, that comes of other work on the machine."""
+BUSY = "step times swing so much that other work must be at it: search again (--again) when there is none"
+ON_CORES = ", or leave cores to it, here and in training (OMP_NUM_THREADS): threads that wait for one another take long"
+
+
+def confirmation(measurer: Measurer, clock: Clock) -> Confirm | None:
+    """A run in a fresh process under a real limit, where the device has one. The CPU's peak is exact anyway.
+
+    None for a live model, of which there is no second copy.
+    """
+    if not isinstance(measurer, WorkerMeasurer) or not measurer.environment.device.enforces_limit:
+        return None
+
+    def confirm(choices: Choices, budget_bytes: int, steps: int) -> Measurement:
+        measurer.rest()  # two processes on one device would take each other's memory
+        clock.listener.stage("run the best in a fresh process", steps)
+        until = clock.seconds_until_stopped
+        with measurer.anew() as fresh, fresh.within(until), beats_counted(fresh, clock.listener):
+            return fresh.measure(choices, steps=steps, budget_bytes=budget_bytes)
+
+    return confirm
+
+
+@dataclass
+class RealSteps(Target):
+    """Candidates are measured; the best few again, interleaved, and the winner again in a fresh process."""
+
+    measurer: Measurer
+    clock: Clock
+    confirm: Confirm | None = None
+    terms: Terms = field(default=Terms(worthwhile=FASTER), kw_only=True)
+
+    def score(self, candidate: Candidate, budget_bytes: int | None) -> Score | None:
+        """Real steps; running out of memory is a result."""
+        choices, seconds = candidate.choices, candidate.predicted and candidate.predicted.step_seconds
+        cycles = SECONDS_PER_TRIAL / max(seconds or 1.0, 1e-3)
+        try:
+            with self.clock.part(STEPS):
+                steps = 1 if self.clock.passed(HURRIED) else max(3, min(10, round(cycles)))
+                return Score("measured", self.measurer.measure(choices, steps=steps, budget_bytes=budget_bytes))
+        except DeviceOutOfMemory as error:
+            return Score("out_of_memory", message=error.message)
+
+    def reserved(self, trials: Trials, known: Sequence[Trial]) -> float:
+        """What the first rounds of the finals take."""
+        contest = [*self._finalists(trials), *known]
+        return min(first_rounds(contest), FINALS_SHARE * (self.clock.timeout or 0.0))
+
+    def _finalists(self, trials: Trials) -> list[Trial]:
+        """The best few as tried, the best few as predicted, and simple plans that may be as fast.
+
+        What else runs on the machine may slow one trial down, minutes after another; predictions do not know of that.
+        """
+        fitting, expected = trials.ranking(), trials.expected()
+        predicted = sorted((t for t in fitting if t.number in expected), key=lambda t: expected[t.number])
+        simple = (t for t in fitting if complexity(t.choices) <= SIMPLE and not _surely_slower(t, fitting[0]))
+        best = {t.number: t for t in (*fitting[:FINALISTS], *predicted[:AS_PREDICTED])}
+        others = [t for t in simple if t.number not in best]
+        return [*best.values(), *others[:SIMPLE_FINALISTS]]
+
+    def winner(self, trials: Trials, known: Sequence[Trial], budget_bytes: int, seconds: float) -> Trial | None:
+        """Measure the best few again, interleaved, confirm the winner, and return it with its final numbers.
+
+        Where ``seconds`` are too few for the first rounds, fewer well-known plans take part; where they are too few for
+        the best alone, that is the best as it was tried.
+        """
+        compared, finalists = list(known), self._finalists(trials)
+        while compared and first_rounds([*finalists, *compared]) > seconds:
+            compared.pop(0)
+        seconds -= first_rounds([*finalists, *compared])
+        if seconds <= 0:
+            self.notes.append("the time limit left no room to measure the best plans interleaved")
+            return trials.best
+        while finalists:
+            winner = self._fastest(trials, finalists, compared, budget_bytes, seconds)
+            if self.confirm is None or (winner := self._confirmed(trials, winner, budget_bytes)).feasible:
+                return winner
+            finalists = [t for t in finalists if t.number != winner.number]
+        return None
+
+    def _fastest(
+        self, trials: Trials, finalists: list[Trial], compared: Sequence[Trial], budget_bytes: int, seconds: float
+    ) -> Trial:
+        """The plan that wins the interleaved rounds; the times of the finals go into all trials that took part.
+
+        Well-known plans that fit may win as well.
+        """
+        playing = {t.number for t in finalists}
+        others = [t for n in compared if (t := trials.all[n.number]).measured and t.number not in playing]
+        candidates = [*finalists, *(t for t in others if t.feasible)]
+        extra = [t for t in others if not t.feasible]
+        seconds, listener = min(FINAL_SECONDS, seconds), self.clock.listener
+        listener.stage("time the best, interleaved", most_cycles(candidates, extra, seconds=seconds))
+
+        def compare(plans: Mapping[str, Choices], rounds: int) -> Mapping[str, list[float]]:
+            return self.measurer.compare(plans, rounds=rounds)
+
+        with self.clock.part(STEPS), beats_counted(self.measurer, listener):
+            final = play(candidates, extra, compare, seconds=seconds)
+        swings = False
+        for number in final.times:
+            trial = trials.all[number]
+            assert trial.measured is not None
+            measured = remeasured(trial.measured, number, final)
+            swings = swings or SWINGS < measured.noise < 1.0  # 1: too few rounds to tell
+            trials.put(trial.model_copy(update={"measured": measured}))
+        if swings:
+            self.notes.append(BUSY + (ON_CORES if self.measurer.environment.device.kind == "cpu" else ""))
+        return self._named(trials, final, budget_bytes)
+
+    def _named(self, trials: Trials, final: Final, budget_bytes: int) -> Trial:
+        """The fastest; of plans whose steps cannot be told apart the preferred one (see ``preferred``)."""
+        times = {number: final.seconds(number) for number in (final.winner, *final.undecided)}
+        times = weighed(times, trials.expected(), final.error)
+        error = min(max(AS_FAST, final.error), MOST_ERROR)
+        named = preferred([trials.all[number] for number in times], times, budget_bytes, error)
+        if close := [f"#{number}" for number in times if number != named.number]:
+            self.notes.append(
+                f"trial #{named.number} and {', '.join(close)} cannot be distinguished at the noise of this machine; "
+                "of equally fast plans the leanest is named, of equally lean ones the simplest"
+            )
+        return named
+
+    def _confirmed(self, trials: Trials, winner: Trial, budget_bytes: int) -> Trial:
+        """The winner after a run in a fresh process under the budget as a limit; infeasible if that did not hold."""
+        assert self.confirm is not None and winner.measured is not None
+        with suppress(DeviceOutOfMemory), self.clock.part(STEPS):
+            again = self.confirm(winner.choices, budget_bytes, CONFIRMING_STEPS)
+            if again.peak_bytes <= budget_bytes:
+                peak = max(again.peak_bytes, winner.measured.peak_bytes)
+                held = winner.measured.model_copy(update={"peak_bytes": peak})
+                return trials.put(winner.model_copy(update={"measured": held}))
+        where = f"over {CONFIRMING_STEPS} steps in a fresh process"
+        self.notes.append(f"trial #{winner.number} did not hold the budget {where}")
+        return trials.put(winner.model_copy(update={"feasible": False, "state": "out_of_memory", "measured": None}))
 
 
 @dataclass(kw_only=True)
@@ -43,14 +197,13 @@ class Measured(RealSteps):
         environment = measurer.environment
         self.confirm = confirmation(measurer, clock)
         # as the worker sees it: to this process the model that it has built would be another's
-        return _prepared(request, found, environment, used_by_others(measurer))
+        return Prepared.of(request, found, environment, used_by_others=used_by_others(measurer))
 
     def cost_model(self, prepared: Prepared, trials: Trials) -> CostModel:
         """By op times of the device; by nominal rates where the time limit leaves no room to time them."""
         with self.clock.stage("profile"):
-            others = used_by_others(self.measurer)
-            times = self._op_times(prepared, others)
-            profiled = _cost_model(prepared, self.clock, others, times)
+            times = self._op_times(prepared)
+            profiled = _cost_model(prepared, self.clock, times)
         if times is None:
             self.terms = replace(self.terms, knows_seconds=False)
             self.notes.append("the time limit left no room to time ops: nominal rates of the device ranked choices")
@@ -59,13 +212,13 @@ class Measured(RealSteps):
             raise TimeLimitReached(f"the time limit of {self.clock.timeout:g} s was reached before a step was measured")
         return profiled
 
-    def _op_times(self, prepared: Prepared, others: int) -> OpTimes | None:
+    def _op_times(self, prepared: Prepared) -> OpTimes | None:
         """Op times of the workload on the measurer's device; None where the time limit leaves no room for them."""
         request, found, clock = prepared.request, prepared.found, self.clock
         device, budget_bytes = prepared.environment.device, request.budget.budget_bytes
         least = min(prepared.needs(graph) for _, graph in found.uniform.values())
         if budget_bytes is not None and budget_bytes < least:
-            untimed = _cost_model(prepared, clock, others)  # refused before a step is taken
+            untimed = _cost_model(prepared, clock)  # refused before a step is taken
             SolverProposer(request, untimed, Target(), Trials(None), None, clock=clock).begin()
         try:
             with clock.part("measured steps"):
@@ -73,7 +226,7 @@ class Measured(RealSteps):
                     self.measurer,
                     found.uniform,
                     prepared.workload_key,
-                    room=device.capacity_bytes - device.overhead_bytes - others,
+                    room=device.capacity_bytes - device.overhead_bytes - prepared.used_by_others,
                     host_budget=request.host_budget,
                     head=found.heads,
                     listener=clock.listener,
@@ -92,10 +245,9 @@ class DryRun(Simulated):
     clock: Clock
 
     def trace(self, stack: ExitStack) -> Prepared:
-        found = _traced(stack, self.request, self.clock)
-        device = get_device(self.request.device)
-        environment = environment_to_measure_in(self.request.device)
-        return _prepared(self.request, found, environment, device.used_by_others())
+        found, environment = _traced(stack, self.request, self.clock), environment_to_measure_in(self.request.device)
+        others = get_device(self.request.device).used_by_others()
+        return Prepared.of(self.request, found, environment, used_by_others=others)
 
     def cost_model(self, prepared: Prepared, trials: Trials) -> CostModel:
         request, device, found = prepared.request, prepared.environment.device, prepared.found
@@ -110,7 +262,7 @@ class DryRun(Simulated):
                 "and no step times are given (a search without --dry-run measures them)"
             )
         with self.clock.stage("profile"):
-            return _cost_model(prepared, self.clock, get_device(self.request.device).used_by_others(), times)
+            return _cost_model(prepared, self.clock, times)
 
 
 def _traced(stack: ExitStack, request: SearchRequest, clock: Clock) -> Traced:
@@ -125,14 +277,7 @@ def _traced(stack: ExitStack, request: SearchRequest, clock: Clock) -> Traced:
         return traced(tracer, request.space, request.allow_inexact, listener=clock.listener, late=late)
 
 
-def _prepared(request: SearchRequest, found: Traced, environment: Environment, others: int) -> Prepared:
-    notes = less_than_asked(request.budget, environment)
-    what_if = partial(what_if_of, request, found.uniform, environment, others)
-    kind, needs = environment.device.kind, needed_on(environment)
-    return Prepared.of(request, found, environment, device_name=kind, needs=needs, what_if=what_if, notes=notes)
-
-
-def _cost_model(prepared: Prepared, clock: Clock, others: int, times: OpTimes | None = None) -> CostModel:
+def _cost_model(prepared: Prepared, clock: Clock, times: OpTimes | None = None) -> CostModel:
     """What choices cost by these op times; by nominal rates where none are known, good for bytes and for ranking."""
     request, environment, found = prepared.request, prepared.environment, prepared.found
     if times is None:
@@ -141,4 +286,10 @@ def _cost_model(prepared: Prepared, clock: Clock, others: int, times: OpTimes | 
         times = nominal_op_times(environment, lean, *heads, found.uniform["save"][1])
     more = {"host_budget": request.host_budget, "listener": clock.listener, "late": partial(clock.passed, PROFILING)}
     needs = memory_at_hand(times.environment, times=times)
-    return found.cost_model(times, used_by_others=others, needs=needs, **more)
+    return found.cost_model(times, used_by_others=prepared.used_by_others, needs=needs, **more)
+
+
+def _surely_slower(trial: Trial, best: Trial) -> bool:
+    """By their noise when they were tried."""
+    assert trial.measured is not None and best.measured is not None
+    return trial.score_seconds * (1 - trial.measured.noise) > best.score_seconds * (1 + best.measured.noise)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import partial
 
 from autockpt.cost import CostModel, said_of, simulated_memory
 from autockpt.cost.roofline import environment_of_hardware, roofline_times
@@ -14,9 +13,8 @@ from autockpt.schema.request import SearchRequest
 from autockpt.solvers.refine import FASTER
 from autockpt.tracing import tracer_for
 from autockpt.tracing.tracer import uncollected
-from autockpt.tuning.opening import less_than_asked, traced_for
+from autockpt.tuning.opening import traced_for
 from autockpt.tuning.question import Clock
-from autockpt.tuning.sizes import what_if_of
 from autockpt.tuning.targets.base import MOST_REPEATS, Prepared, Target, Terms
 from autockpt.tuning.targets.shallow_twin import calls_per_candidate
 from autockpt.tuning.trials import Candidate, Score, Trials
@@ -72,20 +70,8 @@ class OnHardware(Simulated):
             space, notes = without_offload(request.space, hardware)
             more = {"inexact": request.allow_inexact, "notes": notes, "listener": self.clock.listener}
             found = traced_for(stack, hardware, spec, tracer, space, **more)
-        environment, budget = environment_of_hardware(hardware), request.budget
-        if capped := less_than_asked(budget, environment):  # its context is part of every peak
-            budget = budget.model_copy(update={"size": hardware.memory_bytes})
-        return Prepared.of(
-            request,
-            found,
-            environment,
-            device_name=hardware.name,
-            needs=simulated_memory(hardware),
-            what_if=partial(what_if_of, request, found.space.choices),
-            budget=budget,
-            notes=(*capped, said_of(hardware)),
-            device=f"{hardware.name}, simulated",
-        )
+        environment, named = environment_of_hardware(hardware), f"{hardware.name}, simulated"
+        return Prepared.of(request, found, environment, [said_of(hardware)], device=named)
 
     def cost_model(self, prepared: Prepared, trials: Trials) -> CostModel:
         request, found, hardware = prepared.request, prepared.found, self.hardware
