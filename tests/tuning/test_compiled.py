@@ -81,8 +81,7 @@ def search(compiler: MadeUpCompiler, budget: str, mode: Any = "layers", *, trial
     run = more.pop("run", None)
     tried = Trials(run)
     target = Compiled(compiler, clock, mode=mode, within=compiler.within)  # type: ignore[arg-type]
-    eager = more.pop("eager", lambda share: {})
-    proposer = SplitProposer(request, NAMES, target, tried, room=10**6, eager=eager, seeds={})
+    proposer = SplitProposer(request, NAMES, target, tried, room=10**6, seeds=more.pop("seeds", {}))
     return Loop(proposer, target, tried, trials, clock).run()
 
 
@@ -123,12 +122,6 @@ def test_selective_layers_are_tried_where_they_are_allowed():
 
 def test_nothing_is_predicted():
     assert all(trial.predicted is None for trial in search(MadeUpCompiler(), "60%act").trials)
-
-
-def test_plans_of_the_eager_solver_are_tried():
-    plan = {name: RECOMPUTE if i < 5 else SAVE for i, name in enumerate(NAMES)}
-    found = search(MadeUpCompiler(), "60%act", eager=lambda share: {"eager solver's": plan})
-    assert any(t.name == "eager solver's" and t.choices == plan for t in found.trials)
 
 
 def test_with_dropout_budgets_are_given_up_and_that_is_said():
@@ -303,7 +296,7 @@ def test_a_leaner_plan_that_was_found_does_not_move_the_budget(tmp_path):
             peak, seconds = super().costs(choices)
             return (100 if choices == lean else peak), seconds
 
-    first = search(Odd(), "60%act", run=enter(), eager=lambda share: {"odd": lean})
+    first = search(Odd(), "60%act", run=enter(), seeds={"odd": lean})
     assert any(t.measured is not None and t.measured.peak_bytes == 100 for t in first.trials)
     assert search(Odd(), "60%act", run=enter()).budget.bytes == first.budget.bytes
 

@@ -1,91 +1,64 @@
-"""Plans of two kinds of layers: how they are written, estimated from measured ones, and proposed."""
+"""Two-run plans of compiled layers: proposed by what plans with one choice on all layers were measured to cost."""
 
 from __future__ import annotations
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autockpt.schema import RECOMPUTE, SAVE, Choice
+from autockpt.schema import RECOMPUTE, SAVE, Choice, Measurement, Trial
 from autockpt.schema.choices import CompileBudget, Selective
-from autockpt.tuning.proposers.splits import Cost, Split, estimate, proposals
+from autockpt.tuning.proposers.splits import proposals
+from tests.samples import trial
 
-LAYERS = 8
-NAMES = [f"layers.{i}" for i in range(LAYERS)]
+NAMES = [f"layers.{i}" for i in range(8)]
 
 
 def budget(fraction: float) -> Choice:
     return CompileBudget(fraction=fraction)
 
 
-def kept(choice: Choice) -> float:
+def cost(plan: dict[str, Choice], more: int = 0) -> Measurement:
+    """Layers that cost what they keep: 10 bytes and −1 second for each whole one, of 100 bytes and 20 s."""
     shares = {"save": 1.0, "selective": 0.5, "recompute": 0.0}
-    return choice.fraction if isinstance(choice, CompileBudget) else shares[choice.kind]
+    saved = sum(c.fraction if isinstance(c, CompileBudget) else shares[c.kind] for c in plan.values())
+    return Measurement(peak_bytes=round(100 + 10 * saved) + more, step_seconds=20 - saved)
 
 
-def linear(split: Split) -> Cost:
-    """A model whose layers cost what they keep: 10 bytes and −1 second for each whole layer, of 100 bytes and 20 s."""
-    saved = split.count * kept(split.lean) + (LAYERS - split.count) * kept(split.rich)
-    return Cost(round(100 + 10 * saved), 20 - saved)
+def measured(*plans: dict[str, Choice], more: int = 0) -> list[Trial]:
+    return [trial(n, choices=plan, measured=cost(plan, more)) for n, plan in enumerate(plans)]
 
 
-def measured(*choices: Choice) -> dict[Split, Cost]:
-    """With each of these on all layers."""
-    return {split: linear(split) for split in (Split(choice, choice) for choice in choices)}
-
-
-def test_splits_are_named_in_words():
-    assert str(Split(budget(0.4), budget(0.8), 3)) == "first 3 budget 0.4, then budget 0.8"
-    assert str(Split(RECOMPUTE, SAVE, 2)) == "first 2 recompute, then save"
-    assert str(Split(Selective(), Selective())) == "selective"
-
-
-def test_a_split_is_a_plan():
-    split = Split(RECOMPUTE, SAVE, 3)
-    plan = split.choices(NAMES)
-    assert plan == {n: RECOMPUTE if i < 3 else SAVE for i, n in enumerate(NAMES)}
-    assert Split.of(list(plan.values())) == split
-    assert Split.of([budget(0.4)] * LAYERS) == Split(budget(0.4), budget(0.4))
-    assert Split.of([RECOMPUTE, SAVE, RECOMPUTE]) is None
+def alike(*choices: Choice) -> list[Trial]:
+    return measured(*(dict.fromkeys(NAMES, choice) for choice in choices))
 
 
 fractions = st.integers(1, 19).map(lambda n: n * 0.05)
 
 
-@given(fractions, fractions, st.integers(0, LAYERS))
-def test_in_one_graph_there_is_one_budget(lean, rich, count):
-    known = measured(RECOMPUTE, budget(lean), budget(rich), SAVE)
-    for split in proposals(known, 120 + count, "model", LAYERS):
-        budgets = {c for c in map(str, split.choices(NAMES).values()) if c.startswith("compile_budget")}
-        assert len(budgets) <= 1
+@given(fractions, fractions, st.integers(0, 8))
+def test_in_one_graph_there_is_one_budget(lean: float, rich: float, count: int) -> None:
+    known = alike(RECOMPUTE, budget(lean), budget(rich), SAVE)
+    for plan in proposals(NAMES, known, 120 + count, one_graph=True):
+        assert sum(isinstance(choice, CompileBudget) for choice in {*plan.values()}) <= 1
 
 
-def test_estimates_lie_between_measured_plans_and_never_beyond():
-    known = measured(RECOMPUTE, SAVE)
-    assert estimate(known, RECOMPUTE, SAVE, 4, LAYERS) == linear(Split(RECOMPUTE, SAVE, 4))
-    assert estimate(known, budget(0.2), SAVE, 4, LAYERS) is None
+def test_the_fastest_that_should_fit_is_proposed_first() -> None:
+    known = alike(RECOMPUTE, budget(0.4), Selective(), SAVE)
+    ideas = proposals(NAMES, known, 145)
+    assert ideas and all(cost(plan).peak_bytes <= 145 for plan in ideas)
+    seconds = [cost(plan).step_seconds for plan in ideas]
+    assert seconds == sorted(seconds) and seconds[0] < 20 - 8 * 0.5
+    assert all(list(plan.values()) == sorted(plan.values(), key=lambda c: cost({"": c}).peak_bytes) for plan in ideas)
+    assert not [plan for plan in proposals(NAMES, [*known, *measured(*ideas)], 145) if plan not in ideas]
 
 
-def test_the_fastest_that_should_fit_is_proposed_first():
-    known = measured(RECOMPUTE, budget(0.4), Selective(), SAVE)
-    ideas = proposals(known, 145, "layers", LAYERS)
-    assert all(linear(split).peak_bytes <= 145 for split in ideas)
-    assert all(lean in [split.lean for split in ideas] for lean in (Selective(), budget(0.4)))
-    seconds = [linear(split).seconds for split in ideas]
-    assert seconds == sorted(seconds) and min(seconds) < known[Split(Selective(), Selective())].seconds
-    known |= {split: linear(split) for split in ideas}
-    assert not set(proposals(known, 145, "layers", LAYERS)) & set(known)
-    whole = proposals(measured(RECOMPUTE, budget(0.4), Selective(), SAVE), 145, "model", LAYERS)
-    assert whole and all(not isinstance(split.lean, CompileBudget) for split in whole)
+def test_a_worse_peak_moves_the_next_proposal() -> None:
+    (first,) = proposals(NAMES, alike(RECOMPUTE, SAVE), 140)
+    (second,) = proposals(NAMES, [*alike(RECOMPUTE, SAVE), *measured(first, more=20)], 140)
+    assert list(second.values()).count(RECOMPUTE) == list(first.values()).count(RECOMPUTE) + 2
 
 
-def test_a_worse_peak_moves_the_next_proposal():
-    known = measured(RECOMPUTE, SAVE)
-    (first,) = proposals(known, 140, "layers", LAYERS)
-    known[first] = Cost(160, 16.0)
-    (second,) = proposals(known, 140, "layers", LAYERS)
-    assert second.count > first.count
-
-
-def test_where_nothing_can_be_faster_nothing_is_proposed():
-    known = {split: Cost(100, 10.0 + kept(split.rich)) for split in measured(RECOMPUTE, SAVE)}
-    assert proposals(known, 120, "layers", LAYERS) == []
+def test_where_nothing_can_be_faster_nothing_is_proposed() -> None:
+    lean = dict.fromkeys(NAMES, RECOMPUTE)
+    known = [trial(0, choices=lean, measured=Measurement(peak_bytes=100, step_seconds=10.0)), *alike(SAVE)]
+    assert proposals(NAMES, known, 120) == [] == proposals(NAMES, [], 120)
