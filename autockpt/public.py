@@ -216,7 +216,7 @@ def explain(
 
 def _shown(said: Explanation, show: bool) -> Explanation:
     if show:
-        from autockpt.cli.explain_table import print_explanation
+        from autockpt.cli.explain import print_explanation
 
         print_explanation(said, console(stderr=False))
     return said

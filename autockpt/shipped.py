@@ -11,10 +11,9 @@ from typing import Any
 from pydantic import Field
 
 from autockpt.errors import UsageError
-from autockpt.schema.base import Data
+from autockpt.schema.base import Data, closest
 from autockpt.schema.hardware import Hardware
 from autockpt.schema.space import SPACE_VERSION, SearchSpace
-from autockpt.schema.suggest import closest
 from autockpt.schema.workload import Dtype, OptimizerName
 from autockpt.schema.yaml import Document, read
 

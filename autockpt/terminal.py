@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from functools import partial
 
 from rich.box import Box
@@ -114,40 +113,10 @@ class SafeConsole(Console):
                 yield segment
 
 
-_BLOCKS = "▁▂▃▄▅▆▇█"
-
-
-@dataclass(frozen=True)
-class Marks:
-    """Characters of a drawing: ``fixed``, ``growing``, and the levels of what comes and goes, empty to full."""
-
-    fixed: str = "░"
-    growing: str = "▒"
-    levels: str = f" {_BLOCKS}"
-    axis: str = "┤"
-    budget: str = "┄"
-    peak: str = "▼"
-    ours: str = "→"
-    bar: str = "█"
-
-
-BLOCK = Marks()
-PLAIN = Marks(fixed=".", growing=":", levels="  ###", axis="|", budget="-", peak="v", ours=">", bar="#")
-
-
-def marks_of(encoding: str) -> Marks:
-    """Marks that an output encoding has."""
-    try:
-        _BLOCKS.encode(encoding)
-    except (UnicodeEncodeError, LookupError):
-        return PLAIN
-    return BLOCK
-
-
-def bar(share: float, width: int, marks: Marks = BLOCK) -> str:
+def bar(share: float, width: int) -> str:
     """A horizontal bar for a share of ``width`` characters; a sliver for what is less than one of them."""
     full = round(share * width)
-    return marks.bar * full if full or share < 0.001 else ("▏" if marks is BLOCK else ".")
+    return "█" * full if full or share < 0.001 else "▏"
 
 
 def console(stderr: bool) -> Console:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,7 @@ from autockpt.schema import (
 )
 from autockpt.schema.base import Data, Facts
 from autockpt.schema.explanation import Holding
-from autockpt.schema.remedy import Alternative
+from autockpt.schema.outlook import Alternative
 from autockpt.shipped import list_hardware, load_hardware, load_space
 from autockpt.tracing import tracer_for
 from autockpt.tuning import run_search
@@ -53,11 +52,6 @@ _OF_THE_HOST = (
     "shared memory for them (docker run --shm-size=16g), weights loaded straight to the device (device_map), "
     "--host-budget for what a plan offloads, a higher limit of the container or batch job."
 )
-_EXPANDABLE = {
-    "cuda": "PYTORCH_ALLOC_CONF=expandable_segments:True (before torch 2.9 PYTORCH_CUDA_ALLOC_CONF)",
-    "hip": "PYTORCH_HIP_ALLOC_CONF=expandable_segments:True, where the build supports it",
-    "xpu": "PYTORCH_ALLOC_CONF=expandable_segments:True (from torch 2.10 on)",
-}
 _UNUSED = 0.02  # share of reserved memory below which what lies unused is what any run leaves
 _LEAST_CONTEXT = 100 << 20  # bytes; a process without one is not on the device yet
 
@@ -101,32 +95,28 @@ class Diagnosis(Data):
     notes: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True)
-class DiagnoseRequest:
-    """The log, already read, and the job that failed.
-
-    Without ``spec`` only the log is explained. ``budget`` is of kind bytes or auto; None: what the device has.
-    """
-
-    log: LogReading
-    spec: WorkloadSpec | None = None
-    budget: Budget | None = None
-    hardware: Hardware | None = None
-    plan_out: Path | None = None
-
-
-def diagnose(question: DiagnoseRequest, listener: Listener | None = None) -> Diagnosis:
+def diagnose(
+    log: LogReading,
+    spec: WorkloadSpec | None = None,
+    *,
+    budget: Budget | None = None,
+    hardware: Hardware | None = None,
+    plan_out: Path | None = None,
+    listener: Listener | None = None,
+) -> Diagnosis:
     """What happened, what filled the device, and what helps; no step is run.
 
-    A job for which no plan fits is no error: ``alternatives`` say what would fit. Raises UsageError where neither the
-    log nor an option says how much memory the device has. A model that cannot be built or traced is named in
+    Without ``spec``, the job that failed, only the log is explained. ``budget`` is of kind bytes; None: what the device
+    has. A job for which no plan fits is no error: ``alternatives`` say what would fit. Raises UsageError where neither
+    the log nor an option says how much memory the device has. A model that cannot be built or traced is named in
     ``unprescribed``.
     """
-    log, spec = question.log, question.spec
     found: dict[str, Any] = {"notes": ()}
     if spec is not None and log.failure is not None:
         try:
-            found = _simulated(question, spec, log.failure, listener or Silence())
+            room, card, doubts = room_of(log.failure, budget, hardware)
+            found = _prescribed(spec, room, card, plan_out, listener or Silence())
+            found["notes"] = (*doubts, *found["notes"])
         except (WorkloadError, TracingError) as error:
             found["unprescribed"] = str(error)
     notes = tuple(dict.fromkeys((*_notes(log, spec), *found.pop("notes"))))
@@ -168,11 +158,11 @@ def advice_of(log: LogReading) -> Iterator[str]:
         return
     held, unused, tried = failure.allocated or 0, failure.cached or 0, failure.tried
     fits = tried is not None and unused + (failure.free or 0) >= tried and unused > _UNUSED * (held + unused)
-    if fits and failure.backend in _EXPANDABLE:
+    if fits and failure.backend != "mps":
         yield (
             f"Fragmentation: {format_binary(unused)} were reserved and unused, in pieces; with what was free that is "
             f"more than the {format_binary(tried or 0)} requested. Expandable segments join free blocks: "
-            f"{_EXPANDABLE[failure.backend]}. It costs nothing; try it first."
+            "PYTORCH_ALLOC_CONF=expandable_segments:True. It costs nothing; try it first."
         )
     if failure.others is not None and failure.capacity and failure.others > _UNUSED * failure.capacity:
         most = "at most " if failure.process is None else ""
@@ -195,52 +185,48 @@ def _notes(log: LogReading, spec: WorkloadSpec | None) -> Iterator[str]:
         )
 
 
-def _simulated(
-    question: DiagnoseRequest, spec: WorkloadSpec, failure: DeviceFailure, listener: Listener
+def _prescribed(
+    spec: WorkloadSpec, room: Room, hardware: Hardware, plan_out: Path | None, listener: Listener
 ) -> dict[str, Any]:
     """Fields of the Diagnosis that ghost runs and modelled seconds fill: what fills the device, and what helps.
 
-    That is a plan, saved where the question wants it; where none fits, changes of the job that would.
+    That is a plan, saved in ``plan_out``; where none fits, changes of the job that would.
     """
-    room, hardware, doubts = room_of(question, failure)
     listener.stage("trace")
     with tracer_for(hardware, spec) as tracer:
         units, head, graph = tracer.units, tracer.head, tracer.trace({})
-        settings = {k: v for k, v in tracer.settings.items() if k != "model"}
-        notes = (*doubts, *tracer.notes, *graph.notes)
     peak = simulated_memory(hardware, room.budget)(graph)
     reserved = peak - graph.peak_bytes - room.overhead
     held = StepBytes(graph, head.name if head is not None else None, room.overhead, reserved)
     found: dict[str, Any] = {
-        "settings": {k: v for k, v in settings.items() if isinstance(v, str | int | float | bool | None)},
+        "settings": {k: v for k, v in tracer.settings.items() if k != "model"},
         "room": room,
         "peak_bytes": peak,
         "holdings": held.holdings(peak_op(graph)),
         "agreement": _agreement(peak, room),
+        "notes": (*tracer.notes, *graph.notes),
     }
     request = SearchRequest(
         budget=room.for_plans,
         workload=spec,
         space=load_space("knobs"),
         hardware=hardware,
-        plan_out=question.plan_out,
+        plan_out=plan_out,
         dry_run=True,
     )
     try:
         outcome = run_search(request, listener)
     except InfeasibleError as error:
-        found |= {"smallest_peak": error.smallest_peak, "alternatives": error.alternatives}
-    else:
-        found |= {
-            "rows": outcome.rows,
-            "choices": outcome.plan.choices_for(units, head) if outcome.plan is not None else {},
-            "plan_path": outcome.plan_path,
-            "step_note": outcome.step_note,
-            "fits_already": not outcome.binding,
-            "smallest_peak": outcome.smallest_peak,
-        }
-        notes = (*notes, *outcome.notes)
-    return found | {"notes": notes}
+        return found | {"smallest_peak": error.smallest_peak, "alternatives": error.alternatives}
+    return found | {
+        "rows": outcome.rows,
+        "choices": outcome.plan.choices_for(units, head) if outcome.plan is not None else {},
+        "plan_path": outcome.plan_path,
+        "step_note": outcome.step_note,
+        "fits_already": not outcome.binding,
+        "smallest_peak": outcome.smallest_peak,
+        "notes": (*found["notes"], *outcome.notes),
+    }
 
 
 def _agreement(needs: int, room: Room) -> str:
@@ -254,12 +240,14 @@ def _agreement(needs: int, room: Room) -> str:
     )
 
 
-def room_of(question: DiagnoseRequest, failure: DeviceFailure) -> tuple[Room, Hardware, tuple[str, ...]]:
+def room_of(
+    failure: DeviceFailure, budget: Budget | None, given: Hardware | None
+) -> tuple[Room, Hardware, tuple[str, ...]]:
     """What a plan may use, the device with the figures that were reported, and remarks.
 
     Raises UsageError where neither the log nor options say what the device has.
     """
-    given, size = question.hardware, question.budget.size if question.budget is not None else None
+    size = budget.size if budget is not None else None
     capacity = failure.capacity or (given.memory_bytes if given is not None else size)
     if capacity is None:
         raise UsageError(

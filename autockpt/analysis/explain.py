@@ -53,7 +53,7 @@ from autockpt.schema.choices import OFFLOAD, Offload, RecomputeOffload
 from autockpt.schema.device import WITHOUT_STREAMS
 from autockpt.schema.explanation import Bargain, Explanation, Front, Largest, Speed
 from autockpt.schema.runs import RunDirectory, undominated
-from autockpt.schema.step_note import step_note
+from autockpt.schema.words import step_note
 from autockpt.shipped import load_space
 from autockpt.tuning.estimates import remark
 from autockpt.tuning.sizes import largest_sizes, resized

@@ -6,13 +6,12 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from itertools import pairwise
 
 import numpy as np
 
 from autockpt.cost.step import UNTOUCHED, base_name
 from autockpt.schema import Graph, Op, Storage
-from autockpt.schema.explanation import Alive, Curve, Holding, Moment, Slice
+from autockpt.schema.explanation import Alive, Curve, Holding, Moment, Slice, resampled
 from autockpt.schema.names import fold, folded
 from autockpt.tracing.kernels.timeline import bytes_timeline
 
@@ -254,11 +253,3 @@ def _alike(held: StepBytes, s: Storage) -> Alive:
 def _counted(alike: Alive, members: Sequence[Storage]) -> Alive:
     units = list(dict.fromkeys(s.unit for s in members if s.unit is not None))
     return alike.model_copy(update={"units": joined(units), "count": len(members)})
-
-
-def resampled(values: Sequence[int], columns: int) -> list[int]:
-    """The index of the largest value of each of ``columns`` equal runs; repeated where there are fewer values."""
-    if not values:
-        return []
-    bounds = pairwise(column * len(values) // columns for column in range(columns + 1))
-    return [max(range(first, max(first + 1, last)), key=values.__getitem__) for first, last in bounds]

@@ -30,7 +30,7 @@ from autockpt.schema.names import outermost
 from autockpt.schema.outlook import Outlook
 from autockpt.schema.plan import choice_lines, promised, set_lines
 from autockpt.schema.runs import RunDirectory
-from autockpt.schema.step_note import step_note
+from autockpt.schema.words import step_note
 from autockpt.tracing.tracer import uncollected
 
 PAGE = "report.html"

@@ -2,18 +2,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
+from autockpt.analysis.sentences import basis_mark, choice_words, largest_words, place_words, reason_words, speed_words
 from autockpt.cli import screen
 from autockpt.cli.guard import guarded
 from autockpt.cli.options import DEVICE, arg, flag, opt, takes_workload, workload_spec
 from autockpt.errors import InfeasibleError, UsageError
+from autockpt.progress import listener
+from autockpt.schema import Graph, format_binary, format_bytes, words
+from autockpt.schema.explanation import Curve, Explanation, Front, Slice, resampled
+from autockpt.schema.graph import Span
+from autockpt.schema.runs import plan_at
+from autockpt.terminal import bar, bullets, heading, plain_table, print_legend, remarks, shown
 
-if TYPE_CHECKING:
-    from autockpt.schema.explanation import Explanation
+WIDE = 108  # columns from which there are longer bars, and a column more
+LABEL = 11  # columns of the chart's axis
+UNITS, ALIVE = 6, 8  # lines of each table
+ROWS = 9
+CUT = 0.4  # where more than this share of the peak is always there, the axis begins above zero
+FIXED, GROWING, BUDGET = "░▒┄"
+LEVELS = " ▁▂▃▄▅▆▇█"
 
 
 @guarded
@@ -60,7 +77,6 @@ def explain(
     from autockpt.analysis.explain import explain as explained
     from autockpt.analysis.explain import explain_run
     from autockpt.analysis.subject import ExplainRequest, budget_for, hardware_for, step_graph
-    from autockpt.schema.runs import plan_at
 
     loaded = plan_at(plan) if plan is not None else None
     as_planned = not (workload or device or hardware or limits or ops)
@@ -80,9 +96,6 @@ def explain(
         hardware=card,
         limits=limits is not False,
     )
-    from autockpt.cli.explain_table import print_ops
-    from autockpt.progress import listener
-
     with listener(screen.progress()) as watcher:
         if ops:
             watcher.stage("trace")
@@ -94,8 +107,224 @@ def explain(
 
 def _show(said: Explanation, as_json: bool) -> None:
     """Print an explanation. Raises Exit where nothing fits its budget."""
-    from autockpt.cli.explain_table import print_explanation
-
     screen.show(said, print_explanation, as_json)
     if said.budget is not None and said.smallest_peak > said.budget.bytes:
         raise typer.Exit(InfeasibleError.exit_code)
+
+
+def print_explanation(said: Explanation, console: Console) -> None:
+    """Print it all, a heading per question."""
+    console.print(_heading(said))
+    heading("Where the bytes go", console, _holdings(said, 12 if console.width < WIDE else 24))
+    at_peak = said.moment.op == said.curve.peak_op
+    when = "at the peak" if at_peak else f"at op {said.moment.op:,}, where that is the most"
+    moving = format_binary(sum(s.total for s in said.units))
+    heading(f"Transient memory, {when}: {moving}", console, _slices(said.units, UNITS))
+    heading("Bytes over time, op by op", console)
+    _chart(said, console)
+    then = "then" if at_peak else f"at op {said.moment.op:,}"
+    heading(f"The largest alive {then}", console, _alive(said, console.width))
+    if said.speed is not None:
+        heading("How fast a step is", console, bullets(filter(None, (speed_words(said), said.step_note))))
+    for front in said.fronts:
+        heading(f"Choices for {front.units}", console, _front(front, said))
+    print_legend((bargain.choice for front in said.fronts for bargain in front.bargains), console)
+    if said.why is not None:
+        heading("Why this plan", console, bullets(reason_words(said)))
+    if said.budgets:
+        limits = [bullets(largest_words(said))] if said.limits else []
+        heading("Other budgets and sizes", console, _budgets(said), *limits)
+    if said.notes or said.basis_note:
+        how = "a ghost run" if said.source == "ghost" else "a recorded real step"
+        remarks((f"Bytes are simulated by {how}, seconds too: {said.basis_note}.", *said.notes), console)
+
+
+def _heading(said: Explanation) -> Text:
+    text = Text.assemble((said.model, "bold"), f" on {said.device}, {said.plan} ({said.status})")
+    if facts := words.job(said.settings):
+        text.append(f"\n{facts}", style="dim")
+    text.append("\nPeak ").append(format_bytes(said.peak_bytes), style="bold")
+    if said.budget is not None:
+        room = said.budget.bytes - said.peak_bytes
+        state = f"{format_binary(room)} free" if room >= 0 else f"{format_binary(-room)} too much"
+        text.append(f" of {format_binary(said.budget.bytes)} (budget {said.budget.words}): ")
+        text.append(state, style="green" if room >= 0 else "red")
+    head = any("block" not in choice.roles for choice in said.choices.values())  # the same in all plans here
+    text.append(f"; {'every layer on save' if head else 'save everything'} {format_binary(said.save_all_peak)}, ")
+    text.append(f"leanest plan {format_binary(said.smallest_peak)} (simulated)")
+    if said.measured_peak is not None and said.measured_seconds is not None:
+        text.append(f"\nMeasured: {format_bytes(said.measured_peak)}, a step {words.seconds(said.measured_seconds)}")
+    text.append(f"\n{words.strip(said.choices)}  {words.tally(said.choices)}", style="dim")
+    return text
+
+
+def _holdings(said: Explanation, width: int) -> Table:
+    table = plain_table("", ">at the peak", ">", "", ">most at any op")
+    for h in said.holdings:
+        share = h.peak_bytes / max(1, said.peak_bytes)
+        held = (format_binary(h.peak_bytes), words.share(share)) if h.peak_bytes else ("—", "")
+        table.add_row(h.name, *held, bar(share, width), format_binary(h.most_bytes))
+    table.add_section()
+    table.add_row("peak", format_binary(said.peak_bytes), "100.0 %", style="bold")
+    return table
+
+
+def _slices(slices: tuple[Slice, ...], most: int) -> Table:
+    """The largest slices; the rest in one line."""
+    total = max(1, sum(s.total for s in slices))
+    ranked = sorted(slices, key=lambda s: -s.total)
+    shown, rest = (ranked, []) if len(ranked) <= most else (ranked[: most - 1], ranked[most - 1 :])
+    several = any(s.count > 1 for s in slices)
+    table = plain_table("unit", *([">each"] if several else []), ">all", ">share")
+    for s in shown:
+        name = f"{s.name} ×{s.count}" if s.count > 1 else s.name
+        each = [format_binary(s.bytes) if s.count > 1 else ""] if several else []
+        table.add_row(name, *each, format_binary(s.total), words.share(s.total / total))
+    if rest:
+        size = sum(s.total for s in rest)
+        table.add_row(f"{len(rest)} more", *([""] if several else []), format_binary(size), words.share(size / total))
+    return table
+
+
+def _chart(said: Explanation, console: Console) -> None:
+    columns = max(20, min(console.width, 132) - LABEL - 2)
+    budget_bytes = said.budget.bytes if said.budget is not None else None
+    drawn = draw(said.curve, columns, ROWS, budget_bytes)
+    pad = " " * (LABEL + 1)
+    size, at = format_binary(said.peak_bytes), drawn.peak_column
+    right = f"▼ {size}"
+    mark = " " * at + right if at + len(right) <= columns else f"{size} ▼".rjust(at + 1)
+    console.print(Text(pad + mark, style="bold"), no_wrap=True, overflow="crop")
+    for label, line in drawn.lines:
+        console.print(Text(f"{label:>{LABEL}}┤{line}"), no_wrap=True, overflow="crop")
+    c = said.curve
+    bottom = f"{format_binary(drawn.low) if drawn.low else '0':>{LABEL}} {ruler(c.spans, c.ops, columns)}"
+    console.print(Text(bottom, style="dim"), no_wrap=True, overflow="crop")
+    legend = f"{FIXED} there all the time   {GROWING} gradients, optimizer   █ transient"
+    console.print(Text(pad + legend, style="dim"))
+    where = f" in {c.peak_module}" if c.peak_module else ""
+    console.print(Text(f"Peak at op {c.peak_op:,} of {c.ops:,}: {c.peak_target}, {c.peak_phase}{where}"))
+
+
+def _alive(said: Explanation, width: int) -> Table:
+    table = plain_table(">all", "", "made by", "<in", "shape", *(["what for"] if width >= WIDE else []))
+    table.columns[3].min_width = 24
+    for a in said.moment.alive[:ALIVE]:
+        count = f"×{a.count}" if a.count > 1 else ""
+        purpose = [a.purpose] if width >= WIDE else []
+        shape = f"{'×'.join(map(str, a.shape))} {a.dtype}" if a.dtype else ""  # of an op that is known
+        table.add_row(format_binary(a.total), count, a.op, place_words(a), shape, *purpose)
+    rest = said.moment.alive[ALIVE:]
+    size = sum(a.total for a in rest) + said.moment.other_bytes
+    count = sum(a.count for a in rest) + said.moment.other_count
+    if count:
+        table.add_row(format_binary(size), f"×{count}", "smaller ones", style="dim")
+    return table
+
+
+def _front(front: Front, said: Explanation) -> Table:
+    tilde = basis_mark(said.basis)
+    table = plain_table("", "<choice", ">keeps", ">extra time", ">per MiB freed", "taken")
+    most = max((b.kept_bytes for b in front.bargains), default=0)
+    for b in front.bargains:
+        freed = most - b.kept_bytes
+        price = f"{tilde}{words.seconds(b.extra_seconds / freed * 2**20)}" if freed > 0 else ""
+        extra = f"{tilde}{words.seconds(b.extra_seconds)}" if b.extra_seconds else "0"
+        taken = f"{b.taken} of {front.count}" if b.taken else ""
+        taken += " (copies hide)" if b.hides else " (beaten by another)" if b.dominated else ""
+        ours, kept = "→" if b.taken else "", format_binary(b.kept_bytes)
+        row = (ours, choice_words(b.choice), kept, extra, price, taken.strip())
+        table.add_row(*row, style="bold" if b.taken else None)
+    if front.left_out:
+        left_out = words.counted(front.left_out, "choice")
+        table.caption = f"{left_out} left out: another keeps no more and costs no more"
+    return table
+
+
+def _budgets(said: Explanation) -> Table:
+    tilde = basis_mark(said.basis)
+    table = plain_table("", ">budget", ">", ">peak", ">overhead", "<plan")
+    for step in said.budgets:
+        reach = step.reach
+        overhead = "—" if reach is None or reach.overhead is None else tilde + words.share(reach.overhead, signed=True)
+        table.add_row(
+            "→" if step.ours else "",
+            format_binary(step.budget_bytes),
+            step.label,
+            "nothing fits" if reach is None else format_binary(reach.peak_bytes),
+            overhead,
+            "" if reach is None else words.tally(reach.choices),
+            style="bold" if step.ours else None,
+        )
+    return table
+
+
+def print_ops(graph: Graph, console: Console) -> None:
+    """One line per op, as wide as it is: for ``less -S`` and ``grep``."""
+    # past rich, which would turn the tabs into spaces
+    print("op\tphase\ttarget\tmodule\toutputs\tbytes\tFLOPs\tdevice bytes", file=console.file)
+    size = {s.id: s.bytes for s in graph.storages}
+    born = {s.id: s.birth for s in graph.storages}
+    for op, held in zip(graph.ops, graph.timeline(), strict=True):
+        outputs = " ".join(f"{o.dtype}{list(o.shape)}" for o in op.outputs)
+        fresh = sum(size.get(i, 0) for i in {o.storage for o in op.outputs} if born.get(i) == op.index)
+        cells = (op.index, op.phase, op.target, op.module or "-", outputs or "-", fresh, op.flops, held)
+        print("\t".join(shown(str(c)) for c in cells), file=console.file)
+
+
+@dataclass(frozen=True)
+class Area:
+    """Lines of a chart, top to bottom, each with its label; and the column of the peak."""
+
+    lines: tuple[tuple[str, str], ...]
+    peak_column: int
+    low: int
+    high: int
+
+
+def draw(curve: Curve, columns: int, rows: int, budget_bytes: int | None = None) -> Area:
+    """The curve in a field of ``columns`` × ``rows`` characters; the budget as a line, where it is near enough."""
+    at = resampled(curve.total, columns)
+    peak = max(curve.total, default=0)
+    high = max(peak, budget_bytes) if budget_bytes is not None and budget_bytes <= 1.3 * peak else peak
+    floor = min((curve.total[i] for i in at), default=0)
+    low = int(floor * 0.85) if peak and floor > CUT * peak else 0
+    height = max(1, high - low) / rows
+    shown = budget_bytes is not None and low <= budget_bytes <= high
+    budget_row = min(rows - 1, int((budget_bytes - low) / height)) if budget_bytes is not None and shown else None
+    lines = []
+    for row in reversed(range(rows)):
+        bottom, top = low + row * height, low + (row + 1) * height
+        empty = BUDGET if row == budget_row else " "
+        cells = (_cell(curve, i, bottom, top) for i in at)
+        label = format_binary(top) if row in (rows - 1, rows // 2) else ""
+        label = f"budget {BUDGET}" if row == budget_row else label
+        lines.append((label, "".join(empty if c == " " else c for c in cells)))
+    values = [curve.total[i] for i in at]
+    return Area(tuple(lines), values.index(max(values)) if values else 0, low, high)
+
+
+def _cell(curve: Curve, i: int, bottom: float, top: float) -> str:
+    """One character: what lies in the middle of a full cell, or how far the top reaches into it."""
+    total, fixed = curve.total[i], curve.fixed[i]
+    solid = fixed + curve.growing[i]
+    middle = (bottom + top) / 2
+    if middle < fixed:
+        return FIXED
+    if middle < solid:
+        return GROWING
+    if total <= bottom:
+        return " "
+    share = min(1.0, (total - bottom) / (top - bottom))
+    return LEVELS[max(1, round(share * (len(LEVELS) - 1)))] if total > solid else " "
+
+
+def ruler(spans: Sequence[Span], ops: int, columns: int) -> str:
+    """Phase names under the part of the chart that they take; a bar where each begins."""
+    line = [" "] * columns
+    for span in spans:
+        start = span.start * columns // max(1, ops)
+        stop = max(start + 1, span.stop * columns // max(1, ops))
+        text = f"|{span.phase}"[: stop - start]
+        line[start : start + len(text)] = text
+    return "".join(line).rstrip()

@@ -7,6 +7,7 @@ from pathlib import Path
 from autockpt.cli import screen
 from autockpt.cli.guard import guarded
 from autockpt.cli.options import arg, flag, opt
+from autockpt.schema.runs import plan_at
 
 
 @guarded
@@ -22,7 +23,6 @@ def export(
     the plan, without keeping more in memory where that can be avoided. Comments list what is lost.
     """
     from autockpt.integrations.export import export as nearest
-    from autockpt.schema.runs import plan_at
 
     exported = nearest(plan_at(plan), to)
     if as_json:

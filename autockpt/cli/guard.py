@@ -19,9 +19,11 @@ from types import FrameType
 from typing import Any
 
 import typer
+from rich.text import Text
 
 from autockpt.cli import screen
 from autockpt.errors import AutockptError, InfeasibleError, without_passwords
+from autockpt.schema.sizes import format_bytes
 from autockpt.signals import handling
 
 INTERRUPTED, UNREAD, TERMINATED = 130, 141, 143
@@ -111,8 +113,6 @@ def _explain(error: AutockptError, as_json: bool) -> int:
     remedy = error.remedy
     more: dict[str, Any] = {}
     if isinstance(error, InfeasibleError) and error.smallest_peak is not None:
-        from autockpt.schema.sizes import format_bytes
-
         more["smallest_peak_bytes"] = error.smallest_peak
         smallest = format_bytes(error.smallest_peak)
         if smallest not in error.message + remedy:
@@ -148,8 +148,6 @@ def _debug() -> None:
 
 def _say(message: str, remedy: str, as_json: bool, exit_code: int, *, code: str = "", **more: Any) -> int:
     """Show an error; gives its exit code."""
-    from rich.text import Text
-
     console = screen.progress()
     with suppress(BrokenPipeError):  # no reader is left; the exit code stays
         console.print(Text.assemble(("autockpt: ", "bold red"), message, (f" [{code}]" if code else "", "dim")))

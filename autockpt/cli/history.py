@@ -1,19 +1,41 @@
-"""``autockpt history``: what runs tried."""
+"""``autockpt history``: what runs tried: all runs, the trials of one, one trial in full."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from rich.console import Console
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
 
 from autockpt.cli import screen
 from autockpt.cli.guard import guarded
-from autockpt.cli.options import RUNS_FOLDER, arg, flag, opt, run_at
+from autockpt.cli.options import RUNS_FOLDER, arg, flag, opt
 from autockpt.errors import PlanError, RunDirectoryError, UsageError
+from autockpt.progress import FITS, STATES
+from autockpt.schema import Measurement, Trial, format_binary, format_bytes, words
+from autockpt.schema.known import legend_of_names
+from autockpt.schema.names import fold
+from autockpt.schema.plan import set_lines
+from autockpt.schema.runs import (
+    BY_LENGTH,
+    PLAN,
+    RunDirectory,
+    best,
+    measurements,
+    pareto_front,
+    plan_of_trial,
+    trial_of,
+)
+from autockpt.schema.words import step_note
+from autockpt.terminal import heading, plain_table, print_legend, simulated
 
-if TYPE_CHECKING:
-    from autockpt.schema import Trial
-    from autockpt.schema.runs import RunDirectory
+UNJUDGED = "not known: the budget was not known in bytes yet"
 
 
 @guarded
@@ -40,63 +62,54 @@ def history(
             raise UsageError("no run was named", remedy="Name a run's directory, or leave the other options out.")
         _list_runs(out, as_json)
         return
-    opened = run_at(run, out)
+    by_name = not run.exists() and len(run.parts) == 1 and (out / run).exists()
+    opened = RunDirectory.open(out / run if by_name else run)
     if page:
-        _write_page(opened, as_json)
+        from autockpt.analysis.page import write_page
+
+        path = str(write_page(opened))
+        if as_json:
+            screen.print_json(json.dumps({"page": path}))
+        else:
+            screen.results().print(path, soft_wrap=True)
     elif trial is not None:
         _print_trial(opened, trial, plan_out, as_json)
     else:
         _print_run(opened, as_json)
 
 
-def _write_page(run: RunDirectory, as_json: bool) -> None:
-    from autockpt.analysis.page import write_page
-
-    path = str(write_page(run))
-    if as_json:
-        screen.print_json(json.dumps({"page": path}))
-    else:
-        screen.results().print(path, soft_wrap=True)
-
-
 def _print_run(run: RunDirectory, as_json: bool) -> None:
-    from autockpt.schema.runs import pareto_front
-
     trials = run.trials()
     front = pareto_front(trials)
+    sets = _sets(run)
     if as_json:
         data: dict[str, Any] = {
             "run": str(run.path),
             "question": run.question,
             "trials": [t.model_dump(mode="json") for t in trials],
             "pareto_front": [t.number for t in front],
-            "sets": _sets(run),
+            "sets": sets,
         }
         screen.print_json(json.dumps(data, indent=2))
         return
-    from autockpt.cli.history_table import print_table, when
-    from autockpt.schema.step_note import step_note
-
-    console, note = screen.results(), step_note(run.environment(), None)
+    console = screen.results()
     begun, last = run.dates()
     console.print(str(run.path), style="bold", soft_wrap=True)
-    console.print(f"begun {when(begun)}, last trial {when(last)}", style="dim")
+    console.print(f"begun {_when(begun)}, last trial {_when(last)}", style="dim")
     if refused := run.refusal():
-        console.print(refused, markup=False, soft_wrap=True)
+        console.print(refused, soft_wrap=True)
     console.print()
     if not trials:
         console.print("nothing was tried yet")
         return
-    print_table(trials, front, console, note)
-    if sets := _sets(run):
+    print_table(trials, front, console, step_note(run.environment(), None))
+    if sets:
         console.print("\nThe answer's sets of choices, by the size of the batch:", style="bold")
-        console.print("\n".join(f"  {line}" for line in sets), markup=False, soft_wrap=True)
+        console.print("\n".join(f"  {line}" for line in sets), soft_wrap=True)
 
 
 def _sets(run: RunDirectory) -> list[str]:
     """A line for each set of the run's answer; none where that is no plan, one for all batches, or damaged."""
-    from autockpt.schema.plan import set_lines
-
     try:
         plan = run.plan()
     except PlanError:
@@ -105,8 +118,6 @@ def _sets(run: RunDirectory) -> list[str]:
 
 
 def _print_trial(run: RunDirectory, number: int, plan_out: Path | None, as_json: bool) -> None:
-    from autockpt.schema.runs import BY_LENGTH, PLAN, plan_of_trial, trial_of
-
     if plan_out is not None and plan_out.resolve() in (run.path.resolve() / name for name in (PLAN, BY_LENGTH)):
         raise UsageError(f"{plan_out} is where the run keeps its own answer", remedy="Give another --plan-out.")
     trial = trial_of(run, number)
@@ -116,35 +127,15 @@ def _print_trial(run: RunDirectory, number: int, plan_out: Path | None, as_json:
         data = {"trial": trial.model_dump(mode="json"), "readings": [r.model_dump(mode="json") for r in readings]}
         screen.print_json(json.dumps(data, indent=2))
         return
-    from autockpt.cli.history_table import print_trial
-
     console = screen.results()
     print_trial(trial, readings, console)
     if plan_out is not None:
         kept = f"; what stood there is kept as {set_aside}" if set_aside is not None else ""
-        console.print()
-        console.print(f"Its plan is written to {plan_out}{kept}.", soft_wrap=True)
-
-
-def _in_short(run: RunDirectory) -> tuple[dict[str, Any], Trial | None]:
-    """One run in a few facts, and its fastest trial that fits."""
-    from autockpt.cli.history_table import when
-    from autockpt.schema.runs import best
-
-    trials = run.trials()
-    return {
-        "run": run.path.name,
-        "date": when(run.dates()[1]),
-        "trials": len(trials),
-        "measured": sum(t.measured is not None for t in trials),
-        "infeasible": run.refusal().partition("\n")[0] or None,
-    }, next(iter(best(trials, 1)), None)
+        console.print(f"\nIts plan is written to {plan_out}{kept}.", soft_wrap=True)
 
 
 def _list_runs(out: Path, as_json: bool) -> None:
     """A row per run in a folder, oldest first; damaged ones named rather than hidden."""
-    from autockpt.schema.runs import RunDirectory, row
-
     runs: list[tuple[dict[str, Any], Trial | None]] = []
     for path in sorted(p for p in out.glob("*_*_*_*") if p.is_dir()):
         try:
@@ -153,12 +144,160 @@ def _list_runs(out: Path, as_json: bool) -> None:
             runs.append(({"run": path.name, "damaged": error.message}, None))
     runs.sort(key=lambda run: run[0].get("date", ""))
     if as_json:
-        screen.print_json(
-            json.dumps([facts | {"best": row(best) if best is not None else None} for facts, best in runs], indent=2)
-        )
+        listed = [facts | {"best": _row(trial) if trial is not None else None} for facts, trial in runs]
+        screen.print_json(json.dumps(listed, indent=2))
         return
     if not runs:
         raise UsageError(f"there are no runs in {out}", remedy="Name a run's directory, or the folder with --out.")
-    from autockpt.cli.history_table import print_runs
+    _print_runs(runs, screen.results())
 
-    print_runs(runs, screen.results())
+
+def _in_short(run: RunDirectory) -> tuple[dict[str, Any], Trial | None]:
+    """One run in a few facts, and its fastest trial that fits."""
+    trials = run.trials()
+    return {
+        "run": run.path.name,
+        "date": _when(run.dates()[1]),
+        "trials": len(trials),
+        "measured": sum(t.measured is not None for t in trials),
+        "infeasible": run.refusal().partition("\n")[0] or None,
+    }, next(iter(best(trials)), None)
+
+
+def _row(trial: Trial) -> dict[str, Any]:
+    """A trial in one row of plain values; None for what is not known."""
+    own = ("number", "name", "encoding", "state", "feasible", "plan_hash", "elapsed_seconds", "message")
+    row = {name: getattr(trial, name) for name in own}
+    for name in ("peak_bytes", "step_seconds", "host_bytes"):
+        row[name] = getattr(trial.score, name, None)
+    for name in ("noise", "steps"):
+        row[name] = getattr(trial.measured, name, None)
+    for name in ("peak_bytes", "step_seconds"):
+        row[f"predicted_{name}"] = getattr(trial.predicted, name, None)
+    return row
+
+
+def _when(seconds: float) -> str:
+    """A time of day, in the machine's own zone: ``2026-11-22 17:05``."""
+    return datetime.fromtimestamp(seconds).astimezone().strftime("%Y-%m-%d %H:%M")
+
+
+def _print_runs(runs: Sequence[tuple[Mapping[str, Any], Trial | None]], console: Console) -> None:
+    """Print runs in the order given, each as its facts and its best trial, then in words why a run has none."""
+    table = plain_table("run", ">last trial", ">trials", ">best", ">its peak")
+    for facts, fastest in runs:
+        if "damaged" not in facts:
+            score = fastest.score if fastest is not None else None
+            known = words.step_of(score), format_binary(score.peak_bytes) if score is not None else "—"
+            step, peak = ("—" if facts["infeasible"] else "none yet", "—") if score is None else known
+            # without the year and the noise, which a narrow terminal has no room for
+            date = facts["date"].partition("-")[2]
+            table.add_row(facts["run"], date, str(facts["trials"]), step.partition(" ±")[0], peak)
+    console.print(table)
+    if any(fastest is not None and fastest.state == "simulated" for _, fastest in runs):
+        console.print(simulated())
+    for facts, _ in runs:
+        if why := facts.get("damaged") or facts["infeasible"]:
+            console.print(f"{facts['run']}: {why}", soft_wrap=True)
+
+
+def print_table(trials: Sequence[Trial], front: Sequence[Trial], console: Console, step_note: str = "") -> None:
+    """Print trials in the order given, and what the letters mean."""
+    console.print(_trials_table(trials, {t.number for t in front}, console.width))
+    console.print()
+    letters = ", ".join(f"{letter} {kind}" for letter, kind in words.letters(trial.choices for trial in trials))
+    said = f"A letter for each layer, first to last: {letters}; a small letter: for its attention or MLP alone"
+    console.print(Text(said, style="dim"))
+    print_legend((choice for trial in trials for choice in trial.choices.values()), console)
+    for line in legend_of_names(trial.name for trial in trials):
+        console.print(Padding.indent(Text(line, style="dim"), 2))
+    if front:
+        console.print(Text("* on the Pareto front: no other is both faster and leaner", style="dim"))
+    if any(t.state == "simulated" for t in trials):
+        console.print(simulated(step_note))
+    if any(t.feasible is None for t in trials):
+        console.print(Text(f"? {UNJUDGED}", style="dim"))
+    console.print()
+
+
+def _trials_table(trials: Sequence[Trial], front: set[int], width: int) -> Table:
+    """Number, encoding, peak, step time, verdict, hash and the choices in one line, of one length for all."""
+    units = list(dict.fromkeys(name for trial in trials for name in trial.choices))
+    table = plain_table("", ">#", "encoding", ">peak", ">step", "fits", "plan", "<choices")
+    for trial in trials:
+        known, mark = trial.measured or trial.predicted, "" if trial.measured is not None else "~"
+        table.add_row(
+            "*" if trial.number in front else "",
+            str(trial.number),
+            trial.encoding if trial.encoding != "baseline" else trial.name,
+            f"{mark}{format_binary(known.peak_bytes)}" if known is not None else "—",
+            words.step_of(known),
+            _fits(trial),
+            trial.plan_hash[:8],
+            words.strip(trial.choices, max(12, width - 66), units),
+        )
+    return table
+
+
+def _fits(trial: Trial) -> Text:
+    if trial.state in ("out_of_memory", "failed"):
+        return Text("OOM" if trial.state == "out_of_memory" else "failed", style="red")
+    word, style = {None: ("?", "dim"), True: ("yes", "green"), False: ("no", "red")}[trial.feasible]
+    return Text(word, style=style)
+
+
+def print_trial(trial: Trial, readings: Sequence[Trial], console: Console) -> None:
+    """One trial in full; ``readings`` are all lines that were written about it, oldest first."""
+    console.print(Text(f"Trial {trial.number}: {trial.name}", style="bold"))
+    verdict = STATES[trial.state] or FITS[trial.feasible] or UNJUDGED
+    console.print(f"{verdict}{f': {trial.message}' if trial.message else ''}", soft_wrap=True)
+    facts = [f"proposed as {trial.encoding}", f"plan {trial.plan_hash}"]
+    if trial.elapsed_seconds:
+        facts.append(f"ended {words.seconds(trial.elapsed_seconds)} after the search began")
+    console.print(Text(", ".join(facts), style="dim"), soft_wrap=True)
+    console.print()
+    console.print(_beside(trial))
+    measured = measurements(readings)
+    if len(measured) > 1:
+        heading("Measured more than once; the last one counts", console, _readings(measured))
+    if trial.parameters:
+        said = ", ".join(f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in trial.parameters.items())
+        console.print(f"\nParameters: {said}", soft_wrap=True)
+    console.print(f"\n{words.strip(trial.choices)}   {words.tally(trial.choices)}")
+    for pattern, choice in fold(trial.choices).items():
+        console.print(Text(f"  {pattern}: {choice}", style="dim"), soft_wrap=True)
+    print_legend(trial.choices.values(), console)
+
+
+def _beside(trial: Trial) -> Table:
+    """Prediction next to measurement."""
+    table = plain_table("", ">predicted", ">measured", ">measured over predicted")
+    predicted, measured = trial.predicted, trial.measured
+    expected = predicted.step_seconds if predicted else None
+
+    def add_sizes(name: str, field: str) -> None:
+        said, real = (getattr(reading, field, None) for reading in (predicted, measured))
+        more = "—" if said is None or real is None else f"{'+' if real > said else ''}{format_binary(real - said)}"
+        sizes = "—" if said is None else format_binary(said), "—" if real is None else format_bytes(real)
+        table.add_row(name, *sizes, more)
+
+    add_sizes("peak", "peak_bytes")
+    table.add_row(
+        "step",
+        words.seconds(expected) if expected else "—",
+        words.step_of(measured),
+        words.share(measured.step_seconds / expected - 1, signed=True) if measured and expected else "—",
+    )
+    if (predicted and predicted.host_bytes) or (measured and measured.host_bytes):
+        add_sizes("host", "host_bytes")
+    return table
+
+
+def _readings(measured: Sequence[Measurement]) -> Table:
+    table = plain_table(">", ">peak", ">step", ">steps", "<seconds of each step")
+    for number, reading in enumerate(measured, 1):
+        times = ", ".join(f"{t:.4g}" for t in reading.times) or "—"
+        table.add_row(
+            str(number), format_binary(reading.peak_bytes), words.step_time(reading), str(reading.steps), times
+        )
+    return table

@@ -5,17 +5,17 @@ from __future__ import annotations
 import functools
 import inspect
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import typer
+from pydantic import ValidationError
 
 from autockpt.errors import UsageError
-
-if TYPE_CHECKING:
-    from autockpt.schema import Hardware, WorkloadSpec
-    from autockpt.schema.runs import RunDirectory
+from autockpt.schema import WorkloadSpec
+from autockpt.schema.base import first_violation
+from autockpt.schema.yaml import read
 
 
 def opt(usage: str, help: str, default: Any = None, **settings: Any) -> Any:
@@ -112,9 +112,6 @@ def takes_workload(verb: Callable[..., None], **instead: Any) -> Callable[..., N
 
 def job_file(path: Path) -> dict[str, Any]:
     """The settings in a job file: fields of WorkloadSpec. Raises UsageError with the line for what is none of them."""
-    from autockpt.schema.workload import WorkloadSpec
-    from autockpt.schema.yaml import read
-
     document = read(path)
     if not isinstance(document.data, dict) or not document.data:
         raise document.complain((), "this job file holds no settings", "Write one `name: value` per line.")
@@ -130,11 +127,6 @@ def workload_spec(
 
     Raises UsageError where no model is known or a value is not allowed.
     """
-    from pydantic import ValidationError
-
-    from autockpt.schema.base import first_violation
-    from autockpt.schema.workload import WorkloadSpec
-
     start = base.model_dump() if base is not None else {"model": default} if default else {}
     values = start | dict(given)
     if "model" not in values:
@@ -150,30 +142,6 @@ def workload_spec(
             f"--{field.replace('_', '-')} {values.get(field)}: {why}",
             remedy=WORKLOAD_OPTIONS[field][1].help if field in WORKLOAD_OPTIONS else "See `--help` for what it takes.",
         ) from None
-
-
-def named_hardware(name: str | None) -> Hardware | None:
-    """The device that ``--hardware`` names. Raises UsageError for one that is not described."""
-    if name is None:
-        return None
-    from autockpt.shipped import load_hardware
-
-    return load_hardware(name)
-
-
-def run_at(run: Path, out: Path) -> RunDirectory:
-    """The run of a directory, or of a name in the folder of runs. Raises RunDirectoryError where there is none."""
-    from autockpt.schema.runs import RunDirectory
-
-    known = not run.exists() and len(run.parts) == 1 and (out / run).exists()
-    return RunDirectory.open(out / run if known else run)
-
-
-def one_of(option: str, given: str | None, known: Sequence[str]) -> Any:
-    """What was given, if it is known or nothing was given. Raises UsageError for another word."""
-    if given is None or given in known:
-        return given
-    raise UsageError(f"{option} {given} is not known", remedy=f"Write {option} {', '.join(known[:-1])} or {known[-1]}.")
 
 
 def listed(text: str) -> tuple[str, ...]:

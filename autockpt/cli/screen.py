@@ -3,27 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
-if TYPE_CHECKING:
-    from rich.console import Console
+from rich.console import Console
 
-    from autockpt.schema import Data
+from autockpt.schema import Data
+from autockpt.terminal import console
 
-Answer = TypeVar("Answer", bound="Data")
+Answer = TypeVar("Answer", bound=Data)
 
 
 def results() -> Console:
     """The console for results."""
-    from autockpt.terminal import console
-
     return console(stderr=False)
 
 
 def progress() -> Console:
     """The console for progress, notes and errors."""
-    from autockpt.terminal import console
-
     return console(stderr=True)
 
 

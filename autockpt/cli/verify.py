@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import typer
+from rich.console import Console
+from rich.text import Text
 
 from autockpt.cli import screen
 from autockpt.cli.guard import FAILED, guarded
 from autockpt.cli.options import DEVICE, JOB, arg, flag, job_file, workload_spec
 from autockpt.errors import UsageError
-
-if TYPE_CHECKING:
-    from rich.console import Console
-
-    from autockpt.schema import VerifyReport
+from autockpt.progress import listener
+from autockpt.schema import VerifyReport
+from autockpt.schema.runs import plan_at
+from autockpt.schema.verification import MARKS
+from autockpt.terminal import bullets, plain_table
 
 
 @guarded
@@ -32,8 +33,6 @@ def verify(
     peak and step time must be as promised. The training step is the one that the plan was made for; a job file
     changes it, or describes it where the plan does not. Exits with 4 where a promise is not kept.
     """
-    from autockpt.schema.runs import plan_at
-
     base = plan_at(plan).workload
     if base is None and job is None:
         raise UsageError(
@@ -42,7 +41,6 @@ def verify(
         )
     spec = workload_spec(job_file(job) if job is not None else {}, base=base)
     from autockpt.analysis.verify import verify as run_verification
-    from autockpt.progress import listener
 
     with listener(screen.progress()) as watcher:
         report = run_verification(plan, spec, device=device, listener=watcher)
@@ -56,11 +54,6 @@ _COLOURS = {"passed": "green", "failed": "bold red", "skipped": "yellow"}
 
 def print_report(report: VerifyReport, console: Console) -> None:
     """Print every check with what it compared, then the verdict."""
-    from rich.text import Text
-
-    from autockpt.schema.verification import MARKS
-    from autockpt.terminal import bullets, plain_table
-
     table = plain_table("", "", "<", show_header=False)
     for check in report.checks:
         table.add_row(Text(MARKS[check.state], style=_COLOURS[check.state]), check.name, check.detail)

@@ -12,8 +12,8 @@ from autockpt.devices.base import Device
 from autockpt.devices.cpu import CpuDevice
 from autockpt.devices.cuda import CudaDevice
 from autockpt.errors import UsageError
+from autockpt.schema.base import closest
 from autockpt.schema.device import WITHOUT_STREAMS
-from autockpt.schema.suggest import closest
 
 
 class DeviceKind(Protocol):

@@ -18,12 +18,11 @@ from typing import Any
 
 from autockpt.errors import PlanError, UsageError
 from autockpt.schema import words
-from autockpt.schema.base import Data
+from autockpt.schema.base import Data, did_you_mean
 from autockpt.schema.known import known_plans
 from autockpt.schema.names import listing, outermost, parse_pattern
 from autockpt.schema.plan import Comparison, Plan
 from autockpt.schema.sizes import format_binary
-from autockpt.schema.suggest import did_you_mean
 
 
 class Exported(Data):

@@ -28,7 +28,7 @@ from autockpt.runtime.check_report import Proof, UnitProof
 from autockpt.runtime.compiled import compiled_as
 from autockpt.runtime.session import Session, attach_units, look_after
 from autockpt.schema.choices import Choice
-from autockpt.schema.sets import When
+from autockpt.schema.plan import When
 from autockpt.schema.sizes import format_binary
 
 SHOWN = 5  # moves

@@ -12,9 +12,8 @@ from typing import Annotated, Any, ClassVar, Literal, Self, get_args
 from pydantic import AfterValidator, BeforeValidator, Field, TypeAdapter, ValidationError, model_validator
 
 from autockpt.errors import PlanError
-from autockpt.schema.base import Data, short
+from autockpt.schema.base import Data, did_you_mean, short
 from autockpt.schema.graph import Tier, UnitRole
-from autockpt.schema.suggest import did_you_mean
 
 LAYERS: tuple[UnitRole, ...] = ("block", "attention", "mlp")
 ATTENTION = "fused_attention"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import pairwise
 from typing import Literal
 
 from pydantic import Field
@@ -74,6 +76,14 @@ class Curve(Data):
     peak_target: str = ""
     peak_phase: Phase = "forward"
     peak_module: str = ""
+
+
+def resampled(values: Sequence[int], columns: int) -> list[int]:
+    """The index of the largest value of each of ``columns`` equal runs; repeated where there are fewer values."""
+    if not values:
+        return []
+    bounds = pairwise(column * len(values) // columns for column in range(columns + 1))
+    return [max(range(first, max(first + 1, last)), key=values.__getitem__) for first, last in bounds]
 
 
 class Moment(Data):

@@ -15,8 +15,8 @@ from itertools import product
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from autockpt.errors import PlanError
+from autockpt.schema.base import closest
 from autockpt.schema.choices import Choice
-from autockpt.schema.suggest import closest
 
 T = TypeVar("T")
 _RANGE = re.compile(r"([0-9]+)-([0-9]+)")

@@ -12,25 +12,24 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import Field, PrivateAttr, ValidationError, model_validator
+from pydantic import BeforeValidator, Field, PrivateAttr, ValidationError, model_validator
 
 from autockpt.errors import PlanError
 from autockpt.schema import planfile, words
 from autockpt.schema.arguments import python_door
 from autockpt.schema.base import Data, Facts
-from autockpt.schema.choices import SAVE, Choice, CompileBudget, choice_kinds, dump_choice, dump_choices
+from autockpt.schema.choices import SAVE, Choice, CompileBudget, choice_kinds, dump_choice, dump_choices, parse_choices
 from autockpt.schema.device import Environment
 from autockpt.schema.files import set_aside, write_file, writing
 from autockpt.schema.graph import Unit, UnitRole
 from autockpt.schema.known import ALL, NONE
 from autockpt.schema.names import Entry, align, check_nesting, expand, fold, listing, outermost, parse_pattern, views
 from autockpt.schema.planfile import SCHEMA_VERSION
-from autockpt.schema.sets import OF_A_SET, Choices, ChoiceSet, When
 from autockpt.schema.sizes import ResolvedBudget, format_binary, format_bytes
-from autockpt.schema.step_note import step_note
 from autockpt.schema.trial import Measurement, Prediction
+from autockpt.schema.words import step_note
 from autockpt.schema.workload import WorkloadSpec
 from autockpt.schema.yaml import Document
 
@@ -41,6 +40,12 @@ NEVER_CALLED = "never called"
 """In a plan's settings: what would be units if the step called it, as a vision tower where it reads text alone."""
 R = TypeVar("R", Prediction | None, Measurement | None)
 Verdict = Literal["fits", "over_budget", "out_of_memory", "not_measured"]
+
+Choices = Annotated[
+    dict[str, Choice], BeforeValidator(lambda value: parse_choices(value) if isinstance(value, Mapping) else value)
+]
+"""By pattern; read as a file has them."""
+OF_A_SET = ("when", "share", "predicted", "measured", "choices")
 
 
 class Comparison(Data):
@@ -65,6 +70,53 @@ class Structure(Data):
     def classes(self) -> dict[str, str]:
         """Class by exact unit name."""
         return {name: cls for pattern, cls in self.units.items() for name in parse_pattern(pattern).enumerate()}
+
+
+class When(Data):
+    """Which batches a set of choices is for: those with at most so many tokens, padding included.
+
+    ``longest`` bounds the sequences as well, where attention keeps scores of every pair of tokens.
+    """
+
+    tokens: int = Field(gt=0, description="rows × padded length of a micro-batch")
+    longest: int | None = Field(default=None, gt=0, description="padded length; of packed sequences the longest")
+
+    def __str__(self) -> str:
+        return f"{self.tokens:,} tokens" + (f", sequences up to {self.longest:,}" if self.longest else "")
+
+    def covers(self, tokens: int, longest: int) -> bool:
+        """Whether a batch is no larger than this."""
+        return tokens <= self.tokens and (self.longest is None or longest <= self.longest)
+
+
+class ChoiceSet(Data):
+    """Choices for batches that are smaller than what the plan's own choices are for. ``Plan.sets`` makes plans of them.
+
+    ``hash`` and the numbers are as in a plan; ``share`` is how many of all batches were expected to go by this set.
+    """
+
+    when: When
+    hash: str = ""
+    share: float | None = Field(default=None, ge=0, le=1, description="share of all batches")
+    predicted: Prediction | None = None
+    measured: Measurement | None = None
+    choices: Choices = Field(min_length=1)
+
+    @classmethod
+    def of(cls, hash: str, values: Mapping[str, Any]) -> ChoiceSet:
+        """A set of these values, ``hash`` being that of its choices."""
+        when: When = values["when"]
+        return cls(**{**values, "hash": f"{hash}@{when.tokens}" if hash else ""})
+
+    @property
+    def hash_of_choices(self) -> str:
+        """The hash of the choices, as long as they are still for the batches that they were found for."""
+        found, _, tokens = self.hash.partition("@")
+        return found if tokens in ("", str(self.when.tokens)) else "edited"
+
+    def written(self) -> dict[str, Any]:
+        """As it stands in a plan's file."""
+        return self.model_dump(mode="json", exclude_defaults=True) | {"choices": dump_choices(self.choices)}
 
 
 class Plan(Data):

@@ -11,10 +11,10 @@ from typing import Any
 import yaml
 
 from autockpt.errors import PlanError
+from autockpt.schema.base import closest
 from autockpt.schema.choices import choice_kinds, legend, parse_choice
 from autockpt.schema.names import parse_pattern
 from autockpt.schema.sizes import format_bytes
-from autockpt.schema.suggest import closest
 from autockpt.schema.yaml import Document, read
 
 SCHEMA_VERSION = 1

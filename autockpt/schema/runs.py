@@ -616,25 +616,3 @@ class Run:
     def plan_of(self, number: int) -> Plan:
         """The plan of a trial. Raises RunDirectoryError for a number that the run does not have."""
         return plan_of_trial(self._directory, trial_of(self._directory, number))
-
-
-def row(trial: Trial) -> dict[str, Any]:
-    """A trial in one row of plain values; None for what is not known."""
-    score, predicted, measured = trial.score, trial.predicted, trial.measured
-    return {
-        "number": trial.number,
-        "name": trial.name,
-        "encoding": trial.encoding,
-        "state": trial.state,
-        "feasible": trial.feasible,
-        "peak_bytes": score.peak_bytes if score is not None else None,
-        "step_seconds": score.step_seconds if score is not None else None,
-        "noise": measured.noise if measured is not None else None,
-        "steps": measured.steps if measured is not None else None,
-        "host_bytes": score.host_bytes if score is not None else None,
-        "predicted_peak_bytes": predicted.peak_bytes if predicted is not None else None,
-        "predicted_step_seconds": predicted.step_seconds if predicted is not None else None,
-        "plan_hash": trial.plan_hash,
-        "elapsed_seconds": trial.elapsed_seconds,
-        "message": trial.message,
-    }

@@ -8,9 +8,8 @@ from typing import Annotated
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from autockpt.errors import UsageError
-from autockpt.schema.base import Data
+from autockpt.schema.base import Data, did_you_mean
 from autockpt.schema.choices import head_kinds, searched_kinds
-from autockpt.schema.suggest import did_you_mean
 
 SPACE_VERSION = 1
 _BY_OPTION = {"chunked_loss": "--allow-inexact (its gradients are equal up to rounding)", "compile_budget": "--compile"}

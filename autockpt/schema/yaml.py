@@ -14,9 +14,8 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from autockpt.errors import UsageError, plainly
-from autockpt.schema.base import short
+from autockpt.schema.base import closest, short
 from autockpt.schema.files import read_regular, reason
-from autockpt.schema.suggest import closest
 
 MAX_BYTES = 1_000_000
 M = TypeVar("M", bound=BaseModel)

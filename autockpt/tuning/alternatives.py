@@ -17,7 +17,7 @@ import torch
 from autockpt.cost import UniformRuns
 from autockpt.errors import AutockptError, UsageError
 from autockpt.schema import SearchRequest
-from autockpt.schema.remedy import FOUR_BITS, INEXACT, Alternative, batch, joined
+from autockpt.schema.outlook import FOUR_BITS, INEXACT, Alternative, batch, joined
 from autockpt.tuning.sizes import Variant, WhatIf, job_of, largest_that_fits, predictions
 from autockpt.workload import Step
 from autockpt.workload.factory import is_factory

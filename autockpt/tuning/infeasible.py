@@ -10,8 +10,7 @@ from autockpt.cost import CostModel, uniform_graphs
 from autockpt.errors import InfeasibleError
 from autockpt.schema import ResolvedBudget, SearchRequest, format_bytes
 from autockpt.schema.choices import ChunkedLoss
-from autockpt.schema.outlook import Outlook
-from autockpt.schema.remedy import SMALLER, Alternative
+from autockpt.schema.outlook import SMALLER, Alternative, Outlook
 from autockpt.schema.runs import RunDirectory
 from autockpt.tuning.alternatives import SORTS, alternatives
 from autockpt.tuning.opening import blocks_of

@@ -22,8 +22,8 @@ from autockpt.schema import Budget, Listener, Plan, SearchOutcome, SearchRequest
 from autockpt.schema.choices import SAVE
 from autockpt.schema.known import NONE
 from autockpt.schema.lengths import Lengths
+from autockpt.schema.plan import When
 from autockpt.schema.runs import BY_LENGTH, RunDirectory
-from autockpt.schema.sets import When
 from autockpt.tuning.question import Clock
 from autockpt.tuning.record import save_plan_copy
 from autockpt.tuning.search import run_search

@@ -13,7 +13,7 @@ from autockpt.schema.known import ALL, OURS
 from autockpt.schema.plan import Comparison, Plan, Verdict, plan_hash
 from autockpt.schema.request import FinishedSearch, SearchOutcome
 from autockpt.schema.runs import RunDirectory
-from autockpt.schema.step_note import step_note
+from autockpt.schema.words import step_note
 from autockpt.tuning.loop import SearchResult
 from autockpt.tuning.outlook import look_around, trade
 from autockpt.tuning.question import Clock

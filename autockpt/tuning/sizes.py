@@ -39,7 +39,7 @@ from autockpt.schema import (
 )
 from autockpt.schema.choices import CHUNKED_SOFTMAX
 from autockpt.schema.explanation import Dimension, Largest, LargestPlan
-from autockpt.schema.step_note import step_note
+from autockpt.schema.words import step_note
 from autockpt.tracing import Tracer, torch_device, tracer_for
 from autockpt.tuning.opening import LEANEST_CHUNKS, blocks_of
 from autockpt.workload import Step, cut_tensors, nested_tensors

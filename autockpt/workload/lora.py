@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from autockpt.errors import UsageError, WorkloadError
-from autockpt.schema.suggest import did_you_mean
+from autockpt.schema.base import did_you_mean
 from autockpt.schema.workload import WorkloadSpec, as_option
 from autockpt.workload.failures import needed, summary
 from autockpt.workload.quantised import is_quantised, prepare_for_training

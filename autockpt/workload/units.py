@@ -18,10 +18,10 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from autockpt.errors import PlanError, UsageError
+from autockpt.schema.base import closest
 from autockpt.schema.graph import Unit, UnitRole
 from autockpt.schema.names import align, ancestors, fold, listing, outermost, parse_pattern, strip_prefixes
 from autockpt.schema.plan import Plan
-from autockpt.schema.suggest import closest
 from autockpt.workload.names import class_name, named_units, unwrap
 
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)

@@ -9,8 +9,7 @@ from autockpt.analysis.page import contents_of, run_page, without_paths, write_p
 from autockpt.errors import RunDirectoryError
 from autockpt.schema import RECOMPUTE
 from autockpt.schema.known import NUMBERED
-from autockpt.schema.outlook import Outlook
-from autockpt.schema.remedy import Alternative
+from autockpt.schema.outlook import Alternative, Outlook
 from autockpt.schema.runs import RunDirectory
 from tests.analysis.samples import make_run
 

@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 import typer
 
-from autockpt.cli.app import VERBS, build
-from autockpt.cli.panels import PANELS
+from autockpt.cli.app import PANELS, VERBS, build
 
-HEAVY = ("torch", "optuna", "transformers", "scipy", "numpy", "matplotlib", "jinja2", "pydantic", "rich")
+HEAVY = ("torch", "optuna", "transformers", "scipy", "numpy", "matplotlib", "jinja2")
 
 
 def fresh(code: str, **environment: str) -> subprocess.CompletedProcess[str]:

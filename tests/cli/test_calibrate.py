@@ -4,7 +4,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
+from autockpt.cli.calibrate import print_hardware
 from autockpt.cost import calibrate
 from autockpt.cost.calibrate import described
 from autockpt.errors import DeviceOutOfMemory
@@ -57,3 +59,13 @@ def test_failures_are_explained(autockpt, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(calibrate, "measure_in_child", lambda *_, **__: described(machine(launch_seconds=1.0)))
     result = autockpt("calibrate", "--device", "cpu")
     assert (result.code, result.error) == (4, "measurement") and "launch_seconds" in result.err
+
+
+def test_measured_beside_the_built_in_description() -> None:
+    console = Console(width=100, color_system=None)
+    with console.capture() as capture:
+        print_hardware(load_hardware("t4"), load_hardware("a100-40"), console)
+    text = capture.get()
+    line = next(line for line in text.splitlines() if line.startswith("memory bandwidth"))
+    assert "built-in: a100-40" in text and "320 GB/s" in line and "1.55 TB/s" in line and "20.6 %" in line
+    assert "312 TFLOP/s" in text, "what only one side has is shown"

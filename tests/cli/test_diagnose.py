@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import io
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,11 +11,11 @@ from rich.console import Console
 from autockpt.analysis import diagnose as diagnosing
 from autockpt.analysis.diagnose import Diagnosis, Room, advice_of, verdict_of
 from autockpt.analysis.oom_log import read_text
-from autockpt.cli.diagnose_table import print_diagnosis
+from autockpt.cli.diagnose import print_diagnosis
 from autockpt.schema import Comparison, Prediction, WorkloadSpec
 from autockpt.schema.choices import parse_choice
 from autockpt.schema.explanation import Holding
-from autockpt.schema.remedy import Alternative
+from autockpt.schema.outlook import Alternative
 from tests.analysis.logs import FORWARD, message
 
 GIB = 2**30
@@ -81,11 +82,11 @@ class Asked:
     """Stands for the package that simulates; remembers questions."""
 
     def __init__(self) -> None:
-        self.questions: list[Any] = []
+        self.questions: list[SimpleNamespace] = []
         self.answer: Diagnosis = planned()
 
-    def diagnose(self, question: Any, listener: Any = None) -> Diagnosis:
-        self.questions.append(question)
+    def diagnose(self, log: Any, spec: Any, **options: Any) -> Diagnosis:
+        self.questions.append(SimpleNamespace(log=log, spec=spec, **options))
         return self.answer
 
 

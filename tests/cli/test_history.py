@@ -4,13 +4,15 @@ from pathlib import Path
 
 import pytest
 
+from autockpt.cli.history import print_table
 from autockpt.errors import RunDirectoryError
+from autockpt.schema import RECOMPUTE
 from autockpt.schema.outlook import Outlook
 from autockpt.schema.plan import Plan
 from autockpt.schema.runs import BY_LENGTH, RunDirectory, plan_at, plan_file
 from tests.analysis import samples
 from tests.errors import raises
-from tests.samples import trial
+from tests.samples import console, trial
 
 
 def make_run(root: Path, budget: str = "60%") -> RunDirectory:
@@ -147,3 +149,30 @@ def test_a_run_by_path_or_name_becomes_a_page(autockpt, tmp_path: Path) -> None:
 @pytest.mark.parametrize("options", [("--trial", "1"), ("--plan-out", "x.yaml"), ("--page",)])
 def test_what_is_about_one_run_needs_one(autockpt, options: tuple[str, ...]) -> None:
     assert autockpt("history", *options).code == 2
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_trials_and_their_front(width: int) -> None:
+    trials = [
+        trial(0, encoding="baseline", name="recompute all"),
+        trial(1),
+        trial(2, state="out_of_memory", feasible=False, measured=None),
+        trial(4, feasible=False, state="over_budget"),
+    ]
+    screen, raw = console(width)
+    print_table(trials, [trials[1]], screen)
+    print_table([trial(5, choices={f"h.{i}": RECOMPUTE for i in range(100)})], [], screen)
+    text = raw.getvalue().decode()
+    lines = text.splitlines()
+    assert all(len(line) <= width for line in lines) and "…" not in text
+    assert next(line for line in lines if line.startswith("*")).split()[1] == "1"
+    assert "recompute all" in text and "OOM" in text and "R×100" in text
+    assert "....ORRRRRRR" in text and trials[0].plan_hash[:8] in text and "Pareto" in text
+
+
+def test_a_simulated_peak_is_shown_without_a_column() -> None:
+    screen, raw = console(80)
+    print_table([trial(0, measured=None), trial(1)], [], screen)
+    lines = raw.getvalue().decode().splitlines()
+    simulated, measured = (next(line for line in lines if line.split()[:1] == [n]) for n in "01")
+    assert "~" in simulated and "iB" in simulated and "—" not in simulated and "~" not in measured

@@ -13,8 +13,7 @@ import yaml
 from autockpt.errors import PlanError, UsageError
 from autockpt.integrations.export import TARGETS, LayerChoices, _supported, export, nearest
 from autockpt.schema import Plan
-from autockpt.schema.plan import Structure
-from autockpt.schema.sets import When
+from autockpt.schema.plan import Structure, When
 from tests.errors import raises
 
 LAYERS = 8

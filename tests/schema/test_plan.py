@@ -26,8 +26,7 @@ from autockpt.schema import (
     words,
 )
 from autockpt.schema.choices import CHUNKED_LOSS
-from autockpt.schema.plan import NEVER_CALLED, applied, choice_lines
-from autockpt.schema.sets import When
+from autockpt.schema.plan import NEVER_CALLED, When, applied, choice_lines
 from tests.samples import row
 
 UNITS = tuple(Unit(name=f"model.layers.{i}", cls="LlamaDecoderLayer", kind=0) for i in range(12)) + tuple(

@@ -10,7 +10,7 @@ from torch import nn
 
 from autockpt.errors import UsageError
 from autockpt.schema import WorkloadSpec
-from autockpt.schema.remedy import FOUR_BITS, batch, joined
+from autockpt.schema.outlook import FOUR_BITS, batch, joined
 from autockpt.tuning import alternatives, search_request
 from autockpt.tuning.alternatives import Change
 from autockpt.workload import Step

@@ -125,7 +125,7 @@ def test_wrong_questions_are_refused_at_once():
 def test_the_table_fits_eighty_columns():
     from rich.console import Console
 
-    from autockpt.cli.estimate_table import print_estimates
+    from autockpt.cli.estimate import print_estimates
 
     console = Console(width=80, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
     common = {"model": "gpt-oss-20b", "card": "rtx6000-ada", "batch_size": 16, "seq_len": 32768}

@@ -8,13 +8,12 @@ import pytest
 import torch
 import transformers
 
-from autockpt.cli.options import named_hardware
 from autockpt.errors import HostBudgetExceeded, InfeasibleError, UsageError
 from autockpt.runtime import apply
 from autockpt.schema import Plan, SearchRequest, WorkloadSpec, parse_budget
 from autockpt.schema.choices import CHUNKED_SOFTMAX, OFFLOAD, ChunkedLoss
-from autockpt.schema.remedy import INEXACT
-from autockpt.shipped import load_space
+from autockpt.schema.outlook import INEXACT
+from autockpt.shipped import load_hardware, load_space
 from autockpt.tracing import Tracer
 from autockpt.tuning import run_search, search_request
 from autockpt.tuning.opening import CHUNKS
@@ -115,7 +114,7 @@ def test_measured_it_holds_the_budget_with_plain_plans_beside_it(heavy: SearchRe
 def test_deep_models_on_other_hardware_have_it_too(heavy: SearchRequest, tmp_path: Path) -> None:
     deep = model_in(tmp_path / "deep", vocab_size=32768, hidden_size=64, intermediate_size=128, num_hidden_layers=16)
     spec = WorkloadSpec(model=deep, batch_size=8, seq_len=512, dtype="bf16", optimizer="sgd")
-    hardware = named_hardware("rtx4090")
+    hardware = load_hardware("rtx4090")
     changes = {"workload": spec, "hardware": hardware, "budget": parse_budget("70%"), "out": tmp_path}
     outcome = run_search(heavy.model_copy(update=changes))
     assert outcome.plan is not None and outcome.plan.choices["lm_head"] == CHUNKED_SOFTMAX

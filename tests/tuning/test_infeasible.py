@@ -12,7 +12,7 @@ import pytest
 from autockpt.errors import ConflictError, InfeasibleError
 from autockpt.schema import SAVE, SearchRequest, Silence, WorkloadSpec, parse_budget
 from autockpt.schema.choices import CHUNKED_SOFTMAX, ChunkedLoss
-from autockpt.schema.remedy import INEXACT, SMALLER, Alternative, batch, joined
+from autockpt.schema.outlook import INEXACT, SMALLER, Alternative, batch, joined
 from autockpt.shipped import load_space
 from autockpt.tuning import alternatives, infeasible, sizes
 from autockpt.tuning.question import Clock

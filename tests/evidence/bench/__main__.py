@@ -13,6 +13,7 @@ import typer
 
 from autockpt.callstack import with_room
 from autockpt.cli import screen
+from autockpt.cli.app import PanelCommand
 from autockpt.cli.guard import INTERRUPTED, guarded
 from autockpt.cli.options import (
     DEVICE,
@@ -25,7 +26,6 @@ from autockpt.cli.options import (
     takes_workload,
     workload_spec,
 )
-from autockpt.cli.panels import PanelCommand
 from autockpt.errors import UsageError
 
 if TYPE_CHECKING:

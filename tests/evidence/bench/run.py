@@ -22,7 +22,7 @@ from autockpt.schema import (
     dump_choices,
     parse_budget,
 )
-from autockpt.schema.suggest import did_you_mean
+from autockpt.schema.base import did_you_mean
 from autockpt.tuning import run_search
 from autockpt.tuning.targets.base import COMPILING, STEPS
 from tests.evidence.bench.judging import lines_of, open_rows, results_of
