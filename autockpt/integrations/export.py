@@ -3,7 +3,7 @@
 A trainer is a function and a line in ``TARGETS``. No setting keeps more of a layer than the plan where the trainer can
 do without.
 
-transformers and TRL: as far as the installed version has them. axolotl: keys of its YAML, as of July 2026
+transformers and TRL: arguments of their trainers, as of September 2026. axolotl: keys of its YAML, as of July 2026
 (``utils/schemas/config.py``, ``docs/gradient_checkpointing.qmd``). torchtitan: ``[activation_checkpoint]`` of its TOML
 (up to 0.2), and the field of its Python configs since. Megatron-LM: flags, as of August 2026
 (``core/transformer/transformer_config.py``, ``core/recompute.py``).
@@ -11,9 +11,8 @@ transformers and TRL: as far as the installed version has them. axolotl: keys of
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 from autockpt.errors import PlanError, UsageError
@@ -24,6 +23,9 @@ from autockpt.schema.names import listing, outermost, parse_pattern
 from autockpt.schema.plan import Comparison, Plan
 from autockpt.schema.sizes import format_binary
 
+_CHECKPOINTING = "gradient_checkpointing"  # the spelling that every version of transformers and axolotl has
+_BY_ORDER = "has models of its own: layers are matched by their order"
+
 
 class Exported(Data):
     """Settings for a trainer of its own kind, as the text of a file, and what of the plan is lost with them."""
@@ -33,11 +35,6 @@ class Exported(Data):
     losses: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
-    @property
-    def exact(self) -> bool:
-        """Whether the settings do to every layer what the plan does."""
-        return not self.losses
-
 
 @dataclass(frozen=True)
 class LayerChoices:
@@ -46,17 +43,13 @@ class LayerChoices:
     ``layers`` are the kinds of choice of all layers by name, in the model's order; a layer that saves and has another
     choice for a part of it counts as that: freeing more than the plan keeps its budget, freeing less breaks it.
     ``parts`` are choices on parts of layers, ``others`` those on anything else (a head, a loss). ``whole`` is False
-    where the plan does not say how many layers there are, ``promises`` whether it has a peak and a step time, ``sets``
-    how many sets of choices for smaller batches. ``baselines`` are the usual plans that its search compared it with.
+    where the plan does not say how many layers there are.
     """
 
     layers: dict[str, str]
     parts: dict[str, str]
     others: dict[str, str]
     whole: bool = True
-    promises: bool = False
-    sets: int = 0
-    baselines: tuple[Comparison, ...] = ()
 
     @property
     def to_free(self) -> list[str]:
@@ -78,9 +71,13 @@ class Setting:
     kind: str = "recompute"
     notes: tuple[str, ...] = ()
 
+    def done_to(self, layers: Iterable[str]) -> dict[str, str]:
+        """The kind of choice that each layer gets."""
+        return {name: self.kind if name in self.picked else "save" for name in layers}
+
 
 def export(plan: Plan, target: str) -> Exported:
-    """The plan as settings of ``target``, one of ``TARGETS``; what differs is said in words.
+    """The plan as settings of ``target``, one of ``TARGETS``; what differs is said in words, in comments in front.
 
     Raises UsageError for an unknown target, PlanError for a plan that names no layers.
     """
@@ -89,7 +86,21 @@ def export(plan: Plan, target: str) -> Exported:
             f"{target!r} is no trainer that a plan can be exported to",
             remedy=f"{did_you_mean(target, TARGETS)}Known: {', '.join(TARGETS)}.",
         )
-    return nearest(read(plan), target)
+    wanted = read(plan)
+    setting = TARGETS[target](wanted)
+    losses, notes = list(losses_of(wanted, setting)), list(setting.notes)
+    if plan.smaller_batches:
+        sets = f"{len(plan.smaller_batches)} more sets of choices, for smaller batches"
+        losses.append(f"{sets}: these settings are for the largest")
+    if figures := _figures(plan.baselines, setting.done_to(wanted.layers)):
+        notes.append(figures)
+    elif losses and plan.status != "unmeasured":
+        notes.append("the plan's peak and step time were found for the plan, not for this setting")
+    head = [f"The nearest setting of {target} to an autockpt plan."]
+    head += ["What is lost:", *(f"- {loss}" for loss in losses)] if losses else ["Nothing is lost."]
+    head += [f"Note: {note}" for note in notes]
+    text = "\n".join([*(f"# {line}" for line in head), *setting.lines]) + "\n"
+    return Exported(target=target, settings=text, losses=tuple(losses), notes=tuple(notes))
 
 
 def read(plan: Plan) -> LayerChoices:
@@ -113,13 +124,12 @@ def read(plan: Plan) -> LayerChoices:
             remedy="Export a plan that autockpt search wrote, or name layers one by one or as ranges.",
         )
     others = {n: chosen[n] for n in outer if n not in layers and chosen[n] != "save"}
-    promises, sets = plan.status != "unmeasured", len(plan.smaller_batches)
-    return LayerChoices(layers, parts, others, bool(known), promises, sets, plan.baselines)
+    return LayerChoices(layers, parts, others, bool(known))
 
 
 def _enumerate(pattern: str) -> list[str]:
     try:
-        return list(parse_pattern(pattern).enumerate())
+        return parse_pattern(pattern).enumerate()
     except PlanError:
         raise PlanError(
             f"{pattern!r} names no layers by itself, and the plan does not say which units its model has",
@@ -127,24 +137,9 @@ def _enumerate(pattern: str) -> list[str]:
         ) from None
 
 
-def nearest(wanted: LayerChoices, target: str) -> Exported:
-    """The settings, with their losses, their figures where these are known, and notes, as comments in front."""
-    setting = TARGETS[target](wanted)
-    losses, notes = list(_losses(wanted, setting)), list(setting.notes)
-    if figures := _figures(wanted, setting):
-        notes.append(figures)
-    elif losses and wanted.promises:
-        notes.append("the plan's peak and step time were found for the plan, not for this setting")
-    head = [f"The nearest setting of {target} to an autockpt plan."]
-    head += ["What is lost:", *(f"- {loss}" for loss in losses)] if losses else ["Nothing is lost."]
-    head += [f"Note: {note}" for note in notes]
-    text = "\n".join([*(f"# {line}" for line in head), *setting.lines]) + "\n"
-    return Exported(target=target, settings=text, losses=tuple(losses), notes=tuple(notes))
-
-
-def _losses(wanted: LayerChoices, setting: Setting) -> Iterable[str]:
-    """What the setting does otherwise than the plan, in words."""
-    does = {name: setting.kind if name in setting.picked else "save" for name in wanted.layers}
+def losses_of(wanted: LayerChoices, setting: Setting) -> Iterable[str]:
+    """What a setting does otherwise than the plan, in words."""
+    does = setting.done_to(wanted.layers)
     # where layers are alike, as many that free their memory need no more of it
     more = "" if len(setting.picked) >= len(wanted.to_free) else " (more memory)"
     divided = {name for name in setting.picked if any(part.startswith(f"{name}.") for part in wanted.parts)}
@@ -158,8 +153,6 @@ def _losses(wanted: LayerChoices, setting: Setting) -> Iterable[str]:
         yield "the plan does not name all layers: others may be freed, too"
     for kind, names in _grouped(wanted.others):
         yield f"{listing(names)}: `{kind}` is left out; all layers are freed instead, which may not be enough"
-    if wanted.sets:
-        yield f"{wanted.sets} more sets of choices, for smaller batches: these settings are for the largest"
 
 
 def _grouped(choices: dict[str, Any]) -> Iterable[tuple[Any, list[str]]]:
@@ -167,19 +160,17 @@ def _grouped(choices: dict[str, Any]) -> Iterable[tuple[Any, list[str]]]:
         yield kind, [name for name, k in choices.items() if k == kind]
 
 
-def _figures(wanted: LayerChoices, setting: Setting) -> str:
-    """What the plan's search found about this very setting; "" where it is none of the usual plans compared there."""
-    does = {name: setting.kind if name in setting.picked else "save" for name in wanted.layers}
-    usual = known_plans(list(wanted.layers), ("recompute", "offload", "recompute_offload"))
-    names = {name for name, plan in usual.items() if {unit: choice.kind for unit, choice in plan.items()} == does}
-    row = next((row for row in wanted.baselines if row.name in names), None)
-    reading = (row.measured or row.predicted) if row is not None else None
-    if row is None or reading is None:
-        return ""
-    how = "measured" if row.measured is not None else "predicted"
-    said = f"the plan's search {how} this setting (`{row.name}`): {words.step_of(reading)} a step"
-    fits = "" if row.verdict != "over_budget" else ", over the plan's budget"
-    return f"{said}, peak {format_binary(reading.peak_bytes)}{fits}"
+def _figures(baselines: Iterable[Comparison], does: dict[str, str]) -> str:
+    """What a plan's search found about this very setting; "" where it is none of the usual plans compared there."""
+    usual = known_plans(list(does), ("recompute", "offload", "recompute_offload"))
+    for row in baselines:
+        reading = row.measured or row.predicted
+        if reading is not None and {unit: c.kind for unit, c in usual.get(row.name, {}).items()} == does:
+            how = "measured" if row.measured is not None else "predicted"
+            said = f"the plan's search {how} this setting (`{row.name}`): {words.step_of(reading)} a step"
+            fits = "" if row.verdict != "over_budget" else ", over the plan's budget"
+            return f"{said}, peak {format_binary(reading.peak_bytes)}{fits}"
+    return ""
 
 
 def nearest_stride(wanted: LayerChoices, first: Callable[[int], int]) -> tuple[int, list[str]]:
@@ -195,32 +186,27 @@ def nearest_stride(wanted: LayerChoices, first: Callable[[int], int]) -> tuple[i
 
 
 def transformers(wanted: LayerChoices) -> Setting:
-    """``activation_checkpointing``, with ``every_n_layers`` and ``offload`` where these exist: YAML of arguments.
-
-    ``every_n_layers: n`` recomputes layers 0, n, 2n, …; ``offload`` holds their inputs in host memory.
-    """
-    name, options = _supported()
+    """``every_n_layers: n`` recomputes layers 0, n, 2n, …; ``offload`` holds their inputs in host memory."""
     if not wanted.to_free:
-        return Setting([f"{name}: false"], [])
-    stride, picked = 1, list(wanted.layers)
-    if "every_n_layers" in options:
-        stride, picked = nearest_stride(wanted, lambda n: 0)
-    chosen = [f"  every_n_layers: {stride}"] if stride > 1 else []
-    missing = [option for option in ("every_n_layers", "offload") if option not in options]
-    notes = [f"the installed transformers has no {' and no '.join(missing)}; a newer one comes nearer"] * bool(missing)
-    kind = "recompute"
-    if "offload" in options and wanted.all_are("offload", "recompute_offload"):
-        chosen, kind = [*chosen, "  offload: true"], "recompute_offload"
-        notes.append("transformers copies on the compute stream; a plan's copies run concurrently with it (slower)")
-    return Setting([f"{name}: true", *([f"{name}_kwargs:", *chosen] if chosen else [])], picked, kind, tuple(notes))
+        return Setting([f"{_CHECKPOINTING}: false"], [])
+    stride, picked = nearest_stride(wanted, lambda n: 0)
+    options, kind, notes = [f"  every_n_layers: {stride}"] if stride > 1 else [], "recompute", ()
+    if wanted.all_are("offload", "recompute_offload"):
+        options, kind = [*options, "  offload: true"], "recompute_offload"
+        notes = (
+            "`offload` needs a transformers of September 2026 or later",
+            "transformers copies on the compute stream; a plan's copies run concurrently with it (slower)",
+        )
+    lines = [f"{_CHECKPOINTING}: true", *([f"{_CHECKPOINTING}_kwargs:", *options] if options else [])]
+    return Setting(lines, picked, kind, notes)
 
 
 def trl(wanted: LayerChoices) -> Setting:
     """The same, and ``activation_offloading`` where the plan offloads: it moves what all layers save, inputs too."""
     if not {"offload", "recompute_offload"} & set(wanted.layers.values()):
         return transformers(wanted)
-    name, moved = _supported()[0], wanted.all_are("offload")
-    lines = [f"{name}: {'false' if moved else 'true'}", "activation_offloading: true"]
+    moved = wanted.all_are("offload")
+    lines = [f"{_CHECKPOINTING}: {'false' if moved else 'true'}", "activation_offloading: true"]
     notes = ("TRL moves what other modules save, too, as the output head",)
     return Setting(lines, list(wanted.layers), "offload" if moved else "recompute_offload", notes)
 
@@ -232,8 +218,8 @@ def axolotl(wanted: LayerChoices) -> Setting:
     all layers from inputs in host memory; ``selective_checkpointing: true`` keeps the output of attention.
     """
     if not wanted.to_free:
-        return Setting(["gradient_checkpointing: false"], [])
-    layers, on = list(wanted.layers), "gradient_checkpointing: true"
+        return Setting([f"{_CHECKPOINTING}: false"], [])
+    layers, on = list(wanted.layers), f"{_CHECKPOINTING}: true"
     if wanted.all_are("offload"):
         notes = ("axolotl asks for gradient_checkpointing with offloading, and then moves instead of recomputing",)
         return Setting([on, "activation_offloading: true"], layers, "offload", notes)
@@ -256,7 +242,7 @@ def torchtitan(wanted: LayerChoices) -> Setting:
         mode = ['mode = "full"'] if stride == 1 else ['mode = "selective"', f'selective_ac_option = "{stride}"']
         python = "FullAC.Config()" + ("  (all layers: these have no stride)" if stride > 1 else "")
     lines = ["[activation_checkpoint]", *mode, f"# torchtitan with Python configs: activation_checkpoint={python}"]
-    return Setting(lines, picked, notes=("torchtitan has models of its own: layers are matched by their order",))
+    return Setting(lines, picked, notes=(f"torchtitan {_BY_ORDER}",))
 
 
 def megatron(wanted: LayerChoices) -> Setting:
@@ -266,7 +252,7 @@ def megatron(wanted: LayerChoices) -> Setting:
     layers save, n less than all, and excludes recompute.
     """
     names, count = list(wanted.layers), len(wanted.to_free)
-    notes = ("Megatron has models of its own: layers are matched by their order",)
+    notes = (f"Megatron {_BY_ORDER}",)
     if not count:
         return Setting(["# no flag is needed"], [], notes=notes)
     if wanted.all_are("offload") and count < len(names):
@@ -287,16 +273,3 @@ TARGETS: dict[str, Callable[[LayerChoices], Setting]] = {
     "torchtitan": torchtitan,
     "megatron": megatron,
 }
-
-
-def _supported() -> tuple[str, frozenset[str]]:
-    """The installed transformers' name of the flag, and the options that it has beyond torch's own."""
-    from autockpt.workload.configs import quiet
-
-    with quiet():
-        from transformers import PreTrainedModel, TrainingArguments
-
-    known = {field.name for field in fields(TrainingArguments)}  # type: ignore[arg-type]
-    name = next(n for n in ("activation_checkpointing", "gradient_checkpointing") if n in known)
-    enable = getattr(PreTrainedModel, f"{name}_enable")
-    return name, frozenset(inspect.signature(enable).parameters) & {"every_n_layers", "offload"}
