@@ -70,7 +70,7 @@ def run_page(run: RunDirectory) -> str:
     """The page of a run. Raises RunDirectoryError or PlanError where a file of it is damaged."""
     folder = files("autockpt.analysis")
     style = Markup((folder / "page.css").read_text(encoding="utf-8"))
-    template = _templates().from_string((folder / "page.html.j2").read_text(encoding="utf-8"))
+    template = templates().from_string((folder / "page.html.j2").read_text(encoding="utf-8"))
     return template.render(style=style, **contents_of(run))
 
 
@@ -212,7 +212,8 @@ def _shown(value: Any) -> Any:
 
 
 @cache
-def _templates() -> Environment:
+def templates() -> Environment:
+    """What the templates of pages are rendered by: bytes and seconds as on the terminal, no absolute paths."""
     environment = Environment(
         autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, finalize=_shown
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -13,10 +13,12 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from autockpt.analysis.page import write_page
+from autockpt.analysis.runs import InShort, in_short, write_index
 from autockpt.cli import screen
 from autockpt.cli.guard import guarded
-from autockpt.cli.options import RUNS_FOLDER, arg, flag, opt
-from autockpt.errors import PlanError, RunDirectoryError, UsageError
+from autockpt.cli.options import arg, flag, opt
+from autockpt.errors import PlanError, UsageError
 from autockpt.progress import FITS, STATES
 from autockpt.schema import Measurement, Trial, format_binary, format_bytes, words
 from autockpt.schema.known import legend_of_names
@@ -26,7 +28,6 @@ from autockpt.schema.runs import (
     BY_LENGTH,
     PLAN,
     RunDirectory,
-    best,
     measurements,
     pareto_front,
     plan_of_trial,
@@ -35,47 +36,56 @@ from autockpt.schema.runs import (
 from autockpt.schema.words import step_note
 from autockpt.terminal import heading, plain_table, print_legend, simulated
 
+RESULTS = Path("results")
 UNJUDGED = "not known: the budget was not known in bytes yet"
 
 
 @guarded
 def history(
-    run: Path | None = arg("RUN", "A run's directory, or its name in results/. Without: list the runs."),
-    trial: int | None = opt("--trial N", "One trial in full: each measurement, its prediction, why.", min=0),
+    place: Path = arg("RUN|FOLDER", "A run's directory, its name in results/, or a folder of runs.", default=RESULTS),
+    trial: int | None = opt("--trial N", "One trial of a run in full: measurements, predictions, why.", min=0),
     plan_out: Path | None = opt("--plan-out FILE", "With --trial: write that trial's plan."),
-    page: bool = flag("--page", "Write the run as one HTML page, report.html in its directory."),
-    out: Path = RUNS_FOLDER,
+    page: bool = flag("--page", "Write one HTML page: report.html of a run, index.html of a folder."),
     as_json: bool = flag("--json", "Print JSON."),
 ) -> None:
-    """Print the trials of a run; without a run, list the runs.
+    """Print the trials of a run, or one table of all runs below a folder.
 
     A letter for each layer stands for its choice; the legend under the table explains those that occur. The page that
-    --page writes needs no network and no other file. A search writes it when it ends; this writes it again, also for a
-    run that is still at work.
+    --page writes needs no network and no other file. A search writes its own when it ends; this writes it again, also
+    for a run that is still at work. That of a folder links to those of its runs.
     """
     if plan_out is not None and trial is None:
         raise UsageError("--plan-out writes the plan of one trial", remedy="Add --trial with its number.")
     if page and trial is not None:
         raise UsageError("--page shows the whole run", remedy="Leave --trial out.")
-    if run is None:
-        if page or trial is not None:
-            raise UsageError("no run was named", remedy="Name a run's directory, or leave the other options out.")
-        _list_runs(out, as_json)
-        return
-    by_name = not run.exists() and len(run.parts) == 1 and (out / run).exists()
-    opened = RunDirectory.open(out / run if by_name else run)
-    if page:
-        from autockpt.analysis.page import write_page
-
-        path = str(write_page(opened))
-        if as_json:
-            screen.print_json(json.dumps({"page": path}))
+    if not place.exists() and len(place.parts) == 1 and (RESULTS / place).exists():
+        place = RESULTS / place
+    below = list(RunDirectory.below(place))
+    if not below or below == [place]:  # a run, or nothing of the kind: then it says so
+        opened = RunDirectory.open(place)
+        if page:
+            _written(write_page(opened), as_json)
+        elif trial is not None:
+            _print_trial(opened, trial, plan_out, as_json)
         else:
-            screen.results().print(path, soft_wrap=True)
-    elif trial is not None:
-        _print_trial(opened, trial, plan_out, as_json)
+            _print_run(opened, as_json)
+        return
+    if trial is not None:
+        raise UsageError(f"{place} is a folder of runs", remedy="Name the run that --trial is of.")
+    runs = sorted(map(in_short, below), key=lambda run: run.date)
+    if page:
+        _written(write_index(place, runs), as_json)
+    elif as_json:
+        screen.print_json(json.dumps([run.as_json(place) for run in runs], indent=2))
     else:
-        _print_run(opened, as_json)
+        _print_runs(place, runs, screen.results())
+
+
+def _written(page: Path, as_json: bool) -> None:
+    if as_json:
+        screen.print_json(json.dumps({"page": str(page)}))
+    else:
+        screen.results().print(str(page), soft_wrap=True)
 
 
 def _print_run(run: RunDirectory, as_json: bool) -> None:
@@ -134,71 +144,27 @@ def _print_trial(run: RunDirectory, number: int, plan_out: Path | None, as_json:
         console.print(f"\nIts plan is written to {plan_out}{kept}.", soft_wrap=True)
 
 
-def _list_runs(out: Path, as_json: bool) -> None:
-    """A row per run in a folder, oldest first; damaged ones named rather than hidden."""
-    runs: list[tuple[dict[str, Any], Trial | None]] = []
-    for path in sorted(p for p in out.glob("*_*_*_*") if p.is_dir()):
-        try:
-            runs.append(_in_short(RunDirectory.open(path)))
-        except RunDirectoryError as error:
-            runs.append(({"run": path.name, "damaged": error.message}, None))
-    runs.sort(key=lambda run: run[0].get("date", ""))
-    if as_json:
-        listed = [facts | {"best": _row(trial) if trial is not None else None} for facts, trial in runs]
-        screen.print_json(json.dumps(listed, indent=2))
-        return
-    if not runs:
-        raise UsageError(f"there are no runs in {out}", remedy="Name a run's directory, or the folder with --out.")
-    _print_runs(runs, screen.results())
-
-
-def _in_short(run: RunDirectory) -> tuple[dict[str, Any], Trial | None]:
-    """One run in a few facts, and its fastest trial that fits."""
-    trials = run.trials()
-    return {
-        "run": run.path.name,
-        "date": _when(run.dates()[1]),
-        "trials": len(trials),
-        "measured": sum(t.measured is not None for t in trials),
-        "infeasible": run.refusal().partition("\n")[0] or None,
-    }, next(iter(best(trials)), None)
-
-
-def _row(trial: Trial) -> dict[str, Any]:
-    """A trial in one row of plain values; None for what is not known."""
-    own = ("number", "name", "encoding", "state", "feasible", "plan_hash", "elapsed_seconds", "message")
-    row = {name: getattr(trial, name) for name in own}
-    for name in ("peak_bytes", "step_seconds", "host_bytes"):
-        row[name] = getattr(trial.score, name, None)
-    for name in ("noise", "steps"):
-        row[name] = getattr(trial.measured, name, None)
-    for name in ("peak_bytes", "step_seconds"):
-        row[f"predicted_{name}"] = getattr(trial.predicted, name, None)
-    return row
-
-
 def _when(seconds: float) -> str:
     """A time of day, in the machine's own zone: ``2026-11-22 17:05``."""
     return datetime.fromtimestamp(seconds).astimezone().strftime("%Y-%m-%d %H:%M")
 
 
-def _print_runs(runs: Sequence[tuple[Mapping[str, Any], Trial | None]], console: Console) -> None:
-    """Print runs in the order given, each as its facts and its best trial, then in words why a run has none."""
-    table = plain_table("run", ">last trial", ">trials", ">best", ">its peak")
-    for facts, fastest in runs:
-        if "damaged" not in facts:
-            score = fastest.score if fastest is not None else None
-            known = words.step_of(score), format_binary(score.peak_bytes) if score is not None else "—"
-            step, peak = ("—" if facts["infeasible"] else "none yet", "—") if score is None else known
-            # without the year and the noise, which a narrow terminal has no room for
-            date = facts["date"].partition("-")[2]
-            table.add_row(facts["run"], date, str(facts["trials"]), step.partition(" ±")[0], peak)
+def _print_runs(folder: Path, runs: Sequence[InShort], console: Console) -> None:
+    """Print runs in the order given, each with its answer, then in words why a run has none."""
+    table = plain_table("run", "batch", ">step", ">peak", "<plan")
+    for run in runs:
+        if not run.damaged:
+            score = run.answer.score if run.answer is not None else None
+            step, _, _ = words.step_of(score).partition(" ±")  # a narrow terminal has no room for the noise
+            peak = format_binary(score.peak_bytes) if score is not None else "—"
+            plan = words.strip(run.answer.choices, 16) if run.answer is not None else run.state
+            table.add_row(str(run.path.relative_to(folder)), run.job, step, peak, plan)
     console.print(table)
-    if any(fastest is not None and fastest.state == "simulated" for _, fastest in runs):
+    if any(run.answer is not None and run.answer.state == "simulated" for run in runs):
         console.print(simulated())
-    for facts, _ in runs:
-        if why := facts.get("damaged") or facts["infeasible"]:
-            console.print(f"{facts['run']}: {why}", soft_wrap=True)
+    for run in runs:
+        if why := run.damaged or run.infeasible:
+            console.print(f"{run.path.name}: {why}", soft_wrap=True)
 
 
 def print_table(trials: Sequence[Trial], front: Sequence[Trial], console: Console, step_note: str = "") -> None:

@@ -122,6 +122,15 @@ class RunDirectory:
                 if run.may_ask(question):
                     yield run
 
+    @staticmethod
+    def below(folder: Path) -> Iterator[Path]:
+        """The directories of runs in a folder and in those below it, damaged ones too."""
+        for path, folders, names in os.walk(folder):
+            if {_QUESTION, "trials.jsonl"} & {*names}:
+                folders.clear()  # what a run holds is its own
+                yield Path(path)
+            folders.sort()
+
     def may_ask(self, question: Mapping[str, Any]) -> bool:
         """Whether this run's question is that one, whatever the model's structure: only tracing tells that.
 
@@ -191,6 +200,22 @@ class RunDirectory:
         """The model by the name that the question gives it; empty where it does not."""
         workload = self.question.get("workload")
         return str((workload.get("model") if isinstance(workload, dict) else self.question.get("model")) or "")
+
+    @property
+    def job(self) -> str:
+        """Batch and length that the question asks about, ``4×2048``; empty of a live step."""
+        workload = self.question.get("workload") or {}
+        sizes = [str(workload[name]) for name in ("batch_size", "seq_len") if workload.get(name)]
+        return "×".join(sizes)
+
+    def answer(self) -> Trial | None:
+        """The trial of the plan that was named; of a search that has not come to its end the fastest that fits."""
+        trials = self.trials()
+        with suppress(PlanError):
+            if (plan := self.plan()) is not None:
+                named = [trial for trial in trials if trial.plan_hash == plan.hash and trial.score is not None]
+                return next(iter(named), None)
+        return next(iter(best(trials)), None)
 
     def add_trial(self, trial: Trial) -> None:
         """Append a trial. Of several lines with one number the last counts: a trial can be rewritten."""

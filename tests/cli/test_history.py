@@ -36,7 +36,7 @@ def test_what_was_not_judged_yet_is_not_said_to_fit(autockpt, tmp_path: Path) ->
     said = autockpt("history", str(run.path)).out
     assert "?" in said and "yes" not in said and "budget was not known in bytes" in said
     assert "budget was not known in bytes" in autockpt("history", str(run.path), "--trial", "0").out
-    assert "none yet" in autockpt("history", "--out", str(tmp_path)).out
+    assert "none yet" in autockpt("history", str(tmp_path)).out
     assert autockpt("history", str(run.path), "--json").json["trials"][0]["feasible"] is None
 
 
@@ -75,17 +75,19 @@ def test_without_a_run_all_are_listed(autockpt, tmp_path: Path) -> None:
     refused.write_outlook(Outlook(infeasible="nothing fits 20%\nand why"))
     result = autockpt("history")
     rows = {line.split()[0]: line.split() for line in result.out.splitlines() if line}
-    assert rows[make_run(tmp_path / "results").path.name][3:] == ["3", "448", "ms", "441", "MiB"]
+    assert rows[make_run(tmp_path / "results").path.name][1:5] == ["448", "ms", "441", "MiB"]
     assert rows[f"{broken.path.name}:"] and broken.path.name not in rows and "trials.jsonl:1" in result.out
     assert f"{refused.path.name}: nothing fits 20%\n" in result.out and result.code == 0
     listed = autockpt("history", "--json").json
-    assert len(listed) == 3 and sorted(run["best"]["step_seconds"] for run in listed if run["best"]) == [0.448, 0.448]
+    assert [run["step_seconds"] for run in listed if run["state"]] == [0.448]
+    assert sorted(run["infeasible"] or "" for run in listed) == ["", "", "nothing fits 20%"]
+    assert [bool(run["damaged"]) for run in listed].count(True) == 1
 
 
 def test_names_cannot_drive_the_terminal(autockpt, tmp_path: Path) -> None:
     run = make_run(tmp_path / "results")
     run.add_trial(trial(3, encoding="baseline", name="x\x1b]0;owned\x07\x1b[2Jy\x9b31mz", plan_hash="\x1b[31m3"))
-    (tmp_path / "results" / "a_b_c_\x1b[31md").mkdir()
+    make_run(tmp_path / "results", "40%").path.rename(tmp_path / "results" / "a_b_c_\x1b[31md")
     for arguments in ((run.path.name,), ()):
         result = autockpt("history", *arguments)
         assert result.code == 0 and "\\x1b" in result.out
@@ -104,7 +106,7 @@ def test_everything_fits_80_columns_with_its_noise(autockpt, tmp_path: Path, mon
     monkeypatch.setenv("COLUMNS", "80")
     run = make_run(tmp_path)
     for options in ((), ("--trial", "1")):
-        lines = autockpt("history", run.path.name, "--out", str(tmp_path), *options).out.splitlines()
+        lines = autockpt("history", str(run.path), *options).out.splitlines()
         assert any("448 ms ±0.8 %" in line for line in lines)
         assert all(len(line) <= 80 for line in lines if str(tmp_path) not in line), lines
 
@@ -146,9 +148,21 @@ def test_a_run_by_path_or_name_becomes_a_page(autockpt, tmp_path: Path) -> None:
     assert autockpt("history", str(run.path), "--page", "--json").json == {"page": str(run.path / "report.html")}
 
 
-@pytest.mark.parametrize("options", [("--trial", "1"), ("--plan-out", "x.yaml"), ("--page",)])
-def test_what_is_about_one_run_needs_one(autockpt, options: tuple[str, ...]) -> None:
+@pytest.mark.parametrize("options", [("--trial", "1"), ("--plan-out", "x.yaml")])
+def test_what_is_about_one_run_needs_one(autockpt, tmp_path: Path, options: tuple[str, ...]) -> None:
+    make_run(tmp_path / "results")
     assert autockpt("history", *options).code == 2
+
+
+def test_a_folder_becomes_a_page_that_links_to_its_runs(autockpt, tmp_path: Path) -> None:
+    run, named = samples.make_run(tmp_path / "runs" / "cards"), make_run(tmp_path / "runs" / "other", "20%")
+    named.write_outlook(Outlook(infeasible="nothing fits <20%>"))
+    assert autockpt("history", str(run.path), "--page").code == 0
+    assert autockpt("history", "runs", "--page", "--json").json == {"page": "runs/index.html"}
+    page = (tmp_path / "runs" / "index.html").read_text()
+    assert f"cards/{run.path.name}/report.html" in page
+    assert "nothing fits &lt;20%&gt;" in page
+    assert page.count("<tr>") == 3 and "http" not in page.replace("http-equiv", "")
 
 
 @pytest.mark.parametrize("width", [80, 120])
