@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -21,6 +21,10 @@ OPTIONS = (
 """Fields with an option of their own on the command line; the others are keys of a job file."""
 SEEDS = 1 << 32  # NumPy takes no larger ones
 MOST = 1 << 24  # sequences of a batch, or tokens of a sequence
+MOST_RANKS = 1 << 16
+SHARDED = r"^([1-9]\d{0,3}x)?[1-9]\d{0,3}( kept)?$|^tp[1-9]\d{0,3}$"
+"""``shard`` where it is more than a number: replicas of so many shards each; layers that stay gathered from forward to
+backward (``reshard_after_forward=False``); tensor parallelism."""
 
 
 class WorkloadSpec(Data):
@@ -60,7 +64,9 @@ class WorkloadSpec(Data):
     master_weights: bool = Field(default=False, description="fp32 copies of 16-bit weights for optimizers; simulated")
     keep_gradients: bool = Field(default=False, description="gradients are set to zero, not to None; simulated")
     ddp: Ddp | None = Field(default=None, description="DDP: gradients copied to buckets, or views of them; simulated")
-    shard: int | None = Field(default=None, gt=0, description="ranks that FSDP2 (ZeRO-3) shards over; simulated")
+    shard: Annotated[int, Field(gt=0, le=MOST_RANKS)] | Annotated[str, Field(pattern=SHARDED)] | None = Field(
+        default=None, description="over N GPUs by FSDP2 (ZeRO-3), or NxM, 'N kept', 'NxM kept', tpN; simulated"
+    )
 
     @cached_property
     def files(self) -> str | None:

@@ -9,19 +9,38 @@ ops of their own on fake tensors.
 
 from __future__ import annotations
 
+import importlib
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, distributed
 from torch.utils._python_dispatch import _disable_current_modes
 
+from autockpt.errors import UsageError
 from autockpt.policies.base import setting
 from autockpt.tracing.storages import StorageLog
+from autockpt.workload.sharding import in_a_group
 
+COPY_IN = "fsdp.all_gather_copy_in.default"
 IN_PLACE, FUNCTIONAL = "c10d", ("_c10d_functional", "_c10d_functional_autograd")
+
+
+def pretend_ranks(count: int) -> None:
+    """Let this process believe itself the first of so many. Raises UsageError where it is one of several in truth."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore  # private: there is no other way to PyTorch's own
+
+    if in_a_group():
+        if distributed.get_backend() != "fake":
+            raise UsageError(
+                "this is one of several processes, and cannot believe itself one of others",
+                remedy="Plan for described hardware in a process of its own, without torchrun.",
+            )
+        distributed.destroy_process_group()
+    importlib.import_module("torch.distributed.fsdp")  # and DTensor, for ``sharded_as_ghosts`` to find
+    distributed.init_process_group("fake", rank=0, world_size=count, store=FakeStore())
 
 
 def in_place_answer(args: tuple[Any, ...], returns: int) -> Any:
@@ -33,8 +52,13 @@ def in_place_answer(args: tuple[Any, ...], returns: int) -> Any:
 
 
 def returns_argument(base: str) -> bool:
-    """Whether a functional collective returns its first argument: it waits for it, or writes to it."""
-    return base == "wait_tensor" or base.endswith("_")
+    """Whether a functional collective returns its first argument: it waits for it, now or later, or writes to it."""
+    return base in ("wait_tensor", "_wrap_tensor_autograd") or base.endswith("_")
+
+
+def gathered_into(inputs: Any, output: Tensor, sizes: Any, numel: int, rank: int) -> tuple[Tensor, Tensor]:
+    """What FSDP2's ``all_gather_copy_in`` returns: this rank's part of a buffer, and the buffer."""
+    return output.narrow(0, numel * rank, numel), output
 
 
 @contextmanager

@@ -12,7 +12,15 @@ from torch import Tensor
 
 from autockpt.errors import GhostError
 from autockpt.policies.base import setting
-from autockpt.tracing.collectives import FUNCTIONAL, IN_PLACE, in_place_answer, returns_argument, sharded_as_ghosts
+from autockpt.tracing.collectives import (
+    COPY_IN,
+    FUNCTIONAL,
+    IN_PLACE,
+    gathered_into,
+    in_place_answer,
+    returns_argument,
+    sharded_as_ghosts,
+)
 from autockpt.tracing.kernels.cuda_kernels import CUDA_ONLY, Capability, cuda_kernels, fused_dropout
 from autockpt.tracing.kernels.operators import Operator, leaves
 from autockpt.tracing.kernels.triton_launches import no_launches
@@ -106,6 +114,8 @@ class GhostMode(Recorder):
             return in_place_answer(call.args, operator.returns)
         if operator.namespace in FUNCTIONAL:  # shapes alone, of real tensors too
             return call.args[0] if returns_argument(operator.base) else self._pretend(call)
+        if operator.name == COPY_IN:
+            return gathered_into(*call.args, **kwargs)
         device = kwargs.get("device")
         if device is not None and torch.device(device).type not in ("cpu", "meta"):
             kwargs = {**kwargs, "device": torch.device("cpu")}

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
 from autockpt.policies.base import setting
 from autockpt.policies.compiling import uncompiled
@@ -30,6 +30,7 @@ from autockpt.tracing.kernels.workspaces import (
 from autockpt.tracing.location import BACKWARD, Location
 from autockpt.tracing.shapes import Outcome
 from autockpt.tracing.storages import StorageLog
+from autockpt.workload.storages import nested_tensors
 
 _SCALARS = frozenset({int, bool, str, type(None)})
 _SETTINGS = frozenset({torch.dtype, torch.device, torch.layout, torch.memory_format, complex})
@@ -228,6 +229,11 @@ class Recorder(TorchDispatchMode):
     def place(self, tensor: Tensor) -> None:
         """Watch a tensor that no op has made: born before the op that runs next, if it has not been seen before."""
         self.placed.setdefault(self.log.watch(tensor.untyped_storage(), self.log.clock), self.location.module)
+
+    def hold(self, gradients: Iterable[Tensor | None]) -> None:
+        """Note the gradients of sharded parameters, which the optimizer finds and autograd has not set: FSDP2 has."""
+        found = map(self.log.find, nested_tensors(*filter(is_traceable_wrapper_subclass, gradients)))
+        self.gradients.update(number for number in found if number is not None)
 
     def copy_issued(
         self, direction: str, nbytes: int, back_from: CopyRecord | None = None, tier: Tier = "cpu"

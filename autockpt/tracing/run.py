@@ -31,6 +31,7 @@ from autockpt.schema.names import ancestors, fold, outermost
 from autockpt.schema.plan import NEVER_CALLED
 from autockpt.schema.workload import WorkloadSpec
 from autockpt.tracing.assemble import Place, RawGraph, Source, summarize, to_graph
+from autockpt.tracing.collectives import pretend_ranks, sharded_as_ghosts
 from autockpt.tracing.cuts import find_cuts, said_of_cuts
 from autockpt.tracing.ghost import GhostMode
 from autockpt.tracing.ghost_workload import ghost_copy, ghost_in_place, optimizers_on, untouched
@@ -44,6 +45,7 @@ from autockpt.tracing.transport import GhostTransport, NotingTransport
 from autockpt.workload import Step, build, discover_head, discover_units, step_failed
 from autockpt.workload.failures import location, summary
 from autockpt.workload.liger import refuse_liger_on
+from autockpt.workload.sharding import ranks_of
 from autockpt.workload.storages import storage_bytes
 
 _STATES_PER_WEIGHT = 4  # weights, gradients, and two states
@@ -175,7 +177,12 @@ class TracedRun:
         workload, recorder = self.workload, self._recorder
         recorder.restart()  # the last recording need not be looked through
         gc.collect()
-        mark = recorder.location.mark
+
+        def mark(phase: str) -> None:
+            recorder.location.mark(phase)
+            if phase == "optimizer":
+                recorder.hold(p.grad for p in workload.model.parameters())
+
         steps = nullcontext() if workload.full_step is None else optimizer_steps(mark)
         failure: AutockptError | None = None
         try:
@@ -214,6 +221,8 @@ class GhostRun(TracedRun):
         refuse_liger_on(spec, device)
         if spec.attn in FLASH and device.type == "cuda":
             self._attention = partial(flash_on_ghosts, capability or AMPERE)
+        if spec.shard is not None:
+            pretend_ranks(ranks_of(spec.shard))
         try:
             # The weights' values decide nothing: trained ones are not loaded.
             with self._attention(), self._building():
@@ -247,7 +256,7 @@ class GhostRun(TracedRun):
     @contextmanager
     def _building(self) -> Iterator[None]:
         """A workload is made of ghosts inside."""
-        with setting(self._mode, "building", True), self._mode:
+        with setting(self._mode, "building", True), sharded_as_ghosts(self._mode.log), self._mode:
             yield
 
     def _start(self, workload: Step) -> None:
@@ -316,9 +325,9 @@ class RecordedRun(TracedRun):
 
 
 def _traced(spec: WorkloadSpec) -> WorkloadSpec:
-    """The step that is traced: what only simulated hardware can follow is counted by rules afterwards."""
+    """The step that is traced: what is counted by rules afterwards is left out."""
     optimizer = "adamw" if spec.optimizer == "adamw8bit" else spec.optimizer
-    plain = dict.fromkeys(("ddp", "shard")) | dict.fromkeys(("master_weights", "keep_gradients"), False)
+    plain = {"ddp": None, "master_weights": False, "keep_gradients": False}
     return spec.model_copy(update={**plain, "optimizer": optimizer})
 
 

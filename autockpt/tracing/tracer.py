@@ -72,13 +72,13 @@ class Tracer:
 
         For ``device="cuda"`` the step takes CUDA's kernels (attention, dropout, `foreach` optimizers) as a GPU of
         compute ``capability`` (default: that of the GPU at hand, else 8.0) would; the machine needs none. What only
-        simulated hardware can follow (``shard``, …) is left to ``cuda_memory.as_seen_by``, which may be the ``view``
+        is counted by rules (``ddp``, …) is left to ``cuda_memory.as_seen_by``, which may be the ``view``
         that every graph passes through. ``beside`` is a tracer of a similar workload, whose process has imported what
         this takes already; it begins with its own plain step meanwhile.
 
-        With ``fallback`` a workload that cannot be ghost-run is built for real, on the CPU in a child process. Raises
-        WorkloadError or UsageError where the spec cannot be built or its step fails, GhostError where it cannot be
-        ghost-run and there is no fallback.
+        With ``fallback`` a workload that cannot be ghost-run is built for real, on the CPU in a child process; not so a
+        rank of several (``shard``), as no other is there. Raises WorkloadError or UsageError where the spec cannot be
+        built or its step fails, GhostError where it cannot be ghost-run and there is no fallback.
         """
         target = torch.device(device)
         notes: tuple[str, ...] = ()
@@ -90,7 +90,11 @@ class Tracer:
             with suppress(NotForkable, OSError):
                 return cls(beside._backend.with_another((spec, target, capability)), notes, view)
         return _ghost_or_recorded(
-            lambda source: _start(source, spec, target, capability), fallback, view, notes, MOST if can_fork() else 1
+            lambda source: _start(source, spec, target, capability),
+            fallback and spec.shard is None,
+            view,
+            notes,
+            MOST if can_fork() else 1,
         )
 
     @classmethod

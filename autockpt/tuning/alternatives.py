@@ -87,9 +87,10 @@ def alternatives(
         more = () if chunked else (map(_in_chunks, family) for family in (batches, *leaner))
         if not try_each(*more, *both, most=1):  # the last resort: shorter sequences; then all at once
             try_each(_shorter_sequences(as_it_is, length))
-            start = [smallest if chunked else _in_chunks(smallest), *_with_adapters(smallest)][-1]
-            shared = () if found else _sharded(start)
-            try_each(chain(_with_adapters(smallest), _shorter_sequences(start, length), shared))
+            start = [smallest if chunked else _in_chunks(smallest), *_with_adapters(smallest)]
+            whole = [change for change in start if FOUR_BITS not in change.options]  # packed weights are not divided
+            shared = () if found else _sharded(whole[-1])
+            try_each(chain(start[1:], _shorter_sequences(start[-1], length), shared))
     return tuple(sorted(found, key=lambda way: SHARED in way.options)[:MOST])
 
 
@@ -148,10 +149,11 @@ def _lean_optimizers(of: Change) -> Iterator[Change]:
 
 
 def _sharded(of: Change) -> Iterator[Change]:
-    """Over more and more devices, each with rows of its own; only where that can be simulated."""
-    if of.job.hardware is None:
+    """Over more and more devices by FSDP2, each with rows of its own; only where that can be simulated."""
+    now = of.job.described.shard if of.job.hardware is not None else "measured"
+    if isinstance(now, str):
         return
-    ranks = 2 * (of.job.described.shard or 1)
+    ranks = 2 * (now or 1)
     while ranks <= MOST_RANKS:
         said = f"weights, gradients and optimizer states shared by {ranks} devices; what these send is not counted"
         yield of.then(f"{SHARED} {ranks} devices", said, shard=ranks)

@@ -22,6 +22,7 @@ from autockpt.workload.heads import Head, head_of, remote_head
 from autockpt.workload.liger import apply_liger
 from autockpt.workload.lora import adapt
 from autockpt.workload.quantised import build_quantised, quantization_facts, quantization_of, with_own_quantization
+from autockpt.workload.sharding import TENSOR_PARALLEL, in_a_group, shard_model
 from autockpt.workload.step import DTYPES, Step, short_dtype
 from autockpt.workload.storages import move
 
@@ -37,8 +38,8 @@ def build(spec: WorkloadSpec, device: torch.device | str = "cpu") -> Step:
     """Build the workload that a spec describes: model with random weights (unless ``weights``), batch, optimizer.
 
     Deterministic: sets PyTorch's global seed from the spec. Creates tensors only by PyTorch's ordinary functions, so
-    that it can run while a dispatch mode keeps them from taking memory. Raises WorkloadError or UsageError with a
-    remedy; running out of memory is passed on as it is.
+    that it can run while a dispatch mode keeps them from taking memory. ``shard`` takes a process group. Raises
+    WorkloadError or UsageError with a remedy; running out of memory is passed on as it is.
     """
     device = torch.device(device)
     _check(spec)
@@ -52,6 +53,8 @@ def preload(spec: WorkloadSpec) -> None:
 
     Nothing of the user's is run, and what cannot be imported is left for ``build`` to complain about.
     """
+    if spec.shard is not None:
+        importlib.import_module("torch.distributed.fsdp")
     if is_factory(spec.model) or spec.trust_remote_code:
         return
     with suppress(Exception), quiet():
@@ -70,7 +73,7 @@ def refuse_simulated(spec: WorkloadSpec) -> None:
 
 
 def _check(spec: WorkloadSpec) -> None:
-    refuse_simulated(spec)
+    refuse_simulated(spec.model_copy(update={"shard": None}) if in_a_group() else spec)
     if spec.scaler and spec.dtype == "fp16":
         raise UsageError(
             "a gradient scaler cannot unscale gradients that are fp16 themselves",
@@ -78,6 +81,11 @@ def _check(spec: WorkloadSpec) -> None:
         )
     if spec.scaler and spec.optimizer == "none":
         raise UsageError("a gradient scaler needs an optimizer", remedy="Leave one of the two options out.")
+    if str(spec.shard).startswith(TENSOR_PARALLEL) and spec.max_grad_norm is not None:
+        raise UsageError(
+            "PyTorch clips no gradients of which some are divided by tensor parallelism and others whole",
+            remedy="Leave out `max_grad_norm`, which changes no peak.",
+        )
     if spec.packed and spec.pad_to is not None:
         raise UsageError("packed batches have no padding", remedy="Leave out --packed or `pad_to`.")
     if spec.pad_to is not None and spec.seq_len is not None and spec.pad_to < spec.seq_len:
@@ -164,6 +172,8 @@ def _dtype_name(spec: WorkloadSpec, source: ConfigSource) -> str:
 def _from_factory(spec: WorkloadSpec, device: torch.device) -> Step:
     made = call_factory(spec)
     if isinstance(made, Step):
+        if spec.shard is not None:
+            _shard(spec, made.model, made.optimizer)
         made.settings |= _of_factory(spec, made)
         return replace(made, spec=spec, units=spec.units or made.units)
     if spec.lora is not None and made.get("optimizer") is not None:
@@ -195,6 +205,9 @@ def _assemble(spec: WorkloadSpec, parts: dict[str, Any], device: torch.device) -
         scaler = torch.amp.GradScaler(device.type, init_scale=_FIRST_SCALE)
     if parts.get("full_step") is None:
         _move_model(model, device)
+    if spec.shard is not None:
+        _shard(spec, model, optimizer)
+    if parts.get("full_step") is None:
         optimizer = make_optimizer(spec.optimizer, model) if optimizer is None else optimizer
     return Step(
         model,
@@ -212,6 +225,15 @@ def _assemble(spec: WorkloadSpec, parts: dict[str, Any], device: torch.device) -
     )
 
 
+def _shard(spec: WorkloadSpec, model: nn.Module, optimizer: Any) -> None:
+    """This rank's share of the model. Raises UsageError where somebody has made an optimizer for the whole one."""
+    if shard_model(model, spec.shard, spec.units) and optimizer is not None:
+        raise UsageError(
+            f"`shard: {spec.shard}` divides the weights, but {spec.model} made an optimizer for the whole ones",
+            remedy="Shard the model in the function, before the optimizer is made; or leave that to `optimizer`.",
+        )
+
+
 def _move_model(model: nn.Module, device: torch.device) -> None:
     if any(tensor.device != device for tensor in (*model.parameters(), *model.buffers())):
         try:
@@ -225,9 +247,12 @@ def _move_model(model: nn.Module, device: torch.device) -> None:
 def make_optimizer(name: str, model: nn.Module) -> torch.optim.Optimizer | None:
     """The named optimizer over the trainable parameters; None for ``none``.
 
-    PyTorch's, with its own defaults; ``adafactor`` is transformers', as its Trainer makes it.
+    PyTorch's, with its own defaults; ``adafactor`` is transformers', as its Trainer makes it. Under tensor parallelism
+    sharded and whole parameters are groups of their own, as no kernel takes both.
     """
-    trainable = [p for p in model.parameters() if p.requires_grad]
+    trainable: list[Any] = [p for p in model.parameters() if p.requires_grad]
+    if len(kinds := dict.fromkeys(map(type, trainable))) > 1:
+        trainable = [{"params": [p for p in trainable if type(p) is kind]} for kind in kinds]
     if name == "none":
         return None
     if not trainable:

@@ -1,68 +1,50 @@
-"""Bytes that each rank of a sharded step holds: predicted by a ghost run on one, measured on all (gloo, CPU).
+"""Bytes that each rank of a sharded job holds: predicted without the ranks, measured on all of them (gloo, CPU).
 
-    OMP_NUM_THREADS=1 python -m tests.evidence.ranks [--ranks N] [KIND …]
+    OMP_NUM_THREADS=1 python -m tests.evidence.ranks [SHARD …]
 
-A Llama of 6 layers, hidden 256, 4 × 128 tokens, fp32, AdamW, sharded by PyTorch's own engines as KIND says. Peaks are
-the smallest of three recordings on each rank, and the largest of these counts.
+A Llama of 6 layers, hidden 256, 4 × 128 tokens, fp32, AdamW, sharded as SHARD says, which is a job file's ``shard``.
+Peaks are the smallest of three recordings on each rank, and the largest of these counts.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import transformers
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-import autockpt
 from autockpt.measuring import Ranks
+from autockpt.schema import WorkloadSpec
 from autockpt.schema.choices import OFFLOAD, RECOMPUTE, Choice, parse_choice
 from autockpt.tracing import Tracer
+from autockpt.workload import build
+from autockpt.workload.sharding import ranks_of
 from tests.runtime.processes import in_processes
 
-LAYERS, HIDDEN, VOCABULARY, ROWS, LENGTH = 6, 256, 1024, 4, 128
+LAYERS, VOCABULARY, ROWS, LENGTH = 6, 1024, 4, 128
+SHARDS = ("2", "2 kept", "tp2", "4", "4 kept", "2x2", "2x2 kept", "tp4")
 KEPT = parse_choice({"kind": "selective", "keep": ["mlp.gate_proj", "self_attn.q_proj"]})
-COLUMNS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
 
 
-def llama() -> nn.Module:
+def llama() -> tuple[nn.Module, dict[str, Any]]:
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
-        hidden_size=HIDDEN, intermediate_size=704, num_hidden_layers=LAYERS, num_attention_heads=8,
+        hidden_size=256, intermediate_size=704, num_hidden_layers=LAYERS, num_attention_heads=8,
         num_key_value_heads=8, vocab_size=VOCABULARY, use_cache=False, tie_word_embeddings=False,
     )  # fmt: skip
-    return transformers.LlamaForCausalLM(config).train()
+    ids = torch.randint(0, VOCABULARY, (ROWS, LENGTH), generator=torch.Generator().manual_seed(1))
+    return transformers.LlamaForCausalLM(config).train(), {"input_ids": ids, "labels": ids}
 
 
-def fsdp2(model: nn.Module, ranks: int, *, reshard: bool = True, replicas: int = 1) -> None:
-    mesh = init_device_mesh("cpu", (replicas, ranks // replicas), mesh_dim_names=("replicate", "shard"))
-    mesh = mesh if replicas > 1 else mesh["shard"]
-    for layer in model.model.layers:  # type: ignore[union-attr]
-        fully_shard(layer, mesh=mesh, reshard_after_forward=reshard)
-    fully_shard(model, mesh=mesh, reshard_after_forward=None if reshard else False)
-
-
-def tensor_parallel(model: nn.Module, ranks: int) -> None:
-    mesh = init_device_mesh("cpu", (ranks,))
-    for layer in model.model.layers:  # type: ignore[union-attr]
-        rows = ("self_attn.o_proj", "mlp.down_proj")
-        plan = {name: ColwiseParallel() for name in COLUMNS} | {name: RowwiseParallel() for name in rows}
-        parallelize_module(layer, mesh, plan)
-
-
-KINDS = {
-    "fsdp2": fsdp2,
-    "no-resharding": lambda model, ranks: fsdp2(model, ranks, reshard=False),
-    "hybrid": lambda model, ranks: fsdp2(model, ranks, replicas=2),
-    "tensor-parallel": tensor_parallel,
-}
+def job(shard: str) -> WorkloadSpec:
+    return WorkloadSpec.model_validate({"model": "tests.evidence.ranks:llama", "shard": shard})
 
 
 def plans() -> dict[str, dict[str, Choice]]:
@@ -76,48 +58,35 @@ def plans() -> dict[str, dict[str, Choice]]:
     }
 
 
-def measure(rank: int, kind: str, ranks: int, folder: str) -> None:
-    """One rank's part; the first one writes the rows."""
+def measure(rank: int, shard: str, folder: str) -> None:
+    """One rank's part; the first one writes the peaks of every plan, by rank."""
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=ranks)
-    model = llama()
-    KINDS[kind](model, ranks)
-    ids = torch.randint(0, VOCABULARY, (ROWS, LENGTH), generator=torch.Generator().manual_seed(1))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
-    step = autockpt.Step(model, {"input_ids": ids, "labels": ids}, optimizer=optimizer)
-    with Ranks(step, kind) as measurer:
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=ranks_of(shard))
+    with Ranks(build(job(shard)), shard) as measurer:
         if rank:
             measurer.serve()
         else:
-            Path(folder, "rows").write_text("".join(measurer.conduct(lambda: rows(measurer, step, kind))))
-    os._exit(0)
-
-
-def rows(measurer: Ranks, step: autockpt.Step, kind: str) -> list[str]:
-    made = []
-    with Tracer.from_step(step, fallback=False) as tracer:
-        for name, choices in plans().items():
-            predicted, found = tracer.trace(choices).peak_bytes, measurer.measure(choices, steps=1)
-            peaks = found.peak_by_rank
-            error = predicted / found.peak_bytes - 1
-            made.append(
-                f"| {kind} | {len(peaks)} | {name} | {max(peaks):,} | {max(peaks) - min(peaks):,} | {predicted:,} | "
-                f"{error:+.2%} |\n"
+            found = measurer.conduct(
+                lambda: {name: measurer.measure(plan, steps=1).peak_by_rank for name, plan in plans().items()}
             )
-    return made
+            Path(folder, "peaks").write_text(json.dumps(found))
+    os._exit(0)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("kinds", nargs="*", metavar="KIND", help=", ".join(KINDS))
-    parser.add_argument("--ranks", type=int, default=2)
-    given = parser.parse_args()
-    print("| sharding | ranks | plan | largest peak, bytes | range of ranks | predicted | error |")
-    print("|---|--:|---|--:|--:|--:|--:|", flush=True)
-    for kind in given.kinds or [kind for kind in KINDS if kind != "hybrid" or given.ranks > 2]:
+    parser.add_argument("shards", nargs="*", metavar="SHARD", help=", ".join(SHARDS))
+    print("| shard | plan | largest peak, bytes | range of ranks | predicted | error |")
+    print("|---|---|--:|--:|--:|--:|", flush=True)
+    for shard in parser.parse_args().shards or SHARDS:
+        with Tracer.from_spec(job(shard)) as tracer:
+            predicted = {name: tracer.trace(plan).peak_bytes for name, plan in plans().items()}
         with tempfile.TemporaryDirectory() as folder:
-            in_processes(measure, (kind, given.ranks, folder), given.ranks)
-            print(Path(folder, "rows").read_text(), end="", flush=True)
+            in_processes(measure, (shard, folder), ranks_of(shard))
+            measured = json.loads(Path(folder, "peaks").read_text())
+        for name, peaks in measured.items():
+            most, apart, said = max(peaks), max(peaks) - min(peaks), predicted[name]
+            print(f"| {shard} | {name} | {most:,} | {apart:,} | {said:,} | {said / most - 1:+.2%} |", flush=True)
 
 
 if __name__ == "__main__":

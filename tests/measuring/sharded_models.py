@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -51,6 +53,22 @@ def sharded(kind: str, ranks: int) -> nn.Module:
         for layer in model.layers:
             parallelize_module(layer, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
     return nn.parallel.DistributedDataParallel(model) if kind == "ddp" else model
+
+
+def whole() -> tuple[nn.Module, Tensor, Any]:
+    """A factory whose model the job shards."""
+    return sharded("none", 1), torch.ones(256, WIDTH), squares
+
+
+def by_itself() -> tuple[nn.Module, Tensor, Any]:
+    """A factory that shards its own model, over two ranks."""
+    return sharded("tensor-parallel", 2), torch.ones(256, WIDTH), squares
+
+
+def with_optimizer() -> dict[str, Any]:
+    """A factory that makes an optimizer for whole weights."""
+    model, batch, loss = whole()
+    return {"model": model, "batch": batch, "loss": loss, "optimizer": torch.optim.SGD(model.parameters())}
 
 
 def step_of(kind: str, ranks: int, rows: int = 256) -> autockpt.Step:

@@ -5,24 +5,37 @@ from __future__ import annotations
 import os
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from autockpt.schema import Graph
+from autockpt.errors import UsageError
+from autockpt.schema import Graph, WorkloadSpec
 from autockpt.schema.choices import RECOMPUTE
+from autockpt.tracing import Tracer
 from autockpt.tracing.assemble import to_graph
 from autockpt.tracing.run import GhostRun
+from tests.errors import raises
 from tests.measuring.sharded_models import LAYERS, step_of
 from tests.runtime.processes import in_processes, needs_gloo
 
 pytestmark = [pytest.mark.slow, needs_gloo]
 ALL = {f"layers.{i}": RECOMPUTE for i in range(LAYERS)}
+MODELS = "tests.measuring.sharded_models"
+
+
+def described(shard: Any, model: str = f"{MODELS}:whole", device: str = "cpu", **more: Any) -> tuple[Graph, Graph]:
+    """The graphs of plain training and of recomputing every layer, on one rank of a described job."""
+    spec = WorkloadSpec.model_validate({"model": model, "shard": shard} | more)
+    with Tracer.from_spec(spec, device=device) as tracer:
+        blocks = [unit.name for unit in tracer.units if unit.role == "block"]
+        return tracer.trace(), tracer.trace(dict.fromkeys(blocks, RECOMPUTE))
 
 
 def graphs(rank: int, kind: str, folder: str) -> None:
-    """The graphs of plain training and of recomputing every layer, in a process that believes itself one of two."""
+    """The same of a live step, in a process that believes itself one of two."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     torch.set_num_threads(1)
@@ -35,7 +48,7 @@ def graphs(rank: int, kind: str, folder: str) -> None:
     os._exit(0)
 
 
-def traced(kind: str, folder: Path) -> tuple[Graph, Graph]:
+def live(kind: str, folder: Path) -> tuple[Graph, Graph]:
     in_processes(graphs, (kind, str(folder)), 1)
     save, recompute = (Graph.model_validate_json((folder / name).read_text()) for name in ("save", "recompute"))
     return save, recompute
@@ -47,32 +60,66 @@ def collectives(graph: Graph) -> Counter[str]:
 
 
 def test_recomputing_gathers_no_more_under_fsdp2(tmp_path: Path) -> None:
-    save, recompute = traced("fsdp2", tmp_path)
-    assert (
-        collectives(save)
-        == collectives(recompute)
-        == {
-            "_allgather_base_": 2 * LAYERS,
-            "_reduce_scatter_base_": LAYERS,
-        }
-    )
+    save, recompute = described(2)
+    expected = {"_allgather_base_": 2 * LAYERS, "_reduce_scatter_base_": LAYERS}
+    assert collectives(save) == collectives(recompute) == expected
     assert recompute.peak_bytes < save.peak_bytes
+    assert [graph.peak_bytes for graph in live("fsdp2", tmp_path)] == [save.peak_bytes, recompute.peak_bytes]
 
 
-def test_layers_that_are_not_resharded_stay_gathered(tmp_path: Path) -> None:
-    for name in ("kept", "freed"):
-        (tmp_path / name).mkdir()
-    kept, freed = traced("no-resharding", tmp_path / "kept")[1], traced("fsdp2", tmp_path / "freed")[1]
+def test_what_stays_is_divided() -> None:
+    whole, one = described(None)[0], described(4)[0]
+    for kind in ("weights", "optimizer states"):
+        assert one.resident[kind] == pytest.approx(whole.resident[kind] / 4, rel=0.01)
+    held = [sum(s.bytes for s in graph.held_gradients()) for graph in (whole, one)]
+    assert 4 * held[1] == held[0]
+
+
+def test_layers_that_are_not_resharded_stay_gathered() -> None:
+    kept, freed = described("2 kept")[1], described(2)[1]
     assert collectives(kept)["_allgather_base_"] == LAYERS
     assert kept.peak_bytes > freed.peak_bytes
 
 
-def test_recomputing_stops_before_a_layers_last_reduction(tmp_path: Path) -> None:
-    save, recompute = traced("tensor-parallel", tmp_path)
+def test_replicas_reduce_their_shards_besides() -> None:
+    hybrid, alone = described("2x2"), described(2)
+    assert collectives(hybrid[0]) == collectives(alone[0]) | {"allreduce_": LAYERS}
+    assert [g.peak_bytes for g in hybrid] == pytest.approx([g.peak_bytes for g in alone], abs=64)  # that of the mesh
+
+
+def test_recomputing_stops_before_a_layers_last_reduction() -> None:
+    save, recompute = described(2, f"{MODELS}:by_itself")
     assert collectives(recompute)["all_reduce"] == collectives(save)["all_reduce"] > LAYERS
     assert recompute.peak_bytes < save.peak_bytes
 
 
+@pytest.mark.parametrize("model", ["llama-tiny", "gemma3-tiny"])  # whose head is the embedding
+def test_transformers_own_plan_divides_layers_embedding_and_head(model: str) -> None:
+    whole, one = described(None, model, "cuda")[0], described("tp2", model, "cuda")[0]
+    assert collectives(one)["all_reduce"] > 0
+    assert one.resident["weights"] == pytest.approx(whole.resident["weights"] / 2, rel=0.05)
+
+
+def test_adapters_are_divided_with_their_frozen_base() -> None:
+    graph = described(2, "llama-tiny", "cuda", lora=4, dtype="bf16")[0]
+    assert collectives(graph)["_reduce_scatter_base_"] < collectives(graph)["_allgather_base_"]
+
+
+@pytest.mark.parametrize(
+    "job",
+    [
+        {"model": "llama-tiny", "load_in_8bit": True, "shard": 2},
+        {"model": "gpt2-tiny", "shard": "tp2"},
+        {"model": "llama-tiny", "lora": 4, "shard": "tp2"},
+        {"model": "llama-tiny", "max_grad_norm": 1.0, "shard": "tp2"},
+        {"model": f"{MODELS}:with_optimizer", "shard": 2},
+    ],
+)
+def test_what_cannot_be_sharded_is_refused_by_name(job: dict[str, Any]) -> None:
+    with raises(UsageError):
+        described(**job)
+
+
 def test_a_step_in_ddp_is_that_of_the_model_inside(tmp_path: Path) -> None:
-    save, recompute = traced("ddp", tmp_path)
+    save, recompute = live("ddp", tmp_path)
     assert not collectives(save) and recompute.peak_bytes < save.peak_bytes

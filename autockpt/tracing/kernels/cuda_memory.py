@@ -4,7 +4,7 @@
     peak = device_peak(hardware, as_seen_by(hardware, graph, spec))
 
 ``as_seen_by`` only changes storages; ops, copies and units stay as they are. Its rules are those of the libraries:
-bitsandbytes' block-wise 8-bit states, DDP's buckets, FSDP2's all-gathers (``torch/distributed/fsdp/_fully_shard``).
+bitsandbytes' block-wise 8-bit states, DDP's buckets.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 
 from autockpt.schema import DevicePeak, Graph, Hardware, Storage, StorageKind, WorkloadSpec
 from autockpt.tracing.kernels.allocator import MIB, AllocatorPeak, Event, replay
-from autockpt.tracing.kernels.sharding import changed, sharded
 from autockpt.tracing.kernels.timeline import bytes_timeline, element_bytes
 
 # aten/src/ATen/cuda/CublasHandlePool.cpp, parseChosenWorkspaceSize: :4096:2:16:8, and 32 MiB from Hopper on; with ROCm
@@ -96,18 +96,15 @@ def workspaces_stay(kind: str) -> bool:
 
 
 def as_seen_by(hardware: Hardware, graph: Graph, spec: WorkloadSpec) -> Graph:
-    """The graph with the storages that the workload's settings and the device's libraries add, drop or divide.
+    """The graph with the storages that the workload's settings and the device's libraries add or drop.
 
     Pure: ``graph`` is one cycle as traced for the kind of device. Optimizer states follow ``spec.optimizer`` and
-    ``spec.master_weights``; gradients ``keep_gradients`` and ``ddp``; ``shard`` divides weights, gradients and states
-    and adds what is gathered for the moment.
+    ``spec.master_weights``; gradients ``keep_gradients`` and ``ddp``.
     """
     if spec.optimizer == "adamw8bit":
         graph = _eight_bit(graph)
     if spec.master_weights:
         graph = _with_master_weights(graph)
-    if spec.shard is not None and spec.shard > 1:
-        graph = sharded(graph, spec.shard)
     if spec.ddp == "buckets":
         graph = with_buckets(graph)
     if spec.keep_gradients or spec.ddp == "views":
@@ -120,6 +117,11 @@ def as_seen_by(hardware: Hardware, graph: Graph, spec: WorkloadSpec) -> Graph:
     if hardware.kind in ("cuda", "rocm") and any(op.target.startswith("aten.convolution") for op in graph.ops):
         graph = changed(graph, notes=(*graph.notes, _CONVOLUTIONS))
     return graph
+
+
+def changed(graph: Graph, **fields: Any) -> Graph:
+    """The graph with other fields. (``model_copy`` would take the cached peak along.)"""
+    return Graph.model_construct(**{name: getattr(graph, name) for name in Graph.model_fields} | fields)
 
 
 def with_buckets(graph: Graph) -> Graph:

@@ -17,7 +17,6 @@ from autockpt.tracing.kernels.cuda_memory import (
     device_peak,
     workspace_bytes,
 )
-from autockpt.tracing.kernels.sharding import sharded
 from autockpt.tracing.kernels.timeline import bytes_timeline
 
 
@@ -58,7 +57,7 @@ PLACES: tuple[tuple[Phase, str | None], ...] = (
 )
 
 
-def step(dtype: str = "bf16", root: int = 0) -> Graph:
+def step(dtype: str = "bf16") -> Graph:
     """A step of two blocks, with AdamW's two states, its temporaries and a gradient for each of the two weights."""
     item = 2 if dtype == "bf16" else 4
     n = VALUES * item
@@ -74,9 +73,6 @@ def step(dtype: str = "bf16", root: int = 0) -> Graph:
         Storage(id=12, bytes=2 * n, birth=4, death=4, kind="optimizer"),
     ]
     resident = {"weights": 2 * n, "optimizer states": 4 * n + 8, "buffers and batch": 1000}
-    if root:
-        storages.append(Storage(id=13, bytes=root, birth=-1, death=None, kind="weight"))
-        resident["weights"] += root
     made = {2: (meta(10, dtype, VALUES),), 3: (meta(11, dtype, VALUES),)}
     return Graph(
         resident_bytes=sum(resident.values()),
@@ -153,35 +149,6 @@ def test_ddp() -> None:
     )
     # bucket views take no gradients besides, copies do
     assert bytes_timeline(buckets)[4] == bytes_timeline(views)[4] + n
-
-
-@pytest.mark.parametrize("ranks", [2, 3, 8])
-def test_sharding_divides_what_stays(ranks: int) -> None:
-    graph, n = step(root=3 * MIB), VALUES * 2
-    one = sharded(graph, ranks)
-    consistent(one)
-    assert one.resident["weights"] == 2 * -(-n // ranks) + -(-3 * MIB // ranks)
-    assert one.resident["optimizer states"] == 4 * -(-n // ranks) + 2 * -(-4 // ranks)
-    assert one.resident["buffers and batch"] == 1000
-    temporary = next(s for s in one.storages if s.id == 12)
-    assert temporary.bytes == -(-2 * n // ranks)
-
-
-def test_sharding_gathers_two_blocks_at_a_time() -> None:
-    graph, n, root = step(root=3 * MIB), VALUES * 2, 3 * MIB
-    one = sharded(graph, 4)
-    line = bytes_timeline(one) - one.resident_bytes
-    activation = 7 * MIB
-    # forward a: a whole and its buffer; forward b likewise; the root all the time
-    assert line[0] == root + 2 * n + activation
-    assert line[1] == root + 2 * n + activation
-    # backward b: b whole and its buffer, a's buffer ahead, b's gradient and its flat copy
-    assert line[2] == root + 3 * n + activation + 2 * n
-    # backward a: a whole, its gradient and flat copy; of b a quarter of the gradient
-    assert line[3] == root + n + activation + 2 * n + n // 4
-    # optimizer: quarters of gradients, a quarter of the temporaries
-    assert line[4] == 2 * (n // 4) + 2 * n // 4
-    assert seen(graph, hardware("x", "cpu"), shard=1) == graph
 
 
 @settings(max_examples=50, deadline=None)
