@@ -16,6 +16,7 @@ from math import ceil, prod
 
 import numpy as np
 
+from autockpt.cost.step import COLLECTIVES
 from autockpt.cost.work import Work, work_of_op
 from autockpt.errors import UsageError
 from autockpt.measuring.environment import installed_versions
@@ -38,10 +39,11 @@ def roofline_times(hardware: Hardware, graphs: Iterable[Graph]) -> OpTimes:
     Raises UsageError where an op does arithmetic in a type that the description gives no rate for.
     """
     graphs = tuple(graphs)
-    kernels = _kernel_seconds(hardware, graphs)
+    everything = _kernel_seconds(hardware, graphs)
+    kernels = {name: 0.0 if name.startswith(COLLECTIVES) else s for name, s in everything.items()}  # in compute's queue
     queued = hardware.kind != "cpu"
     floor = queue_floor(hardware, graphs, kernels) if queued else 0.0
-    seconds = {name: max(s, floor) if s > 0 else s for name, s in kernels.items()}
+    seconds = {name: max(s, floor) if s > 0 else s for name, s in everything.items()}
     return OpTimes(
         environment=environment_of_hardware(hardware),
         seconds=seconds,
@@ -72,6 +74,9 @@ def seconds_of_work(hardware: Hardware, work: Work) -> float:
     """
     if work.kind == "none":
         return 0.0
+    if work.kind == "link":
+        rate = hardware.peer_bandwidth or min(hardware.link_out, hardware.link_in)
+        return hardware.peer_seconds + work.bytes / (rate * hardware.efficiency.link)
     starting, computing, moving = _terms(hardware, work)
     return max(starting, computing, moving) if work.kind == "elements" else starting + max(computing, moving)
 
@@ -81,7 +86,7 @@ def peak_flops(hardware: Hardware, graph: Graph) -> float:
     done: dict[float, float] = {}
     for op in graph.ops:
         work = work_of_op(op, graph.signatures[op.signature])
-        if work.kind not in ("none", "elements"):
+        if work.kind in ("matrix", "attention"):
             rate = _matrix_rate(hardware, work)
             done[rate] = done.get(rate, 0.0) + work.flops
     return max(done, key=lambda rate: done[rate]) if done else hardware.vector_flops
@@ -239,7 +244,8 @@ def nominal_op_times(environment: Environment, *graphs: Graph) -> OpTimes:
         for op in graph.ops:
             if (signature := graph.signatures[op.signature]) not in seconds:
                 work = work_of_op(op, signature)
-                seconds[signature] = max(work.flops / flops_rate, work.bytes / memory_rate)
+                rate = link_rate if work.kind == "link" else memory_rate
+                seconds[signature] = max(work.flops / flops_rate, work.bytes / rate)
                 if work.kind != "none" and environment.device.kind == "cpu":
                     seconds[signature] += _mapped(op) / FAULTS
     return OpTimes(

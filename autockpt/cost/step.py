@@ -1,4 +1,4 @@
-"""One step as a simulation: a compute queue, two copy queues, and the bytes on the device over time.
+"""One step as a simulation: queues for compute, copies and collectives, and the bytes on the device over time.
 
 Seconds for op signatures that were never timed, from those that were.
 """
@@ -15,9 +15,15 @@ import numpy as np
 from autockpt.schema.device import WITHOUT_STREAMS
 from autockpt.schema.graph import PHASES, Copy, Graph, Op
 from autockpt.schema.profile import OpTimes
+from autockpt.tracing.collectives import COPY_IN
+from autockpt.tracing.kernels.operators import IN_PLACE
 from autockpt.tracing.kernels.timeline import element_bytes, phases_of
 
 REMAINDER = ""  # the key of ops that belong to no unit
+COLLECTIVES = ("c10d.", "_c10d_functional")
+"""How ops and signatures begin of what ranks do together."""
+_COPY_OUT = "fsdp.split_with_sizes_copy.default"
+_MAYBE_IN_PLACE = frozenset(target.split(".")[1] for target in IN_PLACE)
 
 
 @dataclass(frozen=True)
@@ -25,8 +31,8 @@ class Simulation:
     """What a step will take, in seconds.
 
     ``seconds_by_phase`` adds up to ``step_seconds``. ``seconds_by_unit`` (unit name, "" for the remainder; then
-    phase) is compute alone; ``copy_seconds`` is what the compute queue spends waiting for copies besides, and
-    ``queue_seconds`` how long the copies of each direction (out, in) take by themselves.
+    phase) is compute, with what it waits for collectives; ``copy_seconds`` is what the compute queue spends waiting for
+    copies besides, and ``queue_seconds`` how long the copies of each direction (out, in) take by themselves.
     """
 
     step_seconds: float
@@ -40,9 +46,9 @@ def simulate(graph: Graph, times: OpTimes) -> Simulation:
     """Step time of a traced cycle on the device that ``times`` are of.
 
     With copy queues copies run beside compute, else inline where they are issued: one queue per direction, and one for
-    both directions of the disk, as one thread serves it. The optimizer's ops take ``times.optimizer_seconds`` together,
-    every other one its own (estimated from similar ones where nobody timed it) and the host's seconds. Raises
-    ValueError where a bandwidth that the graph's copies need is not positive.
+    both directions of the disk, as one thread serves it. Collectives have a queue of their own. The optimizer's ops
+    take ``times.optimizer_seconds`` together, every other one its own (estimated from similar ones where nobody timed
+    it) and the host's seconds. Raises ValueError where a bandwidth that the graph's copies need is not positive.
     """
     phase = phases_of(graph)
     runs = np.array(graph.runs, dtype=np.int64)
@@ -50,6 +56,7 @@ def simulate(graph: Graph, times: OpTimes) -> Simulation:
     optimizer = np.flatnonzero(phase == PHASES.index("optimizer"))
     duration[optimizer] = 0.0
     duration[optimizer[:1]] = times.optimizer_seconds
+    duration = _beside_collectives(graph, duration)
     copies = _alone(graph, times)
     queues = times.environment.device.copy_queues
     waits = _waits(graph.copies, copies, duration) if queues else _at_issue(graph.copies, copies, len(duration))
@@ -130,6 +137,37 @@ def _waits(copies: tuple[Copy, ...], seconds: np.ndarray, duration: np.ndarray) 
     return waits
 
 
+def _beside_collectives(graph: Graph, duration: np.ndarray) -> np.ndarray:
+    """Seconds of each op where collectives are a queue beside compute: their own are none, those who wait take longer.
+
+    One collective begins when what it sends is made and the one before has ended; whoever touches what it brings waits
+    for its end. FSDP2 sends weights, which are there all the time: it gathers some as soon as those before them have
+    been copied out of their buffer.
+    """
+    together = {i for i, text in enumerate(graph.signatures) if text.startswith(COLLECTIVES)}
+    if not together:
+        return duration
+    duration = duration.copy()
+    now = free = copied = 0.0
+    early: dict[int, float] = {}  # by storage: when it can be sent
+    ends: dict[int, float] = {}
+    for i, op in enumerate(graph.ops):
+        if is_view(op):
+            pass
+        elif op.signature in together:
+            free = max(free, min((early[sid] for sid in op.inputs if sid in early), default=now)) + duration[i]
+            ends |= dict.fromkeys((*op.inputs, *(out.storage for out in op.outputs)), free)
+            duration[i] = 0.0
+        else:
+            duration[i] += max(0.0, max((ends.get(sid, 0.0) for sid in op.inputs), default=0.0) - now)
+        now += duration[i]
+        if op.target == COPY_IN:
+            early |= dict.fromkeys((out.storage for out in op.outputs), copied)
+        elif op.target == _COPY_OUT:
+            copied = now
+    return duration
+
+
 def _by_unit(graph: Graph, phase: np.ndarray, seconds: np.ndarray) -> dict[str, dict[str, float]]:
     names = [REMAINDER, *(u.name for u in graph.blocks())]
     place = {name: i for i, name in enumerate(names)}
@@ -147,6 +185,17 @@ def base_name(target: str) -> str:
     """``aten.add.Tensor`` → ``add``."""
     parts = target.split(".")
     return parts[1] if len(parts) > 1 else parts[0]
+
+
+def is_view(op: Op) -> bool:
+    """All results share the storage of an argument, and nothing is written.
+
+    An addition that a plain step makes in place has the signature, and the work, of one that it does not.
+    """
+    name = base_name(op.target)
+    writes = (name.endswith("_") and not name.endswith("__")) or name in _MAYBE_IN_PLACE or op.target == COPY_IN
+    foreach = name.startswith(("_foreach_", "_fused_"))
+    return bool(op.outputs) and not writes and not foreach and all(t.storage in op.inputs for t in op.outputs)
 
 
 def work_of(op: Op, storage_bytes: dict[int, int]) -> tuple[int, float]:

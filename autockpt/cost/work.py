@@ -12,13 +12,14 @@ from functools import cache
 from math import prod
 from typing import Literal
 
-from autockpt.cost.step import UNTOUCHED, base_name
+from autockpt.cost.step import COLLECTIVES, UNTOUCHED, base_name, is_view
 from autockpt.schema.graph import Op
-from autockpt.tracing.kernels.operators import IN_PLACE, Operator, leaves, overload_of
-from autockpt.tracing.kernels.signature import ATTENTION, Call, TensorSpec, dtype_of, parse_signature
+from autockpt.tracing.collectives import COPY_IN
+from autockpt.tracing.kernels.operators import Operator, leaves, overload_of
+from autockpt.tracing.kernels.signature import ATTENTION, RANKS, Call, TensorSpec, Word, dtype_of, parse_signature
 from autockpt.tracing.kernels.timeline import element_bytes
 
-WorkKind = Literal["none", "matrix", "attention", "elements"]
+WorkKind = Literal["none", "matrix", "attention", "elements", "link"]
 
 _PRODUCTS = frozenset({"mm", "bmm", "addmm", "baddbmm", "addmv", "mv", "dot", "linear", "_grouped_mm", "addbmm"})
 _PRODUCTS |= {"int8_mixed_scaled_mm"}  # bitsandbytes', at the rate of its 16-bit result, half that of int8
@@ -46,7 +47,6 @@ _WRITES_ONLY = frozenset(
 # Layout copies: fast where both sides are contiguous, else a kernel of their own.
 _COPIES = frozenset({"clone", "copy_", "_to_copy", "contiguous"})
 STRIDED_COPY = "strided_copy"
-_MAYBE_IN_PLACE = frozenset(target.split(".")[1] for target in IN_PLACE)
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Work:
 
     ``name`` is the op without namespace and overload (``tanh``), ``dtype`` that of the arithmetic as torch names it
     (``bfloat16``), ``smallest`` the smallest dimension of a product. ``unpacked``: those of the bytes that are moved
-    before the product begins, to dequantise its weight.
+    before the product begins, to dequantise its weight. Of a collective (``link``) ``bytes`` are what a rank sends.
     """
 
     kind: WorkKind
@@ -73,8 +73,12 @@ def work_of_op(op: Op, signature: str) -> Work:
     call = _parsed(signature)
     name = base_name(call.target)
     inputs = list(call.tensors())
-    if name in UNTOUCHED or _is_view(op, name):
+    if name in UNTOUCHED or is_view(op):
         return Work("none", name)
+    if op.target.startswith(COLLECTIVES):
+        return Work("link", name, bytes=_sent(op, name, call, inputs))
+    if op.target == COPY_IN:
+        return Work("elements", name, bytes=2 * sum(map(_size, inputs[:-1])))  # the last is the buffer of all ranks
     if name.startswith(ATTENTION):
         return _attention(op, name, call, inputs)
     if name == "gemm_4bit":
@@ -120,14 +124,12 @@ def _written(op: Op) -> float:
     return sum(_in_memory(t.shape, t.stride) * element_bytes(t.dtype) for t in op.outputs)
 
 
-def _is_view(op: Op, name: str) -> bool:
-    """All results share the storage of an argument, and nothing is written.
-
-    An addition that a plain step makes in place has the signature, and the work, of one that it does not.
-    """
-    writes = (name.endswith("_") and not name.endswith("__")) or name in _MAYBE_IN_PLACE
-    foreach = name.startswith(("_foreach_", "_fused_"))
-    return bool(op.outputs) and not writes and not foreach and all(t.storage in op.inputs for t in op.outputs)
+def _sent(op: Op, name: str, call: Call, inputs: list[TensorSpec]) -> float:
+    """Bytes that a rank sends, and receives, in a collective: all but its own share, twice what is reduced for all."""
+    words = [word.text for word in leaves([*call.args, *call.kwargs.values()], Word)]
+    ranks = next((int(text.removeprefix(RANKS)) for text in words if text.startswith(RANKS)), 2)
+    whole = max(_written(op), *map(_size, inputs))
+    return whole * (ranks - 1) / ranks * (2 if name.startswith(("all_reduce", "allreduce")) else 1)
 
 
 def _moved(op: Op, name: str, inputs: list[TensorSpec]) -> float:

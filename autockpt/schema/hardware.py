@@ -104,6 +104,10 @@ class Hardware(Data):
     link_out: Link = Field(description="device to host, pinned; on a CPU into a memory-mapped file")
     link_in: Link = Field(description="host to device, likewise")
     host_link: HostLink | None = Field(default=None, description="what it shares with others on the way to the host")
+    peer_bandwidth: Link | None = Field(
+        default=None, description="to the other GPUs of a machine together, in one direction; default: that of the host"
+    )
+    peer_seconds: float = Field(default=2.0e-5, ge=0, le=0.1, description="least time of a collective; an assumption")
     unified_memory: bool = False
     efficiency: Efficiency
     sources: dict[str, str] = Field(default_factory=dict, description="by figure: where it is from")

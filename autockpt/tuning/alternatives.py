@@ -155,7 +155,7 @@ def _sharded(of: Change) -> Iterator[Change]:
         return
     ranks = 2 * (now or 1)
     while ranks <= MOST_RANKS:
-        said = f"weights, gradients and optimizer states shared by {ranks} devices; what these send is not counted"
+        said = f"weights, gradients and optimizer states shared by {ranks} devices"
         yield of.then(f"{SHARED} {ranks} devices", said, shard=ranks)
         ranks *= 2
 

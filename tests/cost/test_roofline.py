@@ -178,3 +178,12 @@ def test_better_figures_are_never_slower(graphs: dict[str, Graph], figure: str, 
         "share": card(efficiency=card().efficiency.model_dump() | {"matrix": min(1.0, 0.5 * factor)}),
     }[figure]
     assert step(better, graphs) <= step(card(), graphs) * (1 + 1e-9)
+
+
+def test_ranks_talk_by_the_link_that_is_described() -> None:
+    sent = Work("link", "all_reduce", bytes=1e9)
+    share = card().efficiency.link
+    by_host = seconds_of_work(card(), sent)
+    assert by_host == pytest.approx(card().peer_seconds + 1e9 / (min(card().link_in, card().link_out) * share))
+    fast = card(peer_bandwidth=4.5e11, peer_seconds=1e-5)
+    assert seconds_of_work(fast, sent) == pytest.approx(1e-5 + 1e9 / (4.5e11 * share))

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autockpt.schema.graph import Copy, Graph, Op, Phase, Unit
+from autockpt.schema.graph import Copy, Graph, Op, Phase, TensorMeta, Unit
 from tests.cost.made_up import simulated
 
 
@@ -103,3 +103,46 @@ def test_each_tier_has_a_bandwidth_and_the_disk_one_queue():
     assert inline.copy_seconds == pytest.approx(2.0 + 1.0 + 2.0 + 1.0)
     with pytest.raises(ValueError, match="disk_out_bandwidth must be positive"):
         simulated(graph("fff", copies=copies), SECONDS, bandwidth_out=1.0, bandwidth_in=1.0, disk_in=1.0)
+
+
+GATHER, REDUCE, COPY_IN, COPY_OUT = (
+    "c10d._allgather_base_.default",
+    "_c10d_functional.all_reduce.default",
+    "fsdp.all_gather_copy_in.default",
+    "fsdp.split_with_sizes_copy.default",
+)
+
+
+def of_ranks(*ops: tuple[str, tuple[int, ...], int | None]) -> Graph:
+    """Ops as (target, storages that it reads, storage that it makes or writes to)."""
+    made = [
+        Op(
+            index=i, target=target, phase="forward", module="", signature=i, inputs=inputs,
+            outputs=() if out is None else (TensorMeta(shape=(1,), stride=(1,), dtype="float32", storage=out),),
+        )
+        for i, (target, inputs, out) in enumerate(ops)
+    ]  # fmt: skip
+    texts = tuple(f"{op.target}({op.index})" for op in made)
+    return Graph(resident_bytes=0, signatures=texts, ops=tuple(made), storages=())
+
+
+def seconds_of(graph: Graph, by_target: dict[str, float]) -> float:
+    seconds = {graph.signatures[op.signature]: by_target.get(op.target, 0.0) for op in graph.ops}
+    return simulated(graph, seconds, copy_queues=True).step_seconds
+
+
+@pytest.mark.parametrize(("gather", "expected"), [(2.0, 2 + 3 + 3), (5.0, 5 + 5 + 3)])
+def test_a_layer_is_gathered_while_the_one_before_computes(gather: float, expected: float):
+    graph = of_ranks(
+        (COPY_IN, (0,), 10), (GATHER, (10,), 10), (COPY_OUT, (10, 20), None), ("aten.mm.default", (20,), 30),
+        (COPY_IN, (1,), 11), (GATHER, (11,), 11), (COPY_OUT, (11, 21), None), ("aten.mm.default", (30, 21), 31),
+    )  # fmt: skip
+    assert seconds_of(graph, {GATHER: gather, "aten.mm.default": 3.0}) == pytest.approx(expected)
+
+
+def test_only_what_touches_a_sum_waits_for_it():
+    graph = of_ranks(
+        ("aten.mm.default", (0,), 1), (REDUCE, (1,), 2), ("aten.view.default", (2,), 2),
+        ("aten.mm.default", (0,), 3), ("aten.mm.default", (2,), 4),
+    )  # fmt: skip
+    assert seconds_of(graph, {REDUCE: 5.0, "aten.mm.default": 3.0}) == pytest.approx(3 + 5 + 3)

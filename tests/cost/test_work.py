@@ -71,3 +71,18 @@ def test_attention_has_no_matrix_of_scores(suffix: str, products: int, causal: s
     assert found.kind == "attention" and found.dtype == "bfloat16"
     assert found.flops == share * products * 2 * heads * tokens * tokens * width
     assert found.bytes <= 6 * 2 * heads * tokens * width < 2 * heads * tokens * tokens
+
+
+@pytest.mark.parametrize(
+    ("call", "sent"),
+    [
+        ("c10d._allgather_base_.default(f32[800], f32[100], ranks8, False)", 700),
+        ("c10d._reduce_scatter_base_.default(f32[200], f32[800], ranks4, ScriptObject, False)", 600),
+        ("c10d.allreduce_.default([f32[800]], ranks2, ScriptObject, None, False)", 800),
+        ("_c10d_functional.all_reduce.default(f32[800], 'sum', ranks4)", 1200),
+        ("_c10d_functional.all_gather_into_tensor.default(f32[100], 8, ranks8)", 700),  # of what it returns
+    ],
+)
+def test_a_rank_sends_all_but_its_own_share(call: str, sent: int) -> None:
+    found = work(call, tensor("float32", 800))
+    assert (found.kind, found.bytes) == ("link", 4 * sent)

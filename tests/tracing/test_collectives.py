@@ -84,6 +84,7 @@ def test_layers_that_are_not_resharded_stay_gathered() -> None:
 def test_replicas_reduce_their_shards_besides() -> None:
     hybrid, alone = described("2x2"), described(2)
     assert collectives(hybrid[0]) == collectives(alone[0]) | {"allreduce_": LAYERS}
+    assert all("ranks2" in hybrid[0].signatures[op.signature] for op in hybrid[0].ops if "c10d" in op.target)
     assert [g.peak_bytes for g in hybrid] == pytest.approx([g.peak_bytes for g in alone], abs=64)  # that of the mesh
 
 

@@ -39,6 +39,9 @@ _DTYPES: dict[torch.dtype, str] = {
 _NAMED = {name: dtype for dtype, name in _DTYPES.items()}
 # Floats that change how much a kernel does.
 _TELLING = frozenset({"exponent", "p", "ord", "dropout_p", "dropout"})
+_GROUPS = frozenset({"process_group", "group_name"})
+RANKS = "ranks"
+"""How a process group stands in a signature, with its size: ``ranks8``."""
 _IGNORED = frozenset({"device", "layout", "pin_memory", "generator", "non_blocking"})
 _ATTENTION = re.compile(
     r"aten\._scaled_dot_product_(?:flash_attention_for_cpu|flash_attention|efficient_attention|cudnn_attention"
@@ -142,7 +145,16 @@ def _attention(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], suffix
     return f"{ATTENTION}{suffix}({qkv}, mask={masked}, causal={causal}, dropout={dropout})"
 
 
+def _ranks(group: Any) -> str:
+    from torch._C._distributed_c10d import ProcessGroup, _resolve_process_group  # private: ops are called with these
+
+    found = _resolve_process_group(group) if isinstance(group, str) else ProcessGroup.unbox(group)
+    return f"{RANKS}{found.size()}"
+
+
 def _text(value: Any, name: str) -> str:
+    if name in _GROUPS:
+        return _ranks(value)
     if isinstance(value, Tensor):
         stride = value.stride() if value.layout is torch.strided else ()
         return str(TensorSpec(dtype_name(value.dtype), tuple(value.shape), tuple(stride)))
