@@ -17,15 +17,20 @@ import struct
 import subprocess
 import sys
 import time
+import warnings
 import weakref
 from collections.abc import Callable, Mapping
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TypeVar
 
+from autockpt.signals import fork
+
+T = TypeVar("T")
 _LOOK_SECONDS = 1.0  # between two looks whether a silent child lives
 _IDLE, _ENDING = 0.2, 10.0  # seconds that a child gets to end by itself, and to be gone once it is killed
+_ANSWER = 60.0  # seconds that a fork gets for a question
 _open_ends: weakref.WeakSet[Connection] = weakref.WeakSet()
 
 
@@ -169,6 +174,26 @@ def _end(owner: int, life: _Life, connection: Connection) -> None:
     if life.ended(0.0 if life.leads else _IDLE) is None:
         life.kill()
         life.ended(_ENDING)
+
+
+def in_a_fork(question: Callable[[], T]) -> T | None:
+    """The answer of ``question`` in a fork of this process, which ends with all that it opened; None where it fails."""
+
+    def forked(theirs: Connection) -> int:
+        with warnings.catch_warnings(action="ignore"):  # of threads
+            if pid := fork():
+                return pid
+        try:
+            close_inherited()
+            theirs.send(question())
+        finally:
+            os._exit(0)
+
+    with contextlib.suppress(AttributeError, OSError, ChildDied, ChildSilent):
+        child = Child(forked)
+        with contextlib.closing(child):
+            return child.receive(_ANSWER)
+    return None
 
 
 def close_inherited() -> None:

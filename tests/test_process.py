@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 import autockpt
-from autockpt.process import Child, ChildDied, ChildSilent, child_environment, last_lines
+from autockpt.process import Child, ChildDied, ChildSilent, child_environment, in_a_fork, last_lines
 
 ECHO = """
 import subprocess, sys, time
@@ -93,6 +93,14 @@ def test_closing_ends_all_that_it_started(child) -> None:
     child.close()
     child.close()
     assert is_gone(child.pid) and is_gone(other)
+
+
+def test_a_fork_answers_and_leaves_this_process_as_it_was(capfd: pytest.CaptureFixture[str]) -> None:
+    noted: list[int] = []
+    assert in_a_fork(lambda: [noted.append(1), len(noted)]) == [None, 1]
+    assert noted == []
+    assert in_a_fork(lambda: os._exit(3)) is None and in_a_fork(lambda: 1 / 0) is None
+    assert capfd.readouterr() == ("", "")
 
 
 def test_a_child_is_told_of_this_process_s_own_modules_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

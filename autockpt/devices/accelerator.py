@@ -12,13 +12,17 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from autockpt.devices.base import Peak
-from autockpt.errors import MeasurementError
+from autockpt.errors import DeviceOutOfMemory, MeasurementError
+from autockpt.process import in_a_fork
 from autockpt.schema.device import WITHOUT_STREAMS, DeviceInfo
+from autockpt.schema.sizes import format_bytes
+
+T = TypeVar("T")
 
 # Kinds that PyTorch has a module for; one that a package registers (PrivateUse1) has the name it was given.
 _KINDS = ("cuda", "xpu", "mtia", "hpu", "npu", "mps")
@@ -42,10 +46,18 @@ def is_open(kind: str) -> bool:
     return bool(opened())
 
 
+def without_context(kind: str, question: Callable[[], T]) -> T | None:
+    """The answer of a ``question`` that opens an accelerator, which this process then keeps no context of.
+
+    It is asked in a fork, unless this process uses the accelerator already. None where that fails.
+    """
+    return question() if kind == "cpu" or is_open(kind) else in_a_fork(question)
+
+
 class AcceleratorDevice:
     """One device of the kind of accelerator that PyTorch has in this process.
 
-    A budget covers what the allocator reserves; what a backend holds besides is not known here. It is a real limit
+    A budget covers what the allocator reserves, and the context where its size is known (CUDA). It is a real limit
     where the backend lets a process set its share of the memory (``set_per_process_memory_fraction``); elsewhere
     whoever holds a budget compares it with the measured peak. Most methods open the device.
     """
@@ -57,6 +69,8 @@ class AcceleratorDevice:
         self.kind = kind
         self.index = index
         self.torch_device = torch.device(kind, index)
+        self._budget: int | None = None
+        self._share = 1.0  # of the memory that the allocator had before there was a budget
 
     def identity(self) -> str:
         """Host, kind and number."""
@@ -98,6 +112,7 @@ class AcceleratorDevice:
         Memory that the allocator cached since the last ``release`` counts as reserved, as it would while training.
         """
         self._open()
+        self._set_limit()
         self.synchronize()
         torch.accelerator.reset_peak_memory_stats(self.torch_device)
         fn()
@@ -108,6 +123,7 @@ class AcceleratorDevice:
 
     def time(self, fn: Callable[[], None]) -> float:
         """Wall seconds of ``fn`` until the device has done all of it."""
+        self._set_limit()
         self.synchronize()
         start = time.perf_counter()
         fn()
@@ -129,18 +145,38 @@ class AcceleratorDevice:
 
     @contextmanager
     def limit(self, budget_bytes: int | None) -> Iterator[None]:
-        """Let the allocator reserve no more than the budget, where the backend can; the former limit is put back."""
-        set_share = getattr(self._module, "set_per_process_memory_fraction", None)
-        if budget_bytes is None or set_share is None:
+        """Let the allocator reserve no more than the budget less the context, where the backend can limit it.
+
+        The former limit is restored after. Raises DeviceOutOfMemory where the context alone is over the budget.
+        """
+        if budget_bytes is None or not hasattr(self._module, "set_per_process_memory_fraction"):
             yield
             return
+        if budget_bytes <= (context := self.context_bytes()):
+            raise DeviceOutOfMemory(
+                f"the budget of {format_bytes(budget_bytes)} is not more than what the context of the device alone "
+                f"takes, {format_bytes(context)}",
+                remedy="Raise the budget.",
+            )
         share_now = getattr(self._module, "get_per_process_memory_fraction", None)
         before = 1.0 if share_now is None else share_now(self.torch_device)
-        set_share(min(before, budget_bytes / self.capacity()), self.torch_device)
+        outside = self._budget, self._share
+        self._budget, self._share = budget_bytes, before
+        self._set_limit()
         try:
             yield
         finally:
-            set_share(before, self.torch_device)
+            self._budget, self._share = outside
+            self._module.set_per_process_memory_fraction(before, self.torch_device)
+
+    def _set_limit(self) -> None:
+        """Where a budget holds, give the allocator what the context leaves of it now: it grows as steps run."""
+        if self._budget is not None:
+            room = max(0, self._budget - self.context_bytes())
+            share = min(self._share, room / self.capacity())
+            self._module.set_per_process_memory_fraction(share, self.torch_device)
+            if torch.accelerator.memory_reserved(self.torch_device) > room:
+                torch.accelerator.empty_cache()  # what it keeps is more than it may have by now
 
     @property
     def _module(self) -> Any:

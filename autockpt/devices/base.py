@@ -40,7 +40,7 @@ class Device(Protocol):
         ...
 
     def identity(self) -> str:
-        """What tells it from all other devices of all hosts, fit for a file name. Opens nothing on the device."""
+        """What tells it from all other devices of all hosts, fit for a file name. Leaves no context."""
         ...
 
     def capacity(self) -> int:

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import os
 import platform
-import subprocess
-import sys
 from collections.abc import Mapping
 from contextlib import suppress
 from importlib import metadata
 
 from autockpt.devices import Device, get_device
-from autockpt.process import child_environment
+from autockpt.devices.accelerator import without_context
 from autockpt.schema.device import ALLOCATOR_SETTINGS, Environment
 
 _PACKAGES = ("autockpt", "torch", "transformers", "optuna")
@@ -22,11 +20,6 @@ _ALLOCATOR = {
     "cpu": ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_"),
 }
 _ANY_ALLOCATOR = ("PYTORCH_ALLOC_CONF",)
-_PATIENCE = 60.0  # seconds
-_SAY = (
-    "import sys; from autockpt.measuring.environment import environment_to_measure_in as known;"
-    "print(known(sys.argv[1] or None).model_dump_json())"
-)
 
 
 def environment_of(device: Device, variables: Mapping[str, str] = os.environ) -> Environment:
@@ -48,19 +41,8 @@ def environment_to_measure_in(name: str | None) -> Environment:
 
 
 def environment_without_context(name: str | None) -> Environment | None:
-    """The same without a context of this process's, which it would keep: a GPU is asked in a process of its own.
-
-    None where that fails.
-    """
-    device = get_device(name)
-    if device.kind == "cpu":
-        return environment_to_measure_in(name)
-    command, variables = [sys.executable, "-c", _SAY, name or ""], child_environment(device.environment)
-    try:
-        told = subprocess.run(command, env=variables, capture_output=True, check=True, timeout=_PATIENCE)
-        return Environment.model_validate_json(told.stdout)
-    except (subprocess.SubprocessError, ValueError):
-        return None
+    """The same without a context of this process's, which it would keep. None where that fails."""
+    return without_context(get_device(name).kind, lambda: environment_to_measure_in(name))
 
 
 def installed_versions() -> dict[str, str]:

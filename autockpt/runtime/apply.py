@@ -29,9 +29,6 @@ from autockpt.workload.losses import default_loss
 from autockpt.workload.step import weights_dtype
 from autockpt.workload.units import discover_head, discover_units, plan_units
 
-_MOST_CONTEXT = 2 << 30
-"""Bytes. In a container of a shared GPU what other processes hold may count as this one's context."""
-
 
 class Handle:
     """A plan applied to a model. ``print`` shows it; a context manager that removes it at the end.
@@ -164,7 +161,7 @@ def apply(
     if meter is not None:
         device = get_device(str(device_of(model)))
         context = device.context_bytes() if isinstance(device, AcceleratorDevice) else 0  # no tensors lie there
-        limit = (limit or device.capacity()) - min(context, _MOST_CONTEXT)
+        limit = (limit or device.capacity()) - context
         spare = leaner_choices(choices)
         session = attach_sets(model, sets, leaner=spare, host_budget=plan.host_budget_bytes, sentinels=sentinels)
         session.adaptive = Adaptive(model, meter, limit, len(session.sessions))

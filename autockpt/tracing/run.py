@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from autockpt.checkpointing.recorded_unit import RecordedUnit
 from autockpt.collector import waiting
-from autockpt.devices import nvml
+from autockpt.devices.accelerator import without_context
 from autockpt.devices.base import Transport
 from autockpt.devices.cpu import HostMemory
 from autockpt.devices.transport import transport_for
@@ -333,9 +333,9 @@ def _traced(spec: WorkloadSpec) -> WorkloadSpec:
 
 def capability_of(device: torch.device) -> Capability | None:
     """Of the GPU at hand, without opening a context on it; None where that cannot be told."""
-    if torch.cuda.is_initialized():
-        return torch.cuda.get_device_capability(device)
-    return nvml.capability(device.index or 0)
+    if not torch.cuda.device_count():
+        return None
+    return without_context("cuda", lambda: torch.cuda.get_device_capability(device))
 
 
 def _check_fits(spec: WorkloadSpec) -> None:

@@ -29,10 +29,7 @@ _BY_ITSELF = (
     "Neither ghosts nor a real step on the CPU could be traced. Build the model and take one training step of it in a "
     "Python process of its own, which shows whether its own code ends it."
 )
-_ASSUMED_CAPABILITY = (
-    "Which kernels this GPU takes could not be asked without starting CUDA: those of compute capability 8.0 are "
-    "assumed. Where GPUs differ, CUDA_DEVICE_ORDER=PCI_BUS_ID tells them apart."
-)
+_ASSUMED_CAPABILITY = "Which kernels this GPU takes could not be asked: those of compute capability 8.0 are assumed."
 
 
 class Tracer:

@@ -20,6 +20,7 @@ from autockpt.cost import MemoryModel, Predictor, UniformRuns, memory_at_hand, s
 from autockpt.cost.profile import Heads, head_graphs
 from autockpt.cost.roofline import environment_of_hardware, nominal_op_times, roofline_times
 from autockpt.devices import get_device
+from autockpt.devices.accelerator import without_context
 from autockpt.errors import AutockptError, ConflictError, InfeasibleError, UsageError
 from autockpt.measuring import environment_of
 from autockpt.measuring.environment import environment_to_measure_in, environment_without_context
@@ -146,7 +147,9 @@ def what_if_of(
     if environment is None and request.step is not None:
         environment = environment_of(device)
     known = environment or environment_without_context(request.device) or environment_to_measure_in(request.device)
-    room = known.device.capacity_bytes - (device.used_by_others() if used_by_others is None else used_by_others)
+    if used_by_others is None:
+        used_by_others = without_context(device.kind, device.used_by_others) or 0
+    room = known.device.capacity_bytes - used_by_others
     budget_bytes = min(request.budget.resolve(0, 0, room), room)
 
     def nominal(graphs: Sequence[Graph]) -> OpTimes:

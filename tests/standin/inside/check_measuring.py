@@ -96,14 +96,12 @@ def test_a_predicted_peak_is_the_allocators(job):
         assert abs(needs(graph) - measured) <= max(2 << 20, 0.02 * measured), plan  # one segment of the small pool
 
 
-def test_variants_are_judged_by_the_allocator(monkeypatch):
+def test_variants_are_judged_by_the_allocator():
     """Batch sizes, as the alternatives to a job that does not fit, go by the same rules as plans do."""
     spec = WorkloadSpec(model="llama-tiny", seq_len=128)
     space = load_space("knobs").restricted(("save", "recompute"))
     budget = parse_budget("1GB")
     asked = SearchRequest(budget=budget, workload=spec, space=space, device="standin", rows_per_update=16)
-    # a process of its own would say the same, after seconds of imports
-    monkeypatch.setattr(sizes, "environment_without_context", lambda name: environment_of(get_device(name)))
     what_if = sizes.what_if_of(asked, space.choices)
 
     def sized(size: int) -> WorkloadSpec:
