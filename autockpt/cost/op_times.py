@@ -18,7 +18,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from autockpt.cost.probes import by_transport, keep_busy
 from autockpt.devices import transport_for
-from autockpt.devices.disk import DiskTransport
 from autockpt.policies.compiling import uncompiled
 from autockpt.schema.choices import parse_choices
 from autockpt.tracing.kernels.cuda_memory import kept_workspaces
@@ -157,17 +156,14 @@ def disk_bandwidths(device: torch.device) -> tuple[float, float]:
     Raises MeasurementError where the disk is full or its folder cannot be written.
     """
     transport = transport_for(device, "disk")
-    assert isinstance(transport, DiskTransport)
     source = torch.ones(DISK_PROBE_BYTES, dtype=torch.uint8, device=device)
     out, back = [], []
     for _ in range(DISK_ROUNDS):
         start = time.perf_counter()
         handle = transport.send(source)
         handle.settle()
-        transport.drain()
         middle = time.perf_counter()
-        handle.fetch()
-        transport.drain()
+        handle.get()
         out.append(middle - start)
         back.append(time.perf_counter() - middle)
     return source.numel() / statistics.median(out), source.numel() / statistics.median(back)

@@ -42,11 +42,12 @@ M = TypeVar("M")
 class HostUse:
     """Bytes that offloading claims on the host, over all pools that share this, and the most of them so far.
 
-    ``limit`` is a real bound: pools do not grow beyond it.
+    ``limit`` is a real bound: pools do not grow beyond it. ``on_paper``, for predictions, they are told what would be
+    held instead; areas beyond the limit are no larger than they must be, as those within it are.
     """
 
-    def __init__(self, limit: int | None = None) -> None:
-        self.limit = limit
+    def __init__(self, limit: int | None = None, *, on_paper: bool = False) -> None:
+        self.limit, self._on_paper = limit, on_paper
         self.bytes = self.peak = 0
 
     def fitting(self, needed: int, wanted: int) -> int:
@@ -54,27 +55,17 @@ class HostUse:
         if self.limit is None:
             return wanted
         left = self.limit - self.bytes
-        if needed > left:
+        if needed > left and not self._on_paper:
             raise HostBudgetExceeded(
                 f"offloading needs {format_bytes(needed)} of host memory more than the {format_bytes(self.bytes)} "
                 f"that it holds: over the host budget of {format_bytes(self.limit)}",
             )
-        return min(wanted, left // mmap.PAGESIZE * mmap.PAGESIZE)
+        return max(needed, min(wanted, left // mmap.PAGESIZE * mmap.PAGESIZE))
 
     def claim(self, nbytes: int) -> None:
         """So many bytes more, or less, are held."""
         self.bytes += nbytes
         self.peak = max(self.peak, self.bytes)
-
-
-class HostUseOnPaper(HostUse):
-    """The same for predictions: says what would be held instead of refusing. Areas beyond the limit are no larger than
-    they must be, as those within it are."""
-
-    def fitting(self, needed: int, wanted: int) -> int:
-        if self.limit is None:
-            return wanted
-        return max(needed, min(wanted, (self.limit - self.bytes) // mmap.PAGESIZE * mmap.PAGESIZE))
 
 
 @dataclass

@@ -1,15 +1,21 @@
-"""Offload through copy queues that run beside compute, into pinned host memory."""
+"""Offload through copy queues that run alongside compute, into pinned host memory.
+
+PyTorch's own pinned allocator rounds sizes up to powers of two, and keeps what is freed. Host memory is dear, so for
+CUDA areas of exact sizes are mapped and registered here.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import mmap
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Literal, NamedTuple
 
 import torch
 
-from autockpt.devices.hostpool import HostUse, Pool, pinned_area
+from autockpt.devices.hostpool import HostUse, Pool, pinned_area, whole_pages
 from autockpt.errors import MeasurementError
 
 Direction = Literal["out", "in"]
@@ -38,7 +44,8 @@ class AcceleratorQueues:
         except RuntimeError as error:
             raise MeasurementError(
                 f"the host would not pin {nbytes / 2**20:.0f} MiB for offloading: {str(error).splitlines()[0]}",
-                remedy="Free host memory, set --host-budget, or offload fewer units.",
+                remedy="Free host memory, raise the limit on locked memory (ulimit -l, or memory= in .wslconfig under "
+                "WSL2), set --host-budget, or offload fewer units.",
             ) from None
         # Not every backend's allocator waits for the copies that are still on their way when memory is given back.
         end = weakref.finalize(memory.untyped_storage(), torch.accelerator.synchronize, self.device)
@@ -96,6 +103,88 @@ class AcceleratorQueues:
     def use(self, buffer: torch.Tensor) -> None:
         """The current compute queue is about to read a buffer that perhaps belongs to another."""
         buffer.record_stream(torch.accelerator.current_stream(self.device))
+
+
+class CudaQueues(AcceleratorQueues):
+    """As for any accelerator, through memory of exact sizes; through PyTorch's own where that cannot be registered."""
+
+    def host_memory(self, nbytes: int) -> torch.Tensor:
+        size, spare = whole_pages(nbytes), _spare or []
+        memory = next((memory for memory in spare if len(memory) == size), None)
+        if memory is not None:
+            spare.remove(memory)
+        else:
+            _unpin(spare)  # what does not fit is given back before more is taken
+            try:
+                memory = _pinned(size, self.device)
+            except (OSError, MemoryError, RuntimeError):
+                return super().host_memory(nbytes)
+        tensor = torch.frombuffer(memory, dtype=torch.uint8)
+        # the storage's Python object lives as long as any tensor that looks into it
+        end = weakref.finalize(tensor.untyped_storage(), _let_go, memory, self.device)
+        end.atexit = False
+        return tensor
+
+
+_spare: list[mmap.mmap] | None = None
+"""Pinned memory that nobody uses, for the next that needs as much; None: it is given back at once."""
+
+
+@contextmanager
+def pinned_memory_kept() -> Iterator[None]:
+    """While the block runs, pinned memory that is no longer used stays pinned for the next that needs as much.
+
+    For plans that take turns: pinning takes some tenths of a second per GiB. What does not fit the next plan is given
+    back before it allocates, so no more is held than by the plan that needs the most.
+    """
+    global _spare
+    _spare = []
+    try:
+        yield
+    finally:
+        spare, _spare = _spare, None
+        _unpin(spare)
+
+
+def _pinned(size: int, device: torch.device) -> mmap.mmap:
+    """New memory, registered with CUDA. Raises OSError or MemoryError where there is none, RuntimeError if refused."""
+    memory = mmap.mmap(-1, size)
+    if hasattr(mmap, "MADV_DONTFORK"):  # workers that load data would keep it alive
+        memory.madvise(mmap.MADV_DONTFORK)
+    with torch.cuda.device(device):
+        if code := int(_cudart().cudaHostRegister(_address(memory), size, 0)):
+            _forget_error()
+            raise RuntimeError(f"cudaHostRegister returned {code}")
+    return memory
+
+
+def _let_go(memory: mmap.mmap, device: torch.device) -> None:
+    with contextlib.suppress(Exception):  # the device may be gone
+        torch.cuda.synchronize(device)  # copies that are on their way
+        if _spare is not None:
+            _spare.append(memory)
+        else:
+            _unpin([memory])
+
+
+def _unpin(memories: list[mmap.mmap]) -> None:
+    while memories:
+        if int(_cudart().cudaHostUnregister(_address(memories.pop()))):
+            _forget_error()
+
+
+def _address(memory: mmap.mmap) -> int:
+    return torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
+
+
+def _forget_error() -> None:
+    """CUDA remembers a call that failed, and the next kernel of anybody is told of it: let that be one of ours."""
+    with contextlib.suppress(RuntimeError):
+        torch.zeros(1, device="cuda")
+
+
+def _cudart() -> Any:
+    return torch.cuda.cudart()
 
 
 class _Mark(NamedTuple):

@@ -3,19 +3,15 @@ memory-mapped file where the device is the CPU itself or has none."""
 
 from __future__ import annotations
 
-import mmap
 from collections.abc import Callable, Iterable
-from pathlib import Path
 
 import torch
 
 from autockpt.devices.base import Transport
 from autockpt.devices.cpu import HostMemory
-from autockpt.devices.cuda_pinned import CudaQueues
-from autockpt.devices.disk import DiskTransport, staging_bytes
-from autockpt.devices.hostpool import AreaBytes, HostUse, HostUseOnPaper, Piece, Pool, file_area, pinned_area
-from autockpt.devices.scratch import scratch_folder, unnamed_file
-from autockpt.devices.streams import AcceleratorQueues, StreamTransport
+from autockpt.devices.disk import CpuTransport, DiskTransport, staging_bytes
+from autockpt.devices.hostpool import AreaBytes, HostUse, Piece, Pool, file_area, pinned_area
+from autockpt.devices.streams import AcceleratorQueues, CudaQueues, StreamTransport
 from autockpt.errors import MeasurementError
 from autockpt.schema.device import WITHOUT_STREAMS, Environment
 from autockpt.schema.graph import Copy, Tier
@@ -85,7 +81,7 @@ def host_bytes_of(copies: Iterable[Copy], device_kind: str, limit: int | None = 
     allows; an answer above it means that the pools would refuse. Without streams the mapped file is what counts: its
     pages lie in host memory until the system writes them out.
     """
-    use = HostUseOnPaper(limit)
+    use = HostUse(limit, on_paper=True)
     file = device_kind in WITHOUT_STREAMS
     copies = [copy for copy in copies if copy.direction == "out"]
     if not file and any(copy.tier == "disk" for copy in copies):
@@ -110,63 +106,6 @@ def host_bytes_of(copies: Iterable[Copy], device_kind: str, limit: int | None = 
             pool.give(piece)
         places.clear()
     return use.peak
-
-
-class CpuTransport:
-    """Activations in a file, mapped into memory: the kernel writes it out when memory runs short. Copies take place at
-    once, so it serves every device without streams.
-
-    ``directory`` defaults to ``scratch.scratch_folder``. The file has no name from the start, so nothing is left behind
-    however the process ends. Mapped bytes are not counted by the CPU allocator's meter; ``use`` is told of them.
-    """
-
-    copy_queues = False
-
-    def __init__(self, directory: str | Path | None = None, use: HostUse | None = None) -> None:
-        self.directory = str(directory or scratch_folder())
-        self.pool = Pool(self._map, file_area, use)
-
-    def send(self, source: torch.Tensor) -> CpuParcel:
-        """Copy ``source`` (1-D uint8) to the file. Raises MeasurementError where the disk is full, or the file would
-        be over the host budget."""
-        piece = self.pool.take(source.numel())
-        piece.memory.copy_(source.cpu())  # by way of ordinary memory: no device's copies need know mapped files
-        return CpuParcel(self.pool, piece, source)
-
-    def _map(self, nbytes: int) -> torch.Tensor:
-        with unnamed_file(nbytes, self.directory) as file:
-            return torch.frombuffer(mmap.mmap(file.fileno(), nbytes), dtype=torch.uint8)
-
-
-class CpuParcel:
-    """Bytes in the mapped file. Copies take place in ``send`` and ``get``; there is nothing to prefetch."""
-
-    def __init__(self, pool: Pool[torch.Tensor], piece: Piece[torch.Tensor], source: torch.Tensor) -> None:
-        self.nbytes = source.numel()
-        self._pool, self._piece = pool, piece
-        self._source: torch.Tensor | None = source
-        self._device = source.device
-        self._back: torch.Tensor | None = None
-
-    def settle(self) -> None:
-        self._source = None
-
-    def fetch(self) -> None:
-        pass
-
-    def get(self) -> torch.Tensor:
-        if self._source is not None:
-            return self._source
-        if self._back is None:
-            back = torch.empty(self.nbytes, dtype=torch.uint8, device="cpu")
-            self._back = back.copy_(self._piece.memory).to(self._device)
-        return self._back
-
-    def release(self) -> None:
-        self._back = None
-
-    def __del__(self) -> None:
-        self._pool.give(self._piece)
 
 
 def said_of_host(environment: Environment, host_bytes: int, host_budget: int | None = None) -> tuple[str, ...]:

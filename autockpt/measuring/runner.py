@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from autockpt.devices import Device, Peak
-from autockpt.devices.cuda_pinned import pinned_memory_kept
+from autockpt.devices.streams import pinned_memory_kept
 from autockpt.errors import MeasurementError
 from autockpt.measuring import conditions
 from autockpt.measuring.base import TIMED_CYCLE, Choices

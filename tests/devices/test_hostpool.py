@@ -12,8 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autockpt.devices import host_bytes_of
+from autockpt.devices.disk import CpuTransport
 from autockpt.devices.hostpool import AREA_BYTES, HostUse, Pool, file_area, pinned_area
-from autockpt.devices.transport import CpuTransport, OffloadTransports
+from autockpt.devices.transport import OffloadTransports
 from autockpt.errors import HostBudgetExceeded
 from autockpt.schema.graph import Copy
 from tests.errors import raises

@@ -1,13 +1,16 @@
-"""The generic API's streams, answered by notes: what they do for real needs an accelerator."""
+"""The generic API's streams and CUDA's pinned memory, answered by notes: what they do for real needs a device."""
 
 from __future__ import annotations
 
+import contextlib
 import gc
 
 import pytest
 import torch
 
-from autockpt.devices.streams import AcceleratorQueues, StreamTransport
+from autockpt.devices import streams
+from autockpt.devices.cuda import CudaDevice
+from autockpt.devices.streams import AcceleratorQueues, CudaQueues, StreamTransport, pinned_memory_kept
 from autockpt.devices.transport import transport_for
 from autockpt.errors import MeasurementError
 from tests.accelerator import KIND
@@ -81,3 +84,87 @@ def test_transports_of_other_kinds(accelerator, monkeypatch):
         transport_for(torch.device(KIND, 0), "disk")
     with raises(MeasurementError, "mtia"):
         transport_for("mtia")
+
+
+CUDA = torch.device("cuda", 0)
+
+
+class Runtime:
+    """CUDA's runtime: what is pinned now, or ``refuses``. ``forgotten`` counts errors that nobody else will see."""
+
+    def __init__(self) -> None:
+        self.pinned: dict[int, int] = {}
+        self.times = self.forgotten = self.refuses = 0
+
+    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
+        if not self.refuses:
+            self.pinned[address] = nbytes
+            self.times += 1
+        return self.refuses
+
+    def cudaHostUnregister(self, address: int) -> int:
+        del self.pinned[address]
+        return self.refuses
+
+    def forget(self) -> None:
+        self.forgotten += 1
+
+
+@pytest.fixture
+def runtime(monkeypatch: pytest.MonkeyPatch) -> Runtime:
+    made = Runtime()
+    monkeypatch.setattr(streams, "_cudart", lambda: made)
+    monkeypatch.setattr(streams, "_forget_error", made.forget)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda device: None)
+    monkeypatch.setattr(torch, "Stream", lambda device: None)
+    return made
+
+
+def test_pinned_memory_goes_with_its_last_tensor(runtime):
+    part = CudaQueues(CUDA).host_memory(8191)[100:200]
+    gc.collect()
+    assert list(runtime.pinned.values()) == [8192] and not runtime.forgotten
+    part.fill_(1)
+    runtime.refuses = 713
+    del part
+    gc.collect()
+    assert not runtime.pinned and runtime.forgotten == 1
+
+
+def test_plans_that_take_turns_use_pinned_memory_again(runtime):
+    with pinned_memory_kept():
+        for _ in range(3):  # each turn has queues of its own
+            queues = CudaQueues(CUDA)
+            first, second = queues.host_memory(8192), queues.host_memory(8192)
+            assert first.data_ptr() != second.data_ptr()
+            part = first[10:20]
+            del first, second
+            assert part.numel() == 10
+            del part
+        assert runtime.times == 2
+        held = CudaQueues(CUDA).host_memory(4096)  # another plan, which needs less
+        gc.collect()
+        assert sorted(runtime.pinned.values()) == [4096]
+        del held
+    gc.collect()
+    assert not runtime.pinned
+
+
+def test_pytorchs_own_pinned_memory_where_none_can_be_registered(monkeypatch, runtime):
+    """As under WSL2. A host that has no more is not a full device."""
+    runtime.refuses = 801
+    empty = torch.empty
+
+    def from_torch(size, *, dtype, device, pin_memory):
+        if size > 4096:
+            raise RuntimeError("CUDA error: out of memory")
+        return empty(size, dtype=dtype, device=device)
+
+    monkeypatch.setattr(torch, "empty", from_torch)
+    assert CudaQueues(CUDA).host_memory(4096).numel() == 4096
+    with raises(MeasurementError) as caught:
+        CudaQueues(CUDA).host_memory(8192)
+    assert ".wslconfig" in (caught.value.remedy or "") and not CudaDevice().out_of_memory(caught.value)
+    assert runtime.forgotten == 2

@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from autockpt.devices import disk, scratch, transport
+from autockpt.devices import disk
+from autockpt.devices.disk import CpuTransport
 from autockpt.devices.hostpool import Pool
-from autockpt.devices.transport import CpuTransport, said_of_host, transport_for
+from autockpt.devices.transport import said_of_host, transport_for
 from autockpt.errors import MeasurementError
 from autockpt.schema import DeviceInfo, Environment
 from tests.errors import raises
@@ -145,11 +146,11 @@ def test_the_file_has_no_name(tmp_path):
 def test_nothing_is_left_behind_by_a_killed_process(tmp_path):
     program = (
         "import sys, os, signal, torch\n"
-        "from autockpt.devices.transport import CpuTransport\n"
+        "from autockpt.devices.disk import CpuTransport\n"
         "p = CpuTransport(sys.argv[1]).send(torch.ones(1 << 20, dtype=torch.uint8))\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"
     )
-    root = Path(transport.__file__).parents[2]
+    root = Path(disk.__file__).parents[2]
     done = subprocess.run(
         [sys.executable, "-c", program, str(tmp_path)], env={**os.environ, "PYTHONPATH": str(root)}, check=False
     )
@@ -173,7 +174,7 @@ def test_a_full_disk_is_noticed_without_fallocate(tmp_path, monkeypatch):
     way = CpuTransport(tmp_path)
     assert torch.equal(way.send(some_bytes(1000)).get(), some_bytes(1000))
     with pytest.raises(OSError, match="No space left"):
-        scratch.reserve(0, 1 << 60, str(tmp_path))
+        disk.reserve(0, 1 << 60, str(tmp_path))
 
 
 def test_a_directory_that_is_not_there_is_a_clear_error(tmp_path):

@@ -13,9 +13,8 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autockpt.devices.cuda_pinned import CudaQueues
 from autockpt.devices.hostpool import HostUse
-from autockpt.devices.streams import StreamTransport
+from autockpt.devices.streams import CudaQueues, StreamTransport
 from autockpt.devices.transport import OffloadTransports, host_bytes_of
 from autockpt.errors import HostBudgetExceeded
 from autockpt.measuring import StepRunner

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -49,7 +50,8 @@ class DeferredQueues(AcceleratorQueues):
         self.held_up: list[Event] = []
 
     def host_memory(self, nbytes: int) -> torch.Tensor:
-        return torch.full((nbytes,), 0xAB, dtype=torch.uint8)
+        # in whole pages, as what files are written from directly
+        return torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8).fill_(0xAB)
 
     def device_memory(self, nbytes: int) -> torch.Tensor:
         return torch.full((nbytes,), 0xCD, dtype=torch.uint8, device=DEVICE)
@@ -120,6 +122,10 @@ class DeferredTransport(StreamTransport):
 
 class DeferredDisk(DiskTransport):
     """The disk tier of an accelerator whose copies are the ones above. The files and the thread are real."""
+
+    def drain(self) -> None:
+        """Return when all that was asked for so far has been written and read."""
+        self.thread.submit(lambda: None).result()
 
     queues: DeferredQueues
 

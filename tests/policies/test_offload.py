@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from autockpt.checkpointing.offloaded import SMALL_BYTES, OffloadedCall, OffloadedStorage
 from autockpt.devices import disk
-from autockpt.devices.transport import CpuTransport
+from autockpt.devices.disk import CpuTransport
 from autockpt.errors import ConflictError, HostBudgetExceeded, InPlaceError, MeasurementError
 from autockpt.runtime import attach
 from autockpt.schema.choices import OFFLOAD, RECOMPUTE, SAVE, Choice, Offload, RecomputeOffload
@@ -597,7 +597,7 @@ def test_a_failed_write_is_an_error_and_leaves_no_gradient(tmp_path, monkeypatch
     def full(fd, data, offset):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(os, "pwrite", full)
+    monkeypatch.setattr(os, "pwritev", full)
     with (
         attach(model, dict.fromkeys(model.offloaded(), DISK), transport=give),
         raises(MeasurementError, "No space left"),

@@ -6,6 +6,7 @@ here as it would be in a user's own code, so whatever is not ordered is this too
 
 from __future__ import annotations
 
+import os
 import random
 import threading
 from collections.abc import Callable, Iterator
@@ -499,14 +500,16 @@ def run(
     return {name: value.cpu() for name, value in seen.items()}
 
 
-def announced(move_all: Callable[..., None]) -> Callable[..., None]:
+def announced(move: Callable[..., None]) -> Callable[..., None]:
     """The disk tier's own reading and writing of pinned memory, which no device sees, told to the stand-in."""
 
-    def told(move: Any, file: Any, memory: Tensor, offset: int) -> None:
-        standin.extension.host_touches(memory.data_ptr(), memory.nbytes, move.__name__ == "_pread")
-        move_all(move, file, memory, offset)
+    def told(room: disk.FileRoom, way: Any, memory: Tensor, part: slice) -> None:
+        standin.extension.host_touches(
+            memory.data_ptr(), hostpool.whole_pages(part.stop - part.start), way is os.preadv
+        )
+        move(room, way, memory, part)
 
     return told
 
 
-disk._all_of = announced(disk._all_of)
+disk.FileRoom.move = announced(disk.FileRoom.move)  # type: ignore[method-assign]
