@@ -58,6 +58,28 @@ class Measurer(Protocol):
         self.close()
 
 
+class Passing(Measurer):
+    """A measurer that passes on what is asked for, by the names and arguments that ``StepRunner`` has for it."""
+
+    def measure(self, choices: Choices, *, steps: int = 5, budget_bytes: int | None = None) -> Measurement:
+        """See ``Measurer.measure``."""
+        return self._ask("measure", choices=dict(choices), steps=steps, budget_bytes=budget_bytes)
+
+    def compare(
+        self, plans: Mapping[str, Choices], *, rounds: int = 5, budget_bytes: int | None = None, warmup: int = 1
+    ) -> dict[str, list[float]]:
+        """See ``Measurer.compare``."""
+        plans = {name: dict(choices) for name, choices in plans.items()}
+        return self._ask("compare", plans=plans, rounds=rounds, budget_bytes=budget_bytes, warmup=warmup)
+
+    def call(self, ref: str, payload: dict[str, Any]) -> dict[str, Any]:
+        """See ``Measurer.call``."""
+        return self._ask("call", ref=ref, payload=payload)
+
+    def _ask(self, verb: str, **arguments: Any) -> Any:
+        raise NotImplementedError
+
+
 def beats_counted(measurer: Measurer, listener: Listener, word: str = TIMED_CYCLE) -> AbstractContextManager[None]:
     """Within it the listener sees every beat of this ``word`` as a step of its stage."""
     return setting(measurer, "beat", lambda said: listener.advance() if said == word else None)

@@ -12,14 +12,12 @@ from typing import Any
 
 from autockpt.devices import get_device
 from autockpt.errors import AutockptError, DeviceOutOfMemory, MeasurementError, TimeLimitReached, how_it_ended
-from autockpt.measuring.base import Choices, Measurer
+from autockpt.measuring.base import Passing
 from autockpt.measuring.local import refuse_many_processes
 from autockpt.policies.base import setting
 from autockpt.process import Child, ChildDied, ChildSilent, child_environment, last_lines
-from autockpt.schema.choices import dump_choices
 from autockpt.schema.device import Environment
 from autockpt.schema.plan import CompileMode
-from autockpt.schema.trial import Measurement
 from autockpt.schema.workload import WorkloadSpec
 from autockpt.workload.step import unheard
 
@@ -29,7 +27,7 @@ _SIGKILL = -9
 PATIENCE_SECONDS = 1800.0
 
 
-class WorkerMeasurer(Measurer):
+class WorkerMeasurer(Passing):
     """Measures a workload in a process of its own, in which the model is built once.
 
     The worker starts at once and builds the model while the caller goes on; the first use waits for it, and raises what
@@ -51,12 +49,7 @@ class WorkerMeasurer(Measurer):
         compile: CompileMode | None = None,
     ) -> None:
         refuse_many_processes()
-        self._start_message = {
-            "spec": spec.model_dump(mode="json"),
-            "device": device_name,
-            "host_budget": host_budget,
-            "compile": compile,
-        }
+        self._workload = {"spec": spec, "device": device_name, "host_budget": host_budget, "compile": compile}
         self.anew = partial(WorkerMeasurer, spec, device_name, host_budget=host_budget, compile=compile)
         """Makes another one of the same workload."""
         self._wanted = get_device(device_name).environment
@@ -77,23 +70,6 @@ class WorkerMeasurer(Measurer):
             self._wake()
         assert self._environment is not None
         return self._environment
-
-    def measure(self, choices: Choices, *, steps: int = 5, budget_bytes: int | None = None) -> Measurement:
-        """See ``Measurer.measure``. A worker killed by the system counts as out of memory."""
-        wired = dump_choices(choices)
-        answer = self._request("measure", choices=wired, steps=steps, budget_bytes=budget_bytes)
-        return Measurement.model_validate(answer)
-
-    def compare(
-        self, plans: Mapping[str, Choices], *, rounds: int = 5, budget_bytes: int | None = None, warmup: int = 1
-    ) -> dict[str, list[float]]:
-        """See ``Measurer.compare``."""
-        wired = {name: dump_choices(choices) for name, choices in plans.items()}
-        return self._request("compare", plans=wired, rounds=rounds, budget_bytes=budget_bytes, warmup=warmup)
-
-    def call(self, ref: str, payload: dict[str, Any]) -> dict[str, Any]:
-        """See ``Measurer.call``."""
-        return self._request("call", ref=ref, payload=payload)
 
     def within(self, seconds: float) -> AbstractContextManager[None]:
         """What is asked for inside the block is answered in so many seconds in all, whatever signs of life there are.
@@ -127,7 +103,7 @@ class WorkerMeasurer(Measurer):
             raise MeasurementError(f"the worker process could not be started: {error}") from None
         with self._in_words(starting=True):
             self._starting = True
-            self._send("start", self._start_message)
+            self._send("start", self._workload)
 
     def _wake(self) -> None:
         """Wait until there is a worker with the model built, starting one where there is none."""
@@ -139,17 +115,18 @@ class WorkerMeasurer(Measurer):
         if not self._starting:
             return
         try:
-            self._environment = Environment.model_validate(self._await(starting=True)["environment"])
+            self._environment = self._await(starting=True)
             self._starting = False
         except BaseException:
             self.rest()
             raise
 
-    def _request(self, verb: str, **parameters: Any) -> Any:
+    def _ask(self, verb: str, **arguments: Any) -> Any:
+        """A worker that is killed by the system counts as out of memory."""
         self._wake()
         try:
             with self._in_words(starting=False):
-                self._send(verb, parameters)
+                self._send(verb, arguments)
             return self._await(starting=False)
         except AutockptError:
             raise
@@ -157,9 +134,9 @@ class WorkerMeasurer(Measurer):
             self.rest()
             raise
 
-    def _send(self, verb: str, parameters: Mapping[str, Any]) -> None:
+    def _send(self, verb: str, arguments: Mapping[str, Any]) -> None:
         assert self._child is not None
-        self._child.send({"verb": verb, **parameters}, self._waiting)
+        self._child.send((verb, arguments), self._waiting)
 
     def _await(self, *, starting: bool) -> Any:
         """The answer to the one request that is open; signs of life renew the patience."""

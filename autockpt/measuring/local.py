@@ -4,26 +4,25 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 
 from autockpt.devices import get_device
 from autockpt.errors import MeasurementError, UsageError
-from autockpt.measuring.base import Choices, Measurer
+from autockpt.measuring.base import Passing
 from autockpt.measuring.compiled import Compiler
 from autockpt.measuring.environment import environment_of
 from autockpt.measuring.runner import StepRunner
 from autockpt.measuring.snapshot import Snapshot
 from autockpt.schema.plan import CompileMode
-from autockpt.schema.trial import Measurement
 from autockpt.signals import held_back
 from autockpt.workload import Step
 
 
-class LocalMeasurer(Measurer):
+class LocalMeasurer(Passing):
     """Measures a live workload and, on ``close``, puts back all that its steps changed, bit-equal and in place.
 
     To be used as a context manager, so that errors and Ctrl-C restore as well: a Ctrl-C while restoring waits until
@@ -70,23 +69,6 @@ class LocalMeasurer(Measurer):
     def beat(self, heard: Callable[[str], None]) -> None:
         self._runner.beat = heard
 
-    def measure(self, choices: Choices, *, steps: int = 5, budget_bytes: int | None = None) -> Measurement:
-        """See ``Measurer.measure``. Errors of the user's own step arrive unchanged."""
-        with self._opened() as runner:
-            return runner.measure(choices, steps=steps, budget_bytes=budget_bytes)
-
-    def compare(
-        self, plans: Mapping[str, Choices], *, rounds: int = 5, budget_bytes: int | None = None, warmup: int = 1
-    ) -> dict[str, list[float]]:
-        """See ``Measurer.compare``."""
-        with self._opened() as runner:
-            return runner.compare(plans, rounds=rounds, budget_bytes=budget_bytes, warmup=warmup)
-
-    def call(self, ref: str, payload: dict[str, Any]) -> dict[str, Any]:
-        """See ``Measurer.call``."""
-        with self._opened() as runner:
-            return runner.call(ref, payload)
-
     def close(self) -> None:
         """Restore the user's state. The second call does nothing."""
         with held_back([signal.SIGINT]):
@@ -101,14 +83,14 @@ class LocalMeasurer(Measurer):
         if getattr(self, "_snapshot", None) is not None:
             self.close()
 
-    @contextmanager
-    def _opened(self) -> Iterator[StepRunner]:
-        """The runner, with its device as the current one: seeds and events are that one's."""
+    def _ask(self, verb: str, **arguments: Any) -> Any:
+        """With its device as the current one: seeds and events are that one's. Errors of the user's step stay as they
+        are."""
         if self._snapshot is None:
             raise MeasurementError("this measurer is closed", remedy="Make a new one.")
         device = self._device.torch_device
         with torch.accelerator.device_index(device.index) if device.type != "cpu" else nullcontext():
-            yield self._runner
+            return getattr(self._runner, verb)(**arguments)
 
 
 def ranks_here() -> int:

@@ -23,10 +23,9 @@ import torch
 from torch import distributed, nn
 
 from autockpt.errors import AutockptError, MeasurementError, UsageError
-from autockpt.measuring.base import Choices, Measurer
+from autockpt.measuring.base import Choices, Passing
 from autockpt.measuring.local import LocalMeasurer
 from autockpt.measuring.statistics import noise
-from autockpt.schema.choices import dump_choices, parse_choices
 from autockpt.schema.trial import Measurement
 from autockpt.workload import Step
 from autockpt.workload.storages import nested_tensors
@@ -70,7 +69,7 @@ def sharding_of(model: nn.Module) -> str | None:
     return "+".join(name for name, there in found.items() if there) or None
 
 
-class Ranks(Measurer):
+class Ranks(Passing):
     """What measures on all ranks of a job, for the first one; ``step`` is each rank's own, with its facts settled.
 
     To be made on all ranks, and to be left on all: a context manager. Raises UsageError where the ranks do not ask the
@@ -108,8 +107,7 @@ class Ranks(Measurer):
     def measure(self, choices: Choices, *, steps: int = 5, budget_bytes: int | None = None) -> Measurement:
         """See ``Measurer.measure``: the slowest rank's times, the largest peak."""
         # no limit: a rank that runs into it alone, in the middle of a step, leaves the others waiting
-        asked = {"choices": dump_choices(choices), "steps": steps}
-        found = [Measurement.model_validate(told) for told in self._on_all("measure", **asked)]
+        found: list[Measurement] = self._on_all("measure", choices=dict(choices), steps=steps)
         times = tuple(map(max, zip(*(one.times for one in found), strict=True)))
         return found[0].model_copy(
             update={
@@ -127,13 +125,13 @@ class Ranks(Measurer):
         self, plans: Mapping[str, Choices], *, rounds: int = 5, budget_bytes: int | None = None, warmup: int = 1
     ) -> dict[str, list[float]]:
         """See ``Measurer.compare``: in every round the slowest rank's time."""
-        dumped = {name: dump_choices(choices) for name, choices in plans.items()}
-        found = self._on_all("compare", plans=dumped, rounds=rounds, warmup=warmup)
+        asked = {name: dict(choices) for name, choices in plans.items()}
+        found = self._on_all("compare", plans=asked, rounds=rounds, warmup=warmup)
         return {name: list(map(max, zip(*(one[name] for one in found), strict=True))) for name in plans}
 
-    def call(self, ref: str, payload: dict[str, Any]) -> dict[str, Any]:
-        """See ``Measurer.call``: run on all ranks, answered by the first."""
-        return self._on_all("call", ref=ref, payload=payload)[0]
+    def _ask(self, verb: str, **arguments: Any) -> Any:
+        """Done on all ranks, answered by the first."""
+        return self._on_all(verb, **arguments)[0]
 
     def conduct(self, search: Callable[[], T]) -> T:
         """Run the search on the first rank and give its answer, or its error, to all others."""
@@ -230,7 +228,7 @@ class Ranks(Measurer):
     def _take_part(self, verb: str, asked: dict[str, Any]) -> list[dict[str, Any]]:
         """Do this rank's share; what all of them have to say of theirs."""
         try:
-            mine: dict[str, Any] = {"result": self._share(verb, asked)}
+            mine: dict[str, Any] = {"result": getattr(self._local, verb)(**asked)}
         except AutockptError as error:
             mine = {"error": error, "at": time.time()}
         except Exception as error:
@@ -241,18 +239,9 @@ class Ranks(Measurer):
         with self._all_there():
             distributed.all_gather_object(everyone, mine, group=self._control)
         if verb == "measure" and all("result" in told for told in everyone):  # what all ranks know by now
-            slowest = max(told["result"]["step_seconds"] for told in everyone)
+            slowest = max(told["result"].step_seconds for told in everyone)
             self._wait_at_most(max(LEAST_TIMEOUT, STEPS_OF_TIMEOUT * slowest))
         return everyone
-
-    def _share(self, verb: str, asked: dict[str, Any]) -> Any:
-        if verb == "call":
-            return self._local.call(asked["ref"], asked["payload"])
-        if verb == "measure":
-            found = self._local.measure(parse_choices(asked["choices"]), steps=asked["steps"])
-            return found.model_dump(mode="json")
-        plans = {name: parse_choices(choices) for name, choices in asked["plans"].items()}
-        return self._local.compare(plans, rounds=asked["rounds"], warmup=asked["warmup"])
 
     def _wait_at_most(self, seconds: float) -> None:
         """Let no rank wait longer than this for another one in a collective of the step."""

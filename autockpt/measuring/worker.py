@@ -1,7 +1,7 @@
 """The worker process: it holds one workload on one device and measures on request, until its connection ends.
 
-Requests are ``{"verb", ...}``, ``start`` first, one at a time. Answers are ``{"result"}`` or ``{"error"}``;
-``{"beat"}`` before an answer is a sign of life.
+Requests are (verb, arguments), one at a time: ``start`` first, then what a ``StepRunner`` does. Answers are
+``{"result"}`` or ``{"error"}``; ``{"beat"}`` before an answer is a sign of life.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 from autockpt.callstack import with_room
 from autockpt.errors import AutockptError, MeasurementError
 from autockpt.measuring.failures import device_lost, letting_go
-from autockpt.schema.choices import parse_choices
+from autockpt.schema.plan import CompileMode
 from autockpt.schema.workload import WorkloadSpec
 
 _PARENT_SECONDS = 2.0
@@ -34,20 +34,22 @@ class Worker:
         self._answer = answer
         self._runner: Any = None
 
-    def serve(self, request: dict[str, Any]) -> bool:
+    def serve(self, verb: str, arguments: Mapping[str, Any]) -> bool:
         """Answer one request. False where this process should end, because its device will not recover."""
         lost = False
         try:
-            answer = {"result": getattr(self, f"do_{request['verb']}")(request)}
+            answer = {"result": getattr(self._runner, verb)(**arguments) if self._runner else self._start(**arguments)}
         except AutockptError as error:
             answer = {"error": error}
         except BaseException as error:  # whatever a user's code raises, SystemExit included
             traceback.print_exc()  # into the log
-            answer, lost = {"error": _explained(error, request)}, device_lost(error)
+            answer, lost = {"error": _explained(error, verb, arguments)}, device_lost(error)
         self._answer(answer)
         return not lost
 
-    def do_start(self, request: Mapping[str, Any]) -> dict[str, Any]:
+    def _start(
+        self, spec: WorkloadSpec, device: str | None, host_budget: int | None, compile: CompileMode | None
+    ) -> Any:
         """Build the workload; the environment that it is measured in."""
 
         from autockpt.devices import get_device, make_current
@@ -56,40 +58,16 @@ class Worker:
         from autockpt.measuring.runner import StepRunner
         from autockpt.workload import build
 
-        device = get_device(request["device"])
+        there = get_device(device)
         self._beat("imported")
-        # First of all: what others hold on the device can only be distinguished before this process opens its context.
-        environment = environment_of(device)
-        make_current(device)
-        with letting_go(device, "building the model"):
-            workload = build(WorkloadSpec.model_validate(request["spec"]), device.torch_device)
+        environment = environment_of(there)
+        make_current(there)
+        with letting_go(there, "building the model"):
+            workload = build(spec, there.torch_device)
         self._beat("built")
-        mode = request.get("compile")
-        self._runner = StepRunner(
-            workload,
-            device,
-            beat=self._beat,
-            host_budget=request.get("host_budget"),
-            compiler=Compiler(mode, device.kind, beat=self._beat) if mode else None,
-        )
-        return {"environment": environment.model_dump(mode="json")}
-
-    def do_measure(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        """One plan's Measurement."""
-        choices = parse_choices(request["choices"])
-        measured = self._runner.measure(choices, steps=request["steps"], budget_bytes=request["budget_bytes"])
-        return measured.model_dump(mode="json")
-
-    def do_compare(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        """Interleaved seconds of several plans."""
-        plans = {name: parse_choices(choices) for name, choices in request["plans"].items()}
-        return self._runner.compare(
-            plans, rounds=request["rounds"], budget_bytes=request["budget_bytes"], warmup=request["warmup"]
-        )
-
-    def do_call(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        """A function of autockpt, run on the runner."""
-        return self._runner.call(request["ref"], request["payload"])
+        compiler = Compiler(compile, there.kind, beat=self._beat) if compile else None
+        self._runner = StepRunner(workload, there, beat=self._beat, host_budget=host_budget, compiler=compiler)
+        return environment
 
     def _beat(self, word: str) -> None:
         self._answer({"beat": word})
@@ -104,12 +82,12 @@ def main(descriptor: int) -> None:
         sys.path.insert(0, os.getcwd())  # where a user's factory lies
     os.set_inheritable(descriptor, False)
     connection = Connection(descriptor)
-    requests: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+    requests: queue.SimpleQueue[tuple[str, dict[str, Any]]] = queue.SimpleQueue()
     threading.Thread(target=_listen, args=(connection, os.getppid(), requests.put), daemon=True).start()
     worker = Worker(connection.send)
 
     def serve() -> None:
-        while worker.serve(requests.get()):
+        while worker.serve(*requests.get()):
             pass
 
     with_room(serve)
@@ -117,7 +95,7 @@ def main(descriptor: int) -> None:
     os._exit(1)
 
 
-def _listen(connection: Connection, parent: int, put: Callable[[dict[str, Any]], None]) -> None:
+def _listen(connection: Connection, parent: int, put: Callable[[Any], None]) -> None:
     """Hand on requests; when the connection ends or the parent is gone, end this process whatever it is doing."""
     with suppress(EOFError, OSError):
         while os.getppid() == parent:
@@ -126,7 +104,7 @@ def _listen(connection: Connection, parent: int, put: Callable[[dict[str, Any]],
     os._exit(0)
 
 
-def _explained(error: BaseException, request: Mapping[str, Any]) -> AutockptError:
+def _explained(error: BaseException, verb: str, arguments: Mapping[str, Any]) -> AutockptError:
     """What an exception means, for people: the user's fault, the device's, or ours."""
     from autockpt.workload import explain
 
@@ -135,9 +113,9 @@ def _explained(error: BaseException, request: Mapping[str, Any]) -> AutockptErro
             f"the device failed: {str(error).splitlines()[0]}",
             remedy="The next request starts a fresh process. If it repeats, run the step with CUDA_LAUNCH_BLOCKING=1.",
         )
-    if request["verb"] == "call":
+    if verb == "call":
         return MeasurementError(
-            f"{request['ref']} failed with {type(error).__name__}: {error}",
+            f"{arguments['ref']} failed with {type(error).__name__}: {error}",
             remedy="The traceback is in the worker's log.",
         )
-    return explain(error, "building the model and batch" if request["verb"] == "start" else "a step of the workload")
+    return explain(error, "building the model and batch" if verb == "start" else "a step of the workload")

@@ -114,19 +114,19 @@ def test_a_worker_measures_and_survives_failures(start, tmp_path, monkeypatch):
 STAND_IN = """
 import os, time
 from multiprocessing.connection import Connection
+from autockpt.schema import DeviceInfo, Environment
 
 def main(descriptor):
     parent = Connection(descriptor)
-    device = {"kind": "cpu", "name": "made up", "capacity_bytes": 1}
     while True:
-        request = parent.recv()
-        payload = request.get("payload", {})
+        verb, arguments = parent.recv()
+        payload = arguments.get("payload", {})
         for _ in range(payload.get("beats", 0)):
             time.sleep(0.4)
             parent.send({"beat": "cycle"})
         time.sleep(payload.get("sleep", 0))
-        if request["verb"] == "start":
-            result = {"environment": {"device": device, "versions": {}}}
+        if verb == "start":
+            result = Environment(device=DeviceInfo(kind="cpu", name="made up", capacity_bytes=1), versions={})
         else:
             result = {"pid": os.getpid(), "length": len(payload.get("x", ""))}
         parent.send({"result": result})
