@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 
 from tests.campaign.trial import Verdict
 
@@ -61,15 +59,3 @@ def _table(name: str, rows: Iterable[tuple[str, Verdict | _Once]]) -> str:
     lines = [f"| {name} | {' | '.join(_WORDS)} |", f"|---{'|---:' * len(_WORDS)}|"]
     lines += [f"| {key} | {' | '.join(str(counts[key][w]) for w in _WORDS)} |" for key in sorted(counts)]
     return "\n".join((*lines, ""))
-
-
-def newly_refused(earlier: Path, verdicts: Iterable[Verdict]) -> list[str]:
-    """Pairs that were right in an earlier run's file and are not now."""
-    right: dict[int, int] = {}
-    for line in earlier.read_text(encoding="utf-8").splitlines():
-        verdict = json.loads(line)
-        if verdict["word"] == "equal":
-            right[verdict["number"]] = verdict["text"]
-    # a process that was lost (text 0) cannot say what it was at
-    lost = (v for v in verdicts if v.word != "equal" and v.number in right and v.text in (0, right[v.number]))
-    return [f"{v.number} {v.word} [{v.choice}] {'; '.join(v.families)}: {v.detail}" for v in lost]

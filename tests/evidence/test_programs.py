@@ -25,22 +25,6 @@ def test_can_be_imported_and_says_what_it_is_for(name):
 
 
 @pytest.mark.slow
-def test_a_published_job_is_simulated_and_all_are_understood(tmp_path):
-    import yaml
-
-    from tests.evidence import published
-
-    jobs = [published.Job.model_validate(job) for job in yaml.safe_load(published.FILE.read_text(encoding="utf-8"))]
-    known = {job.id for job in jobs}
-    assert len(known) == len(jobs) and all(job.baseline is None or job.baseline in known for job in jobs)
-    job = next(job for job in jobs if job.id == "bertbase-b4-s256-sdpa")
-    said = published.predict(job, tmp_path)
-    assert 0 < said.bytes["tensors"] <= said.bytes["reserved"] < said.bytes["device"]
-    assert 0 < said.seconds(job) == said.step - said.optimizer
-    assert "BERT-base" in published.bytes_table([job], {job.id: said})
-
-
-@pytest.mark.slow
 def test_sampled_mutants_differ_and_each_changes_its_module():
     import ast
 

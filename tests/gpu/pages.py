@@ -1,4 +1,4 @@
-"""The pages: a table per part, the claims with their verdicts, and what none of it proves."""
+"""The pages: a table per part, what became of each item, and what none of it proves."""
 
 from __future__ import annotations
 
@@ -6,13 +6,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.gpu.claims import judged
 from tests.gpu.items import PARTS, Item, items_of, read
 from tests.gpu.shapes import Shapes
 
 CPU_BANNER = (
-    "**No GPU took part. These numbers come from tiny shapes on a CPU and prove that the script runs, nothing else; "
-    "verdicts below are the script's arithmetic and say nothing about GPUs.**"
+    "**No GPU took part. These numbers come from tiny shapes on a CPU and prove that the script runs, nothing else.**"
 )
 
 
@@ -48,15 +46,6 @@ def _summary(items: Sequence[Item], known: Mapping[str, Mapping[str, Any]], shap
     yield "# What was asked of the GPU"
     yield ""
     yield from _banner(shapes, known)
-    data = {slug: found["data"] for slug, found in known.items() if found.get("data")}
-    complete = {slug: d for slug, d in data.items() if known[slug].get("state") == "done"}
-    claims = judged(complete)
-    shown = "({})" if shapes == "tiny" else "{}"
-    yield from _table(("claim", "verdict", "by"), ((c.text, shown.format(c.verdict), c.detail) for c in claims))
-    counts = {v: sum(c.verdict == v for c in claims) for v in ("passed", "failed", "undecided")}
-    yield ""
-    yield ", ".join(f"{number} {verdict}" for verdict, number in counts.items()) + "."
-    yield ""
     rows = (
         (i.slug, known[i.slug].get("state", "not run"), _seconds(known[i.slug]), known[i.slug].get("message", ""))
         for i in items

@@ -1,14 +1,15 @@
+"""Tests that run inside of a process that has the stand-in."""
+
 from __future__ import annotations
 
 import pytest
-
-pytestmark = pytest.mark.slow
 
 INSIDE = [f"tests/standin/inside/check_{name}.py" for name in ("device", "measuring", "streams", "sentinels")]
 CONTRACT = "tests/policies/test_contract.py"
 SOME = "(two_steps or autograd_grad or exception) and (offload or recompute) and (gpt2 or cnn)"
 
 
+@pytest.mark.slow
 def test_the_stand_in_and_a_part_of_the_contract(inside):
     """In one process, whose start takes longer than most of them.
 
@@ -16,3 +17,25 @@ def test_the_stand_in_and_a_part_of_the_contract(inside):
     ``tests.conftest``.
     """
     inside(*INSIDE, CONTRACT, "-k", f"(check_ and not live) or ({SOME})")
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("schedule", ("lazy", "random:2", "compute-late"))
+def test_all_of_the_contract(inside, schedule):
+    inside(CONTRACT, schedule=schedule, timeout=3 * 3600)
+
+
+@pytest.mark.campaign
+def test_every_plan_under_every_schedule(inside):
+    inside("tests/standin/inside/check_streams.py", STANDIN_ALL="1", timeout=3600)
+
+
+@pytest.mark.campaign
+def test_adaptive_training_by_the_allocators_own_counters(inside):
+    inside("tests/standin/inside/check_adaptive.py", schedule="eager")
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize(("which", "all_of_them"), [("live", "0"), ("predicted or slow_link", "1")])
+def test_measuring(inside, which, all_of_them):
+    inside("tests/standin/inside/check_measuring.py", "-k", which, timeout=3600, STANDIN_ALL=all_of_them)
