@@ -24,9 +24,8 @@ from autockpt.measuring.failures import chain
 from autockpt.runtime import Session, attach, without_kv_cache
 from autockpt.schema.choices import SAVE, Choice, label
 from autockpt.schema.plan import CompileMode, plan_hash
-from autockpt.workload.names import unwrap
 from autockpt.workload.step import unheard
-from autockpt.workload.units import discover_units, module_of
+from autockpt.workload.units import discover_units, module_of, unwrap
 
 BACKEND = "inductor"
 SETTLING = 3

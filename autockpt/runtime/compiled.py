@@ -8,7 +8,7 @@ from torch import nn
 
 from autockpt.schema.names import ancestors
 from autockpt.schema.plan import CompileMode
-from autockpt.workload.names import named_units
+from autockpt.workload.units import named_units
 
 
 def compiled_as(model: nn.Module, blocks: Iterable[str]) -> CompileMode | None:

@@ -20,8 +20,7 @@ from autockpt.runtime.check_report import Proof, proof, sentinels_of
 from autockpt.runtime.model_forward import CacheState, GuardState, cache_owners, run_guarded, run_without_cache
 from autockpt.schema.choices import Choice
 from autockpt.schema.names import check_nesting, fold
-from autockpt.workload.names import unwrap
-from autockpt.workload.units import discover_units, modules_of
+from autockpt.workload.units import discover_units, modules_of, unwrap
 
 
 @dataclass(eq=False, repr=False)

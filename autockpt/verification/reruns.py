@@ -21,8 +21,7 @@ from autockpt.policies.selective import kept_by, product_modules
 from autockpt.schema.base import Data
 from autockpt.schema.choices import ATTENTION, EVERYTHING, Choice, Remake
 from autockpt.schema.names import strip_prefixes
-from autockpt.workload.names import unwrap
-from autockpt.workload.units import module_of
+from autockpt.workload.units import module_of, unwrap
 
 
 class UnitRuns(Data):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from autockpt.errors import WorkloadError
-from autockpt.workload.heads import BY_HAND, TEXT, Task
+from autockpt.workload.configs import BY_HAND, TEXT, Task
 
 IGNORE = -100
 _MASKED_SHARE = 0.15

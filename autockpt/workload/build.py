@@ -14,11 +14,19 @@ from torch import nn
 from autockpt.errors import UsageError, WorkloadError
 from autockpt.schema.workload import WorkloadSpec, as_option
 from autockpt.workload.batches import SEQUENCES, BatchMaker
-from autockpt.workload.configs import ConfigSource, find_config, hub_reachable, prepare, quiet
+from autockpt.workload.configs import (
+    ConfigSource,
+    Head,
+    find_config,
+    head_of,
+    hub_reachable,
+    prepare,
+    quiet,
+    remote_head,
+)
 from autockpt.workload.factory import asked_length, call_factory, is_factory
 from autockpt.workload.failures import is_out_of_memory, needed, summary
 from autockpt.workload.fastinit import fast_init
-from autockpt.workload.heads import Head, head_of, remote_head
 from autockpt.workload.liger import apply_liger
 from autockpt.workload.lora import adapt
 from autockpt.workload.quantised import build_quantised, quantization_facts, quantization_of, with_own_quantization

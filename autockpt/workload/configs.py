@@ -1,6 +1,7 @@
 """From what the user calls a model (shape, file, directory, hub id) to transformers' configuration, fit to train.
 
-A training step needs room for the sequence, all layers in every step, and padding: ``prepare``.
+A training step needs room for the sequence, all layers in every step, and padding (``prepare``), and a class with a
+loss (``head_of``). What costs the same in every block is measured on a model of fewer blocks (``shallow_twin``).
 """
 
 from __future__ import annotations
@@ -9,25 +10,39 @@ import json
 import os
 import re
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from difflib import get_close_matches
 from logging import ERROR, getLogger
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 from urllib.parse import urlparse
 
-from autockpt.errors import UsageError, WorkloadError
+from autockpt.errors import AutockptError, UsageError, WorkloadError
 from autockpt.schema.workload import WorkloadSpec
 from autockpt.shipped import ShapeDefaults, list_models, load_model_shape
+from autockpt.workload.factory import is_factory
 from autockpt.workload.failures import summary
-from autockpt.workload.heads import TEXT, Task
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 MOST_LAYERS = 2000
 _LAYERS = re.compile(r"(num_|n_)?((hidden|encoder|decoder)_)?layers?")
 _FORMS = "a built-in shape, a hub id, a directory, a config.json, or package.module:function"
+
+
+Task = Literal[
+    "causal_lm",
+    "seq2seq_lm",
+    "masked_lm",
+    "sequence_classification",
+    "token_classification",
+    "image_classification",
+    "speech_seq2seq",
+    "ctc",
+    "audio_classification",
+]
+TEXT: tuple[Task, ...] = ("causal_lm", "seq2seq_lm", "masked_lm", "sequence_classification", "token_classification")
 
 
 @dataclass(frozen=True)
@@ -251,3 +266,129 @@ def _fit_positions(source: ConfigSource, task: Task, length: int | None, trained
         )
     setattr(config, name, needed)
     return (f"{name} raised from {limit} to {needed} for sequences of {length} tokens",)
+
+
+@dataclass(frozen=True)
+class Head:
+    """A model class by name, its task, and the Auto class that makes it if ``remote`` code. ``note`` is for people."""
+
+    cls: str
+    task: Task
+    auto: str
+    note: str | None = None
+    remote: bool = False
+
+
+# transformers' own tables, in the order in which they are asked for a configuration that names no class of its own.
+_TABLES: tuple[tuple[str, Task, str], ...] = (
+    ("MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES", "seq2seq_lm", "AutoModelForSeq2SeqLM"),
+    ("MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES", "speech_seq2seq", "AutoModelForSpeechSeq2Seq"),
+    ("MODEL_FOR_MASKED_LM_MAPPING_NAMES", "masked_lm", "AutoModelForMaskedLM"),
+    ("MODEL_FOR_CAUSAL_LM_MAPPING_NAMES", "causal_lm", "AutoModelForCausalLM"),
+    ("MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES", "image_classification", "AutoModelForImageClassification"),
+    ("MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES", "causal_lm", "AutoModelForImageTextToText"),
+    ("MODEL_FOR_CTC_MAPPING_NAMES", "ctc", "AutoModelForCTC"),
+    ("MODEL_FOR_AUDIO_CLASSIFICATION_MAPPING_NAMES", "audio_classification", "AutoModelForAudioClassification"),
+    (
+        "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES",
+        "sequence_classification",
+        "AutoModelForSequenceClassification",
+    ),
+    ("MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES", "token_classification", "AutoModelForTokenClassification"),
+)
+_TEXT_ONLY = "the batch is text only: images take more memory, so write a factory to plan for them"
+_NOTES = {"AutoModelForImageTextToText": _TEXT_ONLY}
+BY_HAND = "Write a function that returns (model, batch) and pass it as --model package.module:function."
+_ENCODER_DECODER: tuple[Task, ...] = ("seq2seq_lm", "speech_seq2seq")
+
+
+def head_of(config: Any, architecture: str | None, where: str) -> Head:
+    """The class to train: ``architecture`` or the one that ``config.architectures`` names, if it has a loss.
+
+    Otherwise the first that transformers' tables know for the model type. Raises WorkloadError where there is none.
+    """
+    named = architecture or next(iter(getattr(config, "architectures", None) or ()), None)
+    tables = _tables()
+    for table, task, auto in tables:
+        if named is not None and any(named in classes for classes in table.values()):
+            return Head(named, task, auto, _NOTES.get(auto))
+    encoder_decoder = bool(getattr(config, "is_encoder_decoder", False))
+    for table, task, auto in tables:
+        if config.model_type not in table or (task in _ENCODER_DECODER) > encoder_decoder:
+            continue
+        cls = table[config.model_type][0]
+        note = f"{named} has no loss of its own, so {cls} is trained" if named else None
+        return Head(cls, task, auto, note or _NOTES.get(auto))
+    raise WorkloadError(
+        f"{where} has no head that autockpt knows to train ({named or config.model_type})",
+        remedy=BY_HAND,
+    )
+
+
+def remote_head(config: Any, where: str) -> Head | None:
+    """The head of a configuration whose model class is remote code; None where the class is transformers' own."""
+    remote: dict[str, str] = getattr(config, "auto_map", None) or {}
+    for _, task, auto in _TABLES:
+        if auto in remote:
+            return Head(remote[auto].rpartition(".")[2], task, auto, remote=True)
+    if any(key.startswith("AutoModel") for key in remote):
+        raise WorkloadError(
+            f"the remote code of {where} offers no class with a loss",
+            remedy=BY_HAND,
+        )
+    return None
+
+
+def _tables() -> list[tuple[dict[str, tuple[str, ...]], Task, str]]:
+    from transformers.models.auto import modeling_auto
+
+    def listed(name: str) -> dict[str, tuple[str, ...]]:
+        entries = dict(getattr(modeling_auto, name, {}))
+        return {kind: (cls,) if isinstance(cls, str) else tuple(cls) for kind, cls in entries.items()}
+
+    return [(listed(name), task, auto) for name, task, auto in _TABLES]
+
+
+# What transformers' configurations call the number of layers.
+_COUNTS = {"num_hidden_layers", "num_layers", "num_decoder_layers", "encoder_layers", "decoder_layers"} | {
+    *("n_layer", "n_layers", "depth"),
+}
+_PER_LAYER = ("layer_types", "mlp_layer_types")  # lists with an entry per layer
+
+
+def shallow_twin(spec: WorkloadSpec, settings: Mapping[str, Any], blocks: int, folder: Path) -> WorkloadSpec | None:
+    """The workload of ``spec`` with ``blocks`` blocks in each of its stacks (encoder, decoder, vision tower), or as
+    many as it takes for one of every type; its configuration is written to ``folder``. None where unknown how.
+
+    ``settings`` are the resolved ones of the whole workload, whose shape the twin keeps. Only models of transformers
+    whose configuration counts their layers have twins; the caller checks that the blocks are alike.
+    """
+    if is_factory(spec.model) or spec.trust_remote_code:
+        return None
+    try:
+        with quiet():
+            source = find_config(spec)
+    except AutockptError:
+        return None
+    config = source.config.to_dict()
+    if not _shorten(config, blocks):
+        return None
+    if source.architecture is not None:
+        config["architectures"] = [source.architecture]
+    path = folder / "config.json"
+    path.write_text(json.dumps(config, default=str), encoding="utf-8")
+    shape = {name: settings.get(name) for name in ("batch_size", "seq_len", "dtype")}
+    if spec.pad_to is not None or spec.seq_len is not None:
+        shape["seq_len"] = spec.seq_len
+    return spec.model_copy(update={**shape, "model": str(path)})
+
+
+def _shorten(config: dict[str, Any], blocks: int) -> bool:
+    """Count at most ``blocks`` layers, but one of each type, in each part of a configuration; whether any changed."""
+    parts = [_shorten(part, blocks) for part in config.values() if isinstance(part, dict)]
+    types = [config[name] for name in _PER_LAYER if isinstance(config.get(name), list)]
+    blocks = max([blocks, *(1 + each.index(kind) for each in types for kind in set(each))])
+    deep = [name for name in _COUNTS & config.keys() if isinstance(config[name], int) and config[name] > blocks]
+    config |= dict.fromkeys(deep, blocks)
+    config |= {name: config[name][:blocks] for name in _PER_LAYER if deep and isinstance(config.get(name), list)}
+    return bool(deep) or any(parts)

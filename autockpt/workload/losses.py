@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from autockpt.errors import WorkloadError
-from autockpt.workload.names import unwrap
+from autockpt.workload.units import unwrap
 
 _REMEDY = (
     "Put labels into the batch so that the model computes its loss, or pass loss=, a function (model, batch) -> loss."

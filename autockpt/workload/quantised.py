@@ -147,6 +147,7 @@ def build_quantised(
 ) -> nn.Module:
     """A transformers model with quantised random weights on ``device``; whole weights are never all there."""
     from transformers.initialization import meta_device_safe_creation_ops, no_init_weights, no_tie_weights
+    from transformers.quantizers.auto import AutoHfQuantizer
 
     with (
         _disable_current_modes(),  # shapes alone: nothing that a ghost run could see
@@ -156,31 +157,18 @@ def build_quantised(
         meta_device_safe_creation_ops(),
     ):
         model = cls._from_config(config, **options)
-    put_quantised(model, quantization, options["dtype"], device, initialised=False)
-    return model
-
-
-def put_quantised(
-    model: Any, quantization: Any, dtype: torch.dtype, device: torch.device, *, initialised: bool
-) -> None:
-    """Put quantised layers with random weights of ``dtype`` in place of a transformers model's linear ones.
-
-    The rest stays as it is, or is drawn on ``device`` where the model is not ``initialised`` but on the meta device.
-    """
-    from transformers.quantizers.auto import AutoHfQuantizer
-
     with _disable_current_modes(), torch.device("meta"):
         quantizer = AutoHfQuantizer.from_config(quantization, pre_quantized=False)
         quantizer.preprocess_model(model, device_map={"": str(device)})
-    packed = _Packed(dtype, device)
+    packed = _Packed(options["dtype"], device)
     with fast_init():
         _materialise(model, packed, device)
-        if not initialised:
-            model.init_weights()
+        model.init_weights()
     for module in filter(_has_quantised, model.modules()):
         vars(module.weight).pop("_is_hf_initialized", None)
     model.hf_quantizer = quantizer
     quantizer.postprocess_model(model)
+    return model
 
 
 def _materialise(model: nn.Module, packed: _Packed, device: torch.device) -> None:

@@ -1,7 +1,8 @@
 """Units: repeated blocks or modules by name, and the attention and MLP in each, from the module tree alone.
 
 Attention and MLP are known by the names that model code gives them. Two units are the same where everything in them is
-that decides what their ops cost.
+that decides what their ops cost. Names and modules are without what wrappers add, so that one plan fits a model however
+it is wrapped.
 """
 
 from __future__ import annotations
@@ -20,9 +21,17 @@ from torch.nn.parameter import is_lazy
 from autockpt.errors import PlanError, UsageError
 from autockpt.schema.base import closest
 from autockpt.schema.graph import Unit, UnitRole
-from autockpt.schema.names import align, ancestors, fold, listing, outermost, parse_pattern, strip_prefixes
+from autockpt.schema.names import (
+    WRAPPED_ANYWHERE,
+    align,
+    ancestors,
+    fold,
+    listing,
+    outermost,
+    parse_pattern,
+    strip_prefixes,
+)
 from autockpt.schema.plan import Plan
-from autockpt.workload.names import class_name, named_units, unwrap
 
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 # Lists of parallel members: one block's inside, never a row of blocks.
@@ -414,3 +423,27 @@ def _normalised(value: Any) -> Hashable:
         items = tuple(_normalised(item) for item in value)
         return ... if any(item is ... for item in items) else items
     return ...
+
+
+def unwrap(module: nn.Module) -> nn.Module:
+    """The module inside compile, FSDP and checkpoint wrappers around it; the module itself where there is none."""
+    while True:
+        inner = next((module._modules[name] for name in WRAPPED_ANYWHERE if name in module._modules), None)
+        if inner is None:
+            return module
+        module = inner
+
+
+def named_units(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """All modules as (stripped name, module); where a wrapper and its inside share a name the inside comes last."""
+    for name, module in model.named_modules():
+        yield strip_prefixes(name), module
+
+
+def class_name(module: nn.Module) -> str:
+    """The class's name, as it was before FSDP2 renamed it (``FSDPLlamaDecoderLayer``)."""
+    cls = type(module)
+    bare = cls.__name__.removeprefix("FSDP")
+    if bare != cls.__name__ and any(base.__name__ == bare for base in cls.__mro__[1:]):
+        return bare
+    return cls.__name__

@@ -11,8 +11,7 @@ import torch
 from autockpt.errors import UsageError
 from autockpt.schema.workload import WorkloadSpec
 from autockpt.shipped import list_models, load_model_shape
-from autockpt.workload.configs import find_config
-from autockpt.workload.heads import head_of
+from autockpt.workload.configs import find_config, head_of
 from tests.errors import raises
 
 

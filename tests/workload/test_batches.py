@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autockpt.workload.batches import IGNORE, BatchMaker
-from autockpt.workload.heads import TEXT, Task
+from autockpt.workload.configs import TEXT, Task
 
 
 class Config(SimpleNamespace):

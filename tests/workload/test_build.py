@@ -13,7 +13,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from autockpt.errors import UsageError, WorkloadError
 from autockpt.schema.workload import WorkloadSpec
 from autockpt.shipped import list_models
-from autockpt.workload import Step, build
+from autockpt.tracing import Tracer
+from autockpt.workload import Step, build, refuse_simulated
+from tests.errors import raises
 
 SMALL = [name for name in list_models() if name.endswith("-tiny")]
 
@@ -124,3 +126,38 @@ def test_eight_billion_ghost_parameters_take_no_memory() -> None:
         w = make("llama-8b")
     assert w.settings["params"] == 8_030_261_248
     assert w.resident_bytes() > 16_000_000_000
+
+
+# --- what only simulated hardware can follow
+
+MODEL = "tests.tracing.kernels.cuda_models:causal_fp32"
+
+
+@pytest.mark.parametrize(
+    ("given", "option"),
+    [
+        ({"shard": 8}, "`shard: 8`"),
+        ({"shard": "2x4 kept"}, "`shard: 2x4 kept`"),
+        ({"ddp": "buckets"}, "`ddp: buckets`"),
+        ({"master_weights": True}, "`master_weights: true`"),
+        ({"keep_gradients": True}, "`keep_gradients: true`"),
+    ],
+)
+def test_a_real_step_refuses_them_by_name(given: dict[str, object], option: str) -> None:
+    spec = WorkloadSpec.model_validate({"model": MODEL} | given)
+    for attempt in (refuse_simulated, build):
+        with raises(UsageError, option) as caught:
+            attempt(spec)
+        assert "--hardware" in caught.value.remedy
+
+
+@pytest.mark.slow
+def test_they_can_be_traced_and_are_counted_afterwards() -> None:
+    plain = WorkloadSpec(model=MODEL)
+    peaks = []
+    for spec in (plain, plain.model_copy(update={"keep_gradients": True, "ddp": "views", "optimizer": "adamw8bit"})):
+        with Tracer.from_spec(spec, fallback=False) as tracer:
+            peaks.append(tracer.trace().peak_bytes)
+            settings = tracer.settings
+    assert peaks[0] == peaks[1]
+    assert settings["optimizer"] == "adamw8bit"

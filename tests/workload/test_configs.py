@@ -6,11 +6,12 @@ import json
 from pathlib import Path
 
 import pytest
+from transformers import AutoConfig
 
 from autockpt.errors import WorkloadError
 from autockpt.schema.workload import WorkloadSpec
-from autockpt.workload import configs
-from autockpt.workload.configs import ConfigSource, find_config
+from autockpt.workload import build, configs, discover_units
+from autockpt.workload.configs import ConfigSource, find_config, head_of, remote_head, shallow_twin
 
 
 @pytest.fixture(autouse=True)
@@ -73,3 +74,60 @@ def test_paths_to_nothing(name: str) -> None:
 def test_unknown_names(name: str) -> None:
     with pytest.raises(WorkloadError):
         find(name)
+
+
+# --- each configuration gets the class that people train it with
+
+
+@pytest.mark.parametrize(
+    ("model_type", "cls", "task"),
+    [
+        ("llama", "LlamaForCausalLM", "causal_lm"),
+        ("gpt2", "GPT2LMHeadModel", "causal_lm"),
+        ("bert", "BertForMaskedLM", "masked_lm"),
+        ("roberta", "RobertaForMaskedLM", "masked_lm"),
+        ("t5", "T5ForConditionalGeneration", "seq2seq_lm"),
+        ("bart", "BartForConditionalGeneration", "seq2seq_lm"),
+        ("whisper", "WhisperForConditionalGeneration", "speech_seq2seq"),
+        ("vit", "ViTForImageClassification", "image_classification"),
+        ("resnet", "ResNetForImageClassification", "image_classification"),
+        ("wav2vec2", "Wav2Vec2ForCTC", "ctc"),
+        ("llava", "LlavaForConditionalGeneration", "causal_lm"),
+    ],
+)
+def test_by_model_type(model_type: str, cls: str, task: str) -> None:
+    head = head_of(AutoConfig.for_model(model_type), None, model_type)
+    assert (head.cls, head.task) == (cls, task)
+
+
+def test_remote_code_says_itself_what_it_is() -> None:
+    config = AutoConfig.for_model("llama")
+    assert remote_head(config, "x") is None
+    config.auto_map = {"AutoConfig": "c.C", "AutoModelForCausalLM": "m.MyModel"}
+    head = remote_head(config, "x")
+    assert head is not None and (head.cls, head.task, head.remote) == ("MyModel", "causal_lm", True)
+    config.auto_map = {"AutoModel": "m.MyModel"}
+    with pytest.raises(WorkloadError):
+        remote_head(config, "x")
+
+
+# --- the same model but for its depth
+
+
+@pytest.mark.parametrize(
+    ("model", "stacks", "types"), [("llama-tiny", 1, 1), ("gemma3-tiny", 1, 3), ("bert-tiny", 1, 1), ("t5-tiny", 2, 1)]
+)
+def test_a_twin_has_one_block_of_each_type_and_the_same_batch(
+    model: str, stacks: int, types: int, tmp_path: Path
+) -> None:
+    """Of Gemma 3 here the third layer is the first one without a sliding window."""
+    whole = build(WorkloadSpec(model=model, batch_size=2))
+    twin = shallow_twin(WorkloadSpec(model=model, batch_size=2), whole.settings, 1, tmp_path)
+    assert twin is not None
+    small = build(twin)
+    blocks, fewer = ([u for u in discover_units(w.model) if u.role == "block"] for w in (whole, small))
+    assert len(fewer) == stacks * types < len(blocks)
+    begins = range(0, len(blocks), len(blocks) // stacks)
+    assert [u.cls for u in fewer] == [u.cls for begin in begins for u in blocks[begin : begin + types]]
+    assert {k: v.shape for k, v in whole.batch.items()} == {k: v.shape for k, v in small.batch.items()}
+    assert small.settings["dtype"] == whole.settings["dtype"] and type(small.model) is type(whole.model)

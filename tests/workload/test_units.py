@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from torch import nn
 from autockpt.errors import PlanError
 from autockpt.schema.graph import Unit
 from autockpt.workload import discover_units, fingerprint
-from autockpt.workload.units import module_of
+from autockpt.workload.units import class_name, module_of, structure_key
 
 BASE: dict[str, Any] = {
     "hidden_size": 32,
@@ -227,3 +228,52 @@ def test_patterns_name_any_modules_however_the_model_is_wrapped(
 ) -> None:
     for model in (tiny_llama(), wrappers["peft"], wrappers["compiled layers"]):
         assert [u.name for u in discover_units(model, patterns) if u.role == "block"] == expected
+
+
+def test_fsdp2_renames_classes_in_place() -> None:
+    class FSDPLinear(nn.Linear):
+        pass
+
+    class FSDPThing(nn.Module):
+        pass
+
+    assert class_name(FSDPLinear(1, 1)) == "Linear"
+    assert class_name(FSDPThing()) == "FSDPThing"
+
+
+# --- two units share a kind exactly when their ops cost the same
+
+
+def layer(**attributes: Any) -> nn.Module:
+    module = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.1))
+    for name, value in attributes.items():
+        setattr(module, name, value)
+    return module
+
+
+def same(a: nn.Module, b: nn.Module) -> bool:
+    return structure_key(a) == structure_key(b)
+
+
+def test_equal_layers_are_the_same_wherever_they_stand() -> None:
+    assert same(layer(layer_idx=0, layer_id=0, layer_number=1), layer(layer_idx=5, layer_id=5, layer_number=6))
+    assert same(layer(name="layers.1.attn"), layer(name="layers.12.attn"))
+
+
+def test_weights_that_differ_in_shape_type_or_training_differ() -> None:
+    assert not same(nn.Linear(4, 4), nn.Linear(4, 5))
+    assert not same(nn.Linear(4, 4), nn.Linear(4, 4, dtype=torch.bfloat16))
+    assert not same(nn.Linear(4, 4), nn.Linear(4, 4).requires_grad_(False))
+    assert not same(nn.Linear(4, 4), nn.Linear(4, 4, bias=False))
+
+
+def test_settings_that_change_ops_differ() -> None:
+    assert not same(layer(sliding_window=16), layer(sliding_window=None))
+    assert not same(layer(kind="full"), layer(kind="sliding"))
+    assert not same(nn.Conv2d(4, 4, 1, stride=1), nn.Conv2d(4, 4, 1, stride=2))
+
+
+def test_what_the_config_says_about_this_layer_matters() -> None:
+    config = SimpleNamespace(num_hidden_layers=3, layer_types=["sliding", "full", "sliding"])
+    a, b, c = (layer(layer_idx=i, config=config) for i in range(3))
+    assert same(a, c) and not same(a, b)

@@ -18,7 +18,7 @@ from autockpt.cost.profile import segments_of
 from autockpt.errors import AutockptError
 from autockpt.schema import RECOMPUTE, Choice, Graph, Hardware, Listener, Silence, Unit, WorkloadSpec, plan_hash
 from autockpt.tracing import Tracer, tracer_for
-from autockpt.workload.shallow import shallow_twin
+from autockpt.workload.configs import shallow_twin
 
 DEEP = 16  # blocks from which on a twin is worth its while
 TWIN_BLOCKS = 4  # of each stack, more where it has more types of blocks

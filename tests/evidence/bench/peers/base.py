@@ -16,8 +16,7 @@ from autockpt.measuring.compiled import missing as compiler_missing
 from autockpt.runtime.session import without_kv_cache
 from autockpt.schema import Unit
 from autockpt.workload import Step
-from autockpt.workload.names import unwrap
-from autockpt.workload.units import module_of
+from autockpt.workload.units import module_of, unwrap
 from tests.evidence.bench.report import Group
 
 PLAIN = "save everything"

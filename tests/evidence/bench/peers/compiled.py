@@ -14,8 +14,7 @@ from torch import nn
 from autockpt.errors import ConflictError
 from autockpt.measuring.compiled import BACKEND, Compiler
 from autockpt.schema import Choice, CompileMode
-from autockpt.workload.names import unwrap
-from autockpt.workload.units import module_of
+from autockpt.workload.units import module_of, unwrap
 from tests.evidence.bench.peers.base import Context, Detach, Peer, Setting, recomputed
 from tests.evidence.bench.report import Group
 
