@@ -88,7 +88,7 @@ def _seconds_are_measured_briefly() -> Iterator[None]:
             "cost.profile.ANCHOR_SECONDS",
         ):
             patch.setattr(f"autockpt.{seconds}", 0.0)
-        patch.setattr("autockpt.cost.probes.COPY_ROUNDS", 1)
+        patch.setattr("autockpt.cost.op_times.COPY_ROUNDS", 1)
         yield
 
 

@@ -7,22 +7,20 @@ place in the process that measures steps, with its settings.
 from __future__ import annotations
 
 import math
+import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date
-from itertools import product
 from typing import Any
 
 import numpy as np
 import torch
 from pydantic import ValidationError
 from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from autockpt.cost.probes import Stopwatch, by_transport, host_costs
-from autockpt.cost.roofline import seconds_of_work
-from autockpt.cost.work import Work
+from autockpt.cost.op_times import by_transport, keep_busy
 from autockpt.devices import Device
 from autockpt.devices.random_states import all_random_states_kept
 from autockpt.errors import MeasurementError
@@ -30,53 +28,27 @@ from autockpt.measuring import StepRunner, WorkerMeasurer
 from autockpt.measuring.environment import environment_of
 from autockpt.measuring.failures import letting_go
 from autockpt.policies.base import setting
+from autockpt.runtime import attach
 from autockpt.schema.base import first_violation
+from autockpt.schema.choices import RECOMPUTE, Choice
 from autockpt.schema.hardware import Efficiency, Hardware
 from autockpt.schema.workload import WorkloadSpec
-from autockpt.workload import Step
+from autockpt.workload import Step, discover_units
 
 MIB = 2**20
 TINY = WorkloadSpec(model="llama-tiny", batch_size=1, seq_len=8, optimizer="sgd")
-SLOW_SHARE = 0.2  # of the fp32 rate: a 16-bit type that is emulated is not worth large products
-WORTH_STATING = 1.15  # a kernel this much slower than its bytes gets a rate of its own
-LEAST_SHARE, MOST_HALF, MOST_FIXED = 0.05, 10_000.0, 1e-3
+# What is timed on a CPU; matrices are this many times as wide and tensors half as many times as large elsewhere.
+SCALE = 8
+SHAPES = [(n, n, n) for n in (64, 256, 128, 512, 1024)] + [(1024, 32, 1024), (512, 1024, 64), (768, 256, 688)]
+TRAFFIC = (MIB // 4, MIB, 4 * MIB, 12 * MIB, 32 * MIB, 96 * MIB, 256 * MIB)
+TOKENS, WIDTH, HEADS, COPY = 384, 64, 8, 4 * MIB
 COPIES = 8  # at once
-GRID, ZOOMS = 13, 8  # points of each parameter, and how often the grid is laid around the best of them
+SLOW_SHARE = 0.2  # of the fp32 rate: a 16-bit type that is emulated is not worth large products
+MOVING_SHARE = 0.5  # of a product's time: where its bytes may take more they say nothing about its arithmetic
+LEAST_SHARE, MOST_FIXED = 0.05, 1e-3
+LEAST_SAMPLE = 2e-3  # seconds: shorter samples are repeated until they last that long
+SECONDS_AHEAD_PER_CALL = 2e-5
 Tell = Callable[[str], None]
-Shape = tuple[int, int, int]  # m, k, n
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """How large the probes are. Bytes; matrix dimensions and tokens in elements."""
-
-    squares: tuple[int, ...]
-    skinny: tuple[Shape, ...]
-    traffic: tuple[int, ...]
-    rows: int
-    columns: int
-    tokens: int
-    copy: int
-
-
-CPU = Sizes(
-    squares=(64, 256, 128, 512, 1024),
-    skinny=((1024, 32, 1024), (512, 1024, 64), (768, 256, 688), (16, 512, 512)),
-    traffic=(MIB // 4, MIB, 4 * MIB, 12 * MIB, 32 * MIB, 96 * MIB, 256 * MIB),
-    rows=1024,
-    columns=512,
-    tokens=384,
-    copy=4 * MIB,
-)
-ACCELERATOR = Sizes(
-    squares=(512, 2048, 256, 4096, 1024, 8192),
-    skinny=((4096, 64, 4096), (2048, 4096, 256), (8192, 256, 1024), (64, 4096, 4096)),
-    traffic=(MIB, 8 * MIB, 32 * MIB, 128 * MIB, 512 * MIB, 1536 * MIB),
-    rows=8192,
-    columns=4096,
-    tokens=4096,
-    copy=32 * MIB,
-)
 
 
 @dataclass(frozen=True)
@@ -84,7 +56,7 @@ class Product:
     """One matrix product, (m × k) by (k × n), in seconds."""
 
     dtype: str
-    shape: Shape
+    shape: tuple[int, int, int]
     seconds: float
 
     @property
@@ -97,18 +69,6 @@ class Product:
         """Both matrices and the result, once."""
         (m, k, n), width = self.shape, 2 if self.dtype.endswith("16") else 4
         return float(width * (m * k + k * n + m * n))
-
-
-@dataclass(frozen=True)
-class Measured:
-    """``figures`` are those of a description; ``traffic`` bytes per second by growing bytes of a kernel; ``elements``
-    the elements, bytes and seconds of kernels by the names of their ops."""
-
-    figures: Mapping[str, Any]
-    products: Sequence[Product]
-    attention: tuple[str, float, float]  # type, FLOP/s of forward and backward
-    traffic: Mapping[int, float]
-    elements: Mapping[str, tuple[int, float, float]]
 
 
 def measure_in_child(device: str | None, *, quick: bool, tell: Tell) -> Hardware:
@@ -124,84 +84,63 @@ def measure_in_child(device: str | None, *, quick: bool, tell: Tell) -> Hardware
 
 def measure_in_runner(runner: StepRunner, payload: Mapping[str, Any]) -> dict[str, Any]:
     """The description of the runner's device, by a model that hardly computes anything."""
-    device = runner.device
-    sizes, repeats = CPU if device.kind == "cpu" else ACCELERATOR, 3 if payload["quick"] else 9
-    with all_random_states_kept(), letting_go(device, "measuring the machine"):
-        found = measure(device, sizes, repeats, runner.beat, runner.workload)
-    return described(found).model_dump(mode="json")
+    with all_random_states_kept(), letting_go(runner.device, "measuring the machine"):
+        found = measure(runner.device, runner.workload, runner.beat, 3 if payload["quick"] else 9)
+    return found.model_dump(mode="json")
 
 
-def measure(device: Device, sizes: Sizes, repeats: int, tell: Tell, tiny: Step) -> Measured:
-    """All figures of a device. ``tiny`` is a step with little arithmetic."""
-    clock, on_cpu = Stopwatch(device.torch_device, repeats), device.kind == "cpu"
-    dtypes = _dtypes(device)
-    half = "float32" if on_cpu else "bfloat16" if "bfloat16" in dtypes else "float16"
+def measure(device: Device, tiny: Step, tell: Tell, repeats: int, largest: float = math.inf) -> Hardware:
+    """All figures of a device. ``tiny`` is a step with little arithmetic; what has ``largest`` bytes is not timed."""
+    on_cpu, nvidia = device.kind == "cpu", device.kind == "cuda" and torch.version.hip is None
+    clock, scale = Stopwatch(device.torch_device, repeats), 1 if on_cpu else SCALE
     tell("matrix products")
-    products = _products(clock, dtypes, [*((size, size, size) for size in sizes.squares), *sizes.skinny])
+    capability = torch.cuda.get_device_capability(clock.device) if device.kind == "cuda" else None
+    tf32 = ("tf32",) if nvidia and capability is not None and capability >= (8, 0) else ()
+    shapes = [(m * scale, k * scale, n * scale) for m, k, n in SHAPES if 4 * m * n < largest]
+    products = _products(clock, ("float32", *tf32, "bfloat16", "float16"), shapes)
+    peaks = {p.dtype: max(q.flops / q.seconds for q in products if q.dtype == p.dtype) for p in products}
     tell("attention")
-    attention = (half, *_attention_flops(clock, getattr(torch, half), sizes.tokens))
+    half = "float32" if on_cpu else max(("bfloat16", "float16"), key=lambda dtype: peaks[dtype])
+    attention = [rate / peaks[half] for rate in _attention_flops(clock, getattr(torch, half), TOKENS * scale)]
     tell("memory bandwidth")
-    traffic = {nbytes: _traffic(clock, nbytes, sizes.traffic[-1] // 2) for nbytes in sizes.traffic}
-    near = sizes.rows * sizes.columns // 16  # elements that fit into a near cache
-    x, y, z = (torch.rand(near, device=clock.device) for _ in range(3))
-    vector = 2.0 * near / clock.seconds(lambda: torch.addcmul(z, x, y, out=z))
-    tell("single kernels")
-    elements = dict(_elements(clock, sizes.rows, sizes.columns))
+    sizes = [size * max(1, scale // 2) for size in TRAFFIC if size < largest]
+    memory, cache_bytes, cache_rate = fit_traffic({size: _traffic(clock, size, sizes[-1] // 2) for size in sizes})
+    x, y, z = (torch.rand(MIB // 32 * scale**2, device=clock.device) for _ in range(3))  # fit into a near cache
+    vector = 2.0 * x.numel() / clock.seconds(lambda: torch.addcmul(z, x, y, out=z))
+    kernel = 0.0 if on_cpu else clock.seconds(lambda: x[:256].add_(1))
+    matrix, half_size, fixed = fit_products(products, peaks, kernel, memory)
     tell("launch overhead")
     launch, region = host_costs(clock, tiny, 2 * repeats)
     tell("copies off the device and back")
-    out, back = by_transport(device.torch_device, sizes.copy, COPIES, time.perf_counter, device.synchronize)
+    out, back = by_transport(device.torch_device, COPY * scale, COPIES, time.perf_counter, device.synchronize)
     figures = {
-        "description": environment_of(device).device.name,
-        "kind": "rocm" if device.kind == "cuda" and torch.version.hip is not None else device.kind,
-        "capability": torch.cuda.get_device_capability(device.torch_device) if device.kind == "cuda" else None,
-        "memory_bytes": device.capacity(),
-        "context_bytes": device.describe().overhead_bytes,
-        "vector_flops": vector,
+        "vector_flops": min(vector, peaks["float32"]),
+        "bandwidth": memory,
+        "cache_bandwidth": max(cache_rate, memory) if cache_bytes else None,
         "launch_seconds": launch,
         "region_seconds": region,
-        "kernel_seconds": 0.0 if on_cpu else clock.seconds(lambda: x[:256].add_(1)),
+        "kernel_seconds": kernel,
         "link_out": out,
         "link_in": back,
-        "environment": environment_of(device),
     }
-    return Measured(figures, products, attention, traffic, elements)
-
-
-def described(found: Measured, day: date | None = None) -> Hardware:
-    """The description of a measured machine. Raises MeasurementError where measurements contradict one another."""
-    memory, cache_bytes, cache_rate = fit_traffic(found.traffic)
-    peaks = {p.dtype: max(q.flops / q.seconds for q in found.products if q.dtype == p.dtype) for p in found.products}
-    kernel = found.figures["kernel_seconds"]
-    matrix, half_size, fixed = fit_products(found.products, peaks, kernel, (memory, cache_bytes, cache_rate))
-    dtype, *attention = found.attention
-    data = {name: _rounded(value) if isinstance(value, float) else value for name, value in found.figures.items()}
-    data |= {
-        "name": "measured",
-        "vector_flops": _rounded(min(data["vector_flops"], peaks["float32"])),
-        "matrix_flops": {name: _rounded(rate) for name, rate in peaks.items()},
-        "bandwidth": _rounded(memory),
-        "cache_bytes": cache_bytes,
-        "cache_bandwidth": _rounded(max(cache_rate, memory)) if cache_bytes else None,
-        "efficiency": Efficiency(
-            matrix=_share(matrix),
-            attention=_share(attention[0] / peaks[dtype]),
-            attention_backward=_share(attention[1] / peaks[dtype]),
-            bandwidth=1.0,
-            link=1.0,
-            half_size=_rounded(half_size),
-            matrix_seconds=_rounded(fixed),
-        ),
-        "measured": (day or date.today()).isoformat(),
-    }
+    shares = {"matrix": matrix, "attention": attention[0], "attention_backward": attention[1]}
+    shares = {name: min(1.0, max(LEAST_SHARE, share)) for name, share in shares.items()}
+    fitted = {"bandwidth": 1.0, "link": 1.0, "half_size": half_size, "matrix_seconds": fixed}
     try:
-        hardware = Hardware.model_validate(data)
-        rates = {}
-        for name, (elements, nbytes, seconds) in found.elements.items():
-            work = Work("elements", name, bytes=nbytes, elements=elements)
-            if seconds > WORTH_STATING * seconds_of_work(hardware, work):
-                rates[name] = _rounded(elements / seconds)
-        return hardware.model_copy(update={"element_rates": rates})
+        return Hardware(
+            name="measured",
+            description=environment_of(device).device.name,
+            kind="rocm" if device.kind == "cuda" and not nvidia else device.kind,
+            capability=capability,
+            memory_bytes=device.capacity(),
+            context_bytes=device.describe().overhead_bytes,
+            matrix_flops=_rounded(peaks),
+            cache_bytes=cache_bytes,
+            efficiency=Efficiency(**_rounded(shares | fitted)),
+            environment=environment_of(device),
+            measured=date.today().isoformat(),
+            **_rounded(figures),
+        )
     except ValidationError as error:
         raise MeasurementError(
             f"what was measured contradicts itself: {': '.join(filter(None, first_violation(error)))}",
@@ -227,58 +166,47 @@ def fit_traffic(traffic: Mapping[int, float]) -> tuple[float, int, float]:
 
 
 def fit_products(
-    products: Sequence[Product], peaks: Mapping[str, float], kernel: float, traffic: tuple[float, int, float]
+    products: Sequence[Product], peaks: Mapping[str, float], kernel: float, memory: float
 ) -> tuple[float, float, float]:
-    """Share of the peak, half size and fixed seconds with which the roofline meets all products best, in ratios."""
+    """Share of the peak, half size and fixed seconds with which the roofline meets all products best, in ratios.
+
+    Seconds are ``kernel`` + fixed + ideal / share · (1 + half size / smallest dimension): linear, and none is negative.
+    """
     dtypes = [p.dtype for p in products]
-    used = [p for p in products if dtypes.count(p.dtype) > 2]
+    used = [p for p in products if dtypes.count(p.dtype) > 2 and p.bytes / memory < MOVING_SHARE * p.seconds]
     if len(used) < 4:
         return 1.0, 0.0, 0.0
-    memory, cache_bytes, cache_rate = traffic
+    seconds = np.array([p.seconds for p in used])
     ideal = np.array([p.flops / peaks[p.dtype] for p in used])
-    least = np.array([min(p.shape) for p in used], float)
-    nbytes, seconds = np.array([p.bytes for p in used]), np.array([p.seconds for p in used])
-    cached = np.minimum(1.0, cache_bytes / nbytes)
-    moving = nbytes * (cached / cache_rate + (1 - cached) / memory)
-
-    def values(point: Sequence[float]) -> tuple[float, float, float]:
-        return LEAST_SHARE + (1 - LEAST_SHARE) * point[0], MOST_HALF * point[1] ** 4, MOST_FIXED * point[2] ** 4
-
-    def error(point: Sequence[float]) -> float:
-        share, half, fixed = values(point)
-        said = kernel + fixed + np.maximum(ideal / share * (1 + half / least), moving)
-        return float(np.sum(np.sqrt(1 + (np.log(said / seconds) / 0.1) ** 2)))  # single outliers hardly count
-
-    best, reach = (0.5, 0.5, 0.5), 0.5
-    for _ in range(ZOOMS):
-        axes = [np.linspace(max(0.0, at - reach), min(1.0, at + reach), GRID) for at in best]
-        best, reach = min(product(*axes), key=error), reach / 3
-    return values(best)
+    terms = np.stack([ideal, ideal / [min(p.shape) for p in used], np.ones(len(used))], axis=1) / seconds[:, None]
+    left, found = [0, 1, 2], np.zeros(3)
+    while left:
+        solution, *_ = np.linalg.lstsq(terms[:, left], 1 - kernel / seconds, rcond=None)
+        if (solution >= 0).all():
+            found[left] = solution
+            break
+        left.pop(int(np.argmin(solution)))
+    slope = max(float(found[0]), 1.0)  # no product is faster than the peak
+    return 1 / slope, float(found[1]) / slope, min(float(found[2]), MOST_FIXED)
 
 
-def _products(clock: Stopwatch, dtypes: Sequence[str], shapes: Sequence[Shape]) -> list[Product]:
+def _products(clock: Stopwatch, dtypes: Sequence[str], shapes: Sequence[tuple[int, int, int]]) -> list[Product]:
     """All shapes in every type; only the first in one that is so slow that it must be emulated."""
     found: list[Product] = []
     for dtype in dtypes:
-        first = time_product(clock, dtype, shapes[0])
-        found.append(first)
-        if first.seconds * SLOW_SHARE <= found[0].seconds:
-            found += [time_product(clock, dtype, shape) for shape in shapes[1:]]
+        for number, (m, k, n) in enumerate(shapes):
+            kind = getattr(torch, "float32" if dtype == "tf32" else dtype)
+            a, b = torch.randn(m, k, device=clock.device).to(kind), torch.randn(k, n, device=clock.device).to(kind)
+            with setting(torch.backends.cuda.matmul, "allow_tf32", dtype == "tf32"):
+                found.append(Product(dtype, (m, k, n), clock.seconds(lambda a=a, b=b: torch.mm(a, b))))
+            if not number and found[-1].seconds * SLOW_SHARE > found[0].seconds:
+                break
     return found
 
 
-def time_product(clock: Stopwatch, dtype: str, shape: Shape) -> Product:
-    """A matrix product; ``tf32`` is one in fp32 with TF32 allowed."""
-    m, k, n = shape
-    kind = getattr(torch, "float32" if dtype == "tf32" else dtype)
-    a, b = torch.randn(m, k, device=clock.device).to(kind), torch.randn(k, n, device=clock.device).to(kind)
-    with setting(torch.backends.cuda.matmul, "allow_tf32", dtype == "tf32"):
-        return Product(dtype, shape, clock.seconds(lambda: torch.mm(a, b)))
-
-
-def _attention_flops(clock: Stopwatch, dtype: torch.dtype, tokens: int, width: int = 64) -> tuple[float, float]:
+def _attention_flops(clock: Stopwatch, dtype: torch.dtype, tokens: int) -> tuple[float, float]:
     """FLOP/s of fused attention, forward (two products of tokens × tokens × width per head) and backward (five)."""
-    shape = (1, 8, tokens, width)
+    shape = (1, HEADS, tokens, WIDTH)
     q, k, v = (torch.randn(shape, device=clock.device, dtype=dtype, requires_grad=True) for _ in range(3))
     upstream = torch.randn(shape, device=clock.device, dtype=dtype)
 
@@ -287,7 +215,7 @@ def _attention_flops(clock: Stopwatch, dtype: torch.dtype, tokens: int, width: i
 
     seconds = clock.seconds(forward)
     backward = clock.seconds(lambda: torch.autograd.grad(forward(), (q, k, v), upstream)) - seconds
-    one = 2.0 * 8 * tokens * tokens * width
+    one = 2.0 * HEADS * tokens * tokens * WIDTH
     return 2 * one / seconds, 5 * one / max(backward, 0.1 * seconds)
 
 
@@ -310,64 +238,82 @@ def _traffic(clock: Stopwatch, nbytes: int, pool_bytes: int) -> float:
     return 12 * elements / clock.seconds(add)
 
 
-def element_calls(device: torch.device, rows: int, columns: int) -> dict[str, tuple[float, tuple[Any, ...]]]:
-    """Arguments of ops by name, with how many fp32 matrices of rows × columns they read and write."""
-    x = torch.randn(rows, columns, device=device)
-    y, positive = torch.randn_like(x), torch.rand_like(x) + 0.5
-    weight, bias = torch.ones(columns, device=device), torch.zeros(columns, device=device)
-    picked = torch.randint(0, rows, (rows,), device=device)
-    # in one block, as masks are: a random one would measure branches
-    mask = torch.arange(columns, device=device).expand(rows, -1) < columns // 2
-    norm = ([columns], weight, bias, 1e-5)
-    _, mean, rstd = torch.native_layer_norm(x, *norm)
-    unary = "tanh gelu silu sigmoid exp erf log sin cos rsqrt sqrt".split()  # noqa: SIM905
-    return {
-        **{name: (2, (positive if name in ("log", "rsqrt", "sqrt") else x,)) for name in unary},
-        **{f"{name}_backward": (3, (x, y)) for name in ("tanh", "gelu", "silu")},
-        "pow": (2, (positive, 3.0)),
-        "div": (3, (x, positive)),
-        "_softmax": (2, (x, -1, False)),
-        "_safe_softmax": (2, (x, -1)),
-        "_softmax_backward_data": (3, (y, torch.softmax(x, -1), -1, torch.float32)),
-        "_log_softmax": (2, (x, -1, False)),
-        "_log_softmax_backward_data": (3, (y, torch.log_softmax(x, -1), -1, torch.float32)),
-        "native_layer_norm": (2, (x, *norm)),
-        "native_layer_norm_backward": (3, (y, x, [columns], mean, rstd, weight, bias, [True, True, True])),
-        "mean": (1, (x, [-1], True)),
-        "sum": (1, (x, [0], True)),
-        "bernoulli_": (2, (torch.empty_like(x), 0.9)),
-        "native_dropout": (2, (x, 0.1, True)),
-        "where": (3, (mask, x, y)),
-        "cat": (4, ([x, y], -1)),
-        "embedding": (2, (x, picked)),
-        "embedding_dense_backward": (2, (x, picked, rows, -1, False)),
-        "strided_copy": (2, (x.view(8, rows // 8, columns // 64, 64).transpose(1, 2),)),
-    }
+@dataclass(frozen=True)
+class Stopwatch:
+    """Seconds of a function on one device: the median of ``repeats`` samples after a warm-up.
+
+    On one CPU thread the processor's own time counts, so that what else runs on the machine is no part of it; on an
+    accelerator events on the device, so that the host is none.
+    """
+
+    device: torch.device
+    repeats: int = 7
+
+    def seconds(self, fn: Callable[[], Any]) -> float:
+        """Of one call of ``fn``."""
+        fn()
+        calls = max(1, min(1000, round(LEAST_SAMPLE / max(self.sample(fn, 1), 1e-7))))
+        return statistics.median(self.sample(fn, calls) for _ in range(self.repeats)) / calls
+
+    def sample(self, fn: Callable[[], Any], calls: int) -> float:
+        """Seconds of ``calls`` calls."""
+        if self.device.type != "cpu":
+            keep_busy(self.device, calls * SECONDS_AHEAD_PER_CALL)
+            begin, end = (torch.Event(self.device, enable_timing=True) for _ in range(2))
+            stream = torch.accelerator.current_stream(self.device)
+            begin.record(stream)
+            for _ in range(calls):
+                fn()
+            end.record(stream)
+            end.synchronize()
+            return begin.elapsed_time(end) / 1e3
+        clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
+        start = clock()
+        for _ in range(calls):
+            fn()
+        return clock() - start
 
 
-def _elements(clock: Stopwatch, rows: int, columns: int) -> Iterator[tuple[str, tuple[int, float, float]]]:
-    """Elements, bytes and seconds of ``element_calls``; a kernel that this device does not have is left out."""
-    for name, (tensors, args) in element_calls(clock.device, rows, columns).items():
-        function = getattr(torch.ops.aten, "contiguous" if name == "strided_copy" else name)
-        with suppress(RuntimeError, NotImplementedError):
-            seconds = clock.seconds(lambda f=function, a=args: f(*a))
-            elements = rows * columns * (2 if name == "cat" else 1)
-            yield name, (elements, 4.0 * tensors * rows * columns, seconds)
+class _Counter(TorchDispatchMode):
+    ops = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.ops += 1
+        return func(*args, **(kwargs or {}))
 
 
-def _dtypes(device: Device) -> tuple[str, ...]:
-    """Types that the device has instructions for, as far as PyTorch knows; a CPU emulates what it lacks."""
-    if device.kind != "cuda":
-        return ("float32", "bfloat16", "float16")
-    amd = torch.version.hip is not None
-    ampere = amd or torch.cuda.get_device_capability(device.torch_device) >= (8, 0)
-    return ("float32", *(("tf32",) if ampere and not amd else ()), *(("bfloat16",) if ampere else ()), "float16")
+def host_costs(clock: Stopwatch, workload: Step, cycles: int) -> tuple[float, float]:
+    """Host seconds per op of a training step, and per region that runs again besides its ops.
+
+    ``workload`` is a real step with next to no arithmetic; its cycles are interleaved, plainly and with every layer
+    recomputed.
+    """
+    layers = [unit.name for unit in discover_units(workload.model) if unit.role == "block"]
+    plans: tuple[dict[str, Choice], ...] = ({}, dict.fromkeys(layers, RECOMPUTE))
+    ops, seconds = [0, 0], ([], [])
+    for _ in range(cycles):
+        for place, plan in enumerate(plans):
+            with attach(workload.model, plan, sentinels="off") as session:
+                session.in_mid_training()
+                with _Counter() as counter:  # and a cycle that warms up
+                    workload.cycle()
+                ops[place] = counter.ops
+                seconds[place].append(_host_seconds(clock, workload.cycle))
+    launch = statistics.median(seconds[0]) / ops[0]
+    extra = statistics.median(again - plain for plain, again in zip(*seconds, strict=True))
+    return launch, max(extra - (ops[1] - ops[0]) * launch, 0.0) / len(layers)
 
 
-def _share(value: float) -> float:
-    return _rounded(min(1.0, max(LEAST_SHARE, value)))
+def _host_seconds(clock: Stopwatch, fn: Callable[[], Any]) -> float:
+    """The host's part of a call: an accelerator is not waited for."""
+    if clock.device.type == "cpu":
+        return clock.sample(fn, 1)
+    torch.accelerator.synchronize(clock.device)
+    start = time.perf_counter()
+    fn()
+    return time.perf_counter() - start
 
 
-def _rounded(value: float) -> float:
+def _rounded(figures: Mapping[str, Any]) -> dict[str, Any]:
     """Four significant digits: no more is known."""
-    return round(value, 3 - math.floor(math.log10(abs(value)))) if value else value
+    return {name: value and float(f"{value:.4g}") for name, value in figures.items()}

@@ -10,13 +10,12 @@ import math
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autockpt.cost.probes import by_transport, keep_busy
 from autockpt.devices import transport_for
 from autockpt.policies.compiling import uncompiled
 from autockpt.schema.choices import parse_choices
@@ -32,9 +31,18 @@ QUEUED_COPY_PROBE_BYTES = 32 * 2**20  # a link of 50 GB/s moves 4 MiB in the tim
 # makes three.
 OPS_AHEAD, SECONDS_AHEAD_PER_OP = 200, 1e-4
 DISK_PROBE_BYTES, DISK_ROUNDS = 128 * 2**20, 3
+COPY_ROUNDS = 5
+_CLOCK_HERTZ = 2e9
 TIMED_SLOWER = 2.0  # times as long as others a cycle takes whose ops are timed, about
 TIMED_OPS = "timed ops"
 """The runner's beat after each cycle whose ops were timed."""
+
+
+def keep_busy(device: torch.device, seconds: float) -> None:
+    """Give an accelerator about so long to wait, in which the host queues what comes next: else it would wait for the
+    host, and short ops would seem to take as long as launching them. So they do where it has no ``_sleep`` as CUDA."""
+    if (sleep := getattr(torch.get_device_module(device), "_sleep", None)) is not None:
+        sleep(int(seconds * _CLOCK_HERTZ))
 
 
 class _OpTimer(TorchDispatchMode):
@@ -167,3 +175,29 @@ def disk_bandwidths(device: torch.device) -> tuple[float, float]:
         out.append(middle - start)
         back.append(time.perf_counter() - middle)
     return source.numel() / statistics.median(out), source.numel() / statistics.median(back)
+
+
+def by_transport(
+    device: torch.device, nbytes: int, count: int, now: Callable[[], float], wait: Callable[[], None]
+) -> tuple[float, float]:
+    """Bytes per second off the device and back, by the transport that offload uses: the best of some rounds.
+
+    Many copies of one size in buffers that earlier rounds used, as in training's steady state. ``now`` is the clock,
+    ``wait`` returns when the device has done all of its work.
+    """
+    transport = transport_for(device)
+    sources = [torch.ones(nbytes, dtype=torch.uint8, device=device) for _ in range(count)]
+    best_out = best_back = float("inf")
+    for _ in range(COPY_ROUNDS):
+        wait()
+        start = now()
+        handles = [transport.send(source) for source in sources]
+        for handle in handles:
+            handle.settle()
+        wait()
+        middle = now()
+        while handles:
+            handles.pop().get()
+        wait()
+        best_out, best_back = min(best_out, middle - start), min(best_back, now() - middle)
+    return count * nbytes / best_out, count * nbytes / best_back
