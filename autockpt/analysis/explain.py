@@ -55,7 +55,6 @@ from autockpt.schema.explanation import Bargain, Explanation, Front, Largest, Sp
 from autockpt.schema.runs import RunDirectory, undominated
 from autockpt.schema.words import step_note
 from autockpt.shipped import load_space
-from autockpt.tuning.estimates import remark
 from autockpt.tuning.sizes import largest_sizes, resized
 from autockpt.tuning.targets.shallow_twin import calls_per_candidate
 from autockpt.workload import Step
@@ -338,7 +337,6 @@ def estimate_step(
     timed this step's ops before. A size that cannot be had says why in ``note``.
     """
     asked = ExplainRequest(spec=None, step=step, budget=parse_budget("auto"), limits=False)
-    rows = list[Estimate]()
     own = {name: step.settings.get(name) for name in ("batch_size", "seq_len")}
     for batch_size, seq_len in product(batch_sizes or [own["batch_size"]], seq_lens or [own["seq_len"]]):
         row = Estimate(
@@ -348,10 +346,7 @@ def estimate_step(
             seq_len=seq_len if isinstance(seq_len, int) else None,
             fits=False,
         )
-        row = _answered(row, asked, own)
-        row = row.model_copy(update={"remark": remark(row, rows)})
-        rows.append(row)
-        yield row
+        yield _answered(row, asked, own)
 
 
 def _answered(row: Estimate, asked: ExplainRequest, own: Mapping[str, object]) -> Estimate:

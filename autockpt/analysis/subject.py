@@ -36,8 +36,7 @@ from autockpt.schema import (
 from autockpt.schema.explanation import Basis
 from autockpt.shipped import list_hardware, load_hardware, load_space
 from autockpt.tracing import Tracer, open_tracer
-from autockpt.tuning.opening import Traced, live_settings, traced, traced_for
-from autockpt.tuning.question import workload_key
+from autockpt.tuning.opening import Traced, live_settings, traced, traced_for, workload_key
 from autockpt.workload import Step
 
 SPACE = "knobs"

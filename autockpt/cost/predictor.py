@@ -19,6 +19,8 @@ from autockpt.schema.device import ALLOCATOR_SETTINGS, WITHOUT_STREAMS
 from autockpt.schema.request import Listener, Silence
 from autockpt.tracing.kernels.cuda_memory import AtHand, Requests, device_peak, with_resident
 
+REMEMBERED_OPS = 100_000  # of ghost runs that are kept: about 0.3 GB
+
 
 class Traces(Protocol):
     """Whoever can ghost-run a plan, and may begin with those that will be asked for."""
@@ -42,6 +44,7 @@ class Predictor:
         self.op_times = op_times
         self.host_budget = host_budget
         self._known: dict[str, tuple[dict[str, Choice], Prediction]] = {}
+        self._graphs: dict[str, Graph] = {}  # of the last ghost runs
         self._listener: Listener = Silence()
 
     @property
@@ -54,12 +57,17 @@ class Predictor:
         return simulate(graph, self.op_times)
 
     def graph(self, choices: Mapping[str, Choice]) -> Graph:
-        """The ghost run of these choices."""
+        """The ghost run of these choices; the last few are remembered."""
         assert self._traces is not None
+        key = plan_hash(choices)
         try:
-            return self._traces.trace(choices)
+            graph = self._graphs.pop(key, None) or self._traces.trace(choices)
         finally:
             self._listener.advance()
+        self._graphs[key] = graph
+        while len(self._graphs) > 1 and sum(len(graph.ops) for graph in self._graphs.values()) > REMEMBERED_OPS:
+            self._graphs.pop(next(iter(self._graphs)))
+        return graph
 
     def watched(self, listener: Listener) -> AbstractContextManager[None]:
         """Within it ``listener`` sees each ghost run that is asked for pass, as a step of its stage."""
@@ -68,7 +76,8 @@ class Predictor:
     def ahead(self, plans: Iterable[Mapping[str, Choice]]) -> None:
         """Begin with plans that will be asked for."""
         if self._traces is not None:
-            self._traces.ahead([choices for choices in plans if self.known(choices) is None])
+            new = [plan for plan in plans if self.known(plan) is None and plan_hash(plan) not in self._graphs]
+            self._traces.ahead(new)
 
     def predict(self, choices: Mapping[str, Choice]) -> Prediction:
         """Peak bytes (the device's own overhead included) and seconds of one cycle."""
@@ -103,6 +112,7 @@ class Predictor:
         """Keep the prediction of a plan whose ghost run is at hand."""
         prediction = self._said(choices, graph, self.needs)
         self._known[plan_hash(choices)] = (dict(choices), prediction)
+        self._graphs[plan_hash(choices)] = graph
         return prediction
 
     def elsewhere(self, choices: Mapping[str, Choice]) -> Prediction:

@@ -299,12 +299,10 @@ def uniform_graphs(
     kinds: Sequence[str],
     besides: Mapping[str, Choice] | None = None,
     listener: Listener = Silence(),
-    skip: Callable[[Choice], bool] = lambda choice: False,
 ) -> UniformRuns:
     """Ghost runs of every unit on the same choice, by choice kind. Kinds that this model refuses are left out.
 
-    ``besides`` are choices for other units, in each of them. ``listener`` sees the ghost runs pass. ``skip`` is asked
-    right before each whether it is left out.
+    ``besides`` are choices for other units, in each of them. ``listener`` sees the ghost runs pass.
     Raises ConflictError where it refuses all but ``save``.
     """
     found: dict[str, tuple[dict[str, Choice], Graph]] = {}
@@ -314,8 +312,7 @@ def uniform_graphs(
     traces.ahead(plans.values())
     for kind, choices in plans.items():
         try:
-            if not skip(parse_choice(kind)):
-                found[kind] = (choices, traces.trace(choices))
+            found[kind] = (choices, traces.trace(choices))
         except ConflictError as error:
             refused = error
         listener.advance()
@@ -329,19 +326,17 @@ def head_graphs(
     head: Unit | None,
     choices: Iterable[Choice],
     listener: Listener = Silence(),
-    skip: Callable[[Choice], bool] = lambda choice: False,
 ) -> Heads | None:
     """Ghost runs with each choice on the output head alone. Choices that this model refuses are left out.
 
-    ``listener`` and ``skip`` as for ``uniform_graphs``.
+    ``listener`` sees the ghost runs pass.
     """
     if head is None:
         return None
     graphs: dict[Choice, Graph] = {}
     for choice in choices:
         with suppress(ConflictError):
-            if not skip(choice):
-                graphs[choice] = traces.trace({head.name: choice})
+            graphs[choice] = traces.trace({head.name: choice})
         listener.advance()
     return Heads(head, graphs)
 

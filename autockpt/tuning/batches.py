@@ -21,10 +21,9 @@ from autockpt.schema import Listener, SearchOutcome, SearchRequest, WorkloadSpec
 from autockpt.schema.batches import BatchAnswer, BatchSetting
 from autockpt.schema.known import OURS
 from autockpt.schema.words import tally
-from autockpt.tuning.question import Clock
-from autockpt.tuning.record import save_plan_copy
+from autockpt.tuning.clock import Clock
 from autockpt.tuning.rows import dependent_rows
-from autockpt.tuning.search import run_search
+from autockpt.tuning.search import run_search, save_plan_copy
 from autockpt.tuning.sizes import LEAN_KINDS, job_of, largest_that_fits, least_bytes, what_if_of
 
 FEWEST = 3  # candidates of the first search of a size

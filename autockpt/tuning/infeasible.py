@@ -13,9 +13,9 @@ from autockpt.schema.choices import ChunkedLoss
 from autockpt.schema.outlook import SMALLER, Alternative, Outlook
 from autockpt.schema.runs import RunDirectory
 from autockpt.tuning.alternatives import SORTS, alternatives
+from autockpt.tuning.clock import Clock
 from autockpt.tuning.opening import blocks_of
 from autockpt.tuning.outlook import ghost_runs
-from autockpt.tuning.question import Clock
 from autockpt.tuning.sizes import leanest_head
 from autockpt.tuning.targets.base import Prepared
 

@@ -10,23 +10,21 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
-from typing import Any
 
 import numpy as np
 
 from autockpt.errors import TimeLimitReached, UsageError
 from autockpt.policies.offload import MOVING
 from autockpt.runtime.compiled import compiled_as
-from autockpt.schema import Budget, Listener, Plan, SearchOutcome, SearchRequest, SearchSpace, words
+from autockpt.schema import Listener, Plan, SearchOutcome, SearchRequest, SearchSpace, words
 from autockpt.schema.choices import SAVE
 from autockpt.schema.known import NONE
 from autockpt.schema.lengths import Lengths
 from autockpt.schema.plan import When
 from autockpt.schema.runs import BY_LENGTH, RunDirectory
-from autockpt.tuning.question import Clock
-from autockpt.tuning.record import save_plan_copy
-from autockpt.tuning.search import run_search
+from autockpt.tuning.clock import Clock
+from autockpt.tuning.search import run_search, save_plan_copy
+from autockpt.tuning.sizes import resized
 from autockpt.workload.lengths import shortened
 from autockpt.workload.units import discover_units
 
@@ -40,13 +38,14 @@ SearchAt = Callable[[int, int], Plan]
 
 
 @dataclass
-class PredictedLengths:
-    """What is known of steps at all lengths: plain step seconds, and what the plan for a length adds to them.
+class Expected:
+    """What steps take on average over batches whose ``shares`` are by padded length.
 
-    ``plans`` are by padded length. Seconds are measured where steps were, else simulated; at lengths in between they
-    lie on lines through the searched ones and through zero.
+    ``plans`` are those that were found, by padded length. Seconds are measured where steps were, else simulated; at
+    lengths in between they lie on lines through the searched ones and through zero.
     """
 
+    shares: Mapping[int, float]
     plans: dict[int, Plan] = field(default_factory=dict)
 
     def plain_seconds(self, length: float) -> float:
@@ -56,7 +55,8 @@ class PredictedLengths:
 
     def overhead(self, length: float) -> float:
         """What the best plan for a length adds to a plain step, as a share of it; nothing while all is saved."""
-        return _at(length, [(self.saves_up_to, 0.0), *((n, _overhead(plan)) for n, plan in self.plans.items())])
+        known = {n: 0.0 if _saves(plan) else _overhead(plan) for n, plan in self.plans.items()}
+        return _at(length, [(self.saves_up_to, 0.0), *known.items()])
 
     @property
     def saves_up_to(self) -> float:
@@ -71,49 +71,35 @@ class PredictedLengths:
             return fits
         return max(fits, min(one + (budget.bytes - first) * (two - one) / (second - first), two - 1))
 
+    def seconds(self, bounds: Sequence[int]) -> float:
+        """Of a step, on average, with the plan for each of ``bounds`` on all batches up to it."""
+        bounds = sorted(bounds)
+        overheads = {bound: self.overhead(bound) for bound in bounds}
+        return sum(
+            share * self.plain_seconds(length) * (1 + overheads[bounds[bisect_left(bounds, length)]])
+            for length, share in self.shares.items()
+        )
+
+    def best(self, among: Iterable[int]) -> list[int]:
+        """The bounds with the least expected step; each further one makes that faster by ``WORTH`` at least.
+
+        The longest is always one; others are ``among`` these.
+        """
+        bounds = [max(self.shares)]
+        while len(bounds) < MOST_SETS:
+            tried = {n: self.seconds([*bounds, n]) for n in among if n not in bounds}
+            added = min(tried, key=lambda n: (tried[n], n), default=None)
+            if added is None or tried[added] > self.seconds(bounds) * (1 - WORTH):
+                break
+            bounds.append(added)
+        return sorted(bounds)
+
 
 def _at(length: float, known: Iterable[tuple[float, float]]) -> float:
     """The value at a length, on lines between the ``known`` ones and zero at zero."""
     points = {0.0: 0.0, **dict(known)}
     lengths = sorted(points)
     return float(np.interp(length, lengths, [points[n] for n in lengths]))
-
-
-@dataclass(frozen=True)
-class Histogram:
-    """Shares of batches by padded length, and what steps take at these."""
-
-    shares: Mapping[int, float]
-    predicted: PredictedLengths
-
-    @cached_property
-    def lengths(self) -> list[int]:
-        return sorted(self.shares)
-
-    def expected(self, bounds: Sequence[int]) -> float:
-        """Seconds of a step, on average, with the plan for each of ``bounds`` on all batches up to it."""
-        bounds = sorted(bounds)
-        overheads = {bound: self.predicted.overhead(bound) for bound in bounds}
-        return sum(
-            share * self.predicted.plain_seconds(length) * (1 + overheads[bounds[bisect_left(bounds, length)]])
-            for length, share in self.shares.items()
-        )
-
-    def best(self, most: int = MOST_SETS, among: Sequence[int] | None = None) -> list[int]:
-        """The bounds with the least expected step; each further one makes that faster by ``WORTH`` at least.
-
-        The longest is always one. ``among`` are the lengths that may be bounds (default: all).
-        """
-        candidates = [n for n in (self.lengths if among is None else sorted(among)) if n < self.lengths[-1]]
-        bounds, seconds = [self.lengths[-1]], self.expected([self.lengths[-1]])
-        while len(bounds) < most and candidates:
-            tried = {n: self.expected([*bounds, n]) for n in candidates if n not in bounds}
-            added = min(tried, key=lambda n: (tried[n], n), default=None)
-            if added is None or tried[added] > seconds * (1 - WORTH):
-                break
-            bounds.append(added)
-            seconds = tried[added]
-        return sorted(bounds)
 
 
 def search_lengths(
@@ -126,48 +112,46 @@ def search_lengths(
     bounded as well as its tokens. Raises InfeasibleError where the longest fits no plan, UsageError where batches have
     no rows, and what ``at`` raises.
     """
-    predicted, longest = PredictedLengths(), lengths.longest
+    plans, longest = dict[int, Plan](), lengths.longest
 
     def look(length: int, candidates: int) -> None:
         listener.note(f"batches padded to {length:,} tokens: up to {candidates} candidates")
         try:
-            predicted.plans[length] = at(length, candidates)
+            plans[length] = at(length, candidates)
         except TimeLimitReached:
-            if not predicted.plans:
+            if not plans:
                 raise
 
     look(longest, max(FEWEST, trials // 2))
-    settings = predicted.plans[longest].settings
+    plan, settings = plans[longest], plans[longest].settings
     rows = settings.get("batch_size")
     if not isinstance(rows, int):
         raise UsageError("these batches have no rows of tokens", remedy="Search without lengths.")
     scores = not str(settings.get("attention")).startswith("flash")
     shares = lengths.batches(rows)
-    histogram = Histogram(shares, predicted)
-    if not _saves(predicted.plans[longest]) and len(shares) > 1 and not late():
+    expected = Expected(shares, plans)
+    if not _saves(plan) and len(shares) > 1 and not late():
         share = max(FEWEST, trials // (2 * MOST_SETS))
-        middle = min(histogram.lengths[:-1], key=lambda n: abs(n - longest / 2))
-        look(middle, share)
-        for length in histogram.best():
-            if length not in predicted.plans and not late():
+        look(min(sorted(set(shares) - {longest}), key=lambda n: abs(n - longest / 2)), share)
+        for length in expected.best(shares):
+            if length not in plans and not late():
                 look(length, share)
-    bounds = histogram.best(among=list(predicted.plans))
-    plan = predicted.plans[longest]
+    bounds = expected.best(plans)
     if len(bounds) == 1:
-        return plan, (_one(histogram, plan),)
+        return plan, (_one(expected),)
     below, found = 0, list[Plan]()
     for bound in bounds:
         when = When(tokens=rows * bound, longest=bound if scores else None)
         here = sum(share for length, share in shares.items() if below < length <= bound)
-        found.append(predicted.plans[bound].model_copy(update={"when": when, "share": round(min(here, 1.0), 4)}))
+        found.append(plans[bound].model_copy(update={"when": when, "share": round(min(here, 1.0), 4)}))
         below = bound
-    alone, together = histogram.expected([longest]), histogram.expected(bounds)
+    alone, together = expected.seconds([longest]), expected.seconds(bounds)
     said = "measured" if all(p.status == "measured" for p in found) else "simulated"
     gain = (
         f"Over {lengths}, {rows} to a batch, a step takes {words.seconds(together)} on average with these "
         f"{len(bounds)} sets, {words.seconds(alone)} with the plan for the longest alone "
         f"({words.share(together / alone - 1, signed=True)}): predicted from {said} steps at "
-        f"{words.counted(len(predicted.plans), 'length')}, on lines between these."
+        f"{words.counted(len(plans), 'length')}, on lines between these."
     )
     drawn = "Rows were taken to be drawn at random; a sampler that groups them by length makes shorter batches."
     notes = (gain, *((drawn,) if lengths.of == "rows" and rows > 1 else ()))
@@ -189,13 +173,12 @@ def search_lengths_of(
     """
     spec, step, lengths = request.workload, request.step, request.lengths
     assert lengths is not None
+    request.budget.refuse_share("differs by length")
     if spec is not None:
-        given = {"packed": spec.packed, "pad_to": spec.pad_to, "compile_model": request.compile == "model"}
-        refuse_lengths(request.budget, **given)
+        _refuse(packed=spec.packed, pad_to=spec.pad_to, compile_model=request.compile == "model")
         lengths = lengths if spec.seq_len is None else lengths.cut(spec.seq_len)
         compiled = request.compile is not None
     else:
-        refuse_lengths(request.budget)
         compiled = compiled_as(step.model, [unit.name for unit in discover_units(step.model)]) == "layers"
     if compiled:
         request = request.model_copy(update={"space": _unmoved(request.space, listener)})
@@ -203,11 +186,8 @@ def search_lengths_of(
 
     def at(length: int, trials: int) -> Plan:
         left = None if clock.timeout is None else max(1.0, clock.seconds_left / 2)
-        if spec is None:
-            trained: dict[str, Any] = {"step": shortened(step, length)}
-        else:
-            trained = {"workload": spec.model_copy(update={"seq_len": length})}
-        asked = request.model_copy(update={**trained, "trials": trials, "timeout": left, "plan_out": None})
+        sized = {"step": shortened(step, length)} if spec is None else {"workload": resized(spec, seq_len=length)}
+        asked = request.model_copy(update={**sized, "trials": trials, "timeout": left, "plan_out": None})
         outcomes[length] = outcome = search(asked, listener)
         clock.limit_by(row.measured for row in outcome.rows)
         if outcome.plan is None or outcome.interrupted:
@@ -238,9 +218,8 @@ def _unmoved(space: SearchSpace, listener: Listener) -> SearchSpace:
     return space.without(moving)
 
 
-def refuse_lengths(budget: Budget, **given: object) -> None:
+def _refuse(**given: object) -> None:
     """Raise UsageError for what does not go with lengths: ``given`` are options by name, false where not used."""
-    budget.refuse_share("differs by length")
     for name in (name for name, value in given.items() if value):
         why = "with it all batches have one length" if name in ("packed", "pad_to") else "that is another question"
         raise UsageError(
@@ -248,14 +227,15 @@ def refuse_lengths(budget: Budget, **given: object) -> None:
         )
 
 
-def _one(histogram: Histogram, plan: Plan) -> str:
-    if _saves(plan):
+def _one(expected: Expected) -> str:
+    longest = max(expected.shares)
+    if _saves(expected.plans[longest]):
         return "Saving everything fits the longest batch, so lengths do not matter."
-    if len(histogram.predicted.plans) == 1 and len(histogram.shares) > 1:
+    if len(expected.plans) == 1 and len(expected.shares) > 1:
         return "One set of choices for all lengths: no time was left to search others than the longest."
     return (
         f"One set of choices for all lengths: no further one would make the average step {words.share(WORTH)} faster "
-        f"(the longest is {histogram.lengths[-1]:,} tokens)."
+        f"(the longest is {longest:,} tokens)."
     )
 
 

@@ -10,7 +10,7 @@ from typing import NoReturn, Protocol
 from autockpt.errors import AutockptError, MeasurementError, TimeLimitReached
 from autockpt.schema import Choice, ResolvedBudget, Trial
 from autockpt.schema.known import NONE
-from autockpt.tuning.question import Clock
+from autockpt.tuning.clock import Clock
 from autockpt.tuning.targets.base import Target
 from autockpt.tuning.trials import Candidate, Trials
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import json
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -21,7 +22,7 @@ from autockpt.schema import (
     WorkloadSpec,
     format_bytes,
 )
-from autockpt.schema.choices import RECOMPUTE, SAVE, Choice, ChunkedLoss, RecomputeOffload, parse_choice
+from autockpt.schema.choices import RECOMPUTE, SAVE, Choice, ChunkedLoss, parse_choice
 from autockpt.schema.plan import NEVER_CALLED
 from autockpt.schema.request import Listener, Silence
 from autockpt.tracing import Tracer
@@ -37,6 +38,12 @@ LEANEST_CHUNKS = ChunkedLoss(tokens=CHUNKS[0])
 def live_settings(step: Step, tracer: Tracer) -> dict[str, Any]:
     """What a live step is known by, with what its ghost run found of its units."""
     return {**step.settings, **{k: v for k, v in tracer.settings.items() if k in ("units", NEVER_CALLED)}}
+
+
+def workload_key(spec: WorkloadSpec | None, name: str, settings: Mapping[str, Any]) -> str:
+    """What op times other than those of single ops depend on, and are filed under; ``spec`` None: a live model."""
+    described = spec.model_dump(mode="json") if spec else dict(settings)
+    return json.dumps([described, name], default=str)
 
 
 @dataclass(frozen=True)
@@ -90,44 +97,26 @@ def traced(
     notes: Sequence[str] = (),
     of_head: Choice = SAVE,
     listener: Listener = Silence(),
-    late: Callable[[], bool] = lambda: False,
 ) -> Traced:
     """Ghost-run what a search, or an explanation, begins with: the one opening of them all.
 
     ``inexact`` lets the output head run in chunks; ``of_head`` is a choice of a plan's for it besides those of the
-    space. ``listener`` is told of each ghost run. Once it is ``late`` only saving, recomputing, and both
-    recomputing and offloading everything are ghost-run. Raises UsageError for a model without blocks to choose for.
+    space. ``listener`` is told of each ghost run. Raises UsageError for a model without blocks to choose for.
     """
     blocks = blocks_of(tracer)
     chunked = (ChunkedLoss(tokens=tokens) for tokens in CHUNKS)
     choices = dict.fromkeys([*map(parse_choice, space.head), *(chunked if inexact else ()), of_head])
     of_heads = [choice for choice in choices if choice != SAVE and tracer.head is not None]
     listener.stage("ghost-run each choice", len(space.choices) + len(of_heads))
-    unseen: list[str] = []
-    uniform = uniform_graphs(tracer, blocks, space.choices, listener=listener, skip=_once(late, unseen))
-    heads = head_graphs(tracer, tracer.head, of_heads, listener, skip=_once(late, unseen))
+    uniform = uniform_graphs(tracer, blocks, space.choices, listener=listener)
+    heads = head_graphs(tracer, tracer.head, of_heads, listener)
     notes = list(notes)
-    if unseen:
-        notes.append(f"left out, as the time limit left no room to trace them: {', '.join(unseen)}")
-        space = space.without([kind for kind in unseen if kind in space.choices])
     if refused := [kind for kind in space.choices if kind not in uniform]:
         notes.append(f"not for this model: {', '.join(refused)} (apply such a plan to see why)")
         space = space.without(refused)
     if inexact and tracer.head is None:
         notes.append("--allow-inexact changes nothing: the model has no output head")
     return Traced(tracer, uniform, heads, space, tuple(notes))
-
-
-def _once(late: Callable[[], bool], skipped: list[str]) -> Callable[[Choice], bool]:
-    """Whether a choice is left out because it is late; those that are go to ``skipped``."""
-
-    def skip(choice: Choice) -> bool:
-        if choice in (SAVE, RECOMPUTE, RecomputeOffload()) or not late():  # what budgets mean goes by the leanest plan
-            return False
-        skipped.append(choice.kind)
-        return True
-
-    return skip
 
 
 def traced_for(

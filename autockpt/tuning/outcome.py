@@ -14,9 +14,9 @@ from autockpt.schema.plan import Comparison, Plan, Verdict, plan_hash
 from autockpt.schema.request import FinishedSearch, SearchOutcome
 from autockpt.schema.runs import RunDirectory
 from autockpt.schema.words import step_note
+from autockpt.tuning.clock import Clock
 from autockpt.tuning.loop import SearchResult
 from autockpt.tuning.outlook import look_around, trade
-from autockpt.tuning.question import Clock
 from autockpt.tuning.targets.base import COMPILING, STEPS, Prepared, Terms
 from autockpt.tuning.targets.compiled import NOT_PREDICTED
 from autockpt.workload import fingerprint

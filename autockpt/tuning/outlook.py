@@ -15,8 +15,8 @@ from autockpt.schema import SAVE, Choice, Trial, format_binary, peak_of, plan_ha
 from autockpt.schema.outlook import GhostAnswer, Outlook
 from autockpt.schema.space import HIDDEN_COPIES
 from autockpt.solvers import exact
+from autockpt.tuning.clock import Clock
 from autockpt.tuning.loop import SearchResult
-from autockpt.tuning.question import Clock
 from autockpt.tuning.refit import fit, priced
 
 BUDGETS = 12  # between the leanest plan's and that of saving everything

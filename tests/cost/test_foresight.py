@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
 from autockpt.checkpointing.fingerprint import TABLE_BYTES
-from autockpt.cost import memory_at_hand, simulated_memory
+from autockpt.cost import memory_at_hand, predictor, simulated_memory
 from autockpt.cost.predictor import SAFETY
-from autockpt.schema import OFFLOAD, DeviceInfo, Environment, Graph, OpTimes, WorkloadSpec
+from autockpt.schema import OFFLOAD, SAVE, DeviceInfo, Environment, Graph, OpTimes, WorkloadSpec, plan_hash
 from autockpt.shipped import load_hardware
 from autockpt.tracing import tracer_for
 from autockpt.tracing.kernels.allocator import SMALL_SIZE
@@ -15,6 +18,7 @@ from autockpt.tracing.kernels.cuda_memory import device_peak, with_resident, wor
 
 CARD = load_hardware("rtx4090")
 SPEC = WorkloadSpec(model="llama-small", batch_size=2)
+ENVIRONMENT = Environment(device=DeviceInfo(kind="cpu", name="made up", capacity_bytes=1), versions={})
 
 
 @pytest.fixture(scope="module")
@@ -57,3 +61,22 @@ def test_an_accelerator_at_hand_needs_segments_and_context(graph: Graph) -> None
     assert needs is not None and needs(graph) == device_peak(CARD, libraries).total
     cpu = Environment(device=device.model_copy(update={"kind": "cpu"}), versions={})
     assert memory_at_hand(cpu) is None
+
+
+def test_the_last_ghost_runs_are_not_repeated() -> None:
+    asked: list[str] = []
+
+    class Traces:
+        def trace(self, choices: Any = None) -> Any:
+            asked.append(plan_hash(choices))
+            return SimpleNamespace(ops=range(predictor.REMEMBERED_OPS // 2))
+
+    judge = predictor.Predictor(Traces(), OpTimes(environment=ENVIRONMENT, seconds={}))  # type: ignore[arg-type]
+    first = judge.graph({})
+    assert judge.graph({"a": SAVE}) is first and len(asked) == 1
+    judge.graph({"a": OFFLOAD})
+    assert judge.graph({}) is first and len(asked) == 2, "both are kept"
+    judge.graph({"b": OFFLOAD})  # the third sends off the one that was asked for longest ago
+    assert judge.graph({}) is first and len(asked) == 3
+    judge.graph({"a": OFFLOAD})
+    assert len(asked) == 4

@@ -22,9 +22,9 @@ from autockpt.schema import (
 )
 from autockpt.shipped import load_space
 from autockpt.tracing import Tracer
+from autockpt.tuning.clock import Clock
 from autockpt.tuning.loop import Loop, SearchResult
 from autockpt.tuning.proposers.solver import SolverProposer
-from autockpt.tuning.question import Clock
 from autockpt.tuning.targets.simulated import DRY, Simulated
 from autockpt.tuning.trials import Trials
 from autockpt.workload import build

@@ -12,10 +12,10 @@ from autockpt.schema import Choice, SearchRequest, Silence, parse_budget
 from autockpt.schema.choices import dump_choice
 from autockpt.schema.runs import RunDirectory
 from autockpt.shipped import load_space
+from autockpt.tuning.clock import Clock
 from autockpt.tuning.loop import Loop, SearchResult
 from autockpt.tuning.proposers import solver
 from autockpt.tuning.proposers.solver import SolverProposer
-from autockpt.tuning.question import Clock
 from autockpt.tuning.targets.measured import RealSteps
 from autockpt.tuning.targets.simulated import Simulated
 from autockpt.tuning.trials import Trials

@@ -28,7 +28,7 @@ from autockpt.shipped import load_hardware, load_space
 from autockpt.tuning import answer as answered
 from autockpt.tuning import batches, search_request
 from autockpt.tuning.batches import Climb, search_batch_sizes
-from autockpt.tuning.question import Clock
+from autockpt.tuning.clock import Clock
 from autockpt.tuning.rows import dependent_rows
 from autockpt.tuning.sizes import job_of, what_if_of
 from autockpt.workload import Step

@@ -24,9 +24,9 @@ from autockpt.schema import (
 from autockpt.schema.choices import CompileBudget
 from autockpt.schema.runs import RunDirectory
 from autockpt.shipped import load_space
+from autockpt.tuning.clock import Clock
 from autockpt.tuning.loop import Loop
 from autockpt.tuning.proposers.splits import SplitProposer
-from autockpt.tuning.question import Clock
 from autockpt.tuning.targets.compiled import Compiled
 from autockpt.tuning.trials import Trials
 from tests.errors import raises

@@ -15,7 +15,7 @@ from autockpt.schema.choices import CHUNKED_SOFTMAX, ChunkedLoss
 from autockpt.schema.outlook import INEXACT, SMALLER, Alternative, batch, joined
 from autockpt.shipped import load_space
 from autockpt.tuning import alternatives, infeasible, sizes
-from autockpt.tuning.question import Clock
+from autockpt.tuning.clock import Clock
 
 IN_CHUNKS = ChunkedLoss(tokens=256)
 SPEC = WorkloadSpec(model="llama-1b", batch_size=4, seq_len=1024)

@@ -30,9 +30,7 @@ from autockpt.shipped import load_space
 from autockpt.tuning.lengths import (
     MOST_SETS,
     WORTH,
-    Histogram,
-    PredictedLengths,
-    refuse_lengths,
+    Expected,
     search_lengths,
     search_lengths_of,
 )
@@ -130,19 +128,16 @@ def test_sets_cover_all_lengths_fit_and_each_is_worth_it(counts: dict[int, int],
     assert bounds[-1] == 1600 and len(bounds) <= MOST_SETS
     for each, bound in zip(plan.sets, bounds, strict=True):
         assert each.choices == made(bound, fits=fits, most=most).choices
-    histogram = Histogram(lengths.batches(4), PredictedLengths({n: made(n, fits=fits, most=most) for n in asked}))
+    expected = Expected(lengths.batches(4), {n: made(n, fits=fits, most=most) for n in asked})
     for bound in bounds[:-1]:
         without = [n for n in bounds if n != bound]
-        assert histogram.expected(bounds) <= histogram.expected(without) * (1 + 1e-9)
-    assert histogram.expected(bounds) <= histogram.expected([1600]) * (1 - WORTH)
+        assert expected.seconds(bounds) <= expected.seconds(without) * (1 + 1e-9)
+    assert expected.seconds(bounds) <= expected.seconds([1600]) * (1 - WORTH)
 
 
 def test_the_length_up_to_which_all_is_saved_is_read_off_peaks() -> None:
-    assert PredictedLengths({1600: made(1600), 800: made(800)}).saves_up_to == pytest.approx(400)
-    assert PredictedLengths({1600: made(1600), 200: made(200)}).saves_up_to == pytest.approx(400)
-    assert (
-        PredictedLengths({300: made(300)}).saves_up_to == 300 and PredictedLengths({1600: made(1600)}).saves_up_to == 0
-    )
+    for lengths, most in (((1600, 800), 400), ((1600, 200), 400), ((300,), 300), ((1600,), 0)):
+        assert Expected({}, {n: made(n) for n in lengths}).saves_up_to == pytest.approx(most)
 
 
 def test_compiled_layers_are_not_offered_what_sets_cannot_move() -> None:
@@ -190,10 +185,14 @@ def test_trials_of_all_lengths_are_told_by_a_note() -> None:
     assert any(f"; {sum(range(len(searches) + 1))} of {len(searches)} lengths, in" in note for note in found.notes)
 
 
-def test_what_cannot_be_asked_is_refused() -> None:
+@pytest.mark.parametrize(("budget", "spec"), [("60%", {}), ("24GB", {"packed": True}), ("24GB", {"pad_to": 64})])
+def test_what_cannot_be_asked_is_refused(budget: str, spec: dict[str, Any]) -> None:
+    workload = WorkloadSpec.model_validate({"model": "llama-tiny"} | spec)
+    asked = {"budget": parse_budget(budget), "workload": workload, "space": load_space("knobs"), "lengths": TAIL}
     with raises(UsageError):
-        refuse_lengths(parse_budget("60%"))
-    with raises(UsageError):
-        refuse_lengths(parse_budget("24GB"), packed=True, pad_to=None)
+        search_lengths_of(SearchRequest.model_validate(asked), Silence())
+
+
+def test_batches_without_rows_are_refused() -> None:
     with raises(UsageError):
         searched(TAIL, batch_size=None)

@@ -26,7 +26,7 @@ from autockpt.schema import (
     plan_hash,
 )
 from autockpt.schema.runs import RunDirectory, best
-from autockpt.tuning.question import Clock
+from autockpt.tuning.clock import Clock
 from autockpt.tuning.targets.measured import RealSteps
 from autockpt.tuning.trials import AS_LEAN, Candidate, Score, Trials
 from tests.errors import raises

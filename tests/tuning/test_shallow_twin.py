@@ -11,7 +11,7 @@ import transformers
 from autockpt.cost import build_profile, uniform_graphs
 from autockpt.cost.profile import head_graphs
 from autockpt.cost.roofline import roofline_times
-from autockpt.schema import RECOMPUTE, SAVE, WorkloadSpec, plan_hash
+from autockpt.schema import SAVE, WorkloadSpec
 from autockpt.schema.choices import CHUNKED_SOFTMAX
 from autockpt.shipped import load_hardware, load_space
 from autockpt.tracing import Tracer, tracer_for
@@ -94,30 +94,3 @@ def test_deeper_models_get_fewer_ghost_runs_per_candidate() -> None:
 
     calls = [depth.calls_per_candidate(Graph(n)) for n in (0, 100, 10_000, 1_000_000)]  # type: ignore[arg-type]
     assert calls == [8, 8, 8, 6]
-
-
-def test_remembered_ghost_runs_are_not_repeated() -> None:
-    asked: list[str] = []
-
-    class Graph:
-        ops = range(depth.REMEMBERED_OPS // 2)
-
-    class Traces:
-        def ahead(self, plans):
-            """One after the other, when asked for."""
-
-        def trace(self, choices=None):
-            asked.append(plan_hash(choices))
-            return Graph()
-
-    recent = depth.RecentTraces(Traces())  # type: ignore[arg-type]
-    first = recent.trace({})
-    assert recent.trace({"a": SAVE}) is first and len(asked) == 1
-    recent.trace({"a": RECOMPUTE})
-    assert recent.trace({}) is first and len(asked) == 2  # both are kept
-    recent.trace({"b": RECOMPUTE})  # the third sends off the one that was asked for longest ago
-    assert recent.trace({}) is first and len(asked) == 3
-    recent.trace({"a": RECOMPUTE})
-    assert len(asked) == 4
-    recent.always[plan_hash({"c": RECOMPUTE})] = first
-    assert recent.trace({"c": RECOMPUTE}) is first and len(asked) == 4

@@ -10,7 +10,7 @@ import pytest
 from autockpt.cost import CostModel
 from autockpt.errors import TimeLimitReached
 from autockpt.schema import Choice, Graph, Measurement, Silence
-from autockpt.tuning.question import Clock
+from autockpt.tuning.clock import Clock
 from tests.tuning.device import MadeUpDevice
 from tests.tuning.made_up import search
 

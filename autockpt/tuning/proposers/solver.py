@@ -30,10 +30,10 @@ from autockpt.schema.request import Silence
 from autockpt.schema.space import HIDDEN_COPIES
 from autockpt.solvers import Checked, exact, leanest, refine_segmented, refine_two_runs, rest_saves
 from autockpt.solvers.runs import Accept
+from autockpt.tuning.clock import PROFILING, Clock
 from autockpt.tuning.infeasible import nothing_fits
 from autockpt.tuning.loop import Loop, Proposer
 from autockpt.tuning.proposers.sampler import Study, sampler_for
-from autockpt.tuning.question import PROFILING, Clock
 from autockpt.tuning.refit import Fit, expected_seconds, fit, priced, unseen_bytes
 from autockpt.tuning.targets.base import Target
 from autockpt.tuning.trials import (

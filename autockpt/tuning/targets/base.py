@@ -9,8 +9,7 @@ from typing import Any, Self
 
 from autockpt.cost import CostModel, needed_on, simulated_memory
 from autockpt.schema import SAVE, Choice, Environment, Graph, Plan, PlanStatus, SearchRequest, Trial
-from autockpt.tuning.opening import Traced, less_than_asked, live_settings
-from autockpt.tuning.question import workload_key
+from autockpt.tuning.opening import Traced, less_than_asked, live_settings, workload_key
 from autockpt.tuning.sizes import WhatIf, what_if_of
 from autockpt.tuning.trials import Candidate, Plans, Score, Trials, preferred
 

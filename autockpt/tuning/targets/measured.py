@@ -18,11 +18,11 @@ from autockpt.measuring.environment import environment_to_measure_in
 from autockpt.schema import Choice, Measurement, OpTimes, SearchRequest, Trial
 from autockpt.solvers.refine import FASTER
 from autockpt.tracing import Tracer
+from autockpt.tuning.clock import PROFILING, TIMING, Clock
 from autockpt.tuning.finals import Final, first_rounds, most_cycles, play, remeasured, weighed
 from autockpt.tuning.infeasible import out_of_memory
 from autockpt.tuning.opening import Traced, traced
 from autockpt.tuning.proposers.solver import SolverProposer
-from autockpt.tuning.question import PROFILING, TIMING, TRACING, Clock
 from autockpt.tuning.targets.base import STEPS, Prepared, Target, Terms
 from autockpt.tuning.targets.simulated import DRY, Simulated
 from autockpt.tuning.trials import AS_FAST, Candidate, Score, Trials, complexity, preferred
@@ -273,8 +273,7 @@ def _traced(stack: ExitStack, request: SearchRequest, clock: Clock) -> Traced:
         else:
             device = get_device(request.device).torch_device
             tracer = stack.enter_context(Tracer.from_spec(request.workload, device=device))
-        late = partial(clock.passed, TRACING)
-        return traced(tracer, request.space, request.allow_inexact, listener=clock.listener, late=late)
+        return traced(tracer, request.space, request.allow_inexact, listener=clock.listener)
 
 
 def _cost_model(prepared: Prepared, clock: Clock, times: OpTimes | None = None) -> CostModel:

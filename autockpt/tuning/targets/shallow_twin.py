@@ -6,8 +6,6 @@ model.
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -16,13 +14,12 @@ from autockpt.cost import CostModel, MemoryModel, Predictor, Traces
 from autockpt.cost.menus import representatives
 from autockpt.cost.profile import segments_of
 from autockpt.errors import AutockptError
-from autockpt.schema import RECOMPUTE, Choice, Graph, Hardware, Listener, Silence, Unit, WorkloadSpec, plan_hash
+from autockpt.schema import RECOMPUTE, Graph, Hardware, Listener, Silence, Unit, WorkloadSpec
 from autockpt.tracing import Tracer, tracer_for
 from autockpt.workload.configs import shallow_twin
 
 DEEP = 16  # blocks from which on a twin is worth its while
 TWIN_BLOCKS = 4  # of each stack, more where it has more types of blocks
-REMEMBERED_OPS = 100_000  # of ghost runs that are kept: about 0.3 GB
 OPS_PER_CANDIDATE = 120_000  # ghost-run for one candidate: fewer ghost runs of deeper models
 FEWEST_CALLS, MOST_CALLS = 6, 8
 
@@ -58,9 +55,7 @@ def transplanted(
     """
     listener.stage("ghost-run the whole model, recomputed")
     times = small.profile.op_times
-    recent = RecentTraces(traces)
-    recent.always[plan_hash({})] = base
-    predictor = Predictor(recent, times, small.host_budget, needs)
+    predictor = Predictor(traces, times, small.host_budget, needs)
     predictor.learn({}, base)
     by_kind = {menu.kind: menu for menu in small.profile.menus}
     twins = _matching(small.base, base) or {}
@@ -75,7 +70,7 @@ def transplanted(
     lean = {
         unit.name: RECOMPUTE if RECOMPUTE in offered[unit.kind] else offered[unit.kind][-1] for unit in base.blocks()
     }
-    leanest = recent.always[plan_hash(lean)] = predictor.graph(lean)
+    leanest = predictor.graph(lean)
     predictor.learn(lean, leanest)
     if head is not None:
         menus = (*menus, small.profile.menus[-1].model_copy(update={"kind": head.kind}))
@@ -96,31 +91,6 @@ def transplanted(
 def calls_per_candidate(base: Graph) -> int:
     """Ghost runs to spend on refining one candidate."""
     return max(FEWEST_CALLS, min(MOST_CALLS, OPS_PER_CANDIDATE // max(1, len(base.ops))))
-
-
-class RecentTraces:
-    """Ghost runs by plan, the last few remembered; those in ``always`` (by hash of their plan) for good."""
-
-    def __init__(self, traces: Traces) -> None:
-        self.always: dict[str, Graph] = {}
-        self._traces = traces
-        self._graphs: OrderedDict[str, Graph] = OrderedDict()
-
-    def ahead(self, plans: Iterable[Mapping[str, Choice]]) -> None:
-        """Begin with those that are not remembered."""
-        self._traces.ahead([plan for plan in plans if plan_hash(plan) not in self.always.keys() | self._graphs.keys()])
-
-    def trace(self, choices: Mapping[str, Choice] | None = None) -> Graph:
-        """The ghost run of a plan."""
-        key = plan_hash(choices or {})
-        if key in self.always:
-            return self.always[key]
-        if key not in self._graphs:
-            self._graphs[key] = self._traces.trace(choices)
-        self._graphs.move_to_end(key)
-        while len(self._graphs) > 1 and sum(len(graph.ops) for graph in self._graphs.values()) > REMEMBERED_OPS:
-            self._graphs.popitem(last=False)
-        return self._graphs[key]
 
 
 def _matching(small: Graph, whole: Graph) -> dict[int, int] | None:

@@ -13,8 +13,8 @@ from autockpt.schema.request import SearchRequest
 from autockpt.solvers.refine import FASTER
 from autockpt.tracing import tracer_for
 from autockpt.tracing.tracer import uncollected
+from autockpt.tuning.clock import Clock
 from autockpt.tuning.opening import traced_for
-from autockpt.tuning.question import Clock
 from autockpt.tuning.targets.base import MOST_REPEATS, Prepared, Target, Terms
 from autockpt.tuning.targets.shallow_twin import calls_per_candidate
 from autockpt.tuning.trials import Candidate, Score, Trials
