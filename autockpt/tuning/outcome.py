@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from autockpt.cost import CostModel, forget_op_times
 from autockpt.devices import said_of_host
-from autockpt.schema import SAVE, Choice, Prediction, SearchRequest, StageTime, Trial, Unit, format_bytes
+from autockpt.schema import SAVE, Choice, SearchRequest, StageTime, Trial, Unit, format_bytes
 from autockpt.schema.known import ALL, OURS
 from autockpt.schema.plan import Comparison, Plan, Verdict, plan_hash
 from autockpt.schema.request import FinishedSearch, SearchOutcome
@@ -47,11 +47,13 @@ def finish(
             f"steps took {pace:.2g} times as long as op times predicted: other work ran on the machine, now or when "
             "these were measured. The search went by its own steps; the next one measures op times anew"
         )
-    rows = scored_rows(known, found.trials, found.best, asked.host_budget)
-    rows = rows if terms.knows_seconds else without_seconds(rows)
+    by_hash = {trial.plan_hash: trial for trial in found.trials}
+    tried = [(name, by_hash[key]) for name, plan in known.items() if (key := plan_hash(plan)) in by_hash]
+    tried += [(OURS, found.best)] if found.best is not None else []
+    rows = [_row(name, trial, asked.host_budget, terms.knows_seconds) for name, trial in tried]
     plan = None
     if found.best is not None:
-        found.notes.extend((*_said_of_head(head, found.best.choices), *_said_of_graphs(found.best)))
+        found.notes.extend(_said_of_plan(found.best, head))
         if (score := found.best.score or found.best.predicted) is not None:
             found.notes.extend(said_of_host(environment, score.host_bytes, asked.host_budget))
         notes = [*asked.notes, *found.notes] if terms.source == "simulated" else list(found.notes)
@@ -68,7 +70,7 @@ def finish(
         source=terms.source,
         budget=found.budget,
         device=environment.device,
-        rows=rows,
+        rows=tuple(rows),
         settings=plain(prepared.settings),
         binding=found.binding,
         dry_run=request.dry_run,
@@ -109,24 +111,6 @@ def _keep_graphs(
             run.write_outlook(look_around(profiled, found, run.outlook(), clock))
 
 
-def scored_rows(
-    known: Mapping[str, Mapping[str, Choice]],
-    trials: Sequence[Trial],
-    best: Trial | None,
-    host_budget: int | None = None,
-) -> tuple[Comparison, ...]:
-    """The well-known plans that were tried, then ours."""
-    by_hash = {t.plan_hash: t for t in trials}
-    rows = [_row(name, by_hash[h], host_budget) for name, c in known.items() if (h := plan_hash(c)) in by_hash]
-    return (*rows, _row(OURS, best, host_budget)) if best is not None else tuple(rows)
-
-
-def without_seconds(rows: Sequence[Comparison]) -> tuple[Comparison, ...]:
-    """Rows of a simulation where nothing was ever timed: only bytes are shown."""
-    predicted = [row.predicted and row.predicted.model_copy(update={"step_seconds": None}) for row in rows]
-    return tuple(row.model_copy(update={"predicted": p}) for row, p in zip(rows, predicted, strict=True))
-
-
 def _make_plan(
     request: SearchRequest,
     prepared: Prepared,
@@ -160,11 +144,14 @@ def _make_plan(
     ).model_copy(update={"compile": request.compile})
 
 
-def _said_of_graphs(best: Trial) -> tuple[str, ...]:
-    """How many graphs the found plan became, where its steps were compiled."""
-    graphs = best.measured.graphs if best.measured is not None else 0
-    said = "one graph and its backward" if graphs == 1 else f"{graphs} graphs and their backwards"
-    return (f"the plan's steps are compiled to {said}",) if graphs else ()
+def _said_of_plan(best: Trial, head: Unit | None) -> Iterator[str]:
+    """What the found plan does with the output head, and how many graphs its steps became where they were compiled."""
+    if head is not None and (choice := best.choices.get(head.name, SAVE)) != SAVE:
+        bits = "bit-equal with plain training's" if choice.exact else "equal to plain training's only up to rounding"
+        yield f"The output head runs with `{head.name}: {choice}`: gradients are {bits}."
+    if best.measured is not None and (graphs := best.measured.graphs):
+        said = "one graph and its backward" if graphs == 1 else f"{graphs} graphs and their backwards"
+        yield f"the plan's steps are compiled to {said}"
 
 
 def _compiling_apart(stages: Sequence[StageTime], found: SearchResult) -> tuple[StageTime, ...]:
@@ -187,34 +174,27 @@ def _pace(found: SearchResult) -> float | None:
     return None if 1 / OFF <= pace <= OFF else pace
 
 
-def _said_of_head(head: Unit | None, choices: Mapping[str, Choice]) -> tuple[str, ...]:
-    """A note on what a plan does with the output head, where that is anything."""
-    if head is None or (choice := choices.get(head.name, SAVE)) == SAVE:
-        return ()
-    bits = "bit-equal with plain training's" if choice.exact else "equal to plain training's only up to rounding"
-    return (f"The output head runs with `{head.name}: {choice}`: gradients are {bits}.",)
-
-
 def plain(settings: Mapping[str, Any]) -> dict[str, str | int | float | bool | None]:
     """Settings as data: whatever is not a plain value, in words."""
     return {k: v if isinstance(v, str | int | float | bool | None) else str(v) for k, v in settings.items()}
 
 
-def _over_host(predicted: Prediction | None, host_budget: int | None) -> str:
-    """The remark on a plan that needs more of the host than it may."""
-    if predicted is None or host_budget is None or predicted.host_bytes <= host_budget:
-        return ""
-    needs, has = format_bytes(predicted.host_bytes), format_bytes(host_budget)
-    return f"not measured: it needs {needs} of host memory, the host budget is {has}"
-
-
-def _row(name: str, trial: Trial, host_budget: int | None) -> Comparison:
-    too_much = _over_host(trial.predicted, host_budget)
+def _row(name: str, trial: Trial, host_budget: int | None, knows_seconds: bool) -> Comparison:
+    """A plan of the answer's table; where nothing was ever timed only its bytes are shown."""
+    verdict: Verdict = _VERDICTS.get(trial.state, "not_measured")
+    predicted, note = trial.predicted, ""
+    if predicted is not None and host_budget is not None and predicted.host_bytes > host_budget:
+        needs, has = format_bytes(predicted.host_bytes), format_bytes(host_budget)
+        verdict, note = "over_budget", f"not measured: it needs {needs} of host memory, the host budget is {has}"
+    elif trial.state == "failed":
+        note = trial.message
+    if predicted is not None and not knows_seconds:
+        predicted = predicted.model_copy(update={"step_seconds": None})
     return Comparison(
         name=name,
-        verdict="over_budget" if too_much else _VERDICTS.get(trial.state, "not_measured"),
-        predicted=trial.predicted,
+        verdict=verdict,
+        predicted=predicted,
         measured=trial.measured,
         plan_hash=trial.plan_hash,
-        note=too_much or (trial.message if trial.state == "failed" else ""),
+        note=note,
     )

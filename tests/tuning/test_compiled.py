@@ -93,6 +93,8 @@ def test_the_plan_fits_and_beats_every_single_budget(mode: str):
     assert found.best.measured.peak_bytes <= found.budget.bytes
     single = [compiler.costs(dict.fromkeys(NAMES, CompileBudget(fraction=f / 20))) for f in range(1, 20)]
     assert found.best.measured.step_seconds <= min(s for peak, s in single if peak <= found.budget.bytes) + 1e-9
+    assert all(trial.predicted is None for trial in found.trials)
+    assert (mode == "layers") == any(trial.name == "every-2" for trial in found.trials)
     for tried in compiler.measured:
         fractions = {c.fraction for c in tried.values() if isinstance(c, CompileBudget)}
         assert mode == "layers" or len(fractions) <= 1
@@ -118,10 +120,6 @@ def test_selective_layers_are_tried_where_they_are_allowed():
     tried = {choice.kind for trial in found.trials for choice in trial.choices.values()}
     assert "selective" in tried and any(trial.name == "selective" for trial in found.trials)
     assert found.best is not None and {choice.kind for choice in found.best.choices.values()} == {"selective"}
-
-
-def test_nothing_is_predicted():
-    assert all(trial.predicted is None for trial in search(MadeUpCompiler(), "60%act").trials)
 
 
 def test_with_dropout_budgets_are_given_up_and_that_is_said():
@@ -201,27 +199,19 @@ def test_time_that_runs_out_in_the_finals_costs_only_them():
     assert any("no room" in note for note in found.notes)
 
 
-@pytest.mark.parametrize("budget", ["60%act", "90%"])
-def test_a_range_of_which_one_end_was_measured_is_no_budget(budget: str):
+@pytest.mark.parametrize(
+    ("budget", "measured", "error"),
+    [("60%act", 1, MeasurementError), ("90%", 1, InfeasibleError), ("60%act", 0, MeasurementError)],
+)
+def test_time_that_is_up_before_the_budget_is_known_is_the_reason(budget: str, measured: int, error: Any):
     compiler = MadeUpCompiler()
+    elapsed = property(lambda self: 1000.0 * (len(compiler.measured) + 1 - measured))
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(Clock, "elapsed", property(lambda self: 1000.0 * len(compiler.measured)))
-        if budget == "60%act":
-            with raises(MeasurementError) as caught:
-                search(compiler, budget, timeout=100.0)
-            assert "--timeout" in str(caught.value.remedy)
-        else:
-            with pytest.raises(InfeasibleError):
-                search(compiler, budget, timeout=100.0)
-    assert len(compiler.measured) == 1
-
-
-def test_time_that_is_up_before_the_first_plan_is_the_reason():
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(Clock, "elapsed", property(lambda self: 1000.0))
-        with raises(MeasurementError) as caught:
-            search(MadeUpCompiler(), "60%act", timeout=100.0)
-    assert "--timeout" in str(caught.value.remedy)
+        patched.setattr(Clock, "elapsed", elapsed)
+        with pytest.raises(error) as caught:
+            search(compiler, budget, timeout=100.0)
+    assert len(compiler.measured) == measured
+    assert error is InfeasibleError or "--timeout" in str(caught.value.remedy)
 
 
 class Slow(MadeUpCompiler):
@@ -258,7 +248,7 @@ class Slow(MadeUpCompiler):
         return times
 
 
-@pytest.mark.parametrize("timeout", [150.0, 300.0, 305.0, 310.0, 315.0, 320.0, 325.0, 600.0])
+@pytest.mark.parametrize("timeout", [150.0, 305.0, 315.0, 600.0])
 @pytest.mark.parametrize("mode", ["layers", "model"])
 def test_finals_take_place_where_every_plan_is_compiled(mode: str, timeout: float):
     """No plan is begun that would leave them no room; with little of it fewer plans take part."""
@@ -269,20 +259,6 @@ def test_finals_take_place_where_every_plan_is_compiled(mode: str, timeout: floa
     assert not found.notes or not any("no room" in note or "not compiled" in note for note in found.notes)
     assert compiler.now <= timeout and found.best is not None and found.best.measured is not None
     assert found.best.measured.steps >= 3
-
-
-def test_few_plans_are_timed_beside_the_finalists():
-    compiler = MadeUpCompiler()
-    took_part: list[int] = []
-    compare = compiler.compare
-
-    def counting(plans: Any, *, rounds: int = 5) -> Any:
-        took_part.append(len(plans))
-        return compare(plans, rounds=rounds)
-
-    compiler.compare = counting  # type: ignore[method-assign]
-    search(compiler, "60%act")
-    assert took_part and max(took_part) <= 5
 
 
 def test_a_leaner_plan_that_was_found_does_not_move_the_budget(tmp_path):
@@ -299,11 +275,6 @@ def test_a_leaner_plan_that_was_found_does_not_move_the_budget(tmp_path):
     first = search(Odd(), "60%act", run=enter(), seeds={"odd": lean})
     assert any(t.measured is not None and t.measured.peak_bytes == 100 for t in first.trials)
     assert search(Odd(), "60%act", run=enter()).budget.bytes == first.budget.bytes
-
-
-def test_with_one_graph_the_plan_that_alternates_is_not_compiled():
-    names = {t.name for t in search(MadeUpCompiler(), "60%act", "model").trials}
-    assert "every-2" not in names and {"none", "recompute all"} <= names
 
 
 def test_a_second_run_takes_the_trials_of_the_first_over(tmp_path):

@@ -93,14 +93,6 @@ def test_a_limit_that_is_long_enough_changes_nothing(device_time: list[SlowDevic
     assert first == second and one.best == other.best and one.notes == other.notes
 
 
-def test_the_limit_in_the_middle_of_the_first_step_is_the_reason(device_time: list[SlowDevice]) -> None:
-    device = SlowDevice(100.0, 0.1, 30.0)
-    device_time.append(device)
-    with pytest.raises(TimeLimitReached) as caught:
-        search(device, "50%act", clock=device.clock)
-    assert caught.value.exit_code == 4 and device.now < 40 and not device.measured
-
-
 def test_a_time_limit_in_the_finals_names_the_best_so_far(device_time: list[SlowDevice]) -> None:
     class Stuck(SlowDevice):
         def compare(self, plans: Mapping[str, Any], *, rounds: int = 5, **more: Any) -> dict[str, list[float]]:
