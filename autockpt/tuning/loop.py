@@ -180,11 +180,11 @@ class Loop:
         return few * (self.target.terms.checks + 1) if few else max(0, self.most - self.trials.spent)
 
     def _try(self, candidate: Candidate) -> None:
-        """Score a plan where its ghost run says that this can be worth it; nothing is kept where time ran out."""
+        """Score a plan where its ghost run says that this can be worth it."""
         budget_bytes = None if candidate.encoding == "baseline" else self.trials.budget_bytes
-        if (score := candidate.score or self.target.score(candidate, budget_bytes)) is not None:
-            trial = self.trials.write(candidate, score, elapsed=self.clock.elapsed)
-            self.clock.listener.trial(trial, self.trials.best)
+        score = candidate.score or self.target.score(candidate, budget_bytes)
+        trial = self.trials.write(candidate, score, elapsed=self.clock.elapsed)
+        self.clock.listener.trial(trial, self.trials.best)
 
     def _finals(self) -> Trial | None:
         """The plan to name; well-known plans are timed with the best: the table sets their step times against it.

@@ -100,8 +100,7 @@ def target_of(stack: ExitStack, request: SearchRequest, clock: Clock, measurer: 
     if measurer is None:
         measurer = stack.enter_context(measurer_of(request))
     if request.compile is not None:
-        assert isinstance(measurer, WorkerMeasurer)
-        return Compiled(measurer, clock, request=request, mode=request.compile, within=measurer.within)
+        return Compiled(measurer, clock, request=request, mode=request.compile)
     return Measured(measurer, clock, request=request)
 
 

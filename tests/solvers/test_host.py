@@ -87,22 +87,6 @@ def test_a_transformer_is_planned_to_a_millionth(identical: bool) -> None:
     assert host_of(bounded, answer.choices) <= (bounded.host_budget or 0)
 
 
-def test_a_host_budget_below_what_every_plan_moves_is_infeasible() -> None:
-    problem = uniform_problem(3, 1000)
-    units = (
-        problem.units[0].model_copy(
-            update={"options": tuple(o.model_copy(update={"host": 5}) for o in problem.units[0].options)}
-        ),
-    )
-    answer = exact(problem.model_copy(update={"units": (*units, *problem.units[1:]), "host_budget": 4}))
-    assert not answer.feasible and answer.peak <= 1000
-
-
-def test_a_bound_that_does_not_bind_changes_nothing():
-    problem = transformer(24, 6, seed=2, share=0.4, identical=True)
-    assert exact(with_host(problem, [7], 10**6)).choices == exact(problem).choices
-
-
 def test_out_of_time_the_host_budget_is_kept():
     problem = with_host(transformer(48, 6, seed=5, share=0.5, identical=False), [11, 13], 40)
     answer = exact(problem, time_limit=0.0)

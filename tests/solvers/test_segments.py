@@ -90,7 +90,7 @@ def priced(problem: Problem, choices: dict[str, Choice], rest: float) -> float:
     return total
 
 
-@pytest.mark.parametrize("budget", range(108, 180, 4))
+@pytest.mark.parametrize("budget", range(108, 180, 12))
 @pytest.mark.parametrize("rest", [0.0, 0.4, 5.0])
 def test_they_are_taken_where_they_are_faster_and_only_there(budget: int, rest: float) -> None:
     """Twelve units of which save keeps 10 and recompute 2; offload, which keeps 1, takes three times as long."""

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import pytest
 
 import autockpt
 from autockpt.errors import UsageError, WorkloadError
-from autockpt.schema import Estimate, Silence, parse_size
+from autockpt.schema import Estimate, parse_size
 from autockpt.shipped import load_hardware
 from autockpt.tuning.estimates import remark
 from tests.errors import raises
@@ -39,26 +36,6 @@ def test_rows_come_one_by_one_with_a_plan_where_one_is_needed(small_card):
     assert small.peak_bytes and large.peak_bytes
     assert small.peak_bytes < large.peak_bytes <= 0.95 * parse_size("590MB"), "a simulation leaves headroom"
     assert next(rows, None) is None
-
-
-@pytest.mark.slow
-def test_stages_of_a_row_are_seen_and_its_listener_closed(small_card):
-    small_card("590MB")
-    seen: list[str] = []
-
-    class Seen(Silence):
-        def stage(self, name: str, total: int | None = None) -> None:
-            seen.append(name)
-
-    @contextmanager
-    def watch(subject: str) -> Iterator[Seen]:
-        yield Seen()
-        seen.append("closed")
-
-    rows = autockpt.estimate(
-        "gpt2-tiny", batch_sizes=[1, 2], seq_lens=[16], lora=2, full=False, qlora=False, watch=watch
-    )
-    assert next(rows).fits and seen[0] == "trace" and seen[-1] == "closed" and seen.count("closed") == 1
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from autockpt.schema import Measurement, Trial
-from autockpt.tuning.finals import BATCH, EXPECTED_WITHIN, MOST_ROUNDS, Final, most_cycles, play, weighed
+from autockpt.tuning.finals import BATCH, EXPECTED_WITHIN, MOST_ROUNDS, Final, play, weighed
 
 
 def trial(number: int, seconds: float = 1.0) -> Trial:
@@ -81,14 +81,6 @@ def test_the_error_is_of_what_the_rounds_do_not_share() -> None:
     assert Final(0, in_step, (1,)).error == pytest.approx(0.0)
     assert Final(0, in_step, ()).error == 0.0
     assert Final(0, {0: [1.0, 1.02, 1.0, 1.02], 1: [1.01] * 4}, (1,)).error == pytest.approx(0.004, rel=0.1)
-
-
-def test_no_more_cycles_are_foreseen_than_are_run() -> None:
-    table = [trial(8), trial(9)]
-    assert most_cycles([trial(0)], table, seconds=60.0) == 3 * BATCH
-    assert most_cycles([trial(0), trial(1)], table, seconds=9.0) == 4 * BATCH + 4
-    assert most_cycles([trial(0), trial(1)], table, seconds=-60.0) == 4 * BATCH  # the time was up before
-    assert most_cycles([trial(0), trial(1)], table, seconds=1e6) == 4 * BATCH + 2 * (MOST_ROUNDS - BATCH)
 
 
 def test_what_is_expected_counts_as_much_as_measurements_are_off() -> None:

@@ -169,13 +169,6 @@ def test_a_verdict_stands_where_time_allows_no_other_plan(
     assert any("what the earlier search named stands" in note for note in again.notes)
 
 
-def test_a_second_search_of_the_same_question_is_refused_at_once(finished: tuple[Path, SearchOutcome]) -> None:
-    out, first = finished
-    assert first.run_directory is not None
-    with RunDirectory.open(first.run_directory).lock(), raises(RunDirectoryError):
-        ask(out, again=True)
-
-
 def test_a_second_search_is_refused_before_a_directory_exists(tmp_path: Path) -> None:
     class AskingAgain(Stages):
         def stage(self, name: str, total: int | None = None) -> None:

@@ -16,7 +16,6 @@ from autockpt.schema.outlook import INEXACT
 from autockpt.shipped import load_hardware, load_space
 from autockpt.tracing import Tracer
 from autockpt.tuning import run_search, search_request
-from autockpt.tuning.opening import CHUNKS
 from autockpt.workload import Step
 from tests.errors import raises
 
@@ -78,16 +77,6 @@ def test_softmax_runs_in_chunks_where_the_budget_asks_for_it(heavy: SearchReques
     assert rows["ours"].peak_bytes <= outcome.budget.bytes < rows["recompute all"].peak_bytes
 
 
-def test_a_share_of_the_range_is_of_plans_with_a_plain_head(
-    heavy: SearchRequest, request_: SearchRequest, tmp_path: Path
-) -> None:
-    spec = WorkloadSpec(model=model_in(tmp_path / "wide", hidden_size=256, intermediate_size=1024), batch_size=32)
-    changes = {"budget": parse_budget("10%act"), "workload": spec.model_copy(update={"seq_len": 128})}
-    outcome, plain = run_search(heavy.model_copy(update=changes)), run_search(request_.model_copy(update=changes))
-    assert outcome.plan is not None and outcome.plan.choices["lm_head"] == CHUNKED_SOFTMAX
-    assert outcome.budget.bytes == plain.budget.bytes
-
-
 @pytest.mark.parametrize("why", ["everything fits", "not among the choices"])
 def test_the_head_stays_as_it_is(heavy: SearchRequest, request_: SearchRequest, why: str) -> None:
     asked = heavy if why == "everything fits" else request_
@@ -120,21 +109,6 @@ def test_deep_models_on_other_hardware_have_it_too(heavy: SearchRequest, tmp_pat
     assert outcome.plan is not None and outcome.plan.choices["lm_head"] == CHUNKED_SOFTMAX
     rows = {row.name: row.predicted for row in outcome.rows if row.predicted is not None}
     assert rows["ours"].peak_bytes <= outcome.budget.bytes < rows["recompute all"].peak_bytes
-
-
-def test_where_it_changes_nothing_plans_stay_exact(request_: SearchRequest) -> None:
-    spec = WorkloadSpec(model="vit-tiny")
-    asked = request_.model_copy(update={"allow_inexact": True, "workload": spec, "budget": parse_budget("90%")})
-    outcome = run_search(asked)
-    assert outcome.plan is not None and all(choice.exact for choice in outcome.plan.choices.values())
-    assert any("no output head" in note for note in outcome.notes)
-
-
-def test_where_several_sizes_of_a_chunk_fit_the_fastest_is_taken(request_: SearchRequest) -> None:
-    outcome = run_search(request_.model_copy(update={"allow_inexact": True, "budget": parse_budget("98%")}))
-    assert outcome.plan is not None
-    head = outcome.plan.choices["lm_head"]
-    assert isinstance(head, ChunkedLoss) and head.tokens > min(CHUNKS)
 
 
 class Live:

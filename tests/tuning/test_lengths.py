@@ -14,11 +14,9 @@ from autockpt.schema import (
     RECOMPUTE,
     SAVE,
     Comparison,
-    DeviceInfo,
     Measurement,
     Plan,
     ResolvedBudget,
-    SearchOutcome,
     SearchRequest,
     Silence,
     Unit,
@@ -163,26 +161,6 @@ def test_compiled_layers_are_not_offered_what_sets_cannot_move() -> None:
         search_lengths_of(asked, listener, search)
     assert "recompute" in spaces[0] and not {"offload", "recompute_offload"} & set(spaces[0])
     assert "leave out" in notes[0] and "offload" in notes[0]
-
-
-def test_trials_of_all_lengths_are_told_by_a_note() -> None:
-    """Its seconds and why it stopped are the longest's own, so its trials are, too."""
-    workload = WorkloadSpec(model="llama-tiny")
-    space, budget = load_space("knobs"), parse_budget("24GB")
-    asked = SearchRequest(budget=budget, workload=workload, space=space, trials=24, lengths=TAIL)
-    searches: list[int] = []
-
-    def search(request: SearchRequest, listener: Any) -> SearchOutcome:
-        assert request.workload.seq_len is not None
-        searches.append(request.workload.seq_len)
-        plan = made(request.workload.seq_len)
-        assert plan.budget is not None
-        device = DeviceInfo(kind="cpu", name="made up", capacity_bytes=1 << 40)
-        return SearchOutcome(plan=plan, budget=plan.budget, device=device, measured_trials=len(searches))
-
-    found = search_lengths_of(asked, Silence(), search)
-    assert found.measured_trials == 1 and len(searches) > 1
-    assert any(f"; {sum(range(len(searches) + 1))} of {len(searches)} lengths, in" in note for note in found.notes)
 
 
 @pytest.mark.parametrize(("budget", "spec"), [("60%", {}), ("24GB", {"packed": True}), ("24GB", {"pad_to": 64})])

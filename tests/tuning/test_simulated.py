@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -14,8 +13,6 @@ from autockpt.analysis.page import run_page
 from autockpt.cost import simulated_memory
 from autockpt.errors import InfeasibleError
 from autockpt.schema import (
-    OFFLOAD,
-    RECOMPUTE,
     Plan,
     SearchOutcome,
     SearchRequest,
@@ -26,11 +23,9 @@ from autockpt.schema import (
 from autockpt.schema.hardware import Hardware
 from autockpt.schema.runs import RunDirectory
 from autockpt.shipped import load_hardware, load_space
-from autockpt.solvers import Refined, refine_segmented
 from autockpt.tracing import Tracer
 from autockpt.tracing.kernels.cuda_memory import as_seen_by
 from autockpt.tuning import run_search
-from autockpt.tuning.proposers import solver
 from autockpt.tuning.targets import measured
 from tests.tuning.small import TWO_LAYERS
 
@@ -102,39 +97,10 @@ def test_the_run_is_kept_like_a_measured_one(found: SearchOutcome, card: Hardwar
     assert run.environment() and run.graph() and run.profile() and run.question["hardware"]["name"] == card.name
 
 
-def test_other_figures_are_another_question(tmp_path: Path, found: SearchOutcome, card: Hardware) -> None:
-    slower = card.model_copy(update={"launch_seconds": card.launch_seconds * 2})
-    other = run_search(ask(tmp_path, slower, trials=4))
-    assert other.run_directory is not None and found.run_directory is not None
-    assert other.run_directory.name != found.run_directory.name
-    assert other.rows[0].predicted.step_seconds > found.rows[0].predicted.step_seconds  # type: ignore[union-attr,operator]
-
-
-def test_what_only_a_simulation_follows_is_among_the_facts(tmp_path: Path, card: Hardware) -> None:
-    request = ask(tmp_path, card, dry_run=True)
-    sharded = request.workload.model_copy(update={"shard": 2, "master_weights": True})
-    settings = run_search(request.model_copy(update={"workload": sharded})).settings
-    assert settings["shard"] == 2 and settings["master_weights"] is True
-
-
 def test_a_dry_run_solves_and_writes_nothing(tmp_path: Path, card: Hardware) -> None:
     outcome = run_search(ask(tmp_path / "runs", card, dry_run=True))
     assert outcome.dry_run and outcome.plan is not None and outcome.plan.predicted is not None
     assert outcome.plan.predicted.step_seconds and not (tmp_path / "runs").exists()
-
-
-def test_a_dry_run_falls_back_to_a_well_known_plan(
-    tmp_path: Path, card: Hardware, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def too_large(*args: Any, **kwargs: Any) -> Refined:  # as where the allocator's segments are torn
-        refined = refine_segmented(*args, **kwargs)
-        return replace(refined, checked=refined.checked._replace(peak_bytes=1 << 50))
-
-    monkeypatch.setattr(solver, "refine_segmented", too_large)
-    outcome = run_search(ask(tmp_path, card, dry_run=True))
-    assert outcome.plan is not None and outcome.plan.predicted is not None
-    assert outcome.plan.predicted.peak_bytes <= outcome.budget.bytes
-    assert outcome.plan.choices in [{u: c for u in outcome.plan.choices} for c in (RECOMPUTE, OFFLOAD)]
 
 
 def test_nothing_fits_names_alternatives_that_really_fit(tmp_path: Path) -> None:

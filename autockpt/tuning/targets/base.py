@@ -114,8 +114,8 @@ class Target:
         """What choices cost; None where steps can only be measured. ``trials`` are those of earlier runs."""
         raise NotImplementedError
 
-    def score(self, candidate: Candidate, budget_bytes: int | None) -> Score | None:
-        """Judge a plan; None where time ran out over it. ``budget_bytes``: a limit to hold where the device has one."""
+    def score(self, candidate: Candidate, budget_bytes: int | None) -> Score:
+        """Judge a plan. ``budget_bytes``: a limit to hold where the device has one. Raises TimeLimitReached."""
         raise NotImplementedError
 
     def reserved(self, trials: Trials, known: Sequence[Trial]) -> float:

@@ -6,21 +6,21 @@ Candidates are only measured, never predicted. Each is compiled first, which may
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 
 from autockpt.cost import used_by_others
 from autockpt.devices import get_device
-from autockpt.errors import ConflictError, MeasurementError, UsageError
+from autockpt.errors import ConflictError, MeasurementError, TimeLimitReached, UsageError
 from autockpt.measuring.compiled import missing
-from autockpt.schema import CompileMode, Prediction, SearchRequest, Trial
+from autockpt.schema import CompileMode, SearchRequest, Trial
 from autockpt.schema.known import NONE
 from autockpt.tracing import Tracer
 from autockpt.tuning.finals import first_rounds
 from autockpt.tuning.opening import traced
 from autockpt.tuning.targets.base import Prepared
-from autockpt.tuning.targets.measured import FINALISTS, FINALS_SHARE, RealSteps, confirmation
+from autockpt.tuning.targets.measured import FINALISTS, FINALS_SHARE, RealSteps
 from autockpt.tuning.trials import Candidate, Score, Trials
 
 IN_GRAPHS = ("save", "recompute", "selective")
@@ -31,8 +31,6 @@ NOT_PREDICTED = (
 )
 LATELY = 3
 """So many plans before it say how long the next one takes to compile and measure."""
-ANSWERING = 5.0
-"""Seconds that a worker gets at least before it is ended at the time limit."""
 _COMPILING = {
     "layers": "The first plan with a choice compiles a layer for it, which takes a while; what comes later finds it.",
     "model": "Every plan is compiled as a whole, which takes a while; later runs find it.",
@@ -41,14 +39,12 @@ _COMPILING = {
 
 @dataclass(kw_only=True)
 class Compiled(RealSteps):
-    """Real steps by a measurer that compiles as ``mode`` says, within the time limit: ``within`` is the measurer's."""
+    """Real steps by a measurer that compiles as ``mode`` says."""
 
     mode: CompileMode
-    within: Callable[[float], AbstractContextManager[None]]
     request: SearchRequest | None = None
     refuses_budgets: bool = False
     _took: list[float] = field(default_factory=list)  # seconds per plan, compiling included
-    _typical: float | None = None  # seconds of a step so far
 
     def trace(self, stack: ExitStack) -> Prepared:
         """Raises UsageError where the request contradicts compiling."""
@@ -68,14 +64,10 @@ class Compiled(RealSteps):
             found = traced(tracer, request.space.restricted(inside), listener=clock.listener)
         outside = [kind for kind in request.space.choices if kind not in IN_GRAPHS]
         left_out = (f"not part of a compiled graph, so left out: {', '.join(outside)}",) if outside else ()
-        with clock.stage("build"):
-            environment = self.measurer.environment
-        self.confirm = confirmation(self.measurer, clock)
-        return Prepared.of(request, found, environment, [*left_out, NOT_PREDICTED], compile=self.mode)
+        return Prepared.of(request, found, self.opened(stack), [*left_out, NOT_PREDICTED], compile=self.mode)
 
     def cost_model(self, prepared: Prepared, trials: Trials) -> None:
         """None: nothing is known of compiled steps but what they take. Says what takes long."""
-        self._typical = next((t.measured.step_seconds for t in reversed(trials.all) if t.measured is not None), None)
         self.clock.listener.note(_COMPILING[self.mode])
 
     def room(self) -> int:
@@ -86,27 +78,21 @@ class Compiled(RealSteps):
     def device_kind(self) -> str:
         return self.measurer.environment.device.kind
 
-    def score(self, candidate: Candidate, budget_bytes: int | None) -> Score | None:
-        """Measure a plan; one that the compiler refuses failed. None where time ran out over it."""
+    def score(self, candidate: Candidate, budget_bytes: int | None) -> Score:
+        """Measure a plan; one that the compiler refuses failed."""
         began = self.clock.elapsed
-        expected = Prediction(peak_bytes=0, step_seconds=self._typical)
         try:
-            with self.within(max(ANSWERING, self.clock.seconds_left)):
-                score = super().score(replace(candidate, predicted=expected), budget_bytes)
-        except ConflictError as error:
-            score = Score("failed", message=error.message)
-            if not self.refuses_budgets and any(c.kind == "compile_budget" for c in candidate.choices.values()):
+            return super().score(candidate, budget_bytes)
+        except TimeLimitReached:
+            raise
+        except (ConflictError, MeasurementError) as error:
+            on_budgets = any(choice.kind == "compile_budget" for choice in candidate.choices.values())
+            if isinstance(error, ConflictError) and on_budgets and not self.refuses_budgets:
                 self.refuses_budgets = True
                 self.notes.append(f"no compile_budget for this model: {error.message}")
-        except MeasurementError as error:
-            score = Score("failed", message=error.message)
-            if self.clock.seconds_left <= 0:  # the worker was ended while it compiled; the next run tries again
-                self.notes.append(f"{candidate.name} was not compiled and measured by the time limit")
-                return None
-        self._took.append(self.clock.elapsed - began)
-        if score is not None and score.measured is not None:
-            self._typical = score.measured.step_seconds
-        return score
+            return Score("failed", message=error.message)
+        finally:
+            self._took.append(self.clock.elapsed - began)
 
     def reserved(self, trials: Trials, known: Sequence[Trial]) -> float:
         """What the next plan takes, and then the finals; nothing before the two plans that say what a budget is."""
@@ -118,15 +104,8 @@ class Compiled(RealSteps):
         return finals + statistics.median(self._took[-LATELY:])
 
     def winner(self, trials: Trials, known: Sequence[Trial], budget_bytes: int, seconds: float) -> Trial | None:
-        """The best plan by interleaved steps; where time runs out over them, the best by those it was tried with."""
-        try:  # plans of an earlier run are compiled here first
-            with self.within(max(ANSWERING, self.clock.seconds_left)):
-                return super().winner(trials, _compared(known), budget_bytes, seconds)
-        except MeasurementError:
-            if self.clock.seconds_left > 0:
-                raise
-        self.notes.append("the time limit was reached while the best plans were measured interleaved")
-        return trials.best
+        """The best plan by interleaved steps, few well-known ones beside it: plans of an earlier run compile first."""
+        return super().winner(trials, _compared(known), budget_bytes, seconds)
 
 
 def _compared(known: Sequence[Trial]) -> list[Trial]:

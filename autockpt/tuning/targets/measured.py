@@ -15,7 +15,7 @@ from autockpt.errors import DeviceOutOfMemory, TimeLimitReached
 from autockpt.measuring import Measurer, WorkerMeasurer
 from autockpt.measuring.base import beats_counted
 from autockpt.measuring.environment import environment_to_measure_in
-from autockpt.schema import Choice, Measurement, OpTimes, SearchRequest, Trial
+from autockpt.schema import Choice, Environment, Measurement, OpTimes, SearchRequest, Trial
 from autockpt.solvers.refine import FASTER
 from autockpt.tracing import Tracer
 from autockpt.tuning.clock import PROFILING, TIMING, Clock
@@ -74,17 +74,29 @@ class RealSteps(Target):
     clock: Clock
     confirm: Confirm | None = None
     terms: Terms = field(default=Terms(worthwhile=FASTER), kw_only=True)
+    step_seconds: float = field(default=1.0, init=False)  # of the last plan
 
-    def score(self, candidate: Candidate, budget_bytes: int | None) -> Score | None:
+    def opened(self, stack: ExitStack) -> Environment:
+        """The environment of the measurer; until ``stack`` ends a worker's steps are broken off at the time limit."""
+        with self.clock.stage("build"):  # asking a GPU oneself would open a context, for as long as this process lives
+            environment = self.measurer.environment
+        if isinstance(self.measurer, WorkerMeasurer):
+            stack.enter_context(self.measurer.within(self.clock.seconds_until_stopped))
+        self.confirm = confirmation(self.measurer, self.clock)
+        return environment
+
+    def score(self, candidate: Candidate, budget_bytes: int | None) -> Score:
         """Real steps; running out of memory is a result."""
-        choices, seconds = candidate.choices, candidate.predicted and candidate.predicted.step_seconds
-        cycles = SECONDS_PER_TRIAL / max(seconds or 1.0, 1e-3)
+        predicted = candidate.predicted.step_seconds if candidate.predicted is not None else None
+        cycles = SECONDS_PER_TRIAL / max(predicted or self.step_seconds, 1e-3)
+        steps = 1 if self.clock.passed(HURRIED) else max(3, min(10, round(cycles)))
         try:
             with self.clock.part(STEPS):
-                steps = 1 if self.clock.passed(HURRIED) else max(3, min(10, round(cycles)))
-                return Score("measured", self.measurer.measure(choices, steps=steps, budget_bytes=budget_bytes))
+                measured = self.measurer.measure(candidate.choices, steps=steps, budget_bytes=budget_bytes)
         except DeviceOutOfMemory as error:
             return Score("out_of_memory", message=error.message)
+        self.step_seconds = measured.step_seconds
+        return Score("measured", measured)
 
     def reserved(self, trials: Trials, known: Sequence[Trial]) -> float:
         """What the first rounds of the finals take."""
@@ -188,16 +200,9 @@ class Measured(RealSteps):
 
     def trace(self, stack: ExitStack) -> Prepared:
         """The worker imports and builds while the ghost runs go on here."""
-        request, clock, measurer = self.request, self.clock, self.measurer
-        found = _traced(stack, request, clock)
-        if isinstance(measurer, WorkerMeasurer):
-            with clock.stage("build"):  # asking a GPU oneself would open a context, for as long as this process lives
-                environment = measurer.environment
-            stack.enter_context(measurer.within(clock.seconds_until_stopped))
-        environment = measurer.environment
-        self.confirm = confirmation(measurer, clock)
+        found, environment = _traced(stack, self.request, self.clock), self.opened(stack)
         # as the worker sees it: to this process the model that it has built would be another's
-        return Prepared.of(request, found, environment, used_by_others=used_by_others(measurer))
+        return Prepared.of(self.request, found, environment, used_by_others=used_by_others(self.measurer))
 
     def cost_model(self, prepared: Prepared, trials: Trials) -> CostModel:
         """By op times of the device; by nominal rates where the time limit leaves no room to time them."""
