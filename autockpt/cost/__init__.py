@@ -1,5 +1,6 @@
 """What a plan costs: op times, menus of choices, the planning problem, predictions."""
 
+from autockpt.cost.cache import forget as forget_op_times
 from autockpt.cost.predictor import MemoryModel, Predictor, Traces, memory_at_hand, needed_on, said_of, simulated_memory
 from autockpt.cost.problem import build_problem
 from autockpt.cost.profile import (
@@ -8,7 +9,6 @@ from autockpt.cost.profile import (
     UniformRuns,
     build_profile,
     cached_op_times,
-    forget_op_times,
     measure_op_times,
     uniform_graphs,
     used_by_others,

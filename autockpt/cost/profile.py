@@ -211,21 +211,16 @@ def measure_op_times(
             found = runs.call("autockpt.cost.op_times:measure_in_runner", payload)
         return OpTimes(environment=runs.environment, **found) if found else None
 
-    # kept by themselves, for a search that is stopped before whole plans are timed
-    single = _single_ops(workload)
-    times = cached_op_times(runs.environment, runnable, single, disk=disk)
-    if times is None:
-        # a plain head may be what does not fit
-        first, *others = [{}, *heads] if graph.peak_bytes <= room or not heads else heads
-        listener.stage("time single ops", TIMED_CYCLES + len(others))
-        if (times := timed({**lean, **first}, TIMED_CYCLES, disk)) is None:
-            return None
-        for choices in others:
-            with suppress(DeviceOutOfMemory):
-                if (more := timed({**lean, **choices}, 1)) is None:
-                    return times
-                times = times.completed(more)
-        cache.store(times, single)
+    # a plain head may be what does not fit
+    first, *others = [{}, *heads] if graph.peak_bytes <= room or not heads else heads
+    listener.stage("time single ops", TIMED_CYCLES + len(others))
+    if (times := timed({**lean, **first}, TIMED_CYCLES, disk)) is None:
+        return None
+    for choices in others:
+        with suppress(DeviceOutOfMemory):
+            if (more := timed({**lean, **choices}, 1)) is None:
+                return times
+            times = times.completed(more)
     graphs = {kind: graph for kind, (_, graph) in uniform.items()}
     fitting = {kind: choices for kind, (choices, graph) in allowed.items() if graph.peak_bytes <= room}
     anchors = {kind: fitting[kind] for kind in ANCHORS if kind in fitting}
@@ -241,16 +236,6 @@ def measure_op_times(
             times = calibrated(times, graphs, runs.compare(anchors, rounds=rounds))
     cache.store(times, workload)
     return times
-
-
-def _single_ops(workload: str) -> str:
-    return f"{workload}, single ops"
-
-
-def forget_op_times(environment: Environment, workload: str) -> None:
-    """Have the next search of this workload measure its op times again."""
-    for name in (workload, _single_ops(workload)):
-        cache.forget(environment, name)
 
 
 def wants_disk(uniform: UniformRuns, device: DeviceInfo, host_budget: int | None) -> bool:
@@ -322,15 +307,9 @@ def uniform_graphs(
 
 
 def head_graphs(
-    traces: Traces,
-    head: Unit | None,
-    choices: Iterable[Choice],
-    listener: Listener = Silence(),
+    traces: Traces, head: Unit | None, choices: Iterable[Choice], listener: Listener = Silence()
 ) -> Heads | None:
-    """Ghost runs with each choice on the output head alone. Choices that this model refuses are left out.
-
-    ``listener`` sees the ghost runs pass.
-    """
+    """Ghost runs with each choice on the output head alone, as ``uniform_graphs`` gives those of the blocks."""
     if head is None:
         return None
     graphs: dict[Choice, Graph] = {}
