@@ -112,7 +112,7 @@ def measure(device: Device, tiny: Step, tell: Tell, repeats: int, largest: float
     tell("launch overhead")
     launch, region = host_costs(clock, tiny, 2 * repeats)
     tell("copies off the device and back")
-    out, back = by_transport(device.torch_device, COPY * scale, COPIES, time.perf_counter, device.synchronize)
+    out, back = by_transport(device.torch_device, COPY * scale, COPIES, device.synchronize)
     figures = {
         "vector_flops": min(vector, peaks["float32"]),
         "bandwidth": memory,

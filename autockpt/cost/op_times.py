@@ -46,15 +46,13 @@ def keep_busy(device: torch.device, seconds: float) -> None:
 
 
 class _OpTimer(TorchDispatchMode):
-    """Seconds of every op by signature and, apart, of the optimizer phase: by events on an accelerator."""
+    """Seconds of every op by signature, those of the optimizer phase by "": by events on an accelerator."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
         self._device = device
         self.phase = "forward"
         self.seconds: dict[str, list[float]] = defaultdict(list)
-        self.optimizer: float = 0.0
-        self.ops = 0
         self._pending: list[tuple[str, Any, Any]] | None = [] if device.type != "cpu" else None
         self._until_ahead = 0
         # what else runs on the core is no part of an op; with more threads the processor's time is that of all of them
@@ -65,7 +63,7 @@ class _OpTimer(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        name = signature(func, args, kwargs)
+        name = "" if self.phase == "optimizer" else signature(func, args, kwargs)
         if self._pending is not None:
             self._get_ahead()
             begin, end = (torch.Event(self._device, enable_timing=True) for _ in range(2))
@@ -73,11 +71,11 @@ class _OpTimer(TorchDispatchMode):
             begin.record(stream)
             out = func(*args, **kwargs)
             end.record(stream)
-            self._pending.append((name if self.phase != "optimizer" else "", begin, end))
+            self._pending.append((name, begin, end))
             return out
         start = self._now()
         out = func(*args, **kwargs)
-        self._add(name if self.phase != "optimizer" else "", self._now() - start)
+        self.seconds[name].append(self._now() - start)
         return out
 
     def _get_ahead(self) -> None:
@@ -87,18 +85,11 @@ class _OpTimer(TorchDispatchMode):
             self._until_ahead = OPS_AHEAD
         self._until_ahead -= 1
 
-    def _add(self, name: str, seconds: float) -> None:
-        if name:
-            self.seconds[name].append(seconds)
-            self.ops += 1
-        else:
-            self.optimizer += seconds
-
     def finish(self) -> None:
         if self._pending is not None:
             torch.accelerator.synchronize(self._device)
             for name, begin, end in self._pending:
-                self._add(name, begin.elapsed_time(end) / 1e3)
+                self.seconds[name].append(begin.elapsed_time(end) / 1e3)
             self._pending.clear()
 
 
@@ -131,14 +122,14 @@ def measure_in_runner(runner: StepRunner, payload: Mapping[str, Any]) -> dict[st
                 runner.run_cycle(mark=timer.mark)
             timer.finish()
             runner.beat(TIMED_OPS)
+            optimizer.append(sum(timer.seconds.pop("", ())))
             kernels = sum(map(sum, timer.seconds.values()))
-            residue.append((plain - kernels - timer.optimizer) / max(timer.ops, 1))
-            optimizer.append(timer.optimizer)
+            residue.append((plain - kernels - optimizer[-1]) / max(1, sum(map(len, timer.seconds.values()))))
             for name, values in timer.seconds.items():
                 seconds[name].extend(values)
             each = time.monotonic() - started
     size = COPY_PROBE_BYTES if device.type == "cpu" else QUEUED_COPY_PROBE_BYTES  # about that of one activation
-    out, back = by_transport(device, size, COPY_PROBES, time.perf_counter, runner.device.synchronize)
+    out, back = by_transport(device, size, COPY_PROBES, runner.device.synchronize)
     disk = disk_bandwidths(device) if payload.get("disk") else (0.0, 0.0)
     return {
         "seconds": {name: statistics.median(values) for name, values in seconds.items()},
@@ -177,27 +168,25 @@ def disk_bandwidths(device: torch.device) -> tuple[float, float]:
     return source.numel() / statistics.median(out), source.numel() / statistics.median(back)
 
 
-def by_transport(
-    device: torch.device, nbytes: int, count: int, now: Callable[[], float], wait: Callable[[], None]
-) -> tuple[float, float]:
+def by_transport(device: torch.device, nbytes: int, count: int, wait: Callable[[], None]) -> tuple[float, float]:
     """Bytes per second off the device and back, by the transport that offload uses: the best of some rounds.
 
-    Many copies of one size in buffers that earlier rounds used, as in training's steady state. ``now`` is the clock,
-    ``wait`` returns when the device has done all of its work.
+    Many copies of one size in buffers that earlier rounds used, as in training's steady state. ``wait`` returns when
+    the device has done all of its work.
     """
     transport = transport_for(device)
     sources = [torch.ones(nbytes, dtype=torch.uint8, device=device) for _ in range(count)]
     best_out = best_back = float("inf")
     for _ in range(COPY_ROUNDS):
         wait()
-        start = now()
+        start = time.perf_counter()
         handles = [transport.send(source) for source in sources]
         for handle in handles:
             handle.settle()
         wait()
-        middle = now()
+        middle = time.perf_counter()
         while handles:
             handles.pop().get()
         wait()
-        best_out, best_back = min(best_out, middle - start), min(best_back, now() - middle)
+        best_out, best_back = min(best_out, middle - start), min(best_back, time.perf_counter() - middle)
     return count * nbytes / best_out, count * nbytes / best_back
