@@ -18,13 +18,13 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from autockpt.schema.problem import Assignment, Problem, peak_of
-from autockpt.solvers.answer import ROUNDING, judge, relative_gap
+from autockpt.schema.problem import Assignment, Problem, host_of, peak_of, seconds_of
 from autockpt.solvers.chain import Chain, ChainUnit, as_chain, smallest_peak
 
 WIDTHS = (64, 4096, 65536)  # labels kept per unit in successive passes; the first pass finds a good plan to bound by
 HOST_LEVELS = 8  # numbers of bytes on the host that labels are compared at
 COARSE = 100  # times as far from the optimum as the result may be plans by which the price is found
+ROUNDING = 1e-12  # share of the largest number that sums of a few hundred floats may err by
 ROUNDS = 8  # bisections of the budget: to 0.4 % of the range
 
 
@@ -62,8 +62,25 @@ def exact(problem: Problem, *, time_limit: float = 10.0, gap: float = 1e-6) -> A
         chain = as_chain(problem.model_copy(update={"budget_bytes": _smallest_peak(problem, deadline)}))
         deadline = time.monotonic() + time_limit
         best = _fastest(chain, deadline, slack) or _fewest_on_host(chain, deadline)
-    answer = judge(problem, best.options(chain), gap=relative_gap(problem, best.seconds, min(best.seconds, bound)))
-    return answer if answer.feasible else answer.model_copy(update={"gap": 0.0})
+    choices = {
+        unit.name: unit.options[int(mine.picks[place])].choice
+        for unit, mine, place in zip(problem.units, chain.units, best.places, strict=True)
+    }
+    peak, limit = peak_of(problem, choices), problem.host_budget
+    feasible = peak <= problem.budget_bytes and (limit is None or host_of(problem, choices) <= limit)
+    gap = _relative_gap(problem, best.seconds, min(best.seconds, bound)) if feasible else 0.0
+    return Assignment(choices=choices, feasible=feasible, seconds=seconds_of(problem, choices), peak=peak, gap=gap)
+
+
+def _relative_gap(problem: Problem, seconds: float, bound: float) -> float:
+    """Distance of ``seconds`` from a proven lower ``bound`` (both extra seconds), as a share of the step time.
+
+    A distance within the rounding of the problem's own seconds is none: step times may be zero, rounding is not.
+    """
+    total = problem.base_seconds + seconds
+    largest = max([abs(total), *(abs(o.seconds) for unit in problem.units for o in unit.options)]) or 1.0
+    missing = seconds - bound
+    return 0.0 if missing <= ROUNDING * largest else missing / max(abs(total), ROUNDING * largest)
 
 
 def _smallest_peak(problem: Problem, deadline: float) -> int:
@@ -96,10 +113,6 @@ class _Plan:
     host: int
     bound: float
 
-    def options(self, chain: Chain) -> list[int]:
-        """Each unit's option by its index in the problem."""
-        return [int(unit.picks[place]) for unit, place in zip(chain.units, self.places, strict=True)]
-
 
 def _fastest(chain: Chain, deadline: float, slack: float) -> _Plan | None:
     """The fastest plan within both budgets; None where the host's leaves none."""
@@ -120,9 +133,7 @@ def _fastest(chain: Chain, deadline: float, slack: float) -> _Plan | None:
         if found.seconds + asked * found.host >= cost - coarse - ROUNDING * abs(cost):
             break
         fast, lean = (found, lean) if found.host > chain.host else (fast, found)
-    search = _Search(chain, deadline, slack, price, lean.places, lean.seconds, bound)
-    search.run()
-    return search.plan()
+    return _Search(chain, deadline, slack, price, lean.places, lean.seconds, bound).run()
 
 
 def _unbounded(chain: Chain, deadline: float, slack: float, price: float = 0.0) -> _Plan:
@@ -130,18 +141,13 @@ def _unbounded(chain: Chain, deadline: float, slack: float, price: float = 0.0) 
 
     ``bound`` is of what plans cost.
     """
-    search = _Search(chain.priced(price), deadline, slack)
-    search.run()
-    plan = search.plan()
-    seconds, host = chain.sums(plan.places)
-    return _Plan(plan.places, seconds, host, min(plan.bound, plan.seconds))
+    plan = _Search(chain.priced(price), deadline, slack).run()
+    return _Plan(plan.places, *chain.sums(plan.places), min(plan.bound, plan.seconds))
 
 
 def _fewest_on_host(chain: Chain, deadline: float) -> _Plan:
     """The plan with the fewest bytes on the host."""
-    search = _Search(chain.by_host(), deadline, 0.0)
-    search.run()
-    plan = search.plan()
+    plan = _Search(chain.by_host(), deadline, 0.0).run()
     return _Plan(plan.places, *chain.sums(plan.places), plan.bound)
 
 
@@ -162,15 +168,12 @@ class _Search:
         least = [int(unit.host.min()) for unit in self.chain.units]
         self.room = [self.chain.host - sum(least[i:]) for i in range(len(least) + 1)]
 
-    def run(self) -> None:
-        """Passes of growing width until the best plan is proven or the time is over."""
+    def run(self) -> _Plan:
+        """The best plan, by passes of growing width until it is proven or the time is over."""
         for width in WIDTHS:
             self.walk(width)
             if not self.truncated or self.best - self.bound <= self.slack or time.monotonic() > self.deadline:
                 break
-
-    def plan(self) -> _Plan:
-        """The best plan."""
         return _Plan(self.places, self.best, self.chain.sums(self.places)[1], self.bound)
 
     def walk(self, width: int) -> None:
