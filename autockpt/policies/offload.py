@@ -4,26 +4,30 @@ recompute_offload: the unit runs again in backward, and its input is off the dev
 from __future__ import annotations
 
 import functools
+import operator
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import torch
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
 
 from autockpt.checkpointing.arguments import tensors_of
+from autockpt.checkpointing.divergence import CheckedCall
 from autockpt.checkpointing.offloaded import KeptTensor, OffloadedCall, OffloadedTensor, OffloadHooks
 from autockpt.devices.base import Transport
 from autockpt.devices.transport import OffloadTransports, Transports
 from autockpt.policies.attachment import Attachment, call_inner, is_enabled
 from autockpt.policies.base import PlannedUnit, Policy, PolicySession, device_of
-from autockpt.policies.compiling import compiled_by, outside_graphs, run_as_it_is
-from autockpt.policies.conflicts import refuse_capture, refuse_modules, refuse_native
-from autockpt.policies.kv_cache import with_caches, without_cache
+from autockpt.policies.compiling import compiled_by, eagerly, outside_graphs, run_as_it_is
+from autockpt.policies.conflicts import refuse_by_message, refuse_capture, refuse_modules, refuse_native
 from autockpt.policies.recompute import RecomputePolicy
-from autockpt.policies.saving import saving
+from autockpt.policies.saving import keep_identity
 from autockpt.schema.graph import Tier
 
+_unpack = operator.methodcaller("unpack")  # no function of Python's: backward asks for every tensor
+_forward_ended = eagerly(CheckedCall.forward_ended)
 MOVING = ("offload", "recompute_offload")
 _WHY = "moves what autograd saves by way of hooks"
 
@@ -115,7 +119,6 @@ def run_offloaded(module: nn.Module, state: OffloadState, /, *args: Any, **kwarg
             with compiled_by(compiler):
                 return call_inner(module, state, args, kwargs)
         refuse_native(module, state.unit)
-        args, kwargs = with_caches(*without_cache(module, state.unit, args, kwargs, twice=False))
         tensors = tensors_of((args, kwargs))
         hidden = next((t for t in tensors if t.is_floating_point()), None)
         device = device_of(module) if hidden is None else hidden.device
@@ -124,8 +127,15 @@ def run_offloaded(module: nn.Module, state: OffloadState, /, *args: Any, **kwarg
         observer = state.check.observer() if state.check is not None else None
         outside = [t for t in tensors if t is not hidden] + state.buffers(module)
         offloading = OffloadHooks(group, outside, module, observer, hidden)
-        with saving(state.unit, offloading.pack, observer), compiled_by(compiler):
-            output = call_inner(module, state, args, kwargs)
+        keep_identity()
+        try:
+            with saved_tensors_hooks(run_as_it_is(offloading.pack), _unpack), compiled_by(compiler):
+                output = call_inner(module, state, args, kwargs)
+        except (RuntimeError, AssertionError) as error:
+            refuse_by_message(error, state.unit)
+            raise
+        if isinstance(observer, CheckedCall):
+            _forward_ended(observer)
         state.pipeline.close(state, group)
         return output
 

@@ -18,7 +18,7 @@ from autockpt.policies.base import PlannedUnit, Policy, PolicySession
 from autockpt.policies.compiling import outside_graphs, run_as_it_is, traces_backward
 from autockpt.policies.conflicts import refuse_by_message, refuse_modules, refuse_native
 from autockpt.policies.joint_graph import claim
-from autockpt.policies.kv_cache import StandIn, with_caches, without_cache
+from autockpt.policies.kv_cache import with_caches, without_caches
 from autockpt.policies.saving import keep_identity
 from autockpt.schema.choices import Choice
 
@@ -131,9 +131,9 @@ def _inside_graph(module: nn.Module, state: RecomputeState, args: tuple[Any, ...
 def run_in_frame(module: nn.Module, state: RecomputeState, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The unit's forward, and in backward once more. Errors as ``run_recomputed``."""
     refuse_native(module, state.unit)
-    args, kwargs = without_cache(module, state.unit, args, kwargs)
-    caches = any([type(value) is StandIn for value in (*args, *kwargs.values())])
-    forward = state.call_with_caches if caches else state.call
+    forward = state.call
+    if (exchanged := without_caches(state.unit, args, kwargs)) is not None:
+        (args, kwargs), forward = exchanged, state.call_with_caches
     frame = state.frame(module, functools.partial(forward, module), args, kwargs)
     try:
         return frame.run(args, kwargs)

@@ -6,7 +6,6 @@ import contextlib
 import functools
 import warnings
 from collections.abc import Iterable
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -17,10 +16,11 @@ from autockpt.errors import ConflictError
 from autockpt.policies.attachment import Attachment, call_inner
 from autockpt.policies.base import ForwardListener, is_library
 from autockpt.policies.conflicts import refuse_native, with_switches
-from autockpt.policies.kv_cache import CACHE_NAMES, DROPPED, holds_cache, only_own_caches, parameter_names
+from autockpt.policies.kv_cache import DROPPED, holds_cache, parameter_names
 
 _RENAMED = "cache"  # past_key_values since transformers 5.24
-_CACHES = (*sorted(CACHE_NAMES), _RENAMED)
+# what models call a cache, also one that is a tuple of tensors or an object of their own
+_CACHES = ("past_key_values", "past_key_value", "layer_past", "past", "cache_params", _RENAMED)
 
 
 class GuardState(Attachment):
@@ -83,14 +83,12 @@ def _warn_of_larger_batch(state: GuardState, args: tuple[Any, ...], kwargs: dict
 class CacheState(Attachment):
     """The attachment that keeps a language model from building a KV cache in training steps.
 
-    ``places`` are those of arguments among the forward's parameters: asked once, as a compiler cannot. ``known``: it is
-    a library's, which reads no cache again that it makes itself.
+    ``places`` are those of arguments among the forward's parameters: asked once, as a compiler cannot.
     """
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__("")
         self.places = {name: place for place, name in enumerate(parameter_names(type(module)))}
-        self.known = is_library(type(module))
 
     def argument(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What the forward is given by this name; None where it is not."""
@@ -111,8 +109,7 @@ def run_without_cache(module: nn.Module, state: CacheState, /, *args: Any, **kwa
     if not compiling:
         given = any([holds_cache(value) for value in (*args, *kwargs.values())]) or given
     if given:
-        with nullcontext() if compiling else only_own_caches(False):
-            return call_inner(module, state, args, kwargs)
+        return call_inner(module, state, args, kwargs)
     asked, place = state.argument("use_cache", args, kwargs), state.places["use_cache"]
     if place < len(args):
         args = (*args[:place], False, *args[place + 1 :])
@@ -128,10 +125,9 @@ def run_without_cache(module: nn.Module, state: CacheState, /, *args: Any, **kwa
     if compiling:
         return call_inner(module, state, args, kwargs)
     wanted = asked or (asked is None and getattr(getattr(module, "config", None), "use_cache", False))
-    if wanted and state.known:
+    if wanted:
         _refuse_packed(state, args, kwargs)
-    with only_own_caches(state.known):
-        output = call_inner(module, state, args, kwargs)
+    output = call_inner(module, state, args, kwargs)
     if wanted:
         _say_dropped(output)
     return output

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,139 +21,13 @@ from transformers import (
     XLMWithLMHeadModel,
 )
 
-from autockpt.errors import ConflictError, RerunMismatch
-from autockpt.policies.kv_cache import only_own_caches, with_caches, without_cache
+from autockpt.errors import ConflictError
 from autockpt.runtime import attach
 from autockpt.runtime.session import Session
 from autockpt.schema.choices import choice_kinds, parse_choice
 from autockpt.workload.units import discover_units
 from tests.errors import raises
 from tests.policies.zoo import CASES, assert_equal
-
-
-class Layer(nn.Module):
-    def __init__(self, layer_idx: int | None = None, called: str = "layer_idx") -> None:
-        super().__init__()
-        self.attention = nn.Linear(2, 2)
-        if layer_idx is not None:
-            setattr(self.attention, called, layer_idx)
-
-    def forward(self, hidden, layer_past=None, pair=None, past_key_values=None, use_cache=False): ...
-
-
-def filled(layer: int = 0) -> DynamicCache:
-    cache = DynamicCache()
-    for i in range(layer + 1):
-        cache.update(torch.ones(1, 1, 3, 2), torch.ones(1, 1, 3, 2), i)
-    return cache
-
-
-HIDDEN = torch.ones(1, 3, 2)
-
-
-@only_own_caches(True)
-def test_empty_caches_are_taken_out_wherever_they_are():
-    layer = Layer(0)
-    for cache in (StaticCache(_config(), 8), ()):
-        args, kwargs = without_cache(layer, "unit", (HIDDEN, cache), {"past_key_values": cache, "use_cache": True})
-        assert args == (HIDDEN, None)
-        assert kwargs == {"past_key_values": None, "use_cache": False}
-
-
-@only_own_caches(True)
-@pytest.mark.parametrize("make", [DynamicCache, lambda: EncoderDecoderCache(DynamicCache(), DynamicCache())])
-def test_growing_caches_are_exchanged_for_new_ones_at_every_run(make):
-    given = make()
-    taken = without_cache(Layer(0), "unit", (HIDDEN, given), {"past_key_values": given, "use_cache": True})
-    assert taken[1]["use_cache"] is False
-    for _ in range(2):
-        args, kwargs = with_caches(*taken)
-        for cache in (args[1], kwargs["past_key_values"]):
-            assert type(cache) is type(given) and cache.get_seq_length() == 0
-            grown = getattr(cache, "self_attention_cache", cache)
-            keys, values = grown.update(torch.ones(1, 1, 3, 2), torch.ones(1, 1, 3, 2), 0)
-            assert keys.shape == values.shape == (1, 1, 3, 2)
-            if cache is not grown:
-                cache.is_updated[0] = True
-    assert given.get_seq_length() == 0 and not getattr(given, "is_updated", {}).get(0)
-
-
-def _config():
-    return CASES["llama"].make().config
-
-
-def test_everything_else_stays_the_same_object():
-    layer = Layer(0)
-    pair = (HIDDEN, HIDDEN)
-    args, kwargs = (HIDDEN, None, pair), {"past_key_values": None, "use_cache": False, "other": [1]}
-    new_args, new_kwargs = without_cache(layer, "unit", args, kwargs)
-    assert all(a is b for a, b in zip(new_args, args, strict=True))
-    assert new_kwargs is kwargs
-
-
-@only_own_caches(True)
-def test_a_filled_cache_is_refused_by_the_units_name():
-    for cache in (
-        filled(),
-        EncoderDecoderCache(filled(), DynamicCache()),
-        EncoderDecoderCache(DynamicCache(), filled()),
-    ):
-        with raises(ConflictError, "model.layers.0", "KV cache"):
-            without_cache(Layer(0), "model.layers.0", (HIDDEN,), {"past_key_values": cache})
-        with raises(ConflictError, "KV cache"):
-            without_cache(Layer(0), "unit", (HIDDEN, cache), {})
-    with raises(ConflictError, "KV cache"):
-        without_cache(Layer(0), "unit", (HIDDEN, (HIDDEN, HIDDEN)), {})
-    with raises(ConflictError, "KV cache"):
-        without_cache(Layer(0), "unit", (HIDDEN,), {"past_key_values": (HIDDEN, HIDDEN)})
-
-
-@only_own_caches(True)
-def test_caches_of_a_models_own_count_by_what_they_hold():
-    def left(layers: object) -> object:
-        cache = SimpleNamespace() if layers is None else SimpleNamespace(layers=layers)
-        return without_cache(Layer(0), "unit", (HIDDEN,), {"cache_params": cache})[1]["cache_params"]
-
-    assert left([(torch.empty(0), torch.empty(0))]) is None
-    assert left([SimpleNamespace(states=torch.empty(0))]) is None
-    for layers in ([(HIDDEN, HIDDEN)], [SimpleNamespace(states=HIDDEN)], None):  # of the last nobody can tell
-        with raises(ConflictError, "KV cache"):
-            left(layers)
-
-
-@only_own_caches(True)
-def test_only_this_layers_part_of_a_cache_counts():
-    cache = filled(0)
-    for layer in (Layer(1), Layer(1, "layer_id")):
-        _, kwargs = with_caches(*without_cache(layer, "unit", (HIDDEN,), {"past_key_values": cache}))
-        assert kwargs["past_key_values"].get_seq_length(1) == 0
-    with pytest.raises(ConflictError):
-        without_cache(Layer(None), "unit", (HIDDEN,), {"past_key_values": cache})
-
-
-@only_own_caches(True)
-def test_a_recurrent_layers_states_count():
-    from transformers.cache_utils import LinearAttentionLayer
-
-    cache = DynamicCache()
-    cache.layers = [LinearAttentionLayer()]
-    assert without_cache(Layer(0), "unit", (HIDDEN,), {"cache_params": cache})[1] == {"cache_params": None}
-    cache.layers[0].update_conv_state(torch.ones(1, 4, 3))
-    with pytest.raises(ConflictError):
-        without_cache(Layer(0), "unit", (HIDDEN,), {"cache_params": cache})
-
-
-@only_own_caches(True)
-def test_layers_that_only_read_the_cache_keep_it():
-    class Reader(Layer):
-        _can_checkpoint_with_cache = True
-
-    cache = filled()
-    assert without_cache(Reader(0), "unit", (HIDDEN, cache), {"use_cache": True}) == (
-        (HIDDEN, cache),
-        {"use_cache": True},
-    )
-
 
 KINDS = sorted(choice_kinds("block"))
 
@@ -295,23 +168,10 @@ def test_a_models_own_use_cache_is_left_to_it(kind):
     assert_equal(gradients({"layers.0": parse_choice(kind), "layers.1": parse_choice(kind)}), gradients({}))
 
 
-class Memory:
-    """A cache of the user's own."""
-
-    def __init__(self) -> None:
-        self.kept: dict[int, Any] = {}
-
-    def update(self, *pair_and_place):
-        *pair, place = pair_and_place
-        before = self.kept.get(place, [p[:, :, :0] for p in pair])
-        self.kept[place] = [torch.cat(both, -2) for both in zip(before, pair, strict=True)]
-        return self.kept[place]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("model", [Blocks, SwitchedBlocks])
-@pytest.mark.parametrize("make", [DynamicCache, Memory, lambda: None], ids=["theirs", "own", "the model's"])
+@pytest.mark.parametrize("make", [DynamicCache, lambda: None], ids=["theirs", "the model's"])
 def test_chunks_of_a_model_of_the_users_own(make, model, kind):
     def gradients(choice):
         made, memory, loss = model(), make(), torch.zeros(())
@@ -323,16 +183,7 @@ def test_chunks_of_a_model_of_the_users_own(make, model, kind):
             loss.backward()
         return {"loss": loss.detach()} | {n: p.grad for n, p in made.named_parameters()}
 
-    if make is Memory and kind not in (
-        "save",
-        "offload",
-        "remake",
-        "compile_budget",
-    ):  # of no state outside of the unit
-        with raises(ConflictError, "layers."):
-            gradients(kind)
-    else:
-        assert_equal(gradients(kind), gradients("save"))
+    assert_equal(gradients(kind), gradients("save"))
 
 
 def test_a_cache_that_cannot_be_put_back_is_refused_at_the_call():
@@ -348,19 +199,6 @@ def test_a_cache_that_cannot_be_put_back_is_refused_at_the_call():
                 model(ids, past_key_values=cache)
             with torch.no_grad():
                 model(ids, past_key_values=Mine())
-
-
-def test_keys_that_are_changed_before_backward_are_an_error():
-    model, cache, ids = CASES["llama"].make(), DynamicCache(), torch.ones(1, 4, dtype=torch.long)
-    with planned(model, "recompute"):
-        for _ in range(2):
-            out = model(ids, past_key_values=cache)
-            if cache.layers[0].keys.shape[-2] == 4:
-                first = cache.layers[0].keys
-        with torch.no_grad():
-            first.mul_(2)
-        with raises(RerunMismatch, "model.layers.0"):
-            out.logits.sum().backward()
 
 
 @pytest.mark.slow

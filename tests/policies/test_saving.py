@@ -70,51 +70,6 @@ def test_what_backward_sets_on_saved_tensors_reaches_leaves(where, kind):
         assert got == wanted if not isinstance(wanted, Tensor) else torch.equal(got, wanted)
 
 
-class Tagged(torch.autograd.Function):
-    """Reads in backward what was set on an activation after it was saved, and counts there."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
-        return x * 2
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
-        (x,) = ctx.saved_tensors
-        x.reads.append(x.scale)
-        return gradients[0] * x.scale
-
-
-class Tagging(nn.Module):
-    def __init__(self, reads: list[float]) -> None:
-        super().__init__()
-        self.a, self.reads = nn.Linear(D, D), reads
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = torch.tanh(self.a(x))
-        hidden.reads, hidden.scale = self.reads, 1.0  # type: ignore[attr-defined]
-        out = Tagged.apply(hidden)
-        hidden.scale = 3.0  # type: ignore[attr-defined]
-        return out * hidden
-
-
-@pytest.mark.parametrize("kind", KINDS, ids=str)
-def test_attributes_of_activations_are_there_in_backward(kind):
-    def gradients(choice: Any) -> list[Any]:
-        torch.manual_seed(0)
-        reads: list[float] = []
-        model = nn.Sequential(Tagging(reads), Tagging(reads))
-        with attach(model, {} if choice is None else {"0": choice, "1": choice}, sentinels="all"):
-            for _ in range(3):
-                model(torch.randn(D, D)).pow(2).mean().backward()
-        return [reads, *(p.grad for p in model.parameters())]
-
-    (reads, *got), (wanted_reads, *wanted) = (
-        gradients(c) for c in (parse_choice(kind if isinstance(kind, dict) else {"kind": kind}), None)
-    )
-    assert reads == wanted_reads == [3.0] * 6 and all(map(torch.equal, got, wanted))
-
-
 class Squared(Square):
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Tensor:
@@ -139,17 +94,3 @@ def test_gradients_of_gradients_lead_to_the_weight():
         (first,) = torch.autograd.grad(model(torch.ones(D, D)).sum(), [unit.weight], create_graph=True)
         (second,) = torch.autograd.grad(first.sum(), [unit.weight])
     assert Squared.given == [unit.weight] and bool((second == 2).all())  # type: ignore[attr-defined]
-
-
-def test_copies_that_hooks_hand_out_stay_what_they_are():
-    """They have the values of the forward, whatever was done to the weight since."""
-    unit = Scaled()
-    Squared.given = []  # type: ignore[attr-defined]
-    with attach(model := nn.Sequential(unit), {"0": RECOMPUTE}):
-        model(torch.ones(D, D))
-        with torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda copy: copy):
-            loss = Squared.apply(unit.weight).sum()
-    with torch.no_grad():
-        unit.weight.zero_()
-    loss.backward()
-    assert bool((unit.weight.grad == 6).all())
