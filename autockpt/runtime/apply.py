@@ -1,4 +1,7 @@
-"""Applying a plan to a live model."""
+"""Applying a plan to a live model: read it, find its choices for this model, check them if asked, attach them.
+
+``apply`` reads from top to bottom; what it calls stands below it in that order, and last the handle that it returns.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from autockpt.checkpointing.divergence import Mode
@@ -28,61 +32,6 @@ from autockpt.verification.gradients import compare
 from autockpt.workload.losses import default_loss
 from autockpt.workload.step import weights_dtype
 from autockpt.workload.units import discover_head, discover_units, plan_units
-
-
-class Handle:
-    """A plan applied to a model. ``print`` shows it; a context manager that removes it at the end.
-
-    ``attached`` says for every unit in words what was really attached, ``sentinels`` what has been checked of it while
-    training, ``notes`` why the plan's promise about memory and time may not hold here. Of a plan with sets of choices
-    for smaller batches, ``choices`` and ``attached`` are those of the largest; ``print`` shows them all.
-    """
-
-    def __init__(
-        self, plan: Plan, choices: Mapping[str, Choice], session: Session | BatchSets, notes: Sequence[str]
-    ) -> None:
-        self.plan = plan
-        self.choices = dict(choices)
-        self.notes = tuple(notes)
-        self._session = session
-        self._removed = False
-
-    @property
-    def attached(self) -> dict[str, str]:
-        """What was really attached, by unit."""
-        return dict(self._session.attached)
-
-    @property
-    def sentinels(self) -> Proof:
-        """What has been checked so far: units, steps, tensors, and what could not be."""
-        return self._session.proof()
-
-    @property
-    def moves(self) -> tuple[Move, ...]:
-        """How ``adaptive`` went leaner and back, in order."""
-        return tuple(self._session.adaptive.moves) if self._session.adaptive else ()
-
-    def remove(self) -> None:
-        """Take the plan off again; the model is exactly as it was. Idempotent."""
-        self._removed = True
-        self._session.remove()
-
-    def __enter__(self) -> Handle:
-        return self
-
-    def __exit__(self, *raised: object) -> None:
-        self.remove()
-
-    def __repr__(self) -> str:
-        return str(self)
-
-    def __str__(self) -> str:
-        state = "removed" if self._removed else "applied"
-        why = self.plan.status_reason
-        if self.plan.status == "simulated" and self.plan.environment is not None:
-            why = f"for {self.plan.environment.device.name}, never measured"
-        head = f"autockpt plan, {self.plan.status}{f' ({why})' if why else ''}, {state}:"
-        return "\n".join([head, *self._session.describe(), *(f"  note: {note}" for note in self.notes)])
 
 
 def apply(
@@ -108,10 +57,9 @@ def apply(
     hand (rows × padded length), and by the leanest for larger ones than any, which a warning says once; a backward goes
     by what its forward went by. Where weights are sharded, all ranks go by the largest of their batches.
 
-    With ``adaptive`` the model trains by leaner choices as long as the device's own counters come close to the plan's
-    budget (or to a size such as "24GB", or to what others leave of the device), and goes back where there has been room
-    for some steps. A batch that by what was seen would not fit what is free when its accumulation begins takes a leaner
-    set itself. All else moves between optimizer steps alone; the logger ``autockpt`` and the handle tell of each move.
+    With ``adaptive`` a batch that by what was seen would not fit what is free when its accumulation begins, of the
+    plan's budget (or of a size such as "24GB", or of what others leave of the device), takes a leaner set, and its own
+    again where there is room. The logger ``autockpt`` and the handle tell of each move.
     The leaner choices are the plan's own for larger batches, then recomputing what units keep. Where the device tells
     no peak while training, as a CPU, nothing is moved, and a note says so.
 
@@ -127,71 +75,46 @@ def apply(
     Other ranks of a distributed training then see this one gone, as after any exception.
 
     Raises PlanError where the plan is malformed or belongs to another model; RunDirectoryError where a directory holds
-    none; ConflictError where it cannot be attached
-    safely, or where the check finds a difference; UsageError for other ``sentinels``, and for what is no model.
+    none; ConflictError where it cannot be attached safely, or where the check finds a difference; UsageError for other
+    ``sentinels``, and for what is no model.
     """
-    if not isinstance(model, nn.Module):
-        raise UsageError(
-            f"a {type(model).__name__} is no model that a plan can be applied to",
-            remedy="Give the torch.nn.Module that trains, and then the plan: autockpt.apply(model, plan).",
-        )
-    if not isinstance(plan, Plan | Mapping | str | Path):
-        raise PlanError(
-            f"a {type(plan).__name__} is no plan",
-            remedy="Give a plan file's path, a Plan, or choices by unit name: {'model.layers.0': 'recompute'}.",
-        )
-    if isinstance(plan, Mapping):
-        if isinstance(plan.get("choices"), Mapping):
-            raise PlanError(
-                "these are the sections of a plan file, not choices by unit name",
-                remedy="Give the file's path, or autockpt.Plan.load of it; or its section `choices` alone.",
-            )
-        plan = Plan(choices=dict(plan))
-    elif not isinstance(plan, Plan):
-        plan = plan_at(Path(plan))
+    plan = _read(model, plan)
     sets = [(each.when, choices_for(model, each)) for each in plan.sets]
-    choices = sets[-1][1]
     notes = _doubts(plan, model)
     limit = _limit(adaptive, plan)  # a slip is told where the device tells no peak, too
-    if adaptive and plan.compile == "model":
-        raise UsageError("a model that is compiled as one graph cannot move", remedy="Leave adaptive= out.")
-    for _, each in sets if check_batch is not None else ():
-        _check(model, each, check_batch, loss)
+    for _, choices in sets if check_batch is not None else ():
+        _check(model, choices, check_batch, loss)
+    options: dict[str, Any] = {"host_budget": plan.host_budget_bytes, "sentinels": sentinels}
     meter = meter_of(device_of(model)) if adaptive else None
     if meter is not None:
-        device = get_device(str(device_of(model)))
-        context = device.context_bytes() if isinstance(device, AcceleratorDevice) else 0  # no tensors lie there
-        limit = (limit or device.capacity()) - context
-        spare = leaner_choices(choices)
-        session = attach_sets(model, sets, leaner=spare, host_budget=plan.host_budget_bytes, sentinels=sentinels)
-        session.adaptive = Adaptive(model, meter, limit, len(session.sessions))
+        session = attach_sets(model, sets, leaner=leaner_choices(sets[-1][1]), **options)
+        session.adaptive = Adaptive(model, meter, _for_tensors(limit, device_of(model)), len(session.sessions))
     elif len(sets) > 1:
-        session = attach_sets(model, sets, host_budget=plan.host_budget_bytes, sentinels=sentinels)
+        session = attach_sets(model, sets, **options)
     else:
-        session = attach(model, choices, host_budget=plan.host_budget_bytes, sentinels=sentinels)
-    guard = session.guard()
-    if guard is not None and plan.status != "unmeasured" and len(sets) == 1:  # several know their sizes themselves
-        sizes = [plan.settings.get(name) for name in ("batch_size", "seq_len")]
-        guard.planned = tuple(size if type(size) is int else None for size in sizes)
+        session = attach(model, sets[0][1], **options)
+        if (guard := session.guard()) is not None and plan.status != "unmeasured":  # sets know their sizes themselves
+            sizes = [plan.settings.get(name) for name in ("batch_size", "seq_len")]
+            guard.planned = tuple(size if type(size) is int else None for size in sizes)
     if notes:
         warnings.warn(f"the plan's promise does not hold here: {'; '.join(notes)}", stacklevel=2)
     if adaptive and meter is None:
         notes.append(f"adaptive does nothing: a {device_of(model).type} device tells no peak while it trains")
         logging.getLogger("autockpt").warning("%s", notes[-1])
-    return Handle(plan, choices, session, notes)
+    return Handle(plan, sets[-1][1], session, notes)
 
 
-def _limit(adaptive: bool | str, plan: Plan) -> int | None:
-    """Bytes that adaptive training stays below: as asked for, else the plan's budget; None for all that there is.
-
-    Raises UsageError for what is no size.
-    """
-    if not isinstance(adaptive, str):
-        return plan.budget.whole if plan.budget is not None else None
-    budget = parse_budget(adaptive)
-    if budget.kind not in ("bytes", "auto"):
-        raise UsageError(f"adaptive={adaptive!r} is no size", remedy='Write it as "24GB", or True.')
-    return budget.size
+def _read(model: nn.Module, plan: Plan | Mapping[str, Any] | str | Path) -> Plan:
+    """The plan as data. Raises UsageError for what is none, or no model."""
+    if not isinstance(model, nn.Module) or not isinstance(plan, Plan | Mapping | str | Path):
+        raise UsageError(
+            f"a plan is applied to a torch.nn.Module, not a {type(plan).__name__} to a {type(model).__name__}",
+            remedy="Give the model that trains, and then a plan file's path, a Plan, or choices by unit name: "
+            "autockpt.apply(model, {'model.layers.0': 'recompute'}).",
+        )
+    if isinstance(plan, Mapping):
+        return Plan(choices=dict(plan))
+    return plan if isinstance(plan, Plan) else plan_at(Path(plan))
 
 
 def choices_for(model: nn.Module, plan: Plan) -> dict[str, Choice]:
@@ -203,6 +126,43 @@ def choices_for(model: nn.Module, plan: Plan) -> dict[str, Choice]:
             remedy="Apply the plan to the model it was made for; `autockpt explain` shows a model's units.",
         )
     return plan.choices_for(units, head)
+
+
+def _doubts(plan: Plan, model: nn.Module) -> list[str]:
+    """Why the plan's promise about memory and time may not hold for this model. Empty for plans without a promise."""
+    if plan.status == "unmeasured":
+        return []
+    doubts = []
+    planned_dtype, dtype = plan.settings.get("dtype"), weights_dtype(model.parameters())
+    if planned_dtype and dtype and planned_dtype != dtype:
+        doubts.append(f"the weights are {dtype}, planned as {planned_dtype}")
+    planned_lora = plan.workload is not None and plan.workload.lora is not None
+    lora = any("lora_" in name for name, _ in model.named_parameters())
+    if plan.workload is not None and planned_lora != lora:
+        doubts.append("the model has LoRA adapters, planned without" if lora else "planned with LoRA adapters")
+    compiled = compiled_as(model, [unit.name for unit in discover_units(model) if unit.role == "block"])
+    if compiled not in (None, plan.compile):
+        doubts.append(f"the model is compiled ({compiled}), planned {plan.compile or 'uncompiled'}")
+    if plan.environment is not None:
+        here = next((p.device.type for p in model.parameters()), "cpu")
+        if here not in ("meta", plan.environment.device.kind):
+            doubts.append(f"the model is on {here}, planned for {plan.environment.device.kind}")
+    return doubts
+
+
+def _limit(adaptive: bool | str, plan: Plan) -> int | None:
+    """Bytes that adaptive training stays below: as asked for, else the plan's budget; None for all that there is.
+
+    Raises UsageError for what is no size, and for a plan that cannot move.
+    """
+    if adaptive and plan.compile == "model":
+        raise UsageError("a model that is compiled as one graph cannot move", remedy="Leave adaptive= out.")
+    if not isinstance(adaptive, str):
+        return plan.budget.whole if plan.budget is not None else None
+    budget = parse_budget(adaptive)
+    if budget.kind not in ("bytes", "auto"):
+        raise UsageError(f"adaptive={adaptive!r} is no size", remedy='Write it as "24GB", or True.')
+    return budget.size
 
 
 def _check(model: nn.Module, choices: Mapping[str, Choice], batch: Any, loss: Callable[..., Tensor] | None) -> None:
@@ -230,23 +190,62 @@ def _check(model: nn.Module, choices: Mapping[str, Choice], batch: Any, loss: Ca
         )
 
 
-def _doubts(plan: Plan, model: nn.Module) -> list[str]:
-    """Why the plan's promise about memory and time may not hold for this model. Empty for plans without a promise."""
-    if plan.status == "unmeasured":
-        return []
-    doubts = []
-    planned_dtype, dtype = plan.settings.get("dtype"), weights_dtype(model.parameters())
-    if planned_dtype and dtype and planned_dtype != dtype:
-        doubts.append(f"the weights are {dtype}, planned as {planned_dtype}")
-    planned_lora = plan.workload is not None and plan.workload.lora is not None
-    lora = any("lora_" in name for name, _ in model.named_parameters())
-    if plan.workload is not None and planned_lora != lora:
-        doubts.append("the model has LoRA adapters, planned without" if lora else "planned with LoRA adapters")
-    compiled = compiled_as(model, [unit.name for unit in discover_units(model) if unit.role == "block"])
-    if compiled not in (None, plan.compile):
-        doubts.append(f"the model is compiled ({compiled}), planned {plan.compile or 'uncompiled'}")
-    if plan.environment is not None:
-        here = next((p.device.type for p in model.parameters()), "cpu")
-        if here not in ("meta", plan.environment.device.kind):
-            doubts.append(f"the model is on {here}, planned for {plan.environment.device.kind}")
-    return doubts
+def _for_tensors(limit: int | None, device: torch.device) -> int:
+    """Bytes of a limit (None: of all that there is) that tensors may take: none lie in the context."""
+    found = get_device(str(device))
+    context = found.context_bytes() if isinstance(found, AcceleratorDevice) else 0
+    return (limit or found.capacity()) - context
+
+
+class Handle:
+    """A plan applied to a model. ``print`` shows it; a context manager that removes it at the end.
+
+    ``attached`` says for every unit in words what was really attached, ``sentinels`` what has been checked of it while
+    training, ``notes`` why the plan's promise about memory and time may not hold here. Of a plan with sets of choices
+    for smaller batches, ``choices`` and ``attached`` are those of the largest; ``print`` shows them all.
+    """
+
+    def __init__(self, plan: Plan, choices: Mapping[str, Choice], session: Session, notes: Sequence[str]) -> None:
+        self.plan = plan
+        self.choices = dict(choices)
+        self.notes = tuple(notes)
+        self._session = session
+        self._removed = False
+
+    @property
+    def attached(self) -> dict[str, str]:
+        """What was really attached, by unit."""
+        return dict(self._session.attached)
+
+    @property
+    def sentinels(self) -> Proof:
+        """What has been checked so far: units, steps, tensors, and what could not be."""
+        return self._session.proof()
+
+    @property
+    def moves(self) -> tuple[Move, ...]:
+        """How ``adaptive`` went leaner and back, in order."""
+        adaptive = self._session.adaptive if isinstance(self._session, BatchSets) else None
+        return tuple(adaptive.moves) if adaptive is not None else ()
+
+    def remove(self) -> None:
+        """Take the plan off again; the model is exactly as it was. Idempotent."""
+        self._removed = True
+        self._session.remove()
+
+    def __enter__(self) -> Handle:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self.remove()
+
+    def __repr__(self) -> str:
+        return str(self)
+
+    def __str__(self) -> str:
+        state = "removed" if self._removed else "applied"
+        why = self.plan.status_reason
+        if self.plan.status == "simulated" and self.plan.environment is not None:
+            why = f"for {self.plan.environment.device.name}, never measured"
+        head = f"autockpt plan, {self.plan.status}{f' ({why})' if why else ''}, {state}:"
+        return "\n".join([head, *self._session.describe(), *(f"  note: {note}" for note in self.notes)])

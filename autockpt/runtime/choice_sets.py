@@ -16,15 +16,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, distributed, nn
 
+from autockpt.checkpointing.divergence import DivergenceCheck
 from autockpt.checkpointing.divergence import Mode as SentinelMode
 from autockpt.checkpointing.replay_context import one_at_a_time
-from autockpt.devices.transport import OffloadTransports
+from autockpt.devices.transport import OffloadTransports, Transports
 from autockpt.errors import ConflictError
 from autockpt.policies.base import ForwardListener
 from autockpt.policies.compiling import eagerly
 from autockpt.policies.offload import MOVING
 from autockpt.runtime.adaptive import Adaptive
-from autockpt.runtime.check_report import Proof, UnitProof
+from autockpt.runtime.check_report import sentinels_of
 from autockpt.runtime.compiled import compiled_as
 from autockpt.runtime.session import Session, attach_units, look_after
 from autockpt.schema.choices import Choice
@@ -81,21 +82,22 @@ _outside_graphs = partial(
 )
 
 
-class BatchSets:
-    """The sets of one model, and which of them acts. What ``Session`` tells of one set it tells of all.
+class BatchSets(Session):
+    """The session of a model with several sets, each of which is one, and which of them acts.
 
     ``bounds`` say which batches a set is for, by set, the smallest batches first (None: all); a batch that no bound
     covers takes the last of these. Sessions beyond are leaner ones, which only ``adaptive`` takes, where there is one.
-    ``root`` holds what looks after the model as a whole. ``used`` counts forwards by set.
+    ``attached`` is what the set for the largest batches attached. ``used`` counts forwards by set.
     """
 
-    def __init__(self, root: Session, sessions: Sequence[Session], bounds: Sequence[When | None]) -> None:
-        self.root, self.sessions, self.bounds = root, list(sessions), list(bounds)
-        self.adaptive: Adaptive | None = None
+    def __init__(self, transports: Transports, sentinels: DivergenceCheck, bounds: Sequence[When | None]) -> None:
+        super().__init__((), transports, sentinels)
+        self.sessions, self.bounds = list[Session](), list(bounds)
         self.used = Counter[int]()
         self.acting = len(self.bounds) - 1
         self._said = False
 
+    adaptive: Adaptive | None = None
     _group: Any = None
     _sharded: bool | None = None
     _told = _running = False
@@ -167,7 +169,7 @@ class BatchSets:
         return len(self.bounds) - 1
 
     def _act(self, number: int) -> None:
-        guard = self.root.guard()
+        guard = self.guard()
         if number != self.acting and guard is not None and guard.active:  # or the plan was taken off in between
             self.sessions[self.acting].set_aside()
             self.acting = number
@@ -193,28 +195,7 @@ class BatchSets:
 
     # -- what a session tells ------------------------------------------------------------------------------------------
 
-    @property
-    def attached(self) -> dict[str, str]:
-        """What was really attached to the units, by the set for the largest batches."""
-        return self.sessions[len(self.bounds) - 1].attached
-
-    @property
-    def host_bytes(self) -> int:
-        """Most bytes that offloading claimed on the host so far, of all sets together."""
-        return self.sessions[-1].host_bytes
-
-    def proof(self) -> Proof:
-        """What sentinels have checked so far, under all sets."""
-        proofs = [session.proof() for session in self.sessions]
-        units: dict[str, UnitProof] = {}
-        for number, proof in enumerate(proofs):
-            units |= {f"{name} (set {number + 1})": unit for name, unit in proof.units.items()}
-        unwatched = {name: why for proof in proofs for name, why in proof.unwatched.items()}
-        return proofs[-1].model_copy(
-            update={"steps": sum(p.steps for p in proofs), "units": units, "unwatched": unwatched}
-        )
-
-    def describe(self) -> Iterator[str]:
+    def describe(self, indent: str = "  ") -> Iterator[str]:
         """A few lines for each set: for which batches, how many forwards went by it, what is attached."""
         for number, session in enumerate(self.sessions):
             last = number == len(self.bounds) - 1
@@ -231,14 +212,11 @@ class BatchSets:
             yield f"  adaptive within {format_binary(self.adaptive.limit)}: {len(moves)} moves so far"
             yield from (f"    {move}" for move in moves[-SHOWN:])
 
-    def guard(self) -> Any:
-        """The attachment that looks after the whole model."""
-        return self.root.guard()
-
     def remove(self) -> None:
         """Take every set off again; the model is as it was. Idempotent."""
-        for session in (*self.sessions, self.root):
+        for session in self.sessions:
             session.remove()
+        super().remove()
         if self.adaptive is not None:
             self.adaptive.remove()
 
@@ -280,19 +258,17 @@ def attach_sets(
 
     ``leaner`` ones are for whatever ``adaptive`` decides. All of them together claim no more than ``host_budget``.
     """
-    transports, sessions = OffloadTransports(host_budget), list[Session]()
-    root = Session((), transports)
+    made = BatchSets(OffloadTransports(host_budget), sentinels_of(sentinels), [bound for bound, _ in sets])
     try:
         for choices in (*(choices for _, choices in sets), *leaner):
-            sessions.append(attach_units(model, choices, transports, sentinels))
-            sessions[-1].set_aside()
-        refuse_compiled(model, sessions)
-        units = [unit.module for session in sessions for unit in session.order if unit.choice.kind != "save"]
-        guard = look_after(model, list(dict.fromkeys(units)), root)
-        guard.sets = made = BatchSets(root, sessions, [bound for bound, _ in sets])
-        sessions[made.acting].put_back()
+            made.sessions.append(attach_units(model, choices, made.transports, made.sentinels))
+            made.sessions[-1].set_aside()
+        refuse_compiled(model, made.sessions)
+        made.order = [unit for session in made.sessions for unit in session.order]
+        made.attached = made.sessions[made.acting].attached
+        look_after(model, made).sets = made
+        made.sessions[made.acting].put_back()
     except BaseException:
-        for session in (*sessions, root):
-            session.remove()
+        made.remove()
         raise
     return made

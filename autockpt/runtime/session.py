@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 from torch import nn
 
@@ -30,12 +30,9 @@ class Session:
     ``attached`` says for every unit in words what was really attached.
     """
 
-    adaptive: ClassVar[None] = None  # of several sets alone
-
     order: Sequence[PlannedUnit]
     transports: Transports
     sentinels: DivergenceCheck = field(default_factory=DivergenceCheck)
-    model: nn.Module | None = None
     attached: dict[str, str] = field(default_factory=dict)
     listeners: list[ForwardListener] = field(default_factory=list)
     _placed: list[tuple[nn.Module, AttachedForward]] = field(default_factory=list)
@@ -146,10 +143,10 @@ def attach(
     then as it was.
     """
     transports = OffloadTransports(host_budget) if transport is None else transport
-    session = attach_units(model, choices, transports, sentinels)
+    session = attach_units(model, choices, transports, sentinels_of(sentinels))
     try:
         if session._placed:
-            look_after(model, [unit.module for unit in session.order if unit.choice.kind != "save"], session)
+            look_after(model, session)
     except BaseException:
         session.remove()
         raise
@@ -157,14 +154,14 @@ def attach(
 
 
 def attach_units(
-    model: nn.Module, choices: Mapping[str, Choice], transports: Transports, sentinels: Mode | None
+    model: nn.Module, choices: Mapping[str, Choice], transports: Transports, sentinels: DivergenceCheck
 ) -> Session:
     """Attach choices to units as ``attach`` does; whoever calls this looks after the model as a whole."""
     check_nesting(choices)
     modules = modules_of(model, list(choices))
     units = [PlannedUnit(n, unwrap(m), choice) for (n, choice), m in zip(choices.items(), modules, strict=True)]
     _check_free(model, units)
-    session = Session(units, transports, sentinels_of(sentinels), unwrap(model))
+    session = Session(units, transports, sentinels)
     try:
         for kind, policy in POLICIES.items():
             policy.attach([unit for unit in units if unit.choice.kind == kind], session)
@@ -222,9 +219,9 @@ def _check_free(model: nn.Module, units: Sequence[PlannedUnit]) -> None:
         refuse_native(module, path)
 
 
-def look_after(model: nn.Module, attached: Sequence[nn.Module], session: Session) -> GuardState:
+def look_after(model: nn.Module, session: Session) -> GuardState:
     """Attach, around units with choices, what looks after the model as a whole."""
-    for owner in cache_owners(model, attached):
+    for owner in cache_owners(model, [unit.module for unit in session.order if unit.choice.kind != "save"]):
         session.place("", owner, run_without_cache, CacheState(owner))
     root = unwrap(model)
     state = GuardState(root, session.listeners)
