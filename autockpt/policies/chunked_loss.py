@@ -50,8 +50,8 @@ def run_chunked(module: nn.Module, state: HeadState, /, *args: Any, **kwargs: An
         warn_of_whole(state.unit)
         return call_inner(module, state, args, kwargs)
     _refuse_parts(module, state.unit, running=True)
-    if why := _unsuited(module, args, kwargs):
-        state.warn(why)
+    if not _suits(module, args, kwargs):
+        state.warn("because dropout, hooks, a TorchFunctionMode or the arguments of the head do not go chunk by chunk")
         return call_inner(module, state, args, kwargs)
     hidden: Tensor = args[0]
     call = HeadCall(module, state, hidden.device)
@@ -92,22 +92,20 @@ def _refuse_parts(module: nn.Module, name: str, *, running: bool = False) -> Non
     )
 
 
-def _unsuited(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-    """Why a call must be a plain one; empty where it need not."""
+def _suits(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether chunks of the rows give what the whole call gives: dropout would draw other numbers, hooks run for every
+    chunk or ask for the gradient of the logits, and a mode of the user's may count calls."""
     if kwargs or len(args) != 1 or not isinstance(args[0], Tensor) or isinstance(args[0], LazyLogits):
-        return "because the head is called with more than its features"
+        return False
     if args[0].dim() < 2 or not args[0].numel():
-        return "because the head is called without a token dimension"
-    if not all(is_library(type(mode)) for mode in _get_current_function_mode_stack()):
-        return "because a TorchFunctionMode is in force around it, which may count calls"
-    for inner in module.modules():
-        if drops_out(inner):
-            return "because dropout in the head would draw other numbers for chunks"
-        if inner._backward_hooks or inner._backward_pre_hooks:
-            return "because a backward hook on the head asks for their gradient"
-        if inner is not module and (inner._forward_hooks or inner._forward_pre_hooks):
-            return "because hooks inside the head would run for every chunk"
-    return ""
+        return False
+    return all(is_library(type(mode)) for mode in _get_current_function_mode_stack()) and not any(
+        drops_out(inner)
+        or inner._backward_hooks
+        or inner._backward_pre_hooks
+        or (inner is not module and (inner._forward_hooks or inner._forward_pre_hooks))
+        for inner in module.modules()
+    )
 
 
 def plain_head(module: nn.Module) -> nn.Module | None:

@@ -322,10 +322,6 @@ def _shaped(function: Callable[..., Tensor]) -> Callable[..., Any]:
     return apply
 
 
-def _without_options(step: Callable[[LogitsSource], Any]) -> Callable[..., Any]:
-    return lambda source, **more: NotImplemented if more else step(source)
-
-
 def _index(source: LogitsSource, index: Any) -> Any:
     """Some of the rows: slices, positions and masks that leave the vocabulary alone."""
     hidden = source.hidden
@@ -349,12 +345,7 @@ def _index(source: LogitsSource, index: Any) -> Any:
 
 
 def _cast(dtype: torch.dtype) -> Callable[..., Any]:
-    def cast(source: LogitsSource) -> LazyLogits:
-        if dtype == source.dtype:  # in plain training the same memory
-            return source.derive()
-        return _step(source, lambda logits: logits.to(dtype), dtype)
-
-    return _without_options(cast)
+    return lambda source, **more: _to(source, dtype, **more)
 
 
 def _to(source: LogitsSource, *args: Any, **kwargs: Any) -> Any:
@@ -364,21 +355,26 @@ def _to(source: LogitsSource, *args: Any, **kwargs: Any) -> Any:
         return NotImplemented
     if memory_format is not None or (device is not None and device != source.hidden.device):
         return NotImplemented
-    dtype = dtype or source.dtype
-    return _cast(dtype)(source) if dtype.is_floating_point else NotImplemented
+    if dtype is None or dtype == source.dtype:  # in plain training the same memory
+        return source.derive()
+    if not dtype.is_floating_point:
+        return NotImplemented
+    return source.derive(steps=(*source.steps, lambda logits: logits.to(dtype)), dtype=dtype)
 
 
-def _by_number(function: Callable[..., Tensor]) -> Callable[..., Any]:
-    def apply(source: LogitsSource, other: Any, **more: Any) -> Any:
-        if more or type(other) not in (int, float):
+def _elementwise(function: Callable[..., Tensor]) -> Callable[..., Any]:
+    """A function of the logits alone, or of them and a number."""
+
+    def apply(source: LogitsSource, *numbers: Any, **more: Any) -> Any:
+        if more or any(type(number) not in (int, float) for number in numbers):
             return NotImplemented
-        return _step(source, lambda logits: function(logits, other), source.dtype)
+        return source.derive(steps=(*source.steps, lambda logits: function(logits, *numbers)))
 
     return apply
 
 
-def _step(source: LogitsSource, step: Elementwise, dtype: torch.dtype) -> LazyLogits:
-    return source.derive(steps=(*source.steps, step), dtype=dtype)
+def _contiguous(source: LogitsSource, **more: Any) -> Any:
+    return NotImplemented if more else source.derive(hidden=source.hidden.contiguous())
 
 
 def _detached(source: LogitsSource) -> Tensor:
@@ -423,14 +419,14 @@ UNDERSTOOD: dict[Any, Callable[..., Any]] = {
     torch.detach: _detached,
     **dict.fromkeys((_T.view, _T.reshape, torch.reshape), _shaped(torch.Tensor.reshape)),
     **dict.fromkeys((_T.flatten, torch.flatten), _shaped(torch.flatten)),
-    _T.contiguous: _without_options(lambda source: source.derive(hidden=source.hidden.contiguous())),
+    _T.contiguous: _contiguous,
     _T.__getitem__: _index,
     _T.float: _cast(torch.float32),
     _T.double: _cast(torch.float64),
     _T.half: _cast(torch.float16),
     _T.bfloat16: _cast(torch.bfloat16),
     _T.to: _to,
-    **dict.fromkeys((_T.mul, torch.mul, _T.__mul__, _T.__rmul__), _by_number(torch.mul)),
-    **dict.fromkeys((_T.div, torch.div, _T.true_divide, torch.true_divide, _T.__truediv__), _by_number(torch.div)),
-    **dict.fromkeys((_T.tanh, torch.tanh), _without_options(lambda source: _step(source, torch.tanh, source.dtype))),
+    **dict.fromkeys((_T.mul, torch.mul, _T.__mul__, _T.__rmul__), _elementwise(torch.mul)),
+    **dict.fromkeys((_T.div, torch.div, _T.true_divide, torch.true_divide, _T.__truediv__), _elementwise(torch.div)),
+    **dict.fromkeys((_T.tanh, torch.tanh), _elementwise(torch.tanh)),
 }
