@@ -13,8 +13,6 @@ from torch import Tensor, nn
 from tests.device import DEVICE, here, random_state_kept
 from tests.policies.zoo import Cnn, feature_step, language_step
 
-TEXT: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
-
 
 @dataclass(frozen=True)
 class Architecture:
@@ -23,25 +21,17 @@ class Architecture:
     name: str
     make: Callable[[float], nn.Module]
     batch: Callable[[], Any]
-    takes_cache: bool = False
 
     def build(self, dropout: float) -> nn.Module:
         with random_state_kept():
             torch.manual_seed(0)
             return self.make(dropout).train().to(DEVICE)
 
-    def step(self, model: nn.Module, batch: Any, **extra: Any) -> Tensor:
-        if isinstance(batch, Tensor):
-            return feature_step(model, batch)
-        return language_step(model, batch, **extra)
+    def step(self, model: nn.Module, batch: Any) -> Tensor:
+        return feature_step(model, batch) if isinstance(batch, Tensor) else language_step(model, batch)
 
     def __str__(self) -> str:
         return self.name
-
-
-def _model(cls: str, config: str, **settings: Any) -> nn.Module:
-    made = getattr(transformers, config)(**settings)
-    return getattr(transformers, cls)(made)
 
 
 def _tokens() -> dict[str, Tensor]:
@@ -72,191 +62,78 @@ def _cnn(dropout: float) -> nn.Module:
     return model
 
 
-ARCHITECTURES = {
-    a.name: a
-    for a in (
-        Architecture(
-            "llama",
-            lambda p: _model(
-                "LlamaForCausalLM",
-                "LlamaConfig",
-                **TEXT,
-                intermediate_size=64,
-                num_key_value_heads=2,
-                attention_dropout=p,
-            ),
-            _tokens,
-            True,
-        ),
-        Architecture(
-            "qwen3",
-            lambda p: _model(
-                "Qwen3ForCausalLM",
-                "Qwen3Config",
-                **TEXT,
-                intermediate_size=64,
-                num_key_value_heads=2,
-                head_dim=8,
-                attention_dropout=p,
-            ),
-            _tokens,
-            True,
-        ),
-        Architecture(
-            "gemma2",
-            lambda p: _model(
-                "Gemma2ForCausalLM",
-                "Gemma2Config",
-                **TEXT,
-                intermediate_size=64,
-                num_key_value_heads=2,
-                head_dim=8,
-                sliding_window=8,
-                attention_dropout=p,
-                attn_implementation="eager",
-            ),
-            _tokens,
-            True,
-        ),
-        Architecture(
-            "gpt2",
-            lambda p: _model(
-                "GPT2LMHeadModel",
-                "GPT2Config",
-                vocab_size=64,
-                n_positions=32,
-                n_embd=32,
-                n_layer=2,
-                n_head=4,
-                attn_pdrop=p,
-                resid_pdrop=p,
-                embd_pdrop=p,
-            ),
-            _tokens,
-            True,
-        ),
-        Architecture(
-            "gpt_neox",
-            lambda p: _model(
-                "GPTNeoXForCausalLM",
-                "GPTNeoXConfig",
-                **TEXT,
-                intermediate_size=64,
-                use_parallel_residual=True,
-                hidden_dropout=p,
-                attention_dropout=p,
-            ),
-            _tokens,
-            True,
-        ),
-        Architecture(
-            "phi",
-            lambda p: _model(
-                "PhiForCausalLM",
-                "PhiConfig",
-                **TEXT,
-                intermediate_size=64,
-                resid_pdrop=p,
-                embd_pdrop=p,
-                attention_dropout=p,
-            ),
-            _tokens,
-            True,
-        ),
-        Architecture(
-            "mixtral",
-            lambda p: _model(
-                "MixtralForCausalLM",
-                "MixtralConfig",
-                **TEXT,
-                intermediate_size=64,
-                num_key_value_heads=2,
-                num_local_experts=4,
-                attention_dropout=p,
-                output_router_logits=True,
-            ),
-            _tokens,
-            True,
-        ),
-        Architecture(
-            "mamba",
-            lambda p: _model(
-                "MambaForCausalLM", "MambaConfig", vocab_size=64, hidden_size=32, state_size=8, num_hidden_layers=2
-            ),
-            _unmasked,
-            True,
-        ),
-        Architecture(
-            "bert",
-            lambda p: _model(
-                "BertForMaskedLM",
-                "BertConfig",
-                **TEXT,
-                intermediate_size=64,
-                hidden_dropout_prob=p,
-                attention_probs_dropout_prob=p,
-            ),
-            _tokens,
-        ),
-        Architecture(
-            "t5",
-            lambda p: _model(
-                "T5ForConditionalGeneration",
-                "T5Config",
-                vocab_size=64,
-                d_model=32,
-                d_kv=8,
-                d_ff=64,
-                num_layers=2,
-                num_heads=4,
-                dropout_rate=p,
-                decoder_start_token_id=0,
-            ),
-            _tokens,
-            True,
-        ),
-        Architecture(
-            "bart",
-            lambda p: _model(
-                "BartForConditionalGeneration",
-                "BartConfig",
-                vocab_size=64,
-                d_model=32,
-                encoder_layers=2,
-                decoder_layers=2,
-                encoder_attention_heads=4,
-                decoder_attention_heads=4,
-                encoder_ffn_dim=64,
-                decoder_ffn_dim=64,
-                max_position_embeddings=32,
-                dropout=p,
-                attention_dropout=p,
-                activation_dropout=p,
-                encoder_layerdrop=p,
-                decoder_layerdrop=p,
-                pad_token_id=0,
-                decoder_start_token_id=0,
-            ),
-            _tokens,
-            True,
-        ),
-        Architecture(
-            "vit",
-            lambda p: _model(
-                "ViTForImageClassification",
-                "ViTConfig",
-                hidden_size=32,
-                num_hidden_layers=2,
-                num_attention_heads=4,
-                intermediate_size=64,
-                image_size=16,
-                patch_size=4,
-                hidden_dropout_prob=p,
-                attention_probs_dropout_prob=p,
-                num_labels=3,
-            ),
-            _pixels,
-        ),
-        Architecture("cnn", _cnn, _images),
-    )
+SIZES: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
+TEXT: dict[str, Any] = {"vocab_size": 64, **SIZES}
+GROUPED: dict[str, Any] = {**TEXT, "num_key_value_heads": 2}
+OF_TWO: dict[str, Any] = {"vocab_size": 64, "d_model": 32, "decoder_start_token_id": 0}
+BART: dict[str, Any] = {"encoder_layers": 2, "decoder_layers": 2, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64}
+BART |= {"encoder_attention_heads": 4, "decoder_attention_heads": 4, "max_position_embeddings": 32, "pad_token_id": 0}
+# the class, its config, what the config is given, the names of its rates of dropout, and a batch
+TABLE: dict[str, tuple[str, str, dict[str, Any], str, Callable[[], Any]]] = {
+    "llama": ("LlamaForCausalLM", "LlamaConfig", GROUPED, "attention_dropout", _tokens),
+    "qwen3": ("Qwen3ForCausalLM", "Qwen3Config", {**GROUPED, "head_dim": 8}, "attention_dropout", _tokens),
+    "gemma2": (
+        "Gemma2ForCausalLM",
+        "Gemma2Config",
+        {**GROUPED, "head_dim": 8, "sliding_window": 8, "attn_implementation": "eager"},
+        "attention_dropout",
+        _tokens,
+    ),
+    "gpt2": (
+        "GPT2LMHeadModel",
+        "GPT2Config",
+        {"vocab_size": 64, "n_positions": 32, "n_embd": 32, "n_layer": 2, "n_head": 4},
+        "attn_pdrop resid_pdrop embd_pdrop",
+        _tokens,
+    ),
+    "gpt_neox": ("GPTNeoXForCausalLM", "GPTNeoXConfig", TEXT, "hidden_dropout attention_dropout", _tokens),
+    "phi": ("PhiForCausalLM", "PhiConfig", TEXT, "resid_pdrop embd_pdrop attention_dropout", _tokens),
+    "mixtral": (
+        "MixtralForCausalLM",
+        "MixtralConfig",
+        {**GROUPED, "num_local_experts": 4, "output_router_logits": True},
+        "attention_dropout",
+        _tokens,
+    ),
+    "mamba": (
+        "MambaForCausalLM",
+        "MambaConfig",
+        {"vocab_size": 64, "hidden_size": 32, "state_size": 8, "num_hidden_layers": 2},
+        "",
+        _unmasked,
+    ),
+    "bert": ("BertForMaskedLM", "BertConfig", TEXT, "hidden_dropout_prob attention_probs_dropout_prob", _tokens),
+    "t5": (
+        "T5ForConditionalGeneration",
+        "T5Config",
+        {**OF_TWO, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4},
+        "dropout_rate",
+        _tokens,
+    ),
+    "bart": (
+        "BartForConditionalGeneration",
+        "BartConfig",
+        {**OF_TWO, **BART},
+        "dropout attention_dropout activation_dropout encoder_layerdrop decoder_layerdrop",
+        _tokens,
+    ),
+    "vit": (
+        "ViTForImageClassification",
+        "ViTConfig",
+        {**SIZES, "image_size": 16, "patch_size": 4, "num_labels": 3},
+        "hidden_dropout_prob attention_probs_dropout_prob",
+        _pixels,
+    ),
 }
+
+
+def _maker(model: str, config: str, sizes: dict[str, Any], rates: str) -> Callable[[float], nn.Module]:
+    def make(dropout: float) -> nn.Module:
+        settings = getattr(transformers, config)(**sizes, **dict.fromkeys(rates.split(), dropout))
+        return getattr(transformers, model)(settings)
+
+    return make
+
+
+ARCHITECTURES = {name: Architecture(name, _maker(*entry[:4]), entry[4]) for name, entry in TABLE.items()}
+ARCHITECTURES["cnn"] = Architecture("cnn", _cnn, _images)

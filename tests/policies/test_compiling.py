@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch.nn.attention import flex_attention
 import autockpt
 from autockpt.cost.op_times import measure_in_runner
 from autockpt.devices import get_device
-from autockpt.errors import ConflictError, RerunMismatch
+from autockpt.errors import ConflictError
 from autockpt.measuring.runner import StepRunner
 from autockpt.runtime import attach
 from autockpt.schema.choices import SAVE, parse_choice
@@ -101,33 +101,6 @@ def test_watching_choices_are_refused_around_compiled_code(modules: bool) -> Non
         trained(half_as_much_again, modules, "remake")
 
 
-def compiled_late(kind: str | None) -> Iterator[Any]:
-    """Gradients of steps; in the fourth and later ones a compiled function runs in the other one's place."""
-    torch.compiler.reset()
-    torch.manual_seed(0)
-    compiled, now = torch.compile(nn.functional.gelu, backend=half_as_much_again), [nn.functional.gelu]
-
-    class Late(Mlp):
-        def forward(self, x: Tensor) -> Tensor:
-            return x + self.b(now[0](self.a(x)))
-
-    model = nn.Sequential(Late(), Late())
-    with attach(model, {"0": parse_choice(kind), "1": parse_choice(kind)} if kind else {}):
-        for step in range(6):
-            now[0] = nn.functional.gelu if step < 3 else compiled
-            model.zero_grad()
-            torch.manual_seed(step)
-            model(torch.randn(8, D)).square().mean().backward()
-            yield [p.grad for p in model.parameters()]
-
-
-def test_a_unit_that_compiles_late_is_right_or_refused() -> None:
-    steps = compiled_late("remake")
-    with pytest.raises((ConflictError, RerunMismatch)):
-        for wanted in list(compiled_late(None)):
-            assert all(map(torch.equal, next(steps), wanted))
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_flex_attention_which_torch_compiles_itself(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,24 +159,6 @@ def test_compiled_code_that_was_looked_at_is_compiled_afterwards(look: Callable[
     runs.clear()
     model(torch.ones(8, D))
     assert len(runs) == 3
-
-
-def test_a_mode_of_functions_compiles_nothing_of_its_own() -> None:
-    """The compiler leaves torch's own modules alone, but not what runs inside of them."""
-    torch.compiler.reset()
-
-    def gradient(kind: str | None) -> Any:
-        torch.manual_seed(0)
-        inner = nn.Sequential(nn.GELU(), nn.Linear(D, D))
-        inner.compile(backend=half_as_much_again)
-        first = nn.Linear(D, D)
-        model = nn.Sequential(nn.Sequential(first, inner))
-        with attach(model, {"0": parse_choice(kind)} if kind else {}):
-            model(torch.randn(8, D)).square().mean().backward()
-        return first.weight.grad
-
-    wanted = gradient(None)
-    assert all(torch.equal(gradient(kind), wanted) for kind in ("recompute", "selective", "keep_attention", "offload"))
 
 
 class Residual(Mlp):

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import copy
 import threading
-from contextlib import suppress
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
-from autockpt.errors import ConflictError, RerunMismatch
+from autockpt.errors import ConflictError
 from autockpt.runtime import attach
 from autockpt.schema.choices import choice_kinds, parse_choice
 from tests.errors import raises
@@ -60,69 +58,11 @@ def test_hooks_that_are_switched_off_inside_of_a_unit(kind):
         model(torch.randn(4, 8))
 
 
-class Flushing(nn.Module):
-    """Has the CPU take denormal numbers for zero."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(8, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        torch.set_flush_denormal(True)
-        try:
-            return self.linear(x * 1e-38).tanh()
-        finally:
-            torch.set_flush_denormal(False)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_denormal_numbers_that_are_zero_in_a_unit_alone(kind):
-    def gradients(model: nn.Module) -> list[Tensor | None]:
-        (model(torch.full((4, 8), 1e-3)) * 1e38).sum().backward()
-        return [p.grad for p in model.parameters()]
-
-    torch.manual_seed(0)
-    model = nn.Sequential(Flushing())
-    plain = gradients(copy.deepcopy(model))
-    with attach(model, {"0": parse_choice(kind)}):
-        if kind == "remake":
-            with raises(RerunMismatch):
-                gradients(model)
-        else:
-            assert all(map(torch.equal, gradients(model), plain))
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_other_errors_of_a_unit_stay_what_they_are(kind):
     model = nn.Sequential(nn.Linear(8, 8))
     with attach(model, {"0": parse_choice(kind)}), pytest.raises(RuntimeError, match="cannot be multiplied"):
         model(torch.randn(4, 7))
-
-
-class Reading(nn.Module):
-    """Reads a line of a file in each forward."""
-
-    def __init__(self, lines: str) -> None:
-        super().__init__()
-        self.linear, self.lines = nn.Linear(8, 8), lines
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.linear(x * float(next(OPEN[self.lines]))).tanh()
-
-
-OPEN: dict[str, Any] = {}
-
-
-@pytest.mark.parametrize("kind", sorted(set(KINDS) - {"remake", "offload"}))
-def test_what_the_first_run_has_used_up_is_named(kind, tmp_path):
-    (tmp_path / "scales").write_text("2\n")
-    model = nn.Sequential(nn.Linear(8, 8), Reading(kind))
-    with (
-        (tmp_path / "scales").open() as OPEN[kind],
-        attach(model, {"1": parse_choice(kind)}),
-        raises(ConflictError),
-    ):
-        model(torch.randn(4, 8)).sum().backward()
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -277,70 +217,3 @@ def test_nested_tensors_of_the_strided_layout(kind):
         else:
             with raises(ConflictError):
                 model(x).sum().backward()
-
-
-class Tangents(nn.Module):
-    """Takes a directional derivative in its forward, of tensors that are large enough to be moved."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear, self.inner = nn.Linear(64, 64), nn.Linear(64, 64)
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = torch.tanh(self.linear(x))
-        both: Any = torch.func.jvp(lambda t: torch.tanh(self.inner(t)), (hidden,), (hidden.detach(),))
-        return hidden + both[0] + both[1]
-
-
-@pytest.mark.parametrize("cast", (False, True), ids=["plain", "autocast"])
-@pytest.mark.parametrize("kind", KINDS)
-def test_forward_mode_inside_of_a_unit(kind, cast):
-    torch.manual_seed(0)
-    model, x = nn.Sequential(Tangents(), Tangents()), torch.randn(256, 64)
-
-    def gradients() -> list[Tensor]:
-        model.zero_grad()
-        with torch.autocast("cpu", torch.bfloat16, enabled=cast):
-            out = model(x)
-        out.square().sum().backward()
-        return [p.grad.clone() for p in model.parameters()]
-
-    wanted = gradients()
-    with attach(model, dict.fromkeys("01", parse_choice(kind))):
-        for _ in range(3):
-            assert all(map(torch.equal, gradients(), wanted))
-
-
-class Leaky(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(64, 64)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return functional.rrelu(self.linear(x), training=self.training)
-
-
-@pytest.mark.parametrize("training", (True, False))
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_function_that_writes_after_autograd_has_saved(kind, training):
-    """As above; with fixed slopes it writes nothing."""
-    torch.manual_seed(0)
-    model = nn.Sequential(Leaky()).train(training)
-    x = torch.randn(128, 64)
-
-    def gradient() -> Tensor:
-        torch.manual_seed(1)
-        model.zero_grad()
-        model(x).square().sum().backward()
-        return model[0].linear.weight.grad  # type: ignore[return-value]
-
-    wanted = gradient()
-    with attach(model, {"0": parse_choice(kind)}):
-        if kind == "remake" or not training:
-            assert torch.equal(gradient(), wanted)
-        elif kind == "offload":  # its copy may be made after the write, and then it is right
-            with suppress(RerunMismatch):
-                assert torch.equal(gradient(), wanted)
-        else:
-            with pytest.raises(RerunMismatch):
-                gradient()

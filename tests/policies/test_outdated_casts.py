@@ -4,18 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from copy import deepcopy
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from autockpt.errors import RerunMismatch
 from autockpt.runtime import attach
-from autockpt.schema.choices import choice_kinds, from_label, parse_choice
-from tests.policies.zoo import Calls
+from autockpt.schema.choices import choice_kinds, parse_choice
 
 AGAIN = ["recompute", "recompute_offload", "selective", "keep_attention", "segment"]
 Update = Callable[[nn.Module], None]
@@ -123,174 +120,3 @@ def test_changed_inputs_are_refused_where_they_are_cast_anew(kind: str) -> None:
 def test_inputs_that_no_cast_is_made_of_may_change(kind: str) -> None:
     """As those of most layers, which begin with a norm."""
     assert all(map(torch.equal, *with_and_without(kind, nn.Sequential(nn.LayerNorm(8), mlp()), adversarial)))
-
-
-class CastsLate(nn.Module):
-    """Casts what it is given from the second call on."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.inner, self.late = nn.LayerNorm(8), mlp(), False
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.inner(x if self.late else self.norm(x))
-
-
-def cast_late(model: nn.Module) -> list[Tensor]:
-    x, found = torch.linspace(-1, 1, 32).view(4, 8).requires_grad_(), []
-    with torch.autocast("cpu", torch.bfloat16):
-        for model[0].late in (False, True):  # type: ignore[index, union-attr]
-            model[0](x).float().square().sum().backward()  # type: ignore[index]
-            found += after(model, x)
-            update(nn.ParameterList([x]))
-    return found
-
-
-@pytest.mark.parametrize("kind", sorted(choice_kinds("block")))
-def test_inputs_changed_before_their_cast_may_be_cast_anew(kind: str) -> None:
-    assert all(map(torch.equal, *with_and_without(kind, CastsLate(), cast_late)))
-
-
-def cleared_before_backward(model: nn.Module) -> list[Tensor]:
-    found: list[Tensor] = []
-    with torch.autocast("cpu", torch.bfloat16):
-        for _ in range(2):
-            loss = model[0](torch.ones(4, 8)).float().square().sum()  # type: ignore[index]
-            torch.clear_autocast_cache()
-            loss.backward()
-            found += after(model, loss)
-            update(model)
-    return found
-
-
-def in_a_block_of_another_type(model: nn.Module) -> list[Tensor]:
-    found: list[Tensor] = []
-    for _ in range(3):
-        with torch.autocast("cpu", torch.bfloat16):
-            first = model[0](torch.ones(4, 8)).float().square().sum()  # type: ignore[index]
-        with torch.autocast("cpu", torch.float16):
-            second = model[0](torch.ones(4, 8)).float().square().sum()  # type: ignore[index]
-            first.backward()
-        second.backward()
-        found += after(model, first, second)
-    return found
-
-
-def before_an_update_of_its_block(model: nn.Module) -> list[Tensor]:
-    found: list[Tensor] = []
-    with torch.autocast("cpu", torch.bfloat16):
-        loss = model[0](torch.ones(4, 8)).float().square().sum()  # type: ignore[index]
-    for _ in range(3):
-        with torch.autocast("cpu", torch.bfloat16):
-            loss.backward()
-            update(model)
-            loss = model[0](torch.ones(4, 8)).float().square().sum()  # type: ignore[index]
-        found += after(model, loss)
-    return found
-
-
-class Own(nn.Module):
-    """A unit with a block of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = mlp()
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.autocast("cpu", torch.bfloat16):
-            return self.inner(x).float()
-
-
-def with_blocks_of_its_own(model: nn.Module) -> list[Tensor]:
-    found: list[Tensor] = []
-    for _ in range(3):
-        loss = model[0](torch.ones(4, 8)).square().sum()  # type: ignore[index]
-        with torch.autocast("cpu", torch.bfloat16):
-            loss.backward()
-            update(model)
-            found += after(model, loss, model[0](torch.ones(4, 8)))  # type: ignore[index]
-    return found
-
-
-@pytest.mark.parametrize("kind", sorted(choice_kinds("block")))
-def test_nor_does_one_of_a_unit_with_a_block_of_its_own(kind: str) -> None:
-    assert all(map(torch.equal, *with_and_without(kind, Own(), with_blocks_of_its_own)))
-
-
-@pytest.mark.parametrize("steps", [cleared_before_backward, in_a_block_of_another_type, before_an_update_of_its_block])
-@pytest.mark.parametrize("kind", sorted(choice_kinds("block")))
-def test_a_second_run_leaves_no_casts_to_other_forwards(kind: str, steps: Steps) -> None:
-    assert all(map(torch.equal, *with_and_without(kind, mlp(), steps)))
-
-
-def test_telling_blocks_apart_is_unseen_and_ends_no_block() -> None:
-    weight, x = nn.Parameter(torch.randn(4, 4)), torch.randn(2, 4)
-    model, saved = nn.Sequential(nn.Linear(4, 4)), list[tuple[int, ...]]()
-
-    def cast() -> int:
-        return nn.functional.linear(x, weight).grad_fn.next_functions[-1][0].next_functions[0][0]._sequence_nr()
-
-    def note(tensor: Tensor) -> Tensor:
-        saved.append(tuple(tensor.shape))
-        return tensor
-
-    def steps() -> list[bool]:
-        same = []
-        with torch.autocast("cpu", torch.bfloat16):
-            first = cast()
-            torch.set_autocast_dtype("cpu", torch.float16)
-            model(x).sum().backward()
-            torch.set_autocast_dtype("cpu", torch.bfloat16)
-            same.append(cast() == first)
-        torch.set_autocast_enabled("cpu", True)  # outside of any block
-        first = cast()
-        model(x).sum().backward()
-        same.append(cast() == first)
-        torch.set_autocast_enabled("cpu", False)
-        torch.clear_autocast_cache()
-        return same
-
-    with (
-        torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor),
-        attach(model, {"0": from_label("recompute")}),
-    ):
-        assert steps() == [True, True]
-    assert all(0 not in shape for shape in saved)
-
-
-def test_autocast_of_another_device_does_not_reach_the_cpu() -> None:
-    model, before = nn.Sequential(nn.Linear(4, 4)), torch.get_autocast_dtype("cpu")
-    torch.set_autocast_dtype("cpu", torch.float16)
-    torch.set_autocast_enabled("cuda", True)
-    try:
-        with attach(model, {"0": from_label("recompute")}):
-            out = model(torch.randn(2, 4))
-            out.sum().backward()
-        after = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"), out.dtype
-    finally:
-        torch.set_autocast_enabled("cuda", False)
-        torch.set_autocast_enabled("cpu", False)
-        torch.set_autocast_dtype("cpu", before)
-        torch.clear_autocast_cache()
-    assert after == (False, torch.float16, torch.float32)
-
-
-class _Functions(TorchFunctionMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += func in (torch.addmm, torch.matmul, nn.functional.linear)
-        return func(*args, **(kwargs or {}))
-
-
-@pytest.mark.parametrize("mode", [_Functions, partial(Calls, torch.ops.aten.addmm.default)], ids=["functions", "ops"])
-@pytest.mark.parametrize("kind", [*AGAIN, "remake"])
-def test_nor_by_modes_that_count_products(kind: str, mode: Any) -> None:
-    model = nn.Sequential(nn.Linear(4, 4))
-    with attach(model, {"0": parse_choice(kind)}), mode() as counts:
-        for _ in range(3):
-            with torch.autocast("cpu", torch.bfloat16):
-                model(torch.randn(2, 4))
-    assert counts.count == 3

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import operator
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,10 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from autockpt.checkpointing.replay_context import ReplayContext, accelerators_of, recomputing
+from autockpt.checkpointing.replay_context import recomputing
 from autockpt.errors import ConflictError, InPlaceError, RerunMismatch
-from autockpt.policies.attachment import place
-from autockpt.policies.recompute import RecomputeState, run_recomputed
 from autockpt.runtime import attach
 from autockpt.schema.choices import RECOMPUTE, Choice
 from tests.errors import raises
@@ -80,20 +76,6 @@ def assert_as_plain(make: Callable[[], nn.Module], choices: dict[str, Any] = CHO
         assert_equal(run(model), wanted)
 
 
-@pytest.mark.slow
-def test_the_forward_runs_twice_only_with_gradients_enabled():
-    model = Model(lambda unit, x: unit.linear(x).sigmoid())
-    with attach(model, CHOICES):
-        with torch.no_grad():
-            model(torch.randn(4, 8))
-        assert [unit.calls for unit in model.units] == [1, 1]
-        run(model, steps=1)
-        assert [unit.calls for unit in model.units] == [3, 3]
-        model.eval()
-        run(model, steps=1)
-        assert [unit.calls for unit in model.units] == [5, 5]
-
-
 def test_random_numbers_of_python_and_numpy():
     assert_as_plain(lambda: Model(lambda unit, x: (unit.linear(x) * random.random()).sigmoid()))
     assert_as_plain(lambda: Model(lambda unit, x: (unit.linear(x) * float(np.random.rand())).sigmoid()))
@@ -135,20 +117,6 @@ def test_every_way_of_passing_tensors():
 
     assert_as_plain(lambda: Model(body, call))
     assert_as_plain(lambda: Model(body, lambda unit, x: unit(first=x, pair=(x, 2.0), deep={"a": (x,)}, last=1)))
-
-
-def test_named_tuples_and_objects_with_tensors_inside():
-    @dataclass
-    class Masks:
-        scale: Tensor
-
-    def body(unit, x, masks, best):
-        return unit.linear(x).sigmoid() * masks.scale + best.values.sum()
-
-    def call(unit, x):
-        return unit(x, masks=Masks(x.detach().abs()), best=x.max(dim=0))
-
-    assert_as_plain(lambda: Model(body, call))
 
 
 @pytest.mark.parametrize("where", ["positional", "keyword", "nested", "object", "mapping object"])
@@ -215,27 +183,6 @@ def test_inside_a_checkpoint_of_the_users_own():
         assert_as_plain(lambda: Outer(lambda unit, x: torch.dropout(unit.linear(x).sigmoid(), 0.3, True)))
 
 
-def test_units_with_a_checkpoint_of_their_own_inside():
-    def body(unit, x):
-        return checkpoint(lambda y: torch.dropout(unit.linear(y).sigmoid(), 0.3, True), x, use_reentrant=False)
-
-    assert_as_plain(lambda: Model(body))
-
-
-def test_parameters_exchanged_for_the_forward_only():
-    """As functional_call does: the recompute runs on the weights of the forward, and the model keeps its own."""
-    model = Model(lambda unit, x: unit.linear(x).sigmoid())
-    others = {n: p.detach() * 2 for n, p in model.named_parameters()}
-    with attach(model, CHOICES):
-        x = torch.randn(4, 8).requires_grad_()
-        loss = torch.func.functional_call(model, others, (x,)).sum()
-        own = [*model.parameters()]
-        (gradient,) = torch.autograd.grad(loss, x)
-        assert all(map(operator.is_, own, model.parameters()))
-    again = torch.func.functional_call(model, others, (x,)).sum()
-    assert torch.equal(gradient, *torch.autograd.grad(again, x))
-
-
 def test_trained_parameters_may_replace_frozen_ones_in_a_forward() -> None:
     model = nn.Sequential(nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8)))
 
@@ -246,64 +193,6 @@ def test_trained_parameters_may_replace_frozen_ones_in_a_forward() -> None:
             return torch.autograd.grad(loss, tuple(others.values()))
 
     assert all(map(torch.equal, gradients({}), gradients({"0": RECOMPUTE})))
-
-
-class Params4bit(nn.Parameter):
-    """Known by its name as bitsandbytes' weights, of which DoRA puts another object over the same memory."""
-
-
-def test_exchanged_packed_weights_are_those_of_the_forward() -> None:
-    class Unit(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.w = Params4bit(torch.linspace(-1, 1, 64).view(8, 8), requires_grad=False)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return (x @ self.w).sigmoid()
-
-    model = nn.Sequential(Unit())
-
-    def gradient(choices: dict[str, Choice]) -> Tensor:
-        x = torch.ones(4, 8, requires_grad=True)
-        with attach(model, choices):
-            others = {"0.w": Params4bit(model[0].w * 2, requires_grad=False)}  # type: ignore[operator, union-attr]
-            return torch.autograd.grad(torch.func.functional_call(model, others, (x,)).sum(), x)[0]
-
-    assert torch.equal(gradient({}), gradient({"0": RECOMPUTE}))
-
-
-def test_the_order_of_attention_kernels_is_that_of_the_forward():
-    from torch.nn.attention import SDPBackend, sdpa_kernel
-
-    tally = Tally()
-
-    def body(unit, x):
-        tally.seen.append(torch._C._get_sdp_priority_order())
-        return unit.linear(x).sigmoid()
-
-    def call(unit, x):
-        with sdpa_kernel([SDPBackend.MATH, SDPBackend.FLASH_ATTENTION], set_priority=True):
-            return unit(x)
-
-    before = torch._C._get_sdp_priority_order()
-    model = Model(body, call)
-    with attach(model, CHOICES):
-        model(torch.randn(4, 8)).sum().backward()
-    orders = tally.seen
-    assert len(orders) == 2 * len(CHOICES) and len(set(map(tuple, orders))) == 1 and orders[0] != before
-    assert torch._C._get_sdp_priority_order() == before
-
-
-def test_a_graph_that_is_being_captured_is_refused(monkeypatch):
-    class Capturing:
-        @staticmethod
-        def get_rng_state(index):
-            raise RuntimeError("Cannot call CUDAGeneratorImpl::current_seed during CUDA graph capture.")
-
-    monkeypatch.setattr(torch, "get_device_module", lambda kind: Capturing)
-    on_gpu = SimpleNamespace(device=SimpleNamespace(type="cuda", index=0), is_cpu=False, is_meta=False)
-    with raises(ConflictError):
-        ReplayContext(accelerators_of([on_gpu]))
 
 
 def test_the_choice_of_attention_kernels_is_that_of_the_forward():
@@ -339,21 +228,6 @@ def test_a_saved_tensor_that_the_unit_changes_is_an_error():
         model(torch.randn(4, 8)).sum().backward()
 
 
-def test_leftovers_of_a_backward_are_not_used_after_a_write():
-    def body(unit, x):
-        return unit.linear(unit.linear(x.detach())) + x.sin()
-
-    model = Model(body)
-    with attach(model, CHOICES):
-        x = torch.randn(4, 8).requires_grad_()
-        loss = model.units[0](x).sum()
-        torch.autograd.grad(loss, [x], retain_graph=True)  # makes again what the linear layers saved, does not use it
-        with torch.no_grad():
-            model.units[0].linear.weight.mul_(2)
-        with pytest.raises(InPlaceError):
-            torch.autograd.grad(loss, [model.units[0].linear.bias])
-
-
 @pytest.mark.parametrize("bias", [True, False])
 def test_gradients_taken_inside_the_unit(bias):
     def body(unit, x):
@@ -371,40 +245,6 @@ def test_gradients_taken_inside_the_unit(bias):
     assert_as_plain(make)
 
 
-class HandingOutOnce(Model):
-    """Runs under hooks that keep a copy of what is saved for one use."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        copies: dict[int, Tensor] = {}
-
-        def pack(tensor: Tensor) -> int:
-            copies[len(copies)] = tensor.detach().clone()
-            return len(copies) - 1
-
-        with torch.autograd.graph.saved_tensors_hooks(pack, copies.pop):
-            return super().forward(x)
-
-
-def test_gradients_inside_a_unit_leave_its_input_to_backward():
-    def body(unit, x):
-        (force,) = torch.autograd.grad(unit.linear(x).sigmoid().sum(), x, create_graph=True)
-        return x + force
-
-    with attach(model := HandingOutOnce(body), CHOICES):
-        assert_equal(run(model, steps=1), run(Model(body), steps=1))
-
-
-def test_an_input_changed_before_an_inner_gradient_is_refused():
-    def body(unit, x):
-        x = unit.linear(torch.relu_(x))
-        (force,) = torch.autograd.grad(x.sigmoid().sum(), x)
-        return x + force
-
-    model = HandingOutOnce(body)
-    with attach(model, CHOICES), raises(ConflictError, "units.0"):
-        model(torch.randn(4, 8).requires_grad_() * 1)
-
-
 def test_an_exception_in_backward_leaves_the_graph_usable(monkeypatch):
     def body(unit, x):
         return torch.sigmoid(unit.linear(x))
@@ -420,24 +260,6 @@ def test_an_exception_in_backward_leaves_the_graph_usable(monkeypatch):
         model.zero_grad()
         loss.backward()
     assert torch.equal(model.units[0].linear.weight.grad, wanted["0 units.0.linear.weight"])
-
-
-def test_a_unit_inside_another_one():
-    class Outer(nn.Module):
-        def __init__(self, inner: Model) -> None:
-            super().__init__()
-            self.inner = inner
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.inner(torch.dropout(x.sin(), 0.2, True)).cos()
-
-    def body(unit, x):
-        return torch.dropout(unit.linear(x).sigmoid(), 0.3, True)
-
-    wanted, model = run(Outer(Model(body))), Outer(Model(body))
-    with attach(model.inner, CHOICES):  # no plan has units inside others, so the outer one is attached by hand
-        place(model, run_recomputed, RecomputeState("outer"))
-        assert_equal(run(model), wanted)
 
 
 def test_the_input_is_kept_in_the_way_of_what_is_around():
@@ -461,22 +283,6 @@ def test_the_input_is_kept_in_the_way_of_what_is_around():
     with attach(model, CHOICES):
         assert_equal(run(model), wanted)
     assert packed == [torch.Size([4, 8])] * 4  # two units, two steps, nothing but the inputs
-
-
-@pytest.mark.slow
-def test_a_graph_break_inside_a_compiled_unit():
-    def body(unit, x):
-        y = unit.linear(x).sigmoid()
-        torch._dynamo.graph_break()
-        return torch.sin(y) * y
-
-    torch._dynamo.reset()
-    wanted, model = run(Model(body)), Model(body)
-    with attach(model, CHOICES):
-        compiled: Any = torch.compile(model, backend="aot_eager")
-        got = run(compiled)
-    assert_equal({name.replace("_orig_mod.", ""): value for name, value in got.items()}, wanted)
-    torch._dynamo.reset()
 
 
 class Remembering(nn.Module):

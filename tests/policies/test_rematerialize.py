@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import gc
 from collections.abc import Callable
 from typing import Any
@@ -12,10 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autockpt.errors import ConflictError, InPlaceError, PlanError, RerunMismatch
+from autockpt.errors import ConflictError, PlanError, RerunMismatch
 from autockpt.runtime import attach
 from autockpt.schema.choices import Choice, parse_choice
-from autockpt.verification.reruns import RunCounter
 from tests.device import DEVICE
 from tests.errors import raises
 from tests.policies.zoo import CASES, assert_equal, plain, train
@@ -85,27 +83,6 @@ def test_products_that_are_kept_do_not_run_again(keep: tuple[str, ...], again: i
     assert (heavy.forward, heavy.again) == (4, again)
 
 
-@pytest.mark.parametrize(("keep", "again"), [((), 1), (("first",), 1), (("fused_attention",), 0), (("**",), 0)])
-def test_attention_that_is_kept_does_not_run_again(keep: tuple[str, ...], again: int) -> None:
-    def attends(x: Tensor) -> Tensor:
-        heads = x.view(1, 128, 4, 16).transpose(1, 2)
-        return nn.functional.scaled_dot_product_attention(heads, heads, heads).transpose(1, 2).reshape(128, 64)
-
-    model = nn.Sequential(Unit(attends)).to(DEVICE)
-    with attach(model, {"0": remake(keep=keep)}), Heavy() as heavy:
-        gradients(model)
-    assert (heavy.attentions, heavy.attentions_again) == (1, again)
-
-
-def test_only_what_is_needed_runs_again() -> None:
-    """The last product's output is saved by nobody in the unit; recompute stops before it, and so does this."""
-    model = model_of(torch.sigmoid)
-    counter = RunCounter(model, ["0", "1"])
-    with attach(model, dict.fromkeys(("0", "1"), remake())), counter.counting():
-        gradients(model)
-    assert all(runs.again == 1 for runs in counter.result().values())
-
-
 def negative(x: Tensor) -> Tensor:
     """A view whose numbers are the negatives of those in memory."""
     view = torch.view_as_complex(x.view(128, 32, 2)).conj().imag
@@ -147,69 +124,6 @@ def test_changes_in_place_views_and_types_are_exact(then: Callable[[Tensor], Ten
     wanted, model = gradients(model_of(then)), model_of(then)
     with attach(model, dict.fromkeys(("0", "1"), remake(keep=keep))):
         assert_equal(gradients(model), wanted)
-
-
-def test_what_was_dropped_is_made_before_its_source_changes() -> None:
-    """``b`` is dropped, since it is the sine of ``a``; then ``a`` is changed, which plain training allows."""
-
-    def then(x: Tensor) -> Tensor:
-        a = x * 2
-        b = a.cos().exp()
-        a.detach().add_(1)
-        return b.sin()
-
-    wanted, model = gradients(model_of(lambda x: (x * 2).cos().exp().sin())), model_of(then)
-    with attach(model, dict.fromkeys(("0", "1"), remake())):
-        try:
-            assert_equal(gradients(model), wanted)
-        except RuntimeError as error:  # as plain training says: the cosine needs `a` as it was
-            assert "modified by an inplace operation" in str(error)
-
-
-class Renormed(nn.Module):
-    """Reads statistics before and after BatchNorm's kernel changes them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.BatchNorm1d(64)
-
-    def forward(self, x: Tensor) -> Tensor:
-        mean, var = self.norm.running_mean, self.norm.running_var
-        assert mean is not None and var is not None
-        before = (x - mean).sin()
-        return self.norm(x).sin() * before + (x * var.rsqrt()).cos()
-
-
-class Averaged(nn.Module):
-    """Updates an average of its own and reads what it is then, as spectral norm does with its vectors."""
-
-    average: Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("average", torch.zeros(128, 64))
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.no_grad():
-            self.average.lerp_(x, 0.1)
-        return (x * self.average.clone()).sin()
-
-
-def two_forwards(model: nn.Module) -> dict[str, Tensor]:
-    """Gradients of two forwards before one backward."""
-    torch.manual_seed(3)
-    losses = [model(torch.randn(128, 64).to(DEVICE)).square().sum() for _ in range(2)]
-    sum(losses).backward()
-    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-
-
-@pytest.mark.parametrize("keep", [(), ("**",)], ids=str)
-@pytest.mark.parametrize("make", [Renormed, Averaged])
-def test_buffers_that_every_forward_changes(make: type[nn.Module], keep: tuple[str, ...]) -> None:
-    model = model_of(make())
-    wanted = two_forwards(copy.deepcopy(model))
-    with attach(model, dict.fromkeys(("0", "1"), remake(keep=keep))):
-        assert_equal(two_forwards(model), wanted)
 
 
 class Doubled(torch.autograd.Function):
@@ -258,47 +172,6 @@ def test_custom_autograd_functions_are_refused_by_name() -> None:
     model = model_of(Doubled.apply)
     with attach(model, {"0": remake()}), raises(ConflictError, "Doubled"):
         gradients(model)
-
-
-def test_a_source_that_changed_before_backward_is_an_error() -> None:
-    model = model_of(torch.exp)
-    with attach(model, {"0": remake()}):
-        x = torch.randn(128, 64).to(DEVICE)
-        loss = model(x).sum()
-        x.add_(1)
-        with raises(InPlaceError):
-            loss.backward()
-
-
-@pytest.mark.parametrize("by_data", [True, False])
-def test_a_write_as_another_type_is_met_as_in_plain_training(by_data: bool) -> None:
-    def then(x: Tensor) -> Tensor:
-        made = x.sin().exp()
-        bits, out = made.detach().view(torch.int32), made.cos()
-        del made  # of which no other name is left
-        (bits.data if by_data else bits).add_(1)
-        return out
-
-    def trained(choices: dict[str, Choice]) -> dict[str, Tensor]:
-        with attach(model := model_of(then), choices):
-            return gradients(model)
-
-    if by_data:
-        assert_equal(trained({"0": remake()}), trained({}))
-    else:
-        for choices in ({}, {"0": remake()}):
-            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-                trained(choices)
-
-
-@pytest.mark.parametrize("options", [{"keep": ["first"]}, {"within": ["first"]}], ids=str)
-def test_a_part_may_run_by_itself(options: dict[str, Any]) -> None:
-    model = model_of(torch.exp)
-    x = torch.randn(128, 64).to(DEVICE)
-    wanted = torch.autograd.grad(model[0].first(x).sum(), model[0].first.weight)  # type: ignore[union-attr]
-    with attach(model, {"0": remake(**options)}):
-        got = torch.autograd.grad(model[0].first(x).sum(), model[0].first.weight)  # type: ignore[union-attr]
-    assert torch.equal(*wanted, *got)
 
 
 def test_memory_is_given_back_without_a_garbage_collection() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -65,51 +64,6 @@ def test_two_threads_each_with_a_backward_of_its_own(kind):
     assert_equal(gradients(kind), gradients("save"))
 
 
-class Scaled(nn.Module):
-    """Reads what a block around the model's forward has set in its own thread, and counts there."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.local = nn.Linear(8, 8), LOCAL
-
-    def forward(self, x: Tensor) -> Tensor:
-        LOCAL.calls += 1
-        return torch.tanh(self.a(x) * LOCAL.scales[-1] * LOCAL.calls)
-
-
-LOCAL = threading.local()
-
-
-@pytest.mark.parametrize("kind", ["remake", "offload"])
-def test_backward_elsewhere_reads_the_forward_threads_values(kind):
-    def trained(choices) -> dict[str, Tensor]:
-        torch.manual_seed(0)
-        LOCAL.calls, LOCAL.scales = 0, []
-        model, seen = nn.Sequential(Scaled(), Scaled()), {}
-        with attach(model, choices, sentinels="all"):
-            for step in range(4):
-                LOCAL.scales.append(2.0 + step)
-                loss = model(torch.ones(4, 8)).pow(2).sum()
-                LOCAL.scales.pop()
-                errors: list[Exception] = []
-                thread = threading.Thread(target=lambda loss=loss, errors=errors: backward(loss, errors))
-                thread.start()
-                thread.join()
-                assert not errors, errors
-                seen |= {f"{step} {name}": p.grad.clone() for name, p in model.named_parameters()}
-        return seen | {"calls": torch.tensor(LOCAL.calls)}
-
-    def backward(loss: Tensor, errors: list[Exception]) -> None:
-        before = vars(LOCAL).copy()
-        try:
-            loss.backward()
-        except Exception as error:
-            errors.append(error)
-        assert vars(LOCAL) == before
-
-    assert_equal(trained(dict.fromkeys("01", parse_choice(kind))), trained({}))
-
-
 @contextmanager
 def another_thread_runs_units_again() -> Iterator[None]:
     held, over = threading.Event(), threading.Event()
@@ -140,14 +94,3 @@ def test_whoever_would_wait_for_ever_is_told(monkeypatch):
         ):
             loss.backward(retain_graph=True)
         loss.backward()
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork on this system")
-@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_a_fork_waits_for_no_thread_that_stayed_behind():
-    with another_thread_runs_units_again():
-        child = os.fork()
-        if child == 0:  # no thread is here but this one
-            with replay_context.one_at_a_time("a unit"):
-                os._exit(0)
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0

@@ -2,135 +2,19 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.ao.quantization.fake_quantize import FusedMovingAvgObsFakeQuantize
 
-from autockpt.errors import ConflictError, RerunMismatch
 from autockpt.runtime import attach
 from autockpt.schema.choices import from_label
 from tests.policies.zoo import assert_equal
-from tests.runtime.processes import in_two_processes, needs_gloo
 
 KINDS = ("recompute", "selective", "remake", "offload", "segment", "recompute_offload")
 D = 64
-
-
-class Unit(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(D, D), nn.Linear(D, D)
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.b(x)
-        h.data.mul_(0.5)
-        return self.b(torch.tanh(self.a(x + h.sin())))
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_product_that_is_written_to_needs_no_check(kind: str) -> None:
-    def trained(choices: dict[str, Any]) -> dict[str, Tensor]:
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(D, D), Unit(), nn.Linear(D, D))
-        seen: dict[str, Tensor] = {}
-        with attach(model, choices, sentinels="off"):
-            for step in range(5):
-                model(torch.randn(32, D)).pow(2).mean().backward()
-                seen |= {f"{step} {n}": p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
-        return seen
-
-    assert_equal(trained({"1": from_label(kind)}), trained({}))
-
-
-class Shared(nn.Module):
-    """Reduces a statistic, a product and what it returns over all processes, in place."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(D, D), nn.Linear(D, D)
-
-    def forward(self, x: Tensor) -> Tensor:
-        mean = x.detach().mean(0)
-        dist.all_reduce(mean)
-        product = self.a(torch.tanh(x - mean / 2) * mean.exp())
-        with torch.no_grad():
-            dist.all_reduce(product)
-        out = x + self.b(product.sin())
-        return AllReduced.apply(out)
-
-
-class AllReduced(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        dist.all_reduce(x)
-        return x
-
-    @staticmethod
-    def backward(ctx: Any, slope: Tensor) -> Tensor:
-        return slope
-
-
-def trained_together(rank: int) -> list[str]:
-    def gradients(choice: Any) -> dict[str, Tensor]:
-        torch.manual_seed(0)
-        model = nn.Sequential(*(Shared() for _ in range(3)))
-        with attach(model, {} if choice is None else dict.fromkeys("012", choice), sentinels="off"):
-            for step in range(3):
-                torch.manual_seed(2 * step + rank)
-                model(torch.randn(8, D)).pow(2).mean().backward()
-        return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-
-    wanted, wrong = gradients(None), []
-    for kind in (*KINDS, '{"kind": "segment", "size": 3}', '{"kind": "remake", "keep": ["**"]}'):
-        try:
-            got = gradients(from_label(kind))
-        except ConflictError as error:
-            if "remake" not in kind or "custom autograd function" not in error.message:
-                raise
-        else:
-            wrong += [f"{kind} {name}" for name in wanted if not torch.equal(got[name], wanted[name])]
-    return wrong
-
-
-@needs_gloo
-@pytest.mark.slow
-def test_what_is_reduced_over_processes_in_place(tmp_path: Path) -> None:
-    assert in_two_processes(trained_together, tmp_path) == []
-
-
-class Kept(nn.Module):
-    """The product is kept by ``selective``, so that the bias is not read again."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(D, D), nn.Linear(D, D)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.b(torch.tanh(self.a(x)))
-
-
-@pytest.mark.parametrize("kind", ["selective", "recompute"])
-def test_a_weight_written_before_backward_counts_where_reread(kind: str) -> None:
-    def gradients(choices: dict[str, Any]) -> dict[str, Tensor]:
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(D, D), Kept(), nn.Linear(D, D))
-        with attach(model, choices):
-            loss = model(torch.randn(32, D)).sum()
-            model[1].a.bias.data = model[1].a.bias.data + 1  # type: ignore[union-attr]
-            loss.backward()
-        return {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-
-    choices = {"1": from_label(kind)}
-    if kind == "selective":
-        assert_equal(gradients(choices), gradients({}))
-    else:
-        with pytest.raises(RerunMismatch):
-            gradients(choices)
 
 
 @pytest.mark.parametrize("sentinels", ["sample", "off"])

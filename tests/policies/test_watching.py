@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any
 
 import pytest
 import torch
@@ -17,7 +16,6 @@ from tests.errors import raises
 from tests.policies.zoo import assert_equal
 
 WATCHING = [parse_choice(c) for c in ("remake", {"kind": "remake", "keep": ["**"]})]
-ATEN: Any = torch
 OTHERS = [parse_choice(c) for c in ("recompute", "selective", "offload", {"kind": "remake", "within": ["first"]})]
 
 
@@ -87,39 +85,3 @@ def test_torch_cond(returned: str, choice: Choice) -> None:
     else:
         found = gradients(conditional, choice, False)
         assert_equal(found, gradients(conditional, parse_choice("save"), False))
-
-
-def spoilt(x: Tensor) -> Tensor:
-    """Changes in place what backward needs, by an op over lists."""
-    y = x.tanh()
-    ATEN._foreach_mul_([y], 0.5)
-    return y
-
-
-class Average(nn.Module):
-    """Begins late to change its state by an op over lists."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.calls, self.mean = nn.Linear(16, 16), 0, [torch.ones(16)]
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
-        if self.calls > 3:
-            ATEN._foreach_add_(self.mean, 1.0)
-        return self.first(x * self.mean[0].clone()).sin()
-
-
-@pytest.mark.parametrize("choice", WATCHING, ids=str)
-def test_ops_over_lists_count_as_changes(choice):
-    def steps(choice: Choice) -> dict[str, Tensor]:
-        torch.manual_seed(0)
-        model = nn.Sequential(Average())
-        with attach(model, {"0": choice}):
-            for _ in range(5):
-                model(torch.randn(8, 16)).square().sum().backward()
-        return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-
-    assert_equal(steps(choice), steps(parse_choice("save")))
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        gradients(spoilt, choice, autocast=False)

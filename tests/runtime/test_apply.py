@@ -79,9 +79,8 @@ def test_choices_by_name_that_are_none_are_named():
     model = LLAMA.make()
     with raises(PlanError, "model.layers.1", "'recompue'"):
         autockpt.apply(model, {"model.layers.0": "save", "model.layers.1": "recompue"})
-    with raises(PlanError) as caught:
+    with raises(PlanError):
         autockpt.apply(model, {"autockpt": 1, "choices": {"model.layers.0": "recompute"}})
-    assert "Plan.load" in caught.value.remedy
     with raises(PlanError):
         autockpt.apply(model, {0: "recompute"})  # type: ignore[dict-item]
     with raises(UsageError):
@@ -107,31 +106,6 @@ def test_the_handle_tells_what_was_checked(monkeypatch):
         apply(model, plan, sentinels="some")
 
 
-def test_a_measured_plan_says_nothing_where_it_holds():
-    model = LLAMA.make()
-    plan = measured(model, {"model.layers.1": RECOMPUTE})
-    with apply(model, plan) as handle:
-        assert handle.notes == ()
-        assert str(handle).startswith("autockpt plan, measured, applied:")
-        model(**LLAMA.batch())
-
-
-def test_a_plan_for_the_head_alone_needs_no_blocks():
-    class Headed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.embed, self.lm_head = nn.Embedding(8, 4), nn.Linear(4, 8)
-
-        def get_output_embeddings(self) -> nn.Module:
-            return self.lm_head
-
-        def forward(self, ids: torch.Tensor) -> torch.Tensor:
-            return self.lm_head(self.embed(ids))
-
-    with apply(model := Headed(), Plan(choices={"lm_head": CHUNKED_SOFTMAX})):
-        assert "forward" in vars(model.lm_head)
-
-
 def test_plans_of_another_model_are_refused():
     model = LLAMA.make()
     plan = measured(model, {"model.layers.1": RECOMPUTE})
@@ -148,22 +122,6 @@ def test_plans_of_another_model_are_refused():
     with raises(PlanError):
         apply(model, Plan(choices={"model.layer.0": RECOMPUTE}))
     assert not any("forward" in m.__dict__ for m in model.modules())
-
-
-@pytest.mark.parametrize("plan", [["model.layers.0"], None, 3])
-def test_what_is_no_plan_is_said_with_what_is(plan):
-    with raises(PlanError) as caught:
-        apply(LLAMA.make(), plan)
-    assert "'recompute'}" in caught.value.remedy
-
-
-def test_choices_by_unit_name_are_a_plan_as_they_are_for_trace():
-    model = LLAMA.make()
-    for choice in ("recompute", RECOMPUTE, {"kind": "recompute"}):
-        with apply(model, {"model.layers.0": choice}) as handle:
-            assert handle.choices["model.layers.0"] == RECOMPUTE and handle.plan.status == "unmeasured"
-    with raises(PlanError, "recompte"):
-        apply(model, {"model.layers.0": "recompte"})
 
 
 def test_a_missing_or_malformed_file(tmp_path):
@@ -192,15 +150,6 @@ def test_other_circumstances_are_one_warning(change, words):
     assert caught[0].filename == __file__
 
 
-def test_lora_that_was_not_planned():
-    peft = pytest.importorskip("peft")
-    plan = measured(LLAMA.make(), {"model.layers.1": RECOMPUTE})
-    model = peft.get_peft_model(LLAMA.make(), peft.LoraConfig(r=2, target_modules=["q_proj"]))
-    with pytest.warns(UserWarning, match="LoRA adapters, planned without"):
-        handle = apply(model, plan)
-    assert handle.attached["model.layers.1"].startswith("recompute")
-
-
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # PEFT asks for it
 def test_plans_apply_under_prompt_tuning_and_name_the_heads():
     peft = pytest.importorskip("peft")
@@ -214,14 +163,6 @@ def test_plans_apply_under_prompt_tuning_and_name_the_heads():
         with pytest.raises(PlanError) as caught:
             apply(other, Plan(choices={name: RECOMPUTE}))
         assert "lm_head" in caught.value.remedy
-
-
-def test_an_unmeasured_plan_promises_nothing():
-    model = LLAMA.make().to(torch.bfloat16)
-    with apply(model, Plan(choices={"model.layers.1": RECOMPUTE})) as handle:
-        assert handle.notes == ()
-        longer = {k: torch.cat([v, v]) for k, v in LLAMA.batch().items()}
-        model(**longer)
 
 
 def test_a_larger_batch_than_planned_is_one_warning():
@@ -295,8 +236,3 @@ def test_a_wrong_check_batch_or_limit_applies_nothing() -> None:
         with pytest.raises(UsageError):
             apply(model, plan, adaptive=wrong)
     apply(model, plan).remove()  # nothing is on it
-
-
-def test_a_notebook_shows_what_was_attached() -> None:
-    with apply(LLAMA.make(), Plan(choices={"model.layers.*": RECOMPUTE})) as handle:
-        assert repr(handle) == str(handle) and "recompute" in repr(handle)

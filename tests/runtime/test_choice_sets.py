@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import io
-import itertools
 import os
 import time
 import warnings
@@ -98,20 +97,6 @@ def test_a_backward_goes_by_what_its_forward_went_by(first: Choice) -> None:
 
 
 @pytest.mark.slow
-def test_one_backward_through_two_forwards() -> None:
-    def both(model: nn.Module) -> dict[str, Any]:
-        torch.manual_seed(1)
-        (model(**batch(64)).loss + model(**batch(16)).loss).backward()
-        return {n: p.grad for n, p in model.named_parameters()}
-
-    wanted = both(LLAMA.make())
-    for first, second in itertools.permutations(KINDS[:4], 2):
-        model = LLAMA.make()
-        with apply(model, sets(32, 128, of=(first, second))):
-            assert_equal(both(model), wanted)
-
-
-@pytest.mark.slow
 def test_a_larger_batch_takes_the_leanest_set_and_says_so_once() -> None:
     model = LLAMA.make()
     with apply(model, sets(16, 64)) as handle:
@@ -170,18 +155,6 @@ def test_copies_and_pickles_choose_for_themselves() -> None:
         assert used(handle) == {0: 1, 1: 1}
 
 
-@pytest.mark.slow
-def test_a_set_may_choose_inside_of_what_another_chooses_for() -> None:
-    inside = {"model.layers.0.mlp": "recompute", "model.layers.1.self_attn": {"kind": "selective"}}
-    plan = Plan.model_validate(
-        {"choices": {LAYERS: "recompute"}, "smaller_batches": [{"when": {"tokens": 32}, "choices": inside}]}
-    )
-    wanted = gradients(LLAMA.make(), (64, 16, 64), at_once=True)
-    model = LLAMA.make()
-    with apply(model, plan, sentinels="all"):
-        assert_equal(gradients(model, (64, 16, 64), at_once=True), wanted)
-
-
 def inside_or_whole() -> Plan:
     """What runs again under one set holds modules that another set chooses for."""
     inside = {"model.layers.0.mlp": "recompute", "model.layers.1.self_attn": "selective", "model.layers.2": "remake"}
@@ -215,25 +188,6 @@ def test_backwards_from_inside_the_model() -> None:
     model = LLAMA.make()
     with apply(model, inside_or_whole(), sentinels="all"):
         assert_equal(inner(model), wanted)
-
-
-@pytest.mark.slow
-def test_a_backward_inside_a_forward_uses_its_own_set() -> None:
-    def nested(model: Any) -> dict[str, Any]:
-        torch.manual_seed(1)
-        within = model(**batch(16), use_cache=False).loss
-        hook = model.model.layers[1].register_forward_hook(lambda *given: within.backward())
-        first = model(**batch(64), use_cache=False).loss
-        hook.remove()
-        second = model(**batch(32), use_cache=False).loss
-        first.backward()
-        second.backward()
-        return {n: p.grad for n, p in model.named_parameters()}
-
-    wanted = nested(LLAMA.make())
-    model = LLAMA.make()
-    with apply(model, inside_or_whole(), sentinels="all"):
-        assert_equal(nested(model), wanted)
 
 
 def test_a_backward_after_removal_attaches_nothing() -> None:

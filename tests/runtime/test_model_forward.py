@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-import sys
 import warnings
 
 import pytest
@@ -93,23 +92,6 @@ def test_the_cache_is_off_however_it_is_asked_for():
     assert model(ids).past_key_values.get_seq_length() == ids.shape[1]
 
 
-def test_the_cache_is_off_inside_a_model_of_the_users_own():
-    class Mine(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.lm = LLAMA.make()
-            self.out = None
-
-        def forward(self, ids):
-            self.out = self.lm(input_ids=ids)
-            return self.out.logits
-
-    model = Mine()
-    with attach(model, {"lm.model.layers.0": RECOMPUTE}):
-        model(LLAMA.batch()["input_ids"]).sum().backward()
-        assert kept_no_cache(model.out)
-
-
 def test_without_kv_cache_is_plain_training():
     model = LLAMA.make()
     with without_kv_cache(model) as session:
@@ -127,43 +109,6 @@ def test_more_rows_of_pixels_are_noticed():
         guard.planned = (2, None)
         with pytest.warns(UserWarning, match=r"a batch of 16 is larger than the plan was made for \(2\)"):
             model(**case.batch())
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(sys.platform != "linux" or sys.implementation.name != "cpython", reason="CPython's own frames")
-def test_no_call_depth_makes_a_forward_map_memory():
-    import resource
-
-    class Calls(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layers = nn.ModuleList([nn.Linear(1, 1)])
-
-        def forward(self, x):
-            for _ in range(1000):
-                called(6)
-            return self.layers[0](x)
-
-    def called(more):
-        if more:
-            called(more - 1)
-
-    def at(depth, model):
-        return at(depth - 1, model) if depth else model(x)
-
-    def page_faults(model):
-        at(150, model)
-        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-        for depth in range(150):  # at some of which the frames end just where a chunk of CPython's does
-            for _ in range(4):
-                at(depth, model)
-        return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
-
-    x, model = torch.ones(1, 1), Calls()
-    if page_faults(model) < 12_000:
-        pytest.skip("this Python maps no memory at the ends of its chunks")
-    with attach(model, {"layers.0": RECOMPUTE}):
-        assert page_faults(model) < 6_000  # a few for each forward
 
 
 def test_packed_sequences_without_a_mask_are_refused():
