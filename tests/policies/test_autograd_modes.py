@@ -118,19 +118,6 @@ def test_transforms_of_torch_func(choices: dict[str, Choice]) -> None:
     assert_as_plain(choices, by_torch_func)
 
 
-def backward_under_inference_mode(model: Model) -> list[Any]:
-    for step in range(4):
-        loss = losses(model(torch.full((4, 32, 32), 0.1 * step))).sum()
-        with torch.inference_mode():
-            loss.backward()
-    return [parameter.grad for parameter in model.parameters()]
-
-
-@everywhere
-def test_backward_under_inference_mode(choices: dict[str, Choice]) -> None:
-    assert_as_plain(choices, backward_under_inference_mode)
-
-
 def exported(model: nn.Module, x: Tensor) -> Callable[[Tensor], Tensor]:
     return torch.export.export(model, (x,)).module()
 

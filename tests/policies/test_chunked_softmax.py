@@ -87,34 +87,6 @@ def test_two_ways_through_a_cast_are_refused(name):
         both(lambda: small_llama()().bfloat16(), lambda model: run(model, Tensor.float))
 
 
-@pytest.mark.parametrize(
-    "way",
-    ["dropout", "trained tokens", "backward hook", "forward hook"],
-)
-def test_heads_with_hooks_dropout_or_trained_tokens(way):
-    def make() -> nn.Module:
-        model = small_llama(tie_word_embeddings=way == "trained tokens")()
-        if "hook" not in way:
-            peft = pytest.importorskip("peft")
-            torch.manual_seed(1)
-            if way == "dropout":
-                config = peft.LoraConfig(r=2, lora_dropout=0.5, target_modules=["q_proj", "lm_head"])
-            else:
-                config = peft.LoraConfig(r=2, target_modules=["q_proj"], trainable_token_indices=[5, 6])
-            model = peft.get_peft_model(model, config)
-        return model
-
-    def run(model: nn.Module) -> dict[str, Tensor]:
-        head = model.get_output_embeddings()
-        if way == "backward hook":
-            head.register_full_backward_hook(lambda *_: None)
-        if way == "forward hook":
-            head.register_forward_hook(lambda _, __, out: out * torch.ones(64))
-        return step(model)
-
-    assert_same(*both(make, run))
-
-
 def test_one_graph_twice_and_one_differentiated_twice():
     def run(model: nn.Module) -> dict[str, Tensor]:
         loss = model(**batch()).loss

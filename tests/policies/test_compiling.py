@@ -11,17 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import flex_attention
 
-import autockpt
-from autockpt.cost.op_times import measure_in_runner
-from autockpt.devices import get_device
 from autockpt.errors import ConflictError
-from autockpt.measuring.runner import StepRunner
 from autockpt.runtime import attach
-from autockpt.schema.choices import SAVE, parse_choice
-from autockpt.verification import RunCounter
-from autockpt.workload import Step
+from autockpt.schema.choices import parse_choice
 from tests.errors import raises
-from tests.tracing.reference import record
 
 D = 64
 KINDS = ["recompute", "selective", "keep_attention", "offload", "recompute_offload", {"kind": "segment", "size": 2}]
@@ -123,42 +116,6 @@ def test_flex_attention_which_torch_compiles_itself(kind: Any, monkeypatch: pyte
 
     plain = gradients(None)
     assert all(map(torch.equal, gradients(kind), plain)) and all(map(torch.equal, gradients(None), plain))
-
-
-def _timed(step: Step) -> None:
-    measure_in_runner(StepRunner(step, get_device("cpu")), {"choices": {}})
-
-
-def _counted(step: Step) -> None:
-    with RunCounter(step.model, {"0": SAVE}).counting():
-        step.model(torch.ones(8, D)).backward()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("look", [_timed, autockpt.trace, record, _counted])
-def test_compiled_code_that_was_looked_at_is_compiled_afterwards(look: Callable[[Step], Any]) -> None:
-    """Torch would not compile again what it came upon first under a dispatch mode, in all of the process."""
-    torch.compiler.reset()
-    runs: list[None] = []
-
-    def noting(graph: torch.fx.GraphModule, _: Any) -> Callable[..., Any]:
-        return lambda *args: (runs.append(None), graph(*args))[1]
-
-    compiled, weight = torch.compile(norm, backend=noting), torch.ones(D)
-
-    class Layer(Mlp):
-        def forward(self, x: Tensor) -> Tensor:
-            return x + super().forward(compiled(x, weight))
-
-    class Model(nn.Sequential):
-        def forward(self, x: Tensor) -> Tensor:
-            return super().forward(x).square().mean()
-
-    model = Model(Layer(), Layer(), Layer())
-    look(Step(model, {"x": torch.ones(256, D)}, optimizer=torch.optim.SGD(model.parameters())))
-    runs.clear()
-    model(torch.ones(8, D))
-    assert len(runs) == 3
 
 
 class Residual(Mlp):

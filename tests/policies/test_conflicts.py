@@ -59,13 +59,6 @@ def test_hooks_that_are_switched_off_inside_of_a_unit(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_other_errors_of_a_unit_stay_what_they_are(kind):
-    model = nn.Sequential(nn.Linear(8, 8))
-    with attach(model, {"0": parse_choice(kind)}), pytest.raises(RuntimeError, match="cannot be multiplied"):
-        model(torch.randn(4, 7))
-
-
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("hooked", [False, True])
 def test_a_copy_of_a_units_attributes_does_not_use_its_weights(kind, hooked):
     """As the library `higher` makes them: anew, and then attribute by attribute."""

@@ -142,20 +142,6 @@ def test_autocast_copies_of_weights_stay(frozen):
     assert SMALL_BYTES <= 128 * 128 * 2
 
 
-def test_tensors_of_subclasses_stay_and_their_kind_is_said():
-    class Sharded(Tensor):
-        pass
-
-    def body(unit, x):
-        return (x.as_subclass(Sharded) * unit.weight).sin().as_subclass(Tensor)
-
-    wanted, model = run(Model(body)), Model(body)
-    transport = DeferredTransport()
-    with attach(model, model.offloaded(), transport=always(transport)), pytest.warns(UserWarning, match="Sharded stay"):
-        assert_equal(run(model), wanted)
-    assert transport.queues.sent == 0
-
-
 def test_while_a_graph_is_captured_it_is_refused(monkeypatch):
     model = Model(lambda unit, x: (x * unit.weight).sin(), n=1)
     with attach(model, model.offloaded(), transport=always(DeferredTransport())):
@@ -335,21 +321,6 @@ def test_a_second_backward_over_the_same_graph(make, n):
                 assert transport.queues.fetched == turn * transport.queues.sent
 
 
-@pytest.mark.parametrize("make", [CpuTransport, DeferredTransport])
-def test_what_a_partial_backward_does_not_need_is_let_go_again(make):
-    def body(unit, x):
-        return x.sin() + (unit.weight * x.detach()).cos()  # the second term leads to this unit's weight only
-
-    model, transport = Model(body, n=6), make()
-    with attach(model, model.offloaded(), transport=always(transport)):
-        loss = model(torch.rand(N).requires_grad_()).sum()
-        left = bytes_alive_after(lambda: loss.backward(retain_graph=True, inputs=[model.units[0].weight]))
-        assert left <= 3 * 4 * N + 1024  # the gradient, and what the first unit did not need
-        wanted = model.units[0].weight.grad.clone()
-        loss.backward()
-        assert torch.equal(model.units[0].weight.grad, 2 * wanted)
-
-
 # --- tiers and the host budget
 
 DISK = Offload(tier="disk")
@@ -389,15 +360,6 @@ def test_a_rerun_happens_once_with_its_input_fetched():
         assert (counted.calls, transport.queues.sent, transport.queues.fetched) == (3, 3 * 4 * N, 0)
         loss.backward()
     assert (counted.calls, transport.queues.sent, transport.queues.fetched) == (6, 3 * 4 * N, 3 * 4 * N)
-
-
-def test_each_unit_goes_to_its_tier(tmp_path):
-    model = Model(lambda unit, x: x * unit.weight)
-    made, give = ways(tmp_path)
-    with attach(model, {"units.0": DISK, "units.1": OFFLOAD, "units.2": DISK}, transport=give) as session:
-        run(model, steps=1)
-    assert (made["cpu"].queues.sent, made["disk"].queues.sent) == (4 * N, 2 * 4 * N)
-    assert session.attached["units.0"].endswith("to a file on disk") and "disk" not in session.attached["units.1"]
 
 
 def test_a_failed_write_is_an_error_and_leaves_no_gradient(tmp_path, monkeypatch):

@@ -76,31 +76,6 @@ def test_two_calls_are_recorded_and_later_ones_seldom(then: str, noted: list[Any
     assert [bool(count) for count in counts] == [True, True, *[False] * 4, True, False, False]
 
 
-def test_a_padding_mask_is_not_kept_by_every_layer(noted: list[Any]) -> None:
-    rows, length = 4, 128
-    padding = torch.ones(rows, 1, length, length, dtype=torch.bool).tril()
-
-    def attends(h: Tensor, _: int) -> Tensor:
-        heads = h.view(rows, length, 4, 8).transpose(1, 2)
-        return F.scaled_dot_product_attention(heads, heads, heads, attn_mask=padding).transpose(1, 2).reshape(h.shape)
-
-    model = nn.Sequential(Unit(attends))
-    model[0].register_buffer("padding", padding)
-    x = torch.randn(rows * length, 32, requires_grad=True)
-    model(x).sum().backward()
-    wanted = [p.grad.clone() for p in model.parameters() if p.grad is not None]
-    free = bytes_alive_after(lambda: model(x))
-    with attach(model, {"0": from_label("remake")}):
-        for _ in range(2):
-            model.zero_grad()
-            model(x).sum().backward()
-            assert all(map(torch.equal, wanted, (p.grad for p in model.parameters())))
-        kept, first = bytes_alive_after(lambda: model(x)), len(noted)
-        assert kept < 4 * padding.numel() < free  # as numbers of four bytes
-        model(x).sum().backward()
-        assert len(noted) == first
-
-
 class _Projected(nn.Module):
     """``first`` is large next to what it is given, ``last`` so small that it is kept: backward reads casts of both."""
 

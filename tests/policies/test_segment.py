@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from autockpt.errors import RerunMismatch
 from autockpt.runtime import attach
@@ -185,30 +184,6 @@ def test_tuples_masks_and_states_from_outside(way: Segment):
         return x + bias
 
     assert_as_plain(lambda: Stack(parent, body), way)
-
-
-@each_way
-def test_inside_a_checkpoint_of_the_users_own_and_around_one(way: Segment):
-    class Outer(Stack):
-        def forward(self, x: Tensor) -> Tensor:
-            return checkpoint(super().forward, x, use_reentrant=False)
-
-    def body(unit, x):
-        return checkpoint(lambda y: torch.dropout(unit.linear(y).sigmoid(), 0.3, True), x, use_reentrant=False)
-
-    assert_as_plain(Outer, way)
-    assert_as_plain(lambda: Stack(body=body), way)
-
-
-@each_way
-def test_frozen_units_at_the_beginning_and_in_the_middle(way: Segment):
-    def make() -> Stack:
-        model = Stack(lambda units, x: in_a_row(units, x.detach()))
-        model.units[0].requires_grad_(False)
-        model.units[2].requires_grad_(False)
-        return model
-
-    assert_as_plain(make, way)
 
 
 # --- what runs again

@@ -135,16 +135,11 @@ def _features(*shape: int) -> Callable[[], Tensor]:
     return lambda: torch.randn(*shape, generator=torch.Generator().manual_seed(3))
 
 
+SIZES: dict[str, int] = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4}
+
+
 def _llama() -> nn.Module:
-    config = transformers.LlamaConfig(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        attention_dropout=0.1,
-    )
+    config = transformers.LlamaConfig(vocab_size=64, num_key_value_heads=2, attention_dropout=0.1, **SIZES)
     return transformers.LlamaForCausalLM(config)
 
 
@@ -154,10 +149,7 @@ def _gpt2() -> nn.Module:
 
 
 def _bert() -> nn.Module:
-    config = transformers.BertConfig(
-        vocab_size=64, hidden_size=32, num_hidden_layers=3, num_attention_heads=4, intermediate_size=64
-    )
-    return transformers.BertForMaskedLM(config)
+    return transformers.BertForMaskedLM(transformers.BertConfig(vocab_size=64, **SIZES))
 
 
 def _t5() -> nn.Module:
@@ -168,16 +160,7 @@ def _t5() -> nn.Module:
 
 
 def _vit() -> nn.Module:
-    config = transformers.ViTConfig(
-        hidden_size=32,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        intermediate_size=64,
-        image_size=32,
-        patch_size=4,
-        hidden_dropout_prob=0.1,
-        num_labels=3,
-    )
+    config = transformers.ViTConfig(image_size=32, patch_size=4, hidden_dropout_prob=0.1, num_labels=3, **SIZES)
     return transformers.ViTForImageClassification(config)
 
 

@@ -108,20 +108,6 @@ def test_a_larger_batch_takes_the_leanest_set_and_says_so_once() -> None:
         assert used(handle) == {0: 1, 1: 2}
 
 
-def test_the_longest_sequence_counts_where_scores_are_kept() -> None:
-    plan = Plan.model_validate(
-        {
-            "choices": {LAYERS: "recompute"},
-            "smaller_batches": [{"when": {"tokens": 64, "longest": 16}, "choices": {LAYERS: "save"}}],
-        }
-    )
-    model = LLAMA.make()
-    with apply(model, plan) as handle:
-        for rows, length in ((4, 16), (2, 32), (1, 17)):
-            model(**batch(length, rows)).loss.backward()
-        assert used(handle) == {0: 1, 1: 2}
-
-
 def test_the_size_of_batches_of_all_kinds() -> None:
     ids, module = torch.zeros(2, 8, dtype=torch.long), nn.Identity()
     assert batch_size(module, (ids,), {}) == BatchSize(16, 8)

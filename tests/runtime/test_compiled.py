@@ -107,10 +107,3 @@ def test_how_a_model_is_compiled_is_seen():
     wrapped = make()
     wrapped.layers[0] = torch.compile(wrapped.layers[0], **CHEAP)  # type: ignore[assignment]
     assert compiled_as(wrapped, NAMES) == "layers"
-
-
-def test_a_plan_with_two_budgets_for_one_graph_is_no_plan():
-    choices = {"layers.0-1": {"kind": "compile_budget", "fraction": 0.2}, "layers.2-3": "compile_budget"}
-    with pytest.raises(ValueError, match="one compile_budget, not"):
-        Plan.model_validate({"choices": choices, "compile": "model"})
-    assert Plan.model_validate({"choices": choices, "compile": "layers"}).compile == "layers"
