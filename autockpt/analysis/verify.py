@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -127,27 +128,26 @@ def _open(
     return LocalMeasurer(subject, host_budget=plan.host_budget_bytes, compile=plan.compile)
 
 
+@dataclass
 class _Verification:
     """One run of all checks."""
 
-    def __init__(
-        self,
-        plan: Plan,
-        subject: WorkloadSpec | Step | None,
-        measurer: Measurer,
-        device: str | None,
-        listener: Listener,
-        steps: int,
-    ) -> None:
-        self.plan, self.subject, self.measurer = plan, subject, measurer
-        self.device, self.listener, self.steps = device, listener, steps
+    plan: Plan
+    subject: WorkloadSpec | Step | None
+    measurer: Measurer
+    device: str | None
+    listener: Listener
+    steps: int
+
+    def __post_init__(self) -> None:
         self.measured: Measurement | None = None
         self.notes: list[str] = []
-        listener.stage("build the model")
-        described = self._call("describe_units", {"named": plan.settings.get("units"), "patterns": list(plan.choices)})
+        self.listener.stage("build the model")
+        asked = {"named": self.plan.settings.get("units"), "patterns": list(self.plan.choices)}
+        described = self._call("describe_units", asked)
         units = [Unit.model_validate(u) for u in described["units"]]
         head = described.get("head")
-        self.choices = plan.choices_for(units, None if head is None else Unit.model_validate(head))
+        self.choices = self.plan.choices_for(units, None if head is None else Unit.model_validate(head))
         self.blocks = [unit.name for unit in units if unit.role == "block"]
 
     def report(self) -> VerifyReport:

@@ -9,7 +9,6 @@ afterwards. The fraction is part of what the compiler guards on, so layers with 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -24,10 +23,9 @@ from autockpt.schema.choices import Choice, CompileBudget
 class BudgetState(Attachment):
     """``fraction`` as text: the compiler would take a number that differs between layers for an input."""
 
-    def __init__(self, unit: str, fraction: float, said: list[str]) -> None:
+    def __init__(self, unit: str, fraction: float) -> None:
         super().__init__(unit)
         self.fraction = repr(fraction)
-        self.said = said
 
 
 class CompileBudgetPolicy(Policy):
@@ -35,14 +33,11 @@ class CompileBudgetPolicy(Policy):
 
     kind: ClassVar[str] = "compile_budget"
 
-    def attach(self, units: Sequence[PlannedUnit], session: PolicySession) -> None:
-        said: list[str] = []  # one for all units: what they all have to say is said once
-        for unit in units:
-            assert isinstance(unit.choice, CompileBudget)
-            fraction = unit.choice.fraction
-            session.place(unit.name, unit.module, run_budgeted, BudgetState(unit.name, fraction, said))
-            words = f"compile_budget: its compiled graph saves at most {fraction:g} of what it would (eager: all)"
-            session.attached[unit.name] = words
+    def attach_to(self, unit: PlannedUnit, session: PolicySession) -> str:
+        assert isinstance(unit.choice, CompileBudget)
+        fraction = unit.choice.fraction
+        session.place(unit.name, unit.module, run_budgeted, BudgetState(unit.name, fraction))
+        return f"compile_budget: its compiled graph saves at most {fraction:g} of what it would (eager: all)"
 
     def reruns(self, choice: Choice, forward: int) -> tuple[int, int]:
         return 0, forward  # the partitioner's to choose; without a compiler nothing runs again
@@ -57,11 +52,11 @@ def run_budgeted(module: nn.Module, state: BudgetState, /, *args: Any, **kwargs:
     if state.active and torch.is_grad_enabled():
         if torch.compiler.is_dynamo_compiling():
             claim(state.fraction)  # not the unit: the compiler would guard on its name, and compile equal layers anew
-        elif not state.said:
-            state.said.append("eager")
-            warnings.warn(
-                f"{state.unit} has a choice compile_budget and does not run compiled: it saves everything. Compile its "
-                "layers (for layer in …: layer.compile()) or the whole model.",
+        elif not state.warned:
+            state.warned = True
+            warnings.warn(  # of all units in the same words, which Python shows once
+                "layers with a choice compile_budget do not run compiled: they save everything. Compile them (for "
+                "layer in …: layer.compile()) or the whole model.",
                 stacklevel=3,
             )
     return call_inner(module, state, args, kwargs)

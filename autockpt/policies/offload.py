@@ -21,7 +21,7 @@ from autockpt.devices.transport import OffloadTransports, Transports
 from autockpt.policies.attachment import Attachment, call_inner, is_enabled
 from autockpt.policies.base import PlannedUnit, Policy, PolicySession, device_of
 from autockpt.policies.compiling import compiled_by, eagerly, outside_graphs, run_as_it_is
-from autockpt.policies.conflicts import refuse_by_message, refuse_capture, refuse_modules, refuse_native
+from autockpt.policies.conflicts import refuse_by_message, refuse_capture, refuse_modules
 from autockpt.policies.recompute import RecomputePolicy
 from autockpt.policies.saving import keep_identity
 from autockpt.schema.graph import Tier
@@ -52,17 +52,13 @@ class Pipeline:
 
     def begin(self) -> None:
         """A forward of the whole model begins: its units are not neighbours of an earlier forward's."""
-        self._last: OffloadedCall | None = None
+        self.last: OffloadedCall | None = None
         self._unsettled: list[tuple[OffloadState, OffloadedCall]] = []  # whose forwards have ended
-
-    def open(self, state: OffloadState, device: torch.device) -> OffloadedCall:
-        """A unit's forward begins."""
-        return OffloadedCall(state.unit, device, self._last, self.transport(device, state.tier))
 
     def close(self, state: OffloadState, group: OffloadedCall) -> None:
         """A unit's forward has ended."""
         self.passed(state.place)
-        self._last = group
+        self.last = group
         if group.transport.copy_queues:
             self._unsettled.append((state, group))
         else:
@@ -118,12 +114,12 @@ def run_offloaded(module: nn.Module, state: OffloadState, /, *args: Any, **kwarg
         if not is_enabled(state):
             with compiled_by(compiler):
                 return call_inner(module, state, args, kwargs)
-        refuse_native(module, state.unit)
         tensors = tensors_of((args, kwargs))
         hidden = next((t for t in tensors if t.is_floating_point()), None)
         device = device_of(module) if hidden is None else hidden.device
         refuse_capture(device, state.unit)
-        group = state.pipeline.open(state, device)
+        pipeline = state.pipeline
+        group = OffloadedCall(state.unit, device, pipeline.last, pipeline.transport(device, state.tier))
         observer = state.check.observer() if state.check is not None else None
         outside = [t for t in tensors if t is not hidden] + state.buffers(module)
         offloading = OffloadHooks(group, outside, module, observer, hidden)
@@ -136,7 +132,7 @@ def run_offloaded(module: nn.Module, state: OffloadState, /, *args: Any, **kwarg
             raise
         if isinstance(observer, CheckedCall):
             _forward_ended(observer)
-        state.pipeline.close(state, group)
+        pipeline.close(state, group)
         return output
 
 

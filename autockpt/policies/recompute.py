@@ -16,7 +16,7 @@ from autockpt.errors import ConflictError
 from autockpt.policies.attachment import Attachment, call_inner, is_enabled
 from autockpt.policies.base import PlannedUnit, Policy, PolicySession
 from autockpt.policies.compiling import outside_graphs, run_as_it_is, traces_backward
-from autockpt.policies.conflicts import refuse_by_message, refuse_modules, refuse_native
+from autockpt.policies.conflicts import refuse_by_message, refuse_modules
 from autockpt.policies.joint_graph import claim
 from autockpt.policies.kv_cache import with_caches, without_caches
 from autockpt.policies.saving import keep_identity
@@ -130,7 +130,6 @@ def _inside_graph(module: nn.Module, state: RecomputeState, args: tuple[Any, ...
 
 def run_in_frame(module: nn.Module, state: RecomputeState, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The unit's forward, and in backward once more. Errors as ``run_recomputed``."""
-    refuse_native(module, state.unit)
     forward = state.call
     if (exchanged := without_caches(state.unit, args, kwargs)) is not None:
         (args, kwargs), forward = exchanged, state.call_with_caches

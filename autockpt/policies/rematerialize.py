@@ -24,7 +24,7 @@ from autockpt.errors import ConflictError
 from autockpt.policies.attachment import Attachment, call_inner, is_enabled
 from autockpt.policies.base import PlannedUnit, Policy, PolicySession, modules_named, setting
 from autockpt.policies.compiling import outside_graphs, run_as_it_is
-from autockpt.policies.conflicts import refuse_by_message, refuse_modules, refuse_native, sequence_nr
+from autockpt.policies.conflicts import refuse_by_message, refuse_modules, sequence_nr
 from autockpt.policies.saving import keep_identity
 from autockpt.policies.watching import Watching
 from autockpt.schema.choices import ATTENTION, EVERYTHING, Choice, Remake
@@ -97,7 +97,6 @@ def run_rematerialized(module: nn.Module, state: RemakeState, /, *args: Any, **k
     """
     if not is_enabled(state):
         return call_inner(module, state, args, kwargs)
-    refuse_native(module, state.unit)
     call = RecordedCall(state.recorded(module), args, kwargs)
     observer = state.check.observer(new=call.is_first) if state.check is not None else None
     before = sequence_nr()
