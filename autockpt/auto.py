@@ -22,7 +22,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from autockpt.errors import AutockptError, UsageError
+from autockpt.errors import AutockptError, PlanError, UsageError
 
 if TYPE_CHECKING:
     from torch import nn
@@ -83,25 +83,19 @@ class ModelWatch:
         """Attach the plan where this call is a training step of a model that it fits."""
         import torch
 
-        if not module._modules or not torch.is_grad_enabled() or module in self._rejected:
-            return
-        if (why := self._misfit(module)) is not None:
-            self._rejected.add(module)
-            self._explain(module, why)
-        # a frozen teacher of the same build is none; it is asked again, for a model may be thawed
-        elif any(p.requires_grad for p in module.parameters()):
-            self._attach(module)
-
-    def _misfit(self, module: nn.Module) -> str | None:
-        """Why the plan is not for this module; None where it is."""
-        from autockpt.errors import PlanError
         from autockpt.runtime import choices_for
 
+        if not module._modules or not torch.is_grad_enabled() or module in self._rejected:
+            return
         try:
             choices_for(module, self.plan)
         except PlanError as error:
-            return error.message
-        return None
+            self._rejected.add(module)
+            self._explain(module, error.message)
+        else:
+            # a frozen teacher of the same build is none; it is asked again, for a model may be thawed
+            if any(p.requires_grad for p in module.parameters()):
+                self._attach(module)
 
     def _explain(self, module: nn.Module, why: str) -> None:
         """Keep the reasons for whole models, not for their parts, which are called within them."""
@@ -122,14 +116,11 @@ class ModelWatch:
 
         self.uninstall()
         self.settled = True
+        name = type(module).__name__
         if attached_path(module) is None:
-            try:
-                handle = apply(module, self.plan)
-            except AutockptError as error:
-                _fail(error)
-            _say(f"{self.path} is attached to {type(module).__name__}\n{handle}")
+            _say(f"{self.path} is attached to {name}\n{_or_end(apply, module, self.plan)}")
         else:
-            _say(f"{type(module).__name__} has a plan already, which is left as it is; {self.path} is not used")
+            _say(f"{name} has a plan already, which is left as it is; {self.path} is not used")
         weakref.finalize(module, self.install).atexit = False
 
     def report(self) -> None:
@@ -144,29 +135,27 @@ class ModelWatch:
 def start() -> ModelWatch | None:
     """What the import does. Ends the process with exit code 2 where plan or budget cannot be read."""
     path, budget = (os.environ.get(name, "").strip() for name in (VARIABLE, BUDGET))
-    try:
-        if path and budget:
-            raise UsageError(
-                f"{VARIABLE} and {BUDGET} are both set", remedy="Set one: a plan, or a budget to find one."
-            )
-        if budget:
-            _search_in_trainers(budget)
-            return None
-        if not path:
-            _say(f"neither {VARIABLE} nor {BUDGET} is set, so `import autockpt.auto` does nothing.")
-            return None
+    if path and budget:
+        _fail(UsageError(f"{VARIABLE} and {BUDGET} are both set", remedy="Set one: a plan, or a budget to find one."))
+    if budget:
+        _or_end(_search_in_trainers, budget)
+    elif path:
         from autockpt.schema.runs import plan_at
 
-        watch = ModelWatch(plan_at(Path(path)), path)
-    except AutockptError as error:
-        _fail(error)
-    watch.install()
-    atexit.register(watch.report)
-    return watch
+        watch = ModelWatch(_or_end(plan_at, Path(path)), path)
+        watch.install()
+        atexit.register(watch.report)
+        return watch
+    else:
+        _say(f"neither {VARIABLE} nor {BUDGET} is set, so `import autockpt.auto` does nothing.")
+    return None
 
 
 def _search_in_trainers(budget: str) -> None:
-    """Every Trainer that is made from now on gets a callback which searches; at exit it is said where none was made."""
+    """Every Trainer that is made from now on gets a callback which searches; at exit it is said where none was made.
+
+    The callback ends the process with one screen where no plan can be had, and leaves one of the script's own alone.
+    """
     from autockpt.schema.sizes import parse_budget
 
     parse_budget(budget)  # a malformed one is said now, not after seconds of imports
@@ -177,8 +166,6 @@ def _search_in_trainers(budget: str) -> None:
     used: list[bool] = []
 
     class Searching(AutockptCallback):
-        """Ends the process with one screen where no plan can be had; leaves a callback of the script's own alone."""
-
         def __init__(self) -> None:
             super().__init__(budget=budget)
             self._stands_back = False
@@ -196,13 +183,11 @@ def _search_in_trainers(budget: str) -> None:
             self._unless_it_stands_back(super().on_step_begin, args, kwargs)
 
         def _find(self, *args: Any) -> Plan:
-            return self._unless_it_stands_back(super()._find, args, {})
+            return _or_end(super()._find, *args)
 
-        def _unless_it_stands_back(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-            try:
-                return None if self._stands_back else call(*args, **kwargs)
-            except AutockptError as error:
-                _fail(error)
+        def _unless_it_stands_back(self, call: Callable[..., Any], args: Any, kwargs: Any) -> None:
+            if not self._stands_back:
+                _or_end(call, *args, **kwargs)
 
     trainer.DEFAULT_CALLBACKS.append(Searching)  # type: ignore[arg-type]
     atexit.register(_say_unused, used)
@@ -214,6 +199,14 @@ def _say_unused(used: list[bool]) -> None:
             f"{BUDGET} changed nothing, because no Trainer of transformers trained in this process. Lightning takes "
             "AutockptLightningCallback(budget=…); a loop of your own calls autockpt.search and autockpt.apply."
         )
+
+
+def _or_end(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """What ``call`` returns; where it raises an error of autockpt, that ends the script."""
+    try:
+        return call(*args, **kwargs)
+    except AutockptError as error:
+        _fail(error)
 
 
 def _fail(error: AutockptError) -> NoReturn:

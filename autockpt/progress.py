@@ -11,19 +11,18 @@ from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
     Progress,
-    ProgressColumn,
     SpinnerColumn,
     Task,
     TextColumn,
     TimeElapsedColumn,
+    TimeRemainingColumn,
 )
-from rich.table import Column
 from rich.text import Text
 
 from autockpt.schema import Trial, format_binary, words
 
-SILENT = 2.0  # seconds after which a stage says how far it came
-QUIET = 5.0  # seconds without a line after which a stage says that it still runs; twice as many before the next time
+QUIET = 5.0  # seconds without a line after which a stage says how far it is; twice as many before the next time
+SILENT = 2.0  # seconds after which a trial says how far its stage is
 LOOKS = 1.0  # seconds between two looks whether it is time for that
 SHOWN = 0.1  # seconds of compiling that are worth a word
 STATES = {
@@ -37,49 +36,17 @@ STATES = {
 FITS = {True: "fits", False: "over the budget", None: ""}
 
 
-class Stage:
-    """Where the present stage of a command is, and how long it takes yet. ``clock`` returns seconds."""
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self.clock = clock
-        self.begin("", None)
-
-    @property
-    def elapsed(self) -> float:
-        """Seconds since the present stage began."""
-        return self.clock() - self._began
-
-    def begin(self, name: str, total: int | None) -> None:
-        """A stage begins; ``total`` steps where known."""
-        self.name, self.total, self.done = name, total or 0, 0
-        self._began = self._came = self.clock()
-
-    def advance(self, steps: int) -> None:
-        """The present stage came so many steps further."""
-        self.done += steps
-        self._came = self.clock()
-
-    def left(self) -> float | None:
-        """Seconds until the present stage ends, by the steps that are over; None where nothing tells."""
-        if not 0 < self.done < self.total:
-            return None
-        elapsed, since = self.elapsed, self.clock() - self._came
-        # of the steps that are over, or as far as the present one has come
-        each = max((elapsed - since) / self.done, elapsed / (self.done + 1))
-        return max(each, each * (self.total - self.done) - since)
-
-
 class LineListener:
-    """One line per stage and trial, for logs and pipes: ``say`` gets them.
+    """One line per stage and trial, for logs and pipes: ``say`` gets them. ``clock`` returns seconds.
 
     As a context manager it also says, from a thread of its own, that a stage about which nothing is heard still runs.
     """
 
     def __init__(self, say: Callable[[str], None], clock: Callable[[], float] = time.monotonic) -> None:
-        self._say = say
-        self._stage, self._clock = Stage(clock), clock
+        self._say, self._clock = say, clock
         self.trials = 0
-        self._start = self._told = self._clock()
+        self._stage, self._total, self._done = "", 0, 0
+        self._start = self._told = self._began = self._came = clock()
         self._quiet = QUIET
         self._lock = threading.Lock()
         self._ended = threading.Event()
@@ -95,21 +62,20 @@ class LineListener:
 
     def stage(self, name: str, total: int | None = None) -> None:
         with self._lock:
-            self._stage.begin(name, total)
+            self._stage, self._total, self._done, self._quiet = name, total or 0, 0, QUIET
+            self._began = self._came = self._clock()
             self._line(f"{name} …")
-            self._quiet = QUIET
 
     def advance(self, steps: int = 1) -> None:
         with self._lock:
-            self._stage.advance(steps)
-            if self._clock() - self._told > SILENT and (left := self._left()):
-                self._line(f"{self._stage.name}: {left}")
+            self._done += steps
+            self._came = self._clock()
 
     def trial(self, trial: Trial, best: Trial | None) -> None:
+        self.advance()
         with self._lock:
-            self._stage.advance(1)
             self.trials += 1
-            left = self._left() if self._stage.elapsed > SILENT else ""
+            left = self._left() if self._clock() - self._began > SILENT else ""
             self._line(describe_trial(trial, best) + (f"  ({left})" if left else ""))
 
     def note(self, text: str) -> None:
@@ -119,21 +85,26 @@ class LineListener:
     def pulse(self) -> None:
         """Say that the stage still runs, where nothing was said for a while: what is left, or how long it took."""
         with self._lock:
-            if self._stage.name and self._clock() - self._told >= self._quiet:
+            now = self._clock()
+            if self._stage and now - self._told >= self._quiet:
                 self._quiet *= 2
-                self._line(f"{self._stage.name}: {self._left() or f'{words.seconds(self._stage.elapsed)} so far'}")
+                self._line(f"{self._stage}: {self._left() or f'{words.seconds(now - self._began)} so far'}")
 
     def _watch(self) -> None:
         while not self._ended.wait(LOOKS):
             self.pulse()
 
     def _left(self) -> str:
-        """How far the stage is, and what is left of it; "" where that is not known or nothing is."""
-        stage, seconds = self._stage, self._stage.left()
-        if seconds is None:
+        """How far the stage is, and what is left of it by the steps that are over; "" where nothing tells."""
+        if not 0 < self._done < self._total:
             return ""
-        far = f"{stage.done} of {stage.total}, " if 0 < stage.done < stage.total else ""
-        return f"{far}about {_rough(seconds)} left"
+        elapsed, since = self._clock() - self._began, self._clock() - self._came
+        # of the steps that are over, or as far as the present one has come
+        each = max((elapsed - since) / self._done, elapsed / (self._done + 1))
+        left = max(each, each * (self._total - self._done) - since)
+        # nobody knows the tenths of what is left
+        rough = f"{max(round(left), 1)} s" if left < 99.5 else words.seconds(left)
+        return f"{self._done} of {self._total}, about {rough} left"
 
     def _line(self, text: str) -> None:
         self._told = self._clock()
@@ -147,31 +118,18 @@ class _Count(MofNCompleteColumn):
         return Text("") if task.total is None else super().render(task)
 
 
-class _Left(ProgressColumn):
-    """``12 s left``, and nothing where that cannot be told."""
-
-    def __init__(self, stage: Stage) -> None:
-        super().__init__(Column(no_wrap=True))
-        self._stage = stage
-
-    def render(self, task: Task) -> Text:
-        left = self._stage.left() if task.visible else None
-        return Text("" if left is None else f"{_rough(left)} left", style="progress.remaining")
-
-
 class BarListener:
     """A bar for the current stage, with the best plan so far next to it; notes scroll above."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
-        self._stage = Stage()
         self._progress = Progress(
             SpinnerColumn(),
             TextColumn("{task.description}"),
             BarColumn(bar_width=24),
             _Count(),
             TimeElapsedColumn(),
-            _Left(self._stage),
+            TimeRemainingColumn(compact=True),
             TextColumn("{task.fields[best]}", style="dim"),
             console=console,
             transient=True,
@@ -186,16 +144,13 @@ class BarListener:
         self._progress.stop()
 
     def stage(self, name: str, total: int | None = None) -> None:
-        self._stage.begin(name, total)
         self._progress.remove_task(self._task)
         self._task = self._progress.add_task(name, total=total, best="")
 
     def advance(self, steps: int = 1) -> None:
-        self._stage.advance(steps)
         self._progress.advance(self._task, steps)
 
     def trial(self, trial: Trial, best: Trial | None) -> None:
-        self._stage.advance(1)
         said = f"best {describe_numbers(best)}" if best else "nothing fits yet"
         self._progress.update(self._task, advance=1, best=said)
 
@@ -208,11 +163,6 @@ def listener(console: Console) -> LineListener | BarListener:
     if console.is_terminal and not console.is_dumb_terminal:
         return BarListener(console)
     return LineListener(lambda line: console.print(Text(line), soft_wrap=True))
-
-
-def _rough(seconds: float) -> str:
-    """``12 s``: nobody knows the tenths of what is left."""
-    return f"{max(round(seconds), 1)} s" if seconds < 99.5 else words.seconds(seconds)
 
 
 def describe_trial(trial: Trial, best: Trial | None) -> str:

@@ -15,9 +15,10 @@ from pydantic import ValidationError
 
 from autockpt.analysis.explain import estimate_step, explain_run
 from autockpt.analysis.explain import explain as explained
+from autockpt.analysis.explanation import Explanation
 from autockpt.analysis.page import page_of
 from autockpt.analysis.subject import ExplainRequest, budget_for, hardware_for
-from autockpt.analysis.verify import verify as verified
+from autockpt.analysis.verify import verify
 from autockpt.errors import UsageError
 from autockpt.progress import listener
 from autockpt.schema import (
@@ -29,24 +30,21 @@ from autockpt.schema import (
     Silence,
     WorkloadSpec,
 )
-from autockpt.schema.arguments import python_door
 from autockpt.schema.base import unfit
 from autockpt.schema.batches import BatchAnswer
-from autockpt.schema.explanation import Explanation
 from autockpt.schema.plan import CompileMode
 from autockpt.schema.request import TRIALS
 from autockpt.schema.runs import plan_at
 from autockpt.terminal import console
-from autockpt.tracing import trace as traced
+from autockpt.tracing import trace
 from autockpt.tuning import answer, search_request
 from autockpt.tuning import estimate as estimated
 from autockpt.tuning.door import refuse_both, refuse_described
 from autockpt.workload import Step
 
-trace, verify = python_door(traced), python_door(verified)
+__all__ = ["estimate", "explain", "search", "trace", "verify"]
 
 
-@python_door
 def search(
     step: Step | str,
     *,
@@ -138,7 +136,6 @@ def search(
     return found.plan
 
 
-@python_door
 def estimate(
     models: str | Sequence[str] | Step,
     *,
@@ -158,10 +155,9 @@ def estimate(
         return estimate_step(models, batch_sizes, seq_lens)
     sizes = {"batch_sizes": batch_sizes, "seq_lens": seq_lens}
     given = {name: value for name, value in sizes.items() if value is not None}
-    return python_door(estimated)(models, **given, **described)
+    return estimated(models, **given, **described)
 
 
-@python_door
 def explain(
     plan: Plan | str | Path | None = None,
     *,

@@ -24,16 +24,6 @@ def test_elsewhere_there_is_a_line_per_trial() -> None:
     assert "448 ms ±0.8 %, 441 MiB  fits  best so far" in text and "~451 ms, 441 MiB  out of memory" in text
 
 
-def test_a_long_stage_says_how_far_it_came_and_what_is_left() -> None:
-    said: list[str] = []
-    now = [0.0]
-    lines = LineListener(said.append, lambda: now[0])
-    lines.stage("finals", 15)
-    for now[0], steps in ((1.0, 3), (4.0, 3), (5.0, 3), (8.0, 6)):
-        lines.advance(steps)
-    assert [line.partition("] ")[2] for line in said] == ["finals …", "finals: 6 of 15, about 6 s left"]
-
-
 def test_a_silent_stage_reports_ever_less_often() -> None:
     said: list[str] = []
     now = [0.0]

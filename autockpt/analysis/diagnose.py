@@ -8,6 +8,7 @@ from typing import Any
 
 from pydantic import Field
 
+from autockpt.analysis.explanation import Holding
 from autockpt.analysis.holdings import StepBytes, peak_op
 from autockpt.analysis.oom_log import DeviceFailure, LogReading, Stage
 from autockpt.cost import simulated_memory
@@ -24,7 +25,6 @@ from autockpt.schema import (
     format_binary,
 )
 from autockpt.schema.base import Data, Facts
-from autockpt.schema.explanation import Holding
 from autockpt.schema.outlook import Alternative
 from autockpt.shipped import list_hardware, load_hardware, load_space
 from autockpt.tracing import tracer_for

@@ -12,8 +12,8 @@ from html import escape
 
 from markupsafe import Markup
 
+from autockpt.analysis.explanation import Curve
 from autockpt.schema import format_binary, words
-from autockpt.schema.explanation import Curve
 from autockpt.schema.runs import undominated
 
 

@@ -10,6 +10,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+from autockpt.analysis.explanation import Bargain, Explanation, Front, Speed
 from autockpt.analysis.holdings import StepBytes, curve, joined, moment, peak_op, telling_op
 from autockpt.analysis.subject import (
     OTHER_WORKLOAD,
@@ -51,11 +52,10 @@ from autockpt.schema import (
 )
 from autockpt.schema.choices import OFFLOAD, Offload, RecomputeOffload
 from autockpt.schema.device import WITHOUT_STREAMS
-from autockpt.schema.explanation import Bargain, Explanation, Front, Largest, Speed
 from autockpt.schema.runs import RunDirectory, undominated
 from autockpt.schema.words import step_note
 from autockpt.shipped import load_space
-from autockpt.tuning.sizes import largest_sizes, resized
+from autockpt.tuning.sizes import Largest, largest_sizes, resized
 from autockpt.tuning.targets.shallow_twin import calls_per_candidate
 from autockpt.workload import Step
 

@@ -9,9 +9,9 @@ from functools import cached_property
 
 import numpy as np
 
+from autockpt.analysis.explanation import Alive, Curve, Holding, Moment, Slice, resampled
 from autockpt.cost.step import UNTOUCHED, base_name
 from autockpt.schema import Graph, Op, Storage
-from autockpt.schema.explanation import Alive, Curve, Holding, Moment, Slice, resampled
 from autockpt.schema.names import fold, folded
 from autockpt.tracing.kernels.timeline import bytes_timeline
 

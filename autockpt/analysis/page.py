@@ -16,14 +16,13 @@ from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
 from autockpt.analysis import draw
-from autockpt.analysis.answer import answer_rows, loading_lines
 from autockpt.analysis.explain import explain_run
+from autockpt.analysis.explanation import Curve, Explanation
 from autockpt.analysis.holdings import StepBytes, curve
-from autockpt.analysis.sentences import choice_words, place_words, reason_words, speed_words
+from autockpt.analysis.sentences import answer_rows, choice_words, loading_lines, place_words, reason_words, speed_words
 from autockpt.errors import RunDirectoryError
 from autockpt.schema import SAVE, Comparison, Plan, SearchOutcome, Trial, format_binary, words
 from autockpt.schema.choices import legend
-from autockpt.schema.explanation import Curve, Explanation
 from autockpt.schema.files import write_file
 from autockpt.schema.known import OURS, legend_of_names
 from autockpt.schema.names import outermost

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from autockpt.analysis.explanation import Basis
 from autockpt.cost import CostModel, UniformRuns, cached_op_times, simulated_memory
 from autockpt.cost.roofline import nominal_op_times, roofline_times
 from autockpt.devices import get_device
@@ -33,7 +34,6 @@ from autockpt.schema import (
     WorkloadSpec,
     parse_budget,
 )
-from autockpt.schema.explanation import Basis
 from autockpt.shipped import list_hardware, load_hardware, load_space
 from autockpt.tracing import Tracer, open_tracer
 from autockpt.tuning.opening import Traced, live_settings, traced, traced_for, workload_key

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from autockpt.analysis.subject import OTHER_WORKLOAD, made_for
+from autockpt.analysis.verification import Check, CheckState, VerifyReport
 from autockpt.errors import AutockptError, ConflictError, DeviceOutOfMemory, PlanError, RerunMismatch
 from autockpt.measuring import LocalMeasurer, Measurer, WorkerMeasurer
 from autockpt.measuring.base import beats_counted
@@ -27,7 +28,6 @@ from autockpt.schema.request import Listener, Silence
 from autockpt.schema.runs import plan_file
 from autockpt.schema.sizes import format_bytes
 from autockpt.schema.trial import Measurement
-from autockpt.schema.verification import Check, CheckState, VerifyReport
 from autockpt.schema.workload import WorkloadSpec
 from autockpt.verification import Observation, UnitRuns, judge, observe_reference
 from autockpt.workload import Step

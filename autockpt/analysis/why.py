@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from autockpt.analysis.explanation import BudgetStep, Reach, Why
 from autockpt.analysis.subject import ExplainRequest
 from autockpt.cost import CostModel
 from autockpt.schema import Choice, Prediction, Profile, ResolvedBudget, format_binary, plan_hash
-from autockpt.schema.explanation import BudgetStep, Reach, Why
 from autockpt.schema.known import NONE, known_plans
 from autockpt.schema.runs import RunDirectory
 from autockpt.solvers import Checked, refine, refine_segmented

@@ -10,8 +10,8 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from autockpt.analysis.answer import answer_rows
 from autockpt.analysis.oom_log import read_log
+from autockpt.analysis.sentences import answer_rows
 from autockpt.cli import screen
 from autockpt.cli.guard import guarded
 from autockpt.cli.options import arg, flag, opt, takes_workload, workload_spec

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from autockpt.analysis.explanation import Curve, Explanation, Front, Slice, resampled
 from autockpt.analysis.sentences import basis_mark, choice_words, largest_words, place_words, reason_words, speed_words
 from autockpt.cli import screen
 from autockpt.cli.guard import guarded
@@ -19,7 +20,6 @@ from autockpt.cli.options import DEVICE, arg, flag, opt, takes_workload, workloa
 from autockpt.errors import InfeasibleError, UsageError
 from autockpt.progress import listener
 from autockpt.schema import Graph, format_binary, format_bytes, words
-from autockpt.schema.explanation import Curve, Explanation, Front, Slice, resampled
 from autockpt.schema.graph import Span
 from autockpt.schema.runs import plan_at
 from autockpt.terminal import bar, bullets, heading, plain_table, print_legend, remarks, shown

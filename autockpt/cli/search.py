@@ -17,7 +17,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from autockpt.analysis.answer import AnswerRow, answer_rows, loading_lines
+from autockpt.analysis.sentences import AnswerRow, answer_rows, loading_lines
 from autockpt.cli import screen
 from autockpt.cli.guard import INTERRUPTED, guarded
 from autockpt.cli.options import (

@@ -8,14 +8,13 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from autockpt.analysis.verification import MARKS, VerifyReport
 from autockpt.cli import screen
 from autockpt.cli.guard import FAILED, guarded
 from autockpt.cli.options import DEVICE, JOB, arg, flag, job_file, workload_spec
 from autockpt.errors import UsageError
 from autockpt.progress import listener
-from autockpt.schema import VerifyReport
 from autockpt.schema.runs import plan_at
-from autockpt.schema.verification import MARKS
 from autockpt.terminal import bullets, plain_table
 
 

@@ -45,5 +45,4 @@ from autockpt.schema.sizes import (
 )
 from autockpt.schema.space import SearchSpace
 from autockpt.schema.trial import Measurement, Prediction, Trial, TrialState
-from autockpt.schema.verification import VerifyReport
 from autockpt.schema.workload import WorkloadSpec

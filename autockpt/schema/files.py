@@ -7,8 +7,9 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import secrets
+import shutil
 import stat
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -36,18 +37,17 @@ def atomic_write(path: Path, data: bytes | str, *, parents: bool = False) -> Non
     path = Path(path)
     if parents:
         path.parent.mkdir(parents=True, exist_ok=True)
-    raw = data.encode() if isinstance(data, str) else data
-    handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(raw)
+        with temporary.open("xb") as file:
+            file.write(data.encode() if isinstance(data, str) else data)
             file.flush()
             os.fsync(file.fileno())
-        os.chmod(temporary, _mode_of(path))
+        with contextlib.suppress(FileNotFoundError):
+            shutil.copymode(path, temporary)
         os.replace(temporary, path)
     except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(temporary)
+        temporary.unlink(missing_ok=True)
         raise
 
 
@@ -84,16 +84,6 @@ def writing(path: Path, error: type[AutockptError], remedy: str = "Give a path y
         raise error(f"{path} cannot be written: {reason(why)}", remedy=remedy) from None
 
 
-def _mode_of(path: Path) -> int:
-    """The mode of the file that is replaced, else what an ordinary new file gets (mkstemp alone makes 0600)."""
-    try:
-        return path.stat().st_mode & 0o7777
-    except OSError:
-        mask = os.umask(0)
-        os.umask(mask)
-        return 0o666 & ~mask
-
-
 def set_aside(path: Path) -> Path:
     """Rename an existing file to the first free ``name.1``, ``name.2``, … and return the new path. Raises OSError."""
     number = 1
@@ -113,15 +103,10 @@ def open_regular(path: Path, flags: int = os.O_RDONLY, *, links: bool = False) -
         raise OSError(errno.ELOOP, "it is a symbolic link", str(path))
     flags |= (0 if links else getattr(os, "O_NOFOLLOW", 0)) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
     descriptor = os.open(path, flags, 0o644)
-    mode = os.fstat(descriptor).st_mode
-    if stat.S_ISREG(mode):
+    if stat.S_ISREG(os.fstat(descriptor).st_mode):
         return descriptor
     os.close(descriptor)
-    raise OSError(errno.EINVAL, f"it is {_kind(mode)}, not a file", str(path))
-
-
-def _kind(mode: int) -> str:
-    return "a pipe" if stat.S_ISFIFO(mode) else "a directory" if stat.S_ISDIR(mode) else "a device or socket"
+    raise OSError(errno.EINVAL, "it is no file, but a directory, a pipe or a device", str(path))
 
 
 def read_regular(path: Path, most: int = -1, *, links: bool = False) -> bytes:
@@ -136,10 +121,8 @@ def try_lock(descriptor: int) -> bool:
 
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:  # a file system without locks (some network mounts): better unprotected than unusable
-        return True
+    except OSError as error:  # a file system without locks (some network mounts): better unprotected than unusable
+        return not isinstance(error, BlockingIOError)
     return True
 
 

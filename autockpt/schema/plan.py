@@ -18,7 +18,6 @@ from pydantic import BeforeValidator, Field, PrivateAttr, ValidationError, model
 
 from autockpt.errors import PlanError
 from autockpt.schema import planfile, words
-from autockpt.schema.arguments import python_door
 from autockpt.schema.base import Data, Facts
 from autockpt.schema.choices import SAVE, Choice, CompileBudget, choice_kinds, dump_choice, dump_choices, parse_choices
 from autockpt.schema.device import Environment
@@ -102,21 +101,11 @@ class ChoiceSet(Data):
     measured: Measurement | None = None
     choices: Choices = Field(min_length=1)
 
-    @classmethod
-    def of(cls, hash: str, values: Mapping[str, Any]) -> ChoiceSet:
-        """A set of these values, ``hash`` being that of its choices."""
-        when: When = values["when"]
-        return cls(**{**values, "hash": f"{hash}@{when.tokens}" if hash else ""})
-
     @property
     def hash_of_choices(self) -> str:
         """The hash of the choices, as long as they are still for the batches that they were found for."""
         found, _, tokens = self.hash.partition("@")
         return found if tokens in ("", str(self.when.tokens)) else "edited"
-
-    def written(self) -> dict[str, Any]:
-        """As it stands in a plan's file."""
-        return self.model_dump(mode="json", exclude_defaults=True) | {"choices": dump_choices(self.choices)}
 
 
 class Plan(Data):
@@ -207,7 +196,6 @@ class Plan(Data):
         return cls(hash=plan_hash(choices), model=structure, choices=fold(choices), **rest)
 
     @classmethod
-    @python_door
     def load(cls, path: str | Path) -> Plan:
         """Read and validate a plan file. Raises PlanError naming file, line and remedy."""
         document = planfile.read_document(Path(path))
@@ -219,7 +207,6 @@ class Plan(Data):
                 each.expand_planned()  # so that patterns which clash or match nothing are refused here, with their line
         return plan
 
-    @python_door
     def save(self, path: str | Path, *, existing: Literal["refuse", "set_aside", "replace"] = "refuse") -> Path | None:
         """Write the plan, whole or not at all. The same plan again is no conflict.
 
@@ -254,7 +241,10 @@ class Plan(Data):
         if self.workload is not None:
             data["workload"] = self.workload.model_dump(mode="json", exclude_none=True)
         if self.smaller_batches:
-            data["smaller_batches"] = [each.written() for each in self.smaller_batches]
+            data["smaller_batches"] = [
+                each.model_dump(mode="json", exclude_defaults=True) | {"choices": dump_choices(each.choices)}
+                for each in self.smaller_batches
+            ]
         if not self.hash:
             data.pop("hash", None)
         return planfile.render({key: data[key] for key in Plan.model_fields if key in data}, name)
@@ -289,10 +279,13 @@ class Plan(Data):
 
     def with_smaller(self, others: Iterable[Plan]) -> Plan:
         """This plan for all batches but those that one of ``others`` is for: its ``when`` says which."""
-        fields = self._fields
-        sets = [ChoiceSet.of(plan.hash, {name: getattr(plan, name) for name in OF_A_SET}) for plan in others]
-        fields["smaller_batches"] = tuple(sorted(sets, key=lambda each: each.when.tokens))
-        return Plan(**fields)
+        sets = []
+        for plan in others:
+            each = ChoiceSet(**{name: getattr(plan, name) for name in OF_A_SET})
+            of_batches = f"{plan.hash}@{each.when.tokens}" if plan.hash else ""
+            sets.append(each.model_copy(update={"hash": of_batches}))
+        sets.sort(key=lambda each: each.when.tokens)
+        return Plan(**self._fields | {"smaller_batches": tuple(sets)})
 
     @property
     def file(self) -> str:

@@ -32,7 +32,6 @@ from typing import Any, Literal, Self, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from autockpt.errors import PlanError, RunDirectoryError, without_passwords
-from autockpt.schema.arguments import python_door
 from autockpt.schema.base import first_violation
 from autockpt.schema.device import Environment
 from autockpt.schema.files import FULL, atomic_write, open_regular, read_regular, reason, set_aside, try_lock
@@ -592,7 +591,6 @@ def _head(answer: Plan | None, trial: Trial, units: tuple[Unit, ...]) -> list[Un
 # -- a run for people in Python --------------------------------------------------------------------------------------
 
 
-@python_door
 def open_run(path: str | Path) -> Run:
     """The run in a directory that a search made. Raises RunDirectoryError where there is none."""
     return Run(RunDirectory.open(path))
@@ -627,7 +625,6 @@ class Run:
         """Trials that no other is both leaner and faster than, leanest first, whether they fit the budget or not."""
         return pareto_front(self.trials)
 
-    @python_door
     def best(self, count: int = 1) -> list[Trial]:
         """The fastest plans that fit, fastest first; fewer where no more were tried."""
         return best(self.trials, count)
@@ -637,7 +634,6 @@ class Run:
         """The answer of the search; None where there is none yet."""
         return self._directory.plan()
 
-    @python_door
     def plan_of(self, number: int) -> Plan:
         """The plan of a trial. Raises RunDirectoryError for a number that the run does not have."""
         return plan_of_trial(self._directory, trial_of(self._directory, number))

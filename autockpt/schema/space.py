@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Container
-from typing import Annotated
+from collections.abc import Container, Iterable
+from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
@@ -11,7 +11,7 @@ from autockpt.errors import UsageError
 from autockpt.schema.base import Data, did_you_mean
 from autockpt.schema.choices import head_kinds, searched_kinds
 
-SPACE_VERSION = 1
+SPACE_VERSION: Literal[1] = 1
 _BY_OPTION = {"chunked_loss": "--allow-inexact (its gradients are equal up to rounding)", "compile_budget": "--compile"}
 HIDDEN_COPIES = "hidden_copies"
 
@@ -35,16 +35,15 @@ class Knob(Data):
         return self
 
 
-def _known_version(value: int) -> int:
-    if value != SPACE_VERSION:
-        raise ValueError(f"this version of autockpt reads search spaces of version {SPACE_VERSION}")
-    return value
-
-
 def _sane_margins(value: tuple[float, ...]) -> tuple[float, ...]:
     if not value or not all(0 <= m < 1 for m in value):
         raise ValueError("margins are shares of the budget, from 0 up to but not including 1")
     return value
+
+
+def _refuse_unknown(what: str, given: Iterable[str], known: tuple[str, ...]) -> None:
+    if unknown := [word for word in given if word not in known]:
+        raise ValueError(f"unknown {what} {unknown[0]!r}; known are {', '.join(known)}")
 
 
 class SearchSpace(Data):
@@ -56,7 +55,7 @@ class SearchSpace(Data):
     besides, in all plans of a search. The solver's plans at ``margins`` are tried first.
     """
 
-    search_space: Annotated[int, AfterValidator(_known_version)] = SPACE_VERSION
+    search_space: Literal[1] = SPACE_VERSION
     name: str = ""
     description: str = ""
     choices: tuple[str, ...] = Field(default_factory=searched_kinds, description="kinds; always with save")
@@ -68,22 +67,18 @@ class SearchSpace(Data):
     @classmethod
     def _known_choices(cls, value: tuple[str, ...]) -> tuple[str, ...]:
         known = searched_kinds()
-        if unknown := [c for c in value if c not in known]:
-            raise ValueError(f"unknown choice {unknown[0]!r}; known are {', '.join(known)}")
+        _refuse_unknown("choice", value, known)
         return tuple(c for c in known if c in value or c == "save")
 
     @field_validator("head")
     @classmethod
     def _known_for_heads(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        if unknown := [c for c in value if c not in head_kinds()]:
-            raise ValueError(f"no choice for an output head: {unknown[0]!r}; known are {', '.join(head_kinds())}")
+        _refuse_unknown("choice for an output head", value, head_kinds())
         return value
 
     @model_validator(mode="after")
     def _fitting_knobs(self) -> SearchSpace:
-        known = known_knobs()
-        if unknown := [k for k in self.knobs if k not in known]:
-            raise ValueError(f"unknown knob {unknown[0]!r}; known are {', '.join(known)}")
+        _refuse_unknown("knob", self.knobs, known_knobs())
         for name, knob in self.knobs.items():
             if name in ("margin", HIDDEN_COPIES) and not (knob.low >= 0 and knob.high <= 1):
                 raise ValueError(f"knobs go from 0 to 1 where they are shares, as {name} is")

@@ -10,11 +10,11 @@ from rich.console import Console
 
 from autockpt.analysis import diagnose as diagnosing
 from autockpt.analysis.diagnose import Diagnosis, Room, advice_of, verdict_of
+from autockpt.analysis.explanation import Holding
 from autockpt.analysis.oom_log import read_text
 from autockpt.cli.diagnose import print_diagnosis
 from autockpt.schema import Comparison, Prediction, WorkloadSpec
 from autockpt.schema.choices import parse_choice
-from autockpt.schema.explanation import Holding
 from autockpt.schema.outlook import Alternative
 from tests.analysis.logs import FORWARD, message
 

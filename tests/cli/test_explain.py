@@ -7,22 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autockpt.analysis.sentences import largest_words
-from autockpt.cli.explain import draw, print_explanation, print_ops
-from autockpt.schema import (
-    OFFLOAD,
-    RECOMPUTE,
-    SAVE,
-    Choice,
-    DeviceInfo,
-    Environment,
-    Plan,
-    Prediction,
-    ResolvedBudget,
-    Unit,
-    WorkloadSpec,
-)
-from autockpt.schema.explanation import (
+from autockpt.analysis.explanation import (
     Alive,
     Bargain,
     BudgetStep,
@@ -37,6 +22,21 @@ from autockpt.schema.explanation import (
     Span,
     Why,
     resampled,
+)
+from autockpt.analysis.sentences import largest_words
+from autockpt.cli.explain import draw, print_explanation, print_ops
+from autockpt.schema import (
+    OFFLOAD,
+    RECOMPUTE,
+    SAVE,
+    Choice,
+    DeviceInfo,
+    Environment,
+    Plan,
+    Prediction,
+    ResolvedBudget,
+    Unit,
+    WorkloadSpec,
 )
 from tests.analysis.samples import make_run
 from tests.samples import console, small_graph

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import signal
 import subprocess
 import sys
@@ -60,8 +61,6 @@ def test_an_answer_that_cannot_be_written_is_said_in_a_sentence(tmp_path: Path, 
 
 
 def test_scripts_get_json(capsys: pytest.CaptureFixture[str]) -> None:
-    import json
-
     leave(InfeasibleError("nothing fits", remedy="r", smallest_peak=7), as_json=True)
     said = capsys.readouterr()
     answer = json.loads(said.out)
@@ -86,53 +85,31 @@ def test_a_bug_is_called_one_and_leaves_a_log(
     assert "Traceback" in log.read_text() and "KeyError: 'x'" in log.read_text()
 
 
-@pytest.mark.parametrize("turned_into", [RecursionError("too deep"), None])
+@pytest.mark.parametrize(
+    ("number", "code", "word"), [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "SIGTERM")]
+)
+@pytest.mark.parametrize("turned_into", [KeyboardInterrupt(), RecursionError("too deep"), typer.Exit(130)], ids=repr)
 def test_an_interrupt_is_one_whatever_code_makes_of_it(
-    turned_into: Exception | None, capsys: pytest.CaptureFixture[str]
+    number: signal.Signals, code: int, word: str, turned_into: BaseException, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    before = signal.getsignal(signal.SIGINT)
+    before = signal.getsignal(number)
 
     @guarded
     def verb(**_: object) -> None:
         try:
-            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(number)
         except KeyboardInterrupt:
-            if turned_into is not None:
-                raise turned_into from None
-            raise
+            raise turned_into from None
 
     with pytest.raises(typer.Exit) as caught:
         verb()
     said = capsys.readouterr().err
-    assert caught.value.exit_code == 130 and "interrupted" in said and "bug" not in said
-    assert signal.getsignal(signal.SIGINT) is before
-
-
-@pytest.mark.parametrize("turned_into", [None, RecursionError("too deep"), typer.Exit(130)])
-def test_sigterm_is_an_interrupt_with_a_code_of_its_own(
-    turned_into: Exception | None, capsys: pytest.CaptureFixture[str]
-) -> None:
-    before = signal.getsignal(signal.SIGTERM)
-    assert before is signal.SIG_DFL
-
-    @guarded
-    def verb(**_: object) -> None:
-        try:
-            signal.raise_signal(signal.SIGTERM)
-        except KeyboardInterrupt:
-            raise turned_into or KeyboardInterrupt from None
-
-    with pytest.raises(typer.Exit) as caught:
-        verb()
-    said = capsys.readouterr().err
-    assert caught.value.exit_code == 143 and "bug" not in said and signal.getsignal(signal.SIGTERM) is before
-    assert isinstance(turned_into, typer.Exit) or "ended by SIGTERM" in said
+    assert caught.value.exit_code == code and "bug" not in said and signal.getsignal(number) is before
+    assert isinstance(turned_into, typer.Exit) or word in said
 
 
 @pytest.mark.parametrize("printer", ["print", "screen.results().print"])
 def test_a_reader_that_went_away_is_no_error(printer: str) -> None:
-    import subprocess
-
     code = (
         "from autockpt.cli import screen\n"
         "from autockpt.cli.guard import guarded\n"

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from autockpt.analysis.answer import answer_rows, loading_lines
+from autockpt.analysis.sentences import answer_rows, loading_lines
 from autockpt.cli.search import print_answer
 from autockpt.errors import InfeasibleError
 from autockpt.schema import Comparison, Listener, Measurement, SearchOutcome, SearchRequest, Verdict, WorkloadSpec

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
+from autockpt.analysis.verification import Check, VerifyReport
 from autockpt.cli.verify import print_report
-from autockpt.schema import Plan, VerifyReport, WorkloadSpec
-from autockpt.schema.verification import Check
+from autockpt.schema import Plan, WorkloadSpec
 from tests.samples import UNITS, choices, console
 
 

@@ -10,7 +10,6 @@ from autockpt.schema.files import (
     atomic_write,
     open_regular,
     read_regular,
-    reason,
     unwritable,
     write_file,
 )
@@ -47,11 +46,10 @@ def test_only_regular_files_are_opened_and_links_on_request(tmp_path: Path) -> N
     link.symlink_to(real)
     os.mkfifo(pipe)
     assert read_regular(real) == b"kept" and read_regular(link, links=True) == b"kept"
-    for path, links, word in ((link, False, "symbolic link"), (pipe, True, "a pipe"), (tmp_path, True, "a directory")):
+    for path, links in ((link, False), (pipe, True), (tmp_path, True)):
         for flags in (os.O_RDONLY, os.O_RDWR | os.O_CREAT):
-            with pytest.raises(OSError, match=r"directory|pipe|link") as caught:
+            with pytest.raises(OSError, match=r"directory|pipe|link"):
                 open_regular(path, flags, links=links)
-            assert word in reason(caught.value)
     (tmp_path / "folder").symlink_to(tmp_path)  # only the file's own place matters
     assert read_regular(tmp_path / "folder" / "real") == b"kept"
 

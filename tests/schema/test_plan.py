@@ -25,7 +25,7 @@ from autockpt.schema import (
     plan_hash,
     words,
 )
-from autockpt.schema.choices import CHUNKED_LOSS
+from autockpt.schema.choices import CHOICE_TYPES, CHUNKED_LOSS
 from autockpt.schema.plan import NEVER_CALLED, When, applied, choice_lines
 from tests.samples import row
 
@@ -337,3 +337,24 @@ def test_an_applied_plan_is_one_line_beside_the_usual_plans() -> None:
     assert "recomputing" not in applied(plan.model_copy(update={"baselines": (itself,)}), attached)
     by_hand = applied(Plan(choices={"layers.*": RECOMPUTE}), attached)
     assert "by hand" in by_hand and "peak unknown" in by_hand
+
+
+MIXED = """  h.0: {kind: remake, within: [mlp]}
+  h.1: offload
+smaller_batches:
+- when: {tokens: 4096}
+  choices: {h.0: save, h.1: recompute}
+"""
+
+
+def test_every_kind_of_choice_in_a_file_has_one_comment(tmp_path: Path) -> None:
+    path = tmp_path / "plan.yaml"
+    path.write_text(f"autockpt: 1\nchoices:\n{MIXED}")
+    plan = Plan.load(path)
+    text = plan.text()
+    path.write_text(text)
+    assert Plan.load(path) == plan
+    comments = " ".join(text.replace("\n#   ", " ").split())
+    for kind, cls in CHOICE_TYPES.items():
+        assert comments.count(f"# {kind}: {cls.says}") == (kind in ("save", "recompute", "remake", "offload")), kind
+    assert "within: modules" in comments and "keep: modules" not in comments

@@ -45,7 +45,7 @@ def test_ones_own_file(tmp_path: Path) -> None:
     ("text", "line", "word"),
     [
         ("choices: [recompute]\n", 1, "not a search space"),
-        ("search_space: 2\n", 1, "version"),
+        ("search_space: 2\n", 1, "search_space"),
         ("search_space: 1\nchoices: [recompte]\n", 2, "recompte"),
         ("search_space: 1\nmargins: [1.5]\n", 2, "margins"),
         ("search_space: 1\nknobs:\n  margin: {low: 1, high: 0}\n", 3, "low"),

@@ -13,11 +13,10 @@ from autockpt.schema.choices import Choice
 from autockpt.schema.graph import Phase, Span
 from autockpt.schema.plan import PlanStatus
 from autockpt.schema.sizes import ResolvedBudget
+from autockpt.tuning.sizes import Largest
 
 Basis = Literal["measured", "modelled", "nominal"]
 """What seconds rest on: ops timed on the device; a roofline of a named device; rates of common hardware."""
-Dimension = Literal["batch size", "sequence length"]
-LargestPlan = Literal["save everything", "leanest"]
 
 
 class Holding(Data):
@@ -164,22 +163,6 @@ class BudgetStep(Data):
     label: str
     reach: Reach | None
     ours: bool = Field(default=False, description="the budget that was asked for")
-
-
-class Largest(Data):
-    """The largest size that fits under the budget by ghost runs. ``value`` None: not even the smallest tried.
-
-    ``open_ended``: larger ones may fit, ``why`` says what stopped the search; without a ``value``, that sizes other
-    than that of now cannot be asked for.
-    """
-
-    dimension: Dimension
-    plan: LargestPlan
-    value: int | None
-    peak_bytes: int | None = None
-    now: int
-    open_ended: bool = False
-    why: str = ""
 
 
 class Speed(Data):
