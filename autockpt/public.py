@@ -17,7 +17,7 @@ from autockpt.analysis.explain import estimate_step, explain_run
 from autockpt.analysis.explain import explain as explained
 from autockpt.analysis.explanation import Explanation
 from autockpt.analysis.page import page_of
-from autockpt.analysis.subject import ExplainRequest, budget_for, hardware_for
+from autockpt.analysis.subject import ExplainRequest, budget_for
 from autockpt.analysis.verify import verify
 from autockpt.errors import UsageError
 from autockpt.progress import listener
@@ -197,17 +197,9 @@ def explain(
     if name is None:
         raise UsageError("no model was named", remedy='Give model="llama-8b", or a plan that a search made.')
     base = loaded.workload.model_dump() if loaded is not None and loaded.workload is not None else {}
-    spec, card = _workload(name, {**base, **workload}), hardware_for(hardware, device, loaded)
-    question = ExplainRequest(
-        spec=spec,
-        plan=loaded,
-        plan_path=path,
-        budget=budget_for(budget, headroom, loaded, spec, card.name if card is not None else None),
-        device=device,
-        hardware=card,
-        limits=limits is not False,
-    )
-    return _shown(explained(question), show)
+    spec = _workload(name, {**base, **workload})
+    on: dict[str, Any] = {"device": device, "hardware": hardware, "limits": limits}
+    return _shown(explained(ExplainRequest.asked(spec, loaded, path, budget=budget, headroom=headroom, **on)), show)
 
 
 def _shown(said: Explanation, show: bool) -> Explanation:

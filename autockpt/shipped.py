@@ -11,7 +11,7 @@ from typing import Any
 from pydantic import Field
 
 from autockpt.errors import UsageError
-from autockpt.schema.base import Data, closest
+from autockpt.schema.base import Data, did_you_mean
 from autockpt.schema.hardware import Hardware
 from autockpt.schema.space import SPACE_VERSION, SearchSpace
 from autockpt.schema.workload import Dtype, OptimizerName
@@ -50,18 +50,24 @@ def list_models() -> tuple[str, ...]:
     return _names("models")
 
 
-def load_model_shape(name: str) -> ModelShape:
-    """The shipped shape of this name. Raises UsageError for an unknown one, suggesting the nearest."""
-    known = list_models()
-    if name not in known:
-        raise _unknown("model shape", name, known)
-    document = read(FOLDER / "models" / f"{name}.yaml")
-    return document.validate(ModelShape, {"name": name} | document.data)
-
-
 def list_hardware() -> tuple[str, ...]:
     """Names of all shipped descriptions, in alphabetical order."""
     return _names("hardware")
+
+
+def list_spaces() -> tuple[str, ...]:
+    """Names of all shipped search spaces, in alphabetical order."""
+    return _names("spaces")
+
+
+def _names(folder: str) -> tuple[str, ...]:
+    return tuple(sorted(path.stem for path in (FOLDER / folder).glob("*.yaml")))
+
+
+def load_model_shape(name: str) -> ModelShape:
+    """The shipped shape of this name. Raises UsageError for an unknown one, suggesting the nearest."""
+    document = _shipped("models", name, "model shape")
+    return document.validate(ModelShape, {"name": name} | document.data)
 
 
 def load_hardware(name_or_path: str | Path) -> Hardware:
@@ -72,32 +78,14 @@ def load_hardware(name_or_path: str | Path) -> Hardware:
     """
     path, name = Path(name_or_path).expanduser(), str(name_or_path)
     if path.suffix in (".yaml", ".yml") or len(path.parts) > 1 or path.is_file():
-        return _hardware(read(path), path.stem)
-    known = list_hardware()
-    found = next((k for k in known if _plain(k) == _plain(name)), None)
-    if found is None:
+        document, name = read(path), path.stem
+        if not isinstance(document.data, dict):
+            raise document.complain((), "this is not a hardware description", "`autockpt calibrate` writes one.")
+    else:
+        name = next((known for known in list_hardware() if _plain(known) == _plain(name)), name)
         own = " Your own: the path of a YAML file; `autockpt calibrate` writes one."
-        raise _unknown("hardware", name, known, own)
-    return _hardware(read(FOLDER / "hardware" / f"{found}.yaml"), found)
-
-
-def described_like(device_name: str, kind: str, memory_bytes: int) -> Hardware | None:
-    """The shipped description of the same card, by the name a driver gives it and its memory; None where none is."""
-    if kind == "cpu":
-        return load_hardware("cpu")
-    said = _plain(device_name)
-    for name in list_hardware():
-        hardware = load_hardware(name)
-        alike = all(_plain(part) in said for part in name.split("-")[:1])
-        near = abs(hardware.memory_bytes / memory_bytes - 1) < 0.15 if memory_bytes > 0 else False
-        if hardware.kind == kind and alike and near:
-            return hardware
-    return None
-
-
-def list_spaces() -> tuple[str, ...]:
-    """Names of all shipped search spaces, in alphabetical order."""
-    return _names("spaces")
+        document = _shipped("hardware", name, "hardware", own)
+    return document.validate(Hardware, {"name": name} | document.data)
 
 
 def load_space(name: str) -> SearchSpace:
@@ -107,35 +95,35 @@ def load_space(name: str) -> SearchSpace:
     """
     path = Path(name)
     if path.suffix in (".yaml", ".yml") or len(path.parts) > 1:
-        return _space(read(path), path.stem)
-    known = list_spaces()
+        document = read(path)
+        if not isinstance(document.data, dict) or "search_space" not in document.data:
+            raise document.complain((), "this is not a search space", f"It must say `search_space: {SPACE_VERSION}`.")
+    else:
+        document = _shipped("spaces", name, "search space", " Your own: the path of a YAML file.")
+    return document.validate(SearchSpace, {"name": path.stem} | document.data)
+
+
+def described_like(device_name: str, kind: str, memory_bytes: int) -> Hardware | None:
+    """The shipped description of the same card, by the name a driver gives it and its memory; None where none is."""
+    if kind == "cpu":
+        return load_hardware("cpu")
+    for hardware in map(load_hardware, list_hardware()):
+        alike = _plain(hardware.name.partition("-")[0]) in _plain(device_name)
+        near = memory_bytes > 0 and abs(hardware.memory_bytes / memory_bytes - 1) < 0.15
+        if hardware.kind == kind and alike and near:
+            return hardware
+    return None
+
+
+def _shipped(folder: str, name: str, what: str, own: str = "") -> Document:
+    """A file that ships with autockpt. Raises UsageError for a name of none, suggesting the nearest."""
+    known = _names(folder)
     if name not in known:
-        raise _unknown("search space", name, known, " Your own: the path of a YAML file.")
-    return _space(read(FOLDER / "spaces" / f"{name}.yaml"), name)
-
-
-def _names(folder: str) -> tuple[str, ...]:
-    return tuple(sorted(path.stem for path in (FOLDER / folder).glob("*.yaml")))
-
-
-def _unknown(what: str, name: str, known: tuple[str, ...], more: str = "") -> UsageError:
-    near = closest(name, known)
-    hint = f"Did you mean {near}? " if near else ""
-    return UsageError(f"there is no {what} {name!r}", remedy=f"{hint}Shipped: {', '.join(known)}.{more}")
+        remedy = f"{did_you_mean(name, known)}Shipped: {', '.join(known)}.{own}"
+        raise UsageError(f"there is no {what} {name!r}", remedy=remedy)
+    return read(FOLDER / folder / f"{name}.yaml")
 
 
 def _plain(name: str) -> str:
     """``RTX 4090`` and ``rtx-4090`` mean rtx4090."""
     return "".join(c for c in name.lower() if c.isalnum())
-
-
-def _hardware(document: Document, name: str) -> Hardware:
-    if not isinstance(document.data, dict):
-        raise document.complain((), "this is not a hardware description", "`autockpt calibrate` writes one.")
-    return document.validate(Hardware, {"name": name} | document.data)
-
-
-def _space(document: Document, name: str) -> SearchSpace:
-    if not isinstance(document.data, dict) or "search_space" not in document.data:
-        raise document.complain((), "this is not a search space", f"It must say `search_space: {SPACE_VERSION}`.")
-    return document.validate(SearchSpace, {"name": name} | document.data)

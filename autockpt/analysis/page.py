@@ -26,7 +26,6 @@ from autockpt.schema.choices import legend
 from autockpt.schema.files import write_file
 from autockpt.schema.known import OURS, legend_of_names
 from autockpt.schema.names import outermost
-from autockpt.schema.outlook import Outlook
 from autockpt.schema.plan import choice_lines, promised, set_lines
 from autockpt.schema.runs import RunDirectory
 from autockpt.schema.words import step_note
@@ -80,7 +79,7 @@ def contents_of(run: RunDirectory) -> dict[str, Any]:
     answer, asked_of = outcome or plan, plan or outcome
     budget = answer.budget if answer is not None else None
     rows, environment = _rows(outcome, plan), run.environment()
-    profile = run.profile()
+    profile, outlook = run.profile(), run.outlook()
     said = explain_run(run.path, plan) if plan is not None else None
     source = "simulated" if any(t.state == "simulated" for t in trials) else "measured"
     state = _state(run, trials, outcome is not None, refused)
@@ -89,13 +88,11 @@ def contents_of(run: RunDirectory) -> dict[str, Any]:
     place = Path(name) if run.path.is_absolute() else run.path
     plan_file = str(place / (run.answer_path or run.plan_path).name)
     device = environment.device.name if environment is not None else ""
-    planned = plan.expand_planned() if plan is not None else {}
     every = outermost(dict.fromkeys(u for t in trials for u in t.choices))
     drawn = _curves(run, profile.op_times.device.overhead_bytes if profile is not None else 0)
     reasons = reason_words(said) if said is not None and said.why is not None else []
     return {
         "run": name,
-        "plan_file": plan_file,
         "model": (plan.model.name if plan is not None else "") or run.model or "a model",
         "device": device + (" (simulated)" if source == "simulated" else ""),
         "source": source,
@@ -111,15 +108,11 @@ def contents_of(run: RunDirectory) -> dict[str, Any]:
         "rates": speed_words(said) if said is not None else "",
         "curves": drawn,
         "points": list(_points(trials, plan, said if source == "simulated" else None)),
-        "lines": choice_lines(plan.choices) if plan is not None else [],
-        "sets": set_lines(plan) if plan is not None else [],
-        "tiles": [(name, planned[name]) for name in outermost(planned)],
-        "letters": words.letters(t.choices for t in trials),
         "legend": legend(c for t in trials for c in t.choices.values() if c != SAVE),
         "units": list(every),
         "trials": trials,
         "misses": _misses(trials),
-        "changes": list(_changes(run)),
+        "changes": outlook.changes if outlook is not None else (),
         "outcome": outcome,
         "settings": {k: v for k, v in settings.items() if v not in (None, "", False)},
         "environment": environment,
@@ -136,16 +129,6 @@ def sentence(plan: Plan | None, state: str, refused: str = "") -> str:
         return _STATES.get(state, "No plan was found.")
     said = promised(plan) if plan is not None and state != "infeasible" else refused.partition("\n")[0]
     return f"{said[:1].upper()}{said[1:]}." + (f" {_STATES[state]}" if state in ("running", "stopped") else "")
-
-
-def _changes(run: RunDirectory) -> Iterator[tuple[str, str, str, str]]:
-    """What would change the answer: the change, its effect, how that is known, and the settings to change."""
-    outlook = run.outlook() or Outlook()
-    for way in outlook.changes:
-        effect = (
-            f"peak {format_binary(way.peak_bytes)} with {way.plan}, {way.relative_cost:.2f} times the seconds per token"
-        )
-        yield way.effect, effect, "ghost run", way.options
 
 
 def _state(run: RunDirectory, trials: Sequence[Trial], finished: bool, refused: str) -> str:
@@ -224,5 +207,6 @@ def templates() -> Environment:
         "choice": choice_words,
         "place": place_words,
     }
-    environment.globals |= {"draw": draw, "words": words}
+    environment.globals |= {"draw": draw, "words": words, "outermost": outermost}
+    environment.globals |= {"choice_lines": choice_lines, "set_lines": set_lines}
     return environment

@@ -59,6 +59,27 @@ class ExplainRequest:
     limits: bool = True
     step: Step | None = None
 
+    @classmethod
+    def asked(
+        cls,
+        spec: WorkloadSpec,
+        plan: Plan | None,
+        path: Path | None,
+        *,
+        budget: str | Budget | None,
+        headroom: str | None,
+        device: str | None,
+        hardware: str | None,
+        limits: bool | None,
+    ) -> ExplainRequest:
+        """The question as a person writes it; what is not said is as the plan has it.
+
+        Raises UsageError for hardware that is not described, and what is no budget.
+        """
+        card = hardware_for(hardware, device, plan)
+        within = budget_for(budget, headroom, plan, spec, card.name if card is not None else None)
+        return cls(spec, plan, path, within, device, card, limits is not False)
+
     @property
     def described(self) -> WorkloadSpec:
         """The workload, in questions that no live step is asked."""

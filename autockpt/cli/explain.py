@@ -70,13 +70,12 @@ def explain(
             "--ops prints the step of a plan, or of plain training",
             remedy="Leave --budget, --headroom and --limits out, or name a plan.",
         )
-    if hardware is not None and device is not None:
-        raise UsageError(
-            "--hardware simulates a device, --device names a local one", remedy="Leave one of the two out."
-        )
     from autockpt.analysis.explain import explain as explained
     from autockpt.analysis.explain import explain_run
-    from autockpt.analysis.subject import ExplainRequest, budget_for, hardware_for, step_graph
+    from autockpt.analysis.subject import ExplainRequest, step_graph
+    from autockpt.tuning.door import refuse_both
+
+    refuse_both(hardware, device)
 
     loaded = plan_at(plan) if plan is not None else None
     as_planned = not (workload or device or hardware or limits or ops)
@@ -86,16 +85,8 @@ def explain(
             _show(stored, as_json)
             return
     spec = workload_spec(workload, base=loaded.workload if loaded else None)
-    card = hardware_for(hardware, device, loaded)
-    question = ExplainRequest(
-        spec=spec,
-        plan=loaded,
-        plan_path=plan,
-        budget=budget_for(budget, headroom, loaded, spec, card.name if card is not None else None),
-        device=device,
-        hardware=card,
-        limits=limits is not False,
-    )
+    on: dict[str, Any] = {"device": device, "hardware": hardware, "limits": limits}
+    question = ExplainRequest.asked(spec, loaded, plan, budget=budget, headroom=headroom, **on)
     with listener(screen.progress()) as watcher:
         if ops:
             watcher.stage("trace")
@@ -174,15 +165,14 @@ def _slices(slices: tuple[Slice, ...], most: int) -> Table:
     total = max(1, sum(s.total for s in slices))
     ranked = sorted(slices, key=lambda s: -s.total)
     shown, rest = (ranked, []) if len(ranked) <= most else (ranked[: most - 1], ranked[most - 1 :])
-    several = any(s.count > 1 for s in slices)
-    table = plain_table("unit", *([">each"] if several else []), ">all", ">share")
+    table = plain_table("unit", ">each", ">all", ">share")
     for s in shown:
         name = f"{s.name} ×{s.count}" if s.count > 1 else s.name
-        each = [format_binary(s.bytes) if s.count > 1 else ""] if several else []
-        table.add_row(name, *each, format_binary(s.total), words.share(s.total / total))
+        each = format_binary(s.bytes) if s.count > 1 else ""
+        table.add_row(name, each, format_binary(s.total), words.share(s.total / total))
     if rest:
         size = sum(s.total for s in rest)
-        table.add_row(f"{len(rest)} more", *([""] if several else []), format_binary(size), words.share(size / total))
+        table.add_row(f"{len(rest)} more", "", format_binary(size), words.share(size / total))
     return table
 
 

@@ -41,31 +41,20 @@ class Entry(NamedTuple, Generic[T]):
 
 
 @dataclass(frozen=True)
-class IndexRange:
-    """A range of indices in a pattern, both ends included."""
-
-    first: int
-    last: int
-
-    def __contains__(self, component: str) -> bool:
-        return _INDEX.fullmatch(component) is not None and self.first <= int(component) <= self.last
-
-
-@dataclass(frozen=True)
 class Pattern:
-    """A parsed pattern. ``parts`` are literals, ``*``, ``**`` or spans."""
+    """A parsed pattern. ``parts`` are literals, ``*``, ``**`` or ranges of indices."""
 
     text: str
-    parts: tuple[str | IndexRange, ...]
+    parts: tuple[str | range, ...]
 
     def enumerate(self) -> list[str]:
         """All names that a pattern without wildcards stands for. Raises PlanError for wildcards and endless ranges."""
         if any(part in ("*", "**") for part in self.parts):
             raise PlanError(f"{self.text!r} stands for no definite names", remedy="Write names and ranges only.")
         # counted before anything is made: a range may be endless for all practical purposes
-        if math.prod(p.last - p.first + 1 for p in self.parts if isinstance(p, IndexRange)) > _MOST_NAMES:
+        if math.prod(p.stop - p.start for p in self.parts if isinstance(p, range)) > _MOST_NAMES:
             raise PlanError(f"{self.text!r} names too many units", remedy=f"At most {_MOST_NAMES} can be named.")
-        options = [range(p.first, p.last + 1) if isinstance(p, IndexRange) else [p] for p in self.parts]
+        options = [part if isinstance(part, range) else [part] for part in self.parts]
         return [".".join(map(str, parts)) for parts in product(*options)]
 
     def select(self, names: Collection[str]) -> list[str]:
@@ -78,7 +67,7 @@ class Pattern:
 
 def parse_pattern(text: str) -> Pattern:
     """Parse one pattern. Raises PlanError for empty components, reversed ranges and partial wildcards."""
-    parts: list[str | IndexRange] = []
+    parts: list[str | range] = []
     for component in text.split("."):
         span = _RANGE.fullmatch(component)
         if not component or component != component.strip():
@@ -88,7 +77,7 @@ def parse_pattern(text: str) -> Pattern:
                 raise PlanError(
                     f"{component!r} in {text!r} is not a range", remedy="Write the smaller index first, as in 0-11."
                 )
-            parts.append(IndexRange(int(span[1]), int(span[2])))
+            parts.append(range(int(span[1]), int(span[2]) + 1))
         elif "*" in component and component not in ("*", "**"):
             raise PlanError(
                 f"{component!r} in {text!r} mixes a wildcard with letters",
@@ -99,7 +88,7 @@ def parse_pattern(text: str) -> Pattern:
     return Pattern(text, tuple(parts))
 
 
-def _match(parts: Sequence[str | IndexRange], components: tuple[str, ...]) -> bool:
+def _match(parts: Sequence[str | range], components: tuple[str, ...]) -> bool:
     """Match by dynamic programming over components: linear in parts × components, whatever the wildcards."""
     reach = [True] + [False] * len(components)
     for part in parts:
@@ -107,9 +96,13 @@ def _match(parts: Sequence[str | IndexRange], components: tuple[str, ...]) -> bo
             for i in range(1, len(reach)):
                 reach[i] = reach[i] or reach[i - 1]
             continue
-        fits = [part == "*" or (c in part if isinstance(part, IndexRange) else c == part) for c in components]
+        fits = [part == "*" or (_within(c, part) if isinstance(part, range) else c == part) for c in components]
         reach = [False] + [reach[i] and fits[i] for i in range(len(components))]
     return reach[-1]
+
+
+def _within(component: str, indices: range) -> bool:
+    return _INDEX.fullmatch(component) is not None and int(component) in indices
 
 
 def expand(entries: Iterable[Entry[T]], names: Iterable[str], more: Sequence[str] = ()) -> dict[str, Entry[T]]:
@@ -146,12 +139,12 @@ def _selected(entry: Entry[Any], names: Collection[str], more: Sequence[str]) ->
             remedy=f"Did you mean {near}?" if near else f"Units here: {listing(names)}.",
         )
     for position, part in enumerate(pattern.parts):
-        if isinstance(part, IndexRange):
+        if isinstance(part, range):
             # behind ** a position is not known, so an index counts wherever it stands
             behind = slice(None) if "**" in pattern.parts[:position] else slice(position, position + 1)
-            seen = {int(c) for n in found for c in n.split(".")[behind] if c in part}
-            if len(seen) <= part.last - part.first:
-                missing = next(i for i in range(part.first, part.last + 1) if i not in seen)
+            seen = {int(c) for n in found for c in n.split(".")[behind] if _within(c, part)}
+            if len(seen) < part.stop - part.start:
+                missing = next(i for i in part if i not in seen)
                 raise PlanError(
                     entry.located(f"{entry.pattern!r} names index {missing}, which this model does not have"),
                     remedy=f"Units here: {listing(names)}.",
