@@ -27,7 +27,9 @@ SWITCHING = 1.25
 """What a cycle of the finals takes on top of its step: interleaved plans are attached and removed each time."""
 
 Choices = Mapping[str, Choice]
-Compare = Callable[[Mapping[str, Choices], int], Mapping[str, Sequence[float]]]
+
+
+Compare = Callable[..., Mapping[str, Sequence[float]]]  # plans by name, rounds= -> seconds
 
 
 @dataclass(frozen=True)
@@ -71,7 +73,7 @@ def play(candidates: Sequence[Trial], extra: Sequence[Trial], compare: Compare, 
     end = math.inf
     while True:
         began = time.monotonic()
-        for name, values in compare({str(n): choices[n] for n in playing}, BATCH).items():
+        for name, values in compare({str(n): choices[n] for n in playing}, rounds=BATCH).items():
             times[int(name)].extend(values)
         now = time.monotonic()
         end, each = min(end, now + seconds), (now - began) / len(playing)

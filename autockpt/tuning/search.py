@@ -100,8 +100,8 @@ def target_of(stack: ExitStack, request: SearchRequest, clock: Clock, measurer: 
     if measurer is None:
         measurer = stack.enter_context(measurer_of(request))
     if request.compile is not None:
-        return Compiled(measurer, clock, request=request, mode=request.compile)
-    return Measured(measurer, clock, request=request)
+        return Compiled(measurer, clock, request, mode=request.compile)
+    return Measured(measurer, clock, request)
 
 
 def measurer_of(request: SearchRequest) -> Measurer:

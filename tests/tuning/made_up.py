@@ -16,7 +16,7 @@ from autockpt.tuning.clock import Clock
 from autockpt.tuning.loop import Loop, SearchResult
 from autockpt.tuning.proposers import solver
 from autockpt.tuning.proposers.solver import SolverProposer
-from autockpt.tuning.targets.measured import RealSteps
+from autockpt.tuning.targets.measured import Measured
 from autockpt.tuning.targets.simulated import Simulated
 from autockpt.tuning.trials import Trials
 from tests.tuning.device import MadeUpDevice
@@ -47,7 +47,7 @@ def search(
         trials=trials,
         host_budget=host_budget,
     )
-    target = Simulated() if simulated else RealSteps(device, clock, confirm)  # type: ignore[arg-type]
+    target = Simulated() if simulated else Measured(device, clock, request, confirm)  # type: ignore[arg-type]
     tried = Trials(run)
     storage = run.storage if run else None
     profiled = device.profiled(host_budget=host_budget)

@@ -73,7 +73,7 @@ def search(compiler: MadeUpCompiler, budget: str, mode: Any = "layers", *, trial
     request = SearchRequest(budget=parse_budget(budget), space=space, trials=trials)
     run = more.pop("run", None)
     tried = Trials(run)
-    target = Compiled(compiler, clock, mode=mode)  # type: ignore[arg-type]
+    target = Compiled(compiler, clock, request, mode=mode)  # type: ignore[arg-type]
     proposer = SplitProposer(request, NAMES, target, tried, room=10**6, seeds=more.pop("seeds", {}))
     return Loop(proposer, target, tried, trials, clock).run()
 

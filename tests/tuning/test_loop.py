@@ -27,7 +27,7 @@ from autockpt.schema import (
 )
 from autockpt.schema.runs import RunDirectory, best
 from autockpt.tuning.clock import Clock
-from autockpt.tuning.targets.measured import RealSteps
+from autockpt.tuning.targets.measured import Measured
 from autockpt.tuning.trials import AS_LEAN, Candidate, Score, Trials
 from tests.errors import raises
 from tests.tuning.device import MadeUpDevice
@@ -345,6 +345,6 @@ def test_timings_that_swing_are_said_to_come_of_other_work(swing: float, said: b
         return {n: [second_is ** int(n) * random.uniform(0.99, 1.01) * c for c in common] for n in plans}
 
     device: Any = SimpleNamespace(environment=SimpleNamespace(device=SimpleNamespace(kind="cpu")), compare=compare)
-    target = RealSteps(device, Clock(Silence()))
+    target = Measured(device, Clock(Silence()), request=None)  # type: ignore[arg-type]
     target.winner(trials, [], 1, math.inf)
     assert any("other work" in note and "OMP_NUM_THREADS" in note for note in target.notes) is said

@@ -20,7 +20,7 @@ from autockpt.tracing import Tracer
 from autockpt.tuning.finals import first_rounds
 from autockpt.tuning.opening import traced
 from autockpt.tuning.targets.base import Prepared
-from autockpt.tuning.targets.measured import FINALISTS, FINALS_SHARE, RealSteps
+from autockpt.tuning.targets.measured import FINALISTS, FINALS_SHARE, Measured
 from autockpt.tuning.trials import Candidate, Score, Trials
 
 IN_GRAPHS = ("save", "recompute", "selective")
@@ -38,18 +38,16 @@ _COMPILING = {
 
 
 @dataclass(kw_only=True)
-class Compiled(RealSteps):
+class Compiled(Measured):
     """Real steps by a measurer that compiles as ``mode`` says."""
 
     mode: CompileMode
-    request: SearchRequest | None = None
     refuses_budgets: bool = False
     _took: list[float] = field(default_factory=list)  # seconds per plan, compiling included
 
     def trace(self, stack: ExitStack) -> Prepared:
         """Raises UsageError where the request contradicts compiling."""
         request, clock = self.request, self.clock
-        assert request is not None
         with clock.stage("trace"):
             device = get_device(request.device).torch_device
             tracer = stack.enter_context(Tracer.from_spec(request.described, device=device))

@@ -11,7 +11,7 @@ from autockpt.cost import CostModel, cached_op_times, measure_op_times, memory_a
 from autockpt.cost.profile import leanest, wants_disk, within_host
 from autockpt.cost.roofline import nominal_op_times
 from autockpt.devices import get_device
-from autockpt.errors import DeviceOutOfMemory, TimeLimitReached
+from autockpt.errors import DeviceOutOfMemory
 from autockpt.measuring import Measurer, WorkerMeasurer
 from autockpt.measuring.base import beats_counted
 from autockpt.measuring.environment import environment_to_measure_in
@@ -67,14 +67,58 @@ def confirmation(measurer: Measurer, clock: Clock) -> Confirm | None:
 
 
 @dataclass
-class RealSteps(Target):
-    """Candidates are measured; the best few again, interleaved, and the winner again in a fresh process."""
+class Measured(Target):
+    """Real steps of a described workload in a worker process, or of a live one in this process.
+
+    Candidates are measured; the best few again, interleaved, and the winner again in a fresh process.
+    """
 
     measurer: Measurer
     clock: Clock
+    request: SearchRequest
     confirm: Confirm | None = None
     terms: Terms = field(default=Terms(worthwhile=FASTER), kw_only=True)
     step_seconds: float = field(default=1.0, init=False)  # of the last plan
+
+    def trace(self, stack: ExitStack) -> Prepared:
+        """The worker imports and builds while the ghost runs go on here."""
+        found, environment = _traced(stack, self.request, self.clock), self.opened(stack)
+        # as the worker sees it: to this process the model that it has built would be another's
+        return Prepared.of(self.request, found, environment, used_by_others=used_by_others(self.measurer))
+
+    def cost_model(self, prepared: Prepared, trials: Trials) -> CostModel | None:
+        """By op times of the device; by nominal rates where the time limit leaves no room to time them."""
+        with self.clock.stage("profile"):
+            times = self._op_times(prepared)
+            profiled = _cost_model(prepared, self.clock, times)
+        if times is None:
+            self.terms = replace(self.terms, knows_seconds=False)
+            self.notes.append("the time limit left no room to time ops: nominal rates of the device ranked choices")
+        return profiled
+
+    def _op_times(self, prepared: Prepared) -> OpTimes | None:
+        """Op times of the workload on the measurer's device; None where the time limit leaves no room for them."""
+        request, found, clock = prepared.request, prepared.found, self.clock
+        device, budget_bytes = prepared.environment.device, request.budget.budget_bytes
+        least = min(prepared.needs(graph) for _, graph in found.uniform.values())
+        if budget_bytes is not None and budget_bytes < least:
+            untimed = _cost_model(prepared, clock)  # refused before a step is taken
+            SolverProposer(request, untimed, Target(), Trials(None), None, clock=clock).begin()
+        try:
+            with clock.part("measured steps"):
+                return measure_op_times(
+                    self.measurer,
+                    found.uniform,
+                    prepared.workload_key,
+                    room=device.capacity_bytes - device.overhead_bytes - prepared.used_by_others,
+                    host_budget=request.host_budget,
+                    head=found.heads,
+                    listener=clock.listener,
+                    left=partial(clock.seconds_within, TIMING),
+                )
+        except DeviceOutOfMemory as error:
+            smallest = prepared.needs(leanest(found.uniform)[1])
+            raise out_of_memory("the leanest plan does not run", error.message, smallest) from None
 
     def opened(self, stack: ExitStack) -> Environment:
         """The environment of the measurer; until ``stack`` ends a worker's steps are broken off at the time limit."""
@@ -149,11 +193,8 @@ class RealSteps(Target):
         seconds, listener = min(FINAL_SECONDS, seconds), self.clock.listener
         listener.stage("time the best, interleaved", most_cycles(candidates, extra, seconds=seconds))
 
-        def compare(plans: Mapping[str, Choices], rounds: int) -> Mapping[str, list[float]]:
-            return self.measurer.compare(plans, rounds=rounds)
-
         with self.clock.part(STEPS), beats_counted(self.measurer, listener):
-            final = play(candidates, extra, compare, seconds=seconds)
+            final = play(candidates, extra, self.measurer.compare, seconds=seconds)
         swings = False
         for number in final.times:
             trial = trials.all[number]
@@ -190,56 +231,6 @@ class RealSteps(Target):
         where = f"over {CONFIRMING_STEPS} steps in a fresh process"
         self.notes.append(f"trial #{winner.number} did not hold the budget {where}")
         return trials.put(winner.model_copy(update={"feasible": False, "state": "out_of_memory", "measured": None}))
-
-
-@dataclass(kw_only=True)
-class Measured(RealSteps):
-    """Real steps of a described workload in a worker process, or of a live one in this process."""
-
-    request: SearchRequest
-
-    def trace(self, stack: ExitStack) -> Prepared:
-        """The worker imports and builds while the ghost runs go on here."""
-        found, environment = _traced(stack, self.request, self.clock), self.opened(stack)
-        # as the worker sees it: to this process the model that it has built would be another's
-        return Prepared.of(self.request, found, environment, used_by_others=used_by_others(self.measurer))
-
-    def cost_model(self, prepared: Prepared, trials: Trials) -> CostModel:
-        """By op times of the device; by nominal rates where the time limit leaves no room to time them."""
-        with self.clock.stage("profile"):
-            times = self._op_times(prepared)
-            profiled = _cost_model(prepared, self.clock, times)
-        if times is None:
-            self.terms = replace(self.terms, knows_seconds=False)
-            self.notes.append("the time limit left no room to time ops: nominal rates of the device ranked choices")
-        late = self.clock.seconds_until_stopped <= 0
-        if late and not trials.all and isinstance(self.measurer, WorkerMeasurer):
-            raise TimeLimitReached(f"the time limit of {self.clock.timeout:g} s was reached before a step was measured")
-        return profiled
-
-    def _op_times(self, prepared: Prepared) -> OpTimes | None:
-        """Op times of the workload on the measurer's device; None where the time limit leaves no room for them."""
-        request, found, clock = prepared.request, prepared.found, self.clock
-        device, budget_bytes = prepared.environment.device, request.budget.budget_bytes
-        least = min(prepared.needs(graph) for _, graph in found.uniform.values())
-        if budget_bytes is not None and budget_bytes < least:
-            untimed = _cost_model(prepared, clock)  # refused before a step is taken
-            SolverProposer(request, untimed, Target(), Trials(None), None, clock=clock).begin()
-        try:
-            with clock.part("measured steps"):
-                return measure_op_times(
-                    self.measurer,
-                    found.uniform,
-                    prepared.workload_key,
-                    room=device.capacity_bytes - device.overhead_bytes - prepared.used_by_others,
-                    host_budget=request.host_budget,
-                    head=found.heads,
-                    listener=clock.listener,
-                    left=partial(clock.seconds_within, TIMING),
-                )
-        except DeviceOutOfMemory as error:
-            smallest = prepared.needs(leanest(found.uniform)[1])
-            raise out_of_memory("the leanest plan does not run", error.message, smallest) from None
 
 
 @dataclass(kw_only=True)
