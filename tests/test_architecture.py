@@ -32,7 +32,7 @@ LAYERS = (
     ("cli", "auto", "public"),
     ("__main__",),
 )
-SIBLINGS = {("schema", "errors"), ("public", "cli")}
+SIBLINGS = {("schema", "errors"), ("process", "signals"), ("public", "cli")}
 LAYER = {name: number for number, names in enumerate(LAYERS) for name in names}
 
 # third-party packages that whole packages must do without

@@ -52,10 +52,11 @@ from autockpt.schema import (
 )
 from autockpt.schema.choices import OFFLOAD, Offload, RecomputeOffload
 from autockpt.schema.device import WITHOUT_STREAMS
+from autockpt.schema.outlook import Largest
 from autockpt.schema.runs import RunDirectory, undominated
 from autockpt.schema.words import step_note
 from autockpt.shipped import load_space
-from autockpt.tuning.sizes import Largest, largest_sizes, resized
+from autockpt.tuning.sizes import largest_sizes, resized
 from autockpt.tuning.targets.shallow_twin import calls_per_candidate
 from autockpt.workload import Step
 

@@ -11,9 +11,9 @@ from pydantic import Field
 from autockpt.schema.base import Data, Facts
 from autockpt.schema.choices import Choice
 from autockpt.schema.graph import Phase, Span
+from autockpt.schema.outlook import Largest
 from autockpt.schema.plan import PlanStatus
 from autockpt.schema.sizes import ResolvedBudget
-from autockpt.tuning.sizes import Largest
 
 Basis = Literal["measured", "modelled", "nominal"]
 """What seconds rest on: ops timed on the device; a roofline of a named device; rates of common hardware."""

@@ -13,7 +13,6 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from autockpt.analysis.page import write_page
 from autockpt.analysis.runs import InShort, in_short, write_index
 from autockpt.cli import screen
 from autockpt.cli.guard import guarded
@@ -64,6 +63,8 @@ def history(
     if not below or below == [place]:  # a run, or nothing of the kind: then it says so
         opened = RunDirectory.open(place)
         if page:
+            from autockpt.analysis.page import write_page
+
             _written(write_page(opened), as_json)
         elif trial is not None:
             _print_trial(opened, trial, plan_out, as_json)

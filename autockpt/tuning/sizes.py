@@ -12,7 +12,6 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -39,16 +38,14 @@ from autockpt.schema import (
     WorkloadSpec,
     format_bytes,
 )
-from autockpt.schema.base import Data
 from autockpt.schema.choices import CHUNKED_SOFTMAX
+from autockpt.schema.outlook import Dimension, Largest, LargestPlan
 from autockpt.schema.words import step_note
 from autockpt.tracing import Tracer, torch_device, tracer_for
 from autockpt.tuning.opening import LEANEST_CHUNKS, blocks_of
 from autockpt.workload import Step, cut_tensors, nested_tensors
 from autockpt.workload.lengths import with_length
 
-Dimension = Literal["batch size", "sequence length"]
-LargestPlan = Literal["save everything", "leanest"]
 LEAN_KINDS = (
     "recompute_offload",
     "offload",
@@ -59,22 +56,6 @@ MOST_TIMES = 64  # as large as now is as far as anybody looks
 GRAIN = 32  # sequences are distinguished to a share of 1/32, in powers of two
 FIELDS: dict[Dimension, str] = {"batch size": "batch_size", "sequence length": "seq_len"}  # of WorkloadSpec
 PLANS: dict[LargestPlan, tuple[str, ...]] = {"save everything": ("save",), "leanest": LEAN_KINDS}
-
-
-class Largest(Data):
-    """The largest size that fits under the budget by ghost runs. ``value`` None: not even the smallest tried.
-
-    ``open_ended``: larger ones may fit, ``why`` says what stopped the search; without a ``value``, that sizes other
-    than that of now cannot be asked for.
-    """
-
-    dimension: Dimension
-    plan: LargestPlan
-    value: int | None
-    peak_bytes: int | None = None
-    now: int
-    open_ended: bool = False
-    why: str = ""
 
 
 def job_of(request: SearchRequest, **sizes: int | None) -> SearchRequest:
