@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -11,11 +11,13 @@ from typing import Any
 
 from autockpt.analysis.subject import OTHER_WORKLOAD, made_for
 from autockpt.analysis.verification import Check, CheckState, VerifyReport
+from autockpt.devices import get_device
 from autockpt.errors import AutockptError, ConflictError, DeviceOutOfMemory, PlanError, RerunMismatch
 from autockpt.measuring import LocalMeasurer, Measurer, WorkerMeasurer
 from autockpt.measuring.base import beats_counted
 from autockpt.measuring.statistics import Interval, ratio_interval
 from autockpt.measuring.statistics import judge as judge_interval
+from autockpt.measuring.turns import turn
 from autockpt.policies import POLICIES
 from autockpt.policies.selective import kept_by
 from autockpt.runtime import Proof
@@ -85,8 +87,9 @@ def verify(
             remedy="Train with it: gradients are checked there, and print(handle.sentinels) says how many. Or search "
             "without these keys, and verify that plan.",
         )
-    with _open(subject, device, measurer, plan) as runs:
-        asked = (subject, runs, device, listener or Silence(), steps)
+    listener = listener or Silence()
+    with _open(subject, device, measurer, plan, listener) as runs:
+        asked = (subject, runs, device, listener, steps)
         report = _Verification(_for(plan, subject), *asked).report()
         if measurer is not None or not isinstance(subject, WorkloadSpec):
             for each in plan.sets[:-1]:
@@ -116,16 +119,23 @@ def _with_set(report: VerifyReport, plan: Plan, found: VerifyReport) -> VerifyRe
     return report.model_copy(update={"checks": (*report.checks, *named), "notes": (*report.notes, *notes)})
 
 
+@contextmanager
 def _open(
-    subject: WorkloadSpec | Step | None, device: str | None, given: Measurer | None, plan: Plan
-) -> AbstractContextManager[Measurer]:
+    subject: WorkloadSpec | Step | None, device: str | None, given: Measurer | None, plan: Plan, listener: Listener
+) -> Iterator[Measurer]:
     """What measures the subject: the one given, which stays open, or one of its own."""
     if given is not None:
-        return nullcontext(given)
+        yield given
+        return
     assert subject is not None
-    if isinstance(subject, WorkloadSpec):
-        return WorkerMeasurer(subject, device, host_budget=plan.host_budget_bytes, compile=plan.compile)
-    return LocalMeasurer(subject, host_budget=plan.host_budget_bytes, compile=plan.compile)
+    more = {"host_budget": plan.host_budget_bytes, "compile": plan.compile}
+    with turn(get_device(device if isinstance(subject, WorkloadSpec) else str(subject.device)), listener.note):
+        if isinstance(subject, WorkloadSpec):
+            opened: Measurer = WorkerMeasurer(subject, device, **more)
+        else:
+            opened = LocalMeasurer(subject, **more)
+        with opened:
+            yield opened
 
 
 @dataclass
@@ -233,7 +243,7 @@ class _Verification:
             if isinstance(self.measurer, WorkerMeasurer):
                 self.measurer.rest()  # two models would share the device
             try:
-                with _open(spec, self.device, None, self.plan) as measurer:
+                with _open(spec, self.device, None, self.plan, self.listener) as measurer:
                     check = self._compared(name, measurer, None)
                     return check.model_copy(update={"detail": f"{shape}: {check.detail}"})
             except DeviceOutOfMemory:

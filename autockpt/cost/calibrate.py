@@ -21,12 +21,13 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autockpt.cost.op_times import by_transport, keep_busy
-from autockpt.devices import Device
+from autockpt.devices import Device, get_device
 from autockpt.devices.random_states import all_random_states_kept
 from autockpt.errors import MeasurementError
 from autockpt.measuring import StepRunner, WorkerMeasurer
 from autockpt.measuring.environment import environment_of
 from autockpt.measuring.failures import letting_go
+from autockpt.measuring.turns import turn
 from autockpt.policies.base import setting
 from autockpt.runtime import attach
 from autockpt.schema.base import first_violation
@@ -77,7 +78,7 @@ def measure_in_child(device: str | None, *, quick: bool, tell: Tell) -> Hardware
     Raises MeasurementError where the worker dies or measurements contradict one another, DeviceOutOfMemory where the
     device is too full, UsageError for a device that is not there.
     """
-    with WorkerMeasurer(TINY, device) as worker:
+    with turn(get_device(device), tell), WorkerMeasurer(TINY, device) as worker:
         worker.beat = tell
         return Hardware.model_validate(worker.call("autockpt.cost.calibrate:measure_in_runner", {"quick": quick}))
 

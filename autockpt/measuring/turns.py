@@ -11,12 +11,14 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
 
 from autockpt.devices import Device
 from autockpt.errors import MeasurementError, without_passwords
+from autockpt.policies.offload import MOVING
+from autockpt.schema.choices import Choice
 from autockpt.schema.files import cache_directory, open_regular, read_regular, try_lock
 
 POLL_SECONDS = 0.25
@@ -36,7 +38,28 @@ def turn(device: Device, note: Callable[[str], None], *, wait: bool = True) -> I
 
     Raises DeviceBusy where another search has it and ``wait`` is False.
     """
-    name = device.identity()
+    with _alone(device.identity(), str(device.torch_device), note, wait):
+        yield
+
+
+@contextmanager
+def turn_to_offload(
+    device_kind: str, plans: Iterable[Mapping[str, Choice]], note: Callable[[str], None]
+) -> Iterator[None]:
+    """Have the way to the host's memory to oneself as well, where one of these plans offloads from an accelerator.
+
+    The GPUs of a host share it: two searches that offload at once would each measure half of it.
+    """
+    moves = any(choice.kind in MOVING for plan in plans for choice in plan.values())
+    if not moves or device_kind == "cpu":
+        yield
+        return
+    with _alone(f"{socket.gethostname()}-host-memory", "the memory of the host", note, True):
+        yield
+
+
+@contextmanager
+def _alone(name: str, what: str, note: Callable[[str], None], wait: bool) -> Iterator[None]:
     path = cache_directory() / "devices" / f"{name}.lock"
     descriptor = None
     if name not in _held:
@@ -51,10 +74,10 @@ def turn(device: Device, note: Callable[[str], None], *, wait: bool = True) -> I
         while not try_lock(descriptor):
             holder = _holder(read_regular(path))
             if not wait:
-                raise DeviceBusy(f"{device.torch_device} is in use by {holder}")
+                raise DeviceBusy(f"{what} is in use by {holder}")
             if holder != told:
                 told = holder
-                note(f"waiting for {device.torch_device}, in use by {holder}")
+                note(f"waiting for {what}, in use by {holder}")
             time.sleep(POLL_SECONDS)
         _sign(descriptor)
         _held.add(name)

@@ -176,7 +176,7 @@ def test_where_plain_training_does_not_fit(monkeypatch):
     shapes: list[tuple[int | None, int | None]] = []
 
     @contextmanager
-    def opened(subject, device, given, plan):
+    def opened(subject, device, given, plan, listener):
         if given is not None:
             yield given
             return

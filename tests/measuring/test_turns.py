@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from autockpt.devices import get_device
-from autockpt.measuring.turns import DeviceBusy, turn
+from autockpt.measuring.turns import DeviceBusy, turn, turn_to_offload
+from autockpt.schema import RECOMPUTE, Choice, parse_choice
 from tests.errors import raises
 
 processes = multiprocessing.get_context("fork")
@@ -70,3 +71,23 @@ def test_where_nothing_can_be_written_nobody_waits(monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("AUTOCKPT_CACHE", os.devnull)
     with turn(CPU, print, wait=False):
         pass
+
+
+def test_plans_that_offload_from_an_accelerator_have_the_hosts_memory_alone() -> None:
+    moving, staying = {"0": parse_choice("offload")}, {"0": RECOMPUTE}
+    notes: list[str] = []
+
+    def take(plans: list[dict[str, Choice]], kind: str, begin: Event, done: Event) -> None:
+        assert begin.wait(60)
+        with turn_to_offload(kind, plans, print):
+            done.set()
+
+    for plans, kind, waits in (([staying, moving], "cuda", True), ([staying], "cuda", False), ([moving], "cpu", False)):
+        begin, done = processes.Event(), processes.Event()
+        other = processes.Process(target=take, args=(plans, kind, begin, done))
+        other.start()
+        with turn_to_offload("cuda", [moving], notes.append):
+            begin.set()
+            assert done.wait(1 if waits else 60) is not waits
+        other.join(60)
+        assert done.is_set() and not notes

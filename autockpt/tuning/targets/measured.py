@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -15,6 +15,7 @@ from autockpt.errors import DeviceOutOfMemory
 from autockpt.measuring import Measurer, WorkerMeasurer
 from autockpt.measuring.base import beats_counted
 from autockpt.measuring.environment import environment_to_measure_in
+from autockpt.measuring.turns import turn_to_offload
 from autockpt.schema import Choice, Environment, Measurement, OpTimes, SearchRequest, Trial
 from autockpt.solvers.refine import FASTER
 from autockpt.tracing import Tracer
@@ -135,12 +136,16 @@ class Measured(Target):
         cycles = SECONDS_PER_TRIAL / max(predicted or self.step_seconds, 1e-3)
         steps = 1 if self.clock.passed(HURRIED) else max(3, min(10, round(cycles)))
         try:
-            with self.clock.part(STEPS):
+            with self.clock.part(STEPS), self._turn_to_offload(candidate):
                 measured = self.measurer.measure(candidate.choices, steps=steps, budget_bytes=budget_bytes)
         except DeviceOutOfMemory as error:
             return Score("out_of_memory", message=error.message)
         self.step_seconds = measured.step_seconds
         return Score("measured", measured)
+
+    def _turn_to_offload(self, *plans: Candidate | Trial) -> AbstractContextManager[None]:
+        kind = self.measurer.environment.device.kind
+        return turn_to_offload(kind, [plan.choices for plan in plans], self.clock.listener.note)
 
     def reserved(self, trials: Trials, known: Sequence[Trial]) -> float:
         """What the first rounds of the finals take."""
@@ -193,7 +198,7 @@ class Measured(Target):
         seconds, listener = min(FINAL_SECONDS, seconds), self.clock.listener
         listener.stage("time the best, interleaved", most_cycles(candidates, extra, seconds=seconds))
 
-        with self.clock.part(STEPS), beats_counted(self.measurer, listener):
+        with self.clock.part(STEPS), self._turn_to_offload(*candidates, *extra), beats_counted(self.measurer, listener):
             final = play(candidates, extra, self.measurer.compare, seconds=seconds)
         swings = False
         for number in final.times:
