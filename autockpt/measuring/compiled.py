@@ -12,7 +12,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from types import FunctionType
 from typing import Any
@@ -21,7 +21,6 @@ from torch import nn
 
 from autockpt.errors import AutockptError, DeviceOutOfMemory, MeasurementError, UsageError
 from autockpt.measuring.failures import chain
-from autockpt.runtime import Session, attach, without_kv_cache
 from autockpt.schema.choices import SAVE, Choice, label
 from autockpt.schema.plan import CompileMode, plan_hash
 from autockpt.workload.step import unheard
@@ -58,7 +57,6 @@ class Compiler:
         self.seconds, self.times = 0.0, 0
         self._backend, self._beat = backend, beat
         self._functions: dict[Key, Callable[..., Any]] = {}
-        self._sessions: dict[str, Session] = {}
         self._graphs: dict[Key, int] = {}
         self._began = 0.0
 
@@ -90,19 +88,6 @@ class Compiler:
                 del module._compiled_call_impl  # on the instance; the class has one that says: not compiled
             callbacks.remove_start_callback(self._start)
             callbacks.remove_end_callback(self._end)
-
-    def attached(self, model: nn.Module, choices: Mapping[str, Choice] | None) -> AbstractContextManager[Session]:
-        """Choices attached while the block runs, by the same objects every time: compiled code belongs to them.
-
-        None: plain training without a KV cache. Raises what ``attach`` raises.
-        """
-        key = "plain" if choices is None else plan_hash(choices)
-        if (session := self._sessions.get(key)) is None:
-            session = without_kv_cache(model) if choices is None else attach(model, choices)
-            session.in_mid_training()
-            session.set_aside()
-            self._sessions[key] = session
-        return session.for_now()
 
     def graphs(self, model: nn.Module, choices: Mapping[str, Choice]) -> int:
         """How many graphs the plan's steps were compiled to.

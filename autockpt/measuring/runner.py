@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import re
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -32,7 +31,6 @@ Attach = Callable[[nn.Module], Callable[[], None]]
 """Attaches something other than a plan of ours to the model; what it returns takes that off again."""
 WARM_UP = 2
 """Cycles of a plan before timed ones: its units learn from their first calls, and check them."""
-_REF = re.compile(r"(\w+(?:\.\w+)+):(\w+)")
 
 
 @dataclass(eq=False, repr=False)
@@ -62,7 +60,7 @@ class StepRunner:
         self._seed = self.workload.spec.seed if self.workload.spec is not None else 0
         self._freezer = conditions.Freezer()
         self._states = conditions.OptimizerStates(self.workload.optimizer)
-        self._sessions: dict[str, Session] = {}  # set aside between the turns of a comparison, by plan
+        self._sessions: dict[str, Session] = {}  # by plan, set aside until its next turn
         self._round = 0  # over all comparisons, so that many short ones balance out as well
         self._steady = False  # whether a cycle has run to its end, so that all optimizer states exist
         self._loss_is_finite = True  # of the first cycle: all others do the same work
@@ -117,7 +115,8 @@ class StepRunner:
         # a bound on the host is for one plan's memory, not for what another's left behind
         kept = pinned_memory_kept() if self.host_budget is None else nullcontext()
         with self.device.limit(budget_bytes), kept, ExitStack() as stack:
-            stack.callback(self._sessions.clear)
+            if self.compiler is None:
+                stack.callback(self._sessions.clear)
             for number in range(rounds):
                 for name in turn_order(list(plans), self._round):
                     first = 0 if number else self._first_calls(plans[name])
@@ -128,15 +127,9 @@ class StepRunner:
         return times
 
     def call(self, ref: str, payload: dict[str, Any]) -> dict[str, Any]:
-        """Run ``package.module:function`` as ``function(runner, payload)``. MeasurementError for a bad ``ref``."""
-        match = _REF.fullmatch(ref)
-        if match is None:
-            raise MeasurementError(f"{ref!r} does not name a function")
-        try:
-            function = getattr(importlib.import_module(match[1]), match[2])
-        except (ImportError, AttributeError) as error:
-            raise MeasurementError(f"{ref!r} cannot be found: {error}") from None
-        return function(self, payload)
+        """Run ``package.module:function`` as ``function(runner, payload)``."""
+        module, _, name = ref.partition(":")
+        return getattr(importlib.import_module(module), name)(self, payload)
 
     @contextmanager
     def attached(
@@ -152,24 +145,20 @@ class StepRunner:
             else:
                 stack.callback(plan(self.workload.model))
             yield session
-            if isinstance(plan, Mapping) and session is not None and session.host_bytes:
+            if isinstance(plan, Mapping) and session is not None and session.host_bytes and self.compiler is None:
                 self._sessions.pop(plan_hash(plan), None)  # room on the host is for one plan at a time
 
     def session(self, choices: Choices | None, *, again: bool = False) -> AbstractContextManager[Session]:
         """Choices attached while the block runs; None: only what a plan does besides its choices.
 
-        ``again``: by the same objects the next time.
+        ``again``: by the same objects the next time. Compiled code belongs to them, so that they are kept for it.
         """
-        model = self.workload.model
-        if self.compiler is not None:
-            return self.compiler.attached(model, choices)
-        if choices is None:
-            return without_kv_cache(model)
-        key = plan_hash(choices)
+        key = "plain" if choices is None else plan_hash(choices)
         if (session := self._sessions.get(key)) is None:
-            session = attach(model, choices, host_budget=self.host_budget)
+            model, bound = self.workload.model, self.host_budget
+            session = without_kv_cache(model) if choices is None else attach(model, choices, host_budget=bound)
             session.in_mid_training()
-            if not again:
+            if not again and self.compiler is None:
                 return session
             session.set_aside()
             self._sessions[key] = session

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 from unittest.mock import patch
 
 from torch import nn
@@ -17,11 +17,11 @@ from autockpt.runtime.session import without_kv_cache
 from autockpt.schema import Unit
 from autockpt.workload import Step
 from autockpt.workload.units import module_of, unwrap
-from tests.evidence.bench.report import Group
 
 PLAIN = "save everything"
 OURS = "autockpt"
 Detach = Callable[[], None]
+Group = Literal["eager", "compiled"]
 
 
 class Setting(NamedTuple):

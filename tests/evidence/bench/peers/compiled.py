@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from typing import Any, ClassVar
 from unittest.mock import patch
@@ -13,15 +13,16 @@ from torch import nn
 
 from autockpt.errors import ConflictError
 from autockpt.measuring.compiled import BACKEND, Compiler
-from autockpt.schema import Choice, CompileMode
+from autockpt.runtime import Session, attach, without_kv_cache
+from autockpt.schema import Choice, CompileMode, plan_hash
 from autockpt.workload.units import module_of, unwrap
-from tests.evidence.bench.peers.base import Context, Detach, Peer, Setting, recomputed
-from tests.evidence.bench.report import Group
+from tests.evidence.bench.peers.base import Context, Detach, Group, Peer, Setting, recomputed
 
 BUDGETS = (1.0, 0.8, 0.6, 0.4, 0.2)
 
 # model -> (peer, how, backend, budget) -> what compiles it, so that a turn after the first finds it compiled
 _Key = tuple[str, CompileMode, str, float]
+_sessions: weakref.WeakKeyDictionary[nn.Module, dict[Any, Session]] = weakref.WeakKeyDictionary()
 _compilers: weakref.WeakKeyDictionary[nn.Module, dict[_Key, Compiler]] = weakref.WeakKeyDictionary()
 # layer -> its forward under recompute: another function every turn would be compiled anew every turn
 _recomputed: weakref.WeakKeyDictionary[nn.Module, Callable[..., Any]] = weakref.WeakKeyDictionary()
@@ -86,9 +87,20 @@ def compiled(
     with ExitStack() as stack:
         # The budget is read while compiling, and the backward is compiled only when it first runs: it holds throughout.
         stack.enter_context(config.patch(activation_memory_budget=budget))
-        stack.enter_context(known[key].attached(model, choices))
+        stack.enter_context(_attached(model, key, choices))
         stack.enter_context(known[key].compiling(model, choices or {}))
         return stack.pop_all().close
+
+
+def _attached(model: nn.Module, key: _Key, choices: Mapping[str, Choice] | None) -> AbstractContextManager[Session]:
+    """Choices attached by the same objects every time: compiled code belongs to them."""
+    known = _sessions.setdefault(model, {})
+    plan = (*key, "plain" if choices is None else plan_hash(choices))
+    if plan not in known:
+        known[plan] = without_kv_cache(model) if choices is None else attach(model, choices)
+        known[plan].in_mid_training()
+        known[plan].set_aside()
+    return known[plan].for_now()
 
 
 def compile_seconds(model: nn.Module) -> float:

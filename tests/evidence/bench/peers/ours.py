@@ -10,9 +10,8 @@ from torch import nn
 from autockpt.measuring.compiled import BACKEND
 from autockpt.runtime import attach
 from autockpt.schema import CompileMode, parse_choices
-from tests.evidence.bench.peers.base import OURS, Context, Detach, Peer, Setting
+from tests.evidence.bench.peers.base import OURS, Context, Detach, Group, Peer, Setting
 from tests.evidence.bench.peers.compiled import compiled
-from tests.evidence.bench.report import Group
 
 
 class Ours(Peer):
@@ -22,7 +21,7 @@ class Ours(Peer):
     compile: ClassVar[CompileMode | None] = None
 
     def settings(self, context: Context) -> Iterable[Setting]:
-        """None: each takes a search, with a worker of its own (``bench.run``)."""
+        """None: each takes a search, with a worker of its own (``bench.__main__``)."""
         return ()
 
     def attach(self, model: nn.Module, units: Sequence[str], setting: Mapping[str, Any]) -> Detach:
