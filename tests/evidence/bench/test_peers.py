@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +15,6 @@ from autockpt.schema import WorkloadSpec
 from autockpt.workload import build, discover_units
 from tests.evidence.bench import worker
 from tests.evidence.bench.peers import OUR_OWN, PEERS
-from tests.evidence.bench.peers.by_op import policy
 from tests.measuring.small_workloads import Stack, make_workload
 
 pytestmark = pytest.mark.slow
@@ -95,19 +93,6 @@ def test_wrong_gradients_and_failures_are_no_measurements(runner: StepRunner, mo
     assert said["wrong"]["state"] == "failed" and said["wrong"]["message"].startswith("wrong gradients")
     assert said["fails"] == {"state": "failed", "message": "ValueError: no such op"}
     assert said["full"]["state"] == "out_of_memory"
-
-
-def test_every_second_matmul_counts_each_run_anew() -> None:
-    decide = policy(True, 2)
-    mm, tanh = torch.ops.aten.mm.default, torch.ops.aten.tanh.default
-
-    def kept(op: Any, again: bool) -> bool:
-        return decide(SimpleNamespace(is_recompute=again), op).name == "MUST_SAVE"
-
-    assert [kept(mm, False) for _ in range(4)] == [True, False, True, False]
-    assert [kept(mm, True) for _ in range(3)] == [True, False, True]
-    assert not kept(tanh, False)
-    assert kept(torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default, False)
 
 
 # modules that run twice, modules made for one forward, grouped products, one sequence
