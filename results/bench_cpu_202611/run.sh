@@ -1,5 +1,5 @@
 #!/bin/sh
-# Every workload, one after the other; what was measured before is continued. From the checkout's root, with
+# Every workload, one after the other. From the checkout's root, with
 # pip install -c constraints.txt -e '.[dev]' and a C++ compiler. What is committed took fewer peers and rounds: see each command.txt. One workload alone: sh results/bench_cpu_202611/run.sh llama
 set -eu
 here=results/bench_cpu_202611
@@ -9,7 +9,7 @@ export OMP_NUM_THREADS=1
 bench() {
     name=$1
     shift
-    case " ${wanted:-$name} " in *" $name "*) python -m tests.evidence.bench --device cpu --optimizer none --out $here "$@" ;; esac
+    case " ${wanted:-$name} " in *" $name "*) python -m tests.evidence.bench --device cpu --optimizer none --out $here/$name.md "$@" ;; esac
 }
 
 wanted="$*"
