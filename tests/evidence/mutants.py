@@ -21,13 +21,15 @@ import importlib.util
 import os
 import random
 import resource
-import signal
 import sys
-import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
+
+from autockpt.process import ChildDied, ChildSilent
+from tests.children import forked, how_it_ended
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("policies", "solvers", "schema")
@@ -218,31 +220,28 @@ class Notes:
 
 def noticed(mutant: Mutant | None, tests: list[str]) -> tuple[str, float]:
     """The first test that fails, or nothing; and the CPU seconds spent."""
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    with tempfile.NamedTemporaryFile("r") as said:
-        child = os.fork()
-        if not child:
-            signal.alarm(SECONDS)
-            resource.setrlimit(resource.RLIMIT_CPU, (CPU_SECONDS, CPU_SECONDS))
-            code, words = 1, "the process"
-            try:
-                nothing = os.open(os.devnull, os.O_RDWR)
-                for number in range(3):
-                    os.dup2(nothing, number)
-                import pytest
 
-                if mutant is not None:
-                    sys.meta_path.insert(0, InPlace(mutant))
-                notes = Notes()
-                code = int(pytest.main(["-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist", *tests], [notes]))
-                words = notes.first or f"pytest ended with {code}"
-            finally:
-                Path(said.name).write_text(words if code else "")
-                os._exit(0)
-        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-        after = resource.getrusage(resource.RUSAGE_CHILDREN)
-        spent = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-        return (said.read() if not code else f"ended by {signal.Signals(-code).name}"), spent
+    def run(say: Callable[[str], None]) -> None:
+        resource.setrlimit(resource.RLIMIT_CPU, (CPU_SECONDS, CPU_SECONDS))
+        os.dup2(1, 2)
+        import pytest
+
+        if mutant is not None:
+            sys.meta_path.insert(0, InPlace(mutant))
+        notes = Notes()
+        code = int(pytest.main(["-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist", *tests], [notes]))
+        say(notes.first or f"pytest ended with {code}" if code else "")
+
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    with closing(forked(run, leads=True)) as child:
+        try:
+            found = child.receive(SECONDS)
+        except ChildDied as death:
+            found = f"the process: {how_it_ended(death.code)}"
+        except ChildSilent:
+            found = "it never ends"
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return found, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
 def main() -> int:

@@ -23,7 +23,7 @@ def main() -> int:
 
     torch.set_num_threads(1)
     from tests.evidence.sweep.catalogue import architectures
-    from tests.evidence.sweep.pool import default_work, run_all, warm_up
+    from tests.evidence.sweep.pool import run_all, warm_up
     from tests.evidence.sweep.table import HEADER, count, markdown, row, summary
 
     todo = architectures()
@@ -37,7 +37,7 @@ def main() -> int:
     warm_up()
     results = []
     print(HEADER, flush=True)
-    for result in run_all(todo, options.jobs, default_work(options.seed)):
+    for result in run_all(todo, options.jobs, options.seed):
         results.append(result)
         print(row(result), flush=True)
         if options.out:
