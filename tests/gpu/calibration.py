@@ -24,7 +24,11 @@ def calibrate(context: Context) -> dict[str, Any]:
     hardware = Hardware.model_validate(measured)
     like = described_like(_name(context.device), hardware.kind, hardware.memory_bytes)
     builtin = None if like is None else like.model_dump(mode="json")
-    return {"measured": _figures(measured), "built-in": _figures(builtin or {}), "like": like.name if like else None}
+    mine, other = _figures(measured), _figures(builtin or {})
+    rows = {name: {"measured": mine.get(name), "built in": other.get(name)} for name in (mine | other)}
+    for row in rows.values():
+        row["ratio"] = row["measured"] / row["built in"] if row["measured"] is not None and row["built in"] else None
+    return {"rows": rows, "like": like.name if like else None}
 
 
 def _name(device: str) -> str:

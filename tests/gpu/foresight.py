@@ -53,6 +53,10 @@ def foresight(context: Context) -> dict[str, Any]:
             context.keep({"rows": rows})
         fitting = {plan: chosen[plan] for plan, row in rows.items() if "allocated" in row}
         _time(rows, fitting, worker, context.shapes.foresight_rounds)
+        for row in rows.values():
+            for what in ("allocated", "reserved", "step"):
+                if row.get(what) and row.get(f"{what}, predicted"):
+                    row[f"{what}, error"] = row[f"{what}, predicted"] / row[what] - 1
         return {"rows": rows, "host seconds per op": times.host_seconds, "link out": times.copy_out_bandwidth}
 
 

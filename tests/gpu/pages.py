@@ -68,8 +68,7 @@ def _section(item: Item, found: Mapping[str, Any]) -> Iterator[str]:
         if found.get("data_from"):
             yield f"The numbers are from {found['data_from']}."
             yield ""
-        draw = _plain if "searches" in item.slug else _TABLES.get(str(item.part), _plain)
-        yield from draw(data)
+        yield from _shown(data)
         yield ""
 
 
@@ -80,8 +79,8 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> Iterator[str]:
         yield "| " + " | ".join(str(cell).replace("|", "\\|") for cell in row) + " |"
 
 
-def _plain(data: Mapping[str, Any]) -> Iterator[str]:
-    """Rows by name where there are any, else figures by name."""
+def _shown(data: Mapping[str, Any], level: int = 3) -> Iterator[str]:
+    """Rows by name as a table, figures by name as another, and what holds more of both under headings."""
     rows: Mapping[str, Any] = data.get("rows", {})
     if rows:
         columns = list(dict.fromkeys(column for row in rows.values() for column in row))
@@ -89,9 +88,14 @@ def _plain(data: Mapping[str, Any]) -> Iterator[str]:
             ("", *columns), ([name, *(_number(c, row.get(c)) for c in columns)] for name, row in rows.items())
         )
         yield ""
-    rest = {k: v for k, v in data.items() if k != "rows"}
-    if rest:
-        yield from _table(("", ""), ((k, _number(k, v)) for k, v in rest.items()))
+    if figures := {k: v for k, v in data.items() if not isinstance(v, Mapping)}:
+        yield from _table(("", ""), ((k, _number(k, v)) for k, v in figures.items()))
+        yield ""
+    for name, inner in data.items():
+        if isinstance(inner, Mapping) and name != "rows":
+            yield f"{'#' * level} {name}"
+            yield ""
+            yield from _shown(inner, level + 1)
 
 
 def _number(column: str, value: Any) -> str:
@@ -104,77 +108,3 @@ def _number(column: str, value: Any) -> str:
     if isinstance(value, int):
         return f"{value / 2**20:,.1f} MiB" if value >= 1 << 20 else str(value)
     return f"{value:.4g}"
-
-
-def _compared(data: Mapping[str, Any]) -> Iterator[str]:
-    """Calibration: figures side by side."""
-    yield f"Beside the built-in description {data['like'] or '(there is none)'}."
-    yield ""
-    names = list(dict.fromkeys((*data["measured"], *data["built-in"])))
-    rows = []
-    for name in names:
-        mine, other = data["measured"].get(name), data["built-in"].get(name)
-        ratio = f"{mine / other:.2f}" if mine is not None and other else "–"
-        rows.append((name, *(f"{v:.4g}" if v is not None else "–" for v in (mine, other)), ratio))
-    yield from _table(("", "measured", "built in", "ratio"), rows)
-
-
-def _foresight(data: Mapping[str, Any]) -> Iterator[str]:
-    head = ("plan", "allocated, predicted", "measured", "error", "reserved, predicted", "measured", "error")
-    head += ("step, predicted", "measured", "error", "signatures never timed")
-    rows = []
-    for name, row in data["rows"].items():
-        cells: list[str] = [name]
-        for what in ("allocated", "reserved", "step"):
-            guess, real = row.get(f"{what}, predicted"), row.get(what)
-            unit = _seconds_text if what == "step" else _size
-            cells += [
-                unit(guess),
-                unit(real),
-                f"{guess / real - 1:+.1%}" if guess and real else row.get("message", "–"),
-            ]
-        rows.append([*cells, f"{row['never timed']} of {row['signatures']}"])
-    yield from _table(head, rows)
-
-
-def _size(value: float | None) -> str:
-    return "–" if value is None else f"{value / 1e9:.2f} GB" if value >= 1e9 else f"{value / 1e6:.2f} MB"
-
-
-def _seconds_text(value: float | None) -> str:
-    return "–" if value is None else f"{value * 1e3:.1f} ms"
-
-
-def _job(data: Mapping[str, Any]) -> Iterator[str]:
-    yield ", ".join(f"{k} {v}" for k, v in data["spec"].items())
-    for budget, found in data["budgets"].items():
-        search = found["search"]
-        yield ""
-        yield f"### {budget}"
-        yield ""
-        yield f"`{search['command']}`"
-        yield ""
-        if "message" in search:
-            yield f"No plan: {search['message']}"
-        else:
-            yield (
-                f"{search['trials']} trials in {search['seconds']:.0f} s, {search['measured seconds']:.0f} s of them "
-                f"measured steps. {search['stopped']}. {'; '.join(search['notes'])}"
-            )
-        if rows := found.get("rows"):
-            yield ""
-            yield from _table(("plan", "fits", "peak", "fill", "step", "ours takes"), map(_job_row, rows.items()))
-
-
-def _job_row(named: tuple[str, Mapping[str, Any]]) -> tuple[str, ...]:
-    name, row = named
-    step = f"{_seconds_text(row['step'])} ± {row['noise']:.1%}" if "step" in row else "–"
-    fill = f"{row['fill']:.1%}" if "fill" in row else "–"
-    ratio = row.get("ours over it")
-    times = f"{ratio[1]:.3f} [{ratio[0]:.3f}, {ratio[2]:.3f}] ×" if ratio else "–"
-    state = "yes" if row["state"] == "fits" else row["state"]
-    note = f"{state} ({row['message']})" if row.get("message") and state == "failed" else state
-    return name, note, _size(row.get("peak")), fill, step, times
-
-
-_TABLES: dict[str, Any] = {"3": _compared, "4": _foresight, "5": _job, "6": _job}
