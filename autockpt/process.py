@@ -25,7 +25,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
-from autockpt.signals import fork
+from autockpt.interpreter import fork
 
 T = TypeVar("T")
 _LOOK_SECONDS = 1.0  # between two looks whether a silent child lives

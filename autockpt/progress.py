@@ -5,12 +5,14 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from typing import Any
 
 from rich.console import Console
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
     Progress,
+    ProgressColumn,
     SpinnerColumn,
     Task,
     TextColumn,
@@ -111,11 +113,19 @@ class LineListener:
         self._say(f"[{self._told - self._start:6.1f} s] {text}")
 
 
-class _Count(MofNCompleteColumn):
-    """``3/10``, and nothing where the total is not known."""
+class _WhereKnown(ProgressColumn):
+    """Nothing where the total is not known."""
 
-    def render(self, task: Task) -> Text:
+    def render(self, task: Task) -> Any:
         return Text("") if task.total is None else super().render(task)
+
+
+class _Count(_WhereKnown, MofNCompleteColumn):
+    """``3/10``."""
+
+
+class _Left(_WhereKnown, TimeRemainingColumn):
+    """``0:12``."""
 
 
 class BarListener:
@@ -129,7 +139,7 @@ class BarListener:
             BarColumn(bar_width=24),
             _Count(),
             TimeElapsedColumn(),
-            TimeRemainingColumn(compact=True),
+            _Left(compact=True),
             TextColumn("{task.fields[best]}", style="dim"),
             console=console,
             transient=True,

@@ -19,7 +19,7 @@ SOURCE = ROOT / "autockpt"
 
 # Imports point to a lower layer only; packages of one layer do not import one another.
 LAYERS = (
-    ("errors", "schema", "callstack", "collector", "process", "signals"),
+    ("errors", "schema", "interpreter", "process"),
     ("solvers", "devices", "shipped"),
     ("checkpointing", "terminal", "progress"),
     ("policies", "workload"),
@@ -32,7 +32,7 @@ LAYERS = (
     ("cli", "auto", "public"),
     ("__main__",),
 )
-SIBLINGS = {("schema", "errors"), ("process", "signals"), ("public", "cli")}
+SIBLINGS = {("schema", "errors"), ("process", "interpreter"), ("public", "cli")}
 LAYER = {name: number for number, names in enumerate(LAYERS) for name in names}
 
 # third-party packages that whole packages must do without

@@ -196,8 +196,7 @@ def _prescribed(
     with tracer_for(hardware, spec) as tracer:
         units, head, graph = tracer.units, tracer.head, tracer.trace({})
     peak = simulated_memory(hardware, room.budget)(graph)
-    reserved = peak - graph.peak_bytes - room.overhead
-    held = StepBytes(graph, head.name if head is not None else None, room.overhead, reserved)
+    held = StepBytes(graph, head.name if head is not None else None, room.overhead, peak)
     found: dict[str, Any] = {
         "settings": {k: v for k, v in tracer.settings.items() if k != "model"},
         "room": room,

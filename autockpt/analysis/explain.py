@@ -186,8 +186,7 @@ def _explanation(
     """
     base, graph = graphs
     environment, measured = times.times.environment, measured_plan.measured if measured_plan is not None else None
-    overhead = times.times.device.overhead_bytes
-    held = StepBytes(graph, head, overhead, peak - graph.peak_bytes - overhead)
+    held = StepBytes(graph, head, times.times.device.overhead_bytes, peak)
     telling, speed, tokens = telling_op(held), None, settings.get("tokens")
     seconds = measured.step_seconds if measured is not None else None
     if took := seconds or (simulate(graph, times.times).step_seconds if times.basis != "nominal" else 0.0):

@@ -33,11 +33,12 @@ _ORDER = ("weights", "optimizer states", "buffers and batch", "at the start", CA
 class StepBytes:
     """Every storage of a graph with its purpose, and who is alive when.
 
-    ``overhead``: bytes of the device's context; ``reserved``: what its allocator needs on top of the tensors.
+    ``overhead``: bytes of the device's context; ``peak``: what the step needs of the device, its allocator included.
     """
 
-    def __init__(self, graph: Graph, head: str | None = None, overhead: int = 0, reserved: int = 0) -> None:
-        self.graph, self.overhead, self.reserved = graph, overhead, reserved
+    def __init__(self, graph: Graph, head: str | None = None, overhead: int = 0, peak: int | None = None) -> None:
+        self.graph, self.overhead = graph, overhead
+        self.reserved = 0 if peak is None else peak - graph.peak_bytes - overhead
         self.makers = makers(graph)
         self._loss = _of_logits(graph, head)
         self._turns = np.array([op.index for op in graph.ops if op.phase in ("backward", "recompute")], dtype=np.int64)

@@ -14,7 +14,6 @@ from typing import Any
 import typer
 from typer.core import TyperCommand
 
-from autockpt.callstack import with_room
 from autockpt.cli.calibrate import calibrate
 from autockpt.cli.diagnose import diagnose
 from autockpt.cli.estimate import estimate
@@ -25,6 +24,7 @@ from autockpt.cli.options import flag
 from autockpt.cli.search import search
 from autockpt.cli.verify import verify
 from autockpt.errors import plainly, without_passwords
+from autockpt.interpreter import with_room
 
 VERBS = (search, estimate, explain, diagnose, verify, history, export, calibrate)
 

@@ -6,8 +6,7 @@ import re
 import time
 from pathlib import Path
 
-from autockpt.cli import screen
-from autockpt.cli.guard import guarded
+from autockpt.cli.guard import guarded, print_json, progress, results
 from autockpt.cli.options import flag, opt
 from autockpt.errors import UsageError
 from autockpt.schema.files import set_aside, unwritable, write_file
@@ -32,7 +31,7 @@ def calibrate(
 
     if why := unwritable(out / "hardware.yaml"):
         raise UsageError(f"{out} cannot be written to: {why}", remedy="Give another --out.")
-    console, began = screen.progress(), time.perf_counter()
+    console, began = progress(), time.perf_counter()
     with console.status("measuring …") as status:
         measured = measure_in_child(device, quick=quick, tell=lambda what: status.update(f"measuring: {what} …"))
     slug = re.sub(r"[\W_]+", "-", measured.description.lower()).strip("-")
@@ -41,9 +40,9 @@ def calibrate(
     aside, text = set_aside(path) if path.exists() else None, dump_hardware(hardware)
     write_file(path, text, UsageError)
     if as_json:
-        screen.print_json(hardware.model_dump_json(indent=2))
+        print_json(hardware.model_dump_json(indent=2))
     else:
-        screen.results().print(text, end="", soft_wrap=True, markup=False, highlight=False)
+        results().print(text, end="", soft_wrap=True, markup=False, highlight=False)
     console.print(f"{path}: written, measured in {time.perf_counter() - began:.0f} s")
     if aside is not None:
         console.print(f"The earlier file is kept as {aside}")

@@ -12,8 +12,7 @@ from rich.text import Text
 
 from autockpt.analysis.oom_log import read_log
 from autockpt.analysis.sentences import answer_rows
-from autockpt.cli import screen
-from autockpt.cli.guard import guarded
+from autockpt.cli.guard import guarded, progress, show
 from autockpt.cli.options import arg, flag, opt, takes_workload, workload_spec
 from autockpt.cli.search import answer_table
 from autockpt.errors import InfeasibleError, UsageError
@@ -64,9 +63,9 @@ def diagnose(
     card = None if hardware is None else load_hardware(hardware)
     from autockpt.analysis.diagnose import diagnose as diagnosed
 
-    with listener(screen.progress()) as watcher:
+    with listener(progress()) as watcher:
         said = diagnosed(reading, spec, budget=asked, hardware=card, plan_out=plan_out, listener=watcher)
-    screen.show(said, print_diagnosis, as_json)
+    show(said, print_diagnosis, as_json)
     if said.unprescribed:
         raise typer.Exit(UsageError.exit_code)
     if said.room is not None and not said.choices:

@@ -9,8 +9,7 @@ from rich.console import Console
 from rich.padding import Padding
 from rich.text import Text
 
-from autockpt.cli import screen
-from autockpt.cli.guard import guarded
+from autockpt.cli.guard import guarded, progress, results
 from autockpt.cli.options import arg, flag, listed, opt
 from autockpt.errors import UsageError
 from autockpt.progress import listener
@@ -58,13 +57,13 @@ def estimate(
         qlora=qlora,
         prepare_kbit=prepare_kbit,
         dtype=kind,
-        watch=lambda _: listener(screen.progress()),
+        watch=lambda _: listener(progress()),
     )
     if as_json:
         for row in rows:
             print(row.model_dump_json(exclude_none=True), flush=True)
         return
-    print_estimates(rows, screen.results())
+    print_estimates(rows, results())
 
 
 def _numbers(option: str, text: str) -> tuple[int, ...]:

@@ -14,8 +14,7 @@ from rich.text import Text
 
 from autockpt.analysis.explanation import Curve, Explanation, Front, Slice, resampled
 from autockpt.analysis.sentences import basis_mark, choice_words, largest_words, place_words, reason_words, speed_words
-from autockpt.cli import screen
-from autockpt.cli.guard import guarded
+from autockpt.cli.guard import guarded, progress, show
 from autockpt.cli.options import DEVICE, arg, flag, opt, takes_workload, workload_spec
 from autockpt.errors import InfeasibleError, UsageError
 from autockpt.progress import listener
@@ -87,10 +86,10 @@ def explain(
     spec = workload_spec(workload, base=loaded.workload if loaded else None)
     on: dict[str, Any] = {"device": device, "hardware": hardware, "limits": limits}
     question = ExplainRequest.asked(spec, loaded, plan, budget=budget, headroom=headroom, **on)
-    with listener(screen.progress()) as watcher:
+    with listener(progress()) as watcher:
         if ops:
             watcher.stage("trace")
-            screen.show(step_graph(question), print_ops, as_json)
+            show(step_graph(question), print_ops, as_json)
             return
         said = explained(question, watcher)
     _show(said, as_json)
@@ -98,7 +97,7 @@ def explain(
 
 def _show(said: Explanation, as_json: bool) -> None:
     """Print an explanation. Raises Exit where nothing fits its budget."""
-    screen.show(said, print_explanation, as_json)
+    show(said, print_explanation, as_json)
     if said.budget is not None and said.smallest_peak > said.budget.bytes:
         raise typer.Exit(InfeasibleError.exit_code)
 
@@ -165,14 +164,13 @@ def _slices(slices: tuple[Slice, ...], most: int) -> Table:
     total = max(1, sum(s.total for s in slices))
     ranked = sorted(slices, key=lambda s: -s.total)
     shown, rest = (ranked, []) if len(ranked) <= most else (ranked[: most - 1], ranked[most - 1 :])
-    table = plain_table("unit", ">each", ">all", ">share")
+    table = plain_table("unit", ">all", ">share")
     for s in shown:
-        name = f"{s.name} ×{s.count}" if s.count > 1 else s.name
-        each = format_binary(s.bytes) if s.count > 1 else ""
-        table.add_row(name, each, format_binary(s.total), words.share(s.total / total))
+        name = f"{s.name} ×{s.count} of {format_binary(s.bytes)}" if s.count > 1 else s.name
+        table.add_row(name, format_binary(s.total), words.share(s.total / total))
     if rest:
         size = sum(s.total for s in rest)
-        table.add_row(f"{len(rest)} more", "", format_binary(size), words.share(size / total))
+        table.add_row(f"{len(rest)} more", format_binary(size), words.share(size / total))
     return table
 
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from autockpt.cli import screen
-from autockpt.cli.guard import guarded
+from autockpt.cli.guard import guarded, print_json
 from autockpt.cli.options import arg, flag, opt
 from autockpt.schema.runs import plan_at
 
@@ -26,6 +25,6 @@ def export(
 
     exported = nearest(plan_at(plan), to)
     if as_json:
-        screen.print_json(exported.model_dump_json(indent=2))
+        print_json(exported.model_dump_json(indent=2))
     else:
         print(exported.settings, end="", flush=True)

@@ -16,16 +16,19 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 
 import typer
+from rich.console import Console
 from rich.text import Text
 
-from autockpt.cli import screen
 from autockpt.errors import AutockptError, InfeasibleError, without_passwords
+from autockpt.interpreter import handling
+from autockpt.schema import Data
 from autockpt.schema.sizes import format_bytes
-from autockpt.signals import handling
+from autockpt.terminal import console
 
+Answer = TypeVar("Answer", bound=Data)
 INTERRUPTED, UNREAD, TERMINATED = 130, 141, 143
 FAILED = 4
 CONTINUED = ("search",)  # verbs that write down what they measure as it comes
@@ -148,7 +151,7 @@ def _debug() -> None:
 
 def _say(message: str, remedy: str, as_json: bool, exit_code: int, *, code: str = "", **more: Any) -> int:
     """Show an error; gives its exit code."""
-    console = screen.progress()
+    console = progress()
     with suppress(BrokenPipeError):  # no reader is left; the exit code stays
         console.print(Text.assemble(("autockpt: ", "bold red"), message, (f" [{code}]" if code else "", "dim")))
         for line in remedy.splitlines():
@@ -157,7 +160,30 @@ def _say(message: str, remedy: str, as_json: bool, exit_code: int, *, code: str 
     if as_json:
         said = {"error": message, "code": code, "remedy": remedy, "exit_code": exit_code}
         try:
-            screen.print_json(json.dumps(said | more, indent=2))
+            print_json(json.dumps(said | more, indent=2))
         except OSError:  # it was said above
             _silence_output()
     return exit_code
+
+
+def results() -> Console:
+    """The console for results."""
+    return console(stderr=False)
+
+
+def progress() -> Console:
+    """The console for progress, notes and errors."""
+    return console(stderr=True)
+
+
+def show(answer: Answer, printer: Callable[[Answer, Console], None], as_json: bool) -> None:
+    """A verb's answer on standard output: as ``printer`` draws it, or as JSON."""
+    if as_json:
+        print_json(answer.model_dump_json(indent=2))
+    else:
+        printer(answer, results())
+
+
+def print_json(text: str) -> None:
+    """Print JSON to standard output, without colour or wrapping."""
+    print(text, flush=True)

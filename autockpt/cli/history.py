@@ -14,8 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from autockpt.analysis.runs import InShort, in_short, write_index
-from autockpt.cli import screen
-from autockpt.cli.guard import guarded
+from autockpt.cli.guard import guarded, print_json, results
 from autockpt.cli.options import arg, flag, opt
 from autockpt.errors import PlanError, UsageError
 from autockpt.progress import FITS, STATES
@@ -77,16 +76,16 @@ def history(
     if page:
         _written(write_index(place, runs), as_json)
     elif as_json:
-        screen.print_json(json.dumps([run.as_json(place) for run in runs], indent=2))
+        print_json(json.dumps([run.as_json(place) for run in runs], indent=2))
     else:
-        _print_runs(place, runs, screen.results())
+        _print_runs(place, runs, results())
 
 
 def _written(page: Path, as_json: bool) -> None:
     if as_json:
-        screen.print_json(json.dumps({"page": str(page)}))
+        print_json(json.dumps({"page": str(page)}))
     else:
-        screen.results().print(str(page), soft_wrap=True)
+        results().print(str(page), soft_wrap=True)
 
 
 def _print_run(run: RunDirectory, as_json: bool) -> None:
@@ -101,9 +100,9 @@ def _print_run(run: RunDirectory, as_json: bool) -> None:
             "pareto_front": [t.number for t in front],
             "sets": sets,
         }
-        screen.print_json(json.dumps(data, indent=2))
+        print_json(json.dumps(data, indent=2))
         return
-    console = screen.results()
+    console = results()
     begun, last = run.dates()
     console.print(str(run.path), style="bold", soft_wrap=True)
     console.print(f"begun {_when(begun)}, last trial {_when(last)}", style="dim")
@@ -136,9 +135,9 @@ def _print_trial(run: RunDirectory, number: int, plan_out: Path | None, as_json:
     set_aside = plan_of_trial(run, trial).save(plan_out, existing="set_aside") if plan_out is not None else None
     if as_json:
         data = {"trial": trial.model_dump(mode="json"), "readings": [r.model_dump(mode="json") for r in readings]}
-        screen.print_json(json.dumps(data, indent=2))
+        print_json(json.dumps(data, indent=2))
         return
-    console = screen.results()
+    console = results()
     print_trial(trial, readings, console)
     if plan_out is not None:
         kept = f"; what stood there is kept as {set_aside}" if set_aside is not None else ""

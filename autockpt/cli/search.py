@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from textwrap import fill
 from typing import Any
 
 import typer
@@ -18,8 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from autockpt.analysis.sentences import AnswerRow, answer_rows, loading_lines
-from autockpt.cli import screen
-from autockpt.cli.guard import INTERRUPTED, guarded
+from autockpt.cli.guard import INTERRUPTED, guarded, progress, show
 from autockpt.cli.options import (
     DEVICE,
     FRESH,
@@ -36,11 +32,9 @@ from autockpt.errors import UsageError, without_passwords
 from autockpt.progress import listener
 from autockpt.schema import (
     CompileMode,
-    Listener,
     Measurement,
     Plan,
     SearchOutcome,
-    SearchRequest,
     WorkloadSpec,
     format_binary,
     format_bytes,
@@ -203,20 +197,22 @@ def search(
         command=command,
         notes=notes,
     )
-    with _watched(request) as watcher:
+    with listener(progress()) as watcher:
+        for note in request.notes:
+            watcher.note(note)
         if simulate is None and device is None and _stand_in():
             watcher.note(_ON_THE_CPU)
         found = answer(request, watcher)
     if isinstance(found, SearchOutcome):
         outcome = found
-        screen.show(found, print_answer, as_json)
+        show(found, print_answer, as_json)
     else:
         outcome = found.outcome
-        screen.show(found, print_batches, as_json)
+        show(found, print_batches, as_json)
     if (run := outcome.run_directory) is not None and run.is_dir():
         from autockpt.analysis.page import page_of
 
-        screen.progress().print(page_of(run), soft_wrap=True)
+        progress().print(page_of(run), soft_wrap=True)
     if outcome.interrupted:
         raise typer.Exit(INTERRUPTED)
 
@@ -260,15 +256,6 @@ def _workload(
         name, on = DEFAULT_MODELS.get(kind, SMALL_MODEL), f" on {kind}"
     note = f"No model was named, so this plans for the built-in {name}{on}; --model names yours."
     return workload_spec(given, default=name), (note,)
-
-
-@contextmanager
-def _watched(request: SearchRequest) -> Iterator[Listener]:
-    """Progress on the screen, with what the request has to note."""
-    with listener(screen.progress()) as watcher:
-        for note in request.notes:
-            watcher.note(note)
-        yield watcher
 
 
 def print_answer(outcome: SearchOutcome, console: Console) -> None:
@@ -375,15 +362,7 @@ def _print_plan(outcome: SearchOutcome, plan: Plan, console: Console) -> None:
     console.print()
     console.print(Text.assemble(("Plan  ", "bold"), f"{words.strip(choices)}   {words.tally(choices)}, {status}"))
     for line in choice_lines(plan.choices):
-        said = fill(
-            line,
-            console.width,
-            initial_indent="  ",
-            subsequent_indent="    ",
-            break_long_words=False,
-            break_on_hyphens=False,
-        )
-        console.print(Text(said), style="dim", soft_wrap=True)
+        console.print(Padding.indent(Text(line, style="dim"), 2))
     print_legend(choices.values(), console)
     for line in set_lines(plan):
         console.print(Padding.indent(Text(line), 2))

@@ -9,8 +9,7 @@ from rich.console import Console
 from rich.text import Text
 
 from autockpt.analysis.verification import MARKS, VerifyReport
-from autockpt.cli import screen
-from autockpt.cli.guard import FAILED, guarded
+from autockpt.cli.guard import FAILED, guarded, progress, show
 from autockpt.cli.options import DEVICE, JOB, arg, flag, job_file, workload_spec
 from autockpt.errors import UsageError
 from autockpt.progress import listener
@@ -41,9 +40,9 @@ def verify(
     spec = workload_spec(job_file(job) if job is not None else {}, base=base)
     from autockpt.analysis.verify import verify as run_verification
 
-    with listener(screen.progress()) as watcher:
+    with listener(progress()) as watcher:
         report = run_verification(plan, spec, device=device, listener=watcher)
-    screen.show(report, print_report, as_json)
+    show(report, print_report, as_json)
     if not report.passed:
         raise typer.Exit(FAILED)
 

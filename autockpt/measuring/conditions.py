@@ -10,8 +10,8 @@ from contextlib import contextmanager
 
 import torch
 
-from autockpt.collector import frozen, waiting
 from autockpt.devices import random_states
+from autockpt.interpreter import frozen, waiting
 
 
 def seed_all(seed: int, device: torch.device) -> None:

@@ -12,13 +12,13 @@ import torch
 
 from autockpt.devices import get_device
 from autockpt.errors import MeasurementError, UsageError
+from autockpt.interpreter import held_back
 from autockpt.measuring.base import Passing
 from autockpt.measuring.compiled import Compiler
 from autockpt.measuring.environment import environment_of
 from autockpt.measuring.runner import StepRunner
 from autockpt.measuring.snapshot import Snapshot
 from autockpt.schema.plan import CompileMode
-from autockpt.signals import held_back
 from autockpt.workload import Step
 
 

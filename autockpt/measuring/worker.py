@@ -18,8 +18,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from autockpt.callstack import with_room
 from autockpt.errors import AutockptError, MeasurementError
+from autockpt.interpreter import with_room
 from autockpt.measuring.failures import device_lost, letting_go
 from autockpt.schema.plan import CompileMode
 from autockpt.schema.workload import WorkloadSpec

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from autockpt.callstack import with_room
 from autockpt.errors import ConflictError
+from autockpt.interpreter import with_room
 from autockpt.policies.attachment import Attachment, call_inner
 from autockpt.policies.base import ForwardListener, is_library
 from autockpt.policies.conflicts import refuse_native, with_switches

@@ -285,7 +285,8 @@ class Plan(Data):
             of_batches = f"{plan.hash}@{each.when.tokens}" if plan.hash else ""
             sets.append(each.model_copy(update={"hash": of_batches}))
         sets.sort(key=lambda each: each.when.tokens)
-        return Plan(**self._fields | {"smaller_batches": tuple(sets)})
+        fields: dict[str, Any] = {**self._fields, "smaller_batches": tuple(sets)}
+        return Plan(**fields)
 
     @property
     def file(self) -> str:

@@ -21,8 +21,8 @@ from typing import Any
 
 import torch
 
-from autockpt.callstack import with_room
 from autockpt.errors import AutockptError, GhostError
+from autockpt.interpreter import with_room
 from autockpt.process import wait
 from autockpt.schema.workload import WorkloadSpec
 from autockpt.tracing.assemble import Source

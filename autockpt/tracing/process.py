@@ -19,12 +19,11 @@ from typing import IO, Any
 
 import torch
 
-from autockpt.callstack import with_room
 from autockpt.devices.accelerator import kinds_in_use
 from autockpt.errors import GhostError, how_it_ended
+from autockpt.interpreter import fork, with_room
 from autockpt.process import Child, ChildDied, ChildSilent, child_environment, close_inherited, last_lines
 from autockpt.schema.workload import WorkloadSpec
-from autockpt.signals import fork
 from autockpt.tracing.assemble import Source
 from autockpt.tracing.child import ALIVE, DONE, FAILED, FORK, READY, Build, Note, serve
 from autockpt.tracing.kernels.cuda_kernels import Capability

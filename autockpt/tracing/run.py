@@ -15,12 +15,12 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from autockpt.checkpointing.recorded_unit import RecordedUnit
-from autockpt.collector import waiting
 from autockpt.devices.accelerator import without_context
 from autockpt.devices.base import Transport
 from autockpt.devices.cpu import HostMemory
 from autockpt.devices.transport import transport_for
 from autockpt.errors import AutockptError, GhostError, TracingError, UsageError
+from autockpt.interpreter import waiting
 from autockpt.policies.base import setting
 from autockpt.policies.rematerialize import recipes_known
 from autockpt.runtime import attach

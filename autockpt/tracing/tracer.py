@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from autockpt.collector import frozen, waiting
 from autockpt.errors import GhostError, TracingError, UsageError
+from autockpt.interpreter import frozen, waiting
 from autockpt.schema.choices import Choice
 from autockpt.schema.graph import Graph, Unit
 from autockpt.schema.plan import Plan

@@ -32,6 +32,7 @@ from autockpt.schema import (
     Choice,
     DeviceInfo,
     Environment,
+    Graph,
     Plan,
     Prediction,
     ResolvedBudget,
@@ -147,15 +148,12 @@ def test_a_plan_brings_its_workload(autockpt, asked: Asked, tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        ((), "--model"),
         (("nothing.yaml",), "nothing.yaml"),
         ((".",), ""),
         (("--model", "llama-tiny", "--budget", "24"), "budget"),
         (("--model", "llama-tiny", "--headroom", "2%"), "--budget"),
-        (("--model", "llama-tiny", "--ops", "--budget", "24GB"), "--ops"),
         (("--model", "llama-tiny", "--hardware", "rtx4090", "--device", "cpu"), "--device"),
         (("--model", "llama-tiny", "--hardware", "rtx409"), "rtx4090"),
-        (("llama-8b",), "autockpt explain --model llama-8b"),
     ],
 )
 def test_wrong_questions(autockpt, asked: Asked, arguments: tuple[str, ...], named: str) -> None:
@@ -296,7 +294,7 @@ def test_an_explanation_on_screen(width: int) -> None:
     assert "Peak 900 MiB (944 MB) of 950 MiB (budget 950MiB): 50.0 MiB free" in said
     assert "leanest plan 700 MiB (simulated)" in said
     assert "weights 500 MiB 55.6 %" in said and "gradients — 300 MiB" in said
-    assert "model.layers.20-31 ×12 30.0 MiB 360 MiB 90.0 %" in said
+    assert "model.layers.20-31 ×12 of 30.0 MiB 360 MiB 90.0 %" in said
     assert "Peak at op 320 of 800: aten.mm.default, backward in lm_head" in said
     assert "4×2048×14336 bf16" in said and "12 of 32" in said and "beaten by another" in said
     assert "2 of 32 (copies hide)" in said
@@ -333,3 +331,16 @@ def test_ops_are_tab_separated() -> None:
 def test_downsampling_loses_no_peak(values: list[int], points: int) -> None:
     sampled = resampled(values, min(points, len(values)))
     assert max(values[i] for i in sampled) == max(values) and len(set(sampled)) == min(points, len(values))
+
+
+@pytest.mark.slow
+def test_the_ops_of_a_step_with_and_without_a_plan(autockpt, tmp_path: Path) -> None:
+    (tmp_path / "plan.yaml").write_text('autockpt: 1\nchoices:\n  "**.layers.*": recompute\n')
+    job = ("--model", "llama-tiny", "--batch-size", "2", "--seq-len", "32", "--ops", "--json")
+    plain, planned = (autockpt("explain", *plan, *job) for plan in ((), ("plan.yaml",)))
+    assert plain.code == planned.code == 0, plain.err + planned.err
+    before, after = (Graph.model_validate(run.json) for run in (plain, planned))
+    assert after.peak_bytes < before.peak_bytes and after.flops > before.flops
+    assert {op.phase for op in after.ops} - {op.phase for op in before.ops} == {"recompute"}
+    lines = autockpt("explain", *job[:-1]).out.splitlines()
+    assert len(lines) == 1 + len(before.ops) and lines[0].startswith("op\tphase\ttarget")

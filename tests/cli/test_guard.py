@@ -108,11 +108,10 @@ def test_an_interrupt_is_one_whatever_code_makes_of_it(
     assert isinstance(turned_into, typer.Exit) or word in said
 
 
-@pytest.mark.parametrize("printer", ["print", "screen.results().print"])
+@pytest.mark.parametrize("printer", ["print", "results().print"])
 def test_a_reader_that_went_away_is_no_error(printer: str) -> None:
     code = (
-        "from autockpt.cli import screen\n"
-        "from autockpt.cli.guard import guarded\n"
+        "from autockpt.cli.guard import guarded, results\n"
         "@guarded\n"
         "def verb(**_):\n"
         f"    say = {printer}\n"

@@ -126,18 +126,11 @@ def test_a_plan_or_run_to_start_from_fills_in_what_is_not_said(
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        ((), "--budget"),
-        (("--budget", "24"), "24GB"),
         (("--budget", "", "--hardware", "rtx4090"), "24GB"),
-        (("--budget", "24GB", "--space", "knob"), "knobs"),
-        (("--budget", "24GB", "--choices", "recompte"), "recompute"),
         (("--budget", "24GB", "--choices", "save"), "save"),
         (("--budget", "24GB", "--host-budget", "8"), "8GB"),
         (("--budget", "24GB", "--host-budget", "60%"), "60%"),
-        (("--budget", "24GB", "--timeout", "soon"), "soon"),
         (("--budget", "24GB", "--model", "x", "--dtype", "fp8"), "--dtype fp8"),
-        (("--hardware", "rtx4909"), "rtx4090"),
-        (("--hardware", "rtx4090", "--device", "cpu"), "--device cpu"),
         (("--budget", "24GB", "--job", "nowhere.yaml"), "nowhere.yaml"),
         (("--resume", "nowhere.yaml"), "nowhere.yaml"),
     ],

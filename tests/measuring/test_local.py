@@ -9,8 +9,8 @@ import signal
 import pytest
 import torch
 
-from autockpt.collector import frozen
 from autockpt.errors import DeviceOutOfMemory, MeasurementError, UsageError
+from autockpt.interpreter import frozen
 from autockpt.measuring import LocalMeasurer, Measurer
 from autockpt.measuring import snapshot as module
 from autockpt.measuring.base import beats_counted

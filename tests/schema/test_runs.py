@@ -10,6 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+import autockpt
 from autockpt.errors import RunDirectoryError
 from autockpt.schema import (
     OFFLOAD,
@@ -29,7 +30,8 @@ from autockpt.schema import (
     plan_hash,
 )
 from autockpt.schema.graph import TensorMeta
-from autockpt.schema.runs import RunDirectory, directory_name
+from autockpt.schema.runs import RunDirectory, best, directory_name, pareto_front
+from tests.analysis.samples import make_run
 from tests.errors import raises
 
 QUESTION = {"budget": "60%", "workload": {"model": "llama-tiny"}, "seed": 0}
@@ -291,3 +293,71 @@ def test_a_plan_edited_by_hand_is_kept(tmp_path: Path) -> None:
     run.plan_path.write_text(text)
     run.write_plan(plan())
     assert run.plan() == plan() and (run.path / "plan.yaml.1").read_text() == text
+
+
+def scored(
+    number: int, peak: int | None = None, seconds: float = 1.0, *, predicted=None, fits=True, plan="", **more
+) -> Trial:
+    return Trial(
+        number=number,
+        name=more.pop("name", f"knobs #{number}"),
+        encoding=more.pop("encoding", "knobs"),
+        choices={},
+        plan_hash=plan or f"plan{number}",
+        state=more.pop("state", "measured" if peak is not None and fits else "over_budget"),
+        feasible=fits and peak is not None,
+        predicted=None if predicted is None else Prediction(peak_bytes=predicted[0], step_seconds=predicted[1]),
+        measured=None if peak is None else Measurement(peak_bytes=peak, step_seconds=seconds, noise=0.01),
+        **more,
+    )
+
+
+def numbers(trials) -> list[int]:
+    return [t.number for t in trials]
+
+
+def test_best_is_the_fastest_measured_plan_that_fits():
+    trials = [
+        scored(0, 90, 1.0, fits=False),
+        scored(1, 50, 3.0),
+        scored(2, 60, 2.0),
+        scored(3, predicted=(10, 0.1), state="predicted_over"),
+    ]
+    assert numbers(best(trials)) == [2]
+    assert numbers(best(trials, 5)) == [2, 1]
+    assert best(trials[:1]) == []
+
+
+def test_pareto_front_leanest_first_and_over_budget_included():
+    trials = [
+        scored(0, 100, 1.0, fits=False),
+        scored(1, 80, 1.5),
+        scored(2, 80, 1.4),
+        scored(3, 70, 2.0),
+        scored(4, 75, 2.5),
+        scored(5, 70, 2.0),
+        scored(6, predicted=(1, 0.1), state="predicted_over"),
+    ]
+    assert numbers(pareto_front(trials)) == [3, 2, 0]
+
+
+@given(st.lists(st.tuples(st.integers(1, 20), st.integers(1, 20)), max_size=15))
+def test_pareto_front_is_what_the_definition_says(points):
+    trials = [scored(i, peak, float(seconds)) for i, (peak, seconds) in enumerate(points)]
+    front = {points[t.number] for t in pareto_front(trials)}
+    assert front == {p for p in points if not any(q != p and q[0] <= p[0] and q[1] <= p[1] for q in points)}
+
+
+def test_a_run_in_python(tmp_path: Path) -> None:
+    run = autockpt.open_run(make_run(tmp_path).path)
+    assert [t.number for t in run.trials] == [0, 1, 2, 3] and run.question["budget"] == "60%act"
+    assert [t.number for t in run.pareto_front] == [1, 2, 0] and [t.number for t in run.best(2)] == [2, 1]
+    assert run.plan is not None and run.plan.hash == run.trials[2].plan_hash and "4 trials" in repr(run)
+    plan = run.plan_of(1)
+    assert str(plan.choices["h.0-1"]) == "recompute" and plan.status == "measured"
+    plan.save(tmp_path / "plan.yaml")
+    assert autockpt.Plan.load(tmp_path / "plan.yaml").hash == run.trials[1].plan_hash
+    with raises(RunDirectoryError):
+        run.plan_of(9)
+    with pytest.raises(RunDirectoryError):
+        autockpt.open_run(tmp_path)

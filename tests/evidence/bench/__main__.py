@@ -23,11 +23,10 @@ from typing import TYPE_CHECKING, Any
 import typer
 from autockpt.cli.panels import PanelCommand
 
-from autockpt.callstack import with_room
-from autockpt.cli import screen
-from autockpt.cli.guard import guarded
+from autockpt.cli.guard import guarded, progress
 from autockpt.cli.options import DEVICE, listed, opt, takes_workload, workload_spec
 from autockpt.errors import AutockptError, InfeasibleError, MeasurementError, UsageError
+from autockpt.interpreter import with_room
 from tests.evidence.bench.peers import OUR_OWN, PEERS, PLAIN
 
 if TYPE_CHECKING:
@@ -264,7 +263,7 @@ def bench(
         seed=seed,
         command=("python", "-m", "tests.evidence.bench", *sys.argv[1:]),
     )
-    with listener(screen.progress()) as watcher, WorkerMeasurer(asked.workload, device) as worker:  # type: ignore[arg-type]
+    with listener(progress()) as watcher, WorkerMeasurer(asked.workload, device) as worker:  # type: ignore[arg-type]
         made = Bench(asked, worker, watcher)
         made.make_rows(listed(budgets), named)
         watcher.stage("interleaved rounds", rounds)

@@ -1,4 +1,4 @@
-"""What runs with room takes and returns what it would without, and no loop of its calls maps memory."""
+"""Calls with room return what they would without and map no memory; no signal is lost in a fork."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import sys
 
 import pytest
 
-from autockpt.callstack import with_room
+from autockpt.interpreter import with_room
 
 LOOPS = """
 import sys
-from autockpt.callstack import with_room
+from autockpt.interpreter import with_room
 
 def called(): pass
 
@@ -47,3 +47,36 @@ def test_no_depth_at_which_calls_map_memory():
     if plain < nothing + 1000:
         pytest.skip("this Python maps no memory at the ends of its chunks")
     assert roomy < nothing + 500
+
+
+pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="forks")
+
+PROGRAM = """
+import os, signal, sys
+from autockpt.interpreter import fork
+
+def handler(number, frame):
+    raise KeyboardInterrupt
+
+signal.signal(signal.SIGINT, handler)
+signal.signal(signal.SIGTERM, handler)
+os.register_at_fork(**{sys.argv[1]: lambda: os.kill(os.getpid(), int(sys.argv[2]))})
+try:
+    pid = fork()
+except KeyboardInterrupt:
+    print("interrupted")
+else:
+    if not pid:
+        os._exit(0)
+    print("not noticed", os.waitpid(pid, 0)[1])
+"""
+
+
+@pytest.mark.parametrize("number", [2, 15])
+@pytest.mark.parametrize(
+    ("hook", "said"),
+    [("before", "interrupted"), ("after_in_parent", "interrupted"), ("after_in_child", "not noticed 0")],
+)
+def test_a_signal_while_forking_is_handled_afterwards(hook: str, said: str, number: int) -> None:
+    run = subprocess.run([sys.executable, "-c", PROGRAM, hook, str(number)], capture_output=True, text=True)
+    assert (run.stdout.strip(), run.stderr) == (said, "")
