@@ -5,7 +5,7 @@ import threading
 
 from rich.console import Console
 
-from autockpt.progress import BarListener, LineListener, describe_trial, listener
+from autockpt.progress import BarListener, LineListener, listener
 from autockpt.schema import Trial
 from tests.samples import console, trial
 
@@ -64,23 +64,6 @@ def test_a_trial_says_what_is_left_of_a_long_stage() -> None:
     now[0] = 9.0
     lines.trial(trial(1), trial(0))
     assert said[1].endswith("(1 of 2, about 6 s left)") and "left" not in said[2]
-
-
-def test_compiling_is_said_apart_from_the_step() -> None:
-    known = trial(0).measured
-    assert known is not None
-    compiled = trial(0, measured=known.model_copy(update={"compile_seconds": 35.3}))
-    assert "441 MiB  compiled in 35.3 s" in describe_trial(compiled, None)
-    assert "compiled" not in describe_trial(trial(0), None)
-
-
-def test_every_end_of_a_trial_has_words() -> None:
-    def said(**changes: object) -> str:
-        return describe_trial(trial(4, **changes), None)
-
-    assert "over the budget" in said(feasible=False)
-    assert "predicted over" in said(state="predicted_over", measured=None, feasible=False)
-    assert said(state="failed", measured=None, predicted=None, message="the worker died").endswith("the worker died")
 
 
 def test_a_terminal_gets_a_bar() -> None:

@@ -39,14 +39,6 @@ def test_nothing_is_lost_at_any_width() -> None:
         assert sorted("".join(body.split())) == letters, width
 
 
-def test_a_table_is_as_before_on_another_screen() -> None:
-    made, (narrow, _), (wide, raw) = table(), console(60), console(140)
-    narrow.print(made)
-    wide.print(made)
-    wide.file.flush()
-    assert raw.getvalue().decode() == printed(140)
-
-
 def test_results_in_a_notebook_are_text_in_one_output(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
     monkeypatch.setenv("FORCE_COLOR", "1")  # as its kernel does

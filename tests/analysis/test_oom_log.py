@@ -7,7 +7,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autockpt.analysis.oom_log import DeviceFailure, parse_message, read_log, read_text
-from autockpt.errors import UsageError
 from tests.analysis.logs import BACKWARD, FORWARD, OPTIMIZER, message, prefixed
 
 MIB, GIB = 2**20, 2**30
@@ -159,15 +158,6 @@ def test_a_long_log_is_read_from_its_end(tmp_path: Path) -> None:
         file.write(noise)  # other ranks go on talking
     failure = read_log(log).failure
     assert failure is not None and failure.tried == gib(1.96) and failure.stage == "forward"
-
-
-def test_a_log_without_a_failure_is_an_error(tmp_path: Path) -> None:
-    log = tmp_path / "log.txt"
-    log.write_text('Traceback (most recent call last):\n  File "a.py", line 1, in <module>\nValueError: no such column')
-    with pytest.raises(UsageError):
-        read_log(log)
-    with pytest.raises(UsageError):
-        read_log(tmp_path / "absent.txt")
 
 
 def test_what_a_log_says_of_its_run() -> None:

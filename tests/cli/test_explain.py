@@ -23,7 +23,6 @@ from autockpt.analysis.explanation import (
     Why,
     resampled,
 )
-from autockpt.analysis.sentences import largest_words
 from autockpt.cli.explain import draw, print_explanation, print_ops
 from autockpt.schema import (
     OFFLOAD,
@@ -275,13 +274,6 @@ def printed(width: int, **changes: object) -> str:
     screen, raw = console(width)
     print_explanation(explanation(**changes), screen)
     return raw.getvalue().decode()
-
-
-def test_sizes_that_cannot_be_asked_for_are_said_to_be_unknown() -> None:
-    why = "--batch-size has no effect on train:make, which makes its own model and batch"
-    limit = Largest(dimension="batch size", plan="leanest", value=None, now=4, why=why)
-    (said,) = largest_words(explanation(limits=(limit,)))
-    assert f"not known with the leanest plan; now 4 ({why})" in said and "none fits" not in said
 
 
 @pytest.mark.parametrize("width", [80, 120])

@@ -182,11 +182,3 @@ def test_trials_and_their_front(width: int) -> None:
     assert next(line for line in lines if line.startswith("*")).split()[1] == "1"
     assert "recompute all" in text and "OOM" in text and "R×100" in text
     assert "....ORRRRRRR" in text and trials[0].plan_hash[:8] in text and "Pareto" in text
-
-
-def test_a_simulated_peak_is_shown_without_a_column() -> None:
-    screen, raw = console(80)
-    print_table([trial(0, measured=None), trial(1)], [], screen)
-    lines = raw.getvalue().decode().splitlines()
-    simulated, measured = (next(line for line in lines if line.split()[:1] == [n]) for n in "01")
-    assert "~" in simulated and "iB" in simulated and "—" not in simulated and "~" not in measured

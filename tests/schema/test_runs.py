@@ -189,16 +189,6 @@ def test_damaged_files_are_errors(tmp_path: Path, name: str, content: bytes) -> 
     assert caught.value.remedy and caught.value.exit_code == 2
 
 
-def test_damaged_records_are_named_by_field_or_line(tmp_path: Path) -> None:
-    run = enter(tmp_path)
-    (run.path / "profile.json").write_text('{"choices": 3}')
-    with raises(RunDirectoryError, "profile.json"):
-        run.profile()
-    run.append("trials.jsonl", "[1]")
-    with raises(RunDirectoryError, "trials.jsonl:1"):
-        run.trials()
-
-
 OWN = ("lock", "question.json", "command.txt", "environment.json", "trials.jsonl", "graph.json.gz")
 
 
