@@ -13,18 +13,13 @@ from typing import Self
 
 import numpy as np
 
-from autockpt.schema.choices import SAVE, Choice
+from autockpt.schema.choices import Choice
 from autockpt.schema.problem import Assignment, Option, Point, Problem, UnitOptions
 from autockpt.solvers.chain import strongest
 from autockpt.solvers.refine import Checker
 
 Accept = Callable[[Choice, Choice], bool]
 """Whether a pair of choices, of the first and of the last layers, is wanted."""
-
-
-def rest_saves(front: Choice, back: Choice) -> bool:
-    """Whether one of the two runs saves everything."""
-    return SAVE in (front, back)
 
 
 def two_runs(problem: Problem, accept: Accept = lambda front, back: True) -> list[Assignment]:

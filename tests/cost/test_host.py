@@ -101,13 +101,9 @@ def test_the_disk_tier_is_tried_where_the_host_budget_binds(on_gpu: Tracer):
 
 def solved(known: CostModel, budget: str, space: SearchSpace) -> SearchResult:
     """What a dry run finds."""
-    proposer = proposing(known, budget, space)
-    return Loop(proposer, proposer.target, proposer.trials, 1, Clock(Silence())).run()
-
-
-def proposing(known: CostModel, budget: str, space: SearchSpace) -> SolverProposer:
     request = SearchRequest(budget=parse_budget(budget), space=space, trials=1, host_budget=known.host_budget)
-    return SolverProposer(request, known, Simulated(terms=DRY), Trials(None), None)
+    target, trials = Simulated(terms=DRY), Trials(None)
+    return Loop(SolverProposer(request, known, target, trials, None), target, trials, 1, Clock(Silence())).run()
 
 
 @pytest.mark.parametrize("share", [0.3, 0.6])

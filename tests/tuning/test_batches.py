@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from torch import nn
 
 from autockpt.errors import InfeasibleError, TimeLimitReached, UsageError
-from autockpt.runtime import apply
 from autockpt.schema import (
     Comparison,
     DeviceInfo,
@@ -33,7 +32,6 @@ from autockpt.tuning.rows import dependent_rows
 from autockpt.tuning.sizes import job_of, what_if_of
 from autockpt.workload import Step
 from tests.errors import raises
-from tests.policies.zoo import CASES
 from tests.tuning.small import TWO_LAYERS
 
 DEVICE = DeviceInfo(kind="cpu", name="made up", capacity_bytes=1 << 40)
@@ -94,18 +92,11 @@ def test_a_single_row_that_does_not_fit_is_infeasible() -> None:
 
 
 def test_batches_that_cannot_be_divided_are_refused() -> None:
-    def search(step: Any, rows: int, budget: str = "1GB") -> None:
-        answered(search_request(budget=budget, step=step, global_batch=rows, trials=3))
-
     odd = Step(Rows(False), {"x": torch.zeros(4, 8), "y": torch.zeros(3)}, loss=lambda m, b: squares(m(b["x"])))
-    with raises(UsageError):
-        search(odd, 4)
-    with raises(UsageError):
-        search(odd, 4, "60%")
-    with raises(UsageError):
-        search(odd, 0)
-    with raises(UsageError):
-        search(Step(odd.model, odd.batch, loss=odd.loss, accumulate=3), 16)
+    thrice = Step(odd.model, odd.batch, loss=odd.loss, accumulate=3)
+    for step, rows, budget in ((odd, 4, "1GB"), (odd, 4, "60%"), (thrice, 16, "1GB")):
+        with raises(UsageError):
+            answered(search_request(budget=budget, step=step, global_batch=rows, trials=3))
 
 
 def test_one_worse_size_above_is_passed_over() -> None:
@@ -198,32 +189,6 @@ def met_by(loss: Any, normed: bool = False) -> tuple[str, ...]:
         return made
 
     return dependent_rows(job, what_if_of(asked, ("save",)))
-
-
-def test_ragged_labels_update_as_the_whole_batch_does() -> None:
-    """By the loop that NOTES give; micro-batches that count equally make another update."""
-    llama = CASES["llama"]
-    ids = llama.batch()["input_ids"][:4]
-    labels = ids.where(torch.arange(ids.shape[1]) >= 15 * torch.arange(4)[:, None], -100)
-    rows = [{"input_ids": ids[n : n + 1], "labels": labels[n : n + 1]} for n in range(4)]
-    n = sum(b["labels"][:, 1:].ne(-100).sum() for b in rows)
-    assert "n = sum(b['labels'][:, 1:].ne(-100).sum() for b in micro_batches)" in batches.NOTES[1]
-
-    def update(loss: Any, micro_batches: list[dict[str, torch.Tensor]]) -> list[torch.Tensor]:
-        model = llama.make()
-        for layer in model.get_submodule("model.layers").children():
-            layer.get_submodule(
-                "self_attn"
-            ).attention_dropout = 0.0  # whose random numbers differ by the size of the batch
-        with apply(model, {"model.layers.0": "recompute", "model.layers.1": "remake"}):
-            for micro_batch in micro_batches:
-                loss(model, micro_batch).backward()
-        return [p.grad for p in model.parameters() if p.grad is not None]
-
-    whole = update(lambda model, b: model(**b).loss, [{"input_ids": ids, "labels": labels}])
-    torch.testing.assert_close(update(lambda model, b: model(**b, num_items_in_batch=n).loss, rows), whole)
-    equally = update(lambda model, b: model(**b).loss / 4, rows)
-    assert not all(map(torch.allclose, equally, whole))
 
 
 @pytest.mark.slow

@@ -97,15 +97,6 @@ def test_a_time_limit_ends_the_search_for_changes_too(limit: float | None, monke
     assert ("smaller batch" in refused.value.remedy) is (limit is not None), "what fails is no advice"
 
 
-@pytest.mark.parametrize(("smallest", "said"), [(990, True), (1001, False)])
-def test_headroom_is_named_where_it_is_what_makes_nothing_fit(smallest: int, said: bool) -> None:
-    profiled: Any = SimpleNamespace(host_budget=None, needs=lambda peak: "weights")
-    budget = parse_budget("1KB").with_headroom("2%").resolved(0, 0, 0, "cuda")
-    error = infeasible.nothing_fits(profiled, budget, smallest)
-    assert "980 B (1KB less 20 B of --headroom)" in error.message
-    assert ("fits with --headroom of at most 10 B" in error.message) is said
-
-
 def test_an_infeasible_share_names_the_least_that_is_enough() -> None:
     """A smaller batch is no way out: it needs a larger share of its own peak."""
     with pytest.raises(InfeasibleError) as refused, naming(budget="60%"):

@@ -134,14 +134,3 @@ def test_a_budget_above_what_the_device_has_is_said_to_be() -> None:
     (note,) = less_than_asked(parse_budget("24TB"), environment)
     assert "a card has 24.0 GiB" in note and "less than the budget" in note
     assert not less_than_asked(parse_budget("24GB"), environment) + less_than_asked(parse_budget("auto"), environment)
-
-
-@pytest.mark.parametrize("wrong", [{"trials": 0}, {"timeout": 0}, {"budget": "60"}, {"space": "knob"}])
-def test_a_live_search_refuses_nonsense_before_any_step(wrong: dict[str, Any]) -> None:
-    def loss(model: nn.Module, batch: Any) -> Any:
-        raise AssertionError("the step ran")
-
-    with pytest.raises(UsageError) as caught:
-        step = Step(nn.Linear(2, 2), ones(1, 2), loss=loss)
-        run_search(search_request(step=step, **({"budget": "60%"} | wrong)), Untouched())
-    assert caught.value.remedy

@@ -47,11 +47,6 @@ def test_of_equally_fast_and_lean_plans_the_simplest_is_named() -> None:
     assert named(trial(0, 1.0, 90 * MIB, layers("RORO")), trial(1, 1.004, 91 * MIB, layers("RR.."))) == 1
 
 
-def test_complexity_counts_choices_and_runs() -> None:
-    by_letters = {letters: complexity(layers(letters)) for letters in ("....", "RRRR", "RR..", "RROO", "RORO")}
-    assert by_letters == {"....": 1, "RRRR": 2, "RR..": 3, "RROO": 4, "RORO": 6}
-
-
 @given(
     st.lists(
         st.tuples(

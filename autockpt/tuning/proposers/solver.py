@@ -28,7 +28,7 @@ from autockpt.schema.known import ALL, NONE, known_plans
 from autockpt.schema.problem import Assignment, seconds_of
 from autockpt.schema.request import Silence
 from autockpt.schema.space import HIDDEN_COPIES
-from autockpt.solvers import Checked, exact, leanest, refine_segmented, refine_two_runs, rest_saves
+from autockpt.solvers import Checked, exact, leanest, refine_segmented, refine_two_runs
 from autockpt.solvers.runs import Accept
 from autockpt.tuning.clock import PROFILING, Clock
 from autockpt.tuning.infeasible import nothing_fits
@@ -414,7 +414,7 @@ class SolverProposer(Proposer):
 
 def _of_kind(kind: str, front: Choice, back: Choice) -> bool:
     """Whether one run of layers makes a choice of this kind and the other saves."""
-    return rest_saves(front, back) and {front.kind, back.kind} == {kind, SAVE.kind}
+    return {front.kind, back.kind} == {kind, SAVE.kind}
 
 
 def stands_still(tried: Sequence[Trial], patience: int, gain: float) -> bool:
