@@ -57,7 +57,7 @@ from autockpt.schema.runs import RunDirectory, undominated
 from autockpt.schema.words import step_note
 from autockpt.shipped import load_space
 from autockpt.tuning.sizes import largest_sizes, resized
-from autockpt.tuning.targets.shallow_twin import calls_per_candidate
+from autockpt.tuning.targets.simulated import SIMULATED
 from autockpt.workload import Step
 
 
@@ -73,7 +73,7 @@ def explain(question: ExplainRequest, listener: Listener | None = None) -> Expla
         answers = Answers(subject.profiled, subject.uniform)
         budget = resolved(question, answers)
         if budget is not None and question.plan is None:
-            answers.at(budget.bytes, calls_per_candidate(subject.base))  # as many ghost runs as a search would take
+            answers.at(budget.bytes, SIMULATED.checks)  # as many ghost runs as a search would take
         if subject.choices is not None:  # a longer search may have found it: nothing slower is said to be the fastest
             answers.keep(answers.reach(subject.choices, budget.bytes if budget is not None else None))
         steps = budget_steps(answers, budget)
@@ -352,10 +352,9 @@ def estimate_step(
 def _answered(row: Estimate, asked: ExplainRequest, own: Mapping[str, object]) -> Estimate:
     """What a search within all that the device has would find for this size, by ghost runs."""
     try:
-        for name in own:
-            size = getattr(row, name)
-            if size is not None and size != own[name]:
-                asked = replace(asked, step=resized(asked.step, **{name: size}))
+        sizes = {name: size for name in own if (size := getattr(row, name)) not in (None, own[name])}
+        if asked.step is not None and sizes:
+            asked = replace(asked, step=resized(asked.step, **sizes))
         said = explain(asked, Silence())
     except AutockptError as error:
         return row.model_copy(update={"note": error.message})

@@ -281,7 +281,9 @@ def largest_sizes(
         name, spec = FIELDS[dimension], request.workload
         now = settings.get(name) or settings.get(f"asked_{name}")
         padded = name == "seq_len" and spec is not None and spec.pad_to is not None
-        for plan in plans if isinstance(now, int) and not padded else ():
+        if not isinstance(now, int) or padded:
+            continue
+        for plan in plans:
             judged = replace(what_if, head=SAVE if plan == "save everything" else lean)
             yield _largest(request, judged, dimension, plan, now)
 

@@ -44,7 +44,7 @@ def proposals(
     """
     plans = [({name: t.choices.get(name, SAVE) for name in layers}, t.measured) for t in tried if t.measured]
     plans = [(choices, cost) for choices, cost in plans if len(list(groupby(choices.values()))) <= 2]
-    uniform = {choices[layers[0]]: cost for choices, cost in plans if len({*choices.values()}) == 1}
+    uniform = {choices[layers[0]]: cost for choices, cost in plans if len(dict.fromkeys(choices.values())) == 1}
     base = min((cost.step_seconds for cost in uniform.values()), default=0.0)
     problem = _problem(layers, uniform, base)
     best = min((cost.step_seconds for _, cost in plans if cost.peak_bytes <= budget_bytes), default=float("inf"))
@@ -52,10 +52,12 @@ def proposals(
     for lean, rich in permutations(uniform, 2):
         if uniform[lean].peak_bytes >= uniform[rich].peak_bytes or (one_graph and isinstance(lean, CompileBudget)):
             continue
-        missed = [cost.peak_bytes - peak_of(problem, c) for c, cost in plans if {*c.values()} == {lean, rich}]
+        pair = dict.fromkeys((lean, rich)).keys()
+        alike = [(c, cost.peak_bytes) for c, cost in plans if dict.fromkeys(c.values()).keys() == pair]
+        missed = [peak_bytes - peak_of(problem, c) for c, peak_bytes in alike]
         asked = problem.model_copy(update={"budget_bytes": budget_bytes - max(missed, default=0)})
-        for plan in two_runs(asked, lambda front, back, pair=(lean, rich): (front, back) == pair):
-            if len({*plan.choices.values()}) == 2 and base + plan.seconds < best:
+        for plan in two_runs(asked, lambda front, back, wanted=(lean, rich): (front, back) == wanted):
+            if len(dict.fromkeys(plan.choices.values())) == 2 and base + plan.seconds < best:
                 found.append((plan.seconds, plan.choices))
     return [choices for _, choices in sorted(found, key=lambda plan: plan[0])]
 

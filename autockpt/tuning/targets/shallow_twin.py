@@ -20,8 +20,6 @@ from autockpt.workload.configs import shallow_twin
 
 DEEP = 16  # blocks from which on a twin is worth its while
 TWIN_BLOCKS = 4  # of each stack, more where it has more types of blocks
-OPS_PER_CANDIDATE = 120_000  # ghost-run for one candidate: fewer ghost runs of deeper models
-FEWEST_CALLS, MOST_CALLS = 6, 8
 
 
 def open_twin(stack: ExitStack, spec: WorkloadSpec, tracer: Tracer, hardware: Hardware) -> tuple[Tracer, Graph] | None:
@@ -86,11 +84,6 @@ def transplanted(
     profiled = CostModel(profile, base, predictor, small.used_by_others, head, segments)
     profiled.check(lean)  # its graph is at hand
     return profiled
-
-
-def calls_per_candidate(base: Graph) -> int:
-    """Ghost runs to spend on refining one candidate."""
-    return max(FEWEST_CALLS, min(MOST_CALLS, OPS_PER_CANDIDATE // max(1, len(base.ops))))
 
 
 def _matching(small: Graph, whole: Graph) -> dict[int, int] | None:

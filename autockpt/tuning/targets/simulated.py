@@ -16,7 +16,6 @@ from autockpt.tracing.tracer import uncollected
 from autockpt.tuning.clock import Clock
 from autockpt.tuning.opening import traced_for
 from autockpt.tuning.targets.base import MOST_REPEATS, Prepared, Target, Terms
-from autockpt.tuning.targets.shallow_twin import calls_per_candidate
 from autockpt.tuning.trials import Candidate, Score, Trials
 
 CANDIDATES = 1
@@ -82,11 +81,9 @@ class OnHardware(Simulated):
             needs = simulated_memory(hardware, request.budget.budget_bytes)
             more = {"host_budget": request.host_budget, "listener": self.clock.listener}
             profiled = found.cost_model(times, needs=needs, **more)
-        self.terms, checks = DRY, calls_per_candidate(profiled.base)
-        if not request.dry_run:
-            self.terms = replace(SIMULATED, checks=checks)
+        self.terms = DRY if request.dry_run else SIMULATED
         if found.twin is not None:
-            self.terms = replace(self.terms, checks=checks, most_candidates=CANDIDATES)
+            self.terms = replace(self.terms, checks=SIMULATED.checks, most_candidates=CANDIDATES)
         return profiled
 
 
