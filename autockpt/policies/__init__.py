@@ -1,13 +1,11 @@
 """What can be done with a unit's activations: one file per choice, and the table of them all."""
 
-from autockpt.policies.base import Policy
-from autockpt.policies.chunked_loss import ChunkedLossPolicy
-from autockpt.policies.chunked_softmax import ChunkedSoftmaxPolicy
+from autockpt.policies.base import Policy, SavePolicy
+from autockpt.policies.chunked_head import ChunkedLossPolicy, ChunkedSoftmaxPolicy
 from autockpt.policies.compile_budget import CompileBudgetPolicy
 from autockpt.policies.offload import OffloadPolicy, RecomputeOffloadPolicy
 from autockpt.policies.recompute import RecomputePolicy
 from autockpt.policies.rematerialize import RemakePolicy
-from autockpt.policies.save import SavePolicy
 from autockpt.policies.segment import SegmentPolicy
 from autockpt.policies.selective import KeepAttentionPolicy, SelectivePolicy
 

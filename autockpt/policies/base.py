@@ -1,19 +1,248 @@
-"""What a policy is: it carries out one kind of choice on live modules. The table of policies is in ``__init__``."""
+"""What a policy is, and how a choice sits on a module: as the instance's own ``forward``, and nothing else changes.
+
+A policy carries out one kind of choice on live modules; the table of them is in ``__init__``. It attaches a function of
+the module and a state. Module hooks, ``state_dict``, parameter names and the class stay what they are. A plain closure
+would make a deepcopy run the original's weights, and a bound method does not survive pickling: a partial over a
+module-level function does both, because module and state are ordinary arguments of it.
+"""
 
 from __future__ import annotations
 
+import functools
+import inspect
+import sys
+import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from types import CodeType, MethodType
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import nn
+from torch.autograd import forward_ad
 
-from autockpt.devices.transport import Transports
-from autockpt.errors import PlanError
-from autockpt.policies.attachment import Attachment
+from autockpt.checkpointing.divergence import FIRST_CALLS, DivergenceCheck, UnitCheck
+from autockpt.devices.transport import OffloadTransports, Transports
+from autockpt.errors import ConflictError, PlanError
+from autockpt.policies.check_report import Proof, proof
+from autockpt.policies.compiling import exports, run_as_it_is
 from autockpt.schema.choices import ATTENTION, Choice
-from autockpt.schema.names import strip_prefixes
+from autockpt.schema.names import fold, strip_prefixes
+
+_current_transform: Callable[[], int | None] = torch._C._functorch.maybe_current_level  # type: ignore[attr-defined]
+_MAKE_FX = torch._C._TorchDispatchModeKey.PROXY
+_CALL = nn.Module._call_impl.__code__
+_CALL_WITH_HOOKS = next(c for c in _CALL.co_consts if isinstance(c, CodeType) and c.co_name == "inner")
+_hooks_allowed: Callable[[], bool] = torch._C._autograd._saved_tensors_hooks_is_enabled  # type: ignore[attr-defined]
+_hooks_in_force: Callable[[bool], Any] = torch._C._autograd._top_saved_tensors_default_hooks  # type: ignore[attr-defined]
+
+
+class Attachment:
+    """What one attached forward knows. Copied and pickled with its module; ``_cache…`` fields are left behind.
+
+    ``inner`` is the forward that the instance had before (None: its class's), ``unbound`` the same as a function of the
+    module where it can be had: a library's wrapper around ours may end up on a copy of the module. An attachment that
+    could not be taken off because somebody wrapped it is made inert by ``active = False``; one that is ``gone`` is not
+    put back either. Where something else is handed to backward than forward saved, a session may set a ``check`` over
+    it (``has_check``). ``as_it_is``: before a module of PyTorch's own, which the compiler does not take on by itself.
+    ``_cache_unit`` holds what calls of a unit that runs again have taught. Of several sets of choices, ``_cache_turn``
+    has the attachment's own act while it runs again.
+    """
+
+    has_check: ClassVar[bool] = False
+
+    def __init__(self, unit: str) -> None:
+        self.unit = unit
+        self.inner: Callable[..., Any] | None = None
+        self.unbound: Callable[..., Any] | None = None
+        self.active, self.gone, self.as_it_is, self.warned = True, False, False, False
+        self.check: UnitCheck | None = None
+        self._first_calls = FIRST_CALLS
+        self._cache_unit: Any = None
+        self._cache_turn: Callable[[], AbstractContextManager[None]] | None = None
+
+    def in_mid_training(self) -> None:
+        """Take the next call for the last of those in which more is looked at than later."""
+        self._first_calls = 1
+        if self._cache_unit is not None:
+            self._cache_unit.in_mid_training()
+
+    def turn(self) -> AbstractContextManager[None]:
+        """Around running again: the modules inside are attached to as they were in forward."""
+        return nullcontext() if self._cache_turn is None else self._cache_turn()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {k: None if k.startswith("_cache") else v for k, v in self.__dict__.items()}
+
+
+def is_enabled(state: Attachment) -> bool:
+    """Whether a choice has anything to do in this call: gradients are wanted, and the plan is not taken off.
+
+    Inside forward-mode AD (``torch.autograd.forward_ad``) and the transforms of ``torch.func`` units save as ever: what
+    is dropped, moved or made again would come back without its tangent, or outside of the transform. So they do where
+    hooks on saved tensors are switched off (``torch.autograd.graph.disable_saved_tensors_hooks``), and where a program
+    is made of their ops (``torch.export``, ``torch.jit.trace``, ``make_fx``). Inside of a ``torch.utils.checkpoint`` of
+    the user's, too: that drops what the unit saves and runs it again as plain training does, without putting back what
+    its forward has changed. Warns once of that.
+    """
+    if not state.active or not torch.is_grad_enabled() or exports():
+        return False
+    if torch.compiler.is_compiling():
+        return True
+    if forward_ad._current_level >= 0 or _current_transform() is not None or not _hooks_allowed():
+        return False
+    if torch._C._is_tracing() or torch._C._get_dispatch_mode(_MAKE_FX) is not None:
+        return False
+    hooks = _hooks_in_force(False)
+    if hooks is None or hooks[0].__module__ != "torch.utils.checkpoint":  # not the reentrant one: that has no gradients
+        return True
+    if not state.warned:
+        state.warned = True
+        warnings.warn(
+            f"{state.unit} runs inside of a torch.utils.checkpoint, which drops what it saves and runs it again in "
+            "backward: there its choice does nothing. Take the checkpoint away for the plan to act.",
+            stacklevel=4,
+        )
+    return False
+
+
+class AttachedForward(functools.partial):
+    """``run(module, state, *args, **kwargs)`` in the place of a module's forward; has that forward's signature."""
+
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
+        module, state = self.args
+        # accelerate, unwrapping a model, binds once more what is bound already
+        args = args[1:] if args and args[0] is module else args
+        if not torch.compiler.is_compiling():
+            caller = sys._getframe(1)
+            if caller.f_code is _CALL or caller.f_code is _CALL_WITH_HOOKS:
+                module = _called(caller.f_locals["self"], module, state.unit)
+        return self.func(module, state, *args, **kwargs)
+
+    @property
+    def module(self) -> nn.Module:
+        return self.args[0]
+
+    @property
+    def state(self) -> Attachment:
+        return self.args[1]
+
+    @property
+    def __func__(self) -> Unbound:
+        # accelerate wraps what is behind a method and binds it again, when it prepares a model and when it unwraps it
+        return Unbound(self.func, self.state)
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        # the Trainer and generate() read which arguments a model takes from here
+        return inspect.signature(self._plain())
+
+    def __getattr__(self, name: str) -> Any:
+        # filters of arguments read them from the code
+        if name in ("__name__", "__qualname__", "__code__"):
+            return getattr(self._plain(), name)
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    def _plain(self) -> Callable[..., Any]:
+        module = self.module
+        return type(module).forward.__get__(module) if self.state.inner is None else self.state.inner
+
+
+class _UncompiledForward(AttachedForward):
+    """Before a module of PyTorch's own, which the compiler takes on only as a part of what is around it."""
+
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
+        module, state = self.args
+        return self.func(module, state, *args, **kwargs)
+
+
+run_as_it_is(_UncompiledForward.__call__)
+
+
+def _called(caller: nn.Module, module: nn.Module, unit: str) -> nn.Module:
+    """The module whose forward runs: that of the plan, or a shallow copy of it (``copy.copy``).
+
+    Raises ConflictError for any other that has got this forward.
+    """
+    if caller is module or (type(caller) is type(module) and caller._parameters is module._parameters):
+        return caller
+    raise ConflictError(
+        f"a {type(caller).__name__} has the forward that a plan placed on {unit or 'another module'}, as where "
+        "attributes are copied from module to module: it would compute with the other's weights",
+        remedy="Apply the plan to the modules that train, once they are made; or copy modules by copy.copy.",
+    )
+
+
+class Unbound:
+    """An attached forward that is not bound to its module yet."""
+
+    def __init__(self, run: Callable[..., Any], state: Attachment) -> None:
+        self.run, self.state = run, state
+
+    def __call__(self, module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+        return self.run(module, self.state, *args, **kwargs)
+
+
+def call_inner(module: nn.Module, state: Attachment, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run the forward that the attachment stands before. The class is asked anew each time: FSDP2 exchanges it."""
+    if state.unbound is not None:
+        return state.unbound(module, *args, **kwargs)
+    if state.inner is None:
+        return type(module).forward(module, *args, **kwargs)
+    return state.inner(*args, **kwargs)
+
+
+def place(module: nn.Module, run: Callable[..., Any], state: Attachment) -> AttachedForward:
+    """Put an attachment before the module's present forward."""
+    state.inner = inner = module.__dict__.get("forward")
+    if isinstance(inner, AttachedForward) or (isinstance(inner, MethodType) and inner.__self__ is module):
+        state.unbound = inner.__func__
+    forward = (_UncompiledForward if state.as_it_is else AttachedForward)(run, module, state)
+    module.__dict__["forward"] = forward
+    return forward
+
+
+def take_off(module: nn.Module, forward: AttachedForward) -> None:
+    """Undo ``place`` exactly. Where another forward was put over it since, that one stays and ours becomes inert."""
+    forward.state.active = False
+    if module.__dict__.get("forward") is not forward:
+        return
+    if forward.state.inner is None:
+        del module.__dict__["forward"]
+    else:
+        module.__dict__["forward"] = forward.state.inner
+
+
+def put_back(module: nn.Module, forward: AttachedForward) -> None:
+    """Undo ``take_off``. Raises ConflictError where the module's forward is another one now."""
+    if forward.state.gone:
+        return
+    if module.__dict__.get("forward") is not forward.state.inner:
+        raise ConflictError(
+            f"{forward.state.unit or 'the model'} has another forward than when the choice was attached first",
+            remedy="Attach the choices anew.",
+        )
+    forward.state.active = True
+    module.__dict__["forward"] = forward
+
+
+def attached_to(module: nn.Module) -> AttachedForward | None:
+    """The active attachment on a module, also where others wrapped its forward since."""
+    forward = module.__dict__.get("forward")
+    while forward is not None:
+        if isinstance(forward, Unbound):
+            forward = AttachedForward(forward.run, module, forward.state)
+        if isinstance(forward, AttachedForward):
+            if forward.state.active:
+                return forward
+            forward = forward.state.inner
+        elif isinstance(forward, MethodType):
+            forward = forward.__func__
+        else:
+            forward = getattr(forward, "__wrapped__", None)
+    return None
+
 
 _NAMES = """
     torch torchvision torchaudio transformers peft accelerate diffusers timm deepspeed sentence_transformers
@@ -38,29 +267,12 @@ class ForwardListener(Protocol):
     def end(self) -> None: ...
 
 
-class PolicySession(Protocol):
-    """What a policy may ask of the session that attaches it.
-
-    ``order`` holds every unit of the plan, whatever its choice, in the order in which the model calls them.
-    ``transports`` gives the way off a device into a tier. ``attached`` says of every unit in words what was really
-    attached, ``listeners`` are told about forward passes of the whole model.
-    """
-
-    order: Sequence[PlannedUnit]
-    transports: Transports
-    attached: dict[str, str]
-    listeners: list[ForwardListener]
-
-    def place(self, name: str, module: nn.Module, run: Callable[..., Any], state: Attachment) -> None:
-        """Make ``run(module, state, *args, **kwargs)`` the module's forward until the session is removed."""
-
-
 class Policy:
     """Carries out one kind of choice."""
 
     kind: ClassVar[str]
 
-    def attach(self, units: Sequence[PlannedUnit], session: PolicySession) -> None:
+    def attach(self, units: Sequence[PlannedUnit], session: Session) -> None:
         """Attach the choice to ``units``, which stand in order of execution: by itself to each of them, or together.
 
         Raises ConflictError where that cannot be made safe.
@@ -68,7 +280,7 @@ class Policy:
         for unit in units:
             session.attached[unit.name] = self.attach_to(unit, session)
 
-    def attach_to(self, unit: PlannedUnit, session: PolicySession) -> str:
+    def attach_to(self, unit: PlannedUnit, session: Session) -> str:
         """The same to one unit, and in words what was attached. For choices that go unit by unit."""
         raise NotImplementedError
 
@@ -79,6 +291,15 @@ class Policy:
         choice does not say otherwise.
         """
         return 0, 0
+
+
+class SavePolicy(Policy):
+    """Autograd keeps what it needs, as PyTorch does by itself. Nothing is attached, so it costs nothing."""
+
+    kind: ClassVar[str] = "save"
+
+    def attach_to(self, unit: PlannedUnit, session: Session) -> str:
+        return "nothing: autograd keeps what it saves"
 
 
 def modules_named(unit: PlannedUnit, names: Sequence[str], what: str, *, called: bool = True) -> dict[str, nn.Module]:
@@ -120,3 +341,103 @@ def device_of(module: nn.Module) -> torch.device:
     for tensor in (*module.parameters(), *module.buffers()):
         return tensor.device
     return torch.device("cpu")
+
+
+@dataclass(eq=False, repr=False)
+class Session:
+    """Choices attached to a model, until ``remove``. Also a context manager.
+
+    ``order`` holds every unit of the plan, whatever its choice, in the order in which the model calls them.
+    ``transports`` gives the way off a device into a tier. ``attached`` says of every unit in words what was really
+    attached, ``listeners`` are told about forward passes of the whole model.
+    """
+
+    order: Sequence[PlannedUnit]
+    transports: Transports
+    sentinels: DivergenceCheck = field(default_factory=DivergenceCheck)
+    attached: dict[str, str] = field(default_factory=dict)
+    listeners: list[ForwardListener] = field(default_factory=list)
+    _placed: list[tuple[nn.Module, AttachedForward]] = field(default_factory=list)
+    _guard: Any = None
+
+    def place(self, name: str, module: nn.Module, run: Callable[..., Any], state: Attachment) -> None:
+        """Make ``run(module, state, *args, **kwargs)`` the module's forward until the session is removed."""
+        if state.has_check:
+            state.check = self.sentinels.unit(name)
+        self._placed.append((module, place(module, run, state)))
+
+    @property
+    def host_bytes(self) -> int:
+        """Most bytes that offloading claimed on the host so far; 0 where the caller chose another way off."""
+        return self.transports.use.peak if isinstance(self.transports, OffloadTransports) else 0
+
+    def describe(self, indent: str = "  ") -> Iterator[str]:
+        """What is attached, in lines."""
+        folded = fold(self.attached)
+        width = max(map(len, folded), default=0)
+        return (f"{indent}{name:<{width}}  {words}" for name, words in folded.items())
+
+    def proof(self) -> Proof:
+        """What sentinels have checked so far."""
+        watched = {unit.name for unit in self.sentinels.units}
+        idle = (unit for unit in self.order if unit.choice.kind != "save" and unit.name not in watched)
+        return proof(self.sentinels, ((unit.name, f"no sentinel knows {unit.choice.kind}") for unit in idle))
+
+    def in_mid_training(self) -> None:
+        """Go on after one step as after many, which take less time: for steps that are measured.
+
+        What is looked at closely in a unit's first calls is looked at in the next one alone, and no sentinel checks
+        those calls.
+        """
+        self.sentinels.in_mid_training()
+        for _, forward in self._placed:
+            forward.state.in_mid_training()
+
+    def guard(self) -> Any:
+        """The attachment that looks after the whole model; None where nothing was attached."""
+        return self._guard
+
+    def remove(self) -> None:
+        """Take everything off again; the model is as it was. Idempotent.
+
+        Graphs of forwards that have run already keep working.
+        """
+        while self._placed:
+            take_off(*self._placed.pop())
+
+    def take_turns(self, turn: Callable[[], AbstractContextManager[None]]) -> None:
+        """Let ``turn`` be around whatever of this session runs again in backward."""
+        for _, forward in self._placed:
+            forward.state._cache_turn = turn
+
+    def set_aside(self) -> None:
+        """As ``remove``, but to be put back."""
+        for module, forward in reversed(self._placed):
+            take_off(module, forward)
+
+    def put_back(self) -> None:
+        """Attach again what was set aside, the very same objects: a compiler finds the code that it made for them.
+
+        Raises ConflictError where something else is attached now.
+        """
+        try:
+            for module, forward in self._placed:
+                put_back(module, forward)
+        except ConflictError:
+            self.set_aside()
+            raise
+
+    @contextmanager
+    def for_now(self) -> Iterator[Session]:
+        """Put back while the block runs, then set aside again. Raises as ``put_back``."""
+        self.put_back()
+        try:
+            yield self
+        finally:
+            self.set_aside()
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self.remove()

@@ -1,29 +1,51 @@
-"""Where rows of logits come from, and the cross-entropy of logits a chunk of rows at a time."""
+"""chunked_loss, chunked_softmax: a language model's cross-entropy runs over chunks of tokens, each again in backward.
+
+chunked_loss runs the output head as well: logits, their fp32 copy and their gradients exist for one chunk at a time.
+The idea is that of Liger Kernel's fused linear cross-entropy (Hsu et al. 2024, arXiv:2410.10989) and of Cut
+Cross-Entropy (Wijmans et al. 2024, arXiv:2411.09009), here with PyTorch's own operators.
+
+chunked_softmax keeps the logits. Plain cross-entropy keeps log-probabilities of all tokens (in fp32 beside 16-bit
+logits), and in backward their gradient and that of the logits exist at once. Rows do not depend on each other, so these
+are made chunk by chunk from the logits, bit for bit as they were (rows at a time, backward in place: as fused
+cross-entropy kernels do, e.g. of flash-attention).
+"""
 
 from __future__ import annotations
 
+import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
-from itertools import zip_longest
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import _get_current_function_mode_stack
 
-from autockpt.checkpointing.divergence import CheckedCall
 from autockpt.checkpointing.replay_context import AutocastState, running_again
 from autockpt.errors import ConflictError, InPlaceError
-from autockpt.policies.attachment import Attachment, call_inner
+from autockpt.policies.base import Attachment, PlannedUnit, Policy, Session, call_inner, is_enabled, is_library
+from autockpt.policies.lazy_logits import LazyLogits, Rows, lazy_logits
+from autockpt.schema.choices import Choice
+
+
+class ChunkedLossPolicy(Policy):
+    kind: ClassVar[str] = "chunked_loss"
+
+    def attach_to(self, unit: PlannedUnit, session: Session) -> str:
+        refuse_others(unit)
+        _refuse_parts(unit.module, unit.name)
+        tokens = unit.choice.tokens  # type: ignore[union-attr]
+        session.place(unit.name, unit.module, run_chunked, HeadState(unit.name, tokens))
+        how = "again in backward; gradients are equal up to rounding"
+        return f"chunked_loss: logits and loss of {tokens} tokens at a time, {how}"
+
+    def reruns(self, choice: Choice, forward: int) -> tuple[int, int]:
+        # once with no rows to learn type and size, then each chunk; each chunk again
+        return (max(1, forward // 2), forward - 1) if forward else (0, 0)
+
 
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
-Elementwise = Callable[[Tensor], Tensor]
-_SHORT = (torch.bfloat16, torch.float16)
-_IGNORED = -100
-# Rows. GPU kernels choose their way by how a row lies in memory, so chunks begin as whole logits do.
-_ALIGNED = 16
-REDUCTIONS = {"none": 0, "mean": 1, "sum": 2}  # as ATen numbers them
 
 
 class HeadState(Attachment):
@@ -55,40 +77,6 @@ def warn_of_whole(unit: str, why: str = "because it is part of a graph of torch.
 warn_of_whole._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-class Rows:
-    """One call of a head, of which logits can be had row by row from ``hidden``: here of logits that are there already.
-
-    ``choice`` is the one in whose name this is done, for messages; ``exact``: gradients must be bit-equal with plain
-    training's; ``trained``: weights that get gradients from here; ``watch``: where a check compares the losses of a
-    chunk's rows with those that forward computed.
-    """
-
-    choice: ClassVar[str] = "chunked_softmax"
-    exact: ClassVar[bool] = True
-    trained: tuple[nn.Parameter, ...] = ()
-
-    def __init__(self, state: HeadState) -> None:
-        self._state, self.unit = state, state.unit
-        observer = state.check.observer() if state.check is not None else None
-        self.watch = observer if isinstance(observer, CheckedCall) else None
-
-    def running(self) -> AbstractContextManager[None]:
-        """Around calls of ``rows``."""
-        return nullcontext()
-
-    def rows(self, hidden: Tensor) -> Tensor:
-        """Logits of these rows."""
-        return hidden
-
-    def chunk(self, rows: int) -> int:
-        """How many of so many rows make a chunk."""
-        aligned = self._state.size * _ALIGNED
-        return -(-rows // aligned) * _ALIGNED
-
-    def whole(self, why: str) -> None:
-        """Told when logits are made that the choice was to save."""
-
-
 class HeadCall(Rows):
     """What it takes to run a head again on some of the rows it was called with: weights, settings, autocast."""
 
@@ -96,8 +84,8 @@ class HeadCall(Rows):
     exact = False
 
     def __init__(self, module: nn.Module, state: HeadState, device: torch.device) -> None:
-        super().__init__(state)
-        self._module = module
+        super().__init__(state.unit, state.size, state.check)
+        self._module, self._state = module, state
         self._casts = AutocastState([device.type])
         self._parameters = tuple(module.parameters())  # alive, so that no other gets their ids
         self._versions = [(id(p), p._version) for p in self._parameters]
@@ -132,157 +120,10 @@ class HeadCall(Rows):
             return call_inner(self._module, self._state, (hidden,), {})
 
     def chunk(self, rows: int) -> int:
-        return self._state.size
+        return self._size
 
     def whole(self, why: str) -> None:
         self._state.warn(why)
-
-
-def refuse_odd_backward(call: Rows, gradient: Tensor) -> None:
-    """Raise ConflictError in a backward that is itself to be differentiated, which would silently lose a part, and for
-    several gradients at once."""
-    many = torch._C._functorch.is_legacy_batchedtensor(gradient)  # type: ignore[attr-defined]
-    if many or torch.is_grad_enabled():
-        how = "for many gradients at once (is_grads_batched=True)" if many else "twice (create_graph=True)"
-        raise ConflictError(
-            f"the loss of {call.unit} cannot be differentiated {how} under {call.choice}",
-            remedy=f"Use `save` on {call.unit}.",
-        )
-
-
-@dataclass(frozen=True)
-class CrossEntropy:
-    """``torch.nn.functional.cross_entropy`` of a head's logits after ``steps``, a chunk of rows at a time.
-
-    ``options``: what is ignored, and how labels are smoothed. ``passing`` is called when backward comes by.
-    """
-
-    call: Rows
-    steps: tuple[Elementwise, ...]
-    reduction: str
-    options: dict[str, Any]
-    casts: AutocastState
-    passing: Callable[[], None]
-
-    def losses(self, hidden: Tensor, target: Tensor) -> Tensor:
-        """The loss of every row."""
-        logits = self.call.rows(hidden)
-        for step in self.steps:
-            logits = step(logits)
-        with self.casts.restored(remembers=True):
-            return nn.functional.cross_entropy(logits, target, reduction="none", **self.options)
-
-    def columns(self, target: Tensor) -> Tensor:
-        """Targets for a matrix that has, in its one column, what counts of each row."""
-        return torch.where(target == self.options["ignore_index"], _IGNORED, 0)
-
-    def chunks(self, rows: int) -> list[slice]:
-        chunk = self.call.chunk(rows)
-        return [slice(start, min(start + chunk, rows)) for start in range(0, rows, chunk)]
-
-
-class ChunkedLoss(torch.autograd.Function):
-    """Forward keeps nothing of the logits that it makes; backward computes each chunk again (Chen et al. 2016,
-    arXiv:1604.06174) and sums the weights' gradients over chunks in single precision at least. Sums over tokens are
-    left to the operator that plain training has, on one number per row."""
-
-    @staticmethod
-    def forward(ctx: Any, loss: CrossEntropy, hidden: Tensor, target: Tensor, *trained: Tensor) -> Tensor:
-        parts, watch, ctx.entries = [], loss.call.watch, []
-        with loss.call.running():
-            for rows in loss.chunks(len(hidden)):
-                parts.append(loss.losses(hidden[rows].detach(), target[rows]).detach())
-                if watch is not None:
-                    ctx.entries.append(watch.look_at(len(ctx.entries), parts[-1]))
-                    ctx.entries[-1].let_go()
-        ctx.loss, ctx.target = loss, target.clone() if ctx.entries else None
-        result, total = torch.cat(parts), None
-        if loss.reduction != "none":
-            column, reduction = -result[:, None], REDUCTIONS[loss.reduction]
-            result, total = torch.ops.aten.nll_loss_forward(column, loss.columns(target), None, reduction, _IGNORED)
-        # an alias that shares the version counter, so that a change in place is noticed: below autograd views do not
-        with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
-            ctx.save_for_backward(hidden.detach(), target, total)
-        return result
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        loss: CrossEntropy = ctx.loss
-        gradient = gradients[0]
-        refuse_odd_backward(loss.call, gradient)
-        loss.passing()
-        hidden, target, total = _saved(ctx, loss)
-        if total is not None:
-            column, reduction = total.new_empty((len(hidden), 1)), REDUCTIONS[loss.reduction]
-            classes = loss.columns(target)
-            of_column = torch.ops.aten.nll_loss_backward(gradient, column, classes, None, reduction, _IGNORED, total)
-            gradient = -of_column[:, 0]
-        _, wants_hidden, _, *wants = ctx.needs_input_grad
-        trained = [p for p, wanted in zip(loss.call.trained, wants, strict=True) if wanted]
-        of_hidden = hidden if _nobody_else_holds(hidden) else torch.empty_like(hidden)
-        sums: list[Tensor | None] = [None] * len(trained)
-        chunks, casts = loss.chunks(len(hidden)), AutocastState([hidden.device.type])
-        with loss.call.running():
-            for rows, entry in zip_longest(chunks, ctx.entries):
-                with torch.inference_mode(False), torch.enable_grad():
-                    part = hidden[rows].detach().requires_grad_(wants_hidden)
-                    losses = loss.losses(part, target[rows])
-                if entry is not None:
-                    # for the targets of forward: backward is for those of now, which in plain training it reads, too
-                    same = loss.losses(part.detach(), ctx.target[rows]) if loss.call.exact else losses.detach()
-                    entry.handed(same)
-                inputs = [part, *trained] if wants_hidden else trained
-                with casts.restored(remembers=True):
-                    found = list(gradients_of(losses, inputs, gradient[rows]))
-                if wants_hidden and found[0] is not None:
-                    of_hidden[rows] = found[0]
-                pairs = zip(sums, found[1:] if wants_hidden else found, strict=True)
-                sums = [_added(total, more, alone=len(chunks) == 1) for total, more in pairs]
-                del losses, found, pairs  # before the next chunk's are made
-        results = iter(s if s is None else s.to(p.dtype) for s, p in zip(sums, trained, strict=True))
-        return None, of_hidden if wants_hidden else None, None, *(next(results) if w else None for w in wants)
-
-
-def gradients_of(output: Tensor, inputs: Sequence[Tensor], gradient: Tensor) -> tuple[Tensor | None, ...]:
-    """Those of inputs that autograd, whose backward this is part of, is handed next: it runs their hooks then."""
-    kept = [(hooks, hooks.copy()) for tensor in inputs if (hooks := tensor._backward_hooks)]
-    for hooks, _ in kept:
-        hooks.clear()
-    try:
-        return torch.autograd.grad(output, inputs, gradient, allow_unused=True)
-    finally:
-        for hooks, those in kept:
-            hooks.update(those)
-
-
-def _saved(ctx: Any, loss: CrossEntropy) -> tuple[Tensor, ...]:
-    """What backward was given. Raises InPlaceError where it was changed in place since."""
-    try:
-        return ctx.saved_tensors
-    except RuntimeError as error:
-        if "modified by an inplace operation" not in str(error):
-            raise
-        what = "logits" if loss.call.exact else "features"
-        raise InPlaceError(
-            f"the {what} of {loss.call.unit} (or their targets) have been modified by an inplace operation since the "
-            f"loss, and {loss.call.choice} reads them again in backward",
-            remedy=f"Change a clone of them, or use `save` on {loss.call.unit}.",
-        ) from error
-
-
-def _nobody_else_holds(saved: Tensor) -> bool:
-    """Whether memory may be written over: no other tensor is on it, and this backward is the graph's last."""
-    kept = torch._C._autograd._get_current_graph_task_keep_graph()  # type: ignore[attr-defined]
-    holders, one = (torch._C._storage_Use_Count(t.untyped_storage()._cdata) for t in (saved, torch.empty(0)))
-    return not kept and holders == one
-
-
-def _added(total: Tensor | None, part: Tensor | None, *, alone: bool) -> Tensor | None:
-    if part is None or alone:
-        return part
-    if total is None:
-        return part.float() if part.dtype in _SHORT else part
-    return total.add_(part)
 
 
 def _settings(module: nn.Module) -> list[object]:
@@ -299,3 +140,109 @@ def _settings(module: nn.Module) -> list[object]:
 def drops_out(module: nn.Module) -> bool:
     """Whether it is a dropout that acts."""
     return isinstance(module, _DROPOUTS) and module.training and module.p > 0
+
+
+def run_chunked(module: nn.Module, state: HeadState, /, *args: Any, **kwargs: Any) -> Any:
+    """The head's forward: logits that are computed when they are needed. Without gradients, and inside
+    ``torch.compile`` (which is said once), the plain forward.
+
+    Raises ConflictError where the weights are not whole here (FSDP on the head itself, tensor parallelism, ZeRO-3).
+    """
+    if not is_enabled(state):
+        return call_inner(module, state, args, kwargs)
+    if torch.compiler.is_compiling():
+        warn_of_whole(state.unit)
+        return call_inner(module, state, args, kwargs)
+    _refuse_parts(module, state.unit, running=True)
+    if not _suits(module, args, kwargs):
+        state.warn("because dropout, hooks, a TorchFunctionMode or the arguments of the head do not go chunk by chunk")
+        return call_inner(module, state, args, kwargs)
+    hidden: Tensor = args[0]
+    call = HeadCall(module, state, hidden.device)
+    if not (call.trained or hidden.requires_grad):
+        return call_inner(module, state, args, kwargs)
+    with call.running():
+        none = call.rows(hidden.detach()[:0])
+    if type(none) is not Tensor or none.shape[:-1] != (0, *hidden.shape[1:-1]):
+        state.warn("because the head does not give one row of logits per token")
+        return call_inner(module, state, args, kwargs)
+    return lazy_logits(call, hidden, none)
+
+
+def refuse_others(unit: PlannedUnit) -> None:
+    """Raise ConflictError for a unit that is no output head."""
+    if not isinstance(plain_head(unit.module), nn.Linear):
+        raise ConflictError(
+            f"{unit.choice.kind} is for the output head, and {unit.name} is a {type(unit.module).__name__}",
+            remedy="Write it for the model's lm_head (a Linear), and other choices for its blocks.",
+        )
+
+
+def _refuse_parts(module: nn.Module, name: str, *, running: bool = False) -> None:
+    """Raise ConflictError where the weights are not whole outside of the head's own forward; ``running``: in it."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    parameters = list(module.parameters())
+    own = any(fsdp is not None and isinstance(inner, fsdp.FSDPModule) for inner in module.modules())
+    if own or any(hasattr(p, "ds_id") for p in parameters):
+        why = "is sharded by itself"
+    elif not parameters or (running and any(hasattr(p, "to_local") for p in parameters)):
+        why = "does not hold whole weights"
+    else:
+        return
+    raise ConflictError(
+        f"chunked_loss cannot be used on {name}, which {why}: its loss is computed after its own forward",
+        remedy=f"Use `save` on {name}; or call FSDP2's fully_shard on the blocks and the whole model only, so that the "
+        "head's weights are gathered with the model's.",
+    )
+
+
+def _suits(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether chunks of the rows give what the whole call gives: dropout would draw other numbers, hooks run for every
+    chunk or ask for the gradient of the logits, and a mode of the user's may count calls."""
+    if kwargs or len(args) != 1 or not isinstance(args[0], Tensor) or isinstance(args[0], LazyLogits):
+        return False
+    if args[0].dim() < 2 or not args[0].numel():
+        return False
+    return all(is_library(type(mode)) for mode in _get_current_function_mode_stack()) and not any(
+        drops_out(inner)
+        or inner._backward_hooks
+        or inner._backward_pre_hooks
+        or (inner is not module and (inner._forward_hooks or inner._forward_pre_hooks))
+        for inner in module.modules()
+    )
+
+
+def plain_head(module: nn.Module) -> nn.Module | None:
+    """The layer inside PEFT's wrappers around an output head."""
+    for _ in range(4):
+        inside = (module._modules.get(name) for name in ("base_layer", "original_module", "token_adapter"))
+        inner = next(filter(None, inside), None)
+        if inner is None:
+            return module
+        module = inner
+    return None
+
+
+class ChunkedSoftmaxPolicy(Policy):
+    kind: ClassVar[str] = "chunked_softmax"
+
+    def attach_to(self, unit: PlannedUnit, session: Session) -> str:
+        refuse_others(unit)
+        chunks = unit.choice.chunks  # type: ignore[union-attr]
+        session.place(unit.name, unit.module, run_softmax, HeadState(unit.name, chunks))
+        return f"chunked_softmax: in {chunks} parts, again in backward"
+
+
+def run_softmax(module: nn.Module, state: HeadState, /, *args: Any, **kwargs: Any) -> Any:
+    """The head's forward, and its logits such that cross-entropy of them runs over chunks.
+
+    Without gradients, and inside ``torch.compile``, the plain forward.
+    """
+    logits = call_inner(module, state, args, kwargs)
+    if torch.compiler.is_compiling() or not is_enabled(state):
+        return logits
+    if module._backward_hooks or module._backward_pre_hooks:  # they ask for the gradient of the logits
+        return logits
+    if type(logits) is not Tensor or not logits.requires_grad or logits.dim() < 2 or not logits.is_floating_point():
+        return logits
+    return lazy_logits(Rows(state.unit, state.size, state.check), logits, logits)

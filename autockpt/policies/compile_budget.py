@@ -14,9 +14,8 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from autockpt.policies.attachment import Attachment, call_inner
-from autockpt.policies.base import PlannedUnit, Policy, PolicySession
-from autockpt.policies.joint_graph import claim
+from autockpt.policies.base import Attachment, PlannedUnit, Policy, Session, call_inner
+from autockpt.policies.compiling import claim
 from autockpt.schema.choices import Choice, CompileBudget
 
 
@@ -33,7 +32,7 @@ class CompileBudgetPolicy(Policy):
 
     kind: ClassVar[str] = "compile_budget"
 
-    def attach_to(self, unit: PlannedUnit, session: PolicySession) -> str:
+    def attach_to(self, unit: PlannedUnit, session: Session) -> str:
         assert isinstance(unit.choice, CompileBudget)
         fraction = unit.choice.fraction
         session.place(unit.name, unit.module, run_budgeted, BudgetState(unit.name, fraction))

@@ -18,8 +18,7 @@ from autockpt.checkpointing.divergence import CheckedCall
 from autockpt.checkpointing.offloaded import KeptTensor, OffloadedCall, OffloadedTensor, OffloadHooks
 from autockpt.devices.base import Transport
 from autockpt.devices.transport import OffloadTransports, Transports
-from autockpt.policies.attachment import Attachment, call_inner, is_enabled
-from autockpt.policies.base import PlannedUnit, Policy, PolicySession, device_of
+from autockpt.policies.base import Attachment, PlannedUnit, Policy, Session, call_inner, device_of, is_enabled
 from autockpt.policies.compiling import compiled_by, eagerly, outside_graphs, run_as_it_is
 from autockpt.policies.conflicts import refuse_by_message, refuse_capture, refuse_modules
 from autockpt.policies.recompute import RecomputePolicy
@@ -140,7 +139,7 @@ class OffloadPolicy(Policy):
     kind: ClassVar[str] = "offload"
     words: ClassVar[str] = "what it saves leaves the device between forward and backward"
 
-    def attach(self, units: Sequence[PlannedUnit], session: PolicySession) -> None:
+    def attach(self, units: Sequence[PlannedUnit], session: Session) -> None:
         if not units:
             return
         pipeline = next((known for known in session.listeners if isinstance(known, Pipeline)), None)
@@ -174,7 +173,7 @@ class RecomputeOffloadPolicy(OffloadPolicy, RecomputePolicy):
     kind: ClassVar[str] = "recompute_offload"
     words: ClassVar[str] = "its input leaves the device, its forward runs again in backward"
 
-    def attach(self, units: Sequence[PlannedUnit], session: PolicySession) -> None:
+    def attach(self, units: Sequence[PlannedUnit], session: Session) -> None:
         RecomputePolicy.attach(self, units, session)
         super().attach(units, session)
 
@@ -191,8 +190,9 @@ def run_then_settle(module: nn.Module, state: OffloadState, /, *args: Any, **kwa
     output = call_inner(module, state, args, kwargs)
     if state.active and (groups := state.pipeline.passed(state.place)):
         node = next((t.grad_fn for t in tensors_of(output) if t.grad_fn is not None), None)
-        for group in groups if node is not None else ():
-            node.register_prehook(functools.partial(_fetch, weakref.ref(group)))
+        if node is not None:
+            for group in groups:
+                node.register_prehook(functools.partial(_fetch, weakref.ref(group)))
     return output
 
 

@@ -13,11 +13,9 @@ from torch.utils.checkpoint import checkpoint
 
 from autockpt.checkpointing import CheckpointedUnit, CheckpointFrame
 from autockpt.errors import ConflictError
-from autockpt.policies.attachment import Attachment, call_inner, is_enabled
-from autockpt.policies.base import PlannedUnit, Policy, PolicySession
-from autockpt.policies.compiling import outside_graphs, run_as_it_is, traces_backward
+from autockpt.policies.base import Attachment, PlannedUnit, Policy, Session, call_inner, is_enabled
+from autockpt.policies.compiling import claim, outside_graphs, run_as_it_is, traces_backward
 from autockpt.policies.conflicts import refuse_by_message, refuse_modules
-from autockpt.policies.joint_graph import claim
 from autockpt.policies.kv_cache import with_caches, without_caches
 from autockpt.policies.saving import keep_identity
 from autockpt.schema.choices import Choice
@@ -72,7 +70,7 @@ class RecomputeState(Attachment):
 class RecomputePolicy(Policy):
     kind: ClassVar[str] = "recompute"
 
-    def attach_to(self, unit: PlannedUnit, session: PolicySession) -> str:
+    def attach_to(self, unit: PlannedUnit, session: Session) -> str:
         refuse_modules(unit.module, unit.name)
         session.place(unit.name, unit.module, run_recomputed, RecomputeState(unit.name))
         return "recompute: its inputs are kept, its forward runs again in backward"

@@ -9,25 +9,97 @@ torch._functorch.partitioners).
 from __future__ import annotations
 
 import functools
+import sys
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
 from torch import nn
+from torch._ops import HigherOrderOperator
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from autockpt.checkpointing.arguments import tensors_of
 from autockpt.checkpointing.divergence import CheckedCall
-from autockpt.checkpointing.op_table import is_attention
+from autockpt.checkpointing.op_recorder import OpRecorder
+from autockpt.checkpointing.op_table import is_attention, kind_of
 from autockpt.checkpointing.recorded_call import RecordedCall
 from autockpt.checkpointing.recorded_unit import RecordedUnit
+from autockpt.checkpointing.replay_context import autocast_depth
 from autockpt.errors import ConflictError
-from autockpt.policies.attachment import Attachment, call_inner, is_enabled
-from autockpt.policies.base import PlannedUnit, Policy, PolicySession, modules_named, setting
-from autockpt.policies.compiling import outside_graphs, run_as_it_is
+from autockpt.policies.base import (
+    Attachment,
+    PlannedUnit,
+    Policy,
+    Session,
+    call_inner,
+    is_enabled,
+    modules_named,
+    setting,
+)
+from autockpt.policies.compiling import changes_bits, compiled_by, outside_graphs, run_as_it_is
 from autockpt.policies.conflicts import refuse_by_message, refuse_modules, sequence_nr
 from autockpt.policies.saving import keep_identity
-from autockpt.policies.watching import Watching
 from autockpt.schema.choices import ATTENTION, EVERYTHING, Choice, Remake
+
+
+def _overloads(*names: str) -> frozenset[Any]:
+    packets = [getattr(torch.ops.aten, name, None) for name in names]
+    return frozenset(getattr(p, overload) for p in packets if p is not None for overload in p.overloads())
+
+
+# Of complex numbers: a conjugate that they take inside is not applied (pytorch#198118, open as of torch 2.15).
+_OF_COMPLEX = _overloads("linalg_pinv", "linalg_polar", "linalg_matrix_sqrth")
+# Under autocast: the matrix products inside of their kernels are cast only where no mode is.
+_UNDER_AUTOCAST = _overloads("_sparse_addmm", "_trilinear")
+
+
+class Watching(TorchDispatchMode):
+    """Hands the ops of ``unit`` to a recorder. Raises ConflictError for those that would give something else."""
+
+    supports_higher_order_operators = True  # to refuse them
+
+    def __init__(self, unit: str, recorder: OpRecorder) -> None:
+        super().__init__()
+        self._unit, self._recorder = unit, recorder
+
+    def __exit__(self, *raised: Any) -> None:
+        super().__exit__(*raised)
+        if raised[0] is not None and (compiler := sys.modules.get("torch._dynamo")) is not None:
+            compiler.reset()  # it never compiles what it first met under a mode
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # not wrapped by torch, which costs more than looking at an op
+
+    @partial(run_as_it_is, calls=False)
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with compiled_by(None) as compiler:  # else it would take on what is called here
+            if (what := self._changed(func, args, compiler)) is not None:
+                raise ConflictError(
+                    f"{self._unit} calls {what}, where its ops are watched",
+                    remedy=f"Use recompute, selective, offload or save on {self._unit}, or name modules that do not "
+                    "call it in `within`.",
+                )
+            out = self._recorder.run(func, args, kwargs or {})
+            # Inside a dispatch mode writes over lists do not count as changes in place (torch 2.13), which autograd and
+            # all who look for changes go by.
+            if kind_of(func) == "writes" and func._schema.name.startswith("aten::_foreach_"):
+                torch.autograd.graph.increment_version([tensor for tensor in args[0] if not tensor.is_inference()])
+            return out
+
+    def _changed(self, func: Any, args: tuple[Any, ...], compiler: Any) -> str | None:
+        """What would give something else here, in words."""
+        if isinstance(func, HigherOrderOperator):
+            return f"{func.name()} (torch.cond and the like), whose functions would not be compiled"
+        if compiler and changes_bits(compiler):
+            return "compiled code (torch.compile), which torch then runs uncompiled, with other last bits"
+        if func in _OF_COMPLEX and args[0].is_complex():
+            return f"{func} of complex numbers, which then gives wrong values (pytorch#198118)"
+        if func in _UNDER_AUTOCAST and autocast_depth():  # inside a dispatch mode autocast says that it is off
+            return f"{func} under autocast, which then computes with another precision"
+        return None
+
 
 _PYTHON_NODE = torch.autograd.function.BackwardCFunction
 
@@ -154,7 +226,7 @@ class RemakePolicy(Policy):
 
     kind: ClassVar[str] = "remake"
 
-    def attach_to(self, unit: PlannedUnit, session: PolicySession) -> str:
+    def attach_to(self, unit: PlannedUnit, session: Session) -> str:
         choice = unit.choice
         assert isinstance(choice, Remake)
         refuse_modules(unit.module, unit.name, torch.jit.ScriptModule)

@@ -11,8 +11,7 @@ from torch import nn
 
 from autockpt.checkpointing import CheckpointFrame
 from autockpt.checkpointing.segment import SegmentCalls, SegmentFrame
-from autockpt.policies.attachment import call_inner, is_enabled
-from autockpt.policies.base import PlannedUnit, Policy, PolicySession
+from autockpt.policies.base import PlannedUnit, Policy, Session, call_inner, is_enabled
 from autockpt.policies.compiling import outside_graphs
 from autockpt.policies.conflicts import refuse_modules
 from autockpt.policies.recompute import RecomputePolicy, RecomputeState, run_in_frame
@@ -35,7 +34,7 @@ class SegmentState(RecomputeState):
 class SegmentPolicy(Policy):
     kind: ClassVar[str] = "segment"
 
-    def attach(self, units: Sequence[PlannedUnit], session: PolicySession) -> None:
+    def attach(self, units: Sequence[PlannedUnit], session: Session) -> None:
         for members in _segments(session.order):
             calls = SegmentCalls()
             session.listeners.append(calls)

@@ -22,8 +22,16 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 from autockpt.checkpointing.kept_outputs import FunctionScopes, KeepingFrame, Scope, frame_of
 from autockpt.checkpointing.op_table import is_attention, is_heavy
 from autockpt.errors import PlanError
-from autockpt.policies.attachment import AttachedForward, Attachment, call_inner, take_off
-from autockpt.policies.base import PlannedUnit, Policy, PolicySession, modules_named
+from autockpt.policies.base import (
+    AttachedForward,
+    Attachment,
+    PlannedUnit,
+    Policy,
+    Session,
+    call_inner,
+    modules_named,
+    take_off,
+)
 from autockpt.policies.compiling import run_as_it_is
 from autockpt.policies.conflicts import refuse_modules
 from autockpt.policies.recompute import RecomputeState, run_recomputed
@@ -147,7 +155,7 @@ class SelectivePolicy(Policy):
 
     kind: ClassVar[str] = "selective"
 
-    def attach_to(self, unit: PlannedUnit, session: PolicySession) -> str:
+    def attach_to(self, unit: PlannedUnit, session: Session) -> str:
         refuse_modules(unit.module, unit.name)
         keep, within = kept_by(unit.choice), unit.choice.within if isinstance(unit.choice, Selective) else ()
         # what runs again, each by itself, by its name inside the unit: "" is the unit

@@ -63,8 +63,9 @@ class Meter:
         stats = torch.accelerator.memory_stats(self.device)
         free, _ = torch.accelerator.get_memory_info(self.device)
         names = ("allocated_bytes.all.peak", "reserved_bytes.all.peak", "num_alloc_retries")
+        allocated, reserved, retries = (stats.get(name, 0) for name in names)
         held = stats.get("reserved_bytes.all.current", 0)
-        return MemoryReading(*(stats.get(name, 0) for name in names), held, free + held)
+        return MemoryReading(allocated, reserved, retries, held, free + held)
 
     def allocated(self) -> int:
         """What tensors hold now."""

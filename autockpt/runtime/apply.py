@@ -19,11 +19,10 @@ from autockpt.devices import get_device
 from autockpt.devices.accelerator import AcceleratorDevice
 from autockpt.errors import ConflictError, PlanError, UsageError
 from autockpt.policies.base import device_of
+from autockpt.policies.check_report import Proof
 from autockpt.runtime.adaptive import Adaptive, Move, leaner_choices, meter_of
-from autockpt.runtime.check_report import Proof
 from autockpt.runtime.choice_sets import BatchSets, attach_sets
-from autockpt.runtime.compiled import compiled_as
-from autockpt.runtime.session import Session, attach, without_kv_cache
+from autockpt.runtime.session import Session, attach, compiled_as, without_kv_cache
 from autockpt.schema.choices import Choice
 from autockpt.schema.plan import Plan
 from autockpt.schema.runs import plan_at

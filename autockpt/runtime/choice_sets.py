@@ -22,12 +22,11 @@ from autockpt.checkpointing.replay_context import one_at_a_time
 from autockpt.devices.transport import OffloadTransports, Transports
 from autockpt.errors import ConflictError
 from autockpt.policies.base import ForwardListener
+from autockpt.policies.check_report import sentinels_of
 from autockpt.policies.compiling import eagerly
 from autockpt.policies.offload import MOVING
 from autockpt.runtime.adaptive import Adaptive
-from autockpt.runtime.check_report import sentinels_of
-from autockpt.runtime.compiled import compiled_as
-from autockpt.runtime.session import Session, attach_units, look_after
+from autockpt.runtime.session import Session, attach_units, compiled_as, look_after
 from autockpt.schema.choices import Choice
 from autockpt.schema.plan import When
 from autockpt.schema.sizes import format_binary

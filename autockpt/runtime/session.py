@@ -1,124 +1,42 @@
-"""Choices attached to a live model: what sits where, and how it comes off again."""
+"""Choices attached to a live model, and what is looked after for the model as a whole while they are."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
+import contextlib
+import functools
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 
 from autockpt.checkpointing.divergence import DivergenceCheck, Mode
 from autockpt.devices.transport import OffloadTransports, Transports
 from autockpt.errors import ConflictError, PlanError
+from autockpt.interpreter import with_room
 from autockpt.policies import POLICIES
-from autockpt.policies.attachment import AttachedForward, Attachment, attached_to, place, put_back, take_off
-from autockpt.policies.base import ForwardListener, PlannedUnit
-from autockpt.policies.conflicts import refuse_lazy, refuse_native, refuse_wrappers
-from autockpt.runtime.check_report import Proof, proof, sentinels_of
-from autockpt.runtime.model_forward import CacheState, GuardState, cache_owners, run_guarded, run_without_cache
+from autockpt.policies.base import (
+    Attachment,
+    ForwardListener,
+    PlannedUnit,
+    Session,
+    attached_to,
+    call_inner,
+    is_library,
+    take_off,
+)
+from autockpt.policies.check_report import sentinels_of
+from autockpt.policies.conflicts import refuse_lazy, refuse_native, refuse_wrappers, with_switches
+from autockpt.policies.kv_cache import DROPPED, holds_cache, parameter_names
 from autockpt.schema.choices import Choice
-from autockpt.schema.names import check_nesting, fold
-from autockpt.workload.units import discover_units, modules_of, unwrap
+from autockpt.schema.names import ancestors, check_nesting
+from autockpt.schema.plan import CompileMode
+from autockpt.workload.units import discover_units, modules_of, named_units, unwrap
 
-
-@dataclass(eq=False, repr=False)
-class Session:
-    """Choices attached to a model, until ``remove``. Also a context manager.
-
-    ``attached`` says for every unit in words what was really attached.
-    """
-
-    order: Sequence[PlannedUnit]
-    transports: Transports
-    sentinels: DivergenceCheck = field(default_factory=DivergenceCheck)
-    attached: dict[str, str] = field(default_factory=dict)
-    listeners: list[ForwardListener] = field(default_factory=list)
-    _placed: list[tuple[nn.Module, AttachedForward]] = field(default_factory=list)
-
-    def place(self, name: str, module: nn.Module, run: Callable[..., Any], state: Attachment) -> None:
-        """Make ``run(module, state, *args, **kwargs)`` the module's forward until the session is removed."""
-        if state.has_check:
-            state.check = self.sentinels.unit(name)
-        self._placed.append((module, place(module, run, state)))
-
-    @property
-    def host_bytes(self) -> int:
-        """Most bytes that offloading claimed on the host so far; 0 where the caller chose another way off."""
-        return self.transports.use.peak if isinstance(self.transports, OffloadTransports) else 0
-
-    def describe(self, indent: str = "  ") -> Iterator[str]:
-        """What is attached, in lines."""
-        folded = fold(self.attached)
-        width = max(map(len, folded), default=0)
-        return (f"{indent}{name:<{width}}  {words}" for name, words in folded.items())
-
-    def proof(self) -> Proof:
-        """What sentinels have checked so far."""
-        watched = {unit.name for unit in self.sentinels.units}
-        idle = (unit for unit in self.order if unit.choice.kind != "save" and unit.name not in watched)
-        return proof(self.sentinels, ((unit.name, f"no sentinel knows {unit.choice.kind}") for unit in idle))
-
-    def in_mid_training(self) -> None:
-        """Go on after one step as after many, which take less time: for steps that are measured.
-
-        What is looked at closely in a unit's first calls is looked at in the next one alone, and no sentinel checks
-        those calls.
-        """
-        self.sentinels.in_mid_training()
-        for _, forward in self._placed:
-            forward.state.in_mid_training()
-
-    def guard(self) -> GuardState | None:
-        """The attachment that looks after the whole model; None where nothing was attached."""
-        states = (forward.state for _, forward in self._placed)
-        return next((state for state in states if isinstance(state, GuardState)), None)
-
-    def remove(self) -> None:
-        """Take everything off again; the model is as it was. Idempotent.
-
-        Graphs of forwards that have run already keep working.
-        """
-        while self._placed:
-            take_off(*self._placed.pop())
-
-    def take_turns(self, turn: Callable[[], AbstractContextManager[None]]) -> None:
-        """Let ``turn`` be around whatever of this session runs again in backward."""
-        for _, forward in self._placed:
-            forward.state._cache_turn = turn
-
-    def set_aside(self) -> None:
-        """As ``remove``, but to be put back."""
-        for module, forward in reversed(self._placed):
-            take_off(module, forward)
-
-    def put_back(self) -> None:
-        """Attach again what was set aside, the very same objects: a compiler finds the code that it made for them.
-
-        Raises ConflictError where something else is attached now.
-        """
-        try:
-            for module, forward in self._placed:
-                put_back(module, forward)
-        except ConflictError:
-            self.set_aside()
-            raise
-
-    @contextmanager
-    def for_now(self) -> Iterator[Session]:
-        """Put back while the block runs, then set aside again. Raises as ``put_back``."""
-        self.put_back()
-        try:
-            yield self
-        finally:
-            self.set_aside()
-
-    def __enter__(self) -> Session:
-        return self
-
-    def __exit__(self, *raised: object) -> None:
-        self.remove()
+_RENAMED = "cache"  # past_key_values since transformers 5.24
+# what models call a cache, also one that is a tuple of tensors or an object of their own
+_CACHES = ("past_key_values", "past_key_value", "layer_past", "past", "cache_params", _RENAMED)
 
 
 def attach(
@@ -224,6 +142,170 @@ def look_after(model: nn.Module, session: Session) -> GuardState:
     for owner in cache_owners(model, [unit.module for unit in session.order if unit.choice.kind != "save"]):
         session.place("", owner, run_without_cache, CacheState(owner))
     root = unwrap(model)
-    state = GuardState(root, session.listeners)
+    state = session._guard = GuardState(root, session.listeners)
     session.place("", root, run_guarded, state)
     return state
+
+
+class GuardState(Attachment):
+    """The root's attachment: who wants to know about forward passes, and which switches must stay off.
+
+    ``planned`` are the largest batch size and sequence length that the plan's promise covers, where known (or None).
+    ``sets`` are the several sets of choices of which one acts in each forward (``choice_sets.BatchSets``).
+    """
+
+    def __init__(self, root: nn.Module, listeners: list[ForwardListener]) -> None:
+        super().__init__("")
+        self.listeners = listeners
+        self.planned: tuple[int | None, ...] = ()
+        self.sets: Any = None
+        self._cache_switches: list[tuple[str, nn.Module]] | None = with_switches(root)
+
+    def switches(self, root: nn.Module) -> list[tuple[str, nn.Module]]:
+        """Modules with a switch of their own for activation checkpointing. A copy of the model looks for its own."""
+        if self._cache_switches is None:
+            self._cache_switches = with_switches(root)
+        return self._cache_switches
+
+
+def run_guarded(module: nn.Module, state: GuardState, /, *args: Any, **kwargs: Any) -> Any:
+    """The whole model's forward. Raises ConflictError where a trainer switched on checkpointing of its own since."""
+    if not state.active or not torch.is_grad_enabled():
+        return call_inner(module, state, args, kwargs)
+    for path, inner in state.switches(module):
+        refuse_native(inner, path)
+    if state.planned:
+        _warn_of_larger_batch(state, args, kwargs)
+    listeners = state.listeners if state.sets is None else state.sets.begin(module, args, kwargs)
+    for listener in listeners:
+        listener.begin()
+    if torch.compiler.is_dynamo_compiling():
+        output = call_inner(module, state, args, kwargs)
+    else:  # however deep in the user's own calls this is
+        output = with_room(functools.partial(call_inner, module, state, args, kwargs))
+    for listener in listeners:
+        listener.end()
+    if state.sets is not None:
+        state.sets.end()
+    return output
+
+
+def _warn_of_larger_batch(state: GuardState, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Say once that the promise no longer holds; shapes are those of the first tensor with a batch dimension."""
+    first = next((v for v in (*args, *kwargs.values()) if isinstance(v, torch.Tensor) and v.dim() > 0), None)
+    pairs = [] if first is None else [(n, most) for n, most in zip(first.shape, state.planned, strict=False) if most]
+    if any(n > most for n, most in pairs):
+        state.planned = ()
+        here, planned = (" × ".join(map(str, sizes)) for sizes in zip(*pairs, strict=True))
+        warnings.warn(
+            f"a batch of {here} is larger than the plan was made for ({planned}): its promise about memory no longer "
+            "holds. Search again with the larger shape.",
+            stacklevel=4,
+        )
+
+
+class CacheState(Attachment):
+    """The attachment that keeps a language model from building a KV cache in training steps.
+
+    ``places`` are those of arguments among the forward's parameters: asked once, as a compiler cannot.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__("")
+        self.places = {name: place for place, name in enumerate(parameter_names(type(module)))}
+
+    def argument(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What the forward is given by this name; None where it is not."""
+        place = self.places.get(name, len(args))
+        return args[place] if place < len(args) else kwargs.get(name)
+
+
+def run_without_cache(module: nn.Module, state: CacheState, /, *args: Any, **kwargs: Any) -> Any:
+    """The model's forward with ``use_cache`` off wherever gradients are enabled. The config stays as it is.
+
+    With a cache that it is given all is as the caller wants it: somebody reads it. Where there would be one in the
+    output, something stands in its place that tells whoever uses it.
+    """
+    if not state.active or not torch.is_grad_enabled():
+        return call_inner(module, state, args, kwargs)
+    compiling = torch.compiler.is_compiling()
+    given = any([state.argument(name, args, kwargs) is not None for name in _CACHES])
+    if not compiling:
+        given = any([holds_cache(value) for value in (*args, *kwargs.values())]) or given
+    if given:
+        return call_inner(module, state, args, kwargs)
+    asked, place = state.argument("use_cache", args, kwargs), state.places["use_cache"]
+    if place < len(args):
+        args = (*args[:place], False, *args[place + 1 :])
+    else:
+        kwargs = {**kwargs, "use_cache": False}
+    if asked and not state.warned:
+        state.warned = True
+        warnings.warn(
+            "use_cache=True is switched off while gradients are enabled and an autockpt plan is applied: "
+            "the outputs hold no past_key_values.",
+            stacklevel=4,
+        )
+    if compiling:
+        return call_inner(module, state, args, kwargs)
+    wanted = asked or (asked is None and getattr(getattr(module, "config", None), "use_cache", False))
+    if wanted:
+        _refuse_packed(state, args, kwargs)
+    output = call_inner(module, state, args, kwargs)
+    if wanted:
+        _say_dropped(output)
+    return output
+
+
+def _refuse_packed(state: CacheState, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Raise ConflictError for packed sequences by their positions alone, which transformers keeps apart without a cache
+    and not with one (``masking_utils.find_packed_sequence_indices``)."""
+    positions, mask = (state.argument(name, args, kwargs) for name in ("position_ids", "attention_mask"))
+    if positions is None or positions.dim() != 2 or mask is not None or bool((positions.diff(dim=-1) == 1).all()):
+        return
+    raise ConflictError(
+        "the model is given packed sequences (position_ids that begin anew, no attention_mask) with use_cache on, as "
+        "is its default: there each sequence sees those before it, and a plan, which switches the cache off, would "
+        "keep them apart",
+        remedy="Pass use_cache=False to the model, without a plan too: packed sequences are then kept apart. Or pass "
+        "an attention_mask.",
+    )
+
+
+def _say_dropped(output: Any) -> None:
+    """Past the output's own ``__setattr__``, which would move what comes behind it in the tuple."""
+    name = _RENAMED if _RENAMED in getattr(output, "__dataclass_fields__", ()) else "past_key_values"
+    if getattr(output, name, output) is None:
+        with contextlib.suppress(AttributeError):  # a class without room for it
+            object.__setattr__(output, name, DROPPED)
+
+
+def cache_owners(model: nn.Module, units: Iterable[nn.Module]) -> list[nn.Module]:
+    """The modules around attached units whose forward takes a library's ``use_cache``, whichever of them is called;
+    units themselves do not count. What classes of somebody's own mean by that name is theirs to know."""
+    attached = {id(unit) for unit in units}
+    takers = (m for m in model.modules() if id(m) not in attached and _takes_use_cache(type(m)))
+    return [taker for taker in takers if any(id(inner) in attached for inner in taker.modules())]
+
+
+def _takes_use_cache(cls: type[nn.Module]) -> bool:
+    of_a_library = any(is_library(owner) and not owner.__module__.startswith("torch.") for owner in cls.__mro__)
+    return of_a_library and "use_cache" in parameter_names(cls)
+
+
+def compiled_as(model: nn.Module, blocks: Iterable[str]) -> CompileMode | None:
+    """How a live model's steps are compiled, as far as its modules show: ``blocks`` are the names of its layers.
+
+    ``layers`` where one of these is, by ``layer.compile()`` or ``torch.compile(layer)``; ``model`` where a module
+    around them is; None for neither. What compiles a function around the whole step is not seen from here.
+    """
+    compiled = {
+        name
+        for name, module in named_units(model)
+        if module._compiled_call_impl is not None or "_orig_mod" in module._modules
+    }
+    blocks = tuple(blocks)
+    if not compiled.isdisjoint(blocks):
+        return "layers"
+    around = {"", *(outer for name in blocks for outer in ancestors(name))}
+    return None if compiled.isdisjoint(around) else "model"

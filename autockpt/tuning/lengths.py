@@ -15,7 +15,7 @@ import numpy as np
 
 from autockpt.errors import TimeLimitReached, UsageError
 from autockpt.policies.offload import MOVING
-from autockpt.runtime.compiled import compiled_as
+from autockpt.runtime.session import compiled_as
 from autockpt.schema import Listener, Plan, SearchOutcome, SearchRequest, SearchSpace, words
 from autockpt.schema.choices import SAVE
 from autockpt.schema.known import NONE

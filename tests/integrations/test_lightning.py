@@ -14,7 +14,7 @@ from transformers import DynamicCache
 
 from autockpt.checkpointing.replay_context import recomputing
 from autockpt.errors import ConflictError, UsageError
-from autockpt.policies.attachment import attached_to
+from autockpt.policies.base import attached_to
 from autockpt.schema import Plan
 from autockpt.shipped import load_space
 from tests.errors import raises

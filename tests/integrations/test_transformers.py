@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from autockpt.checkpointing.replay_context import recomputing
 from autockpt.errors import ConflictError, PlanError
 from autockpt.integrations.transformers import AutockptCallback
-from autockpt.policies.attachment import attached_to
+from autockpt.policies.base import attached_to
 from autockpt.schema.plan import Plan
 from tests.analysis.samples import make_run
 from tests.errors import raises

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from autockpt import Plan, apply
 from autockpt.checkpointing.replay_context import recomputing
 from autockpt.errors import ConflictError, PlanError
-from autockpt.policies.attachment import attached_to
+from autockpt.policies.base import attached_to
 from autockpt.runtime import remove
 from autockpt.runtime.choice_sets import BatchSets, BatchSize, batch_size
 from autockpt.schema.choices import OFFLOAD, RECOMPUTE, SAVE, Choice, parse_choice

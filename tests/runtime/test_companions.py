@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autockpt.policies.attachment import attached_to
+from autockpt.policies.base import attached_to
 from autockpt.runtime import attach, remove
 from autockpt.schema.choices import OFFLOAD, RECOMPUTE, SAVE, choice_kinds, parse_choice
 from tests.policies.zoo import CASES, assert_equal

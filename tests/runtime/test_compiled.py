@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from autockpt import Plan, apply
-from autockpt.runtime.compiled import compiled_as
+from autockpt.runtime.session import compiled_as
 from autockpt.schema import Measurement
 from autockpt.schema.choices import CompileBudget, parse_choice
 from autockpt.workload import discover_units

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from autockpt.errors import ConflictError, PlanError
-from autockpt.policies.attachment import attached_to
+from autockpt.policies.base import attached_to
 from autockpt.runtime import apply, attach, remove
 from autockpt.schema.choices import OFFLOAD, RECOMPUTE, SAVE
 from autockpt.schema.plan import Plan
