@@ -193,18 +193,8 @@ def call_inner(module: nn.Module, state: Attachment, args: tuple[Any, ...], kwar
     return state.inner(*args, **kwargs)
 
 
-def place(module: nn.Module, run: Callable[..., Any], state: Attachment) -> AttachedForward:
-    """Put an attachment before the module's present forward."""
-    state.inner = inner = module.__dict__.get("forward")
-    if isinstance(inner, AttachedForward) or (isinstance(inner, MethodType) and inner.__self__ is module):
-        state.unbound = inner.__func__
-    forward = (_UncompiledForward if state.as_it_is else AttachedForward)(run, module, state)
-    module.__dict__["forward"] = forward
-    return forward
-
-
 def take_off(module: nn.Module, forward: AttachedForward) -> None:
-    """Undo ``place`` exactly. Where another forward was put over it since, that one stays and ours becomes inert."""
+    """Undo ``Session.place``. Where another forward was put over it since, that one stays and ours becomes inert."""
     forward.state.active = False
     if module.__dict__.get("forward") is not forward:
         return
@@ -360,11 +350,19 @@ class Session:
     _placed: list[tuple[nn.Module, AttachedForward]] = field(default_factory=list)
     _guard: Any = None
 
-    def place(self, name: str, module: nn.Module, run: Callable[..., Any], state: Attachment) -> None:
-        """Make ``run(module, state, *args, **kwargs)`` the module's forward until the session is removed."""
+    def place(self, module: nn.Module, run: Callable[..., Any], state: Attachment) -> None:
+        """Make ``run(module, state, *args, **kwargs)`` the module's forward until the session is removed.
+
+        It stands before the module's present one.
+        """
         if state.has_check:
-            state.check = self.sentinels.unit(name)
-        self._placed.append((module, place(module, run, state)))
+            state.check = self.sentinels.unit(state.unit)
+        state.inner = inner = module.__dict__.get("forward")
+        if isinstance(inner, AttachedForward) or (isinstance(inner, MethodType) and inner.__self__ is module):
+            state.unbound = inner.__func__
+        forward = (_UncompiledForward if state.as_it_is else AttachedForward)(run, module, state)
+        module.__dict__["forward"] = forward
+        self._placed.append((module, forward))
 
     @property
     def host_bytes(self) -> int:

@@ -36,7 +36,7 @@ class ChunkedLossPolicy(Policy):
         refuse_others(unit)
         _refuse_parts(unit.module, unit.name)
         tokens = unit.choice.tokens  # type: ignore[union-attr]
-        session.place(unit.name, unit.module, run_chunked, HeadState(unit.name, tokens))
+        session.place(unit.module, run_chunked, HeadState(unit.name, tokens))
         how = "again in backward; gradients are equal up to rounding"
         return f"chunked_loss: logits and loss of {tokens} tokens at a time, {how}"
 
@@ -229,7 +229,7 @@ class ChunkedSoftmaxPolicy(Policy):
     def attach_to(self, unit: PlannedUnit, session: Session) -> str:
         refuse_others(unit)
         chunks = unit.choice.chunks  # type: ignore[union-attr]
-        session.place(unit.name, unit.module, run_softmax, HeadState(unit.name, chunks))
+        session.place(unit.module, run_softmax, HeadState(unit.name, chunks))
         return f"chunked_softmax: in {chunks} parts, again in backward"
 
 

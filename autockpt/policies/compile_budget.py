@@ -35,7 +35,7 @@ class CompileBudgetPolicy(Policy):
     def attach_to(self, unit: PlannedUnit, session: Session) -> str:
         assert isinstance(unit.choice, CompileBudget)
         fraction = unit.choice.fraction
-        session.place(unit.name, unit.module, run_budgeted, BudgetState(unit.name, fraction))
+        session.place(unit.module, run_budgeted, BudgetState(unit.name, fraction))
         return f"compile_budget: its compiled graph saves at most {fraction:g} of what it would (eager: all)"
 
     def reruns(self, choice: Choice, forward: int) -> tuple[int, int]:

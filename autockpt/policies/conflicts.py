@@ -108,8 +108,9 @@ def refuse_lazy(module: nn.Module, unit: str) -> None:
 
 
 def refuse_wrappers(model: nn.Module) -> None:
-    """Raise ConflictError where PyTorch's own checkpoint wrapper is around a part of the model."""
+    """Raise ConflictError where somebody else recomputes a part of the model, or copies it so that units mix up."""
     for path, module in model.named_modules():
+        refuse_native(module, path)
         if type(module).__name__ == "CheckpointWrapper":
             raise ConflictError(
                 f"{path} is wrapped for activation checkpointing already (CheckpointWrapper)",

@@ -358,7 +358,7 @@ class LazyLogits(Tensor):
         if func in _ABOUT:
             with _plain_call():
                 return func(*args, **kwargs)
-        if isinstance(first, LazyLogits) and first._source.real is None:
+        if isinstance(first, LazyLogits) and not first._source.made:  # else they may have been written to
             with _plain_call():
                 understood = UNDERSTOOD.get(func)
             if understood is not None and not _lazies((args[1:], kwargs), but=first):

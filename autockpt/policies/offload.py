@@ -156,14 +156,14 @@ class OffloadPolicy(Policy):
             place = places[unit.name]
             due = min(place + unit.choice.window, last)  # type: ignore[union-attr]
             waited.add(due)
-            session.place(unit.name, unit.module, run_offloaded, OffloadState(unit.name, pipeline, place, due, tier))
+            session.place(unit.module, run_offloaded, OffloadState(unit.name, pipeline, place, due, tier))
             where = ", to a file on disk" if tier == "disk" else ""
             until = f"; waited for {due - place} units on" if queues and due > place + 1 else ""
             session.attached[unit.name] = f"{self.kind}: {self.words}{where}{until}"
         for place in sorted(waited - pipeline.ends) if queues else ():
             unit = session.order[place]
             if unit.choice.kind not in MOVING:
-                session.place(unit.name, unit.module, run_then_settle, OffloadState(unit.name, pipeline, place, place))
+                session.place(unit.module, run_then_settle, OffloadState(unit.name, pipeline, place, place))
         pipeline.ends |= waited
 
 

@@ -72,7 +72,7 @@ class RecomputePolicy(Policy):
 
     def attach_to(self, unit: PlannedUnit, session: Session) -> str:
         refuse_modules(unit.module, unit.name)
-        session.place(unit.name, unit.module, run_recomputed, RecomputeState(unit.name))
+        session.place(unit.module, run_recomputed, RecomputeState(unit.name))
         return "recompute: its inputs are kept, its forward runs again in backward"
 
     def reruns(self, choice: Choice, forward: int) -> tuple[int, int]:

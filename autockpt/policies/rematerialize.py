@@ -232,7 +232,7 @@ class RemakePolicy(Policy):
         refuse_modules(unit.module, unit.name, torch.jit.ScriptModule)
         _named(unit, "within")
         _named(unit, "keep")
-        session.place(unit.name, unit.module, run_rematerialized, RemakeState(unit.name, choice))
+        session.place(unit.module, run_rematerialized, RemakeState(unit.name, choice))
         kept = "matrix products and attention" if EVERYTHING in choice.keep else ", ".join(choice.keep)
         where = f" of {', '.join(choice.within)}" if choice.within else ""
         besides = f", products of {kept} are kept" if kept else ""

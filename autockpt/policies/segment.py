@@ -40,7 +40,7 @@ class SegmentPolicy(Policy):
             session.listeners.append(calls)
             for unit in members:
                 refuse_modules(unit.module, unit.name)
-                session.place(unit.name, unit.module, run_in_segment, SegmentState(unit.name, calls))
+                session.place(unit.module, run_in_segment, SegmentState(unit.name, calls))
                 session.attached[unit.name] = _words(members)
 
     def reruns(self, choice: Choice, forward: int) -> tuple[int, int]:

@@ -165,10 +165,10 @@ class SelectivePolicy(Policy):
         for module, functions in _scopes(unit, keep, regions).items():
             states[module] = ScopeState(unit.name, module, functions or frozenset())
             run = run_module_scope if functions is None else run_function_scope
-            session.place(unit.name, module, run, states[module])
+            session.place(module, run, states[module])
         session.listeners.append(_CompiledInPlace(unit.module, states))
         for module in regions.values():
-            session.place(unit.name, module, run_recomputed, SelectiveState(unit.name, keep))
+            session.place(module, run_recomputed, SelectiveState(unit.name, keep))
         again = ", ".join(filter(None, regions)) or "its forward"
         kept = "matrix products and attention" if EVERYTHING in keep else ", ".join(keep) or "nothing"
         return f"{self.kind}: {again} run{'s' * (len(regions) == 1)} again in backward, outputs of {kept} are kept"

@@ -100,7 +100,7 @@ def without_kv_cache(model: nn.Module) -> Session:
     session = Session((), OffloadTransports())
     blocks = modules_of(model, [unit.name for unit in discover_units(model) if unit.role == "block"])
     for owner in cache_owners(model, blocks):
-        session.place("", owner, run_without_cache, CacheState(owner))
+        session.place(owner, run_without_cache, CacheState(owner))
     return session
 
 
@@ -133,17 +133,15 @@ def _check_free(model: nn.Module, units: Sequence[PlannedUnit]) -> None:
     refuse_wrappers(model)
     for unit in units:
         refuse_lazy(unit.module, unit.name)
-    for path, module in model.named_modules():
-        refuse_native(module, path)
 
 
 def look_after(model: nn.Module, session: Session) -> GuardState:
     """Attach, around units with choices, what looks after the model as a whole."""
     for owner in cache_owners(model, [unit.module for unit in session.order if unit.choice.kind != "save"]):
-        session.place("", owner, run_without_cache, CacheState(owner))
+        session.place(owner, run_without_cache, CacheState(owner))
     root = unwrap(model)
     state = session._guard = GuardState(root, session.listeners)
-    session.place("", root, run_guarded, state)
+    session.place(root, run_guarded, state)
     return state
 
 
