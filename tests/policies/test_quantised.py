@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from autockpt.errors import ConflictError
 from autockpt.runtime import attach
@@ -86,24 +85,3 @@ def test_every_choice_for_the_head(base: tuple[str, dict[str, Tensor]], kind: st
     got = gradients(workload_of(base[0]), {"lm_head": choice})
     if getattr(choice, "exact", True) and kind != "chunked_loss":
         assert_equal(got, base[1])
-
-
-@pytest.mark.parametrize("keep", [["mlp.up_proj.base_layer"], ["**"]], ids=str)
-def test_a_kept_quantised_product_does_not_run_again(keep: list[str]) -> None:
-    workload = workload_of("nf4")
-    names = [unit.name for unit in discover_units(workload.model) if unit.role == "block"]
-    choice = parse_choice({"kind": "selective", "keep": keep})
-    assert_equal(gradients(workload, dict.fromkeys(names, choice)), gradients(workload_of("nf4")))
-    with attach(workload.model, dict.fromkeys(names, choice)), _Products() as products:
-        workload.forward_backward()
-    assert products.ran == {"mlp.up_proj.base_layer": 13, "**": 7}[keep[0]] * len(names)
-
-
-class _Products(TorchDispatchMode):
-    """Counts products with 4-bit weights."""
-
-    ran = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.ran += "gemm_4bit" in str(func)
-        return func(*args, **(kwargs or {}))

@@ -124,11 +124,6 @@ def test_plans_of_another_model_are_refused():
     assert not any("forward" in m.__dict__ for m in model.modules())
 
 
-def test_a_missing_or_malformed_file(tmp_path):
-    with pytest.raises(PlanError):
-        apply(LLAMA.make(), tmp_path / "plan.yaml")
-
-
 @pytest.mark.parametrize(
     ("change", "words"),
     [
