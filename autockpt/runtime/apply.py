@@ -67,7 +67,7 @@ def apply(
     warning says that its promise does not hold here.
 
     While training, sentinels compare what backward is given with what forward had computed: every unit's first calls,
-    then each unit once in 499 steps (forwards with gradients), and of all other calls a few tensors at one place
+    then ever fewer, at last one after 512 others, and of all other calls a few tensors at one place
     (``sentinels="sample"``, also by the environment variable ``AUTOCKPT_SENTINELS``), every call whole (``"all"``) or
     none (``"off"``). A mismatch ends that backward with a ConflictError that names the unit, before the optimizer's
     step unless that is itself a hook of backward; what differs at a place on an accelerator ends a forward soon after.
