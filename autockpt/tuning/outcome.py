@@ -16,7 +16,7 @@ from autockpt.schema.runs import RunDirectory
 from autockpt.schema.words import step_note
 from autockpt.tuning.clock import Clock
 from autockpt.tuning.loop import SearchResult
-from autockpt.tuning.outlook import look_around
+from autockpt.tuning.outlook import look_around, trade
 from autockpt.tuning.targets.base import COMPILING, STEPS, Prepared, Terms
 from autockpt.tuning.targets.compiled import NOT_PREDICTED
 from autockpt.workload import fingerprint
@@ -63,6 +63,8 @@ def finish(
             run.write_plan(plan)
             if profiled is not None:
                 _keep_graphs(run, profiled, found, known, clock)
+        if found.binding and (offer := trade(found.best, found.trials, run and run.outlook(), found.budget.bytes)):
+            found.notes.append(offer)
     outcome = SearchOutcome(
         plan=plan,
         source=terms.source,

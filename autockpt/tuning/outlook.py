@@ -6,11 +6,12 @@ needs and takes.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from itertools import chain, zip_longest
 
 from autockpt.cost import CostModel
-from autockpt.schema import SAVE, Choice, Trial, peak_of, plan_hash
+from autockpt.schema import SAVE, Choice, Trial, format_binary, peak_of, plan_hash, words
 from autockpt.schema.outlook import GhostAnswer, Outlook
 from autockpt.schema.space import HIDDEN_COPIES
 from autockpt.solvers import exact
@@ -22,6 +23,8 @@ BUDGETS = 12  # between the leanest plan's and that of saving everything
 SOLVING = 0.3  # seconds that the solver may take for one of them
 FEWEST = 2  # plans that are ghost-run
 SHARE = 0.1  # of the search's time that all of them may take
+HARDLY_SLOWER = 0.01  # of the step: plans up to that much slower are offered where they leave more room
+NOTABLE_ROOM = 0.03  # of the budget
 KEPT = 64  # ghost runs on record, the latest
 
 
@@ -70,6 +73,33 @@ def plans_around(
         plan = exact(problem.model_copy(update={"budget_bytes": size - offset}), time_limit=SOLVING)
         if plan.feasible:
             yield profiled.plan(plan.choices)
+
+
+def trade(best: Trial, trials: Sequence[Trial], outlook: Outlook | None, budget_bytes: int) -> str:
+    """A sentence on the leanest plan that is hardly slower than the best; empty where none has notably more room.
+
+    Measured plans are compared with measured ones. In a simulation the ghost runs of other budgets count as well.
+    """
+    if best.score is None or best.score.step_seconds is None:
+        return ""
+    most = best.score.step_seconds * (1 + HARDLY_SLOWER)
+    simulated = best.state == "simulated"
+    known = [best.score, *(t.score for t in trials if t.score is not None)]
+    known += [run.predicted for run in outlook.plans] if outlook is not None and simulated else []
+    near = [score for score in known if score.step_seconds is not None and score.step_seconds <= most]
+    lean = min(near, key=lambda score: score.peak_bytes)
+    room = best.score.peak_bytes - lean.peak_bytes
+    if room < NOTABLE_ROOM * budget_bytes or lean.step_seconds is None:
+        return ""
+    change, noise = lean.step_seconds / best.score.step_seconds - 1, math.hypot(lean.noise, best.score.noise)
+    within = f" ± {words.share(noise)}" if noise else ""
+    price = f"{words.share(change, signed=True)}{within} of the step time"
+    if abs(change) <= noise:
+        price = f"about no step time (±{words.share(noise)})"
+    return (
+        f"{format_binary(room)} more room costs {price}: search with a budget of {format_binary(lean.peak_bytes)} to "
+        "get that plan."
+    )
 
 
 def ghost_runs(profiled: CostModel) -> tuple[GhostAnswer, ...]:

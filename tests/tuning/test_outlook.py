@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from autockpt.schema import Choice, plan_hash
+from autockpt.schema import Choice, Measurement, Prediction, Trial, plan_hash
 from autockpt.schema.choices import Offload
+from autockpt.schema.outlook import GhostAnswer, Outlook
 from autockpt.schema.space import HIDDEN_COPIES
 from autockpt.tuning.loop import SearchResult
-from autockpt.tuning.outlook import plans_around
+from autockpt.tuning.outlook import plans_around, trade
 from tests.tuning.device import MadeUpDevice
 from tests.tuning.made_up import search
+
+MIB = 2**20
 
 
 def around(hidden: float) -> tuple[list[dict[str, Choice]], SearchResult]:
@@ -36,3 +39,28 @@ def test_other_budgets_hide_copies_where_the_answer_does() -> None:
         {c.window for plan in around(share)[0] for c in plan.values() if isinstance(c, Offload)} for share in (1.0, 0.0)
     )
     assert max(hidden) > 1 and max(plain, default=1) == 1
+
+
+def trial(number: int, seconds: float, peak_bytes: int) -> Trial:
+    measured = Measurement(peak_bytes=peak_bytes, step_seconds=seconds, noise=0.003)
+    facts = {"encoding": "knobs", "plan_hash": str(number), "state": "measured", "feasible": True}
+    return Trial.model_validate({"number": number, "name": "", "choices": {}, "measured": measured, **facts})
+
+
+def test_the_leanest_plan_that_is_hardly_slower_is_offered() -> None:
+    """Not for a little room or much time; and what lies within the noise is no price."""
+    best, lean, slow = trial(0, 1.0, 90 * MIB), trial(1, 1.005, 60 * MIB), trial(2, 1.2, 10 * MIB)
+    said = trade(best, [best, lean, slow], None, 100 * MIB)
+    assert "30.0 MiB" in said and "+0.5 %" in said and "60.0 MiB" in said and "±" in said
+    said = trade(best, [best, trial(1, 0.999, 60 * MIB)], None, 100 * MIB)
+    assert "30.0 MiB" in said and "-0.1 %" not in said and "±" in said
+    assert not trade(best, [best, trial(1, 1.005, 89 * MIB), slow], None, 100 * MIB)
+
+
+def test_in_a_simulation_other_budgets_are_a_trade_too() -> None:
+    predicted = Prediction(peak_bytes=90 * MIB, step_seconds=1.0)
+    best = trial(0, 1.0, 90 * MIB).model_copy(update={"state": "simulated", "measured": None, "predicted": predicted})
+    lean = GhostAnswer(choices={}, predicted=Prediction(peak_bytes=50 * MIB, step_seconds=1.004))
+    assert "40.0 MiB" in trade(best, [best], Outlook(plans=(lean,)), 100 * MIB)
+    measured = trial(0, 1.0, 90 * MIB)
+    assert not trade(measured, [measured], Outlook(plans=(lean,)), 100 * MIB), "predicted is not measured"
