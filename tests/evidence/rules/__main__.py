@@ -1,0 +1,47 @@
+"""Test what guides, papers and courses say about recompute and offload on one model: every claim, with its source.
+
+    python -m tests.evidence.rules --model llama-2-7b --batch-size 4 --seq-len 2048 --hardware a100-80 > table.md
+
+Prints a Markdown table: what each rule says, what it comes to for this model, what ghost runs and op times predict,
+and whether it holds. A rule holds with at least that memory saved, at most that time added, that factor within 5 %,
+or an amount within its range. Without ``--hardware`` seconds rest on op times that a search measured on this device.
+``--measure`` takes real steps on the device as well. Where no page of a claim could be named it is common advice.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+from autockpt.analysis.subject import ExplainRequest
+from autockpt.schema import WorkloadSpec
+from autockpt.shipped import load_hardware
+from tests.evidence.rules.plans import rules
+from tests.evidence.rules.rule import table
+
+
+def main() -> None:
+    """Print the table of one model."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--batch-size", type=int, default=1)
+    parser.add_argument("--seq-len", type=int)
+    parser.add_argument("--dtype", default="fp32")
+    parser.add_argument("--autocast")
+    parser.add_argument("--attn")
+    parser.add_argument("--lora", type=int)
+    parser.add_argument("--optimizer", default="adamw")
+    where = parser.add_mutually_exclusive_group()
+    where.add_argument("--hardware")
+    where.add_argument("--device")
+    parser.add_argument("--measure", action="store_true")
+    options = vars(parser.parse_args())
+    measure, device, card = options.pop("measure"), options.pop("device"), options.pop("hardware")
+    if measure and card:
+        parser.error("--measure needs a device; --hardware only describes one")
+    spec = WorkloadSpec.model_validate({name: value for name, value in options.items() if value is not None})
+    question = ExplainRequest(spec, device=device, hardware=load_hardware(card) if card else None)
+    print(table(rules(question, measure=measure)))
+
+
+if __name__ == "__main__":
+    main()
