@@ -117,7 +117,9 @@ class GhostMode(Recorder):
         if operator.name == COPY_IN:
             return gathered_into(*call.args, **kwargs)
         device = kwargs.get("device")
-        if device is not None and torch.device(device).type not in ("cpu", "meta"):
+        if device is not None and (kind := torch.device(device).type) != "cpu":
+            if kind == "meta":
+                return call.func(*call.args, **kwargs)
             kwargs = {**kwargs, "device": torch.device("cpu")}
         if kwargs.get("pin_memory"):
             kwargs = {**kwargs, "pin_memory": False}

@@ -336,7 +336,7 @@ class Recorder(TorchDispatchMode):
 
     def _counts(self, tensor: Tensor) -> bool:
         """Whether a tensor occupies memory that is recorded."""
-        return tensor.layout is torch.strided
+        return tensor.layout is torch.strided and not tensor.is_meta
 
     def _layout(self, tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...], str]:
         key = tensor.size(), tensor.stride(), tensor.dtype

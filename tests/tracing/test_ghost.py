@@ -94,3 +94,8 @@ def test_backward_through_ghosts(mode: GhostMode, memory: GhostMemory) -> None:
     assert weight.grad is not None and memory.owns(weight.grad)
     assert mode.log.find(weight.grad) in mode.gradients
     assert memory.touched_bytes() in (0, None)
+
+
+def test_tensors_without_memory_take_none(mode: GhostMode) -> None:
+    shape = torch.empty(1 << 24, device="meta")
+    assert shape.is_meta and not mode.ops[-1].outputs
