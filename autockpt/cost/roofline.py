@@ -16,12 +16,12 @@ from math import ceil, prod
 
 import numpy as np
 
-from autockpt.cost.step import COLLECTIVES
 from autockpt.cost.work import Work, work_of_op
 from autockpt.errors import UsageError
 from autockpt.measuring.environment import installed_versions
 from autockpt.schema import DeviceInfo, Environment, Graph, Hardware, Op, OpTimes
 from autockpt.schema.device import WITHOUT_STREAMS
+from autockpt.tracing.kernels.operators import COLLECTIVES
 from autockpt.tracing.kernels.signature import ATTENTION
 from autockpt.tracing.kernels.timeline import element_bytes
 

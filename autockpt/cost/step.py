@@ -15,13 +15,10 @@ import numpy as np
 from autockpt.schema.device import WITHOUT_STREAMS
 from autockpt.schema.graph import PHASES, Copy, Graph, Op
 from autockpt.schema.profile import OpTimes
-from autockpt.tracing.collectives import COPY_IN
-from autockpt.tracing.kernels.operators import IN_PLACE
+from autockpt.tracing.kernels.operators import COLLECTIVES, COPY_IN, IN_PLACE
 from autockpt.tracing.kernels.timeline import element_bytes, phases_of
 
 REMAINDER = ""  # the key of ops that belong to no unit
-COLLECTIVES = ("c10d.", "_c10d_functional")
-"""How ops and signatures begin of what ranks do together."""
 _COPY_OUT = "fsdp.split_with_sizes_copy.default"
 _MAYBE_IN_PLACE = frozenset(target.split(".")[1] for target in IN_PLACE)
 
@@ -59,7 +56,9 @@ def simulate(graph: Graph, times: OpTimes) -> Simulation:
     duration = _beside_collectives(graph, duration)
     copies = _alone(graph, times)
     queues = times.environment.device.copy_queues
-    waits = _waits(graph.copies, copies, duration) if queues else _at_issue(graph.copies, copies, len(duration))
+    issued = np.array([min(copy.issued, len(duration) - 1) for copy in graph.copies], dtype=np.int64)
+    inline = np.bincount(issued, weights=copies, minlength=len(duration))
+    waits = _waits(graph.copies, copies, duration) if queues else inline
     total = (duration + waits) * runs
     return Simulation(
         step_seconds=float(total.sum()),
@@ -106,11 +105,6 @@ def _alone(graph: Graph, times: OpTimes) -> np.ndarray:
     return np.array([c.bytes / getattr(times, name) for c, name in zip(graph.copies, names, strict=True)])
 
 
-def _at_issue(copies: tuple[Copy, ...], seconds: np.ndarray, n: int) -> np.ndarray:
-    issued = np.array([min(copy.issued, n - 1) for copy in copies], dtype=np.int64)
-    return np.bincount(issued, weights=seconds, minlength=n)
-
-
 def _waits(copies: tuple[Copy, ...], seconds: np.ndarray, duration: np.ndarray) -> np.ndarray:
     """Seconds that the compute queue waits before each op; at one op, copies are issued before any is awaited.
 
@@ -155,7 +149,7 @@ def _beside_collectives(graph: Graph, duration: np.ndarray) -> np.ndarray:
         if is_view(op):
             pass
         elif op.signature in together:
-            free = max(free, min((early[sid] for sid in op.inputs if sid in early), default=now)) + duration[i]
+            free = float(max(free, min((early[sid] for sid in op.inputs if sid in early), default=now)) + duration[i])
             ends |= dict.fromkeys((*op.inputs, *(out.storage for out in op.outputs)), free)
             duration[i] = 0.0
         else:

@@ -12,10 +12,9 @@ from functools import cache
 from math import prod
 from typing import Literal
 
-from autockpt.cost.step import COLLECTIVES, UNTOUCHED, base_name, is_view
+from autockpt.cost.step import UNTOUCHED, base_name, is_view
 from autockpt.schema.graph import Op
-from autockpt.tracing.collectives import COPY_IN
-from autockpt.tracing.kernels.operators import Operator, leaves, overload_of
+from autockpt.tracing.kernels.operators import COLLECTIVES, COPY_IN, Operator, leaves, overload_of
 from autockpt.tracing.kernels.signature import ATTENTION, RANKS, Call, TensorSpec, Word, dtype_of, parse_signature
 from autockpt.tracing.kernels.timeline import element_bytes
 

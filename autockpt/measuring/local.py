@@ -55,7 +55,7 @@ class LocalMeasurer(Passing):
             self.close()
             raise
 
-    def with_others(self, barrier: Callable[[], None], recordings: int) -> None:
+    def with_others(self, barrier: Callable[[], object], recordings: int) -> None:
         """Begin every cycle together with other ranks; on the CPU the smallest of several ``recordings`` is a peak."""
         self._runner.barrier = barrier
         self._runner.recordings = recordings if self._device.kind == "cpu" else 1

@@ -89,7 +89,7 @@ class Ranks(Passing):
         self._meet(question, sharding)
         self._control: Any = distributed.new_group(backend="gloo", timeout=timedelta(days=1))
         self._local = LocalMeasurer(self.step, host_budget=host_budget, others_wait=True)
-        self._local.with_others(self._begin_together, RECORDINGS)
+        self._local.with_others(lambda: distributed.barrier(self._control), RECORDINGS)
         self.environment = self._local.environment
         self._broken: str | None = None  # why no further step can be taken
         self._timeouts = [(group, _timeout(group)) for group in _training_groups(step.model)]
@@ -191,9 +191,6 @@ class Ranks(Passing):
                     remedy="Give all ranks the same arguments, and batches of the same shapes.",
                 )
 
-    def _begin_together(self) -> None:
-        distributed.barrier(self._control)
-
     def _broadcast(self, message: Any) -> Any:
         """The first rank's message, on all."""
         told = [message]
@@ -273,5 +270,4 @@ def _set_timeout(group: Any, timeout: timedelta) -> None:
 
 
 def _device_of(group: Any) -> torch.device:
-    types = [device.type for device in group._device_types]
-    return torch.device("cpu" if types == ["cpu"] else next(kind for kind in types if kind != "cpu"))
+    return torch.device(next((device.type for device in group._device_types if device.type != "cpu"), "cpu"))

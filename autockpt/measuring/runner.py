@@ -53,7 +53,7 @@ class StepRunner:
     beat: Callable[[str], None] = unheard
     host_budget: int | None = None
     compiler: Compiler | None = None
-    barrier: Callable[[], None] | None = None
+    barrier: Callable[[], object] | None = None
     recordings: int = 1
 
     def __post_init__(self) -> None:

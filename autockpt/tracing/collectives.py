@@ -21,11 +21,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from autockpt.errors import UsageError
 from autockpt.policies.base import setting
+from autockpt.tracing.kernels.operators import COPY_IN, Operator
 from autockpt.tracing.storages import StorageLog
 from autockpt.workload.sharding import in_a_group
-
-COPY_IN = "fsdp.all_gather_copy_in.default"
-IN_PLACE, FUNCTIONAL = "c10d", ("_c10d_functional", "_c10d_functional_autograd")
 
 
 def pretend_ranks(count: int) -> None:
@@ -43,22 +41,18 @@ def pretend_ranks(count: int) -> None:
     distributed.init_process_group("fake", rank=0, world_size=count, store=FakeStore())
 
 
-def in_place_answer(args: tuple[Any, ...], returns: int) -> Any:
-    """What a collective of ``c10d`` returns: the tensors that it wrote to, and a handle whose work is over."""
-    from torch._C._distributed_c10d import FakeWork  # private: the only handle that no process group has to make
+def answer(operator: Operator, args: tuple[Any, ...]) -> Any:
+    """What an op ``of_ranks`` returns without a word to others: what it is given; NotImplemented for other tensors."""
+    if operator.name == COPY_IN:  # this rank's part of a buffer, and the buffer
+        _, output, _, numel, rank = args
+        return output.narrow(0, numel * rank, numel), output
+    if operator.namespace == "c10d":  # the tensors that it wrote to, and a handle whose work is over
+        from torch._C._distributed_c10d import FakeWork  # private: the only handle that no process group has to make
 
-    work = FakeWork().boxed()  # type: ignore[attr-defined]
-    return work if returns == 1 else (args[0], work)
-
-
-def returns_argument(base: str) -> bool:
-    """Whether a functional collective returns its first argument: it waits for it, now or later, or writes to it."""
-    return base in ("wait_tensor", "_wrap_tensor_autograd") or base.endswith("_")
-
-
-def gathered_into(inputs: Any, output: Tensor, sizes: Any, numel: int, rank: int) -> tuple[Tensor, Tensor]:
-    """What FSDP2's ``all_gather_copy_in`` returns: this rank's part of a buffer, and the buffer."""
-    return output.narrow(0, numel * rank, numel), output
+        work = FakeWork().boxed()  # type: ignore[attr-defined]
+        return work if operator.returns == 1 else (args[0], work)
+    waits = operator.base in ("wait_tensor", "_wrap_tensor_autograd")  # now or later
+    return args[0] if waits or operator.base.endswith("_") else NotImplemented
 
 
 @contextmanager
@@ -78,10 +72,8 @@ def sharded_as_ghosts(log: StorageLog) -> Iterator[None]:
             # its reducer starts collectives of its own, unless no forward of DDP's has announced a backward
             stack.enter_context(setting(ddp.DistributedDataParallel, "forward", _forward_inside))
         if (rules := sys.modules.get("torch.distributed.tensor._sharding_prop")) is not None:
-            name = "_propagate_tensor_meta_non_cached"
-            stack.enter_context(
-                setting(rules.ShardingPropagator, name, _unrecorded(getattr(rules.ShardingPropagator, name)))
-            )
+            owner, name = rules.ShardingPropagator, "_propagate_tensor_meta_non_cached"
+            stack.enter_context(setting(owner, name, _disable_current_modes()(getattr(owner, name))))
         yield
 
 
@@ -97,11 +89,3 @@ def _resized(note: Callable[[torch.UntypedStorage], bool], plain: Callable[[Tens
 
 def _forward_inside(ddp: Any, *args: Any, **kwargs: Any) -> Any:
     return ddp.module(*args, **kwargs)
-
-
-def _unrecorded(plain: Callable[..., Any]) -> Callable[..., Any]:
-    def run(*args: Any, **kwargs: Any) -> Any:
-        with _disable_current_modes():
-            return plain(*args, **kwargs)
-
-    return run

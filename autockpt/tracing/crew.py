@@ -33,14 +33,13 @@ class Crew:
         self.settings, self.notes = first.settings, first.notes
 
     def with_another(self, build: Build) -> Crew:
-        """One whose first process is forked from this one's to ``build`` another workload, which takes a while.
+        """One whose first process is forked from this one's to ``build`` another workload.
 
-        This one begins with its plain step meanwhile. Raises NotForkable, or what building raises.
+        Raises NotForkable, or what building raises.
         """
         if self._most == 1 or self._first in self._busy:
             raise NotForkable("it is not for ghost runs, or has something to do")
-        another = self._first.fork_again(build, meanwhile=lambda: self.ahead([{}]))
-        return Crew(another, self._most)
+        return Crew(self._first.fork_again(build), self._most)
 
     def ahead(self, plans: Iterable[Mapping[str, Choice]]) -> None:
         """Begin with plans that ``trace`` will be asked for, in about this order."""

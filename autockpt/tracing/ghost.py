@@ -12,15 +12,7 @@ from torch import Tensor
 
 from autockpt.errors import GhostError
 from autockpt.policies.base import setting
-from autockpt.tracing.collectives import (
-    COPY_IN,
-    FUNCTIONAL,
-    IN_PLACE,
-    gathered_into,
-    in_place_answer,
-    returns_argument,
-    sharded_as_ghosts,
-)
+from autockpt.tracing.collectives import answer, sharded_as_ghosts
 from autockpt.tracing.kernels.cuda_kernels import CUDA_ONLY, Capability, cuda_kernels, fused_dropout
 from autockpt.tracing.kernels.operators import Operator, leaves
 from autockpt.tracing.kernels.triton_launches import no_launches
@@ -110,12 +102,9 @@ class GhostMode(Recorder):
         operator, kwargs = call.kind.operator, call.kwargs
         if self._on_op is not None:
             self._on_op(operator)
-        if operator.namespace == IN_PLACE:
-            return in_place_answer(call.args, operator.returns)
-        if operator.namespace in FUNCTIONAL:  # shapes alone, of real tensors too
-            return call.args[0] if returns_argument(operator.base) else self._pretend(call)
-        if operator.name == COPY_IN:
-            return gathered_into(*call.args, **kwargs)
+        if operator.of_ranks:  # shapes alone, of real tensors too
+            found = answer(operator, call.args)
+            return self._pretend(call) if found is NotImplemented else found
         device = kwargs.get("device")
         if device is not None and (kind := torch.device(device).type) != "cpu":
             if kind == "meta":

@@ -45,15 +45,13 @@ class GhostProcess:
     Its death, whatever the cause, is a GhostError that says at which op. An interrupt while it works ends it.
     """
 
-    def __init__(self, start: Start, first: Any = None, meanwhile: Callable[[], None] | None = None) -> None:
+    def __init__(self, start: Start, first: Any = None) -> None:
         self._note = Note()
         self._log = tempfile.TemporaryFile()  # noqa: SIM115  lives as long as the process
         self.child = start(self._note, self._log)
         try:
             if first is not None:
                 self.child.send(first)
-            if meanwhile is not None:
-                meanwhile()
             self._await_alive()
             self.units, self.head, self.outside, self.settings, self.notes, imported = self._receive(READY)
             _imported_by_children.update(dict.fromkeys(imported))
@@ -102,11 +100,10 @@ class GhostProcess:
 
         return cls(start, (source, torch.get_num_threads(), spec, device, capability))
 
-    def fork_again(self, build: Build | None = None, meanwhile: Callable[[], None] | None = None) -> GhostProcess:
+    def fork_again(self, build: Build | None = None) -> GhostProcess:
         """A process forked from this one, which must have nothing to do: with its workload, or to ``build`` another.
 
-        What this one has imported, built and learnt is there already. ``meanwhile`` is done while it builds. Raises
-        NotForkable, or what building raises.
+        What this one has imported, built and learnt is there already. Raises NotForkable, or what building raises.
         """
 
         def start(note: Note, log: IO[bytes]) -> Child:
@@ -121,7 +118,7 @@ class GhostProcess:
             except (AttributeError, OSError) as error:
                 raise NotForkable(f"no handle for a process: {error}") from None
 
-        return GhostProcess(start, meanwhile=meanwhile)
+        return GhostProcess(start)
 
     @property
     def connection(self) -> Connection:

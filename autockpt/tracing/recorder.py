@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -178,15 +178,7 @@ class Recorder(TorchDispatchMode):
     def recording(self) -> Iterator[Recorder]:
         """Record what runs inside, as one cycle; what is alive now is resident."""
         self.restart()
-        with ExitStack() as stack:
-            parts: tuple[AbstractContextManager[Any], ...] = (
-                self.location,
-                self._random_states(),
-                uncompiled(),
-                self,
-            )
-            for part in parts:
-                stack.enter_context(part)
+        with self.location, self._random_states(), uncompiled(), self:
             yield self
 
     def restart(self) -> None:

@@ -26,7 +26,7 @@ from autockpt.policies.rematerialize import recipes_known
 from autockpt.runtime import attach
 from autockpt.schema.choices import Choice, Save
 from autockpt.schema.device import WITHOUT_STREAMS
-from autockpt.schema.graph import Tier, Unit
+from autockpt.schema.graph import Phase, Tier, Unit
 from autockpt.schema.names import ancestors, fold, outermost
 from autockpt.schema.plan import NEVER_CALLED
 from autockpt.schema.workload import WorkloadSpec
@@ -36,7 +36,7 @@ from autockpt.tracing.cuts import find_cuts, said_of_cuts
 from autockpt.tracing.ghost import GhostMode
 from autockpt.tracing.ghost_workload import ghost_copy, ghost_in_place, optimizers_on, untouched
 from autockpt.tracing.kernels.cuda_kernels import AMPERE, Capability, fuses_dropout
-from autockpt.tracing.kernels.flash_package import FLASH, flash_on_ghosts, note_on_flash
+from autockpt.tracing.kernels.flash_package import FLASH, NOTE, flash_on_ghosts
 from autockpt.tracing.kernels.operators import Operator
 from autockpt.tracing.location import optimizer_steps
 from autockpt.tracing.memory import GhostMemory
@@ -178,7 +178,7 @@ class TracedRun:
         recorder.restart()  # the last recording need not be looked through
         gc.collect()
 
-        def mark(phase: str) -> None:
+        def mark(phase: Phase) -> None:
             recorder.location.mark(phase)
             if phase == "optimizer":
                 recorder.hold(p.grad for p in workload.model.parameters())
@@ -236,7 +236,7 @@ class GhostRun(TracedRun):
         workload.settings["device"] = str(device)
         ghost_in_place(workload, self._mode)
         if spec.attn in FLASH:
-            workload.notes += (note_on_flash(spec.attn),)
+            workload.notes += (NOTE.format(spec.attn),)
         self._start(workload)
 
     def take(self, workload: Step) -> None:
@@ -351,12 +351,10 @@ def _check_fits(spec: WorkloadSpec) -> None:
         return
     free = HostMemory().free()
     if weights + batch > _MOST_OF_MEMORY * free:
-        taken, smaller = f"{weights / 2**30:.1f} GiB for weights, gradients and optimizer states", "configuration"
-        if batch > weights:
-            taken, smaller = f"{batch / 2**30:.1f} GiB for its batch alone", "batch or shorter sequences"
         raise TracingError(
-            f"a real step takes more than {taken}; {free / 2**30:.1f} GiB are free",
-            remedy=f"Trace a smaller {smaller} of the same model, or use a machine with more memory.",
+            f"a real step takes more than {weights / 2**30:.1f} GiB for weights, gradients and optimizer states, and "
+            f"{batch / 2**30:.1f} GiB for its batch; {free / 2**30:.1f} GiB are free",
+            remedy="Trace a smaller configuration or batch of the same model, or use a machine with more memory.",
         )
 
 
@@ -381,8 +379,7 @@ def refine(units: Sequence[Unit], recorder: Recorder) -> tuple[Unit, ...]:
 
 def unit_of(path: str, units: Sequence[Unit]) -> str | None:
     """The block that a module path lies in."""
-    inside = [u.name for u in units if u.role == "block" and (path == u.name or path.startswith(u.name + "."))]
-    return max(inside, key=len, default=None)
+    return max(_enclosing(path, [u for u in units if u.role == "block"]), key=len, default=None)
 
 
 def _behaviour(units: Sequence[Unit], recorder: Recorder) -> dict[str, tuple[object, ...]]:

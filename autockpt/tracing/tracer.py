@@ -71,7 +71,7 @@ class Tracer:
         compute ``capability`` (default: that of the GPU at hand, else 8.0) would; the machine needs none. What only
         is counted by rules (``ddp``, …) is left to ``cuda_memory.as_seen_by``, which may be the ``view``
         that every graph passes through. ``beside`` is a tracer of a similar workload, whose process has imported what
-        this takes already; it begins with its own plain step meanwhile.
+        this takes already.
 
         With ``fallback`` a workload that cannot be ghost-run is built for real, on the CPU in a child process; not so a
         rank of several (``shard``), as no other is there. Raises WorkloadError or UsageError where the spec cannot be
@@ -86,12 +86,9 @@ class Tracer:
         if beside is not None and isinstance(beside._backend, Crew):
             with suppress(NotForkable, OSError):
                 return cls(beside._backend.with_another((spec, target, capability)), notes, view)
+        fallback = fallback and spec.shard is None
         return _ghost_or_recorded(
-            lambda source: _start(source, spec, target, capability),
-            fallback and spec.shard is None,
-            view,
-            notes,
-            MOST if can_fork() else 1,
+            lambda source: _start(source, spec, target, capability), fallback, view, notes, MOST if can_fork() else 1
         )
 
     @classmethod

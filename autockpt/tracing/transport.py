@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 
 import torch
 
@@ -80,18 +81,18 @@ class RecordingHandle:
         self._recorder.copy_released(self._out)
 
 
+@dataclass
 class GhostTransport:
     """A Transport for ghost runs, in which nothing moves: to be wrapped by one that notes the copies.
 
     ``allocate`` makes a ghost buffer; ``copy_queues`` is that of the transport it stands in for.
     """
 
-    def __init__(self, allocate: Callable[[int], torch.Tensor], copy_queues: bool) -> None:
-        self._allocate = allocate
-        self.copy_queues = copy_queues
+    allocate: Callable[[int], torch.Tensor]
+    copy_queues: bool
 
     def send(self, source: torch.Tensor) -> GhostParcel:
-        return GhostParcel(self._allocate, source)
+        return GhostParcel(self.allocate, source)
 
 
 class GhostParcel:
@@ -112,9 +113,7 @@ class GhostParcel:
 
     def get(self) -> torch.Tensor:
         self.fetch()
-        found = self._buffer if self._source is None else self._source
-        assert found is not None
-        return found
+        return self._buffer if self._source is None else self._source  # type: ignore[return-value]  fetched
 
     def release(self) -> None:
         self._buffer = None

@@ -180,8 +180,7 @@ def _dtype_name(spec: WorkloadSpec, source: ConfigSource) -> str:
 def _from_factory(spec: WorkloadSpec, device: torch.device) -> Step:
     made = call_factory(spec)
     if isinstance(made, Step):
-        if spec.shard is not None:
-            _shard(spec, made.model, made.optimizer)
+        shard_model(made.model, spec, made.optimizer)
         made.settings |= _of_factory(spec, made)
         return replace(made, spec=spec, units=spec.units or made.units)
     if spec.lora is not None and made.get("optimizer") is not None:
@@ -213,8 +212,7 @@ def _assemble(spec: WorkloadSpec, parts: dict[str, Any], device: torch.device) -
         scaler = torch.amp.GradScaler(device.type, init_scale=_FIRST_SCALE)
     if parts.get("full_step") is None:
         _move_model(model, device)
-    if spec.shard is not None:
-        _shard(spec, model, optimizer)
+    shard_model(model, spec, optimizer)
     if parts.get("full_step") is None:
         optimizer = make_optimizer(spec.optimizer, model) if optimizer is None else optimizer
     return Step(
@@ -231,15 +229,6 @@ def _assemble(spec: WorkloadSpec, parts: dict[str, Any], device: torch.device) -
         units=spec.units or parts.get("units"),
         spec=spec,
     )
-
-
-def _shard(spec: WorkloadSpec, model: nn.Module, optimizer: Any) -> None:
-    """This rank's share of the model. Raises UsageError where somebody has made an optimizer for the whole one."""
-    if shard_model(model, spec.shard, spec.units) and optimizer is not None:
-        raise UsageError(
-            f"`shard: {spec.shard}` divides the weights, but {spec.model} made an optimizer for the whole ones",
-            remedy="Shard the model in the function, before the optimizer is made; or leave that to `optimizer`.",
-        )
 
 
 def _move_model(model: nn.Module, device: torch.device) -> None:

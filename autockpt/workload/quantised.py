@@ -160,9 +160,8 @@ def build_quantised(
     with _disable_current_modes(), torch.device("meta"):
         quantizer = AutoHfQuantizer.from_config(quantization, pre_quantized=False)
         quantizer.preprocess_model(model, device_map={"": str(device)})
-    packed = _Packed(options["dtype"], device)
     with fast_init():
-        _materialise(model, packed, device)
+        _materialise(model, _Packed(options["dtype"], device), device)
         model.init_weights()
     for module in filter(_has_quantised, model.modules()):
         vars(module.weight).pop("_is_hf_initialized", None)

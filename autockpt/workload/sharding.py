@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import re
 from math import prod
+from typing import Any
 
 from torch import distributed, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from autockpt.errors import UsageError
+from autockpt.schema.workload import WorkloadSpec
 from autockpt.workload.units import discover_units, modules_of
 
 TENSOR_PARALLEL = "tp"
@@ -27,46 +29,52 @@ def in_a_group() -> bool:
     return distributed.is_available() and distributed.is_initialized()
 
 
-def shard_model(model: nn.Module, how: int | str, units: str | None = None) -> bool:
-    """Leave this rank's share of a model in its place, as a job file's ``shard`` says; see ``SHARDED``.
+def shard_model(model: nn.Module, spec: WorkloadSpec, optimizer: Any = None) -> None:
+    """Leave this rank's share of a model in its place, as ``spec.shard`` says (see ``SHARDED``); nothing for None.
 
-    FSDP2 takes each block, or module of ``units``, for itself, then the rest together. False for a model that its maker
-    has sharded, which stays as it is. Raises UsageError for what cannot be sharded.
+    FSDP2 takes each block, or module of ``spec.units``, for itself, then the rest together. What the maker of the model
+    has sharded stays as it is. Raises UsageError for what cannot be sharded, and where an optimizer was made before.
     """
+    if spec.shard is None:
+        return
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor import DTensor
 
     parameters = list(model.parameters())
     if any(isinstance(p, DTensor) for p in parameters):
-        return False
+        return
+    if optimizer is not None:
+        raise UsageError(
+            f"`shard: {spec.shard}` divides the weights, but {spec.model} made an optimizer for the whole ones",
+            remedy="Shard the model in the function, before the optimizer is made; or leave that to `optimizer`.",
+        )
     if any(is_traceable_wrapper_subclass(p) or not p.is_floating_point() for p in parameters):
         raise UsageError(
-            f"`shard: {how}` cannot divide quantised weights",
+            f"`shard: {spec.shard}` cannot divide quantised weights",
             remedy="Leave one of the two out of the job: whole weights are sharded, or each GPU holds packed ones.",
         )
-    sizes, _, kept = str(how).partition(" ")
+    sizes, _, kept = str(spec.shard).partition(" ")
     if sizes.startswith(TENSOR_PARALLEL):
-        _tensor_parallel(model, int(sizes.removeprefix(TENSOR_PARALLEL)))
-        return True
+        _tensor_parallel(model, ranks_of(sizes))
+        return
     shape = tuple(map(int, sizes.split("x")))
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
-    blocks = [unit.name for unit in discover_units(model, units) if unit.role == "block"]
+    blocks = [unit.name for unit in discover_units(model, spec.units) if unit.role == "block"]
     for block in modules_of(model, blocks):
         fully_shard(block, mesh=mesh, reshard_after_forward=not kept)
     fully_shard(model, mesh=mesh, reshard_after_forward=False if kept else None)
-    return True
 
 
-def _tensor_parallel(model: nn.Module, ranks: int) -> None:
+def _tensor_parallel(model: Any, ranks: int) -> None:
     """As transformers distributes a model, by the plan that comes with it."""
-    if not getattr(model, "tp_plan", None) or not hasattr(type(model), "maybe_distribute_model"):
+    if not hasattr(type(model), "maybe_distribute_model") or not model.tp_plan:
         raise UsageError(
             f"transformers has no plan for tensor parallelism of {type(model).__name__}",
             remedy="Shard the model in a function of your own (parallelize_module), or use `shard` without tp.",
         )
     from torch.distributed.device_mesh import init_device_mesh
-    from transformers.distributed import DistributedConfig
+    from transformers.distributed.configuration_utils import DistributedConfig
     from transformers.distributed.utils import TransformersDeviceMesh
 
     tied = model.get_output_embeddings() if model.config.tie_word_embeddings else None

@@ -63,26 +63,21 @@ def workspace_bytes(hardware: Hardware) -> int:
 
     An AMD GPU whose description does not tell its architecture counts as one that takes more.
     """
-    if hardware.kind == "rocm":
-        return _rocm_workspace(hardware.capability)
-    capability = capability_of(hardware)
-    return 0 if capability is None else _cuda_workspace(capability)
+    return _workspace(hardware.kind, hardware.capability or capability_of(hardware))
 
 
-def _rocm_workspace(capability: tuple[int, int] | None) -> int:
-    return _LARGE_ROCM_WORKSPACE if capability is None or capability in _LARGE_ON_ROCM else _ROCM_WORKSPACE
-
-
-def _cuda_workspace(capability: tuple[int, int]) -> int:
-    return _LARGE_WORKSPACE if capability >= (9, 0) else _WORKSPACE
+def _workspace(kind: str, capability: tuple[int, int] | None) -> int:
+    if kind == "rocm":
+        return _LARGE_ROCM_WORKSPACE if capability is None or capability in _LARGE_ON_ROCM else _ROCM_WORKSPACE
+    return 0 if capability is None else _LARGE_WORKSPACE if capability >= (9, 0) else _WORKSPACE
 
 
 def kept_workspaces(device: torch.device) -> tuple[int, ...]:
     """Bytes that matrix libraries keep of the allocator's memory on a device at hand, by their handles."""
-    if device.type != "cuda" or not workspaces_stay("rocm" if torch.version.hip else "cuda"):
+    kind = "rocm" if torch.version.hip else device.type
+    if device.type != "cuda" or not workspaces_stay(kind):
         return ()
-    capability = torch.cuda.get_device_capability(device)
-    return (_rocm_workspace(capability) if torch.version.hip else _cuda_workspace(capability),) * _HANDLES
+    return (_workspace(kind, torch.cuda.get_device_capability(device)),) * _HANDLES
 
 
 def workspaces_stay(kind: str) -> bool:

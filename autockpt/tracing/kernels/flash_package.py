@@ -21,13 +21,7 @@ from autockpt.policies.base import setting
 from autockpt.tracing.kernels.cuda_kernels import AMPERE, Capability
 
 FLASH = ("flash_attention_2", "flash_attention_3", "flash_attention_4")
-
-
-def note_on_flash(attention: str) -> str:
-    """What people should know about a simulated step with one of ``FLASH``."""
-    return (
-        f"{attention} is simulated by PyTorch's flash kernel, which keeps the same; windows and sinks change no byte."
-    )
+NOTE = "{} is simulated by PyTorch's flash kernel, which keeps the same; windows and sinks change no byte."
 
 
 @contextmanager

@@ -42,9 +42,15 @@ IN_PLACE = {
 """Overloads that a plain step may run in place, by name, with the name of the overload that does."""
 
 
+COLLECTIVES = ("c10d.", "_c10d_functional")
+"""How the names of ops begin that ranks run together."""
+COPY_IN = "fsdp.all_gather_copy_in.default"
+
+
 class Operator:
     """Facts about one overload.
 
+    ``of_ranks``: a collective, or what FSDP2 fills the buffer of one with.
     ``view``: returns views of its inputs. ``layout_only``: mutates metadata only. ``mutates``: writes to an input.
     ``returned``: for each return value the name of the argument that it is, or None for a new tensor.
     ``written``: names of the arguments that it writes to and does not return.
@@ -75,6 +81,7 @@ class Operator:
         self.routing = self.base in _ROUTING
         self.flops = _flop_formula(func)
         self.calls: dict[Any, Any] = {}
+        self.of_ranks = self.name.startswith(COLLECTIVES) or self.name == COPY_IN
         self.note = self.name.encode()[:128].ljust(128, b"\0")
 
     def argument(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], default: Any = None) -> Any:

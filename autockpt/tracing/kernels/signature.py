@@ -146,10 +146,10 @@ def _attention(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], suffix
 
 
 def _ranks(group: Any) -> str:
-    from torch._C._distributed_c10d import ProcessGroup, _resolve_process_group  # private: ops are called with these
+    import torch._C._distributed_c10d as c10d  # private: ops are called with what these tell the groups of
 
-    found = _resolve_process_group(group) if isinstance(group, str) else ProcessGroup.unbox(group)
-    return f"{RANKS}{found.size()}"
+    find: Any = c10d._resolve_process_group if isinstance(group, str) else c10d.ProcessGroup.unbox
+    return f"{RANKS}{find(group).size()}"
 
 
 def _text(value: Any, name: str) -> str:
