@@ -55,11 +55,6 @@ def list_hardware() -> tuple[str, ...]:
     return _names("hardware")
 
 
-def list_spaces() -> tuple[str, ...]:
-    """Names of all shipped search spaces, in alphabetical order."""
-    return _names("spaces")
-
-
 def _names(folder: str) -> tuple[str, ...]:
     return tuple(sorted(path.stem for path in (FOLDER / folder).glob("*.yaml")))
 

@@ -231,12 +231,9 @@ class RunDirectory:
 
     def dates(self) -> tuple[float, float]:
         """When the run began and when a trial was last written, in seconds since 1970, by its files."""
-        begun = self._changed(_QUESTION)
-        return begun, self._changed("trials.jsonl") or begun
-
-    def _changed(self, name: str) -> float:
-        path = self.path / name
-        return path.stat().st_mtime if path.exists() else 0.0
+        paths = (self.path / name for name in (_QUESTION, "trials.jsonl"))
+        begun, last = (path.stat().st_mtime if path.exists() else 0.0 for path in paths)
+        return begun, last or begun
 
     def add_command(self, command: Sequence[str]) -> None:
         """Keep a command line, ready to be pasted into a shell, without passwords; a repeated one is kept once."""
