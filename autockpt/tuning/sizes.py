@@ -194,8 +194,8 @@ class Variant:
         asked = [kind for kind in kinds if kind in self._what_if.kinds] or list(self._what_if.kinds)
         for predicted in filter(None, map(self.predicted, asked)):
             least = min(least, predicted.peak_bytes)
-            # it fits; or it does not whatever the layers do, or so little that no other choice is lean enough
-            if min(least, max(self._resident_bytes, least // FAR_OVER)) > budget_bytes or least <= budget_bytes:
+            # it fits; or nothing does, whatever the layers do, or as this is so far off that no choice is lean enough
+            if least <= budget_bytes or max(self._resident_bytes, least // FAR_OVER) > budget_bytes:
                 break
         return least
 

@@ -96,8 +96,10 @@ def test_a_model_of_ones_own_is_measured(autockpt, asked: list[SearchRequest], r
 
 
 def test_hardware_is_simulated_and_its_memory_is_the_budget(autockpt, asked: list[SearchRequest]) -> None:
-    assert autockpt("search", "--hardware", "RTX 4090", "--model", "llama-8b", "--lora", "16").code == 0
+    options = ("--model", "llama-8b", "--lora", "16", "--seq-len", "auto")
+    assert autockpt("search", "--hardware", "RTX 4090", *options).code == 0
     (request,) = asked
+    assert request.longest and request.workload.seq_len is None
     assert request.hardware is not None and request.hardware.name == "rtx4090"
     assert request.budget.kind == "auto" and request.workload.dtype is None
     assert request.budget.headroom is not None and request.budget.headroom.text == "5%"
