@@ -87,7 +87,12 @@ def search_request(
         raise UsageError(f"--global-batch {global_batch} are no rows", remedy="Give the rows of an optimizer update.")
     if gpus_per_host != 1 and hardware is None:
         raise UsageError("--gpus-per-host simulates the other GPUs of a host", remedy="Add --hardware.")
-    refuse_two_questions(global_batch, lengths)
+    if global_batch is not None and lengths is not None:
+        raise UsageError(
+            "--global-batch and --lengths are two questions",
+            remedy="Find the micro-batch with --global-batch at the longest sequence first, then give it as "
+            "--batch-size with --lengths.",
+        )
     if isinstance(host_budget, str):
         host_budget = parse_size(host_budget)
     elif isinstance(host_budget, bool) or (host_budget is not None and host_budget <= 0):
@@ -120,16 +125,6 @@ def refuse_both(hardware: str | Hardware | None, device: str | None) -> None:
         raise UsageError(
             f"--hardware {name} simulates a device and --device {device} measures on one",
             remedy="Leave one of the two out.",
-        )
-
-
-def refuse_two_questions(rows: int | None, lengths: object) -> None:
-    """Raises UsageError where both the micro-batch and sets of choices by length are asked for."""
-    if rows is not None and lengths is not None:
-        raise UsageError(
-            "--global-batch and --lengths are two questions",
-            remedy="Find the micro-batch with --global-batch at the longest sequence first, then give it as "
-            "--batch-size with --lengths.",
         )
 
 

@@ -8,7 +8,6 @@ combines rows (batch norm, balancing losses of experts). A loss that is one numb
 from __future__ import annotations
 
 import math
-import re
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
@@ -16,12 +15,12 @@ from typing import NamedTuple
 from autockpt.errors import AutockptError, UsageError
 from autockpt.schema import Graph, SearchRequest
 from autockpt.schema.graph import Op
+from autockpt.tracing.kernels.signature import parse_signature
 from autockpt.tuning.sizes import WhatIf, tracer_of
 
 SIZES = (2, 3)
 """Rows of the two runs: single rows are broadcast, and batch norms refuse them."""
 _COUNTS = ("aten.histc", "aten.bincount")  # how many tokens go to each expert: no gradient comes of that
-_INPUT = re.compile(r"\b(?:bf|f)\d+\[([\d,]*)\]")
 
 
 class Meeting(NamedTuple):
@@ -69,9 +68,8 @@ def _numbered(graph: Graph) -> Iterator[tuple[tuple[str, str, int], Op]]:
 
 def _taken(graph: Graph, op: Op) -> list[int]:
     """How many numbers each floating tensor holds that the op reads."""
-    return [
-        math.prod(map(int, filter(None, sizes.split(",")))) for sizes in _INPUT.findall(graph.signatures[op.signature])
-    ]
+    tensors = parse_signature(graph.signatures[op.signature]).tensors()
+    return [math.prod(tensor.shape) for tensor in tensors if tensor.dtype.lstrip("b").startswith("f")]
 
 
 def _given(op: Op) -> list[int]:

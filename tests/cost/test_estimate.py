@@ -30,15 +30,11 @@ def missing_seconds(*ops: Op, known: dict[str, float]) -> float:
     return simulated(graph, known).step_seconds - sum(known.values())
 
 
-def test_the_same_op_is_scaled_by_its_flops():
-    ops = op(0, "mm", 10, flops=1000), op(1, "mm", 10, flops=3000), op(2, "add", 10)
-    assert missing_seconds(*ops, known={"s0": 2.0, "s2": 9.0}) == pytest.approx(6.0)
-
-
-def test_the_same_op_is_scaled_by_the_bytes_it_moves():
-    """400 bytes read, 400 or 1200 written."""
-    ops = op(0, "add", 100), op(1, "add", 300), op(2, "mm", 10, flops=10)
-    assert missing_seconds(*ops, known={"s0": 1.0, "s2": 50.0}) == pytest.approx(2.0)
+@pytest.mark.parametrize(("flops", "expected"), [(1000, 6.0), (0, 2.0)])
+def test_the_same_op_is_scaled_by_its_flops_or_bytes(flops: int, expected: float):
+    """Three times the FLOPs; or 400 bytes read, and 400 or 1200 written."""
+    ops = op(0, "mm", 100, flops=flops), op(1, "mm", 300, flops=3 * flops), op(2, "add", 10)
+    assert missing_seconds(*ops, known={"s0": 2.0 if flops else 1.0, "s2": 9.0}) == pytest.approx(expected)
 
 
 def test_another_op_takes_the_median_rate_of_its_kind():
