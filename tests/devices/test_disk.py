@@ -63,17 +63,6 @@ def test_bytes_are_in_the_file_and_not_in_memory(tmp_path):
     assert torch.equal(handle.get(), some_bytes())
 
 
-def test_sending_does_not_wait_for_the_disk(tmp_path):
-    way = DeferredDisk(tmp_path)
-    gate = Gate(way)
-    source = some_bytes()
-    handle = way.send(source)
-    assert handle.get() is source
-    gate.open.set()
-    handle.settle()
-    assert torch.equal(handle.get(), some_bytes())
-
-
 def test_fetching_does_not_wait_either_and_getting_does(tmp_path):
     way = DeferredDisk(tmp_path)
     handle = way.send(some_bytes())
@@ -136,16 +125,6 @@ def test_a_disk_that_fills_up_is_an_error_and_no_wrong_bytes(tmp_path, monkeypat
     monkeypatch.undo()
 
 
-def test_an_unreadable_file_is_an_error(tmp_path, monkeypatch):
-    way = DeferredDisk(tmp_path)
-    handle = way.send(some_bytes())
-    handle.settle()
-    way.drain()
-    monkeypatch.setattr(os, "preadv", lambda fd, views, offset: 0)
-    with raises(MeasurementError):
-        handle.get()
-
-
 def test_writes_and_reads_in_pieces(tmp_path, monkeypatch):
     way = DeferredDisk(tmp_path)
     write, read = os.pwritev, os.preadv
@@ -153,24 +132,6 @@ def test_writes_and_reads_in_pieces(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "preadv", lambda fd, views, offset: read(fd, [views[0][:4096]], offset))
     for seed in range(3):
         round_trip(way, seed)
-
-
-def test_a_folder_that_cannot_be_written_is_a_clear_error(tmp_path, monkeypatch):
-    monkeypatch.setenv(disk.FOLDER, str(tmp_path / "gone"))
-    with raises(MeasurementError) as caught:
-        DeferredDisk().send(some_bytes())
-    assert str(tmp_path / "gone") in caught.value.message
-
-
-def test_a_full_disk_is_noticed_before_anything_leaves(tmp_path, monkeypatch):
-    def full(fd, offset, nbytes):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(os, "posix_fallocate", full, raising=False)
-    way = DeferredDisk(tmp_path)
-    with raises(MeasurementError, "No space left"):
-        way.send(some_bytes())
-    assert way.queues.sent == 0
 
 
 @pytest.mark.slow

@@ -1,12 +1,7 @@
 from __future__ import annotations
 
 import errno
-import gc
 import os
-import signal
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -100,13 +95,6 @@ def test_host_memory_is_used_again(way):
     assert space_of(way).held_bytes == held
 
 
-def test_a_parcel_that_nobody_fetches_gives_its_memory_back(way):
-    way.send(some_bytes(1000))
-    gc.collect()
-    space_of(way)._sort_returned()
-    assert all(area.pieces == 0 for area in space_of(way)._areas)
-
-
 def test_sizes_of_other_steps_are_given_up(monkeypatch):
     made = []
 
@@ -140,22 +128,6 @@ def test_the_file_has_no_name(tmp_path):
     handle = CpuTransport(tmp_path).send(some_bytes(1000))
     assert list(tmp_path.iterdir()) == []
     assert handle.nbytes == 1000
-
-
-@pytest.mark.slow
-def test_nothing_is_left_behind_by_a_killed_process(tmp_path):
-    program = (
-        "import sys, os, signal, torch\n"
-        "from autockpt.devices.disk import CpuTransport\n"
-        "p = CpuTransport(sys.argv[1]).send(torch.ones(1 << 20, dtype=torch.uint8))\n"
-        "os.kill(os.getpid(), signal.SIGKILL)\n"
-    )
-    root = Path(disk.__file__).parents[2]
-    done = subprocess.run(
-        [sys.executable, "-c", program, str(tmp_path)], env={**os.environ, "PYTHONPATH": str(root)}, check=False
-    )
-    assert done.returncode == -signal.SIGKILL
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_full_disk_is_a_clear_error(tmp_path, monkeypatch):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import random
 
 import numpy as np
@@ -52,13 +51,3 @@ def test_learning_rates_come_back_after_errors():
     assert [g["lr"] for g in optimizer.param_groups] == [0.25, rate]
     with conditions.weights_held(None):
         pass
-
-
-@pytest.mark.parametrize("enabled", [True, False])
-def test_collection_is_held_and_then_as_before(enabled):
-    was = gc.isenabled()
-    (gc.enable if enabled else gc.disable)()
-    with conditions.garbage_held():
-        assert not gc.isenabled()
-    assert gc.isenabled() is enabled
-    (gc.enable if was else gc.disable)()

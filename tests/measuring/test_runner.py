@@ -151,16 +151,6 @@ def test_whether_the_loss_is_a_number_is_told_with_every_plan(value: float):
     assert told == [value == 1.0] * 2
 
 
-def test_plans_take_turns_and_pair_up():
-    runner = runner_of(make_workload())
-    beats: list[str] = []
-    runner.beat = beats.append
-    times = runner.compare({"none": {}, "all": RECOMPUTE_ALL, "one": {"layers.1": RECOMPUTE}}, rounds=4)
-    assert {name: len(t) for name, t in times.items()} == {"none": 4, "all": 4, "one": 4}
-    assert all(t > 0 for ts in times.values() for t in ts)
-    assert beats.count("timed cycle") == 12
-
-
 @given(st.integers(1, 7))
 def test_each_place_in_a_round_is_taken_equally_often(count):
     names = [str(i) for i in range(count)]

@@ -71,17 +71,6 @@ def test_states_that_did_not_exist_are_gone_again():
     train(workload)
 
 
-def test_gradients_take_no_memory_while_they_wait():
-    workload = make_workload()
-    train(workload)
-    gradients = [p.grad for p in workload.model.parameters() if p.grad is not None]
-    values = [g.clone() for g in gradients]
-    snapshot = Snapshot(workload)
-    assert sum(g.untyped_storage().nbytes() for g in gradients) == 0
-    snapshot.restore()
-    assert all(torch.equal(g, v) for g, v in zip(gradients, values, strict=True))
-
-
 def test_gradients_that_share_one_buffer_come_back():
     model = nn.Linear(4, 3)
     flat = torch.arange(15.0)
