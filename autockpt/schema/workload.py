@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from autockpt.schema.base import Data
 
@@ -21,10 +22,15 @@ OPTIONS = (
 """Fields with an option of their own on the command line; the others are keys of a job file."""
 SEEDS = 1 << 32  # NumPy takes no larger ones
 MOST = 1 << 24  # sequences of a batch, or tokens of a sequence
-MOST_RANKS = 1 << 16
-SHARDED = r"^([1-9]\d{0,3}x)?[1-9]\d{0,3}( kept)?$|^tp[1-9]\d{0,3}$"
-"""``shard`` where it is more than a number: replicas of so many shards each; layers that stay gathered from forward to
-backward (``reshard_after_forward=False``); tensor parallelism."""
+SHARDED = re.compile(r"([1-9]\d{0,3}x)?[1-9]\d{0,3}( kept)?|tp[1-9]\d{0,3}")
+"""``shard``: over so many GPUs, or replicas of so many shards each; layers that stay gathered from forward to backward
+(``reshard_after_forward=False``); or tensor parallelism."""
+
+
+def _sharded(value: int | str) -> int | str:
+    if not SHARDED.fullmatch(str(value)):
+        raise ValueError("8, 2x4, 8 kept, 2x4 kept or tp8 is needed, with numbers of GPUs of your own")
+    return value
 
 
 class WorkloadSpec(Data):
@@ -64,7 +70,7 @@ class WorkloadSpec(Data):
     master_weights: bool = Field(default=False, description="fp32 copies of 16-bit weights for optimizers; simulated")
     keep_gradients: bool = Field(default=False, description="gradients are set to zero, not to None; simulated")
     ddp: Ddp | None = Field(default=None, description="DDP: gradients copied to buckets, or views of them; simulated")
-    shard: Annotated[int, Field(gt=0, le=MOST_RANKS)] | Annotated[str, Field(pattern=SHARDED)] | None = Field(
+    shard: Annotated[int | str, AfterValidator(_sharded)] | None = Field(
         default=None, description="over N GPUs by FSDP2 (ZeRO-3), or NxM, 'N kept', 'NxM kept', tpN; simulated"
     )
 
