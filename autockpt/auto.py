@@ -43,9 +43,9 @@ class ModelWatch:
     def __init__(self, plan: Plan, path: str) -> None:
         self.plan, self.path = plan, path
         self.settled = self._said = False
-        self.reasons: dict[str, str] = {}
-        self._rejected: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        self._explained: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self.reasons: dict[str, str] = {}  # why whole models did not get the plan, by their classes
+        self._rejected: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
+        self._depth = 0  # of calls of modules within one another
         self._installed: Any = None
         self._original: Any = None
 
@@ -62,10 +62,16 @@ class ModelWatch:
             # a compiler that traces this is to see nothing of it
             if torch.compiler.is_compiling() or self._installed is not call:
                 return original(module, *args, **kwargs)
-            self.consider(module)
-            result = original(module, *args, **kwargs)
-            if module in self._explained and not self.settled:
-                self._say_unfit(module)
+            why, whole = self.consider(module), not self._depth
+            if why and whole and len(self.reasons) < _SHOWN:
+                self.reasons.setdefault(type(module).__name__, why)
+            self._depth += 1
+            try:
+                result = original(module, *args, **kwargs)
+            finally:
+                self._depth -= 1
+            if why and whole:
+                self._say_unfit(module, why)
             return result
 
         self._installed = call
@@ -79,37 +85,30 @@ class ModelWatch:
             nn.Module.__call__ = self._original  # type: ignore[method-assign]
         self._installed = None
 
-    def consider(self, module: nn.Module) -> None:
-        """Attach the plan where this call is a training step of a model that it fits."""
+    def consider(self, module: nn.Module) -> str:
+        """Attach the plan where this call is a training step of a model that it fits; else why it is not for it."""
         import torch
 
         from autockpt.runtime import choices_for
 
-        if not module._modules or not torch.is_grad_enabled() or module in self._rejected:
-            return
-        try:
-            choices_for(module, self.plan)
-        except PlanError as error:
-            self._rejected.add(module)
-            self._explain(module, error.message)
-        else:
-            # a frozen teacher of the same build is none; it is asked again, for a model may be thawed
-            if any(p.requires_grad for p in module.parameters()):
-                self._attach(module)
+        if not module._modules or not torch.is_grad_enabled():
+            return ""
+        if module not in self._rejected:
+            try:
+                choices_for(module, self.plan)
+            except PlanError as error:
+                self._rejected[module] = error.message
+            else:
+                # a frozen teacher of the same build is none; it is asked again, for a model may be thawed
+                if any(p.requires_grad for p in module.parameters()):
+                    self._attach(module)
+        return self._rejected.get(module, "")
 
-    def _explain(self, module: nn.Module, why: str) -> None:
-        """Keep the reasons for whole models, not for their parts, which are called within them."""
-        part = any(module is inner for outer in self._explained for inner in outer.modules())
-        if not part and len(self.reasons) < _SHOWN:
-            self._explained.add(module)
-            self.reasons.setdefault(type(module).__name__, why)
-
-    def _say_unfit(self, module: nn.Module) -> None:
+    def _say_unfit(self, module: nn.Module, why: str) -> None:
         """Once, as soon as a whole model was called to be trained and neither it nor a part of it got the plan."""
-        name = type(module).__name__
-        if not self._said and any(p.requires_grad for p in module.parameters()):
+        if not (self._said or self.settled) and any(p.requires_grad for p in module.parameters()):
             self._said = True
-            _say(f"{name} goes without a plan: {self.path} is not for it: {self.reasons[name]}")
+            _say(f"{type(module).__name__} goes without a plan: {self.path} is not for it: {why}")
 
     def _attach(self, module: nn.Module) -> None:
         from autockpt.runtime import apply, attached_path

@@ -15,6 +15,7 @@ from pydantic import ValidationError
 from autockpt.errors import UsageError
 from autockpt.schema import WorkloadSpec
 from autockpt.schema.base import first_violation
+from autockpt.schema.workload import SIMULATED
 from autockpt.schema.yaml import read
 
 
@@ -52,10 +53,9 @@ _number = functools.partial(_option, int, min=1)
 
 JOB = opt(
     "--job FILE",
-    "The training step as YAML, `key: value` per line; options take precedence. Keys: model, batch_size, seq_len, "
-    "packed, pad_to, units, dtype, autocast, attn, liger, optimizer, accumulate, scaler, max_grad_norm, lora, "
-    "lora_targets, lora_dora, lora_modules_to_save, load_in_4bit, load_in_8bit, quantization, prepare_kbit, weights, "
-    "trust_remote_code, seed; with --hardware also shard, ddp, master_weights, keep_gradients.",
+    "The training step as YAML, `key: value` per line; options take precedence. Keys: "
+    f"{', '.join(name for name in WorkloadSpec.model_fields if name not in SIMULATED)}; with --hardware also "
+    f"{', '.join(SIMULATED)}.",
     show_default=False,
 )
 

@@ -20,6 +20,8 @@ OPTIONS = (
     "model", "batch_size", "seq_len", "packed", "dtype", "autocast", "optimizer", "accumulate", "lora", "load_in_4bit"
 )  # fmt: skip
 """Fields with an option of their own on the command line; the others are keys of a job file."""
+SIMULATED = ("master_weights", "keep_gradients", "ddp", "shard")
+"""Fields that only simulated hardware can follow."""
 SEEDS = 1 << 32  # NumPy takes no larger ones
 MOST = 1 << 24  # sequences of a batch, or tokens of a sequence
 SHARDED = re.compile(r"([1-9]\d{0,3}x)?[1-9]\d{0,3}( kept)?|tp[1-9]\d{0,3}")
@@ -93,8 +95,7 @@ class WorkloadSpec(Data):
 
     def simulated_settings(self) -> dict[str, bool | str | int]:
         """Settings given here that only simulated hardware can follow, by their fields' names."""
-        names = ("master_weights", "keep_gradients", "ddp", "shard")
-        return {name: value for name in names if (value := getattr(self, name))}
+        return {name: value for name in SIMULATED if (value := getattr(self, name))}
 
     def simulated_only(self) -> tuple[str, ...]:
         """The same as a user writes them, as lines of a job file."""

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from autockpt.cli.options import JOB, WORKLOAD_OPTIONS, duration, job_file, workload_spec
+from autockpt.cli.options import WORKLOAD_OPTIONS, duration, job_file, workload_spec
 from autockpt.errors import UsageError
 from autockpt.schema import WorkloadSpec
 from autockpt.schema.workload import OPTIONS, as_option
@@ -14,8 +14,6 @@ from tests.errors import raises
 
 def test_every_workload_field_is_an_option_or_a_listed_key() -> None:
     assert tuple(WORKLOAD_OPTIONS) == OPTIONS
-    keys = re.findall(r"[a-z_0-9]{3,}", JOB.help.partition("Keys: ")[2].replace("with --hardware also ", ""))
-    assert set(keys) == set(WorkloadSpec.model_fields)
     page = (Path(__file__).parents[2] / "docs" / "job.md").read_text()
     rows = dict(re.findall(r"^\| `(\w+)`(?: \(`(--[\w-]+)`[^)]*\))? \|", page, re.M))
     assert set(rows) == set(WorkloadSpec.model_fields)
