@@ -109,7 +109,9 @@ def read(plan: Plan) -> LayerChoices:
     Raises PlanError where it names no layers, or by wildcards only and without the model's units.
     """
     known, head = list(plan.model.classes), plan.head
-    names = known or [name for pattern in plan.choices if pattern != head for name in _enumerate(pattern)]
+    names = known or [
+        name for pattern in plan.choices if pattern != head for name in parse_pattern(pattern).enumerate()
+    ]
     chosen = {name: choice.kind for name, choice in plan.expand([n for n in names if n != head], head).items()}
     outer = outermost(chosen)
     layers = {n: chosen[n] for n in outer if n.rpartition(".")[2].isdigit()}
@@ -125,16 +127,6 @@ def read(plan: Plan) -> LayerChoices:
         )
     others = {n: chosen[n] for n in outer if n not in layers and chosen[n] != "save"}
     return LayerChoices(layers, parts, others, bool(known))
-
-
-def _enumerate(pattern: str) -> list[str]:
-    try:
-        return parse_pattern(pattern).enumerate()
-    except PlanError:
-        raise PlanError(
-            f"{pattern!r} names no layers by itself, and the plan does not say which units its model has",
-            remedy="Write ranges (model.layers.0-11) for wildcards, or export a plan that autockpt search wrote.",
-        ) from None
 
 
 def losses_of(wanted: LayerChoices, setting: Setting) -> Iterable[str]:
@@ -267,9 +259,5 @@ def megatron(wanted: LayerChoices) -> Setting:
 
 
 TARGETS: dict[str, Callable[[LayerChoices], Setting]] = {
-    "transformers": transformers,
-    "trl": trl,
-    "axolotl": axolotl,
-    "torchtitan": torchtitan,
-    "megatron": megatron,
+    trainer.__name__: trainer for trainer in (transformers, trl, axolotl, torchtitan, megatron)
 }

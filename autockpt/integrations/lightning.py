@@ -28,8 +28,7 @@ def _callback_classes() -> tuple[type, ...]:
     The two are different classes, and a script that uses one should not have to wait for the other.
     """
     loaded = [name for name in _LIBRARIES if name in sys.modules]
-    installed = [name for name in _LIBRARIES if find_spec(name.partition(".")[0]) is not None]
-    found = loaded or installed
+    found = loaded or [name for name in _LIBRARIES if find_spec(name.partition(".")[0]) is not None]
     if not found:
         raise UsageError(
             "the Lightning callback needs lightning or pytorch_lightning, and neither is installed",
