@@ -19,7 +19,7 @@ import numpy as np
 from autockpt.cost.work import Work, work_of_op
 from autockpt.errors import UsageError
 from autockpt.measuring.environment import installed_versions
-from autockpt.schema import DeviceInfo, Environment, Graph, Hardware, Op, OpTimes
+from autockpt.schema import DeviceInfo, Environment, Graph, Hardware, Op, OpTimes, words
 from autockpt.schema.device import WITHOUT_STREAMS
 from autockpt.tracing.kernels.operators import COLLECTIVES
 from autockpt.tracing.kernels.signature import ATTENTION
@@ -31,6 +31,8 @@ GROUPED_PARAMETERS = 36
 # Host time of a region that runs again (contexts, saved tensors, a second pass through the engine) besides its ops, in
 # ops, where a description does not say: 87 to 116 where it was measured (results/roofline_cpu_202611).
 REGION_OPS = 100
+HOSTS = (8e-6, 40e-6)  # seconds per op
+MOSTLY_HOST = 0.6  # of a step
 
 
 def roofline_times(hardware: Hardware, graphs: Iterable[Graph]) -> OpTimes:
@@ -102,8 +104,7 @@ def _terms(hardware: Hardware, work: Work) -> tuple[float, float, float]:
     efficiency = hardware.efficiency
     share = efficiency.attention if work.name == ATTENTION else efficiency.attention_backward
     if work.kind == "matrix":
-        small = work.smallest / (work.smallest + efficiency.half_size) if work.smallest else 1.0
-        share = efficiency.of_matrix(_matrix_dtype(hardware, work)) * small
+        share = efficiency.of_matrix(_matrix_dtype(hardware, work), work.smallest)
     fixed = hardware.kernel_seconds + efficiency.matrix_seconds
     if work.unpacked:
         fixed += hardware.kernel_seconds + work.unpacked / _bandwidth(hardware, work.unpacked)
@@ -181,6 +182,28 @@ def two_clocks(device: np.ndarray, host: np.ndarray) -> float:
     if not len(device):
         return 0.0
     return float(max(np.max(np.cumsum(host) + np.cumsum(device[::-1])[::-1]), host.sum()))
+
+
+def waits_for_host(hardware: Hardware, graph: Graph) -> list[str]:
+    """What the step takes beside a fast and a slow host, in a sentence, where issuing ops is most of it; else nothing.
+
+    Hosts of published steps took 9 to 17 us an op, that of our H200 28 to 40 (results/published_gpu_202611).
+    """
+    if hardware.kind == "cpu":
+        return []
+    kernels = _kernel_seconds(hardware, [graph])
+    device = np.array([kernels[graph.signatures[op.signature]] for op in graph.ops if op.phase != "optimizer"])
+    optimizer = _optimizer_seconds(hardware, graph, kernels)
+
+    def step(launch_seconds: float) -> tuple[float, float]:
+        host = launch_seconds / hardware.launch_seconds * _host_seconds(hardware, device)
+        return two_clocks(device, host) + optimizer, float(host.sum())
+
+    whole, host = step(hardware.launch_seconds)
+    if host <= MOSTLY_HOST * whole:
+        return []
+    fast, slow = (words.seconds(step(launch)[0]) for launch in HOSTS)
+    return [f"the GPU may wait for its host: {fast} if that takes 8 µs for an op, {slow} if 40; only real steps tell"]
 
 
 def _host_seconds(hardware: Hardware, device: np.ndarray) -> np.ndarray:

@@ -38,6 +38,7 @@ Share = Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)]
 Rate = Annotated[float, Field(ge=1e9, le=1e17, allow_inf_nan=False)]  # FLOP/s
 Bandwidth = Annotated[float, Field(ge=1e9, le=1e15, allow_inf_nan=False)]
 Link = Annotated[float, Field(ge=1e7, le=1e14, allow_inf_nan=False)]
+HalfSize = Annotated[float, Field(ge=0, le=65536, allow_inf_nan=False)]
 Elements = Annotated[float, Field(ge=1e3, le=1e15, allow_inf_nan=False)]
 
 
@@ -46,7 +47,8 @@ class Efficiency(Data):
 
     A product takes ``matrix_seconds`` and then its FLOPs at ``matrix`` times the peak, divided by
     ``d / (d + half_size)`` for its smallest dimension of ``d`` elements. ``matrix_of`` takes the place of ``matrix``
-    where a dtype reaches another share: on many cards fp32 does, which runs on the vector units.
+    where a dtype reaches another share: on many cards fp32 does, which runs on the vector units. Products in 16 bits
+    reach ``sustained`` of that within whole steps, whose power and clocks are not those of a product alone.
     """
 
     matrix: Share = Field(description="of the matrix rate: products of large matrices")
@@ -55,12 +57,17 @@ class Efficiency(Data):
     attention_backward: Share = Field(default=0.4, description="of the matrix rate: fused attention, backward")
     bandwidth: Share = Field(description="of the memory bandwidth: elementwise kernels on large tensors")
     link: Share = Field(description="of the link: copies of the size of an activation")
-    half_size: float = Field(default=0.0, ge=0, le=65536, allow_inf_nan=False)
+    half_size: HalfSize = 0.0
+    half_size_of: dict[MatrixDtype, HalfSize] | None = Field(default=None, description="by dtype, where not half_size")
+    sustained: Share = Field(default=1.0, description="of the rate of products alone: 16-bit products in a whole step")
     matrix_seconds: float = Field(default=0.0, ge=0, le=1e-3, allow_inf_nan=False)
 
-    def of_matrix(self, dtype: str) -> float:
-        """Share of the matrix rate that products of large matrices of this type reach."""
-        return (self.matrix_of or {}).get(dtype, self.matrix)
+    def of_matrix(self, dtype: str, smallest: int | None = None) -> float:
+        """Share of the matrix rate that products of this type reach in a step, by the smallest of their dimensions."""
+        share = (self.matrix_of or {}).get(dtype, self.matrix)
+        half = (self.half_size_of or {}).get(dtype, self.half_size)
+        small = smallest / (smallest + half) if smallest else 1.0
+        return share * small * (self.sustained if dtype in ("bfloat16", "float16") else 1.0)
 
 
 class HostLink(Data):

@@ -130,8 +130,8 @@ def tally(choices: Mapping[str, Choice]) -> str:
 
 
 _ERRORS = {
-    "cuda": "Simulated steps are mostly too short: by 6 % in the median of 39 published steps on NVIDIA GPUs (32 % too "
-    "short to 10 % too long), and by a fifth of the device's time on our H200.",
+    "cuda": "Simulated steps are mostly too short: by 5 % in the median of 39 published steps on NVIDIA GPUs (24 % too "
+    "short to 8 % too long).",
     "cpu": "Simulated steps of nine models on one CPU were 8 to 20 % too short.",
 }
 _UNKNOWN = "How far simulated steps on this kind of device are off is not known: none was measured."

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from autockpt.cost import CostModel, forget_op_times
+from autockpt.cost.roofline import waits_for_host
 from autockpt.devices import said_of_host
 from autockpt.schema import SAVE, Choice, SearchRequest, StageTime, Trial, Unit, format_bytes
 from autockpt.schema.known import ALL, OURS
@@ -56,6 +57,8 @@ def finish(
         found.notes.extend(_said_of_plan(found.best, head))
         if (score := found.best.score or found.best.predicted) is not None:
             found.notes.extend(said_of_host(environment, score.host_bytes, asked.host_budget))
+        if asked.hardware is not None and profiled is not None:
+            found.notes.extend(waits_for_host(asked.hardware, profiled.predictor.graph(found.best.choices)))
         notes = [*asked.notes, *found.notes] if terms.source == "simulated" else list(found.notes)
         notes += [NOT_PREDICTED] if request.compile is not None else []
         plan = _make_plan(request, prepared, found, terms, rows, notes)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autockpt.cost.roofline import REGION_OPS, roofline_times, seconds_of_work, two_clocks
+from autockpt.cost.roofline import REGION_OPS, roofline_times, seconds_of_work, two_clocks, waits_for_host
 from autockpt.cost.step import simulate
 from autockpt.cost.work import Work
 from autockpt.schema import WorkloadSpec, parse_choice
@@ -123,7 +123,9 @@ LARGEST = (
 
 @pytest.mark.parametrize(("name", "dtype", "rate"), LARGEST)
 def test_the_largest_products_reach_what_was_measured(name: str, dtype: str, rate: float) -> None:
-    said = 2.0 * 10240**3 / seconds_of_work(load_hardware(name), product(10240, dtype)) / 1e12
+    described = load_hardware(name)
+    alone = described.model_copy(update={"efficiency": described.efficiency.model_copy(update={"sustained": 1.0})})
+    said = 2.0 * 10240**3 / seconds_of_work(alone, product(10240, dtype)) / 1e12
     assert said == pytest.approx(rate, rel=0.1)
 
 
@@ -158,3 +160,19 @@ def test_ranks_talk_by_the_link_that_is_described() -> None:
     assert by_host == pytest.approx(card().peer_seconds + 1e9 / (min(card().link_in, card().link_out) * share))
     fast = card(peer_bandwidth=4.5e11, peer_seconds=1e-5)
     assert seconds_of_work(fast, sent) == pytest.approx(1e-5 + 1e9 / (4.5e11 * share))
+
+
+def test_a_step_that_waits_for_its_host_says_what_hosts_make_of_it() -> None:
+    with Tracer.from_spec(WorkloadSpec(model="llama-tiny", batch_size=2, seq_len=64)) as tracer:
+        graph = tracer.trace()
+    waiting = waits_for_host(load_hardware("h100"), graph)
+    assert len(waiting) == 1 and "8 µs" in waiting[0] and "40" in waiting[0]
+    assert waits_for_host(load_hardware("h100").model_copy(update={"launch_seconds": 1e-8}), graph) == []
+    assert waits_for_host(load_hardware("cpu"), graph) == []
+
+
+def test_products_in_a_step_keep_a_share_of_what_they_reach_alone() -> None:
+    alone = card(efficiency=card().efficiency.model_dump() | {"half_size_of": {"float32": 0.0}})
+    sustained = card(efficiency=alone.efficiency.model_dump() | {"sustained": 0.5})
+    for dtype, share in (("bfloat16", 0.5), ("float32", 1.0)):
+        assert alone.efficiency.of_matrix(dtype) * share == sustained.efficiency.of_matrix(dtype)

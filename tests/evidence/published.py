@@ -15,6 +15,7 @@ another implementation of the same architecture was measured, bytes are not comp
 from __future__ import annotations
 
 import json
+import re
 import statistics
 import sys
 import tempfile
@@ -194,6 +195,21 @@ def spread(errors: list[float]) -> str:
     return f"{len(errors)} figures, off by {middle:+.1f} % in the median, {low:+.1f} to {high:+.1f} %"
 
 
+def by_source(jobs: list[Job], found: dict[str, Predicted]) -> str:
+    """Errors of seconds by where they were published: one source's rows have one cause of error in common."""
+    errors: dict[str, list[float]] = {}
+    for job in jobs:
+        if job.seconds is not None and not job.fitted:
+            source = re.sub(r"https://(?:github\.com/)?([^/]+/[^/]+).*", r"\1", job.source)
+            errors.setdefault(f"{source}, {job.card}", []).append(100 * (found[job.id].seconds(job) / job.seconds - 1))
+    rows = [
+        [name, str(len(each)), *(f"{value:+.1f} %" for value in (statistics.median(each), min(each), max(each)))]
+        for name, each in errors.items()
+    ]
+    medians = spread([statistics.median(each) for each in errors.values()])
+    return f"{table(['source', 'rows', 'median', 'least', 'most'], rows)}\n\nMedians of sources: {medians}"
+
+
 def bytes_table(jobs: list[Job], found: dict[str, Predicted]) -> str:
     rows, errors = [], []
     for job in (j for j in jobs if j.gib is not None):
@@ -259,6 +275,7 @@ def main() -> None:
     print(f"## Bytes, transformers' own models\n\n{bytes_table(own, found)}\n")
     print(f"{covered(own, found)}\n")
     print(f"## Seconds, transformers' own models\n\n{seconds_table(own, found)}\n")
+    print(f"## Seconds by source\n\n{by_source(jobs, found)}\n")
     print(f"## What recomputing every layer costs and saves\n\n{ratios_table(jobs, found)}\n")
     print(f"## Other implementations of the same architectures: bytes\n\n{bytes_table(others, found)}\n")
     print(f"## Other implementations of the same architectures: seconds\n\n{seconds_table(others, found)}")
