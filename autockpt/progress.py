@@ -5,14 +5,12 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
 
 from rich.console import Console
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
     Progress,
-    ProgressColumn,
     SpinnerColumn,
     Task,
     TextColumn,
@@ -113,19 +111,18 @@ class LineListener:
         self._say(f"[{self._told - self._start:6.1f} s] {text}")
 
 
-class _WhereKnown(ProgressColumn):
-    """Nothing where the total is not known."""
+class _Count(MofNCompleteColumn):
+    """``3/10``, and nothing where the total is not known."""
 
-    def render(self, task: Task) -> Any:
+    def render(self, task: Task) -> Text:
         return Text("") if task.total is None else super().render(task)
 
 
-class _Count(_WhereKnown, MofNCompleteColumn):
-    """``3/10``."""
+class _Left(TimeRemainingColumn):
+    """``00:12 left``, likewise."""
 
-
-class _Left(_WhereKnown, TimeRemainingColumn):
-    """``0:12``."""
+    def render(self, task: Task) -> Text:
+        return Text("") if task.total is None else super().render(task).append(" left")
 
 
 class BarListener:

@@ -29,9 +29,6 @@ class Axis:
     def __call__(self, value: float) -> float:
         return self.start + (value - self.low) / (self.high - self.low) * (self.end - self.start)
 
-    def inside(self, value: float) -> bool:
-        return self.low <= value <= self.high
-
     def clipped(self, value: float) -> float:
         return min(max(value, self.low), self.high)
 
