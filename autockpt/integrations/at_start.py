@@ -18,6 +18,7 @@ from autockpt.integrations.rows import OWN, largest_batch, lengths_here
 from autockpt.progress import describe_numbers
 from autockpt.runtime import Handle, apply
 from autockpt.schema import Trial, words
+from autockpt.schema.arguments import python_door
 from autockpt.schema.plan import Plan, applied
 from autockpt.schema.request import Listener, SearchOutcome, SearchRequest
 from autockpt.schema.runs import plan_at
@@ -69,37 +70,39 @@ class PlanWanted:
         kept under the trainer's folder, or under ``out`` where that was given. Raises what ``autockpt.search`` raises,
         without its inner frames.
         """
-        request, dataset, collate = self.request, training.dataset, training.collate
-        batch, source = largest_batch(training.first, dataset, collate, training.own)
-        say(f"planning for {source}")
-        step, lengths = training.step(batch), OWN if self.own_lengths else request.lengths
-        if lengths is not None:
-            lengths, said = lengths_here(lengths, step, dataset, collate)
-            say(f"lengths: {said}")
-        asked = {
-            "step": step,
-            "lengths": lengths,
-            "out": request.out or training.folder,
-            "timeout": request.timeout or TIMEOUT,
-            "training_steps": training.steps if request.timeout is None else None,
-            "others_wait": training.processes > 1,
-        }
+        asked = self._of_batch(training)
+        folder, timeout, steps = self.request.out or training.folder, self.request.timeout, None
+        if timeout is None:
+            timeout, steps = TIMEOUT, training.steps
+        asked |= {"out": folder, "timeout": timeout, "training_steps": steps, "others_wait": training.processes > 1}
         began, heard = time.monotonic(), _Progress()
-        say(f"searching for a plan within {request.budget.text}, for at most {words.seconds(asked['timeout'])}")
+        say(f"searching for a plan within {self.request.budget.text}, for at most {words.seconds(timeout)}")
         try:
-            outcome = answer(request.model_copy(update=asked), heard)
+            outcome = answer(self.request.model_copy(update=asked), heard)
         except AutockptError as error:
             raise error.with_traceback(None) from None
         assert isinstance(outcome, SearchOutcome)
         if (plan := outcome.plan) is None:
             raise KeyboardInterrupt
-        if lengths is not None:
+        if asked["lengths"] is not None:
             for line in outcome.notes[-2:]:  # what the sets gain, and for which batches
                 say(line)
         took = words.seconds(time.monotonic() - began)
         what = f"found in {took}" if heard.trials else f"known from an earlier run, read in {took}"
         say(f"the plan was {what}; `autockpt history {outcome.run_directory} --page` writes a page about it")
         return plan
+
+    def _of_batch(self, training: Training) -> dict[str, Any]:
+        """What is asked: the trainer's step of its largest batch, and lengths."""
+        dataset, collate = training.dataset, training.collate
+        lengths = OWN if self.own_lengths else self.request.lengths
+        batch, source = largest_batch(training.first, dataset, collate, training.own)
+        say(f"planning for {source}")
+        step = training.step(batch)
+        if lengths is not None:
+            lengths, said = lengths_here(lengths, step, dataset, collate)
+            say(f"lengths: {said}")
+        return {"step": step, "lengths": lengths}
 
 
 class _Progress(Listener):
@@ -134,6 +137,7 @@ class PlanCallback:
     search has; PlanError for a malformed plan.
     """
 
+    @python_door
     def __init__(
         self,
         plan: Plan | str | Path | None = None,
@@ -154,8 +158,8 @@ class PlanCallback:
                 remedy='Pass one of both: a plan ("plan.yaml") to apply it, budget="24GB" to search as training '
                 "starts.",
             )
-        if lengths is not None:
-            options["lengths"] = lengths
+        if plan is not None and lengths is not None:
+            options = {**options, "lengths": lengths}
         if (unknown := set(options) - {*_OPTIONS, "lengths"}) or (plan is not None and options):
             why = "it does not know" if unknown else "only a search has"
             raise UsageError(
@@ -167,10 +171,14 @@ class PlanCallback:
             self.plan = plan if isinstance(plan, Plan) else plan_at(Path(plan))
             return
         assert budget is not None
-        own = isinstance(lengths, str) and lengths == OWN  # an array is compared element by element
-        if own:
-            del options["lengths"]
-        request = search_request(budget=budget, timeout=timeout, out=None if out is None else Path(out), **options)
+        own = isinstance(lengths, str) and lengths == OWN
+        request = search_request(
+            budget=budget,
+            timeout=timeout,
+            out=None if out is None else Path(out),
+            lengths=None if own else lengths,
+            **options,
+        )
         if lengths is not None:
             request.budget.refuse_share("differs by length")
         self.plan = PlanWanted(request, own)
@@ -179,33 +187,6 @@ class PlanCallback:
         """Take the plan off the model where it is still on. Idempotent."""
         if self.handle is not None:
             self.handle.remove()
-
-    def _find(self, search: Callable[[], Plan]) -> Plan:
-        """The plan that ``search`` returns. Of several processes the first one searches, and the others wait for it.
-
-        To be called in all of them. An error of the first is raised in all.
-        """
-        if not (distributed.is_available() and distributed.is_initialized()) or distributed.get_world_size() == 1:
-            return search()
-        # a group of its own: collectives of the training's group end after minutes, and GPUs would spin while they wait
-        group: Any = distributed.new_group(backend="gloo", timeout=timedelta(days=1))
-        told: list[Any] = [None]
-        try:
-            try:
-                if distributed.get_rank() == 0:
-                    told = [("MeasurementError", "the search was interrupted", "")]
-                    told = [search().model_dump_json()]
-            except AutockptError as error:
-                told = [(type(error).__name__, error.message, error.remedy)]
-                raise
-            finally:
-                distributed.broadcast_object_list(told, src=0, group=group)
-        finally:
-            distributed.destroy_process_group(group)
-        if isinstance(told[0], str):
-            return Plan.model_validate_json(told[0])
-        kind, message, remedy = told[0]
-        raise getattr(errors, kind)(f"in the first process: {message}", remedy=remedy)
 
     def _apply(self, plan: Plan, model: nn.Module, *, aloud: bool) -> None:
         """Apply the plan; the process that is to report it does so, ``aloud``, in one line."""
@@ -227,3 +208,31 @@ def refuse_search(callback: str, reasons: Mapping[str, bool], way: str = _SIMULA
             remedy=f"Search beforehand (`autockpt search --budget …`; {way}) and pass the plan: "
             f'{callback}("plan.yaml").',
         )
+
+
+def found_once(find: Callable[[], Plan]) -> Plan:
+    """The plan that ``find`` returns. Of several processes the first one searches, and the others wait for its answer.
+
+    To be called in all of them. An error of the first is raised in all.
+    """
+    if not (distributed.is_available() and distributed.is_initialized()) or distributed.get_world_size() == 1:
+        return find()
+    # a group of its own: collectives of the training's group end after minutes, and GPUs would spin while they wait
+    group: Any = distributed.new_group(backend="gloo", timeout=timedelta(days=1))
+    answer: list[Any] = [None]
+    try:
+        try:
+            if distributed.get_rank() == 0:
+                answer = [("MeasurementError", "the search was interrupted", "")]
+                answer = [find().model_dump_json()]
+        except AutockptError as error:
+            answer = [(type(error).__name__, error.message, error.remedy)]
+            raise
+        finally:
+            distributed.broadcast_object_list(answer, src=0, group=group)
+    finally:
+        distributed.destroy_process_group(group)
+    if isinstance(answer[0], str):
+        return Plan.model_validate_json(answer[0])
+    kind, message, remedy = answer[0]
+    raise getattr(errors, kind)(f"in the first process: {message}", remedy=remedy)

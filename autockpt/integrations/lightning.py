@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim import LBFGS
 
 from autockpt.errors import PlanError, UsageError
-from autockpt.integrations.at_start import PlanCallback, PlanWanted, Training, refuse_search
+from autockpt.integrations.at_start import PlanCallback, PlanWanted, Training, found_once, refuse_search
 from autockpt.runtime import choices_for
 from autockpt.schema.plan import Plan
 from autockpt.workload import Step, ddp_of, discover_units, find_loss, move
@@ -67,7 +67,7 @@ class AutockptLightningCallback(PlanCallback, *_callback_classes()):  # type: ig
 
     def on_train_batch_start(self, trainer: Any, pl_module: nn.Module, batch: Any, batch_idx: int) -> None:
         if self.handle is None and isinstance(plan := self.plan, PlanWanted):
-            found = self._find(lambda: _search(trainer, pl_module, plan, batch, batch_idx))
+            found = found_once(lambda: _search(trainer, pl_module, plan, batch, batch_idx))
             bar = getattr(trainer.progress_bar_callback, "train_progress_bar", None)
             if (unpause := getattr(bar, "unpause", None)) is not None:  # tqdm's, which is to count training alone
                 unpause()

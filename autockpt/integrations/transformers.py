@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
@@ -15,7 +16,7 @@ from torch import nn
 from transformers import TrainerCallback
 
 from autockpt.errors import ConflictError, UsageError
-from autockpt.integrations.at_start import PlanCallback, PlanWanted, Training, refuse_search, say
+from autockpt.integrations.at_start import PlanCallback, PlanWanted, Training, found_once, refuse_search, say
 from autockpt.schema.plan import Plan
 from autockpt.workload import Step, ddp_of, move
 
@@ -33,8 +34,9 @@ class AutockptCallback(PlanCallback, TrainerCallback):
     With ``budget`` (text, as for ``autockpt.search``) the search measures the Trainer's own model, loss, optimizer and
     batch size, with the longest rows of the data set, in the Trainer's process and before its first step. It takes at
     most about ``timeout`` seconds; by default ten minutes, and a tenth of the training's predicted time, but at least
-    as long as the baselines take. The run is kept in ``out`` (default: ``autockpt`` in the output directory), where the
-    next training finds the answer again. ``options`` go to the search: ``headroom``, ``host_budget``, ``trials``, …
+    as long as the baselines take. The Trainer's own times and rates leave it out. The run is kept in ``out`` (default:
+    ``autockpt`` in the output directory), where the next training finds the answer again. ``options`` go to the search:
+    ``headroom``, ``host_budget``, ``trials``, …
     Weights, optimizer, random state and order of the data are afterwards what they were. Under DDP the first process
     searches and the others wait.
 
@@ -64,6 +66,7 @@ class AutockptCallback(PlanCallback, TrainerCallback):
             self._apply(self.plan, kwargs["model"], aloud=state.is_world_process_zero)
         else:
             trainer = calling_trainer()
+            _restore(trainer)
             _refuse_unsearchable(trainer)
             self._await_batches(trainer, self.plan)
 
@@ -76,6 +79,8 @@ class AutockptCallback(PlanCallback, TrainerCallback):
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.remove()
+        if isinstance(self.plan, PlanWanted):
+            _restore(calling_trainer())
 
     def _await_batches(self, trainer: Any, plan: PlanWanted) -> None:
         """Search once the batches of the first step are there: drawn as ever, so the order of the data stays."""
@@ -85,14 +90,15 @@ class AutockptCallback(PlanCallback, TrainerCallback):
             batches, items = drawn
             if batches:
                 del trainer.get_batch_samples
-                found = self._find(lambda: _search(trainer, plan, batches[0], items))
-                bars = (getattr(callback, "training_bar", None) for callback in trainer.callback_handler.callbacks)
-                for bar in filter(None, bars):  # is to count training alone
-                    bar.unpause()
+                found = self._find(trainer, lambda: _search(trainer, plan, batches[0], items))
                 self._apply(found, trainer.model, aloud=trainer.state.is_world_process_zero)
             return drawn
 
         trainer.get_batch_samples = get_batch_samples
+
+    def _find(self, trainer: Any, search: Callable[[], Plan]) -> Plan:
+        """What ``search`` finds."""
+        return _timed_apart(trainer, search)
 
 
 def calling_trainer() -> Any:
@@ -107,6 +113,35 @@ def calling_trainer() -> Any:
         "AutockptCallback(budget=…) was called by something else than a Trainer of transformers",
         remedy="Use autockpt.search(autockpt.Step(model, batch, …)) there, and autockpt.apply.",
     )
+
+
+def _timed_apart(trainer: Any, search: Callable[[], Plan]) -> Plan:
+    """The plan that ``search`` finds, in the first process. The Trainer's bar, times and rates leave the search out.
+
+    They are counted from the beginning of its training, so ``log``, which gets all of them, shifts that by the search.
+    """
+    began = time.time()
+    plan = found_once(search)
+    searched, log = time.time() - began, trainer.log
+
+    def log_without(logs: dict[str, Any], start_time: float | None = None) -> Any:
+        took = logs.get("train_runtime", 0.0)
+        if took > searched:  # the last one of a training: its figures are made already
+            logs["train_runtime"] = round(took - searched, 4)
+            for name in [n for n in logs if n.startswith("train_") and n.endswith("_per_second")]:
+                logs[name] = round(round(logs[name] * took) / (took - searched), 3)  # steps, samples: whole numbers
+        return log(logs, *([] if start_time is None else [start_time + searched]))
+
+    trainer.log = log_without
+    bars = (getattr(callback, "training_bar", None) for callback in trainer.callback_handler.callbacks)
+    for bar in filter(None, bars):
+        bar.unpause()
+    return plan
+
+
+def _restore(trainer: Any) -> None:
+    """The Trainer's own ``log`` again, where a search had replaced it."""
+    vars(trainer).pop("log", None)
 
 
 def _refuse_unsearchable(trainer: Any) -> None:

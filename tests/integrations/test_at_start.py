@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 
 from autockpt.errors import InfeasibleError, PlanError, UsageError
 from autockpt.integrations.transformers import AutockptCallback
-from autockpt.schema import SearchSpace
+from autockpt.schema import Plan, SearchSpace
 from autockpt.shipped import load_space
 from tests.errors import raises
 from tests.integrations.test_transformers import LLAMA, ROWS, accelerate, sft, trainer, untouched, weights
@@ -102,6 +103,35 @@ def test_the_trainer_leaves_the_same_as_with_the_plan(tmp_path, capfd):
     said = capfd.readouterr().out
     assert "known from an earlier run" in said
     assert known.order == order.order
+
+
+@pytest.mark.slow
+def test_the_trainers_own_times_leave_the_search_out(tmp_path, monkeypatch):
+    late, clock, ended = [0.0], time.time, list[float]()
+
+    def search(*args: Any, **kwargs: Any) -> Plan:
+        late[0] += 500.0
+        ended.append(clock())
+        return Plan(choices={"model.layers.0": "recompute"}, settings={"batch_size": 2, "accumulate": 1})
+
+    class Watch(transformers.TrainerCallback):
+        def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            bars = (getattr(c, "training_bar", None) for c in run.callback_handler.callbacks)
+            (self.bar,) = filter(None, bars)
+            self.began = self.bar.start_t
+
+    monkeypatch.setattr("autockpt.integrations.transformers._search", search)
+    monkeypatch.setattr(time, "time", lambda: clock() + late[0])
+    log = LOGGED | {"disable_tqdm": False, "include_num_input_tokens_seen": True}
+    run = trainer(tmp_path, LLAMA.make(), [AutockptCallback(budget="24GB"), watch := Watch()], **log)
+    metrics = run.train().metrics
+    assert len(ended) == 1 and watch.began >= ended[0]
+    for times in (metrics, run.state.log_history[-1]):
+        assert 0 < times["train_runtime"] < 250
+        assert times["train_samples_per_second"] * times["train_runtime"] == pytest.approx(8, rel=0.1)
+        assert times["train_steps_per_second"] * times["train_runtime"] == pytest.approx(4, rel=0.1)
+    assert all(logs.get("train_runtime", 0) < 250 for logs in run.state.log_history)
+    assert "log" not in vars(run)
 
 
 @pytest.mark.slow
@@ -201,6 +231,7 @@ def test_under_ddp_the_first_process_searches_for_all(tmp_path, capfd):
         ({"budget": "24GB", "trials": "x"}, "trials='x'"),
         ({"budget": "24GB", "space": 3}, "space=3"),
         ({"budget": "24GB", "seed": 1 << 32}, "seed=4294967296"),
+        ({"plan": 3}, "plan=3"),
         ({"budget": "24GB", "tirals": 3}, "tirals"),
         ({"budget": "24GB", "global_batch": 8}, "global_batch"),
         ({"budget": "60%", "lengths": "auto"}, "60%"),
