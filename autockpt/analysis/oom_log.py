@@ -1,6 +1,6 @@
 """Read an out-of-memory failure out of a log: the figures of PyTorch's message, and the stack in front of it.
 
-The wordings are those of c10's caching allocator from 2.2 on (CUDA, HIP, XPU and copies of it), of
+The wordings are those of c10's caching allocator from 1.0 on (CUDA, HIP, XPU and copies of it), of
 ``cudaMallocAsync``, and of MPS. Launchers and loggers may put anything in front of a line: patterns look behind it.
 Sizes are bytes.
 """
@@ -8,7 +8,7 @@ Sizes are bytes.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -77,17 +77,30 @@ _NOISE = re.compile(r"[\s│|]+")
 _ANSI = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]")
 _RANK = re.compile(r"\[(?:rank|default)(\d{1,5})\]|^ *(\d{1,5}): |^\[\d+,(\d{1,5})\]<std")
 _FIELDS = {
-    name: re.compile(pattern, re.IGNORECASE)
-    for name, pattern in {
-        "tried": rf"(?:Tried to allocate|Requested(?: size)? *:|Invalid buffer size:) {_SIZE}",
-        "capacity": rf"(?:total capacity of|max allowed:|Device limit *:) {_SIZE}",
-        "free": rf"(?:of which|Free \(according to \w+\) *:) {_SIZE}",
-        "process": rf"this process has {_SIZE} memory in use",
-        "allocated": rf"(?:Of the allocated memory|MPS allocated:|Currently allocated *:) {_SIZE}",
-        "cached": rf"{_SIZE} is reserved by PyTorch but unallocated",
-        "others": rf"other allocations: {_SIZE}",
-    }.items()
+    "tried": (
+        rf"Tried to allocate {_SIZE}",
+        rf"Requested(?: size)? *: {_SIZE}",
+        rf"Invalid buffer size: {_SIZE}",
+    ),
+    "capacity": (
+        rf"(?:total )?capaci?ty of {_SIZE}",
+        rf"{_SIZE} total capacity",
+        rf"max allowed: {_SIZE}",
+        rf"Device limit *: {_SIZE}",
+    ),
+    "free": (rf"of which {_SIZE} is free", rf"; {_SIZE} free\b", rf"Free \(according to \w+\) *: {_SIZE}"),
+    "process": (rf"this process has {_SIZE} memory in use",),
+    "allocated": (
+        rf"{_SIZE} is allocated by PyTorch",
+        rf"{_SIZE} already allocated",
+        rf"MPS allocated: {_SIZE}",
+        rf"Currently allocated *: {_SIZE}",
+    ),
+    "cached": (rf"{_SIZE} is reserved by PyTorch but unallocated", rf"{_SIZE} cached\)"),
+    "reserved": (rf"{_SIZE} reserved in total by PyTorch",),
+    "others": (rf"other allocations: {_SIZE}",),
 }
+_PATTERNS = {name: [re.compile(p, re.IGNORECASE) for p in patterns] for name, patterns in _FIELDS.items()}
 _DEVICE = re.compile(r"\b[A-Z]{1,4}U +(\d{1,4})\b|on device +(\d{1,4})\b")
 _PROCESS = re.compile(rf"Process \d+ has {_SIZE} memory in use")
 
@@ -120,6 +133,7 @@ _WORLD = re.compile(
     r"|\brank:? [0-9]{1,6} ?(?:/|of) ?([0-9]{1,6})\b",
     re.IGNORECASE,
 )
+_LAST_ERROR = re.compile(r"^.{0,100}?((?:\w+\.)*\w*(?:Error|Exception|Interrupt)\b.{0,160})", re.M)
 
 
 def read_log(path: Path) -> LogReading:
@@ -129,14 +143,18 @@ def read_log(path: Path) -> LogReading:
     """
     try:
         with path.open("rb") as file:
+            head = file.read(2)
             file.seek(max(0, file.seek(0, 2) - _MOST_READ))
-            text = file.read(_MOST_READ).decode(errors="replace")
+            data = file.read(_MOST_READ)
     except OSError as error:
         raise UsageError(f"{path} cannot be read: {reason(error)}", remedy="Name the log of the failed run.") from None
+    # PowerShell's redirection writes UTF-16
+    text = data.decode("utf-16" if head.startswith((b"\xff\xfe", b"\xfe\xff")) else "utf-8", errors="replace")
     reading = read_text(text).model_copy(update={"path": str(path)})
     if reading.failure is None and not reading.host:
+        errors = _LAST_ERROR.findall(text[-_STACK:])
         raise UsageError(
-            f"{path} has no message of PyTorch's that memory ran out",
+            f"{path} has no message of PyTorch's that memory ran out{f'; it ends with {errors[-1]}' if errors else ''}",
             remedy="Name the log that has the message “CUDA out of memory. Tried to allocate …” (standard error of the "
             "run).",
         )
@@ -161,7 +179,7 @@ def read_text(text: str) -> LogReading:
         failure=None if host else failure,
         host=host,
         ranks=tuple(sorted({f.rank for f in failures if f.rank is not None})),
-        world=_number(max(_WORLD.finditer(text), key=re.Match.start, default=None)),
+        world=_last(_WORLD, text),
     )
 
 
@@ -192,37 +210,47 @@ def _place(stack: str) -> dict[str, Any]:
 
 def parse_message(text: str) -> DeviceFailure:
     """The figures of one message; what it does not say, or what cannot be, is None."""
-    sizes = {name: _bytes(pattern.search(text)) for name, pattern in _FIELDS.items()}
-    held, capacity, process = (sizes["allocated"] or 0) + (sizes["cached"] or 0), sizes["capacity"], sizes["process"]
+    sizes: dict[str, Any] = {name: _first(patterns, text) for name, patterns in _PATTERNS.items()}
+    reserved, allocated = sizes.pop("reserved"), sizes["allocated"]
+    if reserved is not None and allocated is not None:
+        sizes["cached"] = max(0, reserved - allocated)
+    held, capacity = (allocated or 0) + (sizes["cached"] or 0), sizes["capacity"]
     named = [size for match in _PROCESS.finditer(text) if (size := _bytes(match)) is not None]
+    process = sizes["process"]
     if process is not None and not 0.99 * held <= process <= (capacity or _LARGEST):
-        process = None  # an unsigned difference wrapped around
-    if process is None and sizes["allocated"] is not None:
+        process = sizes["process"] = None  # an unsigned difference wrapped around
+    if process is None and allocated is not None:
         # in a container a process does not know its own number: it is the next one above what PyTorch holds
-        process = min((size for size in named if size >= 0.99 * held), default=None)
-        named = [size for size in named if size != process]
+        process = sizes["process"] = min((size for size in named if size >= 0.99 * held), default=None)
+        named = named if process is None else [size for size in named if size != process]
     others = sum(named) + (sizes["others"] or 0)
     if capacity is not None and sizes["free"] is not None:
         hidden = capacity - sizes["free"] - (process or held)
         told = "process" in text and hidden >= _HIDDEN  # a message that lists processes need not list all
         others = min(max(others, hidden if told else 0), max(0, capacity - sizes["free"] - held))
+    sizes["others"] = others or None
     begins = _BEGINS.search(text)
     word = next(filter(None, begins.groups()), "") if begins is not None else ""
     backend = "cuda" if word in ("", "CUBLAS", "CUDNN") else word.lower()
-    figures: dict[str, Any] = sizes | {"process": process, "others": others or None}
     return DeviceFailure(
-        **figures,
+        **sizes,
         backend="mps" if text.startswith("Invalid buffer") else backend,
         device=_number(_DEVICE.search(text)),
         text=text[:800].strip(),
     )
 
 
-def _bytes(match: re.Match[str] | None) -> int | None:
-    """PyTorch's sizes count in 1024s, also where MPS writes GB; without a unit they are bytes."""
-    if match is None:
+def _first(patterns: Sequence[re.Pattern[str]], text: str) -> int | None:
+    match = next(filter(None, (pattern.search(text) for pattern in patterns)), None)
+    return _bytes(match) if match is not None else None
+
+
+def _bytes(match: re.Match[str]) -> int | None:
+    """PyTorch's sizes count in 1024s, also where older versions write GB; without a unit they are bytes."""
+    try:
+        size = round(float(match[1]) * 1024 ** "bkmgt".index((match[2] or "b")[0].lower()))
+    except ValueError:
         return None
-    size = round(float(match[1]) * 1024 ** "bkmgt".index(match[2][0].lower()))
     return size if size < _LARGEST else None
 
 
@@ -230,3 +258,7 @@ def _number(match: re.Match[str] | None) -> int | None:
     """The number that a pattern found, in whichever group."""
     found = next((group for group in match.groups() if group is not None), None) if match is not None else None
     return int(re.sub("[,_]", "", found)) if found is not None else None
+
+
+def _last(pattern: re.Pattern[str], text: str) -> int | None:
+    return _number(max(pattern.finditer(text), key=re.Match.start, default=None))

@@ -18,7 +18,6 @@ from autockpt.integrations.rows import OWN, largest_batch, lengths_here
 from autockpt.progress import describe_numbers
 from autockpt.runtime import Handle, apply
 from autockpt.schema import Trial, words
-from autockpt.schema.arguments import python_door
 from autockpt.schema.plan import Plan, applied
 from autockpt.schema.request import Listener, SearchOutcome, SearchRequest
 from autockpt.schema.runs import plan_at
@@ -137,7 +136,6 @@ class PlanCallback:
     search has; PlanError for a malformed plan.
     """
 
-    @python_door
     def __init__(
         self,
         plan: Plan | str | Path | None = None,

@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autockpt.analysis.oom_log import DeviceFailure, parse_message, read_log, read_text
+from autockpt.errors import UsageError
 from tests.analysis.logs import BACKWARD, FORWARD, OPTIMIZER, message, prefixed
 
 MIB, GIB = 2**20, 2**30
@@ -44,8 +45,20 @@ def test_recomputing_within_backward() -> None:
 @pytest.mark.parametrize(
     ("text", "want"),
     [
+        (  # 1.x, before "reserved"
+            "RuntimeError: CUDA out of memory. Tried to allocate 12.50 MiB (GPU 0; 10.92 GiB total capacity; 8.57 MiB "
+            "already allocated; 9.28 GiB free; 4.68 MiB cached)",
+            {"tried": round(12.5 * MIB), "capacity": gib(10.92), "allocated": round(8.57 * MIB), "free": gib(9.28)}
+            | {"cached": round(4.68 * MIB), "device": 0},
+        ),
+        (  # 2.1's spelling
+            "torch.cuda.OutOfMemoryError: CUDA out of memory. Tried to allocate 22.00 MiB. GPU 0 has a total capacty "
+            "of 23.65 GiB of which 0 bytes is free. Of the allocated memory 22.90 GiB is allocated by PyTorch, and "
+            "1.90 MiB is reserved by PyTorch but unallocated.",
+            {"capacity": gib(23.65), "free": 0, "process": None, "others": None},
+        ),
         (
-            "CUDA out of memory. Tried to allocate 4.50 GiB. GPU 0 has a total capacity of 23.69 GiB of which 3.19 GiB "
+            "CUDA out of memory. Tried to allocate 4.50 GiB. GPU 0 has a total capacty of 23.69 GiB of which 3.19 GiB "
             "is free. Process 2006998 has 256.00 MiB memory in use. Including non-PyTorch memory, this process has "
             "20.23 GiB memory in use. Of the allocated memory 19.90 GiB is allocated by PyTorch, and 32.75 MiB is "
             "reserved by PyTorch but unallocated.",
@@ -68,6 +81,11 @@ def test_recomputing_within_backward() -> None:
             "15.98 GiB of which 1.40 GiB is free. Of the allocated memory 1.26 GiB is allocated by PyTorch, and 152.50 "
             "MiB is reserved by PyTorch but unallocated.",
             {"backend": "hip", "device": 2, "free": gib(1.40)},
+        ),
+        (
+            "RuntimeError: XPU out of memory. Tried to allocate 1.71 GiB (GPU 0; 15.56 GiB total capacity; 176.00 MiB "
+            "already allocated; 176.00 MiB reserved in total by PyTorch)",
+            {"backend": "xpu", "allocated": 176 * MIB, "cached": 0, "free": None},
         ),
         (
             "RuntimeError: MPS backend out of memory (MPS allocated: 5.56 GB, other allocations: 1.10 GB, max allowed: "
@@ -158,6 +176,15 @@ def test_a_long_log_is_read_from_its_end(tmp_path: Path) -> None:
         file.write(noise)  # other ranks go on talking
     failure = read_log(log).failure
     assert failure is not None and failure.tried == gib(1.96) and failure.stage == "forward"
+
+
+def test_a_log_without_one_says_what_it_ends_with(tmp_path: Path) -> None:
+    log = tmp_path / "log.txt"
+    log.write_text('Traceback (most recent call last):\n  File "a.py", line 1, in <module>\nValueError: no such column')
+    with pytest.raises(UsageError):
+        read_log(log)
+    with pytest.raises(UsageError):
+        read_log(tmp_path / "absent.txt")
 
 
 def test_what_a_log_says_of_its_run() -> None:
