@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from itertools import accumulate, pairwise
 
 from autockpt.cost.segments import OpRange, segment_peaks, segments
-from autockpt.schema.choices import OFFLOAD, SAVE, Offload
+from autockpt.schema.choices import OFFLOAD, Offload
 from autockpt.schema.graph import Graph, Unit
 from autockpt.schema.problem import Option, Point, Problem, UnitOptions
 from autockpt.schema.profile import Menu
@@ -21,9 +21,8 @@ def build_problem(
     budget_bytes: int,
     *,
     price: Mapping[str, float] | None = None,
-    margin: int = 0,
     host_budget: int | None = None,
-    base_seconds: float | None = None,
+    base_seconds: float = 0.0,
     head: Unit | None = None,
     hidden_bandwidth: float = 0.0,
 ) -> Problem:
@@ -31,17 +30,15 @@ def build_problem(
 
     A point's ``base`` bytes are what the graph really holds there less what the units then hold by their menus, so
     saving everything gives the real bytes exactly, gradients that accumulate and every micro-batch included. ``price``
-    multiplies the extra seconds of a choice kind, ``margin`` bytes are left free of ``budget_bytes``, ``host_budget``
-    bounds what all units move to the host. ``base_seconds`` is the save-everything step time; without it, the units'
-    own share of it. An output ``head`` that has a menu is a unit like the blocks, and the last one. Units are offloaded
-    whose copies hide behind compute, as many as ``hidden_bandwidth`` bytes per second of the link have the time for.
+    multiplies the extra seconds of a choice kind, ``host_budget`` bounds what all units move to the host.
+    ``base_seconds`` is the save-everything step time. An output ``head`` that has a menu is a unit like the blocks, and
+    the last one. Units are offloaded whose copies hide behind compute, as many as ``hidden_bandwidth`` bytes per second
+    of the link have the time for.
     """
     by_kind = {menu.kind: menu for menu in menus}
     planned = [*base.blocks(), *([head] if head is not None else [])]
-    units = [_unit(unit.name, by_kind.get(unit.kind), price or {}) for unit in planned]
+    units = [_unit(unit.name, by_kind[unit.kind], price or {}) for unit in planned]
     saving = [unit.options[0] for unit in units]
-    if base_seconds is None:
-        base_seconds = sum(by_kind[u.kind].items[0].seconds for u in planned if u.kind in by_kind)
     parts = segments(base, [unit.name for unit in planned])
     before = [0]
     for option in saving:
@@ -50,7 +47,7 @@ def build_problem(
     problem = Problem(
         units=tuple(units),
         points=tuple(points),
-        budget_bytes=budget_bytes - margin,
+        budget_bytes=budget_bytes,
         host_budget=host_budget,
         base_seconds=base_seconds,
         head=None if head is None else head.name,
@@ -95,9 +92,7 @@ def passed_on(base: Graph, units: Sequence[str]) -> dict[str, int]:
     return found
 
 
-def _unit(name: str, menu: Menu | None, price: Mapping[str, float]) -> UnitOptions:
-    if menu is None:
-        return UnitOptions(name=name, options=(Option(choice=SAVE, seconds=0.0, kept=0, forward=0, backward=0),))
+def _unit(name: str, menu: Menu, price: Mapping[str, float]) -> UnitOptions:
     plain = menu.items[0].seconds
     options = [
         Option(

@@ -83,29 +83,16 @@ class CostModel:
         head = self.head.name if self.head is not None else None
         return {name: choice for name, choice in choices.items() if name != head or choice != SAVE}
 
-    def problem(
-        self,
-        budget_bytes: int,
-        price: Mapping[str, float] | None = None,
-        margin: int = 0,
-        *,
-        plain_head: bool = False,
-        hidden: float = 0.0,
-    ) -> Problem:
+    def problem(self, budget_bytes: int, price: Mapping[str, float] | None = None, *, hidden: float = 0.0) -> Problem:
         """The planning problem of this workload. ``budget_bytes`` are without the device's own overhead.
 
-        With a ``plain_head`` the output head can only save. ``hidden`` is the share of the link's time for which units
-        are offloaded whose copies hide behind compute.
+        ``hidden`` is the share of the link's time for which units are offloaded whose copies hide behind compute.
         """
-        menus = self.profile.menus
-        if plain_head and self.head is not None:
-            menus = (*menus[:-1], menus[-1].model_copy(update={"items": menus[-1].items[:1]}))
         return build_problem(
             self.base,
-            menus,
+            self.profile.menus,
             budget_bytes=budget_bytes,
             price=price,
-            margin=margin,
             host_budget=self.host_budget,
             base_seconds=self.profile.save_all_seconds,
             head=self.head,
@@ -138,7 +125,12 @@ class CostModel:
         """
         known = [*known, {}]
         self.predictor.ahead(known)
-        lean = refine(self.problem(0, plain_head=plain_head), self.check, max_calls=calls)
+        problem = self.problem(0)
+        if plain_head and self.head is not None:
+            *blocks, head = problem.units
+            saving = head.model_copy(update={"options": head.options[:1]})
+            problem = problem.model_copy(update={"units": (*blocks, saving)})
+        lean = refine(problem, self.check, max_calls=calls)
         plans = (lean.choices, *known)
         return min(self.predictor.predict(plan).peak_bytes for plan in plans if not self.predictor.over_host(plan))
 

@@ -59,16 +59,6 @@ def test_a_live_batch_is_cut_by_rows_and_by_length() -> None:
     assert long.job.step.batch["input_ids"] is ids and ids.shape == (ROWS, LENGTH)
 
 
-def test_a_cut_batch_holds_none_of_the_bytes_that_were_cut_off() -> None:
-    ids = ids_of()
-    long = live(input_ids=ids, labels=ids)
-    (smaller, _), (shorter,) = alternatives._smaller_batches(long, ROWS), alternatives._shorter_sequences(long, LENGTH)
-    weights = long.job.step.resident_bytes() - ROWS * LENGTH * 8
-    for cut, tokens in ((smaller, 2 * LENGTH), (shorter, ROWS * 8)):
-        assert cut.job.step.resident_bytes() == weights + tokens * 8
-        assert cut.job.step.batch["input_ids"] is cut.job.step.batch["labels"]
-
-
 def test_a_batch_whose_tensors_are_not_rows_is_not_cut() -> None:
     odd = live(ids=torch.zeros(ROWS, LENGTH), patches=torch.zeros(100, 3))
     with raises(UsageError):

@@ -107,13 +107,6 @@ def test_a_local_configuration_is_answered_unless_edited(tmp_path: Path) -> None
     assert "trace" in stages
 
 
-def test_a_storage_that_is_not_written_to_is_said(finished: tuple[Path, SearchOutcome], tmp_path: Path) -> None:
-    storage = f"sqlite:///{tmp_path / 'studies.db'}"
-    said = [" ".join(ask(finished[0], **more)[0].notes) for more in ({}, {"storage": storage})]
-    assert ["nothing was written to --storage" in notes for notes in said] == [False, True]
-    assert not (tmp_path / "studies.db").exists()
-
-
 class AskingElsewhere(Stages):
     """Asks the same question in another folder while a trial of the first search runs."""
 

@@ -340,7 +340,7 @@ class SolverProposer(Proposer):
     def _problem(self, prices: Mapping[str, float], free: int, hidden: float = 0.0) -> Problem:
         """The planning problem at these prices, with ``free`` bytes of the budget left unused, and units on offload
         whose copies hide for that share of the link's time."""
-        return self.profiled.problem(self._ghost_run_bytes, prices, free, hidden=hidden)
+        return self.profiled.problem(self._ghost_run_bytes - free, prices, hidden=hidden)
 
     @property
     def _ghost_run_bytes(self) -> int:
