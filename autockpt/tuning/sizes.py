@@ -142,7 +142,8 @@ def what_if_of(
         budget_bytes = min(request.budget.resolve(0, 0, room), room)
         needs, times = simulated_memory(hardware, budget_bytes), partial(roofline_times, hardware)
         note = step_note(simulated, request.workload)
-        return WhatIf(budget_bytes, torch_device(hardware), times, tuple(kinds), needs, step_note=note)
+        allowed = tuple(kind for kind in kinds if not (hardware.unified_memory and "offload" in kind))  # frees nothing
+        return WhatIf(budget_bytes, torch_device(hardware), times, allowed, needs, step_note=note)
     device = get_device(request.device if request.step is None else str(request.step.device))
     if environment is None and request.step is not None:
         environment = environment_of(device)
