@@ -231,7 +231,6 @@ def test_under_ddp_the_first_process_searches_for_all(tmp_path, capfd):
         ({"budget": "24GB", "trials": "x"}, "trials='x'"),
         ({"budget": "24GB", "space": 3}, "space=3"),
         ({"budget": "24GB", "seed": 1 << 32}, "seed=4294967296"),
-        ({"plan": 3}, "plan=3"),
         ({"budget": "24GB", "tirals": 3}, "tirals"),
         ({"budget": "24GB", "global_batch": 8}, "global_batch"),
         ({"budget": "60%", "lengths": "auto"}, "60%"),
