@@ -88,6 +88,25 @@ class Child:
 
         return cls(start, leads=True)
 
+    @classmethod
+    def fork(cls, work: Callable[[Connection], object]) -> Child:
+        """A fork of this process that does its ``work`` with its end of the connection, and ends."""
+
+        def start(theirs: Connection) -> int:
+            for stream in (sys.stdout, sys.stderr):
+                with contextlib.suppress(Exception):
+                    stream.flush()
+            with warnings.catch_warnings(action="ignore"):  # of threads: whoever forks looks whether the child answers
+                if pid := fork():
+                    return pid
+            try:
+                close_inherited()
+                work(theirs)
+            finally:
+                os._exit(0)
+
+        return cls(start)
+
     @property
     def alive(self) -> bool:
         """Whether the child runs."""
@@ -178,21 +197,11 @@ def _end(owner: int, life: _Life, connection: Connection) -> None:
 
 def in_a_fork(question: Callable[[], T]) -> T | None:
     """The answer of ``question`` in a fork of this process, which ends with all that it opened; None where it fails."""
-
-    def forked(theirs: Connection) -> int:
-        with warnings.catch_warnings(action="ignore"):  # of threads
-            if pid := fork():
-                return pid
-        try:
-            close_inherited()
-            theirs.send(question())
-        finally:
-            os._exit(0)
-
-    with contextlib.suppress(AttributeError, OSError, ChildDied, ChildSilent):
-        child = Child(forked)
-        with contextlib.closing(child):
-            return child.receive(_ANSWER)
+    with (
+        contextlib.suppress(AttributeError, OSError, ChildDied, ChildSilent),
+        contextlib.closing(Child.fork(lambda theirs: theirs.send(question()))) as child,
+    ):
+        return child.receive(_ANSWER)
     return None
 
 

@@ -101,8 +101,8 @@ class WorkerMeasurer(Passing):
             self._child = Child.spawn(_MODULE, log=self.log, environment=child_environment(self._wanted))
         except OSError as error:
             raise MeasurementError(f"the worker process could not be started: {error}") from None
-        with self._in_words(starting=True):
-            self._starting = True
+        self._starting = True
+        with self._in_words():
             self._send("start", self._workload)
 
     def _wake(self) -> None:
@@ -115,7 +115,7 @@ class WorkerMeasurer(Passing):
         if not self._starting:
             return
         try:
-            self._environment = self._await(starting=True)
+            self._environment = self._await()
             self._starting = False
         except BaseException:
             self.rest()
@@ -125,9 +125,9 @@ class WorkerMeasurer(Passing):
         """A worker that is killed by the system counts as out of memory."""
         self._wake()
         try:
-            with self._in_words(starting=False):
+            with self._in_words():
                 self._send(verb, arguments)
-            return self._await(starting=False)
+            return self._await()
         except AutockptError:
             raise
         except BaseException:  # Ctrl-C: the worker is in the middle of something whose answer nobody will read
@@ -138,11 +138,11 @@ class WorkerMeasurer(Passing):
         assert self._child is not None
         self._child.send((verb, arguments), self._waiting)
 
-    def _await(self, *, starting: bool) -> Any:
+    def _await(self) -> Any:
         """The answer to the one request that is open; signs of life renew the patience."""
         assert self._child is not None
         while True:
-            with self._in_words(starting=starting):
+            with self._in_words():
                 message = self._child.receive(self._waiting)
             if "error" in message:
                 raise message["error"]
@@ -151,9 +151,9 @@ class WorkerMeasurer(Passing):
             self.beat(message["beat"])
 
     @contextmanager
-    def _in_words(self, *, starting: bool) -> Iterator[None]:
+    def _in_words(self) -> Iterator[None]:
         """Turn the death or silence of a worker into an error for people; it is replaced at the next request."""
-        doing = "building the model" if starting else "running a plan"
+        doing = "building the model" if self._starting else "running a plan"
         try:
             yield
         except ChildSilent:

@@ -11,7 +11,6 @@ import os
 import signal
 import sys
 import tempfile
-import warnings
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import send_handle
@@ -21,8 +20,8 @@ import torch
 
 from autockpt.devices.accelerator import kinds_in_use
 from autockpt.errors import GhostError, how_it_ended
-from autockpt.interpreter import fork, with_room
-from autockpt.process import Child, ChildDied, ChildSilent, child_environment, close_inherited, last_lines
+from autockpt.interpreter import with_room
+from autockpt.process import Child, ChildDied, ChildSilent, child_environment, last_lines
 from autockpt.schema.workload import WorkloadSpec
 from autockpt.tracing.assemble import Source
 from autockpt.tracing.child import ALIVE, DONE, FAILED, FORK, READY, Build, Note, serve
@@ -68,23 +67,12 @@ class GhostProcess:
         threads = torch.get_num_threads()
 
         def start(note: Note, log: IO[bytes]) -> Child:
-            def forked(theirs: Connection) -> int:
-                for stream in (sys.stdout, sys.stderr):
-                    with contextlib.suppress(Exception):
-                        stream.flush()
-                with warnings.catch_warnings(action="ignore"):  # of threads: the child is checked before its use
-                    pid = fork()
-                if pid:
-                    return pid
-                try:
-                    for fd in (1, 2):
-                        os.dup2(log.fileno(), fd)
-                    close_inherited()
-                    with_room(lambda: serve(theirs, note, source, threads, prepare))
-                finally:
-                    os._exit(0)
+            def work(theirs: Connection) -> None:
+                for fd in (1, 2):
+                    os.dup2(log.fileno(), fd)
+                with_room(lambda: serve(theirs, note, source, threads, prepare))
 
-            return Child(forked)
+            return Child.fork(work)
 
         return cls(start)
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
 from typing import Any
 
@@ -332,10 +332,13 @@ def _traced(spec: WorkloadSpec) -> WorkloadSpec:
 
 
 def capability_of(device: torch.device) -> Capability | None:
-    """Of the GPU at hand, without opening a context on it; None where that cannot be told."""
+    """Of the GPU at hand, without opening a context on it if that can be helped; None where that cannot be told."""
     if not torch.cuda.device_count():
         return None
-    return without_context("cuda", lambda: torch.cuda.get_device_capability(device))
+    with suppress(RuntimeError, AssertionError):
+        ask = partial(torch.cuda.get_device_capability, device)
+        return without_context("cuda", ask) or ask()  # counting GPUs may have started CUDA, which no fork has then
+    return None
 
 
 def _check_fits(spec: WorkloadSpec) -> None:
