@@ -137,13 +137,9 @@ def _names(text: str | None) -> list[str]:
 
 def _assumed(model: nn.Module, rank: int, why: str, dora: bool, whole: list[str] | None) -> str:
     """Where the adapters are and what they are made of, read off the adapted model."""
-    names: dict[str, None] = {}
-    types: dict[str, None] = {}
-    for name, parameter in model.named_parameters():
-        place, found, _ = name.partition(".lora_A.")
-        if found:
-            names[place.rpartition(".")[2]] = None
-            types[str(parameter.dtype).removeprefix("torch.")] = None
+    found = [(name.partition(".lora_A."), parameter.dtype) for name, parameter in model.named_parameters()]
+    names = dict.fromkeys(place.rpartition(".")[2] for (place, adapter, _), _ in found if adapter)
+    types = dict.fromkeys(str(dtype).removeprefix("torch.") for (_, adapter, _), dtype in found if adapter)
     kind = "DoRA" if dora else "LoRA"
     kept = f"; {', '.join(whole)} trained whole" if whole else ""
     made_of = f"scaled by 2, no dropout, adapters in {', '.join(types)}"

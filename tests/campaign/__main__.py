@@ -1,4 +1,4 @@
-"""``python -m tests.campaign [--pairs N] [--from N] [--like REGEX] [--out FILE]``, or ``--seed N [--shrink]``."""
+"""``python -m tests.campaign [--pairs N] [--from N] [--like REGEX] [--out FILE]``, or ``--seed N``."""
 
 from __future__ import annotations
 
@@ -21,20 +21,21 @@ def main() -> int:
     )
     parser.add_argument("--table", type=Path, metavar="FILE", help="write counts by family and choice as markdown")
     parser.add_argument("--seed", type=int, metavar="N", help="print one pair as a script and say how it ends")
-    parser.add_argument("--shrink", action="store_true", help="with --seed: leave out what the verdict does not need")
     options = parser.parse_args()
 
     import torch
 
     torch.set_num_threads(1)
-    from tests.campaign.pool import run_all
+    from tests.campaign.pool import in_child, run_all
     from tests.campaign.program import draw
-    from tests.campaign.script import shrunk, written
+    from tests.campaign.script import written
     from tests.campaign.table import markdown, summary
-    from tests.campaign.trial import PLANS, Verdict
+    from tests.campaign.trial import PLANS, Verdict, plan
 
     if options.seed is not None:
-        print(written(*shrunk(options.seed, options.shrink)))
+        program = draw(options.seed // PLANS)
+        choices = plan(program, options.seed)[1]
+        print(written(program, choices, in_child(options.seed, program, choices)))
         return 0
     verdicts: list[Verdict] = []
     if options.out and options.out.exists():

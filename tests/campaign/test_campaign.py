@@ -15,7 +15,7 @@ from tests.campaign import pool, trial
 from tests.campaign.loops import CARRIES, LOOP, LOOPS, LOSSES
 from tests.campaign.pieces import ALL
 from tests.campaign.program import Placed, Program, draw, source
-from tests.campaign.script import shrunk, written
+from tests.campaign.script import written
 from tests.campaign.trial import PLANS, Trials, observe
 
 pytestmark = pytest.mark.slow
@@ -82,16 +82,6 @@ def test_a_pair_is_a_script_of_its_own(tmp_path: Path) -> None:
     script.write_text(written(program, choices, pool.in_child(0, program, choices)))
     done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=300)
     assert done.stdout.startswith("ended | different: nothing"), done.stdout + done.stderr
-
-
-def test_a_pair_is_made_smaller(monkeypatch: pytest.MonkeyPatch) -> None:
-    odd = Program(pieces=(Placed("sort", "mlp"), Placed("custom autograd function")), loop="autocast", dropout=0.1)
-    monkeypatch.setattr("tests.campaign.script.draw", lambda number: odd)
-    number = next(n for n in itertools.count() if trial.plan(odd, n)[0] == "remake")
-    program, choices, verdict = shrunk(number, smaller=True)
-    assert verdict.word == "refused"
-    assert program == Program(pieces=(Placed("custom autograd function"),), steps=1)
-    assert sum(choice.kind != "save" for choice in choices.values()) == 1
 
 
 INSIDE = (
