@@ -16,7 +16,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 
@@ -34,7 +34,7 @@ from autockpt.checkpointing.fingerprint import (
     stream_of,
     why_not,
 )
-from autockpt.checkpointing.tolerance import distance_of, repeats, tolerance_of, unseen_sums
+from autockpt.checkpointing.tolerance import distance_of, repeats, sums, tolerance_of
 from autockpt.errors import RerunMismatch
 
 Mode = Literal["off", "sample", "all"]
@@ -73,16 +73,6 @@ class Schedule:
         if self.calls >= FIRST_CALLS:
             self._due, self._gap = self.calls + self._gap + 1, min(2 * self._gap, LONGEST)
         return late
-
-
-class Comparison(Protocol):
-    """Compares one saved tensor with what backward is given for it."""
-
-    def look_again(self) -> None:
-        """The original is about to be recomputed or fetched: note what it holds now, if it is alive."""
-
-    def handed(self, value: torch.Tensor) -> None:
-        """Backward is given ``value`` for it. Raises RerunMismatch where the host can see at once that it differs."""
 
 
 class DivergenceCheck:
@@ -317,7 +307,7 @@ class CheckedTensor:
         if (why := why_not(tensor)) is not None:
             call.unit.unchecked[why] += 1
             return
-        with quietly(), torch._C.DisableTorchFunction():
+        with quietly():
             self._held = tensor.detach()
             self._probe, self._version = probe_of(tensor), tensor._version
         self._form, self._layout = form_of(tensor), layout_of(tensor)
@@ -337,20 +327,21 @@ class CheckedTensor:
     def _take_print(self, tensor: torch.Tensor) -> None:
         self._print = fingerprint(tensor, self._form)
         if tensor.is_floating_point() and not repeats(tensor.device):
-            self._sketch = unseen_sums(tensor)
+            self._sketch = sums(tensor)
 
     def look_again(self) -> None:
-        """As ``Comparison.look_again``: backward would have read what was written to its memory in between."""
+        """The original is about to be recomputed or fetched: note what it holds now, if it is alive. Backward would
+        have read what was written to its memory in between."""
         storage = self._storage() if self._print is not None else None
         if storage is None or not storage.nbytes() or self._probe._version != self._version:
             return
         if stream_of(self._form.device) != self._stream:
             return
-        with quietly(), torch._C.DisableTorchFunction():
+        with quietly():
             self._take_print(self._form.flip(laid_out_on(storage, self._form.device, self._layout)))
 
     def handed(self, value: torch.Tensor) -> None:
-        """As ``Comparison.handed``. Compared later, with all others at once."""
+        """Backward is given ``value`` for it. Compared later, with all others at once."""
         if self._print is None:
             return
         value, node, why = local_part(value), _current_node(), None
@@ -365,7 +356,7 @@ class CheckedTensor:
             return
         distance = tolerance = None
         if self._sketch is not None:
-            distance, tolerance = distance_of(self._sketch, unseen_sums(value)), tolerance_of(value.dtype)
+            distance, tolerance = distance_of(self._sketch, sums(value)), tolerance_of(value.dtype)
         what = _in_words(self._form.dtype, self._form.size, self._number)
         found = fingerprint(value, self._form)
         self._call.add(Compared(what, self._print, found, self._stream, distance, tolerance))
@@ -397,15 +388,15 @@ class Sample:
         self.expected: Any = self._elements(tensor)
 
     def _elements(self, tensor: torch.Tensor) -> Any:
-        with quietly(), torch._C.DisableTorchFunction():
-            elements = tensor.detach().as_strided((SAMPLE,), (1,), tensor.storage_offset() + self._first)
-            return elements.tolist() if tensor.is_cpu else elements.clone()
+        elements = tensor.detach().as_strided((SAMPLE,), (1,), tensor.storage_offset() + self._first)  # type: ignore[operator]
+        return elements.tolist() if tensor.is_cpu else elements.clone()
 
     def look_again(self) -> None:
         """Nothing: what it held when it was saved counts."""
 
     def handed(self, value: torch.Tensor) -> None:
-        """As ``Comparison.handed``. On devices it is compared when the next step begins."""
+        """Backward is given ``value`` for it: on devices it is compared when the next step begins. Raises RerunMismatch
+        where it differs on the host."""
         stream = None if value.is_cpu else stream_of(value.device)
         if stream != self.stream or value.stride() != self._stride:
             return
@@ -423,6 +414,10 @@ class Sample:
     def error(self) -> RerunMismatch:
         """The error for what backward was given."""
         return self.unit.mismatch(self._step, self._what)
+
+
+Comparison = CheckedTensor | Sample
+"""Compares one saved tensor with what backward is given for it."""
 
 
 class DeviceSamples:
@@ -453,7 +448,7 @@ class DeviceSamples:
         return None
 
     def _send(self, samples: list[Sample], device: torch.device, dtype: torch.dtype, stream: Any) -> None:
-        with quietly(), torch._C.DisableTorchFunction(), torch.no_grad():
+        with quietly(), torch.no_grad():
             expected = torch.stack([sample.expected for sample in samples]).float()
             found = torch.stack([sample.found for sample in samples]).float()
             distances = distance_of(expected, found, dim=1).to("cpu", non_blocking=stream is not None)

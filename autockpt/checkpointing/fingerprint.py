@@ -15,6 +15,7 @@ from __future__ import annotations
 import functools
 import hashlib
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -33,8 +34,13 @@ moment."""
 _WORDS = ((4, torch.int32), (2, torch.int16), (1, torch.uint8))
 
 Layout = tuple[torch.dtype, torch.Size, tuple[int, ...], Any]
-quietly: Any = torch._C._DisableTorchDispatch  # type: ignore[attr-defined]
-"""What runs in ``with quietly():`` is not seen by dispatch modes, which would count, tape or keep it."""
+
+
+@contextmanager
+def quietly() -> Iterator[None]:
+    """What runs inside is not seen by modes, which would count, tape or keep it."""
+    with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():  # type: ignore[attr-defined]
+        yield
 
 
 class Form(NamedTuple):
@@ -93,7 +99,7 @@ def fingerprint(tensor: torch.Tensor, form: Form) -> torch.Tensor:
     Equal tensors of equal form have equal fingerprints; others with a chance of about 2^-64, and 2^-32 where only signs
     differ.
     """
-    with quietly(), torch._C.DisableTorchFunction():
+    with quietly():
         memory = form.flip(tensor.detach())
         for dim in form.repeated:
             memory = memory.narrow(dim, 0, 1)
@@ -152,7 +158,7 @@ def _words_at_a_time(device: torch.device) -> int:
 def host_values(numbers: Sequence[torch.Tensor]) -> list[Any]:
     """What stands on devices, one number or truth in each tensor; the host waits once for each device."""
     found: dict[int, Any] = {}
-    with quietly(), torch._C.DisableTorchFunction(), torch.no_grad():
+    with quietly(), torch.no_grad():
         for device in {number.device for number in numbers}:
             places = [place for place, number in enumerate(numbers) if number.device == device]
             found.update(zip(places, torch.stack([numbers[place] for place in places]).tolist(), strict=True))

@@ -38,9 +38,9 @@ class CheckpointFrame:
     # without a dictionary, and few objects in all: the more there are that live until backward, the oftener Python's
     # garbage collector looks through everything
     __slots__ = (
-        *("_before", "_beyond", "_compared", "_context", "_filled", "_forms", "_forward", "_inputs", "_late", "_live"),
-        *("_looked_at", "_observer", "_parameters", "_shared", "_template", "_to_end", "_training", "_trains"),
-        *("_turn", "_unit", "_values", "_versions", "checked"),
+        *("_before", "_beyond", "_compared", "_context", "_filled", "_forward", "_given", "_inputs", "_late", "_live"),
+        *("_looked_at", "_observer", "_parameters", "_shared", "_sizes", "_template", "_to_end", "_training"),
+        *("_trains", "_turn", "_unit", "_values", "_versions"),
     )
 
     def __init__(
@@ -64,18 +64,18 @@ class CheckpointFrame:
             ) from error
         self._live: list[torch.Tensor] | None = live  # until the forward is over
         self._parameters = parameters = unit.parameters()
+        kind = unit.kind_of(live)
+        self._late = kind.schedule.next()
         try:
             self._inputs = [hold(tensor) for tensor in live]
             self._versions = [parameter._version for parameter in parameters if parameter is not None]
+            self._given = [tensor._version for tensor in live] if self.checked else []
+            self._context = ReplayContext(kind.places, generators, self.checked or unit.draws_in_python)
         except RuntimeError as error:
-            refuse_inference(error, unit.name)
+            _refuse_unreadable(error, unit.name)
             raise
         self._trains = [tensor.requires_grad for tensor in live]
         self._training = unit.state.training()
-        kind = unit.kind_of(live)
-        self._late = kind.schedule.next()
-        self.checked = self._late is not None  # whether it is learned from this call what the unit's forward changes
-        self._context = ReplayContext(kind.places, generators, self.checked or unit.draws_in_python)
         self._before: list[Entry] = unit.state.take()
         self._observer = None if unit.check is None else unit.check.observer(checked=self.checked)
         # which saved tensors are looked at
@@ -84,10 +84,13 @@ class CheckpointFrame:
         if self._observer is not None:
             self._looked_at, self._beyond = (self._observer.sampled,), self._observer.beyond
         self._compared: dict[int, Comparison] = {}
-        self._forms: list[Any] = []
+        self._sizes: list[int] = []  # numbers of elements of what is saved
         self._values: dict[int, tuple[torch.Tensor, int]] = {}
-        self._filled, self._to_end = 0, False
-        self._shared: Collection[int] = ()
+
+    @property
+    def checked(self) -> bool:
+        """Whether it is learned from this call what the unit's forward changes."""
+        return self._late is not None
 
     # In forward.
 
@@ -108,22 +111,15 @@ class CheckpointFrame:
         self._live = None
         if isinstance(self._observer, CheckedCall):
             self._observer.forward_ended()
-        if self._forms == unit.forms:
-            self._forms = unit.forms
-        else:
-            unit.forms = self._forms
         return output
 
     def _run_checked(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """The forward, and what is to be learned from it."""
         unit, state, live = self._unit, self._unit.state, self._live or []
-        given = [tensor._version for tensor in live]
         everything, effects = state.take_all(), state.effects()
         with saved_tensors_hooks(self.pack, self.unpack):
             output = self._forward(*args, **kwargs)
-        for tensor, version in zip(live, given, strict=True):
-            if tensor._version != version:
-                raise _changes(unit.name, "inputs", tensor)
+        self._refuse_changed(live)
         if (changed := self._changed_parameter()) is not None:
             raise _changes(unit.name, "parameters", changed)
         if not unit.has_same_modules():
@@ -144,11 +140,16 @@ class CheckpointFrame:
         pairs = zip(present, self._versions, strict=True)
         return next((parameter for parameter, version in pairs if parameter._version != version), None)
 
+    def _refuse_changed(self, live: list[torch.Tensor]) -> None:
+        for tensor, version in zip(live, self._given, strict=False):
+            if tensor._version != version:
+                raise _changes(self._unit.name, "inputs", tensor)
+
     def pack(self, tensor: torch.Tensor) -> int:
         """The hook for what autograd saves."""
-        forms = self._forms
-        number = len(forms)
-        forms.append((tensor.shape, tensor.dtype))
+        sizes = self._sizes
+        number = len(sizes)
+        sizes.append(tensor.numel())
         if number in self._looked_at or number >= self._beyond:
             self._look_at(number, tensor)
         return number
@@ -187,8 +188,8 @@ class CheckpointFrame:
                 return  # the thread of another device has done it
             self._fill()
 
-    def _fill(self) -> Any:
-        """Run the forward again and have its tensors. Returns its output where it runs ``_to_end``."""
+    def _fill(self, *, to_end: bool = False) -> Any:
+        """Run the forward again and have its tensors. Returns its output where it runs ``to_end``."""
         unit, output = self._unit, None
         exchanged = self._check_modules()
         inputs = self._take_inputs()
@@ -197,20 +198,19 @@ class CheckpointFrame:
         checked = self._observer if isinstance(self._observer, CheckedCall) else None
         if checked is not None:
             checked.before_rerun(unit.module)
-        self._filled = 0
+        self._filled, self._to_end = 0, to_end
         try:
             output = self._run_again(inputs, exchanged)
         except Exception as error:
             # what runs TorchScript makes an error of its own of StopRecomputation
-            if self._to_end or not self._is_full:
+            if to_end or not self._is_full:
                 raise _told(error, unit.name) from error.__cause__
         finally:
-            self._shared = ()
             if not self._is_full:
                 self._values.clear()  # of a run that went wrong
         if not self._is_full:
             raise diverged(
-                unit.name, f"saved {len(self._forms)} tensors in forward and {self._filled} when it ran again"
+                unit.name, f"saved {len(self._sizes)} tensors in forward and {self._filled} when it ran again"
             )
         if checked is not None:
             checked.after_rerun()
@@ -218,7 +218,7 @@ class CheckpointFrame:
 
     @property
     def _is_full(self) -> bool:
-        return self._filled == len(self._forms)
+        return self._filled == len(self._sizes)
 
     def _run_again(self, inputs: list[torch.Tensor], exchanged: Sequence[Exchanged]) -> Any:
         unit = self._unit
@@ -236,20 +236,20 @@ class CheckpointFrame:
 
     def repack(self, tensor: torch.Tensor) -> torch.Tensor:
         """The hook for what a recomputation saves."""
-        number, forms = self._filled, self._forms
-        if number == len(forms):
+        number, sizes = self._filled, self._sizes
+        if number == len(sizes):
             if self._to_end:
                 raise diverged(self._unit.name, f"saved {number} tensors in forward and more when it ran again")
             raise StopRecomputation  # once more: the unit caught the first
         value = tensor.detach() if tensor.requires_grad else tensor
-        if (form := (value.shape, value.dtype)) != forms[number]:
-            was, now = (f"{tuple(size)} {dtype}" for size, dtype in (forms[number], form))
-            raise diverged(self._unit.name, f"saved a tensor {was} in forward and {now} when it ran again")
+        if (size := value.numel()) != sizes[number]:
+            what = f"saved a tensor of {sizes[number]} elements in forward and one of {size} when it ran again"
+            raise diverged(self._unit.name, what)
         if self._shared and value.untyped_storage()._cdata in self._shared:
             value = value.clone()  # a buffer that is about to be written to
         self._values[number] = value, value._version
         self._filled = number + 1
-        if self._filled == len(forms) and not self._to_end:
+        if self._filled == len(sizes) and not self._to_end:
             raise StopRecomputation
         return value
 
@@ -257,7 +257,10 @@ class CheckpointFrame:
         """The inputs without their history."""
         # Where a gradient is taken inside of the forward, not by what holds them: what is around may hand out only once
         # what it keeps, and that is for the backward to come.
-        held = [unpack(saved, self._unit.name) for saved in self._inputs] if self._live is None else self._live
+        if (held := self._live) is not None:
+            self._refuse_changed(held)
+        else:
+            held = [unpack(saved, self._unit.name) for saved in self._inputs]
         pairs = zip(held, self._trains, strict=True)
         return [tensor.detach().requires_grad_() if trains else tensor.detach() for tensor, trains in pairs]
 
@@ -335,12 +338,18 @@ def _changes(unit: str, what: str, tensor: torch.Tensor) -> ConflictError:
     )
 
 
-def refuse_inference(error: RuntimeError, unit: str) -> None:
-    """Raise ConflictError where ``error`` says that a tensor was made under inference mode."""
+def _refuse_unreadable(error: RuntimeError, unit: str) -> None:
+    """Raise ConflictError where ``error`` says that versions or random states cannot be read."""
     if "nference" in str(error):
         raise ConflictError(
             f"{unit} gets a tensor that was made under torch.inference_mode, in which a change between forward and "
             "backward would not be noticed",
             remedy=f"Make it under torch.no_grad, or give a clone made outside of inference mode, or use `save`, "
             f"`offload` or `remake` on {unit}.",
+        ) from error
+    if "capture" in str(error):
+        raise ConflictError(
+            f"a CUDA graph is being captured, and {unit} needs the random state to run again, which cannot be read "
+            "then",
+            remedy="Use save for units inside of captured graphs.",
         ) from error

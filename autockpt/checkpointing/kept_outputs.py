@@ -13,7 +13,7 @@ numbers, or that save more of their own than a quarter of their output.
 
 Where saved tensors come from is learned in the first calls (``Layout``). In later calls of equal arguments a scope does
 no more than hold its output, and attention runs without a mode: its output is among the tensors that it saves. When the
-forward has ended, it must have saved tensors of the same forms as the call that was learned from. Otherwise nothing is
+forward has ended, it must have saved tensors of the same sizes as the call that was learned from. Otherwise nothing is
 kept of it, and it is learned from again.
 """
 
@@ -32,11 +32,13 @@ from torch.overrides import TorchFunctionMode
 
 from autockpt.checkpointing.fingerprint import fingerprint, form_of, layout_of, quietly, why_not
 from autockpt.checkpointing.frame import CheckpointFrame, diverged
+from autockpt.checkpointing.op_table import draws_random_numbers
 from autockpt.checkpointing.unit import CheckpointedUnit, Exchanged
 
 _PLAIN = frozenset((torch.Tensor, nn.Parameter))
 _MOST_FUNCTIONS, _MOST_LAYOUTS = 4096, 16
 _OWN_SHARE = 4  # what a call saves of its own is kept up to this part of its output
+_function_modes: Callable[[], int] = torch._C._len_torch_function_stack
 _transform: Callable[[], int | None] = torch._C._functorch.maybe_current_level  # type: ignore[attr-defined]
 _observers: list[dict[str, int]] = []
 
@@ -87,6 +89,7 @@ class Learned(NamedTuple):
     ``sources`` of what it saves; None where it runs again. ``own``: which of the unit's saved tensors are of its own
     making. ``leaves``: which of these it returns, one for each tensor of its output; None where others do, so that its
     output has to be caught. ``trains``: which of them have a gradient. ``is_needed``: the unit saves more after it.
+    ``begin``: how many tensors the unit had saved before it.
     """
 
     scope: Scope
@@ -97,13 +100,14 @@ class Learned(NamedTuple):
     trains: Sequence[bool]
     is_tuple: bool
     is_needed: bool
+    begin: int
 
 
 class Layout:
-    """What calls in scopes, in order, save and return in calls of a unit that save tensors of these ``forms``."""
+    """What calls in scopes, in order, save and return in calls of a unit that save tensors of these ``sizes``."""
 
-    def __init__(self, forms: list[Any], calls: list[Learned]) -> None:
-        self.forms, self.calls = forms, calls
+    def __init__(self, sizes: list[int], calls: list[Learned]) -> None:
+        self.sizes, self.calls = sizes, calls
         self.caught = [call for call in calls if call.leaves is None]
         self.catches_functions = any(not isinstance(call.function, nn.Module) for call in self.caught)
         self.kept_numbers = {number for call in calls for number in (*call.own, *(call.leaves or ()))}
@@ -122,8 +126,8 @@ class KeepingFrame(CheckpointFrame):
     """
 
     __slots__ = (
-        *("_caught", "_drafts", "_handing", "_is_inside", "_is_lost", "_key", "_layout", "_noted", "_wanted"),
-        "name",
+        *("_awaited", "_begins", "_caught", "_drafts", "_handing", "_is_inside", "_is_lost", "_key", "_layout"),
+        *("_mode", "_noted", "_wanted", "name"),
     )
 
     def __init__(self, unit: CheckpointedUnit, *given: Any, **named: Any) -> None:
@@ -143,6 +147,8 @@ class KeepingFrame(CheckpointFrame):
         self._handing: dict[Scope, Iterator[tuple[Learned, Held | None]]] | None = None
         self._is_inside = False  # a call in a scope
         self._is_lost = False
+        self._begins: dict[Scope, int] = {}  # when functions in a scope are first to be handed out
+        self._awaited, self._mode = -1, None  # the number of tensors at which a mode is to be entered
         if self._layout is None:
             self._beyond = 0
         else:
@@ -158,12 +164,13 @@ class KeepingFrame(CheckpointFrame):
             output = super().run(args, kwargs)
         finally:
             _here.frame = outer
-        layout = self._layout
+        drafts, layout = self._drafts, self._layout
+        self._drafts = []
         if self._handing is not None:  # a gradient was taken inside the forward
             return output
         if layout is None:
-            layout = self._layout = self._learn()
-        elif self._is_lost or self._forms != layout.forms or len(self._caught) != len(layout.caught):
+            layout = self._layout = self._learn(drafts)
+        elif self._is_lost or self._sizes != layout.sizes or len(self._caught) != len(layout.caught):
             self._layout, self._caught, self._wanted = None, [], {}
             self._unit.learned.pop(self._key, None)
             return output
@@ -222,32 +229,32 @@ class KeepingFrame(CheckpointFrame):
             scope.again.add(function)
         if function not in scope.again:
             with torch._C.DisableTorchFunction():
-                draft = drafted(scope, function, output, noted, given(), len(self._forms))
+                draft = drafted(scope, function, output, noted, given(), len(self._sizes))
             if draft is not None:
                 self._drafts[place] = draft
                 if self.checked and not self._unit.is_measured:
                     draft.look_at_memory()
         return output
 
-    def _learn(self) -> Layout:
+    def _learn(self, drafts: list[Draft]) -> Layout:
         """The forward has ended. Outputs that it changed, or after which nothing is saved, need not be held."""
-        calls = list[Learned]()
-        for draft in self._drafts:
+        calls, is_ambiguous = list[Learned](), False
+        for draft in drafts:
             if draft.wrote_unseen():
                 draft.scope.again.add(draft.function)
                 draft.sources = None
             if draft.sources is None or _is_changed(draft.outputs):
                 draft = Draft(draft.scope, draft.function)
-            calls.append(draft.learned(len(self._forms)))
+            calls.append(draft.learned(len(self._sizes)))
+            is_ambiguous |= draft.is_ambiguous
             self._wanted |= draft.own
             if calls[-1].leaves is None:
                 self._caught.append(draft.outputs if calls[-1].is_needed else ())
-        layout, layouts = Layout(self._forms, calls), self._unit.learned
-        if not any(draft.is_ambiguous for draft in self._drafts):
+        layout, layouts = Layout(self._sizes, calls), self._unit.learned
+        if not is_ambiguous:
             if len(layouts) >= _MOST_LAYOUTS:  # batches without padding have new lengths in every step
                 layouts.clear()
             layouts[self._key] = layout
-        self._drafts = []
         return layout
 
     # In backward.
@@ -259,6 +266,8 @@ class KeepingFrame(CheckpointFrame):
             outputs = next(caught) if call.leaves is None else [self._wanted[number] for number in call.leaves]
             # not in one row: a scope that is entered in one of the two runs only does not shift the others
             by_scope.setdefault(call.scope, []).append((call, outputs))
+            if call.sources is not None:
+                self._begins.setdefault(call.scope, call.begin)
         # let go of with the tensors that backward gets
         self._handing, self._layout, self._caught = {scope: iter(some) for scope, some in by_scope.items()}, None, []
         outer, inside, _here.frame, self._is_inside = _here.frame, self._is_inside, self, False
@@ -266,6 +275,24 @@ class KeepingFrame(CheckpointFrame):
             return super()._run_again(inputs, exchanged)
         finally:
             _here.frame, self._is_inside, self._handing, self._wanted = outer, inside, {}, {}
+            self._begins, self._awaited, self._mode = {}, -1, None
+
+    def repack(self, tensor: torch.Tensor) -> torch.Tensor:
+        """As ``CheckpointFrame.repack``."""
+        value = super().repack(tensor)
+        # inside of a mode of the unit's own it would end in another order than it began: attention then runs again
+        if self._filled == self._awaited and self._mode is not None and not _function_modes():
+            self._mode.start()
+        return value
+
+    def awaits(self, scope: Scope, mode: FunctionScopes) -> bool:
+        """Whether a mode can do without looking at the functions that come before the first to be handed out. It is
+        started when the tensors before that are there: a mode costs as much as a small op for every function."""
+        begin = self._begins.get(scope)
+        if begin is None or begin <= self._filled or self._mode is not None or _function_modes():
+            return False
+        self._awaited, self._mode = begin, mode
+        return True
 
     def _hand_out(self, scope: Scope, function: Any, run: Callable[[], Any], given: Callable[[], Any]) -> Any:
         """What the call returned, once all that it saved is filled in. ``run()`` where it cannot be skipped.
@@ -335,7 +362,7 @@ class Draft:
         self.outputs: Held = ()
         self.trains: Sequence[bool] = ()
         self.is_ambiguous = self.is_tuple = False
-        self._prints: list[Any] = []
+        self._prints: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def learned(self, saved: int) -> Learned:
         """This call as later ones will be, in a unit that saves so many tensors."""
@@ -346,20 +373,21 @@ class Draft:
             tensors = [leaf for leaf, _ in self.outputs if isinstance(leaf, torch.Tensor)]
             found = [at[key] for leaf in tensors if (key := (*layout_of(leaf), _memory(leaf))) in at]
             leaves = () if not is_needed else found if len(found) == len(self.outputs) else None
-        own = list(self.own)
-        return Learned(self.scope, self.function, self.sources, own, leaves, self.trains, self.is_tuple, is_needed)
+        own, begin = list(self.own), self.saved - len(self.sources or ())
+        return Learned(
+            self.scope, self.function, self.sources, own, leaves, self.trains, self.is_tuple, is_needed, begin
+        )
 
     def look_at_memory(self) -> None:
         """Note what is in the outputs, to see whether they are written to without a new version."""
         tensors = [leaf for leaf, _ in self.outputs if isinstance(leaf, torch.Tensor) and why_not(leaf) is None]
-        self._prints = [(tensor, form := form_of(tensor), fingerprint(tensor, form)) for tensor in tensors]
+        self._prints = [(tensor, fingerprint(tensor, form_of(tensor))) for tensor in tensors]
 
     def wrote_unseen(self) -> bool:
-        """Whether they were, by ``.data``, NumPy, a kernel of Triton's or the like."""
-        prints, self._prints = self._prints, []
-        return not _is_changed(self.outputs) and any(
-            not _equal(before, fingerprint(tensor, form)) for tensor, form, before in prints
-        )
+        """Whether they were, by ``.data``, NumPy, or a kernel of Triton's as Liger's rotary embedding."""
+        now = [not _equal(before, fingerprint(tensor, form_of(tensor))) for tensor, before in self._prints]
+        self._prints = []
+        return any(now) and not _is_changed(self.outputs)
 
 
 def _held(output: Any) -> Held | None:
@@ -388,7 +416,8 @@ def drafted(
             memory, place = _memory(value), (_memory(value), value.storage_offset())
             is_shared |= place in numbers
             numbers[memory] = numbers[place] = number
-    tensors = [leaf for leaf in (output if type(output) is tuple else (output,)) if isinstance(leaf, torch.Tensor)]
+    leaves: tuple[Any, ...] = output if type(output) is tuple else (output,)
+    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
     if not tensors or any(type(leaf) is not torch.Tensor or leaf.layout is not torch.strided for leaf in tensors):
         return None
     outputs = {_memory(leaf): leaf for leaf in tensors}
@@ -410,11 +439,7 @@ def drafted(
         return None
     draft = Draft(scope, function, sources, count)
     draft.own, draft.outputs, draft.is_tuple = own, _held(output) or (), type(output) is tuple
-    draft.trains = (
-        [isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in output]
-        if draft.is_tuple
-        else [output.requires_grad]
-    )
+    draft.trains = [isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves]
     draft.is_ambiguous = is_shared
     return draft
 
@@ -481,7 +506,7 @@ def _memory(tensor: torch.Tensor) -> int:
 
 
 def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
-    with quietly(), torch._C.DisableTorchFunction():
+    with quietly():
         return torch.equal(one, other)
 
 
@@ -491,6 +516,23 @@ class FunctionScopes(TorchFunctionMode):
     def __init__(self, frame: KeepingFrame, scope: Scope, others: Collection[Any] = ()) -> None:
         super().__init__()
         self._frame, self._scope, self._others = frame, scope, others
+        self._is_on = False
+
+    def __enter__(self) -> FunctionScopes:
+        if not self._frame.awaits(self._scope, self):
+            self.start()
+        return self
+
+    def start(self) -> None:
+        """Look at functions from here on."""
+        if not self._is_on:
+            self._is_on = True
+            super().__enter__()
+
+    def __exit__(self, *raised: Any) -> None:
+        if self._is_on:
+            self._is_on = False
+            super().__exit__(*raised)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         wanted = _ATTENTION.get(func)
@@ -503,7 +545,7 @@ class FunctionScopes(TorchFunctionMode):
         kwargs = kwargs or {}
         self._scope.called = True
         if func is nn.functional.multi_head_attention_forward:  # which calls others
-            with self:
+            with FunctionScopes(self._frame, self._scope, self._others):
                 return func(*args, **kwargs)
         frame = frame_of(self._frame.name)
         if frame is None or frame is not self._frame or "out" in kwargs or _drops_out(func, args, kwargs):
@@ -524,14 +566,8 @@ def _names_attention(func: Any) -> bool:
     return found
 
 
-def _drops_out(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+def _drops_out(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
     """Whether it draws random numbers: skipping it would shift those behind it."""
-    position = 4 if func is nn.functional.scaled_dot_product_attention else _dropout_position(func)
-    return bool(kwargs.get("dropout_p", args[position] if position is not None and position < len(args) else 0))
-
-
-@functools.lru_cache(4096)
-def _dropout_position(func: Any) -> int | None:
-    schema = getattr(func, "_schema", None)
-    names = [argument.name for argument in schema.arguments] if schema is not None else []
-    return names.index("dropout_p") if "dropout_p" in names else None
+    if func is nn.functional.scaled_dot_product_attention or "dropout_p" in kwargs:
+        return bool(kwargs.get("dropout_p", args[4] if len(args) > 4 else 0))
+    return draws_random_numbers(func, args, kwargs)  # type: ignore[arg-type]

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
+from autockpt.checkpointing.fingerprint import quietly
 from autockpt.errors import ConflictError
 
 COPIED_BYTES, SMALL_BYTES = 1 << 24, 1 << 16
@@ -133,7 +134,7 @@ def _content(value: Any) -> Any:
         plain = value.layout is torch.strided and not (value.requires_grad or value.is_meta or value.is_quantized)
         if not plain or value.nbytes > COPIED_BYTES or not value.untyped_storage().nbytes():
             return None
-        with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():  # type: ignore[attr-defined]
+        with quietly():
             return value.detach().clone()
     if type(value) in _CONTAINERS:
         return copy.copy(value)
@@ -163,7 +164,8 @@ class ModuleState:
 
     def take(self) -> list[Entry]:
         """What forwards change, as it is now."""
-        return [Entry.of(home, name).without_graph() for (_, name), home in self._lively.items()]
+        lively = self._lively
+        return [Entry.of(home, name).without_graph() for (_, name), home in lively.items()] if lively else []
 
     def take_quiet(self) -> list[Entry]:
         """Small buffers, and places without one, that forwards have not changed so far."""

@@ -129,34 +129,19 @@ class OffloadedStorage:
         return storage
 
 
-class VersionedTensor:
-    """A tensor that is not kept: only that nobody changes it in place is held on to."""
-
-    __slots__ = ("_probe", "_size", "_unit", "_version")
-
-    def __init__(self, tensor: torch.Tensor, unit: str) -> None:
-        self._probe, self._version = probe_of(tensor), tensor._version
-        self._size, self._unit = tensor.size(), unit
-
-    def check(self) -> None:
-        """Raise InPlaceError where it was changed in place since."""
-        _check(self._probe, self._version, self._unit, self._size)
-
-
-class OffloadedTensor(VersionedTensor):
+class OffloadedTensor:
     """A saved tensor whose storage left the device. ``entry``: where what comes back is compared."""
 
-    __slots__ = ("_entry", "_layout", "_storage")
+    __slots__ = ("_entry", "_layout", "_probe", "_storage", "_version")
 
     def __init__(self, tensor: torch.Tensor, storage: OffloadedStorage, entry: Comparison | None = None) -> None:
-        super().__init__(tensor, storage.group.unit)
-        self._storage, self._entry = storage, entry
-        self._layout = layout_of(tensor)
+        self._probe, self._version = probe_of(tensor), tensor._version
+        self._storage, self._entry, self._layout = storage, entry, layout_of(tensor)
         storage.users += 1
         storage.waiting += 1
 
     def unpack(self) -> torch.Tensor:
-        self.check()
+        _check(self._probe, self._version, self._storage.group.unit, self._layout[1])
         if self._entry is not None:
             self._entry.look_again()
         storage = self._storage.bytes_for_one_user()

@@ -18,6 +18,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import nn
 
+from autockpt.checkpointing.divergence import can_be_sampled
 from autockpt.checkpointing.op_table import STATISTICS, draws_random_numbers, kind_of, written_by
 from autockpt.checkpointing.replay_context import switches
 
@@ -85,6 +86,7 @@ class Saved(NamedTuple):
     value: Value | None
     geometry: Geometry | None
     dtype: torch.dtype
+    can_be_sampled: bool
 
 
 class Tap(NamedTuple):
@@ -212,7 +214,8 @@ class OpRecorder:
         """Autograd saves a tensor."""
         plain = is_plain(tensor)
         value = self._value_of(tensor) if plain else None
-        self.saved.append(Saved(value, geometry_of(tensor) if plain else None, tensor.dtype))
+        geometry = geometry_of(tensor) if plain else None
+        self.saved.append(Saved(value, geometry, tensor.dtype, plain and can_be_sampled(tensor)))
         self.timeline.append(self.saved[-1])
 
     def pass_module(self, module: int, tensors: Sequence[Any]) -> None:

@@ -49,27 +49,18 @@ def laid_out(tensor: torch.Tensor, view: View | None) -> torch.Tensor:
 class Step:
     """An op of a recipe. ``outputs``: which of its results is which value; ``reads``: values, once for each use."""
 
-    __slots__ = ("_args", "_func", "_kwargs", "_nested", "_takes", "outputs", "reads")
+    __slots__ = ("_args", "_func", "_kwargs", "outputs", "reads")
 
     def __init__(self, op: Op, take: Callable[[Read], Take], numbers: dict[Value, int]) -> None:
         self._func = op.func
         self._args = [_compiled(arg, take) for arg in op.args]
         self._kwargs = {name: _compiled(arg, take) for name, arg in op.kwargs.items()}
-        self._takes = [(place, arg.value, arg.view) for place, arg in enumerate(self._args) if isinstance(arg, Take)]
-        self._nested = len(self._takes) < len(op.reads)  # in a list, or named
         self.outputs = [(value.index, numbers[value]) for value in op.outputs]
         self.reads = [numbers[value] for value in op.reads]
 
     def run(self, values: dict[int, torch.Tensor]) -> Any:
-        args, kwargs = self._args, self._kwargs
-        if self._nested:
-            args, kwargs = _filled(args, values), {name: _filled(arg, values) for name, arg in kwargs.items()}
-        else:
-            args = args.copy()
-            for place, value, view in self._takes:
-                tensor = values[value]
-                args[place] = tensor if view is None else laid_out(tensor, view)
-        return self._func(*args, **kwargs)
+        kwargs = {name: _filled(arg, values) for name, arg in self._kwargs.items()} if self._kwargs else {}
+        return self._func(*[_filled(arg, values) for arg in self._args], **kwargs)
 
 
 def _compiled(arg: Any, take: Callable[[Read], Take]) -> Any:
@@ -96,9 +87,9 @@ class Program:
     """The steps that lead to one value, in order, and what they begin with. ``reads``: how often each value is read."""
 
     def __init__(self, steps: list[Step], sources: list[Source]) -> None:
-        self.steps, self.reads = steps, Counter([value for step in steps for value in step.reads])
-        self.cells = [(source.value, source.number) for source in sources if source.kind == "cell"]
-        self.given = [source for source in sources if source.kind != "cell"]
+        self.steps, self.sources = steps, sources
+        self.reads = Counter([value for step in steps for value in step.reads])
+        self.cells = tuple([source.number for source in sources if source.kind == "cell"])
 
 
 class Position(NamedTuple):
@@ -136,7 +127,7 @@ class Recipe:
         self.content: list[str] = []
         self.ends: frozenset[int] = frozenset()  # dropped tensors that depend on all others
         self.is_dynamic = False
-        self.switches: list[Any] = []
+        self.switches: tuple[Any, ...] = ()
 
     @property
     def forms(self) -> list[Form | None]:
@@ -173,7 +164,7 @@ class _Planner:
                 self._reach.update(event.outputs)
         used = {number for position in recipe.positions for number in position.cells}
         recipe.positions = [p if p.cell in used else p._replace(cell=None) for p in recipe.positions]
-        recipe.ends = _ends(recipe)
+        recipe.ends = _ends(record, recipe)
         recipe.content = _content(record, recipe)
 
     def _is_in_reach(self, value: Value) -> bool:
@@ -207,7 +198,7 @@ class _Planner:
         if number not in recipe.programs:
             recipe.programs[number] = self._program(value)
         recipe.uses[number] += 1
-        cells = tuple(cell for _, cell in recipe.programs[number].cells)
+        cells = recipe.programs[number].cells
         view = _relative(geometry, value.geometry)
         dropped = recipe.uses.total() - 1
         recipe.positions.append(Position(form, None, None, dropped, number, view, cells))
@@ -297,30 +288,15 @@ def _relative(geometry: Geometry, base: Geometry) -> View | None:
     return None if geometry == base else (geometry[0], geometry[1], geometry[2] - base[2])
 
 
-def _ends(recipe: Recipe) -> frozenset[int]:
-    """A few dropped tensors that all others lead to, for where looking at each would take long. Such as lie in one
-    piece."""
+def _ends(record: OpRecorder, recipe: Recipe) -> frozenset[int]:
+    """A few dropped tensors that all others lead to, for where looking at each would take long. Of such as can be
+    sampled."""
     chosen, covered = set[int](), set[int]()
-    for position in reversed(recipe.positions):
-        if position.dropped is None or position.value in covered or position.form is None:
-            continue
-        size, strides, dtype = position.form
-        if dtype.is_floating_point and _in_one_piece(size, strides):
+    for saved, position in zip(reversed(record.saved), reversed(recipe.positions), strict=True):
+        if position.dropped is not None and position.value not in covered and saved.can_be_sampled:
             chosen.add(position.dropped)
             covered.update(value for step in recipe.programs[position.value].steps for _, value in step.outputs)
     return frozenset(chosen)
-
-
-def _in_one_piece(size: torch.Size, strides: tuple[int, ...]) -> bool:
-    """Whether it is contiguous, or so with channels last."""
-    if len(size) == 4 and strides[1] == 1 != size[1]:
-        size, strides = torch.Size([size[d] for d in (0, 2, 3, 1)]), tuple([strides[d] for d in (0, 2, 3, 1)])
-    expected = 1
-    for length, stride in zip(reversed(size), reversed(strides), strict=True):
-        if length > 1 and stride != expected:
-            return False
-        expected *= length
-    return True
 
 
 def _content(record: OpRecorder, recipe: Recipe) -> list[str]:

@@ -10,11 +10,12 @@ tensors are made from stands in what ``pack`` returned, not in the call: it dies
 
 from __future__ import annotations
 
+import functools
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -44,51 +45,31 @@ class RecordedCall:
 
     __slots__ = (
         *("_cells", "_compares", "_inputs", "_known", "_left", "_lost", "_memo", "_number", "_observer"),
-        *(
-            "_recipe",
-            "_recorder",
-            "_saved_on",
-            "_slots",
-            "_stream",
-            "_tensors",
-            "_unit",
-            "_weights",
-            "_weights_at_begin",
-            "is_first",
-            "is_recorded",
-        ),
+        *("_recipe", "_sources", "_stream", "_tensors", "_unit", "_weights", "is_first", "is_recorded"),
     )
 
     def __init__(self, unit: RecordedUnit, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         self._unit = unit
-        self._known, self._tensors, self.is_recorded = known, tensors, _ = unit.next_call(args, kwargs)
+        self._known, self._tensors, self.is_recorded = known, _, _ = unit.next_call(args, kwargs)
         self.is_first = known.recipe is None
         self._number, self._lost = 0, False
-        self._observer: CheckedCall | UnitCheck | None = None
-        self._compares: Container[int] = ()  # which dropped tensors it looks at
-        self._recorder: OpRecorder | None = None
-        self._recipe: Recipe | None = None
-        self._slots: list[list[Any]] = []  # what ``pack`` returned, where all is held until the call ends
-        self._saved_on: list[Any] = []  # their streams
+        self._compares: Container[int] = ()  # which dropped tensors the observer looks at
         self._memo: dict[int, torch.Tensor] = {}  # values that were made, until every position has them
         self._left: Counter[int] | None = None
         self._stream: Any = None  # that they were made on
-        self._weights_at_begin: list[torch.Tensor | None] = []
-        if self.is_recorded:
-            self._weights_at_begin = weights = [home.get(name) for home, name in unit.weights]
-            self._recorder = OpRecorder(tensors, weights, unit.keeps, everywhere=unit.everywhere)
-        elif known.recipe is not None:
-            self._go_by(known.recipe)
+        if not self.is_recorded:
+            assert known.recipe is not None
+            self._go_by(known.recipe, [home.get(name) for home, name in unit.weights])
 
-    def _go_by(self, recipe: Recipe, weights: Sequence[torch.Tensor | None] | None = None) -> None:
-        """Take what the recipe starts from. ``weights``: those of the call's beginning, where its forward has run."""
+    def _go_by(self, recipe: Recipe, weights: Sequence[torch.Tensor | None]) -> None:
+        """Take what the recipe starts from."""
         self._recipe = recipe
         self._cells: list[Any] = [None] * recipe.cells
+        self._sources: dict[tuple[int, ...], tuple[Any, ...]] = {}  # what is in these cells
         self._inputs: dict[int, SavedTensor] = {number: save(self._tensors[number]) for number in recipe.inputs}
         self._weights: dict[int, tuple[torch.Tensor, int]] = {}
         for number, strides in recipe.weights.items():
-            home, name = self._unit.weights[number]
-            weight = home.get(name) if weights is None else weights[number]
+            weight = weights[number]
             if weight is None or weight.stride() != strides:
                 self._lost = True
                 break
@@ -107,26 +88,22 @@ class RecordedCall:
 
         Raises RerunMismatch where the call shows that earlier ones were not given what they had computed.
         """
-        unit, recorder, recipe = self._unit, self._recorder, self._recipe
-        self._observer = observer
-        if recipe is not None:
-            self._compares = _compared(recipe, observer)
+        unit, self._observer = self._unit, observer
+        if self.is_recorded:
+            return self._record(forward, args, kwargs)
+        recipe = self._recipe
+        self._compares = _compared(recipe, observer)
         with saved_tensors_hooks(self.pack, self.unpack):
-            if recorder is None and not recipe.taps:  # type: ignore[union-attr]
-                output = forward(*args, **kwargs)
-            else:
-                before = unit.numbers()
-                with _ModuleHooks(unit, recorder, recipe, self._fill_cell):
+            if recipe.taps:
+                turns, thread = Counter[int](), threading.get_ident()
+                with tapping(unit, recipe.taps, functools.partial(self._take, turns, thread)):
                     output = forward(*args, **kwargs)
-        if recorder is not None:
-            self._recorder = None
-            self._end_recording(recorder)
-            unit.leave_out_changed(before)
-        else:
-            self._known.followed += 1
-            if self._lost or self._number != len(recipe.positions):  # type: ignore[union-attr]
-                unit.lose(self._known)
-        self._tensors, self._cells = [], []
+            else:
+                output = forward(*args, **kwargs)
+        self._known.followed += 1
+        if self._lost or self._number != len(recipe.positions):
+            unit.lose(self._known)
+        self._tensors, self._cells, self._sources = [], [], {}
         return output
 
     def pack(self, tensor: torch.Tensor) -> Any:
@@ -139,20 +116,20 @@ class RecordedCall:
         number = self._number
         self._number = number + 1
         # No function is called that need not be: a layer saves dozens of tensors.
-        recipe, cell = self._recipe, None
-        if recipe is not None and not self._lost:
-            positions = recipe.positions
+        cell = None
+        if not self._lost:
+            positions = self._recipe.positions
             form, cell, weight, dropped, _, _, cells = positions[number] if number < len(positions) else _BEYOND
             if form is not None and (
                 tensor.shape != form[0] or tensor.stride() != form[1] or tensor.dtype is not form[2]
             ):
                 self._lost, cell = True, None
             elif dropped is not None:
-                sources = tuple(map(self._cells.__getitem__, cells))
+                if (sources := self._sources.get(cells)) is None:
+                    sources = self._sources[cells] = tuple(map(self._cells.__getitem__, cells))
                 if None not in sources:
-                    if dropped in self._compares:
-                        return number, self._observer.sample(dropped, tensor), *sources  # type: ignore[union-attr]
-                    return number, None, *sources
+                    looks = dropped in self._compares
+                    return number, self._observer.sample(dropped, tensor) if looks else None, sources  # type: ignore[union-attr]
                 self._lost = True  # a module inside was not called, or with another tensor
             elif weight is not None:
                 # FullyShardedDataParallel has all weights in one storage
@@ -160,38 +137,57 @@ class RecordedCall:
                 there = home.get(name)
                 self._lost = there is None or tensor.data_ptr() - there.data_ptr() != weight[1]
         kept = tensor if tensor.is_leaf else tensor.detach(), tensor._version
-        if self._recorder is not None:
-            self._recorder.save(tensor)
-            self._slots.append([*kept])
-            self._saved_on.append(stream_of(tensor.device))
-            return self._slots[-1]
         if cell is not None:
             self._cells[cell] = kept
         return kept
 
-    def _fill_cell(self, cell: int, tensor: torch.Tensor) -> None:
-        self._cells[cell] = tensor.detach(), tensor._version
+    def _take(self, turns: Counter[int], thread: int, number: int, tensors: Sequence[Any]) -> None:
+        """A module inside is given, or returns, these tensors."""
+        if threading.get_ident() != thread:
+            return
+        turn = turns[number]
+        turns[number] += 1
+        for nth, argument, cell, form in self._recipe.taps[number]:
+            tensor = tensors[argument] if nth == turn and argument < len(tensors) else None
+            if isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided and form_of(tensor) == form:
+                self._cells[cell] = tensor.detach(), tensor._version
 
-    def _end_recording(self, recorder: OpRecorder) -> None:
-        """Plan from the record, and drop what was held until now."""
+    def _record(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """The forward, recorded. What it saves is held until it ends, and then dropped by the recipe."""
+        unit, numbers, slots = self._unit, self._unit.numbers(), list[list[Any]]()
+        weights = [home.get(name) for home, name in unit.weights]
+        recorder = OpRecorder(self._tensors, weights, unit.keeps, everywhere=unit.everywhere)
+        pack = functools.partial(self.hold, recorder, slots)
+        with saved_tensors_hooks(pack, self.unpack), recording(unit, recorder):
+            output = forward(*args, **kwargs)
         small = max((t.nbytes for t in self._tensors if t.layout is torch.strided), default=0) // SMALL
         recipe = plan(recorder, small)
-        self._go_by(recipe, self._weights_at_begin)
+        self._go_by(recipe, weights)
+        self._drop(recipe, slots, recorder)
+        recorder.forget()
+        unit.learn(self._known, recipe)
+        unit.leave_out_changed(numbers)
+        self._tensors, self._cells, self._sources = [], [], {}
+        return output
+
+    def hold(self, recorder: OpRecorder, slots: list[list[Any]], tensor: torch.Tensor) -> Any:
+        """The hook for what autograd saves in a recorded call."""
+        recorder.save(tensor)
+        slots.append([tensor if tensor.is_leaf else tensor.detach(), tensor._version, stream_of(tensor.device)])
+        return slots[-1]
+
+    def _drop(self, recipe: Recipe, slots: list[list[Any]], recorder: OpRecorder) -> None:
         compares, observer = _compared(recipe, self._observer), self._observer
         for tap, cell in recipe.cells_of_taps():
             self._cells[cell] = recorder.tapped[tap]
-        for number, (slot, position) in enumerate(zip(self._slots, recipe.positions, strict=True)):
+        for number, (slot, position) in enumerate(zip(slots, recipe.positions, strict=True)):
             if position.cell is not None:
-                self._cells[position.cell] = slot
+                self._cells[position.cell] = slot[:2]
             elif position.dropped is not None:
                 # what was made on another stream may be freed there before this one has read it
-                here = stream_of(slot[0].device) == self._saved_on[number]
-                looks = here and position.dropped in compares
+                looks = position.dropped in compares and stream_of(slot[0].device) == slot[2]
                 comparison = observer.sample(position.dropped, slot[0]) if looks else None  # type: ignore[union-attr]
-                slot[:] = number, comparison, *[self._cells[cell] for cell in position.cells]
-        self._slots, self._saved_on, self._weights_at_begin = [], [], []
-        recorder.forget()
-        self._unit.learn(self._known, recipe)
+                slot[:] = number, comparison, tuple([self._cells[cell] for cell in position.cells])
 
     # In backward.
 
@@ -203,7 +199,6 @@ class RecordedCall:
                 raise self._in_place(first, comparison)
             return first
         recipe = self._recipe
-        assert recipe is not None
         position = recipe.positions[first]
         if comparison is not None:
             comparison.look_again()
@@ -211,7 +206,7 @@ class RecordedCall:
             self._wait_for_other_stream()
         base = self._memo.get(position.value)
         if base is None:
-            base = self._make(position.value, packed[2:])
+            base = self._make(position.value, packed[2])
         self._count_down(recipe, position.value)
         tensor = base if position.view is None else laid_out(base, position.view)
         if comparison is not None:
@@ -244,7 +239,6 @@ class RecordedCall:
         runs again.
         """
         recipe = self._recipe
-        assert recipe is not None
         program, values = recipe.programs[wanted], dict[int, torch.Tensor]()
         steps = self._steps_left(program, wanted, values) if self._memo else program.steps
         whole = len(steps) == len(program.steps)
@@ -283,15 +277,16 @@ class RecordedCall:
     def _take_sources(
         self, program: Program, cells: Sequence[Any], readers: Counter[int], values: dict[int, torch.Tensor]
     ) -> None:
-        held = [(value, *cell) for (value, _), cell in zip(program.cells, cells, strict=True)]
-        held += [(value, *self._weights[number]) for value, kind, number in program.given if kind == "weight"]
-        for value, tensor, version in held:
+        held = iter(cells)
+        for value, kind, number in program.sources:
+            if kind == "input":
+                if readers[value]:
+                    values[value] = unpack(self._inputs[number], self._unit.name)
+                continue
+            tensor, version = next(held) if kind == "cell" else self._weights[number]
             if readers[value] and tensor._version != version:
                 raise self._in_place(tensor, version)
             values[value] = tensor
-        for value, kind, number in program.given:
-            if kind == "input" and readers[value]:
-                values[value] = unpack(self._inputs[number], self._unit.name)
 
     def _in_place(self, tensor: torch.Tensor, expected: int) -> InPlaceError:
         remedy = "Change it after backward: an optimizer step before the last backward of a graph does this."
@@ -318,87 +313,58 @@ def _compared(recipe: Recipe, observer: CheckedCall | UnitCheck | None) -> Conta
     return recipe.ends if type(observer) is UnitCheck else range(sys.maxsize)
 
 
-class _ModuleHooks:
-    """Around a forward: hooks on modules inside, and the mode that hands ops to a recorder.
+@contextmanager
+def tapping(unit: RecordedUnit, numbers: Iterable[int], take: Callable[[int, Sequence[Any]], None]) -> Iterator[None]:
+    """Inside, ``take`` is handed what modules are given; for inverted numbers, what they return.
 
-    A recipe takes tensors from few modules; a recorder is told what all of them are given and return. Hooks are there
-    for this one call, so that nothing of it is copied or saved along with the modules.
+    Hooks are there for this one call, so that nothing of it is copied or saved along with the modules.
     """
 
-    def __init__(
-        self,
-        unit: RecordedUnit,
-        recorder: OpRecorder | None,
-        recipe: Recipe | None,
-        fill: Callable[[int, torch.Tensor], None],
-    ) -> None:
-        self._unit, self._recorder, self._recipe, self._fill = unit, recorder, recipe, fill
-        self._thread, self._turns = threading.get_ident(), Counter[int]()
-        self._handles: list[Any] = []
-        self._modes: list[Any] = []
+    def before(number: int, _: nn.Module, args: tuple[Any, ...]) -> None:
+        take(number, args)
 
-    def __enter__(self) -> None:
-        unit, recorder = self._unit, self._recorder
-        taps = self._recipe.taps if self._recipe is not None else {}
-        for number in taps if recorder is None else [k for n in range(1, len(unit.modules)) for k in (n, ~n)]:
-            self._handles.append(self._tap(number))
-        if recorder is not None:
-            for module, kind in unit.scopes.items():
-                self._handles += self._scope(recorder, module, kind)
-            if unit.everywhere:
-                self._enter_mode(recorder)
+    def after(number: int, _: nn.Module, args: Any, output: Any) -> None:
+        take(number, (output,))
 
-    def __exit__(self, *raised: Any) -> None:
-        while self._modes:
-            self._modes.pop().__exit__(*raised)
-        for handle in self._handles:
-            handle.remove()
-
-    def _enter_mode(self, recorder: OpRecorder) -> None:
-        self._modes.append(nullcontext() if self._modes else self._unit.watching(recorder))
-        self._modes[-1].__enter__()
-
-    def _tap(self, number: int) -> Any:
-        """A hook for what a module is given; of an inverted number, for what it returns."""
-
-        def before(_: nn.Module, args: tuple[Any, ...]) -> None:
-            self._pass(number, args)
-
-        def after(_: nn.Module, args: Any, output: Any) -> None:
-            self._pass(number, (output,))
-
-        if number >= 0:
-            return self._unit.modules[number].register_forward_pre_hook(before)
-        return self._unit.modules[~number].register_forward_hook(after)
-
-    def _scope(self, recorder: OpRecorder, module: nn.Module, kind: str) -> Iterator[Any]:
-        """Hooks on a module that the choice names."""
-
-        def enter(*_: Any) -> None:
-            if kind == "keep":
-                recorder.keeping += 1
+    with ExitStack() as stack:
+        for number in numbers:
+            if number >= 0:
+                handle = unit.modules[number].register_forward_pre_hook(functools.partial(before, number))
             else:
-                self._enter_mode(recorder)
+                handle = unit.modules[~number].register_forward_hook(functools.partial(after, number))
+            stack.callback(handle.remove)
+        yield
 
-        def leave(*_: Any) -> None:
-            if kind == "keep":
-                recorder.keeping -= 1
-            else:
-                self._modes.pop().__exit__(None, None, None)
 
-        yield module.register_forward_pre_hook(enter, prepend=True)
-        yield module.register_forward_hook(leave, always_call=True)
+@contextmanager
+def recording(unit: RecordedUnit, recorder: OpRecorder) -> Iterator[None]:
+    """Inside, the recorder is handed ops, everywhere or within the modules that the choice names, and told what all
+    modules are given and return."""
+    thread, modes = threading.get_ident(), list[Any]()
 
-    def _pass(self, number: int, tensors: Sequence[Any]) -> None:
-        if threading.get_ident() != self._thread:
-            return
-        if self._recorder is not None:
-            self._recorder.pass_module(number, tensors)
-            return
-        turn = self._turns[number]
-        self._turns[number] += 1
-        assert self._recipe is not None
-        for nth, argument, cell, form in self._recipe.taps[number]:
-            tensor = tensors[argument] if nth == turn and argument < len(tensors) else None
-            if isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided and form_of(tensor) == form:
-                self._fill(cell, tensor)
+    def take(number: int, tensors: Sequence[Any]) -> None:
+        if threading.get_ident() == thread:
+            recorder.pass_module(number, tensors)
+
+    def enter(kind: str, *_: Any) -> None:
+        if kind == "keep":
+            recorder.keeping += 1
+        else:
+            modes.append(nullcontext() if modes else unit.watching(recorder))
+            modes[-1].__enter__()
+
+    def leave(kind: str, *_: Any) -> None:
+        if kind == "keep":
+            recorder.keeping -= 1
+        else:
+            modes.pop().__exit__(None, None, None)
+
+    numbers = [tap for number in range(1, len(unit.modules)) for tap in (number, ~number)]
+    with ExitStack() as stack, tapping(unit, numbers, take):
+        for module, kind in unit.scopes.items():
+            stack.callback(module.register_forward_pre_hook(functools.partial(enter, kind), prepend=True).remove)
+            left = module.register_forward_hook(functools.partial(leave, kind), always_call=True)
+            stack.callback(left.remove)
+        if unit.everywhere:
+            stack.enter_context(unit.watching(recorder))
+        yield

@@ -13,21 +13,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
 
-from autockpt.checkpointing.divergence import FIRST_CALLS, Schedule
+from autockpt.checkpointing.divergence import FIRST_CALLS
 from autockpt.checkpointing.op_recorder import OpRecorder
 from autockpt.checkpointing.recipes import Recipe, difference
 from autockpt.checkpointing.replay_context import autocast_is_on, switches
-from autockpt.checkpointing.unit import CheckpointedUnit
+from autockpt.checkpointing.unit import CallKind, CheckpointedUnit
 from autockpt.errors import RerunMismatch
 
 _function_modes: Callable[[], int] = torch._C._len_torch_function_stack
-_GAP = 4
-"""Calls that go by a recipe before one is recorded again, for the first time."""
 _MISSES = 3
 """So often may calls of a kind turn out to do something else; from then on each is recorded."""
 _MOST = 64
@@ -36,37 +34,25 @@ _EXACT = frozenset((type(None), bool, int, float, str, torch.dtype, torch.device
 _NUMBERS = (bool, int, float, str)
 
 
-class _Kind:
-    """Calls that differ in sizes and numbers alone. ``is_steady``: two recordings of one signature were the same."""
-
-    def __init__(self, first_calls: int) -> None:
-        self.schedule = Schedule(first_calls, _GAP)
-        self.is_steady = first_calls < FIRST_CALLS
-        self.misses = 0
-
-    def must_record(self, known: Signature) -> bool:
-        """Whether too few recordings of a signature agree for a call to go by the recipe."""
-        needed = 1 if self.is_steady and not self.misses else FIRST_CALLS * 4**self.misses
-        return known.recipe is None or self.misses >= _MISSES or known.agreed < needed
-
-
 class Signature:
     """Calls of one signature. So many recordings in a row ``agreed`` on the ``recipe``, and so many calls have
     ``followed`` it since the last one."""
 
-    def __init__(self, kind: _Kind) -> None:
+    def __init__(self, kind: CallKind) -> None:
         self.kind = kind
         self.recipe: Recipe | None = None
         self.agreed = self.followed = 0
 
 
-class RecordedUnit:
+class RecordedUnit(CheckpointedUnit):
     """A module whose calls go by recipes, as its modules are now.
 
     ``watching`` gives a dispatch mode that hands ops to a recorder. ``keeps``: expensive ops that are not to run again.
     ``scopes`` names modules inside for which that is so (``keep``), or in which alone ops run again (``within``).
     ``compares``: calls that go by a recipe are recorded again now and then.
     """
+
+    gap: ClassVar[int] = 4  # calls that go by a recipe before one is recorded again
 
     def __init__(
         self,
@@ -79,10 +65,10 @@ class RecordedUnit:
         *,
         compares: bool = True,
     ) -> None:
-        self.name, self.watching, self.keeps, self.scopes = name, watching, keeps, scopes or {}
+        super().__init__(name, module, None, first_calls)
+        self.watching, self.keeps, self.scopes = watching, keeps, scopes or {}
         self.everywhere = "within" not in self.scopes.values()
-        self.unit = CheckpointedUnit(name, module)
-        self.modules = modules = self.unit.state.modules
+        self.modules = modules = self.state.modules
         fields = [vars(m) for m in modules]
         places = [(home, n) for m in modules for home in (m._parameters, m._buffers) for n in home]
         # FullyShardedDataParallel puts views of its own in the place of parameters
@@ -90,57 +76,43 @@ class RecordedUnit:
         self.weights: list[tuple[dict[str, Any], str]] = places
         # A scale that is changed from step to step is an argument of an op. No saved tensor's form shows it.
         self._numbers = [(home, n) for home in fields for n, value in home.items() if type(value) in _NUMBERS]
-        self._first_calls, self._compares = first_calls, compares
-        self._kinds: dict[Any, _Kind] = {}
+        self._compares = compares
         self.signatures: dict[Any, Signature] = {}
-        self._switches: list[list[Any]] = []
 
     def in_mid_training(self) -> None:
         """Record one more call only."""
-        self._first_calls, self._kinds, self.signatures = 1, {}, {}
+        super().in_mid_training()
+        self.signatures = {}
 
     def next_call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Signature, list[torch.Tensor], bool]:
         """A call begins: its signature, the tensors that it is given, and whether it is to be recorded."""
         tensors: list[torch.Tensor] = []
-        key = self._key(args, kwargs, tensors)
-        known = self.signatures.get(key)
-        if known is None:
-            key_of_kind = self.modules[0].training, *[(t.dtype, t.requires_grad) for t in tensors]
-            if (kind := self._kinds.get(key_of_kind)) is None:
-                kind = self._kinds[key_of_kind] = _Kind(self._first_calls)
-            known = Signature(kind)
-            if key is not None:
-                if len(self.signatures) >= _MOST:
-                    del self.signatures[next(iter(self.signatures))]
-                self.signatures[key] = known
-        is_due = known.kind.schedule.next() is not None and self._compares
-        return known, tensors, is_due or known.kind.must_record(known)
-
-    def _key(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], tensors: list[torch.Tensor]) -> Any:
-        """Equal for calls of which one's recipe may hold for the other; None where nothing tells that."""
-        rest = _plain_parts(args, tensors), _plain_parts(dict(kwargs), tensors) if kwargs else None
-        cast: Any = None
-        if autocast_is_on():
-            kinds = sorted({tensor.device.type for tensor in tensors})
-            states = [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds]
-            cast = torch.is_autocast_cache_enabled(), *states
+        rest = _plain_parts(args, tensors), _plain_parts(kwargs, tensors)
+        key: Any = None
         try:
-            storages = [tensor.untyped_storage()._cdata for tensor in tensors]
-            shared: list[Any] = []
-            if len(set(storages)) < len(storages):
-                shared = [(storages.index(s), t.storage_offset()) for s, t in zip(storages, tensors, strict=True)]
-            forms = [(t.shape, t.stride(), t.dtype, t.requires_grad, t.is_leaf, t.device, type(t)) for t in tensors]
-            key = rest, cast, _function_modes(), self._kernels(), self.numbers(), *shared, *forms
-            hash(key)
+            key = *rest, self.numbers(), switches(), *_surroundings(tensors)
+            known = self.signatures.get(key)
         except (RuntimeError, TypeError):  # sparse and the like have no storage, and jagged sizes no hash
-            return None
-        return key
+            key = known = None
+        if known is None:
+            known = self._new_signature(key, tensors)
+        is_due = known.kind.schedule.next() is not None and self._compares
+        return known, tensors, is_due or self._must_record(known)
 
-    def _kernels(self) -> int:
-        """Which of the sets of switches met so far is in force: they are no keys of a dictionary."""
-        if (now := switches()) not in self._switches:
-            self._switches.append(now)
-        return self._switches.index(now)
+    def _must_record(self, known: Signature) -> bool:
+        """Whether too few recordings of a signature agree for a call to go by the recipe."""
+        kind = known.kind
+        is_steady = (kind.is_steady or self.is_measured) and not kind.misses
+        needed = 1 if is_steady else FIRST_CALLS * 4**kind.misses
+        return known.recipe is None or kind.misses >= _MISSES or known.agreed < needed
+
+    def _new_signature(self, key: Any, tensors: list[torch.Tensor]) -> Signature:
+        known = Signature(self.kind_of(tensors))
+        if key is not None:  # without one nothing tells whether another call's recipe holds
+            if len(self.signatures) >= _MOST:
+                del self.signatures[next(iter(self.signatures))]
+            self.signatures[key] = known
+        return known
 
     def numbers(self) -> tuple[Any, ...]:
         """Numbers and flags among the modules' attributes, as they are now."""
@@ -179,6 +151,19 @@ class RecordedUnit:
         """A call that went by the recipe has saved something else."""
         known.kind.misses += 1
         known.recipe, known.agreed, known.followed = None, 0, 0
+
+
+def _surroundings(tensors: list[torch.Tensor]) -> list[Any]:
+    """What tensors a call is given, which of them share memory, and which modes are around it."""
+    parts: list[Any] = [_function_modes()]
+    if autocast_is_on():
+        kinds = sorted({tensor.device.type for tensor in tensors})
+        parts += [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds]
+        parts.append(torch.is_autocast_cache_enabled())
+    storages = [tensor.untyped_storage()._cdata for tensor in tensors]
+    if len(set(storages)) < len(storages):
+        parts += [(storages.index(s), t.storage_offset()) for s, t in zip(storages, tensors, strict=True)]
+    return parts + [(t.shape, t.stride(), t.dtype, t.requires_grad, t.is_leaf, t.device, type(t)) for t in tensors]
 
 
 def _plain_parts(value: Any, tensors: list[torch.Tensor]) -> Any:

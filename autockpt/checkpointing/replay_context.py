@@ -34,7 +34,7 @@ _SWITCHES: tuple[tuple[Callable[[], Any], Callable[[Any], None]], ...] = (
     (torch.backends.cuda.math_sdp_enabled, torch.backends.cuda.enable_math_sdp),
     (torch.backends.cuda.cudnn_sdp_enabled, torch.backends.cuda.enable_cudnn_sdp),
     # in which order they are tried: sdpa_kernel(..., set_priority=True)
-    (_C._get_sdp_priority_order, _C._set_sdp_priority_order),
+    (lambda: tuple(_C._get_sdp_priority_order()), lambda order: _C._set_sdp_priority_order(list(order))),
     *(
         (functools.partial(getattr, backend, name), functools.partial(setattr, backend, name))
         for backend, name in (
@@ -45,7 +45,7 @@ _SWITCHES: tuple[tuple[Callable[[], Any], Callable[[Any], None]], ...] = (
     ),
     (torch.get_default_dtype, torch.set_default_dtype),
 )
-_READS = [read for read, _ in _SWITCHES]
+_READS: list[Any] = [read for read, _ in _SWITCHES]
 _PATIENCE = 120.0  # seconds
 _here = threading.local()
 _turn = threading.RLock()
@@ -65,8 +65,6 @@ def accelerators_of(tensors: Iterable[torch.Tensor | None]) -> list[Place]:
 class ReplayContext:
     """Made before a forward. ``places``: the accelerators on which it may draw random numbers; ``generators``: random
     generators among its arguments; ``python``: it may draw from Python's or NumPy's.
-
-    Raises ConflictError while a CUDA graph is being captured.
     """
 
     __slots__ = ("_default_device", "_generators", "_places", "_python", "_switches", "_torch", "autocast")
@@ -75,26 +73,17 @@ class ReplayContext:
         self, places: Sequence[Place] = (), generators: Sequence[torch.Generator] = (), python: bool = False
     ) -> None:
         self._places = places
-        self._torch = self.now()
+        self._torch = TorchStates(places)
         self._generators = _states_of(generators) if generators else ()
         self._python = _python_states() if python else None
-        self.autocast = AutocastState(("cpu", *{kind for kind, _ in places}) if places else ("cpu",))
+        self.autocast = AutocastState(["cpu", *{kind for kind, _ in places}] if places else ["cpu"])
         # where tensors are made by default: a function mode decides, and asking for it takes long
         self._default_device = torch.get_default_device() if _function_modes() else _CPU
         self._switches = switches()
 
     def now(self) -> TorchStates:
         """PyTorch's random states as they are by now."""
-        try:
-            return TorchStates(self._places)
-        except RuntimeError as error:
-            if "capture" not in str(error):
-                raise
-            raise ConflictError(
-                "a CUDA graph is being captured, and what runs again in backward needs the random state, which cannot "
-                "be read then",
-                remedy="Use save for units inside of captured graphs.",
-            ) from error
+        return TorchStates(self._places)
 
     def forget_python_unless_drawn(self) -> bool:
         """The forward has ended: whether it drew from Python's or NumPy's generator. If not, they are dropped."""
@@ -150,7 +139,7 @@ class AutocastState:
     __slots__ = ("_kinds", "key")
 
     def __init__(self, kinds: Sequence[str]) -> None:
-        self._kinds = kinds
+        self._kinds = kinds if len(kinds) == 1 else [k for k in kinds if torch.amp.is_autocast_available(k)]
         self.key = self._now() if autocast_is_on() else None  # None where it is off
 
     @property
@@ -159,9 +148,8 @@ class AutocastState:
         return self.key is not None and any(enabled for _, enabled, _ in self.key[1])
 
     def _now(self) -> tuple[bool, tuple[tuple[str, bool, torch.dtype], ...]]:
-        kinds = [kind for kind in self._kinds if torch.amp.is_autocast_available(kind)]
-        states = tuple([(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds])
-        return torch.is_autocast_cache_enabled(), states
+        states = [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in self._kinds]
+        return torch.is_autocast_cache_enabled(), tuple(states)
 
     @contextmanager
     def restored(self, *, remembers: bool = False) -> Iterator[None]:
@@ -214,9 +202,9 @@ def settle_order_of_attentions() -> None:
         _C._VariableFunctions._fused_sdp_choice(given, given, given)
 
 
-def switches() -> list[Any]:
+def switches() -> tuple[Any, ...]:
     """Which kernels are allowed now, the order of those for attention, and the default type."""
-    return list(map(operator.call, _READS))
+    return tuple(map(operator.call, _READS))  # type: ignore[arg-type]
 
 
 def put_switches(wanted: Sequence[Any], now: Sequence[Any]) -> None:

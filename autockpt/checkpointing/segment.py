@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from autockpt.checkpointing.arguments import SavedTensor, flatten, save
+from autockpt.checkpointing.arguments import SavedTensor, save, tensors_of
 from autockpt.checkpointing.fingerprint import Layout, layout_of, probe_of
 from autockpt.checkpointing.frame import CheckpointFrame
 from autockpt.checkpointing.unit import CheckpointedUnit
@@ -45,7 +45,7 @@ class SegmentCalls:
 
     def note(self, frame: SegmentFrame, output: Any) -> None:
         """A call has returned ``output``."""
-        for number, tensor in enumerate(_tensors_in(output)):
+        for number, tensor in enumerate(tensors_of(output)):
             if (place := _place_of(tensor)) is not None:
                 self._returned[place] = (
                     weakref.ref(tensor.untyped_storage()),
@@ -116,12 +116,8 @@ class SegmentFrame(CheckpointFrame):
         """What the call returned, recomputed: the tensors in it, without a graph."""
         found = self._calls.recomputed.get(id(self))
         if found is None:
-            self._to_end = True
-            try:
-                output = self._fill()
-            finally:
-                self._to_end = False
-            found = self._calls.recomputed[id(self)] = [tensor.detach() for tensor in _tensors_in(output)]
+            output = self._fill(to_end=True)
+            found = self._calls.recomputed[id(self)] = [tensor.detach() for tensor in tensors_of(output)]
         return found
 
     def _recompute(self, number: int) -> None:
@@ -129,12 +125,6 @@ class SegmentFrame(CheckpointFrame):
             super()._recompute(number)
         finally:
             self._calls.recomputed.clear()
-
-
-def _tensors_in(output: Any) -> list[torch.Tensor]:
-    tensors: list[torch.Tensor] = []
-    flatten(output, tensors, [])
-    return tensors
 
 
 def _place_of(tensor: torch.Tensor) -> Place | None:

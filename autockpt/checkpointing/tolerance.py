@@ -21,7 +21,13 @@ TOLERANCE = {"float64": 1e-9, "float32": 1e-4, "float16": 1e-2, "bfloat16": 5e-2
 
 
 def sums(tensor: Tensor) -> Tensor:
-    """The same on the tensor's device, where nothing is read."""
+    """The same on the tensor's device, where nothing is read. No mode sees it: ``remake`` would hold the tensor's
+    elements for ops of the unit's own."""
+    with quietly():
+        return _sums(tensor)
+
+
+def _sums(tensor: Tensor) -> Tensor:
     flat = tensor.detach().reshape(-1)
     generator = torch.Generator(device=flat.device).manual_seed(20)
     total = torch.zeros(SUMS, dtype=torch.float64, device=flat.device)
@@ -33,15 +39,9 @@ def sums(tensor: Tensor) -> Tensor:
     return total
 
 
-def unseen_sums(tensor: Tensor) -> Tensor:
-    """The same, and no dispatch mode sees it: ``remake`` would hold the tensor's elements for ops of the unit's own."""
-    with quietly(), torch._C.DisableTorchFunction():
-        return sums(tensor)
-
-
 def distance_of(first: torch.Tensor, second: torch.Tensor, dim: int | None = None) -> torch.Tensor:
     """How far two sketches are apart, relative to the length of the first. What is in both alike, NaN too, is not."""
-    with quietly(), torch._C.DisableTorchFunction():
+    with quietly():
         alike = (first == second) | (first.isnan() & second.isnan())
         apart = torch.where(alike, 0.0, first - second).norm(dim=dim)
         away = torch.where(apart == 0.0, 0.0, apart / first.norm(dim=dim))

@@ -7,7 +7,7 @@ import itertools
 import operator
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import nn
@@ -58,12 +58,17 @@ def put_back(exchanged: Sequence[Exchanged]) -> Iterator[None]:
             place.home[place.name] = place.now
 
 
-class CallKind(NamedTuple):
+class CallKind:
     """Calls that are alike in types, gradients, devices and modes. Sizes do not count: batches without padding have a
-    new length in each step. ``places``: the accelerators that they run on."""
+    new length in each step.
 
-    schedule: Schedule
-    places: list[Place]
+    ``places``: the accelerators that they run on. ``is_steady``: two recordings of one signature were the same;
+    ``misses``: so often calls turned out to do something else (``recorded_unit``).
+    """
+
+    def __init__(self, schedule: Schedule, places: list[Place]) -> None:
+        self.schedule, self.places = schedule, places
+        self.is_steady, self.misses = False, 0
 
 
 class CheckpointedUnit:
@@ -73,20 +78,21 @@ class CheckpointedUnit:
     in the middle of training.
     """
 
+    gap: ClassVar[int] = 1  # calls that go unchecked, for the first time
+
     def __init__(
         self, name: str, module: nn.Module, check: UnitCheck | None = None, first_calls: int = FIRST_CALLS
     ) -> None:
         self.name, self.module, self.check = name, module, check
         self.state = ModuleState(name, module)
         self.draws_in_python = False
-        self.forms: list[Any] = []  # of what the last call saved; equal lists are one object
         self.learned: dict[Any, Any] = {}  # by what a call is given, for frames that learn more from calls
         modules = self.state.modules
         self._first_calls = first_calls
         self._kinds: dict[Any, CallKind] = {}
         named = ((m._parameters, name, p) for m in modules for name, p in m._parameters.items())
         self._homes: list[tuple[dict[str, Any], str]] = [(home, name) for home, name, p in named if p is not None]
-        self._modules = [m._modules for m in modules]
+        self._modules = [m._modules for m in modules if m is module or m._modules]
         self._children = self._children_now()
         # FullyShardedDataParallel takes parameters away and puts views of its own in their place
         self._whole = [m._parameters for m in modules if "_is_fsdp_managed_module" not in vars(m)]
@@ -111,7 +117,7 @@ class CheckpointedUnit:
         key = (self.module.training, *[(t.dtype, t.requires_grad, t.device) for t in tensors])
         if (kind := self._kinds.get(key)) is None:
             places = accelerators_of([*tensors, *self.parameters()])
-            kind = self._kinds[key] = CallKind(Schedule(self._first_calls), places)
+            kind = self._kinds[key] = CallKind(Schedule(self._first_calls, self.gap), places)
         return kind
 
     def has_same_modules(self) -> bool:

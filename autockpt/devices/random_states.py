@@ -28,21 +28,19 @@ class TorchStates:
     backends' own."""
 
     def __init__(self, places: Iterable[tuple[str, int]] | None = None) -> None:
-        self._cpu = torch.default_generator.get_state()
+        self._cpu = torch.get_rng_state()
         wanted = _places_in_use() if places is None else places
-        self._places: dict[tuple[str, int], torch.Tensor] = {}
-        for kind, index in wanted:
-            self._places[kind, index] = torch.get_device_module(kind).get_rng_state(index)
+        self._places = [(kind, index, torch.get_device_module(kind).get_rng_state(index)) for kind, index in wanted]
 
     @property
     def tensors(self) -> list[torch.Tensor]:
         """The states, on the host, the CPU's first."""
-        return [self._cpu, *self._places.values()]
+        return [self._cpu, *(state for _, _, state in self._places)]
 
     def put_back(self) -> None:
         """Make them the states that are drawn from."""
-        torch.default_generator.set_state(self._cpu)
-        for (kind, index), state in self._places.items():
+        torch.set_rng_state(self._cpu)
+        for kind, index, state in self._places:
             torch.get_device_module(kind).set_rng_state(state, index)
 
 

@@ -184,6 +184,13 @@ class Unbound:
         return self.run(module, self.state, *args, **kwargs)
 
 
+def inner_of(module: nn.Module, state: Attachment) -> Callable[..., Any]:
+    """The forward that the attachment stands before, to be called more than once."""
+    if state.unbound is not None:
+        return functools.partial(state.unbound, module)
+    return functools.partial(type(module).forward, module) if state.inner is None else state.inner
+
+
 def call_inner(module: nn.Module, state: Attachment, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run the forward that the attachment stands before. The class is asked anew each time: FSDP2 exchanges it."""
     if state.unbound is not None:
@@ -202,6 +209,14 @@ def take_off(module: nn.Module, forward: AttachedForward) -> None:
         del module.__dict__["forward"]
     else:
         module.__dict__["forward"] = forward.state.inner
+
+
+def drop(module: nn.Module, state: Attachment) -> None:
+    """Take an attachment off for good: nor does it act where another forward was put over it since."""
+    state.active, state.gone = False, True
+    forward = module.__dict__.get("forward")
+    if isinstance(forward, AttachedForward) and forward.state is state:
+        take_off(module, forward)
 
 
 def put_back(module: nn.Module, forward: AttachedForward) -> None:
@@ -232,6 +247,19 @@ def attached_to(module: nn.Module) -> AttachedForward | None:
         else:
             forward = getattr(forward, "__wrapped__", None)
     return None
+
+
+def remove(model: nn.Module) -> None:
+    """Take every attached choice off a model, whoever attached it: for copies and loaded pickles, which carry a plan
+    without its session. Idempotent."""
+    for module in model.modules():
+        while (forward := attached_to(module)) is not None:
+            take_off(module, forward)
+
+
+def attached_path(model: nn.Module) -> str | None:
+    """Where in the model a choice is attached, by name; the root is the empty one. None: nowhere."""
+    return next((path for path, module in model.named_modules() if attached_to(module) is not None), None)
 
 
 _NAMES = """

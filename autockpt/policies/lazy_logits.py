@@ -492,7 +492,7 @@ def _shaped(function: Callable[..., Tensor]) -> Callable[..., Any]:
 
     def apply(source: LogitsSource, *args: Any, **more: Any) -> Any:
         try:
-            with quietly(), torch._C.DisableTorchFunction():
+            with quietly():
                 shape = function(torch.empty(source.shape, device="meta"), *args, **more).shape
         except (RuntimeError, TypeError, IndexError):  # PyTorch says what is wrong of the logits themselves
             return NotImplemented
@@ -515,7 +515,7 @@ def _index(source: LogitsSource, index: Any) -> Any:
         return NotImplemented
     sizes = source.vocabulary, source.vocabulary + 1
     try:
-        with quietly(), torch._C.DisableTorchFunction():
+        with quietly():
             left = [torch.empty((*hidden.shape[:-1], size), device="meta")[index].shape[-1:] for size in sizes]
     except IndexError:
         return NotImplemented

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from autockpt.checkpointing import CheckpointedUnit, CheckpointFrame
 from autockpt.errors import ConflictError
-from autockpt.policies.base import Attachment, PlannedUnit, Policy, Session, call_inner, is_enabled
+from autockpt.policies.base import Attachment, PlannedUnit, Policy, Session, call_inner, inner_of, is_enabled
 from autockpt.policies.compiling import claim, outside_graphs, run_as_it_is, traces_backward
 from autockpt.policies.conflicts import refuse_by_message, refuse_modules
 from autockpt.policies.kv_cache import with_caches, without_caches
@@ -58,12 +58,8 @@ class RecomputeState(Attachment):
         """What looks after one call."""
         return CheckpointFrame(self.checkpointed(module), forward, args, kwargs, self.turn)
 
-    def call(self, module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-        """The forward that stands behind this."""
-        return call_inner(module, self, args, kwargs)
-
     def call_with_caches(self, module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-        """The same, with a KV cache of its own in each run."""
+        """The forward that stands behind this, with a KV cache of its own in each run."""
         return call_inner(module, self, *with_caches(args, kwargs))
 
 
@@ -128,10 +124,10 @@ def _inside_graph(module: nn.Module, state: RecomputeState, args: tuple[Any, ...
 
 def run_in_frame(module: nn.Module, state: RecomputeState, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The unit's forward, and in backward once more. Errors as ``run_recomputed``."""
-    forward = state.call
+    forward = inner_of(module, state)
     if (exchanged := without_caches(state.unit, args, kwargs)) is not None:
-        (args, kwargs), forward = exchanged, state.call_with_caches
-    frame = state.frame(module, functools.partial(forward, module), args, kwargs)
+        (args, kwargs), forward = exchanged, functools.partial(state.call_with_caches, module)
+    frame = state.frame(module, forward, args, kwargs)
     try:
         return frame.run(args, kwargs)
     except (RuntimeError, AssertionError) as error:

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import functools
 import sys
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, ClassVar
 
@@ -33,9 +34,9 @@ from autockpt.policies.base import (
     Policy,
     Session,
     call_inner,
+    inner_of,
     is_enabled,
     modules_named,
-    setting,
 )
 from autockpt.policies.compiling import changes_bits, compiled_by, outside_graphs, run_as_it_is
 from autockpt.policies.conflicts import refuse_by_message, refuse_modules, sequence_nr
@@ -110,10 +111,15 @@ class Learnt:
     units: ClassVar[dict[Any, RecordedUnit] | None] = None
 
 
-def recipes_known(known: dict[Any, RecordedUnit]) -> AbstractContextManager[None]:
+@contextmanager
+def recipes_known(known: dict[Any, RecordedUnit]) -> Iterator[None]:
     """Go by ``known`` in here, and add to it what is learnt: for plans that are traced one after the other. One
     recording of each unit is enough, and none is compared with a later one."""
-    return setting(Learnt, "units", known)
+    before, Learnt.units = Learnt.units, known
+    try:
+        yield
+    finally:
+        Learnt.units = before
 
 
 class RemakeState(Attachment):
@@ -129,7 +135,7 @@ class RemakeState(Attachment):
     def recorded(self, module: nn.Module) -> RecordedUnit:
         """The unit as its modules are now. Where they are others, what calls taught is forgotten."""
         unit: RecordedUnit | None = self._cache_unit
-        if unit is None or unit.unit.module is not module or not unit.unit.has_same_modules():
+        if unit is None or unit.module is not module or not unit.has_same_modules():
             unit = None if Learnt.units is None else Learnt.units.get((self.unit, self._choice))
             self._cache_unit = unit = unit or self._new(module)
         return unit
@@ -173,7 +179,7 @@ def run_rematerialized(module: nn.Module, state: RemakeState, /, *args: Any, **k
     observer = state.check.observer(new=call.is_first) if state.check is not None else None
     before = sequence_nr()
     try:
-        output = call.run(lambda *a, **k: call_inner(module, state, a, k), args, kwargs, observer)
+        output = call.run(inner_of(module, state), args, kwargs, observer)
     except (RuntimeError, AssertionError) as error:
         refuse_by_message(error, state.unit)
         raise
@@ -185,7 +191,7 @@ def run_rematerialized(module: nn.Module, state: RemakeState, /, *args: Any, **k
 
 
 # Between two graphs the compiler would take on what autograd calls for each saved tensor.
-for _hook in (RecordedCall.pack, RecordedCall.unpack):
+for _hook in (RecordedCall.pack, RecordedCall.hold, RecordedCall.unpack):
     run_as_it_is(_hook)
 
 

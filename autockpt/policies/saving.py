@@ -35,7 +35,7 @@ def _itself(tensor: Any) -> Any:
     """The leaf that a tensor stands for; the tensor where it is that, or holds something else: a copy made by hooks."""
     if tensor is None or type(tensor) is nn.Parameter or not (tensor.requires_grad and tensor.is_leaf):
         return tensor
-    with torch.inference_mode(False), torch.enable_grad(), quietly(), torch._C.DisableTorchFunction():
+    with torch.inference_mode(False), torch.enable_grad(), quietly():
         node: Any = tensor.view_as(tensor).grad_fn
         leaf = node.next_functions[0][0].variable
         same = _memory_of(leaf) == _memory_of(tensor) != 0 and layout_of(leaf) == layout_of(tensor)

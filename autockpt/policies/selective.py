@@ -22,16 +22,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 from autockpt.checkpointing.kept_outputs import FunctionScopes, KeepingFrame, Scope, frame_of
 from autockpt.checkpointing.op_table import is_attention, is_heavy
 from autockpt.errors import PlanError
-from autockpt.policies.base import (
-    AttachedForward,
-    Attachment,
-    PlannedUnit,
-    Policy,
-    Session,
-    call_inner,
-    modules_named,
-    take_off,
-)
+from autockpt.policies.base import Attachment, PlannedUnit, Policy, Session, call_inner, drop, modules_named
 from autockpt.policies.compiling import run_as_it_is
 from autockpt.policies.conflicts import refuse_modules
 from autockpt.policies.recompute import RecomputeState, run_recomputed
@@ -112,10 +103,7 @@ class _CompiledInPlace:
         """A forward of the model begins."""
         if self._scopes and not torch.compiler.is_compiling() and self._unit._compiled_call_impl is not None:
             for module, state in self._scopes.items():
-                state.active, state.gone = False, True  # also where another forward was put over it since
-                forward = module.__dict__.get("forward")
-                if isinstance(forward, AttachedForward) and forward.state is state:
-                    take_off(module, forward)
+                drop(module, state)
             self._scopes = {}
 
     def end(self) -> None:

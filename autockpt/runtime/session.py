@@ -16,16 +16,7 @@ from autockpt.devices.transport import OffloadTransports, Transports
 from autockpt.errors import ConflictError, PlanError
 from autockpt.interpreter import with_room
 from autockpt.policies import POLICIES
-from autockpt.policies.base import (
-    Attachment,
-    ForwardListener,
-    PlannedUnit,
-    Session,
-    attached_to,
-    call_inner,
-    is_library,
-    take_off,
-)
+from autockpt.policies.base import Attachment, PlannedUnit, Session, attached_path, call_inner, is_library
 from autockpt.policies.check_report import sentinels_of
 from autockpt.policies.conflicts import refuse_lazy, refuse_native, refuse_wrappers, with_switches
 from autockpt.policies.kv_cache import DROPPED, holds_cache, parameter_names
@@ -104,19 +95,6 @@ def without_kv_cache(model: nn.Module) -> Session:
     return session
 
 
-def remove(model: nn.Module) -> None:
-    """Take every attached choice off a model, whoever attached it: for copies and loaded pickles, which carry a plan
-    without its session. Idempotent."""
-    for module in model.modules():
-        while (forward := attached_to(module)) is not None:
-            take_off(module, forward)
-
-
-def attached_path(model: nn.Module) -> str | None:
-    """Where in the model a choice is attached, by name; the root is the empty one. None: nowhere."""
-    return next((path for path, module in model.named_modules() if attached_to(module) is not None), None)
-
-
 def _check_free(model: nn.Module, units: Sequence[PlannedUnit]) -> None:
     names: dict[int, str] = {}
     for unit in units:
@@ -152,7 +130,7 @@ class GuardState(Attachment):
     ``sets`` are the several sets of choices of which one acts in each forward (``choice_sets.BatchSets``).
     """
 
-    def __init__(self, root: nn.Module, listeners: list[ForwardListener]) -> None:
+    def __init__(self, root: nn.Module, listeners: list[Any]) -> None:
         super().__init__("")
         self.listeners = listeners
         self.planned: tuple[int | None, ...] = ()

@@ -8,7 +8,7 @@ import weakref
 import torch
 from torch import Tensor, nn
 
-from autockpt.checkpointing import CheckpointedUnit, CheckpointFrame
+from autockpt.checkpointing import CheckpointedUnit, CheckpointFrame, replay_context
 from autockpt.errors import ConflictError, InPlaceError
 from tests.errors import raises
 
@@ -145,3 +145,12 @@ def test_modules_that_a_forward_makes_run_again():
     framed, x = Framed(Growing()), torch.randn(3, 4).requires_grad_()
     found = gradient(framed, x)
     assert torch.equal(found, gradient(framed.layer, x))
+
+
+def test_a_graph_that_is_being_captured_is_refused(monkeypatch):
+    def read(places):
+        raise RuntimeError("Cannot call CUDAGeneratorImpl::current_seed during CUDA graph capture.")
+
+    monkeypatch.setattr(replay_context, "TorchStates", read)
+    with raises(ConflictError, "layer"):
+        Framed(Layer())(torch.randn(3, 4))

@@ -19,13 +19,13 @@ from tests.errors import raises
 
 def recorded_calls(model: Recorded, monkeypatch: pytest.MonkeyPatch, lengths: list[int]) -> list[int]:
     """The numbers of the calls that were recorded. Gradients of all are compared with plain training's."""
-    noted, end = list[int](), RecordedCall._end_recording
-    monkeypatch.setattr(RecordedCall, "_end_recording", lambda call, r: noted.append(number) or end(call, r))
+    noted, hold = list[int](), RecordedCall.hold
+    monkeypatch.setattr(RecordedCall, "hold", lambda call, r, held, t: noted.append(number) or hold(call, r, held, t))
     for number, length in enumerate(lengths, 1):
         found = gradients(model, length, number)
         wanted = gradients(model.layer, length, number)
         assert all(map(torch.equal, wanted, found)), number
-    return noted
+    return list(dict.fromkeys(noted))
 
 
 def test_recordings_become_seldom(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,7 +87,7 @@ def late(before: Callable[[Tensor], Tensor], after: Callable[[Tensor], Tensor]) 
 def test_another_branch_is_found_by_the_next_recording() -> None:
     model, _ = late(torch.sigmoid, torch.tanh)
     with raises(RerunMismatch, "layer", "tanh"):
-        for _ in range(recorded_unit._GAP + 1):
+        for _ in range(recorded_unit.RecordedUnit.gap + 1):
             gradients(model)
 
 
