@@ -66,6 +66,15 @@ def written_at_once(killed: int = 0) -> set[str]:
     return stored
 
 
+@pytest.mark.slow
+def test_two_hundred_kills_leave_whole_files(folder: Path) -> None:
+    stored = set[str]()
+    for _ in range(200 // WRITERS):
+        stored |= written_at_once(killed=WRITERS)
+    assert stored and all(lookup(name) is not None for name in stored)
+    assert all(OpTimes.model_validate_json(file.read_bytes()) for file in folder.glob("*.json"))
+
+
 def test_killed_writers_lose_nothing_that_was_stored(folder: Path) -> None:
     stored = written_at_once(killed=2)
     assert len(stored) >= (WRITERS - 2) * EACH
