@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
-from autockpt.cli.panels import PanelCommand
 
+from autockpt.cli.app import PanelCommand
 from autockpt.cli.guard import guarded, progress
 from autockpt.cli.options import DEVICE, listed, opt, takes_workload, workload_spec
 from autockpt.errors import AutockptError, InfeasibleError, MeasurementError, UsageError
