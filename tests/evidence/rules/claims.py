@@ -23,7 +23,7 @@ from autockpt.schema import RECOMPUTE, Choice, Graph, Segment, WorkloadSpec
 from autockpt.tracing import Tracer
 from autockpt.workload.configs import find_config
 from tests.evidence.rules import parts
-from tests.evidence.rules.parts import FEED_FORWARD, SCORES, part_namer
+from tests.evidence.rules.parts import FEED_FORWARD, SCORES, part_namer, tracer_of
 from tests.evidence.rules.rule import Reading, Rule
 
 COMMON = "common advice"
@@ -214,7 +214,7 @@ class Claims:
         return [simulate(graph, times).step_seconds for graph in graphs]
 
     def _tracer(self, spec: WorkloadSpec) -> Tracer:
-        return self.subject.question.tracer(spec)
+        return tracer_of(self.subject, spec)
 
     def _recomputed(self, tracer: Tracer) -> Mapping[str, Choice]:
         return {unit.name: RECOMPUTE for unit in tracer.units if unit.role == "block"}

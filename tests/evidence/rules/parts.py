@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable
 
+from autockpt.analysis.subject import Subject
 from autockpt.cost.roofline import seconds_of_work
 from autockpt.cost.step import base_name
 from autockpt.cost.work import Work, work_of_op
-from autockpt.schema import Graph, Hardware, Op
+from autockpt.schema import Graph, Hardware, Op, WorkloadSpec
 from autockpt.schema.names import ancestors
+from autockpt.tracing import Tracer, tracer_for
 
 SCORES, PROJECTIONS, FEED_FORWARD = "attention itself", "attention's projections", "feed-forward"
 BETWEEN, OUTSIDE, OPTIMIZER = "norms and residuals", "embedding, head, loss", "optimizer"
@@ -60,3 +62,9 @@ def _bound(hardware: Hardware, work: Work, took: float) -> str:
         return "launches"
     endless = hardware.model_copy(update={"bandwidth": 1e18, "cache_bandwidth": None})
     return "bandwidth" if seconds_of_work(endless, work) < alone else "arithmetic"
+
+
+def tracer_of(subject: Subject, spec: WorkloadSpec) -> Tracer:
+    """A tracer of another workload than the subject's, on its device or for its hardware. Ghost runs alone."""
+    question = subject.question
+    return tracer_for(question.hardware, spec, device=question.torch_device, fallback=False)

@@ -15,8 +15,8 @@ from autockpt.cost.step import simulate
 from autockpt.errors import AutockptError, ConflictError, DeviceOutOfMemory
 from autockpt.measuring import Measurer, WorkerMeasurer
 from autockpt.schema import OFFLOAD, RECOMPUTE, Choice, Graph, Listener, Segment, Selective, Silence, Unit, WorkloadSpec
-from autockpt.tracing import tracer_for
 from tests.evidence.rules.claims import CHEN, COMMON, SCORES_SOURCE, bound_by, cited, claims, text_config
+from tests.evidence.rules.parts import tracer_of
 from tests.evidence.rules.rule import Reading, Rule, Rules
 
 PLAIN, FULL, ROOT, ATTENTION, OFFLOADED = "plain", "recompute all", "√n segments", "attention only", "offload all"
@@ -125,9 +125,7 @@ def _flops_rules(subject: Subject, graphs: Mapping[str, Graph]) -> list[Rule]:
     with suppress(AutockptError):  # the same of this model with adapters, where it takes them
         if hidden is not None:
             adapted = spec.model_copy(update={"lora": LORA_RANK})
-            question = subject.question
-            on = {"device": question.torch_device, "fallback": False}
-            with tracer_for(question.hardware, adapted, **on) as tracer:
+            with tracer_of(subject, adapted) as tracer:
                 blocks = [u.name for u in tracer.units if u.role == "block"]
                 found += _pair(LORA_RANK, hidden, tracer.trace(), tracer.trace(dict.fromkeys(blocks, RECOMPUTE)))
     return found
