@@ -1,11 +1,11 @@
 #!/bin/sh
 # Compiled training side by side: save everything, recompute all and PyTorch's activation_memory_budget, compiled as one
 # model, beside plans of `autockpt search --compile layers`. From the checkout's root, with
-# pip install -c constraints.txt -e . and a C++ compiler; what was measured before is continued.
+# pip install -c constraints.txt -e . and a C++ compiler.
 set -eu
 export OMP_NUM_THREADS=1
-python -m tests.evidence.bench --model llama-small --device cpu --budgets 45%,60%,75% --trials 12 --rounds 12 --most-rounds 40 \
-    --timeout 6m --peers 'torch.compile,recompute all compiled,autockpt compiled layers' --out results/compiled_cpu_202611
+python -m tests.evidence.bench --model llama-small --device cpu --budgets 45%,60%,75% --rounds 12 --most-rounds 40 \
+    --peers 'torch.compile,recompute all compiled,autockpt compiled layers' --out results/compiled_cpu_202611/page.md
 # plans for the model as one graph beside plans of layers
-python -m tests.evidence.bench --model llama-small --device cpu --budgets 60%,75% --trials 12 --rounds 12 --most-rounds 30 \
-    --timeout 45m --peers 'torch.compile,autockpt compiled model,autockpt compiled layers' --out results/compiled_cpu_202611
+python -m tests.evidence.bench --model llama-small --device cpu --budgets 60%,75% --rounds 12 --most-rounds 30 \
+    --peers 'torch.compile,autockpt compiled model,autockpt compiled layers' --out results/compiled_cpu_202611/one_graph.md
