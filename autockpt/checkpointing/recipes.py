@@ -49,18 +49,26 @@ def laid_out(tensor: torch.Tensor, view: View | None) -> torch.Tensor:
 class Step:
     """An op of a recipe. ``outputs``: which of its results is which value; ``reads``: values, once for each use."""
 
-    __slots__ = ("_args", "_func", "_kwargs", "outputs", "reads")
+    __slots__ = ("_args", "_func", "_kwargs", "_takes", "outputs", "reads")
 
     def __init__(self, op: Op, take: Callable[[Read], Take], numbers: dict[Value, int]) -> None:
         self._func = op.func
         self._args = [_compiled(arg, take) for arg in op.args]
         self._kwargs = {name: _compiled(arg, take) for name, arg in op.kwargs.items()}
+        # arguments that are tensors, where none is in a list or named: most ops' are, and then a copy is filled
+        takes = [(place, arg.value, arg.view) for place, arg in enumerate(self._args) if type(arg) is Take]
+        self._takes = takes if len(takes) == len(op.reads) else None
         self.outputs = [(value.index, numbers[value]) for value in op.outputs]
         self.reads = [numbers[value] for value in op.reads]
 
     def run(self, values: dict[int, torch.Tensor]) -> Any:
-        kwargs = {name: _filled(arg, values) for name, arg in self._kwargs.items()} if self._kwargs else {}
-        return self._func(*[_filled(arg, values) for arg in self._args], **kwargs)
+        if self._takes is None:
+            kwargs = {name: _filled(arg, values) for name, arg in self._kwargs.items()}
+            return self._func(*[_filled(arg, values) for arg in self._args], **kwargs)
+        args = self._args.copy()
+        for place, value, view in self._takes:
+            args[place] = values[value] if view is None else laid_out(values[value], view)
+        return self._func(*args, **self._kwargs)
 
 
 def _compiled(arg: Any, take: Callable[[Read], Take]) -> Any:
