@@ -23,7 +23,8 @@ GROWING = (GRADIENTS, TEMPORARY)
 KEPT, AGAIN, BACK = "kept for backward", "made again", "brought back"
 RESERVED = "fragmentation and margin"
 LOGITS, TRANSIENT = "logits and loss", "transients"
-COME_AND_GO = (KEPT, AGAIN, BACK, LOGITS, TRANSIENT)
+PIPELINE = "kept by the pipeline"  # what a stage receives, and the outputs of the last one
+COME_AND_GO = (KEPT, AGAIN, BACK, LOGITS, PIPELINE, TRANSIENT)
 UNMADE = "random state"  # what a choice notes down outside of ops: the generators' states
 _RESERVING = UNTOUCHED | {"zeros", "zeros_like", "new_zeros"}  # whose results are filled by another op
 _RESIDENT = {"weight": "weights", "optimizer": "optimizer states", "other": "buffers and batch"}
@@ -116,9 +117,11 @@ class StepBytes:
             return TEMPORARY
         if s.kind == "other":
             return WORKSPACES if op is None else CASTS
+        phase = self.graph.ops[s.birth].phase
+        if self.graph.begins and phase == "forward" and (s.death is None or s.death > self._turns[-1]):
+            return PIPELINE
         if s.id in self._loss:
             return LOGITS
-        phase = self.graph.ops[s.birth].phase
         if op is None and phase != "forward":
             return BACK if self.graph.copies else TRANSIENT
         if phase == "recompute":

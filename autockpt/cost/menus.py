@@ -153,7 +153,9 @@ def _byte_changes(plain: _Run, variant: _Run, index: int) -> _Bytes:
     found: list[_Bytes] = []
     # an input that only this unit keeps is its neighbour's output
     mine = set(plain.units[max(0, index - 1) : index + 1])
-    for m in sorted({s.micro_batch for s in plain.parts}):
+    # a stage of a pipeline fills up before its first backward: what a choice changes shows when it is full
+    filling = plain.graph.in_flight - 1
+    for m in sorted({s.micro_batch for s in plain.parts if s.micro_batch >= filling}):
         kept_at, own, neighbours = _places(plain.parts, m, index)
         if kept_at is None:
             continue

@@ -43,7 +43,8 @@ def build_problem(
     before = [0]
     for option in saving:
         before.append(before[-1] + option.kept)
-    points = [_point(s, peak, before, saving) for s, peak in zip(parts, segment_peaks(base, parts), strict=True)]
+    whole = base.in_flight > 1
+    points = [_point(s, peak, before, saving, whole) for s, peak in zip(parts, segment_peaks(base, parts), strict=True)]
     problem = Problem(
         units=tuple(units),
         points=tuple(points),
@@ -54,7 +55,7 @@ def build_problem(
     )
     if hidden_bandwidth <= 0:
         return problem
-    batches = base.repeated + sum(point.own == 0 and point.phase == "forward" for point in points)
+    batches = base.repeated + sum(part.unit == 0 and part.place == "forward" for part in parts)
     # of units that save; of an output head they are not known
     forwards = {menu.kind: menu.items[0].forward_seconds / batches for menu in menus}
     return hidden_copies(problem, [forwards.get(unit.kind, 0.0) for unit in planned], hidden_bandwidth)
@@ -108,7 +109,11 @@ def _unit(name: str, menu: Menu, price: Mapping[str, float]) -> UnitOptions:
     return UnitOptions(name=name, options=tuple(options))
 
 
-def _point(part: OpRange, peak: int, before: Sequence[int], saving: Sequence[Option]) -> Point:
+def _point(part: OpRange, peak: int, before: Sequence[int], saving: Sequence[Option], whole: bool) -> Point:
+    """``whole``: a stage of a pipeline holds other micro-batches whole, which the menus' bytes include. So wherever its
+    last unit does not run, choices on all units count."""
+    if whole and part.place != "optimizer" and part.prefix < len(saving) - 1:
+        return Point(base=peak - before[-1], prefix=len(saving))
     base = peak - before[part.prefix]
     if part.unit is None or part.place not in ("forward", "backward"):
         return Point(base=base, prefix=part.prefix)

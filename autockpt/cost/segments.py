@@ -48,7 +48,7 @@ def segments(graph: Graph, units: Sequence[str]) -> tuple[OpRange, ...]:
     unit = np.fromiter(_owners(graph, place), dtype=np.int64, count=n)
     optimizer = phase == PHASES.index("optimizer")
     end = int(np.flatnonzero(optimizer)[0]) if optimizer.any() else n
-    batch = micro_batch_of(phase)[:end]
+    batch = micro_batch_of(graph)[:end]
     out: list[OpRange] = []
     for m in range(int(batch[-1]) + 1 if end else 0):
         inside = np.flatnonzero(batch == m)

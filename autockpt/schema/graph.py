@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import cached_property
-from itertools import accumulate, pairwise
+from itertools import accumulate, pairwise, takewhile
 from typing import Literal
 
 from pydantic import Field
@@ -114,6 +114,9 @@ class Graph(Data):
     storages: tuple[Storage, ...]
     copies: tuple[Copy, ...] = ()
     repeated: int = Field(default=0, description="micro-batches besides, each as the last one here")
+    begins: tuple[int, ...] = Field(
+        default=(), description="of a stage of a pipeline: first ops of its micro-batches' forwards and backwards"
+    )
     units: tuple[Unit, ...] = Field(default=(), description="blocks in order of their first call, then sub-units")
     notes: tuple[str, ...] = Field(default=(), description="what could not be exact, for people")
 
@@ -158,6 +161,11 @@ class Graph(Data):
         """FLOPs of the whole cycle."""
         return sum(op.flops * runs for op, runs in zip(self.ops, self.runs, strict=True))
 
+    @cached_property
+    def in_flight(self) -> int:
+        """Forwards before the first backward: more than one in a stage of a pipeline."""
+        return sum(1 for _ in takewhile(lambda span: span.phase == "forward", self.spans()))
+
     def held_gradients(self) -> tuple[Storage, ...]:
         """Gradients that the optimizer step finds; those of later micro-batches are added to them and dropped."""
         last = self.ops[-1].index if self.ops else -1
@@ -167,9 +175,11 @@ class Graph(Data):
     def spans(self) -> tuple[Span, ...]:
         """Runs of forward, backward (recompute is part of it) and optimizer."""
         found: list[Span] = []
+        begins = set(self.begins)
         for op in self.ops:
             phase: Phase = "backward" if op.phase == "recompute" else op.phase
-            start = found.pop().start if found and found[-1].phase == phase else op.index
+            goes_on = found and found[-1].phase == phase and op.index not in begins
+            start = found.pop().start if goes_on else op.index
             found.append(Span(phase=phase, start=start, stop=op.index + 1))
         return tuple(found)
 

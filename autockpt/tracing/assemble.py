@@ -35,14 +35,12 @@ class RawGraph:
     storages: list[tuple[Any, ...]]
     copies: list[tuple[Any, ...]]
     repeated: int = 0
+    begins: tuple[int, ...] = ()
     notes: list[str] = field(default_factory=list)
 
 
-def summarize(recorder: Recorder, workload: Step, places: list[Place], source: Source, repeated: int = 0) -> RawGraph:
-    """What a recorder has recorded of one cycle of ``workload``, as plain data.
-
-    ``places``: see RawGraph; ``repeated``: micro-batches that were left out.
-    """
+def summarize(recorder: Recorder, workload: Step, places: list[Place], source: Source) -> RawGraph:
+    """What a recorder has recorded of one cycle of ``workload``, as plain data; for ``places`` see RawGraph."""
     kinds = _Kinds(recorder, workload, places)
     calls: dict[KindOfCall, int] = {}
     texts: dict[str, int] = {}
@@ -63,7 +61,8 @@ def summarize(recorder: Recorder, workload: Step, places: list[Place], source: S
             (c.direction, c.nbytes, c.issued, c.awaited, places[c.module][1], c.tier, c.released)
             for c in recorder.copies
         ],
-        repeated=repeated,
+        repeated=workload.left_out,
+        begins=tuple(recorder.begins),
         notes=list(recorder.notes),
     )
 
@@ -114,6 +113,7 @@ def to_graph(raw: RawGraph, units: tuple[Unit, ...], notes: Sequence[str] = ()) 
         storages=storages,
         copies=copies,
         repeated=raw.repeated,
+        begins=raw.begins,
         units=units,
         notes=(*notes, *raw.notes),
     )

@@ -186,7 +186,7 @@ class Recorder(TorchDispatchMode):
         self.log.restart()
         self.location.reset()
         self.fused.reset()
-        self.ops, self.copies = [], []
+        self.ops, self.copies, self.begins = [], [], []
         self.gradients, self.placed, self.notes = set(), {}, {}
 
     def _random_states(self) -> AbstractContextManager[None]:

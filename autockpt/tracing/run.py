@@ -75,7 +75,6 @@ class TracedRun:
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
-        self._repeated = 0  # micro-batches that are not run
         self._recorded: dict[Any, RecordedUnit] = {}  # what calls of units have taught
 
     def build(self, spec: WorkloadSpec, device: torch.device, capability: Capability | None = None) -> None:
@@ -101,7 +100,7 @@ class TracedRun:
                 before = learnt
                 self._cycle()
         self._recorder.try_kernels()
-        return summarize(self._recorder, self.workload, self._places, self.source, self._repeated)
+        return summarize(self._recorder, self.workload, self._places, self.source)
 
     def _learnt(self) -> int:
         return sum(len(unit.signatures) for unit in self._recorded.values())
@@ -180,6 +179,8 @@ class TracedRun:
 
         def mark(phase: Phase) -> None:
             recorder.location.mark(phase)
+            if workload.in_flight is not None and phase != "optimizer":
+                recorder.begins.append(len(recorder.ops))
             if phase == "optimizer":
                 recorder.hold(p.grad for p in workload.model.parameters())
 
@@ -260,8 +261,7 @@ class GhostRun(TracedRun):
             yield
 
     def _start(self, workload: Step) -> None:
-        self._repeated = max(0, workload.accumulate - MICRO_BATCHES)
-        workload.accumulate -= self._repeated
+        workload.left_out = max(0, workload.accumulate - max(MICRO_BATCHES, 1 + (workload.in_flight or 0)))
         with self._attention(), self._optimizers():
             super()._start(workload)
         if self._mode.on_cuda and any(isinstance(module, torch.nn.RNNBase) for module in workload.model.modules()):

@@ -15,10 +15,12 @@ from autockpt.errors import WorkloadError
 from autockpt.schema.graph import Phase
 from autockpt.schema.workload import WorkloadSpec
 from autockpt.workload.losses import default_loss, inner_model
+from autockpt.workload.stage import StageRun, output_of
 from autockpt.workload.storages import nested_tensors, storage_bytes
 
 Loss = Callable[[nn.Module, Any], Tensor]
 Mark = Callable[[Phase], None]
+Told = Callable[[Tensor], None]
 
 _EVAL_MODE = "the model is in eval mode: dropout is off and is not planned for"
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -43,6 +45,12 @@ class Step:
     ``snapshot`` then name the objects with state that it changes. ``batch`` is any nesting of tensors on the model's
     device. ``units`` names the modules that choices are made for, as patterns with commas between them
     (``"encoder.layers.*,mid"``; default: the repeated blocks). Making a Step runs, copies and changes nothing.
+
+    ``in_flight``: the model is one stage of a pipeline, alone, that has so many micro-batches between forward and
+    backward. ``loss`` returns a loss in the last stage and the stage's outputs in all others (default: what the model
+    returns); tensors of ``batch`` that require gradients come from the stage before. ``return_outputs`` is that of
+    ``schedule.step``: the last stage keeps what its model returns until the next step.
+
     ``settings`` are resolved facts for people (parameters, dtype, batch size, ...), ``notes`` what they should know,
     ``spec`` what the step was built from, if from a spec.
 
@@ -61,9 +69,13 @@ class Step:
     full_step: Callable[[], Any] | None = None
     snapshot: tuple[Any, ...] = ()
     units: str | None = None
+    in_flight: int | None = None
+    return_outputs: bool = True
     spec: WorkloadSpec | None = None
     settings: dict[str, Any] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    left_out: int = field(default=0, init=False)
+    """Micro-batches at the end that a ghost run leaves out, as they are like those before."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.model, nn.Module):
@@ -76,7 +88,7 @@ class Step:
         _check_trainable(self)
         _check_device(self)
         if self.loss is None and self.full_step is None:
-            self.loss = default_loss(self.model, self.batch)
+            self.loss = default_loss(self.model, self.batch) if self.in_flight is None else output_of
         self.settings = _facts(self) | self.settings
         if not self.model.training and _EVAL_MODE not in self.notes:
             self.notes = (*self.notes, _EVAL_MODE)
@@ -92,7 +104,7 @@ class Step:
             return tensor.device
         return torch.device("cpu")
 
-    def cycle(self, mark: Mark | None = None, told: Callable[[Tensor], None] | None = None) -> None:
+    def cycle(self, mark: Mark | None = None, told: Told | None = None) -> None:
         """One cycle: ``accumulate`` micro-batches, clipping, optimizer step, gradients released last.
 
         ``mark`` is called with each phase as it begins ("forward", "backward", "optimizer"), ``told`` with the loss of
@@ -104,25 +116,42 @@ class Step:
             mark("forward")
             self.full_step()
             return
-        for _ in range(self.accumulate):
+        stage = None
+        if self.in_flight is not None:
+            stage = StageRun(self, mark, told)  # it lives as long as the step
+            stage.run(self.accumulate - self.left_out)
+        for _ in range(self.accumulate - self.left_out if stage is None else 0):
             told(self.forward_backward(mark))
         mark("optimizer")
         self._update()
         self.release_gradients()
 
     def forward_backward(self, mark: Mark = unheard) -> Tensor:
-        """Forward, loss and backward of one micro-batch; the detached loss. Gradients add up in ``.grad``."""
+        """Forward, loss and backward of one micro-batch; the detached loss. Gradients add up in ``.grad``.
+
+        Of a stage of a pipeline: of as many as are in flight, and one more; all that it computes for other stages.
+        """
+        if self.in_flight is not None:
+            seen: list[Tensor] = []
+            StageRun(self, mark, seen.append).run(min(self.accumulate, self.in_flight + 1))
+            return torch.cat([tensor.flatten() for tensor in seen])
         mark("forward")
+        loss = _checked(self.forward(self.batch))
+        mark("backward")
+        self.scaled(loss).backward()
+        return loss.detach()
+
+    def forward(self, batch: Any) -> Any:
+        """What ``loss`` makes of a batch, under ``autocast``."""
         dtype = _dtype(self.autocast)
         with nullcontext() if dtype is None else torch.autocast(self.device.type, dtype=dtype):
             assert self.loss is not None
-            loss = _checked(self.loss(self.model, self.batch))
-        mark("backward")
+            return self.loss(self.model, batch)
+
+    def scaled(self, loss: Tensor) -> Tensor:
+        """The loss of one micro-batch as backward starts from it."""
         scaled = loss if self.accumulate == 1 else loss / self.accumulate
-        if self.scaler is not None:
-            scaled = self.scaler.scale(scaled)
-        scaled.backward()
-        return loss.detach()
+        return scaled if self.scaler is None else self.scaler.scale(scaled)
 
     def release_gradients(self) -> None:
         """Drop every gradient of the model and of the optimizer's parameters."""
@@ -190,10 +219,11 @@ def _check_functions(step: Step) -> None:
             raise WorkloadError(f"{name} is a {type(function).__name__}, not a function", remedy="Pass a function.")
     if step.full_step is None:
         return
-    if step.loss is not None:
-        raise WorkloadError(
-            "loss and full_step were both given", remedy="full_step replaces the whole cycle: drop loss."
-        )
+    for name in ("loss", "in_flight"):
+        if getattr(step, name) is not None:
+            raise WorkloadError(
+                f"{name} and full_step were both given", remedy=f"full_step replaces the whole cycle: drop {name}."
+            )
     if step.optimizer is None and not step.snapshot:
         raise WorkloadError(
             "full_step was given without naming what else it changes",
@@ -202,9 +232,11 @@ def _check_functions(step: Step) -> None:
 
 
 def _check_numbers(step: Step) -> None:
-    accumulate, norm = step.accumulate, step.max_grad_norm
-    if isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1:
-        raise WorkloadError(f"accumulate is {accumulate!r}", remedy="Pass the number of micro-batches, 1 or more.")
+    norm = step.max_grad_norm
+    for name, number in (("accumulate", step.accumulate), ("in_flight", step.in_flight)):
+        if number is not None and (isinstance(number, bool) or not isinstance(number, int) or number < 1):
+            raise WorkloadError(f"{name} is {number!r}", remedy="Pass the number of micro-batches, 1 or more.")
+    step.accumulate = max(step.accumulate, step.in_flight or 1)
     if norm is not None and (isinstance(norm, bool) or not isinstance(norm, int | float) or not norm > 0):
         raise WorkloadError(f"max_grad_norm is {norm!r}", remedy="Pass a number above zero, or None.")
     if step.units is not None and not isinstance(step.units, str):
@@ -288,7 +320,7 @@ def _facts(step: Step) -> dict[str, Any]:
         "max_grad_norm": step.max_grad_norm,
         "attention": getattr(config, "_attn_implementation", None),
         "device": str(step.device),
-    } | ({} if (ddp := ddp_of(model)) is None else {"ddp": ddp})
+    } | {name: told for name, told in (("ddp", ddp_of(model)), ("in_flight", step.in_flight)) if told is not None}
 
 
 def ddp_of(model: Any) -> str | None:

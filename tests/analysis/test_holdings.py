@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from autockpt.analysis.holdings import StepBytes, moment, peak_op
 from autockpt.schema import OFFLOAD, RECOMPUTE, Choice, Graph, WorkloadSpec
 from autockpt.tracing import Tracer
+from autockpt.workload import build
 from tests.samples import small_graph
 
 MODELS = ("gpt2-tiny", "mixtral-tiny", "vit-tiny")
@@ -80,3 +82,14 @@ def test_equal_units_are_one_line() -> None:
     assert by_unit["h.0-1"] == (150, 2)
     inner = next(a for a in moment(held, at).alive if a.place == "attn" and a.bytes == 100)
     assert (inner.units, inner.count, inner.total, inner.purpose) == ("h.0-1", 2, 200, "kept for backward")
+
+
+@pytest.mark.parametrize("returned", [True, False])
+def test_outputs_that_the_last_stage_keeps_are_named(returned: bool) -> None:
+    trained = build(WorkloadSpec(model="gpt2-tiny", batch_size=2, seq_len=64))
+    logits = trained.model(**trained.batch).logits
+    with Tracer.from_step(replace(trained, in_flight=1, accumulate=5, return_outputs=returned)) as tracer:
+        graph = tracer.trace()
+        most = {h.name: h.most_bytes for h in StepBytes(graph, head(tracer)).holdings(peak_op(graph))}
+    # five micro-batches', and once more where they are merged
+    assert most.get("kept by the pipeline", 0) == returned * 2 * 5 * logits.numel() * logits.element_size()

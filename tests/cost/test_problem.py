@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -15,6 +16,7 @@ from autockpt.schema.problem import Problem, peak_of, seconds_of
 from autockpt.schema.workload import WorkloadSpec
 from autockpt.solvers import Checked, refine
 from autockpt.tracing import Tracer
+from autockpt.workload import build
 from tests.cost.made_up import simulated
 from tests.cost.steps import HIDDEN, INSIDE, SECONDS, step
 
@@ -93,11 +95,14 @@ def test_prices_are_the_tuners_knobs():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("model", "accumulate"), [("llama-tiny", 1), ("gpt2-tiny", 2)])
-def test_linear_peaks_of_real_models_agree_with_their_ghost_runs(model: str, accumulate: int):
+@pytest.mark.parametrize(
+    ("model", "accumulate", "in_flight"), [("llama-tiny", 1, None), ("gpt2-tiny", 2, None), ("gpt2-tiny", 5, 3)]
+)
+def test_linear_peaks_of_real_models_agree_with_their_ghost_runs(model: str, accumulate: int, in_flight: int | None):
     """Saving everything to the byte, ten mixed plans within 1 %, and refined plans that fit."""
     rng = random.Random(1)
-    with Tracer.from_spec(WorkloadSpec(model=model, batch_size=2, accumulate=accumulate)) as tracer:
+    trained = build(WorkloadSpec(model=model, batch_size=2, accumulate=accumulate))
+    with Tracer.from_step(replace(trained, in_flight=in_flight)) as tracer:
         base = tracer.trace()
         names = [u.name for u in base.blocks()]
         unit = representatives(base.blocks())[0].name

@@ -27,9 +27,15 @@ def phases_of(graph: Graph) -> np.ndarray:
     return np.array([number[op.phase] for op in graph.ops], dtype=np.int64)
 
 
-def micro_batch_of(phase: np.ndarray) -> np.ndarray:
-    """The micro-batch of each op: a new one begins where forward follows backward."""
-    forward = phase == PHASES.index("forward")
-    begins = np.zeros(len(phase), dtype=np.int64)
+def micro_batch_of(graph: Graph) -> np.ndarray:
+    """The micro-batch of each op: a new one begins where forward follows backward.
+
+    In a stage of a pipeline these are a forward of one micro-batch and the backward of another that follows it, as both
+    have as many in flight; and by itself each forward before the first backward, each backward after the last forward.
+    """
+    forward = phases_of(graph) == PHASES.index("forward")
+    begins = np.zeros(len(forward), dtype=np.int64)
     begins[1:] = forward[1:] & ~forward[:-1]
+    at = np.array([index for index in graph.begins if 0 < index < len(forward)], dtype=np.int64)
+    begins[at] = forward[at] | ~forward[at - 1]
     return np.cumsum(begins)

@@ -1,0 +1,117 @@
+"""The micro-batches of one stage of a pipeline, run alone with as many in flight as the schedule keeps there.
+
+What the stage holds besides their activations is what ``torch.distributed.pipelining`` holds: a buffer for everything
+that the stage receives, inputs and gradients of every micro-batch of the step; the gradients on their way to the stage
+before; and the outputs of the last stage, which ``schedule.step`` merges and returns.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from autockpt.errors import WorkloadError
+from autockpt.workload.storages import each_tensor, nested_tensors
+
+if TYPE_CHECKING:
+    from autockpt.workload.step import Mark, Step, Told
+
+
+def output_of(model: nn.Module, batch: Any) -> Any:
+    """What a stage makes of its batch (arguments by name, in order, or one); the loss alone where it returns one."""
+    in_order = isinstance(batch, tuple | list)
+    output = model(**batch) if isinstance(batch, Mapping) else model(*batch) if in_order else model(batch)
+    loss = getattr(output, "loss", None)
+    return output if loss is None else loss
+
+
+class _InFlight(NamedTuple):
+    """A micro-batch between forward and backward, which starts from ``outputs`` with these gradients.
+
+    ``returned`` is what the model gave: torch keeps it as long, logits of the last stage as well.
+    """
+
+    returned: Any
+    inputs: list[Tensor]
+    outputs: list[Tensor]
+    gradients: list[Tensor]
+
+
+class StageRun:
+    """One step of a stage; what it holds to the step's end goes with this object.
+
+    ``told`` receives the loss or the first output of every micro-batch, and every gradient for the stage before.
+    """
+
+    def __init__(self, step: Step, mark: Mark, told: Told) -> None:
+        self._step, self._mark, self._told = step, mark, told
+        self._received: list[Any] = []
+        self._gradients: list[list[Tensor]] = []
+        self._output: Any = None  # of the model, in the latest forward
+        self._returned: list[list[Tensor]] = []
+        self._sent: list[Tensor | None] = []
+
+    def run(self, micro_batches: int) -> None:
+        """Forward and backward of so many micro-batches, in the order of 1F1B, or of GPipe where all are in flight."""
+        step, flying = self._step, deque[_InFlight]()
+        hook = step.model.register_forward_hook(self._hear)
+        try:
+            for number in range(micro_batches):
+                flying.append(self._forward(number))
+                if number + 1 == micro_batches and self._returned:  # those that a ghost run leaves out are there, too
+                    unrun, latest = step.accumulate - micro_batches, self._returned[-1]
+                    self._returned += [[torch.empty_like(t) for t in latest] for _ in range(unrun)]
+                while flying and (len(flying) == step.in_flight or number + 1 == micro_batches):
+                    self._backward(flying.popleft())
+        finally:
+            hook.remove()
+        self._sent = []
+        for parts in zip(*self._returned, strict=True):
+            torch.cat(parts)  # for the caller of schedule.step, who lets go of it
+
+    def _hear(self, _module: nn.Module, _arguments: Any, output: Any) -> None:
+        self._output = output
+
+    def _forward(self, number: int) -> _InFlight:
+        step = self._step
+        self._mark("forward")
+        if not self._received:
+            self._received = [each_tensor(step.batch, _received) for _ in range(step.accumulate)]
+        batch = self._received[number]
+        outputs = [tensor for tensor in nested_tensors(step.forward(batch)) if tensor.requires_grad]
+        if not outputs:
+            raise WorkloadError(
+                "no output of the stage depends on a trainable parameter, so there is no backward pass to plan",
+                remedy="Check that parameters have requires_grad=True and that the stage returns tensors.",
+            )
+        self._told(outputs[0].detach())
+        if len(outputs) == 1 and outputs[0].numel() == 1:  # the last stage: a loss
+            if step.return_outputs:
+                self._returned.append([t.detach() for t in nested_tensors(self._output) if t.dim()])
+            outputs = [step.scaled(outputs[0])]
+            gradients = [torch.ones_like(outputs[0])]
+        else:
+            if not self._gradients:
+                self._gradients = [[torch.ones_like(t) for t in outputs] for _ in range(step.accumulate)]
+            gradients = self._gradients[number]
+        returned, self._output = self._output, None
+        return _InFlight(returned, [t for t in nested_tensors(batch) if t.requires_grad], outputs, gradients)
+
+    def _backward(self, micro_batch: _InFlight) -> None:
+        self._mark("backward")
+        torch.autograd.backward(micro_batch.outputs, micro_batch.gradients)
+        self._sent = [tensor.grad for tensor in micro_batch.inputs]
+        for tensor in micro_batch.inputs:
+            tensor.grad = None
+        for gradient in self._sent:
+            if gradient is not None:
+                self._told(gradient)
+
+
+def _received(tensor: Tensor) -> Tensor:
+    """What the stage before sends is a new tensor for each micro-batch; everything else is the user's own."""
+    return tensor.detach().clone().requires_grad_() if tensor.requires_grad else tensor

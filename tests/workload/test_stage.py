@@ -1,0 +1,66 @@
+"""A stage of a pipeline by itself runs its micro-batches in the schedule's order, with gradients for its neighbours."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from autockpt.errors import WorkloadError
+from autockpt.workload import Step
+
+
+def stage(batch: Any = None, **more: Any) -> Step:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 6))
+    return Step(model, torch.randn(4, 8, requires_grad=True) if batch is None else batch, **more)
+
+
+@pytest.mark.parametrize(
+    ("in_flight", "micro_batches", "order"),
+    [(1, 3, "fbfbfb"), (2, 4, "ffbfbfbb"), (3, 3, "fffbbb"), (4, 1, "ffffbbbb")],
+)
+def test_micro_batches_run_in_the_schedules_order(in_flight: int, micro_batches: int, order: str) -> None:
+    seen: list[str] = []
+    step = stage(in_flight=in_flight, accumulate=micro_batches)
+    step.cycle(lambda phase: seen.append(phase[0]))
+    assert "".join(seen) == order + "o"
+    assert step.settings["in_flight"] == in_flight
+
+
+@pytest.mark.parametrize("last", [True, False])
+def test_gradients_are_those_of_a_hand_written_loop(last: bool) -> None:
+    def loss(model: nn.Module, batch: Tensor) -> Tensor:
+        return model(batch).square().mean()
+
+    step = stage(in_flight=2, accumulate=3, loss=loss if last else None)
+    model, told = copy.deepcopy(step.model), list[Tensor]()
+    step.optimizer = torch.optim.SGD(step.model.parameters(), lr=0.1)
+    step.cycle(told=told.append)
+    received = step.batch.detach().clone().requires_grad_()
+    for _ in range(3):
+        received.grad = None
+        if last:
+            (loss(model, received) / 3).backward()
+        else:
+            output = model(received)
+            output.backward(torch.ones_like(output))
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    for mine, theirs in zip(step.model.parameters(), model.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+    sent = [tensor for tensor in told if tensor.shape == received.shape]
+    assert len(sent) == 3
+    assert all(torch.equal(gradient, received.grad) for gradient in sent)
+    assert step.batch.grad is None
+
+
+def test_what_cannot_be_a_stage_is_refused() -> None:
+    with pytest.raises(WorkloadError):
+        stage(in_flight=0)
+    with pytest.raises(WorkloadError):
+        stage(in_flight=2, full_step=print, snapshot=([],))
+    with pytest.raises(WorkloadError):
+        stage(in_flight=1, loss=lambda model, batch: model(batch).detach()).cycle()
