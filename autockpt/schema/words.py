@@ -16,7 +16,7 @@ from autockpt.schema.workload import WorkloadSpec
 
 NO_DIFFERENCE = 0.0005  # of a step: what would be printed as 0.0 %
 USELESS_NOISE = 0.9995  # what would be printed as 100 % or more
-_OF_A_JOB = """dtype autocast batch_size seq_len accumulate optimizer attention lora quantization shard ddp
+_OF_A_JOB = """dtype autocast batch_size seq_len accumulate in_flight optimizer attention lora quantization shard ddp
     master_weights keep_gradients"""
 
 

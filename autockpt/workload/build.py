@@ -227,6 +227,8 @@ def _assemble(spec: WorkloadSpec, parts: dict[str, Any], device: torch.device) -
         full_step=parts.get("full_step"),
         snapshot=tuple(parts.get("snapshot") or ()),
         units=spec.units or parts.get("units"),
+        in_flight=parts.get("in_flight"),
+        return_outputs=parts.get("return_outputs", True),
         spec=spec,
     )
 

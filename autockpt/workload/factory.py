@@ -25,7 +25,7 @@ _RETURNS = "It must return (model, batch), (model, batch, loss), a dict with the
 _PASSED_ON = ("batch_size", "seq_len", "pad_to", "packed", "dtype", "attn", "weights", "trust_remote_code")
 # Settings that are followed whatever a factory returns; what else a Step leaves open, it has decided itself.
 _FOLLOWED = ("model", "units", "seed", "master_weights", "keep_gradients", "ddp", "shard")
-_KEYS = tuple(f.name for f in fields(Step) if f.name not in ("spec", "settings", "notes"))
+_KEYS = tuple(f.name for f in fields(Step) if f.init and f.name not in ("spec", "settings", "notes"))
 
 
 def is_factory(name: str) -> bool:
