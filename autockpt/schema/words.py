@@ -16,8 +16,8 @@ from autockpt.schema.workload import WorkloadSpec
 
 NO_DIFFERENCE = 0.0005  # of a step: what would be printed as 0.0 %
 USELESS_NOISE = 0.9995  # what would be printed as 100 % or more
-_OF_A_JOB = """dtype autocast batch_size seq_len accumulate in_flight optimizer attention lora quantization shard ddp
-    master_weights keep_gradients"""
+_OF_A_JOB = """dtype autocast batch_size seq_len accumulate stage in_flight optimizer attention lora quantization
+    shard ddp master_weights keep_gradients"""
 
 
 def seconds(value: float) -> str:

@@ -29,6 +29,21 @@ SHARDED = re.compile(r"([1-9]\d{0,3}x)?[1-9]\d{0,3}( kept)?|tp[1-9]\d{0,3}")
 (``reshard_after_forward=False``); or tensor parallelism."""
 
 
+STAGE = re.compile(r"(\d{1,3})/(\d{1,3})( gpipe| 1f1b)?")
+"""``stage``: so many stages come before it, of so many; and the schedule of the pipeline."""
+
+
+def _stage(value: str) -> str:
+    match = STAGE.fullmatch(value)
+    if match is None or int(match[1]) >= int(match[2]):
+        raise ValueError(
+            "0/4, 1/4, 0/4 gpipe or 0/4 1f1b is needed: a stage, counted from 0, of so many. Zero-bubble schedules run "
+            "backward in two halves and keep until the second what was recomputed for the first: they are not planned "
+            "for, nor are several stages on one GPU"
+        )
+    return value
+
+
 def _sharded(value: int | str) -> int | str:
     if not SHARDED.fullmatch(str(value)):
         raise ValueError("8, 2x4, 8 kept, 2x4 kept or tp8 is needed, with numbers of GPUs of your own")
@@ -74,6 +89,10 @@ class WorkloadSpec(Data):
     ddp: Ddp | None = Field(default=None, description="DDP: gradients copied to buckets, or views of them; simulated")
     shard: Annotated[int | str, AfterValidator(_sharded)] | None = Field(
         default=None, description="over N GPUs by FSDP2 (ZeRO-3), or NxM, 'N kept', 'NxM kept', tpN; simulated"
+    )
+
+    stage: Annotated[str, AfterValidator(_stage)] | None = Field(
+        default=None, description="one stage of a pipeline, as '1/4' or '1/4 gpipe'; accumulate micro-batches"
     )
 
     @cached_property

@@ -29,6 +29,7 @@ from autockpt.workload.failures import is_out_of_memory, needed, summary
 from autockpt.workload.fastinit import fast_init
 from autockpt.workload.liger import apply_liger
 from autockpt.workload.lora import adapt
+from autockpt.workload.pipeline import cut
 from autockpt.workload.quantised import build_quantised, quantization_facts, quantization_of, with_own_quantization
 from autockpt.workload.sharding import TENSOR_PARALLEL, in_a_group, shard_model
 from autockpt.workload.step import DTYPES, Step, short_dtype
@@ -118,7 +119,8 @@ def _from_config(spec: WorkloadSpec, device: torch.device) -> Step:
         source.config, rows=size.rows, length=size.length, padded=size.padded, packed=spec.packed, seed=spec.seed
     )
     batch = move(maker.make(head.task, torch.float32 if spec.autocast else dtype), device)
-    workload = _assemble(spec, {"model": model, "batch": batch}, device)
+    parts = {"model": model, "batch": batch}
+    workload = _assemble(spec, parts if spec.stage is None else cut(model, batch, spec), device)
     workload.notes += tuple(note for note in notes if note)
     workload.settings |= {
         "model": source.where,
@@ -130,7 +132,7 @@ def _from_config(spec: WorkloadSpec, device: torch.device) -> Step:
         "lora": spec.lora,
         "quantization": quantization_facts(model),
         "liger": spec.liger,
-    }
+    } | ({} if spec.stage is None else {"stage": spec.stage})
     return workload
 
 

@@ -43,19 +43,30 @@ def find_loss(output: Any) -> Tensor:
     return loss
 
 
-def default_loss(model: nn.Module, batch: Any) -> Any:
+def output_of(model: nn.Module, batch: Any, **extra: Any) -> Any:
+    """What a stage makes of its batch (arguments by name, in order, or one); the loss alone where it returns one."""
+    in_order = isinstance(batch, tuple | list)
+    output = model(**batch, **extra) if isinstance(batch, Mapping) else model(*batch) if in_order else model(batch)
+    loss = getattr(output, "loss", None)
+    return output if loss is None else loss
+
+
+def default_loss(model: nn.Module, batch: Any, *, of_stage: bool = False) -> Any:
     """``loss_of`` for this model: with ``use_cache=False`` where its forward takes that; its config stays untouched.
 
-    Raises WorkloadError for a batch that is not the model's arguments by name.
+    ``output_of`` for one ``of_stage``. Raises WorkloadError for a batch that is not the model's arguments by name.
     """
+    function = output_of if of_stage else loss_of
     if not isinstance(batch, Mapping):
+        if of_stage:
+            return function
         raise WorkloadError(
             f"the batch is a {type(batch).__name__}, so it is not known how to compute a loss from it",
             remedy="Pass loss=, a function (model, batch) -> loss, or a dict of the model's arguments with labels.",
         )
     if "use_cache" not in batch and takes_use_cache(model):
-        return partial(loss_of, use_cache=False)
-    return loss_of
+        return partial(function, use_cache=False)
+    return function
 
 
 def takes_use_cache(model: nn.Module) -> bool:

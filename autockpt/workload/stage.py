@@ -8,7 +8,6 @@ before; and the outputs of the last stage, which ``schedule.step`` merges and re
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -19,14 +18,6 @@ from autockpt.workload.storages import each_tensor, nested_tensors
 
 if TYPE_CHECKING:
     from autockpt.workload.step import Mark, Step, Told
-
-
-def output_of(model: nn.Module, batch: Any) -> Any:
-    """What a stage makes of its batch (arguments by name, in order, or one); the loss alone where it returns one."""
-    in_order = isinstance(batch, tuple | list)
-    output = model(**batch) if isinstance(batch, Mapping) else model(*batch) if in_order else model(batch)
-    loss = getattr(output, "loss", None)
-    return output if loss is None else loss
 
 
 class _InFlight(NamedTuple):

@@ -15,7 +15,7 @@ from autockpt.errors import WorkloadError
 from autockpt.schema.graph import Phase
 from autockpt.schema.workload import WorkloadSpec
 from autockpt.workload.losses import default_loss, inner_model
-from autockpt.workload.stage import StageRun, output_of
+from autockpt.workload.stage import StageRun
 from autockpt.workload.storages import nested_tensors, storage_bytes
 
 Loss = Callable[[nn.Module, Any], Tensor]
@@ -88,7 +88,7 @@ class Step:
         _check_trainable(self)
         _check_device(self)
         if self.loss is None and self.full_step is None:
-            self.loss = default_loss(self.model, self.batch) if self.in_flight is None else output_of
+            self.loss = default_loss(self.model, self.batch, of_stage=self.in_flight is not None)
         self.settings = _facts(self) | self.settings
         if not self.model.training and _EVAL_MODE not in self.notes:
             self.notes = (*self.notes, _EVAL_MODE)

@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autockpt.errors import WorkloadError
-from autockpt.workload import Step
+from autockpt.errors import UsageError, WorkloadError
+from autockpt.schema.workload import WorkloadSpec
+from autockpt.workload import Step, build
 
 
 def stage(batch: Any = None, **more: Any) -> Step:
@@ -64,3 +65,32 @@ def test_what_cannot_be_a_stage_is_refused() -> None:
         stage(in_flight=2, full_step=print, snapshot=([],))
     with pytest.raises(WorkloadError):
         stage(in_flight=1, loss=lambda model, batch: model(batch).detach()).cycle()
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_stages_of_a_job_are_together_the_whole_model(packed: bool) -> None:
+    spec = WorkloadSpec(model="llama-tiny", batch_size=2, seq_len=16, accumulate=4, packed=packed)
+    whole = build(spec)
+    stages = [build(spec.model_copy(update={"stage": f"{i}/3"})) for i in range(3)]
+    hidden = stages[0].forward(stages[0].batch)
+    assert torch.equal(stages[2].batch["labels"], whole.batch["labels"])
+    for stage in stages[1:]:
+        hidden = stage.forward({**stage.batch, "inputs_embeds": hidden})
+    assert torch.equal(hidden, whole.forward(whole.batch))
+    assert [stage.in_flight for stage in stages] == [3, 2, 1]
+    names = [{name for name, _ in stage.model.named_parameters()} for stage in stages]
+    assert set().union(*names) == {name for name, _ in whole.model.named_parameters()}
+    assert sum(map(len, names)) == len(set().union(*names))
+
+
+def test_gpipe_keeps_all_micro_batches_in_flight() -> None:
+    assert build(WorkloadSpec(model="llama-tiny", accumulate=6, stage="1/2 gpipe")).in_flight == 6
+
+
+def test_models_and_schedules_that_cannot_be_cut_are_refused() -> None:
+    for stage in ("2/2", "0/2 zbv", "0"):
+        with pytest.raises(ValueError):
+            WorkloadSpec(model="llama-tiny", stage=stage)
+    for model, stage in (("gpt2-tiny", "0/2"), ("llama-tiny", "0/99")):
+        with pytest.raises(UsageError):
+            build(WorkloadSpec(model=model, stage=stage))

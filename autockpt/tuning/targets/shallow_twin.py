@@ -28,7 +28,7 @@ def open_twin(stack: ExitStack, spec: WorkloadSpec, tracer: Tracer, hardware: Ha
     None where the model has no such twin.
     """
     blocks = [unit for unit in tracer.units if unit.role == "block"]
-    if len(blocks) < DEEP:
+    if len(blocks) < DEEP or spec.stage is not None:
         return None
     folder = Path(stack.enter_context(TemporaryDirectory(prefix="autockpt-")))
     twin = shallow_twin(spec, tracer.settings, TWIN_BLOCKS, folder)
