@@ -98,18 +98,6 @@ def load_space(name: str) -> SearchSpace:
     return document.validate(SearchSpace, {"name": path.stem} | document.data)
 
 
-def described_like(device_name: str, kind: str, memory_bytes: int) -> Hardware | None:
-    """The shipped description of the same card, by the name a driver gives it and its memory; None where none is."""
-    if kind == "cpu":
-        return load_hardware("cpu")
-    for hardware in map(load_hardware, list_hardware()):
-        alike = _plain(hardware.name.partition("-")[0]) in _plain(device_name)
-        near = memory_bytes > 0 and abs(hardware.memory_bytes / memory_bytes - 1) < 0.15
-        if hardware.kind == kind and alike and near:
-            return hardware
-    return None
-
-
 def _shipped(folder: str, name: str, what: str, own: str = "") -> Document:
     """A file that ships with autockpt. Raises UsageError for a name of none, suggesting the nearest."""
     known = _names(folder)

@@ -19,7 +19,7 @@ def calibrate(context: Context) -> dict[str, Any]:
         raise RuntimeError(f"autockpt calibrate ended with {ran.returncode}: {ran.stderr.strip()[-400:]}")
     measured = json.loads(ran.stdout)
     from autockpt.schema.hardware import Hardware
-    from autockpt.shipped import described_like
+    from tests.gpu.cards import described_like
 
     hardware = Hardware.model_validate(measured)
     like = described_like(_name(context.device), hardware.kind, hardware.memory_bytes)

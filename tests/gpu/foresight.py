@@ -11,8 +11,8 @@ from autockpt.measuring import WorkerMeasurer
 from autockpt.measuring.statistics import median_interval, ratio_interval
 from autockpt.schema import Choice, Hardware, WorkloadSpec
 from autockpt.schema.choices import searched_kinds
-from autockpt.shipped import described_like
 from autockpt.tracing.kernels.cuda_memory import as_seen_by, device_peak
+from tests.gpu.cards import described_like
 from tests.gpu.items import Context
 from tests.gpu.measuring import ghosts, never_timed, plans
 

@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 
 from autockpt.errors import UsageError
-from autockpt.shipped import described_like, list_hardware, load_hardware
+from autockpt.shipped import list_hardware, load_hardware
 from tests.errors import raises
+from tests.gpu.cards import described_like
 
 ROOT = Path(__file__).parents[2]
 FIGURES = {
