@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import datetime
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 from autockpt.errors import RunDirectoryError
-from autockpt.schema import Trial
+from autockpt.schema import Trial, words
 from autockpt.schema.files import write_file
 from autockpt.schema.runs import RunDirectory
 
@@ -37,17 +36,12 @@ class InShort:
         """Why there is no answer, in two words."""
         return "damaged" if self.damaged else "nothing fits" if self.infeasible else "none yet"
 
-    @property
-    def when(self) -> str:
-        """Its last trial, in the machine's own zone: ``2026-11-22 17:05``."""
-        return datetime.fromtimestamp(self.date).astimezone().strftime("%Y-%m-%d %H:%M")
-
     def as_json(self, folder: Path) -> dict[str, Any]:
         """Plain values; None for what is not known."""
         score = self.answer.score if self.answer is not None else None
         return {
             "run": str(self.path.relative_to(folder)),
-            "date": self.when if self.date else None,
+            "date": words.when(self.date) if self.date else None,
             **{name: getattr(self, name) or None for name in ("model", "on", "budget", "job", "infeasible", "damaged")},
             "trials": self.trials,
             "state": self.answer.state if self.answer is not None else None,
@@ -60,16 +54,16 @@ def in_short(path: Path) -> InShort:
     """The run in a directory; a damaged one says what is wrong with it."""
     try:
         run = RunDirectory.open(path)
-        environment, asked, refusal = run.environment(), run.question, run.refusal()
+        environment, trials, refusal = run.environment(), run.trials(), run.refusal()
         return InShort(
             path,
             date=run.dates()[1],
             model=run.model,
             on=environment.device.name if environment is not None else "",
-            budget=str(asked.get("budget") or ""),
+            budget=str(run.question.get("budget") or ""),
             job=run.job,
-            trials=len(run.trials()),
-            answer=None if refusal else run.answer(),
+            trials=len(trials),
+            answer=None if refusal else run.answer(trials),
             infeasible=refusal.partition("\n")[0],
         )
     except RunDirectoryError as error:

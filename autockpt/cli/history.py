@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -105,7 +104,7 @@ def _print_run(run: RunDirectory, as_json: bool) -> None:
     console = results()
     begun, last = run.dates()
     console.print(str(run.path), style="bold", soft_wrap=True)
-    console.print(f"begun {_when(begun)}, last trial {_when(last)}", style="dim")
+    console.print(f"begun {words.when(begun)}, last trial {words.when(last)}", style="dim")
     if refused := run.refusal():
         console.print(refused, soft_wrap=True)
     console.print()
@@ -142,11 +141,6 @@ def _print_trial(run: RunDirectory, number: int, plan_out: Path | None, as_json:
     if plan_out is not None:
         kept = f"; what stood there is kept as {set_aside}" if set_aside is not None else ""
         console.print(f"\nIts plan is written to {plan_out}{kept}.", soft_wrap=True)
-
-
-def _when(seconds: float) -> str:
-    """A time of day, in the machine's own zone: ``2026-11-22 17:05``."""
-    return datetime.fromtimestamp(seconds).astimezone().strftime("%Y-%m-%d %H:%M")
 
 
 def _print_runs(folder: Path, runs: Sequence[InShort], console: Console) -> None:

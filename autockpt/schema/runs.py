@@ -207,9 +207,8 @@ class RunDirectory:
         sizes = [str(workload[name]) for name in ("batch_size", "seq_len") if workload.get(name)]
         return "×".join(sizes)
 
-    def answer(self) -> Trial | None:
-        """The trial of the plan that was named; of a search that has not come to its end the fastest that fits."""
-        trials = self.trials()
+    def answer(self, trials: Sequence[Trial]) -> Trial | None:
+        """Of the run's trials that of the plan that was named; before a search's end the fastest that fits."""
         with suppress(PlanError):
             if (plan := self.plan()) is not None:
                 named = [trial for trial in trials if trial.plan_hash == plan.hash and trial.score is not None]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from datetime import datetime
 from itertools import groupby
 
 from autockpt.schema.choices import CHOICE_TYPES, SAVE, Choice
@@ -31,6 +32,11 @@ def seconds(value: float) -> str:
     if value >= 0.9995:
         return f"{value:.3g} s" if value < 10 else f"{value:.1f} s"
     return f"{three(value * 1e3)} ms" if value >= 0.9995e-3 or value == 0 else f"{three(value * 1e6)} µs"
+
+
+def when(value: float) -> str:
+    """Seconds since 1970 as a time of day, in the machine's own zone: ``2026-11-22 17:05``."""
+    return datetime.fromtimestamp(value).astimezone().strftime("%Y-%m-%d %H:%M")
 
 
 def share(value: float, signed: bool = False) -> str:
