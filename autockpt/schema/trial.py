@@ -38,6 +38,11 @@ class Measurement(Data):
     peak_by_rank: tuple[int, ...] = Field(default=(), description="of a job of ranks; the largest is peak_bytes")
     loss_is_finite: bool = Field(default=True, description="whether its steps' loss is a number; of full steps unknown")
 
+    def rescaled(self, factor: float) -> Measurement:
+        """With all times multiplied by ``factor``; peaks and noise stand."""
+        times = tuple(seconds * factor for seconds in self.times)
+        return self.model_copy(update={"step_seconds": self.step_seconds * factor, "times": times})
+
 
 TrialState = Literal["measured", "simulated", "out_of_memory", "over_budget", "predicted_over", "failed"]
 

@@ -234,15 +234,29 @@ def test_trials_are_written_and_heard_with_their_choices(tmp_path: Path) -> None
     assert found.best is not None and run.trials()[found.best.number].measured == found.best.measured
 
 
-def test_well_known_plans_are_timed_in_the_winners_rounds() -> None:
-    found = search(MadeUpDevice(noise=0.02), "50%act")
-    rows = [t.measured for t in found.trials if t.encoding == "baseline" and t.measured is not None]
+def test_saving_everything_is_timed_in_the_winners_rounds() -> None:
+    device = MadeUpDevice(noise=0.02)
+    found = search(device, "50%act")
+    rows = {t.name: t for t in found.trials if t.encoding == "baseline" and t.measured is not None}
+    fitting = [t for t in rows.values() if t.feasible]
+    fastest = min(fitting, key=lambda t: t.measured.step_seconds)  # type: ignore[union-attr]
     assert found.best is not None and found.best.measured is not None and len(rows) >= 3
     ours = found.best.measured
-    for row in rows:
+    for row in (rows["none"].measured, fastest.measured):
+        assert row is not None and len(row.times) >= 3
         in_turns = ratio_interval(row.times, ours.times[: len(row.times)])
-        assert len(row.times) >= 3
         assert row.step_seconds / ours.step_seconds == pytest.approx(in_turns.value)
+
+
+def test_well_known_plans_follow_the_machines_drift() -> None:
+    class Slower(MadeUpDevice):
+        def compare(self, *args: Any, **more: Any) -> dict[str, list[float]]:
+            return {name: [2 * t for t in times] for name, times in super().compare(*args, **more).items()}
+
+    found = [search(device, "50%act").trials for device in (MadeUpDevice(), Slower())]
+    before, after = ({t.name: t.measured for t in trials if t.encoding == "baseline"} for trials in found)
+    for name, row in before.items():
+        assert row is not None and after[name].step_seconds == pytest.approx(2 * row.step_seconds, rel=0.02)
 
 
 def test_the_number_of_trials_counts_candidates_alone() -> None:

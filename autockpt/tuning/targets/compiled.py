@@ -15,12 +15,11 @@ from autockpt.devices import get_device
 from autockpt.errors import ConflictError, MeasurementError, TimeLimitReached, UsageError
 from autockpt.measuring.compiled import missing
 from autockpt.schema import CompileMode, SearchRequest, Trial
-from autockpt.schema.known import NONE
 from autockpt.tracing import Tracer
 from autockpt.tuning.finals import first_rounds
 from autockpt.tuning.opening import traced
 from autockpt.tuning.targets.base import Prepared
-from autockpt.tuning.targets.measured import FINALISTS, FINALS_SHARE, Measured
+from autockpt.tuning.targets.measured import FINALISTS, FINALS_SHARE, Measured, in_finals
 from autockpt.tuning.trials import Candidate, Score, Trials
 
 IN_GRAPHS = ("save", "recompute", "selective")
@@ -96,21 +95,10 @@ class Compiled(Measured):
         """What the next plan takes, and then the finals; nothing before the two plans that say what a budget is."""
         if self.clock.timeout is None or not self._took or len(trials.all) < 2:
             return 0.0
-        contest = [*trials.ranking()[:FINALISTS], *_compared(known)]
+        contest = [*trials.ranking()[:FINALISTS], *in_finals(known)]
         anew = sum(t.measured.compile_seconds for t in contest if t.measured and t.number < trials.resumed)
         finals = min(first_rounds(contest) * 2 + anew, FINALS_SHARE * self.clock.timeout)
         return finals + statistics.median(self._took[-LATELY:])
-
-    def winner(self, trials: Trials, known: Sequence[Trial], budget_bytes: int, seconds: float) -> Trial | None:
-        """The best plan by interleaved steps, few well-known ones beside it: plans of an earlier run compile first."""
-        return super().winner(trials, _compared(known), budget_bytes, seconds)
-
-
-def _compared(known: Sequence[Trial]) -> list[Trial]:
-    """Saving everything, and the fastest other well-known plan that fits."""
-    none = [trial for trial in known if trial.measured is not None and trial.name == NONE]
-    others = (trial for trial in known if trial.feasible is not False and trial not in none)  # None: not known yet
-    return none + sorted(others, key=lambda trial: trial.score_seconds)[:1]
 
 
 def refuse_uncompilable(request: SearchRequest) -> None:

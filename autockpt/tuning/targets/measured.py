@@ -17,6 +17,7 @@ from autockpt.measuring.base import beats_counted
 from autockpt.measuring.environment import environment_to_measure_in
 from autockpt.measuring.turns import turn_to_offload
 from autockpt.schema import Choice, Environment, Measurement, OpTimes, SearchRequest, Trial
+from autockpt.schema.known import NONE
 from autockpt.solvers.refine import FASTER
 from autockpt.tracing import Tracer
 from autockpt.tuning.clock import PROFILING, TIMING, Clock
@@ -31,7 +32,7 @@ from autockpt.tuning.trials import AS_FAST, Candidate, Score, Trials, complexity
 SECONDS_PER_TRIAL = 2.0  # of timed cycles, at least three and at most ten of them
 FINALISTS, AS_PREDICTED = 3, 2
 SIMPLE, SIMPLE_FINALISTS = 3, 2  # so many of the fastest plans with one choice on the first or last layers as well
-FINAL_SECONDS = 30.0
+FINAL_SECONDS = 15.0
 FINALS_SHARE = 0.2
 """Of the time limit, at most, is kept for the finals."""
 HURRIED = 0.75
@@ -149,7 +150,7 @@ class Measured(Target):
 
     def reserved(self, trials: Trials, known: Sequence[Trial]) -> float:
         """What the first rounds of the finals take."""
-        contest = [*self._finalists(trials), *known]
+        contest = [*self._finalists(trials), *in_finals(known)]
         return min(first_rounds(contest), FINALS_SHARE * (self.clock.timeout or 0.0))
 
     def _finalists(self, trials: Trials) -> list[Trial]:
@@ -170,7 +171,7 @@ class Measured(Target):
         Where ``seconds`` are too few for the first rounds, fewer well-known plans take part; where they are too few for
         the best alone, that is the best as it was tried.
         """
-        compared, finalists = list(known), self._finalists(trials)
+        compared, finalists = in_finals(known), self._finalists(trials)
         while compared and first_rounds([*finalists, *compared]) > seconds:
             compared.pop(0)
         seconds -= first_rounds([*finalists, *compared])
@@ -178,18 +179,25 @@ class Measured(Target):
             self.notes.append("the time limit left no room to measure the best plans interleaved")
             return trials.best
         while finalists:
-            winner = self._fastest(trials, finalists, compared, budget_bytes, seconds)
+            winner = self._fastest(trials, finalists, compared, known, budget_bytes, seconds)
             if self.confirm is None or (winner := self._confirmed(trials, winner, budget_bytes)).feasible:
                 return winner
             finalists = [t for t in finalists if t.number != winner.number]
         return None
 
     def _fastest(
-        self, trials: Trials, finalists: list[Trial], compared: Sequence[Trial], budget_bytes: int, seconds: float
+        self,
+        trials: Trials,
+        finalists: list[Trial],
+        compared: Sequence[Trial],
+        known: Sequence[Trial],
+        budget_bytes: int,
+        seconds: float,
     ) -> Trial:
         """The plan that wins the interleaved rounds; the times of the finals go into all trials that took part.
 
-        Well-known plans that fit may win as well.
+        Well-known plans that fit may win as well. Those that did not take part are rescaled: they were measured one
+        after the other, so that their ratios to saving everything hold while the machine drifts.
         """
         playing = {t.number for t in finalists}
         others = [t for n in compared if (t := trials.all[n.number]).measured and t.number not in playing]
@@ -200,13 +208,18 @@ class Measured(Target):
 
         with self.clock.part(STEPS), self._turn_to_offload(*candidates, *extra), beats_counted(self.measurer, listener):
             final = play(candidates, extra, self.measurer.compare, seconds=seconds)
-        swings = False
+        swings, drift = False, 1.0
         for number in final.times:
             trial = trials.all[number]
             assert trial.measured is not None
             measured = remeasured(trial.measured, number, final)
+            if trial.name == NONE:
+                drift = measured.step_seconds / trial.measured.step_seconds
             swings = swings or SWINGS < measured.noise < 1.0  # 1: too few rounds to tell
             trials.put(trial.model_copy(update={"measured": measured}))
+        for trial in (trials.all[t.number] for t in known if t.number not in final.times):
+            if trial.measured is not None:
+                trials.put(trial.model_copy(update={"measured": trial.measured.rescaled(drift)}))
         if swings:
             self.notes.append(BUSY + (ON_CORES if self.measurer.environment.device.kind == "cpu" else ""))
         return self._named(trials, final, budget_bytes)
@@ -264,6 +277,13 @@ class DryRun(Simulated):
             )
         with self.clock.stage("profile"):
             return _cost_model(prepared, self.clock, times)
+
+
+def in_finals(known: Sequence[Trial]) -> list[Trial]:
+    """Of the well-known plans: saving everything, and the fastest other one that fits."""
+    none = [trial for trial in known if trial.measured is not None and trial.name == NONE]
+    others = (trial for trial in known if trial.feasible is not False and trial not in none)  # None: not known yet
+    return none + sorted(others, key=lambda trial: trial.score_seconds)[:1]
 
 
 def _traced(stack: ExitStack, request: SearchRequest, clock: Clock) -> Traced:
