@@ -70,12 +70,10 @@ class WorkloadSpec(Data):
     scaler: bool = Field(default=False, description="scale the loss (fp16 autocast)")
     accumulate: int = Field(default=1, gt=0, description="micro-batches per optimizer step")
     max_grad_norm: float | None = Field(default=None, gt=0)
-    lora: int | None = Field(default=None, gt=0, description="LoRA rank; None: all parameters train")
-    lora_targets: str | None = Field(default=None, description="all-linear, or names with commas; None: PEFT's own")
-    lora_dora: bool = Field(default=False, description="weight-decomposed adapters (DoRA)")
-    lora_modules_to_save: str | None = Field(default=None, description="names with commas: trained whole as well")
+    lora: Annotated[int, Field(gt=0)] | dict[str, Any] | None = Field(
+        default=None, description="LoRA's rank, or arguments of peft.LoraConfig; None: all parameters train"
+    )
     load_in_4bit: bool = Field(default=False, description="base weights in NF4 with double quantisation (bitsandbytes)")
-    load_in_8bit: bool = Field(default=False, description="base weights in int8 (bitsandbytes)")
     quantization: dict[str, Any] | None = Field(default=None, description="transformers' quantization_config")
     prepare_kbit: bool = Field(default=False, description="PEFT's prepare_model_for_kbit_training: the rest in fp32")
     units: str | None = Field(

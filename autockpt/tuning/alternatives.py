@@ -125,7 +125,7 @@ def _with_adapters(of: Change) -> Iterator[Change]:
     if spec.lora is None:
         options = f"LoRA of rank {LORA_RANK}"
         yield of.then(options, _ADAPTERS, lora=LORA_RANK)
-    if not (spec.load_in_4bit or spec.load_in_8bit or spec.quantization or is_factory(spec.model)):
+    if not (spec.load_in_4bit or spec.quantization or is_factory(spec.model)):
         effect = f"{_ADAPTERS} on a base in 4 bits" if options else "the base in 4 bits"
         yield of.then(joined(options, FOUR_BITS), effect, lora=spec.lora or LORA_RANK, load_in_4bit=True)
 

@@ -28,7 +28,7 @@ from autockpt.workload.factory import asked_length, call_factory, is_factory
 from autockpt.workload.failures import is_out_of_memory, needed, summary
 from autockpt.workload.fastinit import fast_init
 from autockpt.workload.liger import apply_liger
-from autockpt.workload.lora import adapt
+from autockpt.workload.lora import adapt, rank_of
 from autockpt.workload.pipeline import cut
 from autockpt.workload.quantised import build_quantised, quantization_facts, quantization_of, with_own_quantization
 from autockpt.workload.sharding import TENSOR_PARALLEL, in_a_group, shard_model
@@ -129,7 +129,7 @@ def _from_config(spec: WorkloadSpec, device: torch.device) -> Step:
         "seq_len": size.length,
         "pad_to": None if spec.packed else size.padded,
         "weights": "trained" if spec.weights else "random",
-        "lora": spec.lora,
+        "lora": rank_of(model),
         "quantization": quantization_facts(model),
         "liger": spec.liger,
     } | ({} if spec.stage is None else {"stage": spec.stage})
@@ -196,7 +196,7 @@ def _from_factory(spec: WorkloadSpec, device: torch.device) -> Step:
     workload = _assemble(spec, made, device)
     workload.notes += tuple(notes)
     workload.settings |= _of_factory(spec, workload)
-    workload.settings |= {"lora": spec.lora, "quantization": quantization_facts(made["model"])}
+    workload.settings |= {"lora": rank_of(made["model"]), "quantization": quantization_facts(made["model"])}
     return workload
 
 

@@ -25,7 +25,6 @@ from autockpt.workload.configs import ConfigSource
 from autockpt.workload.failures import needed, summary
 from autockpt.workload.fastinit import fast_init
 
-_WISHES = ("load_in_4bit", "load_in_8bit", "quantization")  # of a spec: one at most
 BITSANDBYTES = ("bitsandbytes", "bits_and_bytes", "bitsandbytes_4bit", "bitsandbytes_8bit")
 _KNOWN = "only bitsandbytes' 4 and 8 bits can"
 PACKED = ("Params4bit", "Int8Params")  # bitsandbytes' types of weights
@@ -34,47 +33,35 @@ PACKED = ("Params4bit", "Int8Params")  # bitsandbytes' types of weights
 def quantization_of(spec: WorkloadSpec, compute: torch.dtype) -> Any:
     """transformers' ``BitsAndBytesConfig`` for a spec, None where its weights are plain.
 
-    ``load_in_4bit`` is QLoRA's: NF4, double quantisation, products in ``compute``. Raises UsageError for two wishes at
-    once, other methods than these, a configuration that transformers refuses, and missing packages.
+    ``load_in_4bit`` is QLoRA's: NF4, double quantisation, products in ``compute``. Raises UsageError for other methods
+    than bitsandbytes', a configuration that transformers refuses or that leaves weights whole, and missing packages.
     """
-    given = [as_option(name) for name in _WISHES if getattr(spec, name)]
-    if not given:
-        return None
-    if len(given) > 1:
-        raise UsageError(f"{' and '.join(given[:2])} exclude one another", remedy="Leave one of them out.")
+    wanted = dict(spec.quantization or {})
     if spec.load_in_4bit:
-        wanted: dict[str, Any] = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
+        wanted = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
         wanted["bnb_4bit_compute_dtype"] = compute
-    elif spec.load_in_8bit:
-        wanted = {"load_in_8bit": True}
-    else:
-        settings = spec.quantization or {}
-        if (method := _method(settings)) not in BITSANDBYTES:
-            raise UsageError(
-                f"`quantization` by {method} cannot be planned for: {_KNOWN}",
-                remedy="Use a configuration of one of these, or search the live model: "
-                "autockpt.search(autockpt.Step(…)).",
-            )
-        wanted = {k: v for k, v in settings.items() if k != "quant_method" and not k.startswith("_")}
+    if not wanted:
+        return None
+    method = str(wanted.pop("quant_method", BITSANDBYTES[0])).rsplit(".", 1)[-1].lower()
+    if method not in BITSANDBYTES:
+        raise UsageError(
+            f"weights quantised by {method} cannot be planned for: only bitsandbytes' 4 and 8 bits can",
+            remedy="Name the model that it was made of, with --load-in-4bit or without; or search the live model: "
+            "autockpt.search(autockpt.Step(…)).",
+        )
     for name in ("accelerate", "bitsandbytes"):
         with needed(f"quantised weights need the package {name}", "Install it: pip install accelerate bitsandbytes"):
             importlib.import_module(name)
     from transformers import BitsAndBytesConfig
 
     try:
-        config = BitsAndBytesConfig(**wanted)
-        config.quantization_method()
+        config = BitsAndBytesConfig(**{name: value for name, value in wanted.items() if not name.startswith("_")})
     except (TypeError, ValueError) as error:
         raise UsageError(
             f"`quantization` holds no configuration that transformers takes: {summary(error)}",
             remedy="Write the arguments of BitsAndBytesConfig, or a model's quantization_config.",
         ) from None
-    if config.llm_int8_has_fp16_weight:
-        raise UsageError(
-            "llm_int8_has_fp16_weight keeps the weights whole, which is not planned for",
-            remedy="Leave it out: weights are then 8 bits.",
-        )
-    if not (config.load_in_4bit or config.load_in_8bit):
+    if config.quantization_method() is None or config.llm_int8_has_fp16_weight:
         raise UsageError(
             "`quantization` asks for neither 4 nor 8 bits", remedy="Add load_in_4bit: true or load_in_8bit: true."
         )
@@ -84,26 +71,21 @@ def quantization_of(spec: WorkloadSpec, compute: torch.dtype) -> Any:
 def with_own_quantization(spec: WorkloadSpec, source: ConfigSource) -> WorkloadSpec:
     """The spec with the ``quantization_config`` of a model whose weights are quantised already, as it is.
 
-    Raises UsageError for a method that is not planned for, and for a wish beside it.
+    Raises UsageError for two wishes at once.
     """
     own = getattr(source.config, "quantization_config", None)
-    if own is None:
-        return spec
-    settings = own if isinstance(own, dict) else own.to_dict()
-    method = _method(settings)
-    if method not in BITSANDBYTES:
+    wishes = {"its own quantization": own} | {
+        as_option(name): getattr(spec, name) for name in ("load_in_4bit", "quantization")
+    }
+    if len(given := [name for name, value in wishes.items() if value]) > 1:
         raise UsageError(
-            f"{source.where} comes quantised by {method}, which cannot be planned for: {_KNOWN}",
-            remedy="Name the model that it was made of, with --load-in-4bit or without; or search the live model: "
-            "autockpt.search(autockpt.Step(…)).",
+            f"{source.where} can be quantised in one way, not by {' and '.join(given)}", remedy="Leave one of them out."
         )
-    for name in _WISHES:
-        if getattr(spec, name):
-            raise UsageError(
-                f"{source.where} comes quantised by {method} already, so {as_option(name)} changes nothing",
-                remedy="Leave it out, or name the model that it was made of.",
-            )
-    return spec.model_copy(update={"quantization": settings})
+    return (
+        spec
+        if own is None
+        else spec.model_copy(update={"quantization": own if isinstance(own, dict) else own.to_dict()})
+    )
 
 
 def prepare_for_training(model: nn.Module) -> str:
@@ -123,10 +105,6 @@ def prepare_for_training(model: nn.Module) -> str:
         f"{format_bytes(nbytes)} more, and what passes between layers is fp32 unless autocast is on; pass "
         "use_gradient_checkpointing=False to it when you train with a plan"
     )
-
-
-def _method(settings: Mapping[str, Any]) -> str:
-    return str(settings.get("quant_method", "bitsandbytes")).rsplit(".", 1)[-1].lower()
 
 
 def quantization_facts(model: nn.Module) -> str | None:

@@ -167,7 +167,7 @@ def llama_2_7b_qlora(batch_size: int, seq_len: int) -> Step:
     return _adapters_in_bf16(spec)
 
 
-_LORA: dict[str, Any] = {"packed": True, "dtype": "bf16", "lora": 64, "lora_targets": "all-linear"}
+_LORA: dict[str, Any] = {"packed": True, "dtype": "bf16", "lora": {"r": 64, "target_modules": "all-linear"}}
 
 
 def _adapters_in_bf16(spec: WorkloadSpec) -> Step:

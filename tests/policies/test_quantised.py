@@ -19,10 +19,14 @@ from tests.policies.zoo import assert_equal
 
 pytestmark = pytest.mark.slow
 
+LORA: dict[str, Any] = {"r": 4, "target_modules": "all-linear"}
 BASES: dict[str, dict[str, Any]] = {
     "nf4": {"load_in_4bit": True, "dtype": "bf16"},
-    "int8": {"load_in_8bit": True},
-    "fp4, DoRA": {"quantization": {"load_in_4bit": True, "bnb_4bit_quant_type": "fp4"}, "lora_dora": True},
+    "int8": {"quantization": {"load_in_8bit": True}},
+    "fp4, DoRA": {
+        "quantization": {"load_in_4bit": True, "bnb_4bit_quant_type": "fp4"},
+        "lora": LORA | {"use_dora": True},
+    },
 }
 
 
@@ -31,8 +35,8 @@ KINDS = sorted(choice_kinds("block"))
 
 def workload_of(base: str) -> Step:
     pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
-    spec = WorkloadSpec(
-        model="llama-tiny", lora=4, lora_targets="all-linear", batch_size=2, seq_len=32, autocast=None, **BASES[base]
+    spec = WorkloadSpec.model_validate(
+        {"model": "llama-tiny", "lora": LORA, "batch_size": 2, "seq_len": 32} | BASES[base]
     )
     workload = build(spec)
     with torch.no_grad():  # factors that are zero would hide what comes before them

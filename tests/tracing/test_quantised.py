@@ -17,11 +17,15 @@ from tests.tracing.test_accuracy import uniform
 
 pytestmark = pytest.mark.slow
 
+INT8: dict[str, Any] = {"quantization": {"load_in_8bit": True}}
 BASES: dict[str, dict[str, Any]] = {
     "nf4 twice, bf16": {"load_in_4bit": True, "dtype": "bf16"},
-    "nf4 twice, autocast, DoRA": {"load_in_4bit": True, "autocast": "bf16", "lora_dora": True},
-    "fp4": {"quantization": {"load_in_4bit": True, "bnb_4bit_quant_type": "fp4"}, "lora_targets": "all-linear"},
-    "int8": {"load_in_8bit": True, "dtype": "bf16", "lora_modules_to_save": "lm_head"},
+    "nf4 twice, autocast, DoRA": {"load_in_4bit": True, "autocast": "bf16", "lora": {"r": 4, "use_dora": True}},
+    "fp4": {
+        "quantization": {"load_in_4bit": True, "bnb_4bit_quant_type": "fp4"},
+        "lora": {"r": 4, "target_modules": "all-linear"},
+    },
+    "int8": {**INT8, "dtype": "bf16", "lora": {"r": 4, "modules_to_save": ["lm_head"]}},
 }
 
 
@@ -68,7 +72,7 @@ def test_a_card_dequantises_the_whole_weight_in_every_product() -> None:
 
 
 def test_a_card_multiplies_in_eight_bits() -> None:
-    graph, _ = on_cuda(load_in_8bit=True)
+    graph, _ = on_cuda(**INT8)
     products = [op for op in graph.ops if op.target == "bitsandbytes.int8_mixed_scaled_mm.default"]
     assert products and all(op.flops > 0 for op in products)
     assert any("no activation is taken to be an outlier" in note for note in graph.notes)

@@ -83,5 +83,5 @@ def test_adapters_then_a_base_in_4_bits_by_options() -> None:
     assert [change.options for change in alternatives._with_adapters(described())] == [rank, joined(rank, FOUR_BITS)]
     (change,) = alternatives._with_adapters(described(lora=2))
     assert change.options == FOUR_BITS and change.job.described.lora == 2 and change.job.described.load_in_4bit
-    assert not list(alternatives._with_adapters(described(lora=2, load_in_8bit=True)))
+    assert not list(alternatives._with_adapters(described(lora=2, quantization={"load_in_8bit": True})))
     assert not list(alternatives._with_adapters(live(ids=torch.zeros(ROWS, LENGTH)))), "a model at hand stays"

@@ -45,10 +45,10 @@ def test_weights_are_the_quantised_ones_and_share_no_memory() -> None:
 
 
 @pytest.mark.parametrize("options", [{}, {"model": "gpt2-tiny"}], ids=str)
-@pytest.mark.parametrize("bits", ["load_in_4bit", "load_in_8bit"])
-def test_training_moves_adapters_alone(options: dict[str, Any], bits: str) -> None:
+@pytest.mark.parametrize("bits", [NF4, {"quantization": {"load_in_8bit": True}}], ids=["4", "8"])
+def test_training_moves_adapters_alone(options: dict[str, Any], bits: dict[str, Any]) -> None:
     pytest.importorskip("bitsandbytes")
-    workload = build(spec(**{bits: True}, **options))
+    workload = build(spec(**bits, **options))
     before = {n: p.detach().clone() for n, p in workload.model.named_parameters()}
     for _ in range(2):
         workload.cycle()
@@ -59,7 +59,7 @@ def test_training_moves_adapters_alone(options: dict[str, Any], bits: str) -> No
 @pytest.mark.parametrize(
     "options",
     [
-        {"load_in_4bit": True, "load_in_8bit": True},
+        {"quantization": {"load_in_4bit": True, "load_in_8bit": True}},
         {"quantization": {"quant_method": "hqq"}},
         {"quantization": {"quant_method": "torchao"}},
         {"quantization": {"bnb_4bit_quant_type": "nf4"}},
@@ -89,7 +89,7 @@ def test_a_models_own_quantization_is_taken_or_refused(tmp_path: Path) -> None:
     assert workload.settings["quantization"] == "fp4"
     assert type(workload.model.get_submodule("base_model.model.model.layers.0.mlp.up_proj")) is bnb.nn.Linear4bit
     with pytest.raises(UsageError):
-        build(spec(model=model, load_in_8bit=True))
+        build(spec(model=model, load_in_4bit=True))
     with pytest.raises(UsageError):
         build(spec(model=model, lora=None))
     with pytest.raises(UsageError):
