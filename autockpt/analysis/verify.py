@@ -321,7 +321,7 @@ def smaller_shapes(spec: WorkloadSpec) -> Iterator[WorkloadSpec]:
         yield spec.model_copy(update={"batch_size": batch_size, "seq_len": seq_len})
     while seq_len is not None and seq_len >= 128:
         seq_len //= 2
-        yield spec.model_copy(update={"batch_size": batch_size, "seq_len": seq_len, "pad_to": None})
+        yield spec.model_copy(update={"batch_size": batch_size, "seq_len": seq_len})
 
 
 def judge_runs(choices: Mapping[str, Choice], found: Mapping[str, UnitRuns], moved_bytes: int = 0) -> Check:

@@ -60,7 +60,6 @@ class WorkloadSpec(Data):
     model: str = Field(description="hub id, directory, config.json, built-in shape, or package.module:factory")
     batch_size: int | None = Field(default=None, gt=0, le=MOST)
     seq_len: int | None = Field(default=None, gt=0, le=MOST, description="tokens per sequence (text models)")
-    pad_to: int | None = Field(default=None, gt=0, le=MOST, description="length that sequences are padded to")
     packed: bool = Field(default=False, description="no padding, so no attention mask")
     dtype: Dtype | None = Field(default=None, description="type of the weights")
     autocast: Literal["bf16", "fp16"] | None = None

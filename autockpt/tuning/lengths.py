@@ -175,7 +175,7 @@ def search_lengths_of(
     assert lengths is not None
     request.budget.refuse_share("differs by length")
     if spec is not None:
-        _refuse(packed=spec.packed, pad_to=spec.pad_to, compile_model=request.compile == "model")
+        _refuse(packed=spec.packed, compile_model=request.compile == "model")
         lengths = lengths if spec.seq_len is None else lengths.cut(spec.seq_len)
         compiled = request.compile is not None
     else:
@@ -221,7 +221,7 @@ def _unmoved(space: SearchSpace, listener: Listener) -> SearchSpace:
 def _refuse(**given: object) -> None:
     """Raise UsageError for what does not go with lengths: ``given`` are options by name, false where not used."""
     for name in (name for name, value in given.items() if value):
-        why = "with it all batches have one length" if name in ("packed", "pad_to") else "that is another question"
+        why = "with it all batches have one length" if name == "packed" else "that is another question"
         raise UsageError(
             f"lengths and {name.replace('_', ' ')} do not go together: {why}", remedy="Leave one of the two out."
         )

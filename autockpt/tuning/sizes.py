@@ -70,7 +70,7 @@ def resized(trained: WorkloadSpec | Step, **sizes: int | None) -> WorkloadSpec |
     What fits is asked of a live batch, not the same training. Raises UsageError for one that has no such dimension.
     """
     if isinstance(trained, WorkloadSpec):
-        return trained.model_copy(update=sizes | ({"pad_to": None} if "seq_len" in sizes else {}))
+        return trained.model_copy(update=sizes)
     step = trained
     if (tokens := sizes.get("seq_len")) is not None:
         step = with_length(step, tokens)
@@ -279,10 +279,9 @@ def largest_sizes(
     with tracer_of(request, what_if.device) as tracer:
         settings, lean = tracer.settings, leanest_head(head_graphs(tracer, tracer.head, heads))
     for dimension in dimensions:
-        name, spec = FIELDS[dimension], request.workload
+        name = FIELDS[dimension]
         now = settings.get(name) or settings.get(f"asked_{name}")
-        padded = name == "seq_len" and spec is not None and spec.pad_to is not None
-        if not isinstance(now, int) or padded:
+        if not isinstance(now, int):
             continue
         for plan in plans:
             judged = replace(what_if, head=SAVE if plan == "save everything" else lean)
@@ -342,8 +341,7 @@ def with_longest(request: SearchRequest, listener: Listener) -> SearchRequest:
     if found is None:
         raise UsageError(
             "this workload has no sequence length that could be found",
-            remedy="Leave --seq-len auto and `pad_to` out; a function of your own needs a parameter seq_len with a "
-            "default.",
+            remedy="Leave --seq-len auto out; a function of your own needs a parameter seq_len with a default.",
         )
     if found.value is None and found.why:
         raise UsageError(f"other sequence lengths cannot be asked for: {found.why}", remedy="Leave --seq-len auto out.")

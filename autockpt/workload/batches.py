@@ -22,17 +22,14 @@ SEQUENCES: tuple[Task, ...] = (*TEXT, "speech_seq2seq", "ctc", "audio_classifica
 class BatchMaker:
     """Makes the batch of one task.
 
-    ``length`` is the longest sequence, ``padded`` what all are padded to; without a mask (``packed``) every sequence
-    has ``length`` tokens. Numbers come from a generator of its own, so that the global random state is left alone.
+    ``length`` is the longest sequence, which all are padded to; without a mask (``packed``) every sequence is as long.
+    Numbers come from a generator of its own, so that the global random state is left alone.
     """
 
-    def __init__(
-        self, config: Any, *, rows: int, length: int | None, padded: int | None, packed: bool, seed: int
-    ) -> None:
+    def __init__(self, config: Any, *, rows: int, length: int | None, packed: bool, seed: int) -> None:
         self.config = config
         self.rows = rows
         self.length = length or 1
-        self.padded = padded or self.length
         self.packed = packed
         self.generator = torch.Generator().manual_seed(seed)
 
@@ -61,7 +58,7 @@ class BatchMaker:
                 labels, label_mask = self._tokens()
                 counts = label_mask != 0
             elif task == "token_classification":
-                labels = self._classes((self.rows, self.padded))
+                labels = self._classes((self.rows, self.length))
             elif task == "masked_lm":
                 chosen = torch.rand(ids.shape, generator=self.generator) < _MASKED_SHARE
                 chosen[:, 0] = True  # never none at all
@@ -99,13 +96,13 @@ class BatchMaker:
         return {"input_values": self._normal(shape), "labels": self._classes((self.rows,))}
 
     def _tokens(self) -> tuple[Tensor, Tensor]:
-        """(ids, mask), both rows × padded, int64. Lengths vary from half of ``length`` up to it."""
+        """(ids, mask), both rows × length, int64. Lengths vary from half of ``length`` up to it."""
         lengths = torch.randint((self.length + 1) // 2, self.length + 1, (self.rows,), generator=self.generator)
         lengths[0] = self.length
         if self.packed:
             lengths.fill_(self.length)
-        mask = (torch.arange(self.padded) < lengths[:, None]).long()
-        ids = torch.randint(0, self._vocabulary(), (self.rows, self.padded), generator=self.generator)
+        mask = (torch.arange(self.length) < lengths[:, None]).long()
+        ids = torch.randint(0, self._vocabulary(), (self.rows, self.length), generator=self.generator)
         special = _special_ids(self.config)
         neutral = next(i for i in range(len(special) + 1) if i not in special)
         for token in special:

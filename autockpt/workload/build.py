@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from autockpt.errors import UsageError, WorkloadError
-from autockpt.schema.workload import WorkloadSpec, as_option
+from autockpt.schema.workload import WorkloadSpec
 from autockpt.workload.batches import SEQUENCES, BatchMaker
 from autockpt.workload.configs import (
     ConfigSource,
@@ -95,11 +95,6 @@ def _check(spec: WorkloadSpec) -> None:
             "PyTorch clips no gradients of which some are divided by tensor parallelism and others whole",
             remedy="Leave out `max_grad_norm`, which changes no peak.",
         )
-    if spec.packed and spec.pad_to is not None:
-        raise UsageError("packed batches have no padding", remedy="Leave out --packed or `pad_to`.")
-    if spec.pad_to is not None and spec.seq_len is not None and spec.pad_to < spec.seq_len:
-        said, remedy = f"--seq-len {spec.seq_len}", "Pad to at least the length of the longest sequence."
-        raise UsageError(f"`pad_to: {spec.pad_to}` is shorter than {said}", remedy=remedy)
 
 
 def _from_config(spec: WorkloadSpec, device: torch.device) -> Step:
@@ -107,17 +102,15 @@ def _from_config(spec: WorkloadSpec, device: torch.device) -> Step:
     spec = with_own_quantization(spec, source)
     head = remote_head(source.config, source.where) if spec.trust_remote_code else None
     head = head or head_of(source.config, source.architecture, source.where)
-    size = _size(spec, source, head)
-    notes = [head.note, *size.notes, *prepare(source, head.task, size.padded, spec.weights)]
+    rows, length, note = _size(spec, source, head)
+    notes = [head.note, note, *prepare(source, head.task, length, spec.weights)]
     dtype = DTYPES[_dtype_name(spec, source)]
     model = make_model(spec, source, head, dtype, device)
     if spec.liger:
         apply_liger(model)
     model, adapted = adapt(model, spec)
     notes += adapted
-    maker = BatchMaker(
-        source.config, rows=size.rows, length=size.length, padded=size.padded, packed=spec.packed, seed=spec.seed
-    )
+    maker = BatchMaker(source.config, rows=rows, length=length, packed=spec.packed, seed=spec.seed)
     batch = move(maker.make(head.task, torch.float32 if spec.autocast else dtype), device)
     parts = {"model": model, "batch": batch}
     workload = _assemble(spec, parts if spec.stage is None else cut(model, batch, spec), device)
@@ -125,9 +118,8 @@ def _from_config(spec: WorkloadSpec, device: torch.device) -> Step:
     workload.settings |= {
         "model": source.where,
         "architecture": head.cls,
-        "batch_size": size.rows,
-        "seq_len": size.length,
-        "pad_to": None if spec.packed else size.padded,
+        "batch_size": rows,
+        "seq_len": length,
         "weights": "trained" if spec.weights else "random",
         "lora": rank_of(model),
         "quantization": quantization_facts(model),
@@ -136,30 +128,14 @@ def _from_config(spec: WorkloadSpec, device: torch.device) -> Step:
     return workload
 
 
-@dataclass(frozen=True)
-class _Size:
-    """Rows, the longest sequence and what it is padded to (None for images), and what to tell people about it."""
-
-    rows: int
-    length: int | None
-    padded: int | None
-    notes: tuple[str, ...] = ()
-
-
-def _size(spec: WorkloadSpec, source: ConfigSource, head: Head) -> _Size:
-    """What the user said, else what the shape says, else something usual; never longer than the positions there are."""
+def _size(spec: WorkloadSpec, source: ConfigSource, head: Head) -> tuple[int, int | None, str]:
+    """Rows, the longest sequence (None for images) and a note: as asked, else the shape's, else usual ones."""
     defaults = source.defaults
     rows = spec.batch_size or (defaults.batch_size if defaults else _DEFAULT_ROWS)
     if head.task not in SEQUENCES:
-        given = [as_option(name) for name in ("seq_len", "pad_to") if getattr(spec, name) is not None]
-        notes = (f"{' and '.join(given)} ignored: images have the size that the model takes",) if given else ()
-        return _Size(rows, None, None, notes)
+        return rows, None, "--seq-len ignored: images have the size that the model takes" if spec.seq_len else ""
     length = spec.seq_len or (defaults.seq_len if defaults else None) or _usual_length(source.config, head)
-    if spec.pad_to is not None:  # no less than a length that was asked for: ``_check``
-        length = min(length, spec.pad_to)
-    padded = spec.pad_to or length
-    alone = rows == 1 and padded == length and not spec.packed
-    return _Size(rows, length, padded, ("a single sequence needs no padding: same as --packed",) if alone else ())
+    return rows, length, "a single sequence needs no padding: same as --packed" if rows == 1 and not spec.packed else ""
 
 
 def _usual_length(config: Any, head: Head) -> int:

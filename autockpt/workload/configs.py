@@ -378,8 +378,6 @@ def shallow_twin(spec: WorkloadSpec, settings: Mapping[str, Any], blocks: int, f
     path = folder / "config.json"
     path.write_text(json.dumps(config, default=str), encoding="utf-8")
     shape = {name: settings.get(name) for name in ("batch_size", "seq_len", "dtype")}
-    if spec.pad_to is not None or spec.seq_len is not None:
-        shape["seq_len"] = spec.seq_len
     return spec.model_copy(update={**shape, "model": str(path)})
 
 

@@ -21,7 +21,7 @@ def loaded(tmp_path: Path, choices: str) -> Plan:
 
 
 def test_a_budget(tmp_path: Path) -> None:
-    said = explain(ExplainRequest(SPEC.model_copy(update={"pad_to": 32}), budget=parse_budget("50%act")))
+    said = explain(ExplainRequest(SPEC, budget=parse_budget("50%act")))
     assert said.fits and said.budget is not None and said.smallest_peak <= said.peak_bytes <= said.budget.bytes
     assert sum(h.peak_bytes for h in said.holdings) == said.peak_bytes
     assert max(said.curve.total) == said.peak_bytes
@@ -31,8 +31,8 @@ def test_a_budget(tmp_path: Path) -> None:
     assert said.why is not None and said.why.chosen.peak_bytes == said.peak_bytes and said.why.best is None
     assert any(step.ours for step in said.budgets)
     sizes = {(limit.dimension, limit.plan): limit for limit in said.limits}
-    assert len(sizes) == 2, "with padding to a length of its own, the sequence's does not count"
-    for dimension in ("batch size",):
+    assert len(sizes) == 4
+    for dimension in ("batch size", "sequence length"):
         save, lean = sizes[dimension, "save everything"], sizes[dimension, "leanest"]  # type: ignore[index]
         assert lean.value is not None and lean.peak_bytes is not None and lean.peak_bytes <= said.budget.bytes
         assert lean.value >= lean.now > (save.value or 0), "this budget needs a plan at the size of now"

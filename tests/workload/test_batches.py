@@ -18,14 +18,13 @@ class Config(SimpleNamespace):
         return self
 
 
-def make(task: Task, rows: int = 4, length: int | None = 16, padded: int | None = None, **config: Any) -> Any:
+def make(task: Task, rows: int = 4, length: int | None = 16, **config: Any) -> Any:
     packed = config.pop("packed", False)
     seed = config.pop("seed", 0)
     maker = BatchMaker(
         Config(**({"model_type": "x", "vocab_size": 50, "num_labels": 3} | config)),
         rows=rows,
         length=length,
-        padded=padded,
         packed=packed,
         seed=seed,
     )
@@ -37,21 +36,19 @@ def make(task: Task, rows: int = 4, length: int | None = 16, padded: int | None 
     task=st.sampled_from(TEXT),
     rows=st.integers(1, 6),
     length=st.integers(1, 40),
-    extra=st.integers(0, 8),
     packed=st.booleans(),
     pad=st.none() | st.integers(0, 49),
 )
-def test_text(task: Task, rows: int, length: int, extra: int, packed: bool, pad: int | None) -> None:
-    padded = length if packed else length + extra
-    batch = make(task, rows, length, padded, packed=packed, pad_token_id=pad, image_token_id=7)
+def test_text(task: Task, rows: int, length: int, packed: bool, pad: int | None) -> None:
+    batch = make(task, rows, length, packed=packed, pad_token_id=pad, image_token_id=7)
     ids, labels = batch["input_ids"], batch["labels"]
-    assert ids.shape == (rows, padded) and ids.dtype == labels.dtype == torch.int64
+    assert ids.shape == (rows, length) and ids.dtype == labels.dtype == torch.int64
     assert int(ids.min()) >= 0 and int(ids.max()) < 50
     assert ("attention_mask" in batch) == (not packed)
     mask = torch.ones_like(ids) if packed else batch["attention_mask"]
     lengths = mask.sum(1)
     assert int(lengths.max()) == length and int(lengths.min()) >= length // 2
-    assert torch.equal(mask, (torch.arange(padded) < lengths[:, None]).long())  # padding is on the right
+    assert torch.equal(mask, (torch.arange(length) < lengths[:, None]).long())  # padding is on the right
     assert not ((ids == 7) & (mask == 1)).any()
     if pad is not None:
         assert not ((ids == pad) & (mask == 1)).any()

@@ -73,8 +73,6 @@ def test_dtype_is_that_of_all_weights(dtype: str) -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        {"packed": True, "pad_to": 128},
-        {"seq_len": 64, "pad_to": 32},
         {"scaler": True, "dtype": "fp16"},
         {"scaler": True, "optimizer": "none"},
     ],

@@ -144,7 +144,7 @@ class Claims:
     def _longer(self) -> Iterator[Rule]:
         """Twice the sequence in the same bytes; how scores grow with it."""
         double = 2 * self.shape.length
-        spec = self.subject.question.described.model_copy(update={"seq_len": double, "pad_to": None})
+        spec = self.subject.question.described.model_copy(update={"seq_len": double})
         with self._tracer(spec) as tracer:
             if tracer.settings.get("seq_len") != double:
                 return
