@@ -13,7 +13,7 @@ from pydantic import Field
 from autockpt.errors import UsageError
 from autockpt.schema.base import Data, did_you_mean
 from autockpt.schema.hardware import Hardware
-from autockpt.schema.space import SPACE_VERSION, SearchSpace
+from autockpt.schema.space import SearchSpace
 from autockpt.schema.workload import Dtype, OptimizerName
 from autockpt.schema.yaml import Document, read
 
@@ -61,8 +61,7 @@ def _names(folder: str) -> tuple[str, ...]:
 
 def load_model_shape(name: str) -> ModelShape:
     """The shipped shape of this name. Raises UsageError for an unknown one, suggesting the nearest."""
-    document = _shipped("models", name, "model shape")
-    return document.validate(ModelShape, {"name": name} | document.data)
+    return _shipped("models", name, "model shape").validate(ModelShape, name=name)
 
 
 def load_hardware(name_or_path: str | Path) -> Hardware:
@@ -74,13 +73,11 @@ def load_hardware(name_or_path: str | Path) -> Hardware:
     path, name = Path(name_or_path).expanduser(), str(name_or_path)
     if path.suffix in (".yaml", ".yml") or len(path.parts) > 1 or path.is_file():
         document, name = read(path), path.stem
-        if not isinstance(document.data, dict):
-            raise document.complain((), "this is not a hardware description", "`autockpt calibrate` writes one.")
     else:
         name = next((known for known in list_hardware() if _plain(known) == _plain(name)), name)
         own = " Your own: the path of a YAML file; `autockpt calibrate` writes one."
         document = _shipped("hardware", name, "hardware", own)
-    return document.validate(Hardware, {"name": name} | document.data)
+    return document.validate(Hardware, name=name)
 
 
 def load_space(name: str) -> SearchSpace:
@@ -91,11 +88,9 @@ def load_space(name: str) -> SearchSpace:
     path = Path(name)
     if path.suffix in (".yaml", ".yml") or len(path.parts) > 1:
         document = read(path)
-        if not isinstance(document.data, dict) or "search_space" not in document.data:
-            raise document.complain((), "this is not a search space", f"It must say `search_space: {SPACE_VERSION}`.")
     else:
         document = _shipped("spaces", name, "search space", " Your own: the path of a YAML file.")
-    return document.validate(SearchSpace, {"name": path.stem} | document.data)
+    return document.validate(SearchSpace, name=path.stem)
 
 
 def _shipped(folder: str, name: str, what: str, own: str = "") -> Document:

@@ -113,10 +113,7 @@ def takes_workload(verb: Callable[..., None], **instead: Any) -> Callable[..., N
 def job_file(path: Path) -> dict[str, Any]:
     """The settings in a job file: fields of WorkloadSpec. Raises UsageError with the line for what is none of them."""
     document = read(path)
-    if not isinstance(document.data, dict) or not document.data:
-        raise document.complain((), "this job file holds no settings", "Write one `name: value` per line.")
-    # the model may be named on the command line instead
-    spec = document.validate(WorkloadSpec, {"model": "", **document.data})
+    spec = document.validate(WorkloadSpec, model="")  # which may be named on the command line instead
     return {name: getattr(spec, name) for name in document.data}
 
 

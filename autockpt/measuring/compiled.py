@@ -21,7 +21,7 @@ from torch import nn
 
 from autockpt.errors import AutockptError, DeviceOutOfMemory, MeasurementError, UsageError
 from autockpt.measuring.failures import chain
-from autockpt.schema.choices import SAVE, Choice, label
+from autockpt.schema.choices import SAVE, Choice
 from autockpt.schema.plan import CompileMode, plan_hash
 from autockpt.workload.step import unheard
 from autockpt.workload.units import discover_units, module_of, unwrap
@@ -123,7 +123,7 @@ class Compiler:
             if unit.role == "block":
                 module = unwrap(module_of(model, unit.name))
                 inside = [
-                    f"{name.removeprefix(unit.name)} {label(choice)}"
+                    f"{name.removeprefix(unit.name)} {choice}"
                     for name, choice in sorted(choices.items())
                     if (name == unit.name or name.startswith(f"{unit.name}.")) and choice != SAVE
                 ]

@@ -12,8 +12,6 @@ from autockpt.schema.choices import (
     Segment,
     Selective,
     dump_choices,
-    from_label,
-    label,
     parse_choice,
     parse_choices,
 )

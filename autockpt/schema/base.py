@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from difflib import get_close_matches
-from typing import Annotated
+from typing import Annotated, Any, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
+from pydantic_core import PydanticCustomError
 
 from autockpt.errors import UsageError, plainly, without_passwords
 
+T = TypeVar("T")
 Facts = dict[str, str | int | float | bool | None]
 """Settings of a step as they came out, by name."""
 Command = Annotated[tuple[str, ...], AfterValidator(lambda words: tuple(map(without_passwords, words)))]
@@ -20,6 +22,28 @@ class Data(BaseModel):
     """A frozen record; unknown keys are errors. Safe to hash, compare, send between processes and write to disk."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+def refused(message: str, remedy: str) -> PydanticCustomError:
+    """What a validator raises, so that pydantic adds the place of the value; ``remedy_of`` reads it back."""
+    return PydanticCustomError("refused", "{message}", {"message": message, "remedy": remedy})
+
+
+def validating(parse: Callable[[Any], T]) -> Callable[[Any], T]:
+    """A parser that raises errors for people, as a validator."""
+
+    def validate(value: Any) -> T:
+        try:
+            return parse(value)
+        except UsageError as error:
+            raise refused(error.message, error.remedy) from None
+
+    return validate
+
+
+def remedy_of(error: ValidationError) -> str:
+    """What a validator said is to be done about the first field that does not fit; else empty."""
+    return error.errors()[0].get("ctx", {}).get("remedy", "")
 
 
 def first_violation(error: ValidationError) -> tuple[str, str]:

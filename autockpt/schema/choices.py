@@ -5,16 +5,25 @@ A new choice is one class here, one file in ``policies`` and one line in the tab
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Mapping
-from typing import Annotated, Any, ClassVar, Literal, Self, get_args
+from collections.abc import Callable, Iterable, Mapping
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar, get_args
 
-from pydantic import AfterValidator, BeforeValidator, Field, TypeAdapter, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Field,
+    TypeAdapter,
+    ValidationError,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
+    model_validator,
+)
 
 from autockpt.errors import PlanError
-from autockpt.schema.base import Data, did_you_mean, short
+from autockpt.schema.base import Data, did_you_mean, first_violation, refused, remedy_of, short
 from autockpt.schema.graph import Tier, UnitRole
 
+T = TypeVar("T")
 LAYERS: tuple[UnitRole, ...] = ("block", "attention", "mlp")
 ATTENTION = "fused_attention"
 EVERYTHING = "**"
@@ -227,7 +236,6 @@ Choice = Annotated[_OfLayers | _OfHeads | CompileBudget, Field(discriminator="ki
 SAVE, RECOMPUTE, OFFLOAD = Save(), Recompute(), Offload()
 CHUNKED_SOFTMAX, CHUNKED_LOSS = ChunkedSoftmax(), ChunkedLoss()
 CHOICE_TYPES: dict[str, type[_Choice]] = {t.model_fields["kind"].default: t for t in get_args(get_args(Choice)[0])}
-_adapter: TypeAdapter[Any] = TypeAdapter(Choice)
 
 
 def choice_kinds(role: UnitRole | None = None) -> tuple[str, ...]:
@@ -259,71 +267,49 @@ def legend(choices: Iterable[Choice]) -> list[str]:
     return lines
 
 
-def parse_choice(value: object) -> Choice:
-    """A choice from its form in a plan: a bare name, or a mapping with ``kind`` and options.
-
-    Raises PlanError naming the known choices, or what is wrong with an option.
-    """
+def _parsed(value: Any, validate: ValidatorFunctionWrapHandler) -> Any:
     if isinstance(value, _Choice):
-        return value  # type: ignore[return-value]
-    try:
-        return _adapter.validate_python({"kind": value} if isinstance(value, str) else value)
-    except ValidationError as error:
-        raise _unreadable(value, error) from None
-
-
-def _unreadable(value: object, error: ValidationError) -> PlanError:
+        return value
     kind = value.get("kind") if isinstance(value, Mapping) else value
-    if value is None:
-        return PlanError("no choice is written here", remedy=f"Known choices: {', '.join(CHOICE_TYPES)}.")
     if not isinstance(kind, str) or kind not in CHOICE_TYPES:
-        said = did_you_mean(kind, CHOICE_TYPES) if isinstance(kind, str) else ""
-        remedy = f"{said}Known choices: {', '.join(CHOICE_TYPES)}."
-        return PlanError(f"unknown choice {short(kind or value)}", remedy=remedy)
-    first = error.errors()[0]
-    where = ".".join(str(part) for part in first["loc"] if part != kind)
-    options = ", ".join(name for name in CHOICE_TYPES[kind].model_fields if name != "kind") or "none"
-    if first["type"] == "extra_forbidden":
-        return PlanError(f"{kind} has no option {where!r}", remedy=f"Its options: {options}.")
-    said = (
-        first["msg"].removeprefix("Value error, ").replace("Input should be a valid tuple", "has to be a list of names")
-    )
-    said = said.replace("Input should be", "has to be")
-    return PlanError(f"{kind}: {where}: {said}" if where else f"{kind}: {said}", remedy=f"Its options: {options}.")
+        near = did_you_mean(kind, CHOICE_TYPES) if isinstance(kind, str) else ""
+        raise refused(f"unknown choice {short(kind or value)}", f"{near}Known choices: {', '.join(CHOICE_TYPES)}.")
+    try:
+        return validate(value if isinstance(value, Mapping) else {"kind": kind})
+    except ValidationError as error:
+        where, why = first_violation(error)
+        options = ", ".join(name for name in CHOICE_TYPES[kind].model_fields if name != "kind") or "none"
+        raise refused(f"{where}: {why}", f"Its options: {options}.") from None
 
 
-def dump_choice(choice: Choice) -> str | dict[str, Any]:
-    """The shortest form of a choice in a plan: its bare name where it has no options."""
-    data = {"kind": choice.kind} | choice.model_dump(exclude_defaults=True)
-    return choice.kind if set(data) == {"kind"} else data
+WrittenChoice = Annotated[Choice, WrapValidator(_parsed)]
+"""In its form in a plan: a bare name, or a mapping with ``kind`` and options."""
+_one, _many = TypeAdapter[Choice](WrittenChoice), TypeAdapter(dict[str, WrittenChoice])
+
+
+def parse_choice(value: object) -> Choice:
+    """A choice from its form in a plan. Raises PlanError naming the known choices, or what is wrong with an option."""
+    return _plan_errors(_one.validate_python, value)
 
 
 def parse_choices(data: Mapping[str, Any]) -> dict[str, Choice]:
     """Choices by unit name from their forms in a plan. Raises PlanError as ``parse_choice`` does, naming the unit."""
-    choices: dict[str, Choice] = {}
-    for name, value in data.items():
-        if not isinstance(name, str):
-            raise PlanError(
-                f"{name!r} is no unit's name", remedy="Choices are by name: {'model.layers.0': 'recompute'}."
-            )
-        try:
-            choices[name] = parse_choice(value)
-        except PlanError as error:
-            raise PlanError(f"{name}: {error.message}", remedy=error.remedy) from None
-    return choices
+    return _plan_errors(_many.validate_python, data)
+
+
+def _plan_errors(parse: Callable[[Any], T], value: Any) -> T:
+    try:
+        return parse(value)
+    except ValidationError as error:
+        raise PlanError(": ".join(filter(None, first_violation(error))), remedy=remedy_of(error)) from None
+
+
+def dump_choice(choice: Choice) -> str | dict[str, Any]:
+    """The shortest form of a choice in a plan: its bare name where it has no options."""
+    options = choice.model_dump(exclude_defaults=True, exclude={"kind"})
+    return {"kind": choice.kind} | options if options else choice.kind
 
 
 def dump_choices(choices: Mapping[str, Choice]) -> dict[str, Any]:
     """Choices by unit name as they are written in a plan, and sent between processes."""
     return {name: dump_choice(choice) for name, choice in choices.items()}
-
-
-def label(choice: Choice) -> str:
-    """A choice as one word or one line of JSON, for places that hold text only; ``from_label`` reads it back."""
-    dumped = dump_choice(choice)
-    return dumped if isinstance(dumped, str) else json.dumps(dumped, sort_keys=True)
-
-
-def from_label(text: str) -> Choice:
-    """The choice that ``label`` made a text of. Raises PlanError for anything else."""
-    return parse_choice(json.loads(text) if text.startswith("{") else text)

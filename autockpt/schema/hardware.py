@@ -6,13 +6,13 @@ in bytes, times in seconds. ``efficiency`` says which share of each peak real ke
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Literal, get_args
 
 import yaml
 from pydantic import BeforeValidator, Field, model_validator
 
 from autockpt.errors import UsageError
-from autockpt.schema.base import Data
+from autockpt.schema.base import Data, validating
 from autockpt.schema.device import WITHOUT_STREAMS, Environment
 from autockpt.schema.sizes import parse_size
 
@@ -21,19 +21,10 @@ KINDS: tuple[str, ...] = get_args(HardwareKind)
 MatrixDtype = Annotated[str, Field(pattern="^(float64|float32|tf32|bfloat16|float16)$")]
 
 
-def _size(value: Any) -> Any:
-    """Sizes may be written with their unit: 24GiB."""
-    if not isinstance(value, str):
-        return value
-    try:
-        return parse_size(value)
-    except UsageError as error:
-        raise ValueError(f"{error.message}; {error.remedy}") from None
-
-
+_written = BeforeValidator(validating(lambda value: parse_size(value) if isinstance(value, str) else value))  # 24GiB
 # Bounds are what any device of the last twenty years lies between: outside, a unit was most likely mistaken.
-Bytes = Annotated[int, BeforeValidator(_size), Field(ge=0)]
-Memory = Annotated[int, BeforeValidator(_size), Field(ge=2**26, le=2**48)]
+Bytes = Annotated[int, _written, Field(ge=0)]
+Memory = Annotated[int, _written, Field(ge=2**26, le=2**48)]
 Share = Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)]
 Rate = Annotated[float, Field(ge=1e9, le=1e17, allow_inf_nan=False)]  # FLOP/s
 Bandwidth = Annotated[float, Field(ge=1e9, le=1e15, allow_inf_nan=False)]

@@ -14,36 +14,58 @@ from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BeforeValidator, Field, PrivateAttr, ValidationError, model_validator
+from pydantic import AfterValidator, Field, PrivateAttr, ValidationError, model_validator
 
 from autockpt.errors import PlanError
 from autockpt.schema import planfile, words
-from autockpt.schema.base import Data, Facts
-from autockpt.schema.choices import SAVE, Choice, CompileBudget, choice_kinds, dump_choice, dump_choices, parse_choices
+from autockpt.schema.base import Data, Facts, refused, validating
+from autockpt.schema.choices import SAVE, Choice, CompileBudget, WrittenChoice, choice_kinds, dump_choice, dump_choices
 from autockpt.schema.device import Environment
 from autockpt.schema.files import set_aside, write_file, writing
 from autockpt.schema.graph import Unit, UnitRole
 from autockpt.schema.known import ALL, NONE
-from autockpt.schema.names import Entry, align, check_nesting, expand, fold, listing, outermost, parse_pattern, views
-from autockpt.schema.planfile import SCHEMA_VERSION
+from autockpt.schema.names import (
+    Entry,
+    align,
+    check_nesting,
+    checked,
+    expand,
+    fold,
+    listing,
+    outermost,
+    parse_pattern,
+    views,
+)
 from autockpt.schema.sizes import ResolvedBudget, format_binary, format_bytes
 from autockpt.schema.trial import Measurement, Prediction
 from autockpt.schema.words import step_note
 from autockpt.schema.workload import WorkloadSpec
-from autockpt.schema.yaml import Document
+from autockpt.schema.yaml import Document, read
 
 PlanStatus = Literal["measured", "simulated", "unmeasured"]
 CompileMode = Literal["layers", "model"]
 """How a training step is compiled: every layer in place, or the whole model as one. None stands for eager steps."""
 NEVER_CALLED = "never called"
 """In a plan's settings: what would be units if the step called it, as a vision tower where it reads text alone."""
+SCHEMA_VERSION = 1
 R = TypeVar("R", Prediction | None, Measurement | None)
 Verdict = Literal["fits", "over_budget", "out_of_memory", "not_measured"]
 
-Choices = Annotated[
-    dict[str, Choice], BeforeValidator(lambda value: parse_choices(value) if isinstance(value, Mapping) else value)
-]
+Choices = dict[Annotated[str, AfterValidator(validating(checked))], WrittenChoice]
 """By pattern; read as a file has them."""
+Names = Annotated[str, AfterValidator(validating(lambda text: parse_pattern(text).enumerate() and text))]
+"""A pattern that stands for definite names."""
+
+
+def _known_version(version: int) -> int:
+    if not 1 <= version <= SCHEMA_VERSION:
+        raise refused(
+            f"this plan has schema {version}, written by a newer autockpt; this one reads up to {SCHEMA_VERSION}",
+            "Upgrade with `pip install -U autockpt`, or search again with this version.",
+        )
+    return version
+
+
 OF_A_SET = ("when", "share", "predicted", "measured", "choices")
 
 
@@ -63,7 +85,7 @@ class Structure(Data):
 
     name: str = ""
     fingerprint: str = ""
-    units: dict[str, str] = Field(default_factory=dict, description="pattern of unit names -> class name")
+    units: dict[Names, str] = Field(default_factory=dict, description="pattern of unit names -> class name")
 
     @cached_property
     def classes(self) -> dict[str, str]:
@@ -118,7 +140,7 @@ class Plan(Data):
     (the file was edited), ``status`` is "unmeasured", whatever ``source`` says. Bytes and seconds throughout.
     """
 
-    autockpt: int = SCHEMA_VERSION
+    autockpt: Annotated[int, AfterValidator(_known_version)] = SCHEMA_VERSION
     source: PlanStatus = "unmeasured"
     hash: str = ""
     model: Structure = Structure()
@@ -198,9 +220,10 @@ class Plan(Data):
     @classmethod
     def load(cls, path: str | Path) -> Plan:
         """Read and validate a plan file. Raises PlanError naming file, line and remedy."""
-        document = planfile.read_document(Path(path))
+        document = read(path, PlanError)
+        if not isinstance(document.data, dict) or "autockpt" not in document.data:
+            raise document.complain((), "this is not a plan", f"A plan begins with `autockpt: {SCHEMA_VERSION}`.")
         plan = document.validate(cls)
-        planfile.check_units(document, plan.model.units)
         plan._document = document
         if plan.model.units:
             for each in plan.sets:

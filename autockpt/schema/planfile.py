@@ -1,23 +1,17 @@
-"""The text of ``plan.yaml``: read with line numbers, written for people to read and edit."""
+"""The text of ``plan.yaml``, written for people to read and edit."""
 
 from __future__ import annotations
 
 import re
 import textwrap
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import yaml
 
-from autockpt.errors import PlanError
-from autockpt.schema.base import closest
 from autockpt.schema.choices import choice_kinds, legend, parse_choice
-from autockpt.schema.names import parse_pattern
 from autockpt.schema.sizes import format_bytes
-from autockpt.schema.yaml import Document, read
 
-SCHEMA_VERSION = 1
 _HEADER = """\
 # What each unit of the model does with its activations, so that a training step stays within its memory budget.
 #
@@ -44,60 +38,6 @@ _COMMENTS = {
     "baselines": "well-known plans, for comparison",
 }
 _BYTES = re.compile(r"^(\s*(?:- )?(?:\w+_)?bytes: )([0-9]{4,})$", re.MULTILINE)
-
-
-def read_document(path: Path) -> Document:
-    """A plan file's sections, its version and choices checked. Raises PlanError with file, line and remedy."""
-    document = read(path, PlanError)
-    data = document.data
-    if not isinstance(data, dict) or "autockpt" not in data:
-        raise PlanError(
-            f"{document.where()}: this is not a plan: it does not say `autockpt: {SCHEMA_VERSION}`",
-            remedy=f"A plan has at least the line `autockpt: {SCHEMA_VERSION}` and a section `choices:`.",
-        )
-    _check_version(document, data["autockpt"])
-    if "choices" not in data and (near := closest("choices", map(str, data))):
-        raise document.complain((near,), f"unknown key {near!r}", "Did you mean 'choices'?")
-    _check_choices(document, ("choices",), data.get("choices"))
-    smaller = data.get("smaller_batches")
-    for number, each in enumerate(smaller if isinstance(smaller, list) else ()):
-        if isinstance(each, dict):
-            _check_choices(document, ("smaller_batches", number, "choices"), each.get("choices"))
-    return document
-
-
-def _check_version(document: Document, version: object) -> None:
-    if not isinstance(version, int) or isinstance(version, bool) or version < 1:
-        raise document.complain(
-            ("autockpt",), f"{version!r} is no schema version", f"Write `autockpt: {SCHEMA_VERSION}`."
-        )
-    if version > SCHEMA_VERSION:
-        raise document.complain(
-            ("autockpt",),
-            f"this plan has schema {version}, written by a newer autockpt; this one reads up to {SCHEMA_VERSION}",
-            "Upgrade with `pip install -U autockpt`, or search again with this version.",
-        )
-
-
-def _check_choices(document: Document, place: tuple[str | int, ...], choices: object) -> None:
-    if not isinstance(choices, dict) or not choices:
-        remedy = "Write one line per unit, as in model.layers.0-11: save."
-        raise document.complain(place, "a plan needs choices", remedy)
-    for pattern, value in choices.items():
-        try:
-            parse_pattern(pattern)
-            parse_choice(value)
-        except PlanError as error:
-            raise document.complain((*place, pattern), error.message, error.remedy) from None
-
-
-def check_units(document: Document, units: Mapping[str, str]) -> None:
-    """Raise PlanError, with its line, for a pattern of unit names that is none."""
-    for pattern in units:
-        try:
-            list(parse_pattern(pattern).enumerate())
-        except PlanError as error:
-            raise document.complain(("model", "units", pattern), error.message, error.remedy) from None
 
 
 def render(sections: Mapping[str, Any], name: str = "plan.yaml") -> str:

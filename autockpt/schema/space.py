@@ -11,7 +11,6 @@ from autockpt.errors import UsageError
 from autockpt.schema.base import Data, did_you_mean
 from autockpt.schema.choices import head_kinds, searched_kinds
 
-SPACE_VERSION: Literal[1] = 1
 _BY_OPTION = {"chunked_loss": "--allow-inexact (its gradients are equal up to rounding)", "compile_budget": "--compile"}
 HIDDEN_COPIES = "hidden_copies"
 
@@ -55,7 +54,7 @@ class SearchSpace(Data):
     besides, in all plans of a search. The solver's plans at ``margins`` are tried first.
     """
 
-    search_space: Literal[1] = SPACE_VERSION
+    search_space: Literal[1] = Field(description="version of the format")
     name: str = ""
     description: str = ""
     choices: tuple[str, ...] = Field(default_factory=searched_kinds, description="kinds; always with save")

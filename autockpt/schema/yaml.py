@@ -40,44 +40,54 @@ class Document:
 
     def where(self, *loc: str | int) -> str:
         """``plan.yaml:14``: the line of the innermost known part of ``loc``."""
+        return f"{self.name}:{self._found(loc)[1] + 1}"
+
+    def _found(self, loc: Sequence[str | int]) -> tuple[int, int]:
+        """How many parts of ``loc`` the file has, and the line of the last of them, from 0."""
         node, line = self.node, 0
-        for part in loc:
+        for depth, part in enumerate(loc):
+            at = None
             if isinstance(node, yaml.MappingNode):
                 at, node = next(((key, value) for key, value in node.value if key.value == part), (None, None))
-            else:
-                inside = isinstance(node, yaml.SequenceNode) and isinstance(part, int) and part < len(node.value)
-                at = node = node.value[part] if inside else None  # type: ignore[union-attr]
+            elif isinstance(node, yaml.SequenceNode) and isinstance(part, int) and part < len(node.value):
+                at = node = node.value[part]
             if at is None:
-                break
+                return depth, line
             line = at.start_mark.line
-        return f"{self.name}:{line + 1}"
+        return len(loc), line
 
     def complain(self, loc: Sequence[str | int], message: str, remedy: str = "") -> UsageError:
         """The error to raise about one part of the file."""
         return self.error(f"{self.where(*loc)}: {message}", remedy=remedy)
 
-    def validate(self, model: type[M], data: Any = None) -> M:
-        """Build a data object from the document; the first violation becomes an error with its line."""
+    def validate(self, model: type[M], /, **more: Any) -> M:
+        """Build a data object from the document, and from ``more`` what it does not say itself.
+
+        The first violation becomes an error with its line.
+        """
         try:
-            return model.model_validate(self.data if data is None else data)
+            return model.model_validate({**more, **self.data} if isinstance(self.data, dict) else self.data)
         except ValidationError as error:
             raise self._explain(error, model) from None
 
     def _explain(self, error: ValidationError, model: type[BaseModel]) -> UsageError:
         errors = error.errors()
         first = next((each for each in errors if each["type"] == "extra_forbidden"), errors[0])
-        loc = tuple(first["loc"])
-        key = ".".join(map(str, loc))
-        if first["type"] == "extra_forbidden":
+        loc, kind = first["loc"], first["type"]
+        if kind == "extra_forbidden":
             near = closest(str(loc[-1]), model.model_fields) if len(loc) == 1 else None
             hint = f"Did you mean {near!r}?" if near else "Remove it, or correct its spelling."
             return self.complain(loc, f"unknown key {loc[-1]!r}", hint)
-        if first["type"] == "missing":
-            return self.complain(loc[:-1], f"{key!r} is missing", f"Add a line {loc[-1]}: …")
+        if kind == "missing":
+            return self.complain(loc, f"{'.'.join(map(str, loc))!r} is missing", f"Add a line {loc[-1]}: …")
+        if kind == "model_type" and not loc:
+            return self.complain(loc, "this file holds no settings", "Write one `name: value` per line.")
         said = plainly(first["msg"].removeprefix("Value error, "))
+        remedy = first.get("ctx", {}).get("remedy") or f"It reads {short(first['input'])} now."
         if not loc:  # of the whole document; its message begins with the part that it is about, if there is one
             return self.complain(tuple(said.split()[:1]), said, f"Correct it in {self.name}.")
-        return self.complain(loc, f"{key}: {said[:1].lower()}{said[1:]}", f"It reads {short(first['input'])} now.")
+        key = ".".join(map(str, loc[: self._found(loc)[0]]))  # without the names of alternatives
+        return self.complain(loc, f"{key}: {said[:1].lower()}{said[1:]}", remedy)
 
 
 def parse(text: str, name: str, error: type[UsageError] = UsageError) -> Document:

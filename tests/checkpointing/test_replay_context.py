@@ -14,7 +14,7 @@ from torch import nn
 
 from autockpt.checkpointing import replay_context
 from autockpt.runtime import attach
-from autockpt.schema.choices import Segment, from_label
+from autockpt.schema.choices import Segment, parse_choice
 
 D = 16
 
@@ -85,7 +85,7 @@ def test_what_a_forward_begins_by_hand_ends_with_its_rerun(begin, kind, late) ->
     def trained(planned: bool) -> list[torch.Tensor]:
         torch.manual_seed(0)
         model, found, before = nn.Sequential(Begins(begin, late), Begins(begin, late)), [], _around_all()
-        choice = Segment(size=2) if kind == "segment" else from_label(kind)
+        choice = Segment(size=2) if kind == "segment" else parse_choice(kind)
         session = attach(model, {"0": choice, "1": choice}) if planned else nullcontext()
         with session:
             for _ in range(late + 4):
@@ -128,7 +128,7 @@ def test_a_block_that_one_unit_enters_and_another_leaves() -> None:
                 found += [p.grad.clone() for p in model.parameters()]
         return found
 
-    planned = trained({"0": from_label("recompute"), "2": from_label("recompute")})
+    planned = trained({"0": parse_choice("recompute"), "2": parse_choice("recompute")})
     assert all(map(torch.equal, planned, trained({})))
 
 
@@ -155,7 +155,7 @@ def test_a_second_run_finds_the_first_runs_order_of_attentions(
     expected = (torch.nn.functional.linear(x, model[0].weight, model[0].bias) * other[0]).exp()  # type: ignore[arg-type]
     wanted = torch.autograd.grad(expected.square().sum(), model[0].weight)
     try:
-        with attach(model, {"0": from_label("recompute")}, sentinels="off"):
+        with attach(model, {"0": parse_choice("recompute")}, sentinels="off"):
             assert torch.equal(wanted[0], torch.autograd.grad(model(x).square().sum(), model[0].weight)[0])
     finally:
         torch._C._set_sdp_priority_order(before)
@@ -165,14 +165,14 @@ def test_a_second_run_finds_the_first_runs_order_of_attentions(
 _FIRST_OF_A_PROCESS = """
 import torch, transformers
 from autockpt.runtime import attach
-from autockpt.schema.choices import Segment, from_label
+from autockpt.schema.choices import Segment, parse_choice
 torch.manual_seed(0)
 config = transformers.LlamaConfig(
     vocab_size=64, hidden_size=256, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4
 )
 model = transformers.LlamaForCausalLM(config).to("cuda", torch.bfloat16)
 ids = torch.randint(0, 64, (2, 128), device="cuda")
-with attach(model, dict.fromkeys(["model.layers.0", "model.layers.1"], from_label("recompute"))):
+with attach(model, dict.fromkeys(["model.layers.0", "model.layers.1"], parse_choice("recompute"))):
     model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
 found = [p.grad.clone() for p in model.parameters()]
 model.zero_grad()

@@ -34,7 +34,7 @@ from torch.utils.checkpoint import checkpoint
 
 from autockpt.measuring.statistics import noise, ratio_interval
 from autockpt.runtime import attach
-from autockpt.schema.choices import Choice, choice_kinds, from_label, label
+from autockpt.schema.choices import Choice, choice_kinds, parse_choice
 from tests.policies.zoo import objects_alive_after
 
 LAYERS, ROUNDS, WARMUP, BY_HAND = 24, 40, 4, "torch.utils.checkpoint by hand"
@@ -44,8 +44,8 @@ CHOICES = [
     *(
         kind for kind in choice_kinds("block") if kind != "compile_budget"
     ),  # which saves everything outside compiled code
-    '{"kind": "selective", "keep": ["mlp.up_proj"]}',
-    '{"kind": "selective", "keep": ["fused_attention", "mlp.gate_proj", "mlp.up_proj"]}',
+    {"kind": "selective", "keep": ["mlp.up_proj"]},
+    {"kind": "selective", "keep": ["fused_attention", "mlp.gate_proj", "mlp.up_proj"]},
 ]
 
 
@@ -138,7 +138,7 @@ def measure(
         model.zero_grad()
         return middle - begin, end - middle
 
-    parsed = {label(c): c for c in map(from_label, CHOICES)}
+    parsed = {str(c): c for c in map(parse_choice, CHOICES)}
     candidates = {"nothing attached": None} | dict.fromkeys(PEERS) | parsed
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in candidates}
     for turn in range(rounds):
@@ -169,7 +169,7 @@ def counts(device: str = "cpu", autocast: bool = False) -> dict[str, tuple[float
     asked by: about ops (``__torch_dispatch__``) and about functions (``__torch_function__``); and objects that live
     from forward to backward."""
     model, batch = model_and_batch(device)
-    parsed = {label(c): c for c in map(from_label, CHOICES)}
+    parsed = {str(c): c for c in map(parse_choice, CHOICES)}
     found: dict[str, tuple[float, ...]] = {}
 
     def forward() -> torch.Tensor:

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from autockpt.checkpointing.op_recorder import OpRecorder
 from autockpt.errors import AutockptError
 from autockpt.runtime import attach
-from autockpt.schema.choices import from_label
+from autockpt.schema.choices import parse_choice
 from tests.policies.zoo import bytes_alive_after
 
 STEPS = 6
@@ -38,11 +38,11 @@ class Unit(nn.Module):
 
 
 def steps(
-    then: Callable[[Tensor, int], Tensor], choice: str | None, sizes: tuple[int, ...] = (64,), *, autocast: bool = False
+    then: Callable[[Tensor, int], Tensor], choice: Any, sizes: tuple[int, ...] = (64,), *, autocast: bool = False
 ) -> Iterator[list[Tensor]]:
     """Gradients of every step."""
     model = nn.Sequential(Unit(then))
-    kind = {} if choice is None else {"0": from_label(choice)}
+    kind = {} if choice is None else {"0": parse_choice(choice)}
     with attach(model, kind):
         for step in range(STEPS):
             torch.manual_seed(step)
@@ -68,7 +68,7 @@ def noted(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 def test_two_calls_are_recorded_and_later_ones_seldom(then: str, noted: list[Any]) -> None:
     model = nn.Sequential(Unit(ODD[then]))
     x, counts = torch.randn(64, 32), []
-    with attach(model, {"0": from_label("remake")}):
+    with attach(model, {"0": parse_choice("remake")}):
         for _ in range(9):
             noted.clear()
             model(x).sum().backward()
@@ -92,8 +92,8 @@ _ROWS = 1024
 
 
 @pytest.mark.parametrize("remembers", [True, False])
-@pytest.mark.parametrize("choice", ["remake", '{"kind": "remake", "keep": ["**"]}'])
-def test_calls_under_autocast_and_without_are_apart(choice: str, remembers: bool, noted: list[Any]) -> None:
+@pytest.mark.parametrize("choice", ["remake", {"kind": "remake", "keep": ["**"]}])
+def test_calls_under_autocast_and_without_are_apart(choice: Any, remembers: bool, noted: list[Any]) -> None:
     model = nn.Sequential(_Projected(), nn.Linear(32, 32))
     x = torch.randn(_ROWS, 32, requires_grad=True)
 
@@ -107,7 +107,7 @@ def test_calls_under_autocast_and_without_are_apart(choice: str, remembers: bool
         return [p.grad.clone() for p in model.parameters() if p.grad is not None]
 
     wanted = {autocast: gradients(autocast) for autocast in (True, False)}
-    with attach(model, {"0": from_label(choice)}):
+    with attach(model, {"0": parse_choice(choice)}):
         first = bytes_alive_after(forward)
         forward()
         forward(autocast=False)  # which one recording is enough of
@@ -215,9 +215,9 @@ ODD: dict[str, Callable[[Tensor, int], Tensor]] = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("odd", ODD)
-@pytest.mark.parametrize("choice", ["remake", '{"kind": "remake", "keep": ["**"]}'])
+@pytest.mark.parametrize("choice", ["remake", {"kind": "remake", "keep": ["**"]}])
 @pytest.mark.parametrize("autocast", [False, True], ids=["", "autocast"])
-def test_whatever_changes_between_calls_is_right_or_refused(odd: str, choice: str, autocast: bool) -> None:
+def test_whatever_changes_between_calls_is_right_or_refused(odd: str, choice: Any, autocast: bool) -> None:
     sizes = (96, 64)
     expected, found = (
         [*steps(ODD[odd], None, sizes, autocast=autocast)],

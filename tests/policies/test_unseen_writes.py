@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.ao.quantization.fake_quantize import FusedMovingAvgObsFakeQuantize
 
 from autockpt.runtime import attach
-from autockpt.schema.choices import from_label
+from autockpt.schema.choices import parse_choice
 from tests.policies.zoo import assert_equal
 
 KINDS = ("recompute", "selective", "remake", "offload", "segment", "recompute_offload")
@@ -19,8 +19,8 @@ D = 64
 
 @pytest.mark.parametrize("sentinels", ["sample", "off"])
 @pytest.mark.parametrize("late", [0, 4])
-@pytest.mark.parametrize("kind", ["offload", "remake", '{"kind": "remake", "keep": ["**"]}'])
-def test_reassigned_weights_are_read_where_autograd_would(kind: str, late: int, sentinels: Any) -> None:
+@pytest.mark.parametrize("kind", ["offload", "remake", {"kind": "remake", "keep": ["**"]}])
+def test_reassigned_weights_are_read_where_autograd_would(kind: Any, late: int, sentinels: Any) -> None:
     def block() -> nn.Module:
         frozen = nn.Conv2d(4, 4, 1).requires_grad_(False)
         read_from_views = nn.Linear(16, 16)
@@ -42,7 +42,7 @@ def test_reassigned_weights_are_read_where_autograd_would(kind: str, late: int, 
                 found |= {f"{step} {n}": p.grad for n, p in model.named_parameters() if p.grad is not None}
         return found
 
-    assert_equal(gradients({"0": from_label(kind), "1": from_label(kind)}), gradients({}))
+    assert_equal(gradients({"0": parse_choice(kind), "1": parse_choice(kind)}), gradients({}))
 
 
 class Scripted(nn.Module):
@@ -66,7 +66,7 @@ def test_torchscript_functions_may_hold_a_units_last_tensor(kind: str) -> None:
     def train(kind: str) -> list[Tensor]:
         torch.manual_seed(0)
         model = nn.Sequential(Scripted(), Scripted())
-        with attach(model, dict.fromkeys(("0", "1"), from_label(kind)), sentinels="sample"):
+        with attach(model, dict.fromkeys(("0", "1"), parse_choice(kind)), sentinels="sample"):
             for _ in range(4):
                 model(torch.randn(4, D)).square().mean().backward()
         return [p.grad for p in model.parameters() if p.grad is not None]
@@ -111,7 +111,7 @@ def test_statistics_that_nothing_tells_of_begin_late(unit: type[nn.Module], kind
     def train(kind: str) -> list[Tensor]:
         torch.manual_seed(0)
         model: Any = nn.Sequential(unit(), unit())
-        with attach(model, dict.fromkeys(("0", "1"), from_label(kind)), sentinels="sample"):
+        with attach(model, dict.fromkeys(("0", "1"), parse_choice(kind)), sentinels="sample"):
             for step in range(9):
                 if step == 4:
                     for each in model:

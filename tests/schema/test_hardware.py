@@ -56,7 +56,7 @@ def test_sizes_may_carry_their_unit() -> None:
 def test_impossible_figures_are_named(changes: dict[str, Any], figure: str) -> None:
     document = parse(yaml.safe_dump(GOOD | changes), "card.yaml")
     with pytest.raises(UsageError) as caught:
-        document.validate(Hardware, {"name": "card"} | document.data)
+        document.validate(Hardware, name="card")
     assert figure in caught.value.message and caught.value.remedy
 
 
@@ -83,7 +83,7 @@ def test_a_file_gives_back_what_was_written(
         efficiency={"matrix": share, "bandwidth": share, "link": share},
     )
     document = parse(dump_hardware(before), "card.yaml")
-    assert document.validate(Hardware, {"name": "card"} | document.data) == before
+    assert document.validate(Hardware, name="card") == before
 
 
 @given(value=st.floats())

@@ -133,11 +133,11 @@ def test_a_plan_cannot_claim_what_it_does_not_hold(tmp_path: Path) -> None:
     ("text", "line", "word"),
     [
         ("autockpt: 2\nchoices: {a: save}\n", 1, "newer"),
-        ("autockpt: one\nchoices: {a: save}\n", 1, "version"),
+        ("autockpt: one\nchoices: {a: save}\n", 1, "autockpt"),
         ("autockpt: 1\nchoises:\n  a: save\n", 2, "unknown key 'choises'"),
         ("autockpt: 1\nchoices:\n", 2, "choices"),
         ("autockpt: 1\nchoices:\n  a: save\n  b: recompte\n", 4, "recompte"),
-        ("autockpt: 1\nchoices:\n  a:\n", 3, "no choice"),
+        ("autockpt: 1\nchoices:\n  a:\n", 3, "unknown choice"),
         ("autockpt: 1\nchoices:\n  a: {kind: save, speed: 3}\n", 3, "speed"),
         ("autockpt: 1\nchoices:\n  a*: save\n", 3, "a*"),
         ("autockpt: 1\nchoices:\n  a: save\n  a: recompute\n", 4, "line 3"),

@@ -44,7 +44,7 @@ def test_ones_own_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "line", "word"),
     [
-        ("choices: [recompute]\n", 1, "not a search space"),
+        ("choices: [recompute]\n", 1, "search_space"),
         ("search_space: 2\n", 1, "search_space"),
         ("search_space: 1\nchoices: [recompte]\n", 2, "recompte"),
         ("search_space: 1\nmargins: [1.5]\n", 2, "margins"),

@@ -15,7 +15,7 @@ from torch import nn
 
 from autockpt.errors import AutockptError, ConflictError, GhostError
 from autockpt.runtime import attach, without_kv_cache
-from autockpt.schema.choices import Choice, label
+from autockpt.schema.choices import Choice
 from autockpt.tracing import Tracer
 from autockpt.workload import Step
 from autockpt.workload.failures import summary
@@ -198,7 +198,7 @@ def _trace_plan(tracer: Tracer, plan: dict[str, Choice], number: int, result: Re
 
 
 def _in_words(plan: dict[str, Choice]) -> str:
-    return ", ".join(f"{name} {label(choice)}" for name, choice in plan.items() if choice.kind != "save")
+    return ", ".join(f"{name} {choice}" for name, choice in plan.items() if choice.kind != "save")
 
 
 def _line(error: BaseException | None) -> str:
