@@ -13,7 +13,6 @@ results/<model>_<device>_<budget>_<hash of the question>/
 
 from __future__ import annotations
 
-import errno
 import gzip
 import json
 import math
@@ -24,10 +23,9 @@ import shlex
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
-from functools import cached_property
 from itertools import groupby
 from pathlib import Path
-from typing import Any, Literal, Self, TypeVar
+from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
@@ -41,15 +39,14 @@ from autockpt.schema.plan import Plan
 from autockpt.schema.profile import Profile
 from autockpt.schema.request import FinishedSearch, question_hash
 from autockpt.schema.trial import Measurement, Trial
-from autockpt.schema.workload import WorkloadSpec
 
 T = TypeVar("T")
 M = TypeVar("M", bound=BaseModel)
 Step = Literal["plain", "recompute", "plan"]
-_QUESTION = "question.json"
+_QUESTION, _TRIALS = "question.json", "trials.jsonl"
 PLAN = "plan.yaml"
 BY_LENGTH = "plan_by_length.yaml"
-_ANEW = "Search with --fresh, which sets the directory aside, or restore the file."
+_OF_THE_QUESTION = ("workload", "settings", "budget", "host_budget_bytes", "baselines")
 _GRAPHS: dict[Step, str] = {
     "plain": "graph.json.gz",
     "recompute": "graph-recompute.json.gz",
@@ -59,8 +56,6 @@ _GRAPHS: dict[Step, str] = {
 
 class RunDirectory:
     """One run on disk. Every method that touches a file raises RunDirectoryError with a remedy where that fails."""
-
-    prefix = ""  # of the directory's name
 
     def __init__(self, path: Path, question: Mapping[str, Any]) -> None:
         self.path = path
@@ -77,40 +72,42 @@ class RunDirectory:
         device: str,
         budget: str = "",
         fresh: bool = False,
-    ) -> Self:
+    ) -> RunDirectory:
         """The directory of this question under ``root``, made where it is missing.
 
         ``fresh`` renames an earlier one to ``….1`` first (then ``set_aside`` says where it went). Refuses a directory
         of that name which holds another question or a damaged one.
         """
         question = json.loads(json.dumps(question))
-        path = Path(root) / (cls.prefix + directory_name(model, device, budget, question_hash(question)))
+        path = Path(root) / directory_name(model, device, budget, question_hash(question))
         run = cls(path, question)
         with _explained(path):
             if fresh and path.exists():
                 with run.lock():  # not from under a search that is at work there
                     pass
                 run.set_aside = set_aside(path)
-            _make(path)
-            if (path / _QUESTION).exists() or (path / "trials.jsonl").exists():
-                run._check_question(_read_json(path / _QUESTION))
-            else:
-                run.write(_QUESTION, json.dumps(question, indent=2, sort_keys=True) + "\n")
+            path.mkdir(parents=True, exist_ok=True)
+        if not ((path / _QUESTION).exists() or (path / _TRIALS).exists()):
+            run.write(_QUESTION, json.dumps(question, indent=2, sort_keys=True) + "\n")
+        found = cls.open(path).question
+        if differing := [name for name in sorted({*question, *found}) if found.get(name) != question.get(name)]:
+            raise RunDirectoryError(
+                f"{path} belongs to another question (it differs in {', '.join(differing)})",
+                remedy="Use --fresh to set that directory aside, or --out for another place.",
+            )
         return run
 
     @classmethod
     def open(cls, path: str | Path) -> RunDirectory:
         """An existing run, to read. Raises RunDirectoryError where the path is no run directory."""
         path = Path(path)
-        if not (path / _QUESTION).is_file():
+        if not any((path / name).exists() for name in (_QUESTION, _TRIALS)):
             what = "is not the directory of a run" if path.exists() else "does not exist"
             raise RunDirectoryError(
                 f"{path} {what}", remedy="Give a directory that `autockpt search` made, as results/…"
             )
-        question = _read_json(path / _QUESTION)
-        if not isinstance(question, dict):
-            raise _damaged(path / _QUESTION, f"it holds no question, but a {type(question).__name__}")
-        return cls(path, question)
+        with _explained(path / _QUESTION):
+            return cls(path, dict(json.loads(read_regular(path / _QUESTION))))
 
     @classmethod
     def alike(cls, root: str | Path, question: Mapping[str, Any]) -> Iterator[RunDirectory]:
@@ -125,7 +122,7 @@ class RunDirectory:
     def below(folder: Path) -> Iterator[Path]:
         """The directories of runs in a folder and in those below it, damaged ones too."""
         for path, folders, names in os.walk(folder):
-            if {_QUESTION, "trials.jsonl"} & {*names}:
+            if {_QUESTION, _TRIALS} & {*names}:
                 folders.clear()  # what a run holds is its own
                 yield Path(path)
             folders.sort()
@@ -148,7 +145,7 @@ class RunDirectory:
         """
         made = not root.exists()
         with _explained(root):
-            _make(root)
+            root.mkdir(parents=True, exist_ok=True)
         path = root / f".{key}.lock"
         try:
             with exclusive(path):
@@ -160,16 +157,6 @@ class RunDirectory:
             if made:
                 with suppress(OSError):  # it is not empty: the usual case
                     root.rmdir()
-
-    def _check_question(self, found: Any) -> None:
-        if found == self.question:
-            return
-        theirs = found if isinstance(found, dict) else {}
-        differing = [k for k in sorted({*self.question, *theirs}) if theirs.get(k) != self.question.get(k)]
-        raise RunDirectoryError(
-            f"{self.path} belongs to another question (it differs in {', '.join(differing)})",
-            remedy="Use --fresh to set that directory aside, or --out for another place.",
-        )
 
     def lock(self) -> AbstractContextManager[None]:
         """Hold the directory against a second search for as long as the context lasts."""
@@ -216,8 +203,17 @@ class RunDirectory:
         return next(iter(best(trials)), None)
 
     def add_trial(self, trial: Trial) -> None:
-        """Append a trial. Of several lines with one number the last counts: a trial can be rewritten."""
-        self.append("trials.jsonl", trial.model_dump_json())
+        """Append a trial; what a killed process left of a line is cut off first.
+
+        Of several lines with one number the last counts: a trial can be rewritten.
+        """
+        path = self.path / _TRIALS
+        with _explained(path), os.fdopen(open_regular(path, os.O_RDWR | os.O_APPEND | os.O_CREAT), "a+b") as file:
+            file.seek(0)
+            file.truncate(file.read().rfind(b"\n") + 1)
+            file.write(trial.model_dump_json().encode() + b"\n")
+            file.flush()
+            os.fsync(file.fileno())
 
     def trials(self) -> list[Trial]:
         """All trials by number. A last line torn by a kill is left out; any other damage raises RunDirectoryError."""
@@ -226,11 +222,24 @@ class RunDirectory:
 
     def readings(self) -> list[Trial]:
         """Every line of the trials, oldest first: a trial that was measured again is there each time."""
-        return list(self.lines("trials.jsonl", Trial.model_validate_json))
+        path, found = self.path / _TRIALS, list[Trial]()
+        if not path.exists():
+            return found
+        with _explained(path):
+            complete, _, _torn = read_regular(path).rpartition(b"\n")
+        for number, line in enumerate(complete.splitlines(), 1):
+            try:
+                found.append(Trial.model_validate_json(line))
+            except ValidationError:
+                raise RunDirectoryError(
+                    f"{path}:{number}: this line is damaged",
+                    remedy="Delete the line, or search with --fresh, which sets the whole directory aside.",
+                ) from None
+        return found
 
     def dates(self) -> tuple[float, float]:
         """When the run began and when a trial was last written, in seconds since 1970, by its files."""
-        paths = (self.path / name for name in (_QUESTION, "trials.jsonl"))
+        paths = (self.path / name for name in (_QUESTION, _TRIALS))
         begun, last = (path.stat().st_mtime if path.exists() else 0.0 for path in paths)
         return begun, last or begun
 
@@ -339,32 +348,6 @@ class RunDirectory:
         with _explained(self.path / name):
             atomic_write(self.path / name, data)
 
-    def append(self, name: str, line: str) -> None:
-        """Append a line to a file of the run; what a killed process left of one is cut off first."""
-        path = self.path / name
-        with _explained(path), os.fdopen(open_regular(path, os.O_RDWR | os.O_APPEND | os.O_CREAT), "a+b") as file:
-            file.seek(0)
-            file.truncate(file.read().rfind(b"\n") + 1)
-            file.write(line.encode() + b"\n")
-            file.flush()
-            os.fsync(file.fileno())
-
-    def lines(self, name: str, parse: Any) -> Iterator[Any]:
-        """The lines of a file, parsed; none where there is no such file. A torn last one is left out."""
-        path = self.path / name
-        if not path.exists():
-            return
-        with _explained(path):
-            complete, _, _torn = read_regular(path).rpartition(b"\n")
-        for number, line in enumerate(complete.splitlines(), 1):
-            try:
-                yield parse(line)
-            except (ValueError, RecursionError):  # pydantic's ValidationError and JSON's error are ValueErrors
-                raise RunDirectoryError(
-                    f"{path}:{number}: this line is damaged",
-                    remedy="Delete the line, or search with --fresh, which sets the whole directory aside.",
-                ) from None
-
 
 def _as_written(path: Path) -> bool:
     """Whether a plan's file holds the choices that a search wrote."""
@@ -394,23 +377,9 @@ def short_name(model: str) -> str:
     return _slug(parts[-1].removesuffix(".json"))
 
 
-def _make(path: Path) -> None:
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except FileNotFoundError:  # of a file system that has no place for folders of users, such as /proc
-        raise RunDirectoryError(
-            f"{path} cannot be made: {path.parent} takes no folders", remedy="Give another folder with --out."
-        ) from None
-
-
 def _slug(text: str) -> str:
     cleaned = re.sub(r"[^A-Za-z0-9.]+", "-", text.rstrip("/\\")).strip("-.")
     return cleaned[-40:].strip("-.") or "x"
-
-
-def _read_json(path: Path) -> Any:
-    with _explained(path):
-        return json.loads(read_regular(path))
 
 
 def _own(path: Path) -> Path:
@@ -421,31 +390,23 @@ def _own(path: Path) -> Path:
     return path
 
 
-def _damaged(path: Path, why: str) -> RunDirectoryError:
-    return RunDirectoryError(f"{path} is damaged: {why}", remedy=_ANEW)
-
-
 @contextmanager
 def _explained(path: Path) -> Iterator[None]:
     """Turn what the system or a parser says about a file into an error for people."""
+    why, remedy = "", "Search with --fresh, which sets the directory aside, or restore the file."
     try:
         yield
-    except RecursionError:
-        raise _damaged(path, "it nests too deeply") from None
-    except (ValidationError, ValueError, EOFError, gzip.BadGzipFile, zlib.error) as error:
-        said = ": ".join(filter(None, first_violation(error))) if isinstance(error, ValidationError) else str(error)
-        raise _damaged(path, said.splitlines()[0]) from None
+    except (ValueError, TypeError, EOFError, RecursionError, gzip.BadGzipFile, zlib.error) as error:
+        parts = first_violation(error) if isinstance(error, ValidationError) else str(error).splitlines()[:1]
+        why = f"is damaged: {': '.join(filter(None, parts))}"
     except FileNotFoundError:
-        raise RunDirectoryError(f"{path} is missing", remedy=_ANEW) from None
+        why = "is missing"
     except OSError as error:
-        raise RunDirectoryError(f"{path} cannot be used: {reason(error)}", remedy=_remedy(error)) from None
-
-
-def _remedy(error: OSError) -> str:
-    if error.errno in FULL:
-        return "Free space there, and the same command continues; or give another folder with --out."
-    what = "Remove it" if error.errno in (errno.ELOOP, errno.EINVAL) else "Check permissions"
-    return f"{what}, or give another folder with --out."
+        why, remedy = f"cannot be used: {reason(error)}", "Check permissions, or give another folder with --out."
+        if error.errno in FULL:
+            remedy = "Free space there, and the same command continues; or give another folder with --out."
+    if why:
+        raise RunDirectoryError(f"{path} {why}", remedy=remedy)
 
 
 @contextmanager
@@ -542,46 +503,34 @@ def plan_of_trial(run: RunDirectory, trial: Trial) -> Plan:
 
     Raises RunDirectoryError where the run lacks the traced step, which tells the model's units.
     """
-    graph, answer, finished = run.graph(), run.plan(), run.finished()
+    graph, answer = run.graph(), run.plan()
     if graph is None:
         raise RunDirectoryError(
             f"{run.path} has no traced step, so its plans cannot be written",
             remedy="Search again; compiled searches keep only the plan that they answered with.",
         )
-    budget = answer.budget if answer is not None else finished.outcome.budget if finished is not None else None
-    over = budget is not None and trial.score is not None and trial.score.peak_bytes > budget.bytes
     notes = (f"trial {trial.number} of {run.path.name}, {trial.name}",)
-    if over or not trial.feasible:
+    if not trial.feasible:
         notes = (*notes, f"not the answer of that run: {trial.state.replace('_', ' ')}")
-    asked = run.question.get("workload")
-    workload = WorkloadSpec.model_validate(asked) if isinstance(asked, dict) else None
+    asked: dict[str, Any] = {"workload": run.question.get("workload")}
+    heads = list[Unit]()  # which no traced step lists
+    if answer is not None:
+        asked = {name: getattr(answer, name) for name in _OF_THE_QUESTION}
+        listed, classes = {unit.name for unit in graph.units}, answer.model.classes.items()
+        extra = {name: cls for name, cls in classes if name in trial.choices and name not in listed}
+        heads = [Unit(name=name, cls=cls, kind=0, role="head") for name, cls in extra.items()]
     return Plan.create(
         trial.choices,
-        [*graph.units, *_head(answer, trial, graph.units)],
+        [*graph.units, *heads],
         model=answer.model.name if answer is not None else run.model,
         fingerprint=str(run.question.get("model_fingerprint") or ""),
         source="measured" if trial.measured else "simulated" if trial.predicted else "unmeasured",
-        workload=answer.workload if answer is not None else workload,
-        settings=answer.settings if answer is not None else {},
         environment=run.environment(),
-        budget=budget,
-        host_budget_bytes=answer.host_budget_bytes if answer is not None else None,
         predicted=trial.predicted,
         measured=trial.measured,
-        baselines=answer.baselines if answer is not None else (),
         notes=notes,
+        **asked,
     )
-
-
-def _head(answer: Plan | None, trial: Trial, units: tuple[Unit, ...]) -> list[Unit]:
-    """The output head that the trial has a choice for, where the run's answer tells its class."""
-    classes = answer.model.classes if answer is not None else {}
-    listed = {unit.name for unit in units}
-    return [
-        Unit(name=name, cls=classes[name], kind=0, role="head")
-        for name in trial.choices
-        if name not in listed and name in classes
-    ]
 
 
 # -- a run for people in Python --------------------------------------------------------------------------------------
@@ -593,33 +542,20 @@ def open_run(path: str | Path) -> Run:
 
 
 class Run:
-    """What a search tried and found, as its directory says at the time of the first look. Bytes and seconds."""
+    """What a search tried and found, as its directory says now. Bytes and seconds."""
 
     def __init__(self, directory: RunDirectory) -> None:
         self._directory = directory
+        self.path = directory.path
+        self.question = dict(directory.question)
+        """What was asked: workload, budget, device, search space, versions."""
+        self.trials = directory.trials()
+        """All trials by number; what was measured more than once as it was measured last."""
+        self.pareto_front = pareto_front(self.trials)
+        """Trials that no other is both leaner and faster than, leanest first, whether they fit the budget or not."""
 
     def __repr__(self) -> str:
         return f"<autockpt run {self.path.name}: {len(self.trials)} trials>"
-
-    @property
-    def path(self) -> Path:
-        """The run's directory."""
-        return self._directory.path
-
-    @property
-    def question(self) -> dict[str, Any]:
-        """What was asked: workload, budget, device, search space, versions."""
-        return dict(self._directory.question)
-
-    @cached_property
-    def trials(self) -> list[Trial]:
-        """All trials by number; what was measured more than once as it was measured last."""
-        return self._directory.trials()
-
-    @property
-    def pareto_front(self) -> list[Trial]:
-        """Trials that no other is both leaner and faster than, leanest first, whether they fit the budget or not."""
-        return pareto_front(self.trials)
 
     def best(self, count: int = 1) -> list[Trial]:
         """The fastest plans that fit, fastest first; fewer where no more were tried."""
