@@ -239,11 +239,11 @@ def child_environment(wanted: Mapping[str, str] = {}) -> dict[str, str]:
     return {**wanted, **os.environ, "PYTHONPATH": os.pathsep.join(dict.fromkeys(own)), "PYTHONUNBUFFERED": "1"}
 
 
-def last_lines(log: IO[bytes], most: int = 5) -> str:
-    """The end of a log, for an error message; empty where there is none."""
+def last_lines(log: IO[bytes], most: int = 5, start: int = 0) -> str:
+    """The end of a log that begins at byte ``start``, for an error message; empty where there is none."""
     with contextlib.suppress(OSError, ValueError):
         size = os.fstat(log.fileno()).st_size
-        text = os.pread(log.fileno(), 8192, max(0, size - 8192)).decode(errors="replace")  # the child writes on
+        text = os.pread(log.fileno(), 8192, max(start, size - 8192)).decode(errors="replace")  # the child writes on
         lines = [f"  {line.rstrip()}" for line in text.splitlines() if line.strip()]
         return "\n".join(lines[-most:])
     return ""

@@ -6,6 +6,7 @@ import gc
 import os
 import signal
 from collections.abc import Iterator
+from typing import Any
 
 # Tests run side by side: threads of theirs would only wait for each other's cores. Before torch and NumPy are loaded.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -17,7 +18,8 @@ from hypothesis import settings
 
 from autockpt.measuring import conditions
 from autockpt.schema import WorkloadSpec, parse_choice
-from autockpt.tracing import crew, process
+from autockpt.tracing import crew
+from autockpt.tracing.process import GhostProcess
 from autockpt.tracing.run import GhostRun
 from tests.accelerator import accelerator  # noqa: F401  a fixture
 from tests.device import ON_CUDA
@@ -47,19 +49,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 # Tests run side by side already: further ghost processes would only cost the time of starting them.
 crew.WORTH = float("inf")
 
-_import_for_children = process._import_for_children
+_fork = GhostProcess.fork
 
 
-def _fill_caches_for_children() -> None:
+def _fork_with_full_caches(*arguments: Any) -> GhostProcess:
     """A tracer's process is a fork of this one: what the first ghost run takes longer, each would take anew."""
-    process._import_for_children = _import_for_children
+    GhostProcess.fork = _fork  # type: ignore[method-assign]
     run = GhostRun(threads=1)
     run.build(WorkloadSpec(model="llama-tiny"), torch.device("cpu"))
     run.trace({"model.layers.0": parse_choice("recompute")})
-    _import_for_children()
+    return _fork(*arguments)
 
 
-process._import_for_children = _fill_caches_for_children
+GhostProcess.fork = _fork_with_full_caches  # type: ignore[method-assign]
 
 # Tests make many objects and few cycles: the collector would look through them for a twentieth of their time.
 gc.set_threshold(1_000_000)

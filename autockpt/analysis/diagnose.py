@@ -27,7 +27,7 @@ from autockpt.schema import (
 from autockpt.schema.base import Data, Facts
 from autockpt.schema.outlook import Alternative
 from autockpt.shipped import list_hardware, load_hardware, load_space
-from autockpt.tracing import tracer_for
+from autockpt.tracing import Tracer
 from autockpt.tuning import run_search
 
 STAGES: dict[Stage, str] = {
@@ -193,7 +193,7 @@ def _prescribed(
     That is a plan, saved in ``plan_out``; where none fits, changes of the job that would.
     """
     listener.stage("trace")
-    with tracer_for(hardware, spec) as tracer:
+    with Tracer.from_spec(spec, hardware=hardware) as tracer:
         units, head, graph = tracer.units, tracer.head, tracer.trace({})
     peak = simulated_memory(hardware, room.budget)(graph)
     held = StepBytes(graph, head.name if head is not None else None, room.overhead, peak)

@@ -159,7 +159,7 @@ def needed_on(environment: Environment) -> Callable[[Graph], int]:
 
 
 def simulated_memory(hardware: Hardware, budget_bytes: int | None = None) -> MemoryModel:
-    """What graphs of ``tracer_for`` need of the device within ``budget_bytes`` (default: all there are)."""
+    """What graphs of a Tracer for hardware need of the device within ``budget_bytes`` (default: all there are)."""
     return MemoryModel(hardware, None if budget_bytes is None else min(budget_bytes, hardware.memory_bytes))
 
 

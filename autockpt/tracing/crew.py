@@ -10,7 +10,7 @@ from typing import Any
 
 from autockpt.errors import AutockptError
 from autockpt.schema.choices import Choice
-from autockpt.tracing.process import Build, GhostProcess, NotForkable, can_fork
+from autockpt.tracing.process import TRACE, Build, GhostProcess, NotForkable, can_fork
 
 MOST = 4
 WORTH = 0.2  # seconds of ghost runs from which on a further process is forked for them
@@ -29,8 +29,7 @@ class Crew:
         self._busy: dict[GhostProcess, _Key] = {}
         self._done: dict[_Key, Any] = {}
         self._seconds = 0.0  # of the last ghost run that was waited for
-        self.units, self.head, self.outside = first.units, first.head, first.outside
-        self.settings, self.notes = first.settings, first.notes
+        self.found = first.found
 
     def with_another(self, build: Build) -> Crew:
         """One whose first process is forked from this one's to ``build`` another workload.
@@ -82,7 +81,7 @@ class Crew:
         for process in [p for p in self._processes if p not in self._busy][: len(self._waiting)]:
             key = next(iter(self._waiting))
             try:
-                process.send("trace", choices=self._waiting[key])
+                process.send(TRACE, self._waiting[key])
             except AutockptError as error:
                 self._failed(process, key, error)
             else:

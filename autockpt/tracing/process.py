@@ -1,92 +1,99 @@
-"""The tracer's child process as its parent sees it: how it is started and asked, and what is said of its death.
+"""The tracer's child process: a ghost workload that answers requests, so that nothing it meets can harm its parent.
 
-What runs inside of it is in ``child``.
+The parent's side stands first, the child's after it. Requests go in, raw graphs or errors come out, until the parent
+goes away. The first bytes of the child's log say what it was doing when it died.
 """
 
 from __future__ import annotations
 
 import contextlib
-import importlib
+import faulthandler
+import gc
+import mmap
 import os
 import signal
 import sys
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from multiprocessing.connection import Connection
-from multiprocessing.reduction import send_handle
+from multiprocessing.reduction import recv_handle, send_handle
 from typing import IO, Any
 
 import torch
 
 from autockpt.devices.accelerator import kinds_in_use
-from autockpt.errors import GhostError, how_it_ended
+from autockpt.errors import AutockptError, GhostError, how_it_ended
 from autockpt.interpreter import with_room
-from autockpt.process import Child, ChildDied, ChildSilent, child_environment, last_lines
+from autockpt.process import Child, ChildDied, ChildSilent, child_environment, last_lines, wait
 from autockpt.schema.workload import WorkloadSpec
 from autockpt.tracing.assemble import Source
-from autockpt.tracing.child import ALIVE, DONE, FAILED, FORK, READY, Build, Note, serve
 from autockpt.tracing.kernels.cuda_kernels import Capability
-from autockpt.tracing.run import TracedRun
-from autockpt.workload.configs import quiet
+from autockpt.tracing.run import Found, GhostRun, RecordedRun, TracedRun
+from autockpt.workload.failures import summary
 
 _SECONDS_TO_WAKE = 60.0
-_imported_by_children: dict[str, None] = {}
-Start = Callable[[Note, IO[bytes]], Child]
+_ALIVE, _DONE, _FAILED = "alive", "done", "failed"
+TRACE, _FORK = "trace", "fork"
+_OP, _PLACE = 128, 384  # bytes
+Build = tuple[WorkloadSpec, torch.device, Capability | None]  # what ``TracedRun.build`` is given
+Prepare = Callable[[TracedRun], None]
 
 
 class NotForkable(Exception):
     """This process cannot be forked safely, or the fork does not work."""
 
 
+def can_fork() -> bool:
+    """Whether a forked child may use torch: on Linux, as long as no accelerator is in use."""
+    return sys.platform == "linux" and not kinds_in_use()
+
+
 class GhostProcess:
-    """A child that holds a ghost workload. ``units``, ``head``, ``settings`` and ``notes`` describe it.
+    """A child that holds a ghost workload; ``found`` describes it.
 
     Its death, whatever the cause, is a GhostError that says at which op. An interrupt while it works ends it.
+    ``start`` starts it with its log, ``first`` is the first message to one that was not forked.
     """
 
-    def __init__(self, start: Start, first: Any = None) -> None:
-        self._note = Note()
-        self._log = tempfile.TemporaryFile()  # noqa: SIM115  lives as long as the process
-        self.child = start(self._note, self._log)
+    def __init__(self, start: Callable[[IO[bytes]], Child], first: Any = None) -> None:
+        self._log = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115  lives as long as the process
+        self._log.write(bytes(_OP + _PLACE))  # what is printed comes behind the note
+        self.child = start(self._log)
         try:
             if first is not None:
                 self.child.send(first)
             self._await_alive()
-            self.units, self.head, self.outside, self.settings, self.notes, imported = self._receive(READY)
-            _imported_by_children.update(dict.fromkeys(imported))
+            self.found: Found = self.receive()
         except BaseException:
             self.close()
             raise
 
     @classmethod
-    def fork(cls, source: Source, prepare: Callable[[TracedRun], None]) -> GhostProcess:
+    def fork(cls, source: Source, prepare: Prepare) -> GhostProcess:
         """A copy of this process in which ``prepare`` sets up the run. Raises NotForkable."""
         if not can_fork():
             raise NotForkable("an accelerator is in use")
-        _import_for_children()
         threads = torch.get_num_threads()
 
-        def start(note: Note, log: IO[bytes]) -> Child:
+        def start(log: IO[bytes]) -> Child:
             def work(theirs: Connection) -> None:
-                for fd in (1, 2):
-                    os.dup2(log.fileno(), fd)
-                with_room(lambda: serve(theirs, note, source, threads, prepare))
+                for stream in (1, 2):
+                    os.dup2(log.fileno(), stream)
+                with_room(lambda: _serve(theirs, source, threads, prepare))
 
             return Child.fork(work)
 
         return cls(start)
 
     @classmethod
-    def spawn(
-        cls, source: Source, spec: WorkloadSpec, device: torch.device, capability: Capability | None = None
-    ) -> GhostProcess:
-        """A fresh Python process, without accelerators, that builds the workload of ``spec``."""
-
-        def start(note: Note, log: IO[bytes]) -> Child:
-            environment = child_environment() | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-            return Child.spawn("autockpt.tracing.child", note.fd, log=log, environment=environment)
-
-        return cls(start, (source, torch.get_num_threads(), spec, device, capability))
+    def spawn(cls, source: Source, build: Build) -> GhostProcess:
+        """A fresh Python process, without accelerators, that builds a workload."""
+        environment = child_environment() | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+        return cls(
+            lambda log: Child.spawn("autockpt.tracing.process", log=log, environment=environment),
+            (source, torch.get_num_threads(), build),
+        )
 
     def fork_again(self, build: Build | None = None) -> GhostProcess:
         """A process forked from this one, which must have nothing to do: with its workload, or to ``build`` another.
@@ -94,10 +101,10 @@ class GhostProcess:
         What this one has imported, built and learnt is there already. Raises NotForkable, or what building raises.
         """
 
-        def start(note: Note, log: IO[bytes]) -> Child:
+        def start(log: IO[bytes]) -> Child:
             def forked(theirs: Connection) -> int:
-                self.send(FORK, build=build)
-                for descriptor in (theirs.fileno(), note.fd, log.fileno()):
+                self.send(_FORK, build)
+                for descriptor in (theirs.fileno(), log.fileno()):
                     send_handle(self.connection, descriptor, self.child.pid)
                 return self.receive()
 
@@ -113,51 +120,48 @@ class GhostProcess:
         """To wait for several processes at once."""
         return self.child.connection
 
-    def send(self, verb: str, **arguments: Any) -> None:
-        """Let the child begin with a GhostRun's method. Raises GhostError where the child died."""
+    def send(self, verb: str, asked: Any) -> None:
+        """Let the child begin to trace a plan, or to fork. Raises GhostError where the child died."""
         if self.connection.closed:
             raise GhostError("the tracer's process has ended", remedy="Make a new tracer.")
         try:
-            self.child.send((verb, arguments))
+            self.child.send((verb, asked))
         except ChildDied as death:
             raise self._death(death.code) from None
 
     def receive(self) -> Any:
-        """The result of the method. Raises what the method raised, or GhostError where the child died."""
-        return self._receive(DONE)[0]
-
-    def close(self) -> None:
-        """End the child. Idempotent."""
-        self.child.close()
-        self._note.close()
-        self._log.close()
-
-    def _await_alive(self) -> None:
+        """What the child answers. Raises what it raised, or GhostError where it died."""
         try:
-            reply = self.child.receive(_SECONDS_TO_WAKE)
-        except ChildSilent:
-            raise NotForkable("the child does not answer") from None
-        except ChildDied:
-            raise NotForkable("the child died at once") from None
-        if reply[0] != ALIVE:
-            raise NotForkable(reply[-1].message)
-
-    def _receive(self, expected: str) -> tuple[Any, ...]:
-        try:
-            kind, *content = self.child.receive()
+            kind, content = self.child.receive()
         except ChildDied as death:
             raise self._death(death.code) from None
         except BaseException:  # interrupted: the child is in the middle of something
             self.child.close()
             raise
-        if kind == FAILED:
-            raise content[0]
-        assert kind == expected, kind
-        return tuple(content)
+        if kind == _FAILED:
+            raise content
+        return content
+
+    def close(self) -> None:
+        """End the child. Idempotent."""
+        self.child.close()
+        self._log.close()
+
+    def _await_alive(self) -> None:
+        try:
+            kind, content = self.child.receive(_SECONDS_TO_WAKE)
+        except ChildSilent:
+            raise NotForkable("the child does not answer") from None
+        except ChildDied:
+            raise NotForkable("the child died at once") from None
+        if kind != _ALIVE:
+            raise NotForkable(content.message)
 
     def _death(self, code: int | None) -> GhostError:
         """What is known about why the child is gone."""
-        where, tail = self._note.read(), last_lines(self._log, 1).strip()
+        note = os.pread(self._log.fileno(), _OP + _PLACE, 0)
+        op, place = (part.rstrip(b"\0").decode(errors="replace") for part in (note[:_OP], note[_OP:]))
+        where = f"at {op} in {place or 'the model itself'}" if op else "before its first op"
         if code is None:
             return GhostError(f"the tracer's process does not answer any more, {where}")
         if code in (-signal.SIGSEGV, -signal.SIGBUS):
@@ -167,21 +171,137 @@ class GhostProcess:
                 f"the tracer's process was killed, {where}; most likely the machine is out of memory",
                 remedy="Free memory.",
             )
-        tail = f": {tail}" if tail else ""
-        return GhostError(f"the tracer's process died ({how_it_ended(code)}), {where}{tail}")
+        tail = last_lines(self._log, 1, start=len(note)).strip()
+        return GhostError(f"the tracer's process died ({how_it_ended(code)}), {where}{tail and ': '}{tail}")
 
 
-def can_fork() -> bool:
-    """Whether a forked child may use torch: on Linux, as long as no accelerator is in use."""
-    return sys.platform == "linux" and not kinds_in_use()
+# Inside the child.
 
 
-def _import_for_children() -> None:
-    """What the children before had to import of large libraries is imported here, so that further ones find it."""
-    names = [name for name in _imported_by_children if name not in sys.modules]
-    if not names:
+def main(socket: int) -> None:
+    """Entry of a child that was started afresh: the first message is (source, threads, Build)."""
+    connection = Connection(socket)
+    with contextlib.suppress(EOFError, OSError):
+        source, threads, build = connection.recv()
+        with_room(lambda: _serve(connection, source, threads, partial(_build, build)))
+    os._exit(0)
+
+
+def _serve(connection: Connection, source: Source, threads: int, prepare: Prepare | None) -> None:
+    """Answer requests until the connection ends. Returns to its caller, which must end the process.
+
+    ``source`` says whether steps are ghost-run or recorded, ``threads`` is the parent's number; ``prepare`` builds or
+    takes the workload. Replies are (ALIVE, None), then (DONE, Found) or (FAILED, error), and for each request
+    (DONE, result) or (FAILED, error).
+    """
+    _be_a_child()
+    run = _new_run(source, threads)
+    try:
+        while True:
+            # backward must work here: it does not after a fork where the engine has threads for accelerators
+            with torch.enable_grad():
+                torch.ones(1, requires_grad=True).sum().backward()
+            connection.send((_ALIVE, None))
+            if not _answer(connection, partial(_prepared, run, prepare)):
+                return
+            connection, build = _answer_until_forked(connection, run)
+            prepare = None
+            if build is not None:
+                run, prepare = _new_run(source, threads), partial(_build, build)
+    except (EOFError, OSError, KeyboardInterrupt):
         return
-    with quiet():
-        for name in names:
-            with contextlib.suppress(Exception):
-                importlib.import_module(name)
+
+
+def _answer_until_forked(connection: Connection, run: TracedRun) -> tuple[Connection, Build | None]:
+    """Answer requests; returns in processes that are forked here, with the connection that they go on with.
+
+    Those hold the same workload, as it is after all that was asked so far, or are to build another one.
+    """
+    forked: list[int] = []
+    try:
+        while True:
+            verb, asked = connection.recv()
+            forked = [pid for pid in forked if wait(pid, 0.0) is None]
+            if verb != _FORK:
+                _answer(connection, partial(run.trace, asked))
+                continue
+            theirs, log = (recv_handle(connection) for _ in range(2))
+            pid = os.fork()
+            if not pid:
+                break
+            os.close(theirs)
+            os.close(log)
+            forked.append(pid)
+            connection.send((_DONE, pid))
+    finally:
+        for pid in forked:
+            wait(pid, 0.1)
+    connection.close()
+    for stream in (1, 2):
+        os.dup2(log, stream)
+    _open_note()
+    return Connection(theirs), asked
+
+
+def _be_a_child() -> None:
+    """Quiet, single-threaded, without accelerators or core dumps, and deaf to Ctrl-C: the parent ends it.
+
+    Nothing is compiled here. Importing bitsandbytes, as PEFT does, would take a second for a compiler otherwise.
+    """
+    faulthandler.disable()
+    os.environ |= {"CUDA_VISIBLE_DEVICES": "", "TORCHDYNAMO_DISABLE": "1"}
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    with contextlib.suppress(ImportError, OSError, ValueError):
+        import resource
+
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    torch.set_num_threads(1)
+    gc.freeze()  # what the parent left behind is never looked through
+    gc.disable()  # nor what is imported and built: there is one collection before each trace
+    sys.stdout = sys.stderr = open(1, "w", buffering=1, closefd=False, errors="replace")  # noqa: SIM115
+    _open_note()
+
+
+def _build(build: Build, run: TracedRun) -> None:
+    run.build(*build)
+
+
+def _prepared(run: TracedRun, prepare: Prepare | None) -> Found:
+    if prepare is not None:
+        prepare(run)
+    gc.collect()
+    gc.freeze()  # what is there now stays: collections before each trace only look at what is new
+    return run.found
+
+
+def _answer(connection: Connection, work: Callable[[], Any]) -> bool:
+    """Send the reply to one request; whether it is good news."""
+    try:
+        reply = _DONE, work()
+    except BaseException as error:
+        known = isinstance(error, AutockptError)
+        connection.send((_FAILED, error if known else GhostError(f"the trace failed: {summary(error)}")))
+        error.__traceback__ = error.__context__ = error.__cause__ = None
+        gc.collect()
+        return False
+    connection.send(reply)
+    return True
+
+
+def _open_note() -> None:
+    """From now on write down in this process's log which op and module run: readable after its death."""
+    global _note
+    _note = mmap.mmap(1, _OP + _PLACE)
+
+
+def _new_run(source: Source, threads: int) -> TracedRun:
+    if source == "recorded":
+        return RecordedRun(torch.device("cpu"))
+
+    def place(path: str) -> None:
+        _note[_OP:] = path.encode()[:_PLACE].ljust(_PLACE, b"\0")
+
+    def op(name: bytes) -> None:
+        _note[: len(name)] = name
+
+    return GhostRun(threads=threads, on_op=lambda operator: op(operator.note), on_enter=place)

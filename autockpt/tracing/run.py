@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
@@ -61,17 +61,23 @@ OnOp = Callable[[Operator], None] | None
 OnEnter = Callable[[str], None] | None
 
 
-class TracedRun:
-    """A workload that is cycled under a recorder.
+class Found(NamedTuple):
+    """What the first cycle shows: units that were called, in order, the output head, the modules that were called
+    outside of these, and the workload's settings and notes."""
 
-    ``units`` are known from the first cycle on, and so are the modules that were called ``outside`` of them.
-    """
+    units: tuple[Unit, ...]
+    head: Unit | None
+    outside: tuple[str, ...]
+    settings: dict[str, Any]
+    notes: tuple[str, ...]
+
+
+class TracedRun:
+    """A workload that is cycled under a recorder; what is ``found`` of it is known from the first cycle on."""
 
     source: Source
     workload: Step
-    units: tuple[Unit, ...] = ()
-    head: Unit | None = None
-    outside: tuple[str, ...] = ()
+    found: Found
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
@@ -110,18 +116,15 @@ class TracedRun:
         self.workload = workload
         self._recorder.location.bind(workload.model)
         self._cycle()
-        self.units = self._units(workload)
-        head = discover_head(workload.model)
-        self.head = None if head is None or unit_of(head.name, self.units) else head  # inside a unit, that chooses
-        self._places = [(path, unit_of(path, self.units)) for path in self._recorder.location.paths]
-        self.outside = self._outside()
-
-    def _outside(self) -> tuple[str, ...]:
-        """Modules that were called, and neither lie in units or in the head nor contain any."""
-        taken = {unit.name for unit in self.units} | ({self.head.name} if self.head is not None else set())
+        units, head = self._units(workload), discover_head(workload.model)
+        self._places = [(path, unit_of(path, units)) for path in self._recorder.location.paths]
+        if head is not None and unit_of(head.name, units):
+            head = None  # inside of a unit, for which a choice is made
+        taken = {unit.name for unit in units} | ({head.name} if head is not None else set())
         around = {outer for name in taken for outer in ancestors(name)}
-        called = [self._recorder.location.paths[number] for number in self._recorder.location.order]
-        return tuple(p for p in called if p and p not in around and taken.isdisjoint((p, *ancestors(p))))
+        called = (self._recorder.location.paths[number] for number in self._recorder.location.order)
+        outside = tuple(p for p in called if p and p not in around and taken.isdisjoint((p, *ancestors(p))))
+        self.found = Found(units, head, outside, workload.settings, workload.notes)
 
     def _units(self, workload: Step) -> tuple[Unit, ...]:
         """Units that the first cycle called: those that were asked for, else blocks, else the best cuts.
@@ -213,20 +216,18 @@ class GhostRun(TracedRun):
         self._writable = writable
         self._mode = GhostMode(self._memory, on_op=on_op, on_enter=on_enter)
         self._mode.threads = threads
-        self._guard: Callable[[], AbstractContextManager[None]] = nullcontext
-        self._attention: Callable[[], AbstractContextManager[None]] = nullcontext
-        self._optimizers: Callable[[], AbstractContextManager[None]] = nullcontext
+        self._around: list[Callable[[], AbstractContextManager[None]]] = []  # what a cycle runs in
         super().__init__(self._mode)
 
     def build(self, spec: WorkloadSpec, device: torch.device, capability: Capability | None = None) -> None:
         refuse_liger_on(spec, device)
         if spec.attn in FLASH and device.type == "cuda":
-            self._attention = partial(flash_on_ghosts, capability or AMPERE)
+            self._around.append(partial(flash_on_ghosts, capability or AMPERE))
         if spec.shard is not None:
             pretend_ranks(ranks_of(spec.shard))
         try:
             # The weights' values decide nothing: trained ones are not loaded.
-            with self._attention(), self._building():
+            with self._imitating(), self._building():
                 workload = build(_traced(spec).model_copy(update={"weights": False}), "cpu")
         except AutockptError as error:
             if self._mode.refused is None:
@@ -248,11 +249,9 @@ class GhostRun(TracedRun):
     def copy(self, workload: Step) -> None:
         """Run a copy of a workload, which stays as it is. Raises GhostError where that is not possible."""
         self._imitate(workload.device)
-        self._guard = lambda: untouched(workload)
         twin = ghost_copy(workload, self._mode)
-        with self._guard():
-            self._start(twin)
-        self._check_memory()
+        self._around.append(partial(untouched, workload))
+        self._start(twin)
 
     @contextmanager
     def _building(self) -> Iterator[None]:
@@ -262,25 +261,33 @@ class GhostRun(TracedRun):
 
     def _start(self, workload: Step) -> None:
         workload.left_out = max(0, workload.accumulate - max(MICRO_BATCHES, 1 + (workload.in_flight or 0)))
-        with self._attention(), self._optimizers():
+        with self._imitating():
             super()._start(workload)
         if self._mode.on_cuda and any(isinstance(module, torch.nn.RNNBase) for module in workload.model.modules()):
-            workload.notes += (RECURRENT,)
+            self.found = self.found._replace(notes=(*self.found.notes, RECURRENT))
 
     def trace(self, choices: Mapping[str, Choice]) -> RawGraph:
-        with self._guard(), self._attention(), self._optimizers():
-            raw = super().trace(choices)
-        self._check_memory()
-        return raw
+        with self._imitating():
+            return super().trace(choices)
+
+    @contextmanager
+    def _imitating(self) -> Iterator[None]:
+        """What cycles run in. Raises GhostError where a kernel has written to ghosts."""
+        with ExitStack() as stack:
+            for enter in self._around:
+                stack.enter_context(enter())
+            yield
+        if self._writable and self._memory.touched_bytes():
+            raise GhostError("a kernel wrote to ghost memory, so what followed cannot be trusted")
 
     def _imitate(self, device: torch.device, capability: Capability | None = None) -> None:
-        self._optimizers = partial(optimizers_on, device)
+        self._around.append(partial(optimizers_on, device))
         self._queues = device.type not in WITHOUT_STREAMS
         self._mode.on_cpu = device.type == "cpu"
         self._mode.on_cuda = device.type == "cuda"
         self._mode.fuses_dropout = fuses_dropout(device.type)
         if self._mode.on_cuda:
-            self._mode.capability = capability or capability_of(device) or AMPERE
+            self._mode.capability = capability or capability_at(device) or AMPERE
 
     def _transport(self, device: torch.device, tier: Tier) -> Transport:
         return NotingTransport(GhostTransport(self._mode.allocate, self._queues), self._mode, tier)
@@ -293,10 +300,6 @@ class GhostRun(TracedRun):
             f"the step failed in the ghost run{place}, {self._mode.last_op}: {summary(error)}",
             remedy=f"{GhostError.default_remedy} Please report the model.",
         )
-
-    def _check_memory(self) -> None:
-        if self._writable and self._memory.touched_bytes():
-            raise GhostError("a kernel wrote to ghost memory, so what followed cannot be trusted")
 
 
 class RecordedRun(TracedRun):
@@ -331,7 +334,7 @@ def _traced(spec: WorkloadSpec) -> WorkloadSpec:
     return spec.model_copy(update={**plain, "optimizer": optimizer})
 
 
-def capability_of(device: torch.device) -> Capability | None:
+def capability_at(device: torch.device) -> Capability | None:
     """Of the GPU at hand, without opening a context on it if that can be helped; None where that cannot be told."""
     if not torch.cuda.device_count():
         return None

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +15,17 @@ from autockpt.errors import GhostError, TracingError, UsageError
 from autockpt.interpreter import frozen, waiting
 from autockpt.schema.choices import Choice
 from autockpt.schema.graph import Graph, Unit
+from autockpt.schema.hardware import Hardware
 from autockpt.schema.plan import Plan
 from autockpt.schema.workload import WorkloadSpec
 from autockpt.tracing.assemble import Source, to_graph
 from autockpt.tracing.crew import MOST, Crew
 from autockpt.tracing.kernels.cuda_kernels import Capability
-from autockpt.tracing.kernels.cuda_memory import with_buckets
-from autockpt.tracing.process import GhostProcess, NotForkable, can_fork
-from autockpt.tracing.run import GhostRun, capability_of
+from autockpt.tracing.kernels.cuda_memory import as_seen_by, capability_of, with_buckets
+from autockpt.tracing.process import Build, GhostProcess, NotForkable, can_fork
+from autockpt.tracing.run import GhostRun, capability_at
 from autockpt.workload import BUCKETS, Step, preload
+from autockpt.workload.units import units_named
 
 _IN_PROCESS = "Traced inside this process, because it uses an accelerator."
 _BY_ITSELF = (
@@ -37,41 +40,35 @@ class Tracer:
 
     The workload lives as ghosts in a child process where that is possible, so that nothing it meets can harm this one.
     A workload that cannot be ghost-run is run for real there, one cycle per trace, and its graphs say so
-    (``source="recorded"``, and a note). ``units`` are the units that were called, in order, ``head`` is the model's
-    output head, ``outside`` names the modules that were called outside of these; ``settings`` and ``notes`` are the
-    workload's. A context manager.
+    (``source="recorded"``, and a note). For ``units``, ``head``, ``outside``, ``settings`` and ``notes`` see Found.
+    ``view``: what graphs pass through. A context manager.
     """
 
     def __init__(
         self, backend: Crew | _InProcess, notes: tuple[str, ...] = (), view: Callable[[Graph], Graph] | None = None
     ) -> None:
-        self._backend = backend
-        self._view = view
-        self._notes = notes
-        self.units: tuple[Unit, ...] = backend.units
-        self.head: Unit | None = backend.head
-        self.outside: tuple[str, ...] = backend.outside
-        self.settings: dict[str, Any] = dict(backend.settings)
-        self.notes: tuple[str, ...] = tuple(backend.notes)
+        self._backend, self._notes, self._view = backend, notes, view
+        self.units, self.head, self.outside, settings, self.notes = backend.found
+        self.settings = dict(settings)
 
     @classmethod
     def from_spec(
         cls,
         spec: WorkloadSpec,
         *,
+        hardware: Hardware | None = None,
         device: torch.device | str = "cpu",
         capability: Capability | None = None,
         fallback: bool = True,
-        view: Callable[[Graph], Graph] | None = None,
         beside: Tracer | None = None,
     ) -> Tracer:
         """Build the workload of ``spec`` out of ghosts, as it would run on ``device``; no weights, no memory.
 
         For ``device="cuda"`` the step takes CUDA's kernels (attention, dropout, `foreach` optimizers) as a GPU of
-        compute ``capability`` (default: that of the GPU at hand, else 8.0) would; the machine needs none. What only
-        is counted by rules (``ddp``, …) is left to ``cuda_memory.as_seen_by``, which may be the ``view``
-        that every graph passes through. ``beside`` is a tracer of a similar workload, whose process has imported what
-        this takes already.
+        compute ``capability`` (default: that of the local GPU, else 8.0) would; the machine needs none. For described
+        ``hardware`` it takes those of the hardware, graphs are as its memory sees them (with what is only counted by
+        rules, such as ``ddp``), and the settings name what only simulated hardware follows. ``beside`` is a tracer of a
+        similar workload, whose process has imported what this takes already.
 
         With ``fallback`` a workload that cannot be ghost-run is built for real, on the CPU in a child process; not so a
         rank of several (``shard``), as no other is there. Raises WorkloadError or UsageError where the spec cannot be
@@ -79,17 +76,24 @@ class Tracer:
         """
         target = torch.device(device)
         notes: tuple[str, ...] = ()
-        if capability is None and target.type == "cuda":
-            capability = capability_of(target)  # here: the child sees no GPU
+        view: Callable[[Graph], Graph] | None = None
+        if hardware is not None:
+            target, capability = torch_device(hardware), capability_of(hardware)
+            view = partial(as_seen_by, hardware, spec=spec)
+        elif capability is None and target.type == "cuda":
+            capability = capability_at(target)  # here: the child sees no GPU
             if capability is None and torch.cuda.device_count():
                 notes = (_ASSUMED_CAPABILITY,)
+        build, tracer = (spec, target, capability), None
         if beside is not None and isinstance(beside._backend, Crew):
             with suppress(NotForkable, OSError):
-                return cls(beside._backend.with_another((spec, target, capability)), notes, view)
-        fallback = fallback and spec.shard is None
-        return _ghost_or_recorded(
-            lambda source: _start(source, spec, target, capability), fallback, view, notes, MOST if can_fork() else 1
-        )
+                tracer = cls(beside._backend.with_another(build), notes, view)
+        if tracer is None:
+            fallback, most = fallback and spec.shard is None, MOST if can_fork() else 1
+            tracer = _ghost_or_recorded(lambda source: _start(source, build), fallback, view, notes, most)
+        if hardware is not None:
+            tracer.settings |= spec.simulated_settings()
+        return tracer
 
     @classmethod
     def from_step(cls, workload: Step, *, fallback: bool = True) -> Tracer:
@@ -135,13 +139,39 @@ class Tracer:
         self.close()
 
 
-def _start(source: Source, spec: WorkloadSpec, device: torch.device, capability: Capability | None) -> GhostProcess:
-    if can_fork():
-        preload(spec)  # here, so that neither this child nor a later one has to
-        with suppress(NotForkable):
-            return GhostProcess.fork(source, lambda run: run.build(spec, device, capability))
+def torch_device(hardware: Hardware) -> torch.device:
+    """The device that a step on this hardware would name. Raises UsageError where this PyTorch does not know it."""
     try:
-        return GhostProcess.spawn(source, spec, device, capability)
+        return torch.device("cuda" if hardware.kind == "rocm" else hardware.kind)
+    except RuntimeError:
+        raise UsageError(
+            f"this PyTorch does not know {hardware.kind} devices, which {hardware.name} describes one of",
+            remedy="Install the package that gives PyTorch this backend.",
+        ) from None
+
+
+def open_tracer(
+    stack: ExitStack, hardware: Hardware | None, spec: WorkloadSpec, plan: Plan | None, device: torch.device
+) -> tuple[Tracer, WorkloadSpec]:
+    """A tracer, open until ``stack`` ends, by the units that a plan names where the model's own are others.
+
+    With the workload by these units. ``hardware`` and ``device`` as for ``Tracer.from_spec``.
+    """
+    tracer = stack.enter_context(Tracer.from_spec(spec, hardware=hardware, device=device))
+    if plan is not None and spec.units is None and (named := units_named(plan, tracer.units, tracer.head)):
+        by_name = spec.model_copy(update={"units": named})
+        with suppress(UsageError):  # names of no module: said later, with what was meant perhaps
+            return stack.enter_context(Tracer.from_spec(by_name, hardware=hardware, device=device)), by_name
+    return tracer, spec
+
+
+def _start(source: Source, build: Build) -> GhostProcess:
+    if can_fork():
+        preload(build[0])  # here, so that neither this child nor a later one has to
+        with suppress(NotForkable):
+            return GhostProcess.fork(source, lambda run: run.build(*build))
+    try:
+        return GhostProcess.spawn(source, build)
     except NotForkable as error:
         raise TracingError(
             f"the tracer's process could not be started: {error}", remedy="Check the limits on processes and memory."
@@ -195,8 +225,7 @@ class _InProcess:
     def __init__(self, workload: Step) -> None:
         self._run: GhostRun | None = GhostRun(writable=True, threads=torch.get_num_threads())
         self._run.copy(workload)
-        self.units, self.head, self.outside = self._run.units, self._run.head, self._run.outside
-        self.settings, self.notes = self._run.workload.settings, self._run.workload.notes
+        self.found = self._run.found
 
     def ahead(self, plans: Iterable[Mapping[str, Choice]]) -> None:
         """Nothing: there is one process."""

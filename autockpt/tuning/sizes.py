@@ -41,7 +41,7 @@ from autockpt.schema import (
 from autockpt.schema.choices import CHUNKED_SOFTMAX
 from autockpt.schema.outlook import Dimension, Largest, LargestPlan
 from autockpt.schema.words import step_note
-from autockpt.tracing import Tracer, torch_device, tracer_for
+from autockpt.tracing import Tracer, torch_device
 from autockpt.tuning.opening import LEANEST_CHUNKS, blocks_of
 from autockpt.workload import Step, cut_tensors, nested_tensors
 from autockpt.workload.lengths import with_length
@@ -102,7 +102,7 @@ def tracer_of(job: SearchRequest, device: torch.device) -> Tracer:
     """A tracer of what a request trains. Raises what ``Tracer.from_spec`` and ``Tracer.from_step`` do."""
     if job.workload is None:
         return Tracer.from_step(job.step, fallback=False)
-    return tracer_for(job.hardware, job.workload, device=device, fallback=False)
+    return Tracer.from_spec(job.workload, hardware=job.hardware, device=device, fallback=False)
 
 
 @dataclass(frozen=True)

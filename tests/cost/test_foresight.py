@@ -12,7 +12,7 @@ from autockpt.cost import memory_at_hand, predictor, simulated_memory
 from autockpt.cost.predictor import SAFETY
 from autockpt.schema import OFFLOAD, SAVE, DeviceInfo, Environment, Graph, OpTimes, WorkloadSpec, plan_hash
 from autockpt.shipped import load_hardware
-from autockpt.tracing import tracer_for
+from autockpt.tracing import Tracer
 from autockpt.tracing.kernels.allocator import SMALL_SIZE
 from autockpt.tracing.kernels.cuda_memory import device_peak, with_resident, workspaces_stay
 
@@ -23,7 +23,7 @@ ENVIRONMENT = Environment(device=DeviceInfo(kind="cpu", name="made up", capacity
 
 @pytest.fixture(scope="module")
 def graph() -> Graph:
-    with tracer_for(CARD, SPEC) as tracer:
+    with Tracer.from_spec(SPEC, hardware=CARD) as tracer:
         blocks = [unit.name for unit in tracer.units if unit.role == "block"]
         return tracer.trace({name: OFFLOAD for name in blocks[::2]})
 

@@ -31,7 +31,7 @@ from autockpt.cost.roofline import roofline_times
 from autockpt.cost.step import simulate
 from autockpt.schema import Choice, WorkloadSpec, parse_choice
 from autockpt.shipped import load_hardware
-from autockpt.tracing import tracer_for
+from autockpt.tracing import Tracer
 from autockpt.tracing.kernels.cuda_memory import device_peak
 from autockpt.workload import Step, build
 
@@ -90,7 +90,7 @@ def predict(job: Job, folder: Path) -> Predicted:
         path.write_text(json.dumps(job.config))
         workload["model"] = str(path)
     spec = WorkloadSpec.model_validate(workload)
-    with tracer_for(hardware, spec) as tracer:
+    with Tracer.from_spec(spec, hardware=hardware) as tracer:
         choices: dict[str, Choice] = {u.name: parse_choice(job.choice) for u in tracer.units if u.role == "block"}
         if job.head is not None:
             assert tracer.head is not None, f"{job.id} has no output head"

@@ -63,7 +63,7 @@ def record(workload: Step, choices: Mapping[str, Choice] | None = None) -> Graph
     """The graph of a real cycle in this process, after one that warms up."""
     run = RecordedRun(workload.device)
     run.take(workload)
-    return to_graph(run.trace(choices or {}), run.units)
+    return to_graph(run.trace(choices or {}), run.found.units)
 
 
 def _profiled(run: Callable[[], Any], resident: int) -> tuple[int, Counter[str]]:

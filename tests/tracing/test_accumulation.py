@@ -9,7 +9,7 @@ from autockpt.cost.roofline import roofline_times
 from autockpt.cost.step import simulate
 from autockpt.schema import Graph, WorkloadSpec, parse_choice
 from autockpt.shipped import load_hardware
-from autockpt.tracing import run, tracer_for
+from autockpt.tracing import Tracer, run
 
 CARD = load_hardware("rtx4090")
 PLANS = ("save", "recompute", "offload", "recompute_offload")
@@ -18,7 +18,7 @@ SOME = ("recompute", "offload")
 
 def graphs(model: str, plans: tuple[str, ...], **settings) -> list[Graph]:
     spec = WorkloadSpec(model=model, batch_size=2, seq_len=128, accumulate=5, **settings)
-    with tracer_for(CARD, spec) as tracer:
+    with Tracer.from_spec(spec, hardware=CARD) as tracer:
         names = [unit.name for unit in tracer.units if unit.role == "block"]
         return [tracer.trace(dict.fromkeys(names, parse_choice(kind))) for kind in plans]
 

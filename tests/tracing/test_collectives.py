@@ -43,7 +43,7 @@ def graphs(rank: int, kind: str, folder: str) -> None:
     run = GhostRun()
     run.take(step_of(kind, 2))
     for name, choices in (("save", {}), ("recompute", ALL)):
-        graph = to_graph(run.trace(choices), run.units)
+        graph = to_graph(run.trace(choices), run.found.units)
         Path(folder, name).write_text(graph.model_dump_json())
     os._exit(0)
 

@@ -13,7 +13,7 @@ from autockpt.runtime import attach
 from autockpt.schema.choices import Choice, choice_kinds, parse_choice
 from autockpt.schema.workload import WorkloadSpec
 from autockpt.shipped import load_hardware
-from autockpt.tracing import tracer_for
+from autockpt.tracing import Tracer
 from autockpt.tracing.tracer import trace
 from autockpt.workload import Step, build, discover_units
 from autockpt.workload.liger import apply_liger
@@ -86,7 +86,7 @@ def test_bytes_are_those_of_real_steps(kernels: None) -> None:
 
 def test_a_simulated_card_makes_no_logits(kernels: None) -> None:
     spec = SPEC.model_copy(update={"liger": True, "dtype": "bf16", "seq_len": 512, "packed": True})
-    with tracer_for(load_hardware("rtx4090"), spec, fallback=False) as tracer:
+    with Tracer.from_spec(spec, hardware=load_hardware("rtx4090"), fallback=False) as tracer:
         graph = tracer.trace()
     logits = 2 * 512 * 256 * 2
     made = [s for s in graph.storages if s.birth >= 0 and graph.ops[s.birth].phase != "optimizer" and s.unit is None]

@@ -14,7 +14,7 @@ from autockpt.cost.roofline import roofline_times
 from autockpt.schema import SAVE, WorkloadSpec
 from autockpt.schema.choices import CHUNKED_SOFTMAX
 from autockpt.shipped import load_hardware, load_space
-from autockpt.tracing import Tracer, tracer_for
+from autockpt.tracing import Tracer
 from autockpt.tuning.targets import shallow_twin as depth
 
 pytestmark = pytest.mark.slow
@@ -53,7 +53,7 @@ def test_the_menus_are_those_of_the_whole_model(model: str, lora: int | None, bl
     card, space = load_hardware("rtx4090"), load_space("knobs")
     space = space.restricted(("recompute", "offload"))
     with ExitStack() as stack:
-        tracer = stack.enter_context(tracer_for(card, spec))
+        tracer = stack.enter_context(Tracer.from_spec(spec, hardware=card))
         whole_blocks = [u for u in tracer.units if u.role == "block"]
         whole = uniform_graphs(tracer, whole_blocks, space.choices)
         opened = depth.open_twin(stack, spec, tracer, card)

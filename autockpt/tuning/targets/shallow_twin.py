@@ -15,7 +15,7 @@ from autockpt.cost.menus import representatives
 from autockpt.cost.profile import segments_of
 from autockpt.errors import AutockptError
 from autockpt.schema import RECOMPUTE, Graph, Hardware, Listener, Silence, Unit, WorkloadSpec
-from autockpt.tracing import Tracer, tracer_for
+from autockpt.tracing import Tracer
 from autockpt.workload.configs import shallow_twin
 
 DEEP = 16  # blocks from which on a twin is worth its while
@@ -35,7 +35,7 @@ def open_twin(stack: ExitStack, spec: WorkloadSpec, tracer: Tracer, hardware: Ha
     if twin is None:
         return None
     try:
-        small = stack.enter_context(tracer_for(hardware, twin, fallback=False, beside=tracer))
+        small = stack.enter_context(Tracer.from_spec(twin, hardware=hardware, fallback=False, beside=tracer))
         base, alike = tracer.trace(), small.trace()
     except AutockptError:
         return None

@@ -11,7 +11,7 @@ from autockpt.schema import SearchSpace
 from autockpt.schema.hardware import Hardware
 from autockpt.schema.request import SearchRequest
 from autockpt.solvers.refine import FASTER
-from autockpt.tracing import tracer_for
+from autockpt.tracing import Tracer
 from autockpt.tracing.tracer import uncollected
 from autockpt.tuning.clock import Clock
 from autockpt.tuning.opening import traced_for
@@ -65,7 +65,7 @@ class OnHardware(Simulated):
         request, hardware, spec = self.request, self.hardware, self.request.described
         stack.enter_context(uncollected())
         with self.clock.stage("trace"):
-            tracer = stack.enter_context(tracer_for(hardware, spec))
+            tracer = stack.enter_context(Tracer.from_spec(spec, hardware=hardware))
             space, notes = without_offload(request.space, hardware)
             more = {"inexact": request.allow_inexact, "notes": notes, "listener": self.clock.listener}
             found = traced_for(stack, hardware, spec, tracer, space, **more)

@@ -11,7 +11,7 @@ from autockpt.cost.step import base_name
 from autockpt.cost.work import Work, work_of_op
 from autockpt.schema import Graph, Hardware, Op, WorkloadSpec
 from autockpt.schema.names import ancestors
-from autockpt.tracing import Tracer, tracer_for
+from autockpt.tracing import Tracer
 
 SCORES, PROJECTIONS, FEED_FORWARD = "attention itself", "attention's projections", "feed-forward"
 BETWEEN, OUTSIDE, OPTIMIZER = "norms and residuals", "embedding, head, loss", "optimizer"
@@ -67,4 +67,4 @@ def _bound(hardware: Hardware, work: Work, took: float) -> str:
 def tracer_of(subject: Subject, spec: WorkloadSpec) -> Tracer:
     """A tracer of another workload than the subject's, on its device or for its hardware. Ghost runs alone."""
     question = subject.question
-    return tracer_for(question.hardware, spec, device=question.torch_device, fallback=False)
+    return Tracer.from_spec(spec, hardware=question.hardware, device=question.torch_device, fallback=False)
