@@ -13,13 +13,11 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from autockpt.analysis.explain import estimate_step, explain_run
+from autockpt.analysis.explain import estimate_step
 from autockpt.analysis.explain import explain as explained
 from autockpt.analysis.explanation import Explanation
 from autockpt.analysis.page import page_of
-from autockpt.analysis.subject import ExplainRequest, budget_for
 from autockpt.analysis.verify import verify
-from autockpt.errors import UsageError
 from autockpt.progress import listener
 from autockpt.schema import (
     Budget,
@@ -39,7 +37,7 @@ from autockpt.terminal import console
 from autockpt.tracing import trace
 from autockpt.tuning import answer, search_request
 from autockpt.tuning import estimate as estimated
-from autockpt.tuning.door import refuse_both, refuse_described
+from autockpt.tuning.door import refuse_described
 from autockpt.workload import Step
 
 __all__ = ["estimate", "explain", "search", "trace", "verify"]
@@ -167,7 +165,6 @@ def explain(
     headroom: str | None = None,
     hardware: str | None = None,
     device: str | None = None,
-    limits: bool | None = None,
     show: bool = True,
     **workload: Any,
 ) -> Explanation:
@@ -180,29 +177,16 @@ def explain(
     own files), for a live step with its batch cut or repeated. ``show`` prints it as the command line does. Bytes and
     seconds in what is returned.
     """
-    refuse_both(hardware, device)
     loaded = plan if plan is None or isinstance(plan, Plan) else plan_at(Path(plan))
     path = None if plan is None or isinstance(plan, Plan) else Path(plan)
+    planned = loaded.workload if loaded is not None else None
     if step is not None:
         refuse_described(step, {"model": model, "hardware": hardware, "device": device, **workload})
-        within = budget_for(budget, headroom, loaded, None, None)
-        question = ExplainRequest(spec=None, step=step, plan=loaded, budget=within, limits=limits is not False)
-        return _shown(explained(question), show)
-    as_planned = not (workload or model or device or hardware or limits)
-    if path is not None and loaded is not None and as_planned:
-        stored = explain_run(path, loaded, budget, headroom)
-        if stored is not None:
-            return _shown(stored, show)
-    name = model or (loaded.workload.model if loaded is not None and loaded.workload is not None else None)
-    if name is None:
-        raise UsageError("no model was named", remedy='Give model="llama-8b", or a plan that a search made.')
-    base = loaded.workload.model_dump() if loaded is not None and loaded.workload is not None else {}
-    spec = _workload(name, {**base, **workload})
-    on: dict[str, Any] = {"device": device, "hardware": hardware, "limits": limits}
-    return _shown(explained(ExplainRequest.asked(spec, loaded, path, budget=budget, headroom=headroom, **on)), show)
-
-
-def _shown(said: Explanation, show: bool) -> Explanation:
+    elif model is not None or (planned is not None and workload):
+        base = planned.model_dump() if planned is not None else {}
+        planned = _workload(model or base["model"], {**base, **workload})
+    on: dict[str, Any] = {"budget": budget, "headroom": headroom, "device": device, "hardware": hardware}
+    said = explained(planned if step is None else None, loaded, path, step=step, **on)
     if show:
         from autockpt.cli.explain import print_explanation
 

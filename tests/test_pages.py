@@ -266,7 +266,7 @@ def test_what_becomes_of_a_run(autockpt: Autockpt, plan: dict[str, Any]) -> None
     assert "Trial 0: none" in autockpt("history", str(run), "--trial", "0")
     autockpt("history", str(run), "--trial", "0", "--plan-out", "trial.yaml")
     assert Plan.load(Path("trial.yaml")).measured
-    assert json.loads(autockpt("explain", str(run), "--no-limits", "--json"))["status"] == "measured"
+    assert json.loads(autockpt("explain", str(run), "--json"))["status"] == "measured"
 
 
 def test_a_run_in_python_as_its_page_shows_it(plan: dict[str, Any]) -> None:
@@ -330,7 +330,7 @@ def test_a_simulated_search(autockpt: Autockpt) -> None:
 
 def test_a_step_is_explained(autockpt: Autockpt) -> None:
     command = next(c for c in commands_of(ROOT / "docs" / "simulation.md") if c.startswith("autockpt explain"))
-    assert json.loads(autockpt(*small(command), "--no-limits", "--json"))["peak_bytes"]
+    assert json.loads(autockpt(*small(command), "--json"))["peak_bytes"]
 
 
 @pytest.mark.campaign

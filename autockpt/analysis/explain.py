@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import shlex
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -14,7 +12,6 @@ from autockpt.analysis.explanation import Bargain, Explanation, Front, Speed
 from autockpt.analysis.holdings import StepBytes, curve, joined, moment, peak_op, telling_op
 from autockpt.analysis.subject import (
     OTHER_WORKLOAD,
-    SPACE,
     ExplainRequest,
     Subject,
     Times,
@@ -23,7 +20,6 @@ from autockpt.analysis.subject import (
     made_for,
     open_subject,
     simulated_hardware,
-    stored_times,
 )
 from autockpt.analysis.why import Answers, Known, budget_steps, recorded, resolved, why
 from autockpt.cost import said_of
@@ -39,35 +35,60 @@ from autockpt.schema import (
     Graph,
     Hardware,
     Listener,
+    Measurement,
     Menu,
     Plan,
     PlanStatus,
+    Profile,
     ResolvedBudget,
-    SearchRequest,
     Silence,
     Unit,
     WorkloadSpec,
     format_bytes,
-    parse_budget,
 )
 from autockpt.schema.choices import OFFLOAD, Offload, RecomputeOffload
 from autockpt.schema.device import WITHOUT_STREAMS
-from autockpt.schema.outlook import Largest
 from autockpt.schema.runs import RunDirectory, undominated
 from autockpt.schema.words import step_note
-from autockpt.shipped import load_space
-from autockpt.tuning.sizes import largest_sizes, resized
+from autockpt.tuning.sizes import resized
 from autockpt.tuning.targets.simulated import SIMULATED
 from autockpt.workload import Step
 
 
-def explain(question: ExplainRequest, listener: Listener | None = None) -> Explanation:
+def explain(
+    spec: WorkloadSpec | None,
+    plan: Plan | None = None,
+    path: Path | None = None,
+    *,
+    step: Step | None = None,
+    budget: str | Budget | None = None,
+    headroom: str | None = None,
+    device: str | None = None,
+    hardware: str | None = None,
+    listener: Listener | None = None,
+) -> Explanation:
     """Where a step's bytes go under a plan, and what other plans would cost; no step is measured.
 
-    Raises UsageError or WorkloadError for a model that cannot be built or has no blocks, PlanError for a plan that does
-    not fit it. A budget that nothing fits is no error: the leanest plan is explained, and ``fits`` is false.
+    The plan is ``plan``, from the file or run directory ``path``; else what fits ``budget``; else plain training. It is
+    explained for the workload ``spec``, or for a live ``step``. What is not given is as the plan has it: a run's own
+    answer is explained from the run's files. Raises UsageError or WorkloadError for a model that cannot be built or has
+    no blocks, PlanError for a plan that does not fit it. A budget that nothing fits is no error: the leanest plan is
+    explained, and ``fits`` is false.
     """
-    listener = listener or Silence()
+    as_planned = step is None and plan is not None and spec == plan.workload and not (device or hardware)
+    if as_planned and plan is not None and path is not None:
+        stored = explain_run(path, plan, budget, headroom)
+        if stored is not None:
+            return stored
+    if spec is None and step is None:
+        raise UsageError("no model was named", remedy='Give --model llama-8b (model="llama-8b" in Python).')
+    card = hardware_for(hardware, device, plan)
+    within = budget_for(budget, headroom, plan, spec, card.name if card is not None else None)
+    return explain_step(ExplainRequest(spec, plan, path, within, device, card, step), listener or Silence())
+
+
+def explain_step(question: ExplainRequest, listener: Listener) -> Explanation:
+    """Explain a step by ghost runs, and by the solver's plans for other budgets."""
     with open_subject(question, listener) as subject:
         listener.stage("solving")
         answers = Answers(subject.profiled, subject.uniform)
@@ -88,17 +109,16 @@ def explain(question: ExplainRequest, listener: Listener | None = None) -> Expla
             subject.head,
             subject.needs(graph),
             question.hardware,
-            question.plan if status == "measured" else None,
-            question.spec,
+            question.plan.measured if question.plan is not None and status == "measured" else None,
+            subject.profiled.profile,
             model=question.name,
             settings=subject.tracer.settings,
             plan=said,
             status=status,
             choices=choices,
             budget=budget,
-            fronts=fronts(subject.profiled.profile.menus, subject.profiled.units, choices),
             budgets=steps,
-            limits=_limits(subject, budget, listener),
+            step_note=step_note(environment, question.spec),
             notes=(*subject.notes, *notes, *on_host, *_of_device(question, environment.device.kind)),
         )
 
@@ -110,17 +130,16 @@ def explain_run(
 
     Tracing a model again takes minutes on a busy machine and may need the user's code. Other plans are those that the
     search ghost-ran: the solver is not asked for more. ``path`` is the run's directory or the plan's file. A plan that
-    was edited, or is another one than the run's answer, has no graph there. ``budget`` and ``headroom`` are asked for
-    instead of the plan's own. Raises UsageError for what is no budget, RunDirectoryError where trials of the run are
-    damaged.
+    was edited, or is another one than the run's answer, has no graph there. Raises UsageError for what is no budget,
+    RunDirectoryError where trials of the run are damaged.
     """
     try:
         run = RunDirectory.open(path if path.is_dir() else path.resolve().parent)
         answer, profile = run.plan(), run.profile()
-        if answer is None or profile is None or plan.status == "unmeasured" or answer.hash != plan.hash:
-            return None
         base, graph = run.graph(), run.graph("plan")
     except RunDirectoryError:  # no run, or one whose files are damaged
+        return None
+    if answer is None or profile is None or plan.status == "unmeasured" or answer.hash != plan.hash:
         return None
     if base is None or graph is None or plan.predicted is None:
         return None
@@ -139,28 +158,29 @@ def explain_run(
         hardware = None
     return _explanation(
         answers,
-        stored_times(profile.op_times),
+        Times.of(profile.op_times, "in the plan's run"),
         (base, graph),
         head.name if head is not None else None,
         max(plan.predicted.peak_bytes, graph.peak_bytes + device.overhead_bytes),
         hardware,
-        plan,
-        plan.workload,
+        plan.measured,
+        profile,
         model=plan.model.name or run.model,
         settings=plan.settings,
         plan=str(path),
         status=plan.status,
         choices=choices,
         budget=held,
-        fronts=fronts(profile.menus, (*base.blocks(), *([head] if head else ())), choices),
         # sizes alone: these plans need not span all that a share of the activation range is of
         budgets=tuple(
             step if step.ours else step.model_copy(update={"label": ""}) for step in budget_steps(answers, held)
         ),
+        step_note=step_note(profile.op_times.environment, plan.workload),
         notes=(
             *(finished.outcome.notes if finished is not None else plan.notes),
             *_smaller_batches(plan),
-            _not_here(plan, path),
+            "Everything here is from the run's files; other plans are those that its search ghost-ran. With --hardware "
+            "or --device the model is traced again, and the solver asked for more.",
         ),
     )
 
@@ -172,8 +192,8 @@ def _explanation(
     head: str | None,
     peak: int,
     hardware: Hardware | None,
-    measured_plan: Plan | None,
-    spec: WorkloadSpec | None,
+    measured: Measurement | None,
+    profile: Profile,
     *,
     settings: Mapping[str, Any],
     choices: dict[str, Choice],
@@ -185,7 +205,6 @@ def _explanation(
     ``graphs`` are of the plain step and of the plan's, ``peak`` is what that one needs, its allocator included.
     """
     base, graph = graphs
-    environment, measured = times.times.environment, measured_plan.measured if measured_plan is not None else None
     held = StepBytes(graph, head, times.times.device.overhead_bytes, peak)
     telling, speed, tokens = telling_op(held), None, settings.get("tokens")
     seconds = measured.step_seconds if measured is not None else None
@@ -200,7 +219,7 @@ def _explanation(
         )
     return Explanation(
         settings={k: v for k, v in settings.items() if k != "model"},
-        device=environment.device.name,
+        device=times.times.environment.device.name,
         choices=choices,
         basis=times.basis,
         basis_note=times.note,
@@ -215,9 +234,9 @@ def _explanation(
         moment=moment(held, telling),
         measured_peak=measured.peak_bytes if measured is not None else None,
         measured_seconds=seconds,
+        fronts=fronts(profile.menus, (*base.blocks(), *filter(None, [profile.head(base.blocks())])), choices),
         why=why(answers, choices, budget.bytes if budget is not None else None),
         speed=speed,
-        step_note=step_note(environment, spec),
         **facts,
     )
 
@@ -289,24 +308,6 @@ def _without_window(choice: Choice) -> Choice:
     return choice.model_copy(update={"window": 1}) if isinstance(choice, (Offload, RecomputeOffload)) else choice
 
 
-def _limits(subject: Subject, budget: ResolvedBudget | None, listener: Listener) -> tuple[Largest, ...]:
-    """The largest sizes under the budget, where there is one and they are wanted."""
-    question = subject.question
-    if budget is None or not question.limits or subject.base.source != "ghost":
-        return ()
-    listener.stage("trying other sizes")
-    fixed = Budget(text=budget.words, kind="bytes", size=budget.bytes)  # a share would grow with the sizes
-    asked = SearchRequest(
-        budget=fixed,
-        space=load_space(SPACE),
-        workload=question.spec,
-        step=question.step,
-        device=question.device,
-        hardware=question.hardware,
-    )
-    return tuple(largest_sizes(asked, listener))
-
-
 def _of_device(question: ExplainRequest, kind: str) -> tuple[str, ...]:
     if question.hardware is not None:
         return (said_of(question.hardware),)
@@ -314,17 +315,6 @@ def _of_device(question: ExplainRequest, kind: str) -> tuple[str, ...]:
         return ()
     return (
         "bytes are those that tensors hold, and the context: what the caching allocator reserves beyond them is not in",
-    )
-
-
-def _not_here(plan: Plan, path: Path) -> str:
-    """What an explanation from a run's files lacks, and the command that computes it."""
-    said = "Everything here is from the run's files; other plans are those that its search ghost-ran."
-    if plan.workload is None:  # a live step: no model to build
-        return said
-    return (
-        f"{said} `autockpt explain {shlex.quote(str(path))} --limits` traces the model again: it asks the solver for "
-        "more plans and finds the largest batch and the longest sequence."
     )
 
 
@@ -336,36 +326,22 @@ def estimate_step(
     By ghost runs on the device of the step's model, of which a plan may use all. Seconds are known where a search
     timed this step's ops before. A size that cannot be had says why in ``note``.
     """
-    asked = ExplainRequest(spec=None, step=step, budget=parse_budget("auto"), limits=False)
     own = {name: step.settings.get(name) for name in ("batch_size", "seq_len")}
-    for batch_size, seq_len in product(batch_sizes or [own["batch_size"]], seq_lens or [own["seq_len"]]):
-        row = Estimate(
-            model=asked.name,
-            card=str(step.device),
-            batch_size=batch_size if isinstance(batch_size, int) else None,
-            seq_len=seq_len if isinstance(seq_len, int) else None,
-            fits=False,
-        )
-        yield _answered(row, asked, own)
-
-
-def _answered(row: Estimate, asked: ExplainRequest, own: Mapping[str, object]) -> Estimate:
-    """What a search within all that the device has would find for this size, by ghost runs."""
-    try:
-        sizes = {name: size for name in own if (size := getattr(row, name)) not in (None, own[name])}
-        if asked.step is not None and sizes:
-            asked = replace(asked, step=resized(asked.step, **sizes))
-        said = explain(asked, Silence())
-    except AutockptError as error:
-        return row.model_copy(update={"note": error.message})
-    chosen = Counter(choice.kind for choice in said.choices.values() if choice != SAVE)
-    return row.model_copy(
-        update={
-            "card": said.device,
-            "fits": said.fits,
-            "peak_bytes": said.peak_bytes if said.fits else None,
-            "step_seconds": said.speed.seconds if said.speed is not None and said.fits else None,
-            "choices": dict(chosen) if said.fits else {},
-            "smallest_peak": said.smallest_peak,
-        }
-    )
+    for sizes in product(batch_sizes or [own["batch_size"]], seq_lens or [own["seq_len"]]):
+        wanted = {name: size if isinstance(size, int) else None for name, size in zip(own, sizes, strict=True)}
+        others = {name: size for name, size in wanted.items() if size not in (None, own[name])}
+        row = Estimate(model=type(step.model).__name__, card=str(step.device), fits=False, **wanted)
+        try:
+            said = explain(None, step=resized(step, **others) if others else step, budget="auto")
+        except AutockptError as error:
+            yield row.model_copy(update={"note": error.message})
+            continue
+        found: dict[str, Any] = {"card": said.device, "smallest_peak": said.smallest_peak}
+        if said.fits:
+            found |= {
+                "fits": True,
+                "peak_bytes": said.peak_bytes,
+                "step_seconds": said.speed.seconds if said.speed is not None else None,
+                "choices": dict(Counter(choice.kind for choice in said.choices.values() if choice != SAVE)),
+            }
+        yield row.model_copy(update=found)

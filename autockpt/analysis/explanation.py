@@ -11,7 +11,6 @@ from pydantic import Field
 from autockpt.schema.base import Data, Facts
 from autockpt.schema.choices import Choice
 from autockpt.schema.graph import Phase, Span
-from autockpt.schema.outlook import Largest
 from autockpt.schema.plan import PlanStatus
 from autockpt.schema.sizes import ResolvedBudget
 
@@ -207,7 +206,6 @@ class Explanation(Data):
     speed: Speed | None = None
     step_note: str = Field(default="", description="known error of simulated steps, and what they leave out")
     budgets: tuple[BudgetStep, ...] = ()
-    limits: tuple[Largest, ...] = ()
     notes: tuple[str, ...] = ()
 
     @property

@@ -96,26 +96,6 @@ def difference(before: Mapping[str, Choice], after: Mapping[str, Choice]) -> str
     return (", ".join(said) + (f", {more} more" if more else "")) if said else "the same choices"
 
 
-def largest_words(said: Explanation) -> list[str]:
-    """The largest sizes under the budget, one line per dimension."""
-    out = []
-    for dimension in dict.fromkeys(limit.dimension for limit in said.limits):
-        group = [limit for limit in said.limits if limit.dimension == dimension]
-        parts = []
-        for limit in group:
-            size = "not known" if limit.why else "none fits"
-            if limit.value is not None:
-                size = f"{limit.value:,}{' or more' if limit.open_ended else ''}"
-            how = "saving everything" if limit.plan == "save everything" else "with the leanest plan"
-            parts.append(f"{size} {how}")
-        reasons = dict.fromkeys(limit.why for limit in group if (limit.open_ended or limit.value is None) and limit.why)
-        more = f" ({'; '.join(reasons)})" if reasons else ""
-        out.append(
-            f"largest {dimension} within this budget: {', '.join(parts)}; now {group[0].now:,}{more} (simulated)"
-        )
-    return out
-
-
 def speed_words(said: Explanation) -> str:
     """Step time, FLOP/s, utilisation and tokens per second, as far as they are known; empty where none is."""
     speed, mark = said.speed, "" if said.measured_seconds is not None else basis_mark(said.basis)

@@ -5,7 +5,7 @@ Seconds rest on, best first: ops timed on the device, a roofline of a named devi
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from autockpt.analysis.explanation import Basis
-from autockpt.cost import CostModel, UniformRuns, cached_op_times, simulated_memory
+from autockpt.cost import CostModel, cached_op_times, simulated_memory
 from autockpt.cost.roofline import nominal_op_times, roofline_times
 from autockpt.devices import get_device
 from autockpt.errors import UsageError
@@ -23,7 +23,6 @@ from autockpt.schema import (
     SAVE,
     Budget,
     Choice,
-    Environment,
     Graph,
     Hardware,
     Listener,
@@ -36,6 +35,7 @@ from autockpt.schema import (
 )
 from autockpt.shipped import list_hardware, load_hardware, load_space
 from autockpt.tracing import Tracer, open_tracer
+from autockpt.tuning.door import refuse_both
 from autockpt.tuning.opening import Traced, live_settings, traced, traced_for, workload_key
 from autockpt.workload import Step
 
@@ -56,29 +56,7 @@ class ExplainRequest:
     budget: Budget | None = None
     device: str | None = None
     hardware: Hardware | None = None
-    limits: bool = True
     step: Step | None = None
-
-    @classmethod
-    def asked(
-        cls,
-        spec: WorkloadSpec,
-        plan: Plan | None,
-        path: Path | None,
-        *,
-        budget: str | Budget | None,
-        headroom: str | None,
-        device: str | None,
-        hardware: str | None,
-        limits: bool | None,
-    ) -> ExplainRequest:
-        """The question as a person writes it; what is not said is as the plan has it.
-
-        Raises UsageError for hardware that is not described, and what is no budget.
-        """
-        card = hardware_for(hardware, device, plan)
-        within = budget_for(budget, headroom, plan, spec, card.name if card is not None else None)
-        return cls(spec, plan, path, within, device, card, limits is not False)
 
     @property
     def described(self) -> WorkloadSpec:
@@ -117,8 +95,9 @@ def made_for(plan: Plan, spec: WorkloadSpec | None) -> bool:
 def hardware_for(name: str | None, device: str | None, plan: Plan | None) -> Hardware | None:
     """The device that is modelled: the one named, else the one that a simulated plan was simulated for; or None.
 
-    Raises UsageError where that is not among those described.
+    Raises UsageError where that is not among those described, and for a device besides.
     """
+    refuse_both(name, device)
     if name is not None:
         return load_hardware(name)
     if device is not None or plan is None or plan.source != "simulated":
@@ -174,6 +153,13 @@ class Times:
     times: OpTimes
     basis: Basis
     note: str
+
+    @classmethod
+    def of(cls, times: OpTimes, when: str) -> Times:
+        """Those of a simulated device; or measured ones, and ``when``."""
+        if (simulated := times.environment.versions.get("simulated")) is not None:
+            return cls(times, "modelled", f"seconds are modelled by a roofline of {simulated}, nothing was timed")
+        return cls(times, "measured", f"op times were measured on {times.environment.device.name} {when}")
 
 
 @dataclass(frozen=True)
@@ -251,12 +237,11 @@ def open_subject(question: ExplainRequest, listener: Listener) -> Iterator[Subje
 
 
 def _times(question: ExplainRequest, found: Traced) -> tuple[Times, int]:
-    """Op times, and the bytes of the device that others hold."""
+    """Op times, and the bytes of the device that others hold: an earlier search's, else rates of common hardware."""
     heads = list(found.heads.graphs.values()) if found.heads is not None else []
     if question.hardware is not None:
         times = roofline_times(question.hardware, found.graphs)
-        times = times.completed(roofline_times(question.hardware, heads))
-        return _modelled(times, question.hardware.name), 0
+        return Times.of(times.completed(roofline_times(question.hardware, heads)), ""), 0
     step, settings = question.step, dict[str, Any]()
     device = get_device(question.device if step is None else str(step.device))
     if step is None:
@@ -264,29 +249,11 @@ def _times(question: ExplainRequest, found: Traced) -> tuple[Times, int]:
     else:
         environment, settings = environment_of(device), live_settings(step, found.tracer)
     key = workload_key(question.spec, question.name, settings)
-    return of_device(environment, found.uniform, heads, key), device.used_by_others()
-
-
-def _modelled(times: OpTimes, name: str) -> Times:
-    return Times(times, "modelled", f"seconds are modelled by a roofline of {name}, nothing was timed")
-
-
-def stored_times(times: OpTimes) -> Times:
-    """The op times in a run's profile, with what they rest on."""
-    if (simulated := times.environment.versions.get("simulated")) is not None:
-        return _modelled(times, simulated)
-    note = f"op times were measured on {times.environment.device.name}, in the plan's run"
-    return Times(times, "measured", note)
-
-
-def of_device(environment: Environment, uniform: UniformRuns, heads: Sequence[Graph], workload_key: str) -> Times:
-    """Op times of the device at hand that an earlier search measured; else rates of common hardware."""
-    lean = (uniform.get("recompute") or uniform["save"])[1]  # all that is timed; copies are known by their rates
-    if (cached := cached_op_times(environment, [lean, *heads], workload_key)) is not None:
-        return Times(cached, "measured", f"op times were measured on {environment.device.name} by an earlier search")
-    return Times(
-        nominal_op_times(environment, *(graph for _, graph in uniform.values()), *heads),
-        "nominal",
+    lean = (found.uniform.get("recompute") or found.uniform["save"])[1]  # all that is timed; copies go by their rates
+    if (cached := cached_op_times(environment, [lean, *heads], key)) is not None:
+        return Times.of(cached, "by an earlier search"), device.used_by_others()
+    note = (
         "seconds are modelled from FLOPs and bytes at nominal rates of common hardware: they rank choices and say "
-        "little about this device (a search measures its op times; --hardware NAME models a device that is described)",
+        "little about this device (a search measures its op times; --hardware NAME models a device that is described)"
     )
+    return Times(nominal_op_times(environment, *found.graphs, *heads), "nominal", note), device.used_by_others()

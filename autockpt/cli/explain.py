@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from autockpt.analysis.explanation import Curve, Explanation, Front, Slice, resampled
-from autockpt.analysis.sentences import basis_mark, choice_words, largest_words, place_words, reason_words, speed_words
+from autockpt.analysis.sentences import basis_mark, choice_words, place_words, reason_words, speed_words
 from autockpt.cli.guard import guarded, progress, show
 from autockpt.cli.options import DEVICE, arg, flag, opt, takes_workload, workload_spec
 from autockpt.errors import InfeasibleError, UsageError
@@ -47,9 +47,6 @@ def explain(
         "--hardware NAME",
         "Simulate this device: rtx4090, h100, or a YAML file. Default: what the plan was simulated for.",
     ),
-    limits: bool | None = opt(
-        "--limits/--no-limits", "Look for the largest batch and sequence under the budget. Default: except for a run."
-    ),
     ops: bool = flag("--ops", "Print every op of the step instead, tab-separated; with --json the whole graph."),
     as_json: bool = flag("--json", "Print JSON."),
 ) -> None:
@@ -57,46 +54,34 @@ def explain(
 
     Explains a plan; or the plan that fits a budget; or, with neither, plain training. No step is run: bytes come from
     ghost runs (whole steps on tensors without memory), seconds from op times where any are known. Options that are not
-    given are those of the plan. A run is explained from its own files, unless an option asks for another job or device,
-    or for --limits. Exits with 3 where nothing fits the budget, after explaining the plan with the least peak.
+    given are those of the plan. A run is explained from its own files, unless an option asks for another job or names a
+    device. Exits with 3 where nothing fits the budget, after explaining the plan with the least peak.
     """
     if plan is not None and not plan.exists():
         raise UsageError(
             f"there is no plan or run {plan}", remedy=f"Check the path; of a model: autockpt explain --model {plan}."
         )
-    if ops and (budget is not None or headroom is not None or limits):
+    if ops and (budget is not None or headroom is not None):
         raise UsageError(
             "--ops prints the step of a plan, or of plain training",
-            remedy="Leave --budget, --headroom and --limits out, or name a plan.",
+            remedy="Leave --budget and --headroom out, or name a plan.",
         )
     from autockpt.analysis.explain import explain as explained
-    from autockpt.analysis.explain import explain_run
-    from autockpt.analysis.subject import ExplainRequest, step_graph
-    from autockpt.tuning.door import refuse_both
-
-    refuse_both(hardware, device)
+    from autockpt.analysis.subject import ExplainRequest, hardware_for, step_graph
 
     loaded = plan_at(plan) if plan is not None else None
-    as_planned = not (workload or device or hardware or limits or ops)
-    if plan is not None and loaded is not None and as_planned:
-        stored = explain_run(plan, loaded, budget, headroom)
-        if stored is not None:
-            _show(stored, as_json)
-            return
-    spec = workload_spec(workload, base=loaded.workload if loaded else None)
-    on: dict[str, Any] = {"device": device, "hardware": hardware, "limits": limits}
-    question = ExplainRequest.asked(spec, loaded, plan, budget=budget, headroom=headroom, **on)
+    spec = loaded.workload if loaded is not None and not (workload or ops) else None
+    if workload or loaded is None or ops:
+        spec = workload_spec(workload, base=loaded.workload if loaded is not None else None)
     with listener(progress()) as watcher:
         if ops:
+            assert spec is not None
+            question = ExplainRequest(spec, loaded, device=device, hardware=hardware_for(hardware, device, loaded))
             watcher.stage("trace")
             show(step_graph(question), print_ops, as_json)
             return
-        said = explained(question, watcher)
-    _show(said, as_json)
-
-
-def _show(said: Explanation, as_json: bool) -> None:
-    """Print an explanation. Raises Exit where nothing fits its budget."""
+        on: dict[str, Any] = {"device": device, "hardware": hardware, "listener": watcher}
+        said = explained(spec, loaded, plan, budget=budget, headroom=headroom, **on)
     show(said, print_explanation, as_json)
     if said.budget is not None and said.smallest_peak > said.budget.bytes:
         raise typer.Exit(InfeasibleError.exit_code)
@@ -122,8 +107,7 @@ def print_explanation(said: Explanation, console: Console) -> None:
     if said.why is not None:
         heading("Why this plan", console, bullets(reason_words(said)))
     if said.budgets:
-        limits = [bullets(largest_words(said))] if said.limits else []
-        heading("Other budgets and sizes", console, _budgets(said), *limits)
+        heading("Other budgets", console, _budgets(said))
     if said.notes or said.basis_note:
         how = "a ghost run" if said.source == "ghost" else "a recorded real step"
         remarks((f"Bytes are simulated by {how}, seconds too: {said.basis_note}.", *said.notes), console)

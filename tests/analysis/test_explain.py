@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from autockpt.analysis.explain import explain
-from autockpt.analysis.subject import ExplainRequest
-from autockpt.schema import Plan, WorkloadSpec, parse_budget
+from autockpt.schema import Plan, WorkloadSpec
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("few_choices")]
 
@@ -21,7 +20,7 @@ def loaded(tmp_path: Path, choices: str) -> Plan:
 
 
 def test_a_budget(tmp_path: Path) -> None:
-    said = explain(ExplainRequest(SPEC, budget=parse_budget("50%act")))
+    said = explain(SPEC, budget="50%act")
     assert said.fits and said.budget is not None and said.smallest_peak <= said.peak_bytes <= said.budget.bytes
     assert sum(h.peak_bytes for h in said.holdings) == said.peak_bytes
     assert max(said.curve.total) == said.peak_bytes
@@ -30,28 +29,21 @@ def test_a_budget(tmp_path: Path) -> None:
     assert sum(b.taken for b in front.bargains) == front.count == len(said.choices)
     assert said.why is not None and said.why.chosen.peak_bytes == said.peak_bytes and said.why.best is None
     assert any(step.ours for step in said.budgets)
-    sizes = {(limit.dimension, limit.plan): limit for limit in said.limits}
-    assert len(sizes) == 4
-    for dimension in ("batch size", "sequence length"):
-        save, lean = sizes[dimension, "save everything"], sizes[dimension, "leanest"]  # type: ignore[index]
-        assert lean.value is not None and lean.peak_bytes is not None and lean.peak_bytes <= said.budget.bytes
-        assert lean.value >= lean.now > (save.value or 0), "this budget needs a plan at the size of now"
     assert said.model_validate_json(said.model_dump_json()) == said
 
 
 def test_a_plan_by_hand_with_a_head_and_an_impossible_budget(tmp_path: Path) -> None:
     choices = "  model.layers.0-1: recompute\n  model.layers.2.mlp: recompute\n  lm_head: chunked_loss\n"
     plan = loaded(tmp_path, choices)
-    question = ExplainRequest(SPEC, plan=plan, budget=parse_budget("1MB"), limits=False)
-    said = explain(question)
-    assert said.status == "unmeasured" and not said.fits and said.limits == ()
+    said = explain(SPEC, plan, budget="1MB")
+    assert said.status == "unmeasured" and not said.fits
     assert str(said.choices["lm_head"]).startswith("chunked_loss")
     assert said.smallest_peak > 10**6 and said.budgets[-1].reach is None
     assert sum(h.peak_bytes for h in said.holdings) == said.peak_bytes
 
 
 def test_a_peak_in_the_optimizer_is_said_beside_activations() -> None:
-    said = explain(ExplainRequest(WorkloadSpec(model="llama-tiny", batch_size=1, seq_len=8)))
+    said = explain(WorkloadSpec(model="llama-tiny", batch_size=1, seq_len=8))
     assert said.curve.peak_phase == "optimizer" and said.moment.op != said.curve.peak_op
     most = sum(h.most_bytes for h in said.holdings if h.comes_and_goes)
     shown = sum(s.total for s in said.units)
@@ -59,9 +51,9 @@ def test_a_peak_in_the_optimizer_is_said_beside_activations() -> None:
     assert not any(h.peak_bytes for h in said.holdings if h.comes_and_goes)
 
 
-def test_plain_training_has_no_limits_at_nominal_rates(tmp_path: Path, monkeypatch) -> None:
+def test_plain_training_has_no_speed_at_nominal_rates(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setenv("AUTOCKPT_CACHE", str(tmp_path))
-    said = explain(ExplainRequest(SPEC))
+    said = explain(SPEC)
     assert said.speed is None
-    assert said.budget is None and said.limits == () and said.peak_bytes == said.save_all_peak
+    assert said.budget is None and said.peak_bytes == said.save_all_peak
     assert said.why is not None and said.why.faster is None and said.why.leaner is not None

@@ -15,7 +15,6 @@ from autockpt.analysis.explanation import (
     Explanation,
     Front,
     Holding,
-    Largest,
     Moment,
     Reach,
     Slice,
@@ -49,7 +48,7 @@ class Asked:
         self.questions: list[Any] = []
         self.answer = explanation()
 
-    def explain(self, question: Any, listener: Any = None) -> Any:
+    def explain(self, question: Any, listener: Any) -> Any:
         self.questions.append(question)
         return self.answer
 
@@ -57,7 +56,7 @@ class Asked:
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> Asked:
     stand_in = Asked()
-    monkeypatch.setattr("autockpt.analysis.explain.explain", stand_in.explain)
+    monkeypatch.setattr("autockpt.analysis.explain.explain_step", stand_in.explain)
     return stand_in
 
 
@@ -77,12 +76,12 @@ def simulated_for(card: str, budget: ResolvedBudget | None = None) -> Plan:
 
 
 def test_a_budget_is_explained(autockpt, asked: Asked) -> None:
-    result = autockpt("explain", "--model", "llama-tiny", "-b", "2", "--budget", "24GB", "--no-limits")
+    result = autockpt("explain", "--model", "llama-tiny", "-b", "2", "--budget", "24GB")
     assert result.code == 0, result.err
     assert "Where the bytes go" in result.out and "Why this plan" in result.out
     (question,) = asked.questions
     assert question.spec == WorkloadSpec(model="llama-tiny", batch_size=2)
-    assert question.budget.text == "24GB" and question.plan is None and question.limits is False
+    assert question.budget.text == "24GB" and question.plan is None
 
 
 def test_a_simulated_plan_is_explained_on_its_own_device(autockpt, asked: Asked, tmp_path: Path) -> None:
@@ -167,9 +166,9 @@ def test_a_run_is_explained_from_its_files(autockpt, asked: Asked, tmp_path: Pat
     assert not asked.questions and result.code == 0, result.err
     assert result.json["choices"].keys() == {"h.0", "h.1"}
     assert autockpt("explain", str(run.path), "--budget", "1KB").code == 3 and not asked.questions
-    for option in ("--limits", "-b4", "--device=cpu"):
+    for option in ("-b4", "--device=cpu"):
         assert autockpt("explain", str(run.path), "--model", "llama-tiny", option).code == 0
-    assert len(asked.questions) == 3
+    assert len(asked.questions) == 2
 
 
 MIB = 2**20
@@ -261,10 +260,6 @@ def explanation(**changes: object) -> Explanation:
             BudgetStep(budget_bytes=950 * MIB, label="950MiB", reach=reach(900, 1.5, 20), ours=True),
             BudgetStep(budget_bytes=MIB, label="0%act", reach=None),
         ),
-        limits=(
-            Largest(dimension="batch size", plan="save everything", value=None, now=4),
-            Largest(dimension="batch size", plan="leanest", value=11, peak_bytes=940 * MIB, now=4),
-        ),
         notes=("a note",),
     )
     return said.model_copy(update=changes)
@@ -292,7 +287,7 @@ def test_an_explanation_on_screen(width: int) -> None:
     assert "2 of 32 (copies hide)" in said
     assert "needs 28.0 MiB less and is ~30.0 ms slower, ~1.07 ms per MiB: 1 layer from save to recompute" in said
     assert "needs 56.0 MiB more and is ~100 ms faster" in said and "2 layers from recompute to save" in said
-    assert "nothing fits" in said and "none fits saving everything, 11 with the leanest plan; now 4" in said
+    assert "nothing fits" in said
     assert "seconds are modelled by a roofline of rtx4090" in said and "a note" in said
 
 
