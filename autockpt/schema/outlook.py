@@ -1,17 +1,12 @@
-"""What ghost runs alone say beside an answer: plans for other budgets, changes of the job, sizes that fit."""
+"""What ghost runs alone say beside an answer: plans for other budgets, changes of the job."""
 
 from __future__ import annotations
-
-from typing import Literal
 
 from pydantic import Field
 
 from autockpt.schema.base import Data
 from autockpt.schema.choices import Choice
 from autockpt.schema.trial import Prediction
-
-Dimension = Literal["batch size", "sequence length"]
-LargestPlan = Literal["save everything", "leanest"]
 
 
 class Alternative(Data):
@@ -41,22 +36,6 @@ class Outlook(Data):
     plans: tuple[GhostAnswer, ...] = Field(default=(), description="ghost-run by the search, trials among them")
     changes: tuple[Alternative, ...] = Field(default=(), description="what would make the job fit, where nothing fits")
     infeasible: str = Field(default="", description="why no plan was found, where nothing fits")
-
-
-class Largest(Data):
-    """The largest size that fits under the budget by ghost runs. ``value`` None: not even the smallest tried.
-
-    ``open_ended``: larger ones may fit, ``why`` says what stopped the search; without a ``value``, that sizes other
-    than that of now cannot be asked for.
-    """
-
-    dimension: Dimension
-    plan: LargestPlan
-    value: int | None
-    peak_bytes: int | None = None
-    now: int
-    open_ended: bool = False
-    why: str = ""
 
 
 # -- changes in the words of the field, which hold for options, arguments and trainers alike

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -39,7 +39,6 @@ from autockpt.schema import (
     format_bytes,
 )
 from autockpt.schema.choices import CHUNKED_SOFTMAX
-from autockpt.schema.outlook import Dimension, Largest, LargestPlan
 from autockpt.schema.words import step_note
 from autockpt.tracing import Tracer, torch_device
 from autockpt.tuning.opening import LEANEST_CHUNKS, blocks_of
@@ -54,8 +53,6 @@ LEAN_KINDS = (
 FAR_OVER = 2  # times the budget: where one of these needs as much, the others do not fit either
 MOST_TIMES = 64  # as large as now is as far as anybody looks
 GRAIN = 32  # sequences are distinguished to a share of 1/32, in powers of two
-FIELDS: dict[Dimension, str] = {"batch size": "batch_size", "sequence length": "seq_len"}  # of WorkloadSpec
-PLANS: dict[LargestPlan, tuple[str, ...]] = {"save everything": ("save",), "leanest": LEAN_KINDS}
 
 
 def job_of(request: SearchRequest, **sizes: int | None) -> SearchRequest:
@@ -263,71 +260,6 @@ def _on_the_line(known: Mapping[int, float], budget_bytes: float) -> float:
     return near + (budget_bytes - low) * (far - near) / (high - low) if high > low else math.inf
 
 
-def largest_sizes(
-    request: SearchRequest,
-    listener: Listener,
-    dimensions: Iterable[Dimension] = tuple(FIELDS),
-    plans: Iterable[LargestPlan] = tuple(PLANS),
-) -> Iterator[Largest]:
-    """The largest batch size and the longest sequence of a job within its budget, for each of ``plans``.
-
-    Dimensions that the job does not have are left out.
-    """
-    what_if = replace(what_if_of(request, request.space.choices), listener=listener)
-    heads = [LEANEST_CHUNKS] if request.allow_inexact else []
-    heads += [CHUNKED_SOFTMAX] if CHUNKED_SOFTMAX.kind in request.space.head else []
-    with tracer_of(request, what_if.device) as tracer:
-        settings, lean = tracer.settings, leanest_head(head_graphs(tracer, tracer.head, heads))
-    for dimension in dimensions:
-        name = FIELDS[dimension]
-        now = settings.get(name) or settings.get(f"asked_{name}")
-        if not isinstance(now, int):
-            continue
-        for plan in plans:
-            judged = replace(what_if, head=SAVE if plan == "save everything" else lean)
-            yield _largest(request, judged, dimension, plan, now)
-
-
-def _largest(request: SearchRequest, what_if: WhatIf, dimension: Dimension, plan: LargestPlan, now: int) -> Largest:
-    peaks, refused = dict[int, float](), dict[int, str]()
-
-    def job(size: int) -> SearchRequest:
-        return job_of(request, **{FIELDS[dimension]: size})
-
-    def needed(size: int) -> float:
-        peaks[size] = math.inf
-        try:
-            peaks[size] = least_bytes(job, what_if, PLANS[plan], size)
-        except AutockptError as error:
-            refused[size] = error.message.splitlines()[0]
-        if peaks[size] == math.inf:
-            refused.setdefault(size, f"the workload takes no other {dimension}")
-        return peaks[size]
-
-    sizes, size = [now], 1
-    while size <= now * MOST_TIMES:
-        sizes.append(size)
-        size += step_of(dimension, size)
-    sizes = sorted({*sizes})
-    value = largest_that_fits(sizes, needed, what_if.budget_bytes, now)
-    beyond = sizes[bisect_right(sizes, value or 0) :]
-    why = refused.get(beyond[0], "") if beyond else f"{value} was as far as was tried"
-    return Largest(
-        dimension=dimension,
-        plan=plan,
-        value=value,
-        peak_bytes=None if value is None else int(peaks[value]),
-        now=now,
-        open_ended=value is not None and bool(why),
-        why=why,
-    )
-
-
-def step_of(dimension: Dimension, size: int) -> int:
-    """What sizes of about this one are distinguished by: a row, or a power of two tokens."""
-    return 1 if dimension == "batch size" else max(1, 1 << max(0, (size // GRAIN).bit_length() - 1))
-
-
 def with_longest(request: SearchRequest, listener: Listener) -> SearchRequest:
     """The request with the longest sequences that the leanest choice on all layers holds its budget with, and a note.
 
@@ -337,23 +269,46 @@ def with_longest(request: SearchRequest, listener: Listener) -> SearchRequest:
     refuse_many_processes()
     request.budget.refuse_share("grows with its sequences")
     listener.stage("look for the longest sequences that fit")
-    found = next(largest_sizes(request, listener, ["sequence length"], ["leanest"]), None)
-    if found is None:
+    heads = [LEANEST_CHUNKS] if request.allow_inexact else []
+    heads += [CHUNKED_SOFTMAX] if CHUNKED_SOFTMAX.kind in request.space.head else []
+    what_if = replace(what_if_of(request, request.space.choices), listener=listener)
+    with tracer_of(request, what_if.device) as tracer:
+        now = tracer.settings.get("seq_len") or tracer.settings.get("asked_seq_len")
+        what_if = replace(what_if, head=leanest_head(head_graphs(tracer, tracer.head, heads)))
+    if not isinstance(now, int) or (request.workload is not None and request.workload.pad_to is not None):
         raise UsageError(
             "this workload has no sequence length that could be found",
             remedy="Leave --seq-len auto out; a function of your own needs a parameter seq_len with a default.",
         )
-    if found.value is None and found.why:
-        raise UsageError(f"other sequence lengths cannot be asked for: {found.why}", remedy="Leave --seq-len auto out.")
-    if found.value is None or found.peak_bytes is None:
+    sizes, size = {now}, 1
+    while size <= now * MOST_TIMES:
+        sizes.add(size)
+        size += max(1, 1 << max(0, (size // GRAIN).bit_length() - 1))  # told apart by a power of two tokens
+    peaks, refused = dict[int, float](), dict[int, str]()
+
+    def needed(tokens: int) -> float:
+        try:
+            peaks[tokens] = least_bytes(lambda size: job_of(request, seq_len=size), what_if, LEAN_KINDS, tokens)
+        except AutockptError as error:
+            peaks[tokens], refused[tokens] = math.inf, error.message.splitlines()[0]
+        if peaks[tokens] == math.inf:
+            refused.setdefault(tokens, "the workload takes no other sequence length")
+        return peaks[tokens]
+
+    ordered = sorted(sizes)
+    longest = largest_that_fits(ordered, needed, what_if.budget_bytes, now)
+    beyond = ordered[bisect_right(ordered, longest or 0) :]
+    why = refused.get(beyond[0], "") if beyond else f"{longest} was as far as was tried"
+    if longest is None and why:
+        raise UsageError(f"other sequence lengths cannot be asked for: {why}", remedy="Leave --seq-len auto out.")
+    if longest is None:
         raise InfeasibleError(
             f"not even the shortest sequences fit {request.budget.text}",
             remedy="Give a larger budget or a smaller batch.",
         )
-    why = f" ({found.why})" if found.open_ended else ""
     note = (
-        f"the longest sequences that fit with the leanest plan: {found.value:,} tokens, simulated peak "
-        f"{format_bytes(found.peak_bytes)}{why}"
+        f"the longest sequences that fit with the leanest plan: {longest:,} tokens, simulated peak "
+        f"{format_bytes(int(peaks[longest]))}{f' ({why})' if why else ''}"
     )
     listener.note(note)
-    return job_of(request, seq_len=found.value).model_copy(update={"longest": False, "notes": (*request.notes, note)})
+    return job_of(request, seq_len=longest).model_copy(update={"longest": False, "notes": (*request.notes, note)})
