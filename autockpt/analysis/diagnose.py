@@ -15,16 +15,15 @@ from autockpt.cost import simulated_memory
 from autockpt.errors import InfeasibleError, TracingError, UsageError, WorkloadError
 from autockpt.schema import (
     Budget,
-    Choice,
-    Comparison,
     Hardware,
     Listener,
+    SearchOutcome,
     SearchRequest,
     Silence,
     WorkloadSpec,
     format_binary,
 )
-from autockpt.schema.base import Data, Facts
+from autockpt.schema.base import Data
 from autockpt.schema.outlook import Alternative
 from autockpt.shipped import list_hardware, load_hardware, load_space
 from autockpt.tracing import Tracer
@@ -56,39 +55,16 @@ _UNUSED = 0.02  # share of reserved memory below which what lies unused is what 
 _LEAST_CONTEXT = 100 << 20  # bytes; a process without one is not on the device yet
 
 
-class Room(Data):
-    """The memory that a plan may use, in bytes."""
-
-    budget: int
-    hardware: str
-    capacity: int
-    overhead: int
-    others: int = 0
-
-    @property
-    def for_plans(self) -> Budget:
-        """What plans are compared with: nothing is measured, so some of it is left free."""
-        text = f"{self.budget // 2**20}MiB"
-        return Budget(text=text, kind="bytes", size=self.budget).with_headroom(None, simulated=True)
-
-
 class Diagnosis(Data):
-    """The whole answer. Bytes of holdings, rows and alternatives are simulated, those of the log reported."""
+    """The whole answer. Bytes of holdings and of the search are simulated, those of the log reported."""
 
-    model: str | None = None
-    settings: Facts = Field(default_factory=dict)
     log: LogReading
     verdict: str = Field(default="", description="what happened, in a sentence")
-    room: Room | None = None
-    peak_bytes: int | None = Field(default=None, description="of the plain step, context and allocator included")
     holdings: tuple[Holding, ...] = Field(default=(), description="of the plain step at its peak")
     agreement: str = Field(default="", description="whether the plain step had to fail, in words")
-    rows: tuple[Comparison, ...] = Field(default=(), description="well-known plans and ours, simulated")
-    choices: dict[str, Choice] = Field(default_factory=dict, description="the plan that is prescribed")
-    plan_path: Path | None = None
-    step_note: str = Field(default="", description="known error of simulated steps, and what they leave out")
-    fits_already: bool = Field(default=False, description="saving everything fits, by the simulation")
-    smallest_peak: int | None = None
+    terms: str = Field(default="", description="the memory that a plan is sought for, in words")
+    outcome: SearchOutcome | None = Field(default=None, description="the plan that is prescribed, simulated")
+    refusal: str = Field(default="", description="that no plan fits, and what would")
     alternatives: tuple[Alternative, ...] = ()
     unprescribed: str = Field(default="", description="why nothing could be simulated")
     advice: tuple[str, ...] = ()
@@ -111,23 +87,15 @@ def diagnose(
     the log nor an option says how much memory the device has. A model that cannot be built or traced is named in
     ``unprescribed``.
     """
-    found: dict[str, Any] = {"notes": ()}
+    found, notes = dict[str, Any](), tuple(_notes(log, spec))
     if spec is not None and log.failure is not None:
         try:
-            room, card, doubts = room_of(log.failure, budget, hardware)
-            found = _prescribed(spec, room, card, plan_out, listener or Silence())
-            found["notes"] = (*doubts, *found["notes"])
+            budget_bytes, card, more = room_of(log.failure, budget, hardware)
+            notes += more
+            found = _prescribed(spec, budget_bytes, card, log.failure.others or 0, plan_out, listener or Silence())
         except (WorkloadError, TracingError) as error:
-            found["unprescribed"] = str(error)
-    notes = tuple(dict.fromkeys((*_notes(log, spec), *found.pop("notes"))))
-    return Diagnosis(
-        model=spec.model if spec is not None else None,
-        log=log,
-        verdict=verdict_of(log),
-        advice=tuple(advice_of(log)),
-        notes=notes,
-        **found,
-    )
+            found = {"unprescribed": str(error)}
+    return Diagnosis(log=log, verdict=verdict_of(log), advice=tuple(advice_of(log)), notes=notes, **found)
 
 
 def verdict_of(log: LogReading) -> str:
@@ -186,27 +154,29 @@ def _notes(log: LogReading, spec: WorkloadSpec | None) -> Iterator[str]:
 
 
 def _prescribed(
-    spec: WorkloadSpec, room: Room, hardware: Hardware, plan_out: Path | None, listener: Listener
+    spec: WorkloadSpec, budget_bytes: int, hardware: Hardware, others: int, plan_out: Path | None, listener: Listener
 ) -> dict[str, Any]:
-    """Fields of the Diagnosis that ghost runs and modelled seconds fill: what fills the device, and what helps.
-
-    That is a plan, saved in ``plan_out``; where none fits, changes of the job that would.
-    """
+    """Fields of the Diagnosis that ghost runs and modelled seconds fill: what fills the device, and what helps."""
     listener.stage("trace")
     with Tracer.from_spec(spec, hardware=hardware) as tracer:
-        units, head, graph = tracer.units, tracer.head, tracer.trace({})
-    peak = simulated_memory(hardware, room.budget)(graph)
-    held = StepBytes(graph, head.name if head is not None else None, room.overhead, peak)
-    found: dict[str, Any] = {
-        "settings": {k: v for k, v in tracer.settings.items() if k != "model"},
-        "room": room,
-        "peak_bytes": peak,
-        "holdings": held.holdings(peak_op(graph)),
-        "agreement": _agreement(peak, room),
-        "notes": (*tracer.notes, *graph.notes),
-    }
+        head, graph = tracer.head, tracer.trace({})
+    peak, room = simulated_memory(hardware, budget_bytes)(graph), format_binary(budget_bytes)
+    held = StepBytes(graph, head.name if head is not None else None, hardware.context_bytes, peak)
+    agreement = f"The simulated step needs {format_binary(peak)}, and there are {room}"
+    if peak > budget_bytes:
+        agreement += ": it had to fail."
+    else:
+        agreement += (
+            ", so by itself it fits. The run differed: longer sequences or larger batches, evaluation, tensors kept "
+            "from step to step (a loss added up without .item()), or memory that others hold on the device."
+        )
+    terms = f"For {room} of a device with {format_binary(hardware.memory_bytes)}"
+    terms += f", {format_binary(others)} of which are held by others" if others else ""
+    terms += f"; the context takes {format_binary(hardware.context_bytes)} of it."
+    found: dict[str, Any] = {"holdings": held.holdings(peak_op(graph)), "agreement": agreement, "terms": terms}
+    budget = Budget(text=f"{budget_bytes // 2**20}MiB", kind="bytes", size=budget_bytes)
     request = SearchRequest(
-        budget=room.for_plans,
+        budget=budget.with_headroom(None, simulated=True),  # nothing is measured, so some of it is left free
         workload=spec,
         space=load_space("knobs"),
         hardware=hardware,
@@ -214,35 +184,15 @@ def _prescribed(
         dry_run=True,
     )
     try:
-        outcome = run_search(request, listener)
+        return found | {"outcome": run_search(request, listener)}
     except InfeasibleError as error:
-        return found | {"smallest_peak": error.smallest_peak, "alternatives": error.alternatives}
-    return found | {
-        "rows": outcome.rows,
-        "choices": outcome.plan.choices_for(units, head) if outcome.plan is not None else {},
-        "plan_path": outcome.plan_path,
-        "step_note": outcome.step_note,
-        "fits_already": not outcome.binding,
-        "smallest_peak": outcome.smallest_peak,
-        "notes": (*found["notes"], *outcome.notes),
-    }
-
-
-def _agreement(needs: int, room: Room) -> str:
-    """Whether the plain step had to fail."""
-    said = f"The simulated step needs {format_binary(needs)}, and there are {format_binary(room.budget)}"
-    if needs > room.budget:
-        return f"{said}: it had to fail."
-    return (
-        f"{said}, so by itself it fits. The run differed: longer sequences or larger batches, evaluation, tensors kept "
-        "from step to step (a loss added up without .item()), or memory that others hold on the device."
-    )
+        return found | {"refusal": f"{error.message}\n{error.remedy}", "alternatives": error.alternatives}
 
 
 def room_of(
     failure: DeviceFailure, budget: Budget | None, given: Hardware | None
-) -> tuple[Room, Hardware, tuple[str, ...]]:
-    """What a plan may use, the device with the figures that were reported, and remarks.
+) -> tuple[int, Hardware, tuple[str, ...]]:
+    """The bytes that a plan may use, the device with the figures that were reported, and remarks.
 
     Raises UsageError where neither the log nor options say what the device has.
     """
@@ -265,9 +215,7 @@ def room_of(
             "nothing is left for this one",
             remedy="End them, or name the room that there will be with --budget.",
         )
-    hardware = hardware.model_copy(update={"memory_bytes": capacity, "context_bytes": overhead})
-    room = Room(budget=available, hardware=hardware.name, capacity=capacity, overhead=overhead, others=others)
-    return room, hardware, notes
+    return available, hardware.model_copy(update={"memory_bytes": capacity, "context_bytes": overhead}), notes
 
 
 def _nearest(capacity: int, backend: str) -> tuple[Hardware, tuple[str, ...]]:

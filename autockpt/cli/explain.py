@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from autockpt.analysis.explanation import Curve, Explanation, Front, Slice, resampled
+from autockpt.analysis.explanation import Curve, Explanation, Front, Holding, Slice, resampled
 from autockpt.analysis.sentences import basis_mark, choice_words, place_words, reason_words, speed_words
 from autockpt.cli.guard import guarded, progress, show
 from autockpt.cli.options import DEVICE, arg, flag, opt, takes_workload, workload_spec
@@ -90,7 +90,7 @@ def explain(
 def print_explanation(said: Explanation, console: Console) -> None:
     """Print it all, a heading per question."""
     console.print(_heading(said))
-    heading("Where the bytes go", console, _holdings(said, 12 if console.width < WIDE else 24))
+    heading("Where the bytes go", console, holdings_table(said.holdings, 12 if console.width < WIDE else 24))
     at_peak = said.moment.op == said.curve.peak_op
     when = "at the peak" if at_peak else f"at op {said.moment.op:,}, where that is the most"
     moving = format_binary(sum(s.total for s in said.units))
@@ -132,14 +132,15 @@ def _heading(said: Explanation) -> Text:
     return text
 
 
-def _holdings(said: Explanation, width: int) -> Table:
-    table = plain_table("", ">at the peak", ">", "", ">most at any op")
-    for h in said.holdings:
-        share = h.peak_bytes / max(1, said.peak_bytes)
+def holdings_table(holdings: Sequence[Holding], width: int) -> Table:
+    """Bytes by purpose at the peak, with bars of ``width`` characters, and the most at any op."""
+    table, peak = plain_table("", ">at the peak", ">", "", ">most at any op"), sum(h.peak_bytes for h in holdings)
+    for h in holdings:
+        share = h.peak_bytes / max(1, peak)
         held = (format_binary(h.peak_bytes), words.share(share)) if h.peak_bytes else ("—", "")
         table.add_row(h.name, *held, bar(share, width), format_binary(h.most_bytes))
     table.add_section()
-    table.add_row("peak", format_binary(said.peak_bytes), "100.0 %", style="bold")
+    table.add_row("peak", format_binary(peak), "100.0 %", style="bold")
     return table
 
 

@@ -275,7 +275,7 @@ def with_longest(request: SearchRequest, listener: Listener) -> SearchRequest:
     with tracer_of(request, what_if.device) as tracer:
         now = tracer.settings.get("seq_len") or tracer.settings.get("asked_seq_len")
         what_if = replace(what_if, head=leanest_head(head_graphs(tracer, tracer.head, heads)))
-    if not isinstance(now, int) or (request.workload is not None and request.workload.pad_to is not None):
+    if not isinstance(now, int):
         raise UsageError(
             "this workload has no sequence length that could be found",
             remedy="Leave --seq-len auto out; a function of your own needs a parameter seq_len with a default.",

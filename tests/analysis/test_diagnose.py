@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from autockpt.analysis.diagnose import Room, advice_of, diagnose, room_of
+from autockpt.analysis.diagnose import advice_of, diagnose, room_of
 from autockpt.analysis.oom_log import LogReading, read_text
 from autockpt.errors import UsageError
 from autockpt.schema import Hardware, Plan, WorkloadSpec, parse_budget
@@ -37,7 +37,7 @@ def plain_peak(few_choices: None) -> int:
     """Simulated peak of the job without a plan, context included, on a card with lots of room."""
     bare = read_text("RuntimeError: CUDA error: out of memory\n")
     said = diagnose(bare, SPEC, hardware=load_hardware("rtx4090"))
-    assert said.fits_already and "by itself it fits" in said.agreement and not said.alternatives
+    assert said.outcome is not None and not said.outcome.binding and "by itself it fits" in said.agreement
     return sum(h.peak_bytes for h in said.holdings)
 
 
@@ -52,30 +52,30 @@ def crowded(peak: int, share: float) -> LogReading:
 def test_a_plan_for_the_very_device(plain_peak: int, tmp_path: Path) -> None:
     path = tmp_path / "plan.yaml"
     said = diagnose(crowded(plain_peak, 0.85), SPEC, plan_out=path)
-    assert said.room is not None and "it had to fail" in said.agreement
-    assert said.choices and not said.alternatives and not said.fits_already
-    ours = said.rows[-1].predicted
-    assert ours is not None and ours.peak_bytes <= said.room.budget < plain_peak
+    assert said.outcome is not None and "it had to fail" in said.agreement
+    assert said.outcome.binding and not said.refusal
+    ours, budget_bytes = said.outcome.rows[-1].predicted, said.outcome.budget.bytes
+    assert ours is not None and ours.peak_bytes <= budget_bytes < plain_peak
     plan = Plan.load(path)
-    assert plan.status == "simulated" and said.plan_path == path
-    assert sum(h.peak_bytes for h in said.holdings) > said.room.budget
+    assert plan.status == "simulated" and said.outcome.plan_path == path
+    assert sum(h.peak_bytes for h in said.holdings) > budget_bytes
 
 
 @pytest.mark.slow
 def test_where_no_plan_fits_the_alternatives_do(plain_peak: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("autockpt.tuning.alternatives.MOST_RANKS", 1)  # each variant is a ghost run of its own
     monkeypatch.setattr("autockpt.tuning.alternatives._lean_optimizers", lambda *_: iter(()))
-    said = diagnose(crowded(plain_peak, 0.28), SPEC)
-    assert said.room is not None and not said.choices and said.alternatives
-    assert all(way.peak_bytes <= said.room.budget for way in said.alternatives)
-    assert said.smallest_peak is not None and said.smallest_peak > said.room.budget
+    log = crowded(plain_peak, 0.28)
+    said = diagnose(log, SPEC)
+    assert said.refusal and said.outcome is None and said.alternatives and log.failure and log.failure.capacity
+    assert all(way.peak_bytes <= log.failure.capacity for way in said.alternatives)
     assert any("batch size" in way.options or "sequences" in way.options for way in said.alternatives)
 
 
 def test_evidence_alone_is_told() -> None:
     said = diagnose(read_text(FORWARD + message()))
     assert "in the forward pass (train.py:80)" in said.verdict
-    assert said.room is None and not said.choices and any("no model was named" in note for note in said.notes)
+    assert not said.terms and said.outcome is None and any("no model was named" in note for note in said.notes)
 
 
 def test_a_model_that_cannot_be_built_leaves_the_evidence(tmp_path: Path) -> None:
@@ -100,7 +100,7 @@ def test_segments_are_to_expand_where_that_would_help(text: str, helps: bool) ->
 
 def room(
     text: str, budget: str | None = None, hardware: Hardware | None = None
-) -> tuple[Room, Hardware, tuple[str, ...]]:
+) -> tuple[int, Hardware, tuple[str, ...]]:
     failure = read_text(text).failure
     assert failure is not None
     return room_of(failure, None if budget is None else parse_budget(budget), hardware)
@@ -108,24 +108,24 @@ def room(
 
 def test_the_device_is_the_one_of_the_message() -> None:
     found, hardware, notes = room(FORWARD + message())
-    assert hardware.memory_bytes == found.budget == round(23.52 * GIB)
-    assert hardware.context_bytes == found.overhead == round(22.41 * GIB) - round(21.40 * GIB) - round(560.10 * MIB)
-    assert found.others == 0 and hardware.name == "rtx4090"
+    assert hardware.memory_bytes == found == round(23.52 * GIB)
+    assert hardware.context_bytes == round(22.41 * GIB) - round(21.40 * GIB) - round(560.10 * MIB)
+    assert hardware.name == "rtx4090"
     assert "nearest" in notes[0] and "rtx4090" in notes[0]
 
 
 def test_what_others_hold_is_not_there_for_a_plan() -> None:
-    found, _, _ = room(FORWARD + message(process="12.41 GiB", allocated="11.40 GiB"))
-    assert found.budget == found.capacity - found.others and found.others > 9 * GIB
+    found, hardware, _ = room(FORWARD + message(process="12.41 GiB", allocated="11.40 GiB"))
+    assert hardware.memory_bytes - found > 9 * GIB
     with pytest.raises(UsageError):
         room(message(capacity="24.00 GiB", free="0 bytes", process="210.00 MiB", allocated="0 bytes", cached="0 bytes"))
 
 
 def test_options_say_what_the_message_does_not() -> None:
-    assert room(message(), budget="20GiB")[0].budget == 20 * GIB
-    assert room(message(), budget="200GiB")[0].budget == round(23.52 * GIB)
+    assert room(message(), budget="20GiB")[0] == 20 * GIB
+    assert room(message(), budget="200GiB")[0] == round(23.52 * GIB)
     bare, rtx4090 = "RuntimeError: CUDA error: out of memory\n", load_hardware("rtx4090")
-    assert room(bare, hardware=rtx4090)[0].capacity == rtx4090.memory_bytes
-    assert room(bare, budget="24GiB")[0].budget == 24 * GIB
+    assert room(bare, hardware=rtx4090)[0] == rtx4090.memory_bytes
+    assert room(bare, budget="24GiB")[0] == 24 * GIB
     with pytest.raises(UsageError):
         room(bare)
