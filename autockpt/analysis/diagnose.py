@@ -9,7 +9,7 @@ from typing import Any
 from pydantic import Field
 
 from autockpt.analysis.explanation import Holding
-from autockpt.analysis.holdings import StepBytes, peak_op
+from autockpt.analysis.holdings import StepBytes
 from autockpt.analysis.oom_log import DeviceFailure, LogReading, Stage
 from autockpt.cost import simulated_memory
 from autockpt.errors import InfeasibleError, TracingError, UsageError, WorkloadError
@@ -173,7 +173,7 @@ def _prescribed(
     terms = f"For {room} of a device with {format_binary(hardware.memory_bytes)}"
     terms += f", {format_binary(others)} of which are held by others" if others else ""
     terms += f"; the context takes {format_binary(hardware.context_bytes)} of it."
-    found: dict[str, Any] = {"holdings": held.holdings(peak_op(graph)), "agreement": agreement, "terms": terms}
+    found: dict[str, Any] = {"holdings": held.holdings(), "agreement": agreement, "terms": terms}
     budget = Budget(text=f"{budget_bytes // 2**20}MiB", kind="bytes", size=budget_bytes)
     request = SearchRequest(
         budget=budget.with_headroom(None, simulated=True),  # nothing is measured, so some of it is left free

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from autockpt.analysis.explanation import Bargain, Explanation, Front, Speed
-from autockpt.analysis.holdings import StepBytes, curve, joined, moment, peak_op, telling_op
+from autockpt.analysis.holdings import StepBytes, curve, joined, moment, telling_op
 from autockpt.analysis.subject import (
     OTHER_WORKLOAD,
     ExplainRequest,
@@ -228,7 +228,7 @@ def _explanation(
         smallest_peak=answers.lean.peak_bytes,
         source=graph.source,
         peak_bytes=peak,
-        holdings=held.holdings(peak_op(graph)),
+        holdings=held.holdings(),
         units=held.by_unit(telling),
         curve=curve(held),
         moment=moment(held, telling),
@@ -297,7 +297,6 @@ def _front(menu: Menu, units: Sequence[Unit], choices: Mapping[str, Choice]) -> 
     shown.sort(key=lambda row: (-row.kept_bytes, row.extra_seconds))
     return Front(
         units=joined([u.name for u in units]),
-        cls=units[0].cls if units else "",
         count=len(units),
         bargains=tuple(shown),
         left_out=len(rows) - len(shown),

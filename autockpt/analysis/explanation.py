@@ -24,7 +24,6 @@ class Holding(Data):
     name: str
     peak_bytes: int
     most_bytes: int
-    comes_and_goes: bool = Field(default=False, description="an activation or transient, whoever made it")
 
 
 class Slice(Data):
@@ -92,9 +91,6 @@ class Moment(Data):
     """
 
     op: int
-    target: str
-    phase: Phase
-    module: str
     alive: tuple[Alive, ...]
     other_bytes: int = Field(default=0, description="of smaller ones, not listed")
     other_count: int = 0
@@ -115,7 +111,6 @@ class Front(Data):
     """The choices of one kind of unit that are worth considering, most bytes first; and those that the plan took."""
 
     units: str = Field(description="folded names")
-    cls: str
     count: int
     bargains: tuple[Bargain, ...]
     left_out: int = Field(default=0, description="dominated choices that are not listed")

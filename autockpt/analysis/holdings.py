@@ -46,22 +46,18 @@ class StepBytes:
         self.own = [s for s in graph.storages if s.birth >= 0]
         self.purposes = {s.id: self._purpose(s) for s in self.own}
 
-    def alive_at(self, op: int) -> list[Storage]:
-        """Storages born in the cycle that are alive while an op runs."""
-        return [s for s in self.own if s.alive_at(op)]
-
     def coming_and_going(self, op: int) -> list[Storage]:
-        """Those of them that come and go."""
-        return [s for s in self.alive_at(op) if self.purposes[s.id] in COME_AND_GO]
+        """Activations and transients that are alive while an op runs."""
+        return [s for s in self.own if s.alive_at(op) and self.purposes[s.id] in COME_AND_GO]
 
-    def holdings(self, peak_op: int) -> tuple[Holding, ...]:
-        """Bytes by purpose at ``peak_op``, which add up to all that is on the device, and the most at any op."""
+    def holdings(self) -> tuple[Holding, ...]:
+        """Bytes by purpose at the peak, which add up to all that is on the device, and the most at any op."""
+        at = peak_op(self.graph)
         rows = [
             Holding(
                 name=name,
-                peak_bytes=int(line[peak_op]) if len(line) else 0,
+                peak_bytes=int(line[at]) if len(line) else 0,
                 most_bytes=int(line.max(initial=0)),
-                comes_and_goes=name in COME_AND_GO,
             )
             for name, line in self.timelines.items()
         ]
@@ -227,12 +223,8 @@ def moment(held: StepBytes, at: int, listed: int = LISTED) -> Moment:
     for s in held.coming_and_going(at):
         groups[_alike(held, s)].append(s)
     ranked = sorted(groups.items(), key=lambda item: -sum(s.bytes for s in item[1]))
-    op = held.graph.ops[at] if held.graph.ops else None
     return Moment(
         op=at,
-        target=op.target if op else "",
-        phase=op.phase if op else "forward",
-        module=op.module if op else "",
         alive=tuple(_counted(alike, members) for alike, members in ranked[:listed]),
         other_bytes=sum(s.bytes for _, members in ranked[listed:] for s in members),
         other_count=sum(len(members) for _, members in ranked[listed:]),

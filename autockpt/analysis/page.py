@@ -8,11 +8,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from functools import cache
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, StrictUndefined
+from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from autockpt.analysis import draw
@@ -66,10 +65,7 @@ def page_of(run: Path) -> str:
 
 def run_page(run: RunDirectory) -> str:
     """The page of a run. Raises RunDirectoryError or PlanError where a file of it is damaged."""
-    folder = files("autockpt.analysis")
-    style = Markup((folder / "page.css").read_text(encoding="utf-8"))
-    template = templates().from_string((folder / "page.html.j2").read_text(encoding="utf-8"))
-    return template.render(style=style, **contents_of(run))
+    return templates().get_template("page.html.j2").render(contents_of(run))
 
 
 def contents_of(run: RunDirectory) -> dict[str, Any]:
@@ -197,7 +193,12 @@ def _shown(value: Any) -> Any:
 def templates() -> Environment:
     """What the templates of pages are rendered by: bytes and seconds as on the terminal, no absolute paths."""
     environment = Environment(
-        autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, finalize=_shown
+        loader=PackageLoader("autockpt.analysis", ""),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        finalize=_shown,
     )
     environment.filters |= {
         "bytes": format_binary,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -75,13 +74,8 @@ def write_index(folder: Path, runs: Sequence[InShort]) -> Path:
 
     Raises RunDirectoryError where it cannot be written.
     """
-    from markupsafe import Markup
-
     from autockpt.analysis.page import PAGE, templates
 
-    source = files("autockpt.analysis")
-    style = Markup((source / "page.css").read_text(encoding="utf-8"))
-    template = templates().from_string((source / "folder.html.j2").read_text(encoding="utf-8"))
     rows = [(run, str((run.path / PAGE).relative_to(folder)) if (run.path / PAGE).exists() else "") for run in runs]
-    page = template.render(style=style, folder=folder.resolve().name, rows=rows)
+    page = templates().get_template("folder.html.j2").render(folder=folder.resolve().name, rows=rows)
     return write_file(folder / INDEX, page, RunDirectoryError, "Move away what is in its place.", links=False)

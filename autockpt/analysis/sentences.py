@@ -8,7 +8,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from autockpt.analysis.explanation import Alive, Basis, Explanation, Reach
-from autockpt.schema import Choice, Comparison, CompileMode, Remake, Selective, format_binary, words
+from autockpt.schema import (
+    Choice,
+    Comparison,
+    CompileMode,
+    Measurement,
+    Prediction,
+    Remake,
+    Selective,
+    format_binary,
+    words,
+)
 
 LONG = 46  # characters of a choice
 _IN_OPTIMIZER = " The peak lies in the optimizer step, when no activations are left: no choice for them lowers it."
@@ -113,22 +123,19 @@ def speed_words(said: Explanation) -> str:
 
 @dataclass(frozen=True)
 class AnswerRow:
-    """One line of the table, worked out: bytes, seconds and ratios, None where unknown."""
+    """One line of the table: a plan, what is known of it, and how that compares with the budget and with saving all.
 
-    name: str
+    ``overhead`` is a share of extra step time, with its noise: measured, or else predicted. None: unknown.
+    """
+
+    plan: Comparison
     verdict: str
-    peak_bytes: int | None
-    simulated: bool
+    known: Measurement | Prediction | None
     headroom_bytes: int | None
-    step: str
     overhead: float | None
     overhead_noise: float
     overhead_predicted: bool
-    predicted_bytes: int | None
-    predicted_seconds: float | None
     ours: bool
-    note: str = ""
-    host_bytes: int = 0
 
 
 def answer_rows(rows: tuple[Comparison, ...], budget_bytes: int) -> list[AnswerRow]:
@@ -138,37 +145,18 @@ def answer_rows(rows: tuple[Comparison, ...], budget_bytes: int) -> list[AnswerR
 
 
 def _row(row: Comparison, none: Comparison | None, budget_bytes: int, ours: bool) -> AnswerRow:
-    predicted, measured = row.predicted, row.measured
-    known, verdict = measured or predicted, row.verdict
+    known, verdict = row.measured or row.predicted, row.verdict
     if verdict == "not_measured" and known is not None:  # it fits as far as its ghost run says
         verdict = "over_budget" if known.peak_bytes > budget_bytes else "simulated"
-    both_measured = bool(measured and none and none.measured)
-    return AnswerRow(
-        name=row.name,
-        verdict=verdict,
-        peak_bytes=known.peak_bytes if known else None,
-        simulated=measured is None,
-        headroom_bytes=budget_bytes - known.peak_bytes if known else None,
-        step=words.step_of(known),
-        overhead=_overhead(row, none, both_measured),
-        overhead_noise=math.hypot(measured.noise, none.measured.noise) if measured and none and none.measured else 0.0,
-        overhead_predicted=not both_measured,
-        predicted_bytes=predicted.peak_bytes if predicted else None,
-        predicted_seconds=predicted.step_seconds if predicted else None,
-        ours=ours,
-        note=row.note,
-        host_bytes=known.host_bytes if known else 0,
-    )
-
-
-def _overhead(row: Comparison, none: Comparison | None, both_measured: bool) -> float | None:
-    """Share of extra step time over saving everything; None for the row itself and where a number is missing."""
-    if none is None or row is none:
-        return None
-    ours, base = (row.measured, none.measured) if both_measured else (row.predicted, none.predicted)
-    if ours is None or base is None or not ours.step_seconds or not base.step_seconds:
-        return None
-    return ours.step_seconds / base.step_seconds - 1
+    here, base, noise, predicted = row.predicted, none.predicted if none is not None else None, 0.0, True
+    if row.measured is not None and none is not None and none.measured is not None:
+        here, base, predicted = row.measured, none.measured, False
+        noise = math.hypot(here.noise, base.noise)
+    overhead = None
+    if row is not none and here is not None and base is not None and here.step_seconds and base.step_seconds:
+        overhead = here.step_seconds / base.step_seconds - 1
+    headroom = budget_bytes - known.peak_bytes if known is not None else None
+    return AnswerRow(row, verdict, known, headroom, overhead, noise, predicted, ours)
 
 
 def loading_lines(path: str, compiled: CompileMode | None = None) -> tuple[str, ...]:

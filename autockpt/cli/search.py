@@ -265,17 +265,17 @@ def print_answer(outcome: SearchOutcome, console: Console) -> None:
     if rows:
         console.print()
         console.print(answer_table(rows))
-        if any(r.predicted_bytes is not None for r in rows) or outcome.step_note:
+        if any(r.plan.predicted is not None for r in rows) or outcome.step_note:
             console.print(simulated(outcome.step_note))
-        console.print(Text("; ".join(legend_of_names(row.name for row in rows))), style="dim")
-    remarks(_remarks(outcome, rows), console)
+        console.print(Text("; ".join(legend_of_names(row.plan.name for row in rows))), style="dim")
+    remarks(_remarks(outcome), console)
     if outcome.plan is not None:
         _print_plan(outcome, outcome.plan, console)
 
 
 def answer_table(rows: list[AnswerRow]) -> Table:
     """The comparison; what was predicted stands under what was measured."""
-    host = any(row.host_bytes for row in rows)  # where something is offloaded
+    host = any(row.known is not None and row.known.host_bytes for row in rows)  # where something is offloaded
     columns = ["<plan", "fits", ">peak", ">headroom", ">step", ">overhead", *([">host"] if host else [])]
     table = plain_table(*columns)
     for row in rows:
@@ -285,23 +285,25 @@ def answer_table(rows: list[AnswerRow]) -> Table:
 
 def _cells(row: AnswerRow) -> list[Text | str]:
     word, colour = VERDICTS.get(row.verdict, (row.verdict, ""))
-    name, peak, step, overhead = Text(row.name), Text("—"), Text(row.step), Text("—")
-    if row.note and len(row.note) <= SHORT:
-        name.append(f"\n{row.note}", style="dim not bold")
-    if row.peak_bytes is not None:
-        size = format_binary(row.peak_bytes)
-        over = row.simulated and row.verdict in ("over_budget", "out_of_memory")
-        peak = Text(f"does not fit\n(simulated {size})" if over else f"simulated {size}" if row.simulated else size)
-    if not row.simulated and row.predicted_bytes is not None:
-        peak.append(f"\n~{format_binary(row.predicted_bytes)}", style="dim not bold")
-    if not row.simulated and row.predicted_seconds is not None:
-        step.append(f"\n~{words.seconds(row.predicted_seconds)}", style="dim not bold")
+    plan, known = row.plan, row.known
+    name, peak, step, overhead = Text(plan.name), Text("—"), Text(words.step_of(known)), Text("—")
+    if plan.note and len(plan.note) <= SHORT:
+        name.append(f"\n{plan.note}", style="dim not bold")
+    if plan.measured is not None:
+        peak = Text(format_binary(plan.measured.peak_bytes))
+        if plan.predicted is not None:
+            peak.append(f"\n~{format_binary(plan.predicted.peak_bytes)}", style="dim not bold")
+            if plan.predicted.step_seconds is not None:
+                step.append(f"\n~{words.seconds(plan.predicted.step_seconds)}", style="dim not bold")
+    elif known is not None:
+        size, over = format_binary(known.peak_bytes), row.verdict in ("over_budget", "out_of_memory")
+        peak = Text(f"does not fit\n(simulated {size})" if over else f"simulated {size}")
     if row.overhead is not None:
         overhead = Text(f"{'~' if row.overhead_predicted else ''}{words.share(row.overhead, signed=True)}")
         if 0 < row.overhead_noise < words.USELESS_NOISE:
             overhead.append(f"\n±{words.share(row.overhead_noise)}")
     headroom = "—" if row.headroom_bytes is None else format_binary(row.headroom_bytes)
-    host = format_binary(row.host_bytes) if row.host_bytes else "—"
+    host = format_binary(known.host_bytes) if known is not None and known.host_bytes else "—"
     return [name, Text(word, style=colour), peak, headroom, step, overhead, host]
 
 
@@ -324,7 +326,7 @@ def _heading(outcome: SearchOutcome) -> Text:
     return text
 
 
-def _remarks(outcome: SearchOutcome, rows: list[AnswerRow]) -> list[str]:
+def _remarks(outcome: SearchOutcome) -> list[str]:
     """What the table does not say."""
     said = []
     if outcome.interrupted:
@@ -338,7 +340,7 @@ def _remarks(outcome: SearchOutcome, rows: list[AnswerRow]) -> list[str]:
         said.append(f"Nothing was measured: all numbers are simulated for {outcome.device.name}.")
     if not outcome.dry_run:
         said.append(_effort(outcome))
-    said += [f"{r.name}: {r.note}" for r in rows if len(r.note) > SHORT]
+    said += [f"{r.name}: {r.note}" for r in outcome.rows if len(r.note) > SHORT]
     if outcome.set_aside:
         said.append(f"What stood there before is kept as {outcome.set_aside}.")
     return [*said, *outcome.notes]

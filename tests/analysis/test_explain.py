@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from autockpt.analysis.explain import explain
+from autockpt.analysis.holdings import COME_AND_GO
 from autockpt.schema import Plan, WorkloadSpec
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("few_choices")]
@@ -45,10 +46,10 @@ def test_a_plan_by_hand_with_a_head_and_an_impossible_budget(tmp_path: Path) -> 
 def test_a_peak_in_the_optimizer_is_said_beside_activations() -> None:
     said = explain(WorkloadSpec(model="llama-tiny", batch_size=1, seq_len=8))
     assert said.curve.peak_phase == "optimizer" and said.moment.op != said.curve.peak_op
-    most = sum(h.most_bytes for h in said.holdings if h.comes_and_goes)
+    most = sum(h.most_bytes for h in said.holdings if h.name in COME_AND_GO)
     shown = sum(s.total for s in said.units)
     assert 0 < shown <= most
-    assert not any(h.peak_bytes for h in said.holdings if h.comes_and_goes)
+    assert not any(h.peak_bytes for h in said.holdings if h.name in COME_AND_GO)
 
 
 def test_plain_training_has_no_speed_at_nominal_rates(tmp_path: Path, monkeypatch) -> None:

@@ -98,7 +98,7 @@ def test_dominated_choices_are_left_out() -> None:
         (RECOMPUTE, 10, 1.0),
         (OFFLOAD, 0, 4.0),
     ]
-    assert (front.units, front.cls, front.count, front.left_out) == ("h.0-3", "Block", 4, 1)
+    assert (front.units, front.count, front.left_out) == ("h.0-3", 4, 1)
 
 
 def test_what_the_plan_took_is_shown_even_where_another_beats_it() -> None:

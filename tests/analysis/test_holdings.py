@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from autockpt.analysis.holdings import StepBytes, moment, peak_op
+from autockpt.analysis.holdings import COME_AND_GO, StepBytes, moment, peak_op
 from autockpt.schema import OFFLOAD, RECOMPUTE, Choice, Graph, WorkloadSpec
 from autockpt.tracing import Tracer
 from autockpt.workload import build
@@ -39,9 +39,9 @@ def test_every_byte_of_the_peak_is_told_exactly_once(traced: tuple[Tracer, dict[
     tracer, graphs = traced
     for graph in graphs.values():
         held, at = StepBytes(graph, head(tracer), overhead=1234), peak_op(graph)
-        holdings = held.holdings(at)
+        holdings = held.holdings()
         assert sum(h.peak_bytes for h in holdings) == graph.peak_bytes + 1234
-        moving = sum(h.peak_bytes for h in holdings if h.comes_and_goes)
+        moving = sum(h.peak_bytes for h in holdings if h.name in COME_AND_GO)
         assert sum(s.total for s in held.by_unit(at)) == moving > 0
         m = moment(held, at, listed=5)
         assert sum(a.total for a in m.alive) + m.other_bytes == moving and len(m.alive) == 5
@@ -58,10 +58,7 @@ def test_every_byte_of_every_moment_is_told_exactly_once(traced: tuple[Tracer, d
 
 def test_purposes_follow_the_plan(traced: tuple[Tracer, dict[str, Graph]]) -> None:
     tracer, graphs = traced
-    most = {
-        plan: {h.name: h.most_bytes for h in StepBytes(g, head(tracer)).holdings(peak_op(g))}
-        for plan, g in graphs.items()
-    }
+    most = {plan: {h.name: h.most_bytes for h in StepBytes(g, head(tracer)).holdings()} for plan, g in graphs.items()}
     assert "made again" not in most["none"] and "brought back" not in most["none"]
     assert most["recompute"]["made again"] > 0 and "brought back" not in most["recompute"]
     assert most["recompute"]["kept for backward"] < most["none"]["kept for backward"]
@@ -90,6 +87,6 @@ def test_outputs_that_the_last_stage_keeps_are_named(returned: bool) -> None:
     logits = trained.model(**trained.batch).logits
     with Tracer.from_step(replace(trained, in_flight=1, accumulate=5, return_outputs=returned)) as tracer:
         graph = tracer.trace()
-        most = {h.name: h.most_bytes for h in StepBytes(graph, head(tracer)).holdings(peak_op(graph))}
+        most = {h.name: h.most_bytes for h in StepBytes(graph, head(tracer)).holdings()}
     # five micro-batches', and once more where they are merged
     assert most.get("kept by the pipeline", 0) == returned * 2 * 5 * logits.numel() * logits.element_size()

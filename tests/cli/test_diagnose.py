@@ -28,7 +28,7 @@ def _base() -> Diagnosis:
         advice=tuple(advice_of(log)),
         holdings=(
             Holding(name="weights", peak_bytes=3 * GIB, most_bytes=3 * GIB),
-            Holding(name="kept for backward", peak_bytes=22 * GIB, most_bytes=22 * GIB, comes_and_goes=True),
+            Holding(name="kept for backward", peak_bytes=22 * GIB, most_bytes=22 * GIB),
         ),
         agreement="It had to fail.",
         terms="For 24 GiB of a device with 25 GiB.",

@@ -228,15 +228,12 @@ def explanation(**changes: object) -> Explanation:
         holdings=(
             Holding(name="weights", peak_bytes=500 * MIB, most_bytes=500 * MIB),
             Holding(name="gradients", peak_bytes=0, most_bytes=300 * MIB),
-            Holding(name="kept for backward", peak_bytes=400 * MIB, most_bytes=400 * MIB, comes_and_goes=True),
+            Holding(name="kept for backward", peak_bytes=400 * MIB, most_bytes=400 * MIB),
         ),
         units=(Slice(name="model.layers.20-31", bytes=30 * MIB, count=12), Slice(name="(rest)", bytes=40 * MIB)),
         curve=curve(),
         moment=Moment(
             op=320,
-            target="aten.mm.default",
-            phase="backward",
-            module="lm_head",
             alive=(alive,) * 3,
             other_bytes=9,
             other_count=2,
@@ -244,7 +241,6 @@ def explanation(**changes: object) -> Explanation:
         fronts=(
             Front(
                 units="model.layers.0-31",
-                cls="LlamaDecoderLayer",
                 count=32,
                 bargains=(
                     Bargain(choice=SAVE, kept_bytes=30 * MIB, extra_seconds=0.0, taken=12),

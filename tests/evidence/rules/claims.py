@@ -200,7 +200,7 @@ class Claims:
         """Bytes of the largest tensor kept for backward at the peak of a plain step, by part of a layer."""
         held, part_of = StepBytes(graph, self.subject.head), part_namer(graph)
         made: Counter[str] = Counter()
-        for storage in held.alive_at(peak_op(graph)):
+        for storage in (s for s in held.own if s.alive_at(peak_op(graph))):
             if (op := held.makers.get(storage.id)) is not None and op.phase == "forward":
                 made[part_of(op)] = max(made[part_of(op)], storage.bytes)
         return made

@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from autockpt.analysis.holdings import StepBytes, peak_op
+from autockpt.analysis.holdings import COME_AND_GO, StepBytes
 from autockpt.analysis.subject import ExplainRequest, Subject, open_subject
 from autockpt.cost.step import simulate
 from autockpt.errors import AutockptError, ConflictError, DeviceOutOfMemory
@@ -41,8 +41,8 @@ def rules(question: ExplainRequest, listener: Listener | None = None, *, measure
         plans = _plans(subject.base.units)
         graphs = _graphs(subject, plans)
         base = subject.base
-        held = StepBytes(base, subject.head).holdings(peak_op(base))
-        activations = sum(h.peak_bytes for h in held if h.comes_and_goes)  # what the rules mean by memory
+        held = StepBytes(base, subject.head).holdings()
+        activations = sum(h.peak_bytes for h in held if h.name in COME_AND_GO)  # what the rules mean by memory
         overhead = subject.profiled.predictor.device.overhead_bytes  # rules speak of what tensors hold
         peak = base.peak_bytes + overhead
         seconds = {name: simulate(graph, subject.times.times).step_seconds for name, graph in graphs.items()}
