@@ -11,8 +11,6 @@ from autockpt.schema.trial import Measurement
 
 CheckState = Literal["passed", "failed", "skipped"]
 
-MARKS: dict[CheckState, str] = {"passed": "ok", "failed": "FAILED", "skipped": "skipped"}
-
 
 class Check(Data):
     """One promise of a plan, compared with real steps."""
@@ -23,16 +21,14 @@ class Check(Data):
 
 
 class VerifyReport(Data):
-    """All checks of one plan on one device. ``skipped`` says in its detail why. As text it is a table."""
+    """All checks of one plan on one device. ``skipped`` says in its detail why."""
 
     checks: tuple[Check, ...]
     notes: tuple[str, ...] = ()
     measured: Measurement | None = Field(default=None, description="what the plan's steps took")
 
     def __str__(self) -> str:
-        names = max((len(check.name) for check in self.checks), default=0)
-        marks = max((len(MARKS[check.state]) for check in self.checks), default=0)
-        rows = [f"{MARKS[c.state]:<{marks}}  {c.name:<{names}}  {c.detail}".rstrip() for c in self.checks]
+        rows = [f"{check.name} {check.state}: {check.detail}" for check in self.checks]
         return "\n".join([*rows, *(f"• {note}" for note in self.notes), self.verdict])
 
     @property

@@ -7,7 +7,6 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from autockpt.analysis.subject import OTHER_WORKLOAD, made_for
 from autockpt.analysis.verification import Check, CheckState, VerifyReport
@@ -22,8 +21,7 @@ from autockpt.policies import POLICIES
 from autockpt.policies.selective import kept_by
 from autockpt.runtime import Proof
 from autockpt.schema import words
-from autockpt.schema.choices import RECOMPUTE, Choice, dump_choices
-from autockpt.schema.graph import Unit
+from autockpt.schema.choices import RECOMPUTE, Choice
 from autockpt.schema.known import ALL, NONE, known_plans
 from autockpt.schema.plan import Plan
 from autockpt.schema.request import Listener, Silence
@@ -93,7 +91,8 @@ def verify(
         report = _Verification(_for(plan, subject), *asked).report()
         if measurer is not None or not isinstance(subject, WorkloadSpec):
             for each in plan.sets[:-1]:
-                report = _with_set(report, each, _Verification(each, *asked).gradients())
+                gradients = VerifyReport(checks=tuple(_Verification(each, *asked).gradients()))
+                report = _with_set(report, each, gradients)
             return report
     for each in plan.sets[:-1]:
         length = each.workload.seq_len if each.workload is not None else None
@@ -153,12 +152,9 @@ class _Verification:
         self.measured: Measurement | None = None
         self.notes: list[str] = []
         self.listener.stage("build the model")
-        asked = {"named": self.plan.settings.get("units"), "patterns": list(self.plan.choices)}
-        described = self._call("describe_units", asked)
-        units = [Unit.model_validate(u) for u in described["units"]]
-        head = described.get("head")
-        self.choices = self.plan.choices_for(units, None if head is None else Unit.model_validate(head))
-        self.blocks = [unit.name for unit in units if unit.role == "block"]
+        found = self.measurer.call(f"{WORKER}:choices_of", {"plan": self.plan})
+        self.choices: dict[str, Choice] = found["choices"]
+        self.blocks: list[str] = found["blocks"]
 
     def report(self) -> VerifyReport:
         if self.plan.status_reason:
@@ -171,19 +167,12 @@ class _Verification:
                 f"Here it ran on {self.measurer.environment.device.name}. `autockpt search --resume` makes a measured "
                 "plan from it."
             )
-        checks = (*self._gradients(), *self._reruns(), *self._promises())
+        checks = (*self.gradients(), *self._reruns(), *self._promises())
         return VerifyReport(checks=checks, notes=tuple(self.notes), measured=self.measured)
-
-    def gradients(self) -> VerifyReport:
-        """The first check alone."""
-        return VerifyReport(checks=tuple(self._gradients()))
-
-    def _call(self, function: str, payload: dict[str, Any]) -> dict[str, Any]:
-        return self.measurer.call(f"{WORKER}:{function}", payload)
 
     # --- gradients
 
-    def _gradients(self) -> Iterator[Check]:
+    def gradients(self) -> Iterator[Check]:
         self.listener.stage("compare gradients with plain training", OBSERVED)
         try:
             yield self._compared("gradients", self.measurer, None)
@@ -210,9 +199,8 @@ class _Verification:
         sketched = compiled or not all(choice.exact for choice in self.choices.values())
 
         def run(which: Mapping[str, Choice] | None, deterministic: bool) -> Observation:
-            wired = None if which is None else dump_choices(which)
-            payload = {"choices": wired, "deterministic": deterministic, "sketched": sketched}
-            observed = Observation.model_validate(measurer.call(f"{WORKER}:observe_steps", payload))
+            payload = {"choices": which, "deterministic": deterministic, "sketched": sketched}
+            observed = measurer.call(f"{WORKER}:observe_steps", payload)
             self.listener.advance()
             return observed
 
@@ -259,13 +247,12 @@ class _Verification:
             return
         self.listener.stage("count recomputed ops")
         try:
-            found = self._call("count_runs", {"choices": dump_choices(self.choices)})
+            found = self.measurer.call(f"{WORKER}:count_runs", {"choices": self.choices})
         except (DeviceOutOfMemory, RerunMismatch) as error:
             yield _failed("sentinels" if isinstance(error, RerunMismatch) else "recomputed ops", error)
             return
-        units = {name: UnitRuns.model_validate(runs) for name, runs in found["units"].items()}
-        yield judge_runs(self.choices, units, found["moved_bytes"])
-        yield judge_proof(Proof.model_validate(found["proof"]))
+        yield judge_runs(self.choices, found["units"], found["moved_bytes"])
+        yield judge_proof(found["proof"])
 
     # --- peak and step time
 

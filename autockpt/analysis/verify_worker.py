@@ -1,4 +1,4 @@
-"""What runs in the model's process: functions for ``Measurer.call``, with JSON-able arguments and results."""
+"""What runs in the model's process: functions for ``Measurer.call``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from torch import Tensor
 from autockpt.measuring import StepRunner
 from autockpt.measuring.snapshot import Snapshot
 from autockpt.runtime import attach
-from autockpt.schema.choices import parse_choices
 from autockpt.verification import Observation, RunCounter, coarsest, deterministically, kept_state, observe
 from autockpt.workload import Step, discover_head
 from autockpt.workload.units import plan_units
@@ -20,22 +19,17 @@ from autockpt.workload.units import plan_units
 _AUTOCAST = {"bf16": "bfloat16", "fp16": "float16"}
 
 
-def describe_units(runner: StepRunner, payload: dict[str, Any]) -> dict[str, Any]:
-    """The units of the runner's model, as a plan speaks of them, and its output head."""
-    model = runner.workload.model
-    head = discover_head(model)
-    return {
-        "units": [unit.model_dump(mode="json") for unit in plan_units(model, payload["named"], payload["patterns"])],
-        "head": None if head is None else head.model_dump(mode="json"),
-    }
+def choices_of(runner: StepRunner, payload: dict[str, Any]) -> dict[str, Any]:
+    """The choices of a plan by the names of the runner's model, and the names of all blocks."""
+    model, plan = runner.workload.model, payload["plan"]
+    units = plan_units(model, plan.settings.get("units"), list(plan.choices))
+    blocks = [unit.name for unit in units if unit.role == "block"]
+    return {"choices": plan.choices_for(units, discover_head(model)), "blocks": blocks}
 
 
-def observe_steps(runner: StepRunner, payload: dict[str, Any]) -> dict[str, Any]:
+def observe_steps(runner: StepRunner, payload: dict[str, Any]) -> Observation:
     """An Observation of two steps: under ``payload["choices"]``, or plainly where that is None."""
-    workload = runner.workload
-    choices = None if payload["choices"] is None else parse_choices(payload["choices"])
-    what = "plain training" if choices is None else "the plan"
-    sketched = bool(payload.get("sketched"))
+    workload, choices, sketched = runner.workload, payload["choices"], payload["sketched"]
 
     def whole_cycle(between: Any) -> Tensor:
         assert workload.full_step is not None
@@ -54,15 +48,14 @@ def observe_steps(runner: StepRunner, payload: dict[str, Any]) -> dict[str, Any]
             seen = runner.observed(sketched=sketched, typed=False)
             return seen.model_copy(update={"coarsest": coarsest(_types(workload))})
 
-    with runner.prepared(what):
-        return (deterministically(observed) if payload.get("deterministic") else observed()).model_dump()
+    with runner.prepared("plain training" if choices is None else "the plan"):
+        return deterministically(observed) if payload["deterministic"] else observed()
 
 
 def count_runs(runner: StepRunner, payload: dict[str, Any]) -> dict[str, Any]:
     """What every unit executes in one step under ``payload["choices"]``, once and again; bytes moved off the device;
     and what sentinels over all of it have checked."""
-    workload = runner.workload
-    choices = parse_choices(payload["choices"])
+    workload, choices = runner.workload, payload["choices"]
     counter = RunCounter(workload.model, choices)  # with the choices: it counts what they keep
     with (
         runner.prepared("the plan"),
@@ -71,8 +64,7 @@ def count_runs(runner: StepRunner, payload: dict[str, Any]) -> dict[str, Any]:
         runner.seed()
         with _restored(workload), counter.counting():
             workload.full_step() if workload.full_step is not None else workload.forward_backward()
-    units = {name: runs.model_dump() for name, runs in counter.result().items()}
-    return {"units": units, "moved_bytes": session.host_bytes, "proof": session.proof().model_dump()}
+    return {"units": counter.result(), "moved_bytes": session.host_bytes, "proof": session.proof()}
 
 
 @contextmanager

@@ -8,7 +8,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from autockpt.analysis.verification import MARKS, VerifyReport
+from autockpt.analysis.verification import VerifyReport
 from autockpt.cli.guard import FAILED, guarded, progress, show
 from autockpt.cli.options import DEVICE, JOB, arg, flag, job_file, workload_spec
 from autockpt.errors import UsageError
@@ -47,14 +47,14 @@ def verify(
         raise typer.Exit(FAILED)
 
 
-_COLOURS = {"passed": "green", "failed": "bold red", "skipped": "yellow"}
+_MARKS = {"passed": ("ok", "green"), "failed": ("FAILED", "bold red"), "skipped": ("skipped", "yellow")}
 
 
 def print_report(report: VerifyReport, console: Console) -> None:
     """Print every check with what it compared, then the verdict."""
     table = plain_table("", "", "<", show_header=False)
     for check in report.checks:
-        table.add_row(Text(MARKS[check.state], style=_COLOURS[check.state]), check.name, check.detail)
+        table.add_row(Text(*_MARKS[check.state]), check.name, check.detail)
     console.print(table)
     if report.notes:
         console.print(bullets(report.notes))

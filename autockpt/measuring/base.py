@@ -43,8 +43,8 @@ class Measurer(Protocol):
         """
         ...
 
-    def call(self, ref: str, payload: dict[str, Any]) -> dict[str, Any]:
-        """Run ``"autockpt.module:function"`` as ``function(runner, payload)`` by the model; JSON-able both ways."""
+    def call(self, ref: str, payload: dict[str, Any]) -> Any:
+        """Run ``"autockpt.module:function"`` as ``function(runner, payload)`` by the model; both ways it is pickled."""
         ...
 
     def close(self) -> None:
@@ -72,7 +72,7 @@ class Passing(Measurer):
         plans = {name: dict(choices) for name, choices in plans.items()}
         return self._ask("compare", plans=plans, rounds=rounds, budget_bytes=budget_bytes, warmup=warmup)
 
-    def call(self, ref: str, payload: dict[str, Any]) -> dict[str, Any]:
+    def call(self, ref: str, payload: dict[str, Any]) -> Any:
         """See ``Measurer.call``."""
         return self._ask("call", ref=ref, payload=payload)
 

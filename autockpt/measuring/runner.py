@@ -126,7 +126,7 @@ class StepRunner:
                 self._round += 1
         return times
 
-    def call(self, ref: str, payload: dict[str, Any]) -> dict[str, Any]:
+    def call(self, ref: str, payload: dict[str, Any]) -> Any:
         """Run ``package.module:function`` as ``function(runner, payload)``."""
         module, _, name = ref.partition(":")
         return getattr(importlib.import_module(module), name)(self, payload)

@@ -12,7 +12,7 @@ from autockpt.analysis.verify_worker import count_runs
 from autockpt.errors import ConflictError, InPlaceError, RerunMismatch
 from autockpt.measuring import StepRunner
 from autockpt.schema import WorkloadSpec, parse_choice
-from autockpt.schema.choices import choice_kinds, dump_choice
+from autockpt.schema.choices import choice_kinds
 from autockpt.verification import deterministic_algorithms
 from tests.evidence import host_cost as cost
 from tests.gpu.items import Context
@@ -36,14 +36,13 @@ def attention(context: Context) -> dict[str, Any]:
             with runner.attached(choices):
                 runner.run_cycle()
                 events = profiled(runner.run_cycle, cuda)
-            wired = {unit: dump_choice(choice) for unit, choice in choices.items()}
-            runs = count_runs(runner, {"choices": wired})["units"].values()
+            runs = count_runs(runner, {"choices": choices})["units"].values()
             kernels = [n for n, _ in events.kernels if ATTENTION_KERNELS.search(n) and not BACKWARD_KERNELS.search(n)]
             rows[name] = {
                 "device seconds": total(merged(span for _, span in events.kernels)) if cuda else None,
-                "heavy ops once more": sum(unit["again"] for unit in runs),
-                "attentions kept": sum(unit["named"] for unit in runs),
-                "of these once more": sum(unit["named_again"] for unit in runs),
+                "heavy ops once more": sum(unit.again for unit in runs),
+                "attentions kept": sum(unit.named for unit in runs),
+                "of these once more": sum(unit.named_again for unit in runs),
                 "kernels": len(kernels),
                 "kernel_names": sorted(set(kernels))[:4],
             }
