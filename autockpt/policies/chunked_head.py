@@ -122,7 +122,7 @@ class HeadCall(Rows):
     def chunk(self, rows: int) -> int:
         return self._size
 
-    def whole(self, why: str) -> None:
+    def warn(self, why: str) -> None:
         self._state.warn(why)
 
 

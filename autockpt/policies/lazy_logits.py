@@ -37,7 +37,8 @@ class Rows:
 
     ``choice`` is the one in whose name this is done, for messages; ``exact``: gradients must be bit-equal with plain
     training's; ``trained``: weights that get gradients from here; ``watch``: where a check compares the losses of a
-    chunk's rows with those that forward computed.
+    chunk's rows with those that forward computed. ``used``: other lazy logits were made of these, or a loss;
+    ``watchers``: FSDP's hooks, to be called when backward comes by.
     """
 
     choice: ClassVar[str] = "chunked_softmax"
@@ -48,6 +49,9 @@ class Rows:
         self.unit, self._size = unit, size
         observer = check.observer() if check is not None else None
         self.watch = observer if isinstance(observer, CheckedCall) else None
+        self.used = False
+        self.watchers: list[Callable[..., Any]] = []
+        self._stepped: set[object] = set()
 
     def running(self) -> AbstractContextManager[None]:
         """Around calls of ``rows``."""
@@ -62,8 +66,21 @@ class Rows:
         aligned = self._size * _ALIGNED
         return -(-rows // aligned) * _ALIGNED
 
-    def whole(self, why: str) -> None:
-        """Told when logits are made that the choice was to save."""
+    def warn(self, why: str) -> None:
+        """Logits are made that the choice was to save."""
+
+    def stepped_by(self, use: object) -> None:
+        """Backward comes through the steps of one ``use`` of the logits, where bits must be those of plain training.
+
+        Raises ConflictError for a second use: plain training takes a step once, and adds up gradients before it.
+        """
+        self._stepped.add(use)
+        if len(self._stepped) > 1:
+            raise ConflictError(
+                f"the logits of {self.unit} are used for more than one cross-entropy, and the gradients of that would "
+                f"not be bit-equal under {self.choice}",
+                remedy=f"Use `save` on {self.unit}.",
+            )
 
 
 def refuse_odd_backward(call: Rows, gradient: Tensor) -> None:
@@ -78,11 +95,11 @@ def refuse_odd_backward(call: Rows, gradient: Tensor) -> None:
         )
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class CrossEntropy:
     """``torch.nn.functional.cross_entropy`` of a head's logits after ``steps``, a chunk of rows at a time.
 
-    ``options``: what is ignored, and how labels are smoothed. ``passing`` is called when backward comes by.
+    ``options``: what is ignored, and how labels are smoothed.
     """
 
     call: Rows
@@ -90,7 +107,7 @@ class CrossEntropy:
     reduction: str
     options: dict[str, Any]
     casts: AutocastState
-    passing: Callable[[], None]
+    use: object = field(default_factory=object)
 
     def losses(self, hidden: Tensor, target: Tensor) -> Tensor:
         """The loss of every row."""
@@ -138,37 +155,32 @@ class ChunkedLoss(torch.autograd.Function):
         loss: CrossEntropy = ctx.loss
         gradient = gradients[0]
         refuse_odd_backward(loss.call, gradient)
-        loss.passing()
+        if loss.call.exact and loss.steps:
+            loss.call.stepped_by(loss.use)
         hidden, target, total = _saved(ctx, loss)
         if total is not None:
             column, reduction = total.new_empty((len(hidden), 1)), REDUCTIONS[loss.reduction]
             classes = loss.columns(target)
             of_column = torch.ops.aten.nll_loss_backward(gradient, column, classes, None, reduction, _IGNORED, total)
             gradient = -of_column[:, 0]
-        _, wants_hidden, _, *wants = ctx.needs_input_grad
-        trained = [p for p, wanted in zip(loss.call.trained, wants, strict=True) if wanted]
+        trained, casts = loss.call.trained, AutocastState([hidden.device.type])
         of_hidden = hidden if _nobody_else_holds(hidden) else torch.empty_like(hidden)
         sums: list[Tensor | None] = [None] * len(trained)
-        chunks, casts = loss.chunks(len(hidden)), AutocastState([hidden.device.type])
         with loss.call.running():
-            for rows, entry in zip_longest(chunks, ctx.entries):
+            for rows, entry in zip_longest(loss.chunks(len(hidden)), ctx.entries):
                 with torch.inference_mode(False), torch.enable_grad():
-                    part = hidden[rows].detach().requires_grad_(wants_hidden)
+                    part = hidden[rows].detach().requires_grad_()
                     losses = loss.losses(part, target[rows])
                 if entry is not None:
                     # for the targets of forward: backward is for those of now, which in plain training it reads, too
                     same = loss.losses(part.detach(), ctx.target[rows]) if loss.call.exact else losses.detach()
                     entry.handed(same)
-                inputs = [part, *trained] if wants_hidden else trained
                 with casts.restored(remembers=True):
-                    found = list(gradients_of(losses, inputs, gradient[rows]))
-                if wants_hidden and found[0] is not None:
-                    of_hidden[rows] = found[0]
-                pairs = zip(sums, found[1:] if wants_hidden else found, strict=True)
-                sums = [_added(total, more, alone=len(chunks) == 1) for total, more in pairs]
-                del losses, found, pairs  # before the next chunk's are made
-        results = iter(s if s is None else s.to(p.dtype) for s, p in zip(sums, trained, strict=True))
-        return None, of_hidden if wants_hidden else None, None, *(next(results) if w else None for w in wants)
+                    of_rows, *found = gradients_of(losses, [part, *trained], gradient[rows])
+                of_hidden[rows] = of_rows
+                sums = list(map(_added, sums, found))
+                del losses, of_rows, found  # before the next chunk's are made
+        return None, of_hidden, None, *(s if s is None else s.to(p.dtype) for s, p in zip(sums, trained, strict=True))
 
 
 def gradients_of(output: Tensor, inputs: Sequence[Tensor], gradient: Tensor) -> tuple[Tensor | None, ...]:
@@ -190,11 +202,9 @@ def _saved(ctx: Any, loss: CrossEntropy) -> tuple[Tensor, ...]:
     except RuntimeError as error:
         if "modified by an inplace operation" not in str(error):
             raise
-        what = "logits" if loss.call.exact else "features"
         raise InPlaceError(
-            f"the {what} of {loss.call.unit} (or their targets) have been modified by an inplace operation since the "
-            f"loss, and {loss.call.choice} reads them again in backward",
-            remedy=f"Change a clone of them, or use `save` on {loss.call.unit}.",
+            f"what {loss.call.choice} on {loss.call.unit} reads again in backward has changed since the loss: {error}",
+            remedy=f"Change a clone of it, or use `save` on {loss.call.unit}.",
         ) from error
 
 
@@ -205,56 +215,20 @@ def _nobody_else_holds(saved: Tensor) -> bool:
     return not kept and holders == one
 
 
-def _added(total: Tensor | None, part: Tensor | None, *, alone: bool) -> Tensor | None:
-    if part is None or alone:
-        return part
+def _added(total: Tensor | None, part: Tensor | None) -> Tensor | None:
+    if part is None:  # of a weight that no chunk uses
+        return None
     if total is None:
         return part.float() if part.dtype in _SHORT else part
     return total.add_(part)
-
-
-class _Family:
-    """All lazy logits that stem from one call: in plain training they may share memory."""
-
-    def __init__(self) -> None:
-        self.used = False  # others were derived, or a loss was chunked
-        self.watchers: list[Callable[..., Any]] = []
-        self._ways: set[object] = set()
-
-    def apart(self) -> _Family:
-        """That of a copy, which plain training has in memory of its own, too."""
-        copied = _Family()
-        copied.watchers, copied._ways = self.watchers, self._ways
-        return copied
-
-    def way(self, source: LogitsSource) -> Callable[[], None]:
-        """To be called when backward comes by what was made of these logits, as often as it does.
-
-        Raises ConflictError then where another way was taken, too, and bits would differ: plain training takes a step
-        on the logits once, and adds up gradients before it, not behind it. Holds no tensors.
-        """
-        if not (source.steps and source.call.exact):
-            return lambda: None
-        ways, way, call = self._ways, object(), source.call
-
-        def passing() -> None:
-            ways.add(way)
-            if len(ways) > 1:
-                raise ConflictError(
-                    f"the logits of {call.unit} are used for more than one cross-entropy, and the gradients of that "
-                    f"would not be bit-equal under {call.choice}",
-                    remedy=f"Use `save` on {call.unit}.",
-                )
-
-        return passing
 
 
 @dataclass(eq=False)
 class LogitsSource:
     """What lazy logits are made of: features of their rows, and what is done to the head's output.
 
-    ``real`` are the logits themselves, once somebody has them; ``made`` the first such, of this source and of those
-    that have another shape of its memory.
+    Under chunked_softmax without steps ``hidden`` are the logits of plain training themselves. Otherwise they are
+    pending until somebody needs them: ``real`` is then part of autograd's graph, ``seen`` are values alone.
     """
 
     call: Rows
@@ -262,9 +236,7 @@ class LogitsSource:
     steps: tuple[Elementwise, ...]
     dtype: torch.dtype
     vocabulary: int
-    family: _Family
-    made: list[Tensor] = field(default_factory=list)
-    version: int = 0
+    version: int
     real: Tensor | None = None
     seen: Tensor | None = None
 
@@ -272,9 +244,13 @@ class LogitsSource:
     def shape(self) -> tuple[int, ...]:
         return (*self.hidden.shape[:-1], self.vocabulary)
 
+    @property
+    def pending(self) -> bool:
+        return self.real is None and bool(self.steps or not self.call.exact)
+
     def check(self) -> None:
-        """Raise InPlaceError where the features are no longer what they were."""
-        if self.hidden._version != self.version:
+        """Raise InPlaceError where pending logits would be made of other features than at first."""
+        if self.pending and self.hidden._version != self.version:
             raise InPlaceError(
                 f"the features of {self.call.unit} have been modified by an inplace operation since its forward, and "
                 "its logits are only computed when they are needed",
@@ -292,52 +268,33 @@ class LogitsSource:
 
     def whole(self, why: str) -> Tensor:
         """The real logits; part of autograd's graph where gradients are enabled."""
-        if self.real is not None:
-            return self.real
+        if not self.pending:
+            return self.hidden if self.real is None else self.real
         if not torch.is_grad_enabled():
             if self.seen is None:
-                self.seen = self._made_once().detach()
+                self.seen = self.compute(self.hidden).detach()
             return self.seen
-        self.real = self._made_once()
-        if not self.made:
-            self.made.append(self.real)
-            self.call.whole(why)
-            passing = self.family.way(self)
-            if self.real.requires_grad:
-                self.real.register_hook(lambda _: passing())
-        self.tell_watchers(self.real)
-        return self.real
-
-    def _made_once(self) -> Tensor:
-        return self.made[0].reshape(self.shape) if self.made else self.compute(self.hidden)
+        real = self.compute(self.hidden)
+        self.call.warn(why)
+        if self.call.exact and real.requires_grad:
+            use, call = object(), self.call
+            real.register_hook(lambda _: call.stepped_by(use))
+        self.tell_watchers(real)
+        self.real = real
+        return real
 
     def tell_watchers(self, result: Tensor) -> None:
         """FSDP wants to know when backward reaches a model's output: this is where it will come by."""
-        for watcher in self.family.watchers:
+        for watcher in self.call.watchers:
             if result.requires_grad:
                 result.register_hook(watcher)
 
     def derive(self, **changes: Any) -> LazyLogits:
-        self.family.used = True
-        if "hidden" in changes:
-            changes["version"] = changes["hidden"]._version
-            if self.call.exact and not _share(changes["hidden"], self.hidden):
-                self.check()  # what was written to the original would be in the copy
-                changes["family"] = self.family.apart()
-        made = self.made if "steps" not in changes and _same_memory(self.hidden, changes.get("hidden")) else []
-        return _stand_in(replace(self, **changes, made=made, real=None, seen=None))
-
-
-def _share(one: Tensor, other: Tensor) -> bool:
-    return one.untyped_storage()._cdata == other.untyped_storage()._cdata
-
-
-def _same_memory(hidden: Tensor, other: Tensor | None) -> bool:
-    """Whether one is the other, at most in another shape."""
-    if other is None:
-        return True
-    alike = hidden.data_ptr() == other.data_ptr() and hidden.numel() == other.numel()
-    return alike and hidden.is_contiguous() and other.is_contiguous()
+        self.check()
+        self.call.used = True
+        source = replace(self, **changes, seen=None)
+        source.version = source.hidden._version
+        return _stand_in(source)
 
 
 class LazyLogits(Tensor):
@@ -354,24 +311,22 @@ class LazyLogits(Tensor):
 
     @classmethod
     def _called(cls, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        first: Any = args[0] if args else kwargs.get("input")
         if func in _ABOUT:
             with _plain_call():
                 return func(*args, **kwargs)
-        if isinstance(first, LazyLogits) and not first._source.made:  # else they may have been written to
-            with _plain_call():
-                understood = UNDERSTOOD.get(func)
-            if understood is not None and not _lazies((args[1:], kwargs), but=first):
-                with _plain_call():
-                    result = understood(first._source, *args[1:], **{k: v for k, v in kwargs.items() if k != "input"})
-                if result is not NotImplemented:
-                    return result
-        if func is Tensor.register_hook and _is_distributed(args[1]) and first._source.real is None:
-            first._source.family.watchers.append(args[1])
+        first: Any = args[0] if args else kwargs.get("input")
+        source, lazies = getattr(first, "_source", None), _lazies((args, kwargs))
+        if func in UNDERSTOOD and source is not None and source.real is None and len(lazies) == 1:
+            more = {name: value for name, value in kwargs.items() if name != "input"}
+            result = UNDERSTOOD[func](source, func, *args[1:], **more)
+            if result is not NotImplemented:
+                return result
+        if func is Tensor.register_hook and first._source.pending and _is_distributed(args[1]):
+            first._source.call.watchers.append(args[1])
             with _plain_call():
                 return func(*args, **kwargs)
         name = _name(func)
-        for lazy in _lazies((args, kwargs)):
+        for lazy in lazies:
             _before_use(lazy, name, args, kwargs)
         # a reentrant checkpoint calls backward inside of backward, where gradients are off
         with torch.set_grad_enabled(torch.is_grad_enabled() or func is torch.autograd.backward):
@@ -393,7 +348,7 @@ _entered._torchdynamo_disable = True  # never a part of a graph, as torch.compil
 
 def lazy_logits(call: Rows, hidden: Tensor, like: Tensor) -> LazyLogits:
     """Logits of ``hidden`` (… × features) with the last size and type of ``like``."""
-    return _stand_in(LogitsSource(call, hidden, (), like.dtype, like.shape[-1], _Family(), version=hidden._version))
+    return _stand_in(LogitsSource(call, hidden, (), like.dtype, like.shape[-1], hidden._version))
 
 
 def _stand_in(source: LogitsSource) -> LazyLogits:
@@ -437,11 +392,11 @@ _OF_GRADIENTS = frozenset({"register_hook", "register_post_accumulate_grad_hook"
 def _before_use(lazy: LazyLogits, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Raise ConflictError for what needs logits to be one piece of memory, where they are more than one thing."""
     source = lazy._source
-    changed = args[:1] if name in _IN_PLACE or (name.endswith("_") and not name.endswith("__")) else ()
-    changes = any(part is lazy for part in (*changed, kwargs.get("out"), kwargs.get("inplace") and args and args[0]))
-    if source.real is not None or not (changes or name in _OF_GRADIENTS):
+    in_place = name in _IN_PLACE or kwargs.get("inplace") or (name.endswith("_") and not name.endswith("__"))
+    changes = kwargs.get("out") is lazy or (in_place and args and args[0] is lazy)
+    if not source.pending or not (changes or name in _OF_GRADIENTS):
         return
-    if source.family.used:
+    if source.call.used:
         what = "changes logits in place" if changes else "asks for the gradient of logits"
         raise ConflictError(
             f"{name} {what} of {source.call.unit}, which do not exist as a whole under {source.call.choice}",
@@ -474,97 +429,80 @@ def _is_distributed(hook: Any) -> bool:
     return type(getattr(hook, "__self__", None)).__module__.startswith("torch.distributed.fsdp")
 
 
-def _lazies(tree: Any, but: Any = None) -> list[LazyLogits]:
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, LazyLogits) and leaf is not but]
+def _lazies(tree: Any) -> list[LazyLogits]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, LazyLogits)]
 
 
 def _real(tree: Any, name: str) -> Any:
     return tree_map_only(LazyLogits, lambda lazy: lazy._source.whole(f"because {name} reads them"), tree)
 
 
-# What is done to lazy logits without making them: views and casts of rows, steps element by element, and cross-entropy
-# over chunks of rows. Each takes the source of the logits and the arguments of a tensor's method or of a function of
-# PyTorch, and answers NotImplemented for what needs the logits themselves.
+# What is done to lazy logits without making them: views of rows, steps element by element, and cross-entropy over
+# chunks of rows. Each takes the source of the logits, the tensor's method or the function of PyTorch, and its
+# arguments, and answers NotImplemented for what needs the logits themselves.
 
 
-def _shaped(function: Callable[..., Tensor]) -> Callable[..., Any]:
+def _shaped(source: LogitsSource, func: Any, *args: Any, **more: Any) -> Any:
     """Another shape of the rows. In plain training it may share memory with the original, as here."""
-
-    def apply(source: LogitsSource, *args: Any, **more: Any) -> Any:
-        try:
-            with quietly():
-                shape = function(torch.empty(source.shape, device="meta"), *args, **more).shape
-        except (RuntimeError, TypeError, IndexError):  # PyTorch says what is wrong of the logits themselves
-            return NotImplemented
-        if shape[-1:] != (source.vocabulary,):
-            return NotImplemented
-        return source.derive(hidden=source.hidden.reshape(*shape[:-1], source.hidden.shape[-1]))
-
-    return apply
-
-
-def _index(source: LogitsSource, index: Any) -> Any:
-    """Some of the rows: slices, positions and masks that leave the vocabulary alone."""
-    hidden = source.hidden
-    if isinstance(index, Tensor):
-        most = {torch.bool: hidden.dim() - 1, torch.int64: 1}
-        if index.dim() > most.get(index.dtype, -1):
-            return NotImplemented
-        return source.derive(hidden=hidden[index])
-    if not all(type(p) in (int, slice, type(...)) for p in (index if isinstance(index, tuple) else (index,))):
-        return NotImplemented
-    sizes = source.vocabulary, source.vocabulary + 1
     try:
         with quietly():
-            left = [torch.empty((*hidden.shape[:-1], size), device="meta")[index].shape[-1:] for size in sizes]
+            like = func(torch.empty(source.shape, dtype=source.dtype, device="meta"), *args, **more)
+    except (RuntimeError, TypeError, IndexError):  # PyTorch says what is wrong of the logits themselves
+        return NotImplemented
+    if like.shape[-1:] != (source.vocabulary,) or like.dtype != source.dtype:
+        return NotImplemented
+    return source.derive(hidden=source.hidden.reshape(*like.shape[:-1], source.hidden.shape[-1]))
+
+
+def _index(source: LogitsSource, func: Any, index: Any) -> Any:
+    """Some of the rows: slices, positions and masks that leave the vocabulary alone."""
+    hidden, sizes = source.hidden, (source.vocabulary, source.vocabulary + 1)
+    if isinstance(index, Tensor):
+        most = {torch.bool: hidden.dim() - 1, torch.int64: 1}
+        return NotImplemented if index.dim() > most.get(index.dtype, -1) else source.derive(hidden=hidden[index])
+    if not all(type(p) in (int, slice, type(...)) for p in (index if isinstance(index, tuple) else (index,))):
+        return NotImplemented
+    try:
+        with quietly():
+            left = [torch.empty((*hidden.shape[:-1], size), device="meta")[index].shape for size in sizes]
     except IndexError:
         return NotImplemented
-    if left != [(size,) for size in sizes]:
+    if len(left[0]) < 2 or [shape[-1] for shape in left] != list(sizes):
         return NotImplemented
-    rows = hidden[index]
-    return source.derive(hidden=rows) if rows.dim() >= 2 else NotImplemented
+    return source.derive(hidden=hidden[index])
 
 
-def _cast(dtype: torch.dtype) -> Callable[..., Any]:
-    return lambda source, **more: _to(source, dtype, **more)
+def _step(source: LogitsSource, func: Any, *numbers: Any, **more: Any) -> Any:
+    """A function of the logits alone, or of them and a number."""
+    if more or any(type(number) not in (int, float) for number in numbers):
+        return NotImplemented
+    with quietly():
+        probe = torch.empty(0, dtype=source.dtype, device="meta")
+        like = func(probe, *numbers)
+    if like is probe:  # in plain training the same memory
+        return source.derive()
+    return source.derive(steps=(*source.steps, lambda logits: func(logits, *numbers)), dtype=like.dtype)
 
 
-def _to(source: LogitsSource, *args: Any, **kwargs: Any) -> Any:
+def _to(source: LogitsSource, func: Any, *args: Any, **kwargs: Any) -> Any:
     try:
         device, dtype, _, memory_format = torch._C._nn._parse_to(*args, **kwargs)  # type: ignore[attr-defined]
     except (TypeError, RuntimeError):  # that of `copy`
         return NotImplemented
-    if memory_format is not None or (device is not None and device != source.hidden.device):
+    dtype = dtype or source.dtype
+    if memory_format is not None or device not in (None, source.hidden.device) or not dtype.is_floating_point:
         return NotImplemented
-    if dtype is None or dtype == source.dtype:  # in plain training the same memory
-        return source.derive()
-    if not dtype.is_floating_point:
-        return NotImplemented
-    return source.derive(steps=(*source.steps, lambda logits: logits.to(dtype)), dtype=dtype)
+    return _step(source, lambda logits: logits.to(dtype))
 
 
-def _elementwise(function: Callable[..., Tensor]) -> Callable[..., Any]:
-    """A function of the logits alone, or of them and a number."""
-
-    def apply(source: LogitsSource, *numbers: Any, **more: Any) -> Any:
-        if more or any(type(number) not in (int, float) for number in numbers):
-            return NotImplemented
-        return source.derive(steps=(*source.steps, lambda logits: function(logits, *numbers)))
-
-    return apply
-
-
-def _contiguous(source: LogitsSource, **more: Any) -> Any:
-    return NotImplemented if more else source.derive(hidden=source.hidden.contiguous())
-
-
-def _detached(source: LogitsSource) -> Tensor:
+def _detached(source: LogitsSource, func: Any) -> Tensor:
     with torch.no_grad():
         return source.whole("").detach()
 
 
 def _cross_entropy(
     source: LogitsSource,
+    func: Any,
     target: Any,
     weight: Any = None,
     size_average: Any = None,
@@ -584,30 +522,24 @@ def _cross_entropy(
     if label_smoothing and source.call.exact:  # of two sums over all tokens, which chunks would take in another order
         return NotImplemented
     source.check()
-    family, options = source.family, {"ignore_index": ignore_index, "label_smoothing": label_smoothing}
-    casts, passing = AutocastState([hidden.device.type]), family.way(source)
-    settings = CrossEntropy(source.call, source.steps, reduction, options, casts, passing)
+    options = {"ignore_index": ignore_index, "label_smoothing": label_smoothing}
+    settings = CrossEntropy(source.call, source.steps, reduction, options, AutocastState([hidden.device.type]))
     loss: Any = ChunkedLoss.apply(settings, hidden, target, *source.call.trained)
-    family.used = True
+    source.call.used = True
     source.tell_watchers(loss)
     return loss
 
 
 _T: Any = Tensor
+_SHAPES = (_T.view, _T.reshape, torch.reshape, _T.flatten, torch.flatten, _T.contiguous)
+_CASTS = (_T.float, _T.double, _T.half, _T.bfloat16)
+_PRODUCTS = (_T.mul, torch.mul, _T.__mul__, _T.__rmul__)
+_QUOTIENTS = (_T.div, torch.div, _T.true_divide, torch.true_divide, _T.__truediv__)
 UNDERSTOOD: dict[Any, Callable[..., Any]] = {
-    torch.nn.functional.cross_entropy: _cross_entropy,
-    _T.detach: _detached,
-    torch.detach: _detached,
-    **dict.fromkeys((_T.view, _T.reshape, torch.reshape), _shaped(torch.Tensor.reshape)),
-    **dict.fromkeys((_T.flatten, torch.flatten), _shaped(torch.flatten)),
-    _T.contiguous: _contiguous,
+    nn.functional.cross_entropy: _cross_entropy,
     _T.__getitem__: _index,
-    _T.float: _cast(torch.float32),
-    _T.double: _cast(torch.float64),
-    _T.half: _cast(torch.float16),
-    _T.bfloat16: _cast(torch.bfloat16),
     _T.to: _to,
-    **dict.fromkeys((_T.mul, torch.mul, _T.__mul__, _T.__rmul__), _elementwise(torch.mul)),
-    **dict.fromkeys((_T.div, torch.div, _T.true_divide, torch.true_divide, _T.__truediv__), _elementwise(torch.div)),
-    **dict.fromkeys((_T.tanh, torch.tanh), _elementwise(torch.tanh)),
+    **dict.fromkeys((_T.detach, torch.detach), _detached),
+    **dict.fromkeys(_SHAPES, _shaped),
+    **dict.fromkeys((*_CASTS, *_PRODUCTS, *_QUOTIENTS, _T.tanh, torch.tanh), _step),
 }

@@ -146,18 +146,3 @@ def test_sentinels_compare_the_losses_of_each_chunk():
             else:
                 loss.backward()
                 assert session.proof().tensors == 3
-
-
-def test_a_write_to_the_logits_reaches_a_loss_on_the_same_memory():
-    def run(model: nn.Module) -> dict[str, Tensor]:
-        inputs = batch()
-        labels = inputs.pop("labels")
-        logits = model(**inputs).logits
-        flat = logits.view(-1, 64)
-        logits.data.mul_(0.5)
-        nn.functional.cross_entropy(flat, labels.view(-1)).backward()
-        return gradients(model)
-
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*chunked_loss computes all logits")
-        assert_close(*both(small_llama(), run))

@@ -132,12 +132,13 @@ def test_plain_without_gradients(dtype):
         assert torch.equal(generated, model.generate(batch()["input_ids"][:2, :8], max_new_tokens=4, do_sample=False))
 
 
-def test_logits_that_were_changed_since_are_an_error():
+@pytest.mark.parametrize("change", [lambda x: x.zero_(), lambda x: x.detach().zero_()], ids=["itself", "detached"])
+def test_logits_that_were_changed_since_are_an_error(change):
     model = small_llama()()
     with attach(model, {"lm_head": CHUNK}):
         out = model(**batch())
         with torch.no_grad():
-            out.logits.detach().zero_()
+            change(out.logits)
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             out.loss.backward()
 
@@ -187,21 +188,30 @@ def test_writes_that_plain_training_sees_too(do, choice):
         ), name
 
 
-@pytest.mark.parametrize("use", ["hook", "retain_grad", "grad", "in place"])
-def test_what_needs_plain_logits_after_the_loss_is_an_error(use):
+@pytest.mark.parametrize("use", ["hook", "retain_grad", "grad"])
+def test_gradients_of_the_logits_are_those_of_plain_training(use):
+    def run(model: nn.Module) -> dict[str, Tensor]:
+        out, seen = model(**batch()), []
+        if use == "hook":
+            out.logits.register_hook(seen.append)
+        elif use == "retain_grad":
+            out.logits.retain_grad()
+        else:
+            seen.extend(torch.autograd.grad(out.loss, out.logits, retain_graph=True))
+        out.loss.backward()
+        return {"logits": seen[0] if seen else out.logits.grad} | gradients(model)
+
+    assert_same(*both(small_llama(), run))
+
+
+@pytest.mark.parametrize("use", [lambda x: x.register_hook(print), Tensor.retain_grad, Tensor.zero_], ids=str)
+def test_what_needs_a_cast_as_a_whole_after_its_loss_is_refused(use):
     model = small_llama()()
     with attach(model, {"lm_head": CHUNK}):
-        out = model(**batch())
+        cast = model(**batch(labels=None)).logits.double()
+        F.cross_entropy(cast.view(-1, 64), batch()["labels"].view(-1))
         with raises(ConflictError, "lm_head", "chunked_softmax"):
-            match use:
-                case "hook":
-                    out.logits.register_hook(print)
-                case "retain_grad":
-                    out.logits.retain_grad()
-                case "grad":
-                    torch.autograd.grad(out.loss, out.logits)
-                case _:
-                    out.logits.zero_()
+            use(cast)
 
 
 # --- attaching
