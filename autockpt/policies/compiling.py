@@ -64,15 +64,6 @@ def exports() -> bool:
     return torch.compiler._is_exporting_flag
 
 
-def changes_bits(compiler: Any) -> bool:
-    """Whether what ``set_compiler`` returned may make other bits of code than running it as it is: all but compilers
-    for looking at it, of which torch's own ``map`` and ``cond`` make use, too."""
-    while compiler is not None and not hasattr(compiler, "_compiler_name"):
-        # by the second name up to some torch
-        compiler = getattr(compiler, "_torchdynamo_orig_backend", getattr(compiler, "_torchdynamo_orig_callable", None))
-    return getattr(compiler, "_compiler_name", None) not in _EAGER_BACKENDS
-
-
 def uncompiled() -> AbstractContextManager[Any]:
     """Inside, compiled functions run as they are: around a dispatch mode over a step of the user's.
 

@@ -46,32 +46,25 @@ def refuse_native(module: nn.Module, name: str) -> None:
             )
 
 
+_NOT_UNDER_HOOKS = (
+    "support saved tensor hooks",
+    "NestedTensorImpl doesn't support",
+    "convert all Tensors to FakeTensors",
+)
+
+
 def refuse_by_message(error: Exception, unit: str) -> None:
-    """Raise ConflictError where ``error`` is torch.func's, which takes no gradients under hooks on saved tensors, says
-    that these were to be switched off or that a nested tensor cannot be looked at, or is that of a compiler at work on
-    a higher-order op."""
-    if "convert all Tensors to FakeTensors" in str(error) or type(error).__module__ == "torch._dynamo.exc":
+    """Raise ConflictError where ``error`` says that hooks on saved tensors are in the way: that of torch.func, of
+    strided nested tensors (which have no shape to know them by), of a forward that switches hooks off, and of ops such
+    as torch.cond and scan, which torch compiles where they stand."""
+    switched_off = any(frame.f_code is _SWITCHED_OFF for frame, _ in walk_tb(error.__traceback__))
+    compiling = type(error).__module__ == "torch._dynamo.exc"
+    if switched_off or compiling or any(part in str(error) for part in _NOT_UNDER_HOOKS):
         raise ConflictError(
-            f"{unit} runs an op such as torch.cond or scan, which torch compiles where it stands, and that fails where "
-            f"saved tensors are dropped or moved: {str(error).splitlines()[0]}",
-            remedy=f"Use `save` on {unit}, or hand in all tensors that the op's functions read as its operands.",
-        ) from error
-    if "NestedTensorImpl doesn't support" in str(error):
-        raise ConflictError(
-            f"{unit} saves nested tensors of the strided layout, which have no shape to know them by",
-            remedy=f"Make them with layout=torch.jagged, or use `save` or `offload` on {unit}.",
-        ) from error
-    if "support saved tensor hooks" in str(error):
-        raise ConflictError(
-            f"{unit} takes gradients by torch.func (grad, vjp, jacrev, hessian), or is run by it, which does not work "
-            "where saved tensors are dropped or moved",
-            remedy=f"Use `save` on {unit}, or torch.autograd.grad in place of torch.func.",
-        ) from error
-    if any(frame.f_code is _SWITCHED_OFF for frame, _ in walk_tb(error.__traceback__)):
-        raise ConflictError(
-            f"{unit} switches hooks on saved tensors off in its forward (torch.autograd.graph."
-            "disable_saved_tensors_hooks), and by such hooks what it saves is dropped or moved",
-            remedy=f"Use `save` on {unit}, or switch them off around the whole model, which then trains plainly.",
+            f"{unit} does what PyTorch does not do where saved tensors are dropped or moved (gradients by torch.func, "
+            f"torch.cond, strided nested tensors, hooks on saved tensors off): {str(error).splitlines()[0]}",
+            remedy=f"Use `save` on {unit}; or torch.autograd.grad in place of torch.func, all tensors that torch.cond "
+            "reads as its operands, nested tensors with layout=torch.jagged.",
         ) from error
 
 

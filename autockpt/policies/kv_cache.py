@@ -12,7 +12,6 @@ import copy
 import functools
 import inspect
 import sys
-from collections.abc import Iterator
 from typing import Any, NoReturn
 
 import torch
@@ -37,7 +36,7 @@ class StandIn:
                 remedy="Hand in a DynamicCache that is not offloaded, or use `save` or `offload` on this unit.",
             )
         self._before, self._given = _twin(cache), cache
-        self.tensors = list(_tensors_in(self._before))  # in sight, so that they are looked after like all arguments
+        self.tensors = _tensors_in(self._before)  # in sight, so that they are looked after like all arguments
 
     def cache(self) -> Any:
         # let go of: the cache will hold what the layer computes, and the layer's graph holds this
@@ -112,29 +111,24 @@ def parameter_names(cls: type[nn.Module]) -> tuple[str, ...]:
         return ()
 
 
+def _parts(cache: Any) -> list[Any]:
+    """A cache and what it consists of: its layers, or the caches in it with theirs."""
+    inner = [part for part in vars(cache).values() if isinstance(part, _cache_type())]
+    return [cache, *(part for each in inner for part in _parts(each)), *([] if inner else cache.layers)]
+
+
 def _can_be_copied(cache: Any) -> bool:
-    if type(cache).__name__ not in _COPYABLE or type(cache).__module__ != _cache_type().__module__:
-        return False
-    if parts := [part for part in vars(cache).values() if isinstance(part, _cache_type())]:
-        return all(map(_can_be_copied, parts))
-    return not cache.offloading and all(type(entry).__name__ in _COPYABLE for entry in cache.layers)
+    module = _cache_type().__module__
+    return all(
+        type(part).__name__ in _COPYABLE and type(part).__module__ == module and not getattr(part, "offloading", False)
+        for part in _parts(cache)
+    )
 
 
-def _tensors_in(cache: Any) -> Iterator[torch.Tensor]:
-    for part in vars(cache).values():
-        if isinstance(part, _cache_type()):
-            yield from _tensors_in(part)
-    for entry in getattr(cache, "layers", ()):
-        yield from (value for value in vars(entry).values() if isinstance(value, torch.Tensor))
+def _tensors_in(cache: Any) -> list[torch.Tensor]:
+    return [value for part in _parts(cache) for value in vars(part).values() if isinstance(value, torch.Tensor)]
 
 
 def _twin(cache: Any) -> Any:
-    twin = copy.copy(cache)
-    for name, value in vars(cache).items():
-        if name == "layers":
-            setattr(twin, name, [copy.copy(entry) for entry in value])
-        elif name == "is_updated":
-            setattr(twin, name, dict(value))
-        elif name.endswith("_cache"):
-            setattr(twin, name, _twin(value))
-    return twin
+    """A copy, of the same tensors."""
+    return copy.deepcopy(cache, {id(tensor): tensor for tensor in _tensors_in(cache)})

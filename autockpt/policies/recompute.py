@@ -12,7 +12,6 @@ from torch.nn.utils import parametrize
 from torch.utils.checkpoint import checkpoint
 
 from autockpt.checkpointing import CheckpointedUnit, CheckpointFrame
-from autockpt.errors import ConflictError
 from autockpt.policies.base import Attachment, PlannedUnit, Policy, Session, call_inner, inner_of, is_enabled
 from autockpt.policies.compiling import claim, outside_graphs, run_as_it_is, traces_backward
 from autockpt.policies.conflicts import refuse_by_message, refuse_modules
@@ -100,7 +99,7 @@ def recompute_in_graph(module: nn.Module, state: RecomputeState, args: tuple[Any
     """
     if torch.compiler.is_compiling():
         claim()
-        inner = functools.partial(_inside_graph, module, state)
+        inner = functools.partial(call_inner, module, state)
         # determinism_check only tells the compiler's cache on disk this graph from others', which nobody put right
         options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": True, "determinism_check": "default"}
         if state.context_fn is not None:
@@ -111,15 +110,6 @@ def recompute_in_graph(module: nn.Module, state: RecomputeState, args: tuple[Any
 
 # Compiled as a part of others only: so a graph breaks before it, and what is called then is this and not torch's.
 run_as_it_is(recompute_in_graph)
-
-
-def _inside_graph(module: nn.Module, state: RecomputeState, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    if not torch.compiler.is_compiling():
-        raise ConflictError(
-            f"{state.unit} cannot be part of a graph under `recompute`: the compiler breaks the graph inside of it",
-            remedy="Choose save or offload for it, or leave torch._dynamo.config.nested_graph_breaks off.",
-        )
-    return call_inner(module, state, args, kwargs)
 
 
 def run_in_frame(module: nn.Module, state: RecomputeState, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

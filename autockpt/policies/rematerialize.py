@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, ClassVar
 
@@ -37,8 +36,9 @@ from autockpt.policies.base import (
     inner_of,
     is_enabled,
     modules_named,
+    setting,
 )
-from autockpt.policies.compiling import changes_bits, compiled_by, outside_graphs, run_as_it_is
+from autockpt.policies.compiling import compiled_by, outside_graphs, run_as_it_is
 from autockpt.policies.conflicts import refuse_by_message, refuse_modules, sequence_nr
 from autockpt.policies.saving import keep_identity
 from autockpt.schema.choices import ATTENTION, EVERYTHING, Choice, Remake
@@ -93,7 +93,7 @@ class Watching(TorchDispatchMode):
         """What would give something else here, in words."""
         if isinstance(func, HigherOrderOperator):
             return f"{func.name()} (torch.cond and the like), whose functions would not be compiled"
-        if compiler and changes_bits(compiler):
+        if compiler:
             return "compiled code (torch.compile), which torch then runs uncompiled, with other last bits"
         if func in _OF_COMPLEX and args[0].is_complex():
             return f"{func} of complex numbers, which then gives wrong values (pytorch#198118)"
@@ -111,15 +111,10 @@ class Learnt:
     units: ClassVar[dict[Any, RecordedUnit] | None] = None
 
 
-@contextmanager
-def recipes_known(known: dict[Any, RecordedUnit]) -> Iterator[None]:
-    """Go by ``known`` in here, and add to it what is learnt: for plans that are traced one after the other. One
+def recipes_known(known: dict[Any, RecordedUnit]) -> AbstractContextManager[None]:
+    """Go by ``known`` inside, and add to it what is learnt: for plans that are traced one after the other. One
     recording of each unit is enough, and none is compared with a later one."""
-    before, Learnt.units = Learnt.units, known
-    try:
-        yield
-    finally:
-        Learnt.units = before
+    return setting(Learnt, "units", known)
 
 
 class RemakeState(Attachment):
@@ -136,20 +131,17 @@ class RemakeState(Attachment):
         """The unit as its modules are now. Where they are others, what calls taught is forgotten."""
         unit: RecordedUnit | None = self._cache_unit
         if unit is None or unit.module is not module or not unit.has_same_modules():
-            unit = None if Learnt.units is None else Learnt.units.get((self.unit, self._choice))
-            self._cache_unit = unit = unit or self._new(module)
+            known = {} if Learnt.units is None else Learnt.units
+            unit = known.get((self.unit, self._choice)) or self._new(module)
+            known[self.unit, self._choice] = self._cache_unit = unit
         return unit
 
     def _new(self, module: nn.Module) -> RecordedUnit:
-        planned = PlannedUnit(self.unit, module, self._choice)
+        planned, first = PlannedUnit(self.unit, module, self._choice), Learnt.units is None
         scopes = dict.fromkeys(_named(planned, "within").values(), "within")
         scopes |= dict.fromkeys(_named(planned, "keep").values(), "keep")
-        watching = functools.partial(Watching, self.unit)
-        if Learnt.units is None:
-            return RecordedUnit(self.unit, module, watching, self._keeps, scopes, self._first_calls)
-        unit = RecordedUnit(self.unit, module, watching, self._keeps, scopes, 1, compares=False)
-        Learnt.units[self.unit, self._choice] = unit
-        return unit
+        watching, calls = functools.partial(Watching, self.unit), self._first_calls if first else 1
+        return RecordedUnit(self.unit, module, watching, self._keeps, scopes, calls, compares=first)
 
     def _keeps(self, func: Any) -> bool:
         keep = self._choice.keep
