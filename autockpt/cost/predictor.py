@@ -17,7 +17,8 @@ from autockpt.policies.base import setting
 from autockpt.schema import Choice, DeviceInfo, Environment, Graph, Hardware, OpTimes, Prediction, plan_hash
 from autockpt.schema.device import ALLOCATOR_SETTINGS, WITHOUT_STREAMS
 from autockpt.schema.request import Listener, Silence
-from autockpt.tracing.kernels.cuda_memory import AtHand, Requests, device_peak, with_resident
+from autockpt.tracing.kernels.allocator import replay, requests
+from autockpt.tracing.kernels.cuda_memory import with_resident
 
 REMEMBERED_OPS = 100_000  # of ghost runs that are kept: about 0.3 GB
 
@@ -147,10 +148,8 @@ def memory_at_hand(
         return None
     # with these it gives back what lies between tensors before it fails: no segments to be filled
     caches = "expandable_segments:True" not in environment.versions.get(ALLOCATOR_SETTINGS, "")
-    allocator = AtHand(device.capacity_bytes, device.overhead_bytes, caches)
     beside = (TABLE_BYTES, *(times.workspaces if times is not None else ()))
-    at_hand = MemoryModel(allocator, safety=0.0, beside=beside)
-    return at_hand if budget_bytes is None else at_hand.within(budget_bytes)
+    return MemoryModel(device.capacity_bytes, device.overhead_bytes, caches, 0.0, beside).within(budget_bytes)
 
 
 def needed_on(environment: Environment) -> Callable[[Graph], int]:
@@ -160,63 +159,70 @@ def needed_on(environment: Environment) -> Callable[[Graph], int]:
 
 def simulated_memory(hardware: Hardware, budget_bytes: int | None = None) -> MemoryModel:
     """What graphs of a Tracer for hardware need of the device within ``budget_bytes`` (default: all there are)."""
-    return MemoryModel(hardware, None if budget_bytes is None else min(budget_bytes, hardware.memory_bytes))
+    safety = SAFETY if hardware.caches else 0.0
+    return MemoryModel(hardware.memory_bytes, hardware.context_bytes, hardware.caches, safety).within(budget_bytes)
 
 
 @dataclass(frozen=True)
 class MemoryModel:
     """Bytes that a step is promised to take of a device, context included: reserved ones, and a share for safety.
 
-    An allocator that is kept to ``budget_bytes`` (None: to what the device has) gives cached segments back before it
-    fails, so a plan may fit that would reserve more if it could. ``beside``: allocations that are there before the
-    step's.
+    An allocator that ``caches`` and is kept to ``budget_bytes`` (None: to what the device has) gives cached segments
+    back before it fails, so a plan may fit that would reserve more if it could. ``beside``: allocations that are there
+    before the step's.
     """
 
-    hardware: Hardware | AtHand
-    budget_bytes: int | None = None
-    safety: float = SAFETY
+    memory_bytes: int
+    context_bytes: int
+    caches: bool
+    safety: float
     beside: tuple[int, ...] = ()
+    budget_bytes: int | None = None
 
     def __call__(self, graph: Graph) -> int:
         """The promise for a ghost run; more than ``budget_bytes`` where it cannot be kept to that."""
-        return self._promised(self._requests(graph))
+        return self._promises(graph)(self.memory_bytes if self.budget_bytes is None else self.budget_bytes)
 
-    def _requests(self, graph: Graph) -> Requests:
-        return Requests(with_resident(graph, "beside the step", [*self.beside], "other") if self.beside else graph)
+    def _promises(self, graph: Graph) -> Callable[[int], int]:
+        """What is promised for a ghost run, by the bytes that the allocator is kept to."""
+        if not self.caches:
+            return lambda budget_bytes: self.context_bytes + graph.peak_bytes
+        if self.beside:
+            graph = with_resident(graph, "beside the step", [*self.beside], "other")
+        asked = [*requests(graph)]
+        free = replay(asked).reserved
 
-    def _promised(self, requests: Requests) -> int:
-        context, share = self.hardware.context_bytes, self._share
-        budget_bytes = self.hardware.memory_bytes if self.budget_bytes is None else self.budget_bytes
-        peak = device_peak(self.hardware, requests, limit=context + int((budget_bytes - context) / (1 + share)))
-        return peak.total + int(share * peak.reserved)
+        def promised(budget_bytes: int) -> int:
+            reserved, room = free, max(0, int((budget_bytes - self.context_bytes) / (1 + self.safety)))
+            if free > room and not (limited := replay(asked, limit=room)).out_of_memory:
+                reserved = limited.reserved
+            return self.context_bytes + reserved + int(self.safety * reserved)
+
+        return promised
+
+    def _tensors(self, graph: Graph) -> int:
+        """What cannot be given back."""
+        return self.context_bytes + int(graph.peak_bytes * (1 + self.safety))
 
     def least(self, graph: Graph, promised: int) -> int:
         """How much of a promise cannot be given back: what plans near this one are judged by."""
-        if self.budget_bytes is None or promised > self.budget_bytes:
-            return promised
-        return min(promised, self.hardware.context_bytes + int(graph.peak_bytes * (1 + self._share)))
+        over = self.budget_bytes is None or promised > self.budget_bytes
+        return promised if over else min(promised, self._tensors(graph))
 
     def smallest_budget(self, graph: Graph) -> int:
         """The least bytes that an allocator can be kept to with this ghost run, to about half a percent."""
-        requests = self._requests(graph)
-        high = replace(self, budget_bytes=None)._promised(requests)
-        low = min(high, self.hardware.context_bytes + int(graph.peak_bytes * (1 + self._share)))
+        promised = self._promises(graph)
+        high = promised(self.memory_bytes)
+        low = min(high, self._tensors(graph))
         while high - low > high // 200:
             middle = (low + high) // 2
-            promised = replace(self, budget_bytes=middle)._promised(requests)
-            if promised <= middle:
-                high = promised
-            else:
-                low = middle
+            needed = promised(middle)
+            low, high = (low, needed) if needed <= middle else (middle, high)
         return high
 
-    def within(self, budget_bytes: int) -> MemoryModel:
+    def within(self, budget_bytes: int | None) -> MemoryModel:
         """The same for an allocator that is kept to ``budget_bytes``."""
-        return replace(self, budget_bytes=min(budget_bytes, self.hardware.memory_bytes))
-
-    @property
-    def _share(self) -> float:
-        return self.safety if self.hardware.caches else 0.0
+        return replace(self, budget_bytes=None if budget_bytes is None else min(budget_bytes, self.memory_bytes))
 
 
 def said_of(hardware: Hardware) -> str:

@@ -15,7 +15,7 @@ from autockpt.schema.choices import (
     parse_choice,
     parse_choices,
 )
-from autockpt.schema.device import DeviceInfo, DevicePeak, Environment
+from autockpt.schema.device import DeviceInfo, Environment
 from autockpt.schema.graph import Graph, Op, Phase, Storage, StorageKind, Unit
 from autockpt.schema.hardware import Hardware
 from autockpt.schema.plan import Comparison, CompileMode, Plan, PlanStatus, Verdict, plan_hash

@@ -1,4 +1,4 @@
-"""The device and the software a number was measured on, and the most that a step holds there."""
+"""The device and the software a number was measured on."""
 
 from __future__ import annotations
 
@@ -32,18 +32,3 @@ class Environment(Data):
     device: DeviceInfo
     versions: dict[str, str] = Field(description="autockpt, python, torch, transformers, optuna")
     platform: str = ""
-
-
-class DevicePeak(Data):
-    """Bytes at the worst moment of a step on a device, as modelled."""
-
-    allocated: int = Field(description="tensors, in whole blocks of the allocator")
-    reserved: int = Field(description="what the allocator took of the device for them")
-    context: int = Field(default=0, description="what driver, context and kernels hold outside it")
-    workspace: int = Field(default=0, description="the part of `allocated` that matrix libraries keep")
-    fits: bool = Field(default=True, description="whether a run within the limit gets through")
-
-    @property
-    def total(self) -> int:
-        """What counts against a budget: reserved bytes and context."""
-        return self.reserved + self.context

@@ -13,8 +13,8 @@ from autockpt.cost.predictor import SAFETY
 from autockpt.schema import OFFLOAD, SAVE, DeviceInfo, Environment, Graph, OpTimes, WorkloadSpec, plan_hash
 from autockpt.shipped import load_hardware
 from autockpt.tracing import Tracer
-from autockpt.tracing.kernels.allocator import SMALL_SIZE
-from autockpt.tracing.kernels.cuda_memory import device_peak, with_resident, workspaces_stay
+from autockpt.tracing.kernels.allocator import SMALL_SIZE, replay, requests
+from autockpt.tracing.kernels.cuda_memory import with_resident, workspaces_stay
 
 CARD = load_hardware("rtx4090")
 SPEC = WorkloadSpec(model="llama-small", batch_size=2)
@@ -30,9 +30,9 @@ def graph() -> Graph:
 
 @pytest.mark.slow
 def test_a_promise_holds_context_reserve_and_margin(graph: Graph) -> None:
-    peak = device_peak(CARD, graph)
+    reserved = replay(requests(graph)).reserved
     assert ("matrix workspaces" in graph.resident) == workspaces_stay(CARD.kind)  # as the device sees it
-    assert simulated_memory(CARD)(graph) == peak.total + int(SAFETY * peak.reserved) > graph.peak_bytes
+    assert simulated_memory(CARD)(graph) == CARD.context_bytes + reserved + int(SAFETY * reserved) > graph.peak_bytes
 
 
 @pytest.mark.slow
@@ -53,12 +53,12 @@ def test_an_accelerator_at_hand_needs_segments_and_context(graph: Graph) -> None
     needs = memory_at_hand(environment)
     assert TABLE_BYTES <= SMALL_SIZE  # or it would keep activations from sharing a segment
     beside = with_resident(graph, "fingerprints", [TABLE_BYTES], "other")
-    assert needs is not None and needs(graph) == device_peak(CARD, beside).total
+    assert needs is not None and needs(graph) == CARD.context_bytes + replay(requests(beside)).reserved
     assert needs.within(needs(graph) - (1 << 20))(graph) < needs(graph)  # cached segments are given back
     libraries = with_resident(beside, "matrix workspaces", [32 << 20] * 2, "other")
     times = OpTimes(environment=environment, seconds={}, workspaces=(32 << 20, 32 << 20))
     needs = memory_at_hand(environment, times=times)
-    assert needs is not None and needs(graph) == device_peak(CARD, libraries).total
+    assert needs is not None and needs(graph) == CARD.context_bytes + replay(requests(libraries)).reserved
     cpu = Environment(device=device.model_copy(update={"kind": "cpu"}), versions={})
     assert memory_at_hand(cpu) is None
 

@@ -19,6 +19,7 @@ import re
 import statistics
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,13 +27,13 @@ import torch
 import yaml
 from pydantic import BaseModel, ConfigDict
 
+from autockpt.cost import simulated_memory
 from autockpt.cost.predictor import SAFETY
 from autockpt.cost.roofline import roofline_times
 from autockpt.cost.step import simulate
 from autockpt.schema import Choice, WorkloadSpec, parse_choice
 from autockpt.shipped import load_hardware
 from autockpt.tracing import Tracer
-from autockpt.tracing.kernels.cuda_memory import device_peak
 from autockpt.workload import Step, build
 
 FILE = Path("results/published_gpu_202611/measurements.yaml")
@@ -96,9 +97,9 @@ def predict(job: Job, folder: Path) -> Predicted:
             assert tracer.head is not None, f"{job.id} has no output head"
             choices[tracer.head.name] = parse_choice(job.head)
         graph = tracer.trace(choices)
-    peak, times = device_peak(hardware, graph), roofline_times(hardware, [graph])
+    whole, times = replace(simulated_memory(hardware), safety=0.0)(graph), roofline_times(hardware, [graph])
     return Predicted(
-        bytes={"tensors": graph.peak_bytes, "reserved": peak.reserved, "device": peak.total},
+        bytes={"tensors": graph.peak_bytes, "reserved": whole - hardware.context_bytes, "device": whole},
         step=simulate(graph, times).step_seconds,
         optimizer=times.optimizer_seconds,
     )

@@ -11,7 +11,8 @@ from autockpt.measuring import WorkerMeasurer
 from autockpt.measuring.statistics import median_interval, ratio_interval
 from autockpt.schema import Choice, Hardware, WorkloadSpec
 from autockpt.schema.choices import searched_kinds
-from autockpt.tracing.kernels.cuda_memory import as_seen_by, device_peak
+from autockpt.tracing.kernels.allocator import replay, requests
+from autockpt.tracing.kernels.cuda_memory import as_seen_by
 from tests.gpu.cards import described_like
 from tests.gpu.items import Context
 from tests.gpu.measuring import ghosts, never_timed, plans
@@ -34,7 +35,7 @@ def foresight(context: Context) -> dict[str, Any]:
         rows: dict[str, Any] = {}
         for plan, choices in chosen.items():
             graph = tracer.trace(choices)
-            peak = device_peak(hardware, as_seen_by(hardware, graph, spec))
+            peak = replay(requests(as_seen_by(hardware, graph, spec)))
             rows[plan] = {
                 "allocated, predicted": peak.allocated,
                 "reserved, predicted": peak.reserved,

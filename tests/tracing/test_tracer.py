@@ -22,7 +22,7 @@ from autockpt.schema.choices import OFFLOAD, RECOMPUTE, SAVE
 from autockpt.schema.graph import Graph
 from autockpt.schema.workload import WorkloadSpec
 from autockpt.tracing import Tracer, trace
-from autockpt.tracing.kernels.cuda_memory import bytes_timeline
+from autockpt.tracing.kernels.timeline import bytes_timeline
 from autockpt.tracing.process import can_fork
 from autockpt.tracing.tracer import _InProcess
 from autockpt.workload import Step, build

@@ -8,8 +8,10 @@ settings (no ``expandable_segments``), no CUDA graphs.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+
+from autockpt.schema.graph import Graph, Storage
 
 MIB = 1 << 20
 MIN_BLOCK = 512  # every size is rounded up to a multiple of it
@@ -172,6 +174,35 @@ class CachingAllocator:
             if block.next is not None:
                 block.next.prev = block
         block.size += other.size
+
+
+def requests(graph: Graph, cycles: int = 2) -> Iterator[Event]:
+    """What a step asks of an allocator, in order: what is resident, then cycle after cycle.
+
+    Optimizer states come in the first cycle's optimizer step, as they do in training: by then segments are divided.
+    """
+    first_step = next((op.index for op in graph.ops if op.phase == "optimizer"), 0)
+    resident = [s for s in graph.storages if s.birth < 0]
+    states = [s for s in resident if s.kind == "optimizer"]
+    for s in resident:
+        if s.kind != "optimizer":
+            yield s.id, s.bytes
+    count = len(graph.ops)
+    born: dict[int, list[Storage]] = {}  # not a list for every op: collecting garbage would look at each
+    dying: dict[int, list[int]] = {}
+    for s in graph.storages:
+        if s.birth >= 0:
+            born.setdefault(s.birth, []).append(s)
+            dying.setdefault(count if s.death is None else min(s.death + 1, count), []).append(s.id)
+    for cycle in range(cycles):
+        for index in range(count + 1):
+            for key in dying.get(index, ()):
+                yield key, None
+            if cycle == 0 and index == first_step:
+                for s in states:
+                    yield s.id, s.bytes
+            for s in born.get(index, ()):
+                yield s.id, s.bytes
 
 
 def replay(events: Iterable[Event], *, limit: int | None = None) -> AllocatorPeak:

@@ -1,7 +1,4 @@
-"""A step's memory as a device sees it: what the workload says beyond the trace, then what the allocator makes of it.
-
-    graph = Tracer.from_spec(spec, device="cuda", capability=capability_of(hardware)).trace(choices)
-    peak = device_peak(hardware, as_seen_by(hardware, graph, spec))
+"""A step's memory as described hardware sees it: what the workload's settings say beyond the trace.
 
 ``as_seen_by`` only changes storages; ops, copies and units stay as they are. Its rules are those of the libraries:
 bitsandbytes' block-wise 8-bit states, DDP's buckets.
@@ -11,16 +8,13 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import torch
 
-from autockpt.schema import DevicePeak, Graph, Hardware, Storage, StorageKind, WorkloadSpec
-from autockpt.tracing.kernels.allocator import MIB, AllocatorPeak, Event, replay
-from autockpt.tracing.kernels.timeline import bytes_timeline, element_bytes
+from autockpt.schema import Graph, Hardware, Storage, StorageKind, WorkloadSpec
+from autockpt.tracing.kernels.allocator import MIB
+from autockpt.tracing.kernels.timeline import element_bytes
 
 # aten/src/ATen/cuda/CublasHandlePool.cpp, parseChosenWorkspaceSize: :4096:2:16:8, and 32 MiB from Hopper on; with ROCm
 # 32 MiB, and 128 MiB on gfx942, gfx950 and gfx1250.
@@ -39,15 +33,6 @@ _BLOCK, _SMALLEST_8BIT = 256, 4096
 _CONVOLUTIONS = "What cuDNN takes for convolutions while they run is not counted."
 
 
-@dataclass(frozen=True)
-class AtHand:
-    """An accelerator that steps are measured on: its allocator is taken to work as CUDA's does."""
-
-    memory_bytes: int
-    context_bytes: int
-    caches: bool = True
-
-
 def capability_of(hardware: Hardware) -> tuple[int, int] | None:
     """Compute capability of an NVIDIA GPU: the file's, else the least of those that know bf16 or do not.
 
@@ -58,15 +43,11 @@ def capability_of(hardware: Hardware) -> tuple[int, int] | None:
     return hardware.capability or ((8, 0) if "bfloat16" in hardware.matrix_flops else (7, 5))
 
 
-def workspace_bytes(hardware: Hardware) -> int:
+def workspace_of(kind: str, capability: tuple[int, int] | None) -> int:
     """What a matrix library takes of the allocator's memory for each of its handles; 0 where there is none.
 
     An AMD GPU whose description does not tell its architecture counts as one that takes more.
     """
-    return _workspace(hardware.kind, hardware.capability or capability_of(hardware))
-
-
-def _workspace(kind: str, capability: tuple[int, int] | None) -> int:
     if kind == "rocm":
         return _LARGE_ROCM_WORKSPACE if capability is None or capability in _LARGE_ON_ROCM else _ROCM_WORKSPACE
     return 0 if capability is None else _LARGE_WORKSPACE if capability >= (9, 0) else _WORKSPACE
@@ -77,7 +58,7 @@ def kept_workspaces(device: torch.device) -> tuple[int, ...]:
     kind = "rocm" if torch.version.hip else device.type
     if device.type != "cuda" or not workspaces_stay(kind):
         return ()
-    return (_workspace(kind, torch.cuda.get_device_capability(device)),) * _HANDLES
+    return (workspace_of(kind, torch.cuda.get_device_capability(device)),) * _HANDLES
 
 
 def workspaces_stay(kind: str) -> bool:
@@ -104,7 +85,7 @@ def as_seen_by(hardware: Hardware, graph: Graph, spec: WorkloadSpec) -> Graph:
         graph = with_buckets(graph)
     if spec.keep_gradients or spec.ddp == "views":
         graph = _with_kept_gradients(graph)
-    if workspace := workspace_bytes(hardware):
+    if workspace := workspace_of(hardware.kind, hardware.capability or capability_of(hardware)):
         if workspaces_stay(hardware.kind):
             graph = with_resident(graph, "matrix workspaces", [workspace] * _HANDLES, "other")
         else:
@@ -137,81 +118,6 @@ def _with_workspaces(graph: Graph, nbytes: int) -> Graph:
         for i, op in enumerate(products)
     )
     return changed(graph, storages=(*graph.storages, *added))
-
-
-@dataclass(frozen=True)
-class Requests:
-    """What a graph asks of an allocator over some cycles, for those who ask for its peak under several limits."""
-
-    graph: Graph
-    cycles: int = 2
-
-    @cached_property
-    def events(self) -> list[Event]:
-        """In order; see ``events``."""
-        return list(events(self.graph, self.cycles))
-
-    @cached_property
-    def unlimited(self) -> AllocatorPeak:
-        """What they come to where nothing limits them."""
-        return replay(self.events)
-
-
-def device_peak(hardware: Hardware | AtHand, graph: Graph | Requests, *, limit: int | None = None) -> DevicePeak:
-    """Peaks of a graph over two cycles from the building of the model on (or as many as the requests are of); of
-    described hardware's, as ``as_seen_by`` returned it.
-
-    ``limit``: bytes that allocator and context may take together (default: all memory of the device). Devices without
-    a caching allocator of CUDA's kind take what the tensors take.
-    """
-    requests = graph if isinstance(graph, Requests) else Requests(graph)
-    graph = requests.graph
-    room = (hardware.memory_bytes if limit is None else limit) - hardware.context_bytes
-    if hardware.caches:
-        peak, fits = requests.unlimited, True
-        if peak.reserved > room:  # cached segments are given back before memory runs out
-            limited = replay(requests.events, limit=max(room, 0))
-            peak, fits = (peak, False) if limited.out_of_memory else (limited, True)
-        allocated, reserved = peak.allocated, peak.reserved
-    else:
-        allocated = reserved = int(bytes_timeline(graph).max()) if graph.ops else graph.resident_bytes
-        fits = reserved <= room
-    return DevicePeak(
-        allocated=allocated,
-        reserved=reserved,
-        context=hardware.context_bytes,
-        workspace=graph.resident.get("matrix workspaces", 0),
-        fits=fits,
-    )
-
-
-def events(graph: Graph, cycles: int = 2) -> Iterator[Event]:
-    """Requests to the allocator in order: what is resident, then cycle after cycle.
-
-    Optimizer states come in the first cycle's optimizer step, as they do in training: by then segments are divided.
-    """
-    first_step = next((op.index for op in graph.ops if op.phase == "optimizer"), 0)
-    resident = [s for s in graph.storages if s.birth < 0]
-    states = [s for s in resident if s.kind == "optimizer"]
-    for s in resident:
-        if s.kind != "optimizer":
-            yield s.id, s.bytes
-    count = len(graph.ops)
-    born: dict[int, list[Storage]] = {}  # not a list for every op: collecting garbage would look at each
-    dying: dict[int, list[int]] = {}
-    for s in graph.storages:
-        if s.birth >= 0:
-            born.setdefault(s.birth, []).append(s)
-            dying.setdefault(count if s.death is None else min(s.death + 1, count), []).append(s.id)
-    for cycle in range(cycles):
-        for index in range(count + 1):
-            for key in dying.get(index, ()):
-                yield key, None
-            if cycle == 0 and index == first_step:
-                for s in states:
-                    yield s.id, s.bytes
-            for s in born.get(index, ()):
-                yield s.id, s.bytes
 
 
 def with_resident(graph: Graph, what: str, sizes: list[int], kind: StorageKind) -> Graph:
