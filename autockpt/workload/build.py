@@ -112,8 +112,8 @@ def _from_config(spec: WorkloadSpec, device: torch.device) -> Step:
     notes += adapted
     maker = BatchMaker(source.config, rows=rows, length=length, packed=spec.packed, seed=spec.seed)
     batch = move(maker.make(head.task, torch.float32 if spec.autocast else dtype), device)
-    parts = {"model": model, "batch": batch}
-    workload = _assemble(spec, parts if spec.stage is None else cut(model, batch, spec), device)
+    batch, stage = (batch, {}) if spec.stage is None else cut(model, batch, spec)
+    workload = _assemble(spec, model, batch, device, **stage)
     workload.notes += tuple(note for note in notes if note)
     workload.settings |= {
         "model": source.where,
@@ -159,55 +159,37 @@ def _from_factory(spec: WorkloadSpec, device: torch.device) -> Step:
     made = call_factory(spec)
     if isinstance(made, Step):
         shard_model(made.model, spec, made.optimizer)
-        made.settings |= _of_factory(spec, made)
-        return replace(made, spec=spec, units=spec.units or made.units)
-    if spec.lora is not None and made.get("optimizer") is not None:
-        raise UsageError(
-            f"--lora changes the model, but {spec.model} made an optimizer for the old one",
-            remedy="Attach adapters in the function itself, or leave the optimizer to --optimizer.",
-        )
-    if spec.liger:
-        apply_liger(made["model"])
-    made["model"], notes = adapt(made["model"], spec)
-    workload = _assemble(spec, made, device)
-    workload.notes += tuple(notes)
-    workload.settings |= _of_factory(spec, workload)
-    workload.settings |= {"lora": rank_of(made["model"]), "quantization": quantization_facts(made["model"])}
+        workload = replace(made, spec=spec, units=spec.units or made.units)
+    else:
+        model, batch, loss = made
+        if spec.liger:
+            apply_liger(model)
+        model, notes = adapt(model, spec)
+        workload = _assemble(spec, model, batch, device, loss=loss)
+        workload.notes += tuple(notes)
+        workload.settings |= {"lora": rank_of(model), "quantization": quantization_facts(model)}
+    workload.settings["model"] = spec.model
+    # a batch without token ids does not tell how long its sequences are, and other lengths can be asked for
+    if workload.settings["seq_len"] is None and (length := asked_length(spec)) is not None:
+        workload.settings["asked_seq_len"] = length
     return workload
 
 
-def _of_factory(spec: WorkloadSpec, made: Step) -> dict[str, Any]:
-    length = asked_length(spec) if made.settings["seq_len"] is None else None
-    # a batch without token ids does not tell how long its sequences are, and other lengths can be asked for
-    return {"model": spec.model} | ({} if length is None else {"asked_seq_len": length})
-
-
-def _assemble(spec: WorkloadSpec, parts: dict[str, Any], device: torch.device) -> Step:
-    """Model, batch and whatever else was made by someone, completed by the spec."""
-    model: nn.Module = parts["model"]
-    scaler, optimizer = parts.get("scaler"), parts.get("optimizer")
-    if scaler is None and spec.scaler:
-        scaler = torch.amp.GradScaler(device.type, init_scale=_FIRST_SCALE)
-    if parts.get("full_step") is None:
-        _move_model(model, device)
-    shard_model(model, spec, optimizer)
-    if parts.get("full_step") is None:
-        optimizer = make_optimizer(spec.optimizer, model) if optimizer is None else optimizer
+def _assemble(spec: WorkloadSpec, model: nn.Module, batch: Any, device: torch.device, **parts: Any) -> Step:
+    """A Step of model and batch on the device, and of what else the spec says; ``parts`` are further fields of it."""
+    _move_model(model, device)
+    shard_model(model, spec)
     return Step(
         model,
-        move(parts["batch"], device),
-        loss=parts.get("loss"),
-        optimizer=optimizer,
-        scaler=scaler,
-        accumulate=parts.get("accumulate") or spec.accumulate,
-        max_grad_norm=parts.get("max_grad_norm") or spec.max_grad_norm,
-        autocast=parts.get("autocast") or spec.autocast,
-        full_step=parts.get("full_step"),
-        snapshot=tuple(parts.get("snapshot") or ()),
-        units=spec.units or parts.get("units"),
-        in_flight=parts.get("in_flight"),
-        return_outputs=parts.get("return_outputs", True),
+        move(batch, device),
+        optimizer=make_optimizer(spec.optimizer, model),
+        scaler=torch.amp.GradScaler(device.type, init_scale=_FIRST_SCALE) if spec.scaler else None,
+        accumulate=spec.accumulate,
+        max_grad_norm=spec.max_grad_norm,
+        autocast=spec.autocast,
+        units=spec.units,
         spec=spec,
+        **parts,
     )
 
 
@@ -314,16 +296,6 @@ def model_class(head: Head) -> Any:
 
 
 def _explain(error: Exception, spec: WorkloadSpec, source: ConfigSource) -> WorkloadError:
-    text = str(error)
-    if spec.attn is not None and any(w in text for w in ("attn_implementation", "attention implementation", spec.attn)):
-        return WorkloadError(
-            f"{source.where} cannot use the attention {spec.attn!r} here: {summary(error)}",
-            remedy="Set `attn: sdpa` or `attn: eager`, or install what it needs.",
-        )
-    if isinstance(error, ImportError):
-        return WorkloadError(
-            f"{source.where} needs a package that is missing: {summary(error)}", remedy="Install it with pip."
-        )
     if spec.weights and isinstance(error, OSError):
         offline = not (Path(str(source.pretrained)).is_dir() or hub_reachable())
         reason = "not in the local cache, and the hub cannot be reached" if offline else summary(error)

@@ -7,8 +7,7 @@ import inspect
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import fields
+from collections.abc import Callable, Iterable
 from difflib import get_close_matches
 from typing import Any
 
@@ -20,12 +19,11 @@ from autockpt.workload.failures import explain, is_out_of_memory
 from autockpt.workload.step import Step
 
 _REFERENCE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
-_RETURNS = "It must return (model, batch), (model, batch, loss), a dict with these keys, or a Step."
+_RETURNS = "It must return (model, batch), (model, batch, loss) or a Step, the model a torch.nn.Module."
 # Settings of the spec that only a factory which takes them can follow.
 _PASSED_ON = ("batch_size", "seq_len", "packed", "dtype", "attn", "weights", "trust_remote_code", "stage")
 # Settings that are followed whatever a factory returns; what else a Step leaves open, it has decided itself.
 _FOLLOWED = ("model", "units", "seed", "master_weights", "keep_gradients", "ddp", "shard")
-_KEYS = tuple(f.name for f in fields(Step) if f.init and f.name not in ("spec", "settings", "notes"))
 
 
 def is_factory(name: str) -> bool:
@@ -33,8 +31,8 @@ def is_factory(name: str) -> bool:
     return _REFERENCE.fullmatch(name) is not None
 
 
-def call_factory(spec: WorkloadSpec) -> Step | dict[str, Any]:
-    """Call the user's function: the Step it made, or fields for one (``model`` and ``batch`` at least).
+def call_factory(spec: WorkloadSpec) -> Step | tuple[nn.Module, Any, Any]:
+    """Call the user's function: the Step that it made, or model, batch and loss (None: the model's own) for one.
 
     Options such as ``batch_size`` are passed where the function has a parameter of that name. Raises WorkloadError for
     a function that cannot be found, fails, returns something else, or does not take an option that was given.
@@ -47,14 +45,19 @@ def call_factory(spec: WorkloadSpec) -> Step | dict[str, Any]:
         if is_out_of_memory(error):
             raise
         raise explain(error, spec.model) from None
-    if not isinstance(returned, Step):
-        return _understood(returned, spec.model)
-    for name in _given(spec, [n for n in WorkloadSpec.model_fields if n not in (*_PASSED_ON, *_FOLLOWED)]):
-        raise WorkloadError(
-            f"{as_option(name)} has no effect on {spec.model}, which makes its own Step",
-            remedy="Set it up in the function; or return (model, batch), which options are applied to.",
-        )
-    return returned
+    if isinstance(returned, Step):
+        for name in _given(spec, [n for n in WorkloadSpec.model_fields if n not in (*_PASSED_ON, *_FOLLOWED)]):
+            raise WorkloadError(
+                f"{as_option(name)} has no effect on {spec.model}, which makes its own Step",
+                remedy="Set it up in the function; or return (model, batch), which options are applied to.",
+            )
+        return returned
+    if isinstance(returned, tuple) and len(returned) in (2, 3) and isinstance(returned[0], nn.Module):
+        return returned if len(returned) == 3 else (*returned, None)
+    what = (
+        ", ".join(type(part).__name__ for part in returned) if isinstance(returned, tuple) else type(returned).__name__
+    )
+    raise WorkloadError(f"{spec.model} returned {what}", remedy=_RETURNS)
 
 
 def asked_length(spec: WorkloadSpec) -> int | None:
@@ -123,25 +126,3 @@ def _given(spec: WorkloadSpec, names: Iterable[str]) -> dict[str, Any]:
     """Of these settings those that are not as they are by default."""
     defaults = WorkloadSpec.model_fields
     return {name: getattr(spec, name) for name in names if getattr(spec, name) != defaults[name].default}
-
-
-def _understood(returned: Any, name: str) -> dict[str, Any]:
-    if isinstance(returned, Mapping):
-        parts: dict[str, Any] = dict(returned)
-    elif isinstance(returned, tuple) and len(returned) in (2, 3):
-        parts = dict(zip(("model", "batch", "loss"), returned, strict=False))
-    else:
-        what = f"a tuple of {len(returned)}" if isinstance(returned, tuple) else type(returned).__name__
-        raise WorkloadError(f"{name} returned {what}", remedy=_RETURNS)
-    unknown = [key for key in parts if key not in _KEYS]
-    if unknown:
-        raise WorkloadError(f"{name} returned an unknown key {unknown[0]!r}", remedy=f"Known keys: {', '.join(_KEYS)}.")
-    for key in ("model", "batch"):
-        if key not in parts:
-            raise WorkloadError(f"{name} returned no {key}", remedy=_RETURNS)
-    if not isinstance(parts["model"], nn.Module):
-        raise WorkloadError(
-            f"{name} returned {type(parts['model']).__name__} where the model should be",
-            remedy="The model, a torch.nn.Module, comes first.",
-        )
-    return parts

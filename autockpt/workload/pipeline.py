@@ -28,8 +28,8 @@ def hidden_states(model: nn.Module, batch: dict[str, Any]) -> Tensor:
     return inner_model(model).base_model(**batch, use_cache=False)[0]  # type: ignore[operator]
 
 
-def cut(model: nn.Module, batch: dict[str, Any], spec: WorkloadSpec) -> dict[str, Any]:
-    """What a Step of ``spec.stage`` is made of. The model loses its other parts; layers are divided evenly.
+def cut(model: nn.Module, batch: dict[str, Any], spec: WorkloadSpec) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The batch of ``spec.stage`` and what else its Step needs. The model loses its other parts; layers divide evenly.
 
     Raises UsageError for a model that has no plan for pipelines, or fewer layers than stages.
     """
@@ -62,4 +62,4 @@ def cut(model: nn.Module, batch: dict[str, Any], spec: WorkloadSpec) -> dict[str
         hidden = torch.randn(size, dtype=dtype, device=ids.device, requires_grad=True)
         batch = {name: value for name, value in batch.items() if name != "input_ids"} | {"inputs_embeds": hidden}
     held = spec.accumulate if match[3] == " gpipe" else min(spec.accumulate, stages - number)
-    return {"model": model, "batch": batch, "loss": None if last else hidden_states, "in_flight": held}
+    return batch, {"loss": None if last else hidden_states, "in_flight": held}

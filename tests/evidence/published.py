@@ -105,7 +105,7 @@ def predict(job: Job, folder: Path) -> Predicted:
     )
 
 
-def bert_large(batch_size: int) -> dict[str, Any]:
+def bert_large(batch_size: int) -> Step:
     """Classification at 512 tokens; AdamW goes from parameter to parameter, as transformers' own did in 2022."""
     from transformers import BertConfig, BertForSequenceClassification
 
@@ -114,17 +114,17 @@ def bert_large(batch_size: int) -> dict[str, Any]:
     model = BertForSequenceClassification(config).train()
     ids = torch.randint(config.vocab_size, (batch_size, 512))
     batch = {"input_ids": ids, "labels": torch.zeros(batch_size, dtype=torch.long)}
-    return {"model": model, "batch": batch, "optimizer": torch.optim.AdamW(model.parameters(), foreach=False)}
+    return Step(model, batch, optimizer=torch.optim.AdamW(model.parameters(), foreach=False))
 
 
-def bert_base(batch_size: int, seq_len: int, attn: str) -> dict[str, Any]:
+def bert_base(batch_size: int, seq_len: int, attn: str) -> tuple[Any, Any, Any]:
     """The training step of transformers' own comparisons of eager attention with sdpa: no loss but a sum, fp16."""
     from transformers import BertConfig, BertLMHeadModel
 
     return _summed(BertLMHeadModel, BertConfig(), batch_size, seq_len, attn)
 
 
-def opt_350m(batch_size: int, seq_len: int, attn: str) -> dict[str, Any]:
+def opt_350m(batch_size: int, seq_len: int, attn: str) -> tuple[Any, Any, Any]:
     """As ``bert_base``."""
     from transformers import OPTConfig, OPTForCausalLM
 
@@ -150,11 +150,11 @@ class _Summed:
         return self.outputs.logits.sum()
 
 
-def _summed(cls: Any, config: Any, batch_size: int, seq_len: int, attn: str) -> dict[str, Any]:
+def _summed(cls: Any, config: Any, batch_size: int, seq_len: int, attn: str) -> tuple[Any, Any, Any]:
     config._attn_implementation = attn
     ids = torch.randint(config.vocab_size, (batch_size, seq_len))
     batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-    return {"model": cls(config).to(torch.float16).train(), "batch": batch, "loss": _Summed()}
+    return cls(config).to(torch.float16).train(), batch, _Summed()
 
 
 def llama_2_7b_lora(batch_size: int, seq_len: int) -> Step:

@@ -65,10 +65,10 @@ def by_itself() -> tuple[nn.Module, Tensor, Any]:
     return sharded("tensor-parallel", 2), torch.ones(256, WIDTH), squares
 
 
-def with_optimizer() -> dict[str, Any]:
+def with_optimizer() -> autockpt.Step:
     """A factory that makes an optimizer for whole weights."""
     model, batch, loss = whole()
-    return {"model": model, "batch": batch, "loss": loss, "optimizer": torch.optim.SGD(model.parameters())}
+    return autockpt.Step(model, batch, loss=loss, optimizer=torch.optim.SGD(model.parameters()))
 
 
 def step_of(kind: str, ranks: int, rows: int = 256) -> autockpt.Step:

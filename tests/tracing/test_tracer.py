@@ -145,21 +145,21 @@ def test_accelerator_optimizers_update_all_parameters_at_once() -> None:
     assert all(c.awaited is None or c.issued < c.awaited for c in graph.copies if c.direction == "out")
 
 
-def optimized(**flags: Any) -> dict[str, Any]:
+def optimized(**flags: Any) -> Step:
     model = nn.Sequential(*(nn.Linear(512, 512) for _ in range(4)))
     made = flags.pop("made", torch.optim.AdamW)(model.parameters(), **flags)
-    return {"model": model, "batch": torch.randn(2, 512), "loss": mean_square, "optimizer": made}
+    return Step(model, torch.randn(2, 512), loss=mean_square, optimizer=made)
 
 
-def fused() -> dict[str, Any]:
+def fused() -> Step:
     return optimized(fused=True)
 
 
-def one_by_one() -> dict[str, Any]:
+def one_by_one() -> Step:
     return optimized(foreach=False)
 
 
-def adafactor() -> dict[str, Any]:
+def adafactor() -> Step:
     return optimized(made=torch.optim.Adafactor)
 
 
