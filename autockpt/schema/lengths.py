@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from itertools import accumulate
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, Field, ValidationError
+from pydantic import AfterValidator, Field
 
 from autockpt.errors import UsageError
 from autockpt.schema.base import Data
@@ -33,14 +33,6 @@ class Lengths(Data):
 
     counts: Annotated[dict[int, int], AfterValidator(_in_order)] = Field(min_length=1)
     of: Literal["rows", "batches"] = "rows"
-
-    @classmethod
-    def of_all(cls, lengths: Iterable[int], of: Literal["rows", "batches"] = "rows") -> Lengths:
-        """From one length per sequence or batch. Raises UsageError where there is none."""
-        counts = Counter(max(1, length) for length in lengths)
-        if not counts:
-            raise UsageError("there are no sequences to take lengths of", remedy="Give a data set that has rows.")
-        return cls(counts=dict(counts), of=of)
 
     @property
     def longest(self) -> int:
@@ -71,21 +63,6 @@ class Lengths(Data):
         upto = [(below / total) ** power for below in accumulate(self.counts.values())]
         shares = {length: now - before for length, now, before in zip(self.counts, upto, [0.0, *upto], strict=False)}
         return _rounded_up(shares, levels)
-
-
-def as_lengths(given: Lengths | Mapping[int, int] | Iterable[int] | str) -> Lengths:
-    """Lengths, however they were given in Python. Raises UsageError for what is none."""
-    if isinstance(given, Lengths):
-        return given
-    if isinstance(given, str):
-        return parse_lengths(given)
-    try:
-        return Lengths(counts=dict(given if isinstance(given, Mapping) else Counter(given)))
-    except (ValidationError, TypeError, ValueError):
-        raise UsageError(
-            f"lengths={str(given)[:60]}: whole numbers above 0 are asked for, one at least",
-            remedy="Give a data set, a DataLoader, counts by length, or a length per row.",
-        ) from None
 
 
 def parse_lengths(text: str) -> Lengths:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlparse
 
-from autockpt.errors import AutockptError, UsageError, WorkloadError
+from autockpt.errors import AutockptError, WorkloadError
 from autockpt.schema.workload import WorkloadSpec
 from autockpt.shipped import ShapeDefaults, list_models, load_model_shape
 from autockpt.workload.factory import is_factory
@@ -62,24 +62,6 @@ def find_config(spec: WorkloadSpec) -> ConfigSource:
     Local files come first, then built-in shapes, then the hub's cache and the hub. Raises WorkloadError, also for a
     number of layers that no model has.
     """
-    source = _find(spec)
-    _check_layers(source.config.to_dict(), source.where)
-    return source
-
-
-def _check_layers(config: Any, where: str) -> None:
-    """Refuse what would count as no layers, or be built and traced for hours; in nested configurations, too."""
-    for key, value in config.items():
-        if isinstance(value, dict):
-            _check_layers(value, where)
-        elif _LAYERS.fullmatch(str(key)) and isinstance(value, int) and not 0 <= value <= MOST_LAYERS:
-            raise WorkloadError(
-                f"the configuration of {where} says {key}: {value}",
-                remedy=f"Models of 0 to {MOST_LAYERS:,} layers are planned for; correct the number.",
-            )
-
-
-def _find(spec: WorkloadSpec) -> ConfigSource:
     name = spec.model
     path = Path(name).expanduser()
     if path.is_dir() and (path / "config.json").is_file():
@@ -95,14 +77,24 @@ def _find(spec: WorkloadSpec) -> ConfigSource:
     return _from_hub(name, spec)
 
 
+def _check_layers(config: Any, where: str) -> None:
+    """Refuse what would count as no layers, or be built and traced for hours; in nested configurations, too."""
+    for key, value in config.items():
+        if isinstance(value, dict):
+            _check_layers(value, where)
+        elif _LAYERS.fullmatch(str(key)) and isinstance(value, int) and not 0 <= value <= MOST_LAYERS:
+            raise WorkloadError(
+                f"the configuration of {where} says {key}: {value}",
+                remedy=f"Models of 0 to {MOST_LAYERS:,} layers are planned for; correct the number.",
+            )
+
+
 def _from_shape(name: str) -> ConfigSource:
     from transformers import AutoConfig
 
+    shape = load_model_shape(name)
     try:
-        shape = load_model_shape(name)
         config = AutoConfig.for_model(shape.model_type, **shape.config)
-    except UsageError:
-        raise
     except Exception as error:
         raise WorkloadError(
             f"this version of transformers cannot build the shape {name}: {summary(error)}",
@@ -142,23 +134,21 @@ def _from_hub(name: str, spec: WorkloadSpec) -> ConfigSource:
     """From the hub's local cache if it is there, else over the network, if there is one."""
     from transformers import AutoConfig
 
-    options = {"trust_remote_code": spec.trust_remote_code}
-    try:
-        return ConfigSource(AutoConfig.from_pretrained(name, local_files_only=True, **options), name, pretrained=name)
-    except Exception as error:
-        if not isinstance(error, OSError):
-            raise _explain(error, name) from None
-    if "/" not in name and (near := get_close_matches(name.lower(), list_models(), n=1, cutoff=0.75)):
-        raise WorkloadError(f"there is no model {name!r}", remedy=f"Did you mean {near[0]}? {_shapes()}")
-    if not hub_reachable():
-        raise WorkloadError(
-            f"{name!r} is neither a built-in shape nor in the local cache, and the hub cannot be reached",
-            remedy=f"Check the name and the network, or give a directory or config.json. {_shapes()}",
-        )
-    try:
-        return ConfigSource(AutoConfig.from_pretrained(name, **options), name, pretrained=name)
-    except Exception as error:
-        raise _explain(error, name) from None
+    for local in (True, False):
+        try:
+            config = AutoConfig.from_pretrained(name, local_files_only=local, trust_remote_code=spec.trust_remote_code)
+            return ConfigSource(config, name, pretrained=name)
+        except Exception as error:
+            if not local or not isinstance(error, OSError):
+                raise _explain(error, name) from None
+        if "/" not in name and (near := get_close_matches(name.lower(), list_models(), n=1, cutoff=0.75)):
+            raise WorkloadError(f"there is no model {name!r}", remedy=f"Did you mean {near[0]}? {_shapes()}")
+        if not hub_reachable():
+            break
+    raise WorkloadError(
+        f"{name!r} is neither a built-in shape nor in the local cache, and the hub cannot be reached",
+        remedy=f"Check the name and the network, or give a directory or config.json. {_shapes()}",
+    )
 
 
 def _explain(error: Exception, where: str) -> WorkloadError:

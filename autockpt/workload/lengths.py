@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from numbers import Number
-from typing import Any
+from typing import Any, Literal
 
 import torch
+from pydantic import ValidationError
 from torch import Tensor
 
 from autockpt.devices.random_states import all_random_states_kept
 from autockpt.errors import UsageError
-from autockpt.schema.lengths import Lengths, as_lengths
+from autockpt.schema.lengths import Lengths, parse_lengths
 from autockpt.workload.step import Step
 from autockpt.workload.storages import cut_tensors
 
@@ -28,19 +30,29 @@ def lengths_of(source: Any, *, seconds: float = SECONDS) -> Lengths:
     taken to be drawn at random. Of large ones 50,000 evenly spaced rows or the first 5,000 batches are looked at, for
     ``seconds`` at most. Random states stay as they are. Raises UsageError where rows have no length.
     """
+    if isinstance(source, (str, Lengths)):
+        return source if isinstance(source, Lengths) else parse_lengths(source)
     if getattr(source, "ndim", None) == 1:  # a tensor or an array of lengths
         source = source.tolist()
-    if isinstance(source, (str, Lengths, Mapping)) or _all_numbers(source):
-        return as_lengths(source)
-    with all_random_states_kept():
-        if isinstance(source, torch.utils.data.DataLoader):
-            found = in_time(map(_length_and_kind, source), BATCHES, seconds)
-            return Lengths.of_all((length for length, _ in found), "batches")
-        if "length" in (getattr(source, "column_names", None) or ()):
-            return Lengths.of_all(map(int, source["length"]))
-        found = list(in_time(map(_length_and_kind, _rows(source)), ROWS, seconds))
-    kinds = {kind for _, kind in found}
-    return Lengths.of_all((length for length, _ in found), "batches" if kinds == {"batches"} else "rows")
+    of: Literal["rows", "batches"] = "rows"
+    if isinstance(source, Mapping) or _all_numbers(source):
+        found = source
+    elif "length" in (getattr(source, "column_names", None) or ()):
+        found = source["length"]
+    else:
+        loader = isinstance(source, torch.utils.data.DataLoader)
+        with all_random_states_kept():
+            rows = in_time(source, BATCHES, seconds) if loader else in_time(_rows(source), ROWS, seconds)
+            looked_at = list(map(_length_and_kind, rows))
+        found = [max(1, length) for length, _ in looked_at]
+        of = "batches" if loader or {kind for _, kind in looked_at} == {"batches"} else "rows"
+    try:
+        return Lengths(counts=dict(found if isinstance(found, Mapping) else Counter(found)), of=of)
+    except (ValidationError, TypeError, ValueError):
+        raise UsageError(
+            f"lengths={str(source)[:60]}: whole numbers above 0 are asked for, one at least",
+            remedy="Give a data set, a DataLoader, counts by length, or a length per row.",
+        ) from None
 
 
 def _all_numbers(source: Any) -> bool:

@@ -57,7 +57,7 @@ def discover_units(model: nn.Module, named: str | None = None) -> tuple[Unit, ..
         row = name.rpartition(".")[0]
         key = (row, structure_key(module))
         blocks.append(Unit(name=name, cls=class_name(module), kind=kinds.setdefault(key, len(kinds))))
-        for relative, child, role in sub_units(module):
+        for relative, child, role in sub_units(module, {id(module)}):
             child_name = strip_prefixes(f"{name}.{relative}")
             child_key = (row, relative, structure_key(child))
             kind = kinds.setdefault(child_key, len(kinds))
@@ -302,15 +302,15 @@ _MLP = re.compile(
 _LEAVES_ALLOWED = (nn.Sequential, nn.MultiheadAttention)
 
 
-def sub_units(block: nn.Module) -> Iterator[tuple[str, nn.Module, UnitRole]]:
+def sub_units(
+    parent: nn.Module, seen: set[int], path: str = "", depth: int = _DEPTH
+) -> Iterator[tuple[str, nn.Module, UnitRole]]:
     """(name relative to the block, module, role) of the attentions and MLPs inside a block, outermost ones only.
+
+    Each module once: ``seen`` are the ids of those that were come by.
 
     An MLP in two modules, as BERT's ``intermediate`` and ``output``, gives both.
     """
-    yield from _search(block, "", _DEPTH, {id(block)})
-
-
-def _search(parent: nn.Module, path: str, depth: int, seen: set[int]) -> Iterator[tuple[str, nn.Module, UnitRole]]:
     children = {name: unwrap(child) for name, child in parent.named_children()}
     for name, child in children.items():
         relative = f"{path}.{name}" if path else name
@@ -323,7 +323,7 @@ def _search(parent: nn.Module, path: str, depth: int, seen: set[int]) -> Iterato
         if role is not None:
             yield relative, child, role
         elif depth > 1 and _is_composite(child):
-            yield from _search(child, relative, depth - 1, seen)
+            yield from sub_units(child, seen, relative, depth - 1)
 
 
 def _role(name: str, module: nn.Module) -> UnitRole | None:
@@ -371,17 +371,9 @@ def structure_key(module: nn.Module) -> Hashable:
 
 
 def _tensors(module: nn.Module) -> Iterator[Hashable]:
-    for name, parameter in module._parameters.items():
-        if parameter is not None:
-            yield name, _shape(parameter), parameter.dtype, parameter.requires_grad
-    for name, buffer in module._buffers.items():
-        if buffer is not None:
-            yield name, _shape(buffer), buffer.dtype
-
-
-def _shape(tensor: torch.Tensor) -> tuple[int, ...] | None:
-    """None of what a lazy module's first forward is to give a shape."""
-    return None if is_lazy(tensor) else tuple(tensor.shape)
+    for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+        if tensor is not None:  # a lazy module's first forward is to give it a shape
+            yield name, None if is_lazy(tensor) else tuple(tensor.shape), tensor.dtype, tensor.requires_grad
 
 
 def _settings(module: nn.Module) -> Iterator[Hashable]:
