@@ -60,6 +60,12 @@ class RunDirectoryError(UsageError):
     code = "run"
 
 
+class RanksError(UsageError):
+    """The processes of a job do not ask one question of one sharded model. Exit code 2."""
+
+    code = "ranks"
+
+
 class InfeasibleError(AutockptError):
     """No plan fits the budget. Exit code 3.
 

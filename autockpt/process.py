@@ -1,7 +1,8 @@
 """Child processes that measure, ghost-run or calibrate: spoken to over one connection, and never left behind.
 
 A child may die of what it does, or hang; its parent reports why and goes on. It is ended when its parent is done with
-it, when nothing refers to it any more, and when the interpreter exits.
+it, when nothing refers to it any more, and when the interpreter exits. At the end: the processes of a job, which
+torchrun starts.
 """
 
 from __future__ import annotations
@@ -247,3 +248,13 @@ def last_lines(log: IO[bytes], most: int = 5, start: int = 0) -> str:
         lines = [f"  {line.rstrip()}" for line in text.splitlines() if line.strip()]
         return "\n".join(lines[-most:])
     return ""
+
+
+def launched() -> int:
+    """Processes of the job that torchrun started this one for; 1 elsewhere."""
+    return int(os.environ.get("WORLD_SIZE", "1")) if "TORCHELASTIC_RUN_ID" in os.environ else 1
+
+
+def own_rank() -> int:
+    """Which of them this is."""
+    return int(os.environ.get("RANK", "0")) if launched() > 1 else 0

@@ -10,6 +10,7 @@ CODES = {
     "PlanError": "plan",
     "WorkloadError": "workload",
     "RunDirectoryError": "run",
+    "RanksError": "ranks",
     "InfeasibleError": "budget.infeasible",
     "ConflictError": "conflict",
     "RerunMismatch": "conflict.mismatch",

@@ -19,12 +19,14 @@ from autockpt.cli.diagnose import diagnose
 from autockpt.cli.estimate import estimate
 from autockpt.cli.explain import explain
 from autockpt.cli.export import export
+from autockpt.cli.guard import silence_output
 from autockpt.cli.history import history
 from autockpt.cli.options import flag
 from autockpt.cli.search import search
 from autockpt.cli.verify import verify
 from autockpt.errors import plainly, without_passwords
 from autockpt.interpreter import with_room
+from autockpt.process import launched, own_rank
 
 VERBS = (search, estimate, explain, diagnose, verify, history, export, calibrate)
 
@@ -102,6 +104,9 @@ def main() -> None:
                 stream.flush()
         os._exit(code)
 
+    in_a_job = launched() > 1 and sys.argv[1:2] == ["search"]
+    if in_a_job and own_rank():  # the first rank prints what all of them have found
+        silence_output()
     atexit.register(end_at_once)  # the first to be registered is the last to be called
     try:
         with_room(lambda: build()(prog_name="autockpt"))
@@ -112,6 +117,10 @@ def main() -> None:
         # the answer is given: a further signal could only break what libraries do when the interpreter ends
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        if in_a_job:
+            from autockpt.measuring.ranks import leave_together
+
+            leave_together()
 
 
 def _print_version(wanted: bool) -> None:

@@ -24,6 +24,7 @@ from rich.text import Text
 
 from autockpt.errors import AutockptError, InfeasibleError, without_passwords
 from autockpt.interpreter import handling
+from autockpt.process import own_rank
 from autockpt.schema import Data
 from autockpt.schema.sizes import format_bytes
 from autockpt.terminal import console
@@ -54,14 +55,14 @@ def guarded(verb: Callable[..., None]) -> Callable[..., None]:
         except AutockptError as error:
             raise typer.Exit(_explain(error, as_json)) from None
         except BrokenPipeError:  # the reader of our output is gone
-            _silence_output()
+            silence_output()
             raise typer.Exit(UNREAD) from None
         except (KeyboardInterrupt, Exception) as error:
             # what an interrupt leaves half done (an import, above all) may fail in ways of its own
             if interrupts or isinstance(error, KeyboardInterrupt):
                 code = _interrupted(as_json, _code(interrupts), kept)
             elif isinstance(error, OSError) and error.errno in _UNWRITTEN and error.filename is None:
-                _silence_output()
+                silence_output()
                 read_it = _READ_IT if kept and not options.get("dry_run") else ""
                 code = _say(f"the answer could not be written: {error.strerror}", read_it, False, FAILED, code="output")
             else:
@@ -71,7 +72,7 @@ def guarded(verb: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
-def _silence_output() -> None:
+def silence_output() -> None:
     """Point standard output elsewhere, so that the interpreter's last flush cannot fail."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
@@ -151,18 +152,18 @@ def _debug() -> None:
 
 def _say(message: str, remedy: str, as_json: bool, exit_code: int, *, code: str = "", **more: Any) -> int:
     """Show an error; gives its exit code."""
-    console = progress()
+    out = progress() if code != "bug" else console(stderr=True)
     with suppress(BrokenPipeError):  # no reader is left; the exit code stays
-        console.print(Text.assemble(("autockpt: ", "bold red"), message, (f" [{code}]" if code else "", "dim")))
+        out.print(Text.assemble(("autockpt: ", "bold red"), message, (f" [{code}]" if code else "", "dim")))
         for line in remedy.splitlines():
-            indented = textwrap.fill(line, console.width - 1, initial_indent="  ", subsequent_indent="  ")
-            console.print(Text(indented), soft_wrap=True)
+            indented = textwrap.fill(line, out.width - 1, initial_indent="  ", subsequent_indent="  ")
+            out.print(Text(indented), soft_wrap=True)
     if as_json:
         said = {"error": message, "code": code, "remedy": remedy, "exit_code": exit_code}
         try:
             print_json(json.dumps(said | more, indent=2))
         except OSError:  # it was said above
-            _silence_output()
+            silence_output()
     return exit_code
 
 
@@ -172,8 +173,8 @@ def results() -> Console:
 
 
 def progress() -> Console:
-    """The console for progress, notes and errors."""
-    return console(stderr=True)
+    """The console for progress, notes and errors: of the ranks of a job only the first has one."""
+    return console(stderr=True) if own_rank() == 0 else Console(quiet=True)
 
 
 def show(answer: Answer, printer: Callable[[Answer, Console], None], as_json: bool) -> None:

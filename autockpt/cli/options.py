@@ -55,7 +55,7 @@ JOB = opt(
     "--job FILE",
     "The training step as YAML, `key: value` per line; options take precedence. Keys: "
     f"{', '.join(name for name in WorkloadSpec.model_fields if name not in SIMULATED)}; with --hardware also "
-    f"{', '.join(SIMULATED)}.",
+    f"{', '.join(SIMULATED)}; under torchrun shard and ddp.",
     show_default=False,
 )
 

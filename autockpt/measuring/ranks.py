@@ -12,6 +12,7 @@ after it every rank knows the cause, the trial is on record, and the processes l
 from __future__ import annotations
 
 import dataclasses
+import signal
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -22,12 +23,18 @@ from typing import Any, TypeVar
 import torch
 from torch import distributed, nn
 
-from autockpt.errors import AutockptError, MeasurementError, UsageError
+from autockpt.devices import get_device, make_current
+from autockpt.errors import AutockptError, MeasurementError, RanksError
+from autockpt.interpreter import handling, held_back
 from autockpt.measuring.base import Choices, Passing
 from autockpt.measuring.local import LocalMeasurer
 from autockpt.measuring.statistics import noise
+from autockpt.process import launched, own_rank
 from autockpt.schema.trial import Measurement
-from autockpt.workload import Step
+from autockpt.schema.workload import WorkloadSpec
+from autockpt.workload import Step, build, explain
+from autockpt.workload.factory import is_factory
+from autockpt.workload.sharding import in_a_group, ranks_of
 from autockpt.workload.storages import nested_tensors
 
 T = TypeVar("T")
@@ -39,23 +46,84 @@ FIRST_TIMEOUT = 300.0
 """The same before a step was measured."""
 RECORDINGS = 3
 """Of a peak on the CPU, of which the smallest counts: gloo's threads free gathered blocks when they come to it."""
+ENDING = 30.0
+"""Seconds that the processes of a launcher wait for one another at their end: so long it waits before it kills."""
 _AGAIN = "Start the job again: the search continues with what it has measured (torchrun --max-restarts does it itself)."
 _meetings = 0
+
+
+def share_of(spec: WorkloadSpec, device: str | None) -> Step:
+    """This rank's share of a described step, built for real in the job that torchrun started this process for.
+
+    Raises RanksError before anything is built where the job has not as many processes as ``spec.shard`` is over, or
+    nothing is shared; on all ranks the error of one that cannot build its share.
+    """
+    size, there = launched(), get_device(device)
+    if spec.shard is None and spec.ddp is None and not is_factory(spec.model):
+        raise RanksError(
+            f"rank {own_rank()} is one of {size} processes, and its job is not sharded: each would search alone",
+            remedy=f"Add `shard: {size}` (or `ddp: views`) to the --job file; or search without torchrun.",
+        )
+    if spec.shard is not None and (over := ranks_of(spec.shard)) != size:
+        raise RanksError(
+            f"rank {own_rank()} is one of {size} processes, and `shard: {spec.shard}` is over {over}",
+            remedy=f"Start {over} (torchrun --nproc-per-node {over}), or shard over {size}.",
+        )
+    make_current(there)
+    join(there.torch_device)
+    built: tuple[Step | None, AutockptError | None]
+    try:
+        built = build(spec, there.torch_device), None
+    except Exception as error:
+        built = None, explain(error, "building the model and batch")
+    step, failed = built
+    failures: list[AutockptError | None] = [None] * size
+    distributed.all_gather_object(failures, failed)
+    for rank, error in enumerate(failures):
+        if error is not None:
+            error.message = f"rank {rank}: {error.message}"
+            raise error
+    assert step is not None
+    return step
+
+
+def join(device: torch.device = torch.device("cpu")) -> None:
+    """Let this process join the job that it was started for; its collectives are those of the device."""
+    if not in_a_group():
+        own = distributed.get_default_backend_for_device(device)
+        backend = own if device.type == "cpu" else f"cpu:gloo,{device.type}:{own}"
+        distributed.init_process_group(backend, timeout=timedelta(seconds=FIRST_TIMEOUT))
+
+
+def leave_together() -> None:
+    """Return on no rank before all ranks are here: a launcher that sees one end in an error ends the others at once.
+
+    On a SIGTERM it did so already.
+    """
+    ended: list[int] = []
+    until = time.monotonic() + ENDING
+    with suppress(RuntimeError, ValueError), handling({signal.SIGTERM: lambda number, frame: ended.append(number)}):
+        join()
+        store = distributed.distributed_c10d._get_default_store()
+        store.set(f"autockpt/left/{own_rank()}", "")
+        names = [f"autockpt/left/{rank}" for rank in range(launched())]
+        while not ended and not store.check(names) and time.monotonic() < until:
+            time.sleep(0.02)
 
 
 def sharding_of(model: nn.Module) -> str | None:
     """How a model's step takes part in collectives: "ddp", "fsdp2", "tensor-parallel", several with "+"; None: not.
 
-    Raises UsageError for FSDP1 and DeepSpeed, whose shards cannot be followed.
+    Raises RanksError for FSDP1 and DeepSpeed, whose shards cannot be followed.
     """
     from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
     from torch.distributed.tensor import DTensor, Shard
 
     modules = list(model.modules())
     if any(isinstance(module, FullyShardedDataParallel) for module in modules):
-        raise UsageError("FSDP1 models cannot be searched for", remedy="Shard the model with FSDP2 (fully_shard).")
+        raise RanksError("FSDP1 models cannot be searched for", remedy="Shard the model with FSDP2 (fully_shard).")
     if type(model).__module__.partition(".")[0] == "deepspeed":
-        raise UsageError("DeepSpeed engines cannot be searched for", remedy="Shard the model with FSDP2 (fully_shard).")
+        raise RanksError("DeepSpeed engines cannot be searched for", remedy="Shard the model with FSDP2 (fully_shard).")
     fsdp = {id(p) for module in modules if isinstance(module, FSDPModule) for p in module.parameters()}
     sharded = [p for p in model.parameters() if isinstance(p, DTensor)]
     dims = max((p.device_mesh.ndim for p in sharded), default=0)
@@ -72,7 +140,7 @@ def sharding_of(model: nn.Module) -> str | None:
 class Ranks(Passing):
     """What measures on all ranks of a job, for the first one; ``step`` is each rank's own, with its facts settled.
 
-    To be made on all ranks, and to be left on all: a context manager. Raises UsageError where the ranks do not ask the
+    To be made on all ranks, and to be left on all: a context manager. Raises RanksError where the ranks do not ask the
     same ``question`` of equal batches, or one of them never asks; the same error on every rank.
     """
 
@@ -80,7 +148,7 @@ class Ranks(Passing):
         self.rank, self.size = distributed.get_rank(), distributed.get_world_size()
         sharding = sharding_of(step.model)
         if sharding is None:
-            raise UsageError(
+            raise RanksError(
                 f"this is one of {self.size} processes, and its model is neither sharded nor in DDP",
                 remedy="Shard or wrap the model before the search; to search for one process, start it without "
                 "torchrun.",
@@ -149,13 +217,15 @@ class Ranks(Passing):
 
     def serve(self) -> Any:
         """Take steps as the first rank asks for them, until its search is over; its answer. Raises its error."""
-        while True:
-            verb, asked = self._broadcast(None)
-            if verb == "end":
-                if "error" in asked:
-                    raise asked["error"]
-                return asked["answer"]
-            self._take_part(verb, asked)
+        # whether to go on is the first rank's to say; when it is gone its connections are closed
+        with handling({signal.SIGINT: signal.SIG_IGN, signal.SIGTERM: signal.SIG_IGN}):
+            while True:
+                verb, asked = self._broadcast(None)
+                if verb == "end":
+                    if "error" in asked:
+                        raise asked["error"]
+                    return asked["answer"]
+                self._take_part(verb, asked)
 
     def close(self) -> None:
         """Give back the step's state; its groups have the timeouts of before."""
@@ -177,7 +247,7 @@ class Ranks(Passing):
             store.wait(names, timedelta(seconds=MEETING))
         except RuntimeError:
             missing = [str(rank) for rank, name in enumerate(names) if not store.check([name])]
-            raise UsageError(
+            raise RanksError(
                 f"rank {', '.join(missing)} did not ask for a plan within {MEETING:g} s",
                 remedy="Call autockpt.search on all ranks: a sharded step is taken by all of them together.",
             ) from None
@@ -186,7 +256,7 @@ class Ranks(Passing):
             own = dict(zip(facts, store.get(name).decode().split("\0"), strict=True))
             if unlike := [what for what in facts if own[what] != first[what]]:
                 what = unlike[0]
-                raise UsageError(
+                raise RanksError(
                     f"rank {rank} has another {what} than rank 0: {own[what]} and {first[what]}",
                     remedy="Give all ranks the same arguments, and batches of the same shapes.",
                 )
@@ -211,8 +281,9 @@ class Ranks(Passing):
         """Results by rank of what is done on all ranks. Raises the error of the rank that failed first."""
         if self._broken is not None:
             raise MeasurementError(f"no step can be taken any more: {self._broken}", remedy=_AGAIN)
-        self._broadcast((verb, asked))
-        everyone = self._take_part(verb, asked)
+        with held_back((signal.SIGINT, signal.SIGTERM)):  # all ranks end what they have begun
+            self._broadcast((verb, asked))
+            everyone = self._take_part(verb, asked)
         failed = [(told["at"], rank, told["error"]) for rank, told in enumerate(everyone) if "error" in told]
         if not failed:
             return [told["result"] for told in everyone]

@@ -29,8 +29,9 @@ TRIALS = 40
 class SearchRequest(Data):
     """One question to a search: what trains, the budget, the choices, how long to work, and where to write.
 
-    What trains is a described ``workload``, or a live ``step`` of this process. ``timeout`` is in seconds, the whole
-    search included. ``out`` is the folder that gets the run's directory; None keeps nothing on disk.
+    What trains is a described ``workload``, or a live ``step`` of this process, perhaps built as a workload describes
+    it. ``timeout`` is in seconds, the whole search included. ``out`` is the folder that gets the run's directory; None
+    keeps nothing on disk.
     """
 
     budget: Budget
@@ -72,9 +73,14 @@ class SearchRequest(Data):
     notes: tuple[str, ...] = Field(default=(), description="decided for the user, to be repeated with the answer")
 
     @property
+    def spec(self) -> WorkloadSpec | None:
+        """What describes the workload; None for a step of the user's own making."""
+        return self.workload or self.step.spec
+
+    @property
     def name(self) -> str:
         """Of the model."""
-        return self.workload.model if self.workload is not None else type(self.step.model).__name__
+        return self.spec.model if self.spec is not None else type(self.step.model).__name__
 
     @property
     def described(self) -> WorkloadSpec:
@@ -106,7 +112,7 @@ class SearchRequest(Data):
             seed=self.seed,
             allow_inexact=self.allow_inexact,
             host_budget=self.host_budget,
-            workload=self.workload and self.workload.model_dump(mode="json"),
+            workload=self.spec and self.spec.model_dump(mode="json"),
             compile=self.compile,
             hardware=self.hardware and self.hardware.model_dump(mode="json", exclude=_NO_FIGURES),
             **more,

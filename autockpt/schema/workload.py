@@ -21,7 +21,7 @@ OPTIONS = (
 )  # fmt: skip
 """Fields with an option of their own on the command line; the others are keys of a job file."""
 SIMULATED = ("master_weights", "keep_gradients", "ddp", "shard")
-"""Fields that only simulated hardware can follow."""
+"""Fields that no process can follow by itself: simulated hardware, and some of them the ranks of a job."""
 SEEDS = 1 << 32  # NumPy takes no larger ones
 MOST = 1 << 24  # sequences of a batch, or tokens of a sequence
 SHARDED = re.compile(r"([1-9]\d{0,3}x)?[1-9]\d{0,3}( kept)?|tp[1-9]\d{0,3}")
@@ -83,9 +83,10 @@ class WorkloadSpec(Data):
     seed: int = Field(default=0, ge=0, lt=SEEDS)
     master_weights: bool = Field(default=False, description="fp32 copies of 16-bit weights for optimizers; simulated")
     keep_gradients: bool = Field(default=False, description="gradients are set to zero, not to None; simulated")
-    ddp: Ddp | None = Field(default=None, description="DDP: gradients copied to buckets, or views of them; simulated")
+    ddp: Ddp | None = Field(default=None, description="DDP: gradients copied to buckets, or views of them; see shard")
     shard: Annotated[int | str, AfterValidator(_sharded)] | None = Field(
-        default=None, description="over N GPUs by FSDP2 (ZeRO-3), or NxM, 'N kept', 'NxM kept', tpN; simulated"
+        default=None,
+        description="over N GPUs by FSDP2 (ZeRO-3), or NxM, 'N kept', 'NxM kept', tpN; simulated or by torchrun",
     )
 
     stage: Annotated[str, AfterValidator(_stage)] | None = Field(

@@ -7,8 +7,10 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from autockpt.errors import UsageError
+from autockpt.errors import RanksError, UsageError
 from autockpt.measuring.local import ranks_here
+from autockpt.measuring.ranks import share_of
+from autockpt.process import launched
 from autockpt.schema import (
     Budget,
     Hardware,
@@ -34,8 +36,12 @@ from autockpt.workload.lengths import lengths_of
 
 def answer(request: SearchRequest, listener: Listener | None = None) -> SearchOutcome | BatchAnswer:
     """Search for a plan; with its micro-batch, sets of choices by length, or the longest sequences, where asked for."""
-    if request.step is not None and not request.others_wait and ranks_here() > 1:
+    on_ranks = request.workload is not None and request.hardware is None and not request.dry_run and launched() > 1
+    if on_ranks or (request.step is not None and not request.others_wait and ranks_here() > 1):
         _refuse_on_ranks(request)
+    if on_ranks:
+        step = share_of(request.described, request.device)
+        request = request.model_copy(update={"workload": None, "step": step})
     if request.longest:
         request = with_longest(request, listener or Silence())
     if request.rows_per_update is not None:
@@ -47,10 +53,14 @@ def answer(request: SearchRequest, listener: Listener | None = None) -> SearchOu
 
 def _refuse_on_ranks(request: SearchRequest) -> None:
     """What is not asked of the ranks of a job."""
-    asked = {"global_batch": request.rows_per_update, "lengths": request.lengths, "compile": request.compile}
+    asked = {
+        "a global batch": request.rows_per_update,
+        "lengths": request.lengths or request.longest or None,
+        "compiling": request.compile,
+    }
     if named := [name for name, value in asked.items() if value is not None]:
-        raise UsageError(
-            f"{named[0]}= cannot be asked of {ranks_here()} processes that train together",
+        raise RanksError(
+            f"{named[0]} cannot be asked for by {max(launched(), ranks_here())} processes that train together",
             remedy="Search on one device, without torchrun; or leave it out.",
         )
 

@@ -91,7 +91,7 @@ def finish(
     )
     if run is None or found.interrupted or plan is None:
         return outcome
-    files = asked.workload.files if asked.workload is not None else None
+    files = asked.spec.files if asked.spec is not None else None
     limits = {"trials": request.trials, "timeout": request.timeout, "training_steps": request.training_steps}
     run.write_finished(FinishedSearch(files=files, outcome=outcome, **limits))
     return outcome
@@ -126,7 +126,7 @@ def _make_plan(
     asked, tracer, choices = prepared.request, prepared.found.tracer, found.best.choices if found.best else {}
     ours, head = rows[-1], tracer.head
     chosen = head is not None and choices.get(head.name, SAVE) != SAVE
-    spec, settings = asked.workload, plain(prepared.settings)
+    spec, settings = asked.spec, plain(prepared.settings)
     if spec is not None and (named := settings.get("units")):  # found cuts are not looked for again
         spec = spec.model_copy(update={"units": named})
     return Plan.create(

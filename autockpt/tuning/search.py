@@ -56,8 +56,8 @@ def _on_all_ranks(request: SearchRequest, listener: Listener | None) -> SearchOu
     """The same answer on all ranks of a job: the first one searches, and all take the steps together."""
     question = json.dumps(request.question(), sort_keys=True, default=str)
     with Ranks(request.step, question, host_budget=request.host_budget) as ranks:
-        if ranks.rank:
-            return ranks.serve()
+        if ranks.rank:  # what is written is the first rank's
+            return ranks.serve().model_copy(update={"run_directory": None})
         asked = request.model_copy(update={"step": ranks.step})
         return ranks.conduct(lambda: _search(asked, listener, ranks))
 

@@ -72,17 +72,17 @@ def preload(spec: WorkloadSpec) -> None:
 
 
 def refuse_simulated(spec: WorkloadSpec) -> None:
-    """Raise UsageError for a spec that no real step can follow: more than one GPU, states that are counted by rule."""
+    """Raise UsageError for a spec that no real step of one process can follow: several GPUs, or states by rule."""
     for line in spec.simulated_only():
         raise UsageError(
-            f"{line} can only be planned for on simulated hardware, not measured",
+            f"{line} can only be planned for on simulated hardware, not measured in one process",
             remedy="Add --hardware with the name of a device; or leave this key out, or the plan that --resume found "
-            "it in.",
+            "it in. `shard` and `ddp` are measured under torchrun: torchrun --nproc-per-node N -m autockpt search …",
         )
 
 
 def _check(spec: WorkloadSpec) -> None:
-    refuse_simulated(spec.model_copy(update={"shard": None}) if in_a_group() else spec)
+    refuse_simulated(spec.model_copy(update={"shard": None, "ddp": None}) if in_a_group() else spec)
     if spec.scaler and spec.dtype == "fp16":
         raise UsageError(
             "a gradient scaler cannot unscale gradients that are fp16 themselves",
@@ -105,7 +105,8 @@ def _from_config(spec: WorkloadSpec, device: torch.device) -> Step:
     rows, length, note = _size(spec, source, head)
     notes = [head.note, note, *prepare(source, head.task, length, spec.weights)]
     dtype = DTYPES[_dtype_name(spec, source)]
-    model = make_model(spec, source, head, dtype, device)
+    # on the host where it is shared: no GPU has room for the whole
+    model = make_model(spec, source, head, dtype, device if spec.shard is None else torch.device("cpu"))
     if spec.liger:
         apply_liger(model)
     model, adapted = adapt(model, spec)
@@ -158,8 +159,8 @@ def _dtype_name(spec: WorkloadSpec, source: ConfigSource) -> str:
 def _from_factory(spec: WorkloadSpec, device: torch.device) -> Step:
     made = call_factory(spec)
     if isinstance(made, Step):
-        shard_model(made.model, spec, made.optimizer)
-        workload = replace(made, spec=spec, units=spec.units or made.units)
+        model = shard_model(made.model, spec, made.optimizer, device)
+        workload = replace(made, model=model, spec=spec, units=spec.units or made.units)
     else:
         model, batch, loss = made
         if spec.liger:
@@ -177,8 +178,8 @@ def _from_factory(spec: WorkloadSpec, device: torch.device) -> Step:
 
 def _assemble(spec: WorkloadSpec, model: nn.Module, batch: Any, device: torch.device, **parts: Any) -> Step:
     """A Step of model and batch on the device, and of what else the spec says; ``parts`` are further fields of it."""
+    model = shard_model(model, spec, device=device)
     _move_model(model, device)
-    shard_model(model, spec)
     return Step(
         model,
         move(batch, device),

@@ -9,6 +9,7 @@ import re
 from math import prod
 from typing import Any
 
+import torch
 from torch import distributed, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
@@ -29,21 +30,25 @@ def in_a_group() -> bool:
     return distributed.is_available() and distributed.is_initialized()
 
 
-def shard_model(model: nn.Module, spec: WorkloadSpec, optimizer: Any = None) -> None:
-    """Leave this rank's share of a model in its place, as ``spec.shard`` says (see ``SHARDED``); nothing for None.
+def shard_model(
+    model: nn.Module, spec: WorkloadSpec, optimizer: Any = None, device: torch.device = torch.device("cpu")
+) -> nn.Module:
+    """This rank's share of a model, on ``device``, as ``spec.shard`` says (see ``SHARDED``); or in DDP (``spec.ddp``).
 
     FSDP2 takes each block, or module of ``spec.units``, for itself, then the rest together. What the maker of the model
     has sharded stays as it is. Raises UsageError for what cannot be sharded, and where an optimizer was made before.
     """
+    if spec.ddp is not None:
+        return nn.parallel.DistributedDataParallel(model.to(device), gradient_as_bucket_view=spec.ddp == "views")
     if spec.shard is None:
-        return
+        return model
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor import DTensor
 
     parameters = list(model.parameters())
     if any(isinstance(p, DTensor) for p in parameters):
-        return
+        return model
     if optimizer is not None:
         raise UsageError(
             f"`shard: {spec.shard}` divides the weights, but {spec.model} made an optimizer for the whole ones",
@@ -56,17 +61,18 @@ def shard_model(model: nn.Module, spec: WorkloadSpec, optimizer: Any = None) -> 
         )
     sizes, _, kept = str(spec.shard).partition(" ")
     if sizes.startswith(TENSOR_PARALLEL):
-        _tensor_parallel(model, ranks_of(sizes))
-        return
+        _tensor_parallel(model, ranks_of(sizes), device)
+        return model
     shape = tuple(map(int, sizes.split("x")))
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
+    mesh = init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
     blocks = [unit.name for unit in discover_units(model, spec.units) if unit.role == "block"]
     for block in modules_of(model, blocks):
         fully_shard(block, mesh=mesh, reshard_after_forward=not kept)
     fully_shard(model, mesh=mesh, reshard_after_forward=False if kept else None)
+    return model
 
 
-def _tensor_parallel(model: Any, ranks: int) -> None:
+def _tensor_parallel(model: Any, ranks: int, device: torch.device) -> None:
     """As transformers distributes a model, by the plan that comes with it."""
     if not hasattr(type(model), "maybe_distribute_model") or not model.tp_plan:
         raise UsageError(
@@ -80,7 +86,7 @@ def _tensor_parallel(model: Any, ranks: int) -> None:
     tied = model.get_output_embeddings() if model.config.tie_word_embeddings else None
     if tied is not None:  # apart, and together again as after loading
         tied.weight = nn.Parameter(tied.weight.detach())
-    mesh = init_device_mesh("cpu", (1, 1, 1, ranks), mesh_dim_names=("pp", "dp_replicate", "fsdp", "tp"))
+    mesh = init_device_mesh(device.type, (1, 1, 1, ranks), mesh_dim_names=("pp", "dp_replicate", "fsdp", "tp"))
     type(model).maybe_distribute_model(model, DistributedConfig(tp_size=ranks), TransformersDeviceMesh(mesh, mesh))
     if tied is not None:
         model.tie_weights()

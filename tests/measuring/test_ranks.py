@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
+import subprocess
+import sys
 import time
 from pathlib import Path
 from unittest.mock import patch
@@ -13,9 +17,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import autockpt
-from autockpt.errors import MeasurementError, UsageError
+from autockpt.errors import MeasurementError, RanksError
 from autockpt.measuring import Ranks, ranks
 from autockpt.schema.choices import RECOMPUTE
+from tests.errors import raises
 from tests.measuring.sharded_models import WIDTH, sharded, squares, step_of
 from tests.runtime.processes import in_processes, in_two_processes, needs_gloo
 
@@ -65,6 +70,54 @@ def test_all_ranks_get_one_plan_and_nothing_has_changed(search, tmp_path: Path) 
     assert in_two_processes(search, tmp_path) == []
 
 
+def torchrun(folder: Path, job: str, *options: str) -> subprocess.CompletedProcess[str]:
+    """``autockpt search`` on two ranks, of a job file with these lines."""
+    (folder / "job.yaml").write_text(job)
+    launcher = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    verb = ("-m", "autockpt", "search", "--job", "job.yaml", "--budget", "60%act", "--device", "cpu", *options)
+    environment = os.environ | {"PYTHONPATH": str(Path(autockpt.__file__).parents[1]), "OMP_NUM_THREADS": "1"}
+    return subprocess.run([*launcher, *verb], cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
+
+
+WHOLE = "model: tests.measuring.sharded_models:whole\n"
+
+
+@pytest.mark.parametrize("how", ["shard: 2", "ddp: buckets"])
+def test_torchrun_searches_once_for_all_ranks(how: str, tmp_path: Path) -> None:
+    options = ("--trials", "1", "--choices", "save,recompute", "--timeout", "12s", "--json")
+    done = torchrun(tmp_path, f"{WHOLE}{how}\n", *options)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["plan"] is not None  # one of them printed
+    (run,) = tmp_path.glob("results/*/report.html")
+    plan = autockpt.Plan.load(run.parent / "plan.yaml")
+    assert plan.workload is not None and plan.workload.model == "tests.measuring.sharded_models:whole"
+    assert plan.measured is not None and len(plan.measured.peak_by_rank) == 2
+
+
+@pytest.mark.parametrize(
+    ("job", "code"),
+    [
+        (f"{WHOLE}shard: 4\n", "ranks"),
+        ("model: tests.measuring.sharded_models:with_optimizer\nshard: 2\n", "usage"),
+    ],
+    ids=["another number", "cannot be built"],
+)
+def test_torchrun_refuses_in_one_voice(job: str, code: str, tmp_path: Path) -> None:
+    done = torchrun(tmp_path, job)
+    assert done.returncode != 0 and done.stdout == ""
+    assert re.findall(r"\[([a-z.]+)\]$", done.stderr, re.M) == [code]
+    assert set(re.findall(r"exitcode *: (-?\d+)", done.stderr)) == {"2"}
+
+
+def test_a_job_that_is_not_sharded_is_refused_under_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("TORCHELASTIC_RUN_ID", "none"), ("WORLD_SIZE", "2"), ("RANK", "1")):
+        monkeypatch.setenv(name, value)
+    with raises(RanksError):
+        autockpt.search("llama-tiny", device="cpu")
+    with raises(RanksError):
+        autockpt.search("llama-tiny", device="cpu", shard=2, global_batch=8)
+
+
 def refusals(rank: int) -> list[str]:
     """What is said where the ranks do not ask alike."""
     wrong = []
@@ -77,7 +130,7 @@ def refusals(rank: int) -> list[str]:
         try:
             Ranks(step, question)
             wrong.append(f"{what}: not refused")
-        except UsageError:
+        except RanksError:
             pass
     alone = step_of("ddp", 2)  # made by both
     with patch.object(ranks, "MEETING", 1.0):
@@ -85,7 +138,7 @@ def refusals(rank: int) -> list[str]:
             if rank == 0:
                 Ranks(alone, "question")
                 wrong.append("one rank alone: not refused")
-        except UsageError as error:
+        except RanksError as error:
             if "rank 1" not in error.message:
                 wrong.append(f"does not name the rank: {error.message}")
     return wrong
