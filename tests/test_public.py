@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import autockpt
-from autockpt.analysis import subject
+from autockpt.analysis import explain as explaining
 from autockpt.errors import UsageError
 from autockpt.shipped import load_space
 from tests.errors import raises
@@ -24,7 +24,7 @@ JOB = {"batch_size": 4, "seq_len": 64}
 def test_a_model_by_name_is_planned_explained_and_reported(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(subject, "load_space", lambda name: SPACE)
+    monkeypatch.setattr(explaining, "load_space", lambda name: SPACE)
     plan = autockpt.search(
         "llama-tiny", budget="60%act", hardware="rtx4090", trials=1, space=SPACE, out=tmp_path, progress=False, **JOB
     )

@@ -1,32 +1,30 @@
-"""From a plan, a budget, a plain workload or a run's own files to the whole Explanation."""
+"""From a plan, a budget, a plain workload or a run's own files to the whole Explanation.
+
+A workload is ghost-run with every uniform plan, and what each choice costs is worked out by op times. Seconds rest on,
+best first: ops timed on the device, a roofline of a named device, common rates.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 from typing import Any
 
-from autockpt.analysis.explanation import Bargain, Explanation, Front, Speed
+import torch
+
+from autockpt.analysis.explanation import Bargain, Basis, Explanation, Front, Speed
 from autockpt.analysis.holdings import StepBytes, curve, joined, moment, telling_op
-from autockpt.analysis.subject import (
-    OTHER_WORKLOAD,
-    ExplainRequest,
-    Subject,
-    Times,
-    budget_for,
-    hardware_for,
-    made_for,
-    open_subject,
-    simulated_hardware,
-)
-from autockpt.analysis.why import Answers, Known, budget_steps, recorded, resolved, why
-from autockpt.cost import said_of
-from autockpt.cost.roofline import peak_flops
+from autockpt.analysis.why import Answers, Known, budget_steps, recorded, why
+from autockpt.cost import CostModel, cached_op_times, said_of, simulated_memory
+from autockpt.cost.roofline import nominal_op_times, peak_flops, roofline_times
 from autockpt.cost.step import simulate
-from autockpt.devices import host_bytes_of, said_of_host
+from autockpt.devices import get_device, host_bytes_of, said_of_host
 from autockpt.errors import AutockptError, RunDirectoryError, UsageError
+from autockpt.measuring.environment import environment_of, environment_to_measure_in
 from autockpt.schema import (
     SAVE,
     Budget,
@@ -37,22 +35,136 @@ from autockpt.schema import (
     Listener,
     Measurement,
     Menu,
+    OpTimes,
     Plan,
     PlanStatus,
     Profile,
+    Remake,
     ResolvedBudget,
+    Selective,
     Silence,
     Unit,
     WorkloadSpec,
     format_bytes,
+    parse_budget,
 )
 from autockpt.schema.choices import OFFLOAD, Offload, RecomputeOffload
 from autockpt.schema.device import WITHOUT_STREAMS
 from autockpt.schema.runs import RunDirectory, undominated
 from autockpt.schema.words import step_note
+from autockpt.shipped import list_hardware, load_hardware, load_space
+from autockpt.tracing import Tracer, open_tracer
+from autockpt.tuning.door import refuse_both
+from autockpt.tuning.opening import Traced, live_settings, traced, traced_for, workload_key
 from autockpt.tuning.sizes import resized
 from autockpt.tuning.targets.simulated import SIMULATED
 from autockpt.workload import Step
+
+SPACE = "knobs"
+
+
+@dataclass(frozen=True)
+class ExplainRequest:
+    """What to explain: a plan, or what fits a budget, or plain training.
+
+    Of the workload that ``spec`` describes, on ``device`` or on ``hardware`` as it is described; or of a live ``step``
+    (``spec`` None), where its model is. ``plan_path`` is the plan's file or run directory.
+    """
+
+    spec: WorkloadSpec | None
+    plan: Plan | None = None
+    plan_path: Path | None = None
+    budget: Budget | None = None
+    device: str | None = None
+    hardware: Hardware | None = None
+    step: Step | None = None
+
+    @property
+    def described(self) -> WorkloadSpec:
+        """The workload, in questions that no live step is asked."""
+        assert self.spec is not None
+        return self.spec
+
+    @property
+    def name(self) -> str:
+        """Of the model."""
+        return self.described.model if self.step is None else type(self.step.model).__name__
+
+    @property
+    def budget_bytes(self) -> int | None:
+        """The budget in bytes, where it is known before anything is traced."""
+        if self.budget is not None:
+            return self.budget.budget_bytes
+        return self.plan.budget.bytes if self.plan is not None and self.plan.budget is not None else None
+
+    @property
+    def torch_device(self) -> torch.device:
+        """The device at hand, where no hardware is simulated."""
+        if self.step is not None:
+            return self.step.device
+        return torch.device("cpu") if self.hardware is not None else get_device(self.device).torch_device
+
+
+OTHER_WORKLOAD = "the workload is not the one that the plan was made for: its promise does not count"
+
+
+def made_for(plan: Plan, spec: WorkloadSpec | None) -> bool:
+    """Whether what a plan promises is about this workload; a plan that names none is taken at its word."""
+    return plan.workload is None or plan.workload == spec
+
+
+def hardware_for(name: str | None, device: str | None, plan: Plan | None) -> Hardware | None:
+    """The device that is modelled: the one named, else the one that a simulated plan was simulated for; or None.
+
+    Raises UsageError where that is not among those described, and for a device besides.
+    """
+    refuse_both(name, device)
+    if name is not None:
+        return load_hardware(name)
+    if device is not None or plan is None or plan.source != "simulated":
+        return None
+    planned = simulated_hardware(plan)
+    if planned is None:
+        return None  # a dry run on the device at hand
+    if planned not in list_hardware():
+        raise UsageError(
+            f"the plan was simulated for {planned}, which is not among the devices described here",
+            remedy="Add --hardware with the file that describes it, or --device to explain the plan for this machine.",
+        )
+    return load_hardware(planned)
+
+
+def simulated_hardware(plan: Plan) -> str | None:
+    """The name of the hardware that a plan was simulated for; None for a plan of the device at hand."""
+    return plan.environment.versions.get("simulated") if plan.environment is not None else None
+
+
+def budget_for(
+    asked: str | Budget | None,
+    headroom: str | None,
+    plan: Plan | None,
+    spec: WorkloadSpec | None,
+    simulated: str | None,
+) -> Budget | None:
+    """What a plan is held against: the budget as asked for, by default the plan's own as it stands (None).
+
+    ``simulated`` is the name of the hardware that is simulated; None: the device at hand.
+    A share is of the job's own peak, and ``auto`` all that a device has: of another workload or device they are another
+    size. Raises UsageError for what is no budget, and for a headroom without one.
+    """
+    if asked is not None:
+        return parse_budget(asked).with_headroom(headroom, simulated=simulated is not None)
+    planned = None if plan is None else plan.budget
+    if headroom is not None and planned is None:
+        raise UsageError("a headroom is left free of a budget, and none was given", remedy="Give --budget, too.")
+    if plan is None or planned is None:
+        return None
+    elsewhere = simulated != simulated_hardware(plan)
+    again = elsewhere if planned.asked == "auto" else "%" in planned.asked and (elsewhere or not made_for(plan, spec))
+    if headroom is None and not again:
+        return None
+    same = Budget(text=planned.asked, kind="bytes", size=planned.whole)
+    return (parse_budget(planned.asked) if again else same).with_headroom(headroom or planned.headroom or "0%")
 
 
 def explain(
@@ -92,7 +204,12 @@ def explain_step(question: ExplainRequest, listener: Listener) -> Explanation:
     with open_subject(question, listener) as subject:
         listener.stage("solving")
         answers = Answers(subject.profiled, subject.uniform)
-        budget = resolved(question, answers)
+        budget = question.plan.budget if question.plan is not None else None
+        if question.budget is not None:
+            device = subject.profiled.predictor.device
+            capacity = device.capacity_bytes - subject.profiled.used_by_others
+            low, high = answers.lean.peak_bytes, answers.save_all.peak_bytes
+            budget = question.budget.resolved(high, low, capacity, device.kind)
         if budget is not None and question.plan is None:
             answers.at(budget.bytes, SIMULATED.checks)  # as many ghost runs as a search would take
         if subject.choices is not None:  # a longer search may have found it: nothing slower is said to be the fastest
@@ -100,11 +217,11 @@ def explain_step(question: ExplainRequest, listener: Listener) -> Explanation:
         steps = budget_steps(answers, budget)
         choices, said, status, notes = _chosen(subject, answers, budget)
         graph = subject.tracer.trace(choices)
-        environment = subject.times.times.environment
+        environment = subject.profiled.profile.op_times.environment
         on_host = said_of_host(environment, host_bytes_of(graph.copies, environment.device.kind))
         return _explanation(
             answers,
-            subject.times,
+            subject.basis,
             (subject.base, graph),
             subject.head,
             subject.needs(graph),
@@ -158,7 +275,7 @@ def explain_run(
         hardware = None
     return _explanation(
         answers,
-        Times.of(profile.op_times, "in the plan's run"),
+        _basis(profile.op_times, "in the plan's run"),
         (base, graph),
         head.name if head is not None else None,
         max(plan.predicted.peak_bytes, graph.peak_bytes + device.overhead_bytes),
@@ -187,7 +304,7 @@ def explain_run(
 
 def _explanation(
     answers: Known,
-    times: Times,
+    basis: tuple[Basis, str],
     graphs: tuple[Graph, Graph],
     head: str | None,
     peak: int,
@@ -204,11 +321,11 @@ def _explanation(
 
     ``graphs`` are of the plain step and of the plan's, ``peak`` is what that one needs, its allocator included.
     """
-    base, graph = graphs
-    held = StepBytes(graph, head, times.times.device.overhead_bytes, peak)
+    (base, graph), times = graphs, profile.op_times
+    held = StepBytes(graph, head, times.device.overhead_bytes, peak)
     telling, speed, tokens = telling_op(held), None, settings.get("tokens")
     seconds = measured.step_seconds if measured is not None else None
-    if took := seconds or (simulate(graph, times.times).step_seconds if times.basis != "nominal" else 0.0):
+    if took := seconds or (simulate(graph, times).step_seconds if basis[0] != "nominal" else 0.0):
         # nominal rates rank choices, and say nothing about seconds
         speed = Speed(
             seconds=took,
@@ -219,10 +336,10 @@ def _explanation(
         )
     return Explanation(
         settings={k: v for k, v in settings.items() if k != "model"},
-        device=times.times.environment.device.name,
+        device=times.environment.device.name,
         choices=choices,
-        basis=times.basis,
-        basis_note=times.note,
+        basis=basis[0],
+        basis_note=basis[1],
         budget=budget,
         save_all_peak=answers.save_all.peak_bytes,
         smallest_peak=answers.lean.peak_bytes,
@@ -315,6 +432,110 @@ def _of_device(question: ExplainRequest, kind: str) -> tuple[str, ...]:
     return (
         "bytes are those that tensors hold, and the context: what the caching allocator reserves beyond them is not in",
     )
+
+
+def _basis(times: OpTimes, when: str) -> tuple[Basis, str]:
+    """What op times rest on, also in words: a simulated device, or what was measured, and ``when``."""
+    if (simulated := times.environment.versions.get("simulated")) is not None:
+        return "modelled", f"seconds are modelled by a roofline of {simulated}, nothing was timed"
+    return "measured", f"op times were measured on {times.environment.device.name} {when}"
+
+
+@dataclass(frozen=True)
+class Subject:
+    """An open workload. ``base`` is its plain step, ``uniform`` what all of its layers may do, ``choices`` are the
+    plan's, by unit name."""
+
+    question: ExplainRequest
+    tracer: Tracer
+    base: Graph
+    uniform: tuple[str, ...]
+    basis: tuple[Basis, str]
+    profiled: CostModel
+    choices: Mapping[str, Choice] | None
+    notes: tuple[str, ...] = ()
+
+    @property
+    def head(self) -> str | None:
+        """Name of the model's output head."""
+        return self.tracer.head.name if self.tracer.head is not None else None
+
+    def needs(self, graph: Graph) -> int:
+        """Bytes of the device that a ghost run needs, its context included."""
+        predictor = self.profiled.predictor
+        return predictor.needs(graph) if predictor.needs else graph.peak_bytes + predictor.device.overhead_bytes
+
+
+@contextmanager
+def open_subject(question: ExplainRequest, listener: Listener) -> Iterator[Subject]:
+    """Ghost-run and profile the workload of a question; the tracer's process ends with the block.
+
+    Raises UsageError for a model without blocks, PlanError for a plan that does not fit the model, and what the tracer
+    raises.
+    """
+    listener.stage("trace")
+    with ExitStack() as stack:
+        if question.step is not None:
+            tracer = stack.enter_context(Tracer.from_step(question.step))
+        else:
+            asked = question.hardware, question.described, question.plan
+            tracer, spec = open_tracer(stack, *asked, device=question.torch_device)
+            question = replace(question, spec=spec)
+        choices = question.plan.choices_for(tracer.units, tracer.head) if question.plan is not None else None
+        of_head = SAVE if tracer.head is None else (choices or {}).get(tracer.head.name, SAVE)
+        space, card = load_space(SPACE), question.hardware
+        if card is None:
+            found = traced(tracer, space, of_head=of_head, listener=listener)
+        else:
+            found = traced_for(stack, card, question.described, tracer, space, of_head=of_head, listener=listener)
+        times, basis, others = _times(question, found)
+        listener.stage("profiling choices")
+        needs = simulated_memory(question.hardware, question.budget_bytes) if question.hardware is not None else None
+        # choices of the plan that no menu has by itself
+        own = dict.fromkeys(c for c in (choices or {}).values() if isinstance(c, Selective | Remake))
+        profiled = found.cost_model(times, used_by_others=others, extra=own, needs=needs)
+        yield Subject(
+            question=question,
+            tracer=tracer,
+            base=found.plain,
+            uniform=tuple(found.uniform),
+            basis=basis,
+            profiled=profiled,
+            choices=choices,
+            notes=found.said,
+        )
+
+
+def _times(question: ExplainRequest, found: Traced) -> tuple[OpTimes, tuple[Basis, str], int]:
+    """Op times, an earlier search's or else rates of common hardware; what they rest on; bytes that others hold."""
+    heads = list(found.heads.graphs.values()) if found.heads is not None else []
+    if question.hardware is not None:
+        times = roofline_times(question.hardware, found.graphs)
+        return times.completed(roofline_times(question.hardware, heads)), _basis(times, ""), 0
+    step, settings = question.step, dict[str, Any]()
+    device = get_device(question.device if step is None else str(step.device))
+    if step is None:
+        environment = environment_to_measure_in(question.device)
+    else:
+        environment, settings = environment_of(device), live_settings(step, found.tracer)
+    key = workload_key(question.spec, question.name, settings)
+    lean = (found.uniform.get("recompute") or found.uniform["save"])[1]  # all that is timed; copies go by their rates
+    if (cached := cached_op_times(environment, [lean, *heads], key)) is not None:
+        return cached, _basis(cached, "by an earlier search"), device.used_by_others()
+    note = (
+        "seconds are modelled from FLOPs and bytes at nominal rates of common hardware: they rank choices and say "
+        "little about this device (a search measures its op times; --hardware NAME models a device that is described)"
+    )
+    return nominal_op_times(environment, *found.graphs, *heads), ("nominal", note), device.used_by_others()
+
+
+def step_graph(question: ExplainRequest) -> Graph:
+    """Every op of the described step, under the plan of a question that has one. Raises as ``open_subject`` does."""
+    plan = question.plan
+    with ExitStack() as stack:
+        tracer, _ = open_tracer(stack, question.hardware, question.described, plan, device=question.torch_device)
+        graph = tracer.trace(plan.choices_for(tracer.units, tracer.head) if plan is not None else None)
+        return graph.model_copy(update={"notes": (*tracer.notes, *graph.notes)})
 
 
 def estimate_step(

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from autockpt.analysis.subject import OTHER_WORKLOAD, made_for
+from autockpt.analysis.explain import OTHER_WORKLOAD, made_for
 from autockpt.analysis.verification import Check, CheckState, VerifyReport
 from autockpt.devices import get_device
 from autockpt.errors import AutockptError, ConflictError, DeviceOutOfMemory, PlanError, RerunMismatch

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from autockpt.analysis.explanation import BudgetStep, Reach, Why
-from autockpt.analysis.subject import ExplainRequest
 from autockpt.cost import CostModel
 from autockpt.schema import Choice, Prediction, Profile, ResolvedBudget, format_binary, plan_hash
 from autockpt.schema.known import NONE, known_plans
@@ -150,15 +149,6 @@ class Answers(Known):
     def _least(self, choices: Mapping[str, Choice]) -> int:
         """Bytes that a plan needs, without what a caching allocator holds and could give back."""
         return self.profiled.check(choices).peak_bytes + self.overhead
-
-
-def resolved(question: ExplainRequest, answers: Answers) -> ResolvedBudget | None:
-    """The budget in bytes: the one asked for, else the plan's own."""
-    device = answers.profiled.predictor.device
-    if question.budget is None:
-        return question.plan.budget if question.plan is not None else None
-    capacity = device.capacity_bytes - answers.profiled.used_by_others
-    return question.budget.resolved(answers.save_all.peak_bytes, answers.lean.peak_bytes, capacity, device.kind)
 
 
 def is_faster(one: Reach, other: Reach) -> bool:

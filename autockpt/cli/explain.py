@@ -66,8 +66,8 @@ def explain(
             "--ops prints the step of a plan, or of plain training",
             remedy="Leave --budget and --headroom out, or name a plan.",
         )
+    from autockpt.analysis.explain import ExplainRequest, hardware_for, step_graph
     from autockpt.analysis.explain import explain as explained
-    from autockpt.analysis.subject import ExplainRequest, hardware_for, step_graph
 
     loaded = plan_at(plan) if plan is not None else None
     spec = loaded.workload if loaded is not None and not (workload or ops) else None

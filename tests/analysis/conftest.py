@@ -4,14 +4,14 @@ from collections.abc import Iterator
 
 import pytest
 
-from autockpt.analysis import subject
+from autockpt.analysis import explain
 from autockpt.shipped import load_space
 
 
 @pytest.fixture(scope="module")
 def few_choices() -> Iterator[None]:
     """For tests that do not depend on which choices there are: each is some ghost runs more in every answer."""
-    few = load_space(subject.SPACE).restricted(("save", "recompute", "offload", "chunked_softmax"))
+    few = load_space(explain.SPACE).restricted(("save", "recompute", "offload", "chunked_softmax"))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(subject, "load_space", lambda name: few)
+        patch.setattr(explain, "load_space", lambda name: few)
         yield

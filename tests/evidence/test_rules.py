@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from autockpt.analysis import subject
-from autockpt.analysis.subject import ExplainRequest
+from autockpt.analysis import explain
+from autockpt.analysis.explain import ExplainRequest
 from autockpt.errors import DeviceOutOfMemory
 from autockpt.schema import RECOMPUTE, Choice, DeviceInfo, Environment, Measurement, WorkloadSpec
 from autockpt.shipped import load_hardware, load_space
@@ -67,9 +67,9 @@ def test_a_rule_says_what_it_misses() -> None:
 def found() -> Rules:
     """Of a model whose eager attention keeps its scores. Few choices on the menu: the rules do not depend on them."""
     eager = WorkloadSpec(model="llama-tiny", batch_size=2, seq_len=256, attn="eager", dtype="bf16")
-    few = load_space(subject.SPACE).restricted(("save", "recompute", "offload"))
+    few = load_space(explain.SPACE).restricted(("save", "recompute", "offload"))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(subject, "load_space", lambda name: few)
+        patch.setattr(explain, "load_space", lambda name: few)
         return rules(ExplainRequest(eager, hardware=load_hardware("rtx4090")))
 
 

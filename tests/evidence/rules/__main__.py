@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import argparse
 
-from autockpt.analysis.subject import ExplainRequest
+from autockpt.analysis.explain import ExplainRequest
 from autockpt.schema import WorkloadSpec
 from autockpt.shipped import load_hardware
 from tests.evidence.rules.plans import rules

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from autockpt.analysis.explain import Subject
 from autockpt.analysis.holdings import StepBytes, peak_op
-from autockpt.analysis.subject import Subject
 from autockpt.cost.roofline import roofline_times
 from autockpt.cost.step import op_seconds, simulate
 from autockpt.errors import AutockptError
@@ -231,5 +231,5 @@ def bound_by(subject: Subject) -> str | None:
     hardware = subject.question.hardware
     if hardware is None:
         return None
-    seconds = op_seconds(subject.base, subject.times.times) * subject.base.runs
+    seconds = op_seconds(subject.base, subject.profiled.profile.op_times) * subject.base.runs
     return parts.bound_by(hardware, subject.base, seconds.tolist())

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable
 
-from autockpt.analysis.subject import Subject
+from autockpt.analysis.explain import Subject
 from autockpt.cost.roofline import seconds_of_work
 from autockpt.cost.step import base_name
 from autockpt.cost.work import Work, work_of_op

@@ -9,8 +9,8 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
+from autockpt.analysis.explain import ExplainRequest, Subject, open_subject
 from autockpt.analysis.holdings import COME_AND_GO, StepBytes
-from autockpt.analysis.subject import ExplainRequest, Subject, open_subject
 from autockpt.cost.step import simulate
 from autockpt.errors import AutockptError, ConflictError, DeviceOutOfMemory
 from autockpt.measuring import Measurer, WorkerMeasurer
@@ -45,7 +45,9 @@ def rules(question: ExplainRequest, listener: Listener | None = None, *, measure
         activations = sum(h.peak_bytes for h in held if h.name in COME_AND_GO)  # what the rules mean by memory
         overhead = subject.profiled.predictor.device.overhead_bytes  # rules speak of what tensors hold
         peak = base.peak_bytes + overhead
-        seconds = {name: simulate(graph, subject.times.times).step_seconds for name, graph in graphs.items()}
+        seconds = {
+            name: simulate(graph, subject.profiled.profile.op_times).step_seconds for name, graph in graphs.items()
+        }
         ratios = {name: took / seconds[PLAIN] if seconds[PLAIN] else None for name, took in seconds.items()}
         peaks = {name: graph.peak_bytes + overhead for name, graph in graphs.items()}
         predicted = {name: _reading(peaks[name], peak, activations, ratios[name]) for name in graphs}
@@ -64,7 +66,7 @@ def rules(question: ExplainRequest, listener: Listener | None = None, *, measure
             model=question.described.model,
             settings={k: v for k, v in subject.tracer.settings.items() if k != "model"},
             device=subject.profiled.predictor.device.name,
-            basis_note=subject.times.note,
+            basis_note=subject.basis[1],
             save_all_peak=peak,
             activation_bytes=activations,
             rules=tuple(tables),
