@@ -11,7 +11,6 @@ import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -201,30 +200,3 @@ class AcceleratorDevice:
     def _free_and_total(self) -> tuple[int, int]:
         self._open()
         return torch.accelerator.get_memory_info(self.torch_device)
-
-
-@dataclass(frozen=True)
-class AcceleratorKind:
-    """A kind of accelerator that has no file of its own, as ``registry`` wants kinds."""
-
-    name: str
-
-    def __call__(self, index: int = 0) -> AcceleratorDevice:
-        """The n-th device of this kind. Initialises nothing."""
-        return AcceleratorDevice(self.name, index)
-
-    def count(self) -> int:
-        """How many there are here, as the backend counts them."""
-        return torch.accelerator.device_count() if self._is_the_accelerator() else 0
-
-    def absence(self) -> str:
-        """Why there is none, for people."""
-        if self._is_the_accelerator():
-            return f"PyTorch's {self.name} backend sees none"
-        there = torch.accelerator.current_accelerator()
-        has = "has no accelerator" if there is None else f"has {there.type} as its accelerator"
-        return f"this PyTorch ({torch.__version__}) {has}"
-
-    def _is_the_accelerator(self) -> bool:
-        there = torch.accelerator.current_accelerator()
-        return there is not None and there.type == self.name

@@ -37,69 +37,80 @@ class Device(Protocol):
 
     def describe(self) -> DeviceInfo:
         """What identifies the device."""
-        ...
 
     def identity(self) -> str:
         """What tells it from all other devices of all hosts, fit for a file name. Leaves no context."""
-        ...
 
     def capacity(self) -> int:
         """All its memory, in bytes."""
-        ...
 
     def used_by_others(self) -> int:
         """Bytes on it that this process does not hold."""
-        ...
 
     def synchronize(self) -> None:
         """Return when all work queued on it is done."""
-        ...
 
     def measure_peak(self, fn: Callable[[], None], resident: int) -> Peak:
         """Run ``fn`` once, untimed, and report its peak; ``resident`` bytes are on the device before it begins."""
-        ...
 
     def time(self, fn: Callable[[], None]) -> float:
         """Wall seconds of ``fn``, synchronised at both ends."""
-        ...
 
     def out_of_memory(self, error: BaseException) -> bool:
         """Whether ``error`` is this device saying that its memory is full."""
-        ...
 
     def release(self) -> None:
         """Drop caches, collect garbage and reset peaks: after running out of memory, and between trials."""
-        ...
 
     def limit(self, budget_bytes: int | None) -> AbstractContextManager[None]:
         """Enforce a budget as a real limit where the device can; None: no limit."""
-        ...
 
 
-@runtime_checkable
-class OffloadHandle(Protocol):
+class OffloadHandle:
     """The bytes of one storage on their way off the device and back.
 
-    Whoever holds the handle owns it: when the last reference goes, so do the bytes, wherever they are.
+    Whoever holds the handle owns it: when the last reference goes, so do the bytes, wherever they are. What differs
+    between transports is how the copy off the device is waited for, and how bytes come back.
     """
 
-    nbytes: int
+    def __init__(self, source: torch.Tensor) -> None:
+        self.nbytes = source.numel()
+        self._source: torch.Tensor | None = source
+        self._back: torch.Tensor | None = None
 
     def settle(self) -> None:
         """From here on the source may be released: the compute queue waits for the copy off the device. Idempotent."""
-        ...
+        if self._source is not None:
+            self._wait_until_left()
+            self._source = None
 
     def fetch(self) -> None:
         """Start copying back; ``get`` then waits less. Idempotent, and nothing to do before ``settle``."""
-        ...
+        if self._source is None and self._back is None:
+            self._back = self._bring_back()
 
     def get(self) -> torch.Tensor:
         """The bytes on the device, 1-D uint8, usable on the current compute stream; fetches where needed."""
-        ...
+        if self._source is not None:
+            return self._source
+        self.fetch()
+        assert self._back is not None
+        self._wait_until_back(self._back)
+        return self._back
 
     def release(self) -> None:
         """Forget the device side; the bytes can be fetched again. Tensors that ``get`` returned stay valid."""
-        ...
+        self._back = None
+
+    def _wait_until_left(self) -> None:
+        """Have the source's memory wait for the copy off the device."""
+
+    def _bring_back(self) -> torch.Tensor:
+        """A device buffer that the bytes are copied to from now on."""
+        raise NotImplementedError
+
+    def _wait_until_back(self, back: torch.Tensor) -> None:
+        """Have the current compute queue wait for the copy to ``back``. Called for every user."""
 
 
 @runtime_checkable
@@ -119,4 +130,3 @@ class Transport(Protocol):
 
         The handle keeps the source alive until ``settle``. Raises MeasurementError where the other side is full.
         """
-        ...

@@ -10,6 +10,7 @@ import gc
 import hashlib
 import os
 import platform
+import re
 import socket
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -88,11 +89,8 @@ def _limits(root: Path, path: str, limit_name: str, usage_name: str) -> Iterator
 
 def _reclaimable(group: Path) -> int:
     """Page cache that counts as used but is given back on demand."""
-    for line in _text(group / "memory.stat").splitlines():
-        name, _, value = line.partition(" ")
-        if name in ("inactive_file", "total_inactive_file") and value.isdigit():
-            return int(value)
-    return 0
+    found = re.search(r"^(?:total_)?inactive_file (\d+)$", _text(group / "memory.stat"), re.MULTILINE)
+    return int(found[1]) if found is not None else 0
 
 
 def _text(path: Path) -> str:
@@ -109,13 +107,8 @@ def _number(path: Path) -> int | None:
 
 def _fields(path: Path) -> dict[str, int]:
     """``Name:  123 kB`` lines as bytes."""
-    found: dict[str, int] = {}
-    for line in _text(path).splitlines():
-        name, _, rest = line.partition(":")
-        parts = rest.split()
-        if len(parts) == 2 and parts[1] == "kB" and parts[0].isdigit():
-            found[name] = int(parts[0]) * 1024
-    return found
+    lines = re.finditer(r"^(\w+):\s+(\d+) kB$", _text(path), re.MULTILINE)
+    return {line[1]: int(line[2]) * 1024 for line in lines}
 
 
 # glibc hands memory above some thresholds back to the system, and thresholds move: a plan's steps then take page faults
@@ -141,16 +134,6 @@ class CpuDevice:
 
     def __init__(self, index: int = 0) -> None:
         self._memory = HostMemory()
-
-    @staticmethod
-    def count() -> int:
-        """There is always one."""
-        return 1
-
-    @staticmethod
-    def absence() -> str:
-        """Never true."""
-        return ""
 
     def identity(self) -> str:
         """The host, and the cores that this process may run on."""
@@ -283,6 +266,5 @@ def _quiet_profiler() -> Iterator[None]:
 
 
 def _processor() -> str:
-    lines = _text(Path("/proc/cpuinfo")).splitlines()
-    name = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
-    return name or platform.processor() or platform.machine() or "CPU"
+    found = re.search(r"^model name\s*:\s*(.+)$", _text(Path("/proc/cpuinfo")), re.MULTILINE)
+    return (found and found[1]) or platform.processor() or platform.machine() or "CPU"

@@ -36,18 +36,6 @@ class CudaDevice(AcceleratorDevice):
         super().__init__("cuda", index)
         self._failed_before = 0
 
-    @staticmethod
-    def count() -> int:
-        """GPUs that this process may use, without initialising CUDA where the driver's library can be asked."""
-        return torch.cuda.device_count()
-
-    @staticmethod
-    def absence() -> str:
-        """Why there is none, for people."""
-        if torch.version.cuda is None and torch.version.hip is None:
-            return f"this PyTorch ({torch.__version__}) is built without CUDA"
-        return "PyTorch sees no NVIDIA GPU (no driver, or CUDA_VISIBLE_DEVICES hides it)"
-
     def identity(self) -> str:
         """The UUID of the GPU, or of the part of it that this process may use."""
         uuid = without_context("cuda", lambda: str(torch.cuda.get_device_properties(self.index).uuid))

@@ -16,15 +16,15 @@ import mmap
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import IO, Any
 
 import torch
 
+from autockpt.devices.base import OffloadHandle
 from autockpt.devices.hostpool import HostUse, Piece, Pool, file_area, whole_pages
-from autockpt.devices.streams import AcceleratorQueues
+from autockpt.devices.streams import AcceleratorQueues, Direction
 from autockpt.errors import MeasurementError
 
 PART_BYTES = 32 << 20  # what is copied and written at a time
@@ -47,11 +47,7 @@ def unnamed_file(nbytes: int, folder: str | Path) -> IO[bytes]:
     """
     try:
         file = tempfile.TemporaryFile(dir=folder, prefix="autockpt-", buffering=0)  # noqa: SIM115  the caller closes it
-        try:
-            reserve(file.fileno(), nbytes, str(folder))
-        except BaseException:
-            file.close()
-            raise
+        reserve(file.fileno(), nbytes, str(folder))
     except OSError as error:
         raise no_room(nbytes, folder, error) from None
     return file
@@ -102,32 +98,16 @@ class CpuTransport:
             return torch.frombuffer(mmap.mmap(file.fileno(), nbytes), dtype=torch.uint8)
 
 
-class CpuHandle:
-    """Bytes in the mapped file. Copies take place in ``send`` and ``get``; there is nothing to prefetch."""
+class CpuHandle(OffloadHandle):
+    """Bytes in the mapped file. Copies take place in ``send`` and ``get``."""
 
     def __init__(self, pool: Pool[torch.Tensor], piece: Piece[torch.Tensor], source: torch.Tensor) -> None:
-        self.nbytes = source.numel()
-        self._pool, self._piece = pool, piece
-        self._source: torch.Tensor | None = source
-        self._device = source.device
-        self._back: torch.Tensor | None = None
+        super().__init__(source)
+        self._pool, self._piece, self._device = pool, piece, source.device
 
-    def settle(self) -> None:
-        self._source = None
-
-    def fetch(self) -> None:
-        pass
-
-    def get(self) -> torch.Tensor:
-        if self._source is not None:
-            return self._source
-        if self._back is None:
-            back = torch.empty(self.nbytes, dtype=torch.uint8, device="cpu")
-            self._back = back.copy_(self._piece.memory).to(self._device)
-        return self._back
-
-    def release(self) -> None:
-        self._back = None
+    def _bring_back(self) -> torch.Tensor:
+        back = torch.empty(self.nbytes, dtype=torch.uint8, device="cpu")
+        return back.copy_(self._piece.memory).to(self._device)
 
     def __del__(self) -> None:
         self._pool.give(self._piece)
@@ -189,31 +169,22 @@ class DiskTransport:
             self._staging = self.queues.host_memory(self._staging_bytes)[: self._staging_bytes]
         return DiskHandle(self, source)
 
-    def write(self, source: torch.Tensor, room: FileRoom) -> Future[None]:
-        """Let the thread write all of ``source`` to the file, and then let go of it."""
-        return self.thread.submit(self._write, [source], room, self.queues.mark())
+    def move(self, direction: Direction, tensor: torch.Tensor, room: FileRoom) -> Future[None]:
+        """Let the thread write all of a tensor to the file and then let go of it, or fill it from there."""
+        return self.thread.submit(self._move, direction, [tensor], room, self.queues.mark())
 
-    def read(self, target: torch.Tensor, room: FileRoom) -> Future[None]:
-        """Let the thread fill ``target`` from the file."""
-        return self.thread.submit(self._read, [target], room, self.queues.mark())
-
-    def _write(self, sources: list[torch.Tensor], room: FileRoom, ready: Any) -> None:
-        source = sources.pop()  # what the thread remembers of a job that is done must not hold the device's memory
-        for part, staging in self._parts(source):
-            self.queues.finish(self.queues.copy("out", staging, source[part], [ready]))
-            room.move(os.pwritev, self._staging, part)
-
-    def _read(self, targets: list[torch.Tensor], room: FileRoom, ready: Any) -> None:
-        target = targets.pop()
-        for part, staging in self._parts(target):
-            room.move(os.preadv, self._staging, part)
-            self.queues.finish(self.queues.copy("in", target[part], staging, [ready]))
-
-    def _parts(self, tensor: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
+    def _move(self, direction: Direction, tensors: list[torch.Tensor], room: FileRoom, ready: Any) -> None:
+        tensor = tensors.pop()  # what the thread remembers of a job that is done must not hold the device's memory
         size = len(self._staging)
         for start in range(0, len(tensor), size):
             part = slice(start, min(start + size, len(tensor)))
-            yield part, self._staging[: part.stop - part.start]
+            staging = self._staging[: part.stop - part.start]
+            if direction == "out":
+                self.queues.finish(self.queues.copy("out", staging, tensor[part], [ready]))
+                room.move(os.pwritev, self._staging, part)
+            else:
+                room.move(os.preadv, self._staging, part)
+                self.queues.finish(self.queues.copy("in", tensor[part], staging, [ready]))
 
     def _file(self, nbytes: int) -> FileRoom:
         file = unnamed_file(nbytes, self.folder)
@@ -224,40 +195,31 @@ class DiskTransport:
         return FileRoom(file, self.folder)
 
 
-class DiskHandle:
+class DiskHandle(OffloadHandle):
     """Bytes on their way through the thread. Copies have ended when a job has, so no compute queue waits for them."""
 
     def __init__(self, transport: DiskTransport, source: torch.Tensor) -> None:
-        self.nbytes = source.numel()
+        super().__init__(source)
         self._transport = transport
         self._piece = transport.space.take(whole_pages(self.nbytes))  # for O_DIRECT
-        self._source: torch.Tensor | None = source
-        self._back: torch.Tensor | None = None
-        self._written = transport.write(source, self._piece.memory)
+        self._written = transport.move("out", source, self._piece.memory)
 
-    def settle(self) -> None:
-        if self._source is not None:
-            self._written.result()
-            self._source = None
+    def _wait_until_left(self) -> None:
+        self._written.result()
 
-    def fetch(self) -> None:
-        if self._source is None and self._back is None:
-            self._back = self._transport.queues.device_memory(self.nbytes)
-            self._read = self._transport.read(self._back, self._piece.memory)
+    def _bring_back(self) -> torch.Tensor:
+        back = self._transport.queues.device_memory(self.nbytes)
+        self._read = self._transport.move("in", back, self._piece.memory)
+        return back
 
-    def get(self) -> torch.Tensor:
-        if self._source is not None:
-            return self._source
-        self.fetch()
-        assert self._back is not None
+    def _wait_until_back(self, back: torch.Tensor) -> None:
         self._read.result()
-        self._transport.queues.use(self._back)
-        return self._back
+        self._transport.queues.use(back)
 
     def release(self) -> None:
         if self._back is not None:
             self._read.cancel()
-            self._back = None
+        super().release()
 
     def __del__(self) -> None:
         with contextlib.suppress(Exception):  # of a handle that could not be made

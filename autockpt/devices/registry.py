@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-from typing import Protocol
+from collections.abc import Callable
 
 import torch
 
-from autockpt.devices.accelerator import AcceleratorKind
+from autockpt.devices.accelerator import AcceleratorDevice
 from autockpt.devices.base import Device
 from autockpt.devices.cpu import CpuDevice
 from autockpt.devices.cuda import CudaDevice
@@ -15,28 +15,8 @@ from autockpt.errors import UsageError
 from autockpt.schema.base import closest
 from autockpt.schema.device import WITHOUT_STREAMS
 
-
-class DeviceKind(Protocol):
-    """What the table holds: a class that makes the n-th device of its kind and knows how many there are."""
-
-    def __call__(self, index: int = 0) -> Device:
-        """The n-th device of this kind. Initialises nothing."""
-        ...
-
-    def count(self) -> int:
-        """How many there are here, without initialising them."""
-        ...
-
-    def absence(self) -> str:
-        """Why there is none, for people."""
-        ...
-
-
 # Kinds with a file of their own, the best first. All others that PyTorch has a module for are AcceleratorDevices.
-DEVICES: dict[str, DeviceKind] = {
-    "cuda": CudaDevice,
-    "cpu": CpuDevice,
-}
+DEVICES: dict[str, Callable[[int], Device]] = {"cuda": CudaDevice, "cpu": CpuDevice}
 
 
 def make_current(device: Device) -> None:
@@ -55,50 +35,68 @@ def get_device(name: str | None = None) -> Device:
     there.
     """
     if name is None:
-        return next(kind(_own_index(kind)) for kind in map(_kind, _known()) if kind is not None and kind.count())
-    kind_name, colon, number = name.partition(":")
-    kind = _kind(kind_name)
-    if kind is None or (colon and not number.isdecimal()):
+        name = next(filter(_count, _known()))
+    kind, colon, number = name.partition(":")
+    if not (kind in DEVICES or _has_module(kind)) or (colon and not number.isdecimal()):
         known = _known()
-        near = closest(kind_name, known)
-        meant = f" Did you mean {near}?" if near and near != kind_name else ""
+        near = closest(kind, known)
+        meant = f" Did you mean {near}?" if near and near != kind else ""
         raise UsageError(
             f"unknown device {name!r}",
             remedy=f"Known devices: {', '.join(known)}; one of several is written cuda:1.{meant}",
         )
-    index = int(number) if colon else _own_index(kind)
-    there = kind.count()
+    there = _count(kind)
     if not there:
         raise UsageError(
-            f"there is no {kind_name} device here: {kind.absence()}",
+            f"there is no {kind} device here: {_absence(kind)}",
             remedy="Use the device cpu, or leave the device out to take the best there is.",
         )
-    if index >= there:
-        last = f"{kind_name}:{there - 1}" if there > 1 else kind_name
-        raise UsageError(f"there is no device {name}: the last one here is {last}", remedy=f"Use {last}.")
-    return kind(index)
-
-
-def _own_index(kind: DeviceKind) -> int:
-    """Which of these devices is this process's; the first where a launcher shows each process its own one alone."""
     rank = os.environ.get("LOCAL_RANK", "")
-    return int(rank) if rank.isdecimal() and int(rank) < kind.count() else 0
+    # the first where a launcher shows each process its own one alone
+    own = int(rank) if rank.isdecimal() and int(rank) < there else 0
+    index = int(number) if colon else own
+    if index >= there:
+        last = f"{kind}:{there - 1}" if there > 1 else kind
+        raise UsageError(f"there is no device {name}: the last one here is {last}", remedy=f"Use {last}.")
+    return DEVICES[kind](index) if kind in DEVICES else AcceleratorDevice(kind, index)
 
 
 def _known() -> list[str]:
     """The table, after an accelerator of another kind that PyTorch has, if it has streams."""
+    accelerator = _accelerator()
+    return list(DEVICES) if accelerator in (None, *DEVICES, *WITHOUT_STREAMS) else [accelerator, *DEVICES]
+
+
+def _accelerator() -> str | None:
+    """The kind of accelerator that this PyTorch has."""
     accelerator = torch.accelerator.current_accelerator()
-    if accelerator is None or accelerator.type in (*DEVICES, *WITHOUT_STREAMS):
-        return list(DEVICES)
-    return [accelerator.type, *DEVICES]
+    return None if accelerator is None else accelerator.type
 
 
-def _kind(name: str) -> DeviceKind | None:
-    """The kind of that name; None where neither the table nor PyTorch knows one that steps could run on."""
-    if name in DEVICES:
-        return DEVICES[name]
+def _has_module(kind: str) -> bool:
+    """Whether PyTorch knows it as a kind that steps could run on."""
     try:
-        module = torch.get_device_module(name)
+        return hasattr(torch.get_device_module(kind), "device_count")
     except (RuntimeError, AttributeError):
-        return None
-    return AcceleratorKind(name) if hasattr(module, "device_count") else None
+        return False
+
+
+def _count(kind: str) -> int:
+    """How many there are here, without initialising them."""
+    if kind == "cpu":
+        return 1
+    if kind == "cuda":
+        return torch.cuda.device_count()
+    return torch.accelerator.device_count() if kind == _accelerator() else 0
+
+
+def _absence(kind: str) -> str:
+    """Why there is none, for people."""
+    if kind == "cuda" and torch.version.cuda is None and torch.version.hip is None:
+        return f"this PyTorch ({torch.__version__}) is built without CUDA"
+    if kind == "cuda":
+        return "PyTorch sees no NVIDIA GPU (no driver, or CUDA_VISIBLE_DEVICES hides it)"
+    if kind == _accelerator():
+        return f"PyTorch's {kind} backend sees none"
+    has = f"has {_accelerator()} as its accelerator" if _accelerator() else "has no accelerator"
+    return f"this PyTorch ({torch.__version__}) {has}"

@@ -15,6 +15,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
+from autockpt.devices.base import OffloadHandle
 from autockpt.devices.hostpool import HostUse, Pool, pinned_area, whole_pages
 from autockpt.errors import MeasurementError
 
@@ -218,7 +219,7 @@ class StreamTransport:
         return StreamParcel(self, source)
 
 
-class StreamParcel:
+class StreamParcel(OffloadHandle):
     """Bytes on their way through a copy queue.
 
     ``_left`` and ``_arrived`` are the events of the two copies. A device buffer is only let go when the compute queue
@@ -227,49 +228,38 @@ class StreamParcel:
 
     _left: Any = None
     _arrived: Any = None
-    _back: torch.Tensor | None = None
     _waited = False
 
     def __init__(self, transport: StreamTransport, source: torch.Tensor) -> None:
-        self.nbytes = source.numel()
         self._pool, self._queues, self._unwaited = transport.pool, transport.queues, transport.unwaited
-        self._source: torch.Tensor | None = None
-        self._piece = self._pool.take(self.nbytes)
+        self._piece = self._pool.take(source.numel())
         self._ready = self._queues.mark()
+        super().__init__(source)
         earlier = [] if self._piece.ready is None else [self._piece.ready]
-        self._source = source
         self._left = self._queues.copy("out", self._piece.memory, source, [self._ready, *earlier])
 
-    def settle(self) -> None:
-        if self._source is not None:
-            self._queues.wait(self._left)
-            # the source is freed in the order of the queue that it was sent from, whatever the current one is
-            self._queues.wait_on(self._ready, self._left)
-            self._source = self._ready = None
+    def _wait_until_left(self) -> None:
+        self._queues.wait(self._left)
+        # the source is freed in the order of the queue that it was sent from, whatever the current one is
+        self._queues.wait_on(self._ready, self._left)
+        self._ready = None
 
-    def fetch(self) -> None:
-        if self._source is None and self._back is None:
-            back = self._queues.device_memory(self.nbytes)
-            self._arrived = self._queues.copy("in", back, self._piece.memory, [self._queues.mark(), self._left])
-            self._back, self._waited = back, False
+    def _bring_back(self) -> torch.Tensor:
+        back, self._waited = self._queues.device_memory(self.nbytes), False
+        self._arrived = self._queues.copy("in", back, self._piece.memory, [self._queues.mark(), self._left])
+        return back
 
-    def get(self) -> torch.Tensor:
-        if self._source is not None:
-            return self._source
-        self.fetch()
-        assert self._back is not None
+    def _wait_until_back(self, back: torch.Tensor) -> None:
         self._queues.wait(self._arrived)  # each time: it may be another compute queue that asks
         self._waited = True
-        self._queues.use(self._back)
-        return self._back
+        self._queues.use(back)
 
     def release(self) -> None:
-        if self._back is not None:
-            # where the queue that waited is not the one that the buffer belongs to, `use` has told the allocator
-            if not self._waited:
-                self._queues.record_stream(self._back, "in")
-                self._unwaited.append(self._arrived)
-            self._back = None
+        # where the queue that waited is not the one that the buffer belongs to, `use` has told the allocator
+        if self._back is not None and not self._waited:
+            self._queues.record_stream(self._back, "in")
+            self._unwaited.append(self._arrived)
+        super().release()
 
     def __del__(self) -> None:
         with contextlib.suppress(Exception):  # the device may be gone already at interpreter exit

@@ -32,7 +32,7 @@ class NotingTransport:
         return RecordingHandle(handle, self._recorder, copy, self.copy_queues, self._aside)
 
 
-class RecordingHandle:
+class RecordingHandle(OffloadHandle):
     """A handle around another's."""
 
     def __init__(
@@ -42,7 +42,7 @@ class RecordingHandle:
         self._inner = inner
         self._recorder = recorder
         self._out = out
-        self._back: CopyRecord | None = None
+        self._in: CopyRecord | None = None
         self._copy_queues, self._aside = copy_queues, aside
         self._settled = False
 
@@ -63,19 +63,19 @@ class RecordingHandle:
         with self._aside():
             buffer = self._inner.get()
         self._note_back()
-        if self._back is not None:
-            self._recorder.copy_awaited(self._back)
+        if self._in is not None:
+            self._recorder.copy_awaited(self._in)
             self._recorder.place(buffer)
         return buffer
 
     def release(self) -> None:
-        self._back = None
+        self._in = None
         with self._aside():
             self._inner.release()
 
     def _note_back(self) -> None:
-        if self._settled and self._back is None:
-            self._back = self._recorder.copy_issued("in", self.nbytes, self._out)
+        if self._settled and self._in is None:
+            self._in = self._recorder.copy_issued("in", self.nbytes, self._out)
 
     def __del__(self) -> None:
         self._recorder.copy_released(self._out)
@@ -95,25 +95,12 @@ class GhostTransport:
         return GhostParcel(self.allocate, source)
 
 
-class GhostParcel:
+class GhostParcel(OffloadHandle):
     """A storage that is away only on paper: ``settle`` lets go of the source, coming back takes a new device buffer."""
 
     def __init__(self, allocate: Callable[[int], torch.Tensor], source: torch.Tensor) -> None:
-        self.nbytes = source.numel() * source.element_size()
+        super().__init__(source)
         self._allocate = allocate
-        self._source: torch.Tensor | None = source
-        self._buffer: torch.Tensor | None = None
 
-    def settle(self) -> None:
-        self._source = None
-
-    def fetch(self) -> None:
-        if self._source is None and self._buffer is None:
-            self._buffer = self._allocate(self.nbytes)
-
-    def get(self) -> torch.Tensor:
-        self.fetch()
-        return self._buffer if self._source is None else self._source  # type: ignore[return-value]  fetched
-
-    def release(self) -> None:
-        self._buffer = None
+    def _bring_back(self) -> torch.Tensor:
+        return self._allocate(self.nbytes)
