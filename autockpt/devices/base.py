@@ -37,33 +37,43 @@ class Device(Protocol):
 
     def describe(self) -> DeviceInfo:
         """What identifies the device."""
+        ...
 
     def identity(self) -> str:
         """What tells it from all other devices of all hosts, fit for a file name. Leaves no context."""
+        ...
 
     def capacity(self) -> int:
         """All its memory, in bytes."""
+        ...
 
     def used_by_others(self) -> int:
         """Bytes on it that this process does not hold."""
+        ...
 
     def synchronize(self) -> None:
         """Return when all work queued on it is done."""
+        ...
 
     def measure_peak(self, fn: Callable[[], None], resident: int) -> Peak:
         """Run ``fn`` once, untimed, and report its peak; ``resident`` bytes are on the device before it begins."""
+        ...
 
     def time(self, fn: Callable[[], None]) -> float:
         """Wall seconds of ``fn``, synchronised at both ends."""
+        ...
 
     def out_of_memory(self, error: BaseException) -> bool:
         """Whether ``error`` is this device saying that its memory is full."""
+        ...
 
     def release(self) -> None:
         """Drop caches, collect garbage and reset peaks: after running out of memory, and between trials."""
+        ...
 
     def limit(self, budget_bytes: int | None) -> AbstractContextManager[None]:
         """Enforce a budget as a real limit where the device can; None: no limit."""
+        ...
 
 
 class OffloadHandle:
@@ -130,3 +140,4 @@ class Transport(Protocol):
 
         The handle keeps the source alive until ``settle``. Raises MeasurementError where the other side is full.
         """
+        ...

@@ -13,7 +13,7 @@ import platform
 import re
 import socket
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -130,7 +130,7 @@ class CpuDevice:
     kind = "cpu"
     torch_device = torch.device("cpu")
     keeps_memory = False
-    environment = KEEP_MEMORY
+    environment: Mapping[str, str] = KEEP_MEMORY
 
     def __init__(self, index: int = 0) -> None:
         self._memory = HostMemory()

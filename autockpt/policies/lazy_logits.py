@@ -177,7 +177,8 @@ class ChunkedLoss(torch.autograd.Function):
                     entry.handed(same)
                 with casts.restored(remembers=True):
                     of_rows, *found = gradients_of(losses, [part, *trained], gradient[rows])
-                of_hidden[rows] = of_rows
+                if of_rows is not None:
+                    of_hidden[rows] = of_rows
                 sums = list(map(_added, sums, found))
                 del losses, of_rows, found  # before the next chunk's are made
         return None, of_hidden, None, *(s if s is None else s.to(p.dtype) for s, p in zip(sums, trained, strict=True))
