@@ -367,7 +367,8 @@ class Session:
 
     ``order`` holds every unit of the plan, whatever its choice, in the order in which the model calls them.
     ``transports`` gives the way off a device into a tier. ``attached`` says of every unit in words what was really
-    attached, ``listeners`` are told about forward passes of the whole model.
+    attached, ``listeners`` are told about forward passes of the whole model. ``guard`` is
+    the attachment that looks after that; None where nothing was attached.
     """
 
     order: Sequence[PlannedUnit]
@@ -376,7 +377,7 @@ class Session:
     attached: dict[str, str] = field(default_factory=dict)
     listeners: list[ForwardListener] = field(default_factory=list)
     _placed: list[tuple[nn.Module, AttachedForward]] = field(default_factory=list)
-    _guard: Any = None
+    guard: Any = None
 
     def place(self, module: nn.Module, run: Callable[..., Any], state: Attachment) -> None:
         """Make ``run(module, state, *args, **kwargs)`` the module's forward until the session is removed.
@@ -418,10 +419,6 @@ class Session:
         self.sentinels.in_mid_training()
         for _, forward in self._placed:
             forward.state.in_mid_training()
-
-    def guard(self) -> Any:
-        """The attachment that looks after the whole model; None where nothing was attached."""
-        return self._guard
 
     def remove(self) -> None:
         """Take everything off again; the model is as it was. Idempotent.

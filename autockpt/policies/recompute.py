@@ -34,9 +34,10 @@ def pass_over_what_is_set_to_itself() -> None:
 
 
 class RecomputeState(Attachment):
-    """A unit's attachment, with what its calls taught about it."""
+    """A unit's attachment, with what its calls taught about it. ``frame`` makes what looks after one call."""
 
     has_check: ClassVar[bool] = True
+    frame: Callable[..., CheckpointFrame] = CheckpointFrame
     context_fn: Callable[[], Any] | None = None  # of PyTorch's selective checkpointing, inside a compiled graph
 
     def __init__(self, unit: str) -> None:
@@ -50,12 +51,6 @@ class RecomputeState(Attachment):
         if unit is None or unit.module is not module or not unit.has_same_modules():
             unit = self._cache_unit = CheckpointedUnit(self.unit, module, self.check, self._first_calls)
         return unit
-
-    def frame(
-        self, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> CheckpointFrame:
-        """What looks after one call."""
-        return CheckpointFrame(self.checkpointed(module), forward, args, kwargs, self.turn)
 
     def call_with_caches(self, module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
         """The forward that stands behind this, with a KV cache of its own in each run."""
@@ -117,7 +112,7 @@ def run_in_frame(module: nn.Module, state: RecomputeState, args: tuple[Any, ...]
     forward = inner_of(module, state)
     if (exchanged := without_caches(state.unit, args, kwargs)) is not None:
         (args, kwargs), forward = exchanged, functools.partial(state.call_with_caches, module)
-    frame = state.frame(module, forward, args, kwargs)
+    frame = state.frame(state.checkpointed(module), forward, args, kwargs, state.turn)
     try:
         return frame.run(args, kwargs)
     except (RuntimeError, AssertionError) as error:

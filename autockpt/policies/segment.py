@@ -3,18 +3,18 @@ arXiv:1604.06174; PyTorch's ``checkpoint_sequential``, without the parent's forw
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar
 
 from torch import nn
 
-from autockpt.checkpointing import CheckpointFrame
 from autockpt.checkpointing.segment import SegmentCalls, SegmentFrame
-from autockpt.policies.base import PlannedUnit, Policy, Session, call_inner, is_enabled
+from autockpt.policies.base import PlannedUnit, Policy, Session
 from autockpt.policies.compiling import outside_graphs
 from autockpt.policies.conflicts import refuse_modules
-from autockpt.policies.recompute import RecomputePolicy, RecomputeState, run_in_frame
+from autockpt.policies.recompute import RecomputePolicy, RecomputeState, run_recomputed
 from autockpt.schema.choices import Choice, Segment
 
 
@@ -23,12 +23,7 @@ class SegmentState(RecomputeState):
 
     def __init__(self, unit: str, calls: SegmentCalls) -> None:
         super().__init__(unit)
-        self._calls = calls
-
-    def frame(
-        self, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> CheckpointFrame:
-        return SegmentFrame(self._calls, self.checkpointed(module), forward, args, kwargs, self.turn)
+        self.frame = functools.partial(SegmentFrame, calls)
 
 
 class SegmentPolicy(Policy):
@@ -69,6 +64,4 @@ def run_in_segment(module: nn.Module, state: SegmentState, /, *args: Any, **kwar
 
     Raises what ``recompute`` raises.
     """
-    if not is_enabled(state):
-        return call_inner(module, state, args, kwargs)
-    return run_in_frame(module, state, args, kwargs)
+    return run_recomputed(module, state, *args, **kwargs)

@@ -40,14 +40,11 @@ class SelectiveState(RecomputeState):
     """A unit's attachment, or that of one of its parts that runs again by itself: without the calls whose outputs were
     kept. An output that is changed in place cannot be kept; its module runs again like the rest."""
 
+    frame = KeepingFrame
+
     def __init__(self, unit: str, keep: tuple[str, ...]) -> None:
         super().__init__(unit)
         self.context_fn = _context_fn(keep)
-
-    def frame(
-        self, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> KeepingFrame:
-        return KeepingFrame(self.checkpointed(module), forward, args, kwargs, self.turn)
 
 
 @functools.cache

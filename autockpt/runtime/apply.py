@@ -92,7 +92,7 @@ def apply(
         session = attach_sets(model, sets, **options)
     else:
         session = attach(model, sets[0][1], **options)
-        if (guard := session.guard()) is not None and plan.status != "unmeasured":  # sets know their sizes themselves
+        if (guard := session.guard) is not None and plan.status != "unmeasured":  # sets know their sizes themselves
             sizes = [plan.settings.get(name) for name in ("batch_size", "seq_len")]
             guard.planned = tuple(size if type(size) is int else None for size in sizes)
     if notes:

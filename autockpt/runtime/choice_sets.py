@@ -168,7 +168,7 @@ class BatchSets(Session):
         return len(self.bounds) - 1
 
     def _act(self, number: int) -> None:
-        guard = self.guard()
+        guard = self.guard
         if number != self.acting and guard is not None and guard.active:  # or the plan was taken off in between
             self.sessions[self.acting].set_aside()
             self.acting = number

@@ -118,7 +118,7 @@ def look_after(model: nn.Module, session: Session) -> GuardState:
     for owner in cache_owners(model, [unit.module for unit in session.order if unit.choice.kind != "save"]):
         session.place(owner, run_without_cache, CacheState(owner))
     root = unwrap(model)
-    state = session._guard = GuardState(root, session.listeners)
+    state = session.guard = GuardState(root, session.listeners)
     session.place(root, run_guarded, state)
     return state
 

@@ -69,7 +69,7 @@ def is_bit_equal(architecture: Architecture, cases: dict, kind: str, precision: 
     twin = copy.deepcopy(model)
     choices = {u.name: parse_choice(kind) for u in discover_units(twin) if u.role == "block"}
     assert len(choices) >= 2
-    with attach(twin, choices) as session, without_kv_cache(twin) if session.guard() is None else nullcontext():
+    with attach(twin, choices) as session, without_kv_cache(twin) if session.guard is None else nullcontext():
         assert_equal(train(architecture, twin, precision), wanted)
 
 

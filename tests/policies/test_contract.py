@@ -85,7 +85,7 @@ def test_two_steps_are_bit_equal_and_copies_are_waited_for(case, kind, dtype):
     transport = DeferredTransport()
     with attach(model, choices, transport=always(transport)) as session:
         # the cache changes the order of sums; only a plan that attaches something switches it off by itself
-        extra = NO_CACHE if case.takes_cache and session.guard() is None else {}
+        extra = NO_CACHE if case.takes_cache and session.guard is None else {}
         assert_equal(train(model, case, dtype, **extra), reference(case, dtype))
     assert transport.pieces_in_use() == 0
 
@@ -229,7 +229,7 @@ def test_keeps_less_in_training_and_in_evaluation(case, kind):
         with attach(model, choices) as session:
             step(case, model)
             kept = bytes_alive_after(lambda: step(case, model))
-            if session.guard() is None or kind == "compile_budget":  # which is for compiled steps
+            if session.guard is None or kind == "compile_budget":  # which is for compiled steps
                 assert kept <= free
             else:
                 # where matrix products are kept, nothing may be left to drop of a unit that is little more than one
@@ -329,7 +329,7 @@ def test_copies_and_pickles_run_their_own_weights(case, kind):
         torch.save(model, file)
         file.seek(0)
         for twin in (copy.deepcopy(model), torch.load(file, weights_only=False)):
-            attached = session.guard() is not None
+            attached = session.guard is not None
             assert (twin.__dict__.get("forward") is not None) == attached
             assert_equal(train(twin, case, **extra), reference(case, "fp32"))
             with torch.no_grad():

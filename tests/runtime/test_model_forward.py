@@ -104,7 +104,7 @@ def test_more_rows_of_pixels_are_noticed():
     case = CASES["vit"]
     model = case.make()
     with attach(model, case.choices(model, RECOMPUTE)) as session:
-        guard = session.guard()
+        guard = session.guard
         assert guard is not None
         guard.planned = (2, None)
         with pytest.warns(UserWarning, match=r"a batch of 16 is larger than the plan was made for \(2\)"):
