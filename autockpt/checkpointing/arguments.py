@@ -7,7 +7,7 @@ may write into a dict or list that it was given. Other objects are passed as the
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Any, NamedTuple, Protocol
 
@@ -17,6 +17,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from autockpt.errors import AutockptError, InPlaceError
 
+_hooks_in_force: Callable[[bool], Any] = _autograd._top_saved_tensors_default_hooks  # type: ignore[attr-defined]
 _PLAIN = frozenset((type(None), bool, int, float, str, torch.dtype, torch.device))
 
 
@@ -44,15 +45,15 @@ def flatten(value: Any, tensors: list[torch.Tensor], generators: list[torch.Gene
     kind = type(value)
     if issubclass(kind, torch.Tensor):
         position = 0
-        while position < len(tensors) and tensors[position] is not value:
+        for known in tensors:
+            if known is value:
+                break
             position += 1
-        if position == len(tensors):
+        else:
             tensors.append(value)
         return _POSITIONS[position] if position < len(_POSITIONS) else _TensorAt(position)
-    if kind is tuple:
-        return tuple([part if type(part) in _PLAIN else flatten(part, tensors, generators) for part in value])
-    if kind is list:
-        return [part if type(part) in _PLAIN else flatten(part, tensors, generators) for part in value]
+    if kind is tuple or kind is list:
+        return kind([part if type(part) in _PLAIN else flatten(part, tensors, generators) for part in value])
     if kind is dict:
         items = value.items()
         return {key: part if type(part) in _PLAIN else flatten(part, tensors, generators) for key, part in items}
@@ -80,10 +81,8 @@ def unflatten(template: Any, tensors: list[torch.Tensor]) -> Any:
     kind = type(template)
     if kind is _TensorAt:
         return tensors[template]
-    if kind is tuple:
-        return tuple([part if type(part) in _PLAIN else unflatten(part, tensors) for part in template])
-    if kind is list:
-        return [part if type(part) in _PLAIN else unflatten(part, tensors) for part in template]
+    if kind is tuple or kind is list:
+        return kind([part if type(part) in _PLAIN else unflatten(part, tensors) for part in template])
     if kind is dict:
         return {key: part if type(part) in _PLAIN else unflatten(part, tensors) for key, part in template.items()}
     if kind is _Tree:
@@ -91,16 +90,20 @@ def unflatten(template: Any, tensors: list[torch.Tensor]) -> Any:
     return template
 
 
-class SavedTensor(Protocol):
-    """A tensor as autograd holds it: in the way of the hooks that are in force, and with its version."""
+class Holder(Protocol):
+    """Holds a tensor that another place may have to make, and checks its version."""
 
     def unpack(self) -> torch.Tensor:
         """The tensor. Raises RuntimeError where it was changed in place."""
         ...
 
 
-class _Holder(torch.autograd.Function):
-    """A node that saves a tensor and does nothing else."""
+Held = tuple[torch.Tensor, int] | Holder
+"""A tensor with its version, or what holds it."""
+
+
+class _Node(torch.autograd.Function):
+    """Saves a tensor and does nothing else."""
 
     @staticmethod
     def forward(ctx: Any, anchor: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
@@ -109,11 +112,13 @@ class _Holder(torch.autograd.Function):
 
 
 class HeldByNode:
-    """As on torch 2.11, which has no SavedTensor of its own for Python."""
+    """A tensor as a node of autograd's holds it. For torch 2.11, which has no such object of its own for Python."""
+
+    __slots__ = ("_output",)
 
     def __init__(self, tensor: torch.Tensor) -> None:
         # the output, which keeps the node: of a node alone that Python holds, autograd frees what it saved
-        self._output: torch.Tensor = _Holder.apply(torch.empty(0, requires_grad=True), tensor)  # type: ignore[assignment]
+        self._output: torch.Tensor = _Node.apply(torch.empty(0, requires_grad=True), tensor)  # type: ignore[assignment]
 
     def unpack(self) -> torch.Tensor:
         node: Any = self._output.grad_fn
@@ -122,16 +127,31 @@ class HeldByNode:
 
 # what torch.utils.checkpoint itself holds inputs by, behind torch 2.11
 _make: Any = getattr(_autograd, "_make_saved_tensor", None)
-save: Callable[[torch.Tensor], SavedTensor] = HeldByNode if _make is None else functools.partial(_make, is_output=False)
-"""Hold an input until backward."""
+save: Callable[[torch.Tensor], Holder] = HeldByNode if _make is None else functools.partial(_make, is_output=False)
+"""Hold a tensor in the way of the hooks that are in force."""
 
 
-def unpack(saved: SavedTensor, unit: str) -> torch.Tensor:
+def hold(tensors: Iterable[torch.Tensor]) -> list[Held]:
+    """Hold inputs until backward, as autograd holds what it saves: themselves, where no hooks are in force.
+
+    Raises RuntimeError for tensors without versions, which were made in inference mode.
+    """
+    if _hooks_in_force(False) is not None:
+        return [save(tensor) for tensor in tensors]
+    return [(tensor, tensor._version) for tensor in tensors]
+
+
+def unpack(held: Held, unit: str) -> torch.Tensor:
     """An input of ``unit`` that was held. Raises InPlaceError where it was changed in place since."""
+    remedy = "Replace the in-place operation after this unit by an out-of-place one."
+    if type(held) is tuple:
+        tensor, version = held
+        if tensor._version != version:
+            raise InPlaceError.of(f"{tuple(tensor.shape)}, an input of {unit},", tensor._version, version, remedy)
+        return tensor
     try:
-        return saved.unpack()
+        return held.unpack()  # type: ignore[union-attr]
     except RuntimeError as error:
         if isinstance(error, AutockptError) or "modified by an inplace operation" not in str(error):
             raise
-        remedy = "Replace the in-place operation after this unit by an out-of-place one."
         raise InPlaceError(f"an input of {unit} has changed: {error}", remedy=remedy) from error

@@ -11,6 +11,7 @@ a graph that holds its output by way of Python is never freed.
 
 from __future__ import annotations
 
+import operator
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -19,12 +20,15 @@ from typing import Any
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from autockpt.checkpointing.arguments import SavedTensor, flatten, save, unflatten, unpack
+from autockpt.checkpointing.arguments import Held, flatten, hold, unflatten, unpack
 from autockpt.checkpointing.divergence import CheckedCall, Comparison
 from autockpt.checkpointing.module_state import Entry
 from autockpt.checkpointing.replay_context import ReplayContext, one_at_a_time, running_again
 from autockpt.checkpointing.unit import CheckpointedUnit, Exchanged, put_back
 from autockpt.errors import AutockptError, ConflictError, InPlaceError
+
+_NOTHING = nullcontext()
+_version: Callable[[torch.Tensor], int] = operator.attrgetter("_version")
 
 
 class StopRecomputation(Exception):
@@ -38,7 +42,7 @@ class CheckpointFrame:
     # without a dictionary, and few objects in all: the more there are that live until backward, the oftener Python's
     # garbage collector looks through everything
     __slots__ = (
-        *("_before", "_beyond", "_compared", "_context", "_filled", "_forward", "_given", "_inputs", "_late", "_live"),
+        *("_before", "_beyond", "_compared", "_context", "_filled", "_forward", "_inputs", "_late", "_live"),
         *("_looked_at", "_observer", "_parameters", "_shared", "_sizes", "_template", "_to_end", "_training"),
         *("_trains", "_turn", "_unit", "_values", "_versions"),
     )
@@ -49,40 +53,33 @@ class CheckpointFrame:
         forward: Callable[..., Any],
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
-        turn: Callable[[], AbstractContextManager[Any]] = nullcontext,
-        hold: Callable[[torch.Tensor], SavedTensor] = save,
+        turn: Callable[[], AbstractContextManager[Any]] | None = None,
+        hold: Callable[[list[torch.Tensor]], list[Held]] = hold,
     ) -> None:
         self._unit, self._forward, self._turn = unit, forward, turn
         live: list[torch.Tensor] = []
         generators: list[torch.Generator] = []
-        try:
-            self._template = flatten((args, kwargs), live, generators)
-        except RecursionError as error:
-            raise ConflictError(
-                f"{unit.name} is given a list or dictionary that holds itself, which cannot be made again for backward",
-                remedy=f"Hand in one that does not, or use `save` or `offload` on {unit.name}.",
-            ) from error
         self._live: list[torch.Tensor] | None = live  # until the forward is over
         self._parameters = parameters = unit.parameters()
-        kind = unit.kind_of(live)
-        self._late = kind.schedule.next()
         try:
-            self._inputs = [hold(tensor) for tensor in live]
+            self._template = flatten((args, kwargs), live, generators)
+            kind = unit.kind_of(live)
+            self._late = late = kind.schedule.next()
+            self._inputs = hold(live)
             self._versions = [parameter._version for parameter in parameters if parameter is not None]
-            self._given = [tensor._version for tensor in live] if self.checked else []
-            self._context = ReplayContext(kind.places, generators, self.checked or unit.draws_in_python)
+            self._context = ReplayContext(kind.places, generators, late is not None or unit.draws_in_python)
         except RuntimeError as error:
             _refuse_unreadable(error, unit.name)
             raise
         self._trains = [tensor.requires_grad for tensor in live]
         self._training = unit.state.training()
         self._before: list[Entry] = unit.state.take()
-        self._observer = None if unit.check is None else unit.check.observer(checked=self.checked)
         # which saved tensors are looked at
         self._looked_at: Collection[int] = ()
         self._beyond = sys.maxsize
-        if self._observer is not None:
-            self._looked_at, self._beyond = (self._observer.sampled,), self._observer.beyond
+        self._observer = observer = None if unit.check is None else unit.check.observer(checked=late is not None)
+        if observer is not None:
+            self._looked_at, self._beyond = (observer.sampled,), observer.beyond
         self._compared: dict[int, Comparison] = {}
         self._sizes: list[int] = []  # numbers of elements of what is saved
         self._values: dict[int, tuple[torch.Tensor, int]] = {}
@@ -101,7 +98,7 @@ class CheckpointFrame:
         finds changed inputs and parameters.
         """
         unit = self._unit
-        if self.checked:
+        if self._late is not None:
             output = self._run_checked(args, kwargs)
         else:
             quiet = unit.state.take_quiet()
@@ -109,24 +106,31 @@ class CheckpointFrame:
                 output = self._forward(*args, **kwargs)
             self._before += unit.state.learn_quiet(quiet)
         self._live = None
-        if isinstance(self._observer, CheckedCall):
+        if type(self._observer) is CheckedCall:
             self._observer.forward_ended()
         return output
 
     def _run_checked(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """The forward, and what is to be learned from it."""
         unit, state, live = self._unit, self._unit.state, self._live or []
-        everything, effects = state.take_all(), state.effects()
+        given, everything, effects = list(map(_version, live)), state.take_all(), state.effects()
         with saved_tensors_hooks(self.pack, self.unpack):
             output = self._forward(*args, **kwargs)
-        self._refuse_changed(live)
-        if (changed := self._changed_parameter()) is not None:
-            raise _changes(unit.name, "parameters", changed)
+        for what, tensors, versions in (("inputs", live, given), ("parameters", self._present(), self._versions)):
+            changed = [tensor for tensor, version in zip(tensors, versions, strict=True) if tensor._version != version]
+            if changed:
+                raise ConflictError(
+                    f"{unit.name} changes one of its {what} (shape {tuple(changed[0].shape)}) in place, so its forward "
+                    "cannot be run again",
+                    remedy=f"Use `save`, `offload` or `remake` on {unit.name}. For inputs: plan the block around it "
+                    "instead, in which they are recomputed; or switch that off where it is an operation's "
+                    "inplace=True.",
+                )
         if not unit.has_same_modules():
             # it made or exchanged modules: a recomputation runs those that are there now
             self._unit = unit = unit.renewed()
             self._parameters, self._training = unit.parameters(), unit.state.training()
-            self._versions = [parameter._version for parameter in self._parameters if parameter is not None]
+            self._versions = list(map(_version, self._present()))
         installed = state.installed(effects)
         self._before = state.learn(everything, late=self._late or 0)
         if installed:  # a recomputation must not install hooks again
@@ -134,16 +138,8 @@ class CheckpointFrame:
         unit.draws_in_python |= self._context.forget_python_unless_drawn()
         return output
 
-    def _changed_parameter(self) -> torch.Tensor | None:
-        """One that was changed in place since the forward began."""
-        present = [parameter for parameter in self._parameters if parameter is not None]
-        pairs = zip(present, self._versions, strict=True)
-        return next((parameter for parameter, version in pairs if parameter._version != version), None)
-
-    def _refuse_changed(self, live: list[torch.Tensor]) -> None:
-        for tensor, version in zip(live, self._given, strict=False):
-            if tensor._version != version:
-                raise _changes(self._unit.name, "inputs", tensor)
+    def _present(self) -> list[torch.Tensor]:
+        return [parameter for parameter in self._parameters if parameter is not None]
 
     def pack(self, tensor: torch.Tensor) -> int:
         """The hook for what autograd saves."""
@@ -168,14 +164,13 @@ class CheckpointFrame:
         if held is None or held[0]._version != held[1]:
             self._recompute(number)
             held = self._values.pop(number)
-        value, version = held
-        if value._version != version:
-            saved = f"{tuple(value.shape)} that {self._unit.name} saved"
-            remedy = "Replace the in-place operation inside this unit by an out-of-place one."
-            raise InPlaceError.of(saved, value._version, version, remedy)
+            if held[0]._version != held[1]:
+                saved = f"{tuple(held[0].shape)} that {self._unit.name} saved"
+                remedy = "Replace the in-place operation inside this unit by an out-of-place one."
+                raise InPlaceError.of(saved, held[0]._version, held[1], remedy)
         if (comparison := self._compared.get(number)) is not None:
-            comparison.handed(value)
-        return value
+            comparison.handed(held[0])
+        return held[0]
 
     def _recompute(self, number: int) -> None:
         """Run the forward again until every number has its tensor, ``number`` among them.
@@ -183,10 +178,12 @@ class CheckpointFrame:
         Raises InPlaceError where something that it read was changed since, ConflictError where it does not do again
         what it did.
         """
-        with one_at_a_time(self._unit.name), torch.inference_mode(False), torch.enable_grad():
-            if number in self._values and self._values[number][0]._version == self._values[number][1]:
-                return  # the thread of another device has done it
-            self._fill()
+        if torch.is_inference_mode_enabled():
+            with torch.inference_mode(False):
+                return self._recompute(number)
+        with one_at_a_time(self._unit.name), torch.enable_grad():
+            if number not in self._values or self._values[number][0]._version != self._values[number][1]:
+                self._fill()  # or the thread of another device has done it
 
     def _fill(self, *, to_end: bool = False) -> Any:
         """Run the forward again and have its tensors. Returns its output where it runs ``to_end``."""
@@ -195,7 +192,7 @@ class CheckpointFrame:
         inputs = self._take_inputs()
         for comparison in self._compared.values():
             comparison.look_again()
-        checked = self._observer if isinstance(self._observer, CheckedCall) else None
+        checked = self._observer if type(self._observer) is CheckedCall else None
         if checked is not None:
             checked.before_rerun(unit.module)
         self._filled, self._to_end = 0, to_end
@@ -225,10 +222,10 @@ class CheckpointFrame:
         args, kwargs = unflatten(self._template, inputs)
         with (
             running_again(unit.name),
-            self._turn(),
-            put_back(exchanged) if exchanged else nullcontext(),
+            _NOTHING if self._turn is None else self._turn(),
+            put_back(exchanged) if exchanged else _NOTHING,
             unit.state.restored(self._before, self._training) as self._shared,
-            self._context.restored(),
+            self._context,
             # hooks in any case: backward may have been called inside a forward whose own hooks are in force
             saved_tensors_hooks(self.repack, _as_it_is),
         ):
@@ -257,14 +254,14 @@ class CheckpointFrame:
         """The inputs without their history."""
         # Where a gradient is taken inside of the forward, not by what holds them: what is around may hand out only once
         # what it keeps, and that is for the backward to come.
-        if (held := self._live) is not None:
-            self._refuse_changed(held)
-        else:
-            held = [unpack(saved, self._unit.name) for saved in self._inputs]
+        held = self._live
+        if held is None:
+            name = self._unit.name
+            held = [h[0] if type(h) is tuple and h[0]._version == h[1] else unpack(h, name) for h in self._inputs]
         pairs = zip(held, self._trains, strict=True)
         return [tensor.detach().requires_grad_() if trains else tensor.detach() for tensor, trains in pairs]
 
-    def _check_modules(self) -> list[Exchanged]:
+    def _check_modules(self) -> Sequence[Exchanged]:
         """See that the unit has the parameters of its forward; which of them have other values now.
 
         Raises InPlaceError where modules were exchanged or parameters changed, ConflictError where parameters are in
@@ -277,10 +274,10 @@ class CheckpointFrame:
                 "forward would run again on others",
                 remedy=f"Change modules after backward, or use `save` or `offload` on {unit.name}.",
             )
-        if (changed := self._changed_parameter()) is not None:
+        if [parameter._version for parameter in self._parameters if parameter is not None] != self._versions:
             raise InPlaceError(
-                f"a parameter of {unit.name} (shape {tuple(changed.shape)}) needed for gradient computation has been "
-                "modified by an inplace operation between forward and backward",
+                f"a parameter of {unit.name} needed for gradient computation has been modified by an inplace operation "
+                "between forward and backward",
                 remedy="Change it after backward: an optimizer step before the last backward of a graph does this.",
             )
         exchanged = unit.exchanged(self._parameters)
@@ -330,16 +327,13 @@ def _told(error: Exception, unit: str) -> Exception:
     return error
 
 
-def _changes(unit: str, what: str, tensor: torch.Tensor) -> ConflictError:
-    return ConflictError(
-        f"{unit} changes one of its {what} (shape {tuple(tensor.shape)}) in place, so its forward cannot be run again",
-        remedy=f"Use `save`, `offload` or `remake` on {unit}. For inputs: plan the block around it instead, in which "
-        "they are recomputed; or switch that off where it is an operation's inplace=True.",
-    )
-
-
 def _refuse_unreadable(error: RuntimeError, unit: str) -> None:
-    """Raise ConflictError where ``error`` says that versions or random states cannot be read."""
+    """Raise ConflictError where ``error`` says that arguments, versions or random states cannot be read."""
+    if isinstance(error, RecursionError):
+        raise ConflictError(
+            f"{unit} is given a list or dictionary that holds itself, which cannot be made again for backward",
+            remedy=f"Hand in one that does not, or use `save` or `offload` on {unit}.",
+        ) from error
     if "nference" in str(error):
         raise ConflictError(
             f"{unit} gets a tensor that was made under torch.inference_mode, in which a change between forward and "

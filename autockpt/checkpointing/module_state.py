@@ -9,6 +9,7 @@ around the unit) is not restored.
 from __future__ import annotations
 
 import copy
+import operator
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -28,6 +29,8 @@ _NUMBERS = (bool, int, float, str)
 _CONTAINERS = (list, dict, set, deque, Counter, OrderedDict, defaultdict)
 _PLAIN_TENSORS = (torch.Tensor, nn.Buffer)
 _ABSENT: Any = object()
+_NOTHING: AbstractContextManager[Collection[int]] = nullcontext(())
+_training = operator.itemgetter("training")
 # `forward`: choices are attached and taken off there
 _NOT_STATE = frozenset(vars(nn.Module())) | {"forward"}
 
@@ -160,7 +163,7 @@ class ModuleState:
 
     def training(self) -> list[bool]:
         """The modules' ``training`` flags."""
-        return [fields["training"] for fields in self._fields]
+        return list(map(_training, self._fields))
 
     def take(self) -> list[Entry]:
         """What forwards change, as it is now."""
@@ -169,13 +172,12 @@ class ModuleState:
 
     def take_quiet(self) -> list[Entry]:
         """Small buffers, and places without one, that forwards have not changed so far."""
-        small = [
-            (home, name)
+        return [
+            Entry.of(home, name)
             for home in filter(None, self._buffers)
             for name, buffer in home.items()
             if (buffer is None or buffer.nbytes <= SMALL_BYTES) and (id(home), name) not in self._lively
         ]
-        return [Entry.of(home, name) for home, name in small]
 
     def _names(self) -> set[Key]:
         return {(id(home), name) for home in self._buffers for name in home}
@@ -264,7 +266,7 @@ class ModuleState:
         """As in ``entries``, and afterwards as now. Yields the storages that are written to then: what is saved of them
         has to be copied."""
         flags = self.training()
-        return self._restored(entries, training, flags) if entries or flags != training else nullcontext(())
+        return self._restored(entries, training, flags) if entries or flags != training else _NOTHING
 
     @contextmanager
     def _restored(self, entries: list[Entry], training: list[bool], flags: list[bool]) -> Iterator[Collection[int]]:

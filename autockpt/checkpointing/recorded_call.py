@@ -22,7 +22,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from autockpt.checkpointing.arguments import SavedTensor, save, unpack
+from autockpt.checkpointing.arguments import Held, hold, unpack
 from autockpt.checkpointing.divergence import CheckedCall, UnitCheck
 from autockpt.checkpointing.fingerprint import stream_of
 from autockpt.checkpointing.op_recorder import OpRecorder
@@ -66,7 +66,8 @@ class RecordedCall:
         self._recipe = recipe
         self._cells: list[Any] = [None] * recipe.cells
         self._sources: dict[tuple[int, ...], tuple[Any, ...]] = {}  # what is in these cells
-        self._inputs: dict[int, SavedTensor] = {number: save(self._tensors[number]) for number in recipe.inputs}
+        inputs = hold([self._tensors[number] for number in recipe.inputs])
+        self._inputs: dict[int, Held] = dict(zip(recipe.inputs, inputs, strict=True))
         self._weights: dict[int, tuple[torch.Tensor, int]] = {}
         for number, strides in recipe.weights.items():
             weight = weights[number]

@@ -15,7 +15,7 @@ import random
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -67,14 +67,18 @@ class ReplayContext:
     generators among its arguments; ``python``: it may draw from Python's or NumPy's.
     """
 
-    __slots__ = ("_default_device", "_generators", "_places", "_python", "_switches", "_torch", "autocast")
+    __slots__ = (
+        *("_block", "_default_device", "_generators", "_outer", "_places", "_python", "_switches", "_torch"),
+        "autocast",
+    )
 
     def __init__(
         self, places: Sequence[Place] = (), generators: Sequence[torch.Generator] = (), python: bool = False
     ) -> None:
         self._places = places
+        self._outer: ReplayContext | None = None  # of what is around, while this one is in force
         self._torch = TorchStates(places)
-        self._generators = _states_of(generators) if generators else ()
+        self._generators = [(generator, generator.get_state()) for generator in generators] if generators else ()
         self._python = _python_states() if python else None
         self.autocast = AutocastState(["cpu", *{kind for kind, _ in places}] if places else ["cpu"])
         # where tensors are made by default: a function mode decides, and asking for it takes long
@@ -91,35 +95,32 @@ class ReplayContext:
             self._python = None
         return self._python is not None
 
-    @contextmanager
-    def restored(self) -> Iterator[None]:
+    def __enter__(self) -> None:
         """As before the forward, and afterwards as now."""
-        now, allowed, device = self.now(), switches(), self._default_device
-        generators = _states_of(generator for generator, _ in self._generators)
-        python = None if self._python is None else _python_states()
-        here = torch.get_default_device() if _function_modes() else _CPU
-        with nullcontext() if device == here else device, self.autocast.restored():
-            try:
-                self._put(self._torch, self._generators, self._python)
-                put_switches(self._switches, allowed)
-                yield
-            finally:
-                self._put(now, generators, python)
-                put_switches(allowed, self._switches)
+        generators = [generator for generator, _ in self._generators]
+        self._outer = now = ReplayContext(self._places, generators, self._python is not None)
+        if self._default_device != now._default_device:
+            self._default_device.__enter__()
+        self._block = self.autocast.put()
+        self._put(now)
 
-    @staticmethod
-    def _put(of_torch: TorchStates, generators: Sequence[tuple[torch.Generator, Any]], python: Any) -> None:
-        of_torch.put_back()
-        for generator, state in generators:
+    def __exit__(self, *raised: Any) -> None:
+        now, self._outer = self._outer, None
+        assert now is not None
+        now._put(self)
+        self.autocast.take_back(self._block)
+        if self._default_device != now._default_device:
+            self._default_device.__exit__(*raised)
+
+    def _put(self, now: ReplayContext) -> None:
+        self._torch.put_back()
+        for generator, state in self._generators:
             generator.set_state(state)
-        if python is not None:
-            random.setstate(python[0])
-            if python[1] is not None:
-                sys.modules["numpy"].random.set_state(python[1])
-
-
-def _states_of(generators: Iterable[torch.Generator]) -> list[tuple[torch.Generator, Any]]:
-    return [(generator, generator.get_state()) for generator in generators]
+        if self._python is not None:
+            random.setstate(self._python[0])
+            if self._python[1] is not None:
+                sys.modules["numpy"].random.set_state(self._python[1])
+        put_switches(self._switches, now._switches)
 
 
 def _python_states() -> tuple[Any, ...]:
@@ -153,27 +154,35 @@ class AutocastState:
 
     @contextmanager
     def restored(self, *, remembers: bool = False) -> Iterator[None]:
-        """As then, and afterwards as now. ``remembers``: a weight that is used several times is cast once.
+        """As then, and afterwards as now. ``remembers``: a weight that is used several times is cast once."""
+        before = self.put(remembers=remembers)
+        try:
+            yield
+        finally:
+            self.take_back(before)
 
-        A forward may enter autocast by hand (``__enter__``), and a recomputation that stops early misses the exit.
-        """
+    def put(self, *, remembers: bool = False) -> tuple[Any, int, bool]:
+        """Make it as then; what to ``take_back``."""
         now, depth = self._now(), autocast_depth()
         cache, states = self.key or (now[0], tuple([(kind, False, dtype) for kind, _, dtype in now[1]]))
         # a unit's own block inside of no other remembers nothing beyond its end
-        wanted = cache and (remembers or (depth == 0 and not self.enabled)), states
-        try:
-            if wanted != now:
-                _put_autocast(*wanted)
-            yield
-        finally:
-            if (now, depth) != (self._now(), autocast_depth()):
-                _put_autocast(*now)
-                for _ in range(autocast_depth(), depth):
-                    torch.autocast_increment_nesting()
-                for _ in range(depth, autocast_depth()):
-                    torch.autocast_decrement_nesting()
-                if depth == 0 and wanted[0]:  # as at the end of the outermost block
-                    torch.clear_autocast_cache()
+        cache = cache and (remembers or (depth == 0 and not self.enabled))
+        if (cache, states) != now:
+            _put_autocast(cache, states)
+        return now, depth, cache
+
+    def take_back(self, before: tuple[Any, int, bool]) -> None:
+        """Make it as it was before ``put``. A forward may enter autocast by hand (``__enter__``), and a recomputation
+        that stops early misses the exit."""
+        now, depth, cache = before
+        if (now, depth) != (self._now(), autocast_depth()):
+            _put_autocast(*now)
+            for _ in range(autocast_depth(), depth):
+                torch.autocast_increment_nesting()
+            for _ in range(depth, autocast_depth()):
+                torch.autocast_decrement_nesting()
+            if depth == 0 and cache:  # as at the end of the outermost block
+                torch.clear_autocast_cache()
 
 
 def _put_autocast(cache: bool, states: Sequence[tuple[str, bool, torch.dtype]]) -> None:
@@ -222,15 +231,19 @@ def recomputing() -> str | None:
     return getattr(_here, "unit", None)
 
 
-@contextmanager
-def running_again(unit: str) -> Iterator[None]:
+class running_again:
     """What runs inside belongs to ``unit``, outside of its ordinary forward."""
-    outer = recomputing()
-    _here.unit = unit
-    try:
-        yield
-    finally:
-        _here.unit = outer
+
+    __slots__ = ("_outer", "_unit")
+
+    def __init__(self, unit: str) -> None:
+        self._unit = unit
+
+    def __enter__(self) -> None:
+        self._outer, _here.unit = getattr(_here, "unit", None), self._unit
+
+    def __exit__(self, *raised: Any) -> None:
+        _here.unit = self._outer
 
 
 def _released() -> None:
@@ -242,17 +255,21 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_released)  # whoever held it is not in the child
 
 
-@contextmanager
-def one_at_a_time(unit: str) -> Iterator[None]:
+class one_at_a_time:
     """Random states and switches belong to the process: what one thread restores for a recomputation is not for
     another's. Raises ConflictError after long, as where a recomputation waits for a backward in another thread."""
-    lock = _turn
-    if not lock.acquire(timeout=_PATIENCE):
-        raise ConflictError(
-            f"{unit} cannot run: another thread has been recomputing units for {_PATIENCE:.0f} s",
-            remedy="Call backward in one thread at a time, or use `save` or `offload` on units that call it.",
-        )
-    try:
-        yield
-    finally:
-        lock.release()
+
+    __slots__ = ("_lock", "_unit")
+
+    def __init__(self, unit: str) -> None:
+        self._unit, self._lock = unit, _turn
+
+    def __enter__(self) -> None:
+        if not self._lock.acquire(timeout=_PATIENCE):
+            raise ConflictError(
+                f"{self._unit} cannot run: another thread has been recomputing units for {_PATIENCE:.0f} s",
+                remedy="Call backward in one thread at a time, or use `save` or `offload` on units that call it.",
+            )
+
+    def __exit__(self, *raised: Any) -> None:
+        self._lock.release()

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from autockpt.checkpointing.arguments import SavedTensor, save, tensors_of
+from autockpt.checkpointing.arguments import Held, hold, tensors_of
 from autockpt.checkpointing.fingerprint import Layout, layout_of, probe_of
 from autockpt.checkpointing.frame import CheckpointFrame
 from autockpt.checkpointing.unit import CheckpointedUnit
@@ -54,15 +54,18 @@ class SegmentCalls:
                     number,
                 )
 
-    def hold(self, tensor: torch.Tensor) -> SavedTensor:
-        """Hold an input of a call: by the call that returned it, where there is one."""
+    def hold(self, tensors: list[torch.Tensor]) -> list[Held]:
+        """Hold inputs of a call: by the calls that returned them, where there are any."""
+        return [self._returned_by(tensor) or hold([tensor])[0] for tensor in tensors]
+
+    def _returned_by(self, tensor: torch.Tensor) -> _Returned | None:
         place = _place_of(tensor) if self._returned else None
         if place is None or (known := self._returned.get(place)) is None:
-            return save(tensor)
+            return None
         storage, version, frame_ref, number = known
         frame = frame_ref()  # None where its graph was freed
         if frame is None or storage() is None or tensor._version != version:
-            return save(tensor)
+            return None
         return _Returned(frame, number, tensor)
 
 
@@ -76,7 +79,7 @@ class _Returned:
         self._probe = probe_of(tensor)
 
     def unpack(self) -> torch.Tensor:
-        """As ``SavedTensor.unpack``. Raises InPlaceError where it was changed in place, as autograd would."""
+        """As ``Holder.unpack``. Raises InPlaceError where it was changed in place, as autograd would."""
         if self._probe._version != self._version:
             what = f"{tuple(self._size)} that {self._frame.name} returned"
             remedy = "Replace the in-place operation after this unit by an out-of-place one."
@@ -96,7 +99,7 @@ class SegmentFrame(CheckpointFrame):
         forward: Callable[..., Any],
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
-        turn: Callable[[], AbstractContextManager[Any]],
+        turn: Callable[[], AbstractContextManager[Any]] | None,
     ) -> None:
         self._calls = calls
         super().__init__(unit, forward, args, kwargs, turn, calls.hold)

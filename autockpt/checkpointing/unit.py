@@ -16,6 +16,8 @@ from autockpt.checkpointing.divergence import FIRST_CALLS, Schedule, UnitCheck
 from autockpt.checkpointing.module_state import ModuleState
 from autockpt.checkpointing.replay_context import Place, accelerators_of
 
+_type_of = operator.attrgetter("dtype", "requires_grad", "device")
+
 
 class Exchanged(NamedTuple):
     """A parameter's place, what was in it, and what is there now."""
@@ -114,7 +116,7 @@ class CheckpointedUnit:
 
     def kind_of(self, tensors: Sequence[torch.Tensor]) -> CallKind:
         """The kind of a call with these inputs."""
-        key = (self.module.training, *[(t.dtype, t.requires_grad, t.device) for t in tensors])
+        key = (self.module.training, *map(_type_of, tensors))
         if (kind := self._kinds.get(key)) is None:
             places = accelerators_of([*tensors, *self.parameters()])
             kind = self._kinds[key] = CallKind(Schedule(self._first_calls, self.gap), places)

@@ -13,7 +13,7 @@ import inspect
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from types import CodeType, MethodType
 from typing import Any, ClassVar, NamedTuple, Protocol
@@ -67,10 +67,6 @@ class Attachment:
         self._first_calls = 1
         if self._cache_unit is not None:
             self._cache_unit.in_mid_training()
-
-    def turn(self) -> AbstractContextManager[None]:
-        """Around running again: the modules inside are attached to as they were in forward."""
-        return nullcontext() if self._cache_turn is None else self._cache_turn()
 
     def __getstate__(self) -> dict[str, Any]:
         return {k: None if k.startswith("_cache") else v for k, v in self.__dict__.items()}
