@@ -221,31 +221,27 @@ def moment(held: StepBytes, at: int, listed: int = LISTED) -> Moment:
     """The op ``at``, and the largest groups of alike storages that come and go and are alive then."""
     groups: dict[Alive, list[Storage]] = defaultdict(list)
     for s in held.coming_and_going(at):
-        groups[_alike(held, s)].append(s)
+        op = held.makers.get(s.id)
+        outputs = [o for o in op.outputs if o.storage == s.id] if op is not None else []
+        meta = max(outputs, key=lambda o: len(o.shape), default=None)
+        # what storages of different units have in common when they are the same tensor of equal layers
+        alike = Alive(
+            op=held.made_by(s),
+            place=_within(op.module, s.unit) if op is not None else "",
+            units="any" if s.unit is not None else "",
+            shape=meta.shape if meta is not None else (),
+            dtype=meta.dtype if meta is not None else "",
+            bytes=s.bytes,
+            purpose=held.purposes[s.id],
+        )
+        groups[alike].append(s)
     ranked = sorted(groups.items(), key=lambda item: -sum(s.bytes for s in item[1]))
     return Moment(
         op=at,
-        alive=tuple(_counted(alike, members) for alike, members in ranked[:listed]),
+        alive=tuple(
+            alike.model_copy(update={"units": joined([s.unit for s in members if s.unit]), "count": len(members)})
+            for alike, members in ranked[:listed]
+        ),
         other_bytes=sum(s.bytes for _, members in ranked[listed:] for s in members),
         other_count=sum(len(members) for _, members in ranked[listed:]),
     )
-
-
-def _alike(held: StepBytes, s: Storage) -> Alive:
-    """What storages of different units have in common when they are the same tensor of equal layers."""
-    op = held.makers.get(s.id)
-    meta = max((o for o in op.outputs if o.storage == s.id), key=lambda o: len(o.shape), default=None) if op else None
-    return Alive(
-        op=held.made_by(s),
-        place=_within(op.module, s.unit) if op else "",
-        units="any" if s.unit is not None else "",
-        shape=meta.shape if meta else (),
-        dtype=meta.dtype if meta else "",
-        bytes=s.bytes,
-        purpose=held.purposes[s.id],
-    )
-
-
-def _counted(alike: Alive, members: Sequence[Storage]) -> Alive:
-    units = list(dict.fromkeys(s.unit for s in members if s.unit is not None))
-    return alike.model_copy(update={"units": joined(units), "count": len(members)})

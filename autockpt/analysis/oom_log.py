@@ -8,7 +8,7 @@ Sizes are bytes.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -77,30 +77,16 @@ _NOISE = re.compile(r"[\s│|]+")
 _ANSI = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]")
 _RANK = re.compile(r"\[(?:rank|default)(\d{1,5})\]|^ *(\d{1,5}): |^\[\d+,(\d{1,5})\]<std")
 _FIELDS = {
-    "tried": (
-        rf"Tried to allocate {_SIZE}",
-        rf"Requested(?: size)? *: {_SIZE}",
-        rf"Invalid buffer size: {_SIZE}",
-    ),
-    "capacity": (
-        rf"(?:total )?capaci?ty of {_SIZE}",
-        rf"{_SIZE} total capacity",
-        rf"max allowed: {_SIZE}",
-        rf"Device limit *: {_SIZE}",
-    ),
-    "free": (rf"of which {_SIZE} is free", rf"; {_SIZE} free\b", rf"Free \(according to \w+\) *: {_SIZE}"),
-    "process": (rf"this process has {_SIZE} memory in use",),
-    "allocated": (
-        rf"{_SIZE} is allocated by PyTorch",
-        rf"{_SIZE} already allocated",
-        rf"MPS allocated: {_SIZE}",
-        rf"Currently allocated *: {_SIZE}",
-    ),
-    "cached": (rf"{_SIZE} is reserved by PyTorch but unallocated", rf"{_SIZE} cached\)"),
-    "reserved": (rf"{_SIZE} reserved in total by PyTorch",),
-    "others": (rf"other allocations: {_SIZE}",),
+    "tried": rf"(?:Tried to allocate|Requested(?: size)? *:|Invalid buffer size:) {_SIZE}",
+    "capacity": rf"(?:capaci?ty of|max allowed:|Device limit *:) {_SIZE}|{_SIZE} total capacity",
+    "free": rf"(?:of which|;) {_SIZE} (?:is )?free\b|Free \(according to \w+\) *: {_SIZE}",
+    "process": rf"this process has {_SIZE} memory in use",
+    "allocated": rf"{_SIZE} (?:is allocated by PyTorch|already allocated)|(?:MPS|Currently) allocated *: {_SIZE}",
+    "cached": rf"{_SIZE} (?:is reserved by PyTorch but unallocated|cached\))",
+    "reserved": rf"{_SIZE} reserved in total by PyTorch",
+    "others": rf"other allocations: {_SIZE}",
 }
-_PATTERNS = {name: [re.compile(p, re.IGNORECASE) for p in patterns] for name, patterns in _FIELDS.items()}
+_PATTERNS = {name: re.compile(pattern, re.IGNORECASE) for name, pattern in _FIELDS.items()}
 _DEVICE = re.compile(r"\b[A-Z]{1,4}U +(\d{1,4})\b|on device +(\d{1,4})\b")
 _PROCESS = re.compile(rf"Process \d+ has {_SIZE} memory in use")
 
@@ -210,7 +196,7 @@ def _place(stack: str) -> dict[str, Any]:
 
 def parse_message(text: str) -> DeviceFailure:
     """The figures of one message; what it does not say, or what cannot be, is None."""
-    sizes: dict[str, Any] = {name: _first(patterns, text) for name, patterns in _PATTERNS.items()}
+    sizes: dict[str, Any] = {name: _bytes(pattern.search(text)) for name, pattern in _PATTERNS.items()}
     reserved, allocated = sizes.pop("reserved"), sizes["allocated"]
     if reserved is not None and allocated is not None:
         sizes["cached"] = max(0, reserved - allocated)
@@ -240,15 +226,13 @@ def parse_message(text: str) -> DeviceFailure:
     )
 
 
-def _first(patterns: Sequence[re.Pattern[str]], text: str) -> int | None:
-    match = next(filter(None, (pattern.search(text) for pattern in patterns)), None)
-    return _bytes(match) if match is not None else None
-
-
-def _bytes(match: re.Match[str]) -> int | None:
-    """PyTorch's sizes count in 1024s, also where older versions write GB; without a unit they are bytes."""
+def _bytes(match: re.Match[str] | None) -> int | None:
+    """PyTorch's sizes count in 1024s, also where older versions write GB."""
+    if match is None:
+        return None
+    number, unit = filter(None, match.groups())
     try:
-        size = round(float(match[1]) * 1024 ** "bkmgt".index((match[2] or "b")[0].lower()))
+        size = round(float(number) * 1024 ** "bkmgt".index(unit[0].lower()))
     except ValueError:
         return None
     return size if size < _LARGEST else None
