@@ -44,7 +44,7 @@ class CheckpointFrame:
     __slots__ = (
         *("_before", "_beyond", "_compared", "_context", "_filled", "_forward", "_inputs", "_late", "_live"),
         *("_looked_at", "_observer", "_parameters", "_shared", "_sizes", "_template", "_to_end", "_training"),
-        *("_trains", "_turn", "_unit", "_values", "_versions"),
+        *("_trains", "_turn", "_unit", "_until", "_values", "_versions"),
     )
 
     def __init__(
@@ -195,27 +195,22 @@ class CheckpointFrame:
         checked = self._observer if type(self._observer) is CheckedCall else None
         if checked is not None:
             checked.before_rerun(unit.module)
-        self._filled, self._to_end = 0, to_end
+        self._filled, self._until, self._to_end = 0, len(self._sizes), to_end
         try:
             output = self._run_again(inputs, exchanged)
         except Exception as error:
             # what runs TorchScript makes an error of its own of StopRecomputation
-            if to_end or not self._is_full:
+            if to_end or self._filled != len(self._sizes):
+                self._values.clear()
                 raise _told(error, unit.name) from error.__cause__
-        finally:
-            if not self._is_full:
-                self._values.clear()  # of a run that went wrong
-        if not self._is_full:
+        if self._filled != len(self._sizes):
+            self._values.clear()
             raise diverged(
                 unit.name, f"saved {len(self._sizes)} tensors in forward and {self._filled} when it ran again"
             )
         if checked is not None:
             checked.after_rerun()
         return output
-
-    @property
-    def _is_full(self) -> bool:
-        return self._filled == len(self._sizes)
 
     def _run_again(self, inputs: list[torch.Tensor], exchanged: Sequence[Exchanged]) -> Any:
         unit = self._unit
@@ -245,10 +240,15 @@ class CheckpointFrame:
         if self._shared and value.untyped_storage()._cdata in self._shared:
             value = value.clone()  # a buffer that is about to be written to
         self._values[number] = value, value._version
-        self._filled = number + 1
-        if self._filled == len(sizes) and not self._to_end:
-            raise StopRecomputation
+        self._filled = number = number + 1
+        if number == self._until:
+            self._reached()
         return value
+
+    def _reached(self) -> None:
+        """As many numbers have their tensor as was waited for: all."""
+        if not self._to_end:
+            raise StopRecomputation
 
     def _take_inputs(self) -> list[torch.Tensor]:
         """The inputs without their history."""

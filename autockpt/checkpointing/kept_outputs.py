@@ -19,7 +19,7 @@ kept of it, and it is learned from again.
 
 from __future__ import annotations
 
-import functools
+import operator
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -38,6 +38,7 @@ from autockpt.checkpointing.unit import CheckpointedUnit, Exchanged
 _PLAIN = frozenset((torch.Tensor, nn.Parameter))
 _MOST_FUNCTIONS, _MOST_LAYOUTS = 4096, 16
 _OWN_SHARE = 4  # what a call saves of its own is kept up to this part of its output
+_type_of = operator.attrgetter("shape", "dtype", "requires_grad")
 _function_modes: Callable[[], int] = torch._C._len_torch_function_stack
 _transform: Callable[[], int | None] = torch._C._functorch.maybe_current_level  # type: ignore[attr-defined]
 _observers: list[dict[str, int]] = []
@@ -83,33 +84,105 @@ class Source(NamedTuple):
     geometry: tuple[torch.Size, tuple[int, ...], int] | None = None
 
 
-class Learned(NamedTuple):
+class KeptCall:
     """One call in a scope, as later ones will be.
 
     ``sources`` of what it saves; None where it runs again. ``own``: which of the unit's saved tensors are of its own
     making. ``leaves``: which of these it returns, one for each tensor of its output; None where others do, so that its
     output has to be caught. ``trains``: which of them have a gradient. ``is_needed``: the unit saves more after it.
-    ``begin``: how many tensors the unit had saved before it.
+    ``begin``: how many tensors the unit had saved before it. ``is_ambiguous``: later calls may have the same tensors
+    from elsewhere. ``outputs`` and ``saved``, its own tensors, are there until the forward that it is learned from has
+    ended.
     """
 
-    scope: Scope
-    function: Any
-    sources: Sequence[Source] | None
-    own: Sequence[int]
-    leaves: Sequence[int] | None
-    trains: Sequence[bool]
-    is_tuple: bool
-    is_needed: bool
-    begin: int
+    def __init__(self, scope: Scope, function: Any, begin: int) -> None:
+        self.scope, self.function, self.begin, self.place = scope, function, begin, -1
+        self.forget()
+        self.is_ambiguous = False
+
+    def forget(self) -> None:
+        """It runs again."""
+        self.sources: list[Source] | None = None
+        self.own: list[int] = []
+        self.leaves: list[int] | None = None
+        self.trains: list[bool] = []
+        self.is_tuple = self.is_needed = False
+        self.saved: dict[int, tuple[torch.Tensor, int]] = {}
+        self.outputs: Held = ()
+        self._prints: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def learn(self, output: Any, saved: Sequence[torch.Tensor], given: Sequence[Any]) -> None:
+        """It was ``given`` this, and returned ``output``. Nothing is learned where it has to run again."""
+        numbers: dict[Any, int] = {}
+        for number, value in enumerate(given):
+            if type(value) in _PLAIN and value.layout is torch.strided:
+                # queries, keys and values may be parts of one memory, or one tensor
+                memory, place = _memory(value), (_memory(value), value.storage_offset())
+                self.is_ambiguous |= place in numbers
+                numbers[memory] = numbers[place] = number
+        leaves: tuple[Any, ...] = output if type(output) is tuple else (output,)
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        if not tensors or any(type(leaf) is not torch.Tensor or leaf.layout is not torch.strided for leaf in tensors):
+            return
+        outputs = {_memory(leaf): leaf for leaf in tensors}
+        if not numbers.keys().isdisjoint(outputs):
+            return  # it returns what it was given, which may be written to later
+        own: dict[int, tuple[torch.Tensor, int]] = {}
+        sources: list[Source] = []
+        for nth, tensor in enumerate(saved, self.begin):
+            plain = type(tensor) in _PLAIN and tensor.layout is torch.strided
+            source = _plain_source(tensor, given, numbers) if plain else _same_object(tensor, given)
+            if source is None:
+                if not plain:
+                    return
+                own[nth] = tensor.detach(), tensor._version
+                source = Source(-len(own))
+            sources.append(source)
+        extra = {m: t.untyped_storage().nbytes() for t, _ in own.values() if (m := _memory(t)) not in outputs}
+        if _OWN_SHARE * sum(extra.values()) > sum(leaf.untyped_storage().nbytes() for leaf in outputs.values()):
+            return
+        self.sources, self.saved, self.own = sources, own, list(own)
+        self.outputs, self.is_tuple = _held(output) or (), type(output) is tuple
+        self.trains = [isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves]
+
+    def look_at_memory(self) -> None:
+        """Note what is in the outputs, to see whether they are written to without a new version."""
+        tensors = [leaf for leaf, _ in self.outputs if isinstance(leaf, torch.Tensor) and why_not(leaf) is None]
+        self._prints = [(tensor, fingerprint(tensor, form_of(tensor))) for tensor in tensors]
+
+    def settle(self, saved: int) -> None:
+        """The unit's forward has ended, and saved so many tensors."""
+        changed = _is_changed(self.outputs)
+        if not changed and any(not _equal(before, fingerprint(t, form_of(t))) for t, before in self._prints):
+            self.scope.again.add(self.function)  # by ``.data``, NumPy, or a kernel of Triton's as Liger's rotary one
+            changed = True
+        if changed:
+            self.forget()
+        self._prints = []
+        self.is_needed = self.sources is not None and self.begin + len(self.sources) != saved
+        if not isinstance(self.function, nn.Module):
+            at = {(*layout_of(tensor), _memory(tensor)): number for number, (tensor, _) in self.saved.items()}
+            tensors = [leaf for leaf, _ in self.outputs if isinstance(leaf, torch.Tensor)]
+            found = [at[key] for leaf in tensors if (key := (*layout_of(leaf), _memory(leaf))) in at]
+            self.leaves = [] if not self.is_needed else found if len(found) == len(self.outputs) else None
 
 
 class Layout:
-    """What calls in scopes, in order, save and return in calls of a unit that save tensors of these ``sizes``."""
+    """What ``calls`` in scopes, in order, save and return in calls of a unit that save tensors of these ``sizes``.
 
-    def __init__(self, sizes: list[int], calls: list[Learned]) -> None:
+    Of later calls of the unit those are ``followed`` whose output has to be caught, and all others that are met on the
+    way to them.
+    """
+
+    def __init__(self, sizes: list[int], calls: list[KeptCall]) -> None:
         self.sizes, self.calls = sizes, calls
-        self.caught = [call for call in calls if call.leaves is None]
-        self.catches_functions = any(not isinstance(call.function, nn.Module) for call in self.caught)
+        modules = [call for call in calls if isinstance(call.function, nn.Module)]
+        self.catches_functions = any(call.leaves is None for call in calls if call not in modules)
+        self.followed = calls if self.catches_functions else modules
+        for place, call in enumerate(self.followed):
+            call.place = place
+        self.functions = [call.function for call in self.followed]
+        self.holds = [call.is_needed and call.leaves is None for call in self.followed]
         self.kept_numbers = {number for call in calls for number in (*call.own, *(call.leaves or ()))}
         self.lost = [call.sources is None for call in calls].count(True)
 
@@ -122,12 +195,12 @@ class KeepingFrame(CheckpointFrame):
     """One call of a unit whose scopes keep outputs, and hand them out in its recomputation.
 
     What it keeps is ``_caught``, outputs of calls, and ``_wanted``, saved tensors by their number. Both go by the
-    ``_layout``, which is learned from ``_drafts`` where it is not known yet.
+    ``_layout``, which is learned from ``_learning`` where it is not known yet.
     """
 
     __slots__ = (
-        *("_awaited", "_begins", "_caught", "_drafts", "_handing", "_is_inside", "_is_lost", "_key", "_layout"),
-        *("_mode", "_noted", "_wanted", "name"),
+        *("_caught", "_is_inside", "_key", "_layout", "_learning", "_next", "_noted", "_row", "_wanted"),
+        *("mode", "name"),
     )
 
     def __init__(self, unit: CheckpointedUnit, *given: Any, **named: Any) -> None:
@@ -135,20 +208,19 @@ class KeepingFrame(CheckpointFrame):
             unit.check.in_turn = True
         super().__init__(unit, *given, **named)
         self.name = unit.name
+        inputs = [_type_of(tensor) for tensor in self._live or () if not tensor.is_nested]
         trains = [parameter is not None and parameter.requires_grad for parameter in self._parameters]
-        inputs = [(t.shape, t.dtype, t.requires_grad) for t in self._live or () if not t.is_nested]
         self._key = (*inputs, *trains, *self._training, self._context.autocast.key)
         self._layout: Layout | None = None if self.checked else unit.learned.get(self._key)
-        self._caught: list[Held | None] = []
-        self._drafts: list[Draft] = []
+        self._caught: list[tuple[Any, Held | None]] = []
+        self._learning: list[KeptCall] = []
         self._noted: list[torch.Tensor] | None = None  # what is saved in a call that is learned from
         self._wanted: dict[int, Any] = {}
         # From the first recomputation on. Outputs are handed out once: a later backward runs everything again.
-        self._handing: dict[Scope, Iterator[tuple[Learned, Held | None]]] | None = None
+        self._row: list[tuple[KeptCall, Held | None]] | None = None
+        self._next = 0  # in the row
         self._is_inside = False  # a call in a scope
-        self._is_lost = False
-        self._begins: dict[Scope, int] = {}  # when functions in a scope are first to be handed out
-        self._awaited, self._mode = -1, None  # the number of tensors at which a mode is to be entered
+        self.mode: FunctionScopes | None = None  # is to be entered when ``_until`` is reached
         if self._layout is None:
             self._beyond = 0
         else:
@@ -164,13 +236,13 @@ class KeepingFrame(CheckpointFrame):
             output = super().run(args, kwargs)
         finally:
             _here.frame = outer
-        drafts, layout = self._drafts, self._layout
-        self._drafts = []
-        if self._handing is not None:  # a gradient was taken inside the forward
+        layout = self._layout
+        if self._row is not None:  # a gradient was taken inside the forward
+            self._learning = []
             return output
         if layout is None:
-            layout = self._layout = self._learn(drafts)
-        elif self._is_lost or self._sizes != layout.sizes or len(self._caught) != len(layout.caught):
+            layout = self._layout = self._learn()
+        elif self._sizes != layout.sizes or [function for function, _ in self._caught] != layout.functions:
             self._layout, self._caught, self._wanted = None, [], {}
             self._unit.learned.pop(self._key, None)
             return output
@@ -178,33 +250,47 @@ class KeepingFrame(CheckpointFrame):
             counts[self.name] = counts.get(self.name, 0) + layout.lost
         return output
 
-    def watches(self, scope: Scope) -> bool:
-        """Whether functions that a scope calls have to be looked at now."""
-        if self._handing is not None:
-            return scope in self._handing
-        if self._layout is not None:
-            return self._layout.catches_functions
-        return scope.called or self.checked
+    def watching(self, scope: Scope, others: Collection[Any] = ()) -> FunctionScopes | None:
+        """The mode to enter around a scope that calls functions; None where none of them has to be looked at now.
+
+        In a recomputation it starts when the tensors before the first that is handed out are there: it costs as much as
+        a small op for every function.
+        """
+        if self._row is None:
+            wanted = self._layout.catches_functions if self._layout is not None else scope.called or self.checked
+            return FunctionScopes(self, scope, others) if wanted else None
+        for call, _ in self._row[self._next :]:
+            if call.scope is scope and call.sources is not None:
+                mode = FunctionScopes(self, scope, others)
+                if call.begin > self._filled and self.mode is None and not _function_modes():
+                    self._until, self.mode = call.begin, mode
+                return mode
+        return None
 
     def call(
-        self, scope: Scope, function: Any, run: Callable[[], Any], given: Callable[[], Sequence[torch.Tensor | Any]]
+        self, scope: Scope, function: Any, forward: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
-        """``run()``, which calls ``function`` with what is ``given``, or what it returned in the first run."""
+        """``forward(*args, **kwargs)``, which is a call of ``function``, or what it returned in the first run."""
         if self._is_inside:
-            return run()
+            return forward(*args, **kwargs)
+        if self._row is None and (layout := self._layout) is not None:
+            caught = self._caught
+            place = len(caught)
+            output = forward(*args, **kwargs)
+            if place >= len(layout.holds) or not layout.holds[place]:
+                held: Held | None = ()
+            elif type(output) is torch.Tensor:
+                held = ((output.detach(), output._version),)
+            else:
+                held = _held(output)
+            caught[place:] = ((function, held),)  # in the place of calls inside of this one
+            return output
         self._is_inside = True
         try:
-            if self._handing is not None:
-                return self._hand_out(scope, function, run, given)
-            if self._layout is None:
-                return self._learn_from(scope, function, run, given)
-            output = run()
-            caught, number = self._layout.caught, len(self._caught)
-            if number < len(caught) and caught[number].function is function:
-                self._caught.append(_held(output) if caught[number].is_needed else ())
-            else:
-                self._is_lost = True
-            return output
+            if self._row is None:
+                return self._learn_from(scope, function, forward, args, kwargs)
+            output = self._hand_out(scope, function, args, kwargs)
+            return forward(*args, **kwargs) if output is None else output
         finally:
             self._is_inside = False
 
@@ -215,43 +301,39 @@ class KeepingFrame(CheckpointFrame):
             self._wanted[number] = tensor.detach(), tensor._version
         super()._look_at(number, tensor)
 
-    def _learn_from(self, scope: Scope, function: Any, run: Callable[[], Any], given: Callable[[], Any]) -> Any:
+    def _learn_from(
+        self, scope: Scope, function: Any, forward: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
         """A call of which it is not known yet what it saves."""
-        place = len(self._drafts)
-        self._drafts.append(Draft(scope, function))  # first, for calls that fail: the unit may go on
+        call = KeptCall(scope, function, len(self._sizes))
+        self._learning.append(call)  # first, for calls that fail: the unit may go on
         before = self._context.now() if self.checked else None
         self._noted = noted = []
         try:
-            output = run()
+            output = forward(*args, **kwargs)
         finally:
             self._noted = None
         if before is not None and not all(map(_equal, before.tensors, self._context.now().tensors)):
             scope.again.add(function)
         if function not in scope.again:
             with torch._C.DisableTorchFunction():
-                draft = drafted(scope, function, output, noted, given(), len(self._sizes))
-            if draft is not None:
-                self._drafts[place] = draft
-                if self.checked and not self._unit.is_measured:
-                    draft.look_at_memory()
+                call.learn(output, noted, _given(function, args, kwargs))
+            if self.checked and not self._unit.is_measured:
+                call.look_at_memory()
         return output
 
-    def _learn(self, drafts: list[Draft]) -> Layout:
+    def _learn(self) -> Layout:
         """The forward has ended. Outputs that it changed, or after which nothing is saved, need not be held."""
-        calls, is_ambiguous = list[Learned](), False
-        for draft in drafts:
-            if draft.wrote_unseen():
-                draft.scope.again.add(draft.function)
-                draft.sources = None
-            if draft.sources is None or _is_changed(draft.outputs):
-                draft = Draft(draft.scope, draft.function)
-            calls.append(draft.learned(len(self._sizes)))
-            is_ambiguous |= draft.is_ambiguous
-            self._wanted |= draft.own
-            if calls[-1].leaves is None:
-                self._caught.append(draft.outputs if calls[-1].is_needed else ())
+        calls, self._learning = self._learning, []
+        for call in calls:
+            call.settle(len(self._sizes))
+            self._wanted |= call.saved
         layout, layouts = Layout(self._sizes, calls), self._unit.learned
-        if not is_ambiguous:
+        pairs = zip(layout.followed, layout.holds, strict=True)
+        self._caught = [(call.function, call.outputs if holds else ()) for call, holds in pairs]
+        for call in calls:
+            call.outputs, call.saved = (), {}
+        if not any(call.is_ambiguous for call in calls if call.sources is not None):
             if len(layouts) >= _MOST_LAYOUTS:  # batches without padding have new lengths in every step
                 layouts.clear()
             layouts[self._key] = layout
@@ -260,86 +342,80 @@ class KeepingFrame(CheckpointFrame):
     # In backward.
 
     def _run_again(self, inputs: list[torch.Tensor], exchanged: Sequence[Exchanged]) -> Any:
-        layout, caught, by_scope = self._layout, iter(self._caught), dict[Scope, list[tuple[Learned, Held | None]]]()
         # where a gradient is taken inside the forward, its recomputation needs the whole graph
-        for call in layout.calls if layout is not None and self._live is None else ():
-            outputs = next(caught) if call.leaves is None else [self._wanted[number] for number in call.leaves]
-            # not in one row: a scope that is entered in one of the two runs only does not shift the others
-            by_scope.setdefault(call.scope, []).append((call, outputs))
-            if call.sources is not None:
-                self._begins.setdefault(call.scope, call.begin)
+        calls = self._layout.calls if self._layout is not None and self._live is None else ()
+        caught, wanted = self._caught, self._wanted
         # let go of with the tensors that backward gets
-        self._handing, self._layout, self._caught = {scope: iter(some) for scope, some in by_scope.items()}, None, []
+        self._row = [
+            (call, caught[call.place][1] if call.leaves is None else [wanted[number] for number in call.leaves])
+            for call in calls
+        ]
+        self._layout, self._caught, self._next = None, [], 0
         outer, inside, _here.frame, self._is_inside = _here.frame, self._is_inside, self, False
         try:
             return super()._run_again(inputs, exchanged)
         finally:
-            _here.frame, self._is_inside, self._handing, self._wanted = outer, inside, {}, {}
-            self._begins, self._awaited, self._mode = {}, -1, None
+            _here.frame, self._is_inside, self._row, self._wanted, self.mode = outer, inside, [], {}, None
 
-    def repack(self, tensor: torch.Tensor) -> torch.Tensor:
-        """As ``CheckpointFrame.repack``."""
-        value = super().repack(tensor)
+    def _reached(self) -> None:
+        self._until, mode = len(self._sizes), self.mode
+        if self._filled == self._until:
+            super()._reached()
         # inside of a mode of the unit's own it would end in another order than it began: attention then runs again
-        if self._filled == self._awaited and self._mode is not None and not _function_modes():
-            self._mode.start()
-        return value
+        elif mode is not None and not _function_modes():
+            mode.start()
 
-    def awaits(self, scope: Scope, mode: FunctionScopes) -> bool:
-        """Whether a mode can do without looking at the functions that come before the first to be handed out. It is
-        started when the tensors before that are there: a mode costs as much as a small op for every function."""
-        begin = self._begins.get(scope)
-        if begin is None or begin <= self._filled or self._mode is not None or _function_modes():
-            return False
-        self._awaited, self._mode = begin, mode
-        return True
-
-    def _hand_out(self, scope: Scope, function: Any, run: Callable[[], Any], given: Callable[[], Any]) -> Any:
-        """What the call returned, once all that it saved is filled in. ``run()`` where it cannot be skipped.
+    def _hand_out(self, scope: Scope, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """What the call returned, once all that it saved is filled in. None where it cannot be skipped.
 
         Raises ConflictError where the unit calls another function in its place.
         """
-        assert self._handing is not None
-        call, outputs = next(self._handing.get(scope, _NOTHING), (None, None))
-        if call is None or call.sources is None or outputs is None:
-            return run()
-        if call.function is not function:
+        row = self._row or []
+        for place in range(self._next, len(row)):
+            call, outputs = row[place]
+            if call.scope is scope:
+                break
+        else:
+            return None  # a scope that is entered in one of the two runs only does not shift the others
+        self._next = place + 1
+        if call.sources is None or outputs is None or _is_changed(outputs):
+            return None
+        if call.function is not function or call.begin != self._filled:
             raise diverged(self.name, f"took another path when it ran again, {function} instead of {call.function}")
         with torch._C.DisableTorchFunction():
-            values = None if _is_changed(outputs) else self._saved_by(call, given())
-            for value in values or ():
+            given, values = _given(function, args, kwargs), list[torch.Tensor]()
+            for number, strides, cast, geometry in call.sources:
+                if number < 0:
+                    values.append(self._wanted[call.own[-1 - number]][0])
+                    continue
+                value = given[number] if number < len(given) else None
+                if not isinstance(value, torch.Tensor) or (strides is not None and value.stride() != strides):
+                    return None  # it lies otherwise in memory
+                begin = int(value.storage_offset()) if cast is None else 0
+                value = value.detach() if cast is None else _cast(value, cast)
+                if geometry is not None:
+                    value = value.as_strided(geometry[0], geometry[1], begin + geometry[2])
+                values.append(value)
+            for value in values:
                 self.repack(value)
-            if values is not None:
-                if not outputs:
-                    raise diverged(self.name, "saved more tensors in forward than when it ran again")
-                # Not the leaf itself: code asks for a node (`grad_fn`), and may not write to a leaf.
-                leaves = [
-                    leaf.requires_grad_().view_as(leaf) if trains else leaf
-                    for (leaf, _), trains in zip(outputs, call.trains, strict=True)
-                ]
-                return tuple(leaves) if call.is_tuple else leaves[0]
-        return run()
-
-    def _saved_by(self, call: Learned, given: Sequence[Any]) -> list[torch.Tensor] | None:
-        """What a call saved, of what is given to it now; None where that lies otherwise in memory."""
-        values = []
-        for number, strides, cast, geometry in call.sources or ():
-            if number < 0:
-                values.append(self._wanted[call.own[-1 - number]][0])
-                continue
-            value = given[number] if number < len(given) else None
-            if not isinstance(value, torch.Tensor) or (strides is not None and value.stride() != strides):
-                return None
-            begin = int(value.storage_offset()) if cast is None else 0
-            value = value.detach() if cast is None else _cast(value, cast)
-            if geometry is not None:
-                size, stride, offset = geometry
-                value = value.as_strided(size, stride, begin + offset)
-            values.append(value)
-        return values
+            if not outputs:
+                raise diverged(self.name, "saved more tensors in forward than when it ran again")
+            # Not the leaf itself: code asks for a node (`grad_fn`), and may not write to a leaf.
+            leaves = [
+                leaf.requires_grad_().view_as(leaf) if trains else leaf
+                for (leaf, _), trains in zip(outputs, call.trains, strict=True)
+            ]
+            return tuple(leaves) if call.is_tuple else leaves[0]
 
 
-_NOTHING: Iterator[Any] = iter(())
+def _given(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
+    """All that a call may read, and save."""
+    if not isinstance(function, nn.Module):
+        return (*args, *kwargs.values())
+    weights, fields = function._parameters, function.__dict__
+    # FSDP shards it, or a hook computes it, as for spectral norms
+    more = [] if "weight" in weights else [fields[name] for name in ("weight", "bias") if name in fields]
+    return (*args, *kwargs.values(), *weights.values(), *more)
 
 
 def frame_of(unit: str) -> KeepingFrame | None:
@@ -349,45 +425,6 @@ def frame_of(unit: str) -> KeepingFrame | None:
     if frame is None or frame.name != unit or torch.is_inference_mode_enabled():
         return None
     return frame if _transform() is None and forward_ad._current_level < 0 else None
-
-
-class Draft:
-    """One call of ``function`` that is learned from: its ``outputs``, and the ``sources`` of what autograd saved during
-    it; without these it runs again. ``own``: what it saved of its own making, by number among the unit's.
-    ``is_ambiguous``: later calls may have the same tensors from elsewhere. ``saved``: how many the unit had then."""
-
-    def __init__(self, scope: Scope, function: Any, sources: Sequence[Source] | None = None, saved: int = 0) -> None:
-        self.scope, self.function, self.sources, self.saved = scope, function, sources, saved
-        self.own: dict[int, tuple[torch.Tensor, int]] = {}
-        self.outputs: Held = ()
-        self.trains: Sequence[bool] = ()
-        self.is_ambiguous = self.is_tuple = False
-        self._prints: list[tuple[torch.Tensor, torch.Tensor]] = []
-
-    def learned(self, saved: int) -> Learned:
-        """This call as later ones will be, in a unit that saves so many tensors."""
-        is_needed = self.sources is not None and self.saved != saved
-        leaves: Sequence[int] | None = None
-        if not isinstance(self.function, nn.Module):
-            at = {(*layout_of(tensor), _memory(tensor)): number for number, (tensor, _) in self.own.items()}
-            tensors = [leaf for leaf, _ in self.outputs if isinstance(leaf, torch.Tensor)]
-            found = [at[key] for leaf in tensors if (key := (*layout_of(leaf), _memory(leaf))) in at]
-            leaves = () if not is_needed else found if len(found) == len(self.outputs) else None
-        own, begin = list(self.own), self.saved - len(self.sources or ())
-        return Learned(
-            self.scope, self.function, self.sources, own, leaves, self.trains, self.is_tuple, is_needed, begin
-        )
-
-    def look_at_memory(self) -> None:
-        """Note what is in the outputs, to see whether they are written to without a new version."""
-        tensors = [leaf for leaf, _ in self.outputs if isinstance(leaf, torch.Tensor) and why_not(leaf) is None]
-        self._prints = [(tensor, fingerprint(tensor, form_of(tensor))) for tensor in tensors]
-
-    def wrote_unseen(self) -> bool:
-        """Whether they were, by ``.data``, NumPy, or a kernel of Triton's as Liger's rotary embedding."""
-        now = [not _equal(before, fingerprint(tensor, form_of(tensor))) for tensor, before in self._prints]
-        self._prints = []
-        return any(now) and not _is_changed(self.outputs)
 
 
 def _held(output: Any) -> Held | None:
@@ -401,47 +438,7 @@ def _held(output: Any) -> Held | None:
 
 def _is_changed(outputs: Held) -> bool:
     """Whether an output was changed in place since."""
-    return any([isinstance(leaf, torch.Tensor) and leaf._version != version for leaf, version in outputs])
-
-
-def drafted(
-    scope: Scope, function: Any, output: Any, saved: Sequence[torch.Tensor], given: Sequence[Any], count: int
-) -> Draft | None:
-    """What to keep of a call; None where it has to run again. ``count``: how many tensors the unit saved by now."""
-    numbers: dict[Any, int] = {}
-    is_shared = False
-    for number, value in enumerate(given):
-        if type(value) in _PLAIN and value.layout is torch.strided:
-            # queries, keys and values may be parts of one memory, or one tensor
-            memory, place = _memory(value), (_memory(value), value.storage_offset())
-            is_shared |= place in numbers
-            numbers[memory] = numbers[place] = number
-    leaves: tuple[Any, ...] = output if type(output) is tuple else (output,)
-    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-    if not tensors or any(type(leaf) is not torch.Tensor or leaf.layout is not torch.strided for leaf in tensors):
-        return None
-    outputs = {_memory(leaf): leaf for leaf in tensors}
-    if not numbers.keys().isdisjoint(outputs):
-        return None  # it returns what it was given, which may be written to later
-    own: dict[int, tuple[torch.Tensor, int]] = {}
-    sources: list[Source] = []
-    for nth, tensor in enumerate(saved, count - len(saved)):
-        plain = type(tensor) in _PLAIN and tensor.layout is torch.strided
-        source = _plain_source(tensor, given, numbers) if plain else _same_object(tensor, given)
-        if source is None:
-            if not plain:
-                return None
-            own[nth] = tensor.detach(), tensor._version
-            source = Source(-len(own))
-        sources.append(source)
-    extra = {m: t.untyped_storage().nbytes() for t, _ in own.values() if (m := _memory(t)) not in outputs}
-    if _OWN_SHARE * sum(extra.values()) > sum(leaf.untyped_storage().nbytes() for leaf in outputs.values()):
-        return None
-    draft = Draft(scope, function, sources, count)
-    draft.own, draft.outputs, draft.is_tuple = own, _held(output) or (), type(output) is tuple
-    draft.trains = [isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves]
-    draft.is_ambiguous = is_shared
-    return draft
+    return any(isinstance(leaf, torch.Tensor) and leaf._version != version for leaf, version in outputs)
 
 
 def _plain_source(tensor: torch.Tensor, given: Sequence[Any], numbers: Mapping[Any, int]) -> Source | None:
@@ -519,7 +516,7 @@ class FunctionScopes(TorchFunctionMode):
         self._is_on = False
 
     def __enter__(self) -> FunctionScopes:
-        if not self._frame.awaits(self._scope, self):
+        if self._frame.mode is not self:  # which waits until it is needed
             self.start()
         return self
 
@@ -533,6 +530,8 @@ class FunctionScopes(TorchFunctionMode):
         if self._is_on:
             self._is_on = False
             super().__exit__(*raised)
+        elif self._frame.mode is self:
+            self._frame.mode = None  # what it waited for did not come
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         wanted = _ATTENTION.get(func)
@@ -550,9 +549,7 @@ class FunctionScopes(TorchFunctionMode):
         frame = frame_of(self._frame.name)
         if frame is None or frame is not self._frame or "out" in kwargs or _drops_out(func, args, kwargs):
             return func(*args, **kwargs)
-        return frame.call(
-            self._scope, func, functools.partial(func, *args, **kwargs), lambda: (*args, *kwargs.values())
-        )
+        return frame.call(self._scope, func, func, args, kwargs)
 
 
 _ATTENTION: dict[Any, bool] = {}  # by function; looked up for each that is called

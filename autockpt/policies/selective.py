@@ -22,7 +22,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 from autockpt.checkpointing.kept_outputs import FunctionScopes, KeepingFrame, Scope, frame_of
 from autockpt.checkpointing.op_table import is_attention, is_heavy
 from autockpt.errors import PlanError
-from autockpt.policies.base import Attachment, PlannedUnit, Policy, Session, call_inner, drop, modules_named
+from autockpt.policies.base import Attachment, PlannedUnit, Policy, Session, call_inner, drop, inner_of, modules_named
 from autockpt.policies.compiling import run_as_it_is
 from autockpt.policies.conflicts import refuse_modules
 from autockpt.policies.recompute import RecomputeState, run_recomputed
@@ -109,25 +109,18 @@ class _CompiledInPlace:
 
 def run_module_scope(module: nn.Module, state: ScopeState, /, *args: Any, **kwargs: Any) -> Any:
     """The module's forward, unless what it returned was kept."""
-    frame = frame_of(state.unit) if state.active and not torch.compiler.is_compiling() else None
-    if frame is None:
+    if torch.compiler.is_dynamo_compiling() or not state.active or (frame := frame_of(state.unit)) is None:
         return call_inner(module, state, args, kwargs)
-
-    def given() -> tuple[Any, ...]:
-        weights, fields = module._parameters, module.__dict__
-        # FSDP shards it, or a hook computes it, as for spectral norms
-        more = [] if "weight" in weights else [fields[name] for name in ("weight", "bias") if name in fields]
-        return (*args, *kwargs.values(), *weights.values(), *more)
-
-    return frame.call(state.scope, module, functools.partial(call_inner, module, state, args, kwargs), given)
+    return frame.call(state.scope, module, inner_of(module, state), args, kwargs)
 
 
 def run_function_scope(module: nn.Module, state: ScopeState, /, *args: Any, **kwargs: Any) -> Any:
     """The module's forward, with the outputs of functions that it calls kept: attention, and ``state.others``."""
-    frame = frame_of(state.unit) if state.active and not torch.compiler.is_compiling() else None
-    if frame is None or not frame.watches(state.scope):
+    if torch.compiler.is_dynamo_compiling() or not state.active or (frame := frame_of(state.unit)) is None:
         return call_inner(module, state, args, kwargs)
-    with FunctionScopes(frame, state.scope, state.others):
+    if (mode := frame.watching(state.scope, state.others)) is None:
+        return call_inner(module, state, args, kwargs)
+    with mode:
         return call_inner(module, state, args, kwargs)
 
 

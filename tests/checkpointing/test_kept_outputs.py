@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from autockpt.checkpointing import CheckpointedUnit
-from autockpt.checkpointing.kept_outputs import FunctionScopes, KeepingFrame, Scope, frame_of, given_up
+from autockpt.checkpointing.kept_outputs import KeepingFrame, Scope, frame_of, given_up
 from autockpt.errors import ConflictError
 from tests.errors import raises
 
@@ -29,14 +30,12 @@ class Kept(nn.Module):
         self.inner, self.scope = inner, Scope()
 
     def forward(self, x: Tensor) -> Tensor:
-        def run() -> Tensor:
+        def run(x: Tensor) -> Tensor:
             RAN.append("kept")
             return self.inner(x)
 
         frame = frame_of("unit")
-        return (
-            run() if frame is None else frame.call(self.scope, self.inner, run, lambda: (x, *self.inner.parameters()))
-        )
+        return run(x) if frame is None else frame.call(self.scope, self.inner, run, (x,), {})
 
 
 class Unit(nn.Module):
@@ -184,9 +183,7 @@ def test_another_path_is_an_error() -> None:
         frame = frame_of("unit")
         hidden = unit.kept(x)
         assert frame is not None
-        return unit.down(
-            frame.call(unit.scope, "second" if again else "first", lambda: hidden.sin(), lambda: (hidden,)).cos()
-        )
+        return unit.down(frame.call(unit.scope, "second" if again else "first", torch.sin, (hidden,), {}).cos())
 
     with raises(ConflictError, "unit"):
         trained(lambda: nn.Linear(8, 8), body, framed=True)
@@ -197,9 +194,7 @@ def attention(unit: Unit, x: Tensor, dropout: float = 0.0) -> Tensor:
     frame = frame_of("unit")
     parts = unit.kept(x).view(1, 16, 3, 2, 8).permute(2, 0, 3, 1, 4).unbind(0)
     run = lambda: F.scaled_dot_product_attention(*parts, attn_mask=mask, dropout_p=dropout)  # noqa: E731
-    if frame is None or not frame.watches(unit.scope):
-        return unit.down(run().tanh())
-    with FunctionScopes(frame, unit.scope):
+    with (None if frame is None else frame.watching(unit.scope)) or nullcontext():
         return unit.down(run().tanh())
 
 
