@@ -1,7 +1,7 @@
 """Recipes: which tensors of a forward are dropped, and by which ops backward has each again.
 
 The ops come from a record of one forward (``op_recorder``). A recipe holds for later calls of the same signature, which
-run without any look at their ops (``recorded_unit``): by the number of each tensor that autograd saves, it is kept, or
+run without any look at their ops (``recorded_call``): by the number of each tensor that autograd saves, it is kept, or
 dropped.
 
 A dropped tensor is made from what the same call has *saved before it*, and from inputs and weights. So a call that

@@ -1,8 +1,14 @@
-"""One call of a unit whose saved tensors are made again: by a recipe of earlier calls, or recorded, or both.
+"""Calls of a unit whose saved tensors are made again: recorded, or by the recipe of an earlier call, or both.
+
+The first calls of a signature are recorded; later ones go by the recipe that they gave (``recipes``), with hooks on
+saved tensors alone. After ever longer gaps one is recorded besides and compared with it. So a unit that began to do
+something else, and saves tensors of the same forms nevertheless, is found at the latest in the call after ``LONGEST``
+others. Where two recordings of a signature differ before a call has gone by either, more of them must agree; where that
+goes on, every call is recorded. Batches without padding have a new length in each step: once a unit is known to be
+steady, one recording of a new length is enough.
 
 Recorded calls hold what they save until they end, and then drop it by the recipe that they gave: they are right
-whatever they do. A call that goes by a recipe has hooks on saved tensors alone, and keeps everything from the first one
-on whose form is another.
+whatever they do. A call that goes by a recipe keeps everything from the first tensor on whose form is another.
 
 Who holds whom: a node of the graph holds what ``pack`` returned for it, and the call by its ``unpack``. What dropped
 tensors are made from stands in what ``pack`` returned, not in the call: it dies with the nodes that need it.
@@ -11,49 +17,199 @@ tensors are made from stands in what ``pack`` returned, not in the call: it dies
 from __future__ import annotations
 
 import functools
+import operator
 import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
-from typing import Any
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from autockpt.checkpointing.arguments import Held, hold, unpack
-from autockpt.checkpointing.divergence import CheckedCall, UnitCheck
+from autockpt.checkpointing.divergence import FIRST_CALLS, CheckedCall, UnitCheck
 from autockpt.checkpointing.fingerprint import stream_of
 from autockpt.checkpointing.op_recorder import OpRecorder
-from autockpt.checkpointing.recipes import SMALL, Position, Program, Recipe, Step, form_of, laid_out, plan
-from autockpt.checkpointing.recorded_unit import RecordedUnit
+from autockpt.checkpointing.recipes import SMALL, Program, Recipe, Step, difference, form_of, laid_out, plan
 from autockpt.checkpointing.replay_context import (
+    AutocastState,
     one_at_a_time,
     put_switches,
     running_again,
     switches,
 )
-from autockpt.errors import InPlaceError
+from autockpt.checkpointing.unit import CallKind, CheckpointedUnit
+from autockpt.errors import InPlaceError, RerunMismatch
 
 _C: Any = torch._C
-_BEYOND = Position((torch.Size((-1,)), (), torch.bool))  # no tensor is like it
+_function_modes: Callable[[], int] = _C._len_torch_function_stack
+_MISSES = 3
+"""So often may calls of a kind turn out to do something else; from then on each is recorded."""
+_MOST = 64
+"""Signatures of a unit whose recipes are known at a time."""
+_EXACT = frozenset((type(None), bool, int, float, str, torch.dtype, torch.device, torch.Size))
+_NUMBERS = (bool, int, float, str)
+_kind_of = operator.attrgetter("shape", "dtype", "requires_grad", "is_leaf", "device", "__class__")
+_stride_of: Callable[[torch.Tensor], tuple[int, ...]] = operator.methodcaller("stride")
+
+
+class Signature:
+    """Calls of one signature. So many recordings in a row ``agreed`` on the ``recipe``, and so many calls have
+    ``followed`` it since the last one."""
+
+    def __init__(self, kind: CallKind) -> None:
+        self.kind = kind
+        self.recipe: Recipe | None = None
+        self.agreed = self.followed = 0
+
+
+class RecordedUnit(CheckpointedUnit):
+    """A module whose calls go by recipes, as its modules are now.
+
+    ``watching`` gives a dispatch mode that hands ops to a recorder. ``keeps``: expensive ops that are not to run again.
+    ``scopes`` names modules inside for which that is so (``keep``), or in which alone ops run again (``within``).
+    ``compares``: calls that go by a recipe are recorded again now and then.
+    """
+
+    gap: ClassVar[int] = 4  # calls that go by a recipe before one is recorded again
+
+    def __init__(
+        self,
+        name: str,
+        module: nn.Module,
+        watching: Callable[[OpRecorder], AbstractContextManager[Any]],
+        keeps: Callable[[Any], bool] = lambda _: False,
+        scopes: Mapping[nn.Module, str] | None = None,
+        first_calls: int = FIRST_CALLS,
+        *,
+        compares: bool = True,
+    ) -> None:
+        super().__init__(name, module, None, first_calls)
+        self.watching, self.keeps, self.scopes = watching, keeps, scopes or {}
+        self.everywhere = "within" not in self.scopes.values()
+        self.modules = modules = self.state.modules
+        fields = [vars(m) for m in modules]
+        places = [(home, n) for m in modules for home in (m._parameters, m._buffers) for n in home]
+        # FullyShardedDataParallel puts views of its own in the place of parameters
+        places += [(home, n) for home in fields for n, value in home.items() if isinstance(value, torch.Tensor)]
+        self.weights: list[tuple[dict[str, Any], str]] = places
+        # A scale that is changed from step to step is an argument of an op. No saved tensor's form shows it.
+        self._numbers = [(home, n) for home in fields for n, value in home.items() if type(value) in _NUMBERS]
+        self._compares = compares
+        self.signatures: dict[Any, Signature] = {}
+
+    def in_mid_training(self) -> None:
+        """Record one more call only."""
+        super().in_mid_training()
+        self.signatures = {}
+
+    def next_call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Signature, list[torch.Tensor], bool]:
+        """A call begins: its signature, the tensors that it is given, and whether it is to be recorded."""
+        tensors: list[torch.Tensor] = []
+        key: Any = None
+        try:
+            key = self._key(args, kwargs, tensors)
+            known = self.signatures.get(key)
+        except (RuntimeError, TypeError):  # sparse and the like have no storage, and jagged sizes no hash
+            key = known = None
+        if known is None:
+            known = Signature(self.kind_of(tensors))
+            if key is not None:  # without one nothing tells whether another call's recipe holds
+                if len(self.signatures) >= _MOST:
+                    del self.signatures[next(iter(self.signatures))]
+                self.signatures[key] = known
+        kind = known.kind
+        is_due = kind.schedule.next() is not None and self._compares
+        # so many recordings have to agree before calls go by the recipe
+        is_steady = (kind.is_steady or self.is_measured) and not kind.misses
+        needed = 1 if is_steady else FIRST_CALLS * 4**kind.misses
+        return known, tensors, is_due or known.recipe is None or kind.misses >= _MISSES or known.agreed < needed
+
+    def _key(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], tensors: list[torch.Tensor]) -> tuple[Any, ...]:
+        """What tells this call's recipe from others': arguments, numbers, modes, and which tensors share memory."""
+        rest = _plain_parts(args, tensors), _plain_parts(kwargs, tensors)
+        autocast = AutocastState(sorted({tensor.device.type for tensor in tensors})).key
+        storages = [tensor.untyped_storage()._cdata for tensor in tensors]
+        shared: Any = None
+        if len(set(storages)) < len(storages):
+            shared = (*map(storages.index, storages), *[tensor.storage_offset() for tensor in tensors])
+        around = (self.numbers(), switches(), _function_modes(), autocast, shared)
+        return *rest, *around, *map(_kind_of, tensors), *map(_stride_of, tensors)
+
+    def numbers(self) -> tuple[Any, ...]:
+        """Numbers and flags among the modules' attributes, as they are now."""
+        return tuple([home.get(name) for home, name in self._numbers])
+
+    def leave_out_changed(self, before: tuple[Any, ...]) -> None:
+        """A forward has ended that began with these numbers: such as it changed, as a counter, tell no calls apart."""
+        if before != (now := self.numbers()):
+            triples = zip(self._numbers, before, now, strict=True)
+            self._numbers = [place for place, then, here in triples if then == here]
+            self.signatures.clear()
+
+    def learn(self, known: Signature, recipe: Recipe) -> None:
+        """A call was recorded. Raises RerunMismatch where calls since the last recording went by another recipe."""
+        before, followed = known.recipe, known.followed
+        known.recipe, known.followed = recipe, 0
+        if before is None or before.content == recipe.content:
+            known.recipe = before or recipe  # one object for all calls
+            known.agreed += 1
+            known.kind.is_steady |= known.agreed >= FIRST_CALLS
+        else:
+            known.kind.misses, known.agreed = known.kind.misses + 1, 1
+            # calls that saved tensors of other forms have not followed it
+            if followed and before.forms == recipe.forms:
+                known.recipe = None
+                raise RerunMismatch(
+                    f"{self.name} has changed within the last {followed} calls what it does: "
+                    f"{difference(recipe, before)}. What backward made again in these calls may be wrong",
+                    remedy=f"Use `recompute` or `save` on {self.name}: a number, a flag or a tensor that its forward "
+                    "reads from outside of its modules is not what it was. Go back to a checkpoint from before.",
+                )
+        if recipe.is_dynamic:  # its Python may go by values
+            known.kind.misses = _MISSES
+
+    def lose(self, known: Signature) -> None:
+        """A call that went by the recipe has saved something else."""
+        known.kind.misses += 1
+        known.recipe, known.agreed, known.followed = None, 0, 0
+
+
+def _plain_parts(value: Any, tensors: list[torch.Tensor]) -> Any:
+    """What tells one call's arguments from another's besides their tensors, which are appended to the list."""
+    kind = type(value)
+    if kind in _EXACT:
+        return value
+    if issubclass(kind, torch.Tensor):
+        tensors.append(value)
+        return None
+    if kind is tuple or kind is list:
+        return kind, *[part if type(part) in _EXACT else _plain_parts(part, tensors) for part in value]
+    if kind is dict:
+        parts = value.values()
+        return kind, *value, *[part if type(part) in _EXACT else _plain_parts(part, tensors) for part in parts]
+    return kind
 
 
 class RecordedCall:
-    """One call of ``unit`` with these arguments. ``is_recorded``, and ``is_first`` of its signature."""
+    """One call of ``unit`` with these arguments. ``is_recorded``, or by a recipe."""
 
     __slots__ = (
-        *("_cells", "_compares", "_inputs", "_known", "_left", "_lost", "_memo", "_number", "_observer"),
-        *("_recipe", "_sources", "_stream", "_tensors", "_unit", "_weights", "is_first", "is_recorded"),
+        *("_cells", "_compares", "_inputs", "_known", "_left", "_lost", "_memo", "_number", "_observer", "_positions"),
+        *("_recipe", "_sources", "_stream", "_tensors", "_unit", "_weights", "is_recorded"),
     )
 
-    def __init__(self, unit: RecordedUnit, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    def __init__(
+        self, unit: RecordedUnit, args: tuple[Any, ...], kwargs: Mapping[str, Any], check: UnitCheck | None = None
+    ) -> None:
         self._unit = unit
         self._known, self._tensors, self.is_recorded = known, _, _ = unit.next_call(args, kwargs)
-        self.is_first = known.recipe is None
+        # what compares what is dropped: in unchecked calls few tensors that all others lead to
+        self._observer = None if check is None else check.observer(new=known.recipe is None)
         self._number, self._lost = 0, False
-        self._compares: Container[int] = ()  # which dropped tensors the observer looks at
         self._memo: dict[int, torch.Tensor] = {}  # values that were made, until every position has them
         self._left: Counter[int] | None = None
         self._stream: Any = None  # that they were made on
@@ -63,7 +219,10 @@ class RecordedCall:
 
     def _go_by(self, recipe: Recipe, weights: Sequence[torch.Tensor | None]) -> None:
         """Take what the recipe starts from."""
-        self._recipe = recipe
+        self._recipe, self._positions = recipe, recipe.positions
+        self._compares: Container[int] = ()  # dropped tensors
+        if self._observer is not None:
+            self._compares = recipe.ends if type(self._observer) is UnitCheck else range(sys.maxsize)
         self._cells: list[Any] = [None] * recipe.cells
         self._sources: dict[tuple[int, ...], tuple[Any, ...]] = {}  # what is in these cells
         inputs = hold([self._tensors[number] for number in recipe.inputs])
@@ -74,37 +233,30 @@ class RecordedCall:
             if weight is None or weight.stride() != strides:
                 self._lost = True
                 break
-            self._weights[number] = weight.detach(), weight._version  # other memory may be assigned to its `.data`
+            self._weights[number] = weight, weight._version
 
     # In forward.
 
-    def run(
-        self,
-        forward: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-        observer: CheckedCall | UnitCheck | None = None,
-    ) -> Any:
-        """The forward. ``observer`` compares what is dropped; in unchecked calls, few tensors that all others lead to.
-
-        Raises RerunMismatch where the call shows that earlier ones were not given what they had computed.
-        """
-        unit, self._observer = self._unit, observer
+    def run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """The forward. Raises RerunMismatch where the call shows that earlier ones were not given what they had
+        computed."""
         if self.is_recorded:
-            return self._record(forward, args, kwargs)
-        recipe = self._recipe
-        self._compares = _compared(recipe, observer)
-        with saved_tensors_hooks(self.pack, self.unpack):
-            if recipe.taps:
-                turns, thread = Counter[int](), threading.get_ident()
-                with tapping(unit, recipe.taps, functools.partial(self._take, turns, thread)):
+            output = self._record(forward, args, kwargs)
+        else:
+            recipe = self._recipe
+            with saved_tensors_hooks(self.pack, self.unpack):
+                if recipe.taps:
+                    turns, thread = Counter[int](), threading.get_ident()
+                    with tapping(self._unit, recipe.taps, functools.partial(self._take, turns, thread)):
+                        output = forward(*args, **kwargs)
+                else:
                     output = forward(*args, **kwargs)
-            else:
-                output = forward(*args, **kwargs)
-        self._known.followed += 1
-        if self._lost or self._number != len(recipe.positions):
-            unit.lose(self._known)
+            self._known.followed += 1
+            if self._lost or self._number != len(recipe.positions):
+                self._unit.lose(self._known)
         self._tensors, self._cells, self._sources = [], [], {}
+        if type(self._observer) is CheckedCall:
+            self._observer.forward_ended()
         return output
 
     def pack(self, tensor: torch.Tensor) -> Any:
@@ -114,29 +266,27 @@ class RecordedCall:
         this call is kept, and it is made from. Kept is not its graph, which it would keep alive by way of Python; but
         leaves themselves, as autograd holds them, with what was set on them.
         """
-        number = self._number
+        number, positions = self._number, self._positions
         self._number = number + 1
         # No function is called that need not be: a layer saves dozens of tensors.
-        cell = None
-        if not self._lost:
-            positions = self._recipe.positions
-            form, cell, weight, dropped, _, _, cells = positions[number] if number < len(positions) else _BEYOND
-            if form is not None and (
-                tensor.shape != form[0] or tensor.stride() != form[1] or tensor.dtype is not form[2]
-            ):
-                self._lost, cell = True, None
-            elif dropped is not None:
-                if (sources := self._sources.get(cells)) is None:
-                    sources = self._sources[cells] = tuple(map(self._cells.__getitem__, cells))
-                if None not in sources:
-                    looks = dropped in self._compares
-                    return number, self._observer.sample(dropped, tensor) if looks else None, sources  # type: ignore[union-attr]
-                self._lost = True  # a module inside was not called, or with another tensor
-            elif weight is not None:
-                # FullyShardedDataParallel has all weights in one storage
-                home, name = self._unit.weights[weight[0]]
-                there = home.get(name)
-                self._lost = there is None or tensor.data_ptr() - there.data_ptr() != weight[1]
+        if self._lost or number >= len(positions):
+            self._lost = True
+            return tensor if tensor.is_leaf else tensor.detach(), tensor._version
+        form, cell, weight, dropped, _, _, cells = positions[number]
+        if form is not None and (tensor.shape != form[0] or tensor.stride() != form[1] or tensor.dtype is not form[2]):
+            self._lost, cell = True, None
+        elif dropped is not None:
+            if (sources := self._sources.get(cells)) is None:
+                sources = self._sources[cells] = tuple(map(self._cells.__getitem__, cells))
+            if None not in sources:
+                looks = dropped in self._compares
+                return number, self._observer.sample(dropped, tensor) if looks else None, sources  # type: ignore[union-attr]
+            self._lost = True  # a module inside was not called, or with another tensor
+        elif weight is not None:
+            # FullyShardedDataParallel has all weights in one storage
+            home, name = self._unit.weights[weight[0]]
+            there = home.get(name)
+            self._lost = there is None or tensor.data_ptr() - there.data_ptr() != weight[1]
         kept = tensor if tensor.is_leaf else tensor.detach(), tensor._version
         if cell is not None:
             self._cells[cell] = kept
@@ -164,21 +314,6 @@ class RecordedCall:
         small = max((t.nbytes for t in self._tensors if t.layout is torch.strided), default=0) // SMALL
         recipe = plan(recorder, small)
         self._go_by(recipe, weights)
-        self._drop(recipe, slots, recorder)
-        recorder.forget()
-        unit.learn(self._known, recipe)
-        unit.leave_out_changed(numbers)
-        self._tensors, self._cells, self._sources = [], [], {}
-        return output
-
-    def hold(self, recorder: OpRecorder, slots: list[list[Any]], tensor: torch.Tensor) -> Any:
-        """The hook for what autograd saves in a recorded call."""
-        recorder.save(tensor)
-        slots.append([tensor if tensor.is_leaf else tensor.detach(), tensor._version, stream_of(tensor.device)])
-        return slots[-1]
-
-    def _drop(self, recipe: Recipe, slots: list[list[Any]], recorder: OpRecorder) -> None:
-        compares, observer = _compared(recipe, self._observer), self._observer
         for tap, cell in recipe.cells_of_taps():
             self._cells[cell] = recorder.tapped[tap]
         for number, (slot, position) in enumerate(zip(slots, recipe.positions, strict=True)):
@@ -186,9 +321,19 @@ class RecordedCall:
                 self._cells[position.cell] = slot[:2]
             elif position.dropped is not None:
                 # what was made on another stream may be freed there before this one has read it
-                looks = position.dropped in compares and stream_of(slot[0].device) == slot[2]
-                comparison = observer.sample(position.dropped, slot[0]) if looks else None  # type: ignore[union-attr]
+                looks = position.dropped in self._compares and stream_of(slot[0].device) == slot[2]
+                comparison = self._observer.sample(position.dropped, slot[0]) if looks else None  # type: ignore[union-attr]
                 slot[:] = number, comparison, tuple([self._cells[cell] for cell in position.cells])
+        recorder.forget()
+        unit.learn(self._known, recipe)
+        unit.leave_out_changed(numbers)
+        return output
+
+    def hold(self, recorder: OpRecorder, slots: list[list[Any]], tensor: torch.Tensor) -> Any:
+        """The hook for what autograd saves in a recorded call."""
+        recorder.save(tensor)
+        slots.append([tensor if tensor.is_leaf else tensor.detach(), tensor._version, stream_of(tensor.device)])
+        return slots[-1]
 
     # In backward.
 
@@ -306,12 +451,6 @@ class RecordedCall:
                 yield
             finally:
                 put_switches(now, recipe.switches)
-
-
-def _compared(recipe: Recipe, observer: CheckedCall | UnitCheck | None) -> Container[int]:
-    if observer is None:
-        return ()
-    return recipe.ends if type(observer) is UnitCheck else range(sys.maxsize)
 
 
 @contextmanager

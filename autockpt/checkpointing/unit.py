@@ -65,7 +65,7 @@ class CallKind:
     new length in each step.
 
     ``places``: the accelerators that they run on. ``is_steady``: two recordings of one signature were the same;
-    ``misses``: so often calls turned out to do something else (``recorded_unit``).
+    ``misses``: so often calls turned out to do something else (``recorded_call``).
     """
 
     def __init__(self, schedule: Schedule, places: list[Place]) -> None:

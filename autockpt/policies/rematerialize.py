@@ -20,11 +20,9 @@ from torch._ops import HigherOrderOperator
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autockpt.checkpointing.arguments import tensors_of
-from autockpt.checkpointing.divergence import CheckedCall
 from autockpt.checkpointing.op_recorder import OpRecorder
 from autockpt.checkpointing.op_table import is_attention, kind_of
-from autockpt.checkpointing.recorded_call import RecordedCall
-from autockpt.checkpointing.recorded_unit import RecordedUnit
+from autockpt.checkpointing.recorded_call import RecordedCall, RecordedUnit
 from autockpt.checkpointing.replay_context import autocast_depth
 from autockpt.errors import ConflictError
 from autockpt.policies.base import (
@@ -167,16 +165,13 @@ def run_rematerialized(module: nn.Module, state: RemakeState, /, *args: Any, **k
     """
     if not is_enabled(state):
         return call_inner(module, state, args, kwargs)
-    call = RecordedCall(state.recorded(module), args, kwargs)
-    observer = state.check.observer(new=call.is_first) if state.check is not None else None
+    call = RecordedCall(state.recorded(module), args, kwargs, state.check)
     before = sequence_nr()
     try:
-        output = call.run(inner_of(module, state), args, kwargs, observer)
+        output = call.run(inner_of(module, state), args, kwargs)
     except (RuntimeError, AssertionError) as error:
         refuse_by_message(error, state.unit)
         raise
-    if isinstance(observer, CheckedCall):
-        observer.forward_ended()
     if call.is_recorded:
         _refuse_custom_functions(output, before, state.unit)
     return output

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from autockpt.checkpointing.recorded_unit import RecordedUnit
+from autockpt.checkpointing.recorded_call import RecordedUnit
 from autockpt.devices.accelerator import without_context
 from autockpt.devices.base import Transport
 from autockpt.devices.cpu import HostMemory

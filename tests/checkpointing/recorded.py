@@ -8,8 +8,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autockpt.checkpointing.op_recorder import OpRecorder
-from autockpt.checkpointing.recorded_call import RecordedCall
-from autockpt.checkpointing.recorded_unit import RecordedUnit
+from autockpt.checkpointing.recorded_call import RecordedCall, RecordedUnit
 
 
 class Watching(TorchDispatchMode):

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from autockpt.checkpointing import recorded_unit
+from autockpt.checkpointing import recorded_call
 from autockpt.checkpointing.recorded_call import RecordedCall
 from autockpt.errors import RerunMismatch
 from tests.checkpointing.recorded import Recorded
@@ -41,9 +41,9 @@ def test_a_new_length_of_a_steady_unit_is_recorded_once(monkeypatch: pytest.Monk
 
 def test_lengths_of_long_ago_are_forgotten() -> None:
     recorded = Recorded(Mlp())
-    for length in range(1, recorded_unit._MOST + 10):
+    for length in range(1, recorded_call._MOST + 10):
         gradients(recorded, length)
-    assert len(recorded.unit.signatures) == recorded_unit._MOST
+    assert len(recorded.unit.signatures) == recorded_call._MOST
 
 
 def test_what_differs_from_the_first_on_is_always_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,7 +87,7 @@ def late(before: Callable[[Tensor], Tensor], after: Callable[[Tensor], Tensor]) 
 def test_another_branch_is_found_by_the_next_recording() -> None:
     model, _ = late(torch.sigmoid, torch.tanh)
     with raises(RerunMismatch, "layer", "tanh"):
-        for _ in range(recorded_unit.RecordedUnit.gap + 1):
+        for _ in range(recorded_call.RecordedUnit.gap + 1):
             gradients(model)
 
 
