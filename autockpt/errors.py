@@ -185,6 +185,7 @@ _PLAINLY = {
     "Input should be a valid number": "a number is needed",
     "Input should be greater than or equal to": "it has to be at least",
     "Input should be": "it has to be",
+    "Extra inputs are not permitted": "there is no such setting",
 }
 
 

@@ -1,6 +1,6 @@
 """The plan: what each unit does with its activations, where that was found out, and whether it was proven.
 
-``Plan.load`` and ``Plan.save`` are the only doors to the file format, which ``planfile`` writes.
+``Plan.load`` and ``Plan.save`` are the only doors to the file format, which is written for people to read and edit.
 """
 
 from __future__ import annotations
@@ -9,17 +9,29 @@ import hashlib
 import itertools
 import json
 import math
+import re
+import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
+import yaml
 from pydantic import AfterValidator, Field, PrivateAttr, ValidationError, model_validator
 
 from autockpt.errors import PlanError
-from autockpt.schema import planfile, words
+from autockpt.schema import words
 from autockpt.schema.base import Data, Facts, refused, validating
-from autockpt.schema.choices import SAVE, Choice, CompileBudget, WrittenChoice, choice_kinds, dump_choice, dump_choices
+from autockpt.schema.choices import (
+    SAVE,
+    Choice,
+    CompileBudget,
+    WrittenChoice,
+    choice_kinds,
+    dump_choice,
+    dump_choices,
+    legend,
+)
 from autockpt.schema.device import Environment
 from autockpt.schema.files import set_aside, write_file, writing
 from autockpt.schema.graph import Unit, UnitRole
@@ -66,7 +78,7 @@ def _known_version(version: int) -> int:
     return version
 
 
-OF_A_SET = ("when", "share", "predicted", "measured", "choices")
+OF_A_SET = ("when", "hash", "share", "predicted", "measured", "choices")
 
 
 class Comparison(Data):
@@ -110,31 +122,12 @@ class When(Data):
         return tokens <= self.tokens and (self.longest is None or longest <= self.longest)
 
 
-class ChoiceSet(Data):
-    """Choices for batches that are smaller than what the plan's own choices are for. ``Plan.sets`` makes plans of them.
-
-    ``hash`` and the numbers are as in a plan; ``share`` is how many of all batches were expected to go by this set.
-    """
-
-    when: When
-    hash: str = ""
-    share: float | None = Field(default=None, ge=0, le=1, description="share of all batches")
-    predicted: Prediction | None = None
-    measured: Measurement | None = None
-    choices: Choices = Field(min_length=1)
-
-    @property
-    def hash_of_choices(self) -> str:
-        """The hash of the choices, as long as they are still for the batches that they were found for."""
-        found, _, tokens = self.hash.partition("@")
-        return found if tokens in ("", str(self.when.tokens)) else "edited"
-
-
 class Plan(Data):
     """A choice for every unit, with its provenance.
 
     ``choices`` are for every batch; where ``smaller_batches`` has sets of their own for smaller ones, the runtime goes
-    by the first that covers the batch at hand. ``sets`` are all of them, each as a plan.
+    by the first that covers the batch at hand. Of these only the fields in ``OF_A_SET`` are given, ``hash`` with the
+    tokens that they were found for; ``sets`` are all of them, each as a whole plan.
 
     ``hash`` is that of the choices which ``predicted`` and ``measured`` speak of. Where the choices no longer match it
     (the file was edited), ``status`` is "unmeasured", whatever ``source`` says. Bytes and seconds throughout.
@@ -161,7 +154,7 @@ class Plan(Data):
     choices: Choices = Field(description="pattern of unit names -> choice")
     when: When | None = Field(default=None, description="the largest batch that ``choices`` were made for, where known")
     share: float | None = Field(default=None, ge=0, le=1, description="share of all batches that go by ``choices``")
-    smaller_batches: tuple[ChoiceSet, ...] = Field(default=(), description="for smaller batches, the smallest first")
+    smaller_batches: tuple[Plan, ...] = Field(default=(), description="for smaller batches, the smallest first")
     _document: Document | None = PrivateAttr(default=None)
     _place: tuple[str | int, ...] = PrivateAttr(default=("choices",))
 
@@ -181,7 +174,9 @@ class Plan(Data):
 
     @model_validator(mode="after")
     def _makes_sense(self) -> Plan:
-        bounds = [s.when for s in self.smaller_batches] + ([self.when] if self.when is not None else [])
+        bounds = [plan.when for plan in (*self.smaller_batches, self) if plan.when is not None]
+        if any(plan.when is None or not plan.choices for plan in self.smaller_batches):
+            raise ValueError("smaller_batches need `when` and `choices` in each entry")
         for one, two in itertools.pairwise(bounds):
             if one.tokens >= two.tokens or (one.longest or 0) > (two.longest or math.inf):
                 raise ValueError(f"smaller_batches go from small to large, and {one} come before {two}")
@@ -258,19 +253,23 @@ class Plan(Data):
 
     def text(self, name: str = "plan.yaml") -> str:
         """The text of a plan file: the choices first, then where they are from."""
-        data: dict[str, Any] = self.model_dump(mode="json", exclude_defaults=True)
-        data |= {"autockpt": self.autockpt, "source": self.source}
-        data["choices"] = dump_choices(self.choices)
+        data = {"autockpt": self.autockpt, "choices": dump_choices(self.choices)}
+        data |= self.model_dump(mode="json", exclude_defaults=True, exclude={"choices", "smaller_batches"})
+        data["source"] = self.source
         if self.workload is not None:
             data["workload"] = self.workload.model_dump(mode="json", exclude_none=True)
-        if self.smaller_batches:
-            data["smaller_batches"] = [
-                each.model_dump(mode="json", exclude_defaults=True) | {"choices": dump_choices(each.choices)}
-                for each in self.smaller_batches
-            ]
-        if not self.hash:
-            data.pop("hash", None)
-        return planfile.render({key: data[key] for key in Plan.model_fields if key in data}, name)
+        for each in self.smaller_batches:
+            own = each.model_dump(mode="json", exclude_defaults=True) | {"choices": dump_choices(each.choices)}
+            data.setdefault("smaller_batches", []).append({name: own[name] for name in OF_A_SET if name in own})
+        layers, head = (", ".join(choice_kinds(role)) for role in ("block", "head"))
+        kinds = textwrap.fill(
+            f"# Choices: {layers}; for the output head, by its name: {head}.", width=110, subsequent_indent="# "
+        )
+        meanings = legend(choice for plan in (self, *self.smaller_batches) for choice in plan.choices.values())
+        text = [_HEADER.format(name=name, kinds=kinds), f"autockpt: {data.pop('autockpt')}\n"]
+        text.append(_section("choices", data.pop("choices"), meanings))
+        text += [_section(key, data.pop(key)) for key in ("when", "share", "smaller_batches") if key in data]
+        return "".join([*text, "\n", *(_section(key, data[key]) for key in Plan.model_fields if key in data)])
 
     @property
     def sets(self) -> tuple[Plan, ...]:
@@ -278,15 +277,20 @@ class Plan(Data):
         if not self.smaller_batches:
             return (self,)
         fields: dict[str, Any] = {**self._fields, "smaller_batches": ()}
-        largest, found = Plan(**fields), list[Plan]()
+        found = list[Plan]()
         for number, each in enumerate(self.smaller_batches):
-            own: dict[str, Any] = {name: getattr(each, name) for name in OF_A_SET}
-            own |= {"hash": each.hash_of_choices, "baselines": (), "workload": self._at(each.when)}
+            assert each.when is not None
+            digest, _, tokens = each.hash.partition("@")
+            if tokens not in ("", str(each.when.tokens)):  # no longer for the batches that they were found for
+                digest = "edited"
+            own = {name: getattr(each, name) for name in OF_A_SET}
+            own |= {"hash": digest, "baselines": (), "workload": self._at(each.when)}
             found.append(Plan(**{**fields, **own}))
             found[-1]._place = ("smaller_batches", number, "choices")
-        for plan in (*found, largest):
+        found.append(Plan(**fields))
+        for plan in found:
             plan._document = self._document
-        return (*found, largest)
+        return tuple(found)
 
     @property
     def _fields(self) -> dict[str, Any]:
@@ -302,14 +306,13 @@ class Plan(Data):
 
     def with_smaller(self, others: Iterable[Plan]) -> Plan:
         """This plan for all batches but those that one of ``others`` is for: its ``when`` says which."""
-        sets = []
+        sets: dict[int, Plan] = {}
         for plan in others:
-            each = ChoiceSet(**{name: getattr(plan, name) for name in OF_A_SET})
-            of_batches = f"{plan.hash}@{each.when.tokens}" if plan.hash else ""
-            sets.append(each.model_copy(update={"hash": of_batches}))
-        sets.sort(key=lambda each: each.when.tokens)
-        fields: dict[str, Any] = {**self._fields, "smaller_batches": tuple(sets)}
-        return Plan(**fields)
+            assert plan.when is not None
+            own: dict[str, Any] = {name: getattr(plan, name) for name in OF_A_SET}
+            own["hash"] = plan.hash and f"{plan.hash}@{plan.when.tokens}"
+            sets[plan.when.tokens] = Plan(**own)
+        return Plan(**{**self._fields, "smaller_batches": tuple(sets[tokens] for tokens in sorted(sets))})
 
     @property
     def file(self) -> str:
@@ -461,6 +464,61 @@ def _difference(planned: Mapping[str, str], present: Mapping[str, str]) -> str:
         return f"the plan knows no {listing(new, 3)}"
     other = next((name for name, cls in planned.items() if present[name] != cls), None)
     return "" if other is None else f"{other} is a {present[other]}, planned as a {planned[other]}"
+
+
+# --- a plan as a file
+
+_HEADER = """\
+# What each unit of the model does with its activations, so that a training step stays within its memory budget.
+#
+#   import autockpt
+#   handle = autockpt.apply(model, "{name}")  # handle.remove() undoes it
+#   print(handle)  # what was attached, unit by unit
+#
+{kinds}
+# Edit them as you like: names may be ranges (model.layers.0-11) or wildcards (* one component, ** any number).
+# An edited plan counts as unmeasured until it is measured again.
+"""
+_COMMENTS = {
+    "when": "the largest batch that the choices above were made for",
+    "smaller_batches": "instead of the choices above, for batches of at most so many tokens; chosen at each forward",
+    "source": "measured: these choices took real steps; simulated: predicted only",
+    "hash": "of the choices that the numbers below belong to",
+    "model": "the model this was made for",
+    "workload": "the training step this was made for",
+    "settings": "facts of that step",
+    "environment": "the device it was measured on, or simulated for",
+    "compile": "its steps are compiled: each layer by layer.compile(), or the whole model",
+    "predicted": "simulated: bytes by a ghost run of this very plan, seconds by op times",
+    "measured": "by real training steps; noise is relative",
+    "baselines": "well-known plans, for comparison",
+}
+_BYTES = re.compile(r"^(\s*(?:- )?(?:\w+_)?bytes: )([0-9]{4,})$", re.MULTILINE)
+
+
+class _OfChoices(yaml.SafeDumper):
+    """Writes a choice with options in braces, as people do, not a line for each option."""
+
+    def represent_choice(self, data: dict[str, Any]) -> yaml.MappingNode:
+        return self.represent_mapping("tag:yaml.org,2002:map", data, flow_style="kind" in data)
+
+
+_OfChoices.add_representer(dict, _OfChoices.represent_choice)
+
+
+def _section(key: str, value: Any, comments: Sequence[str] = ()) -> str:
+    """The text of one field, with what is to be said about it."""
+    # in braces lines are broken only behind what is over the width
+    dumper, width = (_OfChoices, 80) if key in ("choices", "smaller_batches") else (yaml.SafeDumper, 110)
+    text = yaml.dump({key: value}, Dumper=dumper, sort_keys=False, allow_unicode=True, width=width)
+    comment = _COMMENTS.get(key)
+    if isinstance(value, dict | list):
+        comments = [*([comment] if comment else []), *comments]
+        above = [textwrap.fill(line, 110, initial_indent="# ", subsequent_indent="#   ") for line in comments]
+        text = "\n" + "".join(f"{line}\n" for line in above) + text
+    elif comment:
+        text = f"{text.rstrip()}  # {comment}\n"
+    return _BYTES.sub(lambda m: f"{m[1]}{m[2]}  # {format_bytes(int(m[2]))}", text)
 
 
 # --- a plan in words
