@@ -11,7 +11,7 @@ import math
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import product
+from itertools import groupby, product
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from autockpt.errors import PlanError
@@ -198,15 +198,11 @@ def _fold_at(items: list[tuple[tuple[str, ...], T, int]], position: int) -> list
             result.append((parts, value, order))
     for (before, after), members in groups.items():
         members.sort(key=lambda member: member[0])
-        start = 0
-        for i in range(1, len(members) + 1):
-            first, value, _ = members[start]
-            if i < len(members) and members[i][0] == members[i - 1][0] + 1 and members[i][1] == value:
-                continue
-            last = members[i - 1][0]
-            index = str(first) if first == last else f"{first}-{last}"
-            result.append(((*before, index, *after), value, min(m[2] for m in members[start:i])))
-            start = i
+        runs = groupby(enumerate(members), key=lambda item: (item[1][0] - item[0], item[1][1]))
+        for (_, value), run in runs:
+            indices, _, orders = zip(*(member for _, member in run), strict=True)
+            index = str(indices[0]) if len(indices) == 1 else f"{indices[0]}-{indices[-1]}"
+            result.append(((*before, index, *after), value, min(orders)))
     return result
 
 

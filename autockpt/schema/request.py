@@ -105,41 +105,24 @@ class SearchRequest(Data):
         such as the model's structure fingerprint, and those that tell a live step from others. Without ``environment``
         it is that of any device.
         """
-        return identity_of(
-            environment,
-            self.space,
-            self.budget,
-            seed=self.seed,
-            allow_inexact=self.allow_inexact,
-            host_budget=self.host_budget,
-            workload=self.spec and self.spec.model_dump(mode="json"),
-            compile=self.compile,
-            hardware=self.hardware and self.hardware.model_dump(mode="json", exclude=_NO_FIGURES),
+        whole = self.budget.kind == "auto"  # the device's capacity counts for such a budget alone
+        of_a_run = {"overhead_bytes"} if whole else {"overhead_bytes", "capacity_bytes"}
+        asked: dict[str, Any] = {
+            "space": self.space.model_dump(mode="json", exclude={"description"}),
+            "budget": self.budget.text,
+            "headroom": self.budget.headroom and self.budget.headroom.text,
+            "seed": self.seed,
+            "allow_inexact": self.allow_inexact or None,
+            "host_budget": self.host_budget,
+            "workload": self.spec and self.spec.model_dump(mode="json"),
+            "compile": self.compile,
+            "hardware": self.hardware and self.hardware.model_dump(mode="json", exclude=_NO_FIGURES),
             **more,
-        )
-
-
-def identity_of(
-    environment: Environment | None, space: SearchSpace, budget: Budget | None = None, **asked: Any
-) -> dict[str, Any]:
-    """What makes two questions the same, as JSON: what is asked, of which device, with which versions.
-
-    Entries of ``asked`` that are None or False were not asked for. The device's capacity only counts for a budget that
-    is all of it.
-    """
-    whole = budget is not None and budget.kind == "auto"
-    left_out = {"overhead_bytes"} if whole else {"overhead_bytes", "capacity_bytes"}
-    if budget is not None:
-        asked |= {"budget": budget.text, "headroom": budget.headroom.text if budget.headroom else None}
-    measured: dict[str, Any] = {}
-    if environment is not None:
-        measured["device"] = environment.device.model_dump(mode="json", exclude=left_out)
-        measured["versions"] = {k: v for k, v in environment.versions.items() if k in _VERSIONS}
-    return {
-        "space": space.model_dump(mode="json", exclude={"description"}),
-        **measured,
-        **{name: value for name, value in asked.items() if value is not None and value is not False},
-    }
+        }
+        if environment is not None:
+            asked["device"] = environment.device.model_dump(mode="json", exclude=of_a_run)
+            asked["versions"] = {k: v for k, v in environment.versions.items() if k in _VERSIONS}
+        return {name: value for name, value in asked.items() if value is not None}
 
 
 def question_hash(question: Mapping[str, Any]) -> str:

@@ -54,26 +54,33 @@ class Budget(Data):
         return self.text
 
     def resolve(self, save_all_peak: int, leanest_peak: int, capacity: int) -> int:
-        """The budget less its headroom, in bytes: what plans are held against.
-
-        ``save_all_peak`` and ``leanest_peak`` are this job's peaks in bytes when every unit saves everything and when
-        each does what needs least; ``capacity`` is what the device has for this job.
-        """
-        whole = self._whole(save_all_peak, leanest_peak, capacity)
-        return whole if self.headroom is None else max(1, whole - self.headroom.of(whole))
+        """The budget less its headroom, in bytes: what plans are held against."""
+        return self.resolved(save_all_peak, leanest_peak, capacity).bytes
 
     @property
     def budget_bytes(self) -> int | None:
         """Bytes, headroom taken off; None where they depend on the job or the device."""
         return self.resolve(0, 0, 0) if self.kind == "bytes" else None
 
-    def resolved(self, save_all_peak: int, leanest_peak: int, capacity: int, device_kind: str) -> ResolvedBudget:
-        """The same with the words it was asked in and what it covers on a kind of device."""
-        size = self.resolve(save_all_peak, leanest_peak, capacity)
-        left = self._whole(save_all_peak, leanest_peak, capacity) - size
-        text = "" if self.headroom is None else self.headroom.text
+    def resolved(
+        self, save_all_peak: int, leanest_peak: int, capacity: int, device_kind: str | None = None
+    ) -> ResolvedBudget:
+        """The same with the words it was asked in and what it covers on a kind of device.
+
+        ``save_all_peak`` and ``leanest_peak`` are this job's peaks in bytes when every unit saves everything and when
+        each does what needs least; ``capacity`` is what the device has for this job.
+        """
+        above = leanest_peak if self.kind == "activation_share" else 0
+        whole = capacity if self.kind == "auto" else self.size or 0
+        if self.share is not None:
+            whole = above + int((save_all_peak - above) * self.share)
+        size = whole if self.headroom is None else max(1, whole - self.headroom.of(whole))
         return ResolvedBudget(
-            asked=self.text, bytes=size, covers=covers(device_kind), headroom=text, headroom_bytes=left
+            asked=self.text,
+            bytes=size,
+            covers=covers(device_kind) if device_kind else "",
+            headroom=self.headroom.text if self.headroom else "",
+            headroom_bytes=whole - size,
         )
 
     def refuse_share(self, why: str) -> None:
@@ -107,16 +114,6 @@ class Budget(Data):
                 remedy="Give less headroom, or more budget.",
             )
         return self.model_copy(update={"headroom": headroom})
-
-    def _whole(self, save_all_peak: int, leanest_peak: int, capacity: int) -> int:
-        """The budget as it was asked for, headroom included."""
-        if self.kind == "bytes":
-            return int(self.size or 0)
-        if self.kind == "share":
-            return int(save_all_peak * (self.share or 0.0))
-        if self.kind == "activation_share":
-            return leanest_peak + int((save_all_peak - leanest_peak) * (self.share or 0.0))
-        return capacity
 
 
 class ResolvedBudget(Data):

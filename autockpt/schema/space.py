@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable
+from collections.abc import Container
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from autockpt.errors import UsageError
-from autockpt.schema.base import Data, did_you_mean
+from autockpt.schema.base import Data, did_you_mean, refused
 from autockpt.schema.choices import head_kinds, searched_kinds
 
 _BY_OPTION = {"chunked_loss": "--allow-inexact (its gradients are equal up to rounding)", "compile_budget": "--compile"}
@@ -34,15 +34,22 @@ class Knob(Data):
         return self
 
 
-def _sane_margins(value: tuple[float, ...]) -> tuple[float, ...]:
-    if not value or not all(0 <= m < 1 for m in value):
-        raise ValueError("margins are shares of the budget, from 0 up to but not including 1")
-    return value
+def known_knobs() -> tuple[str, ...]:
+    """Names of all knobs: one margin, the copies that hide, and a price per choice that is on the solver's menus."""
+    return ("margin", HIDDEN_COPIES, *(f"{kind}_price" for kind in searched_kinds() if kind not in ("save", "segment")))
 
 
-def _refuse_unknown(what: str, given: Iterable[str], known: tuple[str, ...]) -> None:
-    if unknown := [word for word in given if word not in known]:
-        raise ValueError(f"unknown {what} {unknown[0]!r}; known are {', '.join(known)}")
+def _one_of(known: tuple[str, ...]) -> AfterValidator:
+    def check(word: str) -> str:
+        if word not in known:
+            raise refused(f"unknown {word!r}", f"{did_you_mean(word, known)}Known are {', '.join(known)}.")
+        return word
+
+    return AfterValidator(check)
+
+
+def _with_save(kinds: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(kind for kind in searched_kinds() if kind in kinds or kind == "save")
 
 
 class SearchSpace(Data):
@@ -57,27 +64,17 @@ class SearchSpace(Data):
     search_space: Literal[1] = Field(description="version of the format")
     name: str = ""
     description: str = ""
-    choices: tuple[str, ...] = Field(default_factory=searched_kinds, description="kinds; always with save")
-    head: tuple[str, ...] = Field(default_factory=head_kinds, description="kinds for the output head besides save")
-    margins: Annotated[tuple[float, ...], AfterValidator(_sane_margins)] = (0.0, 0.02, 0.05)
-    knobs: dict[str, Knob] = Field(min_length=1)
-
-    @field_validator("choices")
-    @classmethod
-    def _known_choices(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        known = searched_kinds()
-        _refuse_unknown("choice", value, known)
-        return tuple(c for c in known if c in value or c == "save")
-
-    @field_validator("head")
-    @classmethod
-    def _known_for_heads(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        _refuse_unknown("choice for an output head", value, head_kinds())
-        return value
+    choices: Annotated[tuple[Annotated[str, _one_of(searched_kinds())], ...], AfterValidator(_with_save)] = Field(
+        default_factory=searched_kinds, description="kinds; always with save"
+    )
+    head: tuple[Annotated[str, _one_of(head_kinds())], ...] = Field(
+        default_factory=head_kinds, description="kinds for the output head besides save"
+    )
+    margins: tuple[Annotated[float, Field(ge=0, lt=1)], ...] = Field(default=(0.0, 0.02, 0.05), min_length=1)
+    knobs: dict[Annotated[str, _one_of(known_knobs())], Knob] = Field(min_length=1)
 
     @model_validator(mode="after")
     def _fitting_knobs(self) -> SearchSpace:
-        _refuse_unknown("knob", self.knobs, known_knobs())
         for name, knob in self.knobs.items():
             if name in ("margin", HIDDEN_COPIES) and not (knob.low >= 0 and knob.high <= 1):
                 raise ValueError(f"knobs go from 0 to 1 where they are shares, as {name} is")
@@ -114,8 +111,3 @@ class SearchSpace(Data):
     def without_knob(self, name: str) -> SearchSpace:
         """The same space where a number stays as it is."""
         return self.model_copy(update={"knobs": {known: knob for known, knob in self.knobs.items() if known != name}})
-
-
-def known_knobs() -> tuple[str, ...]:
-    """Names of all knobs: one margin, the copies that hide, and a price per choice that is on the solver's menus."""
-    return ("margin", HIDDEN_COPIES, *(f"{kind}_price" for kind in searched_kinds() if kind not in ("save", "segment")))

@@ -50,7 +50,7 @@ def test_ones_own_file(tmp_path: Path) -> None:
         ("search_space: 1\nmargins: [1.5]\n", 2, "margins"),
         ("search_space: 1\nknobs:\n  margin: {low: 1, high: 0}\n", 3, "low"),
         ("search_space: 1\nknobs:\n  margin: {low: 0, high: 1, log: true}\n", 3, "zero"),
-        ("search_space: 1\nknobs:\n  speed: {low: 0, high: 1}\n", 1, "speed"),
+        ("search_space: 1\nknobs:\n  speed: {low: 0, high: 1}\n", 3, "speed"),
         ("search_space: 1\nknobs:\n  margin: {low: 0.0, high: .inf}\n", 3, "finite"),
         ("search_space: 1\n", 1, "knobs"),
     ],
