@@ -29,9 +29,8 @@ from autockpt.schema import (
     WorkloadSpec,
 )
 from autockpt.schema.base import unfit
-from autockpt.schema.batches import BatchAnswer
 from autockpt.schema.plan import CompileMode
-from autockpt.schema.request import TRIALS
+from autockpt.schema.request import TRIALS, BatchAnswer
 from autockpt.schema.runs import plan_at
 from autockpt.terminal import console
 from autockpt.tracing import trace

@@ -77,7 +77,6 @@ def outcome(*, none_fits: bool = True, dry_run: bool = False, **changes: object)
         choices(),
         UNITS,
         model="llama-tiny",
-        fingerprint="0123abcd",
         source="simulated" if dry_run else "measured",
         predicted=rows[-1].predicted,
         measured=rows[-1].measured,

@@ -40,9 +40,9 @@ from autockpt.schema import (
     format_bytes,
     words,
 )
-from autockpt.schema.batches import BatchAnswer
 from autockpt.schema.known import legend_of_names
 from autockpt.schema.plan import choice_lines, set_lines
+from autockpt.schema.request import BatchAnswer
 from autockpt.schema.runs import plan_at
 from autockpt.shipped import load_space
 from autockpt.terminal import VERDICTS, heading, plain_table, print_legend, remarks, simulated

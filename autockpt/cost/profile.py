@@ -373,7 +373,6 @@ def build_profile(
         menus=menus,
         save_all_peak_bytes=base.peak_bytes,
         save_all_seconds=predictor.simulation(base).step_seconds,
-        leanest_peak_bytes=min(graph.peak_bytes for _, graph in uniform.values()),
     )
     segments = segments_of(base, menus) if Segment().kind in uniform else None
     return CostModel(profile, base, predictor, used_by_others, unit, segments)

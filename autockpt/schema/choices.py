@@ -36,14 +36,18 @@ def _words(value: object) -> str:
 class _Choice(Data):
     letter: ClassVar[str]
     """What stands for the choice where a plan is shown in one line."""
-    says: ClassVar[str]
-    """What the choice does, for the legends of whatever shows it."""
     searched: ClassVar[bool] = True
     """Whether a search tries the choice for a layer by itself; in a plan every choice may be written."""
     roles: ClassVar[tuple[UnitRole, ...]] = LAYERS
     """The units that the choice is for."""
     exact: ClassVar[bool] = True
     """Whether gradients are equal bit for bit, not only up to rounding."""
+
+    @classmethod
+    def says(cls) -> str:
+        """What the choice does, for legends: the first line of its class's description."""
+        line = (cls.__doc__ or "").partition("\n")[0].rstrip(".")
+        return line[:1].lower() + line[1:]
 
     def __str__(self) -> str:
         options = self.model_dump(exclude_defaults=True, exclude={"kind"})
@@ -52,19 +56,23 @@ class _Choice(Data):
 
 
 class Save(_Choice):
-    """Keep every activation for the backward pass, as PyTorch does by itself. Nothing is attached."""
+    """Keep every activation for backward, as PyTorch does by itself.
+
+    Nothing is attached.
+    """
 
     letter: ClassVar[str] = "."
-    says: ClassVar[str] = "keep every activation for backward, as PyTorch does by itself"
     roles: ClassVar[tuple[UnitRole, ...]] = (*LAYERS, "head")
     kind: Literal["save"] = "save"
 
 
 class Recompute(_Choice):
-    """Keep only the unit's inputs and run its forward again in backward (Chen et al. 2016, arXiv:1604.06174)."""
+    """Keep the input alone and run the forward again in backward.
+
+    Chen et al. 2016, arXiv:1604.06174.
+    """
 
     letter: ClassVar[str] = "R"
-    says: ClassVar[str] = "keep the input alone and run the forward again in backward"
     kind: Literal["recompute"] = "recompute"
 
 
@@ -98,7 +106,7 @@ class _NamesParts(_Choice):
 
 
 class Selective(_NamesParts):
-    """Keep the outputs of chosen modules, and run the rest of the unit's forward again in backward.
+    """Keep some outputs and run the rest of the forward again in backward.
 
     ``keep`` names modules inside the unit (``mlp.up_proj``) whose matrix products and convolutions are not run again,
     or ``fused_attention``; by default all of these are kept and only what is cheap is made again
@@ -108,7 +116,6 @@ class Selective(_NamesParts):
     """
 
     letter: ClassVar[str] = "S"
-    says: ClassVar[str] = "keep some outputs and run the rest of the forward again in backward"
     kind: Literal["selective"] = "selective"
     keep: Modules = Field(default=(EVERYTHING,), description=_KEPT)
 
@@ -120,7 +127,7 @@ class Selective(_NamesParts):
 
 
 class Remake(_NamesParts):
-    """Make what the unit saves again tensor by tensor in backward, each by the ops that made it.
+    """Drop saved tensors and rematerialize each in backward, by the ops that made it.
 
     What is saved is dropped where it can be made from what is kept anyway, or from something smaller. ``keep`` names
     modules inside the unit whose matrix products and convolutions are not run again, ``fused_attention``, or ``**`` for
@@ -128,15 +135,16 @@ class Remake(_NamesParts):
     """
 
     letter: ClassVar[str] = "T"  # of tensors: with M, "OOM" would be a plan
-    says: ClassVar[str] = "drop saved tensors and rematerialize each in backward, by the ops that made it"
     kind: Literal["remake"] = "remake"
 
 
 class KeepAttention(_Choice):
-    """Keep the output of fused attention, which recomputes inside itself already, and run the rest again."""
+    """Keep the output of fused attention and run the rest of the forward again in backward.
+
+    Fused attention recomputes inside itself already.
+    """
 
     letter: ClassVar[str] = "A"
-    says: ClassVar[str] = "keep the output of fused attention and run the rest of the forward again in backward"
     kind: Literal["keep_attention"] = "keep_attention"
 
 
@@ -155,40 +163,39 @@ class Offload(_Moving):
     """
 
     letter: ClassVar[str] = "O"
-    says: ClassVar[str] = "move saved activations off the device after forward and back before backward"
     kind: Literal["offload"] = "offload"
 
 
 class RecomputeOffload(_Moving):
-    """Run the unit's forward again in backward, and keep its input off the device until then; options as above."""
+    """Run the forward again in backward, and keep its input off the device until then.
+
+    Options are those of ``Offload``.
+    """
 
     letter: ClassVar[str] = "B"
-    says: ClassVar[str] = "run the forward again in backward, and keep its input off the device until then"
     kind: Literal["recompute_offload"] = "recompute_offload"
 
 
 class Segment(_Choice):
-    """Several consecutive units as one region: only what enters it is kept, and it runs again as a whole in backward.
+    """Several consecutive units are one region: keep its input alone and run it again in backward.
 
     ``size`` consecutive units of a plan with this same choice form one region, which is recomputed at once (Chen et al.
     2016, arXiv:1604.06174); a run of them that is no multiple ends with a shorter one.
     """
 
     letter: ClassVar[str] = "G"
-    says: ClassVar[str] = "several consecutive units are one region: keep its input alone and run it again in backward"
     kind: Literal["segment"] = "segment"
     size: int = Field(default=2, ge=1, description="units of one region")
 
 
 class ChunkedSoftmax(_Choice):
-    """Keep a language model's logits alone, and run softmax and cross-entropy on chunks of tokens, again in backward.
+    """Keep the logits alone; run softmax and cross-entropy on chunks of tokens, again in backward.
 
     For the output head only (``lm_head: chunked_softmax``). Neither log-probabilities nor their gradients ever exist
     for all tokens, and the logits' gradient takes the place of the logits where nothing else holds these.
     """
 
     letter: ClassVar[str] = "L"
-    says: ClassVar[str] = "keep the logits alone; run softmax and cross-entropy on chunks of tokens, again in backward"
     searched: ClassVar[bool] = False
     roles: ClassVar[tuple[UnitRole, ...]] = ("head",)
     kind: Literal["chunked_softmax"] = "chunked_softmax"
@@ -196,15 +203,12 @@ class ChunkedSoftmax(_Choice):
 
 
 class ChunkedLoss(_Choice):
-    """Run a language model's output head and cross-entropy over chunks of tokens, each again in backward.
+    """Run head and cross-entropy on chunks of tokens, again in backward; gradients are equal up to rounding.
 
     For the output head only (``lm_head: chunked_loss``). Not bit-equal: sums over tokens are taken in another order.
     """
 
     letter: ClassVar[str] = "C"
-    says: ClassVar[str] = (
-        "run head and cross-entropy on chunks of tokens, again in backward; gradients are equal up to rounding"
-    )
     searched: ClassVar[bool] = False
     roles: ClassVar[tuple[UnitRole, ...]] = ("head",)
     exact: ClassVar[bool] = False
@@ -213,7 +217,7 @@ class ChunkedLoss(_Choice):
 
 
 class CompileBudget(_Choice):
-    """Let the compiler save at most a share of what it would save by itself of the graph that the unit is part of.
+    """Let the compiler save at most a share of what it would save by itself.
 
     For compiled training only: a layer that is compiled in place (``layer.compile()``) is a graph of its own, layers of
     a model that is compiled as a whole share one. ``fraction`` is PyTorch's ``activation_memory_budget`` for that
@@ -222,7 +226,6 @@ class CompileBudget(_Choice):
     """
 
     letter: ClassVar[str] = "P"
-    says: ClassVar[str] = "let the compiler save at most a share of what it would save by itself"
     searched: ClassVar[bool] = False
     roles: ClassVar[tuple[UnitRole, ...]] = ("block",)
     exact: ClassVar[bool] = False
@@ -263,7 +266,7 @@ def legend(choices: Iterable[Choice]) -> list[str]:
     for kind in sorted(found, key=list(CHOICE_TYPES).index):
         fields = CHOICE_TYPES[kind].model_fields
         options = [f"{name}: {fields[name].description}" for name in fields if name in found[kind]]
-        lines.append("; ".join([f"{kind}: {CHOICE_TYPES[kind].says}", *options]))
+        lines.append("; ".join([f"{kind}: {CHOICE_TYPES[kind].says()}", *options]))
     return lines
 
 

@@ -96,7 +96,6 @@ class Structure(Data):
     """The model that a plan was made for: its name, and the names and classes of its units, folded into ranges."""
 
     name: str = ""
-    fingerprint: str = ""
     units: dict[Names, str] = Field(default_factory=dict, description="pattern of unit names -> class name")
 
     @cached_property
@@ -197,7 +196,6 @@ class Plan(Data):
         units: Sequence[Unit],
         *,
         model: str = "",
-        fingerprint: str = "",
         **rest: Any,
     ) -> Plan:
         """A plan from choices by exact unit name. ``rest`` are the other fields, ``source`` among them.
@@ -209,7 +207,7 @@ class Plan(Data):
             row.model_copy(update={"predicted": _tidy(row.predicted), "measured": _tidy(row.measured)})
             for row in rest.get("baselines", ())
         )
-        structure = Structure(name=model, fingerprint=fingerprint, units=fold({u.name: u.cls for u in units}))
+        structure = Structure(name=model, units=fold({u.name: u.cls for u in units}))
         return cls(hash=plan_hash(choices), model=structure, choices=fold(choices), **rest)
 
     @classmethod

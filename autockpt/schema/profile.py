@@ -84,7 +84,6 @@ class Profile(Data):
     menus: tuple[Menu, ...]
     save_all_peak_bytes: int
     save_all_seconds: float = Field(description="predicted cycle time with every unit on save")
-    leanest_peak_bytes: int
 
     def head(self, blocks: Iterable[Unit]) -> Unit | None:
         """The model's output head, where it has choices: the one menu that is of none of the ``blocks``."""

@@ -523,7 +523,6 @@ def plan_of_trial(run: RunDirectory, trial: Trial) -> Plan:
         trial.choices,
         [*graph.units, *heads],
         model=answer.model.name if answer is not None else run.model,
-        fingerprint=str(run.question.get("model_fingerprint") or ""),
         source="measured" if trial.measured else "simulated" if trial.predicted else "unmeasured",
         environment=run.environment(),
         predicted=trial.predicted,

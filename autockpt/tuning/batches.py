@@ -18,8 +18,8 @@ from tempfile import TemporaryDirectory
 from autockpt.errors import InfeasibleError, TimeLimitReached, UsageError
 from autockpt.measuring.local import refuse_many_processes
 from autockpt.schema import Listener, SearchOutcome, SearchRequest, WorkloadSpec
-from autockpt.schema.batches import BatchAnswer, BatchSetting
 from autockpt.schema.known import OURS
+from autockpt.schema.request import BatchAnswer, BatchSetting
 from autockpt.schema.words import tally
 from autockpt.tuning.clock import Clock
 from autockpt.tuning.rows import dependent_rows

@@ -24,7 +24,7 @@ from autockpt.schema import (
     parse_size,
 )
 from autockpt.schema.base import unfit
-from autockpt.schema.batches import BatchAnswer
+from autockpt.schema.request import BatchAnswer
 from autockpt.shipped import load_hardware, load_space
 from autockpt.tuning.batches import search_batch_sizes
 from autockpt.tuning.lengths import search_lengths_of

@@ -20,7 +20,6 @@ from autockpt.tuning.loop import SearchResult
 from autockpt.tuning.outlook import look_around, trade
 from autockpt.tuning.targets.base import COMPILING, STEPS, Prepared, Terms
 from autockpt.tuning.targets.compiled import NOT_PREDICTED
-from autockpt.workload import fingerprint
 
 OFF = 3.0
 """Steps that take so many times as long as op times tell, or so many times less, are not those that were timed."""
@@ -133,7 +132,6 @@ def _make_plan(
         choices,
         [*tracer.units, head] if chosen and head is not None else tracer.units,
         model=asked.name,
-        fingerprint=fingerprint(tracer.units),
         source=terms.source,
         workload=spec,
         settings=settings,

@@ -76,7 +76,6 @@ def profile() -> Profile:
         menus=(Menu(kind=0, representative="h.0", items=items),),
         save_all_peak_bytes=2200,
         save_all_seconds=0.14,
-        leanest_peak_bytes=1700,
     )
 
 
@@ -153,7 +152,6 @@ def make_run(
         ours.choices,
         [Unit(name=name, cls="Block", kind=0) for name in ours.choices],
         model=model,
-        fingerprint="0123abcd",
         source="measured",
         settings={"batch_size": 4, "seq_len": 64} | settings,
         environment=ENVIRONMENT,

@@ -28,7 +28,7 @@ from autockpt.schema import (
     WorkloadSpec,
 )
 from autockpt.verification import UnitRuns
-from autockpt.workload import Step, discover_units, fingerprint
+from autockpt.workload import Step, discover_units
 from tests.measuring.small_workloads import RECOMPUTE_ALL, Stack, make_workload
 from tests.policies.zoo import CASES, Tally
 
@@ -83,7 +83,6 @@ def promised(work, choices, peak: int = 100, seconds: float = 1.0, **more: Any) 
     return Plan.create(
         full,
         units,
-        fingerprint=fingerprint(units),
         source="measured",
         measured=Measurement(peak_bytes=peak, step_seconds=seconds, noise=0.01),
         environment=Environment(device=HERE, versions={}),

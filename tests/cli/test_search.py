@@ -10,7 +10,7 @@ from autockpt.analysis.sentences import answer_rows, loading_lines
 from autockpt.cli.search import print_answer
 from autockpt.errors import InfeasibleError
 from autockpt.schema import Comparison, Listener, Measurement, SearchOutcome, SearchRequest, Verdict, WorkloadSpec
-from autockpt.schema.batches import BatchAnswer, BatchSetting
+from autockpt.schema.request import BatchAnswer, BatchSetting
 from autockpt.tuning import search_request
 from tests.analysis.samples import make_run
 from tests.samples import MIB, console, outcome, row, trial

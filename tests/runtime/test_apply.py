@@ -22,7 +22,7 @@ from autockpt.schema import (
 )
 from autockpt.schema.choices import CHUNKED_SOFTMAX
 from autockpt.schema.runs import RunDirectory
-from autockpt.workload import discover_units, fingerprint
+from autockpt.workload import discover_units
 from tests.errors import raises
 from tests.policies.zoo import CASES, Tally, assert_equal, plain, train
 
@@ -38,7 +38,7 @@ def measured(model: nn.Module, choices: dict[str, Any], **more: Any) -> Plan:
         "measured": Measurement(peak_bytes=1, step_seconds=1.0),
     }
     full = {u.name: choices.get(u.name, SAVE) for u in units if u.role == "block"}
-    return Plan.create(full, units, fingerprint=fingerprint(units), source="measured", **(defaults | more))
+    return Plan.create(full, units, source="measured", **(defaults | more))
 
 
 @pytest.fixture(autouse=True)

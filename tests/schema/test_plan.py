@@ -43,7 +43,6 @@ def full_plan(choices: dict[str, Choice] | None = None) -> Plan:
         choices or CHOICES,
         UNITS,
         model="llama-tiny",
-        fingerprint="0123abcd",
         source="measured",
         workload=WorkloadSpec(model="llama-tiny", batch_size=4, autocast="bf16"),
         settings={"dtype": "fp32", "parameters": 12_300_000, "padded": True},
@@ -356,5 +355,5 @@ def test_every_kind_of_choice_in_a_file_has_one_comment(tmp_path: Path) -> None:
     assert Plan.load(path) == plan
     comments = " ".join(text.replace("\n#   ", " ").split())
     for kind, cls in CHOICE_TYPES.items():
-        assert comments.count(f"# {kind}: {cls.says}") == (kind in ("save", "recompute", "remake", "offload")), kind
+        assert comments.count(f"# {kind}: {cls.says()}") == (kind in ("save", "recompute", "remake", "offload")), kind
     assert "within: modules" in comments and "keep: modules" not in comments

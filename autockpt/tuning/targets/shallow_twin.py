@@ -77,7 +77,6 @@ def transplanted(
             "menus": menus,
             "save_all_peak_bytes": base.peak_bytes,
             "save_all_seconds": predictor.simulation(base).step_seconds,
-            "leanest_peak_bytes": min(base.peak_bytes, leanest.peak_bytes),
         }
     )
     segments = None if small.segments is None else segments_of(base, menus)
