@@ -6,9 +6,9 @@ import hashlib
 import re
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, Field, model_validator
 
 from autockpt.schema.base import Data
 
@@ -89,9 +89,18 @@ class WorkloadSpec(Data):
         description="over N GPUs by FSDP2 (ZeRO-3), or NxM, 'N kept', 'NxM kept', tpN; simulated or by torchrun",
     )
 
+    grpo_prompt_len: int | None = Field(
+        default=None, gt=0, le=MOST, description="TRL's GRPO or RLOO step: tokens of seq_len that are the prompt"
+    )
     stage: Annotated[str, AfterValidator(_stage)] | None = Field(
         default=None, description="one stage of a pipeline, as '1/4' or '1/4 gpipe'; accumulate micro-batches"
     )
+
+    @model_validator(mode="after")
+    def _has_completions(self) -> Self:
+        if self.grpo_prompt_len is not None and self.seq_len is not None and self.grpo_prompt_len >= self.seq_len:
+            raise ValueError("grpo_prompt_len has to be below seq_len, which counts prompt and completion")
+        return self
 
     @cached_property
     def files(self) -> str | None:

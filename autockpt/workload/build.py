@@ -27,6 +27,8 @@ from autockpt.workload.configs import (
 from autockpt.workload.factory import asked_length, call_factory, is_factory
 from autockpt.workload.failures import is_out_of_memory, needed, summary
 from autockpt.workload.fastinit import fast_init
+from autockpt.workload.grpo import NOTE as GRPO_NOTE
+from autockpt.workload.grpo import policy_loss, score_completions, with_prompts
 from autockpt.workload.liger import apply_liger
 from autockpt.workload.lora import adapt, rank_of
 from autockpt.workload.pipeline import cut
@@ -90,10 +92,16 @@ def _check(spec: WorkloadSpec) -> None:
         )
     if spec.scaler and spec.optimizer == "none":
         raise UsageError("a gradient scaler needs an optimizer", remedy="Leave one of the two options out.")
-    if str(spec.shard).startswith(TENSOR_PARALLEL) and spec.max_grad_norm is not None:
+    sharded_tensors = str(spec.shard).startswith(TENSOR_PARALLEL)
+    if sharded_tensors and spec.max_grad_norm is not None:
         raise UsageError(
             "PyTorch clips no gradients of which some are divided by tensor parallelism and others whole",
             remedy="Leave out `max_grad_norm`, which changes no peak.",
+        )
+    if spec.grpo_prompt_len is not None and (spec.stage is not None or is_factory(spec.model) or sharded_tensors):
+        raise UsageError(
+            "`grpo_prompt_len` describes the step of a whole model of transformers, by its configuration",
+            remedy="Leave it out with `stage`, tensor parallelism and functions of your own.",
         )
 
 
@@ -109,12 +117,22 @@ def _from_config(spec: WorkloadSpec, device: torch.device) -> Step:
     model = make_model(spec, source, head, dtype, device if spec.shard is None else torch.device("cpu"))
     if spec.liger:
         apply_liger(model)
+    prompt = spec.grpo_prompt_len and min(spec.grpo_prompt_len, (length or 1) - 1)
+    if prompt is not None:
+        if head.task != "causal_lm":
+            raise UsageError(f"`grpo_prompt_len` is for causal language models, not {head.cls}", remedy="Leave it out.")
+        score_completions(model, prompt)
+        notes.append(GRPO_NOTE)
     model, adapted = adapt(model, spec)
     notes += adapted
     maker = BatchMaker(source.config, rows=rows, length=length, packed=spec.packed, seed=spec.seed)
     batch = move(maker.make(head.task, torch.float32 if spec.autocast else dtype), device)
-    batch, stage = (batch, {}) if spec.stage is None else cut(model, batch, spec)
-    workload = _assemble(spec, model, batch, device, **stage)
+    parts: dict[str, Any] = {}
+    if prompt is not None:
+        batch, parts = with_prompts(batch, prompt), {"loss": policy_loss}
+    elif spec.stage is not None:
+        batch, parts = cut(model, batch, spec)
+    workload = _assemble(spec, model, batch, device, **parts)
     workload.notes += tuple(note for note in notes if note)
     workload.settings |= {
         "model": source.where,

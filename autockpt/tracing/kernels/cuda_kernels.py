@@ -21,7 +21,8 @@ from torch import Tensor
 from autockpt.policies.base import setting
 from autockpt.tracing.kernels.cuda_autocast import cuda_autocast
 from autockpt.tracing.kernels.quantised_kernels import cuda_int8_products
-from autockpt.tracing.kernels.triton_launches import LAUNCH, fused_loss_on_cuda
+from autockpt.tracing.kernels.triton_launches import LAUNCH, fused_loss_on_cuda, record_launch
+from autockpt.workload import grpo
 
 Attention = Literal["cudnn", "flash", "efficient", "math"]
 Capability = tuple[int, int]
@@ -211,6 +212,7 @@ def cuda_kernels(capability: Capability, unread: Unread = nullcontext) -> Iterat
         cuda_autocast(),
         cuda_int8_products(),
         fused_loss,
+        setting(grpo, "launch", record_launch),
     ):
         yield
 

@@ -31,7 +31,7 @@ def no_launches() -> Iterator[None]:
     """Record launches of Triton's kernels, those that would try settings out first among them, and do nothing else."""
 
     def record(kernel: Any, *args: Any, **kwargs: Any) -> None:
-        _record(*args, *kwargs.values())
+        record_launch(*args, *kwargs.values())
 
     places = ("triton.runtime.jit", "JITFunction"), ("triton.runtime.autotuner", "Autotuner")
     kinds = [kind for module, name in places if (kind := getattr(sys.modules.get(module), name, None)) is not None]
@@ -83,7 +83,7 @@ def _forward(plain: Callable[..., Any], _input: Tensor, weight: Tensor, target: 
         piece = _input[start : start + chunk]
         logits = buffer[: piece.size(0)]
         torch.mm(piece, weight.t(), out=logits)
-        _record(logits, logits, target[start : start + chunk], losses[start : start + chunk])
+        record_launch(logits, logits, target[start : start + chunk], losses[start : start + chunk])
         if _input.requires_grad:
             torch.mm(logits, weight, out=grad_input[start : start + chunk])
         if grad_weight is not None:
@@ -92,7 +92,7 @@ def _forward(plain: Callable[..., Any], _input: Tensor, weight: Tensor, target: 
     return losses.sum(), None, None, None, grad_input, grad_weight, None
 
 
-def _record(*given: Any) -> None:
+def record_launch(*given: Any) -> None:
     tensors = [value for value in given if isinstance(value, Tensor)]
     if tensors:
         _operator()(tensors)
