@@ -12,8 +12,7 @@ from typing import Any
 from torch import distributed, nn
 from tqdm.auto import tqdm
 
-from autockpt import errors
-from autockpt.errors import AutockptError, UsageError
+from autockpt.errors import AutockptError, MeasurementError, UsageError
 from autockpt.integrations.rows import OWN, largest_batch, lengths_here
 from autockpt.progress import describe_numbers
 from autockpt.runtime import Handle, apply
@@ -69,39 +68,38 @@ class PlanWanted:
         kept under the trainer's folder, or under ``out`` where that was given. Raises what ``autockpt.search`` raises,
         without its inner frames.
         """
-        asked = self._of_batch(training)
-        folder, timeout, steps = self.request.out or training.folder, self.request.timeout, None
-        if timeout is None:
-            timeout, steps = TIMEOUT, training.steps
-        asked |= {"out": folder, "timeout": timeout, "training_steps": steps, "others_wait": training.processes > 1}
+        dataset, collate, request = training.dataset, training.collate, self.request
+        batch, source = largest_batch(training.first, dataset, collate, training.own)
+        say(f"planning for {source}")
+        step, lengths = training.step(batch), OWN if self.own_lengths else request.lengths
+        if lengths is not None:
+            lengths, said = lengths_here(lengths, step, dataset, collate)
+            say(f"lengths: {said}")
+        timeout = TIMEOUT if request.timeout is None else request.timeout
+        asked = {
+            "step": step,
+            "lengths": lengths,
+            "out": request.out or training.folder,
+            "timeout": timeout,
+            "training_steps": training.steps if request.timeout is None else None,
+            "others_wait": training.processes > 1,
+        }
         began, heard = time.monotonic(), _Progress()
-        say(f"searching for a plan within {self.request.budget.text}, for at most {words.seconds(timeout)}")
+        say(f"searching for a plan within {request.budget.text}, for at most {words.seconds(timeout)}")
         try:
-            outcome = answer(self.request.model_copy(update=asked), heard)
+            outcome = answer(request.model_copy(update=asked), heard)
         except AutockptError as error:
             raise error.with_traceback(None) from None
         assert isinstance(outcome, SearchOutcome)
         if (plan := outcome.plan) is None:
             raise KeyboardInterrupt
-        if asked["lengths"] is not None:
+        if lengths is not None:
             for line in outcome.notes[-2:]:  # what the sets gain, and for which batches
                 say(line)
         took = words.seconds(time.monotonic() - began)
         what = f"found in {took}" if heard.trials else f"known from an earlier run, read in {took}"
         say(f"the plan was {what}; `autockpt history {outcome.run_directory} --page` writes a page about it")
         return plan
-
-    def _of_batch(self, training: Training) -> dict[str, Any]:
-        """What is asked: the trainer's step of its largest batch, and lengths."""
-        dataset, collate = training.dataset, training.collate
-        lengths = OWN if self.own_lengths else self.request.lengths
-        batch, source = largest_batch(training.first, dataset, collate, training.own)
-        say(f"planning for {source}")
-        step = training.step(batch)
-        if lengths is not None:
-            lengths, said = lengths_here(lengths, step, dataset, collate)
-            say(f"lengths: {said}")
-        return {"step": step, "lengths": lengths}
 
 
 class _Progress(Listener):
@@ -217,20 +215,18 @@ def found_once(find: Callable[[], Plan]) -> Plan:
         return find()
     # a group of its own: collectives of the training's group end after minutes, and GPUs would spin while they wait
     group: Any = distributed.new_group(backend="gloo", timeout=timedelta(days=1))
-    answer: list[Any] = [None]
+    found: list[Any] = [MeasurementError("the search in the first process was interrupted")]
     try:
         try:
             if distributed.get_rank() == 0:
-                answer = [("MeasurementError", "the search was interrupted", "")]
-                answer = [find().model_dump_json()]
+                found = [find()]
         except AutockptError as error:
-            answer = [(type(error).__name__, error.message, error.remedy)]
+            found = [error]
             raise
         finally:
-            distributed.broadcast_object_list(answer, src=0, group=group)
+            distributed.broadcast_object_list(found, src=0, group=group)
     finally:
         distributed.destroy_process_group(group)
-    if isinstance(answer[0], str):
-        return Plan.model_validate_json(answer[0])
-    kind, message, remedy = answer[0]
-    raise getattr(errors, kind)(f"in the first process: {message}", remedy=remedy)
+    if isinstance(found[0], AutockptError):
+        raise found[0]
+    return found[0]

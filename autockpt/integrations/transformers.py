@@ -55,11 +55,9 @@ class AutockptCallback(PlanCallback, TrainerCallback):
 
     def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         take_over(args, kwargs["model"], aloud=state.is_world_process_zero)
-        refuse_own_checkpointing(args)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         take_over(args, kwargs["model"], aloud=state.is_world_process_zero)
-        refuse_own_checkpointing(args)
         self.remove()  # left from a run that was interrupted, or that is tried again with a smaller batch
         self.handle = None
         if isinstance(self.plan, Plan):
@@ -97,8 +95,28 @@ class AutockptCallback(PlanCallback, TrainerCallback):
         trainer.get_batch_samples = get_batch_samples
 
     def _find(self, trainer: Any, search: Callable[[], Plan]) -> Plan:
-        """What ``search`` finds."""
-        return _timed_apart(trainer, search)
+        """The plan that ``search`` finds, in the first process. The Trainer's bar, times and rates leave it out.
+
+        They are counted from the beginning of its training, so ``log``, which gets all of them, shifts that by the
+        search.
+        """
+        began = time.time()
+        plan = found_once(search)
+        searched, log = time.time() - began, trainer.log
+
+        def log_without(logs: dict[str, Any], start_time: float | None = None) -> Any:
+            took = logs.get("train_runtime", 0.0)
+            if took > searched:  # the last one of a training: its figures are made already
+                logs["train_runtime"] = round(took - searched, 4)
+                for name in [n for n in logs if n.startswith("train_") and n.endswith("_per_second")]:
+                    logs[name] = round(round(logs[name] * took) / (took - searched), 3)  # steps, samples: whole numbers
+            return log(logs, *([] if start_time is None else [start_time + searched]))
+
+        trainer.log = log_without
+        bars = (getattr(callback, "training_bar", None) for callback in trainer.callback_handler.callbacks)
+        for bar in filter(None, bars):
+            bar.unpause()
+        return plan
 
 
 def calling_trainer() -> Any:
@@ -113,30 +131,6 @@ def calling_trainer() -> Any:
         "AutockptCallback(budget=…) was called by something else than a Trainer of transformers",
         remedy="Use autockpt.search(autockpt.Step(model, batch, …)) there, and autockpt.apply.",
     )
-
-
-def _timed_apart(trainer: Any, search: Callable[[], Plan]) -> Plan:
-    """The plan that ``search`` finds, in the first process. The Trainer's bar, times and rates leave the search out.
-
-    They are counted from the beginning of its training, so ``log``, which gets all of them, shifts that by the search.
-    """
-    began = time.time()
-    plan = found_once(search)
-    searched, log = time.time() - began, trainer.log
-
-    def log_without(logs: dict[str, Any], start_time: float | None = None) -> Any:
-        took = logs.get("train_runtime", 0.0)
-        if took > searched:  # the last one of a training: its figures are made already
-            logs["train_runtime"] = round(took - searched, 4)
-            for name in [n for n in logs if n.startswith("train_") and n.endswith("_per_second")]:
-                logs[name] = round(round(logs[name] * took) / (took - searched), 3)  # steps, samples: whole numbers
-        return log(logs, *([] if start_time is None else [start_time + searched]))
-
-    trainer.log = log_without
-    bars = (getattr(callback, "training_bar", None) for callback in trainer.callback_handler.callbacks)
-    for bar in filter(None, bars):
-        bar.unpause()
-    return plan
 
 
 def _restore(trainer: Any) -> None:
@@ -239,23 +233,22 @@ def _unchanged(trainer: Any) -> Iterator[dict[str, Any]]:
 def take_over(args: Any, model: Any, *, aloud: bool) -> None:
     """Switch the trainer's activation checkpointing off where its class of arguments has it on by default.
 
-    That is how TRL's are: that it is on says nothing of what the user wants, and the plan replaces it. Options of it
-    stay, and are refused.
+    That is how TRL's are: that it is on says nothing of what the user wants, and the plan replaces it. Raises
+    ConflictError where it was asked for.
     """
     on = [name for name in _SPELLINGS if getattr(args, name, False)]
-    by_default = any(field.name in _SPELLINGS and field.default is True for field in fields(args))
-    if not on or not by_default:
-        return
-    for name in on:
-        setattr(args, name, False)
-    if any(vars(module).get(name) is True for module in model.modules() for name in _SPELLINGS):
-        # train() switches it on before this callback runs, where that was added to a trainer made before
-        next(getattr(model, f"{name}_disable") for name in _SPELLINGS if hasattr(model, f"{name}_disable"))()
-    if aloud:
-        say(f"{on[0]} of {type(args).__name__}, on by default there, is switched off: the plan replaces it")
+    if on and any(field.name in _SPELLINGS and field.default is True for field in fields(args)):
+        for name in on:
+            setattr(args, name, False)
+        if any(vars(module).get(name) is True for module in model.modules() for name in _SPELLINGS):
+            # train() switches it on before this callback runs, where that was added to a trainer made before
+            next(getattr(model, f"{name}_disable") for name in _SPELLINGS if hasattr(model, f"{name}_disable"))()
+        if aloud:
+            say(f"{on[0]} of {type(args).__name__}, on by default there, is switched off: the plan replaces it")
+    _refuse_own_checkpointing(args)
 
 
-def refuse_own_checkpointing(args: Any) -> None:
+def _refuse_own_checkpointing(args: Any) -> None:
     """Raise ConflictError where training arguments ask for activation checkpointing or offloading on top of the plan's.
 
     Both spellings count (``activation_checkpointing``, ``gradient_checkpointing``), FSDP's option, TRL's offloading,
