@@ -20,8 +20,6 @@ CONFIDENCE = 0.95
 MIN_FREE = 6
 # Student's t at 97.5 % for two to five values, which have one to four degrees of freedom.
 _T_QUANTILES = (12.706204736174694, 4.302652729749462, 3.1824463052837078, 2.7764451051977934)
-# Above this many pairs the normal approximation of the signed-rank distribution is as good as the exact one.
-_EXACT_RANKS = 50
 
 
 @dataclass(frozen=True)
@@ -127,9 +125,6 @@ def _signed_rank(values: Sequence[float]) -> tuple[float, float, float]:
 def _rank_cut(n: int, tail: float) -> int:
     """Which Walsh average bounds the interval, counted from 1 at either end: the largest c with P(W < c) <= tail."""
     pairs = n * (n + 1) // 2
-    if n > _EXACT_RANKS:
-        spread = math.sqrt(n * (n + 1) * (2 * n + 1) / 24)
-        return max(0, int(pairs / 2 - statistics.NormalDist().inv_cdf(1 - tail) * spread))
     ways = [1] + [0] * pairs  # ways[w]: subsets of the ranks 1..n whose sum is w
     for rank in range(1, n + 1):
         ways = [with_rank + without for with_rank, without in zip([0] * rank + ways, ways, strict=False)]
