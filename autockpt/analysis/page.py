@@ -20,7 +20,7 @@ from autockpt.analysis.explanation import Curve, Explanation
 from autockpt.analysis.holdings import StepBytes, curve
 from autockpt.analysis.sentences import answer_rows, choice_words, loading_lines, place_words, reason_words, speed_words
 from autockpt.errors import RunDirectoryError
-from autockpt.schema import SAVE, Comparison, Plan, SearchOutcome, Trial, format_binary, words
+from autockpt.schema import SAVE, Comparison, Plan, Trial, format_binary, words
 from autockpt.schema.choices import legend
 from autockpt.schema.files import write_file
 from autockpt.schema.known import OURS, legend_of_names
@@ -74,7 +74,10 @@ def contents_of(run: RunDirectory) -> dict[str, Any]:
     outcome = finished.outcome if finished is not None else None
     answer, asked_of = outcome or plan, plan or outcome
     budget = answer.budget if answer is not None else None
-    rows, environment = _rows(outcome, plan), run.environment()
+    rows, environment = outcome.rows if outcome is not None else (), run.environment()
+    if outcome is None and plan is not None:
+        known = {"predicted": plan.predicted, "measured": plan.measured, "plan_hash": plan.hash}
+        rows = (*plan.baselines, Comparison(name=OURS, verdict="fits", **known))
     profile, outlook = run.profile(), run.outlook()
     said = explain_run(run.path, plan) if plan is not None else None
     source = "simulated" if any(t.state == "simulated" for t in trials) else "measured"
@@ -138,24 +141,15 @@ def _state(run: RunDirectory, trials: Sequence[Trial], finished: bool, refused: 
     return "infeasible" if refused else "empty" if not trials else "finished" if finished else "stopped"
 
 
-def _rows(outcome: SearchOutcome | None, plan: Plan | None) -> tuple[Comparison, ...]:
-    if outcome is not None or plan is None:
-        return outcome.rows if outcome is not None else ()
-    ours = Comparison(name=OURS, verdict="fits", predicted=plan.predicted, measured=plan.measured, plan_hash=plan.hash)
-    return (*plan.baselines, ours)
-
-
 def _points(trials: Sequence[Trial], plan: Plan | None, said: Explanation | None) -> Iterator[draw.Point]:
     """Trials with a peak and a step time, and of ``said`` the plans for other budgets."""
     for t in trials:
         if t.score is not None and t.score.step_seconds:
             title = f"#{t.number} {t.name}: {format_binary(t.score.peak_bytes)}, {words.step_of(t.score)}"
-            style, size = "known" if t.encoding == "baseline" else "ours", 4.5
-            if plan is not None and t.plan_hash == plan.hash:
-                size = 7
-            yield draw.Point(
-                t.score.peak_bytes, t.score.step_seconds, title, style, bool(t.feasible), t.score.noise, size
-            )
+            style = "known" if t.encoding == "baseline" else "ours"
+            size = 7 if plan is not None and t.plan_hash == plan.hash else 4.5
+            where = t.score.peak_bytes, t.score.step_seconds
+            yield draw.Point(*where, title, style, bool(t.feasible), t.score.noise, size)
     for reach in (step.reach for step in (said.budgets if said is not None else ()) if step.reach is not None):
         title = f"for another budget: {format_binary(reach.peak_bytes)}, {words.seconds(reach.step_seconds)}"
         yield draw.Point(reach.peak_bytes, reach.step_seconds, title, "other", radius=3)
@@ -200,14 +194,8 @@ def templates() -> Environment:
         lstrip_blocks=True,
         finalize=_shown,
     )
-    environment.filters |= {
-        "bytes": format_binary,
-        "seconds": words.seconds,
-        "share": words.share,
-        "signed": lambda value: words.share(value, signed=True),
-        "choice": choice_words,
-        "place": place_words,
-    }
+    environment.filters |= {"bytes": format_binary, "seconds": words.seconds, "share": words.share}
+    environment.filters |= {"choice": choice_words, "place": place_words}
     environment.globals |= {"draw": draw, "words": words, "outermost": outermost}
     environment.globals |= {"choice_lines": choice_lines, "set_lines": set_lines}
     return environment

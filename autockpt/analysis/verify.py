@@ -215,16 +215,16 @@ class _Verification:
         result = judge(twice, planned)
         if compiled and not result.equal and twice.first.draws:
             detail = "compiled code draws random numbers in an order of its own under every plan; switch dropout off"
-            return Check(name=name, state="skipped", detail=detail)
+            return _check(name, None, detail)
         what = "plain training" if reference is None else "recomputing every layer"
         said = (f"{what} compiled alike", "compilers round in their own way") if compiled else (what,)
-        return Check(name=name, state="passed" if result.equal else "failed", detail=result.describe(*said))
+        return _check(name, result.equal, result.describe(*said))
 
     def _smaller_shape(self) -> Check:
         """Against plain training, at the largest halved shape at which that fits."""
         name = "gradients at a smaller shape"
         if not isinstance(self.subject, WorkloadSpec):
-            return Check(name=name, state="skipped", detail="a live workload has one shape only")
+            return _check(name, None, "a live workload has one shape only")
         for spec in smaller_shapes(self.subject):
             shape = f"batch {spec.batch_size}" + (f" × {spec.seq_len}" if spec.seq_len else "")
             self.listener.stage(f"compare gradients with plain training at {shape}", OBSERVED)
@@ -236,14 +236,14 @@ class _Verification:
                     return check.model_copy(update={"detail": f"{shape}: {check.detail}"})
             except DeviceOutOfMemory:
                 continue
-        return Check(name=name, state="skipped", detail="plain training fits at no shape")
+        return _check(name, None, "plain training fits at no shape")
 
     # --- recomputed ops
 
     def _reruns(self) -> Iterator[Check]:
         if self.plan.compile is not None:
             detail = "in compiled graphs, where single ops are not seen; the peak shows what they keep"
-            yield Check(name="recomputed ops", state="skipped", detail=detail)
+            yield _check("recomputed ops", None, detail)
             return
         self.listener.stage("count recomputed ops")
         try:
@@ -264,7 +264,7 @@ class _Verification:
                 measured = self.measurer.measure(self.choices, steps=self.steps, budget_bytes=budget_bytes)
         except (DeviceOutOfMemory, ConflictError) as error:
             yield _failed("peak", error)
-            yield Check(name="step time", state="skipped", detail="no step could be timed")
+            yield _check("step time", None, "no step could be timed")
             return
         self.measured, here = measured, self.measurer.environment.device
         yield judge_peak(self.plan, measured, here.kind)
@@ -281,9 +281,8 @@ class _Verification:
             plans = {"plan": self.choices, name: known_plans(self.blocks, (RECOMPUTE.kind,))[name]}
             with suppress(DeviceOutOfMemory), beats_counted(self.measurer, self.listener):
                 times = self.measurer.compare(plans, rounds=rounds)
-                return judge_ratio(
-                    self.plan, measured, name, promised[name], ratio_interval(times["plan"], times[name])
-                )
+                ratio = ratio_interval(times["plan"], times[name])
+                return judge_ratio(self.plan, measured, name, promised[name], ratio)
         return None
 
 
@@ -295,9 +294,14 @@ def simulated_for(plan: Plan) -> str:
     return plan.environment.device.name if plan.environment is not None else "a device that the plan does not name"
 
 
+def _check(name: str, kept: bool | None, detail: str) -> Check:
+    """Whether a promise was kept; None: it could not be compared."""
+    state: CheckState = "skipped" if kept is None else "passed" if kept else "failed"
+    return Check(name=name, state=state, detail=detail)
+
+
 def _failed(name: str, error: AutockptError) -> Check:
-    why = f"out of memory: {error.message}" if isinstance(error, DeviceOutOfMemory) else error.message
-    return Check(name=name, state="failed", detail=why)
+    return _check(name, False, f"{'out of memory: ' * isinstance(error, DeviceOutOfMemory)}{error.message}")
 
 
 def smaller_shapes(spec: WorkloadSpec) -> Iterator[WorkloadSpec]:
@@ -325,34 +329,30 @@ def judge_runs(choices: Mapping[str, Choice], found: Mapping[str, UnitRuns], mov
             wrong.append(f"{name} ({choice}: nothing runs again, so everything is kept)")
         elif runs.named_again > runs.changed:
             wrong.append(f"{name} ({choice}: {runs.named_again} of {runs.named} that it keeps run again)")
-    state: CheckState = "passed"
     again, forward, named_again, named = (
         sum(getattr(runs, what) for runs in counted.values()) for what in ("again", "forward", "named_again", "named")
     )
     if wrong:
         more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
-        state, detail = "failed", f"not as planned: {', '.join(wrong[:3])}{more}"
-    elif not forward:
+        return _check("recomputed ops", False, f"not as planned: {', '.join(wrong[:3])}{more}")
+    if not forward:
         what = "matrix products, attentions or convolutions that take part in backward"
-        state, detail = "skipped", f"no unit executes {what}"
-    else:
-        sent = f", {format_bytes(moved_bytes)} moved off the device" if moved_bytes else ""
-        kept = f"; {named - named_again} of {named} outputs that are to be kept are not made again" if named else ""
-        what = f"matrix products, attentions and convolutions in {len(counted)} units"
-        detail = f"{again} of {forward} {what} run again{sent}{kept}"
-    return Check(name="recomputed ops", state=state, detail=detail)
+        return _check("recomputed ops", None, f"no unit executes {what}")
+    sent = f", {format_bytes(moved_bytes)} moved off the device" if moved_bytes else ""
+    kept = f"; {named - named_again} of {named} outputs that are to be kept are not made again" if named else ""
+    what = f"matrix products, attentions and convolutions in {len(counted)} units"
+    return _check("recomputed ops", True, f"{again} of {forward} {what} run again{sent}{kept}")
 
 
 def judge_proof(proof: Proof) -> Check:
     """What sentinels have compared in the step; what differs has ended it."""
     unchecked = {why for unit in proof.units.values() for why in unit.unchecked} | set(proof.unwatched.values())
     besides = f"; not checked: {', '.join(sorted(unchecked))}" if unchecked else ""
-    state: CheckState = "passed" if proof.checks else "skipped"
+    if not proof.checks:
+        return _check("sentinels", None, f"nothing runs again or comes back from elsewhere{besides}")
     units = sum(1 for unit in proof.units.values() if unit.checks)
     detail = f"{proof.tensors} tensors that backward of {units} units was given are those that forward had computed"
-    if not proof.checks:
-        detail = "nothing runs again or comes back from elsewhere"
-    return Check(name="sentinels", state=state, detail=f"{detail}{besides}")
+    return _check("sentinels", True, f"{detail}{besides}")
 
 
 def judge_peak(plan: Plan, measured: Measurement, kind: str | None = None) -> Check:
@@ -377,23 +377,20 @@ def judge_peak(plan: Plan, measured: Measurement, kind: str | None = None) -> Ch
         kept.clear()
     elif not kept:
         parts.append("nothing was promised")
-    state = "skipped" if not kept else "passed" if all(kept) else "failed"
-    return Check(name="peak", state=state, detail=", ".join(parts))
+    return _check("peak", all(kept) if kept else None, ", ".join(parts))
 
 
 def judge_time(plan: Plan, measured: Measurement, same_device: bool) -> Check:
     """The measured step time against the promised one, where both come from the same kind of device."""
-    said = "nothing measured was promised"
-    state: CheckState = "skipped"
+    said, kept = "nothing measured was promised", None
     if plan.status == "simulated" and plan.predicted is not None and (predicted := plan.predicted.step_seconds):
         error = f"({measured.step_seconds / predicted - 1:+.0%}); a simulation is no promise"
         said = f"simulated {words.seconds(predicted)} for {simulated_for(plan)} {error}"
     elif plan.status == "measured" and (promise := plan.measured) is not None:
         said = f"promised {words.step_time(promise)}{'' if same_device else ' on another device'}"
         limit = promise.step_seconds * (1 + TIME_SLACK + promise.noise + measured.noise)
-        if same_device:
-            state = "passed" if measured.step_seconds <= limit else "failed"
-    return Check(name="step time", state=state, detail=f"{words.step_time(measured)}, {said}")
+        kept = measured.step_seconds <= limit if same_device else None
+    return _check("step time", kept, f"{words.step_time(measured)}, {said}")
 
 
 def judge_ratio(plan: Plan, measured: Measurement, name: str, reference: Measurement, ratio: Interval) -> Check:
@@ -408,5 +405,4 @@ def judge_ratio(plan: Plan, measured: Measurement, name: str, reference: Measure
         f"{words.step_time(measured)}, {ratio.value:.3f} times {name!r} [{ratio.low:.3f}, {ratio.high:.3f}]; promised "
         f"{words.seconds(plan.measured.step_seconds)}, {promise:.3f} times"
     )
-    broken = judge_interval(ratio, limit) == "slower"
-    return Check(name="step time", state="failed" if broken else "passed", detail=detail)
+    return _check("step time", judge_interval(ratio, limit) != "slower", detail)
