@@ -16,7 +16,7 @@ import pytest
 import torch
 from hypothesis import settings
 
-from autockpt.measuring import conditions
+from autockpt.measuring import runner
 from autockpt.schema import WorkloadSpec, parse_choice
 from autockpt.tracing import crew
 from autockpt.tracing.process import GhostProcess
@@ -77,7 +77,7 @@ def _what_lives_on_is_not_searched_for_garbage() -> None:
 @pytest.fixture(scope="session", autouse=True)
 def _runners_freeze_what_lives_on_as_well() -> None:
     """They do not where somebody has done it before, as the fixture above: for users those could not be told apart."""
-    conditions.Freezer.freeze = lambda self: gc.freeze()  # type: ignore[method-assign]
+    runner.Freezer.freeze = lambda self: gc.freeze()  # type: ignore[method-assign]
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -32,25 +32,6 @@ _OPTIONS = ("headroom", "host_budget", "allow_inexact", "space", "trials", "seed
 
 
 @dataclass(frozen=True)
-class Training:
-    """What a search as training starts knows of the training.
-
-    ``step`` makes the trainer's own step of a batch; ``first`` is the batch that training begins with, ``own`` the rows
-    of a micro-batch by the trainer's settings, ``steps`` the optimizer steps that the training will take where they are
-    known. ``folder`` is for its runs.
-    """
-
-    step: Callable[[Any], Step]
-    first: Any
-    own: int | None
-    steps: int | None
-    processes: int
-    dataset: Any
-    collate: Any
-    folder: Path
-
-
-@dataclass(frozen=True)
 class PlanWanted:
     """A plan that is still to be found, as ``request`` asks for it, of the step that training will take.
 
@@ -61,17 +42,30 @@ class PlanWanted:
     request: SearchRequest
     own_lengths: bool = False
 
-    def find(self, training: Training) -> Plan:
+    def find(
+        self,
+        step_of: Callable[[Any], Step],
+        first: Any,
+        *,
+        rows: int | None,
+        steps: int | None,
+        processes: int,
+        dataset: Any,
+        collate: Any,
+        folder: Path,
+    ) -> Plan:
         """Search with the trainer's own step, or find what an earlier run has answered.
 
-        With ``lengths`` the plan has sets of choices for them, or for those of the data set. Runs are
-        kept under the trainer's folder, or under ``out`` where that was given. Raises what ``autockpt.search`` raises,
-        without its inner frames.
+        ``step_of`` makes that step of a batch; ``first`` is the batch that training begins with, ``rows`` those of a
+        micro-batch by the trainer's settings, ``steps`` the optimizer steps that the training will take where they are
+        known. With ``lengths`` the plan has sets of choices for them, or for those of the data set. Runs are kept in
+        the trainer's ``folder``, or in ``out`` where that was given. Raises what ``autockpt.search`` raises, without
+        its inner frames.
         """
-        dataset, collate, request = training.dataset, training.collate, self.request
-        batch, source = largest_batch(training.first, dataset, collate, training.own)
+        request = self.request
+        batch, source = largest_batch(first, dataset, collate, rows)
         say(f"planning for {source}")
-        step, lengths = training.step(batch), OWN if self.own_lengths else request.lengths
+        step, lengths = step_of(batch), OWN if self.own_lengths else request.lengths
         if lengths is not None:
             lengths, said = lengths_here(lengths, step, dataset, collate)
             say(f"lengths: {said}")
@@ -79,10 +73,10 @@ class PlanWanted:
         asked = {
             "step": step,
             "lengths": lengths,
-            "out": request.out or training.folder,
+            "out": request.out or folder,
             "timeout": timeout,
-            "training_steps": training.steps if request.timeout is None else None,
-            "others_wait": training.processes > 1,
+            "training_steps": steps if request.timeout is None else None,
+            "others_wait": processes > 1,
         }
         began, heard = time.monotonic(), _Progress()
         say(f"searching for a plan within {request.budget.text}, for at most {words.seconds(timeout)}")

@@ -30,7 +30,6 @@ _BY_ORDER = "has models of its own: layers are matched by their order"
 class Exported(Data):
     """Settings for a trainer of its own kind, as the text of a file, and what of the plan is lost with them."""
 
-    target: str
     settings: str
     losses: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
@@ -100,7 +99,7 @@ def export(plan: Plan, target: str) -> Exported:
     head += ["What is lost:", *(f"- {loss}" for loss in losses)] if losses else ["Nothing is lost."]
     head += [f"Note: {note}" for note in notes]
     text = "\n".join([*(f"# {line}" for line in head), *setting.lines]) + "\n"
-    return Exported(target=target, settings=text, losses=tuple(losses), notes=tuple(notes))
+    return Exported(settings=text, losses=tuple(losses), notes=tuple(notes))
 
 
 def read(plan: Plan) -> LayerChoices:

@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim import LBFGS
 
 from autockpt.errors import PlanError, UsageError
-from autockpt.integrations.at_start import PlanCallback, PlanWanted, Training, found_once, refuse_search
+from autockpt.integrations.at_start import PlanCallback, PlanWanted, found_once, refuse_search
 from autockpt.runtime import choices_for
 from autockpt.schema.plan import Plan
 from autockpt.workload import Step, ddp_of, discover_units, find_loss, move
@@ -127,16 +127,14 @@ def _search(trainer: Any, module: Any, plan: PlanWanted, first: Any, index: int)
     # what the module logs meanwhile is dropped
     with patch.dict(vars(module), dict.fromkeys(("log", "log_dict"), lambda *args, **kwargs: None)):
         return plan.find(
-            Training(
-                step=step,
-                first=first,
-                own=own,
-                steps=_steps_left(trainer),
-                processes=processes,
-                dataset=getattr(loader, "dataset", None),
-                collate=getattr(loader, "collate_fn", None),
-                folder=Path(trainer.default_root_dir) / "autockpt",
-            )
+            step,
+            first,
+            rows=own,
+            steps=_steps_left(trainer),
+            processes=processes,
+            dataset=getattr(loader, "dataset", None),
+            collate=getattr(loader, "collate_fn", None),
+            folder=Path(trainer.default_root_dir) / "autockpt",
         )
 
 

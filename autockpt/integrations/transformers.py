@@ -16,7 +16,7 @@ from torch import nn
 from transformers import TrainerCallback
 
 from autockpt.errors import ConflictError, UsageError
-from autockpt.integrations.at_start import PlanCallback, PlanWanted, Training, found_once, refuse_search, say
+from autockpt.integrations.at_start import PlanCallback, PlanWanted, found_once, refuse_search, say
 from autockpt.schema.plan import Plan
 from autockpt.workload import Step, ddp_of, move
 
@@ -192,16 +192,14 @@ def _search(trainer: Any, plan: PlanWanted, first: Any, items: Any) -> Plan:
         if callable(prepare := getattr(optimizer, "train", None)):
             prepare()
         return plan.find(
-            Training(
-                step=step,
-                first=first,
-                own=trainer.state.train_batch_size,
-                steps=trainer.state.max_steps - trainer.state.global_step,
-                processes=processes,
-                dataset=loader.dataset,
-                collate=loader.collate_fn,
-                folder=Path(args.output_dir) / "autockpt",
-            )
+            step,
+            first,
+            rows=trainer.state.train_batch_size,
+            steps=trainer.state.max_steps - trainer.state.global_step,
+            processes=processes,
+            dataset=loader.dataset,
+            collate=loader.collate_fn,
+            folder=Path(args.output_dir) / "autockpt",
         )
 
 

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
+import random
 import statistics
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from autockpt.devices import Device, Peak
+from autockpt.devices import Device, Peak, random_states
 from autockpt.devices.streams import pinned_memory_kept
 from autockpt.errors import MeasurementError
-from autockpt.measuring import conditions
+from autockpt.interpreter import frozen, waiting
 from autockpt.measuring.base import TIMED_CYCLE, Choices
 from autockpt.measuring.compiled import SETTLING, Compiler
 from autockpt.measuring.failures import letting_go
@@ -58,8 +62,8 @@ class StepRunner:
 
     def __post_init__(self) -> None:
         self._seed = self.workload.spec.seed if self.workload.spec is not None else 0
-        self._freezer = conditions.Freezer()
-        self._states = conditions.OptimizerStates(self.workload.optimizer)
+        self._freezer = Freezer()
+        self._states = OptimizerStates(self.workload.optimizer)
         self._sessions: dict[str, Session] = {}  # by plan, set aside until its next turn
         self._round = 0  # over all comparisons, so that many short ones balance out as well
         self._steady = False  # whether a cycle has run to its end, so that all optimizer states exist
@@ -209,7 +213,7 @@ class StepRunner:
             stack.enter_context(letting_go(self.device, what))
             stack.callback(self._tidy)
             if self.workload.full_step is None:
-                stack.enter_context(conditions.weights_held(self.workload.optimizer))
+                stack.enter_context(weights_held(self.workload.optimizer))
             yield stack
 
     def close(self) -> None:
@@ -220,7 +224,7 @@ class StepRunner:
         """Put all random generators where every cycle starts."""
         if self.barrier is not None:
             self.barrier()
-        conditions.seed_all(self._seed, self.device.torch_device)
+        seed_all(self._seed, self.device.torch_device)
 
     def observed(self, *, sketched: bool, typed: bool = True) -> Observation:
         """Two accumulating steps from where every cycle starts; ``sketched`` and ``typed`` as for ``observe``."""
@@ -245,7 +249,7 @@ class StepRunner:
     def time_cycle(self) -> float:
         """Seconds of one cycle, synchronised, without garbage collection or seeding inside."""
         self.seed()
-        with conditions.garbage_held():
+        with garbage_held():
             seconds = self.device.time(self.workload.cycle)
         self.beat(TIMED_CYCLE)
         return seconds
@@ -266,7 +270,7 @@ class StepRunner:
         if self.workload.full_step is not None:
             self.workload.release_gradients()
             cycles = 2
-        with conditions.garbage_held():
+        with garbage_held():
             peak = self.device.measure_peak(lambda: self._cycles(cycles), self.workload.resident_bytes())
         self.beat("peak")
         return peak
@@ -289,3 +293,81 @@ def turn_order(names: Sequence[str], number: int) -> list[str]:
     shift = number // 2 % max(len(names), 1)
     order = [*names[shift:], *names[:shift]]
     return order[::-1] if number % 2 else order
+
+
+# --- equal conditions for every measured cycle: random state, weights, no garbage collection inside
+
+
+def seed_all(seed: int, device: torch.device) -> None:
+    """Seed every generator a step may draw from: Python's, NumPy's where loaded, PyTorch's on CPU and device."""
+    random.seed(seed)
+    if (numpy := sys.modules.get("numpy")) is not None:
+        numpy.random.seed(seed % 2**32)
+    random_states.seed(device, seed)
+
+
+@contextmanager
+def weights_held(optimizer: torch.optim.Optimizer | None) -> Iterator[None]:
+    """Learning rates of zero: the optimizer does all its work, and weights stay as they are.
+
+    So every cycle sees the same numbers, however many ran before it (experts are routed alike, nothing turns into
+    denormals or NaN). Learning rates kept in tensors are left alone.
+    """
+    groups = [] if optimizer is None else [g for g in optimizer.param_groups if isinstance(g.get("lr"), (int, float))]
+    before = [group["lr"] for group in groups]
+    for group in groups:
+        group["lr"] = 0.0
+    try:
+        yield
+    finally:
+        for group, rate in zip(groups, before, strict=True):
+            group["lr"] = rate
+
+
+class Freezer:
+    """Puts aside objects that live on, so that collections look only at what came after them.
+
+    With transformers and an optimizer loaded a full collection takes 0.2 s, and one precedes every timed cycle. Does
+    nothing where somebody froze objects before: those and ours could not be distinguished when thawing.
+    """
+
+    def __init__(self) -> None:
+        self._ours = not frozen()
+
+    def freeze(self) -> None:
+        """Put aside all that is alive. To be called after a collection, or garbage would be put aside as well."""
+        if self._ours:
+            gc.freeze()
+
+    def thaw(self) -> None:
+        """Let collections see everything again."""
+        if self._ours:
+            gc.unfreeze()
+
+
+@contextmanager
+def garbage_held() -> Iterator[None]:
+    """Collect now and not again until the end: a collection inside a timed cycle would be measured with it."""
+    gc.collect()
+    with waiting():
+        yield
+
+
+class OptimizerStates:
+    """Which states an optimizer had before a cycle; those that a failed cycle left half made can be taken out again."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer | None) -> None:
+        self._optimizer = optimizer
+        state = {} if optimizer is None else optimizer.state
+        self._keys = {id(key): set(value) for key, value in state.items() if isinstance(value, dict)}
+
+    def take_back(self) -> None:
+        """Remove every state that was not there when this was made."""
+        if self._optimizer is None:
+            return
+        for key, value in list(self._optimizer.state.items()):
+            if id(key) not in self._keys:
+                del self._optimizer.state[key]
+            elif isinstance(value, dict):
+                for name in set(value) - self._keys[id(key)]:
+                    del value[name]
