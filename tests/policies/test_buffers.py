@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -11,60 +15,46 @@ from autockpt.schema.choices import OFFLOAD, RECOMPUTE
 from tests.policies.zoo import assert_equal
 
 
+def _registered(unit: nn.Module) -> None:
+    if not hasattr(unit, "count"):
+        unit.register_buffer("count", torch.ones(()))
+
+
+def _replaced(unit: nn.Module) -> None:
+    unit.count = unit.count + 0.25
+
+
+# before and after the buffer is read; "late": from the third call in training on
+CHANGES: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
+    "in place": (lambda unit: None, lambda unit: unit.count.add_(0.25)),
+    "at the beginning": (lambda unit: unit.count.add_(0.25), lambda unit: None),
+    "behind autograd's back": (lambda unit: None, lambda unit: unit.count.data.add_(0.25)),
+    "in training": (lambda unit: None, lambda unit: unit.training and unit.count.mul_(1.5)),
+    "replaced": (lambda unit: None, _replaced),
+    "registered": (_registered, _replaced),
+    "registered late": (_registered, _replaced),
+}
+
+
 class Counting(nn.Module):
     """Scales by how often it was called before; ``how`` says in which way it keeps count."""
 
     def __init__(self, how: str) -> None:
         super().__init__()
-        self.how = how
-        self.linear = nn.Linear(8, 8)
-        if "registered" not in how:
-            self.register_buffer("count", torch.ones(()) if "filled" not in how else None)
+        self.before, self.after = CHANGES[how]
+        self.linear, self.calls, self.begins = nn.Linear(8, 8), 0, 3 if "late" in how else 0
         self.register_buffer("constant", torch.full((), 0.5))
-        self.calls = 0
+        if "registered" not in how:
+            _registered(self)
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.how == "registered late" and not hasattr(self, "count"):
-            self.register_buffer("count", torch.ones(()))
-        if self.how == "filled late" and self.count is None:
-            self.count = torch.ones(())
-        if self.how.endswith("in the third call"):
-            self.calls += self.training
-            if self.calls < 3:
-                return self.linear(x)
-            if "filled" in self.how and self.count is None:
-                self.count = torch.ones(())
-            if "registered" in self.how and not hasattr(self, "count"):
-                self.register_buffer("count", torch.ones(()))
-        if self.how == "at the beginning":
-            self.count.add_(0.25)
+        self.calls += self.training
+        if self.calls < self.begins:
+            return self.linear(x)
+        self.before(self)
         out = torch.sigmoid(self.linear(x) * self.constant + self.count)
-        if self.how == "in place":
-            self.count.add_(0.25)
-        elif self.how == "behind autograd's back":
-            self.count.data.add_(0.25)
-        elif self.how == "replaced" or "registered" in self.how or "filled" in self.how:
-            self.count = self.count + 0.25
-        elif self.how == "in training" and self.training:
-            self.count.mul_(1.5)
+        self.after(self)
         return out
-
-
-MAKERS = {
-    how: lambda how=how: Counting(how)
-    for how in (
-        *("in place", "at the beginning", "behind autograd's back", "replaced", "in training"),
-        *("registered late", "filled late", "registered in the third call", "filled in the third call"),
-    )
-} | {
-    "batch norm": lambda: nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Sigmoid()),
-    "cumulative batch norm": lambda: nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8, momentum=None)),
-    "batch norm by hand": lambda: HandMadeNorm(),
-    "spectral norm": lambda: nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8)), nn.Sigmoid()),
-    "old spectral norm": lambda: nn.Sequential(nn.utils.spectral_norm(nn.Linear(8, 8)), nn.Sigmoid()),
-    "weight norm": lambda: nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(8, 8)), nn.Sigmoid()),
-    "instance norm": lambda: nn.Sequential(nn.Linear(8, 8), nn.InstanceNorm1d(4, track_running_stats=True)),
-}
 
 
 class HandMadeNorm(nn.Module):
@@ -78,6 +68,16 @@ class HandMadeNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return nn.functional.batch_norm(self.linear(x), self.mean, self.var, training=self.training).sigmoid()
+
+
+MAKERS: dict[str, Callable[[], nn.Module]] = {how: partial(Counting, how) for how in CHANGES} | {
+    "batch norm": lambda: nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Sigmoid()),
+    "cumulative batch norm": lambda: nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8, momentum=None)),
+    "batch norm by hand": HandMadeNorm,
+    "spectral norm": lambda: nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8)), nn.Sigmoid()),
+    "old spectral norm": lambda: nn.Sequential(nn.utils.spectral_norm(nn.Linear(8, 8)), nn.Sigmoid()),
+    "instance norm": lambda: nn.Sequential(nn.Linear(8, 8), nn.InstanceNorm1d(4, track_running_stats=True)),
+}
 
 
 def make(name: str) -> nn.Sequential:

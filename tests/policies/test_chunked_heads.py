@@ -29,7 +29,7 @@ from tests.policies.heads import (
     small_llama,
     step,
 )
-from tests.policies.zoo import CASES, Case, train
+from tests.policies.zoo import CASES, train
 from tests.tracing.reference import Real, ops_of, same_names
 
 EXACT, ROUNDED = ChunkedSoftmax(chunks=8), ChunkedLoss(tokens=50)  # of 384 tokens: 48 each; seven chunks and a rest
@@ -53,25 +53,14 @@ def assert_as_plain(
     return got
 
 
-def two_steps(case: Case, choice: Choice, dtype: str) -> None:
-    extra = {"use_cache": False} if case.takes_cache else {}
-    tolerance = 1e-5 if dtype == "fp32" else 6e-2
-    assert_as_plain(choice, case.make, lambda model: train(model, case, dtype, **extra), tolerance)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @each_case
-def test_two_steps_are_bit_equal(case, dtype):
+@each_choice
+def test_two_steps(choice, case, dtype):
     """On accelerators, too: see ``tests.gpu.contract``."""
-    two_steps(case, EXACT, dtype)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-@each_case
-def test_two_steps_are_equal_up_to_rounding(case, dtype):
-    two_steps(case, ROUNDED, dtype)
+    extra = {"use_cache": False} if case.takes_cache else {}
+    assert_as_plain(choice, case.make, lambda m: train(m, case, dtype, **extra), 1e-5 if dtype == "fp32" else 6e-2)
 
 
 @pytest.mark.parametrize("size", [1, 7, 384, 1000])

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autockpt.errors import ConflictError, PlanError
+from autockpt.errors import ConflictError
 from autockpt.runtime import attach
 from autockpt.schema.choices import Choice, parse_choice
 from tests.device import DEVICE
@@ -139,10 +139,3 @@ def test_custom_autograd_functions_are_refused_by_name() -> None:
     model = model_of(Doubled.apply)
     with attach(model, {"0": remake()}), raises(ConflictError, "Doubled"):
         gradients(model)
-
-
-@pytest.mark.parametrize("options", [{"keep": ["nose"]}, {"within": ["nose"]}])
-def test_unknown_modules_are_named(options: dict[str, Any]) -> None:
-    model = model_of(torch.exp)
-    with raises(PlanError, "nose"):
-        attach(model, {"0": remake(**options)})

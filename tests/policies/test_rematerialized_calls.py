@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from autockpt.checkpointing.op_recorder import OpRecorder
 from autockpt.errors import AutockptError
@@ -147,21 +145,6 @@ def _inner_gradient(h: Tensor, step: int) -> Tensor:
     y = h.tanh().exp()
     (g,) = torch.autograd.grad(y.sum(), h, retain_graph=True)
     return y.sin().exp() * (1 + g)
-
-
-OPS = torch.library.Library("autockpt_odd", "FRAGMENT")
-
-
-class _Scaling(TorchDispatchMode):
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        return out * 1.5 if func is torch.ops.aten.tanh.default else out
-
-
-def _scaled(h: Tensor, step: int) -> Tensor:
-    h = torch.sigmoid(torch.tanh(h)).exp()
-    with _Scaling() if step >= 3 else nullcontext():
-        return h * torch.tanh(h)
 
 
 class _Rows(nn.Module):

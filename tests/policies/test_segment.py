@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -15,7 +17,7 @@ from autockpt.errors import RerunMismatch
 from autockpt.runtime import attach
 from autockpt.schema.choices import SAVE, Choice, Segment
 from tests.policies.test_contract import gradients
-from tests.policies.zoo import Tally, assert_equal, bytes_alive_after
+from tests.policies.zoo import Unit, assert_equal, bytes_alive_after
 
 pytestmark = pytest.mark.slow
 
@@ -25,31 +27,14 @@ each_way = pytest.mark.parametrize("way", WAYS, ids=str)
 RANDOM_STATE = torch.get_rng_state().nbytes
 
 
-class Unit(nn.Module):
-    """A unit whose forward is given from outside; ``calls`` counts how often it ran."""
-
-    def __init__(self, body: Callable[..., Any]) -> None:
-        super().__init__()
-        self.linear = nn.Linear(64, 64)
-        self.body = body
-        self.counter = Tally()
-
-    @property
-    def calls(self) -> int:
-        return self.counter.calls
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        self.counter.calls += 1
-        return self.body(self, *args, **kwargs)
-
-
 def sigmoid(unit: nn.Module, x: Tensor) -> Tensor:
     return torch.dropout(unit.linear(x).sigmoid(), 0.2, True)
 
 
-def in_a_row(units: Any, x: Tensor) -> Tensor:
+def in_a_row(units: Any, x: Tensor, between: Callable[[Tensor], Any] = lambda x: x) -> Tensor:
     for unit in units:
         x = unit(x)
+        between(x)
     return x
 
 
@@ -59,7 +44,7 @@ class Stack(nn.Module):
     def __init__(self, parent: Callable[..., Tensor] = in_a_row, body: Callable[..., Any] = sigmoid) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.units = nn.ModuleList(Unit(body) for _ in range(4))
+        self.units = nn.ModuleList(Unit(body, 64) for _ in range(4))
         self.parent = parent
 
     def forward(self, x: Tensor) -> Tensor:
@@ -94,7 +79,7 @@ def assert_as_plain(make: Callable[[], nn.Module], way: Choice) -> None:
 
 
 def test_what_was_attached_is_told():
-    model = nn.Sequential(*(Unit(sigmoid) for _ in range(7)))
+    model = nn.Sequential(*(Unit(sigmoid, 64) for _ in range(7)))
     plan = {str(i): Segment(size=2) for i in range(7)} | {"3": SAVE}
     with attach(model, plan) as session:
         words = [session.attached[str(i)] for i in range(7)]
@@ -107,63 +92,25 @@ def test_what_was_attached_is_told():
 # --- gradients
 
 
-def _written_to_unseen_between(units: Any, x: Tensor) -> Tensor:
-    for unit in units:
-        x = unit(x)
-        x.data.clamp_(0.3, 0.6)
-    return x
-
-
-def _written_to_by_numpy_between(units: Any, x: Tensor) -> Tensor:
-    for unit in units:
-        x = unit(x)
-        x.detach().numpy()[0] *= 0.5
-    return x
-
-
-def _residual(units: Any, x: Tensor) -> Tensor:
-    for unit in units:
-        x = x + unit(x)
-    return x
-
-
-def _in_place_between(units: Any, x: Tensor) -> Tensor:
-    for unit in units:
-        x = unit(x).mul_(1.5)
-    return x
-
-
-def _detached_between(units: Any, x: Tensor) -> Tensor:
-    x = units[1](units[0](x))
-    return units[3](units[2](x.detach()) + x)
-
-
-def _long_ways(units: Any, x: Tensor) -> Tensor:
-    a = units[0](x)
-    b = units[1](a)
-    return units[3](units[2](b) + a) + b
-
-
-def _skipped(units: Any, x: Tensor) -> Tensor:
-    return units[2](units[0](x))
-
-
-def _unused(units: Any, x: Tensor) -> Tensor:
-    units[1](units[0](x))
-    return units[3](units[2](x))
-
-
-PARENTS = [v for n, v in list(globals().items()) if n.startswith("_") and getattr(v, "__module__", "") == __name__]
+UNSEEN: dict[str, Callable[..., Tensor]] = {
+    "written to by data": lambda units, x: in_a_row(units, x, lambda x: x.data.clamp_(0.3, 0.6)),
+    "written to by NumPy": lambda units, x: in_a_row(units, x, lambda x: x.detach().numpy().__imul__(0.5)),
+}
+PARENTS: dict[str, Callable[..., Tensor]] = UNSEEN | {
+    "residual": lambda units, x: functools.reduce(lambda x, unit: x + unit(x), units, x),
+    "in place": lambda units, x: in_a_row(units, x, lambda x: x.mul_(1.5)),
+    "detached": lambda units, x: (y := units[1](units[0](x)), units[3](units[2](y.detach()) + y))[-1],
+    "long ways": lambda units, x: (a := units[0](x), b := units[1](a), units[3](units[2](b) + a) + b)[-1],
+    "skipped": lambda units, x: units[2](units[0](x)),
+    "unused": lambda units, x: (units[1](units[0](x)), units[3](units[2](x)))[-1],
+}
 
 
 @each_way
-@pytest.mark.parametrize("parent", PARENTS, ids=lambda f: f.__name__.strip("_"))
-def test_whatever_the_parent_does_between_units(parent: Callable[..., Tensor], way: Segment):
-    if parent in (_written_to_unseen_between, _written_to_by_numpy_between):
-        with pytest.raises(RerunMismatch):
-            assert_as_plain(lambda: Stack(parent), way)
-    else:
-        assert_as_plain(lambda: Stack(parent), way)
+@pytest.mark.parametrize("name", PARENTS)
+def test_whatever_the_parent_does_between_units(name: str, way: Segment):
+    with pytest.raises(RerunMismatch) if name in UNSEEN else nullcontext():
+        assert_as_plain(lambda: Stack(PARENTS[name]), way)
 
 
 @each_way
@@ -225,7 +172,7 @@ def test_nothing_but_the_input_of_each_region_is_kept(size: int, boundaries: int
 
 
 @each_way
-@pytest.mark.parametrize("parent", [in_a_row, *PARENTS], ids=lambda f: f.__name__.strip("_"))
+@pytest.mark.parametrize("parent", [in_a_row, *PARENTS.values()], ids=["in a row", *PARENTS])
 def test_a_forward_without_backward_is_freed_at_once(parent: Callable[..., Tensor], way: Segment):
     model = Stack(parent)
     with attach(model, choices(way)):

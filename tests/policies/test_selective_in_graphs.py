@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 from autockpt.runtime import attach
 from autockpt.schema.choices import KeepAttention, parse_choice
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("fresh_compiler")]
 
 UNITS = ("layers.0", "layers.1", "layers.2")
 PRODUCTS = 6  # of backward, of three linear layers
@@ -51,13 +51,6 @@ class Model(nn.Module):
         for layer in self.layers:
             x = layer(x)
         return x.square().mean()
-
-
-@pytest.fixture(autouse=True)
-def fresh_compiler() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 def backend(products: list[int]) -> Callable[..., Any]:

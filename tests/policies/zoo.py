@@ -30,6 +30,22 @@ class Tally(logging.Filter):
         self.seen: list[Any] = []
 
 
+class Unit(nn.Module):
+    """A unit whose forward is ``body(self, ...)``; ``calls`` counts how often it ran."""
+
+    def __init__(self, body: Callable[..., Any], width: int = 8) -> None:
+        super().__init__()
+        self.linear, self.body, self.counter = nn.Linear(width, width), body, Tally()
+
+    @property
+    def calls(self) -> int:
+        return self.counter.calls
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        self.counter.calls += 1
+        return self.body(self, *args, **kwargs)
+
+
 class Calls(TorchDispatchMode):
     """Counts the calls of one op."""
 

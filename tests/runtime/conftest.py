@@ -1,3 +1,3 @@
-from tests.policies.conftest import one_thread
+from tests.policies.conftest import fresh_compiler, one_thread
 
-__all__ = ["one_thread"]
+__all__ = ["fresh_compiler", "one_thread"]

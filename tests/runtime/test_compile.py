@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,19 +12,12 @@ from autockpt.runtime import attach
 from autockpt.schema.choices import choice_kinds, parse_choice
 from tests.policies.zoo import CASES, assert_equal
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("fresh_compiler")]
 
 LLAMA = CASES["llama"]
 NO_CACHE = {"use_cache": False}
 # aot_eager runs the very kernels that eager mode runs, so gradients can be compared bit for bit
 AOT: dict[str, Any] = {"backend": "aot_eager"}
-
-
-@pytest.fixture(autouse=True)
-def fresh_compiler() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 def make() -> nn.Module:

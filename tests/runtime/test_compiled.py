@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -18,15 +17,9 @@ from autockpt.workload import discover_units
 from tests.measuring.small_workloads import Stack
 from tests.policies.zoo import bytes_alive_after
 
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
 CHEAP: dict[str, Any] = {"backend": "aot_eager_decomp_partition"}
 NAMES = [f"layers.{i}" for i in range(4)]
-
-
-@pytest.fixture(autouse=True)
-def fresh_compiler() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 def make() -> Stack:
