@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from autockpt.devices.accelerator import AcceleratorDevice
 from autockpt.devices.cuda import MOST_CONTEXT, CudaDevice
 from autockpt.errors import DeviceOutOfMemory
 from tests.errors import raises
@@ -90,6 +91,10 @@ def test_a_budget_limits_the_allocator_beside_the_context(gpu):
         assert gpu.fraction == 0.1
         raise KeyError
     assert gpu.fraction == 0.1
+    gpu.fractions.clear()
+    with raises(DeviceOutOfMemory), device.limit(GIB):  # the context alone takes as much
+        pass
+    assert gpu.fractions == []
 
 
 def test_the_limit_follows_the_context_as_kernels_are_loaded(gpu, monkeypatch):
@@ -108,12 +113,6 @@ def test_the_limit_follows_the_context_as_kernels_are_loaded(gpu, monkeypatch):
         assert emptied == [gpu.fraction]
     device.time(lambda: None)
     assert gpu.fraction == 1.0
-
-
-def test_a_budget_below_the_context_cannot_be_met(gpu):
-    with raises(DeviceOutOfMemory), CudaDevice().limit(GIB):
-        pass
-    assert gpu.fractions == []
 
 
 def test_the_peak_is_reserved_and_context_beside_allocated(gpu):
@@ -154,21 +153,22 @@ def test_strict_determinism_is_kept_where_it_is_free(monkeypatch, capability, wa
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
 
 
+@pytest.mark.parametrize("device", [CudaDevice(), AcceleratorDevice("xpu")], ids=lambda device: device.kind)
 @pytest.mark.parametrize(
     ("error", "full"),
     [
         (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."), True),
         (RuntimeError("CUDA error: out of memory"), True),
-        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), True),
-        (RuntimeError("CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`"), True),
+        (RuntimeError("NPU Out Of Memory"), "xpu"),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), "cuda"),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`"), "cuda"),
         (MemoryError(), False),  # the host's
         (RuntimeError("CUDA error: device-side assert triggered"), False),
         (ValueError("out of memory"), False),
-        (KeyboardInterrupt(), False),
     ],
 )
-def test_out_of_memory_is_told_from_other_errors(error, full):
-    assert CudaDevice().out_of_memory(error) is full
+def test_out_of_memory_is_told_from_other_errors(error, full, device):
+    assert device.out_of_memory(error) is (full in (True, device.kind))
 
 
 @pytest.fixture

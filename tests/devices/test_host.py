@@ -32,6 +32,10 @@ def system(tmp_path: Path):
 def test_without_control_groups_physical_memory_counts(system):
     memory = system({})
     assert (memory.capacity(), memory.free(), memory.own(), memory.used_by_others()) == (8 * GIB, 6 * GIB, GIB, GIB)
+    memory = system({"proc/self/cgroup": "0::/a\n", "cgroup/a/memory.max": f"{64 * GIB}\n"})  # a limit above it
+    assert (memory.capacity(), memory.free()) == (8 * GIB, 6 * GIB)
+    memory = system({"proc/self/cgroup": "0::/docker/abc\n", "cgroup/memory.max": f"{3 * GIB}\n"})  # in a container
+    assert memory.capacity() == 3 * GIB
 
 
 def test_version_2_limit_of_an_ancestor_holds(system):
@@ -63,16 +67,6 @@ def test_version_1_limit_and_its_way_of_writing_none(system):
     memory = system(files)
     assert (memory.capacity(), memory.free(), memory.used_by_others()) == (4 * GIB, 3 * GIB, 0)
     assert system(files | {"cgroup/memory/box/memory.limit_in_bytes": str(unlimited)}).capacity() == 8 * GIB
-
-
-def test_in_a_container_only_the_root_group_is_there(system):
-    memory = system({"proc/self/cgroup": "0::/docker/abc\n", "cgroup/memory.max": f"{3 * GIB}\n"})
-    assert memory.capacity() == 3 * GIB
-
-
-def test_a_limit_above_physical_memory_changes_nothing(system):
-    memory = system({"proc/self/cgroup": "0::/a\n", "cgroup/a/memory.max": f"{64 * GIB}\n"})
-    assert (memory.capacity(), memory.free()) == (8 * GIB, 6 * GIB)
 
 
 def test_this_machine_has_memory_and_this_process_some_of_it():
