@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 from torch.multiprocessing.spawn import start_processes
 
 from autockpt.tracing.process import can_fork
+from tests.policies.zoo import CASES
 
 needs_gloo = pytest.mark.skipif(
     not dist.is_available() or not dist.is_gloo_available(), reason="needs torch.distributed with gloo"
@@ -33,6 +35,22 @@ def in_two_processes(work: Callable[[int], list[str]], folder: Path) -> list[str
 def in_processes(work: Callable[..., None], arguments: tuple[Any, ...], number: int) -> None:
     """``work(rank, *arguments)`` in so many processes; forked where that is possible: imports are there then."""
     start_processes(work, arguments, nprocs=number, start_method="fork" if can_fork() else "spawn")
+
+
+def two_steps(
+    rank: int, parameters: Iterable[nn.Parameter], loss_of: Callable[[dict[str, Tensor]], Tensor]
+) -> list[Tensor]:
+    """This rank's share of the gradients of two optimizer steps, on a batch of its own."""
+    torch.manual_seed(rank)
+    parameters = list(parameters)
+    optimizer, seen = torch.optim.SGD(parameters, lr=0.1), list[Tensor]()
+    for _ in range(2):
+        loss_of({k: v.roll(rank, 1) for k, v in CASES["llama"].batch().items()}).backward()
+        for gradient in (p.grad for p in parameters if p.grad is not None):
+            seen.append((gradient.to_local() if hasattr(gradient, "to_local") else gradient).clone())
+        optimizer.step()
+        optimizer.zero_grad()
+    return seen
 
 
 def _one_process(rank: int, work: Callable[[int], list[str]], folder: str) -> None:

@@ -16,7 +16,7 @@ from autockpt.policies import POLICIES
 from autockpt.runtime import attach
 from autockpt.schema.choices import Choice, Segment, choice_kinds, parse_choice
 from tests.policies.zoo import CASES
-from tests.runtime.processes import in_two_processes, needs_gloo
+from tests.runtime.processes import in_two_processes, needs_gloo, two_steps
 
 pytestmark = pytest.mark.slow
 
@@ -90,19 +90,9 @@ def train(rank: int, way: str, choices: Choices = None, order: str = "", own: bo
     wrapped = shard(model, way)
     if choices and order == "after":
         attach(wrapped, choices)
-    torch.manual_seed(rank)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    seen: list[Tensor] = []
     with Gathers() as gathers:
-        for _ in range(2):
-            batch = {k: v.roll(rank, 1) for k, v in LLAMA.batch().items()}
-            wrapped(**batch, use_cache=False).loss.backward()
-            for parameter in model.parameters():
-                gradient = parameter.grad
-                assert gradient is not None
-                seen.append((gradient.to_local() if hasattr(gradient, "to_local") else gradient).clone())
-            optimizer.step()
-            optimizer.zero_grad()
+        seen = two_steps(rank, model.parameters(), lambda batch: wrapped(**batch, use_cache=False).loss)
+    assert len(seen) == 2 * len(list(model.parameters()))
     return Run(seen, (gathers.forward, gathers.backward), list(wrapped.state_dict()))
 
 

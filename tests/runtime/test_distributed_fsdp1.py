@@ -16,7 +16,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from autockpt.errors import ConflictError
 from autockpt.runtime import attach
 from autockpt.schema.choices import Choice, Segment
-from tests.runtime.processes import in_two_processes, needs_gloo
+from tests.runtime.processes import in_two_processes, needs_gloo, two_steps
 from tests.runtime.test_distributed import LLAMA, NAMES, side_by_side
 
 pytestmark = pytest.mark.slow
@@ -38,16 +38,7 @@ def train(rank: int, shard: partial[Any], choices: dict[str, Choice] | None = No
     wrapped = shard(model, auto_wrap_policy=ModuleWrapPolicy(kinds), device_id=torch.device("cpu"))
     if choices and order == "after":
         attach(wrapped, choices)
-    torch.manual_seed(rank)
-    optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1)
-    seen: list[Tensor] = []
-    for _ in range(2):
-        batch = {k: v.roll(rank, 1) for k, v in LLAMA.batch().items()}
-        wrapped(**batch, use_cache=False).loss.backward()
-        seen += [p.grad.clone() for p in wrapped.parameters() if p.grad is not None]
-        optimizer.step()
-        optimizer.zero_grad()
-    return seen
+    return two_steps(rank, wrapped.parameters(), lambda batch: wrapped(**batch, use_cache=False).loss)
 
 
 def differences(rank: int, shard: partial[Any], freed: bool, orders: Sequence[str]) -> Iterator[str]:

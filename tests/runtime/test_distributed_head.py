@@ -10,7 +10,7 @@ from autockpt.errors import ConflictError
 from autockpt.policies.lazy_logits import LazyLogits
 from autockpt.runtime import attach
 from autockpt.schema.choices import RECOMPUTE, Choice, ChunkedLoss, ChunkedSoftmax
-from tests.runtime.processes import in_two_processes, needs_gloo
+from tests.runtime.processes import in_two_processes, needs_gloo, two_steps
 from tests.runtime.test_distributed import LLAMA, WAYS, shard
 
 pytestmark = pytest.mark.slow
@@ -35,25 +35,15 @@ def train(
     wrapped = shard(model, way)
     if order == "after":
         attach(wrapped, choices)
-    torch.manual_seed(rank)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    seen: list[Tensor] = []
-    for _ in range(2):
-        batch = {k: v.roll(rank, 1) for k, v in LLAMA.batch().items()}
+
+    def loss_of(batch: dict[str, Tensor]) -> Tensor:
         out = wrapped(**batch, use_cache=False)
         assert isinstance(out.logits, LazyLogits) == (order != "never" and "lm_head" in choices)
-        loss = (
-            nn.functional.cross_entropy(out.logits.float().view(-1, 64), batch["labels"].view(-1)) if own else out.loss
-        )
-        del out
-        loss.backward()
-        for parameter in model.parameters():
-            gradient = parameter.grad
-            assert gradient is not None
-            seen.append((gradient.to_local() if hasattr(gradient, "to_local") else gradient).clone())
-        optimizer.step()
-        optimizer.zero_grad()
-    return seen
+        if not own:
+            return out.loss
+        return nn.functional.cross_entropy(out.logits.float().view(-1, 64), batch["labels"].view(-1))
+
+    return two_steps(rank, model.parameters(), loss_of)
 
 
 def order_of(way: str, own: bool) -> str:
