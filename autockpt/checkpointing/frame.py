@@ -97,14 +97,11 @@ class CheckpointFrame:
         Raises ConflictError where it did what cannot be done twice. In calls that are not checked it is backward that
         finds changed inputs and parameters.
         """
-        unit = self._unit
         if self._late is not None:
             output = self._run_checked(args, kwargs)
         else:
-            quiet = unit.state.take_quiet()
             with saved_tensors_hooks(self.pack, self.unpack):
                 output = self._forward(*args, **kwargs)
-            self._before += unit.state.learn_quiet(quiet)
         self._live = None
         if type(self._observer) is CheckedCall:
             self._observer.forward_ended()

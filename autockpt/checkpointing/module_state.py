@@ -1,9 +1,8 @@
 """Buffers and attributes of a unit's own modules: a recomputation finds them as the forward did, and leaves no trace.
 
 Which of them a forward changes is learned in checked calls, where all of them are compared before and after. In every
-other call only what is known to change is taken (running statistics, counters, caches), and small buffers, which may
-begin to change: a moving average after its warm-up. State elsewhere (globals, closures, class attributes, modules
-around the unit) is not restored.
+other call only what is known to change is taken (running statistics, counters, caches). State elsewhere (globals,
+closures, class attributes, modules around the unit) is not restored.
 """
 
 from __future__ import annotations
@@ -22,9 +21,8 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from autockpt.checkpointing.fingerprint import quietly
 from autockpt.errors import ConflictError
 
-COPIED_BYTES, SMALL_BYTES = 1 << 24, 1 << 16
-"""Buffers up to the first size are copied in checked calls, and before each forward where forwards change them. Those
-up to the second are copied before each forward, and dropped after it where it did not change them."""
+COPIED_BYTES = 1 << 24
+"""Buffers up to this size are copied in checked calls, and before each forward where forwards change them."""
 _NUMBERS = (bool, int, float, str)
 _CONTAINERS = (list, dict, set, deque, Counter, OrderedDict, defaultdict)
 _PLAIN_TENSORS = (torch.Tensor, nn.Buffer)
@@ -64,16 +62,17 @@ class Entry(NamedTuple):
         """Whether it was made, or set to True, since: as a flag that something was installed."""
         return self.value is _ABSENT or self.home.get(self.name) is True
 
-    def is_untouched(self) -> bool:
-        """Whether the same tensor, or none, is there, with its version."""
-        now = self.home.get(self.name, _ABSENT)
-        return now is self.value and (now is None or now._version == self.version)
-
     def assigned(self, now: Entry) -> bool:
         """Whether another object is there now. Equal numbers are one."""
         if self.value is now.value:
             return False
         return not (type(self.value) in _NUMBERS and type(self.value) is type(now.value) and self.value == now.value)
+
+    def counts_to(self, now: Entry) -> bool:
+        """Whether what is there now looks like this, counted on: another number, or another tensor of this shape."""
+        if isinstance(self.content, torch.Tensor) and isinstance(now.content, torch.Tensor):
+            return self.content.shape == now.content.shape
+        return type(self.value) in _NUMBERS and type(now.value) is type(self.value)
 
     def mutated(self, now: Entry) -> bool:
         """Whether the object that is still there holds something else."""
@@ -85,17 +84,6 @@ class Entry(NamedTuple):
             return True
         before, after = (list(c.items() if isinstance(c, dict) else c) for c in (self.content, now.content))
         return any(not _same(a, b) for a, b in zip(before, after, strict=True))
-
-    def without_graph(self) -> Entry:
-        """The same without activations' graphs: else each call would keep those of all calls before it."""
-        value, content = self.value, self.content
-        value = _detached(value)
-        if type(content) in (list, deque):
-            content = type(content)(map(_detached, content))
-        elif isinstance(content, dict):
-            for key, part in content.items():
-                content[key] = _detached(part)
-        return self._replace(value=value, content=content)
 
     def put(self) -> None:
         """Restore it."""
@@ -119,10 +107,6 @@ def _writes_unseen(module: nn.Module) -> bool:
     if hasattr(module, "track_running_stats"):
         return bool(module.track_running_stats)
     return any(base.__name__ in ("FakeQuantizeBase", "ObserverBase") for base in type(module).__mro__)
-
-
-def _detached(value: Any) -> Any:
-    return value.detach() if issubclass(type(value), torch.Tensor) and not value.is_leaf else value
 
 
 def _same(a: Any, b: Any) -> bool:
@@ -157,8 +141,6 @@ class ModuleState:
         self._lively: dict[Key, dict[str, Any]] = {}
         for norm in filter(_writes_unseen, self.modules):
             self._lively |= {(id(norm._buffers), name): norm._buffers for name in norm._buffers}
-        self._buffers = [m._buffers for m in self.modules]
-        self._named = self._names()
         self._installs = False  # a forward registered hooks
 
     def training(self) -> list[bool]:
@@ -167,32 +149,7 @@ class ModuleState:
 
     def take(self) -> list[Entry]:
         """What forwards change, as it is now."""
-        lively = self._lively
-        return [Entry.of(home, name).without_graph() for (_, name), home in lively.items()] if lively else []
-
-    def take_quiet(self) -> list[Entry]:
-        """Small buffers, and places without one, that forwards have not changed so far."""
-        return [
-            Entry.of(home, name)
-            for home in filter(None, self._buffers)
-            for name, buffer in home.items()
-            if (buffer is None or buffer.nbytes <= SMALL_BYTES) and (id(home), name) not in self._lively
-        ]
-
-    def _names(self) -> set[Key]:
-        return {(id(home), name) for home in self._buffers for name in home}
-
-    def learn_quiet(self, before: list[Entry]) -> list[Entry]:
-        """A forward has ended: buffers that it was the first to change or to make, as they were before."""
-        changed = [entry for entry in before if not entry.is_untouched()]
-        if sum(map(len, self._buffers)) != len(self._named):
-            known = self._named | self._lively.keys()
-            added = [(home, name) for home in self._buffers for name in home if (id(home), name) not in known]
-            changed += [Entry(home, name, _ABSENT, None, 0) for home, name in added]
-            self._named = self._names()
-        for entry in changed:
-            self._lively[entry.key] = entry.home
-        return changed
+        return [Entry.of(home, name) for (_, name), home in self._lively.items()]
 
     def take_all(self) -> dict[Key, Entry]:
         """Everything, as it is now: for a call in which it is learned what changes."""
@@ -217,7 +174,7 @@ class ModuleState:
             then = before[key] if key in before else after[key]._replace(value=_ABSENT, content=None)
             now = after[key] if key in after else Entry(then.home, then.name, _ABSENT, None, 0)
             if then.assigned(now):
-                counts = type(then.value) in _NUMBERS and type(now.value) is type(then.value)
+                counts = then.counts_to(now)
             elif now.value is not _ABSENT and then.mutated(now):
                 if isinstance(then.value, torch.Tensor) and then.content is None:
                     raise self._refusal(then, "changes in place, of which no copy is kept")
@@ -228,7 +185,7 @@ class ModuleState:
                 raise self._refusal(then, f"began to change within the last {late} calls, and may have changed twice")
             self._lively[key] = then.home
             before[key] = then
-        return [before[key].without_graph() for key in self._lively if key in before]
+        return [before[key] for key in self._lively if key in before]
 
     def _refusal(self, entry: Entry, what: str) -> ConflictError:
         path = next((path for path, m in self.modules[0].named_modules() if entry.home in (vars(m), m._buffers)), "")

@@ -46,27 +46,13 @@ def test_what_changed_is_restored_and_afterwards_as_it_was():
 
 
 def test_only_what_changed_is_taken_from_then_on():
-    state, _ = learned(module := Counting())
+    state, _ = learned(Counting())
     assert {entry.name for entry in state.take()} == {"calls", "notes", "mean"}
-    assert [entry.name for entry in state.take_quiet()] == ["constant"]
-    quiet = state.take_quiet()
-    module.constant.add_(1)
-    assert [entry.content.tolist() for entry in state.learn_quiet(quiet)] == [[1] * 4]
-
-
-def test_a_buffer_that_a_later_forward_makes_is_learned():
-    state = ModuleState("unit", module := Counting())
-    quiet = state.take_quiet()
-    module.register_buffer("late", torch.ones(1))
-    (entry,) = state.learn_quiet(quiet)
-    with state.restored([entry], [True]):
-        assert "late" not in module._buffers
-    assert module.late.tolist() == [1]
 
 
 def test_statistics_of_norms_are_taken_from_the_first_call_on():
     state = ModuleState("unit", norm := nn.BatchNorm1d(4))
-    assert {entry.name for entry in state.take()} == set(norm._buffers) and not state.take_quiet()
+    assert {entry.name for entry in state.take()} == set(norm._buffers)
 
 
 def test_what_begins_to_count_between_checks_is_an_error():

@@ -10,8 +10,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from autockpt.errors import RerunMismatch
 from autockpt.runtime import attach
 from autockpt.schema.choices import OFFLOAD, RECOMPUTE
+from tests.errors import raises
 from tests.policies.zoo import assert_equal
 
 
@@ -32,7 +34,7 @@ CHANGES: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
     "in training": (lambda unit: None, lambda unit: unit.training and unit.count.mul_(1.5)),
     "replaced": (lambda unit: None, _replaced),
     "registered": (_registered, _replaced),
-    "registered late": (_registered, _replaced),
+    "late": (lambda unit: None, _replaced),
 }
 
 
@@ -42,7 +44,7 @@ class Counting(nn.Module):
     def __init__(self, how: str) -> None:
         super().__init__()
         self.before, self.after = CHANGES[how]
-        self.linear, self.calls, self.begins = nn.Linear(8, 8), 0, 3 if "late" in how else 0
+        self.linear, self.calls, self.begins = nn.Linear(8, 8), 0, 3 if how == "late" else 0
         self.register_buffer("constant", torch.full((), 0.5))
         if "registered" not in how:
             _registered(self)
@@ -70,7 +72,7 @@ class HandMadeNorm(nn.Module):
         return nn.functional.batch_norm(self.linear(x), self.mean, self.var, training=self.training).sigmoid()
 
 
-MAKERS: dict[str, Callable[[], nn.Module]] = {how: partial(Counting, how) for how in CHANGES} | {
+MAKERS: dict[str, Callable[[], nn.Module]] = {how: partial(Counting, how) for how in CHANGES if how != "late"} | {
     "batch norm": lambda: nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Sigmoid()),
     "cumulative batch norm": lambda: nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8, momentum=None)),
     "batch norm by hand": HandMadeNorm,
@@ -120,3 +122,9 @@ def test_forwards_before_their_backwards(name):
     wanted, model = run(make(name), together=True), make(name)
     with attach(model, {"0": RECOMPUTE, "1": RECOMPUTE}):
         assert_equal(run(model, together=True), wanted)
+
+
+def test_one_that_begins_to_change_late_is_refused():
+    model = nn.Sequential(Counting("late"))
+    with attach(model, {"0": RECOMPUTE}), raises(RerunMismatch, "0"):
+        run(model)
