@@ -19,6 +19,7 @@ kept of it, and it is learned from again.
 
 from __future__ import annotations
 
+import functools
 import operator
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -36,7 +37,7 @@ from autockpt.checkpointing.op_table import draws_random_numbers
 from autockpt.checkpointing.unit import CheckpointedUnit, Exchanged
 
 _PLAIN = frozenset((torch.Tensor, nn.Parameter))
-_MOST_FUNCTIONS, _MOST_LAYOUTS = 4096, 16
+_MOST_LAYOUTS = 16
 _OWN_SHARE = 4  # what a call saves of its own is kept up to this part of its output
 _type_of = operator.attrgetter("shape", "dtype", "requires_grad")
 _function_modes: Callable[[], int] = torch._C._len_torch_function_stack
@@ -534,12 +535,9 @@ class FunctionScopes(TorchFunctionMode):
             self._frame.mode = None  # what it waited for did not come
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        wanted = _ATTENTION.get(func)
-        if wanted is None or wanted:
-            if torch.compiler.is_dynamo_compiling():  # what an attention compiles itself, flex_attention
-                return func(*args, **(kwargs or {}))
-            wanted = _names_attention(func)
-        if not wanted and func not in self._others:
+        if torch.compiler.is_dynamo_compiling():  # what an attention compiles itself, flex_attention
+            return func(*args, **(kwargs or {}))
+        if not _names_attention(func) and func not in self._others:
             return func(*args, **kwargs) if kwargs else func(*args)
         kwargs = kwargs or {}
         self._scope.called = True
@@ -552,15 +550,10 @@ class FunctionScopes(TorchFunctionMode):
         return frame.call(self._scope, func, func, args, kwargs)
 
 
-_ATTENTION: dict[Any, bool] = {}  # by function; looked up for each that is called
-
-
+@functools.lru_cache(4096)
 def _names_attention(func: Any) -> bool:
     name = getattr(func, "__name__", "")
-    found = "attention" in name or "attn" in name
-    if len(_ATTENTION) < _MOST_FUNCTIONS:
-        _ATTENTION[func] = found
-    return found
+    return "attention" in name or "attn" in name
 
 
 def _drops_out(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:

@@ -36,6 +36,7 @@ from autockpt.checkpointing.op_recorder import OpRecorder
 from autockpt.checkpointing.recipes import SMALL, Program, Recipe, Step, difference, form_of, laid_out, plan
 from autockpt.checkpointing.replay_context import (
     AutocastState,
+    autocast_is_on,
     one_at_a_time,
     put_switches,
     running_again,
@@ -131,7 +132,7 @@ class RecordedUnit(CheckpointedUnit):
     def _key(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], tensors: list[torch.Tensor]) -> tuple[Any, ...]:
         """What tells this call's recipe from others': arguments, numbers, modes, and which tensors share memory."""
         rest = _plain_parts(args, tensors), _plain_parts(kwargs, tensors)
-        autocast = AutocastState(sorted({tensor.device.type for tensor in tensors})).key
+        autocast = AutocastState(sorted({t.device.type for t in tensors})).key if autocast_is_on() else None
         storages = [tensor.untyped_storage()._cdata for tensor in tensors]
         shared: Any = None
         if len(set(storages)) < len(storages):
@@ -348,8 +349,8 @@ class RecordedCall:
         position = recipe.positions[first]
         if comparison is not None:
             comparison.look_again()
-        if self._stream is not None:
-            self._wait_for_other_stream()
+        if self._stream is not None and stream_of(self._stream.device) != self._stream:
+            self._memo.clear()  # made for a node that ran on another stream
         base = self._memo.get(position.value)
         if base is None:
             base = self._make(position.value, packed[2])
@@ -358,16 +359,6 @@ class RecordedCall:
         if comparison is not None:
             comparison.handed(tensor)
         return tensor
-
-    def _wait_for_other_stream(self) -> None:
-        """A node may run on another stream than the one on which values were made for it."""
-        device = next((tensor.device for tensor in self._memo.values()), None)
-        if device is None or device.type == "cpu" or (now := stream_of(device)) == self._stream:
-            return
-        now.wait_event(self._stream.record_event())
-        for tensor in self._memo.values():
-            tensor.record_stream(now)
-        self._stream = now
 
     def _count_down(self, recipe: Recipe, value: int) -> None:
         """One more position has the value. After the last one a further backward may begin."""

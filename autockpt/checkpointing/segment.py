@@ -12,8 +12,7 @@ that was freed and given to another storage is not mistaken.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -21,7 +20,6 @@ import torch
 from autockpt.checkpointing.arguments import Held, hold, tensors_of
 from autockpt.checkpointing.fingerprint import Layout, layout_of, probe_of
 from autockpt.checkpointing.frame import CheckpointFrame
-from autockpt.checkpointing.unit import CheckpointedUnit
 from autockpt.errors import InPlaceError
 
 Place = tuple[int, Layout]
@@ -92,17 +90,9 @@ class SegmentFrame(CheckpointFrame):
 
     __slots__ = ("__weakref__", "_calls")
 
-    def __init__(
-        self,
-        calls: SegmentCalls,
-        unit: CheckpointedUnit,
-        forward: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-        turn: Callable[[], AbstractContextManager[Any]] | None,
-    ) -> None:
+    def __init__(self, calls: SegmentCalls, *given: Any) -> None:
         self._calls = calls
-        super().__init__(unit, forward, args, kwargs, turn, calls.hold)
+        super().__init__(*given, hold=calls.hold)
 
     @property
     def name(self) -> str:
