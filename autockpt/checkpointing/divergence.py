@@ -22,6 +22,7 @@ import torch
 
 from autockpt.checkpointing.fingerprint import (
     Compared,
+    distance_of,
     fingerprint,
     form_of,
     laid_out_on,
@@ -31,10 +32,12 @@ from autockpt.checkpointing.fingerprint import (
     probe_of,
     quietly,
     read,
+    repeats,
     stream_of,
+    sums,
+    tolerance_of,
     why_not,
 )
-from autockpt.checkpointing.tolerance import distance_of, repeats, sums, tolerance_of
 from autockpt.errors import RerunMismatch
 
 Mode = Literal["off", "sample", "all"]
@@ -338,7 +341,7 @@ class CheckedTensor:
         if stream_of(self._form.device) != self._stream:
             return
         with quietly():
-            self._take_print(self._form.flip(laid_out_on(storage, self._form.device, self._layout)))
+            self._take_print(laid_out_on(storage, self._form.device, self._layout))
 
     def handed(self, value: torch.Tensor) -> None:
         """Backward is given ``value`` for it. Compared later, with all others at once."""

@@ -12,7 +12,7 @@ Griewank and Walther 2000; MONeT, arXiv:2010.14501.)
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from math import inf
 from typing import Any, Literal, NamedTuple
 
@@ -140,10 +140,6 @@ class Recipe:
     @property
     def forms(self) -> list[Form | None]:
         return [position.form for position in self.positions]
-
-    def cells_of_taps(self) -> Iterator[tuple[Tap, int]]:
-        for module, taps in self.taps.items():
-            yield from ((Tap(module, turn, argument), cell) for turn, argument, cell, _ in taps)
 
 
 def plan(record: OpRecorder, small: int) -> Recipe:

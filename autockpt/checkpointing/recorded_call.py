@@ -315,8 +315,9 @@ class RecordedCall:
         small = max((t.nbytes for t in self._tensors if t.layout is torch.strided), default=0) // SMALL
         recipe = plan(recorder, small)
         self._go_by(recipe, weights)
-        for tap, cell in recipe.cells_of_taps():
-            self._cells[cell] = recorder.tapped[tap]
+        for module, taps in recipe.taps.items():
+            for turn, argument, cell, _ in taps:
+                self._cells[cell] = recorder.tapped[module, turn, argument]  # type: ignore[index]
         for number, (slot, position) in enumerate(zip(slots, recipe.positions, strict=True)):
             if position.cell is not None:
                 self._cells[position.cell] = slot[:2]

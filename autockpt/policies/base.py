@@ -68,6 +68,11 @@ class Attachment:
         if self._cache_unit is not None:
             self._cache_unit.in_mid_training()
 
+    @property
+    def turn(self) -> Callable[[], AbstractContextManager[None]] | None:
+        """Around running again: the modules inside are attached to as they were in forward. None: they are."""
+        return self._cache_turn
+
     def __getstate__(self) -> dict[str, Any]:
         return {k: None if k.startswith("_cache") else v for k, v in self.__dict__.items()}
 

@@ -112,7 +112,7 @@ def run_in_frame(module: nn.Module, state: RecomputeState, args: tuple[Any, ...]
     forward = inner_of(module, state)
     if (exchanged := without_caches(state.unit, args, kwargs)) is not None:
         (args, kwargs), forward = exchanged, functools.partial(state.call_with_caches, module)
-    frame = state.frame(state.checkpointed(module), forward, args, kwargs, state._cache_turn)
+    frame = state.frame(state.checkpointed(module), forward, args, kwargs, state.turn)
     try:
         return frame.run(args, kwargs)
     except (RuntimeError, AssertionError) as error:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from pydantic import Field
 from torch import nn
 
-from autockpt.checkpointing.tolerance import TOLERANCE
+from autockpt.checkpointing.fingerprint import TOLERANCE
 from autockpt.schema.base import Data
 from autockpt.verification.observation import ForwardBackward, Observation, deterministically, observe, stricter_with
 

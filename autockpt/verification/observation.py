@@ -1,7 +1,7 @@
 """What training steps leave behind, bit by bit, as short digests that can be compared across plans and processes.
 
 Where bits may differ (other processes, devices whose kernels do not repeat themselves, choices that are not exact) a
-count sketch of each tensor tells how far two of them are apart (``checkpointing.tolerance``).
+count sketch of each tensor tells how far two of them are apart (``checkpointing.fingerprint``).
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 
 from autockpt.checkpointing.arguments import tensors_of
-from autockpt.checkpointing.fingerprint import digest
-from autockpt.checkpointing.tolerance import TOLERANCE, sums
+from autockpt.checkpointing.fingerprint import TOLERANCE, digest, sums
 from autockpt.devices.accelerator import kinds_in_use
 from autockpt.devices.cuda import DETERMINISTIC, WORKSPACE
 from autockpt.devices.random_states import RandomStates, TorchStates

@@ -134,10 +134,8 @@ def test_views_are_read_where_they_are() -> None:
     base = torch.randn(6, 5, 4, dtype=torch.complex64, generator=torch.Generator().manual_seed(0))
     wanted = of(base)
     assert of(base.permute(2, 0, 1)) == wanted, "in the order of memory"
-    assert of(base.conj()) == wanted and form_of(base.conj()) != form_of(base)
-    assert of(base.conj().imag._neg_view()) == of(base.imag)
-    row = base[1:2]
-    assert of(row.expand(6, 5, 4)) == of(row) and form_of(row.expand(6, 5, 4)) != form_of(row)
+    row = base[1:2].expand(6, 5, 4)
+    assert fingerprint(row.contiguous(), form_of(row)).item() == of(row) and form_of(row) != form_of(base[1:2])
     assert of(base[:, 1:3]) == of(base[:, 1:3].contiguous()) != of(base[:, 2:4])
     gaps = base.real.transpose(0, 2)
     assert fingerprint(gaps.contiguous(), form_of(gaps)).item() == of(gaps), "another layout, the same elements"
@@ -146,10 +144,9 @@ def test_views_are_read_where_they_are() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64, torch.complex64])
-def test_scattered_and_repeated_elements_are_read_as_words(dtype: torch.dtype) -> None:
+def test_scattered_elements_are_read_as_words(dtype: torch.dtype) -> None:
     values = torch.arange(16).to(dtype)
     assert of(values[::2]) == of(values[::2].clone()) != of(values[1::2])
-    assert of(values[3].expand(4, 3)) == of(values[3].clone()) != of(values[4].expand(4, 3))
 
 
 def test_what_has_none_is_named() -> None:
@@ -157,6 +154,7 @@ def test_what_has_none_is_named() -> None:
     assert why_not(values.to_sparse()) == "a tensor of layout sparse_coo"
     assert why_not(values.to("meta")) == "a tensor without data (meta)"
     assert why_not(torch.quantize_per_tensor(values, 0.1, 0, torch.qint8)) == "a quantized tensor"
+    assert "conjugates" in str(why_not(values.cfloat().conj()))
     given_back = torch.ones(3)
     given_back.untyped_storage().resize_(0)
     assert "given back" in str(why_not(given_back))
