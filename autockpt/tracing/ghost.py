@@ -42,18 +42,12 @@ class GhostMode(Recorder):
     GhostError where the graph depends on values that do not exist, and keeps the last one's words in ``refused``.
     """
 
-    def __init__(
-        self,
-        memory: GhostMemory,
-        *,
-        on_op: Callable[[Operator], None] | None = None,
-        on_enter: Callable[[str], None] | None = None,
-    ) -> None:
-        super().__init__(StorageLog(memory), on_enter)
+    def __init__(self, memory: GhostMemory) -> None:
+        super().__init__(StorageLog(memory))
         self._memory = memory
         self._base, self._end = memory.base, memory.end
         self._shapes = Shapes()
-        self._on_op = on_op
+        self.on_op: Callable[[Operator], None] | None = None
         self.building = False
         self.capability: Capability | None = None  # of the NVIDIA GPU whose kernels the step is to take
         self.fuses_dropout = False  # whether it runs on another kind of device that has a kernel for dropout
@@ -100,8 +94,8 @@ class GhostMode(Recorder):
 
     def _run(self, call: OpCall) -> Any:
         operator, kwargs = call.kind.operator, call.kwargs
-        if self._on_op is not None:
-            self._on_op(operator)
+        if self.on_op is not None:
+            self.on_op(operator)
         if operator.of_ranks:  # shapes alone, of real tensors too
             found = answer(operator, call.args)
             return self._pretend(call) if found is NotImplemented else found

@@ -40,8 +40,9 @@ class Location:
     module 0 is the root. ``order`` lists modules in the order of their first call.
     """
 
-    def __init__(self, on_enter: Callable[[str], None] | None = None) -> None:
-        self._on_enter = on_enter
+    on_enter: Callable[[str], None] | None = None  # is told of each module that is called
+
+    def __init__(self) -> None:
         self.bind(nn.Identity())
 
     def bind(self, model: nn.Module) -> None:
@@ -118,8 +119,8 @@ class Location:
         self._claim(self._stack[-1])
         self._stack.append(number)
         self.order.setdefault(number)
-        if self._on_enter is not None:
-            self._on_enter(self.paths[number])
+        if self.on_enter is not None:
+            self.on_enter(self.paths[number])
 
     def _after(self, module: nn.Module, _: Any, __: Any) -> None:
         self._claim(self._stack[-1])

@@ -29,6 +29,7 @@ from autockpt.process import Child, ChildDied, ChildSilent, child_environment, l
 from autockpt.schema.workload import WorkloadSpec
 from autockpt.tracing.assemble import Source
 from autockpt.tracing.kernels.cuda_kernels import Capability
+from autockpt.tracing.kernels.operators import Operator
 from autockpt.tracing.run import Found, GhostRun, RecordedRun, TracedRun
 from autockpt.workload.failures import summary
 
@@ -298,10 +299,14 @@ def _new_run(source: Source, threads: int) -> TracedRun:
     if source == "recorded":
         return RecordedRun(torch.device("cpu"))
 
-    def place(path: str) -> None:
-        _note[_OP:] = path.encode()[:_PLACE].ljust(_PLACE, b"\0")
+    run = GhostRun(threads=threads)
+    run.mode.on_op, run.mode.location.on_enter = _note_op, _note_place
+    return run
 
-    def op(name: bytes) -> None:
-        _note[: len(name)] = name
 
-    return GhostRun(threads=threads, on_op=lambda operator: op(operator.note), on_enter=place)
+def _note_op(operator: Operator) -> None:
+    _note[:_OP] = operator.note
+
+
+def _note_place(path: str) -> None:
+    _note[_OP:] = path.encode()[:_PLACE].ljust(_PLACE, b"\0")

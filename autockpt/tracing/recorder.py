@@ -148,15 +148,10 @@ class Recorder(TorchDispatchMode):
     gradients: set[int]  # storages of parameters' gradients
     placed: dict[int, int]  # storage -> module, for storages that no op made
 
-    def __init__(
-        self,
-        log: StorageLog,
-        on_enter: Callable[[str], None] | None = None,
-        engine: EngineAdds | None = None,
-    ) -> None:
+    def __init__(self, log: StorageLog, engine: EngineAdds | None = None) -> None:
         super().__init__()
         self.log = log
-        self.location = Location(on_enter)
+        self.location = Location()
         self.operators = Operators()
         self.engine = engine or EngineAdds(_sole_counts())
         self.fused = FusedAdds()
@@ -342,7 +337,7 @@ class RealRecorder(Recorder):
     """Records a step whose kernels run, on any device; counts the tensors on ``device`` only."""
 
     def __init__(self, device: torch.device, engine: EngineAdds | None = None) -> None:
-        super().__init__(StorageLog(), engine=engine)
+        super().__init__(StorageLog(), engine)
         self._device_type = device.type
         self.on_cpu = device.type == "cpu"
         self.threads = torch.get_num_threads()

@@ -37,7 +37,6 @@ from autockpt.tracing.ghost import GhostMode
 from autockpt.tracing.ghost_workload import ghost_copy, ghost_in_place, optimizers_on, untouched
 from autockpt.tracing.kernels.cuda_kernels import AMPERE, Capability, fuses_dropout
 from autockpt.tracing.kernels.flash_package import FLASH, NOTE, flash_on_ghosts
-from autockpt.tracing.kernels.operators import Operator
 from autockpt.tracing.location import optimizer_steps
 from autockpt.tracing.memory import GhostMemory
 from autockpt.tracing.recorder import RealRecorder, Recorder
@@ -57,8 +56,6 @@ RECURRENT = (
     "reserve space for backward, whose size no one but cuDNN can tell (PyTorch's own shape function says 0): measure "
     "such a model on the card."
 )
-OnOp = Callable[[Operator], None] | None
-OnEnter = Callable[[str], None] | None
 
 
 class Found(NamedTuple):
@@ -209,15 +206,13 @@ class GhostRun(TracedRun):
 
     source = "ghost"
 
-    def __init__(
-        self, *, writable: bool = False, threads: int = 1, on_op: OnOp = None, on_enter: OnEnter = None
-    ) -> None:
+    def __init__(self, *, writable: bool = False, threads: int = 1) -> None:
         self._memory = GhostMemory(writable=writable)
         self._writable = writable
-        self._mode = GhostMode(self._memory, on_op=on_op, on_enter=on_enter)
-        self._mode.threads = threads
+        self.mode = GhostMode(self._memory)
+        self.mode.threads = threads
         self._around: list[Callable[[], AbstractContextManager[None]]] = []  # what a cycle runs in
-        super().__init__(self._mode)
+        super().__init__(self.mode)
 
     def build(self, spec: WorkloadSpec, device: torch.device, capability: Capability | None = None) -> None:
         refuse_liger_on(spec, device)
@@ -230,40 +225,40 @@ class GhostRun(TracedRun):
             with self._imitating(), self._building():
                 workload = build(_traced(spec).model_copy(update={"weights": False}), "cpu")
         except AutockptError as error:
-            if self._mode.refused is None:
+            if self.mode.refused is None:
                 raise
             raise GhostError(f"the workload cannot be built of ghosts: {error.message}", remedy=error.remedy) from None
         self._imitate(device, capability)
         workload.settings |= {"optimizer": spec.optimizer} if spec.optimizer == "adamw8bit" else {}
         workload.settings["device"] = str(device)
-        ghost_in_place(workload, self._mode)
+        ghost_in_place(workload, self.mode)
         if spec.attn in FLASH:
             workload.notes += (NOTE.format(spec.attn),)
         self._start(workload)
 
     def take(self, workload: Step) -> None:
         self._imitate(workload.device)
-        ghost_in_place(workload, self._mode)
+        ghost_in_place(workload, self.mode)
         self._start(workload)
 
     def copy(self, workload: Step) -> None:
         """Run a copy of a workload, which stays as it is. Raises GhostError where that is not possible."""
         self._imitate(workload.device)
-        twin = ghost_copy(workload, self._mode)
+        twin = ghost_copy(workload, self.mode)
         self._around.append(partial(untouched, workload))
         self._start(twin)
 
     @contextmanager
     def _building(self) -> Iterator[None]:
         """A workload is made of ghosts inside."""
-        with setting(self._mode, "building", True), sharded_as_ghosts(self._mode.log), self._mode:
+        with setting(self.mode, "building", True), sharded_as_ghosts(self.mode.log), self.mode:
             yield
 
     def _start(self, workload: Step) -> None:
         workload.left_out = max(0, workload.accumulate - max(MICRO_BATCHES, 1 + (workload.in_flight or 0)))
         with self._imitating():
             super()._start(workload)
-        if self._mode.on_cuda and any(isinstance(module, torch.nn.RNNBase) for module in workload.model.modules()):
+        if self.mode.on_cuda and any(isinstance(module, torch.nn.RNNBase) for module in workload.model.modules()):
             self.found = self.found._replace(notes=(*self.found.notes, RECURRENT))
 
     def trace(self, choices: Mapping[str, Choice]) -> RawGraph:
@@ -283,21 +278,21 @@ class GhostRun(TracedRun):
     def _imitate(self, device: torch.device, capability: Capability | None = None) -> None:
         self._around.append(partial(optimizers_on, device))
         self._queues = device.type not in WITHOUT_STREAMS
-        self._mode.on_cpu = device.type == "cpu"
-        self._mode.on_cuda = device.type == "cuda"
-        self._mode.fuses_dropout = fuses_dropout(device.type)
-        if self._mode.on_cuda:
-            self._mode.capability = capability or capability_at(device) or AMPERE
+        self.mode.on_cpu = device.type == "cpu"
+        self.mode.on_cuda = device.type == "cuda"
+        self.mode.fuses_dropout = fuses_dropout(device.type)
+        if self.mode.on_cuda:
+            self.mode.capability = capability or capability_at(device) or AMPERE
 
     def _transport(self, device: torch.device, tier: Tier) -> Transport:
-        return NotingTransport(GhostTransport(self._mode.allocate, self._queues), self._mode, tier)
+        return NotingTransport(GhostTransport(self.mode.allocate, self._queues), self.mode, tier)
 
     def _explained(self, error: BaseException) -> AutockptError:
         if isinstance(error, AutockptError):
             return error
         place = f" at {found}" if (found := location(error)) else ""
         return GhostError(
-            f"the step failed in the ghost run{place}, {self._mode.last_op}: {summary(error)}",
+            f"the step failed in the ghost run{place}, {self.mode.last_op}: {summary(error)}",
             remedy=f"{GhostError.default_remedy} Please report the model.",
         )
 

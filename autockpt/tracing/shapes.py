@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -31,38 +30,17 @@ class Layout(NamedTuple):
     nbytes: int
 
 
-def dense(size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> Layout:
-    """The layout of a tensor that fills its storage."""
-    return Layout(tuple(size), tuple(stride), dtype, math.prod(size) * dtype.itemsize)
-
-
-def correct(name: str, tree: Any, argument: Argument, tensors: Sequence[Tensor]) -> Any:
-    """The true result of operator ``name`` where inference says ``tree`` (Layouts in lists and tuples)."""
-    if name in _ELEMENTWISE:
-        return _like_iterator(tree, tensors)
-    if name in _ELEMENTWISE_REVERSED:
-        return _like_iterator(tree, tensors[::-1])
-    rule = _CORRECTIONS.get(name)
-    return tree if rule is None else rule(tree, argument)
+def dense(size: Sequence[int], stride: Sequence[int] | None, dtype: torch.dtype) -> Layout:
+    """The layout of a tensor that fills its storage; contiguous where no strides are given."""
+    stride = contiguous_stride(size) if stride is None else tuple(stride)
+    return Layout(tuple(size), stride, dtype, math.prod(size) * dtype.itemsize)
 
 
 # Inference goes by decompositions whose operands stand in another order, and the first dense operand decides strides.
 _ELEMENTWISE = frozenset(
-    (
-        "elu_backward",
-        "floor_divide",
-        "hardsigmoid_backward",
-        "hardswish_backward",
-        "hardtanh_backward",
-        "logical_and",
-        "logical_or",
-        "logit_backward",
-        "native_dropout_backward",
-        "softplus_backward",
-        "xlogy",
-    )
+    "elu_backward floor_divide hardsigmoid_backward hardswish_backward hardtanh_backward logical_and logical_or "  # noqa: SIM905
+    "logit_backward native_dropout_backward softplus_backward xlogy".split()
 )
-
 _ELEMENTWISE_REVERSED = frozenset(("threshold_backward", "leaky_relu_backward"))
 
 
@@ -104,23 +82,12 @@ def _group_norm_backward(argument: Argument) -> Any:
 
 def _all_contiguous(tree: Any, argument: Argument) -> Any:
     if isinstance(tree, Layout):
-        return dense(tree.size, contiguous_stride(tree.size), tree.dtype)
+        return dense(tree.size, None, tree.dtype)
     return tuple(_all_contiguous(item, argument) for item in tree)
 
 
 def _first_contiguous(tree: Any, argument: Argument) -> Any:
     return (_all_contiguous(tree[0], argument), *tree[1:]) if isinstance(tree[0], Layout) else tree
-
-
-def _gelu(tree: Layout, argument: Argument) -> Layout:
-    """oneDNN's kernel forgets unusual strides of dimensions of size 1."""
-    inputs = [t for t in (argument("self"), argument("grad_output")) if t is not None]
-    return _all_contiguous(tree, argument) if all(t.is_contiguous() for t in inputs) else tree
-
-
-def _roll(tree: Layout, argument: Argument) -> Layout:
-    """Put together from two slices, as concatenation does it."""
-    return _suggested(argument("self"))
 
 
 def _suggested(x: Tensor) -> Layout:
@@ -131,15 +98,14 @@ def _suggested(x: Tensor) -> Layout:
 
 def _like_input(tree: Layout, argument: Argument) -> Layout:
     """Contiguous, in the input's type."""
-    return dense(tree.size, contiguous_stride(tree.size), argument("self").dtype)
+    return dense(tree.size, None, argument("self").dtype)
 
 
 def _cross_entropy(tree: Layout, argument: Argument) -> Layout:
     """Strides of its input where it stays as large."""
     like = torch.empty_like(argument("self"), device="meta")
-    return (
-        dense(like.size(), like.stride(), like.dtype) if tree.size == like.size() else _reduced_in_place(tree, argument)
-    )
+    whole = tree.size == like.size()
+    return dense(like.size(), like.stride(), like.dtype) if whole else _reduced_in_place(tree, argument)
 
 
 def _reduced_in_place(tree: Layout, argument: Argument) -> Layout:
@@ -147,11 +113,6 @@ def _reduced_in_place(tree: Layout, argument: Argument) -> Layout:
     target = argument("target")
     count = math.prod(torch.broadcast_shapes(argument("self").size(), target.size()))
     return tree._replace(nbytes=max(tree.nbytes, count * tree.dtype.itemsize))
-
-
-def _fold(tree: Layout, argument: Argument) -> Layout:
-    """Allocated like its input, and shrunk."""
-    return tree._replace(nbytes=max(tree.nbytes, argument("self").nbytes))
 
 
 def _recurrent_layer(tree: Any, argument: Argument) -> Any:
@@ -189,12 +150,7 @@ def _ctc_loss(argument: Argument) -> tuple[Layout, Layout]:
     longest = max(values) if isinstance(values, list) else values
     samples = scores.size(1) if scores.dim() == 3 else 1
     size = (samples, scores.size(0), 2 * longest + 1)
-    return dense(size[:1], (1,), scores.dtype), dense(size, contiguous_stride(size), scores.dtype)
-
-
-def _ctc_loss_backward(argument: Argument) -> Layout:
-    size = argument("log_probs").size()
-    return dense(size, contiguous_stride(size), argument("log_probs").dtype)
+    return dense(size[:1], (1,), scores.dtype), dense(size, None, scores.dtype)
 
 
 def _int8_quantised(argument: Argument) -> tuple[Layout, Layout, Layout | None]:
@@ -202,13 +158,13 @@ def _int8_quantised(argument: Argument) -> tuple[Layout, Layout, Layout | None]:
     x = argument("A")
     rows = x.numel() // x.size(-1)
     outliers = dense((0,), (1,), torch.int64) if argument("threshold") else None
-    return dense(x.size(), contiguous_stride(x.size()), torch.int8), dense((rows,), (1,), torch.float32), outliers
+    return dense(x.size(), None, torch.int8), dense((rows,), (1,), torch.float32), outliers
 
 
 def _int8_product(argument: Argument) -> tuple[Layout, Layout]:
     x, codes, weight = argument("A"), argument("CA"), argument("CB")
     size = (*codes.shape[:-1], weight.size(0))
-    return dense(size, contiguous_stride(size), x.dtype), dense((0,), (1,), x.dtype)
+    return dense(size, None, x.dtype), dense((0,), (1,), x.dtype)
 
 
 DEPENDS_ON_VALUES = frozenset({"_ctc_loss"})
@@ -222,9 +178,7 @@ _CORRECTIONS: dict[str, Callable[[Any, Argument], Any]] = {
     "native_layer_norm_backward": _first_contiguous,
     "_log_softmax_backward_data": _all_contiguous,
     "log_sigmoid_forward": _all_contiguous,
-    "gelu": _gelu,
-    "gelu_backward": _gelu,
-    "roll": _roll,
+    "roll": lambda tree, of: _suggested(of("self")),  # put together from two slices, as concatenation does it
     "mkldnn_rnn_layer": _recurrent_layer,
     "mse_loss": _reduced_in_place,
     "smooth_l1_loss": _reduced_in_place,
@@ -234,12 +188,12 @@ _CORRECTIONS: dict[str, Callable[[Any, Argument], Any]] = {
     "mse_loss_backward": _like_input,
     "smooth_l1_loss_backward": _like_input,
     "huber_loss_backward": _like_input,
-    "col2im": _fold,
+    "col2im": lambda tree, of: tree._replace(nbytes=max(tree.nbytes, of("self").nbytes)),  # as its input, and shrunk
 }
 # For operators whose inference fails on valid arguments.
 _REPLACEMENTS: dict[str, Callable[[Argument], Any]] = {
     "_ctc_loss": _ctc_loss,
-    "_ctc_loss_backward": _ctc_loss_backward,
+    "_ctc_loss_backward": lambda of: dense(of("log_probs").size(), None, of("log_probs").dtype),
     "_grouped_mm": _grouped_mm,
     "native_group_norm_backward": _group_norm_backward,
     "int8_vectorwise_quant": _int8_quantised,
@@ -252,8 +206,7 @@ _REPLACEMENTS: dict[str, Callable[[Argument], Any]] = {
 _LOGGER = logging.getLogger("torch._subclasses.fake_tensor")
 
 
-@dataclass(frozen=True)
-class Outcome:
+class Outcome(NamedTuple):
     """An op's result as a tree of Layout (constants as they are), its FLOPs, and why there is none (``problem``)."""
 
     tree: Any = None
@@ -285,8 +238,11 @@ class Shapes:
         except Exception as error:  # a kept exception would keep the tensors of its frames alive
             lines = str(error).splitlines() or [""]
             return Outcome(problem=f"{type(error).__name__}: {lines[0]}"[:200])
-        tensors = flat_tensors([*args, *kwargs.values()])
-        tree = correct(operator.base, tree, argument, tensors)
+        tensors, name = flat_tensors([*args, *kwargs.values()]), operator.base
+        if name in _ELEMENTWISE or name in _ELEMENTWISE_REVERSED:
+            tree = _like_iterator(tree, tensors if name in _ELEMENTWISE else tensors[::-1])
+        elif (correction := _CORRECTIONS.get(name)) is not None:
+            tree = correction(tree, argument)
         return Outcome(tree, count_flops(operator, args, kwargs, result))
 
 

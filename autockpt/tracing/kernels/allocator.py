@@ -24,10 +24,6 @@ ROUND_LARGE = 2 * MIB  # from MIN_LARGE on segments are the request rounded up t
 Event = tuple[int, int | None]
 
 
-class OutOfReserve(Exception):
-    """The limit leaves no room for a request, even with everything given back that can be."""
-
-
 @dataclass(frozen=True)
 class AllocatorPeak:
     """What a sequence of requests came to, in bytes.
@@ -91,8 +87,8 @@ class CachingAllocator:
         self._small, self._large = _Pool(small=True), _Pool(small=False)
         self._next_address = 0  # where segments lie is the driver's business; it only breaks ties
 
-    def allocate(self, nbytes: int) -> Block:
-        """A block for ``nbytes`` > 0. Raises OutOfReserve where the limit leaves no room."""
+    def allocate(self, nbytes: int) -> Block | None:
+        """A block for ``nbytes`` > 0; None where the limit leaves no room, with everything given back that can be."""
         size = -(-nbytes // MIN_BLOCK) * MIN_BLOCK
         pool = self._small if size <= SMALL_SIZE else self._large
         block = self._cached(pool, size) or self._grown(pool, size)
@@ -100,7 +96,7 @@ class CachingAllocator:
             self.release_cached()
             block = self._grown(pool, size)
         if block is None:
-            raise OutOfReserve
+            return None
         rest = block.size - size
         if rest >= MIN_BLOCK if pool.small else rest > SMALL_SIZE:
             self._split(block, size)
@@ -112,8 +108,6 @@ class CachingAllocator:
 
     def free(self, block: Block) -> None:
         """Take a block back; it is joined with free neighbours and cached."""
-        if not block.used:
-            raise ValueError("the block is not handed out")
         block.used = False
         self.allocated -= block.size
         for neighbour in (block.prev, block.next):
@@ -212,18 +206,12 @@ def replay(events: Iterable[Event], *, limit: int | None = None) -> AllocatorPea
     """
     allocator = CachingAllocator(limit)
     blocks: dict[int, Block] = {}
-    out_of_memory = False
     for key, nbytes in events:
         if nbytes is None:
-            block = blocks.pop(key, None)
-            if block is not None:
+            if (block := blocks.pop(key, None)) is not None:
                 allocator.free(block)
         elif nbytes > 0:
-            if key in blocks:
-                raise ValueError(f"storage {key} is allocated twice")
-            try:
-                blocks[key] = allocator.allocate(nbytes)
-            except OutOfReserve:
-                out_of_memory = True
-                break
-    return AllocatorPeak(allocator.most_allocated, allocator.most_reserved, out_of_memory)
+            if (block := allocator.allocate(nbytes)) is None:
+                return AllocatorPeak(allocator.most_allocated, allocator.most_reserved, out_of_memory=True)
+            blocks[key] = block
+    return AllocatorPeak(allocator.most_allocated, allocator.most_reserved)

@@ -47,7 +47,6 @@ FP32_RESULT = frozenset(
 PROMOTE = frozenset(
     "addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put tensordot scatter_add".split()  # noqa: SIM905
 )
-FORBIDDEN = frozenset({"binary_cross_entropy"})
 # Of the CPU's own: the same cast as CUDA's of the op that they end in, with the CPU's cache.
 _LEFT = frozenset({"conv1d.padding", "conv2d.padding", "conv3d.padding"})
 
@@ -87,13 +86,12 @@ def cuda_autocast() -> Iterator[None]:
 
 def _register(library: torch.library.Library) -> None:
     known = overloads(_KEY)
-    on_cuda = LOWER_PRECISION | FP32 | FP32_RESULT | PROMOTE | FORBIDDEN
+    on_cuda = LOWER_PRECISION | FP32 | FP32_RESULT | PROMOTE
     makers: tuple[tuple[frozenset[str], Callable[[Any], Callable[..., Any]]], ...] = (
         (LOWER_PRECISION - known, lambda op: _casting(op, _lower)),
         (FP32, lambda op: _casting(op, lambda tensors: torch.float32)),
         (FP32_RESULT, _with_fp32_result),
         (PROMOTE, lambda op: _casting(op, _widest)),
-        (FORBIDDEN, _forbidden),
         (known - on_cuda - _LEFT, lambda op: torch.library.fallthrough_kernel),  # cast on the CPU only
     )
     for names, make in makers:
@@ -126,15 +124,6 @@ def _with_fp32_result(op: Any) -> Callable[..., Any]:
             if given is None and _eligible(args[:1]):
                 args, kwargs = args[:position], {**kwargs, "dtype": torch.float32}
             return op(*args, **kwargs)
-
-    return kernel
-
-
-def _forbidden(op: Any) -> Callable[..., Any]:
-    def kernel(*args: Any, **kwargs: Any) -> Any:
-        raise RuntimeError(
-            f"{op.name()} is unsafe to autocast on CUDA, which refuses it: use binary_cross_entropy_with_logits"
-        )
 
     return kernel
 

@@ -34,8 +34,7 @@ _FUSED = [f"_scaled_dot_product_{kernel}_attention" for kernel in ("flash", "eff
 CUDA_ONLY = frozenset({LAUNCH, *_FUSED, *(f"{name}_backward" for name in _FUSED)})
 _HALF = (torch.float16, torch.bfloat16)
 _FLASH_HEAD, _CUDNN_HEAD = 256, 128
-_FLASH_ALIGNMENT = 8  # head sizes are padded to it
-_BIAS_ALIGNMENT = 8  # keys of a mask for the memory-efficient kernel
+_ALIGNMENT = 8  # head sizes are padded to it for flash attention, rows of a mask for the memory-efficient kernel
 
 
 class AttentionCall(NamedTuple):
@@ -60,14 +59,14 @@ def attention_kernel(call: AttentionCall, capability: Capability = AMPERE) -> At
     return "efficient" if _efficient(call, capability) else "math"
 
 
-def _dense(query: Tensor, key: Tensor, value: Tensor, gqa: bool) -> bool:
+def _dense(call: AttentionCall) -> bool:
     """Four dimensions, one batch, heads that match (or that may be shared), and elements of a head side by side."""
-    tensors = (query, key, value)
+    query, key, value = tensors = call[:3]
     if any(t.dim() != 4 or t.numel() == 0 or t.stride(-1) != 1 for t in tensors):
         return False
     if len({t.size(0) for t in tensors}) > 1 or key.size(1) != value.size(1):
         return False
-    shared = gqa and query.size(1) % key.size(1) == 0
+    shared = call.gqa and query.size(1) % key.size(1) == 0
     return query.size(1) == key.size(1) or shared
 
 
@@ -79,7 +78,7 @@ def _cudnn(call: AttentionCall, capability: Capability) -> bool:
         return False
     sizes = (query.size(-1), value.size(-1))
     fitting = all(size % 8 == 0 and size <= _CUDNN_HEAD for size in sizes) and query.size(-1) == key.size(-1)
-    return query.dtype in _HALF and fitting and key.size(2) > 1 and _dense(query, key, value, call.gqa)
+    return query.dtype in _HALF and fitting and key.size(2) > 1 and _dense(call)
 
 
 def _flash(call: AttentionCall, capability: Capability) -> bool:
@@ -92,11 +91,7 @@ def _flash(call: AttentionCall, capability: Capability) -> bool:
         return False
     if call.causal and query.size(2) != key.size(2):
         return False
-    consumer = (8, 6) <= capability <= (8, 9) or (12, 0) <= capability <= (12, 1)
-    training = any(t.requires_grad for t in (query, key, value))
-    if training and consumer and (192 < head <= 224 or (head > 224 and call.dropout > 0)):
-        return False
-    return _dense(query, key, value, call.gqa)
+    return _dense(call)
 
 
 def _efficient(call: AttentionCall, capability: Capability) -> bool:
@@ -109,8 +104,7 @@ def _efficient(call: AttentionCall, capability: Capability) -> bool:
     alignment = max(4 if capability >= AMPERE else 1, (8 if half else 4) if tensor_cores else 1)
     if query.size(-1) != key.size(-1) or query.size(-1) % alignment or value.size(-1) % alignment:
         return False
-    same_heads = query.dim() == 4 and key.dim() == 4 and query.size(1) == key.size(1)
-    return same_heads and _dense(query, key, value, gqa=False)
+    return _dense(call) and query.size(1) == key.size(1)
 
 
 def attention(
@@ -148,7 +142,8 @@ def attention(
         call = aten._scaled_dot_product_flash_attention.default
         return call(*padded, dropout_p, is_causal, False, scale=scale)[0][..., :head]
     if kernel == "efficient":
-        bias = None if mask is None else _expanded(_aligned(mask), query, key)
+        # the kernel wants rows that begin at multiples of 8 elements: a padded copy, sliced
+        bias = None if mask is None else _expanded(_padded(mask)[..., : mask.size(-1)], query, key)
         call = aten._scaled_dot_product_efficient_attention.default
         return call(query, key, value, bias, saves, dropout_p, is_causal, scale=scale)[0]
     call = aten._scaled_dot_product_attention_math.default
@@ -170,19 +165,12 @@ def _additive(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     return torch.where(mask.logical_not(), float("-inf"), torch.zeros((), dtype=dtype))
 
 
-def _aligned(mask: Tensor) -> Tensor:
-    """The memory-efficient kernel wants rows that begin at multiples of 8 elements: a padded copy, sliced."""
-    keys = mask.size(-1)
-    missing = -keys % _BIAS_ALIGNMENT
-    return F.pad(mask, (0, missing))[..., :keys] if missing else mask
-
-
 def _expanded(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
     return mask.expand(query.size(0), query.size(1), query.size(2), key.size(2))
 
 
 def _padded(tensor: Tensor) -> Tensor:
-    missing = -tensor.size(-1) % _FLASH_ALIGNMENT
+    missing = -tensor.size(-1) % _ALIGNMENT
     return F.pad(tensor, (0, missing)) if missing else tensor
 
 

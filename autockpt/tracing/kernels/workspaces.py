@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -21,7 +22,7 @@ from torch import Tensor
 from torch._prims_common import ELEMENTWISE_TYPE_PROMOTION_KIND, elementwise_dtypes
 
 from autockpt.devices.cpu import allocator_peak
-from autockpt.tracing.kernels.operators import Argument, Operator, channels_last, flat_tensors
+from autockpt.tracing.kernels.operators import Argument, Operator, flat_tensors
 from autockpt.tracing.kernels.quantised_kernels import CUDA_RULES, cpu_quantised
 
 Kernels = Literal["cpu", "cuda", "other"]
@@ -77,11 +78,9 @@ def _convolution(argument: Argument, threads: int) -> int:
 
 
 def _batch_norm_backward(argument: Argument, threads: int) -> int:
-    """The input's gradient is allocated twice, unless one has channels last and the other not."""
-    x, grad, mask = argument("input"), argument("grad_out"), argument("output_mask")
-    if channels_last(x) != channels_last(grad):
-        return 2 * x.nbytes if channels_last(x) and x.element_size() == 2 else 0  # computed in fp32
-    return x.nbytes if mask is None or mask[0] else 0
+    """The input's gradient is allocated twice."""
+    mask = argument("output_mask")
+    return argument("input").nbytes if mask is None or mask[0] else 0
 
 
 def _contiguous_copies(*names: str) -> Callable[[Argument, int], int]:
@@ -132,19 +131,13 @@ def _converted_operands(operator: Operator, args: tuple[Any, ...], kwargs: dict[
     """
     values = {name: operator.argument(name, args, kwargs) for name in operator.positions}
     operands = [v for name, v in values.items() if isinstance(v, Tensor) and name not in _CONDITIONS]
-    return _converted(operands, operands[0] if operator.mutates else None)
-
-
-def _converted(operands: list[Tensor], written: Tensor | None = None) -> int:
-    """Bytes of operands in the type they have in common, where that is not their own."""
     if len({t.dtype for t in operands}) < 2:
         return 0
     # the type that elementwise kernels compute in; tensors without dimensions count less
     _, common = elementwise_dtypes(*operands, type_promotion_kind=ELEMENTWISE_TYPE_PROMOTION_KIND.DEFAULT)
-    nbytes = sum(t.numel() * common.itemsize for t in operands if t.dim() and t.dtype is not common)
-    if written is not None and written.dtype is not common:
-        nbytes += written.numel() * common.itemsize
-    return nbytes
+    converted = [t for t in operands if t.dim() and t.dtype is not common]
+    converted += [t for t in operands[: operator.mutates] if t.dtype is not common]
+    return sum(t.numel() * common.itemsize for t in converted)
 
 
 def _rows_without_any(argument: Argument) -> int:
@@ -164,17 +157,18 @@ def _loss_tensors(reduced: int, unreduced: int = 0) -> Callable[[Argument], int]
     return rule
 
 
-def _flash_backward(argument: Argument) -> int:
+def _flash_backward(argument: Argument, *, repeats: bool = True) -> int:
     """fp32 sums of the queries' gradient and of the rows, and gradients per query head where heads are shared.
 
-    ``aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp``, ``mha_bwd``.
+    ``aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp``, ``mha_bwd``. Of cuDNN's own plan no more is
+    known than the sums that it cannot do without.
     """
     query, key = argument("query"), argument("key")
     batch, heads, length, head = query.shape
     rows = up_to(length, 128)
     padded = up_to(head, 32 if head <= 128 else 64)
     nbytes = batch * heads * rows * (padded + 1) * FLOAT
-    if key.size(1) != heads:
+    if repeats and key.size(1) != heads:
         nbytes += 2 * batch * heads * key.size(2) * head * query.element_size()
     return nbytes
 
@@ -192,13 +186,6 @@ def _efficient_backward(argument: Argument) -> int:
     return nbytes
 
 
-def _cudnn_backward(argument: Argument) -> int:
-    """cuDNN's own plan decides; the fp32 sums that it cannot do without are counted."""
-    query = argument("query")
-    batch, heads, length, head = query.shape
-    return batch * heads * up_to(length, 128) * (up_to(head, 32) + 1) * FLOAT
-
-
 def _embedding_backward(argument: Argument) -> int:
     """Sorted indices and their places, and fp32 partial sums of each run of equal tokens.
 
@@ -213,22 +200,11 @@ def _embedding_backward(argument: Argument) -> int:
     return copied + 4 * count * LONG + runs * grad.size(-1) * FLOAT
 
 
-def _soft_margin_backward(argument: Argument) -> int:
-    """Put together from elementwise ops (``native/Loss.cpp``)."""
-    return 2 * argument("self").nbytes
-
-
 def _logsumexp(argument: Argument) -> int:
     """Exponentials, and the maxima beside the result (``native/ReduceOps.cpp``)."""
     x = argument("self")
     reduced = math.prod(x.size(dim) for dim in argument("dim")) if x.dim() else 1
     return x.nbytes + x.nbytes // max(reduced, 1)
-
-
-def _distances(argument: Argument) -> int:
-    """One product gives them, of copies with two more columns."""
-    points, others = argument("x1"), argument("x2")
-    return sum(x.nbytes // max(x.size(-1), 1) * (x.size(-1) + 2) for x in (points, others))
 
 
 def up_to(size: int, multiple: int) -> int:
@@ -256,15 +232,13 @@ _CPU_RULES: dict[str, Callable[[Argument, int], int]] = {
 _PUT_TOGETHER: dict[str, Callable[[Argument], int]] = {
     "_safe_softmax": _rows_without_any,
     "binary_cross_entropy_with_logits": _loss_tensors(2, 1),
-    "soft_margin_loss_backward": _soft_margin_backward,
     "logsumexp": _logsumexp,
 }
 _CUDA_RULES: dict[str, Callable[[Argument], int]] = {
     "_scaled_dot_product_flash_attention_backward": _flash_backward,
     "_scaled_dot_product_efficient_attention_backward": _efficient_backward,
-    "_scaled_dot_product_cudnn_attention_backward": _cudnn_backward,
+    "_scaled_dot_product_cudnn_attention_backward": partial(_flash_backward, repeats=False),
     "embedding_dense_backward": _embedding_backward,
-    "_euclidean_dist": _distances,
     **CUDA_RULES,
 }
 _LOSSES = _PUT_TOGETHER | dict.fromkeys(("mse_loss", "smooth_l1_loss", "huber_loss"), _loss_tensors(1))

@@ -13,7 +13,6 @@ from torch import Tensor
 from autockpt.schema.workload import WorkloadSpec
 from autockpt.tracing import Tracer
 from autockpt.tracing.kernels.cuda_autocast import (
-    FORBIDDEN,
     FP32,
     FP32_RESULT,
     LOWER_PRECISION,
@@ -29,7 +28,7 @@ X, W = torch.rand(4, 8).bfloat16(), torch.rand(8, 8)
 
 
 def test_every_op_that_cuda_casts_has_its_policy() -> None:
-    named = [LOWER_PRECISION, FP32, FP32_RESULT, PROMOTE, FORBIDDEN]
+    named = [LOWER_PRECISION, FP32, FP32_RESULT, PROMOTE, frozenset({"binary_cross_entropy"})]  # which CUDA refuses
     by_name = {name for name in overloads("AutocastCUDA") if "dimname" in name.lower() or "names_" in name}  # in 2.11
     assert overloads("AutocastCUDA") - by_name <= frozenset().union(*named)
     assert sum(map(len, named)) == len(frozenset().union(*named))

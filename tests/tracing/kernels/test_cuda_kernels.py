@@ -18,7 +18,7 @@ from tests.tracing.kernels.cuda_models import HEADS, LENGTH, WIDTH
 from tests.tracing.reference import kept_for_backward
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
-TURING, ADA, HOPPER, BLACKWELL, CONSUMER_BLACKWELL = (7, 5), (8, 9), (9, 0), (10, 0), (12, 0)
+TURING, HOPPER, BLACKWELL, CONSUMER_BLACKWELL = (7, 5), (9, 0), (10, 0), (12, 0)
 
 
 def tensors(dtype: torch.dtype, head: int = 64, heads: int = 8, shared: int = 8, length: int = 16):
@@ -43,8 +43,6 @@ def tensors(dtype: torch.dtype, head: int = 64, heads: int = 8, shared: int = 8,
         (BF16, {}, {}, CONSUMER_BLACKWELL, "flash"),
         (BF16, {"head": 256}, {}, HOPPER, "flash"),
         (BF16, {"head": 264}, {}, AMPERE, "efficient"),
-        (BF16, {"head": 200}, {}, ADA, "efficient"),  # flash has no backward for it there
-        (BF16, {"head": 200}, {}, AMPERE, "flash"),
         (BF16, {"head": 100}, {}, AMPERE, "flash"),  # padded
         (FP32, {"head": 30}, {}, AMPERE, "math"),
         (BF16, {"shared": 2}, {"gqa": True}, AMPERE, "flash"),
