@@ -462,8 +462,7 @@ class Subject:
 
     def needs(self, graph: Graph) -> int:
         """Bytes of the device that a ghost run needs, its context included."""
-        predictor = self.profiled.predictor
-        return predictor.needs(graph) if predictor.needs else graph.peak_bytes + predictor.device.overhead_bytes
+        return self.profiled.predictor.needs(graph)
 
 
 @contextmanager

@@ -108,7 +108,7 @@ class Answers(Known):
         explained)."""
         predictor = self.profiled.predictor
         predicted, peak = predictor.predict(choices), None
-        if budget_bytes is not None and predicted.peak_bytes > budget_bytes and predictor.needs is not None:
+        if budget_bytes is not None and predicted.peak_bytes > budget_bytes and predictor.needs.caches:
             peak = predictor.needs.within(budget_bytes)(predictor.graph(choices))
         return self.reach_of(choices, predicted, peak)
 

@@ -1,7 +1,7 @@
 """What a plan costs: op times, menus of choices, the planning problem, predictions."""
 
 from autockpt.cost.cache import forget as forget_op_times
-from autockpt.cost.predictor import MemoryModel, Predictor, Traces, memory_at_hand, needed_on, said_of, simulated_memory
+from autockpt.cost.predictor import MemoryModel, Predictor, Traces, memory_at_hand, said_of, simulated_memory
 from autockpt.cost.problem import build_problem
 from autockpt.cost.profile import (
     LEAN_CALLS,

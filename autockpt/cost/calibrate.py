@@ -18,9 +18,8 @@ import numpy as np
 import torch
 from pydantic import ValidationError
 from torch.nn import functional
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from autockpt.cost.op_times import by_transport, keep_busy
+from autockpt.cost.op_times import OpTimer, by_transport, keep_busy
 from autockpt.devices import Device, get_device
 from autockpt.devices.random_states import all_random_states_kept
 from autockpt.errors import MeasurementError
@@ -256,9 +255,12 @@ class Stopwatch:
         calls = max(1, min(1000, round(LEAST_SAMPLE / max(self.sample(fn, 1), 1e-7))))
         return statistics.median(self.sample(fn, calls) for _ in range(self.repeats)) / calls
 
-    def sample(self, fn: Callable[[], Any], calls: int) -> float:
-        """Seconds of ``calls`` calls."""
-        if self.device.type != "cpu":
+    def sample(self, fn: Callable[[], Any], calls: int, *, of_host: bool = False) -> float:
+        """Seconds of ``calls`` calls, or the host's part of them: an accelerator is not waited for."""
+        on_cpu = self.device.type == "cpu"
+        if not on_cpu and of_host:
+            torch.accelerator.synchronize(self.device)
+        elif not on_cpu:
             keep_busy(self.device, calls * SECONDS_AHEAD_PER_CALL)
             begin, end = (torch.Event(self.device, enable_timing=True) for _ in range(2))
             stream = torch.accelerator.current_stream(self.device)
@@ -268,19 +270,11 @@ class Stopwatch:
             end.record(stream)
             end.synchronize()
             return begin.elapsed_time(end) / 1e3
-        clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
+        clock = time.process_time if on_cpu and torch.get_num_threads() == 1 else time.perf_counter
         start = clock()
         for _ in range(calls):
             fn()
         return clock() - start
-
-
-class _Counter(TorchDispatchMode):
-    ops = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.ops += 1
-        return func(*args, **(kwargs or {}))
 
 
 def host_costs(clock: Stopwatch, workload: Step, cycles: int) -> tuple[float, float]:
@@ -296,23 +290,14 @@ def host_costs(clock: Stopwatch, workload: Step, cycles: int) -> tuple[float, fl
         for place, plan in enumerate(plans):
             with attach(workload.model, plan, sentinels="off") as session:
                 session.in_mid_training()
-                with _Counter() as counter:  # and a cycle that warms up
+                with OpTimer(clock.device) as timer:  # and a cycle that warms up
                     workload.cycle()
-                ops[place] = counter.ops
-                seconds[place].append(_host_seconds(clock, workload.cycle))
+                timer.finish()
+                ops[place] = sum(map(len, timer.seconds.values()))
+                seconds[place].append(clock.sample(workload.cycle, 1, of_host=True))
     launch = statistics.median(seconds[0]) / ops[0]
     extra = statistics.median(again - plain for plain, again in zip(*seconds, strict=True))
     return launch, max(extra - (ops[1] - ops[0]) * launch, 0.0) / len(layers)
-
-
-def _host_seconds(clock: Stopwatch, fn: Callable[[], Any]) -> float:
-    """The host's part of a call: an accelerator is not waited for."""
-    if clock.device.type == "cpu":
-        return clock.sample(fn, 1)
-    torch.accelerator.synchronize(clock.device)
-    start = time.perf_counter()
-    fn()
-    return time.perf_counter() - start
 
 
 def _rounded(figures: Mapping[str, Any]) -> dict[str, Any]:

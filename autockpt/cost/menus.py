@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -44,16 +43,18 @@ def build_menus(
     representative alone; ``simulation`` gives a graph's seconds on the device, ``host_seconds`` what a choice costs the
     host besides its ops. Bytes are peaks over all micro-batches.
     """
-    units = [u.name for u in base.blocks()]
-    plain = _Run.of(base, units, simulation)
+    plain = _Run(base, [u.name for u in base.blocks()], simulation)
     menus = []
     for kind, unit in representatives(base.blocks()).items():
-        index = units.index(unit.name)
-        runs = {choice: _Run.of(graph, units, simulation) for (of, choice), graph in variants.items() if of == kind}
-        items = [_change(choice, plain, run, index, unit.name) for choice, run in [(SAVE, plain), *runs.items()]]
-        items = [item.model_copy(update={"host_seconds": host_seconds(item.choice)}) for item in items]
-        levels = _saved_levels(plain, index, unit.name)
-        menus.append(Menu(kind=kind, representative=unit.name, items=_lifted(items, levels)))
+
+        def seconds(choice: Choice, run: _Run, name: str = unit.name) -> dict[str, Any]:
+            times = run.simulation.seconds_by_unit[name]
+            found = {f"{phase}_seconds": times[phase] for phase in ("forward", "backward", "recompute")}
+            copies = _copy_seconds(plain.simulation, run.simulation, times)
+            return found | {"copy_seconds": copies, "host_seconds": host_seconds(choice)}
+
+        of_kind = {choice: graph for (of, choice), graph in variants.items() if of == kind}
+        menus.append(_menu(plain, unit, of_kind, simulation, seconds))
     return tuple(menus)
 
 
@@ -64,22 +65,36 @@ def head_menu(
 
     Its chunks run inside of the loss, not inside of its module, so its seconds are what the whole step gains or loses.
     """
-    units = [*(u.name for u in base.blocks()), head.name]
-    plain, index = _Run.of(base, units, simulation), len(units) - 1
-    runs = {choice: _Run.of(graph, units, simulation) for choice, graph in variants.items()}
+    plain = _Run(base, [*(u.name for u in base.blocks()), head.name], simulation)
+
+    def seconds(choice: Choice, run: _Run) -> dict[str, Any]:
+        more = run.simulation.step_seconds - plain.simulation.step_seconds
+        return {"forward_seconds": 0.0, "backward_seconds": more, "recompute_seconds": 0.0}
+
+    return _menu(plain, head, variants, simulation, seconds)
+
+
+def _menu(
+    plain: _Run,
+    unit: Unit,
+    variants: Mapping[Choice, Graph],
+    simulation: Callable[[Graph], Simulation],
+    seconds: Callable[[Choice, _Run], dict[str, Any]],
+) -> Menu:
+    """Bytes that each choice changes against saving, on top of what the unit holds when it saves."""
+    index = plain.units.index(unit.name)
+    runs = [(SAVE, plain), *((choice, _Run(graph, plain.units, simulation)) for choice, graph in variants.items())]
     items = [
         MenuItem(
             choice=choice,
             **_byte_changes(plain, run, index)._asdict(),
-            forward_seconds=0.0,
-            backward_seconds=run.simulation.step_seconds - plain.simulation.step_seconds,
-            recompute_seconds=0.0,
+            **seconds(choice, run),
             host_bytes=max(0, run.host_bytes - plain.host_bytes),
         )
-        for choice, run in [(SAVE, plain), *runs.items()]
+        for choice, run in runs
     ]
-    levels = _saved_levels(plain, index, head.name)
-    return Menu(kind=head.kind, representative=head.name, items=_lifted(items, levels))
+    levels = _saved_levels(plain, index, unit.name)
+    return Menu(kind=unit.kind, representative=unit.name, items=_lifted(items, levels))
 
 
 class _Bytes(NamedTuple):
@@ -90,21 +105,13 @@ class _Bytes(NamedTuple):
     backward_peak_bytes: int = 0
 
 
-@dataclass(frozen=True)
 class _Run:
     """A ghost run, cut up, with its seconds."""
 
-    graph: Graph
-    units: Sequence[str]
-    parts: tuple[OpRange, ...]
-    peaks: dict[tuple, int]
-    simulation: Simulation
-
-    @classmethod
-    def of(cls, graph: Graph, units: Sequence[str], simulation: Callable[[Graph], Simulation]) -> _Run:
-        parts = segments(graph, units)
-        peaks = {s.key: peak for s, peak in zip(parts, segment_peaks(graph, parts), strict=True)}
-        return cls(graph, units, parts, peaks, simulation(graph))
+    def __init__(self, graph: Graph, units: Sequence[str], simulation: Callable[[Graph], Simulation]) -> None:
+        self.graph, self.units, self.simulation = graph, units, simulation(graph)
+        self.parts = segments(graph, units)
+        self.peaks = {s.key: peak for s, peak in zip(self.parts, segment_peaks(graph, self.parts), strict=True)}
 
     def peak(self, key: tuple, parts: Sequence[OpRange]) -> int:
         """Most bytes in a segment of another run's ``parts``; where this run has none, in the nearest before it."""
@@ -132,20 +139,6 @@ class _Run:
             for copy in self.graph.copies
             if copy.direction == "out" and copy.tier == "cpu"
         )
-
-
-def _change(choice: Choice, plain: _Run, variant: _Run, index: int, name: str) -> MenuItem:
-    """A choice's own seconds, and the bytes that it changes against saving."""
-    times = variant.simulation.seconds_by_unit[name]
-    return MenuItem(
-        choice=choice,
-        **_byte_changes(plain, variant, index)._asdict(),
-        forward_seconds=times["forward"],
-        backward_seconds=times["backward"],
-        recompute_seconds=times["recompute"],
-        copy_seconds=_copy_seconds(plain.simulation, variant.simulation, times),
-        host_bytes=max(0, variant.host_bytes - plain.host_bytes),
-    )
 
 
 def _byte_changes(plain: _Run, variant: _Run, index: int) -> _Bytes:

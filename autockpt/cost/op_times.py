@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from autockpt.devices import transport_for
 from autockpt.policies.compiling import uncompiled
 from autockpt.schema.choices import parse_choices
+from autockpt.schema.graph import Tier
 from autockpt.tracing.kernels.cuda_memory import kept_workspaces
 from autockpt.tracing.kernels.signature import signature
 
@@ -30,7 +31,7 @@ QUEUED_COPY_PROBE_BYTES = 32 * 2**20  # a link of 50 GB/s moves 4 MiB in the tim
 # The device is kept busy while the host queues so many ops: a launch queue holds about a thousand entries, and an op
 # makes three.
 OPS_AHEAD, SECONDS_AHEAD_PER_OP = 200, 1e-4
-DISK_PROBE_BYTES, DISK_ROUNDS = 128 * 2**20, 3
+DISK_PROBE_BYTES = 128 * 2**20
 COPY_ROUNDS = 5
 _CLOCK_HERTZ = 2e9
 TIMED_SLOWER = 2.0  # times as long as others a cycle takes whose ops are timed, about
@@ -45,7 +46,7 @@ def keep_busy(device: torch.device, seconds: float) -> None:
         sleep(int(seconds * _CLOCK_HERTZ))
 
 
-class _OpTimer(TorchDispatchMode):
+class OpTimer(TorchDispatchMode):
     """Seconds of every op by signature, those of the optimizer phase by "": by events on an accelerator."""
 
     def __init__(self, device: torch.device) -> None:
@@ -117,7 +118,7 @@ def measure_in_runner(runner: StepRunner, payload: Mapping[str, Any]) -> dict[st
                     return {}
                 break
             plain = runner.time_cycle()
-            timer = _OpTimer(device)
+            timer = OpTimer(device)
             with uncompiled(), timer:
                 runner.run_cycle(mark=timer.mark)
             timer.finish()
@@ -130,7 +131,9 @@ def measure_in_runner(runner: StepRunner, payload: Mapping[str, Any]) -> dict[st
             each = time.monotonic() - started
     size = COPY_PROBE_BYTES if device.type == "cpu" else QUEUED_COPY_PROBE_BYTES  # about that of one activation
     out, back = by_transport(device, size, COPY_PROBES, runner.device.synchronize)
-    disk = disk_bandwidths(device) if payload.get("disk") else (0.0, 0.0)
+    disk = 0.0, 0.0
+    if payload.get("disk"):
+        disk = by_transport(device, DISK_PROBE_BYTES, 1, runner.device.synchronize, "disk")
     return {
         "seconds": {name: statistics.median(values) for name, values in seconds.items()},
         "optimizer_seconds": statistics.median(optimizer),
@@ -149,34 +152,18 @@ def memory_of_others(runner: StepRunner, payload: Mapping[str, Any]) -> dict[str
     return {"bytes": runner.device.used_by_others()}
 
 
-def disk_bandwidths(device: torch.device) -> tuple[float, float]:
-    """Bytes per second into a file, until it is written, and back: the median of some rounds, as no step gets the best.
+def by_transport(
+    device: torch.device, nbytes: int, count: int, wait: Callable[[], None], tier: Tier = "cpu"
+) -> tuple[float, float]:
+    """Bytes per second off the device and back, by the transport that offload uses.
 
+    Many copies of one size in buffers that earlier rounds used, as in training's steady state: the best round, but of
+    files the median, as no step gets the best. ``wait`` returns when the device has done all of its work.
     Raises MeasurementError where the disk is full or its folder cannot be written.
     """
-    transport = transport_for(device, "disk")
-    source = torch.ones(DISK_PROBE_BYTES, dtype=torch.uint8, device=device)
-    out, back = [], []
-    for _ in range(DISK_ROUNDS):
-        start = time.perf_counter()
-        handle = transport.send(source)
-        handle.settle()
-        middle = time.perf_counter()
-        handle.get()
-        out.append(middle - start)
-        back.append(time.perf_counter() - middle)
-    return source.numel() / statistics.median(out), source.numel() / statistics.median(back)
-
-
-def by_transport(device: torch.device, nbytes: int, count: int, wait: Callable[[], None]) -> tuple[float, float]:
-    """Bytes per second off the device and back, by the transport that offload uses: the best of some rounds.
-
-    Many copies of one size in buffers that earlier rounds used, as in training's steady state. ``wait`` returns when
-    the device has done all of its work.
-    """
-    transport = transport_for(device)
+    transport = transport_for(device, tier)
     sources = [torch.ones(nbytes, dtype=torch.uint8, device=device) for _ in range(count)]
-    best_out = best_back = float("inf")
+    out, back = [], []
     for _ in range(COPY_ROUNDS):
         wait()
         start = time.perf_counter()
@@ -188,5 +175,7 @@ def by_transport(device: torch.device, nbytes: int, count: int, wait: Callable[[
         while handles:
             handles.pop().get()
         wait()
-        best_out, best_back = min(best_out, middle - start), min(best_back, time.perf_counter() - middle)
-    return count * nbytes / best_out, count * nbytes / best_back
+        out.append(middle - start)
+        back.append(time.perf_counter() - middle)
+    usual = statistics.median if tier == "disk" else min
+    return count * nbytes / usual(out), count * nbytes / usual(back)

@@ -41,8 +41,8 @@ class Predictor:
     def __init__(
         self, traces: Traces | None, op_times: OpTimes, host_budget: int | None = None, needs: MemoryModel | None = None
     ) -> None:
-        self._traces, self.needs = traces, needs
-        self.op_times = op_times
+        self._traces, self.op_times = traces, op_times
+        self.needs = needs or MemoryModel(self.device.capacity_bytes, self.device.overhead_bytes, caches=False)
         self.host_budget = host_budget
         self._known: dict[str, tuple[dict[str, Choice], Prediction]] = {}
         self._graphs: dict[str, Graph] = {}  # of the last ghost runs
@@ -86,14 +86,13 @@ class Predictor:
 
     def keep_within(self, budget_bytes: int) -> None:
         """From now on predict for a device whose allocator is kept to ``budget_bytes``; what fits it stands."""
-        if self.needs is not None:
+        if self.needs.caches:
             self.needs = self.needs.within(budget_bytes)
             self._known = {key: said for key, said in self._known.items() if said[1].peak_bytes <= budget_bytes}
 
     def least_bytes(self, graph: Graph, promised: int) -> int:
         """Bytes of a prediction by which plans near it are judged, without the device's own overhead."""
-        needed = self.needs.least(graph, promised) if self.needs else promised
-        return needed - self.device.overhead_bytes
+        return self.needs.least(graph, promised) - self.device.overhead_bytes
 
     def known(self, choices: Mapping[str, Choice]) -> Prediction | None:
         """What came of these choices, where they were ghost-run before."""
@@ -118,12 +117,12 @@ class Predictor:
 
     def elsewhere(self, choices: Mapping[str, Choice]) -> Prediction:
         """What the plan would do within the least budget that it fits, whatever this predictor is kept to."""
-        return self._said(choices, self.graph(choices), self.needs.smallest_budget if self.needs else None)
+        return self._said(choices, self.graph(choices), self.needs.smallest_budget)
 
-    def _said(self, choices: Mapping[str, Choice], graph: Graph, needs: Callable[[Graph], int] | None) -> Prediction:
+    def _said(self, choices: Mapping[str, Choice], graph: Graph, needs: Callable[[Graph], int]) -> Prediction:
         host_seconds = sum(map(self.op_times.host_seconds_of, choices.values()))
         return Prediction(
-            peak_bytes=needs(graph) if needs else graph.peak_bytes + self.device.overhead_bytes,
+            peak_bytes=needs(graph),
             step_seconds=self.simulation(graph).step_seconds + host_seconds,
             host_bytes=host_bytes_of(graph.copies, self.device.kind, self.host_budget),
         )
@@ -136,25 +135,19 @@ every request that libraries make."""
 
 def memory_at_hand(
     environment: Environment, budget_bytes: int | None = None, times: OpTimes | None = None
-) -> MemoryModel | None:
-    """What graphs need of an accelerator at hand: whole segments of its allocator, not the bytes of tensors alone.
+) -> MemoryModel:
+    """What graphs need of a local device: of an accelerator whole segments of its allocator, not tensors alone.
 
-    None for devices that give tensors what they ask for. ``budget_bytes``: what it is kept to (default: all there are).
-    ``times`` of steps tell what its context and matrix libraries have taken by then. What others take besides is not
-    known; real steps judge.
+    ``budget_bytes``: what it is kept to (default: all there are). ``times`` of steps tell what its context and matrix
+    libraries have taken by then. What others take besides is not known; real steps judge.
     """
     device = environment.device if times is None else times.device
-    if device.kind in WITHOUT_STREAMS:
-        return None
-    # with these it gives back what lies between tensors before it fails: no segments to be filled
-    caches = "expandable_segments:True" not in environment.versions.get(ALLOCATOR_SETTINGS, "")
-    beside = (TABLE_BYTES, *(times.workspaces if times is not None else ()))
-    return MemoryModel(device.capacity_bytes, device.overhead_bytes, caches, 0.0, beside).within(budget_bytes)
-
-
-def needed_on(environment: Environment) -> Callable[[Graph], int]:
-    """Bytes that a ghost run takes of a device at hand, its own overhead included."""
-    return memory_at_hand(environment) or (lambda graph: graph.peak_bytes + environment.device.overhead_bytes)
+    # expandable segments give back what lies between tensors before they fail: no segments to be filled
+    expandable = "expandable_segments:True" in environment.versions.get(ALLOCATOR_SETTINGS, "")
+    queued = device.kind not in WITHOUT_STREAMS
+    beside = (TABLE_BYTES, *(times.workspaces if times is not None else ())) if queued else ()
+    memory = MemoryModel(device.capacity_bytes, device.overhead_bytes, queued and not expandable, beside=beside)
+    return memory.within(budget_bytes)
 
 
 def simulated_memory(hardware: Hardware, budget_bytes: int | None = None) -> MemoryModel:
@@ -175,7 +168,7 @@ class MemoryModel:
     memory_bytes: int
     context_bytes: int
     caches: bool
-    safety: float
+    safety: float = 0.0
     beside: tuple[int, ...] = ()
     budget_bytes: int | None = None
 
@@ -185,10 +178,10 @@ class MemoryModel:
 
     def _promises(self, graph: Graph) -> Callable[[int], int]:
         """What is promised for a ghost run, by the bytes that the allocator is kept to."""
-        if not self.caches:
-            return lambda budget_bytes: self.context_bytes + graph.peak_bytes
         if self.beside:
             graph = with_resident(graph, "beside the step", [*self.beside], "other")
+        if not self.caches:
+            return lambda budget_bytes: self.context_bytes + graph.peak_bytes
         asked = [*requests(graph)]
         free = replay(asked).reserved
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from operator import itemgetter
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from autockpt.cost import cache
 from autockpt.cost.calibration import ANCHORS, calibrated
@@ -29,6 +29,7 @@ from autockpt.schema.request import Listener, Silence
 from autockpt.solvers import Checked, Segments, exact, refine
 from autockpt.solvers.segments import Member
 
+T = TypeVar("T")
 TIMED_CYCLES = 2
 ANCHOR_SECONDS = 12.0  # for the uniform plans, interleaved: at least one round of them and at most five
 NUMBERS = re.compile(r"\d+")
@@ -111,9 +112,8 @@ class CostModel:
 
     def keep_within(self, budget_bytes: int) -> None:
         """From now on rule and predict for a device whose allocator is kept to ``budget_bytes``."""
-        if self.predictor.needs is not None:
-            self.predictor.keep_within(budget_bytes)
-            self._checks.clear()
+        self.predictor.keep_within(budget_bytes)
+        self._checks.clear()
 
     def smallest_peak(
         self, known: Iterable[Mapping[str, Choice]], calls: int = LEAN_CALLS, *, plain_head: bool = False
@@ -282,20 +282,12 @@ def uniform_graphs(
     ``besides`` are choices for other units, in each of them. ``listener`` sees the ghost runs pass.
     Raises ConflictError where it refuses all but ``save``.
     """
-    found: dict[str, tuple[dict[str, Choice], Graph]] = {}
-    refused = None
     names = [unit.name for unit in blocks]
     plans = {kind: {**dict.fromkeys(names, parse_choice(kind)), **(besides or {})} for kind in kinds}
-    traces.ahead(plans.values())
-    for kind, choices in plans.items():
-        try:
-            found[kind] = (choices, traces.trace(choices))
-        except ConflictError as error:
-            refused = error
-        listener.advance()
+    found, refused = _ghost_runs(traces, plans, listener)
     if refused is not None and set(found) <= {SAVE.kind}:
         raise refused
-    return found
+    return {kind: (plans[kind], graph) for kind, graph in found.items()}
 
 
 def head_graphs(
@@ -304,12 +296,23 @@ def head_graphs(
     """Ghost runs with each choice on the output head alone, as ``uniform_graphs`` gives those of the blocks."""
     if head is None:
         return None
-    graphs: dict[Choice, Graph] = {}
-    for choice in choices:
-        with suppress(ConflictError):
-            graphs[choice] = traces.trace({head.name: choice})
+    return Heads(head, _ghost_runs(traces, {choice: {head.name: choice} for choice in choices}, listener)[0])
+
+
+def _ghost_runs(
+    traces: Traces, plans: Mapping[T, Mapping[str, Choice]], listener: Listener
+) -> tuple[dict[T, Graph], ConflictError | None]:
+    """The ghost runs of those plans that the model does not refuse, and its last refusal."""
+    found: dict[T, Graph] = {}
+    refused = None
+    traces.ahead(plans.values())
+    for key, plan in plans.items():
+        try:
+            found[key] = traces.trace(plan)
+        except ConflictError as error:
+            refused = error
         listener.advance()
-    return Heads(head, graphs)
+    return found, refused
 
 
 def build_profile(

@@ -11,7 +11,7 @@ Where nothing was timed or described, nominal rates are good for ranking choices
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from math import ceil, prod
 
 import numpy as np
@@ -142,16 +142,21 @@ def _bandwidth(hardware: Hardware, nbytes: float) -> float:
     )
 
 
-def _kernel_seconds(hardware: Hardware, graphs: Iterable[Graph]) -> dict[str, float]:
+def _by_signature(graphs: Iterable[Graph], seconds_of: Callable[[Op, Work], float]) -> dict[str, float]:
+    """Seconds of every signature; 0 for those that belong to no op of their graph."""
     seconds: dict[str, float] = {}
     for graph in graphs:
         for op in graph.ops:
             text = graph.signatures[op.signature]
             if text not in seconds:
-                seconds[text] = seconds_of_work(hardware, work_of_op(op, text))
-        for text in graph.signatures:  # belongs to no op of this graph
+                seconds[text] = seconds_of(op, work_of_op(op, text))
+        for text in graph.signatures:
             seconds.setdefault(text, 0.0)
     return seconds
+
+
+def _kernel_seconds(hardware: Hardware, graphs: Iterable[Graph]) -> dict[str, float]:
+    return _by_signature(graphs, lambda op, work: seconds_of_work(hardware, work))
 
 
 def queue_floor(hardware: Hardware, graphs: Iterable[Graph], kernels: Mapping[str, float]) -> float:
@@ -225,20 +230,15 @@ def _rerun_scale(
         if not any(begins):
             continue
         cost = np.array(begins) * region
-        queued = hardware.kind != "cpu"
-        extra += _unhidden(hardware, graph, ops, kernels, cost) if queued else float(cost.sum())
         again += sum(seconds[graph.signatures[op.signature]] for op in ops if op.phase == "recompute")
-        again += 0.0 if queued else hardware.launch_seconds * phases.count("recompute")
+        if hardware.kind == "cpu":
+            extra += float(cost.sum())
+            again += hardware.launch_seconds * phases.count("recompute")
+        else:  # what the queue does not hide
+            device = np.array([kernels[graph.signatures[op.signature]] for op in ops])
+            host = _host_seconds(hardware, device)
+            extra += two_clocks(device, host + cost) - two_clocks(device, host)
     return 1.0 + extra / again if again > 0 else 1.0
-
-
-def _unhidden(
-    hardware: Hardware, graph: Graph, ops: Sequence[Op], kernels: Mapping[str, float], cost: np.ndarray
-) -> float:
-    """Seconds by which a step grows where its host needs ``cost`` more for each op: what the queue does not hide."""
-    device = np.array([kernels[graph.signatures[op.signature]] for op in ops])
-    host = _host_seconds(hardware, device)
-    return two_clocks(device, host + cost) - two_clocks(device, host)
 
 
 def _optimizer_seconds(hardware: Hardware, graph: Graph, kernels: Mapping[str, float]) -> float:
@@ -262,28 +262,19 @@ MAPPED, FAULTS = 2**25, 2e9  # bytes, bytes/s
 def nominal_op_times(environment: Environment, *graphs: Graph) -> OpTimes:
     """Seconds of every signature of ``graphs`` by a roofline of nominal rates for the kind of device."""
     flops_rate, memory_rate, link_rate = RATES.get(environment.device.kind, RATES["cuda"])
-    seconds: dict[str, float] = {}
-    for graph in graphs:
-        for op in graph.ops:
-            if (signature := graph.signatures[op.signature]) not in seconds:
-                work = work_of_op(op, signature)
-                rate = link_rate if work.kind == "link" else memory_rate
-                seconds[signature] = max(work.flops / flops_rate, work.bytes / rate)
-                if work.kind != "none" and environment.device.kind == "cpu":
-                    seconds[signature] += _mapped(op) / FAULTS
+
+    def seconds_of(op: Op, work: Work) -> float:
+        seconds = max(work.flops / flops_rate, work.bytes / (link_rate if work.kind == "link" else memory_rate))
+        if environment.device.kind != "cpu" or work.kind == "none" or op.target.split(".")[1].endswith("_"):
+            return seconds
+        sizes = (prod(out.shape) * element_bytes(out.dtype) for out in op.outputs)
+        return seconds + sum(size for size in sizes if size > MAPPED) / FAULTS
+
     return OpTimes(
         environment=environment,
-        seconds=seconds,
+        seconds=_by_signature(graphs, seconds_of),
         copy_out_bandwidth=link_rate,
         copy_in_bandwidth=link_rate,
         disk_out_bandwidth=DISK,
         disk_in_bandwidth=DISK,
     )
-
-
-def _mapped(op: Op) -> float:
-    """Bytes of an op's results that are blocks of their own mapping; ops in place have none."""
-    if op.target.split(".")[1].endswith("_"):
-        return 0.0
-    sizes = (prod(out.shape) * element_bytes(out.dtype) for out in op.outputs)
-    return sum(size for size in sizes if size > MAPPED)

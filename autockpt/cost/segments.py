@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -15,8 +14,7 @@ from autockpt.tracing.kernels.timeline import bytes_timeline, micro_batch_of, ph
 Place = Literal["start", "forward", "after forward", "backward", "after backward", "optimizer"]
 
 
-@dataclass(frozen=True)
-class OpRange:
+class OpRange(NamedTuple):
     """Ops ``first`` to ``end`` (excluded) of one micro-batch: a unit's forward or backward, or what lies behind it.
 
     ``unit`` is the index of the unit meant, None before the first one and in the optimizer. ``prefix`` is the number of
@@ -71,8 +69,14 @@ def _owners(graph: Graph, place: Mapping[str, int]) -> Iterator[int]:
 
 
 def _micro_batch(m: int, first: int, end: int, phase: np.ndarray, unit: np.ndarray) -> list[OpRange]:
-    forward = phase[first:end] == PHASES.index("forward")
-    runs = _runs(unit[first:end], forward, first, "forward") + _runs(unit[first:end], ~forward, first, "backward")
+    forward, mine = phase[first:end] == PHASES.index("forward"), unit[first:end]
+    sides: tuple[tuple[Place, np.ndarray], ...] = (("forward", forward), ("backward", ~forward))
+    runs: list[tuple[int, int, Place, int]] = []  # first op and end of each unit's ops
+    for i in np.unique(mine[mine >= 0]):
+        for what, wanted in sides:
+            at = first + np.flatnonzero(wanted & (mine == i))
+            if len(at):
+                runs.append((int(at[0]), int(at[-1]) + 1, what, int(i)))
     runs.sort()
     place: Place = "start"
     owner, prefix, at = None, 0, first
@@ -86,17 +90,6 @@ def _micro_batch(m: int, first: int, end: int, phase: np.ndarray, unit: np.ndarr
         place, prefix = ("after forward", i + 1) if what == "forward" else ("after backward", i)
     if at < end:
         out.append(OpRange(m, place, owner, prefix, at, end))
-    return out
-
-
-def _runs(
-    unit: np.ndarray, wanted: np.ndarray, offset: int, what: Literal["forward", "backward"]
-) -> list[tuple[int, int, Literal["forward", "backward"], int]]:
-    """First op and end of each unit's wanted ops."""
-    out: list[tuple[int, int, Literal["forward", "backward"], int]] = []
-    for i in np.unique(unit[wanted & (unit >= 0)]):
-        at = np.flatnonzero(wanted & (unit == i))
-        out.append((offset + int(at[0]), offset + int(at[-1]) + 1, what, int(i)))
     return out
 
 

@@ -5,7 +5,6 @@ Seconds for op signatures that were never timed, from those that were.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 from statistics import median
@@ -80,19 +79,14 @@ def op_seconds(graph: Graph, times: OpTimes) -> np.ndarray:
     signature = np.fromiter((op.signature for op in graph.ops), dtype=np.int64, count=len(graph.ops))
     phase = phases_of(graph)
     is_optimizer = phase == PHASES.index("optimizer")
-    seconds = _by_signature(graph, times.seconds, set(signature[~is_optimizer].tolist()))
+    known = {i: times.seconds[text] for i, text in enumerate(graph.signatures) if text in times.seconds}
+    if missing := set(signature[~is_optimizer].tolist()) - known.keys():
+        known |= estimate(graph, known, missing)
+    seconds = np.array([known.get(i, 0.0) for i in range(len(graph.signatures))])
     duration = seconds[signature] + times.host_seconds
     duration[phase == PHASES.index("recompute")] *= times.rerun_scale
     duration[is_optimizer] = times.optimizer_seconds / max(1, is_optimizer.sum())
     return duration
-
-
-def _by_signature(graph: Graph, timed: Mapping[str, float], used: set[int]) -> np.ndarray:
-    """Seconds per signature index; those of ``used`` ones that nobody timed are estimated."""
-    known = {i: timed[text] for i, text in enumerate(graph.signatures) if text in timed}
-    if missing := used - known.keys():
-        known |= estimate(graph, known, missing)
-    return np.array([known.get(i, 0.0) for i in range(len(graph.signatures))])
 
 
 def _alone(graph: Graph, times: OpTimes) -> np.ndarray:
@@ -192,12 +186,6 @@ def is_view(op: Op) -> bool:
     return bool(op.outputs) and not writes and not foreach and all(t.storage in op.inputs for t in op.outputs)
 
 
-def work_of(op: Op, storage_bytes: dict[int, int]) -> tuple[int, float]:
-    """FLOPs of an op, and the bytes it reads and writes."""
-    written = sum(prod(out.shape) * element_bytes(out.dtype) for out in op.outputs)
-    return op.flops, written + sum(storage_bytes.get(s, 0) for s in op.inputs)
-
-
 def estimate(graph: Graph, known: dict[int, float], missing: set[int]) -> dict[int, float]:
     """Seconds for each missing signature index, from the seconds of the ``known`` ones of the same graph.
 
@@ -207,27 +195,22 @@ def estimate(graph: Graph, known: dict[int, float], missing: set[int]) -> dict[i
     """
     example = {op.signature: op for op in reversed(graph.ops)}
     sizes = {s.id: s.bytes for s in graph.storages}
-    work = {i: work_of(op, sizes) for i, op in example.items() if i in known or i in missing}
-    timed = [i for i in work if i in known]
+    work: dict[int, tuple[float, float]] = {}  # FLOPs, and bytes read and written
+    for i, op in example.items():
+        if i in known or i in missing:
+            written = sum(prod(out.shape) * element_bytes(out.dtype) for out in op.outputs)
+            work[i] = op.flops, written + sum(sizes.get(s, 0) for s in op.inputs)
     out: dict[int, float] = {}
-    for i in missing:
-        if i not in work:
-            continue
+    for i in missing & work.keys():
         if (name := base_name(example[i].target)) in UNTOUCHED or name == "as_strided":
             out[i] = 0.0
             continue
-        by_flops = work[i][0] > 0
-        alike = [k for k in timed if (work[k][0] > 0) == by_flops]
-        same = [k for k in alike if example[k].target == example[i].target]
-        out[i] = _scaled(work, known, same or alike, i, by_flops)
+        by = 0 if work[i][0] > 0 else 1
+        alike = [k for k in work if k in known and (work[k][0] > 0) == (by == 0)]
+        evidence = [k for k in alike if example[k].target == example[i].target] or alike
+        rates = [known[k] / work[k][by] for k in evidence if work[k][by] > 0]
+        if rates and work[i][by] > 0:
+            out[i] = median(rates) * work[i][by]
+        else:
+            out[i] = median(known[k] for k in evidence) if evidence else 0.0
     return out
-
-
-def _scaled(
-    work: dict[int, tuple[int, float]], known: dict[int, float], evidence: list[int], i: int, by_flops: bool
-) -> float:
-    which = 0 if by_flops else 1
-    rates = [known[k] / work[k][which] for k in evidence if work[k][which] > 0]
-    if rates and work[i][which] > 0:
-        return median(rates) * work[i][which]
-    return median(known[k] for k in evidence) if evidence else 0.0

@@ -53,14 +53,14 @@ def test_an_accelerator_at_hand_needs_segments_and_context(graph: Graph) -> None
     needs = memory_at_hand(environment)
     assert TABLE_BYTES <= SMALL_SIZE  # or it would keep activations from sharing a segment
     beside = with_resident(graph, "fingerprints", [TABLE_BYTES], "other")
-    assert needs is not None and needs(graph) == CARD.context_bytes + replay(requests(beside)).reserved
+    assert needs(graph) == CARD.context_bytes + replay(requests(beside)).reserved
     assert needs.within(needs(graph) - (1 << 20))(graph) < needs(graph)  # cached segments are given back
     libraries = with_resident(beside, "matrix workspaces", [32 << 20] * 2, "other")
     times = OpTimes(environment=environment, seconds={}, workspaces=(32 << 20, 32 << 20))
     needs = memory_at_hand(environment, times=times)
-    assert needs is not None and needs(graph) == CARD.context_bytes + replay(requests(libraries)).reserved
+    assert needs(graph) == CARD.context_bytes + replay(requests(libraries)).reserved
     cpu = Environment(device=device.model_copy(update={"kind": "cpu"}), versions={})
-    assert memory_at_hand(cpu) is None
+    assert memory_at_hand(cpu)(graph) == CARD.context_bytes + graph.peak_bytes
 
 
 def test_the_last_ghost_runs_are_not_repeated() -> None:

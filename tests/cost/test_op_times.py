@@ -52,7 +52,7 @@ def gpu(accelerator, monkeypatch) -> Gpu:
 
 
 def test_ops_are_timed_by_events_behind_the_host(gpu):
-    timer = op_times._OpTimer(DEVICE)
+    timer = op_times.OpTimer(DEVICE)
     x = torch.ones(3)
     with timer:
         for _ in range(op_times.OPS_AHEAD + 1):

@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, Self
 
-from autockpt.cost import CostModel, needed_on, simulated_memory
+from autockpt.cost import CostModel, memory_at_hand, simulated_memory
 from autockpt.schema import SAVE, Choice, Environment, Graph, Plan, PlanStatus, SearchRequest, Trial
 from autockpt.tuning.opening import Traced, less_than_asked, live_settings, workload_key
 from autockpt.tuning.sizes import WhatIf, what_if_of
@@ -89,7 +89,7 @@ class Prepared:
     def needs(self, graph: Graph) -> int:
         """Bytes of the device that a ghost run takes, its own overhead included."""
         hardware = self.request.hardware
-        return (needed_on(self.environment) if hardware is None else simulated_memory(hardware))(graph)
+        return (memory_at_hand(self.environment) if hardware is None else simulated_memory(hardware))(graph)
 
     def what_if(self) -> WhatIf:
         """What changes of the job are judged by."""
