@@ -26,22 +26,8 @@ _CONVOLUTIONS = frozenset({"convolution", "convolution_backward", "_convolution"
 # The table is an argument, but only rows of it are read.
 _LOOKUPS = frozenset({"embedding", "index_select", "gather", "index", "take_along_dim"})
 _WRITES_ONLY = frozenset(
-    {
-        "zeros",
-        "zeros_like",
-        "ones",
-        "ones_like",
-        "full",
-        "full_like",
-        "new_zeros",
-        "new_ones",
-        "new_full",
-        "arange",
-        "fill_",
-        "zero_",
-        "zero",
-        "scalar_tensor",
-    }
+    "zeros zeros_like ones ones_like full full_like new_zeros new_ones new_full arange fill_ zero_ zero "  # noqa: SIM905
+    "scalar_tensor".split()
 )
 # Layout copies: fast where both sides are contiguous, else a kernel of their own.
 _COPIES = frozenset({"clone", "copy_", "_to_copy", "contiguous"})
@@ -125,7 +111,7 @@ def _written(op: Op) -> float:
 
 def _sent(op: Op, name: str, call: Call, inputs: list[TensorSpec]) -> float:
     """Bytes that a rank sends, and receives, in a collective: all but its own share, twice what is reduced for all."""
-    words = [word.text for word in leaves([*call.args, *call.kwargs.values()], Word)]
+    words = leaves([*call.args, *call.kwargs.values()], Word)
     ranks = next((int(text.removeprefix(RANKS)) for text in words if text.startswith(RANKS)), 2)
     whole = max(_written(op), *map(_size, inputs))
     return whole * (ranks - 1) / ranks * (2 if name.startswith(("all_reduce", "allreduce")) else 1)

@@ -49,8 +49,10 @@ class EngineAdds:
             return False
         if first.shape != second.shape or first.dtype != second.dtype or not _dense(first):
             return False
-        node = torch._C._current_autograd_node()
-        return node is not None and not node.name().startswith(_ADDING_NODES) and _called_by_engine()
+        node, frame = torch._C._current_autograd_node(), _caller()
+        if node is None or node.name().startswith(_ADDING_NODES):
+            return False
+        return frame is None or frame.f_code.co_name == "_engine_run_backward"  # no Python backward is in between
 
 
 class FusedAdds:
@@ -84,12 +86,6 @@ def _dense(tensor: Tensor) -> bool:
     if tensor.layout is not torch.strided:
         return False
     return tensor.is_contiguous() or torch.empty_like(tensor, device="meta").stride() == tensor.stride()
-
-
-def _called_by_engine() -> bool:
-    """Whether no Python backward function stands between the engine and the recorder."""
-    frame = _caller()
-    return frame is None or frame.f_code.co_name == "_engine_run_backward"
 
 
 def _by_itself() -> bool:

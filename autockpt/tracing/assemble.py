@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -14,6 +14,7 @@ from autockpt.schema.graph import PHASES, Copy, Graph, Op, Storage, StorageKind,
 from autockpt.schema.names import strip_prefixes
 from autockpt.tracing.location import OPTIMIZER
 from autockpt.tracing.recorder import KindOfCall, Recorder
+from autockpt.tracing.storages import StorageLog
 from autockpt.workload import Step
 from autockpt.workload.storages import nested_tensors
 
@@ -41,22 +42,34 @@ class RawGraph:
 
 def summarize(recorder: Recorder, workload: Step, places: list[Place], source: Source) -> RawGraph:
     """What a recorder has recorded of one cycle of ``workload``, as plain data; for ``places`` see RawGraph."""
-    kinds = _Kinds(recorder, workload, places)
+    log = recorder.log
+    owners = _owners(log, workload, places)
+    kinds, born = _kinds(recorder, workload, owners)
+    resident = {"weights": 0, "optimizer states": 0, "buffers and batch": 0}
+    storages: list[tuple[Any, ...]] = []
+    for sid, (nbytes, birth, death, kind) in enumerate(zip(log.bytes, log.birth, log.death, kinds, strict=True)):
+        if birth < 0:
+            states = "optimizer states" if kind == "optimizer" else "buffers and batch"
+            resident["weights" if sid in owners else states] += nbytes
+        unit = places[born[sid]][1] if sid in born else owners.get(sid)
+        storages.append((sid, nbytes, birth, death, kind, unit))
     calls: dict[KindOfCall, int] = {}
     texts: dict[str, int] = {}
     ops = []
     for op in recorder.ops:
         number = calls.setdefault(op.call, len(calls))
         ops.append((number, op.phase, op.module, op.inputs, op.offsets, [tuple(output) for output in op.outputs]))
+        if nbytes := op.call.workspace:
+            storages.append((len(storages), nbytes, len(ops) - 1, len(ops) - 1, "other", places[op.module][1]))
     table = [(call.operator.name, texts.setdefault(call.text, len(texts)), call.flops) for call in calls]
     return RawGraph(
         source=source,
         signatures=list(texts),
-        resident=kinds.resident(),
+        resident=resident,
         calls=table,
         places=places,
         ops=ops,
-        storages=kinds.storages(places),
+        storages=storages,
         copies=[
             (c.direction, c.nbytes, c.issued, c.awaited, places[c.module][1], c.tier, c.released)
             for c in recorder.copies
@@ -119,74 +132,48 @@ def to_graph(raw: RawGraph, units: tuple[Unit, ...], notes: Sequence[str] = ()) 
     )
 
 
-class _Kinds:
-    """What each storage of a recording holds, and whose it is."""
+def _owners(log: StorageLog, workload: Step, places: Sequence[Place]) -> dict[int, str | None]:
+    """The unit of every weight, by storage."""
+    units = dict(places)
+    owners: dict[int, str | None] = {}
+    for path, module in workload.model.named_modules():
+        own = [p for p in module._parameters.values() if p is not None]
+        for sid in _found(log, nested_tensors(*own) if any(map(is_traceable_wrapper_subclass, own)) else own):
+            owners.setdefault(sid, units.get(strip_prefixes(path)))
+    return owners
 
-    def __init__(self, recorder: Recorder, workload: Step, places: Sequence[Place]) -> None:
-        self._recorder = recorder
-        log = recorder.log
-        self._owner: dict[int, str | None] = {}
-        weights = self._parameters(workload, places)
-        self._weights = frozenset(weights)
-        self._born = dict(recorder.placed)  # in which module
-        self.kind: list[StorageKind] = ["other" if birth < 0 else "activation" for birth in log.birth]
-        for index, op in enumerate(recorder.ops):
-            copies_weight = op.call.operator.base in _WEIGHT_COPIES and weights.issuperset(op.inputs)
-            for _, storage, _ in op.outputs:
-                if log.birth[storage] == index:
-                    self._born[storage] = op.module
-                    if copies_weight:
-                        self.kind[storage] = "other"
-                        weights.add(storage)
-                    elif op.phase == OPTIMIZER:
-                        self.kind[storage] = "optimizer"
-        for sid in self._weights:
-            self.kind[sid] = "weight"
-        for sid in recorder.gradients:
-            if log.birth[sid] >= 0:
-                self.kind[sid] = "gradient"
-        if workload.optimizer is not None:
-            for sid in self._found(nested_tensors(workload.optimizer.state)):
-                if sid not in weights:
-                    self.kind[sid] = "optimizer"
 
-    def resident(self) -> dict[str, int]:
-        """Bytes that are there when the cycle begins, by what they are."""
-        log = self._recorder.log
-        parts = {"weights": 0, "optimizer states": 0, "buffers and batch": 0}
-        for sid, (nbytes, birth) in enumerate(zip(log.bytes, log.birth, strict=True)):
-            if birth < 0:
-                states = "optimizer states" if self.kind[sid] == "optimizer" else "buffers and batch"
-                parts["weights" if sid in self._weights else states] += nbytes
-        return parts
+def _kinds(
+    recorder: Recorder, workload: Step, owners: Mapping[int, str | None]
+) -> tuple[list[StorageKind], dict[int, int]]:
+    """What each storage of a recording holds, and the module in which it was born."""
+    log, weights, born = recorder.log, set(owners), dict(recorder.placed)
+    kinds: list[StorageKind] = ["other" if birth < 0 else "activation" for birth in log.birth]
+    for index, op in enumerate(recorder.ops):
+        copies_weight = op.call.operator.base in _WEIGHT_COPIES and weights.issuperset(op.inputs)
+        for _, storage, _ in op.outputs:
+            if log.birth[storage] == index:
+                born[storage] = op.module
+                if copies_weight:
+                    kinds[storage] = "other"
+                    weights.add(storage)
+                elif op.phase == OPTIMIZER:
+                    kinds[storage] = "optimizer"
+    for sid in owners:
+        kinds[sid] = "weight"
+    for sid in recorder.gradients:
+        if log.birth[sid] >= 0:
+            kinds[sid] = "gradient"
+    if workload.optimizer is not None:
+        for sid in _found(log, nested_tensors(workload.optimizer.state)):
+            if sid not in weights:
+                kinds[sid] = "optimizer"
+    return kinds, born
 
-    def storages(self, places: Sequence[Place]) -> list[tuple[Any, ...]]:
-        """(id, bytes, birth, death, kind, unit) of every storage, and of what kernels take while they run."""
-        recorder, log = self._recorder, self._recorder.log
-        rows: list[tuple[Any, ...]] = []
-        for sid, (nbytes, birth, death) in enumerate(zip(log.bytes, log.birth, log.death, strict=True)):
-            module = self._born.get(sid)
-            unit = self._owner.get(sid) if module is None else places[module][1]
-            rows.append((sid, nbytes, birth, death, self.kind[sid], unit))
-        for index, op in enumerate(recorder.ops):
-            if op.call.workspace:
-                rows.append((len(rows), op.call.workspace, index, index, "other", places[op.module][1]))
-        return rows
 
-    def _parameters(self, workload: Step, places: Sequence[Place]) -> set[int]:
-        units = dict(places)
-        weights = set()
-        for path, module in workload.model.named_modules():
-            own = [p for p in module._parameters.values() if p is not None]
-            for sid in self._found(nested_tensors(*own) if any(map(is_traceable_wrapper_subclass, own)) else own):
-                weights.add(sid)
-                self._owner.setdefault(sid, units.get(strip_prefixes(path)))
-        return weights
-
-    def _found(self, tensors: Any) -> list[int]:
-        log = self._recorder.log
-        sids = [log.find(t) for t in tensors if isinstance(t, Tensor) and not t.is_sparse]
-        return [sid for sid in sids if sid is not None]
+def _found(log: StorageLog, tensors: Iterable[Any]) -> list[int]:
+    sids = [log.find(t) for t in tensors if isinstance(t, Tensor) and not t.is_sparse]
+    return [sid for sid in sids if sid is not None]
 
 
 _fields_set: dict[Any, set[str]] = {}  # one for all records of a class: there are hundreds of thousands

@@ -115,7 +115,10 @@ class GhostMode(Recorder):
     def _reads_ghost(self, tensors: list[Tensor]) -> bool:
         base, end = self._base, self._end
         for tensor in tensors:
-            if tensor.layout is not torch.strided or _dispatch_of(type(tensor)) is not _PLAIN_DISPATCH:
+            if (
+                tensor.layout is not torch.strided
+                or getattr(type(tensor), "__torch_dispatch__", None) is not _PLAIN_DISPATCH
+            ):
                 raise self._refusal(f"{type(tensor).__name__} tensors of layout {tensor.layout} have no ghosts", None)
             if base <= tensor.data_ptr() < end:
                 return True
@@ -232,11 +235,7 @@ class GhostMode(Recorder):
         return GhostError(message, remedy=remedy)
 
 
-def _dispatch_of(kind: type) -> Any:
-    return getattr(kind, "__torch_dispatch__", None)
-
-
-_PLAIN_DISPATCH = _dispatch_of(Tensor)
+_PLAIN_DISPATCH = getattr(Tensor, "__torch_dispatch__", None)
 
 
 def _written(call: OpCall) -> Any:

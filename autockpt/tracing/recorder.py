@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -88,16 +89,17 @@ class OpRecord(NamedTuple):
     outputs: tuple[TensorRecord, ...]
 
 
+@dataclass(slots=True, eq=False)
 class CopyRecord:
     """Bytes moved off or onto the device; indices of ops as in the schema's Copy."""
 
-    __slots__ = ("awaited", "direction", "issued", "module", "nbytes", "released", "tier")
-
-    def __init__(self, direction: str, nbytes: int, issued: int, module: int, tier: Tier) -> None:
-        self.direction, self.nbytes, self.issued, self.module = direction, nbytes, issued, module
-        self.tier: Tier = tier
-        self.awaited: int | None = None
-        self.released: int | None = None
+    direction: str
+    nbytes: int
+    issued: int
+    module: int
+    tier: Tier
+    awaited: int | None = None
+    released: int | None = None
 
 
 class KindOfCall:
@@ -225,22 +227,13 @@ class Recorder(TorchDispatchMode):
     def copy_issued(
         self, direction: str, nbytes: int, back_from: CopyRecord | None = None, tier: Tier = "cpu"
     ) -> CopyRecord:
-        """Note that a copy starts now; pass the answer to ``copy_awaited``. What comes back belongs where it was."""
+        """Note that a copy starts now. What comes back belongs where it was."""
         module = self.location.module
         if back_from is not None:
             module, tier = back_from.module, back_from.tier
         copy = CopyRecord(direction, nbytes, self.log.clock, module, tier)
         self.copies.append(copy)
         return copy
-
-    def copy_awaited(self, copy: CopyRecord) -> None:
-        """Note that the op which runs next waits for the end of a copy."""
-        if copy.awaited is None:
-            copy.awaited = self.log.clock
-
-    def copy_released(self, copy: CopyRecord) -> None:
-        """Note that what a copy took out is not needed any more from the op on which runs next."""
-        copy.released = self.log.clock
 
     # The mode itself.
 

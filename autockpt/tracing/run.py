@@ -99,14 +99,11 @@ class TracedRun:
         """
         with self._attached(choices), recipes_known(self._recorded):
             before = None
-            while before != (learnt := self._learnt()):  # in the steady state nothing is left to learn
-                before = learnt
+            while before != (learnt := sum(len(unit.signatures) for unit in self._recorded.values())):
+                before = learnt  # in the steady state nothing is left to learn
                 self._cycle()
         self._recorder.try_kernels()
         return summarize(self._recorder, self.workload, self._places, self.source)
-
-    def _learnt(self) -> int:
-        return sum(len(unit.signatures) for unit in self._recorded.values())
 
     def _start(self, workload: Step) -> None:
         """The first cycle: optimizer states are born, and it shows which units there are."""
@@ -346,14 +343,14 @@ def _check_fits(spec: WorkloadSpec) -> None:
     try:
         with mode:
             workload = build(_traced(spec).model_copy(update={"weights": False}), "cpu")
-            weights = _STATES_PER_WEIGHT * storage_bytes(workload.model.parameters())
-            batch = workload.resident_bytes() - storage_bytes(workload.model.parameters())
+            weights = storage_bytes(workload.model.parameters())
+            batch = workload.resident_bytes() - weights
     except Exception:  # whatever it is, the real attempt will say it better
         return
-    free = HostMemory().free()
-    if weights + batch > _MOST_OF_MEMORY * free:
+    states, free = _STATES_PER_WEIGHT * weights, HostMemory().free()
+    if states + batch > _MOST_OF_MEMORY * free:
         raise TracingError(
-            f"a real step takes more than {weights / 2**30:.1f} GiB for weights, gradients and optimizer states, and "
+            f"a real step takes more than {states / 2**30:.1f} GiB for weights, gradients and optimizer states, and "
             f"{batch / 2**30:.1f} GiB for its batch; {free / 2**30:.1f} GiB are free",
             remedy="Trace a smaller configuration or batch of the same model, or use a machine with more memory.",
         )
@@ -369,11 +366,15 @@ def refine(units: Sequence[Unit], recorder: Recorder) -> tuple[Unit, ...]:
     called = {paths[number]: place for place, number in enumerate(recorder.location.order)}
     alive = [u for u in units if u.name in called and (u.parent is None or u.parent in called)]
     alive.sort(key=lambda u: (u.role != "block", called[u.parent or u.name], called[u.name]))
-    behaviour = _behaviour(alive, recorder)
+    inside = [_enclosing(path, alive) for path in paths]
+    ran: dict[str, list[object]] = {unit.name: [] for unit in alive}
+    for op in recorder.ops:
+        for name in inside[op.module]:
+            ran[name].append((op.phase, op.call.text))
     kinds: dict[tuple[object, ...], int] = {}
     refined = []
     for unit in alive:
-        kind = kinds.setdefault((unit.kind, behaviour[unit.name]), len(kinds))
+        kind = kinds.setdefault((unit.kind, *ran[unit.name]), len(kinds))
         refined.append(unit.model_copy(update={"kind": kind}))
     return tuple(refined)
 
@@ -381,16 +382,6 @@ def refine(units: Sequence[Unit], recorder: Recorder) -> tuple[Unit, ...]:
 def unit_of(path: str, units: Sequence[Unit]) -> str | None:
     """The block that a module path lies in."""
     return max(_enclosing(path, [u for u in units if u.role == "block"]), key=len, default=None)
-
-
-def _behaviour(units: Sequence[Unit], recorder: Recorder) -> dict[str, tuple[object, ...]]:
-    """What each unit ran: (phase, signature) of its ops, in order."""
-    inside = [_enclosing(path, units) for path in recorder.location.paths]
-    ran: dict[str, list[object]] = {unit.name: [] for unit in units}
-    for op in recorder.ops:
-        for name in inside[op.module]:
-            ran[name].append((op.phase, op.call.text))
-    return {name: tuple(ops) for name, ops in ran.items()}
 
 
 def _enclosing(path: str, units: Sequence[Unit]) -> list[str]:

@@ -29,27 +29,24 @@ class NotingTransport:
         copy = self._recorder.copy_issued("out", source.numel() * source.element_size(), tier=self._tier)
         with self._aside():
             handle = self._inner.send(source)
-        return RecordingHandle(handle, self._recorder, copy, self.copy_queues, self._aside)
+        return RecordingHandle(handle.nbytes, handle, self._recorder, copy, self.copy_queues, self._aside)
 
 
+@dataclass(eq=False)
 class RecordingHandle(OffloadHandle):
     """A handle around another's."""
 
-    def __init__(
-        self, inner: OffloadHandle, recorder: Recorder, out: CopyRecord, copy_queues: bool, aside: Aside
-    ) -> None:
-        self.nbytes = inner.nbytes
-        self._inner = inner
-        self._recorder = recorder
-        self._out = out
-        self._in: CopyRecord | None = None
-        self._copy_queues, self._aside = copy_queues, aside
-        self._settled = False
+    nbytes: int
+    _inner: OffloadHandle
+    _recorder: Recorder
+    _out: CopyRecord
+    _copy_queues: bool
+    _aside: Aside
+    _in: CopyRecord | None = None
 
     def settle(self) -> None:
-        if not self._settled:
-            self._recorder.copy_awaited(self._out)
-            self._settled = True
+        if self._out.awaited is None:  # the op which runs next waits
+            self._out.awaited = self._recorder.log.clock
         with self._aside():
             self._inner.settle()
 
@@ -64,7 +61,8 @@ class RecordingHandle(OffloadHandle):
             buffer = self._inner.get()
         self._note_back()
         if self._in is not None:
-            self._recorder.copy_awaited(self._in)
+            if self._in.awaited is None:
+                self._in.awaited = self._recorder.log.clock
             self._recorder.place(buffer)
         return buffer
 
@@ -74,11 +72,11 @@ class RecordingHandle(OffloadHandle):
             self._inner.release()
 
     def _note_back(self) -> None:
-        if self._settled and self._in is None:
+        if self._out.awaited is not None and self._in is None:
             self._in = self._recorder.copy_issued("in", self.nbytes, self._out)
 
     def __del__(self) -> None:
-        self._recorder.copy_released(self._out)
+        self._out.released = self._recorder.log.clock
 
 
 @dataclass

@@ -15,7 +15,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -51,8 +51,7 @@ ATTENTION = "attention"
 _SAME_AS = {in_place: name for name, in_place in IN_PLACE.items()}
 
 
-@dataclass(frozen=True)
-class TensorSpec:
+class TensorSpec(NamedTuple):
     """A tensor in a signature: ``dtype`` as in the text, sizes and strides in elements."""
 
     dtype: str
@@ -66,14 +65,8 @@ class TensorSpec:
         return f"{sizes}{{{','.join(map(str, self.stride))}}}"
 
 
-@dataclass(frozen=True)
-class Word:
+class Word(str):
     """A value that stands in a signature by name only: ``float``, a dtype, a memory format."""
-
-    text: str
-
-    def __str__(self) -> str:
-        return self.text
 
 
 @dataclass

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -34,15 +34,11 @@ def no_launches() -> Iterator[None]:
         record_launch(*args, *kwargs.values())
 
     places = ("triton.runtime.jit", "JITFunction"), ("triton.runtime.autotuner", "Autotuner")
-    kinds = [kind for module, name in places if (kind := getattr(sys.modules.get(module), name, None)) is not None]
-    plain = [kind.run for kind in kinds]
-    for kind in kinds:
-        kind.run = record
-    try:
+    with ExitStack() as stack:
+        for module, name in places:
+            if (kind := getattr(sys.modules.get(module), name, None)) is not None:
+                stack.enter_context(setting(kind, "run", record))
         yield
-    finally:
-        for kind, run in zip(kinds, plain, strict=True):
-            kind.run = run
 
 
 @contextmanager
