@@ -14,13 +14,14 @@ come too late, for a call has looked up the model's forward before it runs them.
 from __future__ import annotations
 
 import atexit
+import functools
 import multiprocessing
 import os
 import sys
 import weakref
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from autockpt.errors import AutockptError, PlanError, UsageError
 
@@ -31,7 +32,20 @@ if TYPE_CHECKING:
 
 VARIABLE = "AUTOCKPT_PLAN"
 BUDGET = "AUTOCKPT_BUDGET"
-_SHOWN = 3
+
+
+def _ending(call: Callable[..., Any]) -> Callable[..., Any]:
+    """The same, but an error of autockpt ends the script: one screen instead of a traceback, wherever this is."""
+
+    @functools.wraps(call)
+    def ended(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return call(*args, **kwargs)
+        except AutockptError as error:
+            print(f"autockpt: error: {error.message}", error.remedy, sep="\n", file=sys.stderr, flush=True)
+            raise SystemExit(error.exit_code) from None
+
+    return ended
 
 
 class ModelWatch:
@@ -43,7 +57,7 @@ class ModelWatch:
     def __init__(self, plan: Plan, path: str) -> None:
         self.plan, self.path = plan, path
         self.settled = self._said = False
-        self.reasons: dict[str, str] = {}  # why whole models did not get the plan, by their classes
+        self.why = ""  # the first whole model did not get the plan
         self._rejected: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
         self._depth = 0  # of calls of modules within one another
         self._installed: Any = None
@@ -63,8 +77,8 @@ class ModelWatch:
             if torch.compiler.is_compiling() or self._installed is not call:
                 return original(module, *args, **kwargs)
             why, whole = self.consider(module), not self._depth
-            if why and whole and len(self.reasons) < _SHOWN:
-                self.reasons.setdefault(type(module).__name__, why)
+            if why and whole:
+                self.why = self.why or f"{type(module).__name__}: {why}"
             self._depth += 1
             try:
                 result = original(module, *args, **kwargs)
@@ -117,7 +131,7 @@ class ModelWatch:
         self.settled = True
         name = type(module).__name__
         if attached_path(module) is None:
-            _say(f"{self.path} is attached to {name}\n{_or_end(apply, module, self.plan)}")
+            _say(f"{self.path} is attached to {name}\n{_ending(apply)(module, self.plan)}")
         else:
             _say(f"{name} has a plan already, which is left as it is; {self.path} is not used")
         weakref.finalize(module, self.install).atexit = False
@@ -125,23 +139,23 @@ class ModelWatch:
     def report(self) -> None:
         """At exit: say so where nothing was attached."""
         # a process that only loads data, started by one that trains, has nothing to report
-        if self.settled or (not self.reasons and multiprocessing.parent_process() is not None):
-            return
-        why = "; ".join(f"{name}: {reason}" for name, reason in self.reasons.items())
-        _say(f"{self.path} was attached to nothing: {why or 'this process called no model with gradients enabled'}")
+        if not self.settled and (self.why or multiprocessing.parent_process() is None):
+            why = self.why or "this process called no model with gradients enabled"
+            _say(f"{self.path} was attached to nothing: {why}")
 
 
+@_ending
 def start() -> ModelWatch | None:
     """What the import does. Ends the process with exit code 2 where plan or budget cannot be read."""
     path, budget = (os.environ.get(name, "").strip() for name in (VARIABLE, BUDGET))
     if path and budget:
-        _fail(UsageError(f"{VARIABLE} and {BUDGET} are both set", remedy="Set one: a plan, or a budget to find one."))
+        raise UsageError(f"{VARIABLE} and {BUDGET} are both set", remedy="Set one: a plan, or a budget to find one.")
     if budget:
-        _or_end(_search_in_trainers, budget)
+        _search_in_trainers(budget)
     elif path:
         from autockpt.schema.runs import plan_at
 
-        watch = ModelWatch(_or_end(plan_at, Path(path)), path)
+        watch = ModelWatch(plan_at(Path(path)), path)
         watch.install()
         atexit.register(watch.report)
         return watch
@@ -153,7 +167,7 @@ def start() -> ModelWatch | None:
 def _search_in_trainers(budget: str) -> None:
     """Every Trainer that is made from now on gets a callback which searches; at exit it is said where none was made.
 
-    The callback ends the process with one screen where no plan can be had, and leaves one of the script's own alone.
+    It ends the process with one screen where no plan can be had, and takes itself off where the script has its own.
     """
     from autockpt.schema.sizes import parse_budget
 
@@ -162,56 +176,34 @@ def _search_in_trainers(budget: str) -> None:
 
     from autockpt.integrations.transformers import AutockptCallback, calling_trainer
 
-    used: list[bool] = []
+    made: list[AutockptCallback] = []
 
     class Searching(AutockptCallback):
+        on_train_begin = _ending(AutockptCallback.on_train_begin)
+        on_step_begin = _ending(AutockptCallback.on_step_begin)
+        _find = _ending(AutockptCallback._find)
+
         def __init__(self) -> None:
             super().__init__(budget=budget)
-            self._stands_back = False
+            made.append(self)
 
         def on_init_end(self, *args: Any, **kwargs: Any) -> None:
-            callbacks = calling_trainer().callback_handler.callbacks
-            self._stands_back = any(isinstance(c, AutockptCallback) and c is not self for c in callbacks)
-            self._unless_it_stands_back(super().on_init_end, args, kwargs)
+            handler = calling_trainer().callback_handler
+            if any(isinstance(c, AutockptCallback) and c is not self for c in handler.callbacks):
+                handler.callbacks = [c for c in handler.callbacks if c is not self]  # the script has one of its own
+            else:
+                _ending(super().on_init_end)(*args, **kwargs)
 
-        def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
-            used.append(True)
-            self._unless_it_stands_back(super().on_train_begin, args, kwargs)
-
-        def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
-            self._unless_it_stands_back(super().on_step_begin, args, kwargs)
-
-        def _find(self, *args: Any) -> Plan:
-            return _or_end(super()._find, *args)
-
-        def _unless_it_stands_back(self, call: Callable[..., Any], args: Any, kwargs: Any) -> None:
-            if not self._stands_back:
-                _or_end(call, *args, **kwargs)
+    def report() -> None:
+        if not made and multiprocessing.parent_process() is None:
+            _say(
+                f"{BUDGET} changed nothing, because no Trainer of transformers was made in this process. Lightning "
+                "takes AutockptLightningCallback(budget=…); a loop of your own calls autockpt.search and "
+                "autockpt.apply."
+            )
 
     trainer.DEFAULT_CALLBACKS.append(Searching)  # type: ignore[arg-type]
-    atexit.register(_say_unused, used)
-
-
-def _say_unused(used: list[bool]) -> None:
-    if not used and multiprocessing.parent_process() is None:
-        _say(
-            f"{BUDGET} changed nothing, because no Trainer of transformers trained in this process. Lightning takes "
-            "AutockptLightningCallback(budget=…); a loop of your own calls autockpt.search and autockpt.apply."
-        )
-
-
-def _or_end(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """What ``call`` returns; where it raises an error of autockpt, that ends the script."""
-    try:
-        return call(*args, **kwargs)
-    except AutockptError as error:
-        _fail(error)
-
-
-def _fail(error: AutockptError) -> NoReturn:
-    """One screen instead of a traceback, from wherever in the script this is."""
-    print(f"autockpt: error: {error.message}", error.remedy, sep="\n", file=sys.stderr, flush=True)
-    raise SystemExit(error.exit_code) from None
+    atexit.register(report)
 
 
 def _say(text: str) -> None:
