@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,9 +13,6 @@ from autockpt.workload.configs import BY_HAND, TEXT, Task
 IGNORE = -100
 _MASKED_SHARE = 0.15
 _DEFAULT_IMAGE = 224
-_CTC_LABELS = 16
-SEQUENCES: tuple[Task, ...] = (*TEXT, "speech_seq2seq", "ctc", "audio_classification")
-"""Tasks with a sequence length: of tokens, or of samples of sound. Images have the size that the model takes."""
 
 
 class BatchMaker:
@@ -34,17 +30,8 @@ class BatchMaker:
         self.generator = torch.Generator().manual_seed(seed)
 
     def make(self, task: Task, dtype: torch.dtype) -> dict[str, Tensor]:
-        """The batch on the CPU; ``dtype`` is that of images and sounds. Raises WorkloadError where none can be made."""
-        if task in TEXT:
-            batch = self._text(task)
-        else:
-            makers: dict[Task, Callable[[], dict[str, Tensor]]] = {
-                "image_classification": self._images,
-                "speech_seq2seq": self._speech,
-                "ctc": self._ctc,
-                "audio_classification": self._sounds,
-            }
-            batch = makers[task]()
+        """The batch on the CPU; ``dtype`` is that of images. Raises WorkloadError where none can be made."""
+        batch = self._text(task) if task in TEXT else self._images()
         return {name: value.to(dtype) if value.is_floating_point() else value for name, value in batch.items()}
 
     def _text(self, task: Task) -> dict[str, Tensor]:
@@ -72,28 +59,8 @@ class BatchMaker:
         size = getattr(vision, "image_size", None) or _DEFAULT_IMAGE
         height, width = (size, size) if isinstance(size, int) else tuple(size)[-2:]
         shape = (self.rows, getattr(vision, "num_channels", None) or 3, height, width)
-        return {"pixel_values": self._normal(shape), "labels": self._classes((self.rows,))}
-
-    def _speech(self) -> dict[str, Tensor]:
-        bins, positions = (getattr(self.config, name, None) for name in ("num_mel_bins", "max_source_positions"))
-        if not (isinstance(bins, int) and isinstance(positions, int)):
-            raise _no_batch(self.config)
-        labels, mask = self._tokens()
-        frames = (self.rows, bins, 2 * positions)  # Whisper: always 30 s, two frames per position
-        return {"input_features": self._normal(frames), "labels": labels.masked_fill(mask == 0, IGNORE)}
-
-    def _ctc(self) -> dict[str, Tensor]:
-        """Raw sound of ``length`` samples, with no more labels than the model's output has room for."""
-        samples_per_frame = getattr(self.config, "inputs_to_logits_ratio", None) or 1
-        count = max(1, min(_CTC_LABELS, self.length // (2 * samples_per_frame)))
-        labels = torch.randint(1, self._vocabulary(), (self.rows, count), generator=self.generator)
-        return {"input_values": self._normal((self.rows, self.length)), "labels": labels}
-
-    def _sounds(self) -> dict[str, Tensor]:
-        bins, frames = (getattr(self.config, name, None) for name in ("num_mel_bins", "max_length"))
-        spectrogram = isinstance(bins, int) and isinstance(frames, int) and not hasattr(self.config, "conv_dim")
-        shape = (self.rows, frames, bins) if spectrogram else (self.rows, self.length)
-        return {"input_values": self._normal(shape), "labels": self._classes((self.rows,))}
+        pixels = torch.randn(shape, generator=self.generator)
+        return {"pixel_values": pixels, "labels": self._classes((self.rows,))}
 
     def _tokens(self) -> tuple[Tensor, Tensor]:
         """(ids, mask), both rows × length, int64. Lengths vary from half of ``length`` up to it."""
@@ -113,14 +80,12 @@ class BatchMaker:
     def _vocabulary(self) -> int:
         size = getattr(self.config.get_text_config(), "vocab_size", None)
         if not isinstance(size, int) or size < 2:
-            raise _no_batch(self.config)
+            what = f"autockpt has no ready-made batch for {self.config.model_type} models"
+            raise WorkloadError(what, remedy=BY_HAND)
         return size
 
     def _classes(self, shape: tuple[int, ...]) -> Tensor:
         return torch.randint(0, max(int(getattr(self.config, "num_labels", 2)), 1), shape, generator=self.generator)
-
-    def _normal(self, shape: tuple[int | None, ...]) -> Tensor:
-        return torch.randn(shape, generator=self.generator)  # type: ignore[arg-type]
 
 
 def _special_ids(config: Any) -> list[int]:
@@ -132,7 +97,3 @@ def _special_ids(config: Any) -> list[int]:
                 values = value if isinstance(value, (list, tuple)) else [value]
                 found.update(v for v in values if isinstance(v, int) and v >= 0)
     return sorted(found)
-
-
-def _no_batch(config: Any) -> WorkloadError:
-    return WorkloadError(f"autockpt has no ready-made batch for {config.model_type} models", remedy=BY_HAND)

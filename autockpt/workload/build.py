@@ -13,8 +13,9 @@ from torch import nn
 
 from autockpt.errors import UsageError, WorkloadError
 from autockpt.schema.workload import WorkloadSpec
-from autockpt.workload.batches import SEQUENCES, BatchMaker
+from autockpt.workload.batches import BatchMaker
 from autockpt.workload.configs import (
+    TEXT,
     ConfigSource,
     Head,
     find_config,
@@ -39,7 +40,6 @@ from autockpt.workload.storages import move
 
 _DEFAULT_ROWS = 4
 _DEFAULT_LENGTH = 1024
-_SOUND_LENGTH = 16_000  # samples: one second as most models take it
 # The first scale is too large for fp16 more often than not, and a step that overflows is skipped whole.
 _FIRST_SCALE = 1024.0
 _ADAFACTORS_RATE = 1e-3
@@ -151,19 +151,12 @@ def _size(spec: WorkloadSpec, source: ConfigSource, head: Head) -> tuple[int, in
     """Rows, the longest sequence (None for images) and a note: as asked, else the shape's, else usual ones."""
     defaults = source.defaults
     rows = spec.batch_size or (defaults.batch_size if defaults else _DEFAULT_ROWS)
-    if head.task not in SEQUENCES:
+    if head.task not in TEXT:
         return rows, None, "--seq-len ignored: images have the size that the model takes" if spec.seq_len else ""
-    length = spec.seq_len or (defaults.seq_len if defaults else None) or _usual_length(source.config, head)
+    limit = getattr(source.config.get_text_config(), "max_position_embeddings", None)
+    usual = min(limit, _DEFAULT_LENGTH) if isinstance(limit, int) and limit > 0 else _DEFAULT_LENGTH
+    length = spec.seq_len or (defaults.seq_len if defaults else None) or usual
     return rows, length, "a single sequence needs no padding: same as --packed" if rows == 1 and not spec.packed else ""
-
-
-def _usual_length(config: Any, head: Head) -> int:
-    if head.task in ("ctc", "audio_classification"):
-        return _SOUND_LENGTH
-    limit = getattr(config.get_text_config(), "max_position_embeddings", None)
-    if head.task == "speech_seq2seq":
-        limit = getattr(config, "max_target_positions", limit)
-    return min(limit, _DEFAULT_LENGTH) if isinstance(limit, int) and limit > 0 else _DEFAULT_LENGTH
 
 
 def _dtype_name(spec: WorkloadSpec, source: ConfigSource) -> str:

@@ -38,9 +38,6 @@ Task = Literal[
     "sequence_classification",
     "token_classification",
     "image_classification",
-    "speech_seq2seq",
-    "ctc",
-    "audio_classification",
 ]
 TEXT: tuple[Task, ...] = ("causal_lm", "seq2seq_lm", "masked_lm", "sequence_classification", "token_classification")
 
@@ -210,7 +207,7 @@ def quiet() -> Iterator[None]:
 # These count positions from behind the padding token's id.
 _OFFSET = ("roberta", "camembert", "data2vec-text", "longformer", "mpnet", "ibert", "xmod", "luke", "esm", "lilt")
 # These look for padding tokens, or shift labels by one, in forward.
-_NEED_PADDING: tuple[Task, ...] = ("seq2seq_lm", "speech_seq2seq", "sequence_classification")
+_NEED_PADDING: tuple[Task, ...] = ("seq2seq_lm", "sequence_classification")
 _LAYER_DROP = ("layerdrop", "encoder_layerdrop", "decoder_layerdrop")
 
 
@@ -224,7 +221,7 @@ def prepare(source: ConfigSource, task: Task, length: int | None, trained: bool)
         config.pad_token_id = 0
     if getattr(config, "is_encoder_decoder", False) and getattr(config, "decoder_start_token_id", None) is None:
         config.decoder_start_token_id = config.pad_token_id  # as T5 does
-    return (*_keep_layers(config), *_fit_positions(source, task, length, trained))
+    return (*_keep_layers(config), *_fit_positions(source, length, trained))
 
 
 def _keep_layers(config: Any) -> tuple[str, ...]:
@@ -235,13 +232,11 @@ def _keep_layers(config: Any) -> tuple[str, ...]:
     return (f"{' and '.join(dropped)} set to 0: a plan needs the same layers in every step",) if dropped else ()
 
 
-def _fit_positions(source: ConfigSource, task: Task, length: int | None, trained: bool) -> tuple[str, ...]:
+def _fit_positions(source: ConfigSource, length: int | None, trained: bool) -> tuple[str, ...]:
     config = source.config.get_text_config()
-    if length is None or task not in (*TEXT, "speech_seq2seq"):
-        return ()
-    name = "max_target_positions" if task == "speech_seq2seq" else "max_position_embeddings"
+    name = "max_position_embeddings"
     limit = getattr(config, name, None)
-    if not isinstance(limit, int) or limit <= 0:
+    if length is None or not isinstance(limit, int) or limit <= 0:
         return ()
     offset = 0
     if any(part in str(getattr(config, "model_type", "")) for part in _OFFSET):
@@ -249,10 +244,10 @@ def _fit_positions(source: ConfigSource, task: Task, length: int | None, trained
     needed, room = length + offset, limit - offset
     if needed <= limit:
         return ()
-    if trained or task == "speech_seq2seq":
+    if trained:
         raise WorkloadError(
             f"{source.where} has {room} positions, so sequences of {length} tokens do not fit",
-            remedy=f"Use --seq-len {room} or less{', or random weights' if trained else ''}.",
+            remedy=f"Use --seq-len {room} or less, or random weights.",
         )
     setattr(config, name, needed)
     return (f"{name} raised from {limit} to {needed} for sequences of {length} tokens",)
@@ -272,13 +267,10 @@ class Head:
 # transformers' own tables, in the order in which they are asked for a configuration that names no class of its own.
 _TABLES: tuple[tuple[str, Task, str], ...] = (
     ("MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES", "seq2seq_lm", "AutoModelForSeq2SeqLM"),
-    ("MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES", "speech_seq2seq", "AutoModelForSpeechSeq2Seq"),
     ("MODEL_FOR_MASKED_LM_MAPPING_NAMES", "masked_lm", "AutoModelForMaskedLM"),
     ("MODEL_FOR_CAUSAL_LM_MAPPING_NAMES", "causal_lm", "AutoModelForCausalLM"),
     ("MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES", "image_classification", "AutoModelForImageClassification"),
     ("MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES", "causal_lm", "AutoModelForImageTextToText"),
-    ("MODEL_FOR_CTC_MAPPING_NAMES", "ctc", "AutoModelForCTC"),
-    ("MODEL_FOR_AUDIO_CLASSIFICATION_MAPPING_NAMES", "audio_classification", "AutoModelForAudioClassification"),
     (
         "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES",
         "sequence_classification",
@@ -289,7 +281,6 @@ _TABLES: tuple[tuple[str, Task, str], ...] = (
 _TEXT_ONLY = "the batch is text only: images take more memory, so write a factory to plan for them"
 _NOTES = {"AutoModelForImageTextToText": _TEXT_ONLY}
 BY_HAND = "Write a function that returns (model, batch) and pass it as --model package.module:function."
-_ENCODER_DECODER: tuple[Task, ...] = ("seq2seq_lm", "speech_seq2seq")
 
 
 def head_of(config: Any, architecture: str | None, where: str) -> Head:
@@ -304,7 +295,7 @@ def head_of(config: Any, architecture: str | None, where: str) -> Head:
             return Head(named, task, auto, _NOTES.get(auto))
     encoder_decoder = bool(getattr(config, "is_encoder_decoder", False))
     for table, task, auto in tables:
-        if config.model_type not in table or (task in _ENCODER_DECODER) > encoder_decoder:
+        if config.model_type not in table or (task == "seq2seq_lm") != encoder_decoder:
             continue
         cls = table[config.model_type][0]
         note = f"{named} has no loss of its own, so {cls} is trained" if named else None

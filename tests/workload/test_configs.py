@@ -88,10 +88,8 @@ def test_unknown_names(name: str) -> None:
         ("roberta", "RobertaForMaskedLM", "masked_lm"),
         ("t5", "T5ForConditionalGeneration", "seq2seq_lm"),
         ("bart", "BartForConditionalGeneration", "seq2seq_lm"),
-        ("whisper", "WhisperForConditionalGeneration", "speech_seq2seq"),
         ("vit", "ViTForImageClassification", "image_classification"),
         ("resnet", "ResNetForImageClassification", "image_classification"),
-        ("wav2vec2", "Wav2Vec2ForCTC", "ctc"),
         ("llava", "LlavaForConditionalGeneration", "causal_lm"),
     ],
 )
@@ -109,6 +107,8 @@ def test_remote_code_says_itself_what_it_is() -> None:
     config.auto_map = {"AutoModel": "m.MyModel"}
     with pytest.raises(WorkloadError):
         remote_head(config, "x")
+    with pytest.raises(WorkloadError):
+        head_of(AutoConfig.for_model("whisper"), "WhisperForConditionalGeneration", "whisper")
 
 
 # --- the same model but for its depth
