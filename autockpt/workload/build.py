@@ -32,9 +32,9 @@ from autockpt.workload.grpo import NOTE as GRPO_NOTE
 from autockpt.workload.grpo import policy_loss, score_completions, with_prompts
 from autockpt.workload.liger import apply_liger
 from autockpt.workload.lora import adapt, rank_of
-from autockpt.workload.pipeline import cut
 from autockpt.workload.quantised import build_quantised, quantization_facts, quantization_of, with_own_quantization
 from autockpt.workload.sharding import TENSOR_PARALLEL, in_a_group, shard_model
+from autockpt.workload.stage import cut
 from autockpt.workload.step import DTYPES, Step, short_dtype
 from autockpt.workload.storages import move
 
