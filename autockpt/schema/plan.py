@@ -552,17 +552,11 @@ def set_lines(plan: Plan) -> list[str]:
 
 
 def choice_lines(choices: Mapping[str, Choice]) -> list[str]:
-    """A line for each choice, with the patterns that it is made for: ``model.layers.0-3, 7: offload``."""
-    by_choice: dict[Choice, str] = {}
-    before: dict[Choice, str] = {}
+    """A line for each choice, with the patterns that it is made for: ``h.0-3, h.7: offload``."""
+    by_choice: dict[Choice, list[str]] = {}
     for pattern, choice in choices.items():
-        outer, _, last = pattern.rpartition(".")
-        if choice in by_choice:  # without what it has in common with the one before it: all but the last component
-            by_choice[choice] += f", {last if outer == before[choice] else pattern}"
-        else:
-            by_choice[choice] = pattern
-        before[choice] = outer
-    return [f"{patterns}: {choice}" for choice, patterns in by_choice.items()]
+        by_choice.setdefault(choice, []).append(pattern)
+    return [f"{', '.join(patterns)}: {choice}" for choice, patterns in by_choice.items()]
 
 
 def _made_for(plan: Plan) -> str:

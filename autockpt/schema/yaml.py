@@ -1,6 +1,6 @@
 """Safe YAML with line numbers, by the marks of PyYAML's nodes, so that an error can say ``plan.yaml:14: …``.
 
-No tags, no anchors, no merge keys, no dates; keys are strings as written, and a key that stands twice is an error.
+No anchors, no merge keys, no dates; keys are strings as written, and a key that stands twice is an error.
 """
 
 from __future__ import annotations
@@ -129,12 +129,10 @@ def read(path: str | Path, error: type[UsageError] = UsageError) -> Document:
 
 
 def _check(node: yaml.Node, seen: set[int]) -> None:
-    """Refuse what stands in two places or has a tag of its own, and make keys text as they are written."""
+    """Refuse what stands in two places, and make keys text as they are written."""
     if id(node) in seen:
         raise yaml.MarkedYAMLError(problem="anchors and aliases are not allowed", problem_mark=node.start_mark)
     seen.add(id(node))
-    if node.tag.rpartition(":")[2] not in (*_KINDS, "str", "seq", "map"):
-        raise yaml.MarkedYAMLError(problem=f"the tag {node.tag!r} is not allowed", problem_mark=node.start_mark)
     if isinstance(node, yaml.SequenceNode):
         for child in node.value:
             _check(child, seen)

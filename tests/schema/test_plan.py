@@ -26,7 +26,7 @@ from autockpt.schema import (
     words,
 )
 from autockpt.schema.choices import CHOICE_TYPES, CHUNKED_LOSS
-from autockpt.schema.plan import NEVER_CALLED, When, applied, choice_lines
+from autockpt.schema.plan import NEVER_CALLED, When, applied
 from tests.samples import row
 
 UNITS = tuple(Unit(name=f"model.layers.{i}", cls="LlamaDecoderLayer", kind=0) for i in range(12)) + tuple(
@@ -294,48 +294,18 @@ def test_sets_that_are_none_are_refused_with_their_line(tmp_path: Path, section:
         Plan.load(write(tmp_path, f"autockpt: 1\nchoices: {{a: save}}\nsmaller_batches:\n{section}\n"))
 
 
-def test_a_choice_is_one_line_wherever_it_is_made() -> None:
-    deeper = parse_choice({"kind": "offload", "window": 2})
-    plan = {
-        "model.layers.0-3": RECOMPUTE,
-        "model.layers.4": deeper,
-        "model.layers.5": RECOMPUTE,
-        "model.layers.6.mlp": RECOMPUTE,
-        "model.layers.7": deeper,
-    }
-    assert choice_lines(plan) == [
-        "model.layers.0-3, 5, model.layers.6.mlp: recompute",
-        "model.layers.4, 7: offload (window 2)",
-    ]
-
-
-def test_a_printed_plan_is_five_lines() -> None:
-    rows = (row("none", "over_budget", 900, 1.0, (910, 1.0)), row("recompute all", "fits", 400, 1.4, (405, 1.4)))
-    plan = full_plan()
-    plan = plan.model_copy(update={"baselines": rows})
-    lines = str(plan).splitlines()
-    assert len(lines) == 5
-    assert plan.hash in lines[0] and plan.status in lines[0] and plan.model.name in lines[0]
-    assert "recompute" in lines[1]
-    assert plan.measured is not None
-    assert words.compared(plan.measured, rows[0].measured, "saving everything") in lines[3]
-    assert lines[4].strip() == 'autockpt.apply(model, "plan.yaml")'
-
-
-def test_an_applied_plan_is_one_line_beside_the_usual_plans() -> None:
+def test_a_plan_in_words_compares_it_with_the_usual_plans() -> None:
     rows = (row("none", "out_of_memory", 900, 1.0, None), row("recompute all", "fits", 400, 1.4, (405, 2.0)))
     plan = full_plan().model_copy(update={"baselines": rows})
-    measured, attached = plan.measured, {"a.0": RECOMPUTE, "a.1": SAVE, "a.2": RECOMPUTE}
-    assert measured is not None and measured.step_seconds < 2.0
-    line = applied(plan, attached)
-    assert "\n" not in line and f"plan {plan.hash}, measured: 2 recompute, 1 save; peak " in line
-    faster = f"{(1 - measured.step_seconds / 2.0) * 100:.0f} % faster than recomputing everything (±"
-    assert faster in line
-    assert "saving everything runs out of memory" in line
-    itself = row("recompute all", "fits", 400, 1.4, (405, 2.0)).model_copy(update={"plan_hash": plan.hash})
-    assert "recomputing" not in applied(plan.model_copy(update={"baselines": (itself,)}), attached)
-    by_hand = applied(Plan(choices={"layers.*": RECOMPUTE}), attached)
-    assert "by hand" in by_hand and "peak unknown" in by_hand
+    assert plan.measured is not None
+    compared = words.compared(plan.measured, rows[1].measured, "recomputing everything")
+    lines, line = str(plan).splitlines(), applied(plan, {"a.0": RECOMPUTE, "a.1": SAVE})
+    assert len(lines) == 5 and plan.hash in lines[0] and compared in lines[3] and "\n" not in line
+    assert f"plan {plan.hash}, measured: 1 recompute, 1 save; peak " in line
+    assert compared in line and "saving everything runs out of memory" in line
+    itself = rows[1].model_copy(update={"plan_hash": plan.hash})
+    assert "recomputing" not in applied(plan.model_copy(update={"baselines": (itself,)}), CHOICES)
+    assert "peak unknown" in applied(Plan(choices={"layers.*": RECOMPUTE}), CHOICES)
 
 
 MIXED = """  h.0: {kind: remake, within: [mlp]}

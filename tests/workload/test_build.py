@@ -13,7 +13,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from autockpt.errors import UsageError, WorkloadError
 from autockpt.schema.workload import WorkloadSpec
 from autockpt.shipped import list_models
-from autockpt.tracing import Tracer
 from autockpt.workload import Step, build, refuse_simulated
 from tests.errors import raises
 
@@ -147,15 +146,3 @@ def test_a_real_step_refuses_them_by_name(given: dict[str, object], option: str)
         with raises(UsageError, option) as caught:
             attempt(spec)
         assert "--hardware" in caught.value.remedy
-
-
-@pytest.mark.slow
-def test_they_can_be_traced_and_are_counted_afterwards() -> None:
-    plain = WorkloadSpec(model=MODEL)
-    peaks = []
-    for spec in (plain, plain.model_copy(update={"keep_gradients": True, "ddp": "views", "optimizer": "adamw8bit"})):
-        with Tracer.from_spec(spec, fallback=False) as tracer:
-            peaks.append(tracer.trace().peak_bytes)
-            settings = tracer.settings
-    assert peaks[0] == peaks[1]
-    assert settings["optimizer"] == "adamw8bit"

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from torch import nn
 
 from autockpt.workload.fastinit import FastInit
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_mean_and_spread_are_kept(dtype: torch.dtype) -> None:
-    parameter = nn.Parameter(torch.empty(1500, 1400, dtype=dtype))
+def test_mean_and_spread_are_kept() -> None:
+    parameter = nn.Parameter(torch.empty(1500, 1400, dtype=torch.bfloat16))
     weight = parameter.detach()
     with FastInit():
         nn.init.normal_(parameter, mean=0.5, std=0.02)
