@@ -88,12 +88,6 @@ def parse_pattern(text: str) -> Pattern:
     return Pattern(text, tuple(parts))
 
 
-def checked(text: str) -> str:
-    """The text of a pattern. Raises PlanError as ``parse_pattern`` does."""
-    parse_pattern(text)
-    return text
-
-
 def _match(parts: Sequence[str | range], components: tuple[str, ...]) -> bool:
     """Match by dynamic programming over components: linear in parts × components, whatever the wildcards."""
     reach = [True] + [False] * len(components)

@@ -40,7 +40,6 @@ from autockpt.schema.names import (
     Entry,
     align,
     check_nesting,
-    checked,
     expand,
     fold,
     listing,
@@ -63,7 +62,7 @@ SCHEMA_VERSION = 1
 R = TypeVar("R", Prediction | None, Measurement | None)
 Verdict = Literal["fits", "over_budget", "out_of_memory", "not_measured"]
 
-Choices = dict[Annotated[str, AfterValidator(validating(checked))], WrittenChoice]
+Choices = dict[Annotated[str, AfterValidator(validating(lambda text: parse_pattern(text).text))], WrittenChoice]
 """By pattern; read as a file has them."""
 Names = Annotated[str, AfterValidator(validating(lambda text: parse_pattern(text).enumerate() and text))]
 """A pattern that stands for definite names."""

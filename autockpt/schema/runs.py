@@ -280,7 +280,10 @@ class RunDirectory:
     def write_plan(self, plan: Plan, name: str = PLAN) -> Path:
         """Write the run's answer over an earlier one of this run; one that was edited is set aside."""
         path = self.path / name
-        edited = _own(path).exists() and not _as_written(path)
+        edited = _own(path).exists()
+        with suppress(Exception):  # what cannot be read, no search wrote
+            found = Plan.load(path)
+            edited = found.status != found.source
         plan.save(path, existing="set_aside" if edited else "replace")
         return path
 
@@ -289,10 +292,10 @@ class RunDirectory:
 
         What stood there is set aside.
         """
-        if there := _own(self.plan_path).exists():
-            with suppress(PlanError, ValidationError):
-                if Plan.load(self.plan_path).expand_planned() == plan.expand_planned():
-                    return ""
+        there = _own(self.plan_path).exists()
+        with suppress(PlanError, ValidationError):
+            if Plan.load(self.plan_path).expand_planned() == plan.expand_planned():
+                return ""
         aside = plan.save(self.plan_path, existing="set_aside")
         said = f"{self.plan_path} {'no longer held this answer' if there else 'was gone'} and was written again"
         return f"{said}; what stood there is kept as {aside}" if aside is not None else said
@@ -347,15 +350,6 @@ class RunDirectory:
         """Write a file of the run, whole or not at all."""
         with _explained(self.path / name):
             atomic_write(self.path / name, data)
-
-
-def _as_written(path: Path) -> bool:
-    """Whether a plan's file holds the choices that a search wrote."""
-    try:
-        plan = Plan.load(path)
-    except Exception:  # whatever is wrong with it, we did not write it
-        return False
-    return plan.status == plan.source
 
 
 def directory_name(model: str, device: str, budget: str, digest: str) -> str:
