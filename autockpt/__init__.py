@@ -13,13 +13,17 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from autockpt.errors import AutockptError
-    from autockpt.integrations.transformers import AutockptCallback
-    from autockpt.public import estimate, explain, search, trace, verify
-    from autockpt.runtime import apply
-    from autockpt.schema.plan import Plan
-    from autockpt.schema.runs import open_run
-    from autockpt.workload import Step
+    from autockpt.errors import AutockptError as AutockptError
+    from autockpt.integrations.transformers import AutockptCallback as AutockptCallback
+    from autockpt.public import estimate as estimate
+    from autockpt.public import explain as explain
+    from autockpt.public import search as search
+    from autockpt.public import trace as trace
+    from autockpt.public import verify as verify
+    from autockpt.runtime import apply as apply
+    from autockpt.schema.plan import Plan as Plan
+    from autockpt.schema.runs import open_run as open_run
+    from autockpt.workload import Step as Step
 
 __version__ = "0.1.0"
 
@@ -29,28 +33,11 @@ _HOME = {
     "Plan": "autockpt.schema.plan",
     "Step": "autockpt.workload",
     "apply": "autockpt.runtime",
-    "estimate": "autockpt.public",
-    "explain": "autockpt.public",
     "open_run": "autockpt.schema.runs",
-    "search": "autockpt.public",
-    "trace": "autockpt.public",
-    "verify": "autockpt.public",
+    **dict.fromkeys(("estimate", "explain", "search", "trace", "verify"), "autockpt.public"),
 }
 
-__all__ = [
-    "AutockptCallback",
-    "AutockptError",
-    "Plan",
-    "Step",
-    "__version__",
-    "apply",
-    "estimate",
-    "explain",
-    "open_run",
-    "search",
-    "trace",
-    "verify",
-]
+__all__ = sorted(["__version__", *_HOME])  # pyright: ignore[reportUnsupportedDunderAll]
 
 
 def __getattr__(name: str) -> Any:

@@ -42,8 +42,8 @@ from autockpt.tracing.memory import GhostMemory
 from autockpt.tracing.recorder import RealRecorder, Recorder
 from autockpt.tracing.transport import GhostTransport, NotingTransport
 from autockpt.workload import Step, build, discover_head, discover_units, step_failed
+from autockpt.workload.build import refuse_liger_on
 from autockpt.workload.failures import location, summary
-from autockpt.workload.liger import refuse_liger_on
 from autockpt.workload.sharding import ranks_of
 from autockpt.workload.storages import storage_bytes
 

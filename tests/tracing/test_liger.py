@@ -16,7 +16,7 @@ from autockpt.shipped import load_hardware
 from autockpt.tracing import Tracer
 from autockpt.tracing.tracer import trace
 from autockpt.workload import Step, build, discover_units
-from autockpt.workload.liger import apply_liger
+from autockpt.workload.build import apply_liger
 from tests.liger import launched
 from tests.policies.zoo import assert_equal
 from tests.tracing.reference import Real
