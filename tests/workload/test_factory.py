@@ -134,25 +134,11 @@ def test_options_that_a_step_has_decided_are_refused_by_name(option: str, value:
     assert make("whole", units="0,2").units == "0,2"
 
 
-@pytest.mark.parametrize(
-    "function",
-    [
-        "broken",
-        "leaves",
-        "four",
-        "nothing",
-        "number",
-        "no_step",
-        "step_is_no_function",
-        "frozen",
-        "value",
-        "thre",
-        "nowhere.at.all:f",
-        "nowhere.py:f",
-        "imports_nothing:f",
-        "does_not_parse:f",
-    ],
-)
+FAILURES = """broken leaves four nothing number no_step step_is_no_function frozen value thre nowhere.at.all:f
+    nowhere.py:f imports_nothing:f does_not_parse:f"""
+
+
+@pytest.mark.parametrize("function", FAILURES.split())
 def test_failures_are_told_in_a_line(function: str) -> None:
     with pytest.raises(AutockptError) as caught:
         make(function)

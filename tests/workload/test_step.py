@@ -135,6 +135,3 @@ def test_mistakes(arguments: dict[str, Any]) -> None:
     given = {"model": net(), "batch": torch.ones(2, 4), "loss": average} | arguments
     with pytest.raises(WorkloadError):
         Step(given.pop("model"), given.pop("batch"), **given)
-
-
-# --- facts for people and files

@@ -44,15 +44,7 @@ CASES: list[Any] = [
     ("qwen2_moe", BASE, "layers.0", "layers.2", 3, 1, {"self_attn": A, "mlp": M}),
     ("gpt_neox", BASE, "layers.0", "layers.2", 3, 1, {"attention": A, "mlp": M}),
     ("mamba", {"hidden_size": 32, "num_hidden_layers": 3, "vocab_size": 99}, "layers.0", "layers.2", 3, 1, {}),
-    (
-        "bert",
-        BASE,
-        "encoder.layer.0",
-        "encoder.layer.2",
-        3,
-        1,
-        {"attention": A, "intermediate": M, "output": M},
-    ),
+    ("bert", BASE, "encoder.layer.0", "encoder.layer.2", 3, 1, {"attention": A, "intermediate": M, "output": M}),
     ("modernbert", BASE, "layers.0", "layers.2", 3, 2, {"attn": A, "mlp": M}),
     ("albert", BASE | {"embedding_size": 16}, *["encoder.albert_layer_groups.0.albert_layers.0"] * 2, 1, 1,
      {"attention": A}),
@@ -251,29 +243,25 @@ def layer(**attributes: Any) -> nn.Module:
     return module
 
 
-def same(a: nn.Module, b: nn.Module) -> bool:
-    return structure_key(a) == structure_key(b)
-
-
-def test_equal_layers_are_the_same_wherever_they_stand() -> None:
-    assert same(layer(layer_idx=0, layer_id=0, layer_number=1), layer(layer_idx=5, layer_id=5, layer_number=6))
-    assert same(layer(name="layers.1.attn"), layer(name="layers.12.attn"))
-
-
-def test_weights_that_differ_in_shape_type_or_training_differ() -> None:
-    assert not same(nn.Linear(4, 4), nn.Linear(4, 5))
-    assert not same(nn.Linear(4, 4), nn.Linear(4, 4, dtype=torch.bfloat16))
-    assert not same(nn.Linear(4, 4), nn.Linear(4, 4).requires_grad_(False))
-    assert not same(nn.Linear(4, 4), nn.Linear(4, 4, bias=False))
-
-
-def test_settings_that_change_ops_differ() -> None:
-    assert not same(layer(sliding_window=16), layer(sliding_window=None))
-    assert not same(layer(kind="full"), layer(kind="sliding"))
-    assert not same(nn.Conv2d(4, 4, 1, stride=1), nn.Conv2d(4, 4, 1, stride=2))
+@pytest.mark.parametrize(
+    ("one", "other", "equal"),
+    [
+        (layer(layer_idx=0, layer_id=0, layer_number=1), layer(layer_idx=5, layer_id=5, layer_number=6), True),
+        (layer(name="layers.1.attn"), layer(name="layers.12.attn"), True),
+        (nn.Linear(4, 4), nn.Linear(4, 5), False),
+        (nn.Linear(4, 4), nn.Linear(4, 4, dtype=torch.bfloat16), False),
+        (nn.Linear(4, 4), nn.Linear(4, 4).requires_grad_(False), False),
+        (nn.Linear(4, 4), nn.Linear(4, 4, bias=False), False),
+        (layer(sliding_window=16), layer(sliding_window=None), False),
+        (layer(kind="full"), layer(kind="sliding"), False),
+        (nn.Conv2d(4, 4, 1, stride=1), nn.Conv2d(4, 4, 1, stride=2), False),
+    ],
+)
+def test_layers_are_the_same_where_their_ops_are(one: nn.Module, other: nn.Module, equal: bool) -> None:
+    assert (structure_key(one) == structure_key(other)) == equal
 
 
 def test_what_the_config_says_about_this_layer_matters() -> None:
     config = SimpleNamespace(num_hidden_layers=3, layer_types=["sliding", "full", "sliding"])
-    a, b, c = (layer(layer_idx=i, config=config) for i in range(3))
-    assert same(a, c) and not same(a, b)
+    a, b, c = (structure_key(layer(layer_idx=i, config=config)) for i in range(3))
+    assert a == c != b
