@@ -141,9 +141,10 @@ class TimeLimitReached(MeasurementError):
 
 
 class DeviceOutOfMemory(MeasurementError):
-    """A step ran out of device memory. Exit code 4."""
+    """A step ran out of device memory. ``last``: why no other step can be taken after it. Exit code 4."""
 
     code = "memory.device"
+    last: MeasurementError | None = None
 
 
 class HostBudgetExceeded(DeviceOutOfMemory):

@@ -135,6 +135,7 @@ class AnswerRow:
     overhead: float | None
     overhead_noise: float
     overhead_predicted: bool
+    note: str
     ours: bool
 
 
@@ -156,7 +157,8 @@ def _row(row: Comparison, none: Comparison | None, budget_bytes: int, ours: bool
     if row is not none and here is not None and base is not None and here.step_seconds and base.step_seconds:
         overhead = here.step_seconds / base.step_seconds - 1
     headroom = budget_bytes - known.peak_bytes if known is not None else None
-    return AnswerRow(row, verdict, known, headroom, overhead, noise, predicted, ours)
+    note = "; ".join(filter(None, (row.note, words.by_rank(row.measured))))
+    return AnswerRow(row, verdict, known, headroom, overhead, noise, predicted, note, ours)
 
 
 def loading_lines(path: str, compiled: CompileMode | None = None) -> tuple[str, ...]:

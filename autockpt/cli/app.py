@@ -19,7 +19,7 @@ from autockpt.cli.diagnose import diagnose
 from autockpt.cli.estimate import estimate
 from autockpt.cli.explain import explain
 from autockpt.cli.export import export
-from autockpt.cli.guard import silence_output
+from autockpt.cli.guard import TERMINATED, silence_output
 from autockpt.cli.history import history
 from autockpt.cli.options import flag
 from autockpt.cli.search import search
@@ -114,13 +114,13 @@ def main() -> None:
         code = end.code if isinstance(end.code, int) else int(end.code is not None)
         raise
     finally:
-        # the answer is given: a further signal could only break what libraries do when the interpreter ends
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        if in_a_job:
+        if in_a_job and code != TERMINATED:
             from autockpt.measuring.ranks import leave_together
 
             leave_together()
+        # the answer is given: a further signal could only break what libraries do when the interpreter ends
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
 def _print_version(wanted: bool) -> None:

@@ -268,7 +268,7 @@ def print_answer(outcome: SearchOutcome, console: Console) -> None:
         if any(r.plan.predicted is not None for r in rows) or outcome.step_note:
             console.print(simulated(outcome.step_note))
         console.print(Text("; ".join(legend_of_names(row.plan.name for row in rows))), style="dim")
-    remarks(_remarks(outcome), console)
+    remarks(_remarks(outcome, rows), console)
     if outcome.plan is not None:
         _print_plan(outcome, outcome.plan, console)
 
@@ -287,8 +287,8 @@ def _cells(row: AnswerRow) -> list[Text | str]:
     word, colour = VERDICTS.get(row.verdict, (row.verdict, ""))
     plan, known = row.plan, row.known
     name, peak, step, overhead = Text(plan.name), Text("—"), Text(words.step_of(known)), Text("—")
-    if plan.note and len(plan.note) <= SHORT:
-        name.append(f"\n{plan.note}", style="dim not bold")
+    if row.note and len(row.note) <= SHORT:
+        name.append(f"\n{row.note}", style="dim not bold")
     if plan.measured is not None:
         peak = Text(format_binary(plan.measured.peak_bytes))
         if plan.predicted is not None:
@@ -326,7 +326,7 @@ def _heading(outcome: SearchOutcome) -> Text:
     return text
 
 
-def _remarks(outcome: SearchOutcome) -> list[str]:
+def _remarks(outcome: SearchOutcome, rows: list[AnswerRow]) -> list[str]:
     """What the table does not say."""
     said = []
     if outcome.interrupted:
@@ -340,7 +340,7 @@ def _remarks(outcome: SearchOutcome) -> list[str]:
         said.append(f"Nothing was measured: all numbers are simulated for {outcome.device.name}.")
     if not outcome.dry_run:
         said.append(_effort(outcome))
-    said += [f"{r.name}: {r.note}" for r in outcome.rows if len(r.note) > SHORT]
+    said += [f"{row.plan.name}: {row.note}" for row in rows if len(row.note) > SHORT]
     if outcome.set_aside:
         said.append(f"What stood there before is kept as {outcome.set_aside}.")
     return [*said, *outcome.notes]
@@ -385,9 +385,14 @@ def _on_the_device(plan: Plan, path: str) -> tuple[str, ...]:
     """Commands that compare a simulated plan with real steps, where one process can take such steps."""
     if plan.status != "simulated":
         return ()
-    if plan.workload is not None and (only := plan.workload.simulated_only()):
+    path, spec = shlex.quote(path), plan.workload
+    if spec is not None and {*spec.simulated_settings()} == {"shard"}:
+        return (
+            "On the devices, continue with measured steps:",
+            f"    torchrun --nproc-per-node {spec.ranks} -m autockpt search --resume {path}",
+        )
+    if spec is not None and (only := spec.simulated_only()):
         return (f"No command here takes real steps with {', '.join(only)}: its numbers stay simulated.",)
-    path = shlex.quote(path)
     compare, go_on = f"    autockpt verify {path}", f"    autockpt search --resume {path}"
     return ("On the device, compare it with real steps, or continue with measured ones:", compare, go_on)
 

@@ -24,7 +24,7 @@ import torch
 from torch import distributed, nn
 
 from autockpt.devices import get_device, make_current
-from autockpt.errors import AutockptError, MeasurementError, RanksError
+from autockpt.errors import AutockptError, DeviceOutOfMemory, MeasurementError, RanksError
 from autockpt.interpreter import handling, held_back
 from autockpt.measuring.base import Choices, Passing
 from autockpt.measuring.local import LocalMeasurer
@@ -34,7 +34,7 @@ from autockpt.schema.trial import Measurement
 from autockpt.schema.workload import WorkloadSpec
 from autockpt.workload import Step, build, explain
 from autockpt.workload.factory import is_factory
-from autockpt.workload.sharding import in_a_group, ranks_of
+from autockpt.workload.sharding import in_a_group
 from autockpt.workload.storages import nested_tensors
 
 T = TypeVar("T")
@@ -64,10 +64,10 @@ def share_of(spec: WorkloadSpec, device: str | None) -> Step:
             f"rank {own_rank()} is one of {size} processes, and its job is not sharded: each would search alone",
             remedy=f"Add `shard: {size}` (or `ddp: views`) to the --job file; or search without torchrun.",
         )
-    if spec.shard is not None and (over := ranks_of(spec.shard)) != size:
+    if spec.shard is not None and spec.ranks != size:
         raise RanksError(
-            f"rank {own_rank()} is one of {size} processes, and `shard: {spec.shard}` is over {over}",
-            remedy=f"Start {over} (torchrun --nproc-per-node {over}), or shard over {size}.",
+            f"rank {own_rank()} is one of {size} processes, and `shard: {spec.shard}` is over {spec.ranks}",
+            remedy=f"Start {spec.ranks} (torchrun --nproc-per-node {spec.ranks}), or shard over {size}.",
         )
     make_current(there)
     join(there.torch_device)
@@ -89,10 +89,13 @@ def share_of(spec: WorkloadSpec, device: str | None) -> Step:
 
 def join(device: torch.device = torch.device("cpu")) -> None:
     """Let this process join the job that it was started for; its collectives are those of the device."""
-    if not in_a_group():
-        own = distributed.get_default_backend_for_device(device)
-        backend = own if device.type == "cpu" else f"cpu:gloo,{device.type}:{own}"
-        distributed.init_process_group(backend, timeout=timedelta(seconds=FIRST_TIMEOUT))
+    if in_a_group():
+        return
+    own = distributed.get_default_backend_for_device(device)
+    try:
+        distributed.init_process_group(own if device.type == "cpu" else f"cpu:gloo,{device.type}:{own}")
+    except (RuntimeError, ValueError) as error:
+        raise MeasurementError(f"rank {own_rank()} does not find the others: {error}", remedy=_AGAIN) from None
 
 
 def leave_together() -> None:
@@ -102,7 +105,10 @@ def leave_together() -> None:
     """
     ended: list[int] = []
     until = time.monotonic() + ENDING
-    with suppress(RuntimeError, ValueError), handling({signal.SIGTERM: lambda number, frame: ended.append(number)}):
+    with (
+        suppress(RuntimeError, MeasurementError),
+        handling({signal.SIGTERM: lambda number, frame: ended.append(number)}),
+    ):
         join()
         store = distributed.distributed_c10d._get_default_store()
         store.set(f"autockpt/left/{own_rank()}", "")
@@ -159,7 +165,7 @@ class Ranks(Passing):
         self._local = LocalMeasurer(self.step, host_budget=host_budget, others_wait=True)
         self._local.with_others(lambda: distributed.barrier(self._control), RECORDINGS)
         self.environment = self._local.environment
-        self._broken: str | None = None  # why no further step can be taken
+        self._broken: MeasurementError | None = None  # why no further step can be taken
         self._timeouts = [(group, _timeout(group)) for group in _training_groups(step.model)]
         self._wait_at_most(FIRST_TIMEOUT)
 
@@ -186,6 +192,7 @@ class Ranks(Passing):
                 "times": times,
                 "loss_is_finite": all(one.loss_is_finite for one in found),
                 "peak_by_rank": tuple(one.peak_bytes for one in found),
+                "seconds_by_rank": tuple(one.step_seconds for one in found),
             }
         )
 
@@ -218,7 +225,7 @@ class Ranks(Passing):
     def serve(self) -> Any:
         """Take steps as the first rank asks for them, until its search is over; its answer. Raises its error."""
         # whether to go on is the first rank's to say; when it is gone its connections are closed
-        with handling({signal.SIGINT: signal.SIG_IGN, signal.SIGTERM: signal.SIG_IGN}):
+        with handling({signal.SIGINT: signal.SIG_IGN}), held_back([signal.SIGTERM]):
             while True:
                 verb, asked = self._broadcast(None)
                 if verb == "end":
@@ -274,13 +281,13 @@ class Ranks(Passing):
         try:
             yield
         except RuntimeError as error:
-            self._broken = "a rank has left"
-            raise MeasurementError(f"a rank has left during the search: {error}", remedy=_AGAIN) from None
+            self._broken = MeasurementError(f"a rank has left during the search: {error}", remedy=_AGAIN)
+            raise self._broken from None
 
     def _on_all(self, verb: str, **asked: Any) -> list[Any]:
         """Results by rank of what is done on all ranks. Raises the error of the rank that failed first."""
         if self._broken is not None:
-            raise MeasurementError(f"no step can be taken any more: {self._broken}", remedy=_AGAIN)
+            raise self._broken
         with held_back((signal.SIGINT, signal.SIGTERM)):  # all ranks end what they have begun
             self._broadcast((verb, asked))
             everyone = self._take_part(verb, asked)
@@ -290,7 +297,10 @@ class Ranks(Passing):
         _, rank, error = min(failed, key=lambda one: one[:2])
         error.message = f"rank {rank}: {error.message}"
         if len(failed) < self.size or any(type(one[2]) is not type(error) for one in failed):
-            self._broken = error.message  # the others were left waiting in a collective
+            # the others were left waiting in a collective
+            self._broken = MeasurementError(f"no step can be taken any more: {error.message}", remedy=_AGAIN)
+            if isinstance(error, DeviceOutOfMemory):
+                error.last = self._broken
         raise error
 
     def _take_part(self, verb: str, asked: dict[str, Any]) -> list[dict[str, Any]]:

@@ -7,6 +7,7 @@ results/<model>_<device>_<budget>_<hash of the question>/
     plan.yaml          the answer              profile.json      what each choice costs
     study.db           the Optuna study        outcome.json      what was answered, once the search had ended
     outlook.json       what ghost runs said of other budgets and other jobs, of which nothing was tried
+    in_flight.json     plans in whose measurement a process ended, and how often
     report.html        all of it on one page   graph-*.json.gz   the steps of the plan, and of recomputing everything
     plan_by_length.yaml  plan.yaml with further sets of choices for smaller batches, where lengths were searched for
 """
@@ -43,7 +44,7 @@ from autockpt.schema.trial import Measurement, Trial
 T = TypeVar("T")
 M = TypeVar("M", bound=BaseModel)
 Step = Literal["plain", "recompute", "plan"]
-_QUESTION, _TRIALS = "question.json", "trials.jsonl"
+_QUESTION, _TRIALS, _IN_FLIGHT = "question.json", "trials.jsonl", "in_flight.json"
 PLAN = "plan.yaml"
 BY_LENGTH = "plan_by_length.yaml"
 _OF_THE_QUESTION = ("workload", "settings", "budget", "host_budget_bytes", "baselines")
@@ -236,6 +237,14 @@ class RunDirectory:
                     remedy="Delete the line, or search with --fresh, which sets the whole directory aside.",
                 ) from None
         return found
+
+    def in_flight(self) -> dict[str, int]:
+        """How often a process ended while it measured a plan, by the plan's hash."""
+        path = self.path / _IN_FLIGHT
+        return _read_json(path) if path.exists() else {}
+
+    def write_in_flight(self, plans: Mapping[str, int]) -> None:
+        self.write(_IN_FLIGHT, json.dumps(plans))
 
     def dates(self) -> tuple[float, float]:
         """When the run began and when a trial was last written, in seconds since 1970, by its files."""

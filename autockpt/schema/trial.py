@@ -36,6 +36,7 @@ class Measurement(Data):
     compile_seconds: float = Field(default=0.0, description="spent on compiling before the first timed cycle")
     graphs: int = Field(default=0, description="graphs that a plan for compiled training is compiled to")
     peak_by_rank: tuple[int, ...] = Field(default=(), description="of a job of ranks; the largest is peak_bytes")
+    seconds_by_rank: tuple[float, ...] = Field(default=(), description="likewise, medians; the slowest counts")
     loss_is_finite: bool = Field(default=True, description="whether its steps' loss is a number; of full steps unknown")
 
     def rescaled(self, factor: float) -> Measurement:

@@ -11,7 +11,7 @@ from itertools import groupby
 from autockpt.schema.choices import CHOICE_TYPES, SAVE, Choice
 from autockpt.schema.device import Environment
 from autockpt.schema.names import ancestors, outermost
-from autockpt.schema.sizes import three
+from autockpt.schema.sizes import format_binary, three
 from autockpt.schema.trial import Measurement, Prediction
 from autockpt.schema.workload import WorkloadSpec
 
@@ -59,6 +59,17 @@ def step_of(score: Measurement | Prediction | None) -> str:
     if isinstance(score, Measurement):
         return step_time(score)
     return f"~{seconds(score.step_seconds)}" if score is not None and score.step_seconds else "—"
+
+
+def by_rank(measured: Measurement | None) -> str:
+    """Peak and step of each rank of a job where they differ by more than is printed, or than noise; else empty."""
+    if measured is None:
+        return ""
+    peaks, steps = [format_binary(size) for size in measured.peak_by_rank], measured.seconds_by_rank
+    apart = bool(steps) and max(steps) > min(steps) * (1 + 2 * measured.noise)
+    said = [f"peak {', '.join(peaks)}"] if len({*peaks}) > 1 else []
+    said += [f"step {', '.join(map(seconds, steps))}"] if apart else []
+    return f"by rank: {'; '.join(said)}" if said else ""
 
 
 def compared(ours: Measurement | Prediction, other: Measurement | Prediction, name: str) -> str:

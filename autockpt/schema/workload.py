@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import re
 from functools import cached_property
+from math import prod
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -118,6 +119,11 @@ class WorkloadSpec(Data):
         except OSError:  # whoever reads them to build a model says so better
             return None
         return digest.hexdigest()
+
+    @property
+    def ranks(self) -> int:
+        """How many ranks the model is sharded over."""
+        return prod(map(int, re.findall(r"\d+", str(self.shard or 1))))
 
     def simulated_settings(self) -> dict[str, bool | str | int]:
         """Settings given here that only simulated hardware can follow, by their fields' names."""

@@ -44,7 +44,6 @@ from autockpt.tracing.transport import GhostTransport, NotingTransport
 from autockpt.workload import Step, build, discover_head, discover_units, step_failed
 from autockpt.workload.build import refuse_liger_on
 from autockpt.workload.failures import location, summary
-from autockpt.workload.sharding import ranks_of
 from autockpt.workload.storages import storage_bytes
 
 _STATES_PER_WEIGHT = 4  # weights, gradients, and two states
@@ -216,7 +215,7 @@ class GhostRun(TracedRun):
         if spec.attn in FLASH and device.type == "cuda":
             self._around.append(partial(flash_on_ghosts, capability or AMPERE))
         if spec.shard is not None:
-            pretend_ranks(ranks_of(spec.shard))
+            pretend_ranks(spec.ranks)
         try:
             # The weights' values decide nothing: trained ones are not loaded.
             with self._imitating(), self._building():

@@ -12,7 +12,11 @@ from autockpt.schema import Choice, ResolvedBudget, Trial
 from autockpt.schema.known import NONE
 from autockpt.tuning.clock import Clock
 from autockpt.tuning.targets.base import Target
-from autockpt.tuning.trials import Candidate, Trials
+from autockpt.tuning.trials import Candidate, Score, Trials
+
+MOST_ENDED = 2
+"""Processes that may end while they measure a plan, until the next one goes on without it."""
+_GIVEN_UP = Score("failed", message=f"not measured: {MOST_ENDED} processes ended in the middle of it")
 
 
 @dataclass
@@ -182,9 +186,16 @@ class Loop:
     def _try(self, candidate: Candidate) -> None:
         """Score a plan where its ghost run says that this can be worth it."""
         budget_bytes = None if candidate.encoding == "baseline" else self.trials.budget_bytes
-        score = candidate.score or self.target.score(candidate, budget_bytes)
-        trial = self.trials.write(candidate, score, elapsed=self.clock.elapsed)
+        if candidate.score is not None or self.target.terms.source != "measured":
+            score = candidate.score or self.target.score(candidate, budget_bytes)
+            trial = self.trials.write(candidate, score, elapsed=self.clock.elapsed)
+        else:
+            with self.trials.measuring(candidate.choices) as ended:
+                score = _GIVEN_UP if ended >= MOST_ENDED else self.target.score(candidate, budget_bytes)
+                trial = self.trials.write(candidate, score, elapsed=self.clock.elapsed)
         self.clock.listener.trial(trial, self.trials.best)
+        if score.last is not None:
+            raise score.last
 
     def _finals(self) -> Trial | None:
         """The plan to name; well-known plans are timed with the best: the table sets their step times against it.

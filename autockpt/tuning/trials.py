@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import groupby
 
+from autockpt.errors import MeasurementError, TimeLimitReached
 from autockpt.schema import SAVE, Choice, Measurement, Prediction, ResolvedBudget, Trial, TrialState, plan_hash
 from autockpt.schema.runs import RunDirectory
 
 
 @dataclass(frozen=True)
 class Score:
-    """What became of a candidate. ``measured`` is None where no step was taken, or it ran out of memory."""
+    """What became of a candidate. ``measured`` is None where no step was taken, or it ran out of memory.
+
+    ``last``: why no other can be measured after it.
+    """
 
     state: TrialState
     measured: Measurement | None = None
     message: str = ""
+    last: MeasurementError | None = None
 
 
 Plans = Mapping[str, Mapping[str, Choice]]  # by what they are called
@@ -65,6 +71,21 @@ class Trials:
     def find(self, choices: Mapping[str, Choice]) -> Trial | None:
         """The trial of this plan, if there was one."""
         return self._by_hash.get(plan_hash(choices))
+
+    @contextmanager
+    def measuring(self, choices: Mapping[str, Choice]) -> Iterator[int]:
+        """Within it a plan is measured. Gives how many processes ended in the middle of that, or failed."""
+        if self._run is None:
+            yield 0
+            return
+        plan, ended = plan_hash(choices), self._run.in_flight()
+        self._run.write_in_flight({**ended, plan: ended.get(plan, 0) + 1})
+        try:
+            yield ended.get(plan, 0)
+        except (KeyboardInterrupt, TimeLimitReached):
+            self._run.write_in_flight(ended)
+            raise
+        self._run.write_in_flight({other: times for other, times in ended.items() if other != plan})
 
     def write(self, candidate: Candidate, score: Score, *, elapsed: float) -> Trial:
         """Add what became of a new plan ``elapsed`` seconds after the search began. Returns what was written."""

@@ -5,8 +5,6 @@ What is sharded needs a process group of as many ranks, real or pretended.
 
 from __future__ import annotations
 
-import re
-from math import prod
 from typing import Any
 
 import torch
@@ -18,11 +16,6 @@ from autockpt.schema.workload import WorkloadSpec
 from autockpt.workload.units import discover_units, modules_of
 
 TENSOR_PARALLEL = "tp"
-
-
-def ranks_of(how: int | str) -> int:
-    """How many ranks a ``shard`` of a job file is over: the product of its numbers."""
-    return prod(map(int, re.findall(r"\d+", str(how))))
 
 
 def in_a_group() -> bool:
@@ -61,7 +54,7 @@ def shard_model(
         )
     sizes, _, kept = str(spec.shard).partition(" ")
     if sizes.startswith(TENSOR_PARALLEL):
-        _tensor_parallel(model, ranks_of(sizes), device)
+        _tensor_parallel(model, spec.ranks, device)
         return model
     shape = tuple(map(int, sizes.split("x")))
     mesh = init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])

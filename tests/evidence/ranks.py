@@ -25,7 +25,6 @@ from autockpt.schema import WorkloadSpec
 from autockpt.schema.choices import OFFLOAD, RECOMPUTE, Choice, parse_choice
 from autockpt.tracing import Tracer
 from autockpt.workload import build
-from autockpt.workload.sharding import ranks_of
 from tests.runtime.processes import in_processes
 
 LAYERS, VOCABULARY, ROWS, LENGTH = 6, 1024, 4, 128
@@ -61,7 +60,7 @@ def plans() -> dict[str, dict[str, Choice]]:
 def measure(rank: int, shard: str, folder: str) -> None:
     """One rank's part; the first one writes the peaks of every plan, by rank."""
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=ranks_of(shard))
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=job(shard).ranks)
     with Ranks(build(job(shard)), shard) as measurer:
         if rank:
             measurer.serve()
@@ -82,7 +81,7 @@ def main() -> None:
         with Tracer.from_spec(job(shard)) as tracer:
             predicted = {name: tracer.trace(plan).peak_bytes for name, plan in plans().items()}
         with tempfile.TemporaryDirectory() as folder:
-            in_processes(measure, (shard, folder), ranks_of(shard))
+            in_processes(measure, (shard, folder), job(shard).ranks)
             measured = json.loads(Path(folder, "peaks").read_text())
         for name, peaks in measured.items():
             most, apart, said = max(peaks), max(peaks) - min(peaks), predicted[name]

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from autockpt.cost import CostModel
-from autockpt.errors import InfeasibleError, RunDirectoryError
+from autockpt.errors import DeviceOutOfMemory, InfeasibleError, MeasurementError, RunDirectoryError
 from autockpt.measuring.statistics import ratio_interval
 from autockpt.schema import (
     OFFLOAD,
@@ -362,3 +362,26 @@ def test_timings_that_swing_are_said_to_come_of_other_work(swing: float, said: b
     target = Measured(device, Clock(Silence()), request=None)  # type: ignore[arg-type]
     target.winner(trials, [], 1, math.inf)
     assert any("other work" in note and "OMP_NUM_THREADS" in note for note in target.notes) is said
+
+
+def test_a_plan_that_two_processes_ended_in_is_left_out(tmp_path: Path) -> None:
+    """And a trial after which no other can be taken is on record."""
+
+    class Deadly(MadeUpDevice):
+        def measure(self, choices: Any, **more: Any) -> Measurement:
+            if set(choices.values()) == {OFFLOAD}:
+                raise MeasurementError("a rank has left")
+            if set(choices.values()) == {RECOMPUTE}:
+                error = DeviceOutOfMemory("on rank 1")
+                error.last = MeasurementError("no other step")
+                raise error
+            return super().measure(choices, **more)
+
+    run = run_in(tmp_path)
+    for _ in range(3):
+        with raises(MeasurementError):
+            search(Deadly(), "50%act", run=run)
+    found = search(Deadly(), "50%act", run=run)
+    states = {frozenset(trial.choices.values()): trial.state for trial in found.trials}
+    assert found.best is not None and states[frozenset({OFFLOAD})] == "failed"
+    assert states[frozenset({RECOMPUTE})] == "out_of_memory" and not run.in_flight()

@@ -140,7 +140,7 @@ class Measured(Target):
             with self.clock.part(STEPS), self._turn_to_offload(candidate):
                 measured = self.measurer.measure(candidate.choices, steps=steps, budget_bytes=budget_bytes)
         except DeviceOutOfMemory as error:
-            return Score("out_of_memory", message=error.message)
+            return Score("out_of_memory", message=error.message, last=error.last)
         self.step_seconds = measured.step_seconds
         return Score("measured", measured)
 
