@@ -6,7 +6,7 @@ import re
 import time
 from pathlib import Path
 
-from autockpt.cli.guard import guarded, print_json, progress, results
+from autockpt.cli.guard import guarded, progress, show
 from autockpt.cli.options import flag, opt
 from autockpt.errors import UsageError
 from autockpt.schema.files import set_aside, unwritable, write_file
@@ -39,10 +39,7 @@ def calibrate(
     hardware = measured.model_copy(update={"name": path.stem})
     aside, text = set_aside(path) if path.exists() else None, dump_hardware(hardware)
     write_file(path, text, UsageError)
-    if as_json:
-        print_json(hardware.model_dump_json(indent=2))
-    else:
-        results().print(text, end="", soft_wrap=True, markup=False, highlight=False)
+    show(hardware, lambda _, console: console.print(text, end="", soft_wrap=True), as_json)
     console.print(f"{path}: written, measured in {time.perf_counter() - began:.0f} s")
     if aside is not None:
         console.print(f"The earlier file is kept as {aside}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from autockpt.cli.guard import guarded, print_json
+from autockpt.cli.guard import guarded, show
 from autockpt.cli.options import arg, flag, opt
 from autockpt.schema.runs import plan_at
 
@@ -23,8 +23,4 @@ def export(
     """
     from autockpt.integrations.export import export as nearest
 
-    exported = nearest(plan_at(plan), to)
-    if as_json:
-        print_json(exported.model_dump_json(indent=2))
-    else:
-        print(exported.settings, end="", flush=True)
+    show(nearest(plan_at(plan), to), lambda said, _: print(said.settings, end="", flush=True), as_json)

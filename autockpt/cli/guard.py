@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import functools
-import json
 import os
 import signal
 import sys
@@ -19,17 +18,17 @@ from types import FrameType
 from typing import Any, TypeVar
 
 import typer
+from pydantic_core import to_json
 from rich.console import Console
 from rich.text import Text
 
 from autockpt.errors import AutockptError, InfeasibleError, without_passwords
 from autockpt.interpreter import handling
 from autockpt.process import own_rank
-from autockpt.schema import Data
 from autockpt.schema.sizes import format_bytes
 from autockpt.terminal import console
 
-Answer = TypeVar("Answer", bound=Data)
+Answer = TypeVar("Answer")
 INTERRUPTED, UNREAD, TERMINATED = 130, 141, 143
 FAILED = 4
 CONTINUED = ("search",)  # verbs that write down what they measure as it comes
@@ -63,8 +62,9 @@ def guarded(verb: Callable[..., None]) -> Callable[..., None]:
                 code = _interrupted(as_json, _code(interrupts), kept)
             elif isinstance(error, OSError) and error.errno in _UNWRITTEN and error.filename is None:
                 silence_output()
-                read_it = _READ_IT if kept and not options.get("dry_run") else ""
-                code = _say(f"the answer could not be written: {error.strerror}", read_it, False, FAILED, code="output")
+                code = _say(
+                    f"the answer could not be written: {error.strerror}", _READ_IT * kept, False, FAILED, code="output"
+                )
             else:
                 code = _bug(error, as_json)
             raise typer.Exit(code) from None
@@ -100,34 +100,30 @@ def _code(interrupts: list[int]) -> int:
 
 _UNWRITTEN = (errno.ENOSPC, errno.EIO, errno.EFBIG, getattr(errno, "EDQUOT", errno.ENOSPC))
 _READ_IT = "It is in the run's directory: the same command shows it at once, without measuring again."
+_KEPT = "What was measured so far is kept; the same command continues."
 _AGAIN = "The same command begins again."
 
 
 def _interrupted(as_json: bool, code: int, kept: bool) -> int:
-    _debug()
     # a second Ctrl-C does not lose the message
     with handling({signal.SIGINT: signal.SIG_IGN, signal.SIGTERM: signal.SIG_IGN}):
         said = "ended by SIGTERM" if code == TERMINATED else "interrupted"
-        remedy = "What was measured so far is kept; the same command continues." if kept else _AGAIN
-        return _say(said, remedy, as_json, code)
+        return _say(said, _KEPT if kept else _AGAIN, as_json, code)
 
 
 def _explain(error: AutockptError, as_json: bool) -> int:
-    _debug()
-    remedy = error.remedy
-    more: dict[str, Any] = {}
+    remedy, more = error.remedy, dict[str, Any]()
     if isinstance(error, InfeasibleError) and error.smallest_peak is not None:
         more["smallest_peak_bytes"] = error.smallest_peak
         smallest = format_bytes(error.smallest_peak)
         if smallest not in error.message + remedy:
             remedy = f"The smallest peak that any plan reaches is {smallest}. {remedy}".strip()
     if isinstance(error, InfeasibleError) and error.alternatives:
-        more["alternatives"] = [way.model_dump(mode="json") for way in error.alternatives]
+        more["alternatives"] = error.alternatives
     return _say(error.message, remedy, as_json, error.exit_code, code=error.code, **more)
 
 
 def _bug(error: Exception, as_json: bool) -> int:
-    _debug()
     name = f"autockpt-error-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}.log"
     try:
         log = Path(tempfile.gettempdir()) / name
@@ -136,22 +132,14 @@ def _bug(error: Exception, as_json: bool) -> int:
     except OSError:
         where = "Run it again with AUTOCKPT_DEBUG=1 to see details; please report them."
     first = without_passwords((str(error).splitlines() or [""])[0])[:200]
-    return _say(
-        f"unexpected {type(error).__name__}: {first}",
-        f"This is a bug in autockpt. {where}",
-        as_json,
-        FAILED,
-        code="bug",
-    )
-
-
-def _debug() -> None:
-    if os.environ.get("AUTOCKPT_DEBUG", "") not in ("", "0"):
-        print(without_passwords(traceback.format_exc()), end="", file=sys.stderr)
+    said = f"unexpected {type(error).__name__}: {first}"
+    return _say(said, f"This is a bug in autockpt. {where}", as_json, FAILED, code="bug")
 
 
 def _say(message: str, remedy: str, as_json: bool, exit_code: int, *, code: str = "", **more: Any) -> int:
-    """Show an error; gives its exit code."""
+    """Show the error that is being handled; gives its exit code."""
+    if os.environ.get("AUTOCKPT_DEBUG", "") not in ("", "0"):
+        print(without_passwords(traceback.format_exc()), end="", file=sys.stderr)
     out = progress() if code != "bug" else console(stderr=True)
     with suppress(BrokenPipeError):  # no reader is left; the exit code stays
         out.print(Text.assemble(("autockpt: ", "bold red"), message, (f" [{code}]" if code else "", "dim")))
@@ -161,7 +149,7 @@ def _say(message: str, remedy: str, as_json: bool, exit_code: int, *, code: str 
     if as_json:
         said = {"error": message, "code": code, "remedy": remedy, "exit_code": exit_code}
         try:
-            print_json(json.dumps(said | more, indent=2))
+            print_json(said | more)
         except OSError:  # it was said above
             silence_output()
     return exit_code
@@ -180,11 +168,11 @@ def progress() -> Console:
 def show(answer: Answer, printer: Callable[[Answer, Console], None], as_json: bool) -> None:
     """A verb's answer on standard output: as ``printer`` draws it, or as JSON."""
     if as_json:
-        print_json(answer.model_dump_json(indent=2))
+        print_json(answer)
     else:
         printer(answer, results())
 
 
-def print_json(text: str) -> None:
-    """Print JSON to standard output, without colour or wrapping."""
-    print(text, flush=True)
+def print_json(answer: Any) -> None:
+    """Print data as JSON to standard output, without colour or wrapping."""
+    print(to_json(answer, indent=2).decode(), flush=True)

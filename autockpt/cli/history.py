@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from autockpt.analysis.runs import InShort, in_short, write_index
-from autockpt.cli.guard import guarded, print_json, results
+from autockpt.cli.guard import guarded, results, show
 from autockpt.cli.options import arg, flag, opt
 from autockpt.errors import PlanError, UsageError
 from autockpt.progress import FITS, STATES
@@ -21,15 +22,7 @@ from autockpt.schema import Measurement, Trial, format_binary, format_bytes, wor
 from autockpt.schema.known import legend_of_names
 from autockpt.schema.names import fold
 from autockpt.schema.plan import set_lines
-from autockpt.schema.runs import (
-    BY_LENGTH,
-    PLAN,
-    RunDirectory,
-    measurements,
-    pareto_front,
-    plan_of_trial,
-    trial_of,
-)
+from autockpt.schema.runs import BY_LENGTH, PLAN, RunDirectory, measurements, pareto_front, plan_of_trial, trial_of
 from autockpt.schema.words import step_note
 from autockpt.terminal import heading, plain_table, print_legend, simulated
 
@@ -59,88 +52,65 @@ def history(
         place = RESULTS / place
     below = list(RunDirectory.below(place))
     if not below or below == [place]:  # a run, or nothing of the kind: then it says so
-        opened = RunDirectory.open(place)
+        run = RunDirectory.open(place)
         if page:
             from autockpt.analysis.page import write_page
 
-            _written(write_page(opened), as_json)
+            show({"page": write_page(run)}, _print_page, as_json)
         elif trial is not None:
-            _print_trial(opened, trial, plan_out, as_json)
+            _show_trial(run, trial, plan_out, as_json)
         else:
-            _print_run(opened, as_json)
+            show(_said_of(run), partial(_print_run, run), as_json)
         return
     if trial is not None:
         raise UsageError(f"{place} is a folder of runs", remedy="Name the run that --trial is of.")
     runs = sorted(map(in_short, below), key=lambda run: run.date)
     if page:
-        _written(write_index(place, runs), as_json)
-    elif as_json:
-        print_json(json.dumps([run.as_json(place) for run in runs], indent=2))
+        show({"page": write_index(place, runs)}, _print_page, as_json)
     else:
-        _print_runs(place, runs, results())
+        show([run.as_json(place) for run in runs], lambda _, console: _print_runs(place, runs, console), as_json)
 
 
-def _written(page: Path, as_json: bool) -> None:
-    if as_json:
-        print_json(json.dumps({"page": str(page)}))
-    else:
-        results().print(str(page), soft_wrap=True)
+def _print_page(written: dict[str, Path], console: Console) -> None:
+    console.print(str(written["page"]), soft_wrap=True)
 
 
-def _print_run(run: RunDirectory, as_json: bool) -> None:
-    trials = run.trials()
-    front = pareto_front(trials)
-    sets = _sets(run)
-    if as_json:
-        data: dict[str, Any] = {
-            "run": str(run.path),
-            "question": run.question,
-            "trials": [t.model_dump(mode="json") for t in trials],
-            "pareto_front": [t.number for t in front],
-            "sets": sets,
-        }
-        print_json(json.dumps(data, indent=2))
-        return
-    console = results()
+def _said_of(run: RunDirectory) -> dict[str, Any]:
+    """What a run was asked and tried, and a line for each set of its answer where that has several."""
+    trials, sets = run.trials(), list[str]()
+    with suppress(PlanError):  # damaged
+        if (plan := run.plan()) is not None:
+            sets = set_lines(plan)
+    front = [trial.number for trial in pareto_front(trials)]
+    return {"run": run.path, "question": run.question, "trials": trials, "pareto_front": front, "sets": sets}
+
+
+def _print_run(run: RunDirectory, found: dict[str, Any], console: Console) -> None:
     begun, last = run.dates()
     console.print(str(run.path), style="bold", soft_wrap=True)
     console.print(f"begun {words.when(begun)}, last trial {words.when(last)}", style="dim")
     if refused := run.refusal():
         console.print(refused, soft_wrap=True)
     console.print()
-    if not trials:
+    if not found["trials"]:
         console.print("nothing was tried yet")
         return
-    print_table(trials, front, console, step_note(run.environment(), None))
-    if sets:
+    print_table(found["trials"], pareto_front(found["trials"]), console, step_note(run.environment(), None))
+    if found["sets"]:
         console.print("\nThe answer's sets of choices, by the size of the batch:", style="bold")
-        console.print("\n".join(f"  {line}" for line in sets), soft_wrap=True)
+        console.print("\n".join(f"  {line}" for line in found["sets"]), soft_wrap=True)
 
 
-def _sets(run: RunDirectory) -> list[str]:
-    """A line for each set of the run's answer; none where that is no plan, one for all batches, or damaged."""
-    try:
-        plan = run.plan()
-    except PlanError:
-        return []
-    return [] if plan is None else set_lines(plan)
-
-
-def _print_trial(run: RunDirectory, number: int, plan_out: Path | None, as_json: bool) -> None:
+def _show_trial(run: RunDirectory, number: int, plan_out: Path | None, as_json: bool) -> None:
     if plan_out is not None and plan_out.resolve() in (run.path.resolve() / name for name in (PLAN, BY_LENGTH)):
         raise UsageError(f"{plan_out} is where the run keeps its own answer", remedy="Give another --plan-out.")
     trial = trial_of(run, number)
     readings = [reading for reading in run.readings() if reading.number == number]
     set_aside = plan_of_trial(run, trial).save(plan_out, existing="set_aside") if plan_out is not None else None
-    if as_json:
-        data = {"trial": trial.model_dump(mode="json"), "readings": [r.model_dump(mode="json") for r in readings]}
-        print_json(json.dumps(data, indent=2))
-        return
-    console = results()
-    print_trial(trial, readings, console)
-    if plan_out is not None:
+    show({"trial": trial, "readings": readings}, lambda _, console: print_trial(trial, readings, console), as_json)
+    if plan_out is not None and not as_json:
         kept = f"; what stood there is kept as {set_aside}" if set_aside is not None else ""
-        console.print(f"\nIts plan is written to {plan_out}{kept}.", soft_wrap=True)
+        results().print(f"\nIts plan is written to {plan_out}{kept}.", soft_wrap=True)
 
 
 def _print_runs(folder: Path, runs: Sequence[InShort], console: Console) -> None:
@@ -166,8 +136,8 @@ def print_table(trials: Sequence[Trial], front: Sequence[Trial], console: Consol
     console.print(_trials_table(trials, {t.number for t in front}, console.width))
     console.print()
     letters = ", ".join(f"{letter} {kind}" for letter, kind in words.letters(trial.choices for trial in trials))
-    said = f"A letter for each layer, first to last: {letters}; a small letter: for its attention or MLP alone"
-    console.print(Text(said, style="dim"))
+    found = f"A letter for each layer, first to last: {letters}; a small letter: for its attention or MLP alone"
+    console.print(Text(found, style="dim"))
     print_legend((choice for trial in trials for choice in trial.choices.values()), console)
     for line in legend_of_names(trial.name for trial in trials):
         console.print(Padding.indent(Text(line, style="dim"), 2))
@@ -221,8 +191,8 @@ def print_trial(trial: Trial, readings: Sequence[Trial], console: Console) -> No
     if len(measured) > 1:
         heading("Measured more than once; the last one counts", console, _readings(measured))
     if trial.parameters:
-        said = ", ".join(f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in trial.parameters.items())
-        console.print(f"\nParameters: {said}", soft_wrap=True)
+        found = ", ".join(f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in trial.parameters.items())
+        console.print(f"\nParameters: {found}", soft_wrap=True)
     console.print(f"\n{words.strip(trial.choices)}   {words.tally(trial.choices)}")
     for pattern, choice in fold(trial.choices).items():
         console.print(Text(f"  {pattern}: {choice}", style="dim"), soft_wrap=True)
@@ -236,9 +206,9 @@ def _beside(trial: Trial) -> Table:
     expected = predicted.step_seconds if predicted else None
 
     def add_sizes(name: str, field: str) -> None:
-        said, real = (getattr(reading, field, None) for reading in (predicted, measured))
-        more = "—" if said is None or real is None else f"{'+' if real > said else ''}{format_binary(real - said)}"
-        sizes = "—" if said is None else format_binary(said), "—" if real is None else format_bytes(real)
+        found, real = (getattr(reading, field, None) for reading in (predicted, measured))
+        more = "—" if found is None or real is None else f"{'+' if real > found else ''}{format_binary(real - found)}"
+        sizes = "—" if found is None else format_binary(found), "—" if real is None else format_bytes(real)
         table.add_row(name, *sizes, more)
 
     add_sizes("peak", "peak_bytes")

@@ -241,7 +241,8 @@ class RunDirectory:
     def in_flight(self) -> dict[str, int]:
         """How often a process ended while it measured a plan, by the plan's hash."""
         path = self.path / _IN_FLIGHT
-        return _read_json(path) if path.exists() else {}
+        with _explained(path):
+            return dict(json.loads(read_regular(path))) if path.exists() else {}
 
     def write_in_flight(self, plans: Mapping[str, int]) -> None:
         self.write(_IN_FLIGHT, json.dumps(plans))

@@ -46,11 +46,6 @@ def test_options_lie_over_a_plans_own() -> None:
     assert workload_spec({"seed": 3}, default="gpt2-tiny") == WorkloadSpec(model="gpt2-tiny", seed=3)
 
 
-def test_without_a_model_there_is_a_remedy() -> None:
-    with raises(UsageError, "--model"):
-        workload_spec({})
-
-
 @pytest.mark.parametrize(
     ("field", "value"), [("dtype", "fp8"), ("optimizer", "lion"), ("seq_len", 10**11), ("seq_len", "long")]
 )
