@@ -122,10 +122,6 @@ class AttachedForward(functools.partial):
         return self.func(module, state, *args, **kwargs)
 
     @property
-    def module(self) -> nn.Module:
-        return self.args[0]
-
-    @property
     def state(self) -> Attachment:
         return self.args[1]
 
@@ -146,8 +142,8 @@ class AttachedForward(functools.partial):
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def _plain(self) -> Callable[..., Any]:
-        module = self.module
-        return type(module).forward.__get__(module) if self.state.inner is None else self.state.inner
+        module, state = self.args
+        return type(module).forward.__get__(module) if state.inner is None else state.inner
 
 
 class _UncompiledForward(AttachedForward):

@@ -126,15 +126,12 @@ class HeadCall(Rows):
         self._state.warn(why)
 
 
+_ADAPTERS = ("active_adapters", "_disable_adapters", "merged_adapters")
+
+
 def _settings(module: nn.Module) -> list[object]:
     """What decides a head's forward beside its weights: active dropout, PEFT's adapters."""
-    found: list[object] = []
-    for inner in module.modules():
-        found.append(drops_out(inner))
-        if hasattr(inner, "active_adapters"):
-            found.append((list(inner.active_adapters), inner.__dict__.get("_disable_adapters")))  # type: ignore[arg-type]
-            found.append(list(getattr(inner, "merged_adapters", ())))
-    return found
+    return [(drops_out(m), *(repr(getattr(m, name, None)) for name in _ADAPTERS)) for m in module.modules()]
 
 
 def drops_out(module: nn.Module) -> bool:
@@ -212,15 +209,11 @@ def _suits(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     )
 
 
-def plain_head(module: nn.Module) -> nn.Module | None:
+def plain_head(module: nn.Module) -> nn.Module:
     """The layer inside PEFT's wrappers around an output head."""
-    for _ in range(4):
-        inside = (module._modules.get(name) for name in ("base_layer", "original_module", "token_adapter"))
-        inner = next(filter(None, inside), None)
-        if inner is None:
-            return module
-        module = inner
-    return None
+    inside = (module._modules.get(name) for name in ("base_layer", "original_module", "token_adapter"))
+    inner = next(filter(None, inside), None)
+    return module if inner is None else plain_head(inner)
 
 
 class ChunkedSoftmaxPolicy(Policy):

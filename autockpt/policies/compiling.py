@@ -198,7 +198,7 @@ def _refuse_random_numbers(graph: GraphModule) -> None:
     """
     for module in graph.modules():  # graphs within the graph included
         for node in module.graph.nodes if isinstance(module, GraphModule) else ():
-            if node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload) and _draws(node):
+            if isinstance(node.target, torch._ops.OpOverload) and _draws(node):
                 raise ConflictError(
                     f"a compile_budget for a graph that draws random numbers ({node.target}) gives wrong gradients: "
                     "PyTorch's partitioner draws others in backward (pytorch#190758)",
@@ -209,9 +209,8 @@ def _refuse_random_numbers(graph: GraphModule) -> None:
 def _draws(node: Node) -> bool:
     """Attention has dropout as an argument, mostly of zero."""
     target: Any = node.target
-    if dropout_of(target) is not None:
-        return draws_random_numbers(target, node.args, node.kwargs)
-    return torch.Tag.nondeterministic_seeded in target.tags
+    drawn = draws_random_numbers(target, node.args, node.kwargs)
+    return drawn or (dropout_of(target) is None and torch.Tag.nondeterministic_seeded in target.tags)
 
 
 def _save_reads_of_what_changes(graph: GraphModule) -> None:
