@@ -137,7 +137,7 @@ class TimeLimitReached(MeasurementError):
     """A search's time limit came before a plan that fits had been measured. Exit code 4."""
 
     code = "measurement.time_limit"
-    default_remedy = "Allow more --timeout: the same command goes on from what is known. Or predict with --dry-run."
+    default_remedy = "Allow more --timeout: the same command goes on from what is known. Or predict with --hardware."
 
 
 class DeviceOutOfMemory(MeasurementError):

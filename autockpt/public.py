@@ -19,15 +19,7 @@ from autockpt.analysis.explanation import Explanation
 from autockpt.analysis.page import page_of
 from autockpt.analysis.verify import verify
 from autockpt.progress import listener
-from autockpt.schema import (
-    Budget,
-    Estimate,
-    Listener,
-    Plan,
-    SearchSpace,
-    Silence,
-    WorkloadSpec,
-)
+from autockpt.schema import Budget, Estimate, Listener, Plan, SearchSpace, Silence, WorkloadSpec
 from autockpt.schema.base import unfit
 from autockpt.schema.plan import CompileMode
 from autockpt.schema.request import TRIALS, BatchAnswer
@@ -49,7 +41,6 @@ def search(
     hardware: str | None = None,
     device: str | None = None,
     compile: CompileMode | None = None,
-    dry_run: bool = False,
     global_batch: int | None = None,
     lengths: Any = None,
     headroom: str | None = None,
@@ -60,7 +51,7 @@ def search(
     timeout: float | None = None,
     seed: int = 0,
     out: str | Path | None = None,
-    again: bool = False,
+    fresh: bool = False,
     progress: bool = True,
     **workload: Any,
 ) -> Plan:
@@ -69,7 +60,7 @@ def search(
     ``step`` is an ``autockpt.Step``, searched in this process on its own device, or the name of a model, which another
     process builds and measures with ``workload`` (``batch_size=8, seq_len=2048, lora=16``; ``seq_len="auto"``: the
     longest sequences that fit). ``hardware`` ("rtx4090", or a file) simulates a device that need not be here,
-    ``device``, ``compile`` and ``dry_run`` are those of the command line; all of these need a model's name.
+    ``device`` and ``compile`` are those of the command line; all of these need a model's name.
 
     ``global_batch`` are the rows of an optimizer update: batch size and accumulation are then found, too, and are in
     the plan's ``settings`` (``batch_size``, ``accumulate``). A live step's batch is cut to fewer rows, or its rows are
@@ -84,8 +75,8 @@ def search(
     bytes) bounds what offloading may claim of host memory. With ``allow_inexact`` output head and loss may run over
     chunks of tokens: gradients are then equal up to rounding.
     ``timeout`` is in seconds, ``out`` the folder that keeps the run and its page (None: nothing is kept). A search that
-    came to its end there answers from its record, unless ``again``. ``progress`` is a bar on a terminal's standard
-    error, lines elsewhere.
+    came to its end there is answered from its record; ``fresh`` sets that aside. ``progress`` is a bar on a terminal's
+    standard error, lines elsewhere.
 
     A live model's weights, optimizer, gradients and random state are the caller's again afterwards, bit for bit.
     Raises UsageError for what does not go together, WorkloadError for a step that does not run, InfeasibleError where
@@ -97,7 +88,7 @@ def search(
             watcher = stack.enter_context(listener(console(stderr=True)))
         open_length = isinstance(step, str) and workload.get("seq_len") == "auto"
         given = {name: value for name, value in workload.items() if not (open_length and name == "seq_len")}
-        described = {"hardware": hardware, "device": device, "compile": compile, "dry_run": dry_run or None}
+        described = {"hardware": hardware, "device": device, "compile": compile}
         if not isinstance(step, str):
             refuse_described(step, {**described, **workload})
         request = search_request(
@@ -107,7 +98,6 @@ def search(
             hardware=hardware,
             device=device,
             compile=compile,
-            dry_run=dry_run,
             global_batch=global_batch,
             lengths=lengths,
             longest=open_length,
@@ -119,7 +109,7 @@ def search(
             timeout=timeout,
             seed=seed,
             out=out,
-            again=again,
+            fresh=fresh,
         )
         found = answer(request, watcher)
         if isinstance(found, BatchAnswer):

@@ -62,7 +62,7 @@ def row(
     return Comparison(name=name, verdict=verdict, predicted=predicted, measured=reading, note=note)
 
 
-def outcome(*, none_fits: bool = True, dry_run: bool = False, **changes: object) -> SearchOutcome:
+def outcome(*, none_fits: bool = True, simulated: bool = False, **changes: object) -> SearchOutcome:
     rows = (
         row("none", "over_budget" if none_fits else "out_of_memory", 612, 0.409, (611.8, 0.412) if none_fits else None),
         row("recompute all", "fits", 301, 0.520, (301.2, 0.531)),
@@ -70,14 +70,14 @@ def outcome(*, none_fits: bool = True, dry_run: bool = False, **changes: object)
         row("offload all", "fits", 320, 0.622, (321.0, 0.640)),
         row("ours", "fits", 441, 0.451, (440.7, 0.448)),
     )
-    if dry_run:
+    if simulated:
         rows = tuple(r.model_copy(update={"measured": None}) for r in rows)
     budget = ResolvedBudget(asked="60%act", bytes=450 * MIB, covers=covers("cpu"))
     plan = Plan.create(
         choices(),
         UNITS,
         model="llama-tiny",
-        source="simulated" if dry_run else "measured",
+        source="simulated" if simulated else "measured",
         predicted=rows[-1].predicted,
         measured=rows[-1].measured,
         budget=budget,
@@ -89,8 +89,8 @@ def outcome(*, none_fits: bool = True, dry_run: bool = False, **changes: object)
         "device": DeviceInfo(kind="cpu", name="a processor (2 threads)", capacity_bytes=2**34),
         "rows": rows,
         "settings": {"dtype": "fp32", "batch_size": 4, "seq_len": 256, "packed": False},
-        "dry_run": dry_run,
-        "measured_trials": 0 if dry_run else 31,
+        "source": "simulated" if simulated else "measured",
+        "measured_trials": 31,
         "stopped": "nothing left can beat the best by more than the noise",
         "run_directory": Path("results/llama-tiny_cpu_60pct-act_1a2b3c4d"),
         "plan_path": Path("results/llama-tiny_cpu_60pct-act_1a2b3c4d/plan.yaml"),

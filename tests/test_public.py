@@ -60,7 +60,6 @@ def test_a_live_step_gets_micro_batch_progress_and_pages(tmp_path: Path, capsys:
     [
         ({"hardware": "rtx4090"}, "hardware="),
         ({"batch_size": 2}, "batch_size="),
-        ({"dry_run": True}, "dry_run="),
     ],
 )
 def test_what_does_not_go_with_a_live_step_is_refused_by_name(asked: dict[str, Any], word: str) -> None:

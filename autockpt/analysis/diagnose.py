@@ -181,7 +181,7 @@ def _prescribed(
         space=load_space("knobs"),
         hardware=hardware,
         plan_out=plan_out,
-        dry_run=True,
+        quick=True,
     )
     try:
         return found | {"outcome": run_search(request, listener)}

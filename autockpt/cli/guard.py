@@ -175,4 +175,4 @@ def show(answer: Answer, printer: Callable[[Answer, Console], None], as_json: bo
 
 def print_json(answer: Any) -> None:
     """Print data as JSON to standard output, without colour or wrapping."""
-    print(to_json(answer, indent=2).decode(), flush=True)
+    print(to_json(answer, indent=2, inf_nan_mode="null").decode(), flush=True)

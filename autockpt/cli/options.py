@@ -39,7 +39,7 @@ def arg(name: str, help: str, default: Any = None) -> Any:
 
 DEVICE = opt("--device NAME", "cpu, cuda, cuda:1, xpu, … Default: the best there is, of several that of LOCAL_RANK.")
 RUNS_FOLDER = opt("--out -o DIR", "Folder of the runs' directories.", default=Path("results"))
-FRESH = flag("--fresh", "Set an earlier run of this question aside. Default: continue it.")
+FRESH = flag("--fresh", "Set an earlier run of this question aside. Default: print its answer, or continue it.")
 
 
 def _option(kind: Any, usage: str, help: str, **settings: Any) -> tuple[Any, Any]:

@@ -30,16 +30,7 @@ from autockpt.cli.options import (
 )
 from autockpt.errors import UsageError, without_passwords
 from autockpt.progress import listener
-from autockpt.schema import (
-    CompileMode,
-    Measurement,
-    Plan,
-    SearchOutcome,
-    WorkloadSpec,
-    format_binary,
-    format_bytes,
-    words,
-)
+from autockpt.schema import CompileMode, Measurement, Plan, SearchOutcome, format_binary, format_bytes, words
 from autockpt.schema.known import legend_of_names
 from autockpt.schema.plan import choice_lines, set_lines
 from autockpt.schema.request import BatchAnswer
@@ -129,10 +120,8 @@ def search(
         "Plan for compiled training: measure steps with every layer, or the whole model, compiled.",
     ),
     allow_inexact: bool = flag("--allow-inexact", "Also run head and loss in chunks: gradients equal up to rounding."),
-    dry_run: bool = flag("--dry-run", "Trace, solve and predict; measure nothing."),
     fresh: bool = FRESH,
     no_wait: bool = flag("--no-wait", "End with exit code 4 where another search is measuring on the device."),
-    again: bool = flag("--again", "Search again where an answer is on record. Default: print that answer."),
     resume: Path | None = opt(
         "--resume RUN|PLAN",
         "Start from this plan or run, which may be simulated: options that are not given are taken from it, its "
@@ -147,6 +136,7 @@ def search(
     planned for: llama-1b on a GPU; without a GPU llama-1b on a simulated rtx4090; with --device cpu a small one,
     measured.
     """
+    from autockpt.devices import get_device
     from autockpt.tuning import answer, search_request
 
     start = None if resume is None else plan_at(resume)
@@ -159,12 +149,17 @@ def search(
     base = start.workload if start is not None else None
     if seed is not None:
         workload["seed"] = seed
-    simulate = hardware or (None if "model" in workload or base or device else _stand_in())
-    open_length = workload.get("seq_len") == AUTO
-    asked_for = {name: value for name, value in workload.items() if not (open_length and name == "seq_len")}
-    spec, notes = _workload(asked_for, device, simulate, base)
+    if open_length := workload.get("seq_len") == AUTO:
+        del workload["seq_len"]
+    kind, named = None if hardware else get_device(device).kind, "model" in workload or base is not None
+    simulate = DEFAULT_HARDWARE if kind == "cpu" and not (named or device) else hardware
+    model, notes = SIMULATED_MODEL if simulate else DEFAULT_MODELS.get(kind or "", SMALL_MODEL), tuple[str, ...]()
     if simulate is not None and hardware is None:
         notes = (_INSTEAD,)
+    elif not named:
+        on = f" on {kind}" if kind else ""
+        notes = (f"No model was named, so this plans for the built-in {model}{on}; --model names yours.",)
+    spec = workload_spec(workload, base=base, default=model if not named else None)
     command = ("autockpt", *sys.argv[1:])
     if any(without_passwords(word) != word for word in command):
         notes = (*notes, _NO_PASSWORD)
@@ -190,9 +185,7 @@ def search(
         plan_out=plan_out,
         compile=compile,
         allow_inexact=allow_inexact,
-        dry_run=dry_run,
         fresh=fresh,
-        again=again,
         wait=not no_wait,
         command=command,
         notes=notes,
@@ -200,15 +193,12 @@ def search(
     with listener(progress()) as watcher:
         for note in request.notes:
             watcher.note(note)
-        if simulate is None and device is None and _stand_in():
+        if kind == "cpu" and simulate is None and device is None:
             watcher.note(_ON_THE_CPU)
         found = answer(request, watcher)
-    if isinstance(found, SearchOutcome):
-        outcome = found
-        show(found, print_answer, as_json)
-    else:
-        outcome = found.outcome
-        show(found, print_batches, as_json)
+    outcome = found if isinstance(found, SearchOutcome) else found.outcome
+    printer: Any = print_answer if found is outcome else print_batches
+    show(found, printer, as_json)
     if (run := outcome.run_directory) is not None and run.is_dir():
         from autockpt.analysis.page import page_of
 
@@ -233,29 +223,6 @@ _NO_PASSWORD = (
     "The command is recorded without its password. To repeat it, set AUTOCKPT_STORAGE to the whole URL and leave "
     "--storage out; or keep the password of a PostgreSQL server in ~/.pgpass."
 )
-
-
-def _stand_in() -> str | None:
-    """The hardware to simulate where there is no accelerator."""
-    from autockpt.devices import get_device
-
-    return DEFAULT_HARDWARE if get_device(None).kind == "cpu" else None
-
-
-def _workload(
-    given: dict[str, Any], device: str | None, simulated: str | None, base: WorkloadSpec | None
-) -> tuple[WorkloadSpec, tuple[str, ...]]:
-    """The workload, over that of the plan to start from, and what was decided because no model was named."""
-    if "model" in given or base is not None:
-        return workload_spec(given, base=base), ()
-    name, on = SIMULATED_MODEL, ""
-    if simulated is None:
-        from autockpt.devices import get_device
-
-        kind = get_device(device).kind
-        name, on = DEFAULT_MODELS.get(kind, SMALL_MODEL), f" on {kind}"
-    note = f"No model was named, so this plans for the built-in {name}{on}; --model names yours."
-    return workload_spec(given, default=name), (note,)
 
 
 def print_answer(outcome: SearchOutcome, console: Console) -> None:
@@ -312,7 +279,7 @@ def _heading(outcome: SearchOutcome) -> Text:
     model = outcome.plan.model.name if outcome.plan else outcome.settings.get("model")
     text.append(f"{model} " if model else "", style="bold")
     text.append(f"on {outcome.device.name}")
-    if outcome.source == "simulated" and not outcome.dry_run:
+    if outcome.source == "simulated":
         text.append(" (simulated)")
     if facts := words.facts({k: v for k, v in outcome.settings.items() if k != "model"}):
         text.append(f"\n{facts}", style="dim")
@@ -328,28 +295,25 @@ def _heading(outcome: SearchOutcome) -> Text:
 
 def _remarks(outcome: SearchOutcome, rows: list[AnswerRow]) -> list[str]:
     """What the table does not say."""
-    said = []
+    lines = []
     if outcome.interrupted:
         so_far = "this is the best so far" if outcome.plan else "nothing that fits was measured yet"
-        said.append(f"Interrupted: {so_far}. The same command again continues.")
+        lines.append(f"Interrupted: {so_far}. The same command again continues.")
     if not outcome.binding:
-        said.append("Saving everything fits this budget: nothing has to be given up, and the plan is to save all.")
-    if outcome.dry_run:
-        said.append("Dry run: nothing was measured, all numbers are simulated.")
-    elif outcome.source == "simulated":
-        said.append(f"Nothing was measured: all numbers are simulated for {outcome.device.name}.")
-    if not outcome.dry_run:
-        said.append(_effort(outcome))
-    said += [f"{row.plan.name}: {row.note}" for row in rows if len(row.note) > SHORT]
+        lines.append("Saving everything fits this budget: nothing has to be given up, and the plan is to save all.")
+    if outcome.source == "simulated":
+        lines.append(f"Nothing was measured: all numbers are simulated for {outcome.device.name}.")
+    lines.append(_effort(outcome))
+    lines += [f"{row.plan.name}: {row.note}" for row in rows if len(row.note) > SHORT]
     if outcome.set_aside:
-        said.append(f"What stood there before is kept as {outcome.set_aside}.")
-    return [*said, *outcome.notes]
+        lines.append(f"What stood there before is kept as {outcome.set_aside}.")
+    return [*lines, *outcome.notes]
 
 
 def _effort(outcome: SearchOutcome) -> str:
     total = sum(s.seconds for s in outcome.stages if not s.part)
-    said = [(s.part, f"{s.name} {words.seconds(s.seconds)}") for s in outcome.stages if s.seconds >= 0.1]
-    stages, within = (", ".join(text for part, text in said if part is wanted) for wanted in (False, True))
+    lines = [(s.part, f"{s.name} {words.seconds(s.seconds)}") for s in outcome.stages if s.seconds >= 0.1]
+    stages, within = (", ".join(text for part, text in lines if part is wanted) for wanted in (False, True))
     parts = f"{stages}; of these {within}" if within else stages
     text = f"{words.counted(outcome.measured_trials, 'trial')} {outcome.source}"
     text += f", {outcome.resumed} of them in earlier runs," if outcome.resumed else ""

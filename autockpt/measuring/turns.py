@@ -6,20 +6,17 @@ the process ends, however it ends. Where the cache directory cannot be written n
 
 from __future__ import annotations
 
-import json
 import os
 import socket
-import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from typing import Any
 
 from autockpt.devices import Device
-from autockpt.errors import MeasurementError, without_passwords
+from autockpt.errors import MeasurementError
 from autockpt.policies.offload import MOVING
 from autockpt.schema.choices import Choice
-from autockpt.schema.files import cache_directory, open_regular, read_regular, try_lock
+from autockpt.schema.files import cache_directory, locked, open_regular
 
 POLL_SECONDS = 0.25
 _held: set[str] = set()  # by this process, whose searches within a search wait for nobody
@@ -60,8 +57,18 @@ def turn_to_offload(
 
 @contextmanager
 def _alone(name: str, what: str, note: Callable[[str], None], wait: bool) -> Iterator[None]:
-    path = cache_directory() / "devices" / f"{name}.lock"
-    descriptor = None
+    told = ""
+
+    def busy(holder: str) -> None:
+        nonlocal told
+        if not wait:
+            raise DeviceBusy(f"{what} is in use by {holder}")
+        if holder != told:
+            told = holder
+            note(f"waiting for {what}, in use by {holder}")
+        time.sleep(POLL_SECONDS)
+
+    path, descriptor = cache_directory() / "devices" / f"{name}.lock", None
     if name not in _held:
         with suppress(OSError):
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -69,37 +76,9 @@ def _alone(name: str, what: str, note: Callable[[str], None], wait: bool) -> Ite
     if descriptor is None:
         yield
         return
-    try:
-        told = None
-        while not try_lock(descriptor):
-            holder = _holder(read_regular(path))
-            if not wait:
-                raise DeviceBusy(f"{what} is in use by {holder}")
-            if holder != told:
-                told = holder
-                note(f"waiting for {what}, in use by {holder}")
-            time.sleep(POLL_SECONDS)
-        _sign(descriptor)
+    with locked(descriptor, busy):
         _held.add(name)
-        yield
-    finally:
-        _held.discard(name)
-        os.close(descriptor)
-
-
-def _sign(descriptor: int) -> None:
-    """Write who holds the lock, for those who wait for it."""
-    command = without_passwords(" ".join([os.path.basename(sys.argv[0]), *sys.argv[1:]]))
-    signed = {"host": socket.gethostname(), "process": os.getpid(), "since": time.time(), "command": command}
-    with suppress(OSError):
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, json.dumps(signed).encode(), 0)
-
-
-def _holder(signed: bytes) -> str:
-    try:
-        read: dict[str, Any] = json.loads(signed)
-        since = time.strftime("%H:%M:%S", time.localtime(read["since"]))
-        return f"process {read['process']} on {read['host']} since {since} ({read['command']})"
-    except (ValueError, KeyError, TypeError):
-        return "another process"
+        try:
+            yield
+        finally:
+            _held.discard(name)

@@ -4,16 +4,21 @@ link that somebody put in its place.
 
 from __future__ import annotations
 
-import contextlib
 import errno
+import json
 import os
 import secrets
 import shutil
+import socket
 import stat
-from collections.abc import Iterator
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
-from autockpt.errors import AutockptError
+from autockpt.errors import AutockptError, without_passwords
 
 FULL = (errno.ENOSPC, getattr(errno, "EDQUOT", errno.ENOSPC))
 """What the system calls a disk or a quota that is full."""
@@ -43,7 +48,7 @@ def atomic_write(path: Path, data: bytes | str, *, parents: bool = False) -> Non
             file.write(data.encode() if isinstance(data, str) else data)
             file.flush()
             os.fsync(file.fileno())
-        with contextlib.suppress(FileNotFoundError):
+        with suppress(FileNotFoundError):
             shutil.copymode(path, temporary)
         os.replace(temporary, path)
     except BaseException:
@@ -75,7 +80,7 @@ def write_file(
     return path
 
 
-@contextlib.contextmanager
+@contextmanager
 def writing(path: Path, error: type[AutockptError], remedy: str = "Give a path you can write to.") -> Iterator[None]:
     """What goes wrong inside with the file at ``path`` is an ``error``, in words."""
     try:
@@ -115,8 +120,26 @@ def read_regular(path: Path, most: int = -1, *, links: bool = False) -> bytes:
         return file.read(most)
 
 
-def try_lock(descriptor: int) -> bool:
-    """Lock an open file without waiting; False where another process holds it. Closing it releases the lock."""
+@contextmanager
+def locked(descriptor: int, busy: Callable[[str], None]) -> Iterator[None]:
+    """Hold an open file against other processes until the block ends, or this process, however it ends.
+
+    While another one holds it, ``busy`` is called with who that is, to wait or to raise. Closes the file.
+    """
+    try:
+        while not _try_lock(descriptor):
+            busy(_holder(os.pread(descriptor, 1 << 16, 0)))
+        command = without_passwords(" ".join([os.path.basename(sys.argv[0]), *sys.argv[1:]]))
+        signed = {"host": socket.gethostname(), "process": os.getpid(), "since": time.time(), "command": command}
+        with suppress(OSError):
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, json.dumps(signed).encode(), 0)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _try_lock(descriptor: int) -> bool:
     import fcntl  # not on Windows, where runs can be read and nothing that locks can run
 
     try:
@@ -124,6 +147,15 @@ def try_lock(descriptor: int) -> bool:
     except OSError as error:  # a file system without locks (some network mounts): better unprotected than unusable
         return not isinstance(error, BlockingIOError)
     return True
+
+
+def _holder(signed: bytes) -> str:
+    try:
+        read: dict[str, Any] = json.loads(signed)
+        since = time.strftime("%H:%M:%S", time.localtime(read["since"]))
+        return f"process {read['process']} on {read['host']} since {since} ({read['command']})"
+    except (ValueError, KeyError, TypeError):
+        return "another process"
 
 
 def reason(error: OSError) -> str:

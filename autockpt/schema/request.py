@@ -66,9 +66,8 @@ class SearchRequest(Data):
     start: Plan | None = Field(default=None, description="an earlier plan, tried early; its prices are not used")
     allow_inexact: bool = Field(default=False, description="choices whose gradients are equal up to rounding, too")
     alternatives: bool = Field(default=True, description="look for changes that would fit where nothing does")
-    dry_run: bool = Field(default=False, description="trace, solve and predict; measure nothing")
+    quick: bool = Field(default=False, description="on hardware: refine one plan of the solver, and try no other")
     wait: bool = Field(default=True, description="until other searches have measured on the device; else DeviceBusy")
-    again: bool = Field(default=False, description="measure on where the search had come to its end")
     fresh: bool = Field(default=False, description="set an earlier run of this question aside")
     command: Command = Field(default=(), description="the command line")
     notes: tuple[str, ...] = Field(default=(), description="decided for the user, to be repeated with the answer")
@@ -92,12 +91,7 @@ class SearchRequest(Data):
     @property
     def anew(self) -> bool:
         """Whether no answer on record will do; a plan to start from is to be tried."""
-        return self.again or self.fresh or self.start is not None
-
-    @property
-    def key(self) -> str:
-        """What names the question as it was asked, before anything is known of model and device."""
-        return question_hash(self.question(on=self.device))
+        return self.fresh or self.start is not None
 
     def question(self, environment: Environment | None = None, **more: Any) -> dict[str, Any]:
         """All that changes the answer, as JSON: runs of one question share a directory and continue one another.
@@ -142,10 +136,9 @@ class StageTime(Data):
 class SearchOutcome(Data):
     """The answer of a search.
 
-    ``plan`` is None only where the search was interrupted before anything fitting was found. ``source`` says what the
-    numbers are: measured, or simulated for a device that was not at hand (or, in a dry run, not used). ``binding`` is
-    False where saving everything fits, so that there is nothing to gain. ``smallest_peak`` is the least reachable peak
-    in bytes.
+    ``plan`` is None only where the search was interrupted before anything fitting was found. ``source`` says whether
+    the numbers are measured, or simulated for a described device. ``binding`` is False where saving everything fits, so
+    that there is nothing to gain. ``smallest_peak`` is the least reachable peak in bytes.
     """
 
     plan: Plan | None
@@ -155,7 +148,6 @@ class SearchOutcome(Data):
     rows: tuple[Comparison, ...] = Field(default=(), description="none, recompute all, …; ours last")
     settings: Facts = Field(default_factory=dict)
     binding: bool = True
-    dry_run: bool = False
     interrupted: bool = False
     resumed: int = Field(default=0, description="trials taken over from earlier runs of this question")
     measured_trials: int = Field(default=0, description="with those of earlier runs; simulated ones where `source` is")

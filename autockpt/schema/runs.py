@@ -33,7 +33,7 @@ from pydantic import BaseModel, ValidationError
 from autockpt.errors import PlanError, RunDirectoryError, without_passwords
 from autockpt.schema.base import first_violation
 from autockpt.schema.device import Environment
-from autockpt.schema.files import FULL, atomic_write, open_regular, read_regular, reason, set_aside, try_lock
+from autockpt.schema.files import FULL, atomic_write, locked, open_regular, read_regular, reason, set_aside
 from autockpt.schema.graph import Graph, Unit
 from autockpt.schema.outlook import Outlook
 from autockpt.schema.plan import Plan
@@ -137,31 +137,19 @@ class RunDirectory:
         unknown = {"model_fingerprint"} | ({"device", "versions"} - set(known))
         return {name: value for name, value in self.question.items() if name not in unknown} == known
 
-    @staticmethod
-    @contextmanager
-    def reserved(root: Path, key: str) -> Iterator[None]:
-        """Hold a question, by its ``key``, for which there is no directory yet; nothing of it stays under ``root``.
-
-        Raises RunDirectoryError at once where another process holds it.
-        """
-        made = not root.exists()
-        with _explained(root):
-            root.mkdir(parents=True, exist_ok=True)
-        path = root / f".{key}.lock"
-        try:
-            with exclusive(path):
-                try:
-                    yield
-                finally:
-                    path.unlink(missing_ok=True)  # who opened it meanwhile holds a file that nobody else will find
-        finally:
-            if made:
-                with suppress(OSError):  # it is not empty: the usual case
-                    root.rmdir()
-
     def lock(self) -> AbstractContextManager[None]:
-        """Hold the directory against a second search for as long as the context lasts."""
-        return exclusive(self.path / "lock")
+        """Hold the directory until the context ends. Raises RunDirectoryError where another search holds it."""
+
+        def busy(holder: str) -> None:
+            raise RunDirectoryError(
+                f"another search ({holder}) is at work in {self.path}",
+                remedy="Wait for it or stop it; or ask in another folder with --out.",
+            )
+
+        path = self.path / "lock"
+        with _explained(path):
+            descriptor = open_regular(path, os.O_RDWR | os.O_CREAT)
+        return locked(descriptor, busy)
 
     @property
     def id(self) -> str:
@@ -411,25 +399,6 @@ def _explained(path: Path) -> Iterator[None]:
             remedy = "Free space there, and the same command continues; or give another folder with --out."
     if why:
         raise RunDirectoryError(f"{path} {why}", remedy=remedy)
-
-
-@contextmanager
-def exclusive(path: Path) -> Iterator[None]:
-    """Hold the lock file. Raises RunDirectoryError at once where another process holds it, naming that process."""
-    with _explained(path):
-        descriptor = open_regular(path, os.O_RDWR | os.O_CREAT)
-    try:
-        if not try_lock(descriptor):
-            holder = os.read(descriptor, 32).decode(errors="replace").strip() or "?"
-            raise RunDirectoryError(
-                f"another search (process {holder}) is at work in {path.parent}",
-                remedy="Wait for it or stop it; or ask in another folder with --out.",
-            )
-        os.truncate(descriptor, 0)
-        os.write(descriptor, f"{os.getpid()}\n".encode())
-        yield
-    finally:
-        os.close(descriptor)  # releases the lock, too
 
 
 # -- what the trials of a run say --------------------------------------------------------------------------------------

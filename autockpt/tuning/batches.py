@@ -28,7 +28,7 @@ from autockpt.tuning.sizes import LEAN_KINDS, job_of, largest_that_fits, least_b
 
 FEWEST = 3  # candidates of the first search of a size
 LAST = 0.15  # share of the time limit with less than which no further search is begun: tracing alone takes that
-APART = 0.02  # share of an update's time by which simulated settings must differ to be told apart
+APART = 0.02  # share of an update's time by which simulated settings must differ to be distinguished
 Search = Callable[[SearchRequest, Listener | None], SearchOutcome]
 SizeSearch = Callable[[int, int, float | None], SearchOutcome]
 """The search of a micro-batch: its size, candidates, seconds left. It goes on where an earlier one ended."""
@@ -43,8 +43,16 @@ def search_batch_sizes(request: SearchRequest, listener: Listener, search: Searc
     depend on each other; InfeasibleError where not even single rows fit; KeyboardInterrupt after Ctrl-C; else what
     ``run_search`` does, which ``search`` stands for.
     """
-    _refuse(request)
+    refuse_many_processes()
+    request.budget.refuse_share("differs by batch size")
     rows, share = request.rows_per_update or 0, max(FEWEST, request.trials // 4)
+    of = request.workload or request.step
+    given = of.batch_size if isinstance(of, WorkloadSpec) else of.settings.get("batch_size")
+    if of.accumulate != 1 and of.accumulate * (given or 0) != rows:
+        raise UsageError(
+            f"--accumulate {of.accumulate} with {given} rows a batch is not {rows} rows per update",
+            remedy="Leave --accumulate out: it is what the search decides.",
+        )
     sizes = [size for size in range(1, rows + 1) if rows % size == 0]
     with ExitStack() as stack:  # runs are kept even where none is asked for: a size is searched on where it was
         out = request.out or Path(stack.enter_context(TemporaryDirectory()))
@@ -56,19 +64,20 @@ def search_batch_sizes(request: SearchRequest, listener: Listener, search: Searc
             asked = {"out": out, "trials": trials, "timeout": left, "plan_out": None}
             return search(job(size).model_copy(update=asked), listener)
 
-        climb = Climb(rows, at, Clock(listener, request.timeout))
-        listener.stage("ghost-run batch sizes")
-        what_if = replace(what_if_of(request, request.space.choices), listener=listener)
-        met = dependent_rows(job, what_if)
-
         def largest(*kinds: str) -> int:
             needed = partial(least_bytes, job, what_if, kinds)
             return largest_that_fits(sizes, needed, what_if.budget_bytes) or sizes[0]
 
+        climb = Climb(rows, at, Clock(listener, request.timeout))
+        listener.stage("ghost-run batch sizes")
+        what_if = replace(what_if_of(request, request.space.choices), listener=listener)
+        notes = dependent_rows(job, what_if)
         top = climb.summit(sizes, largest("save"), largest(*LEAN_KINDS), share, request.trials)
-        if (left := request.trials - climb.spent) > 0 and climb.open(top):
+        left, found = request.trials - climb.spent, climb.found[top]
+        # not where saving everything fits, nor where a simulation ended: more candidates could not bring more
+        if left > 0 and found is not None and found.binding and found.source == "measured":
             climb.at(top, share + left)
-    answer = climb.answer(met)
+    answer = climb.answer(notes)
     return answer.model_copy(update={"outcome": save_plan_copy(request, answer.outcome)})
 
 
@@ -135,15 +144,10 @@ class Climb:
         outcome = self.found.get(size)
         return None if outcome is None or outcome.plan is None else setting(size, self.rows, outcome)
 
-    def open(self, size: int) -> bool:
-        """Whether more candidates could bring more: not where saving everything fits, nor where a simulation ended."""
-        outcome = self.found.get(size)
-        return outcome is not None and outcome.binding and outcome.source == "measured"
-
     @property
     def spent(self) -> int:
         """Candidates so far, of all sizes, well-known plans not among them."""
-        known = [outcome for outcome in self.found.values() if outcome is not None]
+        known = filter(None, self.found.values())
         return sum(max(0, o.measured_trials - sum(row.name != OURS for row in o.rows)) for o in known)
 
     def answer(self, notes: Sequence[str]) -> BatchAnswer:
@@ -155,7 +159,7 @@ class Climb:
         alike = [s for s in others if s.update_seconds <= (1 + APART) * best.update_seconds]
         if outcome.source == "simulated" and alike:
             listed = ", ".join(f"{s.batch_size} × {s.accumulate} ({s.plan})" for s in alike)
-            said.append(f"As fast within {APART:.0%}, and closer than that a simulation does not tell: {listed}.")
+            said.append(f"As fast within {APART:.0%}, which a simulation cannot distinguish: {listed}.")
         if late := sorted(self.skipped - set(self.found)):
             said.append(
                 f"The time limit of {self.clock.timeout:g} s left none for micro-batches of "
@@ -167,27 +171,9 @@ class Climb:
             best=best,
             others=tuple(others),
             outcome=outcome,
-            trials=sum(o.measured_trials for o in self.found.values() if o is not None),
+            trials=sum(o.measured_trials for o in filter(None, self.found.values())),
             seconds=self.clock.elapsed,
             notes=(*said, *NOTES),
-        )
-
-
-def _refuse(request: SearchRequest) -> None:
-    """Refuse what has no answer."""
-    refuse_many_processes()
-    rows, of = request.rows_per_update or 0, request.workload or request.step
-    request.budget.refuse_share("differs by batch size")
-    given = of.batch_size if isinstance(of, WorkloadSpec) else of.settings.get("batch_size")
-    if of.accumulate != 1 and of.accumulate * (given or 0) != rows:
-        raise UsageError(
-            f"--accumulate {of.accumulate} with {given} rows a batch is not {rows} rows per update",
-            remedy="Leave --accumulate out: it is what the search decides.",
-        )
-    if request.dry_run and request.hardware is None:
-        raise UsageError(
-            "a dry run knows no step times to choose a batch by",
-            remedy="Leave --dry-run out, or simulate with --hardware.",
         )
 
 

@@ -36,18 +36,19 @@ from autockpt.workload.lengths import lengths_of
 
 def answer(request: SearchRequest, listener: Listener | None = None) -> SearchOutcome | BatchAnswer:
     """Search for a plan; with its micro-batch, sets of choices by length, or the longest sequences, where asked for."""
-    on_ranks = request.workload is not None and request.hardware is None and not request.dry_run and launched() > 1
+    listener = listener or Silence()
+    on_ranks = request.workload is not None and request.hardware is None and launched() > 1
     if on_ranks or (request.step is not None and not request.others_wait and ranks_here() > 1):
         _refuse_on_ranks(request)
     if on_ranks:
         step = share_of(request.described, request.device)
         request = request.model_copy(update={"workload": None, "step": step})
     if request.longest:
-        request = with_longest(request, listener or Silence())
+        request = with_longest(request, listener)
     if request.rows_per_update is not None:
-        return search_batch_sizes(request, listener or Silence())
+        return search_batch_sizes(request, listener)
     if request.lengths is not None:
-        return search_lengths_of(request, listener or Silence())
+        return search_lengths_of(request, listener)
     return run_search(request, listener)
 
 
@@ -88,15 +89,16 @@ def search_request(
     GPUs of the simulated host train at the same time.
     """
     refuse_both(hardware, device)
-    if hardware is not None and workload is not None and workload.weights:
+    described = load_hardware(hardware) if isinstance(hardware, str) else hardware
+    if described is not None and workload is not None and workload.weights:
         raise UsageError(
             "--hardware simulates, and a simulation loads no weights",
             remedy="Leave `weights` out: bytes and seconds do not depend on their values.",
         )
+    if gpus_per_host != 1 and described is None:
+        raise UsageError("--gpus-per-host simulates the other GPUs of a host", remedy="Add --hardware.")
     if global_batch is not None and not global_batch > 0:
         raise UsageError(f"--global-batch {global_batch} are no rows", remedy="Give the rows of an optimizer update.")
-    if gpus_per_host != 1 and hardware is None:
-        raise UsageError("--gpus-per-host simulates the other GPUs of a host", remedy="Add --hardware.")
     if global_batch is not None and lengths is not None:
         raise UsageError(
             "--global-batch and --lengths are two questions",
@@ -109,21 +111,19 @@ def search_request(
         raise UsageError(
             f"a host budget of {host_budget!r} bytes allows nothing", remedy='Write it as "8GB" or "8GiB".'
         )
-    described = load_hardware(hardware) if isinstance(hardware, str) else hardware
-    asked = {
-        "budget": parse_budget(budget).with_headroom(headroom, simulated=hardware is not None),
-        "workload": workload,
-        "step": step,
-        "host_budget": host_budget,
-        "space": load_space(space) if isinstance(space, str) else space,
-        "hardware": described and described.of_host_with(gpus_per_host),
-        "device": device,
-        "rows_per_update": global_batch,
-        "lengths": None if lengths is None else lengths_of(lengths),
-        **more,
-    }
     try:
-        return SearchRequest.model_validate(asked)
+        return SearchRequest(
+            budget=parse_budget(budget).with_headroom(headroom, simulated=described is not None),
+            workload=workload,
+            step=step,
+            host_budget=host_budget,
+            space=load_space(space) if isinstance(space, str) else space,
+            hardware=described and described.of_host_with(gpus_per_host),
+            device=device,
+            rows_per_update=global_batch,
+            lengths=None if lengths is None else lengths_of(lengths),
+            **more,
+        )
     except ValidationError as error:
         raise unfit(error, "See help(autockpt.search).") from None
 

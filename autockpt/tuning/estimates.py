@@ -7,10 +7,10 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import product
-from typing import get_args
+from typing import Any, get_args
 
 from autockpt.errors import AutockptError, InfeasibleError, UsageError
-from autockpt.schema import SAVE, Estimate, Hardware, Listener, SearchRequest, Silence, WorkloadSpec, parse_budget
+from autockpt.schema import SAVE, Estimate, Listener, SearchRequest, Silence, WorkloadSpec, parse_budget
 from autockpt.schema.workload import Dtype
 from autockpt.shipped import load_hardware, load_space
 from autockpt.tuning.search import run_search
@@ -49,7 +49,7 @@ def estimate(
     if dtype not in (None, *get_args(Dtype)):
         raise UsageError(f"--dtype {dtype} is not known", remedy=f"Write one of {', '.join(get_args(Dtype))}.")
     named = [models] if isinstance(models, str) else list(models)
-    known = [(card, load_hardware(card)) for card in ([cards] if isinstance(cards, str) else cards)]
+    known = {card: load_hardware(card) for card in ([cards] if isinstance(cards, str) else cards)}
     ways: list[tuple[int | None, bool]] = [(None, False)] * full
     ways += [(lora, False), *[(lora, True)] * qlora] if lora > 0 else []
     if not ways:
@@ -59,39 +59,25 @@ def estimate(
     for name in named:  # a misspelt one is no row
         if not is_factory(name):
             find_config(WorkloadSpec(model=name))
-    return _rows(product(named, known, batch_sizes, seq_lens, ways), dtype, prepare_kbit, watch)
+    space, budget = load_space("knobs").restricted(CHOICES), parse_budget("auto").with_headroom(None, simulated=True)
 
+    def rows() -> Iterator[Estimate]:
+        earlier: dict[tuple[str, str, int | None, bool], list[Estimate]] = {}
+        for model, card, batch, length, (rank, in_4bit) in product(named, known, batch_sizes, seq_lens, ways):
+            asked: dict[str, Any] = {
+                "model": model, "batch_size": batch, "seq_len": length, "lora": rank, "load_in_4bit": in_4bit
+            }  # fmt: skip
+            spec = WorkloadSpec(**asked, dtype=dtype, prepare_kbit=prepare_kbit and in_4bit)
+            request = SearchRequest(
+                budget=budget, workload=spec, space=space, hardware=known[card], quick=True, alternatives=False
+            )
+            with watch(f"estimate {model}") as listener:
+                row = _answered(Estimate(**asked, card=card, fits=False), request, listener)
+            others = earlier.setdefault((model, card, rank, in_4bit), [])
+            others.append(row.model_copy(update={"remark": remark(row, others)}))
+            yield others[-1]
 
-def _rows(
-    cells: Iterable[tuple[str, tuple[str, Hardware], int, int, tuple[int | None, bool]]],
-    dtype: Dtype | None,
-    prepare_kbit: bool,
-    watch: Callable[[str], AbstractContextManager[Listener]],
-) -> Iterator[Estimate]:
-    space = load_space("knobs").restricted(CHOICES)
-    earlier: dict[tuple[str, str, int | None, bool], list[Estimate]] = {}
-    for model, (card, hardware), batch, length, (rank, in_4bit) in cells:
-        spec = WorkloadSpec(
-            model=model, batch_size=batch, seq_len=length, dtype=dtype, lora=rank,
-            load_in_4bit=in_4bit, prepare_kbit=prepare_kbit and in_4bit,
-        )  # fmt: skip
-        request = SearchRequest(
-            budget=parse_budget("auto").with_headroom(None, simulated=True),
-            workload=spec,
-            space=space,
-            hardware=hardware,
-            dry_run=True,
-            alternatives=False,
-        )
-        row = Estimate(
-            model=model, card=card, batch_size=batch, seq_len=length, lora=rank, load_in_4bit=in_4bit, fits=False
-        )
-        with watch(f"estimate {model}") as listener:
-            row = _answered(row, request, listener)
-        others = earlier.setdefault((model, card, rank, in_4bit), [])
-        row = row.model_copy(update={"remark": remark(row, others)})
-        others.append(row)
-        yield row
+    return rows()
 
 
 def remark(row: Estimate, others: Iterable[Estimate]) -> str:

@@ -104,15 +104,6 @@ def first_rounds(trials: Sequence[Trial]) -> float:
     return SWITCHING * 2 * BATCH * sum(t.score_seconds for t in trials if t.measured is not None)
 
 
-def most_cycles(candidates: Sequence[Trial], extra: Sequence[Trial], *, seconds: float) -> int:
-    """Timed cycles of ``play`` where no plan drops out and nothing settles early; before each one is not timed."""
-    begin = BATCH * (len(candidates) + len(extra))
-    if len(candidates) == 1:
-        return begin
-    each = 2 * statistics.fmean(t.score_seconds for t in candidates)
-    return begin + min((MOST_ROUNDS - BATCH) * len(candidates), max(0, int(seconds / each)))
-
-
 def remeasured(measured: Measurement, number: int, final: Final) -> Measurement:
     """A trial's measurement with the times of the finals in place of its first ones; the peak stands."""
     times = final.times[number]

@@ -1,23 +1,48 @@
-"""Errors for a budget that no plan fits: the least that any plan needs, and what would make the job fit."""
+"""What a search answers where nothing fits: the least that any plan needs, and changes of the job that would fit.
+
+Changes are smaller batches, the head in chunks, adapters, leaner optimizers, more devices. Each is ghost-run with one
+choice on all layers, so a search after it can only do better. The mildest change of each kind that fits is reported.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import chain, islice
+from typing import Any
 
-from autockpt.cost import CostModel, uniform_graphs
-from autockpt.errors import InfeasibleError
+import torch
+
+from autockpt.cost import CostModel, UniformRuns, uniform_graphs
+from autockpt.errors import AutockptError, InfeasibleError, UsageError
 from autockpt.schema import ResolvedBudget, SearchRequest, format_bytes
 from autockpt.schema.choices import ChunkedLoss
-from autockpt.schema.outlook import SMALLER, Alternative, Outlook
+from autockpt.schema.outlook import FOUR_BITS, INEXACT, SMALLER, Alternative, Outlook, batch, joined
 from autockpt.schema.runs import RunDirectory
-from autockpt.tuning.alternatives import SORTS, alternatives
 from autockpt.tuning.clock import Clock
 from autockpt.tuning.opening import blocks_of
 from autockpt.tuning.outlook import ghost_runs
-from autockpt.tuning.sizes import leanest_head
+from autockpt.tuning.sizes import Variant, WhatIf, job_of, largest_that_fits, leanest_head, predictions, what_if_of
 from autockpt.tuning.targets.base import Prepared
+from autockpt.workload import Step
+from autockpt.workload.factory import is_factory
+
+MOST = 3
+SHARED, MOST_RANKS = "sharded over", 64
+LORA_RANK = 16
+SHORTEST = 128  # tokens
+SORTS = 12  # of changes at most: five single ones, five of two or three, shorter sequences, and all together
+_ADAPTERS = "adapters only are trained"
+FUSED, EIGHT_BIT, PLAIN = "adamw_fused", "adamw8bit", "sgd"
+LEANER_OPTIMIZERS = {
+    FUSED: "no temporaries of the optimizer; the same update up to rounding",
+    EIGHT_BIT: "optimizer states in 8 bits; other training",
+    PLAIN: "no optimizer states; other training",
+}
+"""The mildest first, and what each changes."""
 
 
 def nothing_fits(
@@ -44,16 +69,6 @@ def nothing_fits(
     )
 
 
-def nothing_compiled_fits(budget: ResolvedBudget, measured: int, smallest_peak: int) -> InfeasibleError:
-    """The error for a budget that none of so many ``measured`` compiled plans fits."""
-    return InfeasibleError(
-        f"no compiled step fits {format_bytes(budget.bytes)}: the leanest of {measured} measured plans needs "
-        f"{format_bytes(smallest_peak)}",
-        remedy=f"Raise the budget, {SMALLER}, or search without --compile, where layers may be offloaded.",
-        smallest_peak=smallest_peak,
-    )
-
-
 def out_of_memory(what: str, why: str, smallest_peak: int | None = None) -> InfeasibleError:
     """The error for a device that the leanest there is runs out of memory on: ``what``, as it said ``why``."""
     remedy = f"{SMALLER[:1].upper() + SMALLER[1:]}."
@@ -61,79 +76,57 @@ def out_of_memory(what: str, why: str, smallest_peak: int | None = None) -> Infe
 
 
 def explain_refusal(
-    error: InfeasibleError,
-    request: SearchRequest,
-    prepared: Prepared,
-    run: RunDirectory | None,
-    profiled: CostModel | None,
-    clock: Clock,
+    error: InfeasibleError, prepared: Prepared, run: RunDirectory | None, profiled: CostModel | None, clock: Clock
 ) -> None:
     """That nothing fits is an answer, too: ``run`` says so, and ``error`` says what would fit.
 
     That is a change of the job, or chunks of its output head. Changes are looked for where the budget is no share of
     the job's own peak, and within the ``clock``'s time limit.
     """
+    request, found = prepared.request, prepared.found
+    outlook = Outlook(plans=ghost_runs(profiled) if profiled is not None else (), infeasible=error.message)
     if run is not None:
-        plans = ghost_runs(profiled) if profiled is not None else ()
-        run.write_outlook(Outlook(plans=plans, infeasible=error.message))
+        run.write_outlook(outlook)
         error.run = run
-    found = prepared.found
     if request.compile is not None or not request.alternatives:
         return
-    inexact = found.heads is not None and any(isinstance(c, ChunkedLoss) for c in found.heads.graphs)
     if not request.budget.is_share:
         with clock.stage("look for alternatives", SORTS):
-            uniform = found.uniform
+            uniform, late = found.uniform, partial(clock.passed, 1.0)
             if found.twin is not None:  # of the whole model
                 kinds = [kind for kind in ("recompute", "save") if kind in uniform]
                 uniform = uniform_graphs(found.tracer, blocks_of(found.tracer), kinds)
             what_if = replace(
-                prepared.what_if(),
+                what_if_of(request, found.uniform, prepared.environment, prepared.used_by_others),
                 head=leanest_head(found.heads),
-                late=lambda: clock.seconds_left <= 0,
+                late=late,
                 listener=clock.listener,
             )
-            ways = alternatives(request, found.tracer.settings, uniform, what_if, chunked=inexact)
-        _add_alternatives(error, ways, clock.timeout if what_if.late() else None, what_if.step_note)
-    else:
-        if request.budget.kind == "share" and error.smallest_peak:  # of which a smaller job needs more
+            chunked = found.heads is not None and any(isinstance(c, ChunkedLoss) for c in found.heads.graphs)
+            changes = alternatives(request, found.tracer.settings, uniform, what_if, chunked=chunked)
+        error.alternatives = changes
+        if changes and run is not None:
+            run.write_outlook(outlook.model_copy(update={"changes": changes}))
+        if changes:
+            lines = ["What would fit, least change first, each ghost-run with one choice on all layers; simulated:"]
+            error.remedy = "\n".join([*lines, *map(describe, changes), *filter(None, [what_if.step_note])])
+        elif late():
+            limit = f"no longer than the time limit of {clock.timeout:g} s"
+            error.remedy += f"\nWhat would fit was looked for {limit}, and not found by then."
+        else:  # what was tried in vain is no advice
             error.remedy = error.remedy.replace(f", or {SMALLER}", "")
-            error.remedy += _of_shares(error.smallest_peak / prepared.needs(found.plain))
+            tried = "Smaller batches, the head in chunks, leaner optimizers and shorter sequences"
+            error.remedy += f"\n{tried} were ghost-run: none fits."
+    elif request.budget.kind == "share" and error.smallest_peak:  # of which a smaller job needs more
+        least = min(100, math.ceil(100 * error.smallest_peak / prepared.needs(found.plain)))
+        error.remedy = (
+            f"{error.remedy.replace(f', or {SMALLER}', '')} A share is of the peak of saving everything, weights and "
+            f"optimizer included: the leanest plan needs {least}% of it. A share of what plans can change is written "
+            "60%act: 60 % of the way from the leanest plan's peak to that of saving everything."
+        )
     # what was assumed, or what has no choice, may be that which makes nothing fit
     if notes := (*found.tracer.notes, *found.left_out):
         error.remedy += "\n".join(["\nHow the job was counted:", *(f"• {note}" for note in notes)])
-
-
-def _of_shares(least: float) -> str:
-    """Which shares fit, where the leanest plan needs ``least`` of the peak that saving everything has."""
-    return (
-        " A share is of the peak of saving everything, weights and optimizer included: the leanest plan needs "
-        f"{min(100, math.ceil(100 * least))}% of it. A share of what plans can change is written 60%act: 60 % of the "
-        "way from the leanest plan's peak to that of saving everything."
-    )
-
-
-def _add_alternatives(error: InfeasibleError, ways: Sequence[Alternative], ended: float | None, note: str) -> None:
-    """Make the alternatives the error's remedy; the run that it is on record in keeps them.
-
-    ``ended``: the time limit, in seconds, at which the search for alternatives
-    ended early; ``note`` is on the step times of the ways.
-    """
-    if ways:
-        lines = ["What would fit, least change first, each ghost-run with one choice on all layers; simulated:"]
-        error.remedy = "\n".join([*lines, *map(describe, ways), *filter(None, [note])])
-        error.alternatives = tuple(ways)
-        if error.run is not None:
-            known = error.run.outlook() or Outlook(infeasible=error.message)
-            error.run.write_outlook(known.model_copy(update={"changes": tuple(ways)}))
-    elif ended is not None:
-        late = f"What would fit was looked for no longer than the time limit of {ended:g} s, and not found by then."
-        error.remedy += f"\n{late}"
-    else:  # what was tried in vain is no advice
-        tried = (
-            "Smaller batches, the head in chunks, leaner optimizers and shorter sequences were ghost-run: none fits."
-        )
-        error.remedy = f"{error.remedy.replace(f', or {SMALLER}', '')}\n{tried}"
 
 
 def describe(way: Alternative) -> str:
@@ -145,3 +138,172 @@ def describe(way: Alternative) -> str:
         f"{way.options}: {spare}simulated peak {format_bytes(way.peak_bytes)} with {way.plan}{step}, "
         f"{about}{way.relative_cost:.2f} times the seconds per token of the leanest plan ({way.effect})"
     )
+
+
+# -- changes of the job ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Change:
+    """A variant of the job, what it is called, and whether its head runs in chunks."""
+
+    job: SearchRequest
+    options: str = ""
+    effect: str = ""
+    chunked: bool = False
+
+    def then(
+        self, options: str, effect: str, *, chunked: bool = False, step: Step | None = None, **update: Any
+    ) -> Change:
+        """This change and one more: an ``update`` of what trains, or another live ``step``."""
+        job = job_of(self.job, **update) if step is None else self.job.model_copy(update={"step": step})
+        effects = "; ".join(filter(None, (self.effect, effect)))
+        return Change(job, joined(self.options, options), effects, self.chunked or chunked)
+
+
+def alternatives(
+    job: SearchRequest, settings: Mapping[str, Any], base: UniformRuns, what_if: WhatIf, *, chunked: bool = False
+) -> tuple[Alternative, ...]:
+    """What makes a job fit, at most three ways: on one device first, those that change training least before others.
+
+    Where no single change helps, changes are combined; shorter sequences come last, for they are another job.
+
+    ``settings`` are the resolved ones of the job, ``base`` the ghost runs of its uniform plans. ``chunked``: its head
+    runs in chunks already. Empty where nothing that is tried fits. Variants that cannot be built are left out.
+    """
+    leanest = min(predictions(what_if, base).values(), key=lambda p: p.peak_bytes)
+    standard = (leanest.step_seconds or 0.0) / _work(settings)
+    as_it_is, length = Change(job), settings.get("seq_len") or 0
+    batches = list[Change]()
+    with suppress(UsageError):  # a live batch that cannot be divided
+        batches.extend(_smaller_batches(as_it_is, settings.get("batch_size") or 0))
+    smallest = batches[-1] if batches else as_it_is
+    found: list[Alternative] = []
+
+    def try_each(*families: Iterable[Change], most: int | None = None) -> bool:
+        """Whether a change is found by now that needs no further devices."""
+        ways = (_mildest(family, what_if, standard) for family in families if not what_if.late())
+        found.extend(islice(filter(None, ways), most))
+        return any(SHARED not in way.options for way in found)
+
+    chunks = [] if chunked else [_in_chunks(as_it_is)]
+    if not try_each(batches, chunks, _with_adapters(as_it_is), _lean_optimizers(as_it_is), _sharded(as_it_is)):
+        leaner = [*islice(_lean_optimizers(smallest), 2)], [*_with_adapters(smallest)]
+        both = leaner if batches else ()
+        more = () if chunked else (map(_in_chunks, family) for family in (batches, *leaner))
+        if not try_each(*more, *both, most=1):  # the last resort: shorter sequences; then all at once
+            try_each(_shorter_sequences(as_it_is, length))
+            start = [smallest if chunked else _in_chunks(smallest), *_with_adapters(smallest)]
+            whole = [change for change in start if FOUR_BITS not in change.options]  # packed weights are not divided
+            shared = () if found else _sharded(whole[-1])
+            try_each(chain(start[1:], _shorter_sequences(start[-1], length), shared))
+    return tuple(sorted(found, key=lambda way: SHARED in way.options)[:MOST])
+
+
+def _in_chunks(of: Change) -> Change:
+    """The same with head and loss in chunks."""
+    return of.then(INEXACT, "head and loss in chunks: gradients equal up to rounding", chunked=True)
+
+
+def _smaller_batches(of: Change, rows: int) -> Iterator[Change]:
+    """Fewer of these rows in a micro-batch, and as many more of these."""
+    trained = of.job.workload or of.job.step
+    for fewer in (size for size in range(rows // 2, 0, -1) if rows % size == 0):
+        accumulate = trained.accumulate * (rows // fewer)
+        said = f"batch {rows} → {fewer}, the same rows in every optimizer step"
+        yield of.then(batch(fewer, accumulate), said, batch_size=fewer, accumulate=accumulate)
+
+
+def _shorter_sequences(of: Change, length: int) -> Iterator[Change]:
+    """Half as long, and half as long again: ids, labels and masks cut."""
+    while (length := length // 2) >= SHORTEST:
+        yield of.then(f"sequences of {length} tokens", "shorter sequences", seq_len=length)
+
+
+def _with_adapters(of: Change) -> Iterator[Change]:
+    """Adapters alone trained, then these on a base in 4 bits; a live model is trained as it is.
+
+    Only what this job has not already, and what can be put on it.
+    """
+    if (spec := of.job.workload) is None:
+        return
+    options = ""
+    if spec.lora is None:
+        options = f"LoRA of rank {LORA_RANK}"
+        yield of.then(options, _ADAPTERS, lora=LORA_RANK)
+    if not (spec.load_in_4bit or spec.quantization or is_factory(spec.model)):
+        effect = f"{_ADAPTERS} on a base in 4 bits" if options else "the base in 4 bits"
+        yield of.then(joined(options, FOUR_BITS), effect, lora=spec.lora or LORA_RANK, load_in_4bit=True)
+
+
+def _lean_optimizers(of: Change) -> Iterator[Change]:
+    """Optimizers that hold less; the mildest first.
+
+    AdamW in one kernel, which holds no temporaries; states in 8 bits, which take a library and CUDA; SGD.
+    """
+    spec, step = of.job.workload, of.job.step
+    if spec is None:
+        optimizer = step.optimizer
+        if optimizer is not None and not isinstance(optimizer, torch.optim.SGD) and step.full_step is None:
+            trained = [p for group in optimizer.param_groups for p in group["params"]]
+            plain = replace(step, optimizer=torch.optim.SGD(trained, lr=1e-3), settings={})
+            yield of.then(f"optimizer {PLAIN}", LEANER_OPTIMIZERS[PLAIN], step=plain)
+    elif (now := spec.optimizer) not in ("none", PLAIN):
+        tried = {FUSED: now == "adamw", EIGHT_BIT: now != EIGHT_BIT and of.job.hardware is not None, PLAIN: True}
+        for name in (name for name, wanted in tried.items() if wanted):
+            yield of.then(f"optimizer {name}", LEANER_OPTIMIZERS[name], optimizer=name)
+
+
+def _sharded(of: Change) -> Iterator[Change]:
+    """Over more and more devices by FSDP2, each with rows of its own; only where that can be simulated."""
+    now = of.job.described.shard if of.job.hardware is not None else "measured"
+    if isinstance(now, str):
+        return
+    ranks = 2 * (now or 1)
+    while ranks <= MOST_RANKS:
+        said = f"weights, gradients and optimizer states shared by {ranks} devices"
+        yield of.then(f"{SHARED} {ranks} devices", said, shard=ranks)
+        ranks *= 2
+
+
+def _mildest(changes: Iterable[Change], what_if: WhatIf, standard: float) -> Alternative | None:
+    """The mildest change that fits; None where none does, or this sort of change is not possible for this job.
+
+    ``changes`` are the mildest first; ``standard``: seconds per token.
+    """
+    with ExitStack() as stack:
+        try:
+            found = [(change, Variant(change.job, what_if, stack, chunked=change.chunked)) for change in changes][::-1]
+            sizes = range(1, len(found) + 1)
+            at = largest_that_fits(sizes, lambda size: found[size - 1][1].least_bytes(), what_if.budget_bytes)
+            return None if at is None else _way(*found[at - 1], what_if, standard)
+        except AutockptError:
+            return None
+        finally:
+            what_if.listener.advance()
+
+
+def _way(change: Change, variant: Variant, what_if: WhatIf, standard: float) -> Alternative | None:
+    """The change with the fastest uniform plan that fits."""
+    known = {kind: said for kind in what_if.kinds if (said := variant.predicted(kind)) is not None}
+    fitting = [kind for kind, said in known.items() if said.peak_bytes <= what_if.budget_bytes]
+    if not fitting:
+        return None
+    kind = min(fitting, key=lambda kind: known[kind].step_seconds or 0.0)
+    best, head = known[kind], "".join(f" and {name} on {choice.kind}" for name, choice in variant.besides.items())
+    seconds = (best.step_seconds or 0.0) / _work(variant.tracer.settings)
+    return Alternative(
+        options=change.options,
+        effect=change.effect,
+        plan=f"every layer on {kind}{head}",
+        peak_bytes=best.peak_bytes,
+        spare_bytes=what_if.budget_bytes - best.peak_bytes,
+        step_seconds=best.step_seconds if what_if.seconds else None,
+        relative_cost=seconds / standard if standard else 1.0,
+    )
+
+
+def _work(settings: Mapping[str, Any]) -> float:
+    """Tokens of one cycle, or its rows."""
+    tokens = settings.get("tokens")
+    return float(tokens or (settings.get("batch_size") or 1) * (settings.get("accumulate") or 1))

@@ -10,13 +10,16 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import pairwise
 
 import numpy as np
 
 from autockpt.errors import TimeLimitReached, UsageError
+from autockpt.measuring.local import refuse_many_processes
 from autockpt.policies.offload import MOVING
 from autockpt.runtime.session import compiled_as
-from autockpt.schema import Listener, Plan, SearchOutcome, SearchRequest, SearchSpace, words
+from autockpt.schema import Comparison, Listener, Plan, SearchOutcome, SearchRequest, words
 from autockpt.schema.choices import SAVE
 from autockpt.schema.known import NONE
 from autockpt.schema.lengths import Lengths
@@ -62,7 +65,8 @@ class Expected:
     def saves_up_to(self) -> float:
         """The length up to which saving everything fits, on the line through peaks; 0 where that is unknown."""
         fits = max((n for n, plan in self.plans.items() if _saves(plan)), default=0)
-        peaks = {n: peak for n in sorted(self.plans) if n >= fits and (peak := _plain_peak(self.plans[n])) is not None}
+        plain = {n: _plain(self.plans[n]) for n in sorted(self.plans) if n >= fits}
+        peaks = {n: said.peak_bytes for n, row in plain.items() if row and (said := row.predicted or row.measured)}
         budget = self.plans[max(self.plans)].budget
         if budget is None or len(peaks) < 2:
             return fits
@@ -139,12 +143,11 @@ def search_lengths(
     bounds = expected.best(plans)
     if len(bounds) == 1:
         return plan, (_one(expected),)
-    below, found = 0, list[Plan]()
-    for bound in bounds:
+    found = list[Plan]()
+    for below, bound in pairwise([0, *bounds]):
         when = When(tokens=rows * bound, longest=bound if scores else None)
         here = sum(share for length, share in shares.items() if below < length <= bound)
         found.append(plans[bound].model_copy(update={"when": when, "share": round(min(here, 1.0), 4)}))
-        below = bound
     alone, together = expected.seconds([longest]), expected.seconds(bounds)
     said = "measured" if all(p.status == "measured" for p in found) else "simulated"
     gain = (
@@ -153,10 +156,11 @@ def search_lengths(
         f"({words.share(together / alone - 1, signed=True)}): predicted from {said} steps at "
         f"{words.counted(len(plans), 'length')}, on lines between these."
     )
-    drawn = "Rows were taken to be drawn at random; a sampler that groups them by length makes shorter batches."
-    notes = (gain, *((drawn,) if lengths.of == "rows" and rows > 1 else ()))
+    notes = [gain]
+    if lengths.of == "rows" and rows > 1:
+        notes.append("Rows are assumed to be drawn at random; grouping them by length makes shorter batches.")
     combined = found[-1].with_smaller(found[:-1])
-    return combined.model_copy(update={"notes": (*combined.notes, *notes)}), notes
+    return combined.model_copy(update={"notes": (*combined.notes, *notes)}), tuple(notes)
 
 
 def search_lengths_of(
@@ -168,20 +172,28 @@ def search_lengths_of(
 
     Sequences longer than ``request.workload.seq_len`` count as cut off there; a live step's batch is as long as the
     longest and is cut for the others. The outcome is that of the longest, with the plan that holds all sets; it is
-    written beside that run's own plan. All lengths share ``request.trials`` and ``request.timeout``, of which each
+    written next to that run's own plan. All lengths share ``request.trials`` and ``request.timeout``, of which each
     length gets half of what is left. Raises UsageError for a batch that cannot be cut.
     """
     spec, step, lengths = request.workload, request.step, request.lengths
     assert lengths is not None
+    if not request.others_wait:
+        refuse_many_processes()
     request.budget.refuse_share("differs by length")
     if spec is not None:
-        _refuse(packed=spec.packed, compile_model=request.compile == "model")
+        if spec.packed or request.compile == "model":
+            why = "with it all batches have one length" if spec.packed else "that is another question"
+            raise UsageError(
+                f"lengths and {'packed' if spec.packed else 'compile model'} do not go together: {why}",
+                remedy="Leave one of the two out.",
+            )
         lengths = lengths if spec.seq_len is None else lengths.cut(spec.seq_len)
         compiled = request.compile is not None
     else:
         compiled = compiled_as(step.model, [unit.name for unit in discover_units(step.model)]) == "layers"
-    if compiled:
-        request = request.model_copy(update={"space": _unmoved(request.space, listener)})
+    if compiled and (moving := [kind for kind in request.space.choices if kind in MOVING]):  # refused in several sets
+        listener.note(f"layers are compiled, so sets by length leave out {' and '.join(moving)}")
+        request = request.model_copy(update={"space": request.space.without(moving)})
     outcomes, clock = dict[int, SearchOutcome](), Clock(listener, request.timeout, request.training_steps)
 
     def at(length: int, trials: int) -> Plan:
@@ -194,10 +206,7 @@ def search_lengths_of(
             raise KeyboardInterrupt
         return outcome.plan
 
-    def late() -> bool:
-        return clock.seconds_left < LAST * (clock.timeout or 0.0)
-
-    plan, gains = search_lengths(lengths, at, request.trials, listener, late)
+    plan, gains = search_lengths(lengths, at, request.trials, listener, partial(clock.passed, 1 - LAST))
     longest = outcomes[lengths.longest]
     path = longest.plan_path
     if longest.run_directory is not None and plan.smaller_batches:
@@ -207,24 +216,6 @@ def search_lengths_of(
     counted = (f"The trials listed are those of the longest; {spent} of {len(outcomes)} lengths, in {took}.",)
     notes = (*longest.notes, *(counted if len(outcomes) > 1 else ()), *gains)
     return save_plan_copy(request, longest.model_copy(update={"plan": plan, "plan_path": path, "notes": notes}))
-
-
-def _unmoved(space: SearchSpace, listener: Listener) -> SearchSpace:
-    """The space without choices that the runtime refuses in several sets on compiled layers."""
-    moving = [kind for kind in space.choices if kind in MOVING]
-    if not moving:
-        return space
-    listener.note(f"layers are compiled, so sets by length leave out {' and '.join(moving)}")
-    return space.without(moving)
-
-
-def _refuse(**given: object) -> None:
-    """Raise UsageError for what does not go with lengths: ``given`` are options by name, false where not used."""
-    for name in (name for name, value in given.items() if value):
-        why = "with it all batches have one length" if name == "packed" else "that is another question"
-        raise UsageError(
-            f"lengths and {name.replace('_', ' ')} do not go together: {why}", remedy="Leave one of the two out."
-        )
 
 
 def _one(expected: Expected) -> str:
@@ -243,10 +234,14 @@ def _saves(plan: Plan) -> bool:
     return all(choice == SAVE for choice in plan.expand_planned().values())
 
 
+def _plain(plan: Plan) -> Comparison | None:
+    """The plain step that a plan was compared with."""
+    return next((row for row in plan.baselines if row.name == NONE), None)
+
+
 def _seconds(plan: Plan) -> tuple[float, float]:
     """Seconds of the plain step and of the plan's, both measured or both predicted; 0 where unknown."""
-    none = next((row for row in plan.baselines if row.name == NONE), None)
-    if none is None:
+    if (none := _plain(plan)) is None:
         own = plan.measured or plan.predicted
         seconds = (own.step_seconds if own is not None else None) or 0.0
         return (seconds, seconds) if _saves(plan) else (0.0, seconds)
@@ -260,9 +255,3 @@ def _seconds(plan: Plan) -> tuple[float, float]:
 def _overhead(plan: Plan) -> float:
     plain, ours = _seconds(plan)
     return max(0.0, ours / plain - 1) if plain > 0 and not _saves(plan) else 0.0
-
-
-def _plain_peak(plan: Plan) -> int | None:
-    none = next((row for row in plan.baselines if row.name == NONE), None)
-    reading = None if none is None else none.predicted or none.measured
-    return None if reading is None else reading.peak_bytes

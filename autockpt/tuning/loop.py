@@ -100,12 +100,18 @@ class Loop:
                 self.stopped = "saving everything fits the budget, so there is nothing to trade"
                 best = self._plain
             else:
-                with self.clock.stage("search", self._most_steps()):
+                terms = self.target.terms
+                # candidates; where these are few, the ghost runs of each
+                steps = max(0, self.most - self.trials.spent)
+                if terms.most_candidates is not None:
+                    steps = terms.most_candidates * (terms.checks + 1)
+                with self.clock.stage("search", steps):
                     for candidate in self.proposer.candidates(self):
                         if self.trials.find(candidate.choices) is None:
                             self._try(candidate)
                 with self.clock.stage("finals"):
-                    best = self._finals()
+                    # well-known plans are timed with the best: the table sets their step times against it
+                    best = self.target.winner(self.trials, self._known, self.clock.seconds_left)
         except (KeyboardInterrupt, TimeLimitReached) as end:
             interrupted = isinstance(end, KeyboardInterrupt)
             self.stopped = "interrupted; everything measured so far is kept" if interrupted else self._time
@@ -178,11 +184,6 @@ class Loop:
         for note in self.trials.notes:  # time to stop and mend it, and not everybody sees the answer's notes
             self.clock.listener.note(note)
 
-    def _most_steps(self) -> int:
-        """Steps of the search's progress: its candidates; where these are few, the ghost runs of each."""
-        few = self.target.terms.most_candidates
-        return few * (self.target.terms.checks + 1) if few else max(0, self.most - self.trials.spent)
-
     def _try(self, candidate: Candidate) -> None:
         """Score a plan where its ghost run says that this can be worth it."""
         budget_bytes = None if candidate.encoding == "baseline" else self.trials.budget_bytes
@@ -196,20 +197,6 @@ class Loop:
         self.clock.listener.trial(trial, self.trials.best)
         if score.last is not None:
             raise score.last
-
-    def _finals(self) -> Trial | None:
-        """The plan to name; well-known plans are timed with the best: the table sets their step times against it.
-
-        Where nothing was tried within a time limit an earlier verdict stands: more time went into that.
-        """
-        assert self.trials.budget_bytes is not None
-        named, new = self.trials.named, len(self.trials.all) - self.trials.resumed
-        if named is not None and named.feasible and not new and self.clock.timeout is not None:
-            self.target.notes.append(
-                "no other plan was tried: what the earlier search named stands, with its step times"
-            )
-            return named
-        return self.target.winner(self.trials, self._known, self.trials.budget_bytes, self.clock.seconds_left)
 
     def _refuse(self) -> NoReturn:
         """Raises InfeasibleError, or TimeLimitReached where plans may fit that were not measured for want of time."""

@@ -11,17 +11,7 @@ from typing import Any
 from autockpt.cost import CostModel, MemoryModel, Traces, UniformRuns, build_profile, uniform_graphs
 from autockpt.cost.profile import Heads, head_graphs
 from autockpt.errors import AutockptError, UsageError
-from autockpt.schema import (
-    Budget,
-    Environment,
-    Graph,
-    Hardware,
-    OpTimes,
-    SearchSpace,
-    Unit,
-    WorkloadSpec,
-    format_bytes,
-)
+from autockpt.schema import Budget, Environment, Graph, Hardware, OpTimes, SearchSpace, Unit, WorkloadSpec, format_bytes
 from autockpt.schema.choices import RECOMPUTE, SAVE, Choice, ChunkedLoss, parse_choice
 from autockpt.schema.plan import NEVER_CALLED
 from autockpt.schema.request import Listener, Silence
@@ -101,7 +91,7 @@ def traced(
     """Ghost-run what a search, or an explanation, begins with: the one opening of them all.
 
     ``inexact`` lets the output head run in chunks; ``of_head`` is a choice of a plan's for it besides those of the
-    space. ``listener`` is told of each ghost run. Raises UsageError for a model without blocks to choose for.
+    space. ``listener`` hears of each ghost run. Raises UsageError for a model without blocks to choose for.
     """
     blocks = blocks_of(tracer)
     chunked = (ChunkedLoss(tokens=tokens) for tokens in CHUNKS)

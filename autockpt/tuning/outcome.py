@@ -9,17 +9,17 @@ from typing import Any
 from autockpt.cost import CostModel, forget_op_times
 from autockpt.cost.roofline import waits_for_host
 from autockpt.devices import said_of_host
-from autockpt.schema import SAVE, Choice, SearchRequest, StageTime, Trial, Unit, format_bytes
+from autockpt.schema import SAVE, Choice, ResolvedBudget, Trial, Unit, format_bytes
 from autockpt.schema.known import ALL, OURS
 from autockpt.schema.plan import Comparison, Plan, Verdict, plan_hash
 from autockpt.schema.request import FinishedSearch, SearchOutcome
 from autockpt.schema.runs import RunDirectory
 from autockpt.schema.words import step_note
 from autockpt.tuning.clock import Clock
+from autockpt.tuning.compiled import NOT_PREDICTED
 from autockpt.tuning.loop import SearchResult
 from autockpt.tuning.outlook import look_around, trade
-from autockpt.tuning.targets.base import COMPILING, STEPS, Prepared, Terms
-from autockpt.tuning.targets.compiled import NOT_PREDICTED
+from autockpt.tuning.targets.base import Prepared, Terms
 
 OFF = 3.0
 """Steps that take so many times as long as op times tell, or so many times less, are not those that were timed."""
@@ -27,7 +27,6 @@ _VERDICTS: dict[str, Verdict] = {"measured": "fits", "over_budget": "over_budget
 
 
 def finish(
-    request: SearchRequest,
     prepared: Prepared,
     terms: Terms,
     run: RunDirectory | None,
@@ -40,42 +39,44 @@ def finish(
 
     ``profiled`` None: nothing is predicted. ``known`` are the well-known plans.
     """
-    asked, environment, head = prepared.request, prepared.environment, prepared.found.tracer.head
+    asked, environment, notes, best = prepared.request, prepared.environment, found.notes, found.best
     if profiled is not None and terms.knows_seconds and (pace := _pace(found)) is not None:
         forget_op_times(environment, prepared.workload_key)
-        found.notes.append(
+        notes.append(
             f"steps took {pace:.2g} times as long as op times predicted: other work ran on the machine, now or when "
-            "these were measured. The search went by its own steps; the next one measures op times anew"
+            "these were measured. The search went by its own steps; the next one measures op times again"
         )
     by_hash = {trial.plan_hash: trial for trial in found.trials}
     tried = [(name, by_hash[key]) for name, plan in known.items() if (key := plan_hash(plan)) in by_hash]
-    tried += [(OURS, found.best)] if found.best is not None else []
-    rows = [_row(name, trial, asked.host_budget, terms.knows_seconds) for name, trial in tried]
+    tried += [(OURS, best)] if best is not None else []
+    rows = tuple(_row(name, trial, asked.host_budget, terms.knows_seconds) for name, trial in tried)
     plan = None
-    if found.best is not None:
-        found.notes.extend(_said_of_plan(found.best, head))
-        if (score := found.best.score or found.best.predicted) is not None:
-            found.notes.extend(said_of_host(environment, score.host_bytes, asked.host_budget))
+    if best is not None:
+        notes.extend(_said_of_plan(best, prepared.found.tracer.head))
+        if (score := best.score or best.predicted) is not None:
+            notes.extend(said_of_host(environment, score.host_bytes, asked.host_budget))
         if asked.hardware is not None and profiled is not None:
-            found.notes.extend(waits_for_host(asked.hardware, profiled.predictor.graph(found.best.choices)))
-        notes = [*asked.notes, *found.notes] if terms.source == "simulated" else list(found.notes)
-        notes += [NOT_PREDICTED] if request.compile is not None else []
-        plan = _make_plan(request, prepared, found, terms, rows, notes)
+            notes.extend(waits_for_host(asked.hardware, profiled.predictor.graph(best.choices)))
+        plan = _plan(prepared, best, found.budget, terms, rows, notes)
         if run is not None:
             run.write_plan(plan)
-            if profiled is not None:
-                _keep_graphs(run, profiled, found, known, clock)
-        if found.binding and (offer := trade(found.best, found.trials, run and run.outlook(), found.budget.bytes)):
-            found.notes.append(offer)
+            if profiled is not None:  # the plan's step, and as far as time allows what other plans come to
+                run.write_graph(profiled.predictor.graph(best.choices), "plan")
+                if ALL in known and clock.seconds_left > 0:
+                    run.write_graph(profiled.predictor.graph(known[ALL]), "recompute")
+                if not found.interrupted and clock.seconds_left > 0:
+                    with clock.stage("other budgets"):
+                        run.write_outlook(look_around(profiled, found, run.outlook(), clock))
+        if found.binding and (offer := trade(best, found.trials, run and run.outlook(), found.budget.bytes)):
+            notes.append(offer)
     outcome = SearchOutcome(
         plan=plan,
         source=terms.source,
         budget=found.budget,
         device=environment.device,
-        rows=tuple(rows),
+        rows=rows,
         settings=plain(prepared.settings),
         binding=found.binding,
-        dry_run=request.dry_run,
         interrupted=found.interrupted,
         resumed=found.resumed,
         measured_trials=sum(t.score is not None or terms.source == "simulated" for t in found.trials),
@@ -85,64 +86,46 @@ def finish(
         set_aside=run.set_aside if run else None,
         smallest_peak=found.smallest_peak,
         step_note=step_note(environment, asked.workload),
-        stages=_compiling_apart(clock.stages, found),
-        notes=(*asked.notes, *found.notes),
+        stages=tuple(clock.stages),
+        notes=(*asked.notes, *notes),
     )
-    if run is None or found.interrupted or plan is None:
-        return outcome
-    files = asked.spec.files if asked.spec is not None else None
-    limits = {"trials": request.trials, "timeout": request.timeout, "training_steps": request.training_steps}
-    run.write_finished(FinishedSearch(files=files, outcome=outcome, **limits))
+    if run is not None and plan is not None and not found.interrupted:
+        files = asked.spec.files if asked.spec is not None else None
+        limits = {"trials": asked.trials, "timeout": asked.timeout, "training_steps": asked.training_steps}
+        run.write_finished(FinishedSearch(files=files, outcome=outcome, **limits))
     return outcome
 
 
-def _keep_graphs(
-    run: RunDirectory,
-    profiled: CostModel,
-    found: SearchResult,
-    known: Mapping[str, Mapping[str, Choice]],
-    clock: Clock,
-) -> None:
-    """The steps of the plan and of recomputing everything, and what other budgets would buy, as far as time allows."""
-    assert found.best is not None
-    run.write_graph(profiled.predictor.graph(found.best.choices), "plan")
-    if ALL in known and clock.seconds_left > 0:
-        run.write_graph(profiled.predictor.graph(known[ALL]), "recompute")
-    if not found.interrupted and clock.seconds_left > 0:
-        with clock.stage("other budgets"):
-            run.write_outlook(look_around(profiled, found, run.outlook(), clock))
-
-
-def _make_plan(
-    request: SearchRequest,
+def _plan(
     prepared: Prepared,
-    found: SearchResult,
+    best: Trial,
+    budget: ResolvedBudget,
     terms: Terms,
     rows: Sequence[Comparison],
     notes: Sequence[str],
 ) -> Plan:
     """The plan with its provenance; the head is listed only where that has a choice. ``rows`` end with its own."""
-    asked, tracer, choices = prepared.request, prepared.found.tracer, found.best.choices if found.best else {}
-    ours, head = rows[-1], tracer.head
-    chosen = head is not None and choices.get(head.name, SAVE) != SAVE
-    spec, settings = asked.spec, plain(prepared.settings)
+    asked, tracer, spec = prepared.request, prepared.found.tracer, prepared.request.spec
+    head, settings = tracer.head, plain(prepared.settings)
+    chosen = head is not None and best.choices.get(head.name, SAVE) != SAVE
     if spec is not None and (named := settings.get("units")):  # found cuts are not looked for again
         spec = spec.model_copy(update={"units": named})
+    assumed = asked.notes if terms.source == "simulated" else ()
     return Plan.create(
-        choices,
+        best.choices,
         [*tracer.units, head] if chosen and head is not None else tracer.units,
         model=asked.name,
         source=terms.source,
         workload=spec,
         settings=settings,
         environment=prepared.environment,
-        budget=found.budget,
+        budget=budget,
         host_budget_bytes=asked.host_budget,
-        predicted=ours.predicted,
-        measured=ours.measured,
+        predicted=rows[-1].predicted,
+        measured=rows[-1].measured,
         baselines=tuple(rows[:-1]),
-        notes=tuple(notes),
-    ).model_copy(update={"compile": request.compile})
+        notes=(*assumed, *notes, *((NOT_PREDICTED,) if asked.compile is not None else ())),
+    ).model_copy(update={"compile": asked.compile})
 
 
 def _said_of_plan(best: Trial, head: Unit | None) -> Iterator[str]:
@@ -153,15 +136,6 @@ def _said_of_plan(best: Trial, head: Unit | None) -> Iterator[str]:
     if best.measured is not None and (graphs := best.measured.graphs):
         said = "one graph and its backward" if graphs == 1 else f"{graphs} graphs and their backwards"
         yield f"the plan's steps are compiled to {said}"
-
-
-def _compiling_apart(stages: Sequence[StageTime], found: SearchResult) -> tuple[StageTime, ...]:
-    """The stages, with what compiling took taken out of the measured steps that it preceded."""
-    compiling = sum(t.measured.compile_seconds for t in found.trials[found.resumed :] if t.measured is not None)
-    if not compiling:
-        return tuple(stages)
-    steps = [s.model_copy(update={"seconds": s.seconds - compiling}) if s.name == STEPS else s for s in stages]
-    return (*steps, StageTime(name=COMPILING, seconds=compiling, part=True))
 
 
 def _pace(found: SearchResult) -> float | None:

@@ -12,7 +12,7 @@ from autockpt.schema import SAVE, Choice, Problem, Trial, option_of
 from autockpt.schema.choices import choice_kinds
 
 PRIOR_WEIGHT = 0.3  # one measured trial outweighs the profile about three to one
-PRIOR_ERROR = 0.2  # of the profile's prices, as a share: what is within the noise of measurements leaves them alone
+PRIOR_ERROR = 0.2  # of the profiled coefficients, as a share: what is within the noise of steps leaves them alone
 HEAD_WEIGHT = 0.03  # the same for what only the output head may do
 SCALE_RANGE = (0.2, 5.0)
 
@@ -26,7 +26,7 @@ class Fit:
     error_seconds: float = 0.0
 
     def predict(self, problem: Problem, choices: Mapping[str, Choice]) -> float:
-        """Step seconds of an assignment. ``problem`` must carry unscaled prices."""
+        """Step seconds of an assignment. ``problem`` must carry unscaled coefficients."""
         return self.base_seconds + sum(
             self.scale.get(kind, 1.0) * seconds for kind, seconds in _features(problem, choices).items()
         )
@@ -35,7 +35,7 @@ class Fit:
 def fit(problem: Problem, trials: Sequence[Trial]) -> Fit:
     """Least squares with a prior at the profile's own numbers; robust to few trials.
 
-    ``problem`` must carry unscaled prices.
+    ``problem`` must carry unscaled coefficients.
     """
     head_only = set(choice_kinds("head")) - set(choice_kinds("block"))
     scored = [t for t in trials if math.isfinite(t.score_seconds) and priced(problem, t.choices)]
@@ -64,9 +64,9 @@ def fit(problem: Problem, trials: Sequence[Trial]) -> Fit:
 
 
 def expected_seconds(problem: Problem, trials: Sequence[Trial]) -> dict[int, float]:
-    """Step seconds of measured trials, by number, as their ghost runs and the fitted prices predict them.
+    """Step seconds of measured trials, by number, as their ghost runs and the fitted coefficients predict them.
 
-    ``problem`` must carry unscaled prices. Only the ratios count.
+    ``problem`` must carry unscaled coefficients. Only the ratios count.
     """
     scale, expected = fit(problem, trials).scale, dict[int, float]()
     for trial in trials:

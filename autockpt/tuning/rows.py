@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
 
 from autockpt.errors import AutockptError, UsageError
 from autockpt.schema import Graph, SearchRequest
@@ -23,20 +22,11 @@ SIZES = (2, 3)
 _COUNTS = ("aten.histc", "aten.bincount")  # how many tokens go to each expert: no gradient comes of that
 
 
-class Meeting(NamedTuple):
-    """Where rows meet: the op and its module, and whether that makes another training, or another one of its terms."""
+def meetings(small: Graph, large: Graph) -> Iterator[tuple[bool, str]]:
+    """Where rows depend on each other, by the traced steps of ``SIZES`` rows; some places more than once.
 
-    target: str
-    module: str
-    certain: bool
-
-    def __str__(self) -> str:
-        name = self.target.removeprefix("aten.").partition(".")[0]
-        return f"{name} in {self.module}" if self.module else name
-
-
-def meetings(small: Graph, large: Graph) -> Iterator[Meeting]:
-    """Where rows depend on each other, by the traced steps of ``SIZES`` rows; some places more than once."""
+    Whether that surely makes another training, or another one of its terms alone; and the op with its module.
+    """
     few, many = SIZES
     others = dict(_numbered(large))
     for key, op in _numbered(small):
@@ -53,7 +43,8 @@ def meetings(small: Graph, large: Graph) -> Iterator[Meeting]:
         together = grows and not view and wrote == wrote_of_more and any(count > 1 for count in wrote)
         normed = "batch_norm" in op.target and len(op.outputs) > 1 and math.prod(op.outputs[1].shape) > 0
         if squared or together or normed:
-            yield Meeting(op.target, op.module, squared or normed)
+            name = op.target.removeprefix("aten.").partition(".")[0]
+            yield squared or normed, f"{name} in {op.module}" if op.module else name
 
 
 def _numbered(graph: Graph) -> Iterator[tuple[tuple[str, str, int], Op]]:
@@ -82,25 +73,24 @@ def dependent_rows(job: Callable[[int], SearchRequest], what_if: WhatIf) -> tupl
 
     Where the model cannot be ghost-run at these sizes a note says that this was not looked at.
     """
+    graphs = []
     try:
-        found = dict.fromkeys(meetings(*(_plain_graph(job(size), what_if) for size in SIZES)))
-        met = sorted(found, key=lambda meeting: not meeting.certain)  # batch norms and comparisons first
+        for size in SIZES:
+            with tracer_of(job(size), what_if.device) as tracer:
+                graphs.append(tracer.trace())
     except AutockptError as error:
         return (f"Whether rows of a batch depend on each other was not looked at: {error.message}",)
-    if met and met[0].certain:
+    found = dict.fromkeys(meetings(*graphs))
+    if certain := [where for sure, where in found if sure]:
         raise UsageError(
-            f"the rows of this model's batch depend on each other ({met[0]}): another micro-batch is another training",
+            f"the rows of this model's batch depend on each other ({certain[0]}): another micro-batch is another "
+            "training",
             remedy="Keep the batch size as it is, and search without a global batch.",
         )
-    if not met:
+    if not found:
         return ()
-    where = ", ".join(map(str, met[:3]))
+    where = ", ".join([where for _, where in found][:3])
     return (
         f"Rows of a micro-batch are taken together ({where}), as balancing losses of experts do: with another "
         "micro-batch this term is another one, everything else stays.",
     )
-
-
-def _plain_graph(job: SearchRequest, what_if: WhatIf) -> Graph:
-    with tracer_of(job, what_if.device) as tracer:
-        return tracer.trace()

@@ -132,7 +132,7 @@ def what_if_of(
 ) -> WhatIf:
     """Variants of the job on its hardware; or on the local device, within what others leave of it, at nominal rates.
 
-    ``environment`` and ``used_by_others`` are of the local device, as whoever measures there sees them.
+    ``environment`` and ``used_by_others`` are of the local device, as the measuring process sees them.
     """
     if (hardware := request.hardware) is not None:
         room, simulated = hardware.memory_bytes, environment_of_hardware(hardware)
@@ -263,7 +263,7 @@ def _on_the_line(known: Mapping[int, float], budget_bytes: float) -> float:
 def with_longest(request: SearchRequest, listener: Listener) -> SearchRequest:
     """The request with the longest sequences that the leanest choice on all layers holds its budget with, and a note.
 
-    Lengths are told apart to about a share of 1/32. Raises UsageError for a budget that is a share of the job's own
+    Lengths are distinguished to about a share of 1/32. Raises UsageError for a budget that is a share of the job's own
     peak, for models without sequences and under a distributed launch, InfeasibleError where not even the shortest fits.
     """
     refuse_many_processes()

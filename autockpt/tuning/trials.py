@@ -57,13 +57,10 @@ class Trials:
     """All trials of one question, those of earlier runs first. One plan is measured once: ``find`` knows it by hash."""
 
     def __init__(self, run: RunDirectory | None) -> None:
-        self._run = run
+        self.run = run
         self.all: list[Trial] = run.trials() if run is not None else []
         self.resumed = len(self.all)
         self._by_hash = {t.plan_hash: t for t in self.all}
-        finished = run.finished() if run is not None else None
-        plan = finished.outcome.plan if finished is not None else None
-        self._named = plan.hash if plan is not None else None
         self.expected: Callable[[], Mapping[int, float]] = dict  # predicted seconds of those that were measured
         self.budget: ResolvedBudget | None = None  # a guess until the trials were judged by it
         self.budget_bytes: int | None = None
@@ -109,13 +106,10 @@ class Trials:
     def put(self, trial: Trial) -> Trial:
         """Add a trial, or replace the one of its number; judged if the budget is known. Returns what was written."""
         trial = self._judged(trial)
-        if trial.number == len(self.all):
-            self.all.append(trial)
-        else:
-            self.all[trial.number] = trial
+        self.all[trial.number : trial.number + 1] = [trial]
         self._by_hash[trial.plan_hash] = trial
-        if self._run is not None:
-            self._run.add_trial(trial)
+        if self.run is not None:
+            self.run.add_trial(trial)
         return trial
 
     def judge(self, budget: ResolvedBudget) -> None:
@@ -132,11 +126,6 @@ class Trials:
         if trial.state == "simulated":
             return trial.model_copy(update={"feasible": fits})
         return trial.model_copy(update={"feasible": fits, "state": "measured" if fits else "over_budget"})
-
-    @property
-    def named(self) -> Trial | None:
-        """The plan that an earlier search of this question named in the end."""
-        return self._by_hash.get(self._named or "")
 
     @property
     def spent(self) -> int:

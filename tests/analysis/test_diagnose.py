@@ -63,8 +63,8 @@ def test_a_plan_for_the_very_device(plain_peak: int, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_where_no_plan_fits_the_alternatives_do(plain_peak: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("autockpt.tuning.alternatives.MOST_RANKS", 1)  # each variant is a ghost run of its own
-    monkeypatch.setattr("autockpt.tuning.alternatives._lean_optimizers", lambda *_: iter(()))
+    monkeypatch.setattr("autockpt.tuning.infeasible.MOST_RANKS", 1)  # each variant is a ghost run of its own
+    monkeypatch.setattr("autockpt.tuning.infeasible._lean_optimizers", lambda *_: iter(()))
     log = crowded(plain_peak, 0.28)
     said = diagnose(log, SPEC)
     assert said.refusal and said.outcome is None and said.alternatives and log.failure and log.failure.capacity

@@ -41,7 +41,7 @@ def test_options_become_a_request(autockpt, asked: list[SearchRequest]) -> None:
         *("--dtype", "bf16", "--optimizer", "sgd", "--accumulate", "2", "--lora", "8"),
         *("--device", "cpu", "--trials", "7", "--timeout", "10m", "--seed", "3", "--space", "knobs"),
         *("--choices", "save,recompute", "--storage", "sqlite:///x.db", "--out", "runs", "--plan-out", "p.yaml"),
-        *("--dry-run", "--fresh"),
+        "--fresh",
     )
     assert result.code == 0, result.err
     (request,) = asked
@@ -50,7 +50,7 @@ def test_options_become_a_request(autockpt, asked: list[SearchRequest]) -> None:
     assert (spec.model, spec.batch_size, spec.seq_len, spec.packed) == ("llama-tiny", 4, 128, True)
     assert (spec.dtype, spec.optimizer, spec.accumulate, spec.lora, spec.seed) == ("bf16", "sgd", 2, 8, 3)
     assert request.space.choices == ("save", "recompute")
-    assert (request.out, request.plan_out, request.dry_run, request.fresh) == (Path("runs"), Path("p.yaml"), True, True)
+    assert (request.out, request.plan_out, request.fresh) == (Path("runs"), Path("p.yaml"), True)
     assert request.command[:3] == ("autockpt", "search", "--budget") and request.notes == ()
 
 
@@ -110,7 +110,7 @@ def test_a_plan_or_run_to_start_from_fills_in_what_is_not_said(
 ) -> None:
     from autockpt.schema import ResolvedBudget, WorkloadSpec
 
-    made = outcome(dry_run=True).plan
+    made = outcome(simulated=True).plan
     assert made is not None
     spec = WorkloadSpec(model="llama-8b", lora=16, batch_size=2)
     budget = ResolvedBudget(asked="20GB", bytes=20 * 10**9)
@@ -271,7 +271,7 @@ def test_an_overhead_comes_with_its_interval() -> None:
 
 @pytest.mark.parametrize("width", [80, 100, 120, 160])
 def test_the_answer_fits_the_screen(width: int) -> None:
-    for answer in (outcome(), outcome(none_fits=False), outcome(dry_run=True)):
+    for answer in (outcome(), outcome(none_fits=False), outcome(simulated=True)):
         text = printed(answer, width)
         free = ("    handle =", "Written to")  # lines to copy are never broken
         assert all(len(line) <= width for line in text.splitlines() if not line.startswith(free))
@@ -307,10 +307,10 @@ def test_ranks_are_shown_where_they_differ() -> None:
         assert ("by rank: peak 441 MiB, 440 MiB" in text) is shown and "step 450" not in text
 
 
-def test_a_dry_run_shows_only_what_is_simulated() -> None:
-    text = printed(outcome(dry_run=True))
-    assert "simulated 441 MiB" in cells(text, "ours") and "Dry run" in text
-    assert "±" not in text and "trials measured" not in text
+def test_a_simulated_answer_shows_no_measurement() -> None:
+    text = printed(outcome(simulated=True))
+    assert "simulated 441 MiB" in cells(text, "ours") and "Nothing was measured" in text
+    assert "±" not in text and "31 trials simulated" in text
 
 
 def test_without_a_plan_there_is_nothing_to_load() -> None:

@@ -25,7 +25,7 @@ from autockpt.tracing import Tracer
 from autockpt.tuning.clock import Clock
 from autockpt.tuning.loop import Loop, SearchResult
 from autockpt.tuning.proposers.solver import SolverProposer
-from autockpt.tuning.targets.simulated import DRY, Simulated
+from autockpt.tuning.targets.simulated import QUICK, Simulated
 from autockpt.tuning.trials import Trials
 from autockpt.workload import build
 
@@ -100,10 +100,11 @@ def test_the_disk_tier_is_tried_where_the_host_budget_binds(on_gpu: Tracer):
 
 
 def solved(known: CostModel, budget: str, space: SearchSpace) -> SearchResult:
-    """What a dry run finds."""
+    """What a quick search finds."""
     request = SearchRequest(budget=parse_budget(budget), space=space, trials=1, host_budget=known.host_budget)
-    target, trials = Simulated(terms=DRY), Trials(None)
-    return Loop(SolverProposer(request, known, target, trials, None), target, trials, 1, Clock(Silence())).run()
+    target, trials = Simulated(terms=QUICK), Trials(None)
+    clock = Clock(Silence())
+    return Loop(SolverProposer(request, known, target, trials, clock), target, trials, 1, clock).run()
 
 
 @pytest.mark.parametrize("share", [0.3, 0.6])

@@ -253,10 +253,10 @@ def test_two_searches_at_once_are_refused(tmp_path: Path) -> None:
 def test_a_lock_dies_with_its_process(tmp_path: Path) -> None:
     run = enter(tmp_path)
     code = (
-        "import os, sys; from pathlib import Path; from autockpt.schema.runs import exclusive\n"
-        "with exclusive(Path(sys.argv[1])): os._exit(9)"
+        "import os, sys; from pathlib import Path; from autockpt.schema.runs import RunDirectory\n"
+        "with RunDirectory(Path(sys.argv[1]), {}).lock(): os._exit(9)"
     )
-    assert subprocess.run([sys.executable, "-c", code, str(run.path / "lock")]).returncode == 9
+    assert subprocess.run([sys.executable, "-c", code, str(run.path)]).returncode == 9
     with run.lock():
         pass
 

@@ -47,11 +47,12 @@ def search(
         trials=trials,
         host_budget=host_budget,
     )
-    target = Simulated() if simulated else Measured(device, clock, request, confirm)  # type: ignore[arg-type]
+    target = Simulated() if simulated else Measured(device, clock, request)  # type: ignore[arg-type]
+    if confirm is not None:
+        target.confirm = confirm  # type: ignore[union-attr]
     tried = Trials(run)
-    storage = run.storage if run else None
     profiled = device.profiled(host_budget=host_budget)
-    proposer = SolverProposer(request, profiled, target, tried, storage, seeds=seeds, clock=clock)
+    proposer = SolverProposer(request, profiled, target, tried, clock, seeds=seeds)
     with pytest.MonkeyPatch.context() as patch:
         if not own_sampler:
             patch.setattr(solver, "sampler_for", lambda seed: RandomSampler(seed))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping
 from typing import Any
 
@@ -24,9 +23,8 @@ from autockpt.schema.choices import CompileBudget
 from autockpt.schema.runs import RunDirectory
 from autockpt.shipped import load_space
 from autockpt.tuning.clock import Clock
+from autockpt.tuning.compiled import Compiled, SplitProposer
 from autockpt.tuning.loop import Loop
-from autockpt.tuning.proposers.splits import SplitProposer
-from autockpt.tuning.targets.compiled import Compiled
 from autockpt.tuning.trials import Trials
 from tests.errors import raises
 
@@ -70,10 +68,10 @@ class MadeUpCompiler:
 def search(compiler: MadeUpCompiler, budget: str, mode: Any = "layers", *, trials: int = 14, **more: Any) -> Any:
     clock = Clock(Silence(), more.pop("timeout", None))
     space = load_space("knobs").restricted(more.pop("choices", ("recompute",)))
-    request = SearchRequest(budget=parse_budget(budget), space=space, trials=trials)
+    request = SearchRequest(budget=parse_budget(budget), space=space, trials=trials, compile=mode)
     run = more.pop("run", None)
     tried = Trials(run)
-    target = Compiled(compiler, clock, request, mode=mode)  # type: ignore[arg-type]
+    target = Compiled(measurer=compiler, clock=clock, request=request)  # type: ignore[arg-type]
     proposer = SplitProposer(request, NAMES, target, tried, room=10**6, seeds=more.pop("seeds", {}))
     return Loop(proposer, target, tried, trials, clock).run()
 
@@ -91,20 +89,6 @@ def test_the_plan_fits_and_beats_every_single_budget(mode: str):
     for tried in compiler.measured:
         fractions = {c.fraction for c in tried.values() if isinstance(c, CompileBudget)}
         assert mode == "layers" or len(fractions) <= 1
-
-
-def test_it_is_near_the_best_of_all_plans_of_two_choices():
-    compiler = MadeUpCompiler()
-    found = search(compiler, "50%act", trials=24)
-    options: list[Choice] = [RECOMPUTE, SAVE, *(CompileBudget(fraction=f / 20) for f in range(1, 20))]
-    every = [
-        compiler.costs({n: a if i < k else b for i, n in enumerate(NAMES)})
-        for a, b in itertools.product(options, repeat=2)
-        for k in range(len(NAMES) + 1)
-    ]
-    best = min(seconds for peak, seconds in every if peak <= found.budget.bytes)
-    assert found.best is not None and found.best.measured is not None
-    assert found.best.measured.step_seconds <= 1.05 * best
 
 
 def test_selective_layers_are_tried_where_they_are_allowed():
@@ -168,23 +152,6 @@ def test_compiling_ends_at_the_time_limit_and_keeps_its_results():
         found = search(compiler, "60%act", timeout=100.0)
     assert len(found.trials) == 2 and "time limit" in found.stopped
     assert found.best is not None and found.best.feasible
-
-
-def test_time_that_runs_out_in_the_finals_costs_only_them():
-    compiler = MadeUpCompiler()
-    late = [0.0]
-
-    def compare(plans: Any, *, rounds: int = 5) -> Any:
-        late[0] = 1000.0
-        raise TimeLimitReached("the worker was ended")
-
-    compiler.compare = compare  # type: ignore[method-assign]
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(Clock, "elapsed", property(lambda self: late[0]))
-        found = search(compiler, "60%act", timeout=100.0)
-    fitting = [t for t in found.trials if t.feasible and t.measured is not None]
-    assert found.best == min(fitting, key=lambda t: t.score_seconds)
-    assert any("no room" in note for note in found.notes)
 
 
 @pytest.mark.parametrize(
@@ -254,13 +221,3 @@ def test_a_leaner_plan_that_was_found_does_not_move_the_budget(tmp_path):
     first = search(Odd(), "60%act", run=enter(), seeds={"odd": lean})
     assert any(t.measured is not None and t.measured.peak_bytes == 100 for t in first.trials)
     assert search(Odd(), "60%act", run=enter()).budget.bytes == first.budget.bytes
-
-
-def test_a_second_run_takes_the_trials_of_the_first_over(tmp_path):
-    def enter() -> RunDirectory:
-        return RunDirectory.enter(tmp_path, {"q": 1}, model="m", device="cpu", budget="60%act")
-
-    first = search(MadeUpCompiler(), "60%act", trials=9, run=enter())
-    again = MadeUpCompiler()
-    second = search(again, "60%act", trials=12, run=enter())
-    assert second.resumed == len(first.trials) and len(again.measured) == len(second.trials) - len(first.trials)

@@ -13,13 +13,10 @@ import pytest
 import torch
 import transformers
 
-from autockpt.errors import RunDirectoryError
 from autockpt.schema import RECOMPUTE, Plan, SearchOutcome, SearchRequest, Silence, Trial, WorkloadSpec, parse_budget
-from autockpt.schema.runs import RunDirectory
 from autockpt.shipped import load_hardware, load_space
 from autockpt.tuning import run_search, search_request
 from autockpt.workload import Step
-from tests.errors import raises
 from tests.tuning import postgresql
 from tests.tuning.walk import files_entered
 
@@ -68,7 +65,7 @@ def test_the_same_command_is_answered_at_once(finished: tuple[Path, SearchOutcom
     again, stages = ask(out, plan_out=tmp_path / "plan.yaml")
     assert stages == [] and again.plan is not None and first.plan is not None
     assert again.plan.hash == first.plan.hash == Plan.load(tmp_path / "plan.yaml").hash
-    assert again.rows == first.rows and any("--again" in note for note in again.notes)
+    assert again.rows == first.rows and any("--fresh" in note for note in again.notes)
 
 
 def test_a_moved_run_names_files_that_are_there(finished: tuple[Path, SearchOutcome], tmp_path: Path) -> None:
@@ -143,38 +140,10 @@ def test_searches_that_share_a_storage_do_not_interfere(storage: str, tmp_path: 
     assert written and not any(postgresql.PASSWORD.encode() in path.read_bytes() for path in written)
 
 
-@pytest.mark.parametrize("more", [{"again": True}, {"trials": 3}])
-def test_asked_for_more_it_goes_on(finished: tuple[Path, SearchOutcome], more: dict[str, Any]) -> None:
+def test_asked_for_more_it_goes_on(finished: tuple[Path, SearchOutcome]) -> None:
     out, first = finished
-    again, stages = ask(out, **more)
+    again, stages = ask(out, trials=3)
     assert "search" in stages and again.resumed >= first.measured_trials
-
-
-def test_a_verdict_stands_where_time_allows_no_other_plan(
-    finished: tuple[Path, SearchOutcome],
-) -> None:
-    out, first = finished
-    assert first.run_directory is not None
-    record = RunDirectory.open(first.run_directory).finished()
-    again, _ = ask(out, trials=9, timeout=0.01)
-    assert record is not None and record.outcome.plan is not None
-    assert again.plan is not None and again.plan.hash == record.outcome.plan.hash
-    assert any("what the earlier search named stands" in note for note in again.notes)
-
-
-def test_a_second_search_is_refused_before_a_directory_exists(tmp_path: Path) -> None:
-    class AskingAgain(Stages):
-        def stage(self, name: str, total: int | None = None) -> None:
-            super().stage(name, total)
-            if name == "trace":
-                assert not list(out.glob("*/question.json"))
-                with raises(RunDirectoryError):
-                    ask(out)
-
-    out = tmp_path / "runs"
-    first, stages = ask(out, AskingAgain())
-    assert "trace" in stages and first.run_directory is not None
-    assert list(out.iterdir()) == [first.run_directory], "nothing else stays"
 
 
 def live_step() -> Step:
@@ -198,7 +167,7 @@ def test_a_live_search_is_answered_from_its_record_too(tmp_path: Path) -> None:
     first, _ = asked()
     second, stages = asked()
     assert second.hash == first.hash and "profile" not in stages
-    _, stages = asked(again=True)
+    _, stages = asked(fresh=True)
     assert "profile" in stages
 
 
@@ -209,7 +178,7 @@ def test_op_times_that_steps_contradict_are_measured_anew(tmp_path: Path, monkey
         """Whether op times were measured, and whether the steps were said to contradict them."""
         stages, space = Stages(), load_space("knobs").restricted(("recompute",))
         found = run_search(search_request(budget="50%act", step=live_step(), space=space, trials=1), stages)
-        return "time single ops" in stages.begun, any("measures op times anew" in note for note in found.notes)
+        return "time single ops" in stages.begun, any("measures op times again" in note for note in found.notes)
 
     assert asked()[0]
     for kept in tmp_path.glob("op_times/*.json"):

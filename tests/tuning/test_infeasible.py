@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
 from autockpt.errors import ConflictError, InfeasibleError
-from autockpt.schema import SAVE, SearchRequest, Silence, WorkloadSpec, parse_budget
-from autockpt.schema.choices import CHUNKED_SOFTMAX, ChunkedLoss
+from autockpt.schema import SearchRequest, Silence, WorkloadSpec, parse_budget
+from autockpt.schema.choices import ChunkedLoss
 from autockpt.schema.outlook import INEXACT, SMALLER, Alternative, batch, joined
 from autockpt.shipped import load_space
-from autockpt.tuning import alternatives, infeasible, sizes
+from autockpt.tuning import infeasible, sizes
 from autockpt.tuning.clock import Clock
 
 IN_CHUNKS = ChunkedLoss(tokens=256)
@@ -42,13 +42,13 @@ def test_combinations_come_after_singles_and_shorter_rows_last(
                 )  # fmt: skip
         return None
 
-    monkeypatch.setattr(alternatives, "_mildest", mildest)
+    monkeypatch.setattr(infeasible, "_mildest", mildest)
     monkeypatch.setattr(
-        alternatives, "predictions", lambda *_: {"recompute": SimpleNamespace(peak_bytes=10, step_seconds=1.0)}
+        infeasible, "predictions", lambda *_: {"recompute": SimpleNamespace(peak_bytes=10, step_seconds=1.0)}
     )
     bench: Any = SimpleNamespace(budget_bytes=5, late=lambda: False, listener=Silence())
     base: Any = {"recompute": ({}, SimpleNamespace(resident={}))}
-    ways = alternatives.alternatives(request_of(), SETTINGS, base, bench)
+    ways = infeasible.alternatives(request_of(), SETTINGS, base, bench)
     assert ways and all(option in ways[0].options for option in needed)
     single = [batch(2, 2), batch(1, 4), INEXACT, "LoRA of rank 16"]
     assert asked[:4] == single
@@ -68,12 +68,14 @@ def naming(
     clock = Clock(Silence(), timeout)
     clock.began -= 2.0
     bench: Any = sizes.WhatIf(5, cast("Any", None), cast("Any", None), ("recompute",), None)
-    prepared: Any = SimpleNamespace(found=found, needs=lambda graph: 1000, what_if=lambda: bench)
-    request = request_of(budget)
+    facts = {"request": request_of(budget), "environment": None, "used_by_others": 0}
+    prepared: Any = SimpleNamespace(**facts, found=found, needs=lambda graph: 1000)
     try:
         yield
     except InfeasibleError as error:
-        infeasible.explain_refusal(error, request, prepared, None, None, clock)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(infeasible, "what_if_of", lambda *_: bench)
+            infeasible.explain_refusal(error, prepared, None, None, clock)
         raise
 
 
@@ -87,7 +89,7 @@ def test_a_time_limit_ends_the_search_for_changes_too(limit: float | None, monke
 
     monkeypatch.setattr(sizes, "tracer_of", tracer_of)
     monkeypatch.setattr(
-        alternatives, "predictions", lambda *_: {"recompute": SimpleNamespace(peak_bytes=10, step_seconds=1.0)}
+        infeasible, "predictions", lambda *_: {"recompute": SimpleNamespace(peak_bytes=10, step_seconds=1.0)}
     )
     with pytest.raises(InfeasibleError) as refused, naming(timeout=limit):
         raise InfeasibleError("nothing fits", remedy=f"Raise the budget, or {SMALLER}.")
@@ -119,20 +121,3 @@ def test_what_was_assumed_is_said_with_the_alternatives(monkeypatch: pytest.Monk
     with pytest.raises(InfeasibleError) as without, naming():
         raise InfeasibleError("nothing fits")
     assert remedy.startswith(without.value.remedy) and "counted" not in without.value.remedy
-
-
-@pytest.mark.parametrize(
-    ("allowed", "head"),
-    [((), SAVE), ((CHUNKED_SOFTMAX,), CHUNKED_SOFTMAX), ((CHUNKED_SOFTMAX, IN_CHUNKS), IN_CHUNKS)],
-)
-def test_variants_have_the_leanest_head_that_is_allowed(
-    allowed: tuple[Any, ...], head: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """So that a smaller batch is not passed over for gradients that are equal up to rounding."""
-    heads: Any = SimpleNamespace(graphs=dict.fromkeys(allowed)) if allowed else None
-    assert sizes.leanest_head(heads) == head
-    tracer = SimpleNamespace(head=SimpleNamespace(name="lm_head"))
-    monkeypatch.setattr(sizes, "tracer_of", lambda job, device: nullcontext(tracer))
-    with ExitStack() as stack:
-        variant = sizes.Variant(request_of(), cast("Any", SimpleNamespace(head=head, device=None)), stack)
-        assert variant.besides == ({} if head == SAVE else {"lm_head": head})

@@ -25,13 +25,7 @@ from autockpt.schema import (
 )
 from autockpt.schema.lengths import Lengths
 from autockpt.shipped import load_space
-from autockpt.tuning.lengths import (
-    MOST_SETS,
-    WORTH,
-    Expected,
-    search_lengths,
-    search_lengths_of,
-)
+from autockpt.tuning.lengths import MOST_SETS, WORTH, Expected, search_lengths, search_lengths_of
 from tests.errors import raises
 
 UNITS = [Unit(name=f"layers.{i}", cls="Layer", kind=0) for i in range(10)]

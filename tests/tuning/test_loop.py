@@ -28,7 +28,7 @@ from autockpt.schema import (
 from autockpt.schema.runs import RunDirectory, best
 from autockpt.tuning.clock import Clock
 from autockpt.tuning.targets.measured import Measured
-from autockpt.tuning.trials import AS_LEAN, Candidate, Score, Trials
+from autockpt.tuning.trials import Candidate, Score, Trials
 from tests.errors import raises
 from tests.tuning.device import MadeUpDevice
 from tests.tuning.made_up import search
@@ -95,16 +95,6 @@ def test_no_two_run_plan_is_faster_than_the_named_one(budget: str, noise: float)
 
 
 @pytest.mark.parametrize("simulated", [False, True])
-@pytest.mark.parametrize("budget", ["30%act", "50%act", "80%act"])
-def test_no_trial_is_as_fast_and_notably_leaner(budget: str, simulated: bool) -> None:
-    found = search(MadeUpDevice(8), budget, simulated=simulated)
-    assert found.best is not None and found.best.score is not None
-    for trial in found.trials:
-        if trial.feasible and trial.score is not None and trial.score_seconds <= found.best.score_seconds:
-            assert trial.score.peak_bytes >= found.best.score.peak_bytes - AS_LEAN * found.budget.bytes
-
-
-@pytest.mark.parametrize("simulated", [False, True])
 def test_the_headroom_is_left_free(simulated: bool) -> None:
     whole = search(MadeUpDevice(), "60%act", simulated=simulated)
     found = search(MadeUpDevice(), "60%act", headroom="2%", simulated=simulated)
@@ -150,7 +140,7 @@ def test_missed_bytes_are_learned_from_the_baselines(unseen: int, budget: str) -
 def test_a_winner_that_fails_in_a_fresh_process_is_not_named() -> None:
     refused: list[str] = []
 
-    def confirm(choices: Any, budget: int, steps: int) -> Measurement:
+    def confirm(choices: Any, budget: int) -> Measurement:
         refused.append(plan_hash(choices))
         return Measurement(peak_bytes=budget + (1 if len(refused) == 1 else 0), step_seconds=1.0)
 
@@ -333,16 +323,6 @@ def test_a_seed_plan_with_unpriced_choices_is_no_obstacle() -> None:
     assert any(t.choices == odd for t in found.trials) and found.best is not None
 
 
-def test_plans_over_the_host_budget_are_never_measured() -> None:
-    device = MadeUpDevice(4)
-    found = search(device, "60%act", trials=8, host_budget=100)  # not even a page
-    assert device.measured and all(c.kind != "offload" for plan in device.measured for c in plan.values())
-    offload_all = next(t for t in found.trials if t.name == "offload all")
-    assert not offload_all.feasible and "on the host" in offload_all.message
-    assert found.best is not None and found.best.measured is not None
-    assert found.best.measured.peak_bytes <= found.budget.bytes
-
-
 @pytest.mark.parametrize(("swing", "said", "second_is"), [(1.01, False, 1.0), (1.8, True, 1.0), (1.8, True, 1.03)])
 def test_timings_that_swing_are_said_to_come_of_other_work(swing: float, said: bool, second_is: float) -> None:
     trials = Trials(None)
@@ -360,7 +340,7 @@ def test_timings_that_swing_are_said_to_come_of_other_work(swing: float, said: b
 
     device: Any = SimpleNamespace(environment=SimpleNamespace(device=SimpleNamespace(kind="cpu")), compare=compare)
     target = Measured(device, Clock(Silence()), request=None)  # type: ignore[arg-type]
-    target.winner(trials, [], 1, math.inf)
+    target.winner(trials, [], math.inf)
     assert any("other work" in note and "OMP_NUM_THREADS" in note for note in target.notes) is said
 
 

@@ -125,13 +125,3 @@ def test_no_frame_of_the_first_caller_is_kept() -> None:
     """In a process that has not imported Optuna yet: it keeps exceptions of imports that failed."""
     done = subprocess.run([sys.executable, "-c", _CALLER], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-
-
-def test_a_knob_that_is_left_out_is_in_no_further_point() -> None:
-    study = knobs_study(None)
-    study.leave_out("hidden_copies")
-    study.leave_out("nothing of this name")
-    study.enqueue([{"margin": 0.01, "recompute_price": 1.0, "offload_price": 1.0, "hidden_copies": 0.0}])
-    points = [study.ask()[1] for _ in range(3)]
-    assert points[0] == {"margin": 0.01, "recompute_price": 1.0, "offload_price": 1.0}
-    assert all(point.keys() == points[0].keys() for point in points)

@@ -14,9 +14,8 @@ from autockpt.errors import AutockptError, InfeasibleError, UsageError
 from autockpt.schema import DeviceInfo, Environment, SearchRequest, Silence, WorkloadSpec, parse_budget
 from autockpt.schema.lengths import Lengths
 from autockpt.shipped import load_hardware, load_space
-from autockpt.tuning import answer, run_search, search_request, sizes
+from autockpt.tuning import answer, infeasible, run_search, search_request, sizes
 from autockpt.tuning.opening import less_than_asked
-from autockpt.tuning.targets import base
 from autockpt.workload import Step, build
 from tests.errors import raises
 from tests.tuning.small import TWO_LAYERS
@@ -65,7 +64,6 @@ DOORS: dict[str, Callable[[Path], object]] = {
     "described": lambda out: run_search(described(out), Untouched()),
     "simulated": lambda out: run_search(described(out, hardware=load_hardware("rtx4090")), Untouched()),
     "compiled": lambda out: run_search(described(out, compile="layers"), Untouched()),
-    "dry run": lambda out: run_search(described(out, dry_run=True), Untouched()),
     "batches": lambda out: answer(described(out, rows_per_update=4), Untouched()),
     "lengths": lambda out: answer(described(out, lengths=LENGTHS), Untouched()),
     "longest": lambda out: answer(described(out, longest=True), Untouched()),
@@ -119,7 +117,7 @@ def test_what_the_worker_holds_is_not_another_s(tmp_path: Path, monkeypatch: pyt
         judged.append(asked[3])
         return sizes.what_if_of(*asked)
 
-    monkeypatch.setattr(base, "what_if_of", what_if_of)
+    monkeypatch.setattr(infeasible, "what_if_of", what_if_of)
     monkeypatch.setattr(CpuDevice, "used_by_others", lambda self: self.capacity())  # here; the worker sees for itself
     asked = {"budget": parse_budget("800KB"), "workload": WorkloadSpec(model=TWO_LAYERS, batch_size=1, seq_len=16)}
     request = SearchRequest.model_validate(asked | {"space": load_space("knobs"), "out": tmp_path, "device": "cpu"})

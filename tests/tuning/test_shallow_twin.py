@@ -78,10 +78,3 @@ def test_the_menus_are_those_of_the_whole_model(model: str, lora: int | None, bl
         assert {u.name for u in mine.problem(0).units} == {u.name for u in whole_blocks} | {"lm_head"}
         plan = {u.name: whole["recompute"][0][u.name] if i < 5 else SAVE for i, u in enumerate(whole_blocks)}
         assert mine.predictor.predict(plan) == real.predictor.predict(plan)
-
-
-def test_shallow_models_have_no_twin() -> None:
-    small = WorkloadSpec(model="llama-tiny")
-    with ExitStack() as stack:
-        tracer = stack.enter_context(Tracer.from_spec(small))
-        assert depth.open_twin(stack, small, tracer, load_hardware("cpu")) is None

@@ -12,14 +12,7 @@ import torch
 from autockpt.analysis.page import run_page
 from autockpt.cost import simulated_memory
 from autockpt.errors import InfeasibleError
-from autockpt.schema import (
-    Plan,
-    SearchOutcome,
-    SearchRequest,
-    Silence,
-    WorkloadSpec,
-    parse_budget,
-)
+from autockpt.schema import Plan, SearchOutcome, SearchRequest, WorkloadSpec, parse_budget
 from autockpt.schema.hardware import Hardware
 from autockpt.schema.runs import RunDirectory
 from autockpt.shipped import load_hardware, load_space
@@ -97,12 +90,6 @@ def test_the_run_is_kept_like_a_measured_one(found: SearchOutcome, card: Hardwar
     assert run.environment() and run.graph() and run.profile() and run.question["hardware"]["name"] == card.name
 
 
-def test_a_dry_run_solves_and_writes_nothing(tmp_path: Path, card: Hardware) -> None:
-    outcome = run_search(ask(tmp_path / "runs", card, dry_run=True))
-    assert outcome.dry_run and outcome.plan is not None and outcome.plan.predicted is not None
-    assert outcome.plan.predicted.step_seconds and not (tmp_path / "runs").exists()
-
-
 def test_nothing_fits_names_alternatives_that_really_fit(tmp_path: Path) -> None:
     cpu = load_hardware("cpu")  # to the byte: a caching allocator hands out whole segments of 20 MiB
     small = cpu.model_copy(update={"memory_bytes": cpu.context_bytes + 3_500_000})
@@ -120,44 +107,6 @@ def test_nothing_fits_names_alternatives_that_really_fit(tmp_path: Path) -> None
     assert outlook is not None and outlook.changes == ways and "nothing fits" in outlook.infeasible
     page = run_page(run)
     assert "Nothing fits" in page and all(escape(way.options) in page for way in ways)
-
-
-def test_a_starting_plan_is_tried_and_its_numbers_not_believed(
-    tmp_path: Path, found: SearchOutcome, card: Hardware
-) -> None:
-    assert found.plan is not None and found.plan.predicted is not None
-    lying = found.plan.model_copy(
-        update={"predicted": found.plan.predicted.model_copy(update={"peak_bytes": 1, "step_seconds": 1e-9})}
-    )
-    heard: list[str] = []
-
-    class Ear(Silence):
-        def trial(self, trial: Any, best: Any) -> None:
-            heard.append(trial.name)
-
-    faster = card.model_copy(update={"link_out": card.link_out / 2})
-    again = run_search(ask(tmp_path, faster, start=lying, trials=4), Ear())
-    assert again.plan is not None and again.plan.predicted is not None
-    assert again.plan.predicted.step_seconds and again.plan.predicted.step_seconds > 1e-6
-    known = {"none", "recompute all", "every-2", "offload all", "inputs offloaded"}
-    assert found.plan.hash in {row.plan_hash for row in again.rows} or set(heard) - known == {"simulated plan"}
-
-
-def test_headroom_is_left_free_and_part_of_plan_and_question(
-    tmp_path: Path, card: Hardware, found: SearchOutcome
-) -> None:
-    tight = ask(tmp_path, card, budget="60%act").model_copy(
-        update={"budget": parse_budget("60%act").with_headroom("1MB")}
-    )
-    outcome = run_search(tight)
-    assert outcome.plan is not None and outcome.plan_path is not None
-    plan = Plan.load(outcome.plan_path)
-    assert plan.budget is not None and plan.budget.headroom == "1MB" and plan.predicted is not None
-    assert plan.budget.bytes + plan.budget.headroom_bytes == found.budget.bytes
-    assert plan.predicted.peak_bytes <= plan.budget.bytes < found.budget.bytes
-    assert plan.environment is not None
-    same = ask(tmp_path, card, budget="60%act").question(plan.environment)
-    assert tight.question(plan.environment) == same | {"headroom": "1MB"}
 
 
 def test_a_share_beyond_the_device_is_searched_within_it(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from autockpt.schema import RECOMPUTE, SAVE, Choice, Measurement, Trial
 from autockpt.schema.choices import CompileBudget, Selective
-from autockpt.tuning.proposers.splits import proposals
+from autockpt.tuning.compiled import proposals
 from tests.samples import trial
 
 NAMES = [f"layers.{i}" for i in range(8)]

@@ -83,16 +83,6 @@ def test_no_stage_exceeds_the_time_limit_by_much(
     assert device.now <= 1.2 * timeout + 5
 
 
-def test_a_limit_that_is_long_enough_changes_nothing(device_time: list[SlowDevice]) -> None:
-    answers = []
-    for timeout in (1e6, 1e9):
-        device = SlowDevice(0.5, 0.1, timeout)
-        device_time.append(device)
-        answers.append((search(device, "50%act", clock=device.clock, trials=5), device.now))
-    (one, first), (other, second) = answers
-    assert first == second and one.best == other.best and one.notes == other.notes
-
-
 def test_a_time_limit_in_the_finals_names_the_best_so_far(device_time: list[SlowDevice]) -> None:
     class Stuck(SlowDevice):
         def compare(self, plans: Mapping[str, Any], *, rounds: int = 5, **more: Any) -> dict[str, list[float]]:

@@ -10,7 +10,7 @@ import torch
 from autockpt.errors import PlanError
 from autockpt.runtime import apply
 from autockpt.schema import Plan, SearchRequest, WorkloadSpec, parse_budget
-from autockpt.shipped import load_space
+from autockpt.shipped import load_hardware, load_space
 from autockpt.tuning import run_search
 from tests.errors import raises
 from tests.unrepeated import one_block, unet
@@ -22,8 +22,8 @@ def test_a_unet_is_cut_planned_and_trained_exactly(tmp_path: Path) -> None:
         budget=parse_budget("1.9MB"),
         workload=WorkloadSpec(model="tests.unrepeated:unet"),
         space=load_space("knobs").restricted(("save", "recompute", "recompute_offload")),
-        device="cpu",
-        dry_run=True,
+        hardware=load_hardware("cpu"),
+        quick=True,
         plan_out=tmp_path / "plan.yaml",
         out=tmp_path,
     )

@@ -35,29 +35,14 @@ class Study:
     violation: reported as failed it would teach the sampler nothing.
     """
 
-    def __init__(
-        self,
-        sampler: BaseSampler,
-        knobs: Mapping[str, Knob],
-        *,
-        name: str,
-        storage: str | None,
-    ) -> None:
+    def __init__(self, sampler: BaseSampler, knobs: Mapping[str, Knob], *, name: str, storage: str | None) -> None:
         logging.getLogger("alembic").setLevel(logging.ERROR)
         self._queue: deque[Mapping[str, Any]] = deque()
-        self.distributions = {
-            name: FloatDistribution(knob.low, knob.high, log=knob.log) for name, knob in knobs.items()
-        }
+        self.distributions = {key: FloatDistribution(knob.low, knob.high, log=knob.log) for key, knob in knobs.items()}
         self._open: dict[int, optuna.Trial] = {}
         self._storage = storage or "memory"
         with _in_words(self._storage):
-            self._study = optuna.create_study(
-                study_name=name,
-                storage=storage,
-                sampler=sampler,
-                direction="minimize",
-                load_if_exists=True,
-            )
+            self._study = optuna.create_study(study_name=name, storage=storage, sampler=sampler, load_if_exists=True)
             with warnings.catch_warnings(action="ignore"):  # metric names are marked experimental
                 self._study.set_metric_names(["step seconds"])
             for trial in self._study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):  # of a killed search
@@ -104,31 +89,25 @@ class Study:
 
 @contextmanager
 def _in_words(storage: str) -> Iterator[None]:
+    """Turn whatever the database driver raises into an error for people; a password in its URL is not repeated."""
     try:
         yield
-    except Exception as error:  # optuna passes on whatever the database driver raises
-        raise _unusable(storage, error) from error
-
-
-def _unusable(storage: str, error: Exception) -> RunDirectoryError:
-    """The error for a study that cannot be used; a password in its URL is not repeated."""
-    shown = without_passwords(storage)
-    # what the system or the database said is behind what Optuna makes of it
-    if any(getattr(one, "errno", None) in FULL or "disk is full" in str(one) for one in chain(error)):
-        return RunDirectoryError(
-            f"the disk with the Optuna study at {shown} is full",
-            remedy="Free space there, and the same command continues; or give another folder with --out.",
-        )
-    said = next(iter(str(error).splitlines()), "") or type(error).__name__
-    if storage.startswith("sqlite:"):
+    except Exception as error:
+        shown = without_passwords(storage)
+        # what the system or the database said is behind what Optuna makes of it
+        if any(getattr(one, "errno", None) in FULL or "disk is full" in str(one) for one in chain(error)):
+            raise RunDirectoryError(
+                f"the disk with the Optuna study at {shown} is full",
+                remedy="Free space there, and the same command continues; or give another folder with --out.",
+            ) from error
+        why = without_passwords(next(iter(str(error).splitlines()), "") or type(error).__name__, storage)
         remedy = "Move the file away (nothing in it was changed), name another --storage, or use --fresh."
-    else:
-        remedy = (
-            "Give --storage an SQLAlchemy URL, as sqlite:///study.db, whose database is there and has its driver. "
-            "Set AUTOCKPT_STORAGE to a URL that holds a password, or keep a PostgreSQL server's in ~/.pgpass."
-        )
-    said = without_passwords(said, storage)
-    return RunDirectoryError(f"the Optuna study at {shown} cannot be used: {said}", remedy=remedy)
+        if not storage.startswith("sqlite:"):
+            remedy = (
+                "Give --storage an SQLAlchemy URL, as sqlite:///study.db, whose database is there and has its driver. "
+                "Set AUTOCKPT_STORAGE to a URL that holds a password, or keep a PostgreSQL server's in ~/.pgpass."
+            )
+        raise RunDirectoryError(f"the Optuna study at {shown} cannot be used: {why}", remedy=remedy) from error
 
 
 def sampler_for(seed: int) -> BaseSampler:

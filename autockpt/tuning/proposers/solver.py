@@ -7,23 +7,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from itertools import groupby
 
 from autockpt.cost import LEAN_CALLS, CostModel
 from autockpt.errors import InfeasibleError
-from autockpt.schema import (
-    SAVE,
-    Choice,
-    Prediction,
-    Problem,
-    ResolvedBudget,
-    SearchRequest,
-    Trial,
-    format_bytes,
-)
+from autockpt.schema import SAVE, Choice, Prediction, Problem, ResolvedBudget, SearchRequest, Trial, format_bytes
 from autockpt.schema.known import ALL, NONE, known_plans
 from autockpt.schema.problem import Assignment, seconds_of
 from autockpt.schema.request import Silence
@@ -50,7 +40,7 @@ from autockpt.tuning.trials import (
 )
 
 HIDING_CALLS = 3  # ghost runs spent on the plan that hides copies, and on the one that does not, to compare them
-REFITS = (1, 3, 6)  # after so many scored candidates the solver's plans are asked for again, at the fitted prices
+REFITS = (1, 3, 6)  # after so many scored candidates the solver's plans are asked for again, at the fitted coefficients
 SIMPLE_CALLS = 3  # ghost runs spent on refining one simple plan
 SIMPLE_WORTH = 0.1  # of the step: simple plans that should be slower than the best of them by more are not tried
 MOST_SIMPLE = 2
@@ -62,8 +52,8 @@ MOST_MISSES = 3  # candidates tried for each that is wanted
 class SolverProposer(Proposer):
     """Plans of the solver for one request; what is predicted of them comes from ghost runs and op times.
 
-    ``seeds`` are plans to try early, by name; ``study`` names Optuna's study. The ``clock``'s listener sees ghost runs
-    where few candidates take many, and its time limit makes them fewer.
+    ``seeds`` are plans to try early, by name. The ``clock``'s listener sees ghost runs where few candidates take many,
+    and its time limit makes them fewer.
     """
 
     def __init__(
@@ -72,18 +62,15 @@ class SolverProposer(Proposer):
         profiled: CostModel,
         target: Target,
         trials: Trials,
-        storage: str | None,
+        clock: Clock,
         *,
         seeds: Plans | None = None,
-        study: str = "search",
-        clock: Clock | None = None,
     ) -> None:
-        self.request, self.profiled, self.target, self.trials = request, profiled, target, trials
-        self.seeds, self.space, self.storage, self.study_name = seeds or {}, request.space, storage, study
-        self.clock = clock or Clock(Silence())
+        self.request, self.profiled, self.target, self.trials, self.clock = request, profiled, target, trials, clock
+        self.seeds, self.space = seeds or {}, request.space
         self.known = known_plans([u.name for u in profiled.blocks], self.space.choices)
         self.device = profiled.predictor.device
-        if not self.device.copy_queues:  # nothing is copied beside compute
+        if not self.device.copy_queues:  # nothing is copied during compute
             self.space = self.space.without_knob(HIDDEN_COPIES)
         self.room = self.device.capacity_bytes - profiled.used_by_others
         self.unpriced = profiled.problem(0)
@@ -117,8 +104,11 @@ class SolverProposer(Proposer):
         self.trials.expected = lambda: expected_seconds(self.unpriced, self.trials.scored)
         if budget.kind == "bytes" and self.trials.budget.bytes < self.smallest_peak:
             raise self.infeasible()
+        run, name, storage = self.trials.run, "search", None
+        if run is not None:  # no other run has a study of this name in a storage that several share
+            name, storage = f"{run.path.name}-{run.id}", self.request.storage or run.storage
         sampler = sampler_for(self.request.seed + self.trials.resumed)
-        self.study = Study(sampler, self.space.knobs, name=self.study_name, storage=self.storage)
+        self.study = Study(sampler, self.space.knobs, name=name, storage=storage)
 
     def baselines(self, loop: Loop) -> Iterator[Candidate]:
         """The well-known plans; the two that say what the budget means even where the limits are used up."""
@@ -176,27 +166,29 @@ class SolverProposer(Proposer):
         One is worth a trial where tracing and profiling took all the time there is: what these found out is one
         solution away.
         """
-        for candidate in self._first():
-            if self.trials.find(candidate.choices) is None and not loop.used_up():
-                yield candidate
-        tried, repeats, one_late, terms = 0, 0, not self.trials.spent, self.target.terms
-        while not loop.used_up(one_late=one_late):
-            if repeats >= terms.most_repeats and loop.over("the space offers no further plan within the budget"):
-                break
-            if loop.over(self._nothing_left(tried)):
-                break
-            began = self.clock.elapsed
-            number, candidate = self._propose()
-            repeats, one_late = repeats + 1, False
-            if self.trials.find(candidate.choices) is None:
-                yield candidate
-                tried, repeats = tried + 1, 0
-                loop.took = self.clock.elapsed - began
-                if tried in REFITS:
-                    self._refit_due = True
-            self._tell(number, self.trials.find(candidate.choices))
-        if not loop.late:
-            for candidate in self._last():
+        tried, repeats, terms = 0, 0, self.target.terms
+        # the listener sees ghost runs pass where few candidates take many
+        with self.profiled.predictor.watched(self.clock.listener if terms.most_candidates else Silence()):
+            for candidate in self._first():
+                if self.trials.find(candidate.choices) is None and not loop.used_up():
+                    yield candidate
+            one_late = not self.trials.spent
+            while not loop.used_up(one_late=one_late):
+                if repeats >= terms.most_repeats and loop.over("the space offers no further plan within the budget"):
+                    break
+                if loop.over(self._nothing_left(tried)):
+                    break
+                began = self.clock.elapsed
+                number, candidate = self._propose()
+                repeats, one_late = repeats + 1, False
+                if self.trials.find(candidate.choices) is None:
+                    yield candidate
+                    tried, repeats = tried + 1, 0
+                    loop.took = self.clock.elapsed - began
+                    if tried in REFITS:
+                        self._refit_due = True
+                self._tell(number, self.trials.find(candidate.choices))
+            for candidate in self._last() if not loop.late else ():
                 if not loop.late:
                     yield candidate
 
@@ -207,8 +199,7 @@ class SolverProposer(Proposer):
             yield self._candidate(choices, name, "seed", fits=fits)
         if self.target.terms.source == "measured":  # their steps teach what choices cost; simulated ones teach nothing
             yield from self._simple()
-        with self._watched():
-            seeds = self._seeds()
+        seeds = self._seeds()
         if not any(point.get(HIDDEN_COPIES) for point in seeds):  # then the sampler need not try some of them either
             self.space = self.space.without_knob(HIDDEN_COPIES)
             self.study.leave_out(HIDDEN_COPIES)
@@ -219,13 +210,12 @@ class SolverProposer(Proposer):
         best plan in two runs of layers. Those that are predicted to be slow are left out."""
         problem = self._problem(self._prices.scale, 0)
         kinds = {option.choice.kind for unit in problem.units for option in unit.options if unit.name != problem.head}
-        accepted: list[Accept] = [lambda front, back: True]
+        accepted: list[Accept] = [lambda *_: True]
         calls = SIMPLE_CALLS * len(kinds)
         slow = self.target.terms.most_candidates is not None or self._affordable(calls) < calls
         if not slow:  # a ghost run for every kind of choice is affordable
             accepted += [partial(_of_kind, kind) for kind in sorted(kinds - {SAVE.kind})]
-        with self._watched():
-            found = [self._two_runs(problem, pair) for pair in accepted]
+        found = [self._two_runs(problem, pair) for pair in accepted]
         plans = sorted((plan for plan in found if plan is not None), key=lambda plan: plan.seconds)
         near = [p for p in plans if p.seconds <= plans[0].seconds + SIMPLE_WORTH * abs(problem.base_seconds)]
         return [self._of_solver(plan) for plan in near[:MOST_SIMPLE]]
@@ -255,7 +245,7 @@ class SolverProposer(Proposer):
             if plan is not None and plan.seconds <= most:
                 yield self._of_solver(plan)
 
-    def _two_runs(self, problem: Problem, accept: Accept = lambda front, back: True) -> Assignment | None:
+    def _two_runs(self, problem: Problem, accept: Accept = lambda *_: True) -> Assignment | None:
         """The fastest plan in two runs of layers whose ghost run fits."""
         return refine_two_runs(problem, self._check, accept, max_calls=self._affordable(SIMPLE_CALLS))
 
@@ -276,31 +266,25 @@ class SolverProposer(Proposer):
             score = Score("predicted_over")
         return Candidate(dict(choices), name, encoding, predicted=predicted, score=score)
 
-    def _watched(self) -> AbstractContextManager[None]:
-        """Within it the listener sees ghost runs pass, where few candidates take many."""
-        return self.profiled.predictor.watched(self.clock.listener if self.target.terms.most_candidates else Silence())
-
     def _propose(self) -> tuple[int, Candidate]:
         """The plan at the sampler's next point, and its number there."""
-        with self._watched():
-            if self._refit_due:
-                self.study.enqueue(self._seeds())
-                self._refit_due = False
-            number, parameters = self.study.ask()
-            choices, fits = self._solved(parameters, self.target.terms.checks)
+        if self._refit_due:
+            self.study.enqueue(self._seeds())
+            self._refit_due = False
+        number, parameters = self.study.ask()
+        choices, fits = self._solved(parameters, self.target.terms.checks)
         candidate = self._candidate(self.profiled.plan(choices), f"{KNOBS} #{number}", KNOBS, fits=fits)
         return number, replace(candidate, parameters=parameters)
 
     def _tell(self, number: int, trial: Trial | None) -> None:
         """Seconds and violation: measured where there is a measurement, predicted where it did not fit."""
-        seconds = None
-        if trial is not None:
-            seconds = (trial.measured or trial.predicted or Prediction(peak_bytes=0)).step_seconds
-        if trial is None or seconds is None:
+        reading = trial and (trial.measured or trial.predicted)
+        if trial is None or reading is None or reading.step_seconds is None:
             self.study.fail(number)
             return
-        over = peak_of_trial(trial) / self._budget.bytes - 1
-        self.study.tell(number, seconds, min(over, 0.0) if trial.feasible else max(over, 0.01), trial)
+        over = reading.peak_bytes / self._budget.bytes - 1
+        violation = min(over, 0.0) if trial.feasible else max(over, 0.01)
+        self.study.tell(number, reading.step_seconds, violation, trial)
 
     def _nothing_left(self, new: int) -> str:
         """Why no better plan can be found after ``new`` candidates of this search; empty where one can."""
@@ -313,7 +297,7 @@ class SolverProposer(Proposer):
         if patience is not None and new > patience and stands_still(tried, patience, gain):
             return f"the last {patience} candidates were not faster than the best before them by {gain:.1%}"
         if self._beaten():
-            return "with prices corrected by these trials no plan can be faster than the best by more than the noise"
+            return "with costs corrected by these trials no plan can be faster than the best by more than the noise"
         return ""
 
     def _beaten(self) -> bool:
@@ -330,7 +314,7 @@ class SolverProposer(Proposer):
         noise = best.measured.noise if best.measured is not None else 0.0
         return best.score_seconds * (1 - noise) <= bound
 
-    # -- prices and plans ---------------------------------------------------------------------------------------------
+    # -- cost coefficients and plans -----------------------------------------------------------------------------------
 
     @property
     def _prices(self) -> Fit:
@@ -338,8 +322,10 @@ class SolverProposer(Proposer):
         return fit(self.unpriced, self.trials.scored)
 
     def _problem(self, prices: Mapping[str, float], free: int, hidden: float = 0.0) -> Problem:
-        """The planning problem at these prices, with ``free`` bytes of the budget left unused, and units on offload
-        whose copies hide for that share of the link's time."""
+        """The planning problem at these coefficients, with ``free`` bytes of the budget left unused.
+
+        ``hidden``: the share of the link's time for which copies of units on offload hide.
+        """
         return self.profiled.problem(self._ghost_run_bytes - free, prices, hidden=hidden)
 
     @property
@@ -370,7 +356,7 @@ class SolverProposer(Proposer):
 
     def _solved(self, parameters: Parameters, calls: int) -> tuple[dict[str, Choice], bool]:
         """The solver's plan under these knobs, and whether its ghost run fits; ``<kind>_price`` is a factor on the
-        prices fitted to measurements so far."""
+        coefficients fitted to measurements so far."""
         scale, free = self._prices.scale, int(self._usable_bytes * float(parameters.get("margin", 0.0)))
         kinds = {name.removesuffix("_price") for name in parameters if name.endswith("_price")} | {*scale}
         prices = {kind: scale.get(kind, 1.0) * float(parameters.get(f"{kind}_price", 1.0)) for kind in kinds}
@@ -391,15 +377,14 @@ class SolverProposer(Proposer):
         """Points at which the solver's plans are tried first: the profile as it is with several margins; before these
         all the copies hidden that the link has the time for, where that plan should be faster.
 
-        The solver's prices add up, as if every unit had only its own compute to hide its copies behind; the simulated
-        step of a plan sees the whole schedule.
+        The solver's coefficients add up, as if every unit had only its own compute to hide its copies behind; the
+        simulated step of a plan sees the whole schedule.
         """
         knobs = self.space.knobs
         neutral = {name: knob.low if knob.neutral is None else knob.neutral for name, knob in knobs.items()}
         plain: list[Parameters] = [{**neutral} for _ in self.space.margins]
-        for point, margin in zip(plain, self.space.margins, strict=True):
-            if "margin" in knobs:
-                point["margin"] = min(max(margin, knobs["margin"].low), knobs["margin"].high)
+        if (knob := knobs.get("margin")) is not None:
+            plain = [{**neutral, "margin": min(max(margin, knob.low), knob.high)} for margin in self.space.margins]
         if HIDDEN_COPIES not in knobs or self._affordable(HIDING_CALLS) <= 1:
             return plain
         hidden = {**plain[0], HIDDEN_COPIES: knobs[HIDDEN_COPIES].high}

@@ -10,12 +10,11 @@ from typing import Any, Self
 from autockpt.cost import CostModel, memory_at_hand, simulated_memory
 from autockpt.schema import SAVE, Choice, Environment, Graph, Plan, PlanStatus, SearchRequest, Trial
 from autockpt.tuning.opening import Traced, less_than_asked, live_settings, workload_key
-from autockpt.tuning.sizes import WhatIf, what_if_of
 from autockpt.tuning.trials import Candidate, Plans, Score, Trials, preferred
 
 MOST_REPEATS = 12
-STEPS, COMPILING = "measured steps", "compiling"
-"""What a search's real steps took, and what compiling them did."""
+STEPS = "measured steps"
+"""What a search's real steps took, with what compiling them did."""
 
 
 @dataclass(frozen=True)
@@ -81,19 +80,10 @@ class Prepared:
         """What op times other than those of single ops are filed under."""
         return workload_key(self.request.workload, self.request.name, self.settings)
 
-    @property
-    def device_name(self) -> str:
-        """What names the device in the run's name."""
-        return self.request.hardware.name if self.request.hardware is not None else self.environment.device.kind
-
     def needs(self, graph: Graph) -> int:
         """Bytes of the device that a ghost run takes, its own overhead included."""
         hardware = self.request.hardware
         return (memory_at_hand(self.environment) if hardware is None else simulated_memory(hardware))(graph)
-
-    def what_if(self) -> WhatIf:
-        """What changes of the job are judged by."""
-        return what_if_of(self.request, self.found.uniform, self.environment, self.used_by_others)
 
 
 @dataclass(kw_only=True)
@@ -110,8 +100,8 @@ class Target:
         """The question, ghost-run; ``stack`` keeps open what later ghost runs need. Raises UsageError."""
         raise NotImplementedError
 
-    def cost_model(self, prepared: Prepared, trials: Trials) -> CostModel | None:
-        """What choices cost; None where steps can only be measured. ``trials`` are those of earlier runs."""
+    def cost_model(self, prepared: Prepared) -> CostModel | None:
+        """What choices cost; None where steps can only be measured."""
         raise NotImplementedError
 
     def score(self, candidate: Candidate, budget_bytes: int | None) -> Score:
@@ -122,13 +112,14 @@ class Target:
         """Seconds of the time limit in which no further plan is begun."""
         return 0.0
 
-    def winner(self, trials: Trials, known: Sequence[Trial], budget_bytes: int, seconds: float) -> Trial | None:
+    def winner(self, trials: Trials, known: Sequence[Trial], seconds: float) -> Trial | None:
         """The plan to name, of those that fit; None where none holds the budget.
 
         ``known`` are the trials of well-known plans, to time with the best; ``seconds`` are left to do so.
         """
         fitting = trials.ranking()
-        return preferred(fitting, {t.number: t.score_seconds for t in fitting}, budget_bytes) if fitting else None
+        seconds = {t.number: t.score_seconds for t in fitting}
+        return preferred(fitting, seconds, trials.budget_bytes or 0) if fitting else None
 
 
 def _seeds(plan: Plan | None, found: Traced) -> tuple[dict[str, dict[str, Choice]], tuple[str, ...]]:

@@ -1,32 +1,30 @@
-"""Search by real steps, in a worker process or in this one; or, in a dry run, by what is known of the device."""
+"""Search by real steps, in a worker process or in this one."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from autockpt.cost import CostModel, cached_op_times, measure_op_times, memory_at_hand, used_by_others
-from autockpt.cost.profile import leanest, wants_disk, within_host
+from autockpt.cost import CostModel, measure_op_times, memory_at_hand, used_by_others
+from autockpt.cost.profile import leanest, within_host
 from autockpt.cost.roofline import nominal_op_times
 from autockpt.devices import get_device
 from autockpt.errors import DeviceOutOfMemory
 from autockpt.measuring import Measurer, WorkerMeasurer
 from autockpt.measuring.base import beats_counted
-from autockpt.measuring.environment import environment_to_measure_in
 from autockpt.measuring.turns import turn_to_offload
-from autockpt.schema import Choice, Environment, Measurement, OpTimes, SearchRequest, Trial
+from autockpt.schema import Choice, Measurement, OpTimes, SearchRequest, SearchSpace, Trial
 from autockpt.schema.known import NONE
 from autockpt.solvers.refine import FASTER
 from autockpt.tracing import Tracer
 from autockpt.tuning.clock import PROFILING, TIMING, Clock
-from autockpt.tuning.finals import Final, first_rounds, most_cycles, play, remeasured, weighed
+from autockpt.tuning.finals import BATCH, MOST_ROUNDS, first_rounds, play, remeasured, weighed
 from autockpt.tuning.infeasible import out_of_memory
-from autockpt.tuning.opening import Traced, traced
+from autockpt.tuning.opening import traced
 from autockpt.tuning.proposers.solver import SolverProposer
 from autockpt.tuning.targets.base import STEPS, Prepared, Target, Terms
-from autockpt.tuning.targets.simulated import DRY, Simulated
 from autockpt.tuning.trials import AS_FAST, Candidate, Score, Trials, complexity, preferred
 
 SECONDS_PER_TRIAL = 2.0  # of timed cycles, at least three and at most ten of them
@@ -39,33 +37,12 @@ HURRIED = 0.75
 """Share of the time limit from which on candidates are timed by a single step."""
 CONFIRMING_STEPS = 20
 
-Choices = Mapping[str, Choice]
-Confirm = Callable[[Choices, int, int], Measurement]  # choices, budget in bytes, steps
-
 MOST_ERROR = 0.01
 """Share of the step: plans that differ by more are not equally fast, however noisy their measurements."""
 SWINGS = 0.25
 """Noise of a step, as a share, that comes of other work on the machine."""
-BUSY = "step times swing so much that other work must be at it: search again (--again) when there is none"
+BUSY = "step times swing so much that other work must be at it: search again (--fresh) when there is none"
 ON_CORES = ", or leave cores to it, here and in training (OMP_NUM_THREADS): threads that wait for one another take long"
-
-
-def confirmation(measurer: Measurer, clock: Clock) -> Confirm | None:
-    """A run in a fresh process under a real limit, where the device has one. The CPU's peak is exact anyway.
-
-    None for a live model, of which there is no second copy.
-    """
-    if not isinstance(measurer, WorkerMeasurer) or not measurer.environment.device.enforces_limit:
-        return None
-
-    def confirm(choices: Choices, budget_bytes: int, steps: int) -> Measurement:
-        measurer.rest()  # two processes on one device would take each other's memory
-        clock.listener.stage("run the best in a fresh process", steps)
-        until = clock.seconds_until_stopped
-        with measurer.anew() as fresh, fresh.within(until), beats_counted(fresh, clock.listener):
-            return fresh.measure(choices, steps=steps, budget_bytes=budget_bytes)
-
-    return confirm
 
 
 @dataclass
@@ -78,17 +55,33 @@ class Measured(Target):
     measurer: Measurer
     clock: Clock
     request: SearchRequest
-    confirm: Confirm | None = None
     terms: Terms = field(default=Terms(worthwhile=FASTER), kw_only=True)
     step_seconds: float = field(default=1.0, init=False)  # of the last plan
 
     def trace(self, stack: ExitStack) -> Prepared:
         """The worker imports and builds while the ghost runs go on here."""
-        found, environment = _traced(stack, self.request, self.clock), self.opened(stack)
-        # as the worker sees it: to this process the model that it has built would be another's
-        return Prepared.of(self.request, found, environment, used_by_others=used_by_others(self.measurer))
+        request, clock = self.request, self.clock
+        with clock.stage("trace"):
+            if request.workload is None:
+                tracer = stack.enter_context(Tracer.from_step(request.step))
+            else:
+                device = get_device(request.device).torch_device
+                tracer = stack.enter_context(Tracer.from_spec(request.workload, device=device))
+            space, notes = self.allowed(tracer)
+            found = traced(tracer, space, request.allow_inexact, listener=clock.listener)
+        with clock.stage("build"):  # asking a GPU oneself would open a context, for as long as this process lives
+            environment = self.measurer.environment
+        if isinstance(self.measurer, WorkerMeasurer):  # whose steps are broken off at the time limit
+            stack.enter_context(self.measurer.within(clock.seconds_until_stopped))
+        others = used_by_others(self.measurer)  # to this process the model that the worker has built would be another's
+        compiled = {"compile": request.compile} if request.compile is not None else {}
+        return Prepared.of(request, found, environment, notes, used_by_others=others, **compiled)
 
-    def cost_model(self, prepared: Prepared, trials: Trials) -> CostModel | None:
+    def allowed(self, tracer: Tracer) -> tuple[SearchSpace, tuple[str, ...]]:
+        """What the target has of the request's space, and notes on the rest."""
+        return self.request.space, ()
+
+    def cost_model(self, prepared: Prepared) -> CostModel | None:
         """By op times of the device; by nominal rates where the time limit leaves no room to time them."""
         with self.clock.stage("profile"):
             times = self._op_times(prepared)
@@ -105,9 +98,9 @@ class Measured(Target):
         least = min(prepared.needs(graph) for _, graph in found.uniform.values())
         if budget_bytes is not None and budget_bytes < least:
             untimed = _cost_model(prepared, clock)  # refused before a step is taken
-            SolverProposer(request, untimed, Target(), Trials(None), None, clock=clock).begin()
+            SolverProposer(request, untimed, Target(), Trials(None), clock).begin()
         try:
-            with clock.part("measured steps"):
+            with clock.part(STEPS):
                 return measure_op_times(
                     self.measurer,
                     found.uniform,
@@ -121,15 +114,6 @@ class Measured(Target):
         except DeviceOutOfMemory as error:
             smallest = prepared.needs(leanest(found.uniform)[1])
             raise out_of_memory("the leanest plan does not run", error.message, smallest) from None
-
-    def opened(self, stack: ExitStack) -> Environment:
-        """The environment of the measurer; until ``stack`` ends a worker's steps are broken off at the time limit."""
-        with self.clock.stage("build"):  # asking a GPU oneself would open a context, for as long as this process lives
-            environment = self.measurer.environment
-        if isinstance(self.measurer, WorkerMeasurer):
-            stack.enter_context(self.measurer.within(self.clock.seconds_until_stopped))
-        self.confirm = confirmation(self.measurer, self.clock)
-        return environment
 
     def score(self, candidate: Candidate, budget_bytes: int | None) -> Score:
         """Real steps; running out of memory is a result."""
@@ -165,7 +149,7 @@ class Measured(Target):
         others = [t for t in simple if t.number not in best]
         return [*best.values(), *others[:SIMPLE_FINALISTS]]
 
-    def winner(self, trials: Trials, known: Sequence[Trial], budget_bytes: int, seconds: float) -> Trial | None:
+    def winner(self, trials: Trials, known: Sequence[Trial], seconds: float) -> Trial | None:
         """Measure the best few again, interleaved, confirm the winner, and return it with its final numbers.
 
         Where ``seconds`` are too few for the first rounds, fewer well-known plans take part; where they are too few for
@@ -179,32 +163,27 @@ class Measured(Target):
             self.notes.append("the time limit left no room to measure the best plans interleaved")
             return trials.best
         while finalists:
-            winner = self._fastest(trials, finalists, compared, known, budget_bytes, seconds)
-            if self.confirm is None or (winner := self._confirmed(trials, winner, budget_bytes)).feasible:
+            fastest = self._fastest(trials, finalists, compared, known, seconds)
+            if (winner := self._confirmed(trials, fastest)).feasible:
                 return winner
             finalists = [t for t in finalists if t.number != winner.number]
         return None
 
     def _fastest(
-        self,
-        trials: Trials,
-        finalists: list[Trial],
-        compared: Sequence[Trial],
-        known: Sequence[Trial],
-        budget_bytes: int,
-        seconds: float,
+        self, trials: Trials, finalists: list[Trial], compared: Sequence[Trial], known: Sequence[Trial], seconds: float
     ) -> Trial:
         """The plan that wins the interleaved rounds; the times of the finals go into all trials that took part.
 
         Well-known plans that fit may win as well. Those that did not take part are rescaled: they were measured one
-        after the other, so that their ratios to saving everything hold while the machine drifts.
+        after the other, so that their ratios to saving everything hold while the machine drifts. Of plans whose steps
+        cannot be told apart the preferred one wins.
         """
         playing = {t.number for t in finalists}
         others = [t for n in compared if (t := trials.all[n.number]).measured and t.number not in playing]
         candidates = [*finalists, *(t for t in others if t.feasible)]
         extra = [t for t in others if not t.feasible]
         seconds, listener = min(FINAL_SECONDS, seconds), self.clock.listener
-        listener.stage("time the best, interleaved", most_cycles(candidates, extra, seconds=seconds))
+        listener.stage("time the best, interleaved", BATCH * len(extra) + MOST_ROUNDS * len(candidates))
 
         with self.clock.part(STEPS), self._turn_to_offload(*candidates, *extra), beats_counted(self.measurer, listener):
             final = play(candidates, extra, self.measurer.compare, seconds=seconds)
@@ -222,14 +201,10 @@ class Measured(Target):
                 trials.put(trial.model_copy(update={"measured": trial.measured.rescaled(drift)}))
         if swings:
             self.notes.append(BUSY + (ON_CORES if self.measurer.environment.device.kind == "cpu" else ""))
-        return self._named(trials, final, budget_bytes)
-
-    def _named(self, trials: Trials, final: Final, budget_bytes: int) -> Trial:
-        """The fastest; of plans whose steps cannot be told apart the preferred one (see ``preferred``)."""
         times = {number: final.seconds(number) for number in (final.winner, *final.undecided)}
         times = weighed(times, trials.expected(), final.error)
         error = min(max(AS_FAST, final.error), MOST_ERROR)
-        named = preferred([trials.all[number] for number in times], times, budget_bytes, error)
+        named = preferred([trials.all[number] for number in times], times, trials.budget_bytes or 0, error)
         if close := [f"#{number}" for number in times if number != named.number]:
             self.notes.append(
                 f"trial #{named.number} and {', '.join(close)} cannot be distinguished at the noise of this machine; "
@@ -237,12 +212,28 @@ class Measured(Target):
             )
         return named
 
-    def _confirmed(self, trials: Trials, winner: Trial, budget_bytes: int) -> Trial:
-        """The winner after a run in a fresh process under the budget as a limit; infeasible if that did not hold."""
-        assert self.confirm is not None and winner.measured is not None
+    def confirm(self, choices: Mapping[str, Choice], budget_bytes: int) -> Measurement | None:
+        """Steps in a fresh process under the budget as a real limit.
+
+        None where the device has no limit (the CPU's peak is exact anyway), and for a live model, of which there is no
+        second copy.
+        """
+        worker, listener = self.measurer, self.clock.listener
+        if not isinstance(worker, WorkerMeasurer) or not worker.environment.device.enforces_limit:
+            return None
+        worker.rest()  # two processes on one device would take each other's memory
+        listener.stage("run the best in a fresh process", CONFIRMING_STEPS)
+        until = self.clock.seconds_until_stopped
+        with worker.anew() as fresh, fresh.within(until), beats_counted(fresh, listener):
+            return fresh.measure(choices, steps=CONFIRMING_STEPS, budget_bytes=budget_bytes)
+
+    def _confirmed(self, trials: Trials, winner: Trial) -> Trial:
+        """The winner with the larger of both peaks; infeasible if it did not hold the budget in a fresh process."""
+        assert winner.measured is not None and trials.budget_bytes is not None
         with suppress(DeviceOutOfMemory), self.clock.part(STEPS):
-            again = self.confirm(winner.choices, budget_bytes, CONFIRMING_STEPS)
-            if again.peak_bytes <= budget_bytes:
+            if (again := self.confirm(winner.choices, trials.budget_bytes)) is None:
+                return winner
+            if again.peak_bytes <= trials.budget_bytes:
                 peak = max(again.peak_bytes, winner.measured.peak_bytes)
                 held = winner.measured.model_copy(update={"peak_bytes": peak})
                 return trials.put(winner.model_copy(update={"measured": held}))
@@ -251,50 +242,11 @@ class Measured(Target):
         return trials.put(winner.model_copy(update={"feasible": False, "state": "out_of_memory", "measured": None}))
 
 
-@dataclass(kw_only=True)
-class DryRun(Simulated):
-    """Predict and solve for the device at hand; measure nothing. Seconds are shown where its op times are known."""
-
-    request: SearchRequest
-    clock: Clock
-
-    def trace(self, stack: ExitStack) -> Prepared:
-        found, environment = _traced(stack, self.request, self.clock), environment_to_measure_in(self.request.device)
-        others = get_device(self.request.device).used_by_others()
-        return Prepared.of(self.request, found, environment, used_by_others=others)
-
-    def cost_model(self, prepared: Prepared, trials: Trials) -> CostModel:
-        request, device, found = prepared.request, prepared.environment.device, prepared.found
-        _, graph = leanest(within_host(found.uniform, device, request.host_budget))
-        disk = wants_disk(found.uniform, device, request.host_budget)
-        graphs = [graph, *(found.heads.graphs.values() if found.heads else [])]
-        times = cached_op_times(prepared.environment, graphs, prepared.workload_key, disk=disk)
-        self.terms = replace(DRY, knows_seconds=times is not None)
-        if times is None:
-            self.notes.append(
-                "no op times of this workload are known on this device: choices were ranked by nominal rates, "
-                "and no step times are given (a search without --dry-run measures them)"
-            )
-        with self.clock.stage("profile"):
-            return _cost_model(prepared, self.clock, times)
-
-
 def in_finals(known: Sequence[Trial]) -> list[Trial]:
     """Of the well-known plans: saving everything, and the fastest other one that fits."""
     none = [trial for trial in known if trial.measured is not None and trial.name == NONE]
     others = (trial for trial in known if trial.feasible is not False and trial not in none)  # None: not known yet
     return none + sorted(others, key=lambda trial: trial.score_seconds)[:1]
-
-
-def _traced(stack: ExitStack, request: SearchRequest, clock: Clock) -> Traced:
-    """The ghost runs of a workload on a device at hand."""
-    with clock.stage("trace"):
-        if request.workload is None:
-            tracer = stack.enter_context(Tracer.from_step(request.step))
-        else:
-            device = get_device(request.device).torch_device
-            tracer = stack.enter_context(Tracer.from_spec(request.workload, device=device))
-        return traced(tracer, request.space, request.allow_inexact, listener=clock.listener)
 
 
 def _cost_model(prepared: Prepared, clock: Clock, times: OpTimes | None = None) -> CostModel:

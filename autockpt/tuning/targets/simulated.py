@@ -16,27 +16,27 @@ from autockpt.tracing.tracer import uncollected
 from autockpt.tuning.clock import Clock
 from autockpt.tuning.opening import traced_for
 from autockpt.tuning.targets.base import MOST_REPEATS, Prepared, Target, Terms
-from autockpt.tuning.trials import Candidate, Score, Trials
+from autockpt.tuning.trials import Candidate, Score
 
 CANDIDATES = 1
-"""Plans of the solver that are refined in a dry run, or where ghost runs of the whole model are dear. In a simulation
-prices are what the solver takes them for, so its plan is what any other candidate would come to."""
-DRY_CALLS = 20
-"""Ghost runs that a dry run may spend on refining it."""
+"""Plans of the solver that are refined in a quick search, or where ghost runs of the whole model are dear. In a
+simulation costs are what the solver takes them for, so its plan is what any other candidate would come to."""
+QUICK_CALLS = 20
+"""Ghost runs that a quick search may spend on refining it."""
 
 
 PATIENCE = 10
 """Candidates without a gain that end a search. Where copies hide behind compute the refitted bound never proves a plan
-the fastest; but by then the solver's plans at the prices of every refit were tried, and most of these are variants."""
+the fastest; but by then the solver's plans after every refit were tried, and most of these are variants."""
 
 
 SIMULATED = Terms(
     source="simulated",
     worthwhile=1e-3,  # no roofline tells plans apart that are closer
-    most_repeats=MOST_REPEATS // 3,  # without noise the solver's prices are right from the start
+    most_repeats=MOST_REPEATS // 3,  # without noise the solver's coefficients are right from the start
     patience=PATIENCE,
 )
-DRY = replace(SIMULATED, worthwhile=FASTER, checks=DRY_CALLS, most_candidates=CANDIDATES)
+QUICK = replace(SIMULATED, worthwhile=FASTER, checks=QUICK_CALLS, most_candidates=CANDIDATES)
 """One plan of the solver's next to the well-known ones, refined to its end: no other candidate makes up for what is
 left."""
 
@@ -72,7 +72,7 @@ class OnHardware(Simulated):
         environment, named = environment_of_hardware(hardware), f"{hardware.name}, simulated"
         return Prepared.of(request, found, environment, [said_of(hardware)], device=named)
 
-    def cost_model(self, prepared: Prepared, trials: Trials) -> CostModel:
+    def cost_model(self, prepared: Prepared) -> CostModel:
         request, found, hardware = prepared.request, prepared.found, self.hardware
         with self.clock.stage("profile"):
             times = roofline_times(hardware, found.graphs)
@@ -81,7 +81,7 @@ class OnHardware(Simulated):
             needs = simulated_memory(hardware, request.budget.budget_bytes)
             more = {"host_budget": request.host_budget, "listener": self.clock.listener}
             profiled = found.cost_model(times, needs=needs, **more)
-        self.terms = DRY if request.dry_run else SIMULATED
+        self.terms = QUICK if request.quick else SIMULATED
         if found.twin is not None:
             self.terms = replace(self.terms, checks=SIMULATED.checks, most_candidates=CANDIDATES)
         return profiled

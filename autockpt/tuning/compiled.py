@@ -1,26 +1,132 @@
-"""Two-run plans for compiled training: the first layers make one choice, those behind them another.
+"""Compiled search (``autockpt search --compile``): its target, and its plans in two runs of layers.
 
-What a layer keeps at the front of the model is held longest, so the leaner choice belongs there. What a layer costs is
-read off the measured plans with one choice on all layers; what such a sum missed of a plan corrects all plans of the
-same two choices.
+Candidates are only measured, never predicted. Each is compiled first, which may fail and takes most of the time. What a
+layer keeps at the front of the model is held longest, so the leaner choice belongs there. What a layer costs is read
+off the measured plans with one choice on all layers; what such a sum missed of a plan corrects all plans of the same
+two choices.
 """
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from itertools import groupby, permutations
 
-from autockpt.errors import AutockptError, InfeasibleError, MeasurementError
-from autockpt.schema import RECOMPUTE, SAVE, Choice, Measurement, Problem, SearchRequest, Trial, peak_of
+from autockpt.devices import get_device
+from autockpt.errors import (
+    AutockptError,
+    ConflictError,
+    InfeasibleError,
+    MeasurementError,
+    TimeLimitReached,
+    UsageError,
+)
+from autockpt.measuring.compiled import missing
+from autockpt.schema import RECOMPUTE, SAVE, Choice, CompileMode, Measurement, Problem, SearchRequest, Trial, peak_of
 from autockpt.schema.choices import CompileBudget, Selective
 from autockpt.schema.known import ALL, EVERY_2, NONE, known_plans
+from autockpt.schema.outlook import SMALLER
 from autockpt.schema.problem import Option, Point, UnitOptions
+from autockpt.schema.sizes import format_bytes
+from autockpt.schema.space import SearchSpace
 from autockpt.solvers import two_runs
-from autockpt.tuning.infeasible import nothing_compiled_fits, out_of_memory
+from autockpt.tracing import Tracer
+from autockpt.tuning.finals import first_rounds
+from autockpt.tuning.infeasible import out_of_memory
 from autockpt.tuning.loop import Loop, Proposer
-from autockpt.tuning.targets.compiled import Compiled
-from autockpt.tuning.trials import Candidate, Plans, Trials
+from autockpt.tuning.targets.base import Prepared
+from autockpt.tuning.targets.measured import FINALISTS, FINALS_SHARE, Measured, in_finals
+from autockpt.tuning.trials import Candidate, Plans, Score, Trials
+
+IN_GRAPHS = ("save", "recompute", "selective")
+"""Choices that can be part of a compiled graph, compile_budget besides."""
+NOT_PREDICTED = (
+    "compiled steps are only measured: ghost runs and op times see eager ops, not what a compiler makes of them, so "
+    "nothing is predicted (and a search without --compile offers more choices)"
+)
+LATELY = 3
+"""So many plans before it say how long the next one takes to compile and measure."""
+_COMPILING = {
+    "layers": "The first plan with a choice compiles a layer for it, which takes a while; what comes later finds it.",
+    "model": "Every plan is compiled as a whole, which takes a while; later runs find it.",
+}
+
+
+@dataclass(kw_only=True)
+class Compiled(Measured):
+    """Real steps by a measurer that compiles as ``request.compile`` says."""
+
+    refuses_budgets: bool = False
+    _took: list[float] = field(default_factory=list)  # seconds per plan, compiling included
+
+    @property
+    def mode(self) -> CompileMode:
+        return self.request.compile or "layers"
+
+    def allowed(self, tracer: Tracer) -> tuple[SearchSpace, tuple[str, ...]]:
+        """The choices that can be part of a graph. Raises UsageError where the request contradicts compiling."""
+        if self.mode == "layers" and tracer.settings.get("units"):
+            raise UsageError(
+                f"layers are compiled by blocks that repeat, and {tracer.settings['units']} are none",
+                remedy="Search with --compile model, or without --compile; leave `units` out where blocks repeat.",
+            )
+        space = self.request.space
+        inside = tuple(kind for kind in space.choices if kind in IN_GRAPHS)
+        if "recompute" not in inside:
+            raise UsageError("without recompute there is nothing to choose in compiled steps", remedy="Allow it.")
+        outside = [kind for kind in space.choices if kind not in IN_GRAPHS]
+        left_out = (f"not part of a compiled graph, so left out: {', '.join(outside)}",) if outside else ()
+        return space.restricted(inside), (*left_out, NOT_PREDICTED)
+
+    def cost_model(self, prepared: Prepared) -> None:
+        """None: nothing is known of compiled steps but what they take. Says what takes long."""
+        self.clock.listener.note(_COMPILING[self.mode])
+
+    def score(self, candidate: Candidate, budget_bytes: int | None) -> Score:
+        """Measure a plan; one that the compiler refuses failed."""
+        began = self.clock.elapsed
+        try:
+            return super().score(candidate, budget_bytes)
+        except TimeLimitReached:
+            raise
+        except (ConflictError, MeasurementError) as error:
+            on_budgets = any(choice.kind == "compile_budget" for choice in candidate.choices.values())
+            if isinstance(error, ConflictError) and on_budgets and not self.refuses_budgets:
+                self.refuses_budgets = True
+                self.notes.append(f"no compile_budget for this model: {error.message}")
+            return Score("failed", message=error.message)
+        finally:
+            self._took.append(self.clock.elapsed - began)
+
+    def reserved(self, trials: Trials, known: Sequence[Trial]) -> float:
+        """What the next plan takes, and then the finals; nothing before the two plans that say what a budget is."""
+        if self.clock.timeout is None or not self._took or len(trials.all) < 2:
+            return 0.0
+        contest = [*trials.ranking()[:FINALISTS], *in_finals(known)]
+        anew = sum(t.measured.compile_seconds for t in contest if t.measured and t.number < trials.resumed)
+        finals = min(first_rounds(contest) * 2 + anew, FINALS_SHARE * self.clock.timeout)
+        return finals + statistics.median(self._took[-LATELY:])
+
+
+def refuse_uncompilable(request: SearchRequest) -> None:
+    """Raises UsageError where nothing can be compiled here, or the request contradicts compiling."""
+    if why := missing(get_device(request.device).kind):
+        raise UsageError(f"steps cannot be compiled here: {why}", remedy="Install it, or leave out --compile.")
+    for given, option in (
+        (request.hardware is not None, "--hardware"),
+        (request.allow_inexact, "--allow-inexact"),
+        (request.host_budget is not None, "--host-budget"),
+    ):
+        if given:
+            raise UsageError(
+                f"--compile and {option} do not go together: compiled steps can only be measured, and neither "
+                "offloading nor a loss in chunks can be part of a graph",
+                remedy=f"Leave out {option} or --compile.",
+            )
+
+
+# -- its plans --------------------------------------------------------------------------------------------------------
 
 FRACTIONS = (0.8, 0.6, 0.4, 0.2)
 """Budgets that are measured for all layers alike before anything else."""
@@ -99,7 +205,7 @@ class SplitProposer(Proposer):
     def __post_init__(self) -> None:
         kinds = self.request.space.choices
         self.known = known_plans(self.layers, kinds)
-        if self.target.mode == "model":  # where every plan is compiled anew, one that is seldom good is not worth it
+        if self.target.mode == "model":  # where every plan is compiled again, one that is seldom good is not worth it
             self.known.pop(EVERY_2, None)
         alike: list[Choice] = [Selective()] if Selective().kind in kinds else []
         alike += [CompileBudget(fraction=f) for f in FRACTIONS] if RECOMPUTE.kind in kinds else []
@@ -136,7 +242,7 @@ class SplitProposer(Proposer):
         none = self._trial(NONE)
         top = none.measured.peak_bytes if none is not None and none.measured is not None else self.room
         least = lean.measured.peak_bytes if lean is not None and lean.measured is not None else self.smallest_peak
-        self.trials.judge(budget.resolved(top, least, self.room, self.target.device_kind))
+        self.trials.judge(budget.resolved(top, least, self.room, self.target.measurer.environment.device.kind))
 
     def _trial(self, name: str) -> Trial | None:
         return self.trials.find(self.known[name]) if name in self.known else None
@@ -151,16 +257,21 @@ class SplitProposer(Proposer):
 
     def _failure(self, stopped: str) -> AutockptError:
         """Why not one step could be measured."""
-        said = [trial.message for trial in self.trials.all if trial.message]
+        whys = [trial.message for trial in self.trials.all if trial.message]
         if self._memory_ran_out:
-            return out_of_memory("no compiled step runs", said[-1])
-        remedy = "Search without --compile." if said else LONGER
-        return MeasurementError(f"no compiled step could be measured: {[*said, stopped][0]}", remedy=remedy)
+            return out_of_memory("no compiled step runs", whys[-1])
+        remedy = "Search without --compile." if whys else LONGER
+        return MeasurementError(f"no compiled step could be measured: {[*whys, stopped][0]}", remedy=remedy)
 
     def infeasible(self) -> InfeasibleError:
         assert self.trials.budget is not None
         measured = sum(t.score is not None or t.state == "out_of_memory" for t in self.trials.all)
-        return nothing_compiled_fits(self.trials.budget, measured, self.smallest_peak)
+        return InfeasibleError(
+            f"no compiled step fits {format_bytes(self.trials.budget.bytes)}: the leanest of {measured} measured plans "
+            f"needs {format_bytes(self.smallest_peak)}",
+            remedy=f"Raise the budget, {SMALLER}, or search without --compile, where layers may be offloaded.",
+            smallest_peak=self.smallest_peak,
+        )
 
     # -- candidates ---------------------------------------------------------------------------------------------------
 
