@@ -87,7 +87,8 @@ def diagnose(
     the log nor an option says how much memory the device has. A model that cannot be built or traced is named in
     ``unprescribed``.
     """
-    found, notes = dict[str, Any](), tuple(_notes(log, spec))
+    found: dict[str, Any] = {}
+    notes = tuple(_notes(log, spec))
     if spec is not None and log.failure is not None:
         try:
             budget_bytes, card, more = room_of(log.failure, budget, hardware)

@@ -395,7 +395,9 @@ def fronts(menus: Sequence[Menu], blocks: Sequence[Unit], choices: Mapping[str, 
 
 
 def _front(menu: Menu, units: Sequence[Unit], choices: Mapping[str, Choice]) -> Front:
-    taken = Counter(_without_window(choices[u.name]) for u in units if u.name in choices)
+    found = (choices[u.name] for u in units if u.name in choices)
+    windows = Offload, RecomputeOffload  # how long a copy may take does not count here
+    taken = Counter(c.model_copy(update={"window": 1}) if isinstance(c, windows) else c for c in found)
     hides = any(isinstance(choice, Offload) and choice.window > 1 for choice in choices.values())
     plain = menu.items[0].seconds
     best = [item.choice for item in undominated(menu.items, lambda i: (i.kept_bytes, i.seconds))]
@@ -418,10 +420,6 @@ def _front(menu: Menu, units: Sequence[Unit], choices: Mapping[str, Choice]) -> 
         bargains=tuple(shown),
         left_out=len(rows) - len(shown),
     )
-
-
-def _without_window(choice: Choice) -> Choice:
-    return choice.model_copy(update={"window": 1}) if isinstance(choice, (Offload, RecomputeOffload)) else choice
 
 
 def _of_device(question: ExplainRequest, kind: str) -> tuple[str, ...]:
@@ -547,11 +545,12 @@ def estimate_step(
     """
     own = {name: step.settings.get(name) for name in ("batch_size", "seq_len")}
     for sizes in product(batch_sizes or [own["batch_size"]], seq_lens or [own["seq_len"]]):
-        wanted = {name: size if isinstance(size, int) else None for name, size in zip(own, sizes, strict=True)}
+        wanted: dict[str, Any] = {n: s if isinstance(s, int) else None for n, s in zip(own, sizes, strict=True)}
         others = {name: size for name, size in wanted.items() if size not in (None, own[name])}
         row = Estimate(model=type(step.model).__name__, card=str(step.device), fits=False, **wanted)
         try:
-            said = explain(None, step=resized(step, **others) if others else step, budget="auto")
+            trained: Any = resized(step, **others) if others else step
+            said = explain(None, step=trained, budget="auto")
         except AutockptError as error:
             yield row.model_copy(update={"note": error.message})
             continue

@@ -133,22 +133,6 @@ class Why(Data):
     leaner: Reach | None = None
     faster: Reach | None = None
 
-    @property
-    def price_down(self) -> float | None:
-        """Seconds per byte that the next cheaper byte costs; None where there is none."""
-        return _price(self.leaner, self.chosen)
-
-    @property
-    def price_up(self) -> float | None:
-        """Seconds per byte that the next bytes of budget would save; None where there is nothing to save."""
-        return _price(self.chosen, self.faster)
-
-
-def _price(lean: Reach | None, fat: Reach | None) -> float | None:
-    if lean is None or fat is None or fat.peak_bytes <= lean.peak_bytes:
-        return None
-    return (lean.step_seconds - fat.step_seconds) / (fat.peak_bytes - lean.peak_bytes)
-
 
 class BudgetStep(Data):
     """What a budget buys. ``reach`` None: nothing fits."""

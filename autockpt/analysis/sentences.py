@@ -64,11 +64,11 @@ def reason_words(said: Explanation) -> list[str]:
             f"({words.share(saved / chosen.step_seconds)}): {difference(chosen.choices, why.best.choices)}."
         )
     if why.leaner is not None:
-        lines.append(_step("The next plan below", why.leaner, chosen, why.price_down, tilde))
+        lines.append(_step("The next plan below", why.leaner, chosen, tilde))
     else:
         lines.append("There is no leaner plan." + (_IN_OPTIMIZER if said.curve.peak_phase == "optimizer" else ""))
     if why.faster is not None:
-        lines.append(_step("The next faster plan", why.faster, chosen, why.price_up, tilde))
+        lines.append(_step("The next faster plan", why.faster, chosen, tilde))
     return lines
 
 
@@ -81,7 +81,7 @@ def _over(reach: Reach, tilde: str) -> str:
     return f", {tilde}{words.share(abs(reach.overhead))} {side} saving everything"
 
 
-def _step(what: str, other: Reach, chosen: Reach, price: float | None, tilde: str) -> str:
+def _step(what: str, other: Reach, chosen: Reach, tilde: str) -> str:
     bytes_, seconds = other.peak_bytes - chosen.peak_bytes, other.step_seconds - chosen.step_seconds
     moved = f"{format_binary(abs(bytes_))} {'more' if bytes_ > 0 else 'less'}"
     side = "slower" if seconds >= 0 else "faster"
@@ -89,7 +89,8 @@ def _step(what: str, other: Reach, chosen: Reach, price: float | None, tilde: st
         time = f"is hardly {side}"
     else:
         time = f"is {tilde}{words.seconds(abs(seconds))} {side}"
-        time += f", {tilde}{words.seconds(price * 2**20)} per MiB" if price is not None and price > 0 else ""
+        price = -seconds / bytes_ if bytes_ else 0.0  # of the next bytes in either direction
+        time += f", {tilde}{words.seconds(price * 2**20)} per MiB" if price > 0 else ""
     return f"{what} needs {moved} and {time}: {difference(chosen.choices, other.choices)}."
 
 
