@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from typing import Any, Protocol, Self, runtime_checkable
+from typing import Any, Self
 
 from autockpt.policies.base import setting
 from autockpt.schema.choices import Choice
@@ -17,9 +17,11 @@ TIMED_CYCLE = "timed cycle"
 """The beat after each cycle that was timed."""
 
 
-@runtime_checkable
-class Measurer(Protocol):
-    """Measures plans on one workload and one device. ``choices`` name exact units; units left out save everything."""
+class Measurer:
+    """Measures plans on one workload and one device. ``choices`` name exact units; units left out save everything.
+
+    What is asked for is passed on by the names and arguments that ``StepRunner`` has for it.
+    """
 
     environment: Environment
     """The device and versions that the numbers belong to."""
@@ -32,7 +34,7 @@ class Measurer(Protocol):
         Raises DeviceOutOfMemory where it does not fit the device, or the budget on devices that enforce one; elsewhere
         the caller compares the peak with the budget. Raises MeasurementError where the device fails.
         """
-        ...
+        return self._ask("measure", choices=dict(choices), steps=steps, budget_bytes=budget_bytes)
 
     def compare(
         self, plans: Mapping[str, Choices], *, rounds: int = 5, budget_bytes: int | None = None, warmup: int = 1
@@ -41,43 +43,25 @@ class Measurer(Protocol):
 
         ``warmup`` untimed cycles follow each switch from plan to plan.
         """
-        ...
+        plans = {name: dict(choices) for name, choices in plans.items()}
+        return self._ask("compare", plans=plans, rounds=rounds, budget_bytes=budget_bytes, warmup=warmup)
 
     def call(self, ref: str, payload: dict[str, Any]) -> Any:
         """Run ``"autockpt.module:function"`` as ``function(runner, payload)`` by the model; both ways it is pickled."""
-        ...
+        return self._ask("call", ref=ref, payload=payload)
+
+    def _ask(self, verb: str, **arguments: Any) -> Any:
+        raise NotImplementedError
 
     def close(self) -> None:
         """Give everything back. May be called more than once."""
-        ...
+        raise NotImplementedError
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()
-
-
-class Passing(Measurer):
-    """A measurer that passes on what is asked for, by the names and arguments that ``StepRunner`` has for it."""
-
-    def measure(self, choices: Choices, *, steps: int = 5, budget_bytes: int | None = None) -> Measurement:
-        """See ``Measurer.measure``."""
-        return self._ask("measure", choices=dict(choices), steps=steps, budget_bytes=budget_bytes)
-
-    def compare(
-        self, plans: Mapping[str, Choices], *, rounds: int = 5, budget_bytes: int | None = None, warmup: int = 1
-    ) -> dict[str, list[float]]:
-        """See ``Measurer.compare``."""
-        plans = {name: dict(choices) for name, choices in plans.items()}
-        return self._ask("compare", plans=plans, rounds=rounds, budget_bytes=budget_bytes, warmup=warmup)
-
-    def call(self, ref: str, payload: dict[str, Any]) -> Any:
-        """See ``Measurer.call``."""
-        return self._ask("call", ref=ref, payload=payload)
-
-    def _ask(self, verb: str, **arguments: Any) -> Any:
-        raise NotImplementedError
 
 
 def beats_counted(measurer: Measurer, listener: Listener, word: str = TIMED_CYCLE) -> AbstractContextManager[None]:

@@ -12,7 +12,7 @@ from typing import Any
 
 from autockpt.devices import get_device
 from autockpt.errors import AutockptError, DeviceOutOfMemory, MeasurementError, TimeLimitReached, how_it_ended
-from autockpt.measuring.base import Passing
+from autockpt.measuring.base import Measurer
 from autockpt.measuring.local import refuse_many_processes
 from autockpt.policies.base import setting
 from autockpt.process import Child, ChildDied, ChildSilent, child_environment, last_lines
@@ -27,7 +27,7 @@ _SIGKILL = -9
 PATIENCE_SECONDS = 1800.0
 
 
-class WorkerMeasurer(Passing):
+class WorkerMeasurer(Measurer):
     """Measures a workload in a process of its own, in which the model is built once.
 
     The worker starts at once and builds the model while the caller goes on; the first use waits for it, and raises what

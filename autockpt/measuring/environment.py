@@ -15,11 +15,7 @@ from autockpt.schema.device import ALLOCATOR_SETTINGS, Environment
 _PACKAGES = ("autockpt", "torch", "transformers", "optuna")
 # Settings of PyTorch's allocator change what is reserved for the same tensors (both names are in use), those of the C
 # library how long a step on the CPU takes.
-_ALLOCATOR = {
-    "cuda": ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"),
-    "cpu": ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_"),
-}
-_ANY_ALLOCATOR = ("PYTORCH_ALLOC_CONF",)
+_ALLOCATOR = "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_"
 
 
 def environment_of(device: Device, variables: Mapping[str, str] = os.environ) -> Environment:
@@ -28,8 +24,7 @@ def environment_of(device: Device, variables: Mapping[str, str] = os.environ) ->
     ``variables`` are the environment variables of the process that measures.
     """
     versions = installed_versions()
-    names = _ALLOCATOR.get(device.kind, _ANY_ALLOCATOR)
-    if settings := [f"{name}={variables[name]}" for name in names if name in variables]:
+    if settings := [f"{name}={variables[name]}" for name in _ALLOCATOR if name in variables]:
         versions[ALLOCATOR_SETTINGS] = " ".join(settings)
     return Environment(device=device.describe(), versions=versions, platform=platform.platform())
 

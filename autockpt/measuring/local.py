@@ -13,7 +13,7 @@ import torch
 from autockpt.devices import get_device
 from autockpt.errors import MeasurementError, UsageError
 from autockpt.interpreter import held_back
-from autockpt.measuring.base import Passing
+from autockpt.measuring.base import Measurer
 from autockpt.measuring.compiled import Compiler
 from autockpt.measuring.environment import environment_of
 from autockpt.measuring.runner import StepRunner
@@ -22,7 +22,7 @@ from autockpt.schema.plan import CompileMode
 from autockpt.workload import Step
 
 
-class LocalMeasurer(Passing):
+class LocalMeasurer(Measurer):
     """Measures a live workload and, on ``close``, puts back all that its steps changed, bit-equal and in place.
 
     To be used as a context manager, so that errors and Ctrl-C restore as well: a Ctrl-C while restoring waits until

@@ -26,7 +26,7 @@ from torch import distributed, nn
 from autockpt.devices import get_device, make_current
 from autockpt.errors import AutockptError, DeviceOutOfMemory, MeasurementError, RanksError
 from autockpt.interpreter import handling, held_back
-from autockpt.measuring.base import Choices, Passing
+from autockpt.measuring.base import Choices, Measurer
 from autockpt.measuring.local import LocalMeasurer
 from autockpt.measuring.statistics import noise
 from autockpt.process import launched, own_rank
@@ -143,7 +143,7 @@ def sharding_of(model: nn.Module) -> str | None:
     return "+".join(name for name, there in found.items() if there) or None
 
 
-class Ranks(Passing):
+class Ranks(Measurer):
     """What measures on all ranks of a job, for the first one; ``step`` is each rank's own, with its facts settled.
 
     To be made on all ranks, and to be left on all: a context manager. Raises RanksError where the ranks do not ask the

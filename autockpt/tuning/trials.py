@@ -72,17 +72,17 @@ class Trials:
     @contextmanager
     def measuring(self, choices: Mapping[str, Choice]) -> Iterator[int]:
         """Within it a plan is measured. Gives how many processes ended in the middle of that, or failed."""
-        if self._run is None:
+        if self.run is None:
             yield 0
             return
-        plan, ended = plan_hash(choices), self._run.in_flight()
-        self._run.write_in_flight({**ended, plan: ended.get(plan, 0) + 1})
+        plan, ended = plan_hash(choices), self.run.in_flight()
+        self.run.write_in_flight({**ended, plan: ended.get(plan, 0) + 1})
         try:
             yield ended.get(plan, 0)
         except (KeyboardInterrupt, TimeLimitReached):
-            self._run.write_in_flight(ended)
+            self.run.write_in_flight(ended)
             raise
-        self._run.write_in_flight({other: times for other, times in ended.items() if other != plan})
+        self.run.write_in_flight({other: times for other, times in ended.items() if other != plan})
 
     def write(self, candidate: Candidate, score: Score, *, elapsed: float) -> Trial:
         """Add what became of a new plan ``elapsed`` seconds after the search began. Returns what was written."""

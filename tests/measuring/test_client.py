@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from autockpt.errors import DeviceOutOfMemory, MeasurementError, PlanError, TimeLimitReached, UsageError, WorkloadError
-from autockpt.measuring import Measurer, WorkerMeasurer, client
+from autockpt.measuring import Measurer, WorkerMeasurer
 from autockpt.measuring.base import beats_counted
 from autockpt.process import last_lines
 from autockpt.schema import RECOMPUTE, WorkloadSpec
@@ -197,24 +197,6 @@ def test_ctrl_c_ends_the_worker(stand_in):
         stand_in.call("autockpt.probe:pid", {"sleep": 600})
     assert ends(first)
     assert pid_of(stand_in) != first
-
-
-def test_closing_ends_the_worker_for_good(stand_in):
-    first = pid_of(stand_in)
-    stand_in.close()
-    stand_in.close()
-    assert ends(first)
-    with raises(MeasurementError):
-        stand_in.measure({})
-
-
-def test_a_process_that_cannot_be_started_is_an_error(monkeypatch):
-    def spawn(*_: object, **__: object) -> None:
-        raise OSError("no memory for it")
-
-    monkeypatch.setattr(client.Child, "spawn", spawn)
-    with raises(MeasurementError):
-        WorkerMeasurer(WorkloadSpec(model="llama-tiny"), "cpu")
 
 
 def test_the_worker_ends_with_its_parent(factory, tmp_path):

@@ -55,15 +55,6 @@ def test_budgets_and_recompute_take_fewer_bytes(mode: CompileMode):
     assert torch._functorch.config.joint_custom_pass is None
 
 
-def test_a_kind_and_choice_is_compiled_once():
-    runner = runner_of("layers")
-    runner.measure({**TIGHT_ALL, "layers.0": RECOMPUTE, "layers.1": RECOMPUTE}, steps=1)
-    times = runner.compiler.times  # type: ignore[union-attr]
-    again = runner.measure({**RECOMPUTE_ALL, "layers.3": TIGHT}, steps=1)
-    assert again.compile_seconds == 0 and again.graphs == 3
-    assert runner.compiler.times == times  # type: ignore[union-attr]
-
-
 @pytest.mark.parametrize("mode", ["layers", "model"])
 def test_a_plan_that_had_its_turn_is_not_compiled_again(mode: CompileMode):
     """The compiler guards on forwards inside a graph, so a plan is attached by the same objects every time."""

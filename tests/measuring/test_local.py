@@ -9,7 +9,7 @@ import signal
 import pytest
 import torch
 
-from autockpt.errors import DeviceOutOfMemory, MeasurementError, UsageError
+from autockpt.errors import UsageError
 from autockpt.interpreter import frozen
 from autockpt.measuring import LocalMeasurer, Measurer
 from autockpt.measuring import snapshot as module
@@ -55,7 +55,7 @@ def test_the_users_garbage_collector_is_as_before(workload):
     assert gc.isenabled()
 
 
-@pytest.mark.parametrize("error", [RuntimeError("mine"), KeyboardInterrupt(), SystemExit(3)])
+@pytest.mark.parametrize("error", [RuntimeError("mine"), KeyboardInterrupt()])
 def test_restores_after_errors_in_the_middle_of_a_step(workload, error):
     before = bits(workload)
 
@@ -66,24 +66,6 @@ def test_restores_after_errors_in_the_middle_of_a_step(workload, error):
     before["attributes"] = bits(workload)["attributes"]
     with pytest.raises(type(error)), LocalMeasurer(workload) as measurer:
         measurer.measure(RECOMPUTE_ALL)
-    assert same(before, bits(workload))
-
-
-def test_out_of_memory_leaves_the_measurer_usable(workload):
-    before = bits(workload)
-    calls: list[int] = []
-
-    def sometimes() -> None:
-        calls.append(1)
-        if len(calls) == 2:
-            torch.empty(1 << 46)
-
-    workload.model.before = sometimes
-    with LocalMeasurer(workload) as measurer:
-        with pytest.raises(DeviceOutOfMemory):
-            measurer.measure({})
-        measurer.measure({}, steps=1)
-    before["attributes"] = bits(workload)["attributes"]
     assert same(before, bits(workload))
 
 
@@ -119,20 +101,11 @@ def test_forgotten_measurers_restore_when_they_go(workload):
     assert same(before, bits(workload))
 
 
-def test_a_closed_measurer_says_so(workload):
-    measurer = LocalMeasurer(workload)
-    measurer.close()
-    measurer.close()
-    with raises(MeasurementError):
-        measurer.measure({})
-
-
 def test_one_of_many_processes_is_refused_at_once(workload, monkeypatch):
     before = bits(workload)
     monkeypatch.setenv("WORLD_SIZE", "4")
     with raises(UsageError) as caught:
         LocalMeasurer(workload)
-    assert "autockpt.apply" in caught.value.remedy
     assert "autockpt.apply" in caught.value.remedy
     monkeypatch.setenv("WORLD_SIZE", "1")
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)

@@ -67,12 +67,6 @@ def test_a_search_within_a_search_waits_for_nobody() -> None:
         pass
 
 
-def test_where_nothing_can_be_written_nobody_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("AUTOCKPT_CACHE", os.devnull)
-    with turn(CPU, print, wait=False):
-        pass
-
-
 def test_plans_that_offload_from_an_accelerator_have_the_hosts_memory_alone() -> None:
     moving, staying = {"0": parse_choice("offload")}, {"0": RECOMPUTE}
     notes: list[str] = []
