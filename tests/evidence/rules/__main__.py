@@ -5,7 +5,7 @@
 Prints a Markdown table: what each rule says, what it comes to for this model, what ghost runs and op times predict,
 and whether it holds. A rule holds with at least that memory saved, at most that time added, that factor within 5 %,
 or an amount within its range. Without ``--hardware`` seconds rest on op times that a search measured on this device.
-``--measure`` takes real steps on the device as well. Where no page of a claim could be named it is common advice.
+Where no page of a claim could be named it is common advice.
 """
 
 from __future__ import annotations
@@ -33,14 +33,11 @@ def main() -> None:
     where = parser.add_mutually_exclusive_group()
     where.add_argument("--hardware")
     where.add_argument("--device")
-    parser.add_argument("--measure", action="store_true")
     options = vars(parser.parse_args())
-    measure, device, card = options.pop("measure"), options.pop("device"), options.pop("hardware")
-    if measure and card:
-        parser.error("--measure needs a device; --hardware only describes one")
+    device, card = options.pop("device"), options.pop("hardware")
     spec = WorkloadSpec.model_validate({name: value for name, value in options.items() if value is not None})
     question = ExplainRequest(spec, device=device, hardware=load_hardware(card) if card else None)
-    print(table(rules(question, measure=measure)))
+    print(table(rules(question)))
 
 
 if __name__ == "__main__":

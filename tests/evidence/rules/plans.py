@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import replace
 from typing import Any
 
 from autockpt.analysis.explain import ExplainRequest, Subject, open_subject
 from autockpt.analysis.holdings import COME_AND_GO, StepBytes
 from autockpt.cost.step import simulate
-from autockpt.errors import AutockptError, ConflictError, DeviceOutOfMemory
-from autockpt.measuring import Measurer, WorkerMeasurer
-from autockpt.schema import OFFLOAD, RECOMPUTE, Choice, Graph, Listener, Segment, Selective, Silence, Unit, WorkloadSpec
+from autockpt.errors import AutockptError, ConflictError
+from autockpt.schema import OFFLOAD, RECOMPUTE, Choice, Graph, Segment, Selective, Silence, Unit, WorkloadSpec
 from tests.evidence.rules.claims import CHEN, COMMON, SCORES_SOURCE, bound_by, cited, claims, text_config
 from tests.evidence.rules.parts import tracer_of
 from tests.evidence.rules.rule import Reading, Rule, Rules
@@ -22,7 +19,6 @@ from tests.evidence.rules.rule import Reading, Rule, Rules
 PLAIN, FULL, ROOT, ATTENTION, OFFLOADED = "plain", "recompute all", "√n segments", "attention only", "offload all"
 SECOND, FOURTH, MATRICES = "every 2nd layer", "segments of 4", "products kept"
 LORA_RANK = 16  # where the workload has no adapters of its own
-ROUNDS = 5
 _DEEPSPEED = cited("DeepSpeed-Chat's throughput formula", "https://github.com/deepspeedai/DeepSpeedExamples")
 _DEEPSPEED_DOCS = cited("DeepSpeed", "https://www.deepspeed.ai")
 _GUIDE = cited("transformers' guide", "https://huggingface.co/docs/transformers/perf_train_gpu_one")
@@ -30,14 +26,12 @@ _GLOSSARY = cited("compute-market's glossary", "https://www.compute-market.com/g
 Plans = dict[str, dict[str, Choice]]
 
 
-def rules(question: ExplainRequest, listener: Listener | None = None, *, measure: bool = False) -> Rules:
-    """Each rule with what it says, what ghost runs and op times predict, and with ``measure`` what real steps say.
+def rules(question: ExplainRequest) -> Rules:
+    """Each rule with what it says, and what ghost runs and op times predict.
 
-    A plan that the model refuses or that does not fit the device leaves its rules open.
+    A plan that the model refuses leaves its rules open.
     """
-    listener = listener or Silence()
-    with open_subject(question, listener) as subject:
-        listener.stage("trying the rules")
+    with open_subject(question, Silence()) as subject:
         plans = _plans(subject.base.units)
         graphs = _graphs(subject, plans)
         base = subject.base
@@ -52,16 +46,6 @@ def rules(question: ExplainRequest, listener: Listener | None = None, *, measure
         peaks = {name: graph.peak_bytes + overhead for name, graph in graphs.items()}
         predicted = {name: _reading(peaks[name], peak, activations, ratios[name]) for name in graphs}
         tables = [*_flops_rules(subject, graphs), *_memory_rules(subject, predicted), *claims(subject, activations)]
-        notes = list(subject.notes)
-        if measure:
-            listener.stage("taking real steps")
-            runnable = {name: plans[name] for name in graphs}
-            with WorkerMeasurer(question.described, question.device) as measurer:
-                measured, said = take_steps(measurer, runnable, activations)
-            # counts of FLOPs are held against no measurement
-            measured_of = [measured.get(r.name) if r.factor is None else None for r in tables]
-            tables = [replace(r, measured=m) for r, m in zip(tables, measured_of, strict=True)]
-            notes += said
         return Rules(
             model=question.described.model,
             settings={k: v for k, v in subject.tracer.settings.items() if k != "model"},
@@ -70,7 +54,7 @@ def rules(question: ExplainRequest, listener: Listener | None = None, *, measure
             save_all_peak=peak,
             activation_bytes=activations,
             rules=tuple(tables),
-            notes=tuple(notes),
+            notes=subject.notes,
         )
 
 
@@ -182,22 +166,3 @@ def _memory_rules(subject: Subject, predicted: Mapping[str, Reading]) -> list[Ru
         said(ATTENTION, SCORES_SOURCE, "70 % of activations, 2.7 % more work", memory=(0.65, 0.75), time=(0.0, 0.04)),
         said(OFFLOADED, common, "80–90 % of activations, at link speed", memory=(0.80, 0.90)),
     ]
-
-
-def take_steps(measurer: Measurer, plans: Plans, activations: int) -> tuple[dict[str, Reading], list[str]]:
-    """Measure the peak of every plan, then their cycles, interleaved: the median ratio to plain training counts."""
-    peaks: dict[str, int] = {}
-    notes = []
-    for name, choices in plans.items():
-        try:
-            peaks[name] = measurer.measure(choices, steps=1).peak_bytes
-        except DeviceOutOfMemory:
-            notes.append(f"{name} does not fit the device: not measured")
-    if PLAIN not in peaks:
-        return {}, [*notes, "without plain training there is nothing to compare with"]
-    seconds = measurer.compare({name: plans[name] for name in peaks}, rounds=ROUNDS)
-    out = {}
-    for name, peak in peaks.items():
-        ratios = [a / b for a, b in zip(seconds[name], seconds[PLAIN], strict=True) if b > 0]
-        out[name] = _reading(peak, peaks[PLAIN], activations, statistics.median(ratios) if ratios else None)
-    return out, notes

@@ -41,7 +41,6 @@ class Rule:
     amount: tuple[float, float] | None = None
     unit: Literal["bytes", "times", "layers"] = "times"
     predicted: Reading | None = None
-    measured: Reading | None = None
     note: str = ""
 
     def misses(self, reading: Reading | None) -> tuple[str, ...] | None:
@@ -70,7 +69,7 @@ class Rule:
 
 @dataclass(frozen=True)
 class Rules:
-    """Rules of thumb put to the test. ``predicted`` rests on ghost runs and op times, ``measured`` on real steps."""
+    """Rules of thumb put to the test: what is ``predicted`` rests on ghost runs and op times."""
 
     model: str
     settings: Facts
@@ -91,13 +90,13 @@ def table(found: Rules) -> str:
         f"{words.job(found.settings)}. Saving everything peaks at {peak}; {activations} of it are activations and "
         f"transients. About seconds: {found.basis_note}.",
         "",
-        "| rule | source | says | predicted | measured |",
-        "|---|---|---|---|---|",
+        "| rule | source | says | predicted |",
+        "|---|---|---|---|",
     ]
     for rule in found.rules:
         source = f"[{rule.source}]({rule.address})" if rule.address else rule.source
         predicted = _read(rule, rule.predicted) or rule.note
-        cells = (rule.name, source, _promise(rule), predicted, _read(rule, rule.measured))
+        cells = (rule.name, source, _promise(rule), predicted)
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join([*lines, *("", *(f"- {note}" for note in found.notes)) * bool(found.notes)])
 
