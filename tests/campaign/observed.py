@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 import torch
 
+_CODE = torch.utils.hooks.RemovableHandle, types.FunctionType, types.MethodType, types.BuiltinFunctionType, type
+_CODE = *_CODE, types.ModuleType
 _OF_MODULES = frozenset(torch.nn.Module().__dict__) - {"training"} | {"forward"}
 
 
@@ -47,12 +49,8 @@ def run(text: str, attach: Callable[[Any], Any] | None, seen: list[tuple[str, by
         seen += [(f"state {name}.{k}", state(v).encode()) for k, v in fields.items()]
     own = [(k, v) for k, v in names.items() if k.rpartition("_")[2].isdigit()]
     seen += [(f"global {k}", state(v).encode()) for k, v in own if not callable(v) or isinstance(v, torch.nn.Module)]
-    seen.append(
-        (
-            "random state",
-            data(torch.get_rng_state()) + repr(random.getstate()).encode() + state(np.random.get_state()).encode(),
-        )
-    )
+    drawn = repr(random.getstate()).encode() + state(np.random.get_state()).encode()
+    seen.append(("random state", data(torch.get_rng_state()) + drawn))
 
 
 def loaded(text: str) -> dict[str, Any]:
@@ -90,29 +88,16 @@ def state(value: Any, depth: int = 6) -> str:
     if isinstance(value, torch.Generator):
         return data(value.get_state()).hex()
     if isinstance(value, dict | collections.UserDict):
-        return (
-            "{"
-            + ",".join(
-                f"{k if isinstance(k, str | int | tuple) else type(k).__name__}:{state(v, depth - 1)}"
-                for k, v in value.items()
-            )
-            + "}"
-        )
+        names = (k if isinstance(k, str | int | tuple) else type(k).__name__ for k in value)
+        pairs = zip(names, value.values(), strict=True)
+        return "{" + ",".join(f"{name}:{state(v, depth - 1)}" for name, v in pairs) + "}"
     if isinstance(value, list | tuple | collections.deque | collections.UserList):
         return "[" + ",".join(state(v, depth - 1) for v in value) + "]"
     if isinstance(value, torch.nn.Module):
         tensors = {**dict(value.named_buffers()), **dict(value.named_parameters())}
         fields = {k: v for k, v in vars(value).items() if k not in _OF_MODULES and "layers" not in value._modules}
         return state(tensors, depth - 1) + state(fields, depth - 1)
-    if isinstance(
-        value,
-        torch.utils.hooks.RemovableHandle
-        | types.FunctionType
-        | types.MethodType
-        | types.BuiltinFunctionType
-        | type
-        | types.ModuleType,
-    ):
+    if isinstance(value, _CODE):
         return ""
     if hasattr(value, "__dict__"):
         return state(vars(value), depth - 1)

@@ -24,7 +24,7 @@ def summary(verdicts: Sequence[Verdict]) -> str:
 def markdown(verdicts: Sequence[Verdict]) -> str:
     """Counts by choice, by group of families and by family."""
     fit = [v for v in verdicts if v.word in _WORDS]
-    groups = [(family.partition(":")[0], v) for v in fit for family in dict.fromkeys(v.families)]
+    groups = {(family.partition(":")[0], v.number): v for v in fit for family in v.families}
     rows = [(name, v) for v in fit for name in dict.fromkeys(f.removesuffix(", late") for f in v.families)]
     return "\n".join(
         (
@@ -33,26 +33,13 @@ def markdown(verdicts: Sequence[Verdict]) -> str:
             _table("choice", ((v.choice or "(process lost)", v) for v in fit)),
             "A pair counts for every family that its program has.",
             "",
-            _table("group", dict.fromkeys((g, _Once(v)) for g, v in groups)),
+            _table("group", ((group, v) for (group, _), v in groups.items())),
             _table("family", rows),
         )
     )
 
 
-class _Once:
-    """A verdict as a key of its own."""
-
-    def __init__(self, verdict: Verdict) -> None:
-        self.word, self._number = verdict.word, verdict.number
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Once) and other._number == self._number
-
-    def __hash__(self) -> int:
-        return hash(self._number)
-
-
-def _table(name: str, rows: Iterable[tuple[str, Verdict | _Once]]) -> str:
+def _table(name: str, rows: Iterable[tuple[str, Verdict]]) -> str:
     counts: dict[str, Counter[str]] = {}
     for key, verdict in rows:
         counts.setdefault(key, Counter())[verdict.word] += 1
