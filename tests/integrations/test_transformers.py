@@ -17,7 +17,6 @@ from autockpt.errors import ConflictError, PlanError
 from autockpt.integrations.transformers import AutockptCallback
 from autockpt.policies.base import attached_to
 from autockpt.schema.plan import Plan
-from tests.analysis.samples import make_run
 from tests.errors import raises
 from tests.policies.zoo import CASES, assert_equal
 
@@ -224,16 +223,9 @@ def test_checkpointing_switched_on_at_the_model_is_an_error(tmp_path):
     assert untouched(model)
 
 
-def test_a_bad_plan_is_found_before_training(tmp_path):
-    with pytest.raises(PlanError):
-        AutockptCallback(tmp_path / "missing.yaml")
+def test_a_plan_of_another_model_is_found_before_training(tmp_path):
     with raises(PlanError, "h.0"):
         trainer(tmp_path, LLAMA.make(), [AutockptCallback(plan({"h.0": "recompute"}))]).train()
-
-
-def test_a_runs_directory_is_its_plan(tmp_path):
-    run = make_run(tmp_path)
-    assert AutockptCallback(run.path).plan == run.plan()
 
 
 @pytest.mark.parametrize("adapters", [False, True])
