@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import typer
 from rich.console import Console
 from rich.text import Text
 
-from autockpt.analysis.verification import VerifyReport
 from autockpt.cli.guard import FAILED, guarded, progress, show
 from autockpt.cli.options import DEVICE, JOB, arg, flag, job_file, workload_spec
 from autockpt.errors import UsageError
 from autockpt.progress import listener
 from autockpt.schema.runs import plan_at
 from autockpt.terminal import bullets, plain_table
+
+if TYPE_CHECKING:
+    from autockpt.analysis.verify import VerifyReport
 
 
 @guarded

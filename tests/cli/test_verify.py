@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from autockpt.analysis.verification import Check, VerifyReport
+from autockpt.analysis.verify import Check, VerifyReport
 from autockpt.cli.verify import print_report
 from autockpt.schema import Plan, WorkloadSpec
 from tests.samples import UNITS, choices, console
