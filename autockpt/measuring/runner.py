@@ -13,7 +13,7 @@ from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from autockpt.devices import Device, Peak, random_states
 from autockpt.devices.streams import pinned_memory_kept
@@ -31,8 +31,6 @@ from autockpt.verification import Observation, observe
 from autockpt.workload import Step
 from autockpt.workload.step import unheard
 
-Attach = Callable[[nn.Module], Callable[[], None]]
-"""Attaches something other than a plan of ours to the model; what it returns takes that off again."""
 WARM_UP = 2
 """Cycles of a plan before timed ones: its units learn from their first calls, and check them."""
 
@@ -69,15 +67,13 @@ class StepRunner:
         self._steady = False  # whether a cycle has run to its end, so that all optimizer states exist
         self._loss_is_finite = True  # of the first cycle: all others do the same work
 
-    def measure(self, choices: Choices | Attach, *, steps: int = 5, budget_bytes: int | None = None) -> Measurement:
+    def measure(self, choices: Choices, *, steps: int = 5, budget_bytes: int | None = None) -> Measurement:
         """Peak and time of one plan: ``WARM_UP`` cycles, ``steps`` timed ones, and one untimed for the peak.
 
         Where the first cycle shows the peak already, it is the first of the warm-up; saving everything needs no second.
         A cycle more comes first where there are no optimizer states yet. ``noise`` in the result is half the 95 %
         interval of the median as a share of it. See ``Measurer.measure`` for the errors.
         """
-        if steps < 1:
-            raise ValueError("at least one cycle must be timed")
         # whether a plan's first cycle has the peak of all: nothing compiled, no allocator that keeps what it freed
         at_once = self.compiler is None and self.workload.full_step is None and not self.device.keeps_memory
         with self.device.limit(budget_bytes), self.attached(choices) as session:
@@ -86,14 +82,14 @@ class StepRunner:
             times = [self.time_cycle() for _ in range(steps)]
             peak = peak or self._smallest_peak()
             graphs = 0
-            if self.compiler is not None and isinstance(choices, Mapping):
+            if self.compiler is not None:
                 graphs = self.compiler.graphs(self.workload.model, choices)
         return Measurement(
             peak_bytes=peak.peak_bytes,
             step_seconds=statistics.median(times),
             noise=noise(times),
             steps=steps,
-            host_bytes=session.host_bytes if session is not None else 0,
+            host_bytes=session.host_bytes,
             allocated_bytes=peak.allocated_bytes,
             times=tuple(times),
             compile_seconds=round(compiled, 3),
@@ -103,7 +99,7 @@ class StepRunner:
 
     def compare(
         self,
-        plans: Mapping[str, Choices | Attach],
+        plans: Mapping[str, Choices],
         *,
         rounds: int = 5,
         budget_bytes: int | None = None,
@@ -136,20 +132,16 @@ class StepRunner:
         return getattr(importlib.import_module(module), name)(self, payload)
 
     @contextmanager
-    def attached(
-        self, plan: Choices | Attach, *, what: str = "this plan", again: bool = False
-    ) -> Iterator[Session | None]:
-        """Choices attached to the model while the block runs, perhaps not for the last time (``again``); or whatever
-        else can be, by a function (None). See ``prepared`` for what holds afterwards."""
+    def attached(self, plan: Choices, *, what: str = "this plan", again: bool = False) -> Iterator[Session]:
+        """Choices attached to the model while the block runs, perhaps not for the last time (``again``).
+
+        See ``prepared`` for what holds afterwards.
+        """
         with self.prepared(what) as stack:
-            session = None
-            if isinstance(plan, Mapping):
-                session = stack.enter_context(self.session(plan, again=again))
-                stack.enter_context(self.compiling(plan))
-            else:
-                stack.callback(plan(self.workload.model))
+            session = stack.enter_context(self.session(plan, again=again))
+            stack.enter_context(self.compiling(plan))
             yield session
-            if isinstance(plan, Mapping) and session is not None and session.host_bytes and self.compiler is None:
+            if session.host_bytes and self.compiler is None:
                 self._sessions.pop(plan_hash(plan), None)  # room on the host is for one plan at a time
 
     def session(self, choices: Choices | None, *, again: bool = False) -> AbstractContextManager[Session]:
@@ -173,9 +165,9 @@ class StepRunner:
         compiler = self.compiler
         return nullcontext() if compiler is None else compiler.compiling(self.workload.model, choices)
 
-    def _first_calls(self, plan: Choices | Attach) -> int:
+    def _first_calls(self, plan: Choices) -> int:
         """Cycles in which what was just attached takes longer than later on. Compiling is waited for by itself."""
-        saves = isinstance(plan, Mapping) and all(choice == SAVE for choice in plan.values())
+        saves = all(choice == SAVE for choice in plan.values())
         return 0 if saves or self.compiler is not None else WARM_UP
 
     def _warm_up(self, cycles: int) -> float:

@@ -23,6 +23,7 @@ from autockpt.schema.choices import CHUNKED_LOSS, dump_choice
 from autockpt.schema.plan import Plan
 from autockpt.workload import discover_head
 from tests.evidence.bench.peers import PEERS, PLAIN
+from tests.evidence.bench.worker import PeerRunner
 from tests.gpu.items import Context
 from tests.gpu.measuring import plans, running
 from tests.gpu.shapes import Task
@@ -42,7 +43,7 @@ def job(context: Context) -> dict[str, Any]:
         data["budgets"][budget] = {"search": _searched(context, task, budget)}
         context.keep(data)
     spec = WorkloadSpec.model_validate(task.spec)
-    with running(spec, context.device) as (runner, units):
+    with running(spec, context.device, PeerRunner) as (runner, units):
         rows = _rows(task, units, runner.device.kind) | _chunked_rows(task, runner, units)
         alone = _alone(runner, rows)
         for budget in task.budgets:
@@ -64,7 +65,7 @@ def searches(context: Context) -> dict[str, Any]:
     task = Task(given, budgets, trials=6, seconds=25)
     found = {budget: _searched(context, task, budget) for budget in budgets}
     rows: dict[str, Any] = {}
-    with running(WorkloadSpec.model_validate(given), context.device) as (runner, _):
+    with running(WorkloadSpec.model_validate(given), context.device, PeerRunner) as (runner, _):
         for budget, search in found.items():
             rows[budget] = {"message": search.get("message", ""), "binding": search.get("binding")}
             if search.get("choices"):

@@ -18,14 +18,16 @@ from autockpt.workload import build, discover_units
 
 
 @contextmanager
-def running(spec: WorkloadSpec, device_name: str) -> Iterator[tuple[StepRunner, list[str]]]:
+def running(
+    spec: WorkloadSpec, device_name: str, meter: type[StepRunner] = StepRunner
+) -> Iterator[tuple[StepRunner, list[str]]]:
     """A workload built in this process under the one meter of steps, and the names of its blocks."""
     device: Device = get_device(device_name)
     device.describe()  # opens the context while what others hold can still be told apart
     if device.kind != "cpu":
         torch.accelerator.set_device_index(device.torch_device.index or 0)
     workload = build(spec, device.torch_device)
-    runner = StepRunner(workload, device)
+    runner = meter(workload, device)
     try:
         yield runner, [u.name for u in discover_units(workload.model) if u.role == "block"]
     finally:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import lru_cache, partial
+from types import SimpleNamespace
 from typing import Any
 
 from torch import nn
 
 from autockpt.checkpointing.fingerprint import digest
-from autockpt.errors import AutockptError, DeviceOutOfMemory, UsageError
+from autockpt.errors import AutockptError, DeviceOutOfMemory
 from autockpt.measuring import StepRunner
 from autockpt.measuring.failures import device_lost
+from autockpt.measuring.runner import WARM_UP
 from autockpt.runtime import without_kv_cache
 from autockpt.schema import Unit
 from autockpt.verification.gradients import Reference, judge, observe_reference
@@ -23,16 +26,26 @@ from tests.evidence.bench.peers import PEERS, Context, Detach
 from tests.evidence.bench.peers.compiled import compile_seconds
 
 
-def facts(runner: StepRunner, payload: Mapping[str, Any]) -> dict[str, Any]:
-    """Why each peer of ``payload["peers"]`` cannot run here, empty where nothing is known.
+class PeerRunner(StepRunner):
+    """Runs steps of a workload with what a peer attaches, instead of a plan of ours."""
 
-    Raises UsageError for a workload that runs its own loop: what its gradients are cannot be seen from outside.
-    """
-    if runner.workload.full_step is not None:
-        raise UsageError(
-            "the factory returned a full_step, and gradients inside it cannot be compared with plain training's",
-            remedy="Let it return (model, batch, loss), where loss(model, batch) gives the loss.",
-        )
+    @contextmanager
+    def attached(self, plan: Any, *, what: str = "this plan", again: bool = False) -> Iterator[Any]:
+        with self.prepared(what) as stack:
+            stack.callback(plan(self.workload.model))
+            yield SimpleNamespace(host_bytes=0)
+
+    def _first_calls(self, plan: Any) -> int:
+        return WARM_UP
+
+
+@lru_cache(maxsize=1)
+def _peers(runner: StepRunner) -> PeerRunner:
+    return PeerRunner(runner.workload, runner.device, beat=runner.beat)
+
+
+def facts(runner: StepRunner, payload: Mapping[str, Any]) -> dict[str, Any]:
+    """Why each peer of ``payload["peers"]`` cannot run here, empty where nothing is known."""
     return {"missing": {name: PEERS[name].missing(runner.device.kind) for name in payload["peers"]}}
 
 
@@ -63,7 +76,7 @@ def prepare(runner: StepRunner, payload: Mapping[str, Any]) -> dict[str, Any]:
     """
     began, compiling = time.monotonic(), compile_seconds(runner.workload.model)
     try:
-        measured = runner.measure(_attached(runner, payload), steps=1)
+        measured = _peers(runner).measure(_attached(runner, payload), steps=1)
         seconds = time.monotonic() - began
         compiling = compile_seconds(runner.workload.model) - compiling
         equal, words = _gradients(runner, payload)
@@ -92,7 +105,7 @@ def take_turns(runner: StepRunner, payload: Mapping[str, Any]) -> dict[str, Any]
     for key, row in payload["rows"].items():
         rows[key] = _noting(key, _attached(runner, row), failed)
     try:
-        times = runner.compare(rows, rounds=1)
+        times = _peers(runner).compare(rows, rounds=1)
     except Exception as error:
         if not failed:
             raise
@@ -170,8 +183,8 @@ def _observe(
     typed: bool = True,
 ) -> Observation:
     """Two accumulating steps with something attached."""
-    seen = partial(runner.observed, sketched=sketched, typed=typed)
-    with runner.attached(attach):
+    seen = partial(_peers(runner).observed, sketched=sketched, typed=typed)
+    with _peers(runner).attached(attach):
         observed = deterministically(seen) if deterministic else seen()
     runner.beat("observed")
     return observed
