@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -39,14 +39,13 @@ class UnitRuns(Data):
 class RunCounter(TorchDispatchMode):
     """Counts while active. An op belongs to the innermost named unit whose inside was entered last.
 
-    During backward gradients are enabled only while something is being recomputed; that tells the two apart. Where
-    ``units`` come with their choices, ops whose outputs these keep are counted apart.
+    During backward gradients are enabled only while something is being recomputed; that tells the two apart. Ops whose
+    outputs ``choices`` keep are counted apart.
     """
 
-    def __init__(self, model: nn.Module, units: Iterable[str] | Mapping[str, Choice]) -> None:
+    def __init__(self, model: nn.Module, choices: Mapping[str, Choice]) -> None:
         super().__init__()
-        self._counts = {name: Counter[str]() for name in units}
-        choices = units if isinstance(units, Mapping) else {}
+        self._counts = {name: Counter[str]() for name in choices}
         self._kept = {name: kept for name, choice in choices.items() if (kept := kept_by(choice))}
         self._rematerialized = {name for name, choice in choices.items() if isinstance(choice, Remake)}
         self._named: dict[nn.Module, str] = {}

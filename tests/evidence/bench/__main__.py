@@ -50,7 +50,6 @@ class Row:
     message: str = ""
     peak_bytes: int | None = None
     gradients: str = ""
-    first_seconds: float | None = None
     compile_seconds: float | None = None
     budget: str = ""  # of a plan that was searched for
 

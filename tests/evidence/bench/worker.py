@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import lru_cache, partial
@@ -74,10 +73,9 @@ def prepare(runner: StepRunner, payload: Mapping[str, Any]) -> dict[str, Any]:
 
     ``state`` is "measured" only where the gradients are what the peer promises.
     """
-    began, compiling = time.monotonic(), compile_seconds(runner.workload.model)
+    compiling = compile_seconds(runner.workload.model)
     try:
         measured = _peers(runner).measure(_attached(runner, payload), steps=1)
-        seconds = time.monotonic() - began
         compiling = compile_seconds(runner.workload.model) - compiling
         equal, words = _gradients(runner, payload)
     except DeviceOutOfMemory as error:
@@ -90,7 +88,6 @@ def prepare(runner: StepRunner, payload: Mapping[str, Any]) -> dict[str, Any]:
         "state": "measured",
         "peak_bytes": measured.peak_bytes,
         "gradients": words,
-        "first_seconds": seconds,
         "compile_seconds": compiling or None,
     }
 

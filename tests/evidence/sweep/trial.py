@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import warnings
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -49,9 +49,6 @@ class Result:
     seconds: float = 0.0
     remarks: list[str] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def try_out(architecture: Architecture, seed: int, say: Any = lambda result: None) -> Result:
