@@ -10,18 +10,15 @@ from autockpt.policies.segment import SegmentPolicy
 from autockpt.policies.selective import KeepAttentionPolicy, SelectivePolicy
 
 POLICIES: dict[str, Policy] = {
-    policy.kind: policy
-    for policy in (
-        SavePolicy(),
-        RecomputePolicy(),
-        KeepAttentionPolicy(),
-        SelectivePolicy(),
-        RemakePolicy(),
-        OffloadPolicy(),
-        RecomputeOffloadPolicy(),
-        SegmentPolicy(),
-        ChunkedSoftmaxPolicy(),
-        ChunkedLossPolicy(),
-        CompileBudgetPolicy(),
-    )
+    "save": SavePolicy(),
+    "recompute": RecomputePolicy(),
+    "keep_attention": KeepAttentionPolicy(),
+    "selective": SelectivePolicy(),
+    "remake": RemakePolicy(),
+    "offload": OffloadPolicy(),
+    "recompute_offload": RecomputeOffloadPolicy(),
+    "segment": SegmentPolicy(),
+    "chunked_softmax": ChunkedSoftmaxPolicy(),
+    "chunked_loss": ChunkedLossPolicy(),
+    "compile_budget": CompileBudgetPolicy(),
 }

@@ -285,8 +285,6 @@ class ForwardListener(Protocol):
 class Policy:
     """Carries out one kind of choice."""
 
-    kind: ClassVar[str]
-
     def attach(self, units: Sequence[PlannedUnit], session: Session) -> None:
         """Attach the choice to ``units``, which stand in order of execution: by itself to each of them, or together.
 
@@ -310,8 +308,6 @@ class Policy:
 
 class SavePolicy(Policy):
     """Autograd keeps what it needs, as PyTorch does by itself. Nothing is attached, so it costs nothing."""
-
-    kind: ClassVar[str] = "save"
 
     def attach_to(self, unit: PlannedUnit, session: Session) -> str:
         return "nothing: autograd keeps what it saves"

@@ -30,8 +30,6 @@ from autockpt.schema.choices import Choice
 
 
 class ChunkedLossPolicy(Policy):
-    kind: ClassVar[str] = "chunked_loss"
-
     def attach_to(self, unit: PlannedUnit, session: Session) -> str:
         refuse_others(unit)
         _refuse_parts(unit.module, unit.name)
@@ -217,8 +215,6 @@ def plain_head(module: nn.Module) -> nn.Module:
 
 
 class ChunkedSoftmaxPolicy(Policy):
-    kind: ClassVar[str] = "chunked_softmax"
-
     def attach_to(self, unit: PlannedUnit, session: Session) -> str:
         refuse_others(unit)
         chunks = unit.choice.chunks  # type: ignore[union-attr]

@@ -9,7 +9,7 @@ afterwards. The fraction is part of what the compiler guards on, so layers with 
 from __future__ import annotations
 
 import warnings
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -29,8 +29,6 @@ class BudgetState(Attachment):
 
 class CompileBudgetPolicy(Policy):
     """Carries out ``compile_budget``."""
-
-    kind: ClassVar[str] = "compile_budget"
 
     def attach_to(self, unit: PlannedUnit, session: Session) -> str:
         assert isinstance(unit.choice, CompileBudget)

@@ -136,7 +136,6 @@ def run_offloaded(module: nn.Module, state: OffloadState, /, *args: Any, **kwarg
 
 
 class OffloadPolicy(Policy):
-    kind: ClassVar[str] = "offload"
     words: ClassVar[str] = "what it saves leaves the device between forward and backward"
 
     def attach(self, units: Sequence[PlannedUnit], session: Session) -> None:
@@ -159,7 +158,7 @@ class OffloadPolicy(Policy):
             session.place(unit.module, run_offloaded, OffloadState(unit.name, pipeline, place, due, tier))
             where = ", to a file on disk" if tier == "disk" else ""
             until = f"; waited for {due - place} units on" if queues and due > place + 1 else ""
-            session.attached[unit.name] = f"{self.kind}: {self.words}{where}{until}"
+            session.attached[unit.name] = f"{unit.choice.kind}: {self.words}{where}{until}"
         for place in sorted(waited - pipeline.ends) if queues else ():
             unit = session.order[place]
             if unit.choice.kind not in MOVING:
@@ -170,7 +169,6 @@ class OffloadPolicy(Policy):
 class RecomputeOffloadPolicy(OffloadPolicy, RecomputePolicy):
     """Offload around a recompute, whose forward runs again as ever."""
 
-    kind: ClassVar[str] = "recompute_offload"
     words: ClassVar[str] = "its input leaves the device, its forward runs again in backward"
 
     def attach(self, units: Sequence[PlannedUnit], session: Session) -> None:

@@ -58,8 +58,6 @@ class RecomputeState(Attachment):
 
 
 class RecomputePolicy(Policy):
-    kind: ClassVar[str] = "recompute"
-
     def attach_to(self, unit: PlannedUnit, session: Session) -> str:
         refuse_modules(unit.module, unit.name)
         session.place(unit.module, run_recomputed, RecomputeState(unit.name))

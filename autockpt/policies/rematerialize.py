@@ -217,8 +217,6 @@ def _reads_only(function: type) -> bool:
 class RemakePolicy(Policy):
     """Carries out ``remake``."""
 
-    kind: ClassVar[str] = "remake"
-
     def attach_to(self, unit: PlannedUnit, session: Session) -> str:
         choice = unit.choice
         assert isinstance(choice, Remake)

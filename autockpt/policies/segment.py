@@ -6,7 +6,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Iterator, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 from torch import nn
 
@@ -27,8 +27,6 @@ class SegmentState(RecomputeState):
 
 
 class SegmentPolicy(Policy):
-    kind: ClassVar[str] = "segment"
-
     def attach(self, units: Sequence[PlannedUnit], session: Session) -> None:
         for members in _segments(session.order):
             calls = SegmentCalls()

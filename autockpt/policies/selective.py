@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -131,8 +131,6 @@ run_as_it_is(FunctionScopes.__torch_function__)
 class SelectivePolicy(Policy):
     """Carries out ``selective``: products of the named modules, or of the whole unit, are not run again."""
 
-    kind: ClassVar[str] = "selective"
-
     def attach_to(self, unit: PlannedUnit, session: Session) -> str:
         refuse_modules(unit.module, unit.name)
         keep, within = kept_by(unit.choice), unit.choice.within if isinstance(unit.choice, Selective) else ()
@@ -149,7 +147,8 @@ class SelectivePolicy(Policy):
             session.place(module, run_recomputed, SelectiveState(unit.name, keep))
         again = ", ".join(filter(None, regions)) or "its forward"
         kept = "matrix products and attention" if EVERYTHING in keep else ", ".join(keep) or "nothing"
-        return f"{self.kind}: {again} run{'s' * (len(regions) == 1)} again in backward, outputs of {kept} are kept"
+        runs = "runs" if len(regions) == 1 else "run"
+        return f"{unit.choice.kind}: {again} {runs} again in backward, outputs of {kept} are kept"
 
     def reruns(self, choice: Choice, forward: int) -> tuple[int, int]:
         return 0, forward  # what draws random numbers runs again, whatever is to be kept
@@ -157,8 +156,6 @@ class SelectivePolicy(Policy):
 
 class KeepAttentionPolicy(SelectivePolicy):
     """Carries out ``keep_attention``: fused attention recomputes inside itself already, so it is not run twice."""
-
-    kind: ClassVar[str] = "keep_attention"
 
     def reruns(self, choice: Choice, forward: int) -> tuple[int, int]:
         # beside every fused attention there are projections, which do run again

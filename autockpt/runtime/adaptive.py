@@ -177,12 +177,6 @@ class Adaptive:
         self._patience: dict[int, int] = {}
         self._leaner: dict[int, int] = {}  # by class of sizes, as was told
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> None:
-        """A copy of the model goes by the batch alone: counters of a device cannot be told apart by model."""
-
-    def __reduce__(self) -> tuple[Any, tuple[()]]:
-        return type(None), ()
-
     def remove(self) -> None:
         """Watch optimizers no longer. Idempotent."""
         self._hook.remove()

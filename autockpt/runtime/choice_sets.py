@@ -32,7 +32,8 @@ from autockpt.schema.plan import When
 from autockpt.schema.sizes import format_binary
 
 SHOWN = 5  # moves
-_OF_THIS_PROCESS = ("_group", "_sharded", "_told", "_running", "_depth")  # copies and pickles begin anew
+# Copies and pickles begin anew, and go by the batch alone: counters of a device cannot be told apart by model.
+_OF_THIS_PROCESS = ("adaptive", "_group", "_sharded", "_told", "_running", "_depth")
 _DECODER = ("decoder_input_ids", "decoder_inputs_embeds")
 _FIRST = ("input_ids", "inputs_embeds", "pixel_values", "input_features", "input_values")
 _PACKED = ("max_length_q", "max_seqlen_q", "max_seqlen")

@@ -65,13 +65,16 @@ def step(case: Case, model: nn.Module, **extra: Any) -> Tensor:
     return case.step(model, case.batch(), **(NO_CACHE if case.takes_cache else {}), **extra)
 
 
+def steps(case: Case, model: nn.Module, dtype: str = "fp32", **more: Any) -> dict[str, Tensor]:
+    return train(model, case, dtype, **(NO_CACHE if case.takes_cache else {}), **more)
+
+
 def gradients(model: nn.Module) -> dict[str, Tensor]:
     return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
 
 
 def test_table_and_union_agree():
     assert set(POLICIES) == {*CHOICE_TYPES}
-    assert all(kind == policy.kind for kind, policy in POLICIES.items())
 
 
 @pytest.mark.parametrize(
@@ -98,92 +101,86 @@ def test_every_choice_beside_every_other(case):
         assert_equal(train(model, case, "bf16"), reference(case, "bf16"))
 
 
-def _accumulation(case: Case, model: nn.Module) -> dict[str, Tensor]:
+def _accumulation(run: Callable[[], Tensor], model: nn.Module) -> None:
     for _ in range(3):
-        (step(case, model) / 3).backward()
-    return gradients(model)
+        (run() / 3).backward()
 
 
-def _autograd_grad(case: Case, model: nn.Module) -> dict[str, Tensor]:
+def _autograd_grad(run: Callable[[], Tensor], model: nn.Module) -> dict[str, Tensor]:
     some = dict(list(model.named_parameters())[2:5])
-    return dict(zip(some, torch.autograd.grad(step(case, model), list(some.values())), strict=True))
+    return dict(zip(some, torch.autograd.grad(run(), list(some.values())), strict=True))
 
 
-def _two_forwards_in_one_autocast(case: Case, model: nn.Module) -> dict[str, Tensor]:
+def _two_forwards_in_one_autocast(run: Callable[[], Tensor], model: nn.Module) -> None:
     with precision("bf16"):
-        loss = step(case, model) + step(case, model)
+        loss = run() + run()
     loss.backward()
-    return gradients(model)
 
 
-def _backward_inside_autocast(case: Case, model: nn.Module) -> dict[str, Tensor]:
+def _backward_inside_autocast(run: Callable[[], Tensor], model: nn.Module) -> None:
     with precision("bf16"):
-        step(case, model).backward()
-        step(case, model).backward()
-    return gradients(model)
+        run().backward()
+        run().backward()
 
 
-def _graphs_freed_in_another_order(case: Case, model: nn.Module) -> dict[str, Tensor]:
-    first, second, third = (step(case, model) for _ in range(3))
+def _graphs_freed_in_another_order(run: Callable[[], Tensor], model: nn.Module) -> None:
+    first, second, third = run(), run(), run()
     second.backward()
     del first
     third.backward()
-    return gradients(model)
 
 
-def _forward_without_backward(case: Case, model: nn.Module) -> dict[str, Tensor]:
-    step(case, model)
-    step(case, model).backward()
-    return gradients(model)
+def _forward_without_backward(run: Callable[[], Tensor], model: nn.Module) -> None:
+    run()
+    run().backward()
 
 
-def _exception_in_forward(case: Case, model: nn.Module) -> dict[str, Tensor]:
+def _exception_in_forward(run: Callable[[], Tensor], model: nn.Module) -> None:
+    last = [m for m in model.modules() if any(True for _ in m.parameters(recurse=False))][-3]
+
     def stop(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    last = [m for m in model.modules() if any(True for _ in m.parameters(recurse=False))][-3]
     hook = last.register_forward_hook(stop)
     with pytest.raises(KeyboardInterrupt):
-        step(case, model)
+        run()
     hook.remove()
-    step(case, model).backward()
-    return gradients(model)
+    run().backward()
 
 
-def _graph_used_twice(case: Case, model: nn.Module) -> dict[str, Tensor]:
-    loss = step(case, model)
+def _graph_used_twice(run: Callable[[], Tensor], model: nn.Module) -> None:
+    loss = run()
     loss.backward(retain_graph=True)
     loss.backward()
-    return gradients(model)
 
 
-def _evaluation_between(case: Case, model: nn.Module) -> dict[str, Tensor]:
-    loss = step(case, model)
+def _evaluation_between(run: Callable[[], Tensor], model: nn.Module) -> None:
+    loss = run()
     model.eval()
     with torch.no_grad():
-        step(case, model)
+        run()
     model.train()
     loss.backward()
-    return gradients(model)
 
 
-def _evaluation_with_gradients(case: Case, model: nn.Module) -> dict[str, Tensor]:
+def _evaluation_with_gradients(run: Callable[[], Tensor], model: nn.Module) -> None:
     model.eval()
-    step(case, model).backward()
-    return gradients(model)
+    run().backward()
 
 
-Scenario = Callable[[Case, nn.Module], dict[str, Tensor]]
+Scenario = Callable[[Callable[[], Tensor], nn.Module], dict[str, Tensor] | None]
 SCENARIOS: list[Scenario] = [
     v for n, v in list(globals().items()) if n.startswith("_") and getattr(v, "__module__", "") == __name__
 ]
 
 
-@functools.cache
-def plain_scenario(scenario: Scenario, case: Case) -> dict[str, Tensor]:
+def played(scenario: Scenario, case: Case, model: nn.Module) -> dict[str, Tensor]:
     torch.manual_seed(5)
-    model = case.make()
-    return scenario(case, model) | dict(model.named_buffers())
+    found = scenario(functools.partial(step, case, model), model) or gradients(model)
+    return found | dict(model.named_buffers())
+
+
+plain_scenario = functools.cache(lambda scenario, case: played(scenario, case, case.make()))
 
 
 @pytest.mark.parametrize(
@@ -195,9 +192,8 @@ def test_is_bit_equal_in(scenario, case, kind):
     wanted = plain_scenario(scenario, case)
     model, choices = planned(case, kind)
     transport = DeferredTransport()
-    torch.manual_seed(5)
     with attach(model, choices, transport=always(transport)):
-        assert_equal(scenario(case, model) | dict(model.named_buffers()), wanted)
+        assert_equal(played(scenario, case, model), wanted)
     assert transport.pieces_in_use() == 0
 
 
@@ -290,8 +286,7 @@ def test_leaves_the_model_as_it_was(case, kind):
     def instance_fields() -> list[set[str]]:
         return [set(m.__dict__) for m in model.modules()]
 
-    extra = NO_CACHE if case.takes_cache else {}
-    train(model, case, **extra)  # transformers writes a problem_type into the config at the first loss
+    steps(case, model)  # transformers writes a problem_type into the config at the first loss
     before, fields = look(), instance_fields()
     session = attach(model, choices)
     assert look() == before
@@ -299,31 +294,29 @@ def test_leaves_the_model_as_it_was(case, kind):
     session.remove()
     assert instance_fields() == fields
     with attach(model, choices):
-        train(model, case, **extra)
+        steps(case, model)
         assert look() == before
     assert look() == before
     assert instance_fields() == fields
     model.load_state_dict(case.make().state_dict())
     with attach(model, choices):
-        assert_equal(train(model, case, **extra), reference(case, "fp32"))
+        assert_equal(steps(case, model), reference(case, "fp32"))
 
 
 @in_turn(list(CASES.values()), 1)
 def test_shallow_copies_run_as_themselves(case, kind):
     model, choices = planned(case, kind)
-    extra = NO_CACHE if case.takes_cache else {}
     with attach(model, choices):
         for name, module in list(model.named_modules()):
             if name in choices:
                 parent, _, last = name.rpartition(".")
                 model.get_submodule(parent)._modules[last] = copy.copy(module)
-        assert_equal(train(model, case, **extra), reference(case, "fp32"))
+        assert_equal(steps(case, model), reference(case, "fp32"))
 
 
 @in_turn(list(CASES.values()), 1)
 def test_copies_and_pickles_run_their_own_weights(case, kind):
     model, choices = planned(case, kind)
-    extra = NO_CACHE if case.takes_cache else {}
     with attach(model, choices) as session:
         file = io.BytesIO()
         torch.save(model, file)
@@ -331,12 +324,12 @@ def test_copies_and_pickles_run_their_own_weights(case, kind):
         for twin in (copy.deepcopy(model), torch.load(file, weights_only=False)):
             attached = session.guard is not None
             assert (twin.__dict__.get("forward") is not None) == attached
-            assert_equal(train(twin, case, **extra), reference(case, "fp32"))
+            assert_equal(steps(case, twin), reference(case, "fp32"))
             with torch.no_grad():
                 for p in twin.parameters():
                     p.fill_(float("nan"))
-            assert torch.isnan(case.step(twin, case.batch(), **extra))
-            assert not torch.isnan(case.step(model, case.batch(), **extra))
+            assert torch.isnan(step(case, twin))
+            assert not torch.isnan(step(case, model))
             remove(twin)
             assert not any("forward" in m.__dict__ for m in twin.modules())
     assert not any("forward" in m.__dict__ for m in model.modules())
@@ -458,9 +451,9 @@ def test_lora_with_a_frozen_base(case, kind):
         torch.manual_seed(0)
         return peft.get_peft_model(case.make(), peft.LoraConfig(r=2, lora_dropout=0.1, target_modules="all-linear"))
 
-    wanted, model = train(make(), case, dtype, **NO_CACHE), make()
+    wanted, model = steps(case, make(), dtype), make()
     with attach(model, case.choices(model, parse_choice(kind))):
-        assert_equal(train(model, case, dtype, **NO_CACHE), wanted)
+        assert_equal(steps(case, model, dtype), wanted)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
