@@ -208,7 +208,9 @@ class UnitCheck:
 
     def look_at(self, number: int, tensor: torch.Tensor) -> Sample | None:
         """Autograd saves ``tensor``, the one of this number. None where it is not compared."""
-        return self.sample(number, tensor) if number == self.sampled or number >= self.beyond else None
+        if (number == self.sampled or number >= self.beyond) and can_be_sampled(tensor):
+            return Sample(self, number, tensor)
+        return None
 
     def sample(self, number: int, tensor: torch.Tensor) -> Sample | None:
         """The same for whatever number. None where it cannot be compared."""
@@ -391,8 +393,9 @@ class Sample:
         self.expected: Any = self._elements(tensor)
 
     def _elements(self, tensor: torch.Tensor) -> Any:
-        elements = tensor.detach().as_strided((SAMPLE,), (1,), tensor.storage_offset() + self._first)  # type: ignore[operator]
-        return elements.tolist() if tensor.is_cpu else elements.clone()
+        plain = tensor.detach() if tensor.requires_grad else tensor
+        elements = plain.as_strided((SAMPLE,), (1,), tensor.storage_offset() + self._first)  # type: ignore[operator]
+        return elements.tolist() if self.stream is None else elements.clone()
 
     def look_again(self) -> None:
         """Nothing: what it held when it was saved counts."""
@@ -403,13 +406,14 @@ class Sample:
         stream = None if value.is_cpu else stream_of(value.device)
         if stream != self.stream or value.stride() != self._stride:
             return
+        found = self._elements(value)
+        if value.is_cpu and (found == self.expected or repr(found) == repr(self.expected)):  # NaN is as NaN
+            self.unit.samples += 1
+            return
         if (node := _current_node()) is not None and left_unwritten(node, value):
             return
         self.unit.samples += 1
-        self.found = self._elements(value)
-        if value.is_cpu and (self.found == self.expected or repr(self.found) == repr(self.expected)):  # NaN is as NaN
-            return
-        self._what = _in_words(value.dtype, value.size(), self._number)
+        self.found, self._what = found, _in_words(value.dtype, value.size(), self._number)
         if value.is_cpu:
             raise self.error()
         self.unit.check.on_devices.samples.append(self)

@@ -234,7 +234,7 @@ class RecordedCall:
             if weight is None or weight.stride() != strides:
                 self._lost = True
                 break
-            self._weights[number] = weight, weight._version
+            self._weights[number] = weight.detach(), weight._version  # other memory may be assigned to its `.data`
 
     # In forward.
 
