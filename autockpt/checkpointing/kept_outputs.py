@@ -153,7 +153,7 @@ class KeptCall:
 
     def settle(self, saved: int) -> None:
         """The unit's forward has ended, and saved so many tensors."""
-        changed = _is_changed(self.outputs)
+        changed = any(isinstance(leaf, torch.Tensor) and leaf._version != version for leaf, version in self.outputs)
         if not changed and any(not _equal(before, fingerprint(t, form_of(t))) for t, before in self._prints):
             self.scope.again.add(self.function)  # by ``.data``, NumPy, or a kernel of Triton's as Liger's rotary one
             changed = True
@@ -200,7 +200,7 @@ class KeepingFrame(CheckpointFrame):
     """
 
     __slots__ = (
-        *("_caught", "_is_inside", "_key", "_layout", "_learning", "_next", "_noted", "_row", "_wanted"),
+        *("_caught", "_is_inside", "_key", "_last", "_layout", "_learning", "_next", "_noted", "_row", "_wanted"),
         *("mode", "name"),
     )
 
@@ -220,6 +220,7 @@ class KeepingFrame(CheckpointFrame):
         # From the first recomputation on. Outputs are handed out once: a later backward runs everything again.
         self._row: list[tuple[KeptCall, Held | None]] | None = None
         self._next = 0  # in the row
+        self._last: tuple[Any, Any, Any] = None, None, None  # a tensor, a geometry, and the view of it that was made
         self._is_inside = False  # a call in a scope
         self.mode: FunctionScopes | None = None  # is to be entered when ``_until`` is reached
         if self._layout is None:
@@ -357,6 +358,7 @@ class KeepingFrame(CheckpointFrame):
             return super()._run_again(inputs, exchanged)
         finally:
             _here.frame, self._is_inside, self._row, self._wanted, self.mode = outer, inside, [], {}, None
+            self._last = None, None, None
 
     def _reached(self) -> None:
         self._until, mode = len(self._sizes), self.mode
@@ -379,8 +381,11 @@ class KeepingFrame(CheckpointFrame):
         else:
             return None  # a scope that is entered in one of the two runs only does not shift the others
         self._next = place + 1
-        if call.sources is None or outputs is None or _is_changed(outputs):
+        if call.sources is None or outputs is None:
             return None
+        for leaf, version in outputs:
+            if isinstance(leaf, torch.Tensor) and leaf._version != version:
+                return None
         if call.function is not function or call.begin != self._filled:
             raise diverged(self.name, f"took another path when it ran again, {function} instead of {call.function}")
         with torch._C.DisableTorchFunction():
@@ -392,11 +397,15 @@ class KeepingFrame(CheckpointFrame):
                 value = given[number] if number < len(given) else None
                 if not isinstance(value, torch.Tensor) or (strides is not None and value.stride() != strides):
                     return None  # it lies otherwise in memory
-                begin = int(value.storage_offset()) if cast is None else 0
-                value = value.detach() if cast is None else _cast(value, cast)
-                if geometry is not None:
-                    value = value.as_strided(geometry[0], geometry[1], begin + geometry[2])
-                values.append(value)
+                same, layout, made = self._last
+                if value is not same or geometry != layout or cast is not None:
+                    begin = int(value.storage_offset()) if cast is None else 0
+                    made = value.detach() if cast is None else _cast(value, cast)
+                    if geometry is not None:
+                        made = made.as_strided(geometry[0], geometry[1], begin + geometry[2])
+                    if number == 0 and cast is None:
+                        self._last = value, geometry, made  # what the next call may be given, too
+                values.append(made)
             for value in values:
                 self.repack(value)
             if not outputs:
@@ -435,11 +444,6 @@ def _held(output: Any) -> Held | None:
     if type(output) is not tuple:
         return None
     return [(leaf.detach(), leaf._version) if isinstance(leaf, torch.Tensor) else (leaf, 0) for leaf in output]
-
-
-def _is_changed(outputs: Held) -> bool:
-    """Whether an output was changed in place since."""
-    return any(isinstance(leaf, torch.Tensor) and leaf._version != version for leaf, version in outputs)
 
 
 def _plain_source(tensor: torch.Tensor, given: Sequence[Any], numbers: Mapping[Any, int]) -> Source | None:
