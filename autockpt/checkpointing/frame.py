@@ -117,21 +117,17 @@ class CheckpointFrame:
             changed = [tensor for tensor, version in zip(tensors, versions, strict=True) if tensor._version != version]
             if changed:
                 raise ConflictError(
-                    f"{unit.name} changes one of its {what} (shape {tuple(changed[0].shape)}) in place, so its forward "
-                    "cannot be run again",
-                    remedy=f"Use `save`, `offload` or `remake` on {unit.name}. For inputs: plan the block around it "
-                    "instead, in which they are recomputed; or switch that off where it is an operation's "
-                    "inplace=True.",
+                    f"{unit.name} changes one of its {what} (shape {tuple(changed[0].shape)}) in place",
+                    remedy=f"Use `save`, `offload` or `remake` on {unit.name}, or plan the block around it, in which "
+                    "inputs are recomputed; or leave out an operation's inplace=True.",
                 )
         if not unit.has_same_modules():
             # it made or exchanged modules: a recomputation runs those that are there now
             self._unit = unit = unit.renewed()
             self._parameters, self._training = unit.parameters(), unit.state.training()
             self._versions = list(map(_version, self._present()))
-        installed = state.installed(effects)
+        state.refuse_effects(effects)
         self._before = state.learn(everything, late=self._late or 0)
-        if installed:  # a recomputation must not install hooks again
-            self._before = [entry for entry in self._before if not entry.marks_done]
         unit.draws_in_python |= self._context.forget_python_unless_drawn()
         return output
 
@@ -202,9 +198,8 @@ class CheckpointFrame:
                 raise _told(error, unit.name) from error.__cause__
         if self._filled != len(self._sizes):
             self._values.clear()
-            raise diverged(
-                unit.name, f"saved {len(self._sizes)} tensors in forward and {self._filled} when it ran again"
-            )
+            what = f"saved {len(self._sizes)} tensors in forward and {self._filled} when it ran again"
+            raise diverged(unit.name, what)
         if checked is not None:
             checked.after_rerun()
         return output
@@ -267,8 +262,7 @@ class CheckpointFrame:
         unit = self._unit
         if not unit.has_same_modules():
             raise InPlaceError(
-                f"modules or parameters of {unit.name} were exchanged or added between forward and backward, so its "
-                "forward would run again on others",
+                f"modules or parameters of {unit.name} were exchanged or added between forward and backward",
                 remedy=f"Change modules after backward, or use `save` or `offload` on {unit.name}.",
             )
         if [parameter._version for parameter in self._parameters if parameter is not None] != self._versions:
@@ -316,12 +310,10 @@ def _told(error: Exception, unit: str) -> Exception:
             "failed, something that it reads has changed in between: use `save` or `offload` there."
         )
         return error
-    if isinstance(error, (StopIteration, LookupError, AttributeError, AssertionError, TypeError, ValueError)):
-        # as where the first run has used up an iterator, or asks for the graph that its input came from
-        told = diverged(unit, f"raised {type(error).__name__} when it ran again in backward, which it did not before")
-        told.__cause__ = error
-        return told
-    return error
+    # as where the first run has used up an iterator, or asks for the graph that its input came from
+    told = diverged(unit, f"raised {type(error).__name__} when it ran again in backward, which it did not before")
+    told.__cause__ = error
+    return told
 
 
 def _refuse_unreadable(error: RuntimeError, unit: str) -> None:
