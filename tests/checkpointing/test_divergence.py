@@ -16,14 +16,13 @@ import torch
 from torch import Tensor, nn
 
 from autockpt.checkpointing import divergence
-from autockpt.checkpointing.divergence import SAMPLE, can_be_sampled
 from autockpt.checkpointing.fingerprint import left_unwritten
 from autockpt.checkpointing.replay_context import recomputing
 from autockpt.errors import AutockptError, RerunMismatch, UsageError
 from autockpt.runtime import Session, attach
 from autockpt.schema.choices import Segment, parse_choice
 from tests.errors import raises
-from tests.policies.zoo import CASES, assert_equal, bytes_alive_after, plain, train
+from tests.policies.zoo import bytes_alive_after
 
 RERUNNING = (
     "recompute",
@@ -200,21 +199,6 @@ def test_a_loop_that_begins_to_write_to_weights_is_found_at_once(kind: Any, by: 
         assert session.proof().samples >= 4 and "of other calls at one place" in str(session.proof())
 
 
-@pytest.mark.slow
-def test_forwards_without_backward_are_not_all_watched(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = Model(mlp)
-    with attached(model, "recompute") as session:
-        made: list[int] = []
-        real = divergence.CheckedCall.__init__
-        monkeypatch.setattr(divergence.CheckedCall, "__init__", lambda *a: made.append(1) or real(*a))
-        for _ in range(64):
-            model(BATCH)
-        assert len(made) <= 2 * 8
-        for _ in range(64):
-            step(model)
-        assert all(unit.checks for unit in session.proof().units.values())
-
-
 def test_one_read_per_backward(monkeypatch: pytest.MonkeyPatch) -> None:
     reads = []
     real = divergence.read
@@ -275,22 +259,6 @@ def test_kernels_that_do_not_repeat_are_compared_within_rounding(monkeypatch: py
         noise = 1.0
         with pytest.raises(RerunMismatch):
             step(model)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ("remake", "selective"))
-def test_sketches_are_no_ops_of_the_unit(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
-    """A call that is watched on a device whose kernels do not repeat themselves holds no more than another."""
-    monkeypatch.setattr(divergence, "repeats", lambda device: False)
-    case = CASES["gpt2"]
-    model = case.make()
-    choices = case.choices(model, parse_choice(kind))
-    kept = {}
-    for mode in ("off", "all"):
-        with attach(model, choices, sentinels=mode):
-            case.step(model, case.batch(), use_cache=False).backward()
-            kept[mode] = bytes_alive_after(lambda: case.step(model, case.batch(), use_cache=False))
-    assert kept["all"] <= kept["off"] + (1 << 18)  # fingerprints, and 64 sums of each tensor
 
 
 def test_other_kinds_of_tensors_are_said_to_be_unchecked() -> None:
@@ -412,17 +380,6 @@ def test_they_hold_no_more_than_a_number_per_tensor(kind: str) -> None:
     assert 0 < kept("all") - kept("off") <= 2 * 20 * 8
 
 
-@pytest.mark.slow
-def test_two_steps_of_a_mixed_plan_under_all_of_them() -> None:
-    case = CASES["t5"]
-    kinds = ("recompute", "remake", "offload", "selective")
-    model = case.make()
-    names = list(case.choices(model, parse_choice("save")))
-    with attach(model, {n: parse_choice(kinds[i % 4]) for i, n in enumerate(names)}, sentinels="all") as session:
-        assert_equal(train(model, case), plain(case))
-        assert all(unit.checks for unit in session.proof().units.values())
-
-
 def test_calls_in_a_captured_graph_are_said_to_be_unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
@@ -486,10 +443,3 @@ def test_a_change_by_data_before_backward_is_found_soon(unit, kind) -> None:
                 for each in model:
                     each.change()
                 loss.backward()
-
-
-def test_which_tensors_can_be_sampled() -> None:
-    made = torch.randn(2, 8, 4, 4)
-    assert can_be_sampled(made) and can_be_sampled(made.contiguous(memory_format=torch.channels_last))
-    assert not can_be_sampled(made.transpose(1, 3)[:, ::2])  # in pieces
-    assert not can_be_sampled(made.long()) and not can_be_sampled(made[0, 0, 0, : SAMPLE - 5])

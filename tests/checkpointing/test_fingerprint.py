@@ -123,13 +123,6 @@ def test_changed_signs_do_not_cancel(dtype: torch.dtype) -> None:
     assert len(seen) == 10
 
 
-def test_what_an_exclusive_or_takes_for_equal() -> None:
-    values = [[1.0, 1.0], [2.0, 2.0], [0.0, 0.0], [1.0, 2.0], [2.0, 1.0]]
-    assert len({of(torch.tensor(v)) for v in values}) == 5
-    masks = [torch.tensor(bits) for bits in ([True, False, True], [False, True, True], [True, True, True])]
-    assert len({of(mask) for mask in masks}) == 3
-
-
 def test_views_are_read_where_they_are() -> None:
     base = torch.randn(6, 5, 4, dtype=torch.complex64, generator=torch.Generator().manual_seed(0))
     wanted = of(base)
