@@ -27,7 +27,7 @@ from autockpt.schema.base import unfit
 from autockpt.schema.request import BatchAnswer
 from autockpt.shipped import load_hardware, load_space
 from autockpt.tuning.batches import search_batch_sizes
-from autockpt.tuning.lengths import search_lengths_of
+from autockpt.tuning.lengths import search_lengths
 from autockpt.tuning.search import run_search
 from autockpt.tuning.sizes import with_longest
 from autockpt.workload import Step
@@ -48,7 +48,7 @@ def answer(request: SearchRequest, listener: Listener | None = None) -> SearchOu
     if request.rows_per_update is not None:
         return search_batch_sizes(request, listener)
     if request.lengths is not None:
-        return search_lengths_of(request, listener)
+        return search_lengths(request, listener)
     return run_search(request, listener)
 
 

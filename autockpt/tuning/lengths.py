@@ -10,7 +10,6 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import pairwise
 
 import numpy as np
@@ -36,8 +35,6 @@ WORTH = 0.01
 """A set must make the expected step this much faster: less cannot be told from the noise of the steps it rests on."""
 FEWEST = 3  # candidates of one length's search
 LAST = 0.15  # share of the time limit with less than which no further length is begun: tracing alone takes that
-SearchAt = Callable[[int, int], Plan]
-"""The plan for batches padded to so many tokens, found with so many candidates. Raises InfeasibleError."""
 
 
 @dataclass
@@ -107,73 +104,17 @@ def _at(length: float, known: Iterable[tuple[float, float]]) -> float:
 
 
 def search_lengths(
-    lengths: Lengths, at: SearchAt, trials: int, listener: Listener, late: Callable[[], bool] = lambda: False
-) -> tuple[Plan, tuple[str, ...]]:
-    """A plan for batches of these lengths, none of which breaks the budget, and notes on what its sets gain.
-
-    The longest gets half of the ``trials``. Other lengths are not begun once it is ``late``.
-    Where attention may keep something for every pair of tokens (all but flash attention) a set's longest sequence is
-    bounded as well as its tokens. Raises InfeasibleError where the longest fits no plan, UsageError where batches have
-    no rows, and what ``at`` raises.
-    """
-    plans, longest = dict[int, Plan](), lengths.longest
-
-    def look(length: int, candidates: int) -> None:
-        listener.note(f"batches padded to {length:,} tokens: up to {candidates} candidates")
-        try:
-            plans[length] = at(length, candidates)
-        except TimeLimitReached:
-            if not plans:
-                raise
-
-    look(longest, max(FEWEST, trials // 2))
-    plan, settings = plans[longest], plans[longest].settings
-    rows = settings.get("batch_size")
-    if not isinstance(rows, int):
-        raise UsageError("these batches have no rows of tokens", remedy="Search without lengths.")
-    scores = not str(settings.get("attention")).startswith("flash")
-    shares = lengths.batches(rows)
-    expected = Expected(shares, plans)
-    if not _saves(plan) and len(shares) > 1 and not late():
-        share = max(FEWEST, trials // (2 * MOST_SETS))
-        look(min(sorted(set(shares) - {longest}), key=lambda n: abs(n - longest / 2)), share)
-        for length in expected.best(shares):
-            if length not in plans and not late():
-                look(length, share)
-    bounds = expected.best(plans)
-    if len(bounds) == 1:
-        return plan, (_one(expected),)
-    found = list[Plan]()
-    for below, bound in pairwise([0, *bounds]):
-        when = When(tokens=rows * bound, longest=bound if scores else None)
-        here = sum(share for length, share in shares.items() if below < length <= bound)
-        found.append(plans[bound].model_copy(update={"when": when, "share": round(min(here, 1.0), 4)}))
-    alone, together = expected.seconds([longest]), expected.seconds(bounds)
-    said = "measured" if all(p.status == "measured" for p in found) else "simulated"
-    gain = (
-        f"Over {lengths}, {rows} to a batch, a step takes {words.seconds(together)} on average with these "
-        f"{len(bounds)} sets, {words.seconds(alone)} with the plan for the longest alone "
-        f"({words.share(together / alone - 1, signed=True)}): predicted from {said} steps at "
-        f"{words.counted(len(plans), 'length')}, on lines between these."
-    )
-    notes = [gain]
-    if lengths.of == "rows" and rows > 1:
-        notes.append("Rows are assumed to be drawn at random; grouping them by length makes shorter batches.")
-    combined = found[-1].with_smaller(found[:-1])
-    return combined.model_copy(update={"notes": (*combined.notes, *notes)}), tuple(notes)
-
-
-def search_lengths_of(
     request: SearchRequest,
     listener: Listener,
     search: Callable[[SearchRequest, Listener | None], SearchOutcome] = run_search,
 ) -> SearchOutcome:
-    """``search_lengths`` for a request: each length is a search of its own, with its own run's directory.
+    """A plan for batches of all lengths, none of which breaks the budget. Each length is a search with its own run.
 
     Sequences longer than ``request.workload.seq_len`` count as cut off there; a live step's batch is as long as the
     longest and is cut for the others. The outcome is that of the longest, with the plan that holds all sets; it is
-    written next to that run's own plan. All lengths share ``request.trials`` and ``request.timeout``, of which each
-    length gets half of what is left. Raises UsageError for a batch that cannot be cut.
+    written next to that run's own plan. The longest gets half of ``request.trials``; all lengths share
+    ``request.timeout``, of which each gets half of what is left. Raises UsageError for a batch without rows or that
+    cannot be cut, InfeasibleError where the longest fits no plan, and what ``search`` raises.
     """
     spec, step, lengths = request.workload, request.step, request.lengths
     assert lengths is not None
@@ -194,28 +135,75 @@ def search_lengths_of(
     if compiled and (moving := [kind for kind in request.space.choices if kind in MOVING]):  # refused in several sets
         listener.note(f"layers are compiled, so sets by length leave out {' and '.join(moving)}")
         request = request.model_copy(update={"space": request.space.without(moving)})
-    outcomes, clock = dict[int, SearchOutcome](), Clock(listener, request.timeout, request.training_steps)
+    outcomes, plans, longest = dict[int, SearchOutcome](), dict[int, Plan](), lengths.longest
+    clock = Clock(listener, request.timeout, request.training_steps)
 
-    def at(length: int, trials: int) -> Plan:
+    def look(length: int, trials: int) -> None:
+        listener.note(f"batches padded to {length:,} tokens: up to {trials} candidates")
         left = None if clock.timeout is None else max(1.0, clock.seconds_left / 2)
         sized = {"step": shortened(step, length)} if spec is None else {"workload": resized(spec, seq_len=length)}
         asked = request.model_copy(update={**sized, "trials": trials, "timeout": left, "plan_out": None})
-        outcomes[length] = outcome = search(asked, listener)
+        try:
+            outcome = search(asked, listener)
+        except TimeLimitReached:
+            if not plans:
+                raise
+            return
         clock.limit_by(row.measured for row in outcome.rows)
         if outcome.plan is None or outcome.interrupted:
             raise KeyboardInterrupt
-        return outcome.plan
+        outcomes[length], plans[length] = outcome, outcome.plan
 
-    plan, gains = search_lengths(lengths, at, request.trials, listener, partial(clock.passed, 1 - LAST))
-    longest = outcomes[lengths.longest]
-    path = longest.plan_path
-    if longest.run_directory is not None and plan.smaller_batches:
-        path = RunDirectory.open(longest.run_directory).write_plan(plan, BY_LENGTH)
-    spent = sum(outcome.measured_trials for outcome in outcomes.values())
-    took = words.seconds(clock.elapsed)
-    counted = (f"The trials listed are those of the longest; {spent} of {len(outcomes)} lengths, in {took}.",)
-    notes = (*longest.notes, *(counted if len(outcomes) > 1 else ()), *gains)
-    return save_plan_copy(request, longest.model_copy(update={"plan": plan, "plan_path": path, "notes": notes}))
+    look(longest, max(FEWEST, request.trials // 2))
+    rows = plans[longest].settings.get("batch_size")
+    if not isinstance(rows, int):
+        raise UsageError("these batches have no rows of tokens", remedy="Search without lengths.")
+    shares = lengths.batches(rows)
+    expected = Expected(shares, plans)
+    if not _saves(plans[longest]) and len(shares) > 1 and not clock.passed(1 - LAST):
+        share = max(FEWEST, request.trials // (2 * MOST_SETS))
+        look(min(sorted(set(shares) - {longest}), key=lambda n: abs(n - longest / 2)), share)
+        for length in expected.best(shares):
+            if length not in plans and not clock.passed(1 - LAST):
+                look(length, share)
+    found = outcomes[longest]
+    plan, path, gains = plans[longest], found.plan_path, [_one(expected)]
+    if len(bounds := expected.best(plans)) > 1:
+        plan, gains = _with_sets(expected, bounds, lengths, rows)
+        if found.run_directory is not None:
+            path = RunDirectory.open(found.run_directory).write_plan(plan, BY_LENGTH)
+    notes = list(found.notes)
+    if len(outcomes) > 1:
+        spent, took = sum(outcome.measured_trials for outcome in outcomes.values()), words.seconds(clock.elapsed)
+        notes.append(f"The trials listed are those of the longest; {spent} of {len(outcomes)} lengths, in {took}.")
+    update = {"plan": plan, "plan_path": path, "notes": (*notes, *gains)}
+    return save_plan_copy(request, found.model_copy(update=update))
+
+
+def _with_sets(expected: Expected, bounds: Sequence[int], lengths: Lengths, rows: int) -> tuple[Plan, list[str]]:
+    """The plan with a set of choices for all batches up to each of ``bounds``, and notes on what its sets gain.
+
+    Where attention may keep something for every pair of tokens (all but flash attention) a set's longest sequence is
+    bounded as well as its tokens.
+    """
+    plans, found = expected.plans, list[Plan]()
+    scores = not str(plans[bounds[-1]].settings.get("attention")).startswith("flash")
+    for below, bound in pairwise([0, *bounds]):
+        when = When(tokens=rows * bound, longest=bound if scores else None)
+        here = sum(share for length, share in expected.shares.items() if below < length <= bound)
+        found.append(plans[bound].model_copy(update={"when": when, "share": round(min(here, 1.0), 4)}))
+    alone, together = expected.seconds(bounds[-1:]), expected.seconds(bounds)
+    status = "measured" if all(p.status == "measured" for p in found) else "simulated"
+    notes = [
+        f"Over {lengths}, {rows} to a batch, a step takes {words.seconds(together)} on average with these "
+        f"{len(bounds)} sets, {words.seconds(alone)} with the plan for the longest alone "
+        f"({words.share(together / alone - 1, signed=True)}): predicted from {status} steps at "
+        f"{words.counted(len(plans), 'length')}, on lines between these."
+    ]
+    if lengths.of == "rows" and rows > 1:
+        notes.append("Rows are assumed to be drawn at random; grouping them by length makes shorter batches.")
+    combined = found[-1].with_smaller(found[:-1])
+    return combined.model_copy(update={"notes": (*combined.notes, *notes)}), notes
 
 
 def _one(expected: Expected) -> str:

@@ -58,11 +58,11 @@ def test_a_live_step_is_a_request_like_any_other() -> None:
 
 @pytest.mark.parametrize(
     ("more", "asked_of"),
-    [({}, "run_search"), ({"global_batch": 8}, "search_batch_sizes"), ({"lengths": {64: 1}}, "search_lengths_of")],
+    [({}, "run_search"), ({"global_batch": 8}, "search_batch_sizes"), ({"lengths": {64: 1}}, "search_lengths")],
 )
 def test_a_request_says_what_is_searched_for(more: Any, asked_of: str, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: dict[str, SearchRequest] = {}
-    for name in ("run_search", "search_batch_sizes", "search_lengths_of"):
+    for name in ("run_search", "search_batch_sizes", "search_lengths"):
         monkeypatch.setattr(door, name, lambda request, listener, name=name: asked.setdefault(name, request))
     request = search_request(budget="24GB", workload=SPEC, **more)
     answer(request)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,9 +13,11 @@ from autockpt.schema import (
     RECOMPUTE,
     SAVE,
     Comparison,
+    DeviceInfo,
     Measurement,
     Plan,
     ResolvedBudget,
+    SearchOutcome,
     SearchRequest,
     Silence,
     Unit,
@@ -25,7 +26,8 @@ from autockpt.schema import (
 )
 from autockpt.schema.lengths import Lengths
 from autockpt.shipped import load_space
-from autockpt.tuning.lengths import MOST_SETS, WORTH, Expected, search_lengths, search_lengths_of
+from autockpt.tuning.clock import Clock
+from autockpt.tuning.lengths import MOST_SETS, WORTH, Expected, search_lengths
 from tests.errors import raises
 
 UNITS = [Unit(name=f"layers.{i}", cls="Layer", kind=0) for i in range(10)]
@@ -51,15 +53,32 @@ def made(length: int, *, fits: int = 400, most: float = 0.3, rows: int = 4, **se
     )
 
 
-def searched(lengths: Lengths, **of: Any) -> tuple[Any, list[int]]:
+DEVICE = DeviceInfo(kind="cpu", name="made up", capacity_bytes=1 << 40)
+
+
+def searched(lengths: Lengths, timeout: float | None = None, took: float = 0.0, **of: Any) -> tuple[Any, list[int]]:
+    """The plan and the notes on its sets, and the lengths that were searched; each search ``took`` some seconds."""
     asked: list[int] = []
 
-    def at(length: int, trials: int) -> Plan:
+    def search(request: SearchRequest, listener: Any) -> SearchOutcome:
+        length = request.described.seq_len or 0
         asked.append(length)
-        assert trials >= 3
-        return made(length, **of)
+        assert request.trials >= 3
+        plan = made(length, **of)
+        assert plan.budget is not None
+        return SearchOutcome(plan=plan, budget=plan.budget, device=DEVICE, rows=plan.baselines)
 
-    return search_lengths(lengths, at, 24, Silence()), asked
+    request = request_for(lengths=lengths, trials=24, timeout=timeout)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Clock, "elapsed", property(lambda clock: took * len(asked)))
+        found = search_lengths(request, Silence(), search)
+    return (found.plan, found.notes[len(asked) > 1 :]), asked
+
+
+def request_for(budget: str = "24GB", spec: Any = None, **more: Any) -> SearchRequest:
+    workload = WorkloadSpec.model_validate({"model": "llama-tiny"} | (spec or {}))
+    asked = {"budget": parse_budget(budget), "workload": workload, "space": load_space("knobs"), "lengths": TAIL}
+    return SearchRequest.model_validate(asked | more)
 
 
 def test_short_batches_save_what_long_ones_recompute() -> None:
@@ -75,15 +94,8 @@ def test_short_batches_save_what_long_ones_recompute() -> None:
 
 
 def test_no_further_length_is_begun_when_it_is_late() -> None:
-    asked: list[int] = []
-
-    def at(length: int, trials: int) -> Plan:
-        asked.append(length)
-        return made(length)
-
-    for most in (1, 2, 9):
-        asked.clear()
-        plan, notes = search_lengths(TAIL, at, 20, Silence(), late=lambda most=most: len(asked) >= most)
+    for took, most in ((90.0, 1), (45.0, 2), (1.0, 9)):
+        (plan, notes), asked = searched(TAIL, timeout=100.0, took=took)
         assert ("no time was left" in notes[0]) == (most == 1)
         assert len(asked) <= most and asked[0] == TAIL.longest and len(plan.sets) <= len(asked)
     assert len(asked) > 2
@@ -136,15 +148,7 @@ def test_compiled_layers_are_not_offered_what_sets_cannot_move() -> None:
     notes: list[str] = []
     listener = Silence()
     listener.note = notes.append  # type: ignore[method-assign]
-    asked = SearchRequest(
-        budget=parse_budget("24GB"),
-        workload=WorkloadSpec(model="llama-tiny"),
-        space=load_space("knobs"),
-        out=Path("unused"),
-        compile="layers",
-        trials=4,
-        lengths=TAIL,
-    )
+    asked = request_for(compile="layers", trials=4)
     spaces: list[tuple[str, ...]] = []
 
     def search(request: SearchRequest, listener: Any) -> Any:
@@ -152,17 +156,15 @@ def test_compiled_layers_are_not_offered_what_sets_cannot_move() -> None:
         raise InfeasibleError("nothing fits")
 
     with pytest.raises(InfeasibleError):
-        search_lengths_of(asked, listener, search)
+        search_lengths(asked, listener, search)
     assert "recompute" in spaces[0] and not {"offload", "recompute_offload"} & set(spaces[0])
     assert "leave out" in notes[0] and "offload" in notes[0]
 
 
 @pytest.mark.parametrize(("budget", "spec"), [("60%", {}), ("24GB", {"packed": True})])
 def test_what_cannot_be_asked_is_refused(budget: str, spec: dict[str, Any]) -> None:
-    workload = WorkloadSpec.model_validate({"model": "llama-tiny"} | spec)
-    asked = {"budget": parse_budget(budget), "workload": workload, "space": load_space("knobs"), "lengths": TAIL}
     with raises(UsageError):
-        search_lengths_of(SearchRequest.model_validate(asked), Silence())
+        search_lengths(request_for(budget, spec), Silence())
 
 
 def test_batches_without_rows_are_refused() -> None:

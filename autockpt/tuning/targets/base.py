@@ -118,8 +118,8 @@ class Target:
         ``known`` are the trials of well-known plans, to time with the best; ``seconds`` are left to do so.
         """
         fitting = trials.ranking()
-        seconds = {t.number: t.score_seconds for t in fitting}
-        return preferred(fitting, seconds, trials.budget_bytes or 0) if fitting else None
+        scores = {t.number: t.score_seconds for t in fitting}
+        return preferred(fitting, scores, trials.budget_bytes or 0) if fitting else None
 
 
 def _seeds(plan: Plan | None, found: Traced) -> tuple[dict[str, dict[str, Choice]], tuple[str, ...]]:
