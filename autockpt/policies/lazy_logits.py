@@ -14,8 +14,9 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 
+from autockpt.checkpointing.arguments import tensors_of
 from autockpt.checkpointing.divergence import CheckedCall, UnitCheck
 from autockpt.checkpointing.fingerprint import quietly
 from autockpt.checkpointing.op_table import METADATA
@@ -177,14 +178,13 @@ class ChunkedLoss(torch.autograd.Function):
                     entry.handed(same)
                 with casts.restored(remembers=True):
                     of_rows, *found = gradients_of(losses, [part, *trained], gradient[rows])
-                if of_rows is not None:
-                    of_hidden[rows] = of_rows
+                of_hidden[rows] = of_rows
                 sums = list(map(_added, sums, found))
                 del losses, of_rows, found  # before the next chunk's are made
         return None, of_hidden, None, *(s if s is None else s.to(p.dtype) for s, p in zip(sums, trained, strict=True))
 
 
-def gradients_of(output: Tensor, inputs: Sequence[Tensor], gradient: Tensor) -> tuple[Tensor | None, ...]:
+def gradients_of(output: Tensor, inputs: Sequence[Tensor], gradient: Tensor) -> tuple[Any, ...]:
     """Those of inputs that autograd, whose backward this is part of, is handed next: it runs their hooks then."""
     kept = [(hooks, hooks.copy()) for tensor in inputs if (hooks := tensor._backward_hooks)]
     for hooks, _ in kept:
@@ -431,7 +431,7 @@ def _is_distributed(hook: Any) -> bool:
 
 
 def _lazies(tree: Any) -> list[LazyLogits]:
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, LazyLogits)]
+    return [tensor for tensor in tensors_of(tree) if isinstance(tensor, LazyLogits)]
 
 
 def _real(tree: Any, name: str) -> Any:
@@ -473,27 +473,20 @@ def _index(source: LogitsSource, func: Any, index: Any) -> Any:
     return source.derive(hidden=hidden[index])
 
 
-def _step(source: LogitsSource, func: Any, *numbers: Any, **more: Any) -> Any:
-    """A function of the logits alone, or of them and a number."""
-    if more or any(type(number) not in (int, float) for number in numbers):
+def _step(source: LogitsSource, func: Any, *args: Any, **more: Any) -> Any:
+    """A cast, or a function of the logits alone, or of them and a number."""
+    device = source.hidden.device
+    given = [value for value in (*args, *more.values()) if type(value) is not torch.device or value != device]
+    if any(type(value) not in (int, float, torch.dtype) for value in given):
         return NotImplemented
     with quietly():
         probe = torch.empty(0, dtype=source.dtype, device="meta")
-        like = func(probe, *numbers)
+        like = func(probe, *given) if given or func is not Tensor.to else probe
     if like is probe:  # in plain training the same memory
         return source.derive()
-    return source.derive(steps=(*source.steps, lambda logits: func(logits, *numbers)), dtype=like.dtype)
-
-
-def _to(source: LogitsSource, func: Any, *args: Any, **kwargs: Any) -> Any:
-    try:
-        device, dtype, _, memory_format = torch._C._nn._parse_to(*args, **kwargs)  # type: ignore[attr-defined]
-    except (TypeError, RuntimeError):  # that of `copy`
+    if not like.is_floating_point():
         return NotImplemented
-    dtype = dtype or source.dtype
-    if memory_format is not None or device not in (None, source.hidden.device) or not dtype.is_floating_point:
-        return NotImplemented
-    return _step(source, lambda logits: logits.to(dtype))
+    return source.derive(steps=(*source.steps, lambda logits: func(logits, *given)), dtype=like.dtype)
 
 
 def _detached(source: LogitsSource, func: Any) -> Tensor:
@@ -513,12 +506,10 @@ def _cross_entropy(
     label_smoothing: float = 0.0,
 ) -> Any:
     """Chunked, where the rows are a matrix and the targets are class indices without weights."""
-    hidden = source.hidden
-    if weight is not None or size_average is not None or reduce is not None or reduction not in REDUCTIONS:
+    hidden, odd = source.hidden, weight is not None or size_average is not None or reduce is not None
+    if odd or reduction not in REDUCTIONS or not torch.is_grad_enabled() or type(target) is not Tensor:
         return NotImplemented
-    if type(target) is not Tensor or target.dtype is not torch.int64 or target.dim() != 1 or hidden.dim() != 2:
-        return NotImplemented
-    if len(target) != len(hidden) or len(hidden) == 0 or not torch.is_grad_enabled():
+    if target.dtype is not torch.int64 or (target.dim(), hidden.dim()) != (1, 2) or not len(target) == len(hidden) > 0:
         return NotImplemented
     if label_smoothing and source.call.exact:  # of two sums over all tokens, which chunks would take in another order
         return NotImplemented
@@ -533,13 +524,12 @@ def _cross_entropy(
 
 _T: Any = Tensor
 _SHAPES = (_T.view, _T.reshape, torch.reshape, _T.flatten, torch.flatten, _T.contiguous)
-_CASTS = (_T.float, _T.double, _T.half, _T.bfloat16)
+_CASTS = (_T.to, _T.float, _T.double, _T.half, _T.bfloat16)
 _PRODUCTS = (_T.mul, torch.mul, _T.__mul__, _T.__rmul__)
 _QUOTIENTS = (_T.div, torch.div, _T.true_divide, torch.true_divide, _T.__truediv__)
 UNDERSTOOD: dict[Any, Callable[..., Any]] = {
     nn.functional.cross_entropy: _cross_entropy,
     _T.__getitem__: _index,
-    _T.to: _to,
     **dict.fromkeys((_T.detach, torch.detach), _detached),
     **dict.fromkeys(_SHAPES, _shaped),
     **dict.fromkeys((*_CASTS, *_PRODUCTS, *_QUOTIENTS, _T.tanh, torch.tanh), _step),

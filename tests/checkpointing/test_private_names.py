@@ -1,4 +1,4 @@
-"""Private names of torch that checkpointing rests on: few, and all there in the torch that is installed."""
+"""Private names of torch that choices rest on: few, and all there in the torch that is installed."""
 
 from __future__ import annotations
 
@@ -6,10 +6,14 @@ import ast
 from collections.abc import Iterator
 from operator import attrgetter
 from pathlib import Path
+from types import ModuleType
 
+import pytest
 import torch
+import torch._dynamo
 
 import autockpt.checkpointing
+import autockpt.policies
 
 _MOST = 25
 _ALIASES = {"torch": "torch", "_C": "torch._C"}
@@ -28,8 +32,9 @@ def _names(tree: ast.AST) -> Iterator[str]:
             yield from (f"{node.module}.{name.name}" for name in node.names)
 
 
-def test_private_names_are_few_and_there() -> None:
-    folder = Path(autockpt.checkpointing.__file__).parent
+@pytest.mark.parametrize("package", [autockpt.checkpointing, autockpt.policies], ids=lambda p: p.__name__)
+def test_private_names_are_few_and_there(package: ModuleType) -> None:
+    folder = Path(package.__file__ or "").parent
     names = {name for path in folder.glob("*.py") for name in _names(ast.parse(path.read_text()))}
     private = {name for name in names if any(part.startswith("_") for part in name.split("."))}
     # not the paths to others
