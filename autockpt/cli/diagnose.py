@@ -35,7 +35,7 @@ def diagnose(
         "--hardware NAME",
         "The device: rtx4090, h100, …, or a YAML file. Default: the one nearest to what the log says.",
     ),
-    plan_out: Path | None = opt("--plan-out FILE", "Write the plan here; another one there is set aside."),
+    plan_out: Path | None = opt("--plan-out FILE", "Write the plan here; an earlier file is set aside."),
     as_json: bool = flag("--json", "Print JSON."),
 ) -> None:
     """Show what filled a device's memory, and find a plan that fits.

@@ -109,7 +109,7 @@ def _show_trial(run: RunDirectory, number: int, plan_out: Path | None, as_json: 
     set_aside = plan_of_trial(run, trial).save(plan_out, existing="set_aside") if plan_out is not None else None
     show({"trial": trial, "readings": readings}, lambda _, console: print_trial(trial, readings, console), as_json)
     if plan_out is not None and not as_json:
-        kept = f"; what stood there is kept as {set_aside}" if set_aside is not None else ""
+        kept = f"; the earlier file is kept as {set_aside}" if set_aside is not None else ""
         results().print(f"\nIts plan is written to {plan_out}{kept}.", soft_wrap=True)
 
 

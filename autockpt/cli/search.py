@@ -84,7 +84,7 @@ def search(
     ),
     gpus_per_host: int = opt(
         "--gpus-per-host N",
-        "With --hardware: so many GPUs of a host train at the same time and share its link.",
+        "With --hardware: how many GPUs of a host train at the same time and share its link.",
         default=1,
         min=1,
     ),
@@ -103,7 +103,7 @@ def search(
     seed: int | None = opt("--seed N", "For weights, batch and sampler. Default: the job's, else 0.", min=0),
     space: str = opt(
         "--space NAME",
-        "What a sampler moves: knobs (a few numbers that steer the solver), or your own YAML file.",
+        "What the sampler varies: knobs (a few numbers that steer the solver), or your own YAML file.",
         default="knobs",
     ),
     choices: str | None = opt("--choices A,B", "Allow only these, as in save,recompute."),
@@ -114,14 +114,14 @@ def search(
         envvar="AUTOCKPT_STORAGE",
     ),
     out: Path = RUNS_FOLDER,
-    plan_out: Path | None = opt("--plan-out FILE", "Write the plan here, too; another one there is set aside."),
+    plan_out: Path | None = opt("--plan-out FILE", "Also write the plan here; an earlier file is set aside."),
     compile: CompileMode | None = opt(
         "--compile [layers|model]",
         "Plan for compiled training: measure steps with every layer, or the whole model, compiled.",
     ),
     allow_inexact: bool = flag("--allow-inexact", "Also run head and loss in chunks: gradients equal up to rounding."),
     fresh: bool = FRESH,
-    no_wait: bool = flag("--no-wait", "End with exit code 4 where another search is measuring on the device."),
+    no_wait: bool = flag("--no-wait", "Exit with code 4 if another search is measuring on the device."),
     resume: Path | None = opt(
         "--resume RUN|PLAN",
         "Start from this plan or run, which may be simulated: options that are not given are taken from it, its "
@@ -298,7 +298,7 @@ def _remarks(outcome: SearchOutcome, rows: list[AnswerRow]) -> list[str]:
     lines = []
     if outcome.interrupted:
         so_far = "this is the best so far" if outcome.plan else "nothing that fits was measured yet"
-        lines.append(f"Interrupted: {so_far}. The same command again continues.")
+        lines.append(f"Interrupted: {so_far}. Run the same command again to continue.")
     if not outcome.binding:
         lines.append("Saving everything fits this budget: nothing has to be given up, and the plan is to save all.")
     if outcome.source == "simulated":
@@ -306,7 +306,7 @@ def _remarks(outcome: SearchOutcome, rows: list[AnswerRow]) -> list[str]:
     lines.append(_effort(outcome))
     lines += [f"{row.plan.name}: {row.note}" for row in rows if len(row.note) > SHORT]
     if outcome.set_aside:
-        lines.append(f"What stood there before is kept as {outcome.set_aside}.")
+        lines.append(f"The earlier file is kept as {outcome.set_aside}.")
     return [*lines, *outcome.notes]
 
 
