@@ -142,8 +142,9 @@ def attention(
         call = aten._scaled_dot_product_flash_attention.default
         return call(*padded, dropout_p, is_causal, False, scale=scale)[0][..., :head]
     if kernel == "efficient":
-        # the kernel wants rows that begin at multiples of 8 elements: a padded copy, sliced
-        bias = None if mask is None else _expanded(_padded(mask)[..., : mask.size(-1)], query, key)
+        if mask is not None and mask.size(-1) % _ALIGNMENT:  # rows must begin at its multiples: a padded copy, sliced
+            mask = _padded(mask)[..., : mask.size(-1)]
+        bias = None if mask is None else _expanded(mask, query, key)
         call = aten._scaled_dot_product_efficient_attention.default
         return call(query, key, value, bias, saves, dropout_p, is_causal, scale=scale)[0]
     call = aten._scaled_dot_product_attention_math.default
