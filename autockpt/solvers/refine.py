@@ -29,8 +29,7 @@ from autockpt.schema.problem import (
     point_values,
     seconds_of,
 )
-from autockpt.solvers.chain import strongest
-from autockpt.solvers.exact import exact
+from autockpt.solvers.exact import exact, strongest
 
 Plan = Mapping[str, Choice]
 Offsets = Mapping[Choice | None, Sequence[int]]  # bytes per point, by the output head's choice
@@ -194,7 +193,12 @@ class _Refinement:
         calls ran out.
         """
         for _ in range(self.limit):
-            between = [(at, solved(self._within_host(), at)) for at in _thirds(weak, strong)]
+            ways = {
+                head: list(zip_longest(weak.get(head, ()), strong.get(head, ()), fillvalue=0))
+                for head in weak.keys() | strong.keys()
+            }
+            thirds = [{head: [a + (b - a) * n // 3 for a, b in way] for head, way in ways.items()} for n in (1, 2)]
+            between = [(at, solved(self._within_host(), at)) for at in thirds]
             better = [(at, found.choices) for at, found in between if found.feasible and self._is_better(found.seconds)]
             if not better:
                 break
@@ -383,15 +387,6 @@ def _changed_peaks(problem: Problem, now: Sequence[Option]) -> Callable[[int, Op
         return int(changed.max(initial=0))
 
     return peak_after
-
-
-def _thirds(weak: Offsets, strong: Offsets) -> list[Offsets]:
-    """The two corrections that divide the way from one to the other into equal parts."""
-    ways = {
-        head: list(zip_longest(weak.get(head, ()), strong.get(head, ()), fillvalue=0))
-        for head in weak.keys() | strong.keys()
-    }
-    return [{head: [a + (b - a) * n // 3 for a, b in way] for head, way in ways.items()} for n in (1, 2)]
 
 
 def _head(problem: Problem, plan: Plan) -> Choice | None:

@@ -15,7 +15,7 @@ import numpy as np
 
 from autockpt.schema.choices import Choice
 from autockpt.schema.problem import Assignment, Option, Point, Problem, UnitOptions
-from autockpt.solvers.chain import strongest
+from autockpt.solvers.exact import strongest
 from autockpt.solvers.refine import Checker
 
 Accept = Callable[[Choice, Choice], bool]
