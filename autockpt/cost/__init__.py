@@ -1,6 +1,7 @@
 """What a plan costs: op times, menus of choices, the planning problem, predictions."""
 
-from autockpt.cost.cache import forget as forget_op_times
+from autockpt.cost.op_times import cached_op_times
+from autockpt.cost.op_times import forget as forget_op_times
 from autockpt.cost.predictor import MemoryModel, Predictor, Traces, memory_at_hand, said_of, simulated_memory
 from autockpt.cost.problem import build_problem
 from autockpt.cost.profile import (
@@ -8,7 +9,6 @@ from autockpt.cost.profile import (
     CostModel,
     UniformRuns,
     build_profile,
-    cached_op_times,
     measure_op_times,
     uniform_graphs,
     used_by_others,

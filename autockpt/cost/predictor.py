@@ -90,10 +90,6 @@ class Predictor:
             self.needs = self.needs.within(budget_bytes)
             self._known = {key: said for key, said in self._known.items() if said[1].peak_bytes <= budget_bytes}
 
-    def least_bytes(self, graph: Graph, promised: int) -> int:
-        """Bytes of a prediction by which plans near it are judged, without the device's own overhead."""
-        return self.needs.least(graph, promised) - self.device.overhead_bytes
-
     def known(self, choices: Mapping[str, Choice]) -> Prediction | None:
         """What came of these choices, where they were ghost-run before."""
         said = self._known.get(plan_hash(choices))

@@ -10,11 +10,9 @@ from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import NamedTuple, TypeVar
 
-from autockpt.cost import cache
-from autockpt.cost.calibration import ANCHORS, calibrated
 from autockpt.cost.fronts import MOST_SETS, MOST_SETS_BESIDE, remake_front, selective_front
 from autockpt.cost.menus import build_menus, head_menu, representatives
-from autockpt.cost.op_times import TIMED_OPS
+from autockpt.cost.op_times import ANCHORS, TIMED_OPS, cached_op_times, calibrated, store
 from autockpt.cost.predictor import MemoryModel, Predictor, Traces
 from autockpt.cost.problem import build_problem, passed_on, point_bytes
 from autockpt.cost.step import simulate
@@ -23,7 +21,7 @@ from autockpt.errors import ConflictError, DeviceOutOfMemory
 from autockpt.measuring.base import TIMED_CYCLE, Measurer, beats_counted
 from autockpt.schema import Graph, Menu, OpTimes, Problem, Profile, Unit, dump_choices, format_bytes, parse_choice
 from autockpt.schema.choices import RECOMPUTE, SAVE, Choice, Offload, RecomputeOffload, Remake, Segment, Selective
-from autockpt.schema.device import WITHOUT_STREAMS, DeviceInfo, Environment
+from autockpt.schema.device import WITHOUT_STREAMS, DeviceInfo
 from autockpt.schema.plan import plan_hash
 from autockpt.schema.request import Listener, Silence
 from autockpt.solvers import Checked, Segments, exact, refine
@@ -106,7 +104,7 @@ class CostModel:
         if key not in self._checks:
             graph = self.predictor.graph(choices)
             said = self.predictor.known(choices) or self.predictor.learn(choices, graph)
-            peak = self.predictor.least_bytes(graph, said.peak_bytes)
+            peak = self.predictor.needs.least(graph, said.peak_bytes) - self.predictor.device.overhead_bytes
             self._checks[key] = Checked(peak, point_bytes(self.base, graph, self.head), said.host_bytes)
         return self._checks[key]
 
@@ -226,7 +224,7 @@ def measure_op_times(
         listener.stage("time whole plans, interleaved", rounds * len(anchors))
         with suppress(DeviceOutOfMemory), beats_counted(runs, listener, TIMED_CYCLE):
             times = calibrated(times, graphs, runs.compare(anchors, rounds=rounds))
-    cache.store(times, workload)
+    store(times, workload)
     return times
 
 
@@ -247,15 +245,6 @@ def within_host(uniform: UniformRuns, device: DeviceInfo, host_budget: int | Non
 
 def _over_host(graph: Graph, device: DeviceInfo, host_budget: int | None) -> bool:
     return host_budget is not None and host_bytes_of(graph.copies, device.kind, host_budget) > host_budget
-
-
-def cached_op_times(
-    environment: Environment, graphs: Iterable[Graph], workload: str, *, disk: bool = False
-) -> OpTimes | None:
-    """Op times of an earlier run on the same device and versions, if they cover the graphs and this workload, and where
-    asked for the disk."""
-    known = cache.lookup(environment, workload, {text for graph in graphs for text in graph.timed})
-    return None if known is not None and disk and not known.disk_out_bandwidth else known
 
 
 def used_by_others(runs: Measurer) -> int:

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from autockpt.cost import uniform_graphs
-from autockpt.cost.calibration import calibrated
+from autockpt.cost.op_times import calibrated
 from autockpt.cost.step import simulate
 from autockpt.schema import DeviceInfo, Environment, OpTimes, parse_choice
 from tests.cost.steps import SECONDS, step
