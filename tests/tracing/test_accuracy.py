@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from autockpt.schema.choices import OFFLOAD, RECOMPUTE, SAVE, Choice, Remake, parse_choice
+from autockpt.schema.choices import OFFLOAD, RECOMPUTE, SAVE, Choice, Remake, Segment, parse_choice
 from autockpt.schema.graph import Graph, Unit
 from autockpt.schema.workload import WorkloadSpec
 from autockpt.tracing import Tracer
@@ -97,6 +99,34 @@ def test_layers_that_run_under_a_mode_of_their_own(model: str) -> None:
         plan = uniform(parse_choice("selective"), tracer.units)
         graph = tracer.trace(plan)
     assert_same_bytes(graph, Real(build(spec), plan), tolerance=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("model", "mixes"),
+    [
+        ("llama-tiny", [[Segment(size=size)] * 4 for size in (2, 3, 4)]),
+        ("gpt2-tiny", [[SAVE, Segment(), Segment(), OFFLOAD], [Segment(), Segment(), RECOMPUTE, Segment(size=3)]]),
+    ],
+)
+def test_segments_of_several_layers(model: str, mixes: list[list[Choice]]) -> None:
+    spec = WorkloadSpec(model=model)
+    with Tracer.from_spec(spec, fallback=False) as tracer:
+        names = [unit.name for unit in tracer.units if unit.role == "block"]
+        plans = [dict(zip(names, mix, strict=True)) for mix in mixes]
+        tracer.trace(plans[0])  # whatever is made once and kept
+        graphs = [tracer.trace(plan) for plan in plans]
+    workload = build(spec)
+    for plan, graph in zip(plans, graphs, strict=True):
+        same = assert_same_bytes if OFFLOAD in plan.values() else assert_same
+        same(graph, Real(workload, plan), 1e-4)
+    if model == "llama-tiny":
+        assert graphs[0].peak_bytes < graphs[1].peak_bytes < graphs[2].peak_bytes
+        forward, again = (
+            Counter(op.unit for op in graphs[-1].ops if op.phase == phase and op.flops)
+            for phase in ("forward", "recompute")
+        )
+        # every op that runs again is its unit's; the last unit does not need its last product
+        assert again == {name: forward[name] - (name == names[-1]) for name in names}
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
