@@ -22,7 +22,7 @@ def _registered(unit: nn.Module) -> None:
         unit.register_buffer("count", torch.ones(()))
 
 
-def _replaced(unit: nn.Module) -> None:
+def _replaced(unit: Any) -> None:
     unit.count = unit.count + 0.25
 
 
@@ -72,7 +72,7 @@ class HandMadeNorm(nn.Module):
         return nn.functional.batch_norm(self.linear(x), self.mean, self.var, training=self.training).sigmoid()
 
 
-MAKERS: dict[str, Callable[[], nn.Module]] = {how: partial(Counting, how) for how in CHANGES if how != "late"} | {
+MAKERS: dict[str, Any] = {how: partial(Counting, how) for how in CHANGES if how != "late"} | {
     "batch norm": lambda: nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Sigmoid()),
     "cumulative batch norm": lambda: nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8, momentum=None)),
     "batch norm by hand": HandMadeNorm,
