@@ -23,7 +23,7 @@ from autockpt.policies.check_report import Proof
 from autockpt.runtime.adaptive import Adaptive, Move, leaner_choices, meter_of
 from autockpt.runtime.choice_sets import BatchSets, attach_sets
 from autockpt.runtime.session import Session, attach, compiled_as, without_kv_cache
-from autockpt.schema.choices import Choice
+from autockpt.schema.choices import Choice, with_plan_errors
 from autockpt.schema.plan import Plan
 from autockpt.schema.runs import plan_at
 from autockpt.schema.sizes import parse_budget
@@ -112,7 +112,7 @@ def _read(model: nn.Module, plan: Plan | Mapping[str, Any] | str | Path) -> Plan
             "autockpt.apply(model, {'model.layers.0': 'recompute'}).",
         )
     if isinstance(plan, Mapping):
-        return Plan(choices=dict(plan))
+        return with_plan_errors(Plan.model_validate, {"choices": dict(plan)})
     return plan if isinstance(plan, Plan) else plan_at(Path(plan))
 
 

@@ -292,15 +292,16 @@ _one, _many = TypeAdapter[Choice](WrittenChoice), TypeAdapter(dict[str, WrittenC
 
 def parse_choice(value: object) -> Choice:
     """A choice from its form in a plan. Raises PlanError naming the known choices, or what is wrong with an option."""
-    return _plan_errors(_one.validate_python, value)
+    return with_plan_errors(_one.validate_python, value)
 
 
 def parse_choices(data: Mapping[str, Any]) -> dict[str, Choice]:
     """Choices by unit name from their forms in a plan. Raises PlanError as ``parse_choice`` does, naming the unit."""
-    return _plan_errors(_many.validate_python, data)
+    return with_plan_errors(_many.validate_python, data)
 
 
-def _plan_errors(parse: Callable[[Any], T], value: Any) -> T:
+def with_plan_errors(parse: Callable[[Any], T], value: Any) -> T:
+    """What ``parse`` makes of a value. Raises PlanError where that does not fit."""
     try:
         return parse(value)
     except ValidationError as error:
