@@ -11,8 +11,8 @@ from itertools import accumulate, pairwise
 from autockpt.cost.segments import OpRange, segment_peaks, segments
 from autockpt.schema.choices import OFFLOAD, Offload
 from autockpt.schema.graph import Graph, Unit
-from autockpt.schema.problem import Option, Point, Problem, UnitOptions
 from autockpt.schema.profile import Menu
+from autockpt.solvers.problem import Option, Point, Problem, UnitOptions
 
 
 def build_problem(

@@ -19,12 +19,13 @@ from autockpt.cost.step import simulate
 from autockpt.devices import host_bytes_of
 from autockpt.errors import ConflictError, DeviceOutOfMemory
 from autockpt.measuring.base import TIMED_CYCLE, Measurer, beats_counted
-from autockpt.schema import Graph, Menu, OpTimes, Problem, Profile, Unit, dump_choices, format_bytes, parse_choice
+from autockpt.schema import Graph, Menu, OpTimes, Profile, Unit, dump_choices, format_bytes, parse_choice
 from autockpt.schema.choices import RECOMPUTE, SAVE, Choice, Offload, RecomputeOffload, Remake, Segment, Selective
 from autockpt.schema.device import WITHOUT_STREAMS, DeviceInfo
 from autockpt.schema.plan import plan_hash
 from autockpt.schema.request import Listener, Silence
 from autockpt.solvers import Checked, Segments, exact, refine
+from autockpt.solvers.problem import Problem
 from autockpt.solvers.segments import Member
 
 T = TypeVar("T")

@@ -19,7 +19,6 @@ from autockpt.schema.device import DeviceInfo, Environment
 from autockpt.schema.graph import Graph, Op, Phase, Storage, StorageKind, Unit
 from autockpt.schema.hardware import Hardware
 from autockpt.schema.plan import Comparison, CompileMode, Plan, PlanStatus, Verdict, plan_hash
-from autockpt.schema.problem import Assignment, Problem, host_of, option_of, peak_of
 from autockpt.schema.profile import Menu, OpTimes, Profile
 from autockpt.schema.request import (
     Estimate,

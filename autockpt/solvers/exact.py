@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from autockpt.schema.problem import Assignment, Point, Problem, host_of, peak_of, seconds_of
+from autockpt.solvers.problem import Assignment, Point, Problem, host_of, peak_of, seconds_of
 
 WIDTHS = (64, 4096, 65536)  # labels kept per unit in successive passes; the first pass finds a good plan to bound by
 HOST_LEVELS = 8  # numbers of bytes on the host that labels are compared at

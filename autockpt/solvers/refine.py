@@ -18,7 +18,8 @@ from typing import NamedTuple
 import numpy as np
 
 from autockpt.schema.choices import Choice
-from autockpt.schema.problem import (
+from autockpt.solvers.exact import exact, strongest
+from autockpt.solvers.problem import (
     Assignment,
     Option,
     Point,
@@ -29,7 +30,6 @@ from autockpt.schema.problem import (
     point_values,
     seconds_of,
 )
-from autockpt.solvers.exact import exact, strongest
 
 Plan = Mapping[str, Choice]
 Offsets = Mapping[Choice | None, Sequence[int]]  # bytes per point, by the output head's choice

@@ -14,8 +14,8 @@ from typing import Self
 import numpy as np
 
 from autockpt.schema.choices import Choice
-from autockpt.schema.problem import Assignment, Option, Point, Problem, UnitOptions
 from autockpt.solvers.exact import strongest
+from autockpt.solvers.problem import Assignment, Option, Point, Problem, UnitOptions
 from autockpt.solvers.refine import Checker
 
 Accept = Callable[[Choice, Choice], bool]

@@ -14,8 +14,8 @@ from functools import partial
 from typing import NamedTuple
 
 from autockpt.schema.choices import RECOMPUTE, SAVE, Choice, Segment
-from autockpt.schema.problem import Option, Problem, UnitOptions, option_of
 from autockpt.solvers.exact import exact
+from autockpt.solvers.problem import Option, Problem, UnitOptions, option_of
 from autockpt.solvers.refine import FASTER, Checked, Checker, Offsets, Plan, Refined, refine, solved
 
 SIZES = (2, 3, 4, 6, 8, 12)

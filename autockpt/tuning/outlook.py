@@ -11,10 +11,11 @@ from collections.abc import Iterator, Sequence
 from itertools import chain, zip_longest
 
 from autockpt.cost import CostModel
-from autockpt.schema import SAVE, Choice, Trial, format_binary, peak_of, plan_hash, words
+from autockpt.schema import SAVE, Choice, Trial, format_binary, plan_hash, words
 from autockpt.schema.outlook import GhostAnswer, Outlook
 from autockpt.schema.space import HIDDEN_COPIES
 from autockpt.solvers import exact
+from autockpt.solvers.problem import peak_of
 from autockpt.tuning.clock import Clock
 from autockpt.tuning.loop import SearchResult
 from autockpt.tuning.refit import fit, priced

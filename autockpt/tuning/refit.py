@@ -8,8 +8,9 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from autockpt.schema import SAVE, Choice, Problem, Trial, option_of
+from autockpt.schema import SAVE, Choice, Trial
 from autockpt.schema.choices import choice_kinds
+from autockpt.solvers.problem import Problem, option_of
 
 PRIOR_WEIGHT = 0.3  # one measured trial outweighs the profile about three to one
 PRIOR_ERROR = 0.2  # of the profiled coefficients, as a share: what is within the noise of steps leaves them alone

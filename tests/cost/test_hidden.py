@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from autockpt.cost.problem import NEARLY_FREE, hidden_copies
 from autockpt.schema.choices import OFFLOAD, RECOMPUTE, SAVE, Offload
-from autockpt.schema.problem import Option, Problem, UnitOptions
+from autockpt.solvers.problem import Option, Problem, UnitOptions
 
 HOST = 100  # bytes of each unit
 

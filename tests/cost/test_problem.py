@@ -12,9 +12,9 @@ from autockpt.cost.segments import segments
 from autockpt.cost.step import Simulation
 from autockpt.schema.choices import OFFLOAD, RECOMPUTE, SAVE, Choice
 from autockpt.schema.graph import Graph
-from autockpt.schema.problem import Problem, peak_of, seconds_of
 from autockpt.schema.workload import WorkloadSpec
 from autockpt.solvers import Checked, refine
+from autockpt.solvers.problem import Problem, peak_of, seconds_of
 from autockpt.tracing import Tracer
 from autockpt.workload import build
 from tests.cost.made_up import simulated

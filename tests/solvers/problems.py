@@ -10,7 +10,7 @@ from typing import Literal
 from hypothesis import strategies as st
 
 from autockpt.schema.choices import OFFLOAD, RECOMPUTE, SAVE, Choice, Save
-from autockpt.schema.problem import Assignment, Option, Point, Problem, UnitOptions, peak_of, seconds_of
+from autockpt.solvers.problem import Assignment, Option, Point, Problem, UnitOptions, peak_of, seconds_of
 
 MIB = 2**20
 PHASES: tuple[Literal["forward", "backward"], ...] = ("forward", "backward")

@@ -9,8 +9,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from autockpt.schema.choices import RECOMPUTE, SAVE
-from autockpt.schema.problem import Point, Problem, peak_of, seconds_of
 from autockpt.solvers import exact, leanest
+from autockpt.solvers.problem import Point, Problem, peak_of, seconds_of
 from tests.solvers.problems import brute_force, check_exact, equal_units, small_problems, transformer, uniform_problem
 
 

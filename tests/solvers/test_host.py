@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autockpt.schema.choices import OFFLOAD, RECOMPUTE, SAVE, Choice
-from autockpt.schema.problem import Problem, host_of, peak_of, seconds_of
 from autockpt.solvers import Checked, exact, refine
+from autockpt.solvers.problem import Problem, host_of, peak_of, seconds_of
 from tests.solvers.problems import small_problems, transformer, uniform_problem
 
 

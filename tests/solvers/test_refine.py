@@ -5,8 +5,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autockpt.schema.choices import OFFLOAD, RECOMPUTE, SAVE
-from autockpt.schema.problem import Point, Problem, UnitOptions, option_of, peak_of
 from autockpt.solvers import Checked, exact, refine
+from autockpt.solvers.problem import Point, Problem, UnitOptions, option_of, peak_of
 from autockpt.solvers.refine import point_values, shifted
 from tests.solvers.problems import option, small_problems, transformer, uniform_problem
 

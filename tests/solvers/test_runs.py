@@ -5,8 +5,8 @@ import itertools
 from hypothesis import assume, given
 
 from autockpt.schema.choices import OFFLOAD, SAVE, Choice
-from autockpt.schema.problem import Problem, host_of, peak_of, seconds_of
 from autockpt.solvers import Checked, exact, refine_two_runs, two_runs
+from autockpt.solvers.problem import Problem, host_of, peak_of, seconds_of
 from tests.solvers.problems import small_problems, uniform_problem
 from tests.solvers.test_host import with_host
 

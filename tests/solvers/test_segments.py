@@ -9,8 +9,9 @@ from autockpt.cost.menus import build_menus, representatives
 from autockpt.cost.problem import build_problem
 from autockpt.cost.profile import segments_of
 from autockpt.cost.step import Simulation
-from autockpt.schema import RECOMPUTE, SAVE, Choice, Graph, Problem, Segment, peak_of
+from autockpt.schema import RECOMPUTE, SAVE, Choice, Graph, Segment
 from autockpt.solvers import Checked, Segments, refine, refine_segmented
+from autockpt.solvers.problem import Problem, peak_of
 from autockpt.solvers.segments import Member
 from autockpt.tracing import Tracer
 from tests.cost.made_up import simulated

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autockpt.schema import OFFLOAD, RECOMPUTE, SAVE, Choice, Measurement, Prediction, Problem, Trial, plan_hash
+from autockpt.schema import OFFLOAD, RECOMPUTE, SAVE, Choice, Measurement, Prediction, Trial, plan_hash
 from autockpt.schema.choices import CHUNKED_SOFTMAX
-from autockpt.schema.problem import Option, UnitOptions
+from autockpt.solvers.problem import Option, Problem, UnitOptions
 from autockpt.tuning.refit import expected_seconds, fit, unseen_bytes
 
 

@@ -13,12 +13,12 @@ from itertools import groupby
 
 from autockpt.cost import LEAN_CALLS, CostModel
 from autockpt.errors import InfeasibleError
-from autockpt.schema import SAVE, Choice, Prediction, Problem, ResolvedBudget, SearchRequest, Trial, format_bytes
+from autockpt.schema import SAVE, Choice, Prediction, ResolvedBudget, SearchRequest, Trial, format_bytes
 from autockpt.schema.known import ALL, NONE, known_plans
-from autockpt.schema.problem import Assignment, seconds_of
 from autockpt.schema.request import Silence
 from autockpt.schema.space import HIDDEN_COPIES
 from autockpt.solvers import Checked, exact, leanest, refine_segmented, refine_two_runs
+from autockpt.solvers.problem import Assignment, Problem, seconds_of
 from autockpt.solvers.runs import Accept
 from autockpt.tuning.clock import PROFILING, Clock
 from autockpt.tuning.infeasible import nothing_fits
