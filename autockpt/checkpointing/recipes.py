@@ -105,7 +105,7 @@ class Position(NamedTuple):
 
     ``cell``: of kept ones, where later programs find it; of a weight, its number and offset in bytes from that.
     ``dropped``: its number among those dropped, None where it is kept. A dropped one is a ``view`` of ``value``, which
-    is made from these ``cells``.
+    is made from the cells of this ``group``. ``number``: its own, among all.
     """
 
     form: Form | None
@@ -114,14 +114,15 @@ class Position(NamedTuple):
     dropped: int | None = None
     value: int = 0
     view: View | None = None
-    cells: tuple[int, ...] = ()
+    group: int = 0
+    number: int = 0
 
 
 class Recipe:
     """What to do with each tensor that a call saves. ``programs`` and ``uses`` (dropped positions) by value.
 
     ``taps``: by module, which of its tensors go into a cell: (turn, argument, cell, form). ``weights``: the strides of
-    those that programs read, by number.
+    those that programs read, by number. ``groups``: cells that dropped tensors are made from.
     """
 
     def __init__(self) -> None:
@@ -132,6 +133,7 @@ class Recipe:
         self.inputs: set[int] = set()
         self.weights: dict[int, tuple[int, ...]] = {}
         self.cells = 0
+        self.groups: list[tuple[int, ...]] = []
         self.content: list[str] = []
         self.ends: frozenset[int] = frozenset()  # dropped tensors that depend on all others
         self.is_dynamic = False
@@ -166,8 +168,10 @@ class _Planner:
                 self._taps.setdefault(event.value, event.tap)
             elif all(map(self._is_in_reach, event.reads)):
                 self._reach.update(event.outputs)
-        used = {number for position in recipe.positions for number in position.cells}
-        recipe.positions = [p if p.cell in used else p._replace(cell=None) for p in recipe.positions]
+        used = {cell for cells in recipe.groups for cell in cells}
+        recipe.positions = [
+            p._replace(cell=p.cell if p.cell in used else None, number=n) for n, p in enumerate(recipe.positions)
+        ]
         recipe.ends = _ends(record, recipe)
         recipe.content = _content(record, recipe)
 
@@ -205,7 +209,9 @@ class _Planner:
         cells = recipe.programs[number].cells
         view = _relative(geometry, value.geometry)
         dropped = recipe.uses.total() - 1
-        recipe.positions.append(Position(form, None, None, dropped, number, view, cells))
+        if cells not in recipe.groups:
+            recipe.groups.append(cells)
+        recipe.positions.append(Position(form, None, None, dropped, number, view, recipe.groups.index(cells)))
         recipe.cells = max([recipe.cells, *(cell + 1 for cell in cells)])
 
     # What to hold for a value.

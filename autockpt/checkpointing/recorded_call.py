@@ -17,6 +17,7 @@ tensors are made from stands in what ``pack`` returned, not in the call: it dies
 from __future__ import annotations
 
 import functools
+import itertools
 import operator
 import sys
 import threading
@@ -33,7 +34,7 @@ from autockpt.checkpointing.arguments import Held, hold, unpack
 from autockpt.checkpointing.divergence import FIRST_CALLS, CheckedCall, UnitCheck
 from autockpt.checkpointing.fingerprint import stream_of
 from autockpt.checkpointing.op_recorder import OpRecorder
-from autockpt.checkpointing.recipes import SMALL, Program, Recipe, Step, difference, form_of, laid_out, plan
+from autockpt.checkpointing.recipes import SMALL, Position, Program, Recipe, Step, difference, form_of, laid_out, plan
 from autockpt.checkpointing.replay_context import (
     AutocastState,
     autocast_is_on,
@@ -53,6 +54,8 @@ _MOST = 64
 """Signatures of a unit whose recipes are known at a time."""
 _EXACT = frozenset((type(None), bool, int, float, str, torch.dtype, torch.device, torch.Size))
 _NUMBERS = (bool, int, float, str)
+_KEPT = Position(None)
+_BEYOND = Position((torch.Size((-1,)), (), torch.bool))  # no tensor is like it
 _kind_of = operator.attrgetter("shape", "dtype", "requires_grad", "is_leaf", "device", "__class__")
 _stride_of: Callable[[torch.Tensor], tuple[int, ...]] = operator.methodcaller("stride")
 
@@ -199,8 +202,8 @@ class RecordedCall:
     """One call of ``unit`` with these arguments. ``is_recorded``, or by a recipe."""
 
     __slots__ = (
-        *("_cells", "_compares", "_inputs", "_known", "_left", "_lost", "_memo", "_number", "_observer", "_positions"),
-        *("_recipe", "_sources", "_stream", "_tensors", "_unit", "_weights", "is_recorded"),
+        *("_cells", "_compares", "_inputs", "_known", "_left", "_lost", "_memo", "_observer", "_recipe", "_sources"),
+        *("_stream", "_tensors", "_unit", "_upcoming", "_weights", "is_recorded"),
     )
 
     def __init__(
@@ -210,7 +213,7 @@ class RecordedCall:
         self._known, self._tensors, self.is_recorded = known, _, _ = unit.next_call(args, kwargs)
         # what compares what is dropped: in unchecked calls few tensors that all others lead to
         self._observer = None if check is None else check.observer(new=known.recipe is None)
-        self._number, self._lost = 0, False
+        self._lost = False
         self._memo: dict[int, torch.Tensor] = {}  # values that were made, until every position has them
         self._left: Counter[int] | None = None
         self._stream: Any = None  # that they were made on
@@ -220,19 +223,20 @@ class RecordedCall:
 
     def _go_by(self, recipe: Recipe, weights: Sequence[torch.Tensor | None]) -> None:
         """Take what the recipe starts from."""
-        self._recipe, self._positions = recipe, recipe.positions
+        self._recipe = recipe
+        self._upcoming = itertools.chain(recipe.positions, itertools.repeat(_BEYOND))
         self._compares: Container[int] = ()  # dropped tensors
         if self._observer is not None:
             self._compares = recipe.ends if type(self._observer) is UnitCheck else range(sys.maxsize)
         self._cells: list[Any] = [None] * recipe.cells
-        self._sources: dict[tuple[int, ...], tuple[Any, ...]] = {}  # what is in these cells
+        self._sources: list[tuple[Any, ...] | None] = [None] * len(recipe.groups)  # what is in their cells
         inputs = hold([self._tensors[number] for number in recipe.inputs])
         self._inputs: dict[int, Held] = dict(zip(recipe.inputs, inputs, strict=True))
         self._weights: dict[int, tuple[torch.Tensor, int]] = {}
         for number, strides in recipe.weights.items():
             weight = weights[number]
             if weight is None or weight.stride() != strides:
-                self._lost = True
+                self._lose()
                 break
             self._weights[number] = weight.detach(), weight._version  # other memory may be assigned to its `.data`
 
@@ -253,9 +257,9 @@ class RecordedCall:
                 else:
                     output = forward(*args, **kwargs)
             self._known.followed += 1
-            if self._lost or self._number != len(recipe.positions):
+            if self._lost or next(self._upcoming) is not _BEYOND:
                 self._unit.lose(self._known)
-        self._tensors, self._cells, self._sources = [], [], {}
+        self._tensors, self._cells, self._sources = [], [], []
         if type(self._observer) is CheckedCall:
             self._observer.forward_ended()
         return output
@@ -267,31 +271,33 @@ class RecordedCall:
         this call is kept, and it is made from. Kept is not its graph, which it would keep alive by way of Python; but
         leaves themselves, as autograd holds them, with what was set on them.
         """
-        number, positions = self._number, self._positions
-        self._number = number + 1
         # No function is called that need not be: a layer saves dozens of tensors.
-        if self._lost or number >= len(positions):
-            self._lost = True
-            return tensor if tensor.is_leaf else tensor.detach(), tensor._version
-        form, cell, weight, dropped, _, _, cells = positions[number]
+        form, cell, weight, dropped, _, _, group, number = next(self._upcoming)
         if form is not None and (tensor.shape != form[0] or tensor.stride() != form[1] or tensor.dtype is not form[2]):
-            self._lost, cell = True, None
+            cell = self._lose()
         elif dropped is not None:
-            if (sources := self._sources.get(cells)) is None:
-                sources = self._sources[cells] = tuple(map(self._cells.__getitem__, cells))
-            if None not in sources:
+            if (sources := self._sources[group]) is None:
+                sources = tuple([self._cells[cell] for cell in self._recipe.groups[group]])
+                if None in sources:
+                    sources = self._lose()  # a module inside was not called, or with another tensor
+                self._sources[group] = sources
+            if sources is not None:
                 looks = dropped in self._compares
                 return number, self._observer.sample(dropped, tensor) if looks else None, sources  # type: ignore[union-attr]
-            self._lost = True  # a module inside was not called, or with another tensor
         elif weight is not None:
             # FullyShardedDataParallel has all weights in one storage
             home, name = self._unit.weights[weight[0]]
             there = home.get(name)
-            self._lost = there is None or tensor.data_ptr() - there.data_ptr() != weight[1]
+            if there is None or tensor.data_ptr() - there.data_ptr() != weight[1]:
+                self._lose()
         kept = tensor if tensor.is_leaf else tensor.detach(), tensor._version
         if cell is not None:
             self._cells[cell] = kept
         return kept
+
+    def _lose(self) -> None:
+        """The call does something else: keep all from here on."""
+        self._lost, self._upcoming = True, itertools.repeat(_KEPT)
 
     def _take(self, turns: Counter[int], thread: int, number: int, tensors: Sequence[Any]) -> None:
         """A module inside is given, or returns, these tensors."""
@@ -325,7 +331,7 @@ class RecordedCall:
                 # what was made on another stream may be freed there before this one has read it
                 looks = position.dropped in self._compares and stream_of(slot[0].device) == slot[2]
                 comparison = self._observer.sample(position.dropped, slot[0]) if looks else None  # type: ignore[union-attr]
-                slot[:] = number, comparison, tuple([self._cells[cell] for cell in position.cells])
+                slot[:] = number, comparison, tuple([self._cells[cell] for cell in recipe.groups[position.group]])
         recorder.forget()
         unit.learn(self._known, recipe)
         unit.leave_out_changed(numbers)
