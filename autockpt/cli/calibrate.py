@@ -6,11 +6,13 @@ import re
 import time
 from pathlib import Path
 
+import yaml
+
 from autockpt.cli.guard import guarded, progress, show
 from autockpt.cli.options import flag, opt
 from autockpt.errors import UsageError
 from autockpt.schema.files import set_aside, unwritable, write_file
-from autockpt.schema.hardware import dump_hardware
+from autockpt.schema.hardware import Hardware
 
 
 @guarded
@@ -43,3 +45,10 @@ def calibrate(
     console.print(f"{path}: written, measured in {time.perf_counter() - began:.0f} s")
     if aside is not None:
         console.print(f"The earlier file is kept as {aside}")
+
+
+def dump_hardware(hardware: Hardware) -> str:
+    """A description as the text of a YAML file, without the name (which is the file's) and what was left out."""
+    data = hardware.model_dump(mode="json", exclude={"name"}, exclude_none=True)
+    kept = {key: value for key, value in data.items() if value is not False and value not in ("", {})}
+    return yaml.safe_dump(kept, sort_keys=False, allow_unicode=True, width=120)

@@ -8,10 +8,8 @@ from __future__ import annotations
 
 from typing import Annotated, Literal, get_args
 
-import yaml
 from pydantic import BeforeValidator, Field, model_validator
 
-from autockpt.errors import UsageError
 from autockpt.schema.base import Data, validating
 from autockpt.schema.device import WITHOUT_STREAMS, Environment
 from autockpt.schema.sizes import parse_size
@@ -128,30 +126,7 @@ class Hardware(Data):
             raise ValueError("bandwidth, of the device's own memory, must be above that of the link")
         return self
 
-    def of_host_with(self, gpus: int) -> Hardware:
-        """One of so many GPUs of a host that train at the same time: its copies get their share of the host's link.
-
-        Raises UsageError where it is not known what they share.
-        """
-        if gpus == 1:
-            return self
-        if self.host_link is None:
-            raise UsageError(
-                f"the description of {self.name} does not say what the GPUs of a host share",
-                remedy="Copy its file, add `host_link: {bandwidth: 350.0e9, shared_by: 2}` with the figures of your "
-                "host, as measured with all GPUs at work, and give the copy as --hardware.",
-            )
-        share = self.host_link.bandwidth / min(gpus, self.host_link.shared_by) / self.efficiency.link
-        return self.model_copy(update={"link_out": min(self.link_out, share), "link_in": min(self.link_in, share)})
-
     @property
     def caches(self) -> bool:
         """Whether PyTorch's allocator there keeps what is freed, in segments. Taken to follow CUDA's rules."""
         return self.kind not in WITHOUT_STREAMS
-
-
-def dump_hardware(hardware: Hardware) -> str:
-    """A description as the text of a YAML file, without the name (which is the file's) and what was left out."""
-    data = hardware.model_dump(mode="json", exclude={"name"}, exclude_none=True)
-    kept = {key: value for key, value in data.items() if value is not False and value not in ("", {})}
-    return yaml.safe_dump(kept, sort_keys=False, allow_unicode=True, width=120)

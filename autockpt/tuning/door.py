@@ -66,6 +66,25 @@ def _refuse_on_ranks(request: SearchRequest) -> None:
         )
 
 
+def of_host_with(hardware: Hardware, gpus: int) -> Hardware:
+    """One of so many GPUs of a host that train at the same time: its copies get their share of the host's link.
+
+    Raises UsageError where it is not known what they share.
+    """
+    if gpus == 1:
+        return hardware
+    if hardware.host_link is None:
+        raise UsageError(
+            f"the description of {hardware.name} does not say what the GPUs of a host share",
+            remedy="Copy its file, add `host_link: {bandwidth: 350.0e9, shared_by: 2}` with the figures of your "
+            "host, as measured with all GPUs at work, and give the copy as --hardware.",
+        )
+    share = hardware.host_link.bandwidth / min(gpus, hardware.host_link.shared_by) / hardware.efficiency.link
+    return hardware.model_copy(
+        update={"link_out": min(hardware.link_out, share), "link_in": min(hardware.link_in, share)}
+    )
+
+
 def search_request(
     *,
     budget: str | Budget,
@@ -118,7 +137,7 @@ def search_request(
             step=step,
             host_budget=host_budget,
             space=load_space(space) if isinstance(space, str) else space,
-            hardware=described and described.of_host_with(gpus_per_host),
+            hardware=described and of_host_with(described, gpus_per_host),
             device=device,
             rows_per_update=global_batch,
             lengths=None if lengths is None else lengths_of(lengths),

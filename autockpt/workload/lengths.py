@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from numbers import Number
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -14,10 +16,14 @@ from torch import Tensor
 
 from autockpt.devices.random_states import all_random_states_kept
 from autockpt.errors import UsageError
-from autockpt.schema.lengths import Lengths, parse_lengths
+from autockpt.schema.files import read_regular, reason
+from autockpt.schema.lengths import Lengths
+from autockpt.schema.workload import MOST
 from autockpt.workload.step import Step
 from autockpt.workload.storages import cut_tensors
 
+_LINE = re.compile(r"([0-9]{1,9})(?:[\s:,;]+([0-9]{1,12}))?")
+_BYTES = 200_000_000
 ROWS, BATCHES, SECONDS = 50_000, 5_000, 120.0
 
 
@@ -53,6 +59,42 @@ def lengths_of(source: Any, *, seconds: float = SECONDS) -> Lengths:
             f"lengths={str(source)[:60]}: whole numbers above 0 are asked for, one at least",
             remedy="Give a data set, a DataLoader, counts by length, or a length per row.",
         ) from None
+
+
+def parse_lengths(text: str) -> Lengths:
+    """From ``512:100,1024:40,4096:3``, or a file with a length, or a length and how many there are, on each line.
+
+    Raises UsageError for anything else, naming the line.
+    """
+    if re.fullmatch(r"[0-9]+:[0-9]+(?:[,;\s]+[0-9]+:[0-9]+)*[,;\s]*", text):
+        return _counted("--lengths", re.split(r"[,;\s]+", text.strip(" ,;")))
+    try:
+        lines = read_regular(Path(text), _BYTES, links=True).decode("utf-8").splitlines()
+    except UnicodeDecodeError:
+        raise UsageError(f"{text} is no text", remedy=_HOW) from None
+    except (OSError, ValueError) as error:
+        why = reason(error) if isinstance(error, OSError) else str(error)
+        raise UsageError(f"the lengths in {text} cannot be read: {why}", remedy=_HOW) from None
+    return _counted(text, lines)
+
+
+_HOW = "Give a file with a length, or a length and a count, on each line; or 512:100,1024:40,4096:3."
+
+
+def _counted(name: str, lines: Iterable[str]) -> Lengths:
+    counts = Counter[int]()
+    for number, line in enumerate(lines, 1):
+        said = line.partition("#")[0].strip()
+        if not said:
+            continue
+        match = re.fullmatch(_LINE, said)
+        length, count = (int(match[1]), int(match[2] or 1)) if match else (0, 0)
+        if not 0 < length <= MOST or count < 1:
+            raise UsageError(f"{name}:{number}: {said[:40]!r} is no length with a count", remedy=_HOW)
+        counts[length] += count
+    if not counts:
+        raise UsageError(f"{name} holds no lengths", remedy=_HOW)
+    return Lengths(counts=dict(counts))
 
 
 def _all_numbers(source: Any) -> bool:

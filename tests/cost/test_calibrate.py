@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from autockpt.cli.calibrate import dump_hardware
 from autockpt.cost import calibrate
 from autockpt.cost.calibrate import Product, fit_products, fit_traffic
 from autockpt.devices import get_device
 from autockpt.errors import MeasurementError, UsageError
-from autockpt.schema.hardware import dump_hardware
 from autockpt.shipped import load_hardware
 from autockpt.workload import build
 from tests.errors import raises

@@ -9,8 +9,9 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
+from autockpt.cli.calibrate import dump_hardware
 from autockpt.errors import UsageError
-from autockpt.schema.hardware import Hardware, dump_hardware
+from autockpt.schema.hardware import Hardware
 from autockpt.schema.yaml import parse
 
 GOOD: dict[str, Any] = {

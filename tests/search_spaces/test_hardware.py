@@ -13,6 +13,7 @@ import pytest
 
 from autockpt.errors import UsageError
 from autockpt.shipped import list_hardware, load_hardware
+from autockpt.tuning.door import of_host_with
 from tests.errors import raises
 from tests.gpu.cards import described_like
 
@@ -111,11 +112,11 @@ def test_dense_rates_as_published() -> None:
 def test_gpus_that_train_side_by_side_share_the_link_to_their_host() -> None:
     alone = load_hardware("gb200")
     for gpus in (2, 4):  # two of them behind each Grace
-        shared = alone.of_host_with(gpus)
+        shared = of_host_with(alone, gpus)
         assert shared.link_out * shared.efficiency.link == pytest.approx(175e9)
-    assert alone.of_host_with(1) == alone
+    assert of_host_with(alone, 1) == alone
     with raises(UsageError, "gh200", "host_link"):
-        load_hardware("gh200").of_host_with(4)
+        of_host_with(load_hardware("gh200"), 4)
 
 
 def test_names_are_forgiving_and_the_nearest_is_offered() -> None:
