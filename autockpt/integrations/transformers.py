@@ -146,6 +146,7 @@ def _refuse_unsearchable(trainer: Any) -> None:
     optim = str(getattr(args.optim, "value", args.optim))
     code = getattr(inspect.unwrap(type(trainer).training_step), "__code__", None)
     step = {*(code.co_names if code is not None else ())}
+    makes_batches = type(trainer)._prepare_inputs is not transformers.Trainer._prepare_inputs
     reasons = {
         "DeepSpeed": "DEEPSPEED" in kind,
         "FSDP": "FSDP" in kind or bool(getattr(trainer, "is_fsdp_enabled", False)),
@@ -154,12 +155,12 @@ def _refuse_unsearchable(trainer: Any) -> None:
         f"distributed training of kind {kind}": kind not in ("NO", "MULTI_GPU", "MULTI_CPU"),
         "tensor, context or sequence parallelism": parallel is not None and getattr(parallel, "total_size", 1) > 1,
         f"optim={optim}": "layerwise" in optim or "lomo" in optim,
-        f"{type(trainer).__name__}, which makes its batches while it trains": type(trainer)._prepare_inputs
-        is not transformers.Trainer._prepare_inputs,
+        f"{type(trainer).__name__}, which makes its batches while it trains": makes_batches,
         f"{type(trainer).__name__}, whose training step is its own and not that of compute_loss": "backward" in step
         and step.isdisjoint(("compute_loss", "training_step")),  # the latter: its base's, as in TRL's SFTTrainer
     }
-    refuse_search("AutockptCallback", reasons, *(["with --compile layers"] if args.torch_compile else []))
+    ways = ["with --compile layers"] * args.torch_compile + ["GRPO and RLOO: with `grpo_prompt_len: N` in a --job file"]
+    refuse_search("AutockptCallback", reasons, *ways[: args.torch_compile or makes_batches])
 
 
 def _search(trainer: Any, plan: PlanWanted, first: Any, items: Any) -> Plan:
