@@ -18,11 +18,12 @@ from autockpt.analysis.explain import explain as explained
 from autockpt.analysis.explanation import Explanation
 from autockpt.analysis.page import page_of
 from autockpt.analysis.verify import verify
+from autockpt.errors import UsageError
 from autockpt.progress import listener
 from autockpt.schema import Budget, Estimate, Listener, Plan, SearchSpace, Silence, WorkloadSpec
 from autockpt.schema.base import unfit
 from autockpt.schema.plan import CompileMode
-from autockpt.schema.request import TRIALS, BatchAnswer
+from autockpt.schema.request import TRIALS, BatchAnswer, PipelineAnswer
 from autockpt.schema.runs import plan_at
 from autockpt.terminal import console
 from autockpt.tracing import trace
@@ -111,7 +112,10 @@ def search(
             out=out,
             fresh=fresh,
         )
+        if request.all_stages:
+            raise UsageError("each stage of a pipeline has a plan of its own", remedy='Name one: stage="0/4".')
         found = answer(request, watcher)
+        assert not isinstance(found, PipelineAnswer)
         if isinstance(found, BatchAnswer):
             for line in (*found.lines(), *found.notes):
                 watcher.note(line)

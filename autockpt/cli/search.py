@@ -33,7 +33,7 @@ from autockpt.progress import listener
 from autockpt.schema import CompileMode, Measurement, Plan, SearchOutcome, format_binary, format_bytes, words
 from autockpt.schema.known import legend_of_names
 from autockpt.schema.plan import choice_lines, set_lines
-from autockpt.schema.request import BatchAnswer
+from autockpt.schema.request import BatchAnswer, PipelineAnswer
 from autockpt.schema.runs import plan_at
 from autockpt.shipped import load_space
 from autockpt.terminal import VERDICTS, heading, plain_table, print_legend, remarks, simulated
@@ -196,14 +196,21 @@ def search(
         if kind == "cpu" and simulate is None and device is None:
             watcher.note(_ON_THE_CPU)
         found = answer(request, watcher)
-    outcome = found if isinstance(found, SearchOutcome) else found.outcome
-    printer: Any = print_answer if found is outcome else print_batches
-    show(found, printer, as_json)
-    if (run := outcome.run_directory) is not None and run.is_dir():
-        from autockpt.analysis.page import page_of
+    if isinstance(found, SearchOutcome):
+        outcomes = [found]
+        show(found, print_answer, as_json)
+    elif isinstance(found, BatchAnswer):
+        outcomes = [found.outcome]
+        show(found, print_batches, as_json)
+    else:
+        outcomes = [stage.outcome for stage in found.stages]
+        show(found, print_stages, as_json)
+    for outcome in outcomes:
+        if (run := outcome.run_directory) is not None and run.is_dir():
+            from autockpt.analysis.page import page_of
 
-        progress().print(page_of(run), soft_wrap=True)
-    if outcome.interrupted:
+            progress().print(page_of(run), soft_wrap=True)
+    if any(outcome.interrupted for outcome in outcomes):
         raise typer.Exit(INTERRUPTED)
 
 
@@ -378,6 +385,42 @@ def print_batches(answer: BatchAnswer, console: Console) -> None:
     heading("The settings that go with the plan:", console)
     for trainer, flags in _trainer_flags(best.batch_size, best.accumulate).items():
         console.print(Text(f"  {trainer:<14}{flags}", style="cyan"), soft_wrap=True)
+
+
+def print_stages(answer: PipelineAnswer, console: Console) -> None:
+    """Print one line for each stage, which is the slowest, the cut that balances better, and where the plans are."""
+    first, slowest = answer.stages[0].outcome, answer.slowest
+    of = f" on {first.device.name}{' (simulated)' if first.source == 'simulated' else ''}"
+    console.print(Text.assemble((slowest.plan.model.name, "bold"), of, f"\nBudget {first.budget.asked}\n"))
+    table = plain_table("<stage", ">layers", ">peak", ">step", "<plan")
+    for stage in answer.stages:
+        mark = "" if isinstance(stage.score, Measurement) else "~"
+        choices = stage.plan.expand_planned()
+        table.add_row(
+            stage.stage,
+            str(stage.layers),
+            f"{mark}{format_binary(stage.score.peak_bytes)}",
+            words.step_of(stage.score),
+            f"{words.strip(choices)}  {words.tally(choices)}",
+            style="bold" if stage is slowest else None,
+        )
+    console.print(table)
+    if first.source == "simulated":
+        console.print(simulated(first.step_note))
+    said = [f"Stage {slowest.stage} is the slowest: others have the leanest plans on record that are no slower."]
+    if answer.cut_seconds is not None:
+        cut, gain = ",".join(map(str, answer.faster_cut)), answer.cut_seconds / (slowest.score.step_seconds or 1.0) - 1
+        said.append(
+            f"With {cut} layers the slowest stage would take about {words.seconds(answer.cut_seconds)} "
+            f"({words.share(gain, signed=True)}): search again with `stage: {cut}`."
+        )
+    common = [note for note in first.notes if all(note in stage.outcome.notes for stage in answer.stages)]
+    remarks([*said, *common], console)
+    paths = [str(stage.path) for stage in answer.stages if stage.path is not None]
+    if paths:
+        heading("To train with them, on the rank of each stage:", console)
+    for path in paths:
+        console.print(Text(f"    {loading_lines(path)[1]}", style="cyan"), soft_wrap=True)
 
 
 def _trainer_flags(batch_size: int, accumulate: int) -> dict[str, str]:

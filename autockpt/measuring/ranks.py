@@ -12,6 +12,7 @@ after it every rank knows the cause, the trial is on record, and the processes l
 from __future__ import annotations
 
 import dataclasses
+import os
 import signal
 import statistics
 import time
@@ -92,10 +93,19 @@ def join(device: torch.device = torch.device("cpu")) -> None:
     if in_a_group():
         return
     own = distributed.get_default_backend_for_device(device)
+    backend = own if device.type == "cpu" else f"cpu:gloo,{device.type}:{own}"
     try:
-        distributed.init_process_group(own if device.type == "cpu" else f"cpu:gloo,{device.type}:{own}")
+        store, rank, size = next(distributed.rendezvous("env://"))
+        # torchrun's store lives through restarts (torch 2.13), with addresses of ranks that have died
+        store = distributed.PrefixStore(f"attempt {_attempt()}", store)
+        distributed.init_process_group(backend, store=store, rank=rank, world_size=size)
     except (RuntimeError, ValueError) as error:
         raise MeasurementError(f"rank {own_rank()} does not find the others: {error}", remedy=_AGAIN) from None
+
+
+def _attempt() -> str:
+    """How often the launcher has started the job again."""
+    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
 
 
 def leave_together() -> None:
@@ -248,7 +258,7 @@ class Ranks(Measurer):
         store = distributed.distributed_c10d._get_default_store()
         shapes = [list(tensor.shape) for tensor in nested_tensors(self.step.batch)]
         facts = {"question": question, "sharding": sharding, "batch": str(shapes), "device": self.step.device.type}
-        names = [f"autockpt/{_meetings}/{rank}" for rank in range(self.size)]
+        names = [f"autockpt/{_attempt()}/{_meetings}/{rank}" for rank in range(self.size)]
         store.set(names[self.rank], "\0".join(facts.values()))
         try:
             store.wait(names, timedelta(seconds=MEETING))

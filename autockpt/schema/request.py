@@ -19,7 +19,7 @@ from autockpt.schema.plan import Comparison, CompileMode, Plan, PlanStatus
 from autockpt.schema.sizes import Budget, ResolvedBudget, format_binary
 from autockpt.schema.space import SearchSpace
 from autockpt.schema.trial import Measurement, Prediction, Trial
-from autockpt.schema.workload import SEEDS, WorkloadSpec
+from autockpt.schema.workload import SEEDS, Stage, WorkloadSpec
 
 _VERSIONS = ("autockpt", "torch", "transformers")
 _NO_FIGURES = {"description", "sources", "environment", "measured"}  # a simulation does not depend on them
@@ -87,6 +87,12 @@ class SearchRequest(Data):
         """The workload, in questions that no live step is asked."""
         assert self.workload is not None
         return self.workload
+
+    @property
+    def all_stages(self) -> bool:
+        """Whether plans for all stages of a pipeline are asked for."""
+        stage = self.workload and self.workload.stage
+        return bool(stage) and Stage.parse(stage).number is None
 
     @property
     def anew(self) -> bool:
@@ -233,6 +239,37 @@ class BatchAnswer(Data):
             rows, times, plan, peak, seconds, rate, share = setting.cells(self.best)
             lines.append(f"{rows} × {times}: {rate} {self.unit}/s ({share}), update {seconds}, peak {peak}, {plan}")
         return lines
+
+
+class StagePlan(Data):
+    """A stage of a pipeline, its search, and the plan for it: the leanest that is no slower than the slowest stage."""
+
+    stage: str = Field(description="as in a job file: 1/4")
+    layers: int
+    plan: Plan
+    path: Path | None = Field(default=None, description="where to load the plan from")
+    outcome: SearchOutcome
+
+    @property
+    def score(self) -> Measurement | Prediction:
+        """What the plan was measured, or simulated, to do."""
+        score = self.plan.measured or self.plan.predicted
+        assert score is not None
+        return score
+
+
+class PipelineAnswer(Data):
+    """A plan for each stage of a pipeline. ``faster_cut`` are layers by stage that balance better, by ghost runs, and
+    ``cut_seconds`` what the slowest stage would then take."""
+
+    stages: tuple[StagePlan, ...]
+    faster_cut: tuple[int, ...] = ()
+    cut_seconds: float | None = None
+
+    @property
+    def slowest(self) -> StagePlan:
+        """The stage whose step all others wait for."""
+        return max(self.stages, key=lambda stage: stage.score.step_seconds or 0.0)
 
 
 class Listener(Protocol):

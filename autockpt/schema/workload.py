@@ -7,9 +7,9 @@ import re
 from functools import cached_property
 from math import prod
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, NamedTuple, Self
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from autockpt.schema.base import Data
 
@@ -30,19 +30,45 @@ SHARDED = re.compile(r"([1-9]\d{0,3}x)?[1-9]\d{0,3}( kept)?|tp[1-9]\d{0,3}")
 (``reshard_after_forward=False``); or tensor parallelism."""
 
 
-STAGE = re.compile(r"(\d{1,3})/(\d{1,3})( gpipe| 1f1b)?")
-"""``stage``: so many stages come before it, of so many; and the schedule of the pipeline."""
+_STAGE = re.compile(r"(?:(\d{1,3})/)?([1-9]\d{0,3}(?:,[1-9]\d{0,3})*)( gpipe| 1f1b)?")
 
 
-def _stage(value: str) -> str:
-    match = STAGE.fullmatch(value)
-    if match is None or int(match[1]) >= int(match[2]):
-        raise ValueError(
-            "0/4, 1/4, 0/4 gpipe or 0/4 1f1b is needed: a stage, counted from 0, of so many. Zero-bubble schedules run "
-            "backward in two halves and keep until the second what was recomputed for the first: they are not planned "
-            "for, nor are several stages on one GPU"
-        )
-    return value
+class Stage(NamedTuple):
+    """``stage``: so many stages come before it (None: all stages are meant), of ``count``, each of so many ``layers``.
+
+    ``layers`` None: as many in each, as far as they can be divided.
+    """
+
+    number: int | None
+    count: int
+    layers: tuple[int, ...] | None
+    schedule: str
+
+    @classmethod
+    def parse(cls, text: str) -> Stage:
+        """Raises ValueError for what is none, in words for people."""
+        match = _STAGE.fullmatch(text)
+        sizes = tuple(map(int, match[2].split(","))) if match is not None else (0,)
+        count = len(sizes) if len(sizes) > 1 else sizes[0]
+        if match is None or (match[1] is not None and int(match[1]) >= count):
+            raise ValueError(
+                "4 (all of four stages), 0/4, 1/4, 0/4 gpipe or 0/4 1f1b is needed: a stage, counted from 0, of so "
+                "many; or 1/9,9,8,6 with the layers of each. Zero-bubble schedules run backward in two halves and keep "
+                "until the second what was recomputed for the first: they are not planned for, nor are several stages "
+                "on one GPU"
+            )
+        number = None if match[1] is None else int(match[1])
+        return cls(number, count, sizes if len(sizes) > 1 else None, (match[3] or "").strip())
+
+    def single(self) -> list[str]:
+        """Each stage of this pipeline as ``stage`` names it."""
+        cut = ",".join(map(str, self.layers)) if self.layers else str(self.count)
+        return [f"{i}/{cut} {self.schedule}".strip() for i in range(self.count)]
+
+
+def _stage(value: str | int) -> str:
+    Stage.parse(str(value))
+    return str(value)
 
 
 def _sharded(value: int | str) -> int | str:
@@ -93,8 +119,8 @@ class WorkloadSpec(Data):
     grpo_prompt_len: int | None = Field(
         default=None, gt=0, le=MOST, description="TRL's GRPO or RLOO step: tokens of seq_len that are the prompt"
     )
-    stage: Annotated[str, AfterValidator(_stage)] | None = Field(
-        default=None, description="one stage of a pipeline, as '1/4' or '1/4 gpipe'; accumulate micro-batches"
+    stage: Annotated[str, BeforeValidator(_stage)] | None = Field(
+        default=None, description="a stage of a pipeline ('1/4', '1/4 gpipe'), or all ('4'); accumulate micro-batches"
     )
 
     @model_validator(mode="after")

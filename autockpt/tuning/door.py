@@ -24,19 +24,25 @@ from autockpt.schema import (
     parse_size,
 )
 from autockpt.schema.base import unfit
-from autockpt.schema.request import BatchAnswer
+from autockpt.schema.request import BatchAnswer, PipelineAnswer
 from autockpt.shipped import load_hardware, load_space
 from autockpt.tuning.batches import search_batch_sizes
 from autockpt.tuning.lengths import search_lengths
+from autockpt.tuning.pipeline import search_stages
 from autockpt.tuning.search import run_search
 from autockpt.tuning.sizes import with_longest
 from autockpt.workload import Step
 from autockpt.workload.lengths import lengths_of
 
 
-def answer(request: SearchRequest, listener: Listener | None = None) -> SearchOutcome | BatchAnswer:
-    """Search for a plan; with its micro-batch, sets of choices by length, or the longest sequences, where asked for."""
+def answer(request: SearchRequest, listener: Listener | None = None) -> SearchOutcome | BatchAnswer | PipelineAnswer:
+    """Search for a plan; with its micro-batch, sets of choices by length, or the longest sequences, where asked for.
+
+    Or for one of each stage of a pipeline.
+    """
     listener = listener or Silence()
+    if request.all_stages:
+        return search_stages(request, listener)
     on_ranks = request.workload is not None and request.hardware is None and launched() > 1
     if on_ranks or (request.step is not None and not request.others_wait and ranks_here() > 1):
         _refuse_on_ranks(request)

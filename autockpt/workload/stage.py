@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from autockpt.errors import UsageError, WorkloadError
-from autockpt.schema.workload import STAGE, WorkloadSpec
+from autockpt.schema.workload import Stage, WorkloadSpec
 from autockpt.workload.losses import inner_model
 from autockpt.workload.storages import each_tensor, nested_tensors
 
@@ -127,29 +127,35 @@ def hidden_states(model: nn.Module, batch: dict[str, Any]) -> Tensor:
 
 
 def cut(model: nn.Module, batch: dict[str, Any], spec: WorkloadSpec) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The batch of ``spec.stage`` and what else its Step needs. The model loses its other parts; layers divide evenly.
+    """The batch of ``spec.stage`` and what else its Step needs. The model loses its other parts.
 
     Modules keep the names that they have in the whole model, so one plan serves a stage however it is cut out. Raises
-    UsageError for a model that has no plan for pipelines, or fewer layers than stages.
+    UsageError for a model that has no plan for pipelines, or other layers than the stages have.
     """
-    match = STAGE.fullmatch(spec.stage or "")
-    assert match is not None
-    number, stages = int(match[1]), int(match[2])
+    number, stages, sizes, schedule = Stage.parse(spec.stage or "")
+    if number is None:
+        raise UsageError(
+            f"`stage: {spec.stage}` are all stages of a pipeline, which `autockpt search` alone takes one by one",
+            remedy=f"Name one: `stage: {Stage.parse(spec.stage or '').single()[0]}`.",
+        )
     inner: Any = inner_model(model)
     base = getattr(inner, "base_model", inner)
     names = list(getattr(getattr(base, "config", None), "base_model_pp_plan", None) or ())
     at = next((i for i, name in enumerate(names) if isinstance(getattr(base, name, None), nn.ModuleList)), None)
-    if at is None or len(getattr(base, names[at])) < stages:
+    layers = () if at is None else getattr(base, names[at])
+    if at is None or len(layers) < stages or (sizes is not None and sum(sizes) != len(layers)):
         raise UsageError(
             f"{type(inner).__name__} cannot be cut into {stages} stages: "
-            + ("transformers has no plan for it" if at is None else "it has fewer layers"),
+            + ("transformers has no plan for it" if at is None else f"it has {len(layers)} layers"),
             remedy="Name a function instead of the model that returns autockpt.Step(stage, batch, in_flight=k).",
         )
-    first, last, layers = number == 0, number == stages - 1, getattr(base, names[at])
+    first, last = number == 0, number == stages - 1
+    sizes = sizes or tuple(sum(i * stages // len(layers) == s for i in range(len(layers))) for s in range(stages))
+    own = range(sum(sizes[:number]), sum(sizes[: number + 1]))
     for name in (*(() if first else names[:at]), *(() if last else names[at + 1 :])):
         setattr(base, name, Elsewhere())
     for i in range(len(layers)):
-        if i * stages // len(layers) != number:
+        if i not in own:
             layers[i] = Elsewhere()
     if not last:
         inner.set_output_embeddings(Elsewhere())
@@ -160,5 +166,5 @@ def cut(model: nn.Module, batch: dict[str, Any], spec: WorkloadSpec) -> tuple[di
         size = (*ids.shape, base.config.get_text_config().hidden_size)
         hidden = torch.randn(size, dtype=dtype, device=ids.device, requires_grad=True)
         batch = {name: value for name, value in batch.items() if name != "input_ids"} | {"inputs_embeds": hidden}
-    held = spec.accumulate if match[3] == " gpipe" else min(spec.accumulate, stages - number)
+    held = spec.accumulate if schedule == "gpipe" else min(spec.accumulate, stages - number)
     return batch, {"loss": None if last else hidden_states, "in_flight": held}

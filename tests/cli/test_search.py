@@ -7,10 +7,10 @@ from types import SimpleNamespace
 import pytest
 
 from autockpt.analysis.sentences import answer_rows, loading_lines
-from autockpt.cli.search import print_answer
+from autockpt.cli.search import print_answer, print_stages
 from autockpt.errors import InfeasibleError
 from autockpt.schema import Comparison, Listener, Measurement, SearchOutcome, SearchRequest, Verdict, WorkloadSpec
-from autockpt.schema.request import BatchAnswer, BatchSetting
+from autockpt.schema.request import BatchAnswer, BatchSetting, PipelineAnswer, StagePlan
 from autockpt.tuning import search_request
 from tests.analysis.samples import make_run
 from tests.samples import MIB, console, outcome, row, trial
@@ -297,6 +297,19 @@ def test_save_everything_that_does_not_fit_says_so() -> None:
     assert "~+10.3 %" in cells(text, "ours") and "~ simulated, not measured" in text
     unmeasured = outcome(rows=(row("none", "not_measured", 612, 0.4, None), row("ours", "fits", 441, 0.5, None)))
     assert "does not fit" in cells(printed(unmeasured), "none") and " no " in cells(printed(unmeasured), "none")
+
+
+def test_all_stages_stand_in_one_table() -> None:
+    one = outcome()
+    assert one.plan is not None
+    stages = tuple(
+        StagePlan(stage=f"{i}/2", layers=12, plan=one.plan, path=Path(f"plan_{i}.yaml"), outcome=one) for i in (0, 1)
+    )
+    screen, raw = console(100)
+    print_stages(PipelineAnswer(stages=stages, faster_cut=(13, 11), cut_seconds=0.4), screen)
+    text = raw.getvalue().decode()
+    assert cells(text, "1/2").split()[:3] == ["1/2", "12", "441"] and "`stage: 13,11`" in " ".join(text.split())
+    assert "plan_0.yaml" in text and "plan_1.yaml" in text
 
 
 def test_ranks_are_shown_where_they_differ() -> None:
