@@ -182,19 +182,15 @@ class Unbound:
 
 
 def inner_of(module: nn.Module, state: Attachment) -> Callable[..., Any]:
-    """The forward that the attachment stands before, to be called more than once."""
+    """The forward that the attachment stands before. The class is asked anew each time: FSDP2 exchanges it."""
     if state.unbound is not None:
         return functools.partial(state.unbound, module)
     return functools.partial(type(module).forward, module) if state.inner is None else state.inner
 
 
 def call_inner(module: nn.Module, state: Attachment, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run the forward that the attachment stands before. The class is asked anew each time: FSDP2 exchanges it."""
-    if state.unbound is not None:
-        return state.unbound(module, *args, **kwargs)
-    if state.inner is None:
-        return type(module).forward(module, *args, **kwargs)
-    return state.inner(*args, **kwargs)
+    """Run the forward that the attachment stands before."""
+    return inner_of(module, state)(*args, **kwargs)
 
 
 def take_off(module: nn.Module, forward: AttachedForward) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import errno
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +14,7 @@ from torch import Tensor, nn
 from autockpt.checkpointing.offloaded import SMALL_BYTES
 from autockpt.devices import disk
 from autockpt.devices.disk import CpuTransport
-from autockpt.errors import ConflictError, HostBudgetExceeded, InPlaceError, MeasurementError
+from autockpt.errors import ConflictError, HostBudgetExceeded, InPlaceError
 from autockpt.runtime import attach
 from autockpt.schema.choices import OFFLOAD, RECOMPUTE, SAVE, Choice, Offload, RecomputeOffload
 from tests.errors import raises
@@ -360,22 +358,6 @@ def test_a_rerun_happens_once_with_its_input_fetched():
         assert (counted.calls, transport.queues.sent, transport.queues.fetched) == (3, 3 * 4 * N, 0)
         loss.backward()
     assert (counted.calls, transport.queues.sent, transport.queues.fetched) == (6, 3 * 4 * N, 3 * 4 * N)
-
-
-def test_a_failed_write_is_an_error_and_leaves_no_gradient(tmp_path, monkeypatch):
-    model = Model(lambda unit, x: (x * unit.weight).sin())
-    _, give = ways(tmp_path)
-
-    def full(fd, data, offset):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(os, "pwritev", full)
-    with (
-        attach(model, dict.fromkeys(model.offloaded(), DISK), transport=give),
-        raises(MeasurementError, "No space left"),
-    ):
-        run(model)
-    assert all(parameter.grad is None for parameter in model.parameters())
 
 
 def test_the_host_budget_is_a_bound_of_the_step():

@@ -32,11 +32,7 @@ def test_it_says_what_was_attached_and_takes_it_off():
     assert attached_to(model.model.layers[1]) is not None
     session.remove()
     assert not any("forward" in m.__dict__ for m in model.modules())
-
-
-def test_save_everywhere_attaches_nothing_at_all():
-    model = LLAMA.make()
-    with attach(model, dict.fromkeys(layers(), SAVE)):
+    with attach(model, dict.fromkeys(layers(), SAVE)):  # nothing at all
         assert not any("forward" in m.__dict__ for m in model.modules())
 
 
@@ -163,17 +159,14 @@ def test_names_are_found_on_wrapped_models():
         assert attached_to(compiled._orig_mod.model.layers[1]) is not None
 
 
-def test_save_everywhere_is_refused_where_the_model_recomputes():
+def test_other_checkpointing_in_the_model_is_refused():
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
     model = LLAMA.make()
     model.model.layers[0].gradient_checkpointing = True
     for choices in ({}, dict.fromkeys(layers(), SAVE)):
         with raises(ConflictError, "model.layers.0", "gradient_checkpointing=True"):
             attach(model, choices)
-
-
-def test_wrappers_that_would_do_it_twice_are_refused():
-    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-
     model = LLAMA.make()
     model.model.layers[0] = checkpoint_wrapper(model.model.layers[0])
     with raises(ConflictError, "CheckpointWrapper"):
