@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from autockpt.progress import describe_numbers
 from autockpt.runtime import Handle, apply
 from autockpt.schema import Trial, words
 from autockpt.schema.plan import Plan, applied
-from autockpt.schema.request import Listener, SearchOutcome, SearchRequest
+from autockpt.schema.request import Listener, SearchOutcome
 from autockpt.schema.runs import plan_at
 from autockpt.tuning import answer, search_request
 from autockpt.workload import Step
@@ -29,71 +28,6 @@ QUIET = 60.0
 """Seconds between two lines of progress: a line for every trial would fill the log of the training."""
 _SIMULATED = "for FSDP and ZeRO-3 simulated, with `shard: N` in a --job file and --hardware"
 _OPTIONS = ("headroom", "host_budget", "allow_inexact", "space", "trials", "seed", "fresh")
-
-
-@dataclass(frozen=True)
-class PlanWanted:
-    """A plan that is still to be found, as ``request`` asks for it, of the step that training will take.
-
-    Without a timeout the search takes ``TIMEOUT``, and at most a tenth of the training's predicted time, but at least
-    the baselines. ``own_lengths``: sets of choices for the lengths of the trainer's data set are to be found, too.
-    """
-
-    request: SearchRequest
-    own_lengths: bool = False
-
-    def find(
-        self,
-        step_of: Callable[[Any], Step],
-        first: Any,
-        *,
-        rows: int | None,
-        steps: int | None,
-        processes: int,
-        dataset: Any,
-        collate: Any,
-        folder: Path,
-    ) -> Plan:
-        """Search with the trainer's own step, or find what an earlier run has answered.
-
-        ``step_of`` makes that step of a batch; ``first`` is the batch that training begins with, ``rows`` those of a
-        micro-batch by the trainer's settings, ``steps`` the optimizer steps that the training will take where they are
-        known. With ``lengths`` the plan has sets of choices for them, or for those of the data set. Runs are kept in
-        the trainer's ``folder``, or in ``out`` where that was given. Raises what ``autockpt.search`` raises, without
-        its inner frames.
-        """
-        request = self.request
-        batch, source = largest_batch(first, dataset, collate, rows)
-        say(f"planning for {source}")
-        step, lengths = step_of(batch), OWN if self.own_lengths else request.lengths
-        if lengths is not None:
-            lengths, said = lengths_here(lengths, step, dataset, collate)
-            say(f"lengths: {said}")
-        timeout = TIMEOUT if request.timeout is None else request.timeout
-        asked = {
-            "step": step,
-            "lengths": lengths,
-            "out": request.out or folder,
-            "timeout": timeout,
-            "training_steps": steps if request.timeout is None else None,
-            "others_wait": processes > 1,
-        }
-        began, heard = time.monotonic(), _Progress()
-        say(f"searching for a plan within {request.budget.text}, for at most {words.seconds(timeout)}")
-        try:
-            outcome = answer(request.model_copy(update=asked), heard)
-        except AutockptError as error:
-            raise error.with_traceback(None) from None
-        assert isinstance(outcome, SearchOutcome)
-        if (plan := outcome.plan) is None:
-            raise KeyboardInterrupt
-        if lengths is not None:
-            for line in outcome.notes[-2:]:  # what the sets gain, and for which batches
-                say(line)
-        took = words.seconds(time.monotonic() - began)
-        what = f"found in {took}" if heard.trials else f"known from an earlier run, read in {took}"
-        say(f"the plan was {what}; `autockpt history {outcome.run_directory} --page` writes a page about it")
-        return plan
 
 
 class _Progress(Listener):
@@ -122,7 +56,7 @@ class _Progress(Listener):
 
 
 class PlanCallback:
-    """What the callbacks of all trainers share: a plan, or the wish for one, and what was attached.
+    """What the callbacks of all trainers share: a plan, or how to find one, and what was attached.
 
     Raises UsageError unless exactly one of plan and budget is given, for a malformed budget and for options that no
     search has; PlanError for a malformed plan.
@@ -140,7 +74,7 @@ class PlanCallback:
     ) -> None:
         super().__init__()
         self.handle: Handle | None = None
-        self.plan: Plan | PlanWanted
+        self.plan: Plan | None = None  # yet to be found
         if (plan is None) == (budget is None):
             given = "neither a plan nor a budget" if plan is None else "a plan and a budget"
             raise UsageError(
@@ -171,7 +105,61 @@ class PlanCallback:
         )
         if lengths is not None:
             request.budget.refuse_share("differs by length")
-        self.plan = PlanWanted(request, own)
+        self._request, self._own_lengths = request, own
+
+    def find_plan(
+        self,
+        step_of: Callable[[Any], Step],
+        first: Any,
+        *,
+        rows: int | None,
+        steps: int | None,
+        processes: int,
+        dataset: Any,
+        collate: Any,
+        folder: Path,
+    ) -> Plan:
+        """Search with the trainer's own step, or find what an earlier run has answered.
+
+        ``step_of`` makes that step of a batch; ``first`` is the batch that training begins with, ``rows`` those of a
+        micro-batch by the trainer's settings, ``steps`` the optimizer steps that the training will take where they are
+        known. Without a timeout the search takes ``TIMEOUT``, and at most a tenth of the training's predicted time, but
+        at least the baselines. With ``lengths`` the plan has sets of choices for them, or for those of the data set.
+        Runs are kept in the trainer's ``folder``, or in ``out`` where that was given. Raises what ``autockpt.search``
+        raises, without its inner frames.
+        """
+        request = self._request
+        batch, source = largest_batch(first, dataset, collate, rows)
+        say(f"planning for {source}")
+        step, lengths = step_of(batch), OWN if self._own_lengths else request.lengths
+        if lengths is not None:
+            lengths, said = lengths_here(lengths, step, dataset, collate)
+            say(f"lengths: {said}")
+        timeout = TIMEOUT if request.timeout is None else request.timeout
+        asked = {
+            "step": step,
+            "lengths": lengths,
+            "out": request.out or folder,
+            "timeout": timeout,
+            "training_steps": steps if request.timeout is None else None,
+            "others_wait": processes > 1,
+        }
+        began, heard = time.monotonic(), _Progress()
+        say(f"searching for a plan within {request.budget.text}, for at most {words.seconds(timeout)}")
+        try:
+            outcome = answer(request.model_copy(update=asked), heard)
+        except AutockptError as error:
+            raise error.with_traceback(None) from None
+        assert isinstance(outcome, SearchOutcome)
+        if (plan := outcome.plan) is None:
+            raise KeyboardInterrupt
+        if lengths is not None:
+            for line in outcome.notes[-2:]:  # what the sets gain, and for which batches
+                say(line)
+        took = words.seconds(time.monotonic() - began)
+        what = f"found in {took}" if heard.trials else f"known from an earlier run, read in {took}"
+        say(f"the plan was {what}; `autockpt history {outcome.run_directory} --page` writes a page about it")
+        return plan
 
     def remove(self) -> None:
         """Take the plan off the model where it is still on. Idempotent."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Callable
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -14,7 +15,7 @@ from torch import nn
 from torch.optim import LBFGS
 
 from autockpt.errors import PlanError, UsageError
-from autockpt.integrations.at_start import PlanCallback, PlanWanted, found_once, refuse_search
+from autockpt.integrations.at_start import PlanCallback, found_once, refuse_search
 from autockpt.runtime import choices_for
 from autockpt.schema.plan import Plan
 from autockpt.workload import Step, ddp_of, discover_units, find_loss, move
@@ -60,14 +61,14 @@ class AutockptLightningCallback(PlanCallback, *_callback_classes()):  # type: ig
     def on_fit_start(self, trainer: Any, pl_module: nn.Module) -> None:
         self.remove()
         self.handle = None
-        if isinstance(self.plan, Plan):
+        if self.plan is not None:
             self._apply(self.plan, called_part(pl_module, self.plan), aloud=_is_first(trainer))
         else:
             _refuse_unsearchable(trainer, pl_module)
 
     def on_train_batch_start(self, trainer: Any, pl_module: nn.Module, batch: Any, batch_idx: int) -> None:
-        if self.handle is None and isinstance(plan := self.plan, PlanWanted):
-            found = found_once(lambda: _search(trainer, pl_module, plan, batch, batch_idx))
+        if self.handle is None and self.plan is None:
+            found = found_once(lambda: _search(trainer, pl_module, self.find_plan, batch, batch_idx))
             bar = getattr(trainer.progress_bar_callback, "train_progress_bar", None)
             if (unpause := getattr(bar, "unpause", None)) is not None:  # tqdm's, which is to count training alone
                 unpause()
@@ -95,7 +96,7 @@ def _refuse_unsearchable(trainer: Any, module: Any) -> None:
     refuse_search("AutockptLightningCallback", reasons)
 
 
-def _search(trainer: Any, module: Any, plan: PlanWanted, first: Any, index: int) -> Plan:
+def _search(trainer: Any, module: Any, find: Callable[..., Plan], first: Any, index: int) -> Plan:
     """Search with the module's own ``training_step``, batch and optimizer; nothing of it is another afterwards."""
     loaders = trainer.fit_loop._combined_loader.flattened
     loader = loaders[0] if len(loaders) == 1 else None
@@ -126,7 +127,7 @@ def _search(trainer: Any, module: Any, plan: PlanWanted, first: Any, index: int)
 
     # what the module logs meanwhile is dropped
     with patch.dict(vars(module), dict.fromkeys(("log", "log_dict"), lambda *args, **kwargs: None)):
-        return plan.find(
+        return find(
             step,
             first,
             rows=own,

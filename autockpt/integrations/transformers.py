@@ -16,7 +16,7 @@ from torch import nn
 from transformers import TrainerCallback
 
 from autockpt.errors import ConflictError, UsageError
-from autockpt.integrations.at_start import PlanCallback, PlanWanted, found_once, refuse_search, say
+from autockpt.integrations.at_start import PlanCallback, found_once, refuse_search, say
 from autockpt.schema.plan import Plan
 from autockpt.workload import Step, ddp_of, move
 
@@ -60,13 +60,13 @@ class AutockptCallback(PlanCallback, TrainerCallback):
         take_over(args, kwargs["model"], aloud=state.is_world_process_zero)
         self.remove()  # left from a run that was interrupted, or that is tried again with a smaller batch
         self.handle = None
-        if isinstance(self.plan, Plan):
+        if self.plan is not None:
             self._apply(self.plan, kwargs["model"], aloud=state.is_world_process_zero)
         else:
             trainer = calling_trainer()
             _restore(trainer)
             _refuse_unsearchable(trainer)
-            self._await_batches(trainer, self.plan)
+            self._await_batches(trainer)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self.handle is None:
@@ -77,10 +77,10 @@ class AutockptCallback(PlanCallback, TrainerCallback):
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.remove()
-        if isinstance(self.plan, PlanWanted):
+        if self.plan is None:
             _restore(calling_trainer())
 
-    def _await_batches(self, trainer: Any, plan: PlanWanted) -> None:
+    def _await_batches(self, trainer: Any) -> None:
         """Search once the batches of the first step are there: drawn as ever, so the order of the data stays."""
 
         def get_batch_samples(*args: Any, **kwargs: Any) -> Any:
@@ -88,7 +88,7 @@ class AutockptCallback(PlanCallback, TrainerCallback):
             batches, items = drawn
             if batches:
                 del trainer.get_batch_samples
-                found = self._find(trainer, lambda: _search(trainer, plan, batches[0], items))
+                found = self._find(trainer, lambda: _search(trainer, self.find_plan, batches[0], items))
                 self._apply(found, trainer.model, aloud=trainer.state.is_world_process_zero)
             return drawn
 
@@ -163,7 +163,7 @@ def _refuse_unsearchable(trainer: Any) -> None:
     refuse_search("AutockptCallback", reasons, *ways[: args.torch_compile or makes_batches])
 
 
-def _search(trainer: Any, plan: PlanWanted, first: Any, items: Any) -> Plan:
+def _search(trainer: Any, find: Callable[..., Plan], first: Any, items: Any) -> Plan:
     """Search with the Trainer's own model, loss and optimizer; nothing of it is another afterwards.
 
     ``first`` is the batch that training begins with, ``items`` are the labels in an update of it.
@@ -192,7 +192,7 @@ def _search(trainer: Any, plan: PlanWanted, first: Any, items: Any) -> Plan:
         model.train()
         if callable(prepare := getattr(optimizer, "train", None)):
             prepare()
-        return plan.find(
+        return find(
             step,
             first,
             rows=trainer.state.train_batch_size,
