@@ -188,13 +188,13 @@ def peak_op(graph: Graph) -> int:
     return int(np.argmax(timeline)) if len(timeline) else 0
 
 
-def curve(held: StepBytes, points: int = POINTS) -> Curve:
-    """The bytes of a cycle in at most ``points`` runs of ops, each at its worst op, so that no peak is lost."""
+def curve(held: StepBytes) -> Curve:
+    """The bytes of a cycle in at most ``POINTS`` runs of ops, each at its worst op, so that no peak is lost."""
     graph = held.graph
     n = len(graph.ops)
     total = bytes_timeline(graph) + held.overhead + held.reserved
     growing, moving = held.together(GROWING), held.together(COME_AND_GO)
-    at = resampled(total.tolist(), min(points, n))
+    at = resampled(total.tolist(), min(POINTS, n))
     at_peak = peak_op(graph)
     op = graph.ops[at_peak] if graph.ops else None
     return Curve(

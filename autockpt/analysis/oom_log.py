@@ -50,7 +50,6 @@ class DeviceFailure(Data):
 class LogReading(Data):
     """What a log tells of its last failure, and of its run."""
 
-    path: str = ""
     failure: DeviceFailure | None = None
     host: bool = Field(default=False, description="the host's memory ran out, not the device's")
     ranks: tuple[int, ...] = Field(default=(), description="ranks that ran out of memory")
@@ -136,7 +135,7 @@ def read_log(path: Path) -> LogReading:
         raise UsageError(f"{path} cannot be read: {reason(error)}", remedy="Name the log of the failed run.") from None
     # PowerShell's redirection writes UTF-16
     text = data.decode("utf-16" if head.startswith((b"\xff\xfe", b"\xfe\xff")) else "utf-8", errors="replace")
-    reading = read_text(text).model_copy(update={"path": str(path)})
+    reading = read_text(text)
     if reading.failure is None and not reading.host:
         errors = _LAST_ERROR.findall(text[-_STACK:])
         raise UsageError(

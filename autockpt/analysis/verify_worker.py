@@ -14,9 +14,8 @@ from autockpt.measuring.snapshot import Snapshot
 from autockpt.runtime import attach
 from autockpt.verification import Observation, RunCounter, coarsest, deterministically, kept_state, observe
 from autockpt.workload import Step, discover_head
+from autockpt.workload.step import DTYPES
 from autockpt.workload.units import plan_units
-
-_AUTOCAST = {"bf16": "bfloat16", "fp16": "float16"}
 
 
 def choices_of(runner: StepRunner, payload: dict[str, Any]) -> dict[str, Any]:
@@ -80,6 +79,7 @@ def _restored(workload: Step) -> Iterator[None]:
 
 def _types(workload: Step) -> list[str]:
     """The floating point types of a model's weights and of its autocast."""
-    autocast = workload.spec.autocast if workload.spec is not None else None
-    types = {str(p.dtype).removeprefix("torch.") for p in workload.model.parameters() if p.is_floating_point()}
-    return sorted(types) + ([_AUTOCAST.get(str(autocast), "bfloat16")] if autocast else [])
+    types = {p.dtype for p in workload.model.parameters() if p.is_floating_point()}
+    if workload.spec is not None and workload.spec.autocast is not None:
+        types.add(DTYPES[workload.spec.autocast])
+    return [str(dtype).removeprefix("torch.") for dtype in types]
