@@ -135,9 +135,7 @@ class RemakeState(Attachment):
         return unit
 
     def _new(self, module: nn.Module) -> RecordedUnit:
-        planned, first = PlannedUnit(self.unit, module, self._choice), Learnt.units is None
-        scopes = dict.fromkeys(_named(planned, "within").values(), "within")
-        scopes |= dict.fromkeys(_named(planned, "keep").values(), "keep")
+        scopes, first = _scopes(PlannedUnit(self.unit, module, self._choice)), Learnt.units is None
         watching, calls = functools.partial(Watching, self.unit), self._first_calls if first else 1
         return RecordedUnit(self.unit, module, watching, self._keeps, scopes, calls, compares=first)
 
@@ -146,14 +144,14 @@ class RemakeState(Attachment):
         return EVERYTHING in keep or (ATTENTION in keep and is_attention(func))
 
 
-def _named(unit: PlannedUnit, field: str) -> dict[str, nn.Module]:
-    """The modules inside of a unit that its choice names. Raises PlanError."""
+def _scopes(unit: PlannedUnit) -> dict[nn.Module, str]:
+    """The modules inside of a unit that its choice names, and by which field. Raises PlanError."""
     choice = unit.choice
     assert isinstance(choice, Remake)
-    if field == "within":
-        return modules_named(unit, choice.within, "whose tensors could be made again")
     keep = [] if EVERYTHING in choice.keep else [name for name in choice.keep if name != ATTENTION]
-    return modules_named(unit, keep, "whose output could be kept")
+    within = modules_named(unit, choice.within, "whose tensors could be made again")
+    kept = modules_named(unit, keep, "whose output could be kept")
+    return dict.fromkeys(within.values(), "within") | dict.fromkeys(kept.values(), "keep")
 
 
 @outside_graphs("remake", "makes single tensors again, which a compiled graph no longer shows", inside=True)
@@ -221,8 +219,7 @@ class RemakePolicy(Policy):
         choice = unit.choice
         assert isinstance(choice, Remake)
         refuse_modules(unit.module, unit.name, torch.jit.ScriptModule)
-        _named(unit, "within")
-        _named(unit, "keep")
+        _scopes(unit)
         session.place(unit.module, run_rematerialized, RemakeState(unit.name, choice))
         kept = "matrix products and attention" if EVERYTHING in choice.keep else ", ".join(choice.keep)
         where = f" of {', '.join(choice.within)}" if choice.within else ""
