@@ -53,7 +53,6 @@ _CAUSES = (
     "a tensor was written to by `.data` or NumPy; a function of torch.jit.script was compiled anew; memory or hardware "
     "failed."
 )
-_OF_THE_PROCESS = ("open", "_pending", "on_devices")
 _current_node: Callable[[], Any] = torch._C._current_autograd_node
 _sequence_nr: Callable[[], int] = torch.autograd._get_sequence_nr  # type: ignore[attr-defined]
 _graph_task: Callable[[], int] = torch._C._current_graph_task_id
@@ -87,19 +86,12 @@ class DivergenceCheck:
         self.measured = False
         self.units: list[UnitCheck] = []
         self._warned = False
-        self._reset()
-
-    def _reset(self) -> None:
         self.open: list[weakref.ref[CheckedCall]] = []  # of the present forward
         self._pending: dict[int, dict[int, CheckedCall]] = {}
         self.on_devices = DeviceSamples()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {k: v for k, v in self.__dict__.items() if k not in _OF_THE_PROCESS}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._reset()
+        return {**self.__dict__, "open": [], "_pending": {}, "on_devices": DeviceSamples()}
 
     def unit(self, name: str) -> UnitCheck | None:
         """The check of one more attachment; None where all are off."""

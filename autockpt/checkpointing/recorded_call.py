@@ -54,6 +54,7 @@ _MOST = 64
 """Signatures of a unit whose recipes are known at a time."""
 _EXACT = frozenset((type(None), bool, int, float, str, torch.dtype, torch.device, torch.Size))
 _NUMBERS = (bool, int, float, str)
+_NOTHING = nullcontext()
 _KEPT = Position(None)
 _BEYOND = Position((torch.Size((-1,)), (), torch.bool))  # no tensor is like it
 _kind_of = operator.attrgetter("shape", "dtype", "requires_grad", "is_leaf", "device", "__class__")
@@ -215,7 +216,7 @@ class RecordedCall:
         self._observer = None if check is None else check.observer(new=known.recipe is None)
         self._lost = False
         self._memo: dict[int, torch.Tensor] = {}  # values that were made, until every position has them
-        self._left: Counter[int] | None = None
+        self._left: dict[int, int] | None = None  # positions that wait for a value
         self._stream: Any = None  # that they were made on
         if not self.is_recorded:
             assert known.recipe is not None
@@ -361,20 +362,17 @@ class RecordedCall:
         base = self._memo.get(position.value)
         if base is None:
             base = self._make(position.value, packed[2])
-        self._count_down(recipe, position.value)
+        # after the last position that has a value, a further backward may begin
+        if self._left is None:
+            self._left = dict(recipe.uses)
+        self._left[position.value] -= 1
+        if not self._left[position.value]:
+            self._memo.pop(position.value, None)
+            self._left[position.value] = recipe.uses[position.value]
         tensor = base if position.view is None else laid_out(base, position.view)
         if comparison is not None:
             comparison.handed(tensor)
         return tensor
-
-    def _count_down(self, recipe: Recipe, value: int) -> None:
-        """One more position has the value. After the last one a further backward may begin."""
-        if self._left is None:
-            self._left = Counter(recipe.uses)
-        self._left[value] -= 1
-        if not self._left[value]:
-            self._memo.pop(value, None)
-            self._left[value] = recipe.uses[value]
 
     def _make(self, wanted: int, cells: Sequence[Any]) -> torch.Tensor:
         """Run the ops that lead to a value, and keep what they make for other positions.
@@ -391,19 +389,25 @@ class RecordedCall:
         readers[wanted] += 1  # who is given it
         uses, memo = recipe.uses, self._memo
         below, uncast, plain = _C._AutoDispatchBelowAutograd(), _C._DisableAutocast(), _C.DisableTorchFunction()
-        with below, uncast, plain, running_again(self._unit.name), torch.enable_grad(), self._as_in_forward(recipe):
-            for step in steps:
-                made = step.run(values)
-                for index, value in step.outputs:
-                    tensor = made[index] if type(made) in (tuple, list) else made
-                    if value in uses:
-                        memo[value] = tensor
-                    if readers[value]:
-                        values[value] = tensor
-                for value in step.reads:
-                    readers[value] -= 1
-                    if not readers[value]:
-                        values.pop(value, None)
+        now, unit = switches(), self._unit.name
+        alone = _NOTHING if now == recipe.switches else one_at_a_time(unit)  # they belong to the process
+        with below, uncast, plain, running_again(unit), torch.enable_grad(), alone:
+            put_switches(recipe.switches, now)
+            try:
+                for step in steps:
+                    made = step.run(values)
+                    for index, value in step.outputs:
+                        tensor = made[index] if type(made) in (tuple, list) else made
+                        if value in uses:
+                            memo[value] = tensor
+                        if readers[value]:
+                            values[value] = tensor
+                    for value in step.reads:
+                        readers[value] -= 1
+                        if not readers[value]:
+                            values.pop(value, None)
+            finally:
+                put_switches(now, recipe.switches)
         self._stream = stream_of(values[wanted].device)
         return values[wanted]
 
@@ -436,19 +440,6 @@ class RecordedCall:
         remedy = "Change it after backward: an optimizer step before the last backward of a graph does this."
         what = f"{tuple(tensor.shape)} that {self._unit.name} saved, or makes others from"
         return InPlaceError.of(what, tensor._version, expected, remedy)
-
-    @contextmanager
-    def _as_in_forward(self, recipe: Recipe) -> Iterator[None]:
-        """With the kernels that the forward had."""
-        if (now := switches()) == recipe.switches:
-            yield
-            return
-        with one_at_a_time(self._unit.name):  # they belong to the process
-            put_switches(recipe.switches, now)
-            try:
-                yield
-            finally:
-                put_switches(now, recipe.switches)
 
 
 @contextmanager
