@@ -36,7 +36,7 @@ _SWITCHES: tuple[tuple[Callable[[], Any], Callable[[Any], None]], ...] = (
     # in which order they are tried: sdpa_kernel(..., set_priority=True)
     (lambda: tuple(_C._get_sdp_priority_order()), lambda order: _C._set_sdp_priority_order(list(order))),
     *(
-        (functools.partial(getattr, backend, name), functools.partial(setattr, backend, name))
+        (vars(type(backend))[name].getter, functools.partial(setattr, backend, name))
         for backend, name in (
             (torch.backends.cudnn, "enabled"),
             (torch.backends.cudnn, "deterministic"),
@@ -76,7 +76,6 @@ class ReplayContext:
         self, places: Sequence[Place] = (), generators: Sequence[torch.Generator] = (), python: bool = False
     ) -> None:
         self._places = places
-        self._outer: ReplayContext | None = None  # of what is around, while this one is in force
         self._torch = TorchStates(places)
         self._generators = [(generator, generator.get_state()) for generator in generators] if generators else ()
         self._python = _python_states() if python else None
@@ -98,7 +97,8 @@ class ReplayContext:
     def __enter__(self) -> None:
         """As before the forward, and afterwards as now."""
         generators = [generator for generator, _ in self._generators]
-        self._outer = now = ReplayContext(self._places, generators, self._python is not None)
+        self._outer: Any = ReplayContext(self._places, generators, self._python is not None)
+        now = self._outer
         if self._default_device != now._default_device:
             self._default_device.__enter__()
         self._block = self.autocast.put()
@@ -106,7 +106,6 @@ class ReplayContext:
 
     def __exit__(self, *raised: Any) -> None:
         now, self._outer = self._outer, None
-        assert now is not None
         now._put(self)
         self.autocast.take_back(self._block)
         if self._default_device != now._default_device:
