@@ -130,18 +130,12 @@ def search_request(
             remedy="Find the micro-batch with --global-batch at the longest sequence first, then give it as "
             "--batch-size with --lengths.",
         )
-    if isinstance(host_budget, str):
-        host_budget = parse_size(host_budget)
-    elif isinstance(host_budget, bool) or (host_budget is not None and host_budget <= 0):
-        raise UsageError(
-            f"a host budget of {host_budget!r} bytes allows nothing", remedy='Write it as "8GB" or "8GiB".'
-        )
     try:
         return SearchRequest(
             budget=parse_budget(budget).with_headroom(headroom, simulated=described is not None),
             workload=workload,
             step=step,
-            host_budget=host_budget,
+            host_budget=parse_size(host_budget) if isinstance(host_budget, str) else host_budget,
             space=load_space(space) if isinstance(space, str) else space,
             hardware=described and of_host_with(described, gpus_per_host),
             device=device,

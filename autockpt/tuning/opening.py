@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -84,7 +84,6 @@ def traced(
     tracer: Tracer,
     space: SearchSpace,
     inexact: bool = False,
-    notes: Sequence[str] = (),
     of_head: Choice = SAVE,
     listener: Listener = Silence(),
 ) -> Traced:
@@ -100,7 +99,7 @@ def traced(
     listener.stage("ghost-run each choice", len(space.choices) + len(of_heads))
     uniform = uniform_graphs(tracer, blocks, space.choices, listener=listener)
     heads = head_graphs(tracer, tracer.head, of_heads, listener)
-    notes = list(notes)
+    notes = list[str]()
     if refused := [kind for kind in space.choices if kind not in uniform]:
         notes.append(f"not for this model: {', '.join(refused)} (apply such a plan to see why)")
         space = space.without(refused)

@@ -67,10 +67,10 @@ class OnHardware(Simulated):
         with self.clock.stage("trace"):
             tracer = stack.enter_context(Tracer.from_spec(spec, hardware=hardware))
             space, notes = without_offload(request.space, hardware)
-            more = {"inexact": request.allow_inexact, "notes": notes, "listener": self.clock.listener}
+            more = {"inexact": request.allow_inexact, "listener": self.clock.listener}
             found = traced_for(stack, hardware, spec, tracer, space, **more)
         environment, named = environment_of_hardware(hardware), f"{hardware.name}, simulated"
-        return Prepared.of(request, found, environment, [said_of(hardware)], device=named)
+        return Prepared.of(request, found, environment, [*notes, said_of(hardware)], device=named)
 
     def cost_model(self, prepared: Prepared) -> CostModel:
         request, found, hardware = prepared.request, prepared.found, self.hardware
