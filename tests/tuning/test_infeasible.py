@@ -8,16 +8,19 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+import torch
+from torch import nn
 
-from autockpt.errors import ConflictError, InfeasibleError
+from autockpt.errors import ConflictError, InfeasibleError, UsageError
 from autockpt.schema import SearchRequest, Silence, WorkloadSpec, parse_budget
-from autockpt.schema.choices import ChunkedLoss
-from autockpt.schema.outlook import INEXACT, SMALLER, Alternative, batch, joined
+from autockpt.schema.outlook import FOUR_BITS, INEXACT, SMALLER, Alternative, batch, joined
 from autockpt.shipped import load_space
-from autockpt.tuning import infeasible, sizes
+from autockpt.tuning import infeasible, search_request, sizes
 from autockpt.tuning.clock import Clock
+from autockpt.tuning.infeasible import Change
+from autockpt.workload import Step
+from tests.errors import raises
 
-IN_CHUNKS = ChunkedLoss(tokens=256)
 SPEC = WorkloadSpec(model="llama-1b", batch_size=4, seq_len=1024)
 SETTINGS = {"batch_size": 4, "seq_len": 1024, "tokens": 4096}
 
@@ -121,3 +124,69 @@ def test_what_was_assumed_is_said_with_the_alternatives(monkeypatch: pytest.Monk
     with pytest.raises(InfeasibleError) as without, naming():
         raise InfeasibleError("nothing fits")
     assert remedy.startswith(without.value.remedy) and "counted" not in without.value.remedy
+
+
+ROWS, LENGTH = 4, 16
+
+
+def job(**more: Any) -> Change:
+    return Change(search_request(budget="1GB", **more))
+
+
+def described(**spec: Any) -> Change:
+    return job(workload=WorkloadSpec(**{"model": "llama-tiny"} | spec))
+
+
+def live(**batch: Any) -> Change:
+    model = nn.Linear(3, 3)
+    step = Step(model, batch, loss=lambda m, b: m(b).sum(), optimizer=torch.optim.AdamW(model.parameters()))
+    return job(step=step)
+
+
+def ids_of() -> torch.Tensor:
+    return torch.zeros(ROWS, LENGTH, dtype=torch.long)
+
+
+def shapes(change: Change) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(tensor.shape) for name, tensor in change.job.step.batch.items()}
+
+
+def test_a_live_batch_is_cut_by_rows_and_by_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(infeasible, "SHORTEST", LENGTH // 2)
+    ids, mask, scale = ids_of(), torch.zeros(ROWS, 1, LENGTH, LENGTH), torch.tensor(1.0)
+    long = live(input_ids=ids, mask=mask, scale=scale, pixels=torch.zeros(ROWS, 3, LENGTH))
+    smaller, _ = infeasible._smaller_batches(long, ROWS)
+    assert shapes(smaller) == {"input_ids": (2, 16), "mask": (2, 1, 16, 16), "scale": (), "pixels": (2, 3, 16)}
+    assert smaller.job.step.accumulate == 2 and smaller.job.step.settings["batch_size"] == 2
+    assert smaller.options == batch(2, 2)
+    (shorter,) = infeasible._shorter_sequences(long, LENGTH)
+    assert shapes(shorter)["mask"] == (ROWS, 1, 8, 8) and shapes(shorter)["pixels"] == (ROWS, 3, LENGTH)
+    assert long.job.step.batch["input_ids"] is ids and ids.shape == (ROWS, LENGTH)
+
+
+def test_a_batch_whose_tensors_are_not_rows_is_not_cut() -> None:
+    odd = live(ids=torch.zeros(ROWS, LENGTH), patches=torch.zeros(100, 3))
+    with raises(UsageError):
+        list(infeasible._smaller_batches(odd, ROWS))
+
+
+def test_optimizers_with_fewer_states() -> None:
+    trained = live(ids=torch.zeros(ROWS, LENGTH))
+    (leaner,) = infeasible._lean_optimizers(trained)
+    assert leaner.options == "optimizer sgd" and isinstance(leaner.job.step.optimizer, torch.optim.SGD)
+    assert isinstance(trained.job.step.optimizer, torch.optim.AdamW)
+    assert not list(infeasible._lean_optimizers(leaner))
+    names = [change.options for change in infeasible._lean_optimizers(described())]
+    assert names == ["optimizer adamw_fused", "optimizer sgd"]
+    simulated = job(workload=WorkloadSpec(model="llama-tiny"), hardware="h100")
+    names = [change.options.split()[1] for change in infeasible._lean_optimizers(simulated)]
+    assert names == ["adamw_fused", "adamw8bit", "sgd"]
+
+
+def test_adapters_then_a_base_in_4_bits_by_options() -> None:
+    rank = "LoRA of rank 16"
+    assert [change.options for change in infeasible._with_adapters(described())] == [rank, joined(rank, FOUR_BITS)]
+    (change,) = infeasible._with_adapters(described(lora=2))
+    assert change.options == FOUR_BITS and change.job.described.lora == 2 and change.job.described.load_in_4bit
+    assert not list(infeasible._with_adapters(described(lora=2, quantization={"load_in_8bit": True})))
+    assert not list(infeasible._with_adapters(live(ids=torch.zeros(ROWS, LENGTH)))), "a model at hand stays"
