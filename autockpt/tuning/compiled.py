@@ -282,7 +282,7 @@ class SplitProposer(Proposer):
                 yield Candidate(dict(choices), name, "seed")
         assert self.trials.budget_bytes is not None
         while not loop.used_up():
-            began, one_graph = self.target.clock.elapsed, self.target.mode == "model"
+            one_graph = self.target.mode == "model"
             plans = proposals(self.layers, self.trials.scored, self.trials.budget_bytes, one_graph=one_graph)
             untried = [plan for plan in plans if self.trials.find(plan) is None]
             if not untried:
@@ -291,4 +291,3 @@ class SplitProposer(Proposer):
             front, *others = untried[0].values()
             name = f"first {1 + others.count(front)} {named(front)}, then {named(others[-1])}"
             yield Candidate(untried[0], name, "proposed")
-            loop.took = self.target.clock.elapsed - began

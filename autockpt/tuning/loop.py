@@ -92,7 +92,10 @@ class Loop:
             with self.clock.part("well-known plans"):
                 self.proposer.begin()
             with self.clock.stage("baselines", len(self.proposer.known)):
-                self._baselines()
+                # plans that everybody knows, whatever they need: the budget may be a share of what they do
+                self._try(self.proposer.baselines(self))
+                for note in self.trials.notes:  # time to stop and mend it, and not everybody sees the answer's notes
+                    self.clock.listener.note(note)
             if shorter := self.clock.limit_by(trial.measured for trial in self.trials.all):
                 self.clock.listener.note(shorter)
             self.proposer.resolve(self.stopped)
@@ -106,9 +109,7 @@ class Loop:
                 if terms.most_candidates is not None:
                     steps = terms.most_candidates * (terms.checks + 1)
                 with self.clock.stage("search", steps):
-                    for candidate in self.proposer.candidates(self):
-                        if self.trials.find(candidate.choices) is None:
-                            self._try(candidate)
+                    self._try(self.proposer.candidates(self))
                 with self.clock.stage("finals"):
                     # well-known plans are timed with the best: the table sets their step times against it
                     best = self.target.winner(self.trials, self._known, self.clock.seconds_left)
@@ -172,20 +173,19 @@ class Loop:
         """The trial of saving everything."""
         return self.trials.find(self.proposer.known[NONE])
 
-    def _baselines(self) -> None:
-        """Plans that everybody knows, whatever they need: the budget may be a share of what they do."""
-        for candidate in self.proposer.baselines(self):
-            if self.trials.find(candidate.choices) is None:
-                began = self.clock.elapsed
-                self._try(candidate)
-                self.took = self.clock.elapsed - began
-            else:
+    def _try(self, candidates: Iterator[Candidate]) -> None:
+        """Score new plans one after the other; those that their ghost run rules out are judged by that."""
+        began = self.clock.elapsed
+        for candidate in candidates:
+            if self.trials.find(candidate.choices) is not None:
                 self.clock.listener.advance()
-        for note in self.trials.notes:  # time to stop and mend it, and not everybody sees the answer's notes
-            self.clock.listener.note(note)
+            else:
+                self._score(candidate)
+                self.took = self.clock.elapsed - began
+            began = self.clock.elapsed
 
-    def _try(self, candidate: Candidate) -> None:
-        """Score a plan where its ghost run says that this can be worth it."""
+    def _score(self, candidate: Candidate) -> None:
+        """Judge a new plan and write down what became of it; one in which processes ended before is given up."""
         budget_bytes = None if candidate.encoding == "baseline" else self.trials.budget_bytes
         if candidate.score is not None or self.target.terms.source != "measured":
             score = candidate.score or self.target.score(candidate, budget_bytes)

@@ -178,13 +178,11 @@ class SolverProposer(Proposer):
                     break
                 if loop.over(self._nothing_left(tried)):
                     break
-                began = self.clock.elapsed
                 number, candidate = self._propose()
                 repeats, one_late = repeats + 1, False
                 if self.trials.find(candidate.choices) is None:
                     yield candidate
                     tried, repeats = tried + 1, 0
-                    loop.took = self.clock.elapsed - began
                     if tried in REFITS:
                         self._refit_due = True
                 self._tell(number, self.trials.find(candidate.choices))
