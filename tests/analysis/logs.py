@@ -16,24 +16,17 @@ _INTO_MODEL = f'''Traceback (most recent call last):
            ^^^^^^^^^^^^^^^^^^^^
   File "{SITE}/transformers/trainer.py", line 3710, in training_step
     loss = self.compute_loss(model, inputs, num_items_in_batch=num_items_in_batch)
-           ^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^
   File "{SITE}/transformers/trainer.py", line 3801, in compute_loss
     outputs = model(**inputs)
-              ^^^^^^^^^^^^^^^
-  File "{MODULE}", line 1773, in _wrapped_call_impl
-    return self._call_impl(*args, **kwargs)
 '''
 FORWARD = f'''{_INTO_MODEL}  File "{MODELING}", line 480, in forward
     outputs: BaseModelOutputWithPast = self.model(
-                                       ^^^^^^^^^^^
   File "{MODELING}", line 417, in forward
     hidden_states = decoder_layer(
-                    ^^^^^^^^^^^^^^
   File "{MODELING}", line 322, in forward
     hidden_states = self.mlp(hidden_states)
   File "{MODELING}", line 155, in forward
     down_proj = self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
-                ~~~~~~~~~~~~~~^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^
   File "{MODULE}", line 1773, in _wrapped_call_impl
     return self._call_impl(*args, **kwargs)
 '''
