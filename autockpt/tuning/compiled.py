@@ -8,9 +8,8 @@ two choices.
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass
 from itertools import groupby, permutations
 
 from autockpt.devices import get_device
@@ -45,8 +44,6 @@ NOT_PREDICTED = (
     "compiled steps are only measured: ghost runs and op times see eager ops, not what a compiler makes of them, so "
     "nothing is predicted (and a search without --compile offers more choices)"
 )
-LATELY = 3
-"""So many plans before it say how long the next one takes to compile and measure."""
 _COMPILING = {
     "layers": "The first plan with a choice compiles a layer for it, which takes a while; what comes later finds it.",
     "model": "Every plan is compiled as a whole, which takes a while; later runs find it.",
@@ -58,7 +55,6 @@ class Compiled(Measured):
     """Real steps by a measurer that compiles as ``request.compile`` says."""
 
     refuses_budgets: bool = False
-    _took: list[float] = field(default_factory=list)  # seconds per plan, compiling included
 
     @property
     def mode(self) -> CompileMode:
@@ -85,7 +81,6 @@ class Compiled(Measured):
 
     def score(self, candidate: Candidate, budget_bytes: int | None) -> Score:
         """Measure a plan; one that the compiler refuses failed."""
-        began = self.clock.elapsed
         try:
             return super().score(candidate, budget_bytes)
         except TimeLimitReached:
@@ -96,17 +91,14 @@ class Compiled(Measured):
                 self.refuses_budgets = True
                 self.notes.append(f"no compile_budget for this model: {error.message}")
             return Score("failed", message=error.message)
-        finally:
-            self._took.append(self.clock.elapsed - began)
 
     def reserved(self, trials: Trials, known: Sequence[Trial]) -> float:
-        """What the next plan takes, and then the finals; nothing before the two plans that say what a budget is."""
-        if self.clock.timeout is None or not self._took or len(trials.all) < 2:
+        """What the finals take, plans of an earlier run compiled first; nothing before the two first plans."""
+        if self.clock.timeout is None or len(trials.all) < 2:  # they say what the budget is
             return 0.0
         contest = [*trials.ranking()[:FINALISTS], *in_finals(known)]
-        anew = sum(t.measured.compile_seconds for t in contest if t.measured and t.number < trials.resumed)
-        finals = min(first_rounds(contest) * 2 + anew, FINALS_SHARE * self.clock.timeout)
-        return finals + statistics.median(self._took[-LATELY:])
+        compiling = sum(t.measured.compile_seconds for t in contest if t.measured and t.number < trials.resumed)
+        return min(first_rounds(contest) * 2 + compiling, FINALS_SHARE * self.clock.timeout)
 
 
 def refuse_uncompilable(request: SearchRequest) -> None:
@@ -210,9 +202,6 @@ class SplitProposer(Proposer):
         alike: list[Choice] = [Selective()] if Selective().kind in kinds else []
         alike += [CompileBudget(fraction=f) for f in FRACTIONS] if RECOMPUTE.kind in kinds else []
         self.known |= {named(choice): dict.fromkeys(self.layers, choice) for choice in alike}
-
-    def begin(self) -> None:
-        """Nothing is predicted, so nothing is known before the first step."""
 
     def baselines(self, loop: Loop) -> Iterator[Candidate]:
         """The well-known plans, then the same budget for all layers, as long as the compiler takes budgets."""

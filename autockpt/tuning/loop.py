@@ -45,7 +45,7 @@ class Proposer(Protocol):
     smallest_peak: int
 
     def begin(self) -> None:
-        """Open what proposing needs. Raises InfeasibleError for a budget that is known to be out of reach."""
+        """Open what proposing needs, if anything. Raises InfeasibleError for a budget known to be out of reach."""
 
     def baselines(self, loop: Loop) -> Iterator[Candidate]:
         """Plans to begin with. Asked for the next one when the one before it was tried; raises where none can run."""

@@ -186,9 +186,9 @@ class SolverProposer(Proposer):
                     if tried in REFITS:
                         self._refit_due = True
                 self._tell(number, self.trials.find(candidate.choices))
-            for candidate in self._last() if not loop.late else ():
-                if not loop.late:
-                    yield candidate
+            last = self._last()
+            while not loop.late and (candidate := next(last, None)) is not None:
+                yield candidate
 
     def _first(self) -> Iterator[Candidate]:
         """Plans from elsewhere, whatever they cost there: here they are ghost-run and scored like any other."""
