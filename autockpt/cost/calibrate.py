@@ -6,13 +6,15 @@ place in the process that measures steps, with its settings.
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -51,8 +53,7 @@ SECONDS_AHEAD_PER_CALL = 2e-5
 Tell = Callable[[str], None]
 
 
-@dataclass(frozen=True)
-class Product:
+class Product(NamedTuple):
     """One matrix product, (m × k) by (k × n), in seconds."""
 
     dtype: str
@@ -210,9 +211,7 @@ def _attention_flops(clock: Stopwatch, dtype: torch.dtype, tokens: int) -> tuple
     q, k, v = (torch.randn(shape, device=clock.device, dtype=dtype, requires_grad=True) for _ in range(3))
     upstream = torch.randn(shape, device=clock.device, dtype=dtype)
 
-    def forward() -> torch.Tensor:
-        return functional.scaled_dot_product_attention(q, k, v)
-
+    forward = partial(functional.scaled_dot_product_attention, q, k, v)
     seconds = clock.seconds(forward)
     backward = clock.seconds(lambda: torch.autograd.grad(forward(), (q, k, v), upstream)) - seconds
     one = 2.0 * HEADS * tokens * tokens * WIDTH
@@ -228,12 +227,11 @@ def _traffic(clock: Stopwatch, nbytes: int, pool_bytes: int) -> float:
     elements = max(1, nbytes // 12)
     count = max(3, pool_bytes // (4 * elements))
     pool = [torch.zeros(elements, device=clock.device) for _ in range(count)]
-    place = 0
+    places = itertools.cycle([(pool[i - 1], pool[(i + count // 2) % count], pool[i]) for i in range(count)])
 
     def add() -> None:
-        nonlocal place
-        before, place = pool[place], (place + 1) % count
-        torch.add(before, pool[(place + count // 2) % count], out=pool[place])
+        before, other, result = next(places)
+        torch.add(before, other, out=result)
 
     return 12 * elements / clock.seconds(add)
 

@@ -82,7 +82,10 @@ class Location:
             self._claim(module)
             return self.phase, module
         if _grad_enabled() or len(self._stack) > self._depth:
-            module = self._stack[-1] if len(self._stack) > self._depth else self._running_again(node)
+            if len(self._stack) > self._depth:
+                module = self._stack[-1]
+            elif (module := self._units.get(recomputing() or "")) is None:  # of the unit whose own forward runs again
+                module = self._module_of(node)
             self.accumulating = False
             self._claim(module)
             return RECOMPUTE, module
@@ -134,12 +137,6 @@ class Location:
             for number in range(self._claimed, now):
                 self._modules_of_nodes[number] = module
         self._claimed = now
-
-    def _running_again(self, node: Any) -> int:
-        """The unit whose own forward runs again, or else the module that ``node`` belongs to."""
-        unit = recomputing()
-        module = self._units.get(unit) if unit is not None else None
-        return self._module_of(node) if module is None else module
 
     def _module_of(self, node: Any) -> int:
         module = self._modules_of_nodes.get(node._sequence_nr())

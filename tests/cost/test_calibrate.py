@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -29,7 +28,7 @@ def rate_at(nbytes: float) -> float:
 def product(dtype: str, peak: float, *shape: int) -> Product:
     made = Product(dtype, shape, 1.0)  # type: ignore[arg-type]
     compute = made.flops / (peak * SHARE) * (1 + HALF / min(shape))
-    return replace(made, seconds=FIXED + max(compute, made.bytes / BANDWIDTH))
+    return made._replace(seconds=FIXED + max(compute, made.bytes / BANDWIDTH))
 
 
 def test_a_made_up_machine_is_found_again() -> None:
@@ -41,7 +40,7 @@ def test_a_made_up_machine_is_found_again() -> None:
     peaks = {"float32": PEAK, "bfloat16": 4 * PEAK, "float16": PEAK / 50}
     assert fit_products(products, peaks, 0.0, memory) == pytest.approx((SHARE, HALF, FIXED), rel=0.05)
     assert fit_products(products[:3], peaks, 0.0, memory) == (1.0, 0.0, 0.0), "too few to say"
-    ideal = [replace(p, seconds=p.flops / peaks[p.dtype]) for p in products]
+    ideal = [p._replace(seconds=p.flops / peaks[p.dtype]) for p in products]
     assert fit_products(ideal, peaks, 0.0, 1e15) == pytest.approx((1.0, 0.0, 0.0), abs=1e-6)
 
 
