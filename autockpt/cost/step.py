@@ -5,6 +5,7 @@ Seconds for op signatures that were never timed, from those that were.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import dataclass
 from math import prod
 from statistics import median
@@ -12,7 +13,7 @@ from statistics import median
 import numpy as np
 
 from autockpt.schema.device import WITHOUT_STREAMS
-from autockpt.schema.graph import PHASES, Copy, Graph, Op
+from autockpt.schema.graph import PHASES, Graph, Op
 from autockpt.schema.profile import OpTimes
 from autockpt.tracing.kernels.operators import COLLECTIVES, COPY_IN, IN_PLACE
 from autockpt.tracing.kernels.timeline import element_bytes, phases_of
@@ -52,12 +53,12 @@ def simulate(graph: Graph, times: OpTimes) -> Simulation:
     optimizer = np.flatnonzero(phase == PHASES.index("optimizer"))
     duration[optimizer] = 0.0
     duration[optimizer[:1]] = times.optimizer_seconds
-    duration = _beside_collectives(graph, duration)
     copies = _alone(graph, times)
-    queues = times.environment.device.copy_queues
-    issued = np.array([min(copy.issued, len(duration) - 1) for copy in graph.copies], dtype=np.int64)
-    inline = np.bincount(issued, weights=copies, minlength=len(duration))
-    waits = _waits(graph.copies, copies, duration) if queues else inline
+    queued = times.environment.device.copy_queues
+    duration, waits = _queued(graph, duration, copies if queued else None)
+    if not queued:
+        issued = np.array([min(copy.issued, len(duration) - 1) for copy in graph.copies], dtype=np.int64)
+        waits = np.bincount(issued, weights=copies, minlength=len(duration))
     total = (duration + waits) * runs
     return Simulation(
         step_seconds=float(total.sum()),
@@ -99,61 +100,58 @@ def _alone(graph: Graph, times: OpTimes) -> np.ndarray:
     return np.array([c.bytes / getattr(times, name) for c, name in zip(graph.copies, names, strict=True)])
 
 
-def _waits(copies: tuple[Copy, ...], seconds: np.ndarray, duration: np.ndarray) -> np.ndarray:
-    """Seconds that the compute queue waits before each op; at one op, copies are issued before any is awaited.
+def _queued(graph: Graph, duration: np.ndarray, copies: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
+    """Seconds of each op, and those that it waits for copies, where collectives and ``copies`` are beside compute.
 
-    Each direction is one queue, first in, first out; the disk is one for both. A copy the cycle never awaits ends
-    beyond it and costs nothing.
-    """
-    n = len(duration)
-    start = np.concatenate([[0.0], np.cumsum(duration)])
-    waits = np.zeros(n)
-    issue, wait = 0, 1
-    events = [(c.issued, issue, k) for k, c in enumerate(copies)]
-    events += [(c.awaited, wait, k) for k, c in enumerate(copies) if c.awaited is not None]
-    free: dict[str, float] = {}
-    end: dict[int, float] = {}
-    waited = 0.0
-    for op, kind, k in sorted(events):
-        now = float(start[min(op, n)]) + waited
-        if kind == issue:
-            queue = "disk" if copies[k].tier == "disk" else copies[k].direction
-            end[k] = free[queue] = max(free.get(queue, 0.0), now) + float(seconds[k])
-        elif (late := end[k] - now) > 0:
-            waited += late
-            waits[min(op, n - 1)] += late
-    return waits
+    Each direction of copies is one queue, first in, first out; the disk is one for both. At one op, copies are issued
+    before any is awaited. One that the cycle never awaits ends beyond it and costs nothing.
 
-
-def _beside_collectives(graph: Graph, duration: np.ndarray) -> np.ndarray:
-    """Seconds of each op where collectives are a queue beside compute: their own are none, those who wait take longer.
-
-    One collective begins when what it sends is made and the one before has ended; whoever touches what it brings waits
-    for its end. FSDP2 sends weights, which are there all the time: it gathers some as soon as those before them have
-    been copied out of their buffer.
+    Collectives are a queue as well: their own seconds are none, those who wait take longer. One begins when what it
+    sends is made and the one before has ended; whoever touches what it brings waits for its end. FSDP2 sends weights,
+    which are there all the time: it gathers some as soon as those before them have been copied out of their buffer.
     """
     together = {i for i, text in enumerate(graph.signatures) if text.startswith(COLLECTIVES)}
-    if not together:
-        return duration
-    duration = duration.copy()
-    now = free = copied = 0.0
+    n, moved = len(duration), [] if copies is None else list(zip(graph.copies, copies.tolist(), strict=True))
+    if not together and not moved:
+        return duration, np.zeros(n)
+    issued, awaited = defaultdict[int, list[int]](list), defaultdict[int, list[int]](list)
+    for k, (copy, _) in enumerate(moved):
+        issued[min(copy.issued, n)].append(k)
+        if copy.awaited is not None:
+            awaited[min(copy.awaited, n)].append(k)
+    seconds: list[float] = duration.tolist()
+    start: list[float] = [0.0, *np.cumsum(duration).tolist()]  # of each op, had none to wait
+    waits, behind = [0.0] * n, 0.0
+    free: dict[str, float] = {}  # by queue
+    end: dict[int, float] = {}  # by copy
+    link = copied = 0.0
     early: dict[int, float] = {}  # by storage: when it can be sent
-    ends: dict[int, float] = {}
-    for i, op in enumerate(graph.ops):
-        if is_view(op):
-            pass
-        elif op.signature in together:
-            free = float(max(free, min((early[sid] for sid in op.inputs if sid in early), default=now)) + duration[i])
-            ends |= dict.fromkeys((*op.inputs, *(out.storage for out in op.outputs)), free)
-            duration[i] = 0.0
-        else:
-            duration[i] += max(0.0, max((ends.get(sid, 0.0) for sid in op.inputs), default=0.0) - now)
-        now += duration[i]
+    ends: dict[int, float] = {}  # by storage: when a collective has brought it
+    for i in range(n + 1) if together else sorted({*issued, *awaited}):
+        for k in issued.get(i, ()):
+            copy, took = moved[k]
+            queue = "disk" if copy.tier == "disk" else copy.direction
+            end[k] = free[queue] = max(free.get(queue, 0.0), start[i] + behind) + took
+        for k in awaited.get(i, ()):
+            late = max(0.0, end[k] - start[i] - behind)
+            waits[min(i, n - 1)] += late
+            behind += late
+        if i == n or not together:
+            continue
+        op, now, change = graph.ops[i], start[i] + behind, 0.0
+        if op.signature in together and not is_view(op):
+            link = max(link, min((early[sid] for sid in op.inputs if sid in early), default=now)) + seconds[i]
+            ends |= dict.fromkeys((*op.inputs, *(out.storage for out in op.outputs)), link)
+            change = -seconds[i]
+        elif ends and not is_view(op):
+            change = max(0.0, max((ends.get(sid, 0.0) for sid in op.inputs), default=0.0) - now)
+        seconds[i] += change
+        behind += change
         if op.target == COPY_IN:
             early |= dict.fromkeys((out.storage for out in op.outputs), copied)
         elif op.target == _COPY_OUT:
-            copied = now
-    return duration
+            copied = now + seconds[i]
+    return np.array(seconds), np.array(waits)
 
 
 def _by_unit(graph: Graph, phase: np.ndarray, seconds: np.ndarray) -> dict[str, dict[str, float]]:

@@ -146,3 +146,12 @@ def test_only_what_touches_a_sum_waits_for_it():
         ("aten.mm.default", (0,), 3), ("aten.mm.default", (2,), 4),
     )  # fmt: skip
     assert seconds_of(graph, {REDUCE: 5.0, "aten.mm.default": 3.0}) == pytest.approx(3 + 5 + 3)
+
+
+def test_a_sum_is_on_its_way_while_a_copy_is_waited_for():
+    products = [("aten.mm.default", (read,), made) for read, made in ((0, 1), (0, 3), (2, 4))]
+    graph = of_ranks(products[0], (REDUCE, (1,), 2), *products[1:])
+    moved = graph.model_copy(update={"copies": (Copy(direction="in", bytes=10, issued=0, awaited=2),)})
+    seconds = {text: 5.0 if text.startswith(REDUCE) else 3.0 for text in graph.signatures}
+    found = simulated(moved, seconds, bandwidth_in=1.0, copy_queues=True)
+    assert (found.step_seconds, found.copy_seconds) == (3 + 7 + 3 + 3, 7)
