@@ -78,15 +78,10 @@ class Step:
     """Micro-batches at the end that a ghost run leaves out, as they are like those before."""
 
     def __post_init__(self) -> None:
-        if not isinstance(self.model, nn.Module):
-            raise WorkloadError(f"the model is a {type(self.model).__name__}", remedy="Pass a torch.nn.Module.")
-        _check_functions(self)
-        _check_optimizer(self)
-        _check_numbers(self)
-        self.autocast = _dtype(self.autocast)
-        self.snapshot = tuple(self.snapshot)
-        _check_trainable(self)
-        _check_device(self)
+        for message, remedy in _mistakes(self):
+            raise WorkloadError(message, remedy=remedy)
+        self.autocast, self.snapshot = _dtype(self.autocast), tuple(self.snapshot)
+        self.accumulate = max(self.accumulate, self.in_flight or 1)
         if self.loss is None and self.full_step is None:
             self.loss = default_loss(self.model, self.batch, of_stage=self.in_flight is not None)
         self.settings = _facts(self) | self.settings
@@ -213,84 +208,64 @@ def _checked(loss: Any) -> Tensor:
     return loss
 
 
-def _check_functions(step: Step) -> None:
+def _mistakes(step: Step) -> Iterator[tuple[str, str]]:
+    """What cannot make a training step, each with what to do about it."""
+    model, optimizer, scaler, norm = step.model, step.optimizer, step.scaler, step.max_grad_norm
+    if not isinstance(model, nn.Module):
+        yield f"the model is a {type(model).__name__}", "Pass a torch.nn.Module."
     for name, function in (("loss", step.loss), ("full_step", step.full_step)):
         if function is not None and not callable(function):
-            raise WorkloadError(f"{name} is a {type(function).__name__}, not a function", remedy="Pass a function.")
-    if step.full_step is None:
-        return
-    for name in ("loss", "in_flight"):
-        if getattr(step, name) is not None:
-            raise WorkloadError(
-                f"{name} and full_step were both given", remedy=f"full_step replaces the whole cycle: drop {name}."
+            yield f"{name} is a {type(function).__name__}, not a function", "Pass a function."
+    if step.full_step is not None:
+        for name in ("loss", "in_flight"):
+            if getattr(step, name) is not None:
+                yield f"{name} and full_step were both given", f"full_step replaces the whole cycle: drop {name}."
+        if optimizer is None and not step.snapshot:
+            yield (
+                "full_step was given without naming what else it changes",
+                "Name optimizers, schedulers, scalers, ... in snapshot=(...), so that they can be put back.",
             )
-    if step.optimizer is None and not step.snapshot:
-        raise WorkloadError(
-            "full_step was given without naming what else it changes",
-            remedy="Name optimizers, schedulers, scalers, ... in snapshot=(...), so that they can be put back.",
-        )
-
-
-def _check_numbers(step: Step) -> None:
-    norm = step.max_grad_norm
-    for name, number in (("accumulate", step.accumulate), ("in_flight", step.in_flight)):
-        if number is not None and (isinstance(number, bool) or not isinstance(number, int) or number < 1):
-            raise WorkloadError(f"{name} is {number!r}", remedy="Pass the number of micro-batches, 1 or more.")
-    step.accumulate = max(step.accumulate, step.in_flight or 1)
-    if norm is not None and (isinstance(norm, bool) or not isinstance(norm, int | float) or not norm > 0):
-        raise WorkloadError(f"max_grad_norm is {norm!r}", remedy="Pass a number above zero, or None.")
-    if step.units is not None and not isinstance(step.units, str):
-        raise WorkloadError(
-            f"units is {step.units!r}", remedy='Pass patterns of module names, as in "encoder.layers.*,mid".'
-        )
-
-
-def _check_optimizer(step: Step) -> None:
-    optimizer, scaler = step.optimizer, step.scaler
     if scaler is not None and not all(callable(getattr(scaler, name, None)) for name in ("scale", "step", "update")):
-        raise WorkloadError(f"the scaler is a {type(scaler).__name__}", remedy="Pass a torch.amp.GradScaler, or None.")
-    if optimizer is None or (hasattr(optimizer, "param_groups") and not isinstance(optimizer, type)):
-        return
-    what = f"the class {optimizer.__name__}" if isinstance(optimizer, type) else f"a {type(optimizer).__name__}"
-    raise WorkloadError(
-        f"the optimizer is {what}, not an optimizer",
-        remedy="Pass the optimizer itself, as in torch.optim.AdamW(model.parameters()); schedulers are not part of it. "
-        "Several optimizers, or a loop of your own: Step(…, full_step=one_cycle, snapshot=(optimizer, other)).",
-    )
-
-
-def _check_trainable(step: Step) -> None:
-    trainable = {id(p) for p in step.model.parameters() if p.requires_grad}
+        yield f"the scaler is a {type(scaler).__name__}", "Pass a torch.amp.GradScaler, or None."
+    if optimizer is not None and (isinstance(optimizer, type) or not hasattr(optimizer, "param_groups")):
+        what = f"the class {optimizer.__name__}" if isinstance(optimizer, type) else f"a {type(optimizer).__name__}"
+        yield (
+            f"the optimizer is {what}, not an optimizer",
+            "Pass the optimizer itself, as in torch.optim.AdamW(model.parameters()); schedulers are not part of it. "
+            "Several optimizers, or a loop of your own: Step(…, full_step=one_cycle, snapshot=(optimizer, other)).",
+        )
+    for name, number in (("accumulate", step.accumulate), ("in_flight", step.in_flight)):
+        if number is not None and (type(number) is not int or number < 1):
+            yield f"{name} is {number!r}", "Pass the number of micro-batches, 1 or more."
+    if norm is not None and (isinstance(norm, bool) or not isinstance(norm, int | float) or not norm > 0):
+        yield f"max_grad_norm is {norm!r}", "Pass a number above zero, or None."
+    if step.autocast is not None and _dtype(step.autocast) not in (torch.bfloat16, torch.float16):
+        yield f"autocast is {step.autocast!r}", "Pass torch.bfloat16, torch.float16, or None."
+    if step.units is not None and not isinstance(step.units, str):
+        yield f"units is {step.units!r}", 'Pass patterns of module names, as in "encoder.layers.*,mid".'
+    trainable = {id(p) for p in model.parameters() if p.requires_grad}
     if not trainable:
-        raise WorkloadError(
+        yield (
             "no parameter of the model requires gradients, so there is no backward pass to plan",
-            remedy="Call model.requires_grad_(True), or attach adapters first.",
+            "Call model.requires_grad_(True), or attach adapters first.",
         )
-    if step.optimizer is None or step.full_step is not None:
-        return
-    held = {id(p) for group in step.optimizer.param_groups for p in group["params"]}
-    if not held & trainable:
-        raise WorkloadError(
-            "the optimizer holds no trainable parameter of this model",
-            remedy="Create the optimizer from this model's parameters, after wrapping or moving it.",
-        )
-
-
-def _check_device(step: Step) -> None:
-    device = step.device
+    if optimizer is not None and step.full_step is None:
+        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        if not held & trainable:
+            yield (
+                "the optimizer holds no trainable parameter of this model",
+                "Create the optimizer from this model's parameters, after wrapping or moving it.",
+            )
     for tensor in nested_tensors(step.batch):
-        if tensor.device.type != device.type:
-            raise WorkloadError(
-                f"the batch is on {tensor.device} and the model on {device}",
-                remedy="Move the batch to the model's device first.",
+        if tensor.device.type != step.device.type:
+            yield (
+                f"the batch is on {tensor.device} and the model on {step.device}",
+                "Move the batch to the model's device first.",
             )
 
 
 def _dtype(autocast: torch.dtype | str | None) -> torch.dtype | None:
-    dtype = DTYPES.get(autocast) if isinstance(autocast, str) else autocast
-    if autocast is not None and dtype not in (torch.bfloat16, torch.float16):
-        raise WorkloadError(f"autocast is {autocast!r}", remedy="Pass torch.bfloat16, torch.float16, or None.")
-    return dtype
+    return DTYPES.get(autocast) if isinstance(autocast, str) else autocast
 
 
 def _facts(step: Step) -> dict[str, Any]:
