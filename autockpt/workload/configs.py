@@ -221,15 +221,11 @@ def prepare(source: ConfigSource, task: Task, length: int | None, trained: bool)
         config.pad_token_id = 0
     if getattr(config, "is_encoder_decoder", False) and getattr(config, "decoder_start_token_id", None) is None:
         config.decoder_start_token_id = config.pad_token_id  # as T5 does
-    return (*_keep_layers(config), *_fit_positions(source, length, trained))
-
-
-def _keep_layers(config: Any) -> tuple[str, ...]:
-    """LayerDrop off: a plan needs the same layers in every step."""
     dropped = [name for name in _LAYER_DROP if getattr(config, name, None)]
     for name in dropped:
         setattr(config, name, 0.0)
-    return (f"{' and '.join(dropped)} set to 0: a plan needs the same layers in every step",) if dropped else ()
+    same = (f"{' and '.join(dropped)} set to 0: a plan needs the same layers in every step",) if dropped else ()
+    return (*same, *_fit_positions(source, length, trained))
 
 
 def _fit_positions(source: ConfigSource, length: int | None, trained: bool) -> tuple[str, ...]:
