@@ -17,7 +17,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from autockpt.errors import AutockptError, InPlaceError
 
-_hooks_in_force: Callable[[bool], Any] = _autograd._top_saved_tensors_default_hooks  # type: ignore[attr-defined]
+hooks_in_force: Callable[[bool], Any] = _autograd._top_saved_tensors_default_hooks  # type: ignore[attr-defined]
 _PLAIN = frozenset((type(None), bool, int, float, str, torch.dtype, torch.device))
 
 
@@ -136,7 +136,7 @@ def hold(tensors: Iterable[torch.Tensor]) -> list[Held]:
 
     Raises RuntimeError for tensors without versions, which were made in inference mode.
     """
-    if _hooks_in_force(False) is not None:
+    if hooks_in_force(False) is not None:
         return [save(tensor) for tensor in tensors]
     return [(tensor, tensor._version) for tensor in tensors]
 

@@ -12,7 +12,7 @@ import functools
 import inspect
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from types import CodeType, MethodType
@@ -22,6 +22,7 @@ import torch
 from torch import nn
 from torch.autograd import forward_ad
 
+from autockpt.checkpointing.arguments import hooks_in_force
 from autockpt.checkpointing.divergence import FIRST_CALLS, DivergenceCheck, UnitCheck
 from autockpt.devices.transport import OffloadTransports, Transports
 from autockpt.errors import ConflictError, PlanError
@@ -35,7 +36,6 @@ _MAKE_FX = torch._C._TorchDispatchModeKey.PROXY
 _CALL = nn.Module._call_impl.__code__
 _CALL_WITH_HOOKS = next(c for c in _CALL.co_consts if isinstance(c, CodeType) and c.co_name == "inner")
 _hooks_allowed: Callable[[], bool] = torch._C._autograd._saved_tensors_hooks_is_enabled  # type: ignore[attr-defined]
-_hooks_in_force: Callable[[bool], Any] = torch._C._autograd._top_saved_tensors_default_hooks  # type: ignore[attr-defined]
 
 
 class Attachment:
@@ -95,7 +95,7 @@ def is_enabled(state: Attachment) -> bool:
         return False
     if torch.jit.is_tracing() or torch._C._get_dispatch_mode(_MAKE_FX) is not None:
         return False
-    hooks = _hooks_in_force(False)
+    hooks = hooks_in_force(False)
     if hooks is None or hooks[0].__module__ != "torch.utils.checkpoint":  # not the reentrant one: that has no gradients
         return True
     if not state.warned:
@@ -263,11 +263,12 @@ _LIBRARIES = frozenset(_NAMES.split())
 
 
 class PlannedUnit(NamedTuple):
-    """One unit of a plan on a live model."""
+    """One unit of a plan on a live model. ``row_wise``: modules inside that compute each token by itself, by path."""
 
     name: str
     module: nn.Module
     choice: Choice
+    row_wise: Mapping[str, nn.Module] = {}
 
 
 class ForwardListener(Protocol):

@@ -198,6 +198,11 @@ def _suits(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         return False
     if args[0].dim() < 2 or not args[0].numel():
         return False
+    return goes_row_by_row(module)
+
+
+def goes_row_by_row(module: nn.Module) -> bool:
+    """Whether a module may be called for some rows at a time: see ``_suits``."""
     return all(is_library(type(mode)) for mode in _get_current_function_mode_stack()) and not any(
         drops_out(inner)
         or inner._backward_hooks

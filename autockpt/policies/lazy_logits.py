@@ -84,7 +84,7 @@ class Rows:
             )
 
 
-def refuse_odd_backward(call: Rows, gradient: Tensor) -> None:
+def refuse_odd_backward(call: Any, gradient: Tensor) -> None:
     """Raise ConflictError in a backward that is itself to be differentiated, which would silently lose a part, and for
     several gradients at once."""
     many = torch._C._functorch.is_legacy_batchedtensor(gradient)  # type: ignore[attr-defined]
@@ -179,7 +179,7 @@ class ChunkedLoss(torch.autograd.Function):
                 with casts.restored(remembers=True):
                     of_rows, *found = gradients_of(losses, [part, *trained], gradient[rows])
                 of_hidden[rows] = of_rows
-                sums = list(map(_added, sums, found))
+                sums = list(map(added, sums, found))
                 del losses, of_rows, found  # before the next chunk's are made
         return None, of_hidden, None, *(s if s is None else s.to(p.dtype) for s, p in zip(sums, trained, strict=True))
 
@@ -216,7 +216,8 @@ def _nobody_else_holds(saved: Tensor) -> bool:
     return not kept and holders == one
 
 
-def _added(total: Tensor | None, part: Tensor | None) -> Tensor | None:
+def added(total: Tensor | None, part: Tensor | None) -> Tensor | None:
+    """A sum with one more part, in fp32 of 16-bit parts."""
     if part is None:  # of a weight that no chunk uses
         return None
     if total is None:

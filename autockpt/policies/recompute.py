@@ -17,6 +17,7 @@ from autockpt.policies.compiling import claim, outside_graphs, run_as_it_is, tra
 from autockpt.policies.conflicts import refuse_by_message, refuse_modules
 from autockpt.policies.kv_cache import with_caches, without_caches
 from autockpt.policies.saving import keep_identity
+from autockpt.policies.tiles import attach_tiles
 from autockpt.schema.choices import Choice
 
 
@@ -60,6 +61,8 @@ class RecomputeState(Attachment):
 class RecomputePolicy(Policy):
     def attach_to(self, unit: PlannedUnit, session: Session) -> str:
         refuse_modules(unit.module, unit.name)
+        if (tiles := unit.choice.tiles) > 1:  # type: ignore[union-attr]
+            attach_tiles(unit, session, tiles)
         session.place(unit.module, run_recomputed, RecomputeState(unit.name))
         return "recompute: its inputs are kept, its forward runs again in backward"
 

@@ -23,7 +23,7 @@ from autockpt.policies.kv_cache import DROPPED, holds_cache, parameter_names
 from autockpt.schema.choices import Choice
 from autockpt.schema.names import ancestors, check_nesting
 from autockpt.schema.plan import CompileMode
-from autockpt.workload.units import discover_units, modules_of, named_units, unwrap
+from autockpt.workload.units import discover_units, modules_of, named_units, row_wise, unwrap
 
 _RENAMED = "cache"  # past_key_values since transformers 5.24
 # what models call a cache, also one that is a tuple of tensors or an object of their own
@@ -68,19 +68,27 @@ def attach_units(
     """Attach choices to units as ``attach`` does; whoever calls this looks after the model as a whole."""
     check_nesting(choices)
     modules = modules_of(model, list(choices))
-    units = [PlannedUnit(n, unwrap(m), choice) for (n, choice), m in zip(choices.items(), modules, strict=True)]
+    units = [
+        PlannedUnit(name, inner := unwrap(module), choice, row_wise(inner))
+        for (name, choice), module in zip(choices.items(), modules, strict=True)
+    ]
     _check_free(model, units)
     session = Session(units, transports, sentinels)
     try:
         for kind, policy in POLICIES.items():
             policy.attach([unit for unit in units if unit.choice.kind == kind], session)
-        session.attached = {unit.name: session.attached[unit.name] for unit in units}
+        session.attached = {unit.name: session.attached[unit.name] + _in_tiles(unit.choice) for unit in units}
         if session.sentinels.units:
             session.listeners.append(session.sentinels)
     except BaseException:
         session.remove()
         raise
     return session
+
+
+def _in_tiles(choice: Choice) -> str:
+    tiles = getattr(choice, "tiles", 1)
+    return f"; MLPs and norms in {tiles} tiles" if tiles > 1 else ""
 
 
 def without_kv_cache(model: nn.Module) -> Session:

@@ -66,10 +66,20 @@ class Save(_Choice):
     kind: Literal["save"] = "save"
 
 
-class Recompute(_Choice):
+class _Again(_Choice):
+    tiles: int = Field(default=1, ge=1, description="parts in which MLPs and norms take a call's tokens")
+
+    @property
+    def exact(self) -> bool:  # type: ignore[override]
+        return self.tiles == 1  # kernels may round otherwise for fewer rows, and weights' gradients are sums
+
+
+class Recompute(_Again):
     """Keep the input alone and run the forward again in backward.
 
-    Chen et al. 2016, arXiv:1604.06174.
+    Chen et al. 2016, arXiv:1604.06174. With ``tiles`` the MLPs and norms inside run on a part of the tokens at a time,
+    forward and backward: their wide tensors never exist for a whole sequence (Bekman et al. 2025, arXiv:2506.13996).
+    Gradients are then equal up to rounding.
     """
 
     letter: ClassVar[str] = "R"
@@ -166,10 +176,10 @@ class Offload(_Moving):
     kind: Literal["offload"] = "offload"
 
 
-class RecomputeOffload(_Moving):
+class RecomputeOffload(_Moving, _Again):
     """Run the forward again in backward, and keep its input off the device until then.
 
-    Options are those of ``Offload``.
+    Options are those of ``Offload``, and ``tiles``.
     """
 
     letter: ClassVar[str] = "B"

@@ -299,6 +299,7 @@ _MLP = re.compile(
     r"(mlp|ffn|ffwd|feedforward|feed_forward|moe|moeblock|moe_block|sparsemoeblock|intermediate|densereludense"
     r"|denseactdense|densegatedactdense|dense_relu_dense|mlp_?block)\d*$|^ff\d*$"
 )
+_NORM = re.compile(r"(layer|rms)_?norm")
 _LEAVES_ALLOWED = (nn.Sequential, nn.MultiheadAttention)
 
 
@@ -324,6 +325,12 @@ def sub_units(
             yield relative, child, role
         elif depth > 1 and _is_composite(child):
             yield from sub_units(child, seen, relative, depth - 1)
+
+
+def row_wise(block: nn.Module) -> dict[str, nn.Module]:
+    """Modules inside a block that compute each token by itself, by path: MLPs and norms over features."""
+    found = {path: module for path, module, role in sub_units(block, {id(block)}) if role == "mlp"}
+    return found | {path: module for path, module in block.named_modules() if _NORM.search(class_name(module).lower())}
 
 
 def _role(name: str, module: nn.Module) -> UnitRole | None:
