@@ -131,8 +131,6 @@ class AcceleratorDevice:
 
     def out_of_memory(self, error: BaseException) -> bool:
         """PyTorch's own error, or a backend's that says so in words."""
-        if isinstance(error, torch.OutOfMemoryError):
-            return True
         return isinstance(error, RuntimeError) and "out of memory" in str(error).lower()
 
     def release(self) -> None:

@@ -54,13 +54,9 @@ class CudaDevice(AcceleratorDevice):
 
         A MemoryError is the host's.
         """
-        if isinstance(error, torch.OutOfMemoryError):
-            return True
-        if not isinstance(error, RuntimeError):
-            return False
-        if _NO_WAY in str(error):
+        if isinstance(error, RuntimeError) and _NO_WAY in str(error):
             return self._failed_allocations() > self._failed_before
-        return any(text in str(error) for text in _OUT_OF_MEMORY)
+        return isinstance(error, RuntimeError) and any(text in str(error) for text in _OUT_OF_MEMORY)
 
     def _failed_allocations(self) -> int:
         """Requests that the allocator could not meet so far, also those whose error a library has caught."""

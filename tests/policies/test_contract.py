@@ -17,9 +17,8 @@ from torch import Tensor, nn
 from autockpt.policies import POLICIES
 from autockpt.policies.kv_cache import DroppedCache
 from autockpt.runtime import attach, remove
-from autockpt.schema.choices import CHOICE_TYPES, RECOMPUTE, Choice, choice_kinds, parse_choice
+from autockpt.schema.choices import CHOICE_TYPES, Choice, choice_kinds, parse_choice
 from tests.device import DEVICE
-from tests.errors import raises
 from tests.policies.deferred import DeferredTransport, always
 from tests.policies.zoo import (
     CASES,
@@ -495,20 +494,3 @@ def test_a_frozen_model_and_gradients_of_the_input_only(case, kind):
     wanted = run(case.make())
     with attach(model, choices):
         assert_equal(run(model), wanted)
-
-
-@pytest.mark.parametrize("kind", [k for k in KINDS if k != "save"])
-def test_a_switch_of_the_trainers_own_is_a_conflict(kind):
-    from autockpt.errors import ConflictError
-
-    model, choices = planned(CASES["llama"], kind)
-    model.gradient_checkpointing_enable()
-    with raises(ConflictError, "checkpointing=True"):
-        attach(model, choices)
-    model.gradient_checkpointing_disable()
-    with attach(model, choices | {"model.layers.1": parse_choice("save")}):
-        model.model.layers[1].gradient_checkpointing = True  # on a unit that nothing is attached to
-        with raises(ConflictError, "model.layers.1", "gradient_checkpointing=True"):
-            step(CASES["llama"], model)
-    with attach(CASES["llama"].make(), {"model.layers.0": RECOMPUTE}):
-        pass

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -32,29 +31,21 @@ class Layers(nn.Module):
 
 
 def gradients(kind: str) -> dict[str, Tensor]:
-    model, seen = Layers(), {}
+    model, seen, together = Layers(), {}, threading.Barrier(2)
     parameters = list(model.parameters())
-    with attach(model, dict.fromkeys([f"layers.{i}" for i in range(4)], parse_choice(kind)), sentinels="all"):
+
+    def backward(loss: Tensor) -> tuple[Tensor, ...]:
+        together.wait()
+        return torch.autograd.grad(loss, parameters)
+
+    with (
+        attach(model, dict.fromkeys([f"layers.{i}" for i in range(4)], parse_choice(kind)), sentinels="all"),
+        ThreadPoolExecutor(2) as threads,
+    ):
         for step in range(12):
             losses = [model(torch.randn(64, 64)).pow(2).mean() for _ in range(2)]
-            together, found, errors = threading.Barrier(2), {}, []
-
-            def backward(i: int, losses=losses, together=together, found=found, errors=errors) -> None:
-                together.wait()
-                try:
-                    found[i] = torch.autograd.grad(losses[i], parameters)
-                except ConflictError as error:
-                    errors.append(error)
-
-            threads = [threading.Thread(target=backward, args=(i,)) for i in range(2)]
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
-            if errors:
-                raise errors[0]
-            seen |= {f"{step} {i} {place}": g for i, grads in found.items() for place, g in enumerate(grads)}
-    seen = dict(sorted(seen.items()))
+            for i, found in enumerate(threads.map(backward, losses)):
+                seen |= {f"{step} {i} {place}": gradient for place, gradient in enumerate(found)}
     return seen | {"random state": torch.get_rng_state()}
 
 
@@ -64,33 +55,21 @@ def test_two_threads_each_with_a_backward_of_its_own(kind):
     assert_equal(gradients(kind), gradients("save"))
 
 
-@contextmanager
-def another_thread_runs_units_again() -> Iterator[None]:
-    held, over = threading.Event(), threading.Event()
-
-    def hold() -> None:
-        with replay_context.one_at_a_time("another"):
-            held.set()
-            over.wait()
-
-    thread = threading.Thread(target=hold)
-    thread.start()
-    held.wait()
-    try:
-        yield
-    finally:
-        over.set()
-        thread.join()
-
-
 def test_whoever_would_wait_for_ever_is_told(monkeypatch):
     monkeypatch.setattr(replay_context, "_PATIENCE", 0.05)
-    model = Layers()
-    with attach(model, {"layers.1": parse_choice("recompute")}):
+    model, held, over = Layers(), threading.Event(), threading.Event()
+
+    def another_unit_runs_again() -> None:
+        with replay_context.one_at_a_time("another"):
+            held.set()
+            over.wait(60)
+
+    with attach(model, {"layers.1": parse_choice("recompute")}), ThreadPoolExecutor(1) as thread:
         loss = model(torch.randn(4, 64)).sum()
-        with (
-            another_thread_runs_units_again(),
-            raises(ConflictError, "layers.1"),
-        ):
+        thread.submit(another_unit_runs_again)
+        held.wait()
+        with raises(ConflictError, "layers.1"):
             loss.backward(retain_graph=True)
+        over.set()
+        thread.shutdown()
         loss.backward()
