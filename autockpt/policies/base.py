@@ -31,8 +31,11 @@ from autockpt.policies.compiling import exports, run_as_it_is
 from autockpt.schema.choices import ATTENTION, Choice
 from autockpt.schema.names import fold, strip_prefixes
 
+# What `is_enabled` asks of this thread, where torch has no public question: transforms of torch.func, make_fx, and the
+# hooks on saved tensors.
 _current_transform: Callable[[], int | None] = torch._C._functorch.maybe_current_level  # type: ignore[attr-defined]
 _MAKE_FX = torch._C._TorchDispatchModeKey.PROXY
+# The frames that call a module's forward: they know the module, which a partial over another one does not.
 _CALL = nn.Module._call_impl.__code__
 _CALL_WITH_HOOKS = next(c for c in _CALL.co_consts if isinstance(c, CodeType) and c.co_name == "inner")
 _hooks_allowed: Callable[[], bool] = torch._C._autograd._saved_tensors_hooks_is_enabled  # type: ignore[attr-defined]

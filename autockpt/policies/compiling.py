@@ -52,6 +52,7 @@ def run_as_it_is(function: F, *, calls: bool = True) -> F:
 
 @functools.cache
 def _leave(code: CodeType, calls: bool) -> None:
+    # by code object: torch.compiler.disable wraps a function instead, which is then never a part of a graph
     eval_frame: Any = torch._C._dynamo.eval_frame  # type: ignore[attr-defined]
     action = eval_frame._FrameAction
     called = action.SKIP if calls else action.DEFAULT

@@ -24,7 +24,7 @@ from autockpt.checkpointing.replay_context import AutocastState
 from autockpt.errors import ConflictError, InPlaceError
 from autockpt.policies.compiling import compiled_by, run_as_it_is
 
-_plain_call = torch._C.DisableTorchFunctionSubclass
+_plain_call = torch._C.DisableTorchFunctionSubclass  # as torch's own subclasses call what they stand for
 Elementwise = Callable[[Tensor], Tensor]
 _SHORT = (torch.bfloat16, torch.float16)
 _IGNORED = -100
@@ -87,6 +87,7 @@ class Rows:
 def refuse_odd_backward(call: Any, gradient: Tensor) -> None:
     """Raise ConflictError in a backward that is itself to be differentiated, which would silently lose a part, and for
     several gradients at once."""
+    # of is_grads_batched, which torch asks for itself in the same way
     many = torch._C._functorch.is_legacy_batchedtensor(gradient)  # type: ignore[attr-defined]
     if many or torch.is_grad_enabled():
         how = "for many gradients at once (is_grads_batched=True)" if many else "twice (create_graph=True)"
@@ -211,6 +212,7 @@ def _saved(ctx: Any, loss: CrossEntropy) -> tuple[Tensor, ...]:
 
 def _nobody_else_holds(saved: Tensor) -> bool:
     """Whether memory may be written over: no other tensor is on it, and this backward is the graph's last."""
+    # torch's own backwards of compiled graphs ask the first, its trees of CUDA graphs the second
     kept = torch._C._autograd._get_current_graph_task_keep_graph()  # type: ignore[attr-defined]
     holders, one = (torch._C._storage_Use_Count(t.untyped_storage()._cdata) for t in (saved, torch.empty(0)))
     return not kept and holders == one
