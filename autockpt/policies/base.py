@@ -96,7 +96,7 @@ def is_enabled(state: Attachment) -> bool:
         return True
     if forward_ad._current_level >= 0 or _current_transform() is not None or not _hooks_allowed():
         return False
-    if torch.jit.is_tracing() or torch._C._get_dispatch_mode(_MAKE_FX) is not None:
+    if torch.jit.is_tracing() or torch._C._get_dispatch_mode(_MAKE_FX) is not None:  # type: ignore[reportPrivateImportUsage]
         return False
     hooks = hooks_in_force(False)
     if hooks is None or hooks[0].__module__ != "torch.utils.checkpoint":  # not the reentrant one: that has no gradients
