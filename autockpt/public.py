@@ -73,8 +73,8 @@ def search(
 
     ``budget`` is text such as "24GB", "60%", "60%act" or "auto" (all there is), ``headroom`` ("2%", "500MB") is left
     free of it (by default 5% of bytes or "auto" of simulated ``hardware``, else nothing), ``host_budget`` ("8GB", or
-    bytes) bounds what offloading may claim of host memory. With ``allow_inexact`` output head and loss may run over
-    chunks of tokens: gradients are then equal up to rounding.
+    bytes) bounds what offloading may claim of host memory. With ``allow_inexact`` output head and loss, MLPs and
+    norms may run on some tokens at a time: gradients are then equal up to rounding.
     ``timeout`` is in seconds, ``out`` the folder that keeps the run and its page (None: nothing is kept). A search that
     came to its end there is answered from its record; ``fresh`` sets that aside. ``progress`` is a bar on a terminal's
     standard error, lines elsewhere.

@@ -119,7 +119,7 @@ def search(
         "--compile [layers|model]",
         "Plan for compiled training: measure steps with every layer, or the whole model, compiled.",
     ),
-    allow_inexact: bool = flag("--allow-inexact", "Also run head and loss in chunks: gradients equal up to rounding."),
+    allow_inexact: bool = flag("--allow-inexact", "Also head, loss and MLPs in parts: gradients equal up to rounding."),
     fresh: bool = FRESH,
     no_wait: bool = flag("--no-wait", "Exit with code 4 if another search is measuring on the device."),
     resume: Path | None = opt(

@@ -19,8 +19,18 @@ from autockpt.cost.step import simulate
 from autockpt.devices import host_bytes_of
 from autockpt.errors import ConflictError, DeviceOutOfMemory
 from autockpt.measuring.base import TIMED_CYCLE, Measurer, beats_counted
-from autockpt.schema import Graph, Menu, OpTimes, Profile, Unit, dump_choices, format_bytes, parse_choice
-from autockpt.schema.choices import RECOMPUTE, SAVE, Choice, Offload, RecomputeOffload, Remake, Segment, Selective
+from autockpt.schema import Graph, Menu, OpTimes, Profile, Unit, dump_choices, format_bytes
+from autockpt.schema.choices import (
+    RECOMPUTE,
+    SAVE,
+    Choice,
+    Offload,
+    RecomputeOffload,
+    Remake,
+    Segment,
+    Selective,
+    on_all_layers,
+)
 from autockpt.schema.device import WITHOUT_STREAMS, DeviceInfo
 from autockpt.schema.plan import plan_hash
 from autockpt.schema.request import Listener, Silence
@@ -267,13 +277,13 @@ def uniform_graphs(
     besides: Mapping[str, Choice] | None = None,
     listener: Listener = Silence(),
 ) -> UniformRuns:
-    """Ghost runs of every unit on the same choice, by choice kind. Kinds that this model refuses are left out.
+    """Ghost runs of every unit on the same choice, by kind. Those that this model refuses are left out.
 
     ``besides`` are choices for other units, in each of them. ``listener`` sees the ghost runs pass.
     Raises ConflictError where it refuses all but ``save``.
     """
     names = [unit.name for unit in blocks]
-    plans = {kind: {**dict.fromkeys(names, parse_choice(kind)), **(besides or {})} for kind in kinds}
+    plans = {kind: {**dict.fromkeys(names, on_all_layers(kind)), **(besides or {})} for kind in kinds}
     found, refused = _ghost_runs(traces, plans, listener)
     if refused is not None and set(found) <= {SAVE.kind}:
         raise refused
@@ -336,7 +346,7 @@ def build_profile(
     if fronts:
         traces.ahead({unit.name: RECOMPUTE} for unit in units)
     for unit in units:
-        choices = [choice for kind in uniform if (choice := parse_choice(kind)) not in (SAVE, Segment())]
+        choices = [choice for kind in uniform if (choice := on_all_layers(kind)) not in (SAVE, Segment())]
         if fronts:
             again = variants[unit.kind, RECOMPUTE] = predictor.graph({unit.name: RECOMPUTE})
             if Selective().kind in uniform:

@@ -310,6 +310,15 @@ def parse_choices(data: Mapping[str, Any]) -> dict[str, Choice]:
     return with_plan_errors(_many.validate_python, data)
 
 
+IN_TILES = {f"{choice.kind} in tiles": choice for choice in (RecomputeOffload(tiles=8), Recompute(tiles=8))}
+"""Where MLPs and norms run in tiles: so many keep their transients below those of attention."""
+
+
+def on_all_layers(name: str) -> Choice:
+    """What all layers do in a uniform plan: a kind of choice by its default options, or one of ``IN_TILES``."""
+    return IN_TILES.get(name) or parse_choice(name)
+
+
 def with_plan_errors(parse: Callable[[Any], T], value: Any) -> T:
     """What ``parse`` makes of a value. Raises PlanError where that does not fit."""
     try:

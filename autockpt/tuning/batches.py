@@ -22,6 +22,7 @@ from autockpt.schema.known import OURS
 from autockpt.schema.request import BatchAnswer, BatchSetting
 from autockpt.schema.words import tally
 from autockpt.tuning.clock import Clock
+from autockpt.tuning.opening import kinds_of
 from autockpt.tuning.rows import dependent_rows
 from autockpt.tuning.search import run_search, save_plan_copy
 from autockpt.tuning.sizes import LEAN_KINDS, job_of, largest_that_fits, least_bytes, what_if_of
@@ -70,7 +71,7 @@ def search_batch_sizes(request: SearchRequest, listener: Listener, search: Searc
 
         climb = Climb(rows, at, Clock(listener, request.timeout))
         listener.stage("ghost-run batch sizes")
-        what_if = replace(what_if_of(request, request.space.choices), listener=listener)
+        what_if = replace(what_if_of(request, kinds_of(request.space, request.allow_inexact)), listener=listener)
         notes = dependent_rows(job, what_if)
         top = climb.summit(sizes, largest("save"), largest(*LEAN_KINDS), share, request.trials)
         left, found = request.trials - climb.spent, climb.found[top]

@@ -12,7 +12,7 @@ from autockpt.cost import CostModel, MemoryModel, Traces, UniformRuns, build_pro
 from autockpt.cost.profile import Heads, head_graphs
 from autockpt.errors import AutockptError, UsageError
 from autockpt.schema import Budget, Environment, Graph, Hardware, OpTimes, SearchSpace, Unit, WorkloadSpec, format_bytes
-from autockpt.schema.choices import RECOMPUTE, SAVE, Choice, ChunkedLoss, parse_choice
+from autockpt.schema.choices import IN_TILES, RECOMPUTE, SAVE, Choice, ChunkedLoss, parse_choice
 from autockpt.schema.plan import NEVER_CALLED
 from autockpt.schema.request import Listener, Silence
 from autockpt.tracing import Tracer
@@ -23,6 +23,11 @@ from autockpt.workload import Step
 CHUNKS = (256, 1024, 4096)
 """Tokens of a chunk, where head and loss run in chunks: fewer hold fewer logits, more keep a device busier."""
 LEANEST_CHUNKS = ChunkedLoss(tokens=CHUNKS[0])
+
+
+def kinds_of(space: SearchSpace, inexact: bool) -> tuple[str, ...]:
+    """What layers may do: the kinds of a space and, ``inexact``, those of them that run in tiles, too."""
+    return (*space.choices, *(name for name, c in IN_TILES.items() if inexact and c.kind in space.choices))
 
 
 def live_settings(step: Step, tracer: Tracer) -> dict[str, Any]:
@@ -89,15 +94,16 @@ def traced(
 ) -> Traced:
     """Ghost-run what a search, or an explanation, begins with: the one opening of them all.
 
-    ``inexact`` lets the output head run in chunks; ``of_head`` is a choice of a plan's for it besides those of the
-    space. ``listener`` hears of each ghost run. Raises UsageError for a model without blocks to choose for.
+    ``inexact`` lets head, MLPs and norms run on some tokens at a time; ``of_head`` is a choice of a plan's for the head
+    besides those of the space. ``listener`` hears of each ghost run. Raises UsageError for a model without blocks.
     """
     blocks = blocks_of(tracer)
     chunked = (ChunkedLoss(tokens=tokens) for tokens in CHUNKS)
     choices = dict.fromkeys([*map(parse_choice, space.head), *(chunked if inexact else ()), of_head])
     of_heads = [choice for choice in choices if choice != SAVE and tracer.head is not None]
-    listener.stage("ghost-run each choice", len(space.choices) + len(of_heads))
-    uniform = uniform_graphs(tracer, blocks, space.choices, listener=listener)
+    kinds = kinds_of(space, inexact)
+    listener.stage("ghost-run each choice", len(kinds) + len(of_heads))
+    uniform = uniform_graphs(tracer, blocks, kinds, listener=listener)
     heads = head_graphs(tracer, tracer.head, of_heads, listener)
     notes = list[str]()
     if refused := [kind for kind in space.choices if kind not in uniform]:

@@ -14,7 +14,7 @@ from autockpt.schema.known import ALL, OURS
 from autockpt.schema.plan import Comparison, Plan, Verdict, plan_hash
 from autockpt.schema.request import FinishedSearch, SearchOutcome
 from autockpt.schema.runs import RunDirectory
-from autockpt.schema.words import step_note
+from autockpt.schema.words import counted, step_note
 from autockpt.tuning.clock import Clock
 from autockpt.tuning.compiled import NOT_PREDICTED
 from autockpt.tuning.loop import SearchResult
@@ -133,6 +133,13 @@ def _said_of_plan(best: Trial, head: Unit | None) -> Iterator[str]:
     if head is not None and (choice := best.choices.get(head.name, SAVE)) != SAVE:
         bits = "bit-equal with plain training's" if choice.exact else "equal to plain training's only up to rounding"
         yield f"The output head runs with `{head.name}: {choice}`: gradients are {bits}."
+    tiled = sum(
+        bool(getattr(choice, "tiles", 1) > 1)
+        for name, choice in best.choices.items()
+        if head is None or name != head.name
+    )
+    if tiled:
+        yield f"{counted(tiled, 'layer')} with `tiles`: gradients are equal to plain training's only up to rounding."
     if best.measured is not None and (graphs := best.measured.graphs):
         said = "one graph and its backward" if graphs == 1 else f"{graphs} graphs and their backwards"
         yield f"the plan's steps are compiled to {said}"

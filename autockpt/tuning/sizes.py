@@ -38,14 +38,15 @@ from autockpt.schema import (
     WorkloadSpec,
     format_bytes,
 )
-from autockpt.schema.choices import CHUNKED_SOFTMAX
+from autockpt.schema.choices import CHUNKED_SOFTMAX, IN_TILES
 from autockpt.schema.words import step_note
 from autockpt.tracing import Tracer, torch_device
-from autockpt.tuning.opening import LEANEST_CHUNKS, blocks_of
+from autockpt.tuning.opening import LEANEST_CHUNKS, blocks_of, kinds_of
 from autockpt.workload import Step, cut_tensors, nested_tensors
 from autockpt.workload.lengths import with_length
 
 LEAN_KINDS = (
+    *IN_TILES,
     "recompute_offload",
     "offload",
     "recompute",
@@ -271,7 +272,7 @@ def with_longest(request: SearchRequest, listener: Listener) -> SearchRequest:
     listener.stage("look for the longest sequences that fit")
     heads = [LEANEST_CHUNKS] if request.allow_inexact else []
     heads += [CHUNKED_SOFTMAX] if CHUNKED_SOFTMAX.kind in request.space.head else []
-    what_if = replace(what_if_of(request, request.space.choices), listener=listener)
+    what_if = replace(what_if_of(request, kinds_of(request.space, request.allow_inexact)), listener=listener)
     with tracer_of(request, what_if.device) as tracer:
         now = tracer.settings.get("seq_len") or tracer.settings.get("asked_seq_len")
         what_if = replace(what_if, head=leanest_head(head_graphs(tracer, tracer.head, heads)))
