@@ -229,8 +229,8 @@ def refuse_compiled(model: nn.Module, sessions: Iterable[Session]) -> None:
     """
     units = (unit for session in sessions for unit in session.order if unit.choice.kind in MOVING)
     moving = {unit.name: unit.choice.kind for unit in units}
-    if compiled_as(model, moving) == "layers":
-        name = next(name for name in moving if compiled_as(model, (name,)) == "layers")
+    name = next((name for name in moving if compiled_as(model, (name,)) == "layers"), None)
+    if name is not None:
         raise ConflictError(
             f"`{name}: {moving[name]}` is one of several sets of choices, and the layer is compiled: for every length "
             "and set torch would compile it anew, until it gives up (torch._dynamo's recompile_limit)",
