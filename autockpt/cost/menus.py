@@ -17,10 +17,13 @@ import numpy as np
 
 from autockpt.cost.segments import OpRange, segment_peaks, segments
 from autockpt.cost.step import Simulation
-from autockpt.schema.choices import SAVE, Choice
+from autockpt.schema.choices import RECOMPUTE, SAVE, Choice
 from autockpt.schema.graph import Graph, Unit
 from autockpt.schema.profile import Menu, MenuItem
+from autockpt.tracing.kernels.operators import COLLECTIVES
 from autockpt.tracing.kernels.timeline import bytes_timeline
+
+Simulate = Callable[[Graph], Simulation]
 
 
 def representatives(blocks: Iterable[Unit]) -> dict[int, Unit]:
@@ -34,7 +37,7 @@ def representatives(blocks: Iterable[Unit]) -> dict[int, Unit]:
 def build_menus(
     base: Graph,
     variants: Mapping[tuple[int, Choice], Graph],
-    simulation: Callable[[Graph], Simulation],
+    simulation: Simulate,
     host_seconds: Callable[[Choice], float] = lambda choice: 0.0,
 ) -> tuple[Menu, ...]:
     """The menu of every kind of unit, ``save`` first, then the choices that ``variants`` hold.
@@ -58,9 +61,29 @@ def build_menus(
     return tuple(menus)
 
 
-def head_menu(
-    base: Graph, head: Unit, variants: Mapping[Choice, Graph], simulation: Callable[[Graph], Simulation]
-) -> Menu:
+def beside_collectives(
+    menus: tuple[Menu, ...], base: Graph, recomputed: Graph, simulation: Simulate
+) -> tuple[Menu, ...]:
+    """The menus of a sharded step, where collectives that others would wait for go on while a unit recomputes.
+
+    What the whole step gains by that, it has once: a unit alone would gain the most. So recomputing costs the share
+    that it does where all units recompute, as in ``recomputed``.
+    """
+    if not any(text.startswith(COLLECTIVES) for text in base.signatures):
+        return menus
+    by_kind = {menu.kind: {item.choice: item for item in menu.items} for menu in menus}
+    pairs = [(by_kind[unit.kind][SAVE], by_kind[unit.kind][RECOMPUTE]) for unit in base.blocks()]
+    alone = sum(again.seconds - plain.seconds for plain, again in pairs)
+    whole = simulation(recomputed).step_seconds - simulation(base).step_seconds
+    share = max(0.0, 1 - max(0.0, alone - whole) / (sum(again.recompute_seconds for _, again in pairs) or 1.0))
+    shared = [
+        [item.model_copy(update={"recompute_seconds": share * item.recompute_seconds}) for item in menu.items]
+        for menu in menus
+    ]
+    return tuple(menu.model_copy(update={"items": tuple(items)}) for menu, items in zip(menus, shared, strict=True))
+
+
+def head_menu(base: Graph, head: Unit, variants: Mapping[Choice, Graph], simulation: Simulate) -> Menu:
     """The menu of the output head, ``save`` first; ``variants`` are ghost runs with a choice on it alone.
 
     Its chunks run inside of the loss, not inside of its module, so its seconds are what the whole step gains or loses.
@@ -78,7 +101,7 @@ def _menu(
     plain: _Run,
     unit: Unit,
     variants: Mapping[Choice, Graph],
-    simulation: Callable[[Graph], Simulation],
+    simulation: Simulate,
     seconds: Callable[[Choice, _Run], dict[str, Any]],
 ) -> Menu:
     """Bytes that each choice changes against saving, on top of what the unit holds when it saves."""
@@ -108,7 +131,7 @@ class _Bytes(NamedTuple):
 class _Run:
     """A ghost run, cut up, with its seconds."""
 
-    def __init__(self, graph: Graph, units: Sequence[str], simulation: Callable[[Graph], Simulation]) -> None:
+    def __init__(self, graph: Graph, units: Sequence[str], simulation: Simulate) -> None:
         self.graph, self.units, self.simulation = graph, units, simulation(graph)
         self.parts = segments(graph, units)
         self.peaks = {s.key: peak for s, peak in zip(self.parts, segment_peaks(graph, self.parts), strict=True)}

@@ -11,7 +11,7 @@ from operator import itemgetter
 from typing import NamedTuple, TypeVar
 
 from autockpt.cost.fronts import MOST_SETS, MOST_SETS_BESIDE, remake_front, selective_front
-from autockpt.cost.menus import build_menus, head_menu, representatives
+from autockpt.cost.menus import beside_collectives, build_menus, head_menu, representatives
 from autockpt.cost.op_times import ANCHORS, TIMED_OPS, cached_op_times, calibrated, store
 from autockpt.cost.predictor import MemoryModel, Predictor, Traces
 from autockpt.cost.problem import build_problem, passed_on, point_bytes
@@ -365,6 +365,8 @@ def build_profile(
             if (unit.kind, choice) not in variants and (choice == RECOMPUTE or not late()):
                 variants[unit.kind, choice] = predictor.graph({unit.name: choice})
     menus = build_menus(base, variants, predictor.simulation, times.host_seconds_of)
+    if RECOMPUTE.kind in uniform:
+        menus = beside_collectives(menus, base, uniform[RECOMPUTE.kind][1], predictor.simulation)
     unit = None
     if head is not None and head.graphs:
         unit = head.unit.model_copy(update={"kind": 1 + max(menu.kind for menu in menus)})

@@ -10,7 +10,12 @@ from typing import Any
 import pytest
 
 from autockpt.cost import build_profile, measure_op_times, uniform_graphs
-from autockpt.schema import DeviceInfo, Environment, Graph, OpTimes
+from autockpt.cost.roofline import roofline_times
+from autockpt.cost.step import simulate
+from autockpt.schema import DeviceInfo, Environment, Graph, OpTimes, WorkloadSpec
+from autockpt.schema.problem import seconds_of
+from autockpt.shipped import load_hardware
+from autockpt.tracing import tracer_for
 from tests.cost.steps import SECONDS, step
 
 NAMES = ["layers.0", "layers.1"]
@@ -73,3 +78,16 @@ def test_when_late_only_what_plans_need_is_ghost_run() -> None:
     everything = uniform_graphs(machine, blocks, ("save", "recompute", "offload"))
     made = build_profile(machine, times, everything, late=lambda: True)
     assert [[item.choice.kind for item in menu.items] for menu in made.profile.menus] == [["save", "recompute"]]
+
+
+@pytest.mark.slow
+def test_recomputing_beside_collectives_costs_what_the_whole_step_sees() -> None:
+    hardware = load_hardware("rtx4090").model_copy(update={"peer_seconds": 0.01})  # slow enough to be waited for
+    spec = WorkloadSpec(model="tests.measuring.sharded_models:whole", shard=2)
+    with tracer_for(hardware, spec) as tracer:
+        uniform = uniform_graphs(tracer, tracer.units, ("save", "recompute"))
+        model = build_profile(tracer, roofline_times(hardware, [graph for _, graph in uniform.values()]), uniform)
+    plan, problem = uniform["recompute"][0], model.problem(1 << 40)
+    seen = model.predictor.predict(plan).step_seconds - model.profile.save_all_seconds
+    again = simulate(uniform["recompute"][1], model.profile.op_times).seconds_by_phase["recompute"]
+    assert seconds_of(problem, plan) == pytest.approx(seen) and seen < 0.9 * again
