@@ -95,9 +95,9 @@ def join(device: torch.device = torch.device("cpu")) -> None:
     own = distributed.get_default_backend_for_device(device)
     backend = own if device.type == "cpu" else f"cpu:gloo,{device.type}:{own}"
     try:
-        store, rank, size = next(distributed.rendezvous("env://"))
+        store, rank, size = next(distributed.rendezvous("env://"))  # type: ignore[attr-defined]
         # torchrun's store lives through restarts (torch 2.13), with addresses of ranks that have died
-        store = distributed.PrefixStore(f"attempt {_attempt()}", store)
+        store = distributed.PrefixStore(f"attempt {_attempt()}", store)  # type: ignore[attr-defined]
         distributed.init_process_group(backend, store=store, rank=rank, world_size=size)
     except (RuntimeError, ValueError) as error:
         raise MeasurementError(f"rank {own_rank()} does not find the others: {error}", remedy=_AGAIN) from None

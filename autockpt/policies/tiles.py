@@ -56,7 +56,7 @@ def run_tiled(module: nn.Module, state: TileState, /, *args: Any, **kwargs: Any)
 
     Raises ConflictError where rows depend on one another, or random numbers are drawn.
     """
-    x = args[0] if len(args) == 1 and not kwargs else None
+    x: Any = args[0] if len(args) == 1 and not kwargs else None
     tiled = isinstance(x, Tensor) and x.dim() > 1 and x.shape[:-1].numel() > 1 and is_enabled(state)
     if not tiled or torch.compiler.is_compiling() or not goes_row_by_row(module):
         return call_inner(module, state, args, kwargs)

@@ -48,7 +48,7 @@ class Stage(NamedTuple):
     def parse(cls, text: str) -> Stage:
         """Raises ValueError for what is none, in words for people."""
         match = _STAGE.fullmatch(text)
-        sizes = tuple(map(int, match[2].split(","))) if match is not None else (0,)
+        sizes: tuple[int, ...] = tuple(map(int, match[2].split(","))) if match is not None else (0,)
         count = len(sizes) if len(sizes) > 1 else sizes[0]
         if match is None or (match[1] is not None and int(match[1]) >= count):
             raise ValueError(

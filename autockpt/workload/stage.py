@@ -142,7 +142,7 @@ def cut(model: nn.Module, batch: dict[str, Any], spec: WorkloadSpec) -> tuple[di
     base = getattr(inner, "base_model", inner)
     names = list(getattr(getattr(base, "config", None), "base_model_pp_plan", None) or ())
     at = next((i for i, name in enumerate(names) if isinstance(getattr(base, name, None), nn.ModuleList)), None)
-    layers = () if at is None else getattr(base, names[at])
+    layers: Any = () if at is None else getattr(base, names[at])
     if at is None or len(layers) < stages or (sizes is not None and sum(sizes) != len(layers)):
         raise UsageError(
             f"{type(inner).__name__} cannot be cut into {stages} stages: "
