@@ -119,7 +119,7 @@ class StepBytes:
         if s.id in self._loss:
             return LOGITS
         if op is None and phase != "forward":
-            return BACK if self.graph.copies else TRANSIENT
+            return BACK if any(copy.direction == "in" for copy in self.graph.copies) else TRANSIENT
         if phase == "recompute":
             return AGAIN
         return KEPT if phase == "forward" and self._reaches_backward(s) else TRANSIENT

@@ -69,7 +69,8 @@ def beside_collectives(
     What the whole step gains by that, it has once: a unit alone would gain the most. So recomputing costs the share
     that it does where all units recompute, as in ``recomputed``.
     """
-    if not any(text.startswith(COLLECTIVES) for text in base.signatures):
+    sends = any(copy.direction == "ranks" for copy in base.copies)
+    if not sends and not any(text.startswith(COLLECTIVES) for text in base.signatures):
         return menus
     by_kind = {menu.kind: {item.choice: item for item in menu.items} for menu in menus}
     pairs = [(by_kind[unit.kind][SAVE], by_kind[unit.kind][RECOMPUTE]) for unit in base.blocks()]

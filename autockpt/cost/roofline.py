@@ -54,6 +54,8 @@ def roofline_times(hardware: Hardware, graphs: Iterable[Graph]) -> OpTimes:
         rerun_scale=_rerun_scale(hardware, graphs, kernels, seconds),
         copy_out_bandwidth=hardware.link_out * hardware.efficiency.link,
         copy_in_bandwidth=hardware.link_in * hardware.efficiency.link,
+        peer_bandwidth=_peer_bandwidth(hardware),
+        peer_seconds=hardware.peer_seconds,
     )
 
 
@@ -77,10 +79,13 @@ def seconds_of_work(hardware: Hardware, work: Work) -> float:
     if work.kind == "none":
         return 0.0
     if work.kind == "link":
-        rate = hardware.peer_bandwidth or min(hardware.link_out, hardware.link_in)
-        return hardware.peer_seconds + work.bytes / (rate * hardware.efficiency.link)
+        return hardware.peer_seconds + work.bytes / _peer_bandwidth(hardware)
     starting, computing, moving = _terms(hardware, work)
     return max(starting, computing, moving) if work.kind == "elements" else starting + max(computing, moving)
+
+
+def _peer_bandwidth(hardware: Hardware) -> float:
+    return (hardware.peer_bandwidth or min(hardware.link_out, hardware.link_in)) * hardware.efficiency.link
 
 
 def peak_flops(hardware: Hardware, graph: Graph) -> float:

@@ -93,11 +93,17 @@ def op_seconds(graph: Graph, times: OpTimes) -> np.ndarray:
 def _alone(graph: Graph, times: OpTimes) -> np.ndarray:
     """Seconds of each copy on its own."""
     one_tier = times.environment.device.kind in WITHOUT_STREAMS  # there both are the same file
-    names = [f"{'disk' if c.tier == 'disk' and not one_tier else 'copy'}_{c.direction}_bandwidth" for c in graph.copies]
+    ways = ["disk" if c.tier == "disk" and not one_tier else "copy" for c in graph.copies]
+    names = [
+        "peer_bandwidth" if copy.direction == "ranks" else f"{way}_{copy.direction}_bandwidth"
+        for copy, way in zip(graph.copies, ways, strict=True)
+    ]
     for name in set(names):
         if getattr(times, name) <= 0:
             raise ValueError(f"the graph copies bytes, so {name} must be positive")
-    return np.array([c.bytes / getattr(times, name) for c, name in zip(graph.copies, names, strict=True)])
+    least = {"peer_bandwidth": times.peer_seconds}
+    pairs = zip(graph.copies, names, strict=True)
+    return np.array([least.get(name, 0.0) + copy.bytes / getattr(times, name) for copy, name in pairs])
 
 
 def _queued(graph: Graph, duration: np.ndarray, copies: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:

@@ -75,14 +75,14 @@ class Storage(Data):
 
 
 class Copy(Data):
-    """Bytes moved off (``out``) or back onto (``in``) the device by an offload choice.
+    """Bytes moved off (``out``) or back onto (``in``) the device by an offload choice, or sent to other ranks by DDP.
 
     Issued just before op ``issued`` on the copy queue of its direction; the compute queue waits for its end just before
     op ``awaited`` (None: never). On devices without copy queues a copy takes place where it is issued. What went
     ``out`` occupies its tier until just before op ``released`` (None: past the end).
     """
 
-    direction: Literal["out", "in"]
+    direction: Literal["out", "in", "ranks"]
     bytes: int
     issued: int
     awaited: int | None

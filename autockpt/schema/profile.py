@@ -55,6 +55,8 @@ class OpTimes(Data):
     rerun_scale: float = Field(default=1.0, description="times as long as at first an op takes when it runs again")
     copy_out_bandwidth: float = Field(default=0.0, description="bytes per second off the device")
     copy_in_bandwidth: float = Field(default=0.0, description="bytes per second back onto it")
+    peer_bandwidth: float = Field(default=0.0, description="bytes per second to other ranks")
+    peer_seconds: float = Field(default=0.0, description="least time of a collective")
     disk_out_bandwidth: float = Field(default=0.0, description="the same to a file; 0: not measured")
     disk_in_bandwidth: float = Field(default=0.0, description="and back")
     context_bytes: int = Field(default=0, description="what the device's context takes once steps have run")

@@ -159,8 +159,6 @@ def step_note(environment: Environment | None, workload: WorkloadSpec | None) ->
     if environment is None or "simulated" not in environment.versions:
         return ""
     said = [_ERRORS.get(environment.device.kind, _UNKNOWN)]
-    if workload is not None and workload.shard is not None:
+    if workload is not None and (workload.shard is not None or workload.ddp is not None):
         said.append("Collectives take what the links within one machine are said to give; none was measured.")
-    elif workload is not None and workload.ddp is not None:
-        said.append("The time of DDP's all-reduce is not counted.")
     return " ".join(said)

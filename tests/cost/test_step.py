@@ -76,6 +76,17 @@ def test_copies_queue_by_direction():
     assert s.step_seconds == pytest.approx(5.0)
 
 
+def test_what_is_sent_to_other_ranks_has_a_queue_of_its_own():
+    copies = [
+        Copy(direction="ranks", bytes=10, issued=2, awaited=4),  # 1..4: 1 s at least, and 2 s of bytes
+        Copy(direction="ranks", bytes=10, issued=3, awaited=4),  # 4..7: the optimizer waits from 5
+        Copy(direction="out", bytes=10, issued=0, awaited=1),  # 0..1 beside them
+    ]
+    rates = {"bandwidth_out": 10.0, "peer_bandwidth": 5.0, "peer_seconds": 1.0}
+    s = simulated(graph("fbbbo", copies=copies), SECONDS | {"f": 1.0}, copy_queues=True, **rates)
+    assert s.copy_seconds == pytest.approx(9.0 - 7.0)
+
+
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9), st.integers(1, 40)), max_size=8))
 def test_queues_lie_between_compute_alone_and_inline_copies(spans):
     copies = [

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from autockpt.schema import Graph, Hardware, Storage, StorageKind, WorkloadSpec
+from autockpt.schema.graph import Copy
 from autockpt.tracing.kernels.allocator import MIB
 from autockpt.tracing.kernels.timeline import element_bytes
 
@@ -81,6 +82,8 @@ def as_seen_by(hardware: Hardware, graph: Graph, spec: WorkloadSpec) -> Graph:
         graph = _eight_bit(graph)
     if spec.master_weights:
         graph = _with_master_weights(graph)
+    if spec.ddp is not None:
+        graph = _with_all_reduce(graph)
     if spec.ddp == "buckets":
         graph = with_buckets(graph)
     if spec.keep_gradients or spec.ddp == "views":
@@ -104,6 +107,24 @@ def with_buckets(graph: Graph) -> Graph:
     """The graph with the buckets that DistributedDataParallel copies gradients into, which it never gives back."""
     whole, rest = divmod(sum(_gradients(graph).values()), _BUCKET)
     return with_resident(graph, "gradient buckets", [_BUCKET] * whole + ([rest] if rest else []), "other")
+
+
+def _with_all_reduce(graph: Graph) -> Graph:
+    """The graph with what DistributedDataParallel sends in the last micro-batch, beside backward: each bucket once its
+    gradients are ready, twice its bytes as in a ring of many. The optimizer waits for all of them."""
+    gradients, ready = _gradients(graph), dict[int, int]()
+    for op in graph.ops:
+        if op.phase == "backward":
+            made = (*op.inputs, *(out.storage for out in op.outputs))
+            ready |= {storage: op.index for storage in made if storage in gradients}
+    end = next((op.index for op in graph.ops if op.phase == "optimizer"), len(graph.ops) - 1)
+    buckets, filled = list[Copy](), 0
+    for storage in (order := sorted(ready, key=lambda storage: ready[storage])):
+        filled += gradients[storage]
+        if filled >= _BUCKET or storage == order[-1]:
+            buckets.append(Copy(direction="ranks", bytes=2 * filled, issued=ready[storage] + 1, awaited=end))
+            filled = 0
+    return changed(graph, copies=(*graph.copies, *buckets))
 
 
 def _with_workspaces(graph: Graph, nbytes: int) -> Graph:

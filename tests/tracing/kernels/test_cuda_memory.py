@@ -142,6 +142,8 @@ def test_ddp() -> None:
         == plain.resident_bytes + n
         == plain.resident_bytes + buckets.resident["gradient buckets"]
     )
+    # one bucket, twice its bytes, once the last gradient is made; the optimizer waits
+    assert [(c.bytes, c.issued, c.awaited) for c in views.copies] == [(2 * n, 4, 4)] and not plain.copies
     # bucket views take no gradients besides, copies do
     assert bytes_timeline(buckets)[4] == bytes_timeline(views)[4] + n
 
