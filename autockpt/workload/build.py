@@ -131,6 +131,8 @@ def _from_config(spec: WorkloadSpec, device: torch.device) -> Step:
     if prompt is not None:
         batch, parts = with_prompts(batch, prompt), {"loss": policy_loss}
     elif spec.stage is not None:
+        if str(spec.shard).startswith(TENSOR_PARALLEL):  # its plan is for the whole model
+            model = shard_model(model, spec, None, device)
         batch, parts = cut(model, batch, spec)
     workload = _assemble(spec, model, batch, device, **parts)
     workload.notes += tuple(note for note in notes if note)

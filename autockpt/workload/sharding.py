@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from autockpt.errors import UsageError
 from autockpt.schema.workload import WorkloadSpec
+from autockpt.workload.losses import inner_model
 from autockpt.workload.units import discover_units, modules_of
 
 TENSOR_PARALLEL = "tp"
@@ -61,7 +62,10 @@ def shard_model(
     blocks = [unit.name for unit in discover_units(model, spec.units) if unit.role == "block"]
     for block in modules_of(model, blocks):
         fully_shard(block, mesh=mesh, reshard_after_forward=not kept)
-    fully_shard(model, mesh=mesh, reshard_after_forward=False if kept else None)
+    inner: Any = inner_model(model)
+    # a stage that is not the last has no head: its step calls the model inside, which gathers what is not in a block
+    headless = spec.stage is not None and len([*inner.base_model.parameters()]) == len(parameters)
+    fully_shard(inner.base_model if headless else model, mesh=mesh, reshard_after_forward=False if kept else None)
     return model
 
 

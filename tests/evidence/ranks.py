@@ -2,7 +2,8 @@
 
     OMP_NUM_THREADS=1 python -m tests.evidence.ranks [SHARD …]
 
-A Llama of 6 layers, hidden 256, 4 × 128 tokens, fp32, AdamW, sharded as SHARD says, which is a job file's ``shard``.
+A Llama of 6 layers, hidden 256, 4 × 128 tokens, fp32, AdamW, sharded as SHARD says, which is a job file's ``shard``;
+with a stage behind a comma (``2,0/2``) that stage of llama-tiny, 4 micro-batches of 2 × 128 tokens.
 Peaks are the smallest of three recordings on each rank, and the largest of these counts.
 """
 
@@ -28,7 +29,7 @@ from autockpt.workload import build
 from tests.runtime.processes import in_processes
 
 LAYERS, VOCABULARY, ROWS, LENGTH = 6, 1024, 4, 128
-SHARDS = ("2", "2 kept", "tp2", "4", "4 kept", "2x2", "2x2 kept", "tp4")
+SHARDS = ("2", "2 kept", "tp2", "4", "4 kept", "2x2", "2x2 kept", "tp4", "2,0/2", "2,1/2", "tp2,0/2")
 KEPT = parse_choice({"kind": "selective", "keep": ["mlp.gate_proj", "self_attn.q_proj"]})
 
 
@@ -43,11 +44,16 @@ def llama() -> tuple[nn.Module, dict[str, Any]]:
 
 
 def job(shard: str) -> WorkloadSpec:
-    return WorkloadSpec.model_validate({"model": "tests.evidence.ranks:llama", "shard": shard})
+    shard, _, stage = shard.partition(",")
+    given: dict[str, Any] = {"model": "tests.evidence.ranks:llama"}
+    if stage:
+        given = {"model": "llama-tiny", "batch_size": 2, "seq_len": LENGTH, "accumulate": 4, "stage": stage}
+    return WorkloadSpec.model_validate({**given, "shard": shard})
 
 
-def plans() -> dict[str, dict[str, Choice]]:
-    names = [f"model.layers.{i}" for i in range(LAYERS)]
+def plans(shard: str) -> dict[str, dict[str, Choice]]:
+    stage = job(shard).stage
+    names = [f"model.layers.{i}" for i in (range(LAYERS) if stage is None else (0, 1) if stage == "0/2" else (2, 3))]
     return {
         "save": {},
         "recompute": dict.fromkeys(names, RECOMPUTE),
@@ -66,7 +72,7 @@ def measure(rank: int, shard: str, folder: str) -> None:
             measurer.serve()
         else:
             found = measurer.conduct(
-                lambda: {name: measurer.measure(plan, steps=1).peak_by_rank for name, plan in plans().items()}
+                lambda: {name: measurer.measure(plan, steps=1).peak_by_rank for name, plan in plans(shard).items()}
             )
             Path(folder, "peaks").write_text(json.dumps(found))
     os._exit(0)
@@ -79,7 +85,7 @@ def main() -> None:
     print("|---|---|--:|--:|--:|--:|", flush=True)
     for shard in parser.parse_args().shards or SHARDS:
         with Tracer.from_spec(job(shard)) as tracer:
-            predicted = {name: tracer.trace(plan).peak_bytes for name, plan in plans().items()}
+            predicted = {name: tracer.trace(plan).peak_bytes for name, plan in plans(shard).items()}
         with tempfile.TemporaryDirectory() as folder:
             in_processes(measure, (shard, folder), job(shard).ranks)
             measured = json.loads(Path(folder, "peaks").read_text())

@@ -124,3 +124,13 @@ def test_what_cannot_be_sharded_is_refused_by_name(job: dict[str, Any]) -> None:
 def test_a_step_in_ddp_is_that_of_the_model_inside(tmp_path: Path) -> None:
     save, recompute = live("ddp", tmp_path)
     assert not collectives(save) and recompute.peak_bytes < save.peak_bytes
+
+
+@pytest.mark.parametrize("shard", ["2", "tp2"])
+def test_a_stage_of_a_pipeline_may_be_sharded(shard: str) -> None:
+    whole = WorkloadSpec(model="llama-tiny", batch_size=2, seq_len=64, accumulate=2, stage="0/2")
+    peaks = []
+    for spec in (whole, whole.model_copy(update={"shard": shard})):
+        with Tracer.from_spec(spec) as tracer:
+            peaks.append(tracer.trace().peak_bytes)
+    assert peaks[1] < peaks[0]
