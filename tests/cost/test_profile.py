@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from autockpt.schema.problem import seconds_of
 
 from autockpt.cost import build_profile, measure_op_times, uniform_graphs
 from autockpt.cost.roofline import roofline_times
 from autockpt.cost.step import simulate
 from autockpt.schema import DeviceInfo, Environment, Graph, OpTimes, WorkloadSpec
 from autockpt.shipped import load_hardware
+from autockpt.solvers.problem import seconds_of
 from autockpt.tracing import tracer_for
 from tests.cost.steps import SECONDS, step
 
