@@ -28,7 +28,7 @@ class TorchStates:
     backends' own."""
 
     def __init__(self, places: Iterable[tuple[str, int]] | None = None) -> None:
-        self._cpu = torch.default_generator.get_state()
+        self._cpu = torch.get_rng_state()
         wanted = _places_in_use() if places is None else places
         self._places = [(kind, index, torch.get_device_module(kind).get_rng_state(index)) for kind, index in wanted]
 
@@ -39,7 +39,7 @@ class TorchStates:
 
     def put_back(self) -> None:
         """Make them the states that are drawn from."""
-        torch.default_generator.set_state(self._cpu)
+        torch.set_rng_state(self._cpu)
         for kind, index, state in self._places:
             torch.get_device_module(kind).set_rng_state(state, index)
 
