@@ -310,10 +310,12 @@ def _told(error: Exception, unit: str) -> Exception:
             "failed, something that it reads has changed in between: use `save` or `offload` there."
         )
         return error
-    # as where the first run has used up an iterator, or asks for the graph that its input came from
-    told = diverged(unit, f"raised {type(error).__name__} when it ran again in backward, which it did not before")
-    told.__cause__ = error
-    return told
+    if isinstance(error, (StopIteration, LookupError, AttributeError, AssertionError, TypeError, ValueError)):
+        # as where the first run has used up an iterator, or asks for the graph that its input came from
+        told = diverged(unit, f"raised {type(error).__name__} when it ran again in backward, which it did not before")
+        told.__cause__ = error
+        return told
+    return error
 
 
 def _refuse_unreadable(error: RuntimeError, unit: str) -> None:
