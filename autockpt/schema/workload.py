@@ -48,7 +48,7 @@ class Stage(NamedTuple):
     def parse(cls, text: str) -> Stage:
         """Raises ValueError for what is none, in words for people."""
         match = _STAGE.fullmatch(text)
-        sizes: tuple[int, ...] = tuple(map(int, match[2].split(","))) if match is not None else (0,)
+        sizes = [int(size) for size in match[2].split(",")] if match is not None else [0]
         count = len(sizes) if len(sizes) > 1 else sizes[0]
         if match is None or (match[1] is not None and int(match[1]) >= count):
             raise ValueError(
@@ -58,7 +58,7 @@ class Stage(NamedTuple):
                 "on one GPU"
             )
         number = None if match[1] is None else int(match[1])
-        return cls(number, count, sizes if len(sizes) > 1 else None, (match[3] or "").strip())
+        return cls(number, count, tuple(sizes) if len(sizes) > 1 else None, (match[3] or "").strip())
 
     def single(self) -> list[str]:
         """Each stage of this pipeline as ``stage`` names it."""

@@ -15,7 +15,7 @@ from autockpt.cost.step import simulate
 from autockpt.schema import DeviceInfo, Environment, Graph, OpTimes, WorkloadSpec
 from autockpt.shipped import load_hardware
 from autockpt.solvers.problem import seconds_of
-from autockpt.tracing import tracer_for
+from autockpt.tracing import Tracer
 from tests.cost.steps import SECONDS, step
 
 NAMES = ["layers.0", "layers.1"]
@@ -84,10 +84,10 @@ def test_when_late_only_what_plans_need_is_ghost_run() -> None:
 def test_recomputing_beside_collectives_costs_what_the_whole_step_sees() -> None:
     hardware = load_hardware("rtx4090").model_copy(update={"peer_seconds": 0.01})  # slow enough to be waited for
     spec = WorkloadSpec(model="tests.measuring.sharded_models:whole", shard=2)
-    with tracer_for(hardware, spec) as tracer:
+    with Tracer.from_spec(spec, hardware=hardware) as tracer:
         uniform = uniform_graphs(tracer, tracer.units, ("save", "recompute"))
         model = build_profile(tracer, roofline_times(hardware, [graph for _, graph in uniform.values()]), uniform)
     plan, problem = uniform["recompute"][0], model.problem(1 << 40)
-    seen = model.predictor.predict(plan).step_seconds - model.profile.save_all_seconds
+    seen = (model.predictor.predict(plan).step_seconds or 0.0) - model.profile.save_all_seconds
     again = simulate(uniform["recompute"][1], model.profile.op_times).seconds_by_phase["recompute"]
     assert seconds_of(problem, plan) == pytest.approx(seen) and seen < 0.9 * again
