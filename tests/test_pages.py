@@ -244,9 +244,7 @@ def test_the_first_job_has_a_feasible_and_binding_budget(autockpt: Autockpt) -> 
     command = next(c for c in commands_of(ROOT / "README.md") if "llama-small" in c)
     options = words_of(command)[2:]
     at = options.index("--trials")
-    answer = json.loads(
-        autockpt("explain", *options[:at], *options[at + 2 :], "--device", "cpu", "--no-limits", "--json")
-    )
+    answer = json.loads(autockpt("explain", *options[:at], *options[at + 2 :], "--device", "cpu", "--json"))
     assert answer["smallest_peak"] <= answer["peak_bytes"] <= answer["budget"]["bytes"] < answer["save_all_peak"]
 
 
