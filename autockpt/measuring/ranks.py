@@ -23,6 +23,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import distributed, nn
+from torch.distributed.rendezvous import rendezvous
 
 from autockpt.devices import get_device, make_current
 from autockpt.errors import AutockptError, DeviceOutOfMemory, MeasurementError, RanksError
@@ -72,12 +73,11 @@ def share_of(spec: WorkloadSpec, device: str | None) -> Step:
         )
     make_current(there)
     join(there.torch_device)
-    built: tuple[Step | None, AutockptError | None]
+    step, failed = None, None
     try:
-        built = build(spec, there.torch_device), None
+        step = build(spec, there.torch_device)
     except Exception as error:
-        built = None, explain(error, "building the model and batch")
-    step, failed = built
+        failed = explain(error, "building the model and batch")
     failures: list[AutockptError | None] = [None] * size
     distributed.all_gather_object(failures, failed)
     for rank, error in enumerate(failures):
@@ -95,7 +95,7 @@ def join(device: torch.device = torch.device("cpu")) -> None:
     own = distributed.get_default_backend_for_device(device)
     backend = own if device.type == "cpu" else f"cpu:gloo,{device.type}:{own}"
     try:
-        store, rank, size = next(distributed.rendezvous("env://"))  # type: ignore[attr-defined]
+        store, rank, size = next(rendezvous("env://"))
         # torchrun's store lives through restarts (torch 2.13), with addresses of ranks that have died
         store = distributed.PrefixStore(f"attempt {_attempt()}", store)  # type: ignore[attr-defined]
         distributed.init_process_group(backend, store=store, rank=rank, world_size=size)
