@@ -204,7 +204,9 @@ def test_gradients_of_the_logits_are_those_of_plain_training(use):
     assert_same(*both(small_llama(), run))
 
 
-@pytest.mark.parametrize("use", [lambda x: x.register_hook(print), Tensor.retain_grad, Tensor.zero_], ids=str)
+@pytest.mark.parametrize(
+    "use", [lambda x: x.register_hook(print), Tensor.retain_grad, Tensor.zero_], ids=["hook", "retain_grad", "zero_"]
+)
 def test_what_needs_a_cast_as_a_whole_after_its_loss_is_refused(use):
     model = small_llama()()
     with attach(model, {"lm_head": CHUNK}):
