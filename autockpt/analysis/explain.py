@@ -20,7 +20,7 @@ from autockpt.analysis.explanation import Bargain, Basis, Explanation, Front, Sp
 from autockpt.analysis.holdings import StepBytes, curve, joined, moment, telling_op
 from autockpt.analysis.why import Answers, Known, budget_steps, recorded, why
 from autockpt.cost import CostModel, cached_op_times, said_of, simulated_memory
-from autockpt.cost.roofline import nominal_op_times, peak_flops, roofline_times
+from autockpt.cost.roofline import nominal_op_times, peak_flops
 from autockpt.cost.step import simulate
 from autockpt.devices import get_device, host_bytes_of, said_of_host
 from autockpt.errors import AutockptError, RunDirectoryError, UsageError
@@ -505,10 +505,10 @@ def open_subject(question: ExplainRequest, listener: Listener) -> Iterator[Subje
 
 def _times(question: ExplainRequest, found: Traced) -> tuple[OpTimes, tuple[Basis, str], int]:
     """Op times, an earlier search's or else rates of common hardware; what they rest on; bytes that others hold."""
-    heads = list(found.heads.graphs.values()) if found.heads is not None else []
     if question.hardware is not None:
-        times = roofline_times(question.hardware, found.graphs)
-        return times.completed(roofline_times(question.hardware, heads)), _basis(times, ""), 0
+        times = found.roofline(question.hardware)
+        return times, _basis(times, ""), 0
+    heads = list(found.heads.graphs.values()) if found.heads is not None else []
     step, settings = question.step, dict[str, Any]()
     device = get_device(question.device if step is None else str(step.device))
     if step is None:

@@ -126,8 +126,10 @@ class CheckpointFrame:
             self._unit = unit = unit.renewed()
             self._parameters, self._training = unit.parameters(), unit.state.training()
             self._versions = list(map(_version, self._present()))
-        state.refuse_effects(effects)
+        installed = state.installed(effects)
         self._before = state.learn(everything, late=self._late or 0)
+        if installed:  # a recomputation must not install hooks again
+            self._before = [entry for entry in self._before if not entry.marks_done]
         unit.draws_in_python |= self._context.forget_python_unless_drawn()
         return output
 

@@ -57,6 +57,11 @@ class Entry(NamedTuple):
     def key(self) -> Key:
         return id(self.home), self.name
 
+    @property
+    def marks_done(self) -> bool:
+        """Whether it was made, or set to True, since: as a flag that something was installed."""
+        return self.value is _ABSENT or self.home.get(self.name) is True
+
     def assigned(self, now: Entry) -> bool:
         """Whether another object is there now. Equal numbers are one."""
         if self.value is now.value:
@@ -136,6 +141,7 @@ class ModuleState:
         self._lively: dict[Key, dict[str, Any]] = {}
         for norm in filter(_writes_unseen, self.modules):
             self._lively |= {(id(norm._buffers), name): norm._buffers for name in norm._buffers}
+        self._installs = False  # a forward registered hooks
 
     def training(self) -> list[bool]:
         """The modules' ``training`` flags."""
@@ -197,16 +203,20 @@ class ModuleState:
         grads = (p.grad for p in parameters if p.is_leaf and p.grad is not None)
         return sum(map(len, hooks)), [(id(grad), 0 if grad.is_inference() else grad._version) for grad in grads]
 
-    def refuse_effects(self, before: tuple[int, list[tuple[int, int]]]) -> None:
-        """Raise ConflictError where a forward that began with these ``effects`` registered hooks or accumulated
-        gradients."""
+    def installed(self, before: tuple[int, list[tuple[int, int]]]) -> bool:
+        """Whether a forward that began with these ``effects`` registered hooks: a first one may, as those of
+        transformers' vision towers do. Raises ConflictError where an earlier one did so too, or for gradients that it
+        accumulated."""
         hooks, gradients = self.effects()
-        if hooks != before[0] or gradients != before[1]:
-            what = "registers or removes hooks" if hooks != before[0] else "accumulates gradients"
+        installs = hooks != before[0]
+        if gradients != before[1] or (installs and self._installs):
+            what = "accumulates gradients" if gradients != before[1] else "registers or removes hooks"
             raise ConflictError(
                 f"{self._unit} {what} of its modules or parameters in its forward, which recomputing it would repeat",
                 remedy=f"Do it outside of the forward, or use `save` on {self._unit}.",
             )
+        self._installs |= installs
+        return installs
 
     def restored(self, entries: list[Entry], training: list[bool]) -> AbstractContextManager[Collection[int]]:
         """As in ``entries``, and afterwards as now. Yields the storages that are written to then: what is saved of them

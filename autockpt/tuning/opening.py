@@ -10,6 +10,7 @@ from typing import Any
 
 from autockpt.cost import CostModel, MemoryModel, Traces, UniformRuns, build_profile, uniform_graphs
 from autockpt.cost.profile import Heads, head_graphs
+from autockpt.cost.roofline import roofline_times
 from autockpt.errors import AutockptError, UsageError
 from autockpt.schema import Budget, Environment, Graph, Hardware, OpTimes, SearchSpace, Unit, WorkloadSpec, format_bytes
 from autockpt.schema.choices import IN_TILES, RECOMPUTE, SAVE, Choice, ChunkedLoss, parse_choice
@@ -74,8 +75,14 @@ class Traced:
 
     @property
     def graphs(self) -> list[Graph]:
-        """All of them but those of heads, whose regions that run again cost what is read off layers."""
+        """All of them but those of heads."""
         return [*(graph for _, graph in self.uniform.values()), *([self.base] if self.base is not None else [])]
+
+    def roofline(self, hardware: Hardware) -> OpTimes:
+        """Op times of described hardware. What a region that runs again costs is read off whole layers."""
+        parts = [graph for name, (_, graph) in self.uniform.items() if name in IN_TILES]
+        times = roofline_times(hardware, [graph for graph in self.graphs if all(graph is not part for part in parts)])
+        return times.completed(roofline_times(hardware, [*parts, *(self.heads.graphs.values() if self.heads else ())]))
 
     def cost_model(self, times: OpTimes, *, needs: MemoryModel | None = None, **more: Any) -> CostModel:
         """What choices cost by these op times; ``needs`` and ``more`` as for ``build_profile``."""

@@ -104,8 +104,25 @@ def test_hooks_that_a_forward_registers_are_refused():
             self.linear.register_forward_hook(lambda *_: None)
             return super().forward(x)
 
+    framed = Framed(Hooking())
+    framed(torch.randn(3, 4))
     with raises(ConflictError, "layer"):
-        Framed(Hooking())(torch.randn(3, 4))
+        framed(torch.randn(3, 4))
+
+
+def test_hooks_of_a_first_forward_are_installed_once():
+    class Installing(Layer):
+        def forward(self, x: Tensor) -> Tensor:
+            if not getattr(self, "installed", False):
+                self.installed = True
+                self.linear.register_forward_hook(lambda *_: None)
+            return super().forward(x)
+
+    layer = Installing()
+    framed = Framed(layer)
+    for _ in range(3):
+        framed(torch.randn(3, 4, requires_grad=True)).sum().backward()
+    assert len(layer.linear._forward_hooks) == 1
 
 
 def test_a_backward_inside_of_a_forward_is_refused():

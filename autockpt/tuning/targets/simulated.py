@@ -6,7 +6,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
 from autockpt.cost import CostModel, said_of, simulated_memory
-from autockpt.cost.roofline import environment_of_hardware, roofline_times
+from autockpt.cost.roofline import environment_of_hardware
 from autockpt.schema import SearchSpace
 from autockpt.schema.hardware import Hardware
 from autockpt.schema.request import SearchRequest
@@ -75,9 +75,7 @@ class OnHardware(Simulated):
     def cost_model(self, prepared: Prepared) -> CostModel:
         request, found, hardware = prepared.request, prepared.found, self.hardware
         with self.clock.stage("profile"):
-            times = roofline_times(hardware, found.graphs)
-            if found.heads is not None:  # what regions cost that run again is read off layers
-                times = times.completed(roofline_times(hardware, found.heads.graphs.values()))
+            times = found.roofline(hardware)
             needs = simulated_memory(hardware, request.budget.budget_bytes)
             more = {"host_budget": request.host_budget, "listener": self.clock.listener}
             profiled = found.cost_model(times, needs=needs, **more)
