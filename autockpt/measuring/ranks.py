@@ -172,11 +172,13 @@ class Ranks(Measurer):
         self.step = dataclasses.replace(step, settings={**step.settings, "ranks": self.size, "sharding": sharding})
         self._meet(question, sharding)
         self._control: Any = distributed.new_group(backend="gloo", timeout=timedelta(days=1))
+        # of its own: a rank that fails between two steps goes to the control group, and the others' wait must end
+        barrier = distributed.new_group(backend="gloo")
         self._local = LocalMeasurer(self.step, host_budget=host_budget, others_wait=True)
-        self._local.with_others(lambda: distributed.barrier(self._control), RECORDINGS)
+        self._local.with_others(lambda: distributed.barrier(barrier), RECORDINGS)
         self.environment = self._local.environment
         self._broken: MeasurementError | None = None  # why no further step can be taken
-        self._timeouts = [(group, _timeout(group)) for group in _training_groups(step.model)]
+        self._timeouts = [(group, _timeout(group)) for group in (*_training_groups(step.model), barrier)]
         self._wait_at_most(FIRST_TIMEOUT)
 
     @property
@@ -213,6 +215,10 @@ class Ranks(Measurer):
         asked = {name: dict(choices) for name, choices in plans.items()}
         found = self._on_all("compare", plans=asked, rounds=rounds, warmup=warmup)
         return {name: list(map(max, zip(*(one[name] for one in found), strict=True))) for name in plans}
+
+    def call(self, ref: str, payload: dict[str, Any]) -> Any:
+        """See ``Measurer``; without a time limit (``within``), by which each rank's clock would end another cycle."""
+        return super().call(ref, {name: value for name, value in payload.items() if name != "within"})
 
     def _ask(self, verb: str, **arguments: Any) -> Any:
         """Done on all ranks, answered by the first."""

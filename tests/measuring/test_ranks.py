@@ -148,19 +148,26 @@ def test_ranks_that_do_not_ask_alike_are_refused_on_all(tmp_path: Path) -> None:
     assert in_two_processes(refusals, tmp_path) == []
 
 
-def fails(rank: int, folder: str) -> None:
-    """Rank 1 raises in the middle of a step; what each rank is told."""
+def fails(rank: int, folder: str, where: str) -> None:
+    """Rank 1 raises in the middle of a step, or where no collective follows; what each rank is told."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
     model, calls = sharded("fsdp2", 2), []
 
-    def loss(model: nn.Module, batch: Tensor) -> Tensor:
+    def fail_late() -> None:
         calls.append(rank)
         if rank == 1 and len(calls) > 3:
             raise ValueError("this batch has no labels")
+
+    def loss(model: nn.Module, batch: Tensor) -> Tensor:
+        if where == "loss":
+            fail_late()
         return squares(model, batch)
 
-    step = autockpt.Step(model, torch.ones(8, WIDTH), loss=loss)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    if where == "update":
+        optimizer.register_step_pre_hook(lambda *_: fail_late())
+    step = autockpt.Step(model, torch.ones(8, WIDTH), loss=loss, optimizer=optimizer)
     told = "no error"
     with patch.object(ranks, "FIRST_TIMEOUT", 5.0):
         try:
@@ -175,9 +182,10 @@ def fails(rank: int, folder: str) -> None:
     os._exit(0)  # the group is of no more use
 
 
-def test_a_rank_that_fails_leaves_no_other_waiting(tmp_path: Path) -> None:
+@pytest.mark.parametrize("where", ["loss", "update"])
+def test_a_rank_that_fails_leaves_no_other_waiting(tmp_path: Path, where: str) -> None:
     began = time.monotonic()
-    in_processes(fails, (str(tmp_path),), 2)
+    in_processes(fails, (str(tmp_path), where), 2)
     assert time.monotonic() - began < 100
     for rank in (0, 1):
         told = (tmp_path / f"{rank}.txt").read_text()
