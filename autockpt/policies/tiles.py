@@ -9,7 +9,6 @@ sums over tiles, so gradients are equal up to rounding.
 
 from __future__ import annotations
 
-from itertools import zip_longest
 from typing import Any, ClassVar
 
 import torch
@@ -127,19 +126,20 @@ class _Tiles(torch.autograd.Function):
         module, state, casts, given = ctx.call
         refuse_odd_backward(state, gradient)
         rows, now, wants_x = _in_a_row(given().detach()), AutocastState([gradient.device.type]), ctx.needs_input_grad[4]
-        of_x, sums = torch.empty_like(rows if wants_x else rows[..., :0, :]), [None] * len(ctx.trained)
-        tiles = (tensor.chunk(state.tiles, -2) for tensor in (rows, _in_a_row(gradient), of_x))
+        of_x, sums = torch.empty_like(rows) if wants_x else None, [None] * len(ctx.trained)
+        parts, of_outputs = (tensor.chunk(state.tiles, -2) for tensor in (rows, _in_a_row(gradient)))
+        of_parts = [None] * len(parts) if of_x is None else of_x.chunk(state.tiles, -2)
         with running_again(state.unit), casts.restored(remembers=True):
-            for part, of_output, of_part in zip_longest(*tiles):
+            for part, of_output, of_part in zip(parts, of_outputs, of_parts, strict=True):
                 with torch.inference_mode(False), torch.enable_grad():
                     part = part.detach().requires_grad_(wants_x)
                     output = call_inner(module, state, (part,), {})
                 with now.restored(remembers=True):
                     found = gradients_of(output, [part, *ctx.trained] if wants_x else ctx.trained, of_output)
-                if wants_x:
+                if of_part is not None:
                     of_part.copy_(found[0])
                 sums = [added(total, more) for total, more in zip(sums, found[wants_x:], strict=True)]
                 del output, part, found  # before the next tile's are made
         of_trained = (s if s is None else s.to(p.dtype) for s, p in zip(sums, ctx.trained, strict=True))
         shape = (*gradient.shape[:-1], rows.shape[-1])
-        return None, None, None, None, of_x.view(shape) if wants_x else None, *of_trained
+        return None, None, None, None, None if of_x is None else of_x.view(shape), *of_trained
