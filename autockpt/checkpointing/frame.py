@@ -197,7 +197,8 @@ class CheckpointFrame:
             # what runs TorchScript makes an error of its own of StopRecomputation
             if to_end or self._filled != len(self._sizes):
                 self._values.clear()
-                raise _told(error, unit.name) from error.__cause__
+                told = _told(error, unit.name)
+                raise told from (error.__cause__ if told is error else error)
         if self._filled != len(self._sizes):
             self._values.clear()
             what = f"saved {len(self._sizes)} tensors in forward and {self._filled} when it ran again"
@@ -314,9 +315,7 @@ def _told(error: Exception, unit: str) -> Exception:
         return error
     if isinstance(error, (StopIteration, LookupError, AttributeError, AssertionError, TypeError, ValueError)):
         # as where the first run has used up an iterator, or asks for the graph that its input came from
-        told = diverged(unit, f"raised {type(error).__name__} when it ran again in backward, which it did not before")
-        told.__cause__ = error
-        return told
+        return diverged(unit, f"raised {type(error).__name__} when it ran again in backward, which it did not before")
     return error
 
 

@@ -102,7 +102,11 @@ class ReplayContext:
         if self._default_device != now._default_device:
             self._default_device.__enter__()
         self._block = self.autocast.put()
-        self._put(now)
+        try:
+            self._put(now)
+        except BaseException:
+            self.__exit__(None, None, None)
+            raise
 
     def __exit__(self, *raised: Any) -> None:
         now, self._outer = self._outer, None

@@ -131,7 +131,8 @@ class AcceleratorDevice:
 
     def out_of_memory(self, error: BaseException) -> bool:
         """PyTorch's own error, or a backend's that says so in words."""
-        return isinstance(error, RuntimeError) and "out of memory" in str(error).lower()
+        said = isinstance(error, RuntimeError) and "out of memory" in str(error).lower()
+        return said or isinstance(error, torch.OutOfMemoryError)
 
     def release(self) -> None:
         """Collect garbage, give cached memory back and reset peaks. Opens no device."""

@@ -56,7 +56,8 @@ class CudaDevice(AcceleratorDevice):
         """
         if isinstance(error, RuntimeError) and _NO_WAY in str(error):
             return self._failed_allocations() > self._failed_before
-        return isinstance(error, RuntimeError) and any(text in str(error) for text in _OUT_OF_MEMORY)
+        said = isinstance(error, RuntimeError) and any(text in str(error) for text in _OUT_OF_MEMORY)
+        return said or isinstance(error, torch.OutOfMemoryError)
 
     def _failed_allocations(self) -> int:
         """Requests that the allocator could not meet so far, also those whose error a library has caught."""

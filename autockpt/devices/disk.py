@@ -46,8 +46,10 @@ def unnamed_file(nbytes: int, folder: str | Path) -> IO[bytes]:
     Raises MeasurementError where the folder cannot be written or its disk is full.
     """
     try:
-        file = tempfile.TemporaryFile(dir=folder, prefix="autockpt-", buffering=0)  # noqa: SIM115  the caller closes it
-        reserve(file.fileno(), nbytes, str(folder))
+        with contextlib.ExitStack() as stack:
+            file = stack.enter_context(tempfile.TemporaryFile(dir=folder, prefix="autockpt-", buffering=0))
+            reserve(file.fileno(), nbytes, str(folder))
+            stack.pop_all()  # the caller closes it
     except OSError as error:
         raise no_room(nbytes, folder, error) from None
     return file
