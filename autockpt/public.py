@@ -166,9 +166,7 @@ def explain(
     ``plan`` is a plan, its file, or a run's directory; without one, what fits ``budget`` is explained for ``model``, or
     plain training. ``headroom`` is left free of it, as in ``search``. What ``model`` and ``workload`` do not say is as
     in the plan. ``step`` is explained in place of a named model: a live step, of which only ghost runs are made.
-    ``limits`` also looks for the largest batch and sequence (by default: except for a run, which is explained from its
-    own files), for a live step with its batch cut or repeated. ``show`` prints it as the command line does. Bytes and
-    seconds in what is returned.
+    ``show`` prints it as the command line does. Bytes and seconds in what is returned.
     """
     loaded = plan if plan is None or isinstance(plan, Plan) else plan_at(Path(plan))
     path = None if plan is None or isinstance(plan, Plan) else Path(plan)

@@ -124,9 +124,7 @@ def hardware_for(name: str | None, device: str | None, plan: Plan | None) -> Har
     if device is not None or plan is None or plan.source != "simulated":
         return None
     planned = simulated_hardware(plan)
-    if planned is None:
-        return None  # a dry run on the device at hand
-    if planned not in list_hardware():
+    if planned is None or planned not in list_hardware():
         raise UsageError(
             f"the plan was simulated for {planned}, which is not among the devices described here",
             remedy="Add --hardware with the file that describes it, or --device to explain the plan for this machine.",

@@ -125,7 +125,7 @@ def verify(
         )
     if isinstance(subject, WorkloadSpec) and (only := subject.simulated_only()):
         raise PlanError(
-            f"the plan was simulated for {', '.join(only)}, which real steps of one process do not follow",
+            f"the plan is for {', '.join(only)}, which real steps of one process do not follow",
             remedy="Train with it: gradients are checked there, and print(handle.sentinels) says how many. Or search "
             "without these keys, and verify that plan.",
         )

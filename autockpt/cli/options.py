@@ -135,8 +135,9 @@ def workload_spec(
     except ValidationError as error:
         name, why = first_violation(error)
         field = name.partition(".")[0]
+        where = f"--{field.replace('_', '-')}" if field in WORKLOAD_OPTIONS else f"`{field}`"
         raise UsageError(
-            f"--{field.replace('_', '-')} {values.get(field)}: {why}",
+            f"{where} {values.get(field)}: {why}" if field else why,
             remedy=WORKLOAD_OPTIONS[field][1].help if field in WORKLOAD_OPTIONS else "See `--help` for what it takes.",
         ) from None
 

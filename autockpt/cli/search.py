@@ -35,6 +35,7 @@ from autockpt.schema.known import legend_of_names
 from autockpt.schema.plan import choice_lines, set_lines
 from autockpt.schema.request import BatchAnswer, PipelineAnswer
 from autockpt.schema.runs import plan_at
+from autockpt.schema.workload import Stage
 from autockpt.shipped import load_space
 from autockpt.terminal import VERDICTS, heading, plain_table, print_legend, remarks, simulated
 
@@ -357,11 +358,10 @@ def _on_the_device(plan: Plan, path: str) -> tuple[str, ...]:
     if plan.status != "simulated":
         return ()
     path, spec = shlex.quote(path), plan.workload
-    if spec is not None and {*spec.simulated_settings()} == {"shard"}:
-        return (
-            "On the devices, continue with measured steps:",
-            f"    torchrun --nproc-per-node {spec.ranks} -m autockpt search --resume {path}",
-        )
+    if spec is not None and (by_ranks := {*spec.simulated_settings()}) and by_ranks <= {"shard", "ddp"}:
+        ranks = spec.ranks if spec.shard is not None else "N"
+        again = f"    torchrun --nproc-per-node {ranks} -m autockpt search --resume {path}"
+        return ("On the devices, continue with measured steps:", again)
     if spec is not None and (only := spec.simulated_only()):
         return (f"No command here takes real steps with {', '.join(only)}: its numbers stay simulated.",)
     compare, go_on = f"    autockpt verify {path}", f"    autockpt search --resume {path}"
@@ -409,10 +409,11 @@ def print_stages(answer: PipelineAnswer, console: Console) -> None:
         console.print(simulated(first.step_note))
     said = [f"Stage {slowest.stage} is the slowest: others have the leanest plans on record that are no slower."]
     if answer.cut_seconds is not None:
-        cut, gain = ",".join(map(str, answer.faster_cut)), answer.cut_seconds / (slowest.score.step_seconds or 1.0) - 1
+        gain = answer.cut_seconds / (slowest.score.step_seconds or 1.0) - 1
+        cut = f"{','.join(map(str, answer.faster_cut))} {Stage.parse(slowest.stage).schedule}".strip()
         said.append(
-            f"With {cut} layers the slowest stage would take about {words.seconds(answer.cut_seconds)} "
-            f"({words.share(gain, signed=True)}): search again with `stage: {cut}`."
+            f"With `stage: {cut}` the slowest stage would take about {words.seconds(answer.cut_seconds)} "
+            f"({words.share(gain, signed=True)}): search again with it."
         )
     common = [note for note in first.notes if all(note in stage.outcome.notes for stage in answer.stages)]
     remarks([*said, *common], console)

@@ -480,12 +480,13 @@ def plan_of_trial(run: RunDirectory, trial: Trial) -> Plan:
     if graph is None:
         raise RunDirectoryError(
             f"{run.path} has no traced step, so its plans cannot be written",
-            remedy="Search again; compiled searches keep only the plan that they answered with.",
+            remedy="Search again with --fresh.",
         )
     notes = (f"trial {trial.number} of {run.path.name}, {trial.name}",)
     if not trial.feasible:
         notes = (*notes, f"not the answer of that run: {trial.state.replace('_', ' ')}")
     asked: dict[str, Any] = {"workload": run.question.get("workload")}
+    compiled = {"compile": run.question.get("compile")}
     heads = list[Unit]()  # which no traced step lists
     if answer is not None:
         asked = {name: getattr(answer, name) for name in _OF_THE_QUESTION}
@@ -502,7 +503,7 @@ def plan_of_trial(run: RunDirectory, trial: Trial) -> Plan:
         measured=trial.measured,
         notes=notes,
         **asked,
-    )
+    ).model_copy(update=compiled)
 
 
 # -- a run for people in Python --------------------------------------------------------------------------------------

@@ -29,7 +29,7 @@ from autockpt.shipped import load_hardware, load_space
 from autockpt.tuning.batches import search_batch_sizes
 from autockpt.tuning.lengths import search_lengths
 from autockpt.tuning.pipeline import search_stages
-from autockpt.tuning.search import run_search
+from autockpt.tuning.search import refuse_unwritable, run_search
 from autockpt.tuning.sizes import with_longest
 from autockpt.workload import Step
 from autockpt.workload.lengths import lengths_of
@@ -41,11 +41,13 @@ def answer(request: SearchRequest, listener: Listener | None = None) -> SearchOu
     Or for one of each stage of a pipeline.
     """
     listener = listener or Silence()
-    if request.all_stages:
-        return search_stages(request, listener)
     on_ranks = request.workload is not None and request.hardware is None and launched() > 1
     if on_ranks or (request.step is not None and not request.others_wait and ranks_here() > 1):
         _refuse_on_ranks(request)
+    else:
+        refuse_unwritable(request)
+    if request.all_stages:
+        return search_stages(request, listener)
     if on_ranks:
         step = share_of(request.described, request.device)
         request = request.model_copy(update={"workload": None, "step": step})
@@ -64,6 +66,7 @@ def _refuse_on_ranks(request: SearchRequest) -> None:
         "a global batch": request.rows_per_update,
         "lengths": request.lengths or request.longest or None,
         "compiling": request.compile,
+        "all stages of a pipeline": request.all_stages or None,
     }
     if named := [name for name, value in asked.items() if value is not None]:
         raise RanksError(

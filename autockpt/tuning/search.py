@@ -47,15 +47,20 @@ def run_search(request: SearchRequest, listener: Listener | None = None) -> Sear
         return _on_all_ranks(request, listener)
     if not (request.others_wait or request.quick):
         refuse_many_processes()
-    if request.plan_out is not None and (why := unwritable(request.plan_out)):
-        raise UsageError(f"--plan-out {request.plan_out} cannot be written: {why}", remedy="Give another file.")
-    if request.out is not None and (why := unwritable(request.out / "run")):
-        raise RunDirectoryError(f"--out {request.out} cannot be written: {why}", remedy="Give another folder.")
+    refuse_unwritable(request)
     if request.workload is not None and (request.hardware is None or request.compile is not None):
         refuse_simulated(request.workload)
     if request.compile is not None:
         refuse_uncompilable(request)
     return _answered(request, listener)
+
+
+def refuse_unwritable(request: SearchRequest) -> None:
+    """Raise UsageError or RunDirectoryError, before anything is measured, for what could not be written afterwards."""
+    if request.plan_out is not None and (why := unwritable(request.plan_out)):
+        raise UsageError(f"--plan-out {request.plan_out} cannot be written: {why}", remedy="Give another file.")
+    if request.out is not None and (why := unwritable(request.out / "run")):
+        raise RunDirectoryError(f"--out {request.out} cannot be written: {why}", remedy="Give another folder.")
 
 
 def _on_all_ranks(request: SearchRequest, listener: Listener) -> SearchOutcome:

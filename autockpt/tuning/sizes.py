@@ -25,6 +25,7 @@ from autockpt.errors import AutockptError, ConflictError, InfeasibleError, Usage
 from autockpt.measuring import environment_of
 from autockpt.measuring.environment import environment_to_measure_in, environment_without_context
 from autockpt.measuring.local import refuse_many_processes
+from autockpt.policies.offload import MOVING
 from autockpt.schema import (
     SAVE,
     Choice,
@@ -68,6 +69,8 @@ def resized(trained: WorkloadSpec | Step, **sizes: int | None) -> WorkloadSpec |
     What fits is asked of a live batch, not the same training. Raises UsageError for one that has no such dimension.
     """
     if isinstance(trained, WorkloadSpec):
+        if (prompt := trained.grpo_prompt_len) is not None and (tokens := sizes.get("seq_len")) is not None:
+            sizes["grpo_prompt_len"] = min(prompt, tokens - 1)  # at least one token is the completion
         return trained.model_copy(update=sizes)
     step = trained
     if (tokens := sizes.get("seq_len")) is not None:
@@ -140,7 +143,7 @@ def what_if_of(
         budget_bytes = min(request.budget.resolve(0, 0, room), room)
         needs, times = simulated_memory(hardware, budget_bytes), partial(roofline_times, hardware)
         note = step_note(simulated, request.workload)
-        allowed = tuple(kind for kind in kinds if not (hardware.unified_memory and "offload" in kind))  # frees nothing
+        allowed = tuple(kind for kind in kinds if not (hardware.unified_memory and kind in MOVING))  # frees nothing
         return WhatIf(budget_bytes, torch_device(hardware), times, allowed, needs, step_note=note)
     device = get_device(request.device if request.step is None else str(request.step.device))
     if environment is None and request.step is not None:

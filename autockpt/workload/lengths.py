@@ -56,7 +56,7 @@ def lengths_of(source: Any, *, seconds: float = SECONDS) -> Lengths:
         return Lengths(counts=dict(found if isinstance(found, Mapping) else Counter(found)), of=of)
     except (ValidationError, TypeError, ValueError):
         raise UsageError(
-            f"lengths={str(source)[:60]}: whole numbers above 0 are asked for, one at least",
+            f"lengths={str(source)[:60]}: lengths must be whole numbers above 0, and there must be at least one",
             remedy="Give a data set, a DataLoader, counts by length, or a length per row.",
         ) from None
 

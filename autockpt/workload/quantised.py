@@ -26,7 +26,6 @@ from autockpt.workload.failures import needed, summary
 from autockpt.workload.fastinit import fast_init
 
 BITSANDBYTES = ("bitsandbytes", "bits_and_bytes", "bitsandbytes_4bit", "bitsandbytes_8bit")
-_KNOWN = "only bitsandbytes' 4 and 8 bits can"
 PACKED = ("Params4bit", "Int8Params")  # bitsandbytes' types of weights
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from autockpt.cost import CostModel, said_of, simulated_memory
 from autockpt.cost.roofline import environment_of_hardware
+from autockpt.policies.offload import MOVING
 from autockpt.schema import SearchSpace
 from autockpt.schema.hardware import Hardware
 from autockpt.schema.request import SearchRequest
@@ -87,7 +88,7 @@ class OnHardware(Simulated):
 
 def without_offload(space: SearchSpace, hardware: Hardware) -> tuple[SearchSpace, tuple[str, ...]]:
     """The space without choices that move bytes where that frees none, and a note on it."""
-    moving = [kind for kind in space.choices if "offload" in kind]
+    moving = [kind for kind in space.choices if kind in MOVING]
     if not hardware.unified_memory or not moving:
         return space, ()
     note = f"not on {hardware.name}: {', '.join(moving)} (host and device share their memory)"
