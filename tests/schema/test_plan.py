@@ -29,6 +29,7 @@ from autockpt.schema.choices import CHOICE_TYPES, CHUNKED_LOSS
 from autockpt.schema.plan import NEVER_CALLED, When, applied
 from tests.samples import row
 
+RESULTS = Path(__file__).parents[2] / "results"
 UNITS = tuple(Unit(name=f"model.layers.{i}", cls="LlamaDecoderLayer", kind=0) for i in range(12)) + tuple(
     Unit(name=f"model.layers.{i}.mlp", cls="LlamaMLP", kind=1, role="mlp", parent=f"model.layers.{i}")
     for i in range(12)
@@ -316,3 +317,8 @@ def test_every_kind_of_choice_in_a_file_has_one_comment() -> None:
     for kind, cls in CHOICE_TYPES.items():
         assert comments.count(f"# {kind}: {cls.says()}") == (kind in ("save", "recompute", "remake", "offload")), kind
     assert "within: modules" in comments and "keep: modules" not in comments
+
+
+@pytest.mark.parametrize("path", sorted(RESULTS.glob("*/plans/*.yaml")), ids=lambda path: path.stem)
+def test_plans_on_record_load(path: Path) -> None:
+    assert Plan.load(path).choices
