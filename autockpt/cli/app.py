@@ -136,6 +136,6 @@ def _root(
 ) -> None:
     """What should each layer do with its activations, so that training fits the memory budget and stays fast?
 
-    Exit codes: 0 found, 2 wrong question, 3 nothing fits, 4 device or measurement failed, or a
-    promise is broken, 130 interrupted, 141 the reader of the output went away (`| head`), 143 ended by SIGTERM.
+    Exit codes: 0 success, 2 invalid input, 3 no plan fits, 4 device or measurement failed or `verify` found a
+    deviation, 130 interrupted, 141 output pipe closed, 143 ended by SIGTERM.
     """

@@ -15,7 +15,6 @@ from pydantic import ValidationError
 from autockpt.errors import UsageError
 from autockpt.schema import WorkloadSpec
 from autockpt.schema.base import first_violation
-from autockpt.schema.workload import SIMULATED
 from autockpt.schema.yaml import read
 
 
@@ -53,9 +52,7 @@ _number = functools.partial(_option, int, min=1)
 
 JOB = opt(
     "--job FILE",
-    "The training step as YAML, `key: value` per line; options take precedence. Keys: "
-    f"{', '.join(name for name in WorkloadSpec.model_fields if name not in SIMULATED)}; with --hardware also "
-    f"{', '.join(SIMULATED)}; under torchrun shard and ddp.",
+    "The training step as YAML (docs/job.md lists the keys). Options take precedence.",
     show_default=False,
 )
 
@@ -69,7 +66,10 @@ WORKLOAD_OPTIONS: dict[str, tuple[Any, Any]] = {
     "packed": _switch("--packed/--padded", "No padding, so no attention mask. Default: padded."),
     "dtype": _text("--dtype [fp32|bf16|fp16]", "Type of the weights. Default: the shape's."),
     "autocast": _text("--autocast [bf16|fp16]", "Compute in this type. Default: off."),
-    "optimizer": _text("--optimizer [adamw|adamw_fused|adamw8bit|adafactor|sgd|none]", "Default: adamw."),
+    "optimizer": _text(
+        "--optimizer [adamw|adamw_fused|adamw8bit|adafactor|sgd|none]",
+        "Optimizer of the step. Default: adamw.",
+    ),
     "accumulate": _number("--accumulate N", "Micro-batches per optimizer step. Default: 1."),
     "lora": _number("--lora RANK", "Train LoRA adapters of this rank only."),
     "load_in_4bit": _switch("--load-in-4bit/--no-load-in-4bit", "Base weights in NF4, quantised twice (bitsandbytes)."),

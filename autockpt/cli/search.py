@@ -56,12 +56,12 @@ def search(
     budget: str | None = opt(
         "--budget SIZE",
         "24GB, 24GiB, 60% (of this job's own peak), 60%act (of the activation range), auto (all there is). "
-        "Required without --hardware and --resume, else by default auto.",
+        "Required, except with --resume (default: the plan's budget) and --hardware (default: auto).",
     ),
     headroom: str | None = opt(
         "--headroom SIZE",
-        "Leave this much of the budget free: 2% (of it), 500MB. Default: 5% of a budget in bytes, or of auto, with "
-        "--hardware, whose peaks no card has confirmed; else 0%.",
+        "Leave this much of the budget free: 2% (of it), 500MB. Default: 5% with --hardware and a budget in bytes or "
+        "auto (simulated peaks), else 0%.",
     ),
     host_budget: str | None = opt(
         "--host-budget SIZE",
@@ -120,7 +120,9 @@ def search(
         "--compile [layers|model]",
         "Plan for compiled training: measure steps with every layer, or the whole model, compiled.",
     ),
-    allow_inexact: bool = flag("--allow-inexact", "Also head, loss and MLPs in parts: gradients equal up to rounding."),
+    allow_inexact: bool = flag(
+        "--allow-inexact", "Also try chunked loss and tiled MLPs (gradients equal up to rounding)."
+    ),
     fresh: bool = FRESH,
     no_wait: bool = flag("--no-wait", "Exit with code 4 if another search is measuring on the device."),
     resume: Path | None = opt(
