@@ -297,7 +297,7 @@ def _as_it_is(tensor: Any) -> Any:
 def diverged(unit: str, what: str) -> ConflictError:
     """The error for a unit that is not repeatable."""
     return ConflictError(
-        f"{unit} {what}: it does not do the same twice",
+        f"{unit} {what}: the recomputation differs from the forward",
         remedy="Use `save` or `offload` for it; something that it reads has changed between forward and backward. "
         "(A function of torch.jit.script changes in its first calls: run two steps before the plan is applied.)",
     )

@@ -23,7 +23,7 @@ from autockpt.tuning import answer, search_request
 from autockpt.workload import Step
 
 TIMEOUT = 600.0
-"""Seconds that a search at the start of training may take, by default; and a tenth of the training at most."""
+"""Seconds that a search at the start of training may take, by default, where a tenth of the training is not shorter."""
 QUIET = 60.0
 """Seconds between two lines of progress: a line for every trial would fill the log of the training."""
 _SIMULATED = "for FSDP and ZeRO-3 simulated, with `shard: N` in a --job file and --hardware"
@@ -123,10 +123,10 @@ class PlanCallback:
 
         ``step_of`` makes that step of a batch; ``first`` is the batch that training begins with, ``rows`` those of a
         micro-batch by the trainer's settings, ``steps`` the optimizer steps that the training will take where they are
-        known. Without a timeout the search takes ``TIMEOUT``, and at most a tenth of the training's predicted time, but
-        at least the baselines. With ``lengths`` the plan has sets of choices for them, or for those of the data set.
-        Runs are kept in the trainer's ``folder``, or in ``out`` where that was given. Raises what ``autockpt.search``
-        raises, without its inner frames.
+        known. Without a timeout the search takes at most ``TIMEOUT`` or a tenth of the predicted training time,
+        whichever is shorter, but at least the baselines. With ``lengths`` the plan has sets of choices for them, or for
+        those of the data set. Runs are kept in the trainer's ``folder``, or in ``out`` where that was given. Raises
+        what ``autockpt.search`` raises, without its inner frames.
         """
         request = self._request
         batch, source = largest_batch(first, dataset, collate, rows)

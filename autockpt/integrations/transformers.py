@@ -33,10 +33,10 @@ class AutockptCallback(PlanCallback, TrainerCallback):
 
     With ``budget`` (text, as for ``autockpt.search``) the search measures the Trainer's own model, loss, optimizer and
     batch size, with the longest rows of the data set, in the Trainer's process and before its first step. It takes at
-    most about ``timeout`` seconds; by default ten minutes, and a tenth of the training's predicted time, but at least
-    as long as the baselines take. The Trainer's own times and rates leave it out. The run is kept in ``out`` (default:
-    ``autockpt`` in the output directory), where the next training finds the answer again. ``options`` go to the search:
-    ``headroom``, ``host_budget``, ``trials``, …
+    most about ``timeout`` seconds; by default ten minutes or a tenth of the predicted training time, whichever is
+    shorter, but at least as long as the baselines take. The Trainer's own times and rates leave it out. The run is
+    kept in ``out`` (default: ``autockpt`` in the output directory), where the next training finds the answer again.
+    ``options`` go to the search: ``headroom``, ``host_budget``, ``trials``, …
     Weights, optimizer, random state and order of the data are afterwards what they were. Under DDP the first process
     searches and the others wait.
 

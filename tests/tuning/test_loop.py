@@ -324,7 +324,7 @@ def test_a_seed_plan_with_unpriced_choices_is_no_obstacle() -> None:
 
 
 @pytest.mark.parametrize(("swing", "said", "second_is"), [(1.01, False, 1.0), (1.8, True, 1.0), (1.8, True, 1.03)])
-def test_timings_that_swing_are_said_to_come_of_other_work(swing: float, said: bool, second_is: float) -> None:
+def test_timings_that_swing_are_said_to_come_of_other_processes(swing: float, said: bool, second_is: float) -> None:
     trials = Trials(None)
     for number in range(2):
         measured = Measurement(peak_bytes=1, step_seconds=1.0, noise=0.05)
@@ -341,7 +341,7 @@ def test_timings_that_swing_are_said_to_come_of_other_work(swing: float, said: b
     device: Any = SimpleNamespace(environment=SimpleNamespace(device=SimpleNamespace(kind="cpu")), compare=compare)
     target = Measured(device, Clock(Silence()), request=None)  # type: ignore[arg-type]
     target.winner(trials, [], math.inf)
-    assert any("other work" in note and "OMP_NUM_THREADS" in note for note in target.notes) is said
+    assert any("other processes" in note and "OMP_NUM_THREADS" in note for note in target.notes) is said
 
 
 def test_a_plan_that_two_processes_ended_in_is_left_out(tmp_path: Path) -> None:

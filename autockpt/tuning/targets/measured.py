@@ -41,8 +41,10 @@ MOST_ERROR = 0.01
 """Share of the step: plans that differ by more are not equally fast, however noisy their measurements."""
 SWINGS = 0.25
 """Noise of a step, as a share, that comes of other work on the machine."""
-BUSY = "step times swing so much that other work must be at it: search again (--fresh) when there is none"
-ON_CORES = ", or leave cores to it, here and in training (OMP_NUM_THREADS): threads that wait for one another take long"
+BUSY = "step times vary strongly: other processes seem to use the machine. Search again with --fresh when it is idle"
+ON_CORES = (
+    ", or leave cores to them, here and in training (OMP_NUM_THREADS): threads that wait for one another are slow"
+)
 
 
 @dataclass
