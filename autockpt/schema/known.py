@@ -17,8 +17,7 @@ NOT_IN_THE_NAME = {
 }
 """What plans do whose names do not say it."""
 NUMBERED = {
-    "knobs": "the solver's plan for the n-th set of prices and margins (knobs) that Optuna proposed",
-    "layers": "the n-th plan that Optuna proposed layer by layer",
+    "knobs": "the solver's plan for the n-th set of cost coefficients and margin (knobs) that Optuna proposed",
 }
 """What plans are that are named by how they were proposed and a number, as ``knobs #3``."""
 

@@ -49,14 +49,14 @@ TrialState = Literal["measured", "simulated", "out_of_memory", "over_budget", "p
 
 
 class Trial(Data):
-    """One candidate of a search, whichever encoding made it.
+    """One candidate of a search, whatever proposed it.
 
-    State "simulated": no step was taken, in a search for hardware that is not at hand; ``predicted`` is all there is.
+    State "simulated": no step was taken, in a search for hardware that is not local; ``predicted`` is all there is.
     """
 
     number: int
-    name: str = Field(description="none, recompute all, every-2, …, or the encoding's own words")
-    encoding: str = Field(description="baseline, seed, solver, proposed, final, or the space's: knobs, layers")
+    name: str = Field(description="none, recompute all, every-2, …, or a description of the plan")
+    encoding: str = Field(description="baseline, seed, solver, knobs, proposed, or final")
     choices: dict[str, Choice]
     plan_hash: str
     state: TrialState
