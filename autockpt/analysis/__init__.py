@@ -1,1 +1,1 @@
-"""What a person asks of a step or a plan: explain, diagnose, verify, report."""
+"""What a person asks of a step or a plan: explain, diagnose, verify, and a run's page."""

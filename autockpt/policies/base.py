@@ -300,8 +300,7 @@ class Policy:
     def reruns(self, choice: Choice, forward: int) -> tuple[int, int]:
         """Least and most matrix products, attentions and convolutions that backward must execute again, of ``forward``.
 
-        Held against real steps by ``verify``, so that a choice that silently does nothing is found out. None where the
-        choice does not say otherwise.
+        ``verify`` compares the range with real steps, so a choice that does nothing is found. Default: (0, 0).
         """
         return 0, 0
 

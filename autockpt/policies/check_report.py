@@ -1,4 +1,4 @@
-"""DivergenceCheck of a session, and what they have checked."""
+"""The divergence checks (sentinels) of a session, and a report of what they compared."""
 
 from __future__ import annotations
 
