@@ -18,7 +18,7 @@ from autockpt.schema.plan import NEVER_CALLED
 from autockpt.schema.request import Listener, Silence
 from autockpt.tracing import Tracer
 from autockpt.tracing.cuts import said_of_left_out
-from autockpt.tuning.targets.shallow_twin import open_twin, transplanted
+from autockpt.tuning.shallow_twin import open_twin, transplanted
 from autockpt.workload import Step
 
 CHUNKS = (256, 1024, 4096)

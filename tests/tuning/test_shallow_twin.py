@@ -15,7 +15,7 @@ from autockpt.schema import SAVE, WorkloadSpec
 from autockpt.schema.choices import CHUNKED_SOFTMAX
 from autockpt.shipped import load_hardware, load_space
 from autockpt.tracing import Tracer
-from autockpt.tuning.targets import shallow_twin as depth
+from autockpt.tuning import shallow_twin as depth
 
 pytestmark = pytest.mark.slow
 

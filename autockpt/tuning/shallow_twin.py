@@ -80,9 +80,9 @@ def transplanted(
         }
     )
     segments = None if small.segments is None else segments_of(base, menus)
-    profiled = CostModel(profile, base, predictor, small.used_by_others, head, segments)
-    profiled.check(lean)  # its graph is at hand
-    return profiled
+    cost_model = CostModel(profile, base, predictor, small.used_by_others, head, segments)
+    cost_model.check(lean)  # its graph is available
+    return cost_model
 
 
 def _matching(small: Graph, whole: Graph) -> dict[int, int] | None:
