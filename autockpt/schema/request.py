@@ -63,7 +63,9 @@ class SearchRequest(Data):
         repr=False,
         description="URL of the Optuna storage; None: sqlite in the directory",
     )
-    start: Plan | None = Field(default=None, description="an earlier plan, tried early; its prices are not used")
+    start: Plan | None = Field(
+        default=None, description="an earlier plan, tried early; its cost coefficients are not reused"
+    )
     allow_inexact: bool = Field(default=False, description="choices whose gradients are equal up to rounding, too")
     alternatives: bool = Field(default=True, description="look for changes that would fit where nothing does")
     quick: bool = Field(default=False, description="on hardware: refine one plan of the solver, and try no other")
@@ -95,8 +97,8 @@ class SearchRequest(Data):
         return bool(stage) and Stage.parse(stage).number is None
 
     @property
-    def anew(self) -> bool:
-        """Whether no answer on record will do; a plan to start from is to be tried."""
+    def ignores_record(self) -> bool:
+        """Whether the recorded answer of an earlier search is not used: by request, or to try a plan to start from."""
         return self.fresh or self.start is not None
 
     def question(self, environment: Environment | None = None, **more: Any) -> dict[str, Any]:

@@ -46,13 +46,13 @@ LEANER_OPTIMIZERS = {
 
 
 def nothing_fits(
-    profiled: CostModel, budget: ResolvedBudget, smallest_peak: int, measured_peak: int = 0
+    cost_model: CostModel, budget: ResolvedBudget, smallest_peak: int, measured_peak: int = 0
 ) -> InfeasibleError:
     """The error for a budget that nothing fits, with what the leanest plan's bytes go to.
 
     ``measured_peak``: the least of real steps, which may be above ``smallest_peak``, the least that is predicted.
     """
-    host = profiled.host_budget
+    host = cost_model.host_budget
     within = f" with at most {format_bytes(host)} of host memory" if host is not None else ""
     wider = " or --host-budget" if host is not None else ""
     size, headroom = format_bytes(budget.bytes), budget.headroom_bytes
@@ -63,7 +63,7 @@ def nothing_fits(
     but = f", which fits with --headroom of at most {format_bytes(left)}" if headroom and left >= 0 else ""
     return InfeasibleError(
         f"nothing fits {size}{less}{within}: the leanest plan needs {format_bytes(needed)}{predicted}{but}\n"
-        f"{profiled.needs(needed)}",
+        f"{cost_model.needs(needed)}",
         remedy=f"Raise the budget{wider}, or {SMALLER}.",
         smallest_peak=needed,
     )
@@ -76,7 +76,7 @@ def out_of_memory(what: str, why: str, smallest_peak: int | None = None) -> Infe
 
 
 def explain_refusal(
-    error: InfeasibleError, prepared: Prepared, run: RunDirectory | None, profiled: CostModel | None, clock: Clock
+    error: InfeasibleError, prepared: Prepared, run: RunDirectory | None, cost_model: CostModel | None, clock: Clock
 ) -> None:
     """That nothing fits is an answer, too: ``run`` says so, and ``error`` says what would fit.
 
@@ -84,7 +84,7 @@ def explain_refusal(
     the job's own peak, and within the ``clock``'s time limit.
     """
     request, found = prepared.request, prepared.found
-    outlook = Outlook(plans=ghost_runs(profiled) if profiled is not None else (), infeasible=error.message)
+    outlook = Outlook(plans=ghost_runs(cost_model) if cost_model is not None else (), infeasible=error.message)
     if run is not None:
         run.write_outlook(outlook)
         error.run = run

@@ -14,9 +14,9 @@ from autockpt.tuning.clock import Clock
 from autockpt.tuning.targets.base import Target
 from autockpt.tuning.trials import Candidate, Score, Trials
 
-MOST_ENDED = 2
-"""Processes that may end while they measure a plan, until the next one goes on without it."""
-_GIVEN_UP = Score("failed", message=f"not measured: {MOST_ENDED} processes ended in the middle of it")
+MAX_CRASHES = 2
+"""After so many processes crashed while they measured a plan, the search goes on without it."""
+_GIVEN_UP = Score("failed", message=f"not measured: {MAX_CRASHES} processes ended in the middle of it")
 
 
 @dataclass
@@ -38,7 +38,7 @@ class Proposer(Protocol):
     """Proposes plans of one question, and knows what its budget means.
 
     ``known`` are the well-known plans, by name. ``smallest_peak`` is the least reachable peak in bytes, as far as is
-    known; 0 where nothing is. What became of a candidate is found among the trials when the next one is asked for.
+    known; 0 where nothing is. When the next candidate is asked for, the result of the one before is among the trials.
     """
 
     known: dict[str, dict[str, Choice]]
@@ -66,19 +66,19 @@ class Proposer(Protocol):
 
 @dataclass
 class Loop:
-    """One search. ``proposer`` says what to try, ``target`` what it takes; trials are written down as they end.
+    """One search: ``proposer`` yields candidates, ``target`` scores candidates, ``trials`` records each as it ends.
 
-    ``most`` candidates may be tried, within the ``clock``'s time; ``stopped`` says what ended it. ``took`` are the
-    seconds of the last candidate, with the ghost runs that it took.
+    At most ``max_candidates`` are tried, within the ``clock``'s time limit; ``stopped`` is why the search ended.
+    ``last_seconds`` is how long the last candidate took, its ghost runs included.
     """
 
     proposer: Proposer
     target: Target
     trials: Trials
-    most: int
+    max_candidates: int
     clock: Clock
     stopped: str = ""
-    took: float = 0.0
+    last_seconds: float = 0.0
 
     def run(self) -> SearchResult:
         """Search until the trials, the time or the possibilities are used up; Ctrl-C ends it with the best so far.
@@ -105,7 +105,7 @@ class Loop:
             else:
                 terms = self.target.terms
                 # candidates; where these are few, the ghost runs of each
-                steps = max(0, self.most - self.trials.spent)
+                steps = max(0, self.max_candidates - self.trials.spent)
                 if terms.most_candidates is not None:
                     steps = terms.most_candidates * (terms.checks + 1)
                 with self.clock.stage("search", steps):
@@ -138,9 +138,13 @@ class Loop:
 
     def used_up(self, *, one_late: bool = False) -> bool:
         """Whether a limit is reached; ``stopped`` then says which. ``one_late``: steps may exceed it a little."""
-        if self.trials.spent >= self.most:
-            return self.over(f"as many candidates were tried as --trials allows ({self.most})")
-        return self.late and self.over(self._time) and not (one_late and self.clock.seconds_until_stopped >= self.took)
+        if self.trials.spent >= self.max_candidates:
+            return self.over(f"as many candidates were tried as --trials allows ({self.max_candidates})")
+        return (
+            self.late
+            and self.over(self._time)
+            and not (one_late and self.clock.seconds_until_stopped >= self.last_seconds)
+        )
 
     def over(self, why: str) -> bool:
         """Whether there is a reason to stop: ``why``, where it is not empty."""
@@ -151,7 +155,7 @@ class Loop:
     def late(self) -> bool:
         """Whether the time limit leaves no room for another candidate besides the finals."""
         reserved = 0.0 if self.clock.timeout is None else self.target.reserved(self.trials, self._known)
-        return self.clock.seconds_left <= reserved + self.took
+        return self.clock.seconds_left <= reserved + self.last_seconds
 
     @property
     def _time(self) -> str:
@@ -174,25 +178,25 @@ class Loop:
         return self.trials.find(self.proposer.known[NONE])
 
     def _try(self, candidates: Iterator[Candidate]) -> None:
-        """Score new plans one after the other; those that their ghost run rules out are judged by that."""
+        """Score new plans one after the other; a plan that its ghost run rules out is judged by that."""
         began = self.clock.elapsed
         for candidate in candidates:
             if self.trials.find(candidate.choices) is not None:
                 self.clock.listener.advance()
             else:
                 self._score(candidate)
-                self.took = self.clock.elapsed - began
+                self.last_seconds = self.clock.elapsed - began
             began = self.clock.elapsed
 
     def _score(self, candidate: Candidate) -> None:
-        """Judge a new plan and write down what became of it; one in which processes ended before is given up."""
+        """Score a new plan and record the trial; a plan in which processes crashed too often is given up."""
         budget_bytes = None if candidate.encoding == "baseline" else self.trials.budget_bytes
         if candidate.score is not None or self.target.terms.source != "measured":
             score = candidate.score or self.target.score(candidate, budget_bytes)
             trial = self.trials.write(candidate, score, elapsed=self.clock.elapsed)
         else:
             with self.trials.measuring(candidate.choices) as ended:
-                score = _GIVEN_UP if ended >= MOST_ENDED else self.target.score(candidate, budget_bytes)
+                score = _GIVEN_UP if ended >= MAX_CRASHES else self.target.score(candidate, budget_bytes)
                 trial = self.trials.write(candidate, score, elapsed=self.clock.elapsed)
         self.clock.listener.trial(trial, self.trials.best)
         if score.last is not None:

@@ -30,17 +30,17 @@ def finish(
     prepared: Prepared,
     terms: Terms,
     run: RunDirectory | None,
-    profiled: CostModel | None,
+    cost_model: CostModel | None,
     known: Mapping[str, Mapping[str, Choice]],
     found: SearchResult,
     clock: Clock,
 ) -> SearchOutcome:
     """What people get of a search: its plan, rows and notes; all of it on record in ``run``.
 
-    ``profiled`` None: nothing is predicted. ``known`` are the well-known plans.
+    ``cost_model`` None: nothing is predicted. ``known`` are the well-known plans.
     """
     asked, environment, notes, best = prepared.request, prepared.environment, found.notes, found.best
-    if profiled is not None and terms.knows_seconds and (pace := _pace(found)) is not None:
+    if cost_model is not None and terms.knows_seconds and (pace := _pace(found)) is not None:
         forget_op_times(environment, prepared.workload_key)
         notes.append(
             f"steps took {pace:.2g} times as long as op times predicted: other work ran on the machine, now or when "
@@ -55,18 +55,18 @@ def finish(
         notes.extend(_said_of_plan(best, prepared.found.tracer.head))
         if (score := best.score or best.predicted) is not None:
             notes.extend(said_of_host(environment, score.host_bytes, asked.host_budget))
-        if asked.hardware is not None and profiled is not None:
-            notes.extend(waits_for_host(asked.hardware, profiled.predictor.graph(best.choices)))
+        if asked.hardware is not None and cost_model is not None:
+            notes.extend(waits_for_host(asked.hardware, cost_model.predictor.graph(best.choices)))
         plan = _plan(prepared, best, found.budget, terms, rows, notes)
         if run is not None:
             run.write_plan(plan)
-            if profiled is not None:  # the plan's step, and as far as time allows what other plans come to
-                run.write_graph(profiled.predictor.graph(best.choices), "plan")
+            if cost_model is not None:  # the plan's step, and as far as time allows what other plans come to
+                run.write_graph(cost_model.predictor.graph(best.choices), "plan")
                 if ALL in known and clock.seconds_left > 0:
-                    run.write_graph(profiled.predictor.graph(known[ALL]), "recompute")
+                    run.write_graph(cost_model.predictor.graph(known[ALL]), "recompute")
                 if not found.interrupted and clock.seconds_left > 0:
                     with clock.stage("other budgets"):
-                        run.write_outlook(look_around(profiled, found, run.outlook(), clock))
+                        run.write_outlook(look_around(cost_model, found, run.outlook(), clock))
         if found.binding and (offer := trade(best, found.trials, run and run.outlook(), found.budget.bytes)):
             notes.append(offer)
     outcome = SearchOutcome(

@@ -29,16 +29,16 @@ NOTABLE_ROOM = 0.03  # of the budget
 KEPT = 64  # ghost runs on record, the latest
 
 
-def look_around(profiled: CostModel, found: SearchResult, known: Outlook | None, clock: Clock) -> Outlook:
+def look_around(cost_model: CostModel, found: SearchResult, known: Outlook | None, clock: Clock) -> Outlook:
     """All that ghost runs of this search said, and those of plans for other budgets, as far as time allows.
 
     ``known`` is from an earlier search of this question.
     """
     assert found.best is not None
-    predictor, until = profiled.predictor, clock.elapsed * (1 + SHARE)
+    predictor, until = cost_model.predictor, clock.elapsed * (1 + SHARE)
     runs = {plan_hash(run.choices): run for run in (known.plans if known is not None else ())}
-    runs |= {plan_hash(run.choices): run for run in ghost_runs(profiled)}
-    plans = plans_around(profiled, found.trials, found.best, found.budget.bytes)
+    runs |= {plan_hash(run.choices): run for run in ghost_runs(cost_model)}
+    plans = plans_around(cost_model, found.trials, found.best, found.budget.bytes)
     others = {key: choices for choices in plans if (key := plan_hash(choices)) not in runs}
     predictor.ahead([*others.values()][:FEWEST])
     clock.listener.stage("ghost-run other budgets", len(others))
@@ -51,29 +51,29 @@ def look_around(profiled: CostModel, found: SearchResult, known: Outlook | None,
 
 
 def plans_around(
-    profiled: CostModel, trials: Sequence[Trial], best: Trial, budget_bytes: int
+    cost_model: CostModel, trials: Sequence[Trial], best: Trial, budget_bytes: int
 ) -> Iterator[dict[str, Choice]]:
     """The fastest plan for each of a few budgets, those next to ``budget_bytes`` first, a larger and a smaller in turn.
 
     Copies hide as in the ``best`` plan, and bytes are off as that one's were.
     """
     hidden = float(best.parameters.get(HIDDEN_COPIES, 0.0))
-    unpriced = profiled.problem(0)
-    scale = fit(unpriced, [trial for trial in trials if trial.score is not None]).scale
-    problem = profiled.problem(0, scale, hidden=hidden)
+    unscaled_problem = cost_model.problem(0)
+    scale = fit(unscaled_problem, [trial for trial in trials if trial.score is not None]).scale
+    problem = cost_model.problem(0, scale, hidden=hidden)
     saving = {unit.name: SAVE for unit in problem.units}
-    offset = profiled.predictor.device.overhead_bytes
+    offset = cost_model.predictor.device.overhead_bytes
     if best.predicted is not None and priced(problem, best.choices):
         offset = best.predicted.peak_bytes - peak_of(problem, saving | best.choices)
     high = peak_of(problem, saving) + offset
-    low = min([high, *(run.predicted.peak_bytes for run in ghost_runs(profiled))])
+    low = min([high, *(run.predicted.peak_bytes for run in ghost_runs(cost_model))])
     budgets = [low + (high - low) * number // BUDGETS for number in range(BUDGETS + 1)]
     larger = [size for size in budgets if size > budget_bytes]
     smaller = [size for size in reversed(budgets) if size < budget_bytes]
     for size in filter(None, chain.from_iterable(zip_longest(larger, smaller))):
         plan = exact(problem.model_copy(update={"budget_bytes": size - offset}), time_limit=SOLVING)
         if plan.feasible:
-            yield profiled.plan(plan.choices)
+            yield cost_model.plan(plan.choices)
 
 
 def trade(best: Trial, trials: Sequence[Trial], outlook: Outlook | None, budget_bytes: int) -> str:
@@ -103,6 +103,6 @@ def trade(best: Trial, trials: Sequence[Trial], outlook: Outlook | None, budget_
     )
 
 
-def ghost_runs(profiled: CostModel) -> tuple[GhostAnswer, ...]:
+def ghost_runs(cost_model: CostModel) -> tuple[GhostAnswer, ...]:
     """What the search ghost-ran so far."""
-    return tuple(GhostAnswer(choices=choices, predicted=p) for choices, p in profiled.predictor.ghost_runs)
+    return tuple(GhostAnswer(choices=choices, predicted=p) for choices, p in cost_model.predictor.ghost_runs)

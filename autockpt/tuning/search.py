@@ -1,4 +1,4 @@
-"""A search from the request to the outcome."""
+"""Run a search, from the request to the outcome."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ from autockpt.workload import fingerprint, refuse_simulated
 
 
 def run_search(request: SearchRequest, listener: Listener | None = None) -> SearchOutcome:
-    """Search for the workload that ``request`` describes, by steps in a worker process, or for its live step in this.
+    """Run the search: in a worker process for a described workload, in this process for a live step.
 
-    A second copy of a live model might not fit: its weights, buffers, optimizer, scaler, gradients and random state are
-    the caller's again afterwards, bit for bit, after Ctrl-C too. With ``request.compile`` steps are compiled; where
-    ``request.hardware`` is given, nothing is measured. Writes the run's directory and plan, where ``request.out`` says;
-    a search that came to its end there is answered from its record. Ctrl-C ends a search with the best plan so far, or
-    without one where nothing fitting was measured.
+    A live model is not copied, since a second copy might not fit. Its weights, buffers, optimizer, scaler, gradients
+    and random state are restored bit for bit afterwards, after Ctrl-C too. With ``request.compile`` steps are compiled;
+    with ``request.hardware`` nothing is measured. The run's directory and plan are written to ``request.out``; a search
+    that is finished there is answered from its record. Ctrl-C ends a search with the best plan so far, or without one
+    where nothing fitting was measured.
 
     Raises UsageError (under a distributed launch as well), WorkloadError, InfeasibleError, RunDirectoryError or
     MeasurementError; whatever was measured until then is kept.
@@ -52,7 +52,7 @@ def run_search(request: SearchRequest, listener: Listener | None = None) -> Sear
         refuse_simulated(request.workload)
     if request.compile is not None:
         refuse_uncompilable(request)
-    return _answered(request, listener)
+    return _cached_or_searched(request, listener)
 
 
 def refuse_unwritable(request: SearchRequest) -> None:
@@ -64,18 +64,18 @@ def refuse_unwritable(request: SearchRequest) -> None:
 
 
 def _on_all_ranks(request: SearchRequest, listener: Listener) -> SearchOutcome:
-    """The same answer on all ranks of a job: the first one searches, and all take the steps together."""
+    """Search on the first rank of a job, with steps that all ranks take together, and return its answer on each."""
     question = json.dumps(request.question(), sort_keys=True, default=str)
     with Ranks(request.step, question, host_budget=request.host_budget) as ranks:
         if ranks.rank:  # what is written is the first rank's
             return ranks.serve().model_copy(update={"run_directory": None})
         asked = request.model_copy(update={"step": ranks.step})
-        return ranks.conduct(lambda: _answered(asked, listener, ranks))
+        return ranks.conduct(lambda: _cached_or_searched(asked, listener, ranks))
 
 
-def _answered(request: SearchRequest, listener: Listener, measurer: Measurer | None = None) -> SearchOutcome:
+def _cached_or_searched(request: SearchRequest, listener: Listener, measurer: Measurer | None = None) -> SearchOutcome:
     with ExitStack() as stack:
-        outcome = _answer_on_record(request) or _search(stack, request, listener, measurer)
+        outcome = _cached_outcome(request) or _search(stack, request, listener, measurer)
     return save_plan_copy(request, outcome)
 
 
@@ -90,18 +90,18 @@ def _search(
     prepared = target.trace(stack)
     run = _enter_run(stack, request, prepared)
     if run is not None:
-        if (known := _recorded(run, request)) is not None:
+        if (known := _outcome_of(run, request)) is not None:
             return known
         run.write_environment(prepared.environment)
         run.write_graph(prepared.found.plain)
-    trials, profiled = Trials(run), None
+    trials, cost_model = Trials(run), None
     try:
-        profiled = target.cost_model(prepared)
+        cost_model = target.cost_model(prepared)
         proposer: Proposer
-        if profiled is not None:
+        if cost_model is not None:
             if run is not None:
-                run.write_profile(profiled.profile)
-            proposer = SolverProposer(prepared.request, profiled, target, trials, clock, seeds=prepared.seeds)
+                run.write_profile(cost_model.profile)
+            proposer = SolverProposer(prepared.request, cost_model, target, trials, clock, seeds=prepared.seeds)
         else:  # steps can only be measured
             assert isinstance(target, Compiled)
             layers = [unit.name for unit in blocks_of(prepared.found.tracer)]
@@ -109,13 +109,13 @@ def _search(
             proposer = SplitProposer(prepared.request, layers, target, trials, room=room, seeds=prepared.seeds)
         found = Loop(proposer, target, trials, request.trials, clock).run()
     except InfeasibleError as error:
-        explain_refusal(error, prepared, run, profiled, clock)
+        explain_refusal(error, prepared, run, cost_model, clock)
         raise
-    return finish(prepared, target.terms, run, profiled, proposer.known, found, clock)
+    return finish(prepared, target.terms, run, cost_model, proposer.known, found, clock)
 
 
 def target_of(stack: ExitStack, request: SearchRequest, clock: Clock, measurer: Measurer | None = None) -> Target:
-    """What the request is asked of; ``stack`` ends what measures there, unless that is the ``measurer`` of a job."""
+    """Create the target; ``stack`` closes its measurer, unless that is the ``measurer`` of a job."""
     if request.hardware is not None:
         return OnHardware(request=request, clock=clock, hardware=request.hardware)
     if measurer is None:
@@ -130,32 +130,32 @@ def target_of(stack: ExitStack, request: SearchRequest, clock: Clock, measurer: 
     return Measured(measurer, clock, request)
 
 
-# -- runs on record: a finished question is answered from its run, and a stopped search continues ----------------------
+# -- earlier runs: a finished search is answered from its record, a stopped one continues -----------------------------
 
 
-def _answer_on_record(request: SearchRequest) -> SearchOutcome | None:
-    """The answer that is on record already, found without tracing; None where there is none to rely on.
+def _cached_outcome(request: SearchRequest) -> SearchOutcome | None:
+    """The outcome of an earlier, finished search of the same question, found without tracing; None if there is none.
 
-    Whoever's code makes the model may have changed it, which only tracing tells; local files are compared. What it
-    would run on, which may take a process of its own, is asked where a run could be the one. Raises RunDirectoryError
-    where a search of this question is at work.
+    User code may have changed since, which only tracing detects; so only workloads of known files are answered from
+    disk. The environment is asked for only if a run may match, since that may take a process of its own. Raises
+    RunDirectoryError where a search of this question is running.
     """
     out, spec = request.out, request.workload
-    if out is None or spec is None or spec.files is None or request.anew:
+    if out is None or spec is None or spec.files is None or request.ignores_record:
         return None
-    if not (perhaps := list(RunDirectory.alike(out, request.question()))):
+    if not (runs := list(RunDirectory.alike(out, request.question()))):
         return None
     if request.hardware is not None:
         environment = environment_of_hardware(request.hardware)
     else:
         environment = environment_without_context(request.device)
     question = request.question(environment)
-    for run in filter(lambda run: run.may_ask(question), perhaps if environment is not None else ()):
+    for run in filter(lambda run: run.may_ask(question), runs if environment is not None else ()):
         with run.lock():
             finished = run.finished()
-            if finished is not None and (finished.files or "") == spec.files and (found := _recorded(run, request)):
+            if finished is not None and (finished.files or "") == spec.files and (known := _outcome_of(run, request)):
                 run.add_command(request.command)
-                return found
+                return known
     return None
 
 
@@ -183,7 +183,7 @@ def _enter_run(stack: ExitStack, request: SearchRequest, prepared: Prepared) -> 
 
 
 def save_plan_copy(request: SearchRequest, outcome: SearchOutcome) -> SearchOutcome:
-    """The outcome, its plan written where the request wants it besides."""
+    """Write the plan to ``request.plan_out`` as well, if given."""
     if request.plan_out is None or outcome.plan is None:
         return outcome
     try:
@@ -194,20 +194,20 @@ def save_plan_copy(request: SearchRequest, outcome: SearchOutcome) -> SearchOutc
     return outcome.model_copy(update={"plan_path": request.plan_out, "set_aside": set_aside})
 
 
-def _recorded(run: RunDirectory, request: SearchRequest) -> SearchOutcome | None:
-    """What a run answered, if its search came to its end and no more is asked for than that; its plan's file is there.
+def _outcome_of(run: RunDirectory, request: SearchRequest) -> SearchOutcome | None:
+    """The outcome of a run whose search is finished, unless the request asks for more; restores its plan's file.
 
-    Raises RunDirectoryError or PlanError where that file cannot be written again.
+    Raises RunDirectoryError or PlanError where that file cannot be written.
     """
     finished = run.finished()
-    if finished is None or request.anew or not finished.answers(request):
+    if finished is None or request.ignores_record or not finished.answers(request):
         return None
     outcome = finished.outcome
     note = f"This is the answer of {run.path}, which had ended; more --trials search on, --fresh starts over."
     if request.storage is not None:
         note += " So nothing was written to --storage: --fresh writes a study there."
-    said = [note]
-    if outcome.plan is not None and (put_back := run.put_back_plan(outcome.plan)):
-        said.append(put_back)
+    messages = [note]
+    if outcome.plan is not None and (restored := run.put_back_plan(outcome.plan)):
+        messages.append(restored)
     here = {"run_directory": run.path, "plan_path": run.plan_path, "set_aside": None}
-    return outcome.model_copy(update={**here, "notes": (*outcome.notes, *said)})
+    return outcome.model_copy(update={**here, "notes": (*outcome.notes, *messages)})

@@ -59,21 +59,21 @@ class SolverProposer(Proposer):
     def __init__(
         self,
         request: SearchRequest,
-        profiled: CostModel,
+        cost_model: CostModel,
         target: Target,
         trials: Trials,
         clock: Clock,
         *,
         seeds: Plans | None = None,
     ) -> None:
-        self.request, self.profiled, self.target, self.trials, self.clock = request, profiled, target, trials, clock
+        self.request, self.cost_model, self.target, self.trials, self.clock = request, cost_model, target, trials, clock
         self.seeds, self.space = seeds or {}, request.space
-        self.known = known_plans([u.name for u in profiled.blocks], self.space.choices)
-        self.device = profiled.predictor.device
+        self.known = known_plans([u.name for u in cost_model.blocks], self.space.choices)
+        self.device = cost_model.predictor.device
         if not self.device.copy_queues:  # nothing is copied during compute
             self.space = self.space.without_knob(HIDDEN_COPIES)
-        self.room = self.device.capacity_bytes - profiled.used_by_others
-        self.unpriced = profiled.problem(0)
+        self.available_bytes = self.device.capacity_bytes - cost_model.used_by_others
+        self.unscaled_problem = cost_model.problem(0)
         self.smallest_peak = self._plain_smallest = 0
         self.checks: dict[tuple[Choice, ...], Checked] = {}
         self._refit_due = False
@@ -85,23 +85,23 @@ class SolverProposer(Proposer):
         Refuses a budget in bytes below what any plan needs, and a study that cannot be opened, before any step.
         """
         lean_calls = min(LEAN_CALLS, max(2, self.target.terms.checks // 2))
-        known, budget, predictor = self.known, self.request.budget, self.profiled.predictor
+        known, budget, predictor = self.known, self.request.budget, self.cost_model.predictor
         if self.clock.passed(PROFILING):
             lean_calls, known = 1, {name: plan for name, plan in known.items() if name in (NONE, ALL)}
         self.clock.listener.stage("ghost-run well-known plans", len(known) + lean_calls)
         with predictor.watched(self.clock.listener):
-            smallest = self.profiled.smallest_peak(known.values(), lean_calls)
+            smallest = self.cost_model.smallest_peak(known.values(), lean_calls)
             if budget.budget_bytes is not None and budget.budget_bytes < smallest:
-                smallest = min(smallest, self.profiled.smallest_segmented() or smallest)
+                smallest = min(smallest, self.cost_model.smallest_segmented() or smallest)
             self._plain_smallest = smallest
-            if self.profiled.head is not None and budget.kind == "activation_share":  # of plans as everybody knows them
-                self._plain_smallest = self.profiled.smallest_peak(known.values(), lean_calls, plain_head=True)
+            if self.cost_model.head is not None and budget.kind == "activation_share":  # of well-known plans
+                self._plain_smallest = self.cost_model.smallest_peak(known.values(), lean_calls, plain_head=True)
         seeds = [choices for choices in self.seeds.values() if not predictor.over_host(choices)]
         self.smallest_peak = min([smallest, *(self._predict(choices).peak_bytes for choices in seeds)])
         # Until the baselines have run, the best guess of what the budget is in bytes.
         top = self._predict(self.known[NONE]).peak_bytes
-        self.trials.budget = budget.resolved(top, self._plain_smallest, self.room, self.device.kind)
-        self.trials.expected = lambda: expected_seconds(self.unpriced, self.trials.scored)
+        self.trials.budget = budget.resolved(top, self._plain_smallest, self.available_bytes, self.device.kind)
+        self.trials.expected = lambda: expected_seconds(self.unscaled_problem, self.trials.scored)
         if budget.kind == "bytes" and self.trials.budget.bytes < self.smallest_peak:
             raise self.infeasible()
         run, name, storage = self.trials.run, "search", None
@@ -115,23 +115,23 @@ class SolverProposer(Proposer):
         for name, choices in self.known.items():
             if name in (NONE, ALL) or not loop.used_up():
                 yield self._candidate(choices, name, "baseline")
-        if not self.trials.scored and self.profiled.head is None and self.target.terms.source == "measured":
+        if not self.trials.scored and self.cost_model.head is None and self.target.terms.source == "measured":
             raise self.infeasible()
 
     # -- the budget ---------------------------------------------------------------------------------------------------
 
     def resolve(self, stopped: str) -> None:
         """The budget by this job's own peaks, measured where they could be."""
-        known = {name: c for name, c in self.known.items() if not self.profiled.predictor.over_host(c)}
+        known = {name: c for name, c in self.known.items() if not self.cost_model.predictor.over_host(c)}
         peaks = {name: peak_of_trial(t) for name, c in known.items() if (t := self.trials.find(c)) is not None}
         # The leanest plan is perhaps known from its ghost run alone, which may miss what the measured ones showed.
         leanest = min(self._plain_smallest + unseen_bytes(self.trials.scored), *peaks.values())
-        budget = self.request.budget.resolved(peaks[NONE], leanest, self.room, self.device.kind)
+        budget = self.request.budget.resolved(peaks[NONE], leanest, self.available_bytes, self.device.kind)
         none, notes = self.trials.find(self.known[NONE]), self.target.notes
         if self.request.budget.kind in ("share", "activation_share") and none is not None and none.score is None:
             notes.append("save-everything does not fit the device: the percentage is of its simulated peak")
-        if budget.bytes > self.room:
-            free = format_bytes(self.room)
+        if budget.bytes > self.available_bytes:
+            free = format_bytes(self.available_bytes)
             notes.append(f"the device has less free than the budget ({free}); what does not fit there was not run")
         self.trials.judge(budget)
         self._learn_budget()
@@ -141,7 +141,7 @@ class SolverProposer(Proposer):
 
         What ghost runs seem to miss takes its share of the same budget.
         """
-        self.profiled.keep_within(self._usable_bytes - unseen_bytes(self.trials.scored))
+        self.cost_model.keep_within(self._usable_bytes - unseen_bytes(self.trials.scored))
         for trial in self.trials.scored:
             close = not trial.feasible and peak_of_trial(trial) <= CLOSE * self._usable_bytes
             if trial.state == "simulated" and close:
@@ -155,20 +155,19 @@ class SolverProposer(Proposer):
 
     def infeasible(self) -> InfeasibleError:
         measured = [trial.measured.peak_bytes for trial in self.trials.scored if trial.measured is not None]
-        smallest = min(self.smallest_peak, self.profiled.smallest_budget() or self.smallest_peak)
-        return nothing_fits(self.profiled, self._budget, smallest, min(measured, default=0))
+        smallest = min(self.smallest_peak, self.cost_model.smallest_budget() or self.smallest_peak)
+        return nothing_fits(self.cost_model, self._budget, smallest, min(measured, default=0))
 
     # -- candidates ---------------------------------------------------------------------------------------------------
 
     def candidates(self, loop: Loop) -> Iterator[Candidate]:
         """Plans from elsewhere and simple ones, the solver's at the sampler's points, and last simpler or leaner ones.
 
-        One is worth a trial where tracing and profiling took all the time there is: what these found out is one
-        solution away.
+        If tracing and profiling used up the time limit, one solver plan is still tried.
         """
         tried, repeats, terms = 0, 0, self.target.terms
         # the listener sees ghost runs pass where few candidates take many
-        with self.profiled.predictor.watched(self.clock.listener if terms.most_candidates else Silence()):
+        with self.cost_model.predictor.watched(self.clock.listener if terms.most_candidates else Silence()):
             for candidate in self._first():
                 if self.trials.find(candidate.choices) is None and not loop.used_up():
                     yield candidate
@@ -206,7 +205,7 @@ class SolverProposer(Proposer):
     def _simple(self) -> list[Candidate]:
         """Plans that people write by hand: of every kind of choice the best on the first or last layers alone, and the
         best plan in two runs of layers. Those that are predicted to be slow are left out."""
-        problem = self._problem(self._prices.scale, 0)
+        problem = self._problem(self._fit.scale, 0)
         kinds = {option.choice.kind for unit in problem.units for option in unit.options if unit.name != problem.head}
         accepted: list[Accept] = [lambda *_: True]
         calls = SIMPLE_CALLS * len(kinds)
@@ -227,7 +226,7 @@ class SolverProposer(Proposer):
         if best is None:
             return
         hidden = float(best.parameters.get(HIDDEN_COPIES, 0.0))
-        problem = self._problem(self._prices.scale, 0, hidden)
+        problem = self._problem(self._fit.scale, 0, hidden)
         if not priced(problem, best.choices):
             return
         saving = {unit.name: SAVE for unit in problem.units}
@@ -249,18 +248,18 @@ class SolverProposer(Proposer):
 
     def _of_solver(self, plan: Assignment) -> Candidate:
         """A plan that no sampler asked for, named by its runs of layers where they are few."""
-        choices = self.profiled.plan(plan.choices)
+        choices = self.cost_model.plan(plan.choices)
         runs = [(choice.kind, len(list(run))) for choice, run in groupby(choices.values())]
         name = ", ".join(f"{count} {kind}" for kind, count in runs) if len(runs) <= FEW_RUNS else "leaner, as fast"
         fits = self._predict(choices).peak_bytes <= self._usable_bytes
         return self._candidate(choices, name, SOLVER, fits=fits)
 
     def _candidate(self, choices: Mapping[str, Choice], name: str, encoding: str, *, fits: bool = True) -> Candidate:
-        """A plan with what its ghost run says; one that cannot fit is judged by that, or by what ``fits`` says."""
+        """A plan with its prediction. It is not measured where that does not fit, or ``fits`` is False."""
         predicted, score = self._predict(choices), None
-        if self.profiled.predictor.over_host(choices):
+        if self.cost_model.predictor.over_host(choices):
             score = Score("predicted_over", message=f"{format_bytes(predicted.host_bytes)} on the host")
-        elif predicted.peak_bytes > self.room or not fits:
+        elif predicted.peak_bytes > self.available_bytes or not fits:
             score = Score("predicted_over")
         return Candidate(dict(choices), name, encoding, predicted=predicted, score=score)
 
@@ -271,7 +270,7 @@ class SolverProposer(Proposer):
             self._refit_due = False
         number, parameters = self.study.ask()
         choices, fits = self._solved(parameters, self.target.terms.checks)
-        candidate = self._candidate(self.profiled.plan(choices), f"{KNOBS} #{number}", KNOBS, fits=fits)
+        candidate = self._candidate(self.cost_model.plan(choices), f"{KNOBS} #{number}", KNOBS, fits=fits)
         return number, replace(candidate, parameters=parameters)
 
     def _tell(self, number: int, trial: Trial | None) -> None:
@@ -304,27 +303,27 @@ class SolverProposer(Proposer):
         candidates = [t for t in self.trials.scored if t.encoding not in ("baseline", SOLVER)]
         if best is None or best.score is None or len(candidates) < len(self.space.margins):
             return False
-        prices = self._prices
-        optimum = exact(self._problem(prices.scale, 0))
+        fitted = self._fit
+        optimum = exact(self._problem(fitted.scale, 0))
         if not optimum.feasible:
             return False
-        bound = prices.predict(self.unpriced, optimum.choices) - prices.error_seconds
+        bound = fitted.predict(self.unscaled_problem, optimum.choices) - fitted.error_seconds
         noise = best.measured.noise if best.measured is not None else 0.0
         return best.score_seconds * (1 - noise) <= bound
 
     # -- cost coefficients and plans -----------------------------------------------------------------------------------
 
     @property
-    def _prices(self) -> Fit:
-        """What choices cost by all that was measured so far."""
-        return fit(self.unpriced, self.trials.scored)
+    def _fit(self) -> Fit:
+        """Cost coefficients fitted to the trials so far."""
+        return fit(self.unscaled_problem, self.trials.scored)
 
     def _problem(self, prices: Mapping[str, float], free: int, hidden: float = 0.0) -> Problem:
         """The planning problem at these coefficients, with ``free`` bytes of the budget left unused.
 
         ``hidden``: the share of the link's time for which copies of units on offload hide.
         """
-        return self.profiled.problem(self._ghost_run_bytes - free, prices, hidden=hidden)
+        return self.cost_model.problem(self._ghost_run_bytes - free, prices, hidden=hidden)
 
     @property
     def _ghost_run_bytes(self) -> int:
@@ -334,15 +333,15 @@ class SolverProposer(Proposer):
     @property
     def _usable_bytes(self) -> int:
         """The budget, at most what the device has free: a share of this job's own peak may be more than that."""
-        return min(self._budget.bytes, self.room)
+        return min(self._budget.bytes, self.available_bytes)
 
     def _predict(self, choices: Mapping[str, Choice]) -> Prediction:
-        return self.profiled.predictor.predict(choices)
+        return self.cost_model.predictor.predict(choices)
 
     def _check(self, choices: Mapping[str, Choice]) -> Checked:
         """What the ghost run of a plan says."""
-        fresh, began = self.profiled.predictor.known(choices) is None, self.clock.elapsed
-        checked = self.profiled.check(choices)
+        fresh, began = self.cost_model.predictor.known(choices) is None, self.clock.elapsed
+        checked = self.cost_model.check(choices)
         self._ghost_seconds = self.clock.elapsed - began if fresh else self._ghost_seconds
         return checked
 
@@ -355,18 +354,18 @@ class SolverProposer(Proposer):
     def _solved(self, parameters: Parameters, calls: int) -> tuple[dict[str, Choice], bool]:
         """The solver's plan under these knobs, and whether its ghost run fits; ``<kind>_price`` is a factor on the
         coefficients fitted to measurements so far."""
-        scale, free = self._prices.scale, int(self._usable_bytes * float(parameters.get("margin", 0.0)))
+        scale, free = self._fit.scale, int(self._usable_bytes * float(parameters.get("margin", 0.0)))
         kinds = {name.removesuffix("_price") for name in parameters if name.endswith("_price")} | {*scale}
         prices = {kind: scale.get(kind, 1.0) * float(parameters.get(f"{kind}_price", 1.0)) for kind in kinds}
         problem = self._problem(prices, free, float(parameters.get(HIDDEN_COPIES, 0.0)))
         found = refine_segmented(
             problem,
             self._check,
-            self.profiled.segments,
+            self.cost_model.segments,
             max_calls=self._affordable(calls),
             remembered=self.checks,
             faster=self.target.terms.worthwhile,
-            ahead=self.profiled.predictor.ahead,
+            ahead=self.cost_model.predictor.ahead,
         )
         fits_host = problem.host_budget is None or found.checked.host_bytes <= problem.host_budget
         return found.choices, fits_host and found.checked.peak_bytes <= problem.budget_bytes + free

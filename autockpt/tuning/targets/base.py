@@ -39,10 +39,10 @@ class Terms:
 
 @dataclass(frozen=True)
 class Prepared:
-    """A request on its target, with the ghost runs that it begins with.
+    """The traced request: budget and search space limited to what the device and model support.
 
-    ``request`` is asked within what the target has: its budget, the choices that the model takes, and notes on both.
-    ``settings`` are those of the workload as they came out, ``seeds`` plans to try early, by name.
+    ``request`` has notes on what was limited. ``settings`` are those of the traced workload, ``seeds`` plans to try
+    early, by name, and ``found`` the ghost runs.
     """
 
     request: SearchRequest
@@ -88,20 +88,20 @@ class Prepared:
 
 @dataclass(kw_only=True)
 class Target:
-    """Ghost-runs a question, says what choices cost, and judges candidates on its ``terms``.
+    """Where candidates are evaluated: trace the step, build the cost model, score candidates, choose the winner.
 
-    ``notes`` is what people should know.
+    ``terms`` say how far its numbers can be trusted; ``notes`` are shown to the user.
     """
 
     terms: Terms = Terms()
     notes: list[str] = field(default_factory=list)
 
     def trace(self, stack: ExitStack) -> Prepared:
-        """The question, ghost-run; ``stack`` keeps open what later ghost runs need. Raises UsageError."""
+        """Ghost-run the request; ``stack`` keeps open what later ghost runs need. Raises UsageError."""
         raise NotImplementedError
 
     def cost_model(self, prepared: Prepared) -> CostModel | None:
-        """What choices cost; None where steps can only be measured."""
+        """The cost model of choices; None where steps can only be measured."""
         raise NotImplementedError
 
     def score(self, candidate: Candidate, budget_bytes: int | None) -> Score:

@@ -87,11 +87,11 @@ class Measured(Target):
         """By op times of the device; by nominal rates where the time limit leaves no room to time them."""
         with self.clock.stage("profile"):
             times = self._op_times(prepared)
-            profiled = _cost_model(prepared, self.clock, times)
+            cost_model = _cost_model(prepared, self.clock, times)
         if times is None:
             self.terms = replace(self.terms, knows_seconds=False)
             self.notes.append("the time limit left no room to time ops: nominal rates of the device ranked choices")
-        return profiled
+        return cost_model
 
     def _op_times(self, prepared: Prepared) -> OpTimes | None:
         """Op times of the workload on the measurer's device; None where the time limit leaves no room for them."""

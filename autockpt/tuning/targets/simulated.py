@@ -20,7 +20,7 @@ from autockpt.tuning.targets.base import MOST_REPEATS, Prepared, Target, Terms
 from autockpt.tuning.trials import Candidate, Score
 
 CANDIDATES = 1
-"""Plans of the solver that are refined in a quick search, or where ghost runs of the whole model are dear. In a
+"""Plans of the solver that are refined in a quick search, or where ghost runs of the whole model are slow. In a
 simulation costs are what the solver takes them for, so its plan is what any other candidate would come to."""
 QUICK_CALLS = 20
 """Ghost runs that a quick search may spend on refining it."""
@@ -79,11 +79,11 @@ class OnHardware(Simulated):
             times = found.roofline(hardware)
             needs = simulated_memory(hardware, request.budget.budget_bytes)
             more = {"host_budget": request.host_budget, "listener": self.clock.listener}
-            profiled = found.cost_model(times, needs=needs, **more)
+            cost_model = found.cost_model(times, needs=needs, **more)
         self.terms = QUICK if request.quick else SIMULATED
         if found.twin is not None:
             self.terms = replace(self.terms, checks=SIMULATED.checks, most_candidates=CANDIDATES)
-        return profiled
+        return cost_model
 
 
 def without_offload(space: SearchSpace, hardware: Hardware) -> tuple[SearchSpace, tuple[str, ...]]:
