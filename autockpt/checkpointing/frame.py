@@ -1,12 +1,12 @@
-"""One call of a unit: its forward keeps the inputs alone, and backward runs it again for what autograd had saved.
+"""One call of a unit: its forward keeps the inputs alone, and backward recomputes what autograd had saved.
 
 ``pack`` gives autograd a number in the place of every saved tensor. The first ``unpack`` runs the forward again, under
-the same random state, autocast and module state, until every number has its tensor; each tensor is then handed out once
-and let go of. A number that is asked for again (a second backward over a kept graph) has the call run again.
+the same random state, autocast and module state, until every number has its tensor. Each tensor is then returned once
+and released. A number that is asked for again (a second backward over a kept graph) has the call recomputed again.
 
-Who holds whom: nodes of the graph hold the bound ``unpack`` and with it the frame. The frame holds its inputs as
-autograd holds saved tensors, so the graph before it stays alive as without a plan. It holds no tensor of its own graph:
-a graph that holds its output by way of Python is never freed.
+Ownership: nodes of the graph hold the bound ``unpack`` and with it the frame. The frame holds its inputs as autograd
+holds saved tensors, so the graph before it stays alive as without a plan. It holds no tensor of its own graph: a graph
+that holds its output by way of Python is never freed.
 """
 
 from __future__ import annotations
@@ -32,12 +32,15 @@ _version: Callable[[torch.Tensor], int] = operator.attrgetter("_version")
 
 
 class StopRecomputation(Exception):
-    """Every number has its tensor. No BaseException: modules run hooks at exceptions of this kind only."""
+    """Every number has its tensor. Not a BaseException, because modules run always_call hooks only for Exception."""
 
 
 class CheckpointFrame:
-    """One call of ``unit``. ``forward`` is called with the arguments, now and in each recomputation, around which
-    ``turn`` is put. Inputs are held by ``hold``."""
+    """One call of ``unit``. ``forward`` is called with the arguments, now and in each recomputation.
+
+    ``turn`` makes a context manager that restores the set of choices active in forward, for plans with several sets. It
+    is entered around each recomputation. Inputs are held by ``hold``.
+    """
 
     # without a dictionary, and few objects in all: the more there are that live until backward, the oftener Python's
     # garbage collector looks through everything
@@ -74,7 +77,9 @@ class CheckpointFrame:
         self._trains = [tensor.requires_grad for tensor in live]
         self._training = unit.state.training()
         self._before: list[Entry] = unit.state.take()
-        # which saved tensors are looked at
+        # The observer compares saved tensors with their recomputation: in a checked call all of them, in others the one
+        # numbered `sampled`. `pack` calls `_look_at` for the numbers in `_looked_at`, and for all from `_beyond` on: 0
+        # in a checked call, else more tensors than the last checked call saved. Frames that keep outputs add to both.
         self._looked_at: Collection[int] = ()
         self._beyond = sys.maxsize
         self._observer = observer = None if unit.check is None else unit.check.observer(checked=late is not None)
@@ -197,8 +202,8 @@ class CheckpointFrame:
             # what runs TorchScript makes an error of its own of StopRecomputation
             if to_end or self._filled != len(self._sizes):
                 self._values.clear()
-                told = _told(error, unit.name)
-                raise told from (error.__cause__ if told is error else error)
+                shown = _user_error(error, unit.name)
+                raise shown from (error.__cause__ if shown is error else error)
         if self._filled != len(self._sizes):
             self._values.clear()
             what = f"saved {len(self._sizes)} tensors in forward and {self._filled} when it ran again"
@@ -217,7 +222,7 @@ class CheckpointFrame:
             unit.state.restored(self._before, self._training) as self._shared,
             self._context,
             # hooks in any case: backward may have been called inside a forward whose own hooks are in force
-            saved_tensors_hooks(self.repack, _as_it_is),
+            saved_tensors_hooks(self.repack, _identity),
         ):
             return self._forward(*args, **kwargs)
 
@@ -227,7 +232,7 @@ class CheckpointFrame:
         if number == len(sizes):
             if self._to_end:
                 raise diverged(self._unit.name, f"saved {number} tensors in forward and more when it ran again")
-            raise StopRecomputation  # once more: the unit caught the first
+            raise StopRecomputation  # again: the unit caught the first
         value = tensor.detach() if tensor.requires_grad else tensor
         if (size := value.numel()) != sizes[number]:
             what = f"saved a tensor of {sizes[number]} elements in forward and one of {size} when it ran again"
@@ -247,8 +252,8 @@ class CheckpointFrame:
 
     def _take_inputs(self) -> list[torch.Tensor]:
         """The inputs without their history."""
-        # Where a gradient is taken inside of the forward, not by what holds them: what is around may hand out only once
-        # what it keeps, and that is for the backward to come.
+        # A gradient taken inside the forward uses the live inputs: outer saved-tensor hooks may allow only one unpack,
+        # which the real backward needs.
         held = self._live
         if held is None:
             name = self._unit.name
@@ -289,7 +294,7 @@ class CheckpointFrame:
         return [place for place in exchanged if place.holds_other_values]
 
 
-def _as_it_is(tensor: Any) -> Any:
+def _identity(tensor: Any) -> Any:
     """The hook for unpacking what is not packed."""
     return tensor
 
@@ -303,7 +308,7 @@ def diverged(unit: str, what: str) -> ConflictError:
     )
 
 
-def _told(error: Exception, unit: str) -> Exception:
+def _user_error(error: Exception, unit: str) -> Exception:
     """The error that a recomputation raised and the forward had not, as it is raised to the user."""
     if isinstance(error, AutockptError):
         return error

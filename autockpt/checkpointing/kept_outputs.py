@@ -1,4 +1,4 @@
-"""Keep the outputs of some calls inside a unit, and hand them out where the unit's forward runs again.
+"""Keep the outputs of some calls inside a unit, and return them where the unit's forward is recomputed.
 
 A call, of a module or of a function, need not run again if three things are known of it: what it returned, how many
 tensors autograd saved during it, and where each of these comes from. Most come from what the call was given: an input
@@ -193,10 +193,10 @@ Held = Sequence[tuple[Any, int]]
 
 
 class KeepingFrame(CheckpointFrame):
-    """One call of a unit whose scopes keep outputs, and hand them out in its recomputation.
+    """One call of a unit whose scopes keep outputs, and return them in its recomputation.
 
-    What it keeps is ``_caught``, outputs of calls, and ``_wanted``, saved tensors by their number. Both go by the
-    ``_layout``, which is learned from ``_learning`` where it is not known yet.
+    What it keeps is ``_caught``, outputs of calls, and ``_wanted``, saved tensors by their number. Both depend
+    on the ``_layout``, which is learned from ``_learning`` where it is not known yet.
     """
 
     __slots__ = (
@@ -217,7 +217,7 @@ class KeepingFrame(CheckpointFrame):
         self._learning: list[KeptCall] = []
         self._noted: list[torch.Tensor] | None = None  # what is saved in a call that is learned from
         self._wanted: dict[int, Any] = {}
-        # From the first recomputation on. Outputs are handed out once: a later backward runs everything again.
+        # From the first recomputation on. Outputs are returned once: a later backward recomputes everything.
         self._row: list[tuple[KeptCall, Held | None]] | None = None
         self._next = 0  # in the row
         self._last: tuple[Any, Any, Any] = None, None, None  # a tensor, a geometry, and the view of it that was made
@@ -255,7 +255,7 @@ class KeepingFrame(CheckpointFrame):
     def watching(self, scope: Scope, others: Collection[Any] = ()) -> FunctionScopes | None:
         """The mode to enter around a scope that calls functions; None where none of them has to be looked at now.
 
-        In a recomputation it starts when the tensors before the first that is handed out are there: it costs as much as
+        In a recomputation it starts when the tensors before the first that is returned are there: it costs as much as
         a small op for every function.
         """
         if self._row is None:
@@ -291,7 +291,7 @@ class KeepingFrame(CheckpointFrame):
         try:
             if self._row is None:
                 return self._learn_from(scope, function, forward, args, kwargs)
-            output = self._hand_out(scope, function, args, kwargs)
+            output = self._kept_output(scope, function, args, kwargs)
             return forward(*args, **kwargs) if output is None else output
         finally:
             self._is_inside = False
@@ -368,7 +368,7 @@ class KeepingFrame(CheckpointFrame):
         elif mode is not None and not _function_modes():
             mode.start()
 
-    def _hand_out(self, scope: Scope, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    def _kept_output(self, scope: Scope, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """What the call returned, once all that it saved is filled in. None where it cannot be skipped.
 
         Raises ConflictError where the unit calls another function in its place.

@@ -229,7 +229,7 @@ class ModuleState:
         now = [Entry.of(entry.home, entry.name) for entry in entries]
         tensors = (e.value for e in (*entries, *now) if e.content is not None and isinstance(e.value, torch.Tensor))
         written = tuple(tensors)
-        # other graphs go by the versions of these
+        # other graphs depend on the versions of these
         with _unsafe_preserve_version_counter(written):
             try:
                 self._put(entries, training)

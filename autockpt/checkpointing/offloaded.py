@@ -242,7 +242,8 @@ class OffloadHooks:
         address = tensor.untyped_storage()._cdata
         known = self._seen.get(address)
         storage = known() if known is not None else None
-        # Parcels hold their source until the group settles, after this forward: while one lives, so does the address.
+        # Handles keep the source storage alive until `settle()`, which comes after this forward: until then no other
+        # storage has its address.
         if storage is None or not storage.holds(tensor):
             storage = OffloadedStorage(tensor, self._group)
             self._seen[address] = weakref.ref(storage)

@@ -5,7 +5,7 @@ or returned. ``recipes`` plans from it which saved tensors can be dropped. The r
 mode of the caller hands it each op.
 
 A ``Value`` stands for a storage, not for a tensor. Views of a storage are geometry, relative to the tensor by which the
-storage is had. A write ends a value: the memory holds another one from then on, which no op can make again.
+storage is had. A write ends a value: the memory holds another one from then on, which no op can recompute.
 """
 
 from __future__ import annotations

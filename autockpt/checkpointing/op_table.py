@@ -60,7 +60,7 @@ def is_collective(func: Any) -> bool:
 
 
 _READS = ("shape", "dtype", "device", "layout", "requires_grad", "ndim", "is_cuda", "is_cpu", "is_meta", "is_leaf")
-# Reading these neither runs an op nor hands out memory. What comes of it is an argument of some function.
+# Reading these neither runs an op nor returns memory. What comes of it is an argument of some function.
 METADATA = frozenset(
     (
         *(getattr(torch._C.TensorBase, name).__get__ for name in _READS),
@@ -84,7 +84,7 @@ _REPLAYABLE = frozenset(_REPLAYABLE_NAMES.split())
 _DYNAMIC_NAMES = """
     _local_scalar_dense equal is_nonzero masked_select nonzero unique_consecutive unique_dim _unique _unique2
 """
-# Their results, or the sizes of these, are numbers that Python code may go by: no argument of a later op shows which.
+# Their results, or the sizes of these, are numbers that Python code may depend on: no argument of a later op shows it.
 _DYNAMIC = frozenset(_DYNAMIC_NAMES.split())
 # Products without an entry in PyTorch's table of floating-point operations.
 _PRODUCTS = frozenset(("_grouped_mm", "dot", "mv"))

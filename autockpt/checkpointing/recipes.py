@@ -21,7 +21,7 @@ import torch
 from autockpt.checkpointing.op_recorder import Geometry, Op, OpRecorder, Read, Saved, Tap, Tapped, Value
 
 SMALL = 16
-"""A tensor this many times smaller than the unit's largest input (statistics of a norm) is not worth making again."""
+"""A tensor this many times smaller than the unit's largest input (statistics of a norm) is not worth recomputing."""
 _DEPTH = 64  # of ops between a tensor and what it could be made from; no search goes further back
 
 Form = tuple[torch.Size, tuple[int, ...], torch.dtype]

@@ -1,17 +1,36 @@
-"""Calls of a unit whose saved tensors are made again: recorded, or by the recipe of an earlier call, or both.
+"""Rematerialization: recompute single saved tensors in backward, by recipes.
 
-The first calls of a signature are recorded; later ones go by the recipe that they gave (``recipes``), with hooks on
-saved tensors alone. After ever longer gaps one is recorded besides and compared with it. So a unit that began to do
-something else, and saves tensors of the same forms nevertheless, is found at the latest in the call after ``LONGEST``
-others. Where two recordings of a signature differ before a call has gone by either, more of them must agree; where that
-goes on, every call is recorded. Batches without padding have a new length in each step: once a unit is known to be
-steady, one recording of a new length is enough.
+The first calls of a signature are recorded op by op and yield a recipe (which tensors to drop, which ops recompute
+them). Later calls follow the recipe, with hooks on saved tensors alone. After 4, 8, … 512 calls one is recorded again
+and compared. If recordings keep differing, every call is recorded.
 
-Recorded calls hold what they save until they end, and then drop it by the recipe that they gave: they are right
-whatever they do. A call that goes by a recipe keeps everything from the first tensor on whose form is another.
+For example ``down(silu(up(x)))`` with matrix products kept. Autograd saves five tensors, so the recipe has five
+positions::
 
-Who holds whom: a node of the graph holds what ``pack`` returned for it, and the call by its ``unpack``. What dropped
-tensors are made from stands in what ``pack`` returned, not in the call: it dies with the nodes that need it.
+    0  x               kept
+    1  weight of up    kept
+    2  h = up(x)       kept, in cell 0
+    3  silu(h)         dropped: value 0, from group 0
+    4  weight of down  kept
+
+    groups    0: (cell 0,)
+    programs  value 0: value 1 is what cell 0 holds; value 0 = aten.silu(value 1)
+
+``pack`` of position 3 returns its number and what cell 0 holds; ``unpack`` runs the program of value 0 on that.
+
+- cell: a slot of the call for a kept tensor that programs read.
+- group: the cells that a dropped tensor is recomputed from. Tensors with the same cells share one.
+- tap: a hook on a module inside the unit. It puts an argument or output, which autograd need not save, into a cell.
+- turn: which call of that module within the unit's forward, counted from 0.
+
+A recorded call holds what it saves until it ends, then drops it by its own recipe: it is right whatever it does. A call
+that follows a recipe keeps everything from the first tensor of another form on. A unit that changes what it does but
+not the forms of what it saves is found at the latest in the call after ``LONGEST`` others. If two recordings differ
+before a call has followed either, more of them must agree. Once a unit is known to be steady, one recording of a new
+signature is enough: batches without padding have a new length in each step.
+
+Ownership: a node of the graph holds what ``pack`` returned for it, and the call by its ``unpack``. The sources of a
+dropped tensor are in what ``pack`` returned, not in the call: they die with the nodes that need them.
 """
 
 from __future__ import annotations
@@ -72,14 +91,14 @@ class Signature:
 
 
 class RecordedUnit(CheckpointedUnit):
-    """A module whose calls go by recipes, as its modules are now.
+    """A module whose calls follow recipes, as its modules are now.
 
     ``watching`` gives a dispatch mode that hands ops to a recorder. ``keeps``: expensive ops that are not to run again.
     ``scopes`` names modules inside for which that is so (``keep``), or in which alone ops run again (``within``).
-    ``compares``: calls that go by a recipe are recorded again now and then.
+    ``compares``: calls that follow a recipe are recorded again now and then.
     """
 
-    gap: ClassVar[int] = 4  # calls that go by a recipe before one is recorded again
+    gap: ClassVar[int] = 4  # calls that follow a recipe before one is recorded again
 
     def __init__(
         self,
@@ -128,7 +147,7 @@ class RecordedUnit(CheckpointedUnit):
                 self.signatures[key] = known
         kind = known.kind
         is_due = kind.schedule.next() is not None and self._compares
-        # so many recordings have to agree before calls go by the recipe
+        # so many recordings have to agree before calls follow the recipe
         is_steady = (kind.is_steady or self.is_measured) and not kind.misses
         needed = 1 if is_steady else FIRST_CALLS * 4**kind.misses
         return known, tensors, is_due or known.recipe is None or kind.misses >= _MISSES or known.agreed < needed
@@ -156,7 +175,7 @@ class RecordedUnit(CheckpointedUnit):
             self.signatures.clear()
 
     def learn(self, known: Signature, recipe: Recipe) -> None:
-        """A call was recorded. Raises RerunMismatch where calls since the last recording went by another recipe."""
+        """A call was recorded. Raises RerunMismatch where calls since the last recording followed another recipe."""
         before, followed = known.recipe, known.followed
         known.recipe, known.followed = recipe, 0
         if before is None or before.content == recipe.content:
@@ -174,11 +193,11 @@ class RecordedUnit(CheckpointedUnit):
                     remedy=f"Use `recompute` or `save` on {self.name}: a number, a flag or a tensor that its forward "
                     "reads from outside of its modules is not what it was. Go back to a checkpoint from before.",
                 )
-        if recipe.is_dynamic:  # its Python may go by values
+        if recipe.is_dynamic:  # its Python may depend on values
             known.kind.misses = _MISSES
 
     def lose(self, known: Signature) -> None:
-        """A call that went by the recipe has saved something else."""
+        """A call that followed the recipe has saved something else."""
         known.kind.misses += 1
         known.recipe, known.agreed, known.followed = None, 0, 0
 
@@ -220,9 +239,9 @@ class RecordedCall:
         self._stream: Any = None  # that they were made on
         if not self.is_recorded:
             assert known.recipe is not None
-            self._go_by(known.recipe, [home.get(name) for home, name in unit.weights])
+            self._follow(known.recipe, [home.get(name) for home, name in unit.weights])
 
-    def _go_by(self, recipe: Recipe, weights: Sequence[torch.Tensor | None]) -> None:
+    def _follow(self, recipe: Recipe, weights: Sequence[torch.Tensor | None]) -> None:
         """Take what the recipe starts from."""
         self._recipe = recipe
         self._upcoming = itertools.chain(recipe.positions, itertools.repeat(_BEYOND))
@@ -321,7 +340,7 @@ class RecordedCall:
             output = forward(*args, **kwargs)
         small = max((t.nbytes for t in self._tensors if t.layout is torch.strided), default=0) // SMALL
         recipe = plan(recorder, small)
-        self._go_by(recipe, weights)
+        self._follow(recipe, weights)
         for module, taps in recipe.taps.items():
             for turn, argument, cell, _ in taps:
                 self._cells[cell] = recorder.tapped[module, turn, argument]  # type: ignore[index]

@@ -2,7 +2,7 @@
 
 A frame of a segment holds an input that an earlier call of the segment returned by a reference to that call's frame.
 Recomputing the frame recomputes the earlier one first, to its end, which fills the earlier frame's tensors on the way:
-each unit runs once more, and backward finds the whole segment's tensors.
+each unit runs again once, and backward finds the whole segment's tensors.
 
 An output is known by its storage, layout and version and not by its Python object: module hooks (FSDP2's, full backward
 hooks) hand on new tensors over the same memory. A storage's Python object lives as long as the storage, so an address

@@ -4,7 +4,7 @@ What keeping an output saves (the seconds of its op in the second forward) and w
 on what else is kept, so the sets of the Pareto front are those that grow by seconds per byte; what they really cost is
 read off ghost runs afterwards, as for every choice.
 
-Where single tensors can be made again (``remake``), running a unit as a whole gains nothing: few such sets are tried.
+Where single tensors can be recomputed (``remake``), running a unit as a whole gains nothing: few such sets are tried.
 
 At the other end of the front little is to be given up. There only those parts of a unit run again whose cheap ops free
 the most bytes per second (an MLP's activation function, norms), and all of its matrix products are kept.
@@ -21,7 +21,7 @@ from autockpt.schema.choices import ATTENTION, EVERYTHING, Remake, Selective
 
 T = TypeVar("T")
 MOST_SETS = 7
-MOST_SETS_BESIDE = 3  # where single tensors can be made again, which is as lean and runs less
+MOST_SETS_BESIDE = 3  # where single tensors can be recomputed, which is as lean and runs less
 MOST_REMADE = 9
 MOST_PARTS = 3
 _PACKING = "aten.detach.default"  # only where saved tensors are packed, so not in both forwards
@@ -42,7 +42,7 @@ def selective_front(again: Graph, unit: Unit, times: OpTimes, most: int = MOST_S
 
 
 def remake_front(again: Graph, unit: Unit, times: OpTimes) -> tuple[Remake, ...]:
-    """Choices by which single tensors of one unit are made again, from few cheap ones to all.
+    """Choices by which single tensors of one unit are recomputed, from few cheap ones to all.
 
     First those in which all products are kept and only cheap ops of some parts run again, at most ``MOST_PARTS``, then
     of all parts. Then ever fewer products are kept, the best bargain longest; ``MOST_REMADE`` such sets at most, down

@@ -202,7 +202,7 @@ def _attention(op: Op, name: str, call: Call, inputs: list[TensorSpec]) -> Work:
     """
     query, key = inputs[0], inputs[1]
     causal = call.kwargs.get("causal") is True and query.shape[-2] == key.shape[-2]
-    # two products forward; five backward, one of which makes the scores again
+    # two products forward; five backward, one of which recomputes the scores
     inner, outer = query.shape[-1], inputs[2].shape[-1]
     each = inner + outer if name == ATTENTION else 3 * inner + 2 * outer
     flops = op.flops or 2.0 * prod(query.shape[:-1]) * key.shape[-2] * each

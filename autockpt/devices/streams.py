@@ -210,16 +210,16 @@ class StreamTransport:
         self.pool = Pool(queues.host_memory, pinned_area, use, moment=queues.all_in)
         self.unwaited: list[Any] = []
 
-    def send(self, source: torch.Tensor) -> StreamParcel:
+    def send(self, source: torch.Tensor) -> StreamHandle:
         """Start copying ``source`` (1-D uint8) to the host. Raises MeasurementError where host memory is exhausted, or
         would be over its budget."""
         with contextlib.suppress(IndexError):  # until it is empty, whoever else empties it
             while True:
                 self.queues.finish(self.unwaited.pop())
-        return StreamParcel(self, source)
+        return StreamHandle(self, source)
 
 
-class StreamParcel(OffloadHandle):
+class StreamHandle(OffloadHandle):
     """Bytes on their way through a copy queue.
 
     ``_left`` and ``_arrived`` are the events of the two copies. A device buffer is only let go when the compute queue

@@ -42,15 +42,15 @@ _hooks_allowed: Callable[[], bool] = torch._C._autograd._saved_tensors_hooks_is_
 
 
 class Attachment:
-    """What one attached forward knows. Copied and pickled with its module; ``_cache…`` fields are left behind.
+    """State of one attached forward. Copied and pickled with its module; ``_cache…`` fields are left behind.
 
     ``inner`` is the forward that the instance had before (None: its class's), ``unbound`` the same as a function of the
     module where it can be had: a library's wrapper around ours may end up on a copy of the module. An attachment that
     could not be taken off because somebody wrapped it is made inert by ``active = False``; one that is ``gone`` is not
     put back either. Where something else is handed to backward than forward saved, a session may set a ``check`` over
     it (``has_check``). ``as_it_is``: before a module of PyTorch's own, which the compiler does not take on by itself.
-    ``_cache_unit`` holds what calls of a unit that runs again have taught. Of several sets of choices, ``_cache_turn``
-    has the attachment's own act while it runs again.
+    ``_cache_unit`` holds what calls of a recomputed unit have taught. ``_cache_turn`` makes a context manager that
+    restores the set of choices active in forward, for plans with several sets.
     """
 
     has_check: ClassVar[bool] = False
@@ -66,14 +66,14 @@ class Attachment:
         self._cache_turn: Callable[[], AbstractContextManager[None]] | None = None
 
     def in_mid_training(self) -> None:
-        """Take the next call for the last of those in which more is looked at than later."""
+        """Treat the next call as the last fully checked one."""
         self._first_calls = 1
         if self._cache_unit is not None:
             self._cache_unit.in_mid_training()
 
     @property
     def turn(self) -> Callable[[], AbstractContextManager[None]] | None:
-        """Around running again: the modules inside are attached to as they were in forward. None: they are."""
+        """Makes a context manager that restores the set of choices active in forward. None: the plan has one set."""
         return self._cache_turn
 
     def __getstate__(self) -> dict[str, Any]:
@@ -84,7 +84,7 @@ def is_enabled(state: Attachment) -> bool:
     """Whether a choice has anything to do in this call: gradients are wanted, and the plan is not taken off.
 
     Inside forward-mode AD (``torch.autograd.forward_ad``) and the transforms of ``torch.func`` units save as ever: what
-    is dropped, moved or made again would come back without its tangent, or outside of the transform. So they do where
+    is dropped, moved or recomputed would come back without its tangent, or outside of the transform. So they do where
     hooks on saved tensors are switched off (``torch.autograd.graph.disable_saved_tensors_hooks``), and where a program
     is made of their ops (``torch.export``, ``torch.jit.trace``, ``make_fx``). Inside of a ``torch.utils.checkpoint`` of
     the user's, too: that drops what the unit saves and runs it again as plain training does, without putting back what
@@ -116,7 +116,7 @@ class AttachedForward(functools.partial):
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         module, state = self.args
-        # accelerate, unwrapping a model, binds once more what is bound already
+        # accelerate, unwrapping a model, binds again what is bound already
         args = args[1:] if args and args[0] is module else args
         if not torch.compiler.is_compiling():
             caller = sys._getframe(1)
@@ -185,7 +185,7 @@ class Unbound:
 
 
 def inner_of(module: nn.Module, state: Attachment) -> Callable[..., Any]:
-    """The forward that the attachment stands before. The class is asked anew each time: FSDP2 exchanges it."""
+    """The forward that the attachment stands before. The class is read each time: FSDP2 exchanges it."""
     if state.unbound is not None:
         return functools.partial(state.unbound, module)
     return functools.partial(type(module).forward, module) if state.inner is None else state.inner
@@ -421,7 +421,7 @@ class Session:
             take_off(*self._placed.pop())
 
     def take_turns(self, turn: Callable[[], AbstractContextManager[None]]) -> None:
-        """Let ``turn`` be around whatever of this session runs again in backward."""
+        """Recompute inside of ``turn()``, which restores the set of choices active in forward."""
         for _, forward in self._placed:
             forward.state._cache_turn = turn
 

@@ -90,8 +90,8 @@ def run_recomputed(module: nn.Module, state: RecomputeState, /, *args: Any, **kw
 def recompute_in_graph(module: nn.Module, state: RecomputeState, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """As part of a graph: a compiler takes no recompute but torch's own, and looks after random state itself.
 
-    Where it cannot, as the unit's forward changes state or goes by values, it breaks the graph here and calls this for
-    real. Torch's own would find changed state in its second run.
+    Where it cannot, as the unit's forward changes state or depends on values, it breaks the graph here and calls this
+    for real. Torch's own would find changed state in its recomputation.
     """
     if torch.compiler.is_compiling():
         claim()
@@ -109,7 +109,7 @@ run_as_it_is(recompute_in_graph)
 
 
 def run_in_frame(module: nn.Module, state: RecomputeState, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The unit's forward, and in backward once more. Errors as ``run_recomputed``."""
+    """The unit's forward, recomputed in backward. Errors as ``run_recomputed``."""
     forward = inner_of(module, state)
     if (exchanged := without_caches(state.unit, args, kwargs)) is not None:
         (args, kwargs), forward = exchanged, functools.partial(state.call_with_caches, module)

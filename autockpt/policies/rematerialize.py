@@ -1,7 +1,7 @@
-"""remake: what a unit saves is made again tensor by tensor in backward, by the ops that made it and from what is kept.
+"""remake: what a unit saves is recomputed tensor by tensor in backward, by the ops that made it, from what is kept.
 
 Unlike under ``recompute`` and ``selective``, nothing of the unit's Python runs again: only the ops that lead to a saved
-tensor do, when it is needed (``checkpointing.recipes``). With ``keep: ["**"]`` only what is cheap is made again: an
+tensor do, when it is needed (``checkpointing.recipes``). With ``keep: ["**"]`` only what is cheap is recomputed: an
 MLP's activation function and product, norms (fused by hand: Megatron-LM, arXiv:2205.05198; by a compiler's partitioner:
 torch._functorch.partitioners).
 """
@@ -82,7 +82,7 @@ class Watching(TorchDispatchMode):
                 )
             out = self._recorder.run(func, args, kwargs or {})
             # Inside a dispatch mode writes over lists do not count as changes in place (torch 2.13), which autograd and
-            # all who look for changes go by.
+            # all who look for changes depend on.
             if kind_of(func) == "writes" and func._schema.name.startswith("aten::_foreach_"):
                 torch.autograd.graph.increment_version([tensor for tensor in args[0] if not tensor.is_inference()])
             return out
@@ -156,7 +156,7 @@ def _scopes(unit: PlannedUnit) -> dict[nn.Module, str]:
 
 @outside_graphs("remake", "makes single tensors again, which a compiled graph no longer shows", inside=True)
 def run_rematerialized(module: nn.Module, state: RemakeState, /, *args: Any, **kwargs: Any) -> Any:
-    """The unit's forward; where gradients are enabled, what it saves is dropped where it can be made again.
+    """The unit's forward; where gradients are enabled, what it saves is dropped where it can be recomputed.
 
     Raises ConflictError where a custom autograd function runs in it, and RerunMismatch where it shows that backwards
     of earlier calls were wrong. In backward InPlaceError where something that it read was changed since.

@@ -1,6 +1,6 @@
 """What hooks on saved tensors would hide from custom autograd functions.
 
-Custom autograd functions find in ``ctx.saved_tensors`` the very weights that they saved. Under hooks autograd hands out
+Custom autograd functions find in ``ctx.saved_tensors`` the very weights that they saved. Under hooks autograd returns
 new tensors over the memory that a hook gives, and what a backward sets on those is lost: a ``.grad``, or the
 ``main_grad`` to which fused kernels add. But the accumulator of such a tensor's gradient is the weight's own, and knows
 the weight.

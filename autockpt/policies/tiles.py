@@ -66,12 +66,12 @@ def run_tiled(module: nn.Module, state: TileState, /, *args: Any, **kwargs: Any)
     if not state.proven:
         _refuse_mixing(module, state, casts, x.detach()[..., :_FEW, :])
         state.proven = True
-    pack, unpack = hooks_in_force(False) or (_as_it_is, _as_it_is)
+    pack, unpack = hooks_in_force(False) or (_identity, _identity)
     packed = pack(x)  # before the module runs: where it is the last, a recomputation of the unit ends here
     return _Tiles.apply(module, state, casts, lambda: unpack(packed), x, *trained)
 
 
-def _as_it_is(tensor: Tensor) -> Tensor:
+def _identity(tensor: Tensor) -> Tensor:
     return tensor
 
 
@@ -82,7 +82,7 @@ def _in_a_row(x: Tensor) -> Tensor:
 def _of_forward(module: nn.Module, state: TileState, casts: AutocastState, part: Tensor) -> Tensor:
     """Inside autocast gradients are enabled: it would remember a copy of the weights that was made without them, and
     hand it to the next user. What is saved then is no concern of the unit's."""
-    with torch.set_grad_enabled(casts.enabled), saved_tensors_hooks(_as_it_is, _as_it_is):
+    with torch.set_grad_enabled(casts.enabled), saved_tensors_hooks(_identity, _identity):
         return call_inner(module, state, (part,), {}).detach()
 
 

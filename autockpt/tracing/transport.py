@@ -89,11 +89,11 @@ class GhostTransport:
     allocate: Callable[[int], torch.Tensor]
     copy_queues: bool
 
-    def send(self, source: torch.Tensor) -> GhostParcel:
-        return GhostParcel(self.allocate, source)
+    def send(self, source: torch.Tensor) -> GhostHandle:
+        return GhostHandle(self.allocate, source)
 
 
-class GhostParcel(OffloadHandle):
+class GhostHandle(OffloadHandle):
     """A storage that is away only on paper: ``settle`` lets go of the source, coming back takes a new device buffer."""
 
     def __init__(self, allocate: Callable[[int], torch.Tensor], source: torch.Tensor) -> None:

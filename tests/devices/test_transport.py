@@ -59,7 +59,7 @@ def test_bytes_come_back(way):
     assert torch.equal(handle.get(), wanted)
 
 
-def test_parcels_at_the_same_time_do_not_mix(way):
+def test_handles_at_the_same_time_do_not_mix(way):
     handles = [way.send(some_bytes(5000, seed)) for seed in range(30)]
     for handle in handles:
         handle.settle()
