@@ -54,7 +54,7 @@ class Budget(Data):
         return self.text
 
     def resolve(self, save_all_peak: int, leanest_peak: int, capacity: int) -> int:
-        """The budget less its headroom, in bytes: what plans are held against."""
+        """The budget less its headroom, in bytes: what plans are compared with."""
         return self.resolved(save_all_peak, leanest_peak, capacity).bytes
 
     @property
@@ -119,7 +119,7 @@ class Budget(Data):
 class ResolvedBudget(Data):
     """A budget in bytes, with the words it was asked in and what it covers.
 
-    ``bytes`` are what plans are held against: what was asked for, less ``headroom_bytes``.
+    ``bytes`` are what plans are compared with: what was asked for, less ``headroom_bytes``.
     """
 
     asked: str
