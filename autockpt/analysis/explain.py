@@ -497,7 +497,7 @@ def open_subject(question: ExplainRequest, listener: Listener) -> Iterator[Subje
             basis=basis,
             profiled=profiled,
             choices=choices,
-            notes=found.said,
+            notes=found.all_notes,
         )
 
 

@@ -88,12 +88,12 @@ class Predictor:
         """From now on predict for a device whose allocator is kept to ``budget_bytes``; what fits it stands."""
         if self.needs.caches:
             self.needs = self.needs.within(budget_bytes)
-            self._known = {key: said for key, said in self._known.items() if said[1].peak_bytes <= budget_bytes}
+            self._known = {key: run for key, run in self._known.items() if run[1].peak_bytes <= budget_bytes}
 
     def known(self, choices: Mapping[str, Choice]) -> Prediction | None:
         """What came of these choices, where they were ghost-run before."""
-        said = self._known.get(plan_hash(choices))
-        return said[1] if said is not None else None
+        known = self._known.get(plan_hash(choices))
+        return known[1] if known is not None else None
 
     @property
     def ghost_runs(self) -> list[tuple[dict[str, Choice], Prediction]]:

@@ -114,9 +114,9 @@ class CostModel:
         key = plan_hash(choices)
         if key not in self._checks:
             graph = self.predictor.graph(choices)
-            said = self.predictor.known(choices) or self.predictor.learn(choices, graph)
-            peak = self.predictor.needs.least(graph, said.peak_bytes) - self.predictor.device.overhead_bytes
-            self._checks[key] = Checked(peak, point_bytes(self.base, graph, self.head), said.host_bytes)
+            prediction = self.predictor.known(choices) or self.predictor.learn(choices, graph)
+            peak = self.predictor.needs.least(graph, prediction.peak_bytes) - self.predictor.device.overhead_bytes
+            self._checks[key] = Checked(peak, point_bytes(self.base, graph, self.head), prediction.host_bytes)
         return self._checks[key]
 
     def keep_within(self, budget_bytes: int) -> None:
@@ -149,7 +149,7 @@ class CostModel:
         An allocator without a limit reserves more: by chance less for a longer sequence than for a shorter one.
         """
         host = math.inf if self.host_budget is None else self.host_budget
-        plans = [(plan, said.peak_bytes) for plan, said in self.predictor.ghost_runs if said.host_bytes <= host]
+        plans = [(plan, run.peak_bytes) for plan, run in self.predictor.ghost_runs if run.host_bytes <= host]
         leanest = sorted(plans, key=itemgetter(1))[:_LEANEST]
         return min((self.predictor.elsewhere(plan).peak_bytes for plan, _ in leanest), default=None)
 

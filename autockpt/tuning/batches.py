@@ -155,14 +155,14 @@ class Climb:
         """The best setting before the others; ``notes`` are on the rows of its batch."""
         settings = sorted(filter(None, map(self.best, self.found)), key=lambda setting: setting.update_seconds)
         best, *others = settings
-        outcome, said = self.found[best.batch_size], list(notes)
+        outcome, messages = self.found[best.batch_size], list(notes)
         assert outcome is not None
         alike = [s for s in others if s.update_seconds <= (1 + APART) * best.update_seconds]
         if outcome.source == "simulated" and alike:
             listed = ", ".join(f"{s.batch_size} × {s.accumulate} ({s.plan})" for s in alike)
-            said.append(f"As fast within {APART:.0%}, which a simulation cannot distinguish: {listed}.")
+            messages.append(f"As fast within {APART:.0%}, which a simulation cannot distinguish: {listed}.")
         if late := sorted(self.skipped - set(self.found)):
-            said.append(
+            messages.append(
                 f"The time limit of {self.clock.timeout:g} s left none for micro-batches of "
                 f"{', '.join(map(str, late))}: with more of it they may turn out faster."
             )
@@ -174,7 +174,7 @@ class Climb:
             outcome=outcome,
             trials=sum(o.measured_trials for o in filter(None, self.found.values())),
             seconds=self.clock.elapsed,
-            notes=(*said, *NOTES),
+            notes=(*messages, *NOTES),
         )
 
 

@@ -210,8 +210,8 @@ def _smaller_batches(of: Change, rows: int) -> Iterator[Change]:
     trained = of.job.workload or of.job.step
     for fewer in (size for size in range(rows // 2, 0, -1) if rows % size == 0):
         accumulate = trained.accumulate * (rows // fewer)
-        said = f"batch {rows} → {fewer}, the same rows in every optimizer step"
-        yield of.then(batch(fewer, accumulate), said, batch_size=fewer, accumulate=accumulate)
+        description = f"batch {rows} → {fewer}, the same rows in every optimizer step"
+        yield of.then(batch(fewer, accumulate), description, batch_size=fewer, accumulate=accumulate)
 
 
 def _shorter_sequences(of: Change, length: int) -> Iterator[Change]:
@@ -261,8 +261,8 @@ def _sharded(of: Change) -> Iterator[Change]:
         return
     ranks = 2 * (now or 1)
     while ranks <= MOST_RANKS:
-        said = f"weights, gradients and optimizer states shared by {ranks} devices"
-        yield of.then(f"{SHARED} {ranks} devices", said, shard=ranks)
+        description = f"weights, gradients and optimizer states shared by {ranks} devices"
+        yield of.then(f"{SHARED} {ranks} devices", description, shard=ranks)
         ranks *= 2
 
 
@@ -285,8 +285,8 @@ def _mildest(changes: Iterable[Change], what_if: WhatIf, standard: float) -> Alt
 
 def _way(change: Change, variant: Variant, what_if: WhatIf, standard: float) -> Alternative | None:
     """The change with the fastest uniform plan that fits."""
-    known = {kind: said for kind in what_if.kinds if (said := variant.predicted(kind)) is not None}
-    fitting = [kind for kind, said in known.items() if said.peak_bytes <= what_if.budget_bytes]
+    known = {kind: prediction for kind in what_if.kinds if (prediction := variant.predicted(kind)) is not None}
+    fitting = [kind for kind, prediction in known.items() if prediction.peak_bytes <= what_if.budget_bytes]
     if not fitting:
         return None
     kind = min(fitting, key=lambda kind: known[kind].step_seconds or 0.0)

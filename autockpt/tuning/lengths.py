@@ -63,7 +63,7 @@ class Expected:
         """The length up to which saving everything fits, on the line through peaks; 0 where that is unknown."""
         fits = max((n for n, plan in self.plans.items() if _saves(plan)), default=0)
         plain = {n: _plain(self.plans[n]) for n in sorted(self.plans) if n >= fits}
-        peaks = {n: said.peak_bytes for n, row in plain.items() if row and (said := row.predicted or row.measured)}
+        peaks = {n: score.peak_bytes for n, row in plain.items() if row and (score := row.predicted or row.measured)}
         budget = self.plans[max(self.plans)].budget
         if budget is None or len(peaks) < 2:
             return fits

@@ -64,7 +64,7 @@ class Traced:
         return self.base or self.uniform["save"][1]
 
     @property
-    def said(self) -> tuple[str, ...]:
+    def all_notes(self) -> tuple[str, ...]:
         """What people should know of the model, its plain step and what it refuses."""
         return (*self.tracer.notes, *self.left_out, *self.plain.notes, *self.notes)
 

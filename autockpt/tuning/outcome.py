@@ -141,8 +141,8 @@ def _said_of_plan(best: Trial, head: Unit | None) -> Iterator[str]:
     if tiled:
         yield f"{counted(tiled, 'layer')} with `tiles`: gradients are equal to plain training's only up to rounding."
     if best.measured is not None and (graphs := best.measured.graphs):
-        said = "one graph and its backward" if graphs == 1 else f"{graphs} graphs and their backwards"
-        yield f"the plan's steps are compiled to {said}"
+        compiled_to = "one graph and its backward" if graphs == 1 else f"{graphs} graphs and their backwards"
+        yield f"the plan's steps are compiled to {compiled_to}"
 
 
 def _pace(found: SearchResult) -> float | None:

@@ -30,7 +30,7 @@ KEPT = 64  # ghost runs on record, the latest
 
 
 def look_around(cost_model: CostModel, found: SearchResult, known: Outlook | None, clock: Clock) -> Outlook:
-    """All that ghost runs of this search said, and those of plans for other budgets, as far as time allows.
+    """Predictions by the ghost runs of this search, and by those of plans for other budgets, as far as time allows.
 
     ``known`` is from an earlier search of this question.
     """

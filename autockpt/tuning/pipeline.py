@@ -141,9 +141,9 @@ def _leanest(run: RunDirectory, outcome: SearchOutcome, most: float) -> Plan | N
     trials = [trial for trial in run.trials() if trial.feasible and trial.score_seconds <= most]
     outlook = run.outlook() if outcome.source == "simulated" else None
     for other in outlook.plans if outlook is not None else ():
-        said, budget = other.predicted, outcome.budget.bytes
-        if said.step_seconds is not None and said.step_seconds <= most and said.peak_bytes <= budget:
-            plan = {"choices": other.choices, "plan_hash": plan_hash(other.choices), "predicted": said}
+        prediction, budget = other.predicted, outcome.budget.bytes
+        if prediction.step_seconds is not None and prediction.step_seconds <= most and prediction.peak_bytes <= budget:
+            plan = {"choices": other.choices, "plan_hash": plan_hash(other.choices), "predicted": prediction}
             named = {"number": len(trials), "name": "for a smaller budget", "encoding": "final"}
             trials.append(Trial(**named, **plan, state="simulated", feasible=True))
     lean = min(trials, key=lambda trial: (peak_of_trial(trial), trial.score_seconds), default=None)

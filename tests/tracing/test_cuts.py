@@ -78,4 +78,4 @@ def test_who_follows_the_advice_hears_no_more_of_it(plain: Tracer) -> None:
     with tracer(advised(said)) as named:
         found = traced(named, load_space("knobs").restricted(("save", "recompute")))
     assert {unit.name for unit in found.plain.blocks()} >= {"front", "lstm", "blocks.0", "blocks.3"}
-    assert found.left_out == () and said not in found.said
+    assert found.left_out == () and said not in found.all_notes

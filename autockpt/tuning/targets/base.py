@@ -71,7 +71,7 @@ class Prepared:
         budget, less = request.budget, less_than_asked(request.budget, environment)
         if less and request.hardware is not None:
             budget = budget.model_copy(update={"size": environment.device.capacity_bytes})
-        notes = (*request.notes, *found.said, *less, *notes, *doubts)
+        notes = (*request.notes, *found.all_notes, *less, *notes, *doubts)
         asked = request.model_copy(update={"budget": budget, "space": found.space, "notes": notes})
         return cls(asked, {**own, **settings}, seeds, environment, found, used_by_others)
 
