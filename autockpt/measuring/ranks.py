@@ -173,7 +173,7 @@ class Ranks(Measurer):
         self._meet(question, sharding)
         self._control: Any = distributed.new_group(backend="gloo", timeout=timedelta(days=1))
         # of its own: a rank that fails between two steps goes to the control group, and the others' wait must end
-        barrier = distributed.new_group(backend="gloo")
+        barrier: Any = distributed.new_group(backend="gloo")
         self._local = LocalMeasurer(self.step, host_budget=host_budget, others_wait=True)
         self._local.with_others(lambda: distributed.barrier(barrier), RECORDINGS)
         self.environment = self._local.environment
