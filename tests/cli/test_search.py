@@ -342,7 +342,8 @@ def test_a_simulated_plan_names_the_commands_that_measure_it() -> None:
     for options, command in (
         ({}, "autockpt verify results"),
         ({"shard": "2x4"}, "torchrun --nproc-per-node 8"),
-        ({"ddp": "views"}, "No command"),
+        ({"ddp": "views"}, "torchrun --nproc-per-node N"),
+        ({"keep_gradients": True}, "No command"),
     ):
         work = WorkloadSpec.model_validate({"model": "llama-tiny", **options})
         plan = found.plan.model_copy(update={"source": "simulated", "workload": work})
