@@ -116,8 +116,8 @@ def traced(
     if refused := [kind for kind in space.choices if kind not in uniform]:
         notes.append(f"not for this model: {', '.join(refused)} (apply such a plan to see why)")
         space = space.without(refused)
-    if inexact and tracer.head is None:
-        notes.append("--allow-inexact changes nothing: the model has no output head")
+    if inexact and tracer.head is None and not IN_TILES.keys() & uniform.keys():
+        notes.append("--allow-inexact changes nothing: the model has no output head, and no layers with MLPs or norms")
     return Traced(tracer, uniform, heads, space, tuple(notes))
 
 
