@@ -42,7 +42,7 @@ def search_stages(
     if request.rows_per_update is not None or request.lengths is not None or request.longest:
         raise UsageError(
             "a micro-batch or lengths are not looked for in all stages of a pipeline",
-            remedy="Give these, or one stage.",
+            remedy="Name the batch size and the length instead, or plan one stage.",
         )
     spec, clock = request.described, Clock(listener, request.timeout)
     stages, outcomes = Stage.parse(spec.stage or "").single(), list[SearchOutcome]()
