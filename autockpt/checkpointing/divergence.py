@@ -54,7 +54,8 @@ _CAUSES = (
     "failed."
 )
 _current_node: Callable[[], Any] = torch._C._current_autograd_node
-_sequence_nr: Callable[[], int] = torch.autograd._get_sequence_nr  # type: ignore[attr-defined]
+sequence_nr: Callable[[], int] = torch.autograd._get_sequence_nr  # type: ignore[attr-defined]
+"""The number of the next autograd node that this thread makes."""
 _graph_task: Callable[[], int] = torch._C._current_graph_task_id
 
 
@@ -228,7 +229,7 @@ class CheckedCall:
     def __init__(self, unit: UnitCheck) -> None:
         self.unit, self.check = unit, unit.check
         self.step = unit.check.step or unit.calls
-        self._since = _sequence_nr()
+        self._since = sequence_nr()
         self._saved = 0
         self._computed: list[int] = []
         self._entries: list[weakref.ref[CheckedTensor]] = []  # what autograd holds owns them

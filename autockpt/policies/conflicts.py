@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
 from traceback import walk_tb
 
 import torch
@@ -12,8 +11,6 @@ from torch.nn.parameter import is_lazy
 
 from autockpt.errors import ConflictError
 
-sequence_nr: Callable[[], int] = torch.autograd._get_sequence_nr  # type: ignore[attr-defined]
-"""The number of the next autograd node that this thread makes."""
 _SWITCHED_OFF = inspect.unwrap(torch.autograd.graph.disable_saved_tensors_hooks).__code__
 _FLAGS = ("gradient_checkpointing", "activation_checkpointing", "grad_checkpointing")
 _OTHER_ACTIVATION = "Use `save` or `remake` on {unit}, or another activation function."

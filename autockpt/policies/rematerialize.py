@@ -20,6 +20,7 @@ from torch._ops import HigherOrderOperator
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autockpt.checkpointing.arguments import tensors_of
+from autockpt.checkpointing.divergence import sequence_nr
 from autockpt.checkpointing.op_recorder import OpRecorder
 from autockpt.checkpointing.op_table import is_attention, kind_of
 from autockpt.checkpointing.recorded_call import RecordedCall, RecordedUnit
@@ -37,7 +38,7 @@ from autockpt.policies.base import (
     setting,
 )
 from autockpt.policies.compiling import compiled_by, outside_graphs, run_as_it_is
-from autockpt.policies.conflicts import refuse_by_message, refuse_modules, sequence_nr
+from autockpt.policies.conflicts import refuse_by_message, refuse_modules
 from autockpt.policies.saving import keep_identity
 from autockpt.schema.choices import ATTENTION, EVERYTHING, Choice, Remake
 
