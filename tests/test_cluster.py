@@ -19,7 +19,7 @@ SMALL = {
     '["llama-1b", "gpt2"]': '["llama-tiny", "gpt2-tiny"]',
     "[512, 1024]": "[32, 64]",
     '"60%"': '"60%act"',
-    '"4"': '"2", "-n", "1"',
+    "batch_size=4": "batch_size=2, trials=1",
 }
 
 
@@ -97,13 +97,13 @@ def test_ray_tasks_fill_one_folder(program: Path, tmp_path: Path) -> None:
         source = source.replace(whole, small)
     more = "ray.init(num_cpus=2, include_dashboard=False, configure_logging=False)\n"
     done = subprocess.run(
-        [sys.executable, "-c", source.replace("@ray.remote", f"{more}\n@ray.remote") + "\nprint(codes)"],
+        [sys.executable, "-c", source.replace("@ray.remote", f"{more}\n@ray.remote")],
         env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parent.parent)},
         capture_output=True,
         text=True,
         timeout=900,
     )
-    assert done.stdout.splitlines()[-1] == str([0] * 8), done.stderr
+    assert done.returncode == 0, done.stderr
     listed = subprocess.run([program, "history", "--json"], capture_output=True, text=True, check=True, timeout=120)
     runs = json.loads(listed.stdout)
     cards = ["NVIDIA GeForce RTX 4090", "NVIDIA H100"]
