@@ -2,10 +2,9 @@
 
     python -m tests.evidence.rules --model llama-2-7b --batch-size 4 --seq-len 2048 --hardware a100-80 > table.md
 
-Prints a Markdown table: what each rule says, what it comes to for this model, what ghost runs and op times predict,
-and whether it holds. A rule holds with at least that memory saved, at most that time added, that factor within 5 %,
-or an amount within its range. Without ``--hardware`` seconds rest on op times that a search measured on this device.
-Where no page of a claim could be named it is common advice.
+Prints a Markdown table: what each rule says, what it comes to for this model, what ghost runs and a roofline of the
+card predict, and whether it holds. A rule holds with at least that memory saved, at most that time added, that factor
+within 5 %, or an amount within its range. Where no page of a claim could be named it is common advice.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ from autockpt.analysis.explain import ExplainRequest
 from autockpt.schema import WorkloadSpec
 from autockpt.shipped import load_hardware
 from tests.evidence.rules.plans import rules
-from tests.evidence.rules.rule import table
 
 
 def main() -> None:
@@ -26,18 +24,13 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, default=1)
     parser.add_argument("--seq-len", type=int)
     parser.add_argument("--dtype", default="fp32")
-    parser.add_argument("--autocast")
     parser.add_argument("--attn")
     parser.add_argument("--lora", type=int)
-    parser.add_argument("--optimizer", default="adamw")
-    where = parser.add_mutually_exclusive_group()
-    where.add_argument("--hardware")
-    where.add_argument("--device")
+    parser.add_argument("--hardware", required=True)
     options = vars(parser.parse_args())
-    device, card = options.pop("device"), options.pop("hardware")
+    hardware = load_hardware(options.pop("hardware"))
     spec = WorkloadSpec.model_validate({name: value for name, value in options.items() if value is not None})
-    question = ExplainRequest(spec, device=device, hardware=load_hardware(card) if card else None)
-    print(table(rules(question)))
+    print(rules(ExplainRequest(spec, hardware=hardware)).table())
 
 
 if __name__ == "__main__":

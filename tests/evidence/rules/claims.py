@@ -8,44 +8,48 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 from autockpt.analysis.explain import Subject
 from autockpt.analysis.holdings import StepBytes, peak_op
-from autockpt.cost.roofline import roofline_times
-from autockpt.cost.step import op_seconds, simulate
+from autockpt.cost.roofline import roofline_times, seconds_of_work
+from autockpt.cost.step import base_name, op_seconds, simulate
+from autockpt.cost.work import Work, work_of_op
 from autockpt.errors import AutockptError
-from autockpt.schema import RECOMPUTE, Choice, Graph, Segment, WorkloadSpec
+from autockpt.schema import RECOMPUTE, Choice, Graph, Hardware, Op, Segment, WorkloadSpec
+from autockpt.schema.names import ancestors
 from autockpt.tracing import Tracer
 from autockpt.workload.configs import find_config
-from tests.evidence.rules import parts
-from tests.evidence.rules.parts import FEED_FORWARD, SCORES, part_namer, tracer_of
-from tests.evidence.rules.rule import Reading, Rule
+from tests.evidence.rules.rule import Rule, Source
 
-COMMON = "common advice"
-
-
-def cited(source: str, address: str = "") -> dict[str, Any]:
-    """Whose a rule is, as fields of it."""
-    return {"source": source, "address": address}
-
-
-def _amount(
-    name: str, says: str, said: tuple[float, float], found: float, whose: Mapping[str, Any] = cited(COMMON), **more: Any
-) -> Rule:
-    """A rule about an amount: what it says that is for this model, and what is ``found``."""
-    return Rule(name=name, says=says, amount=said, predicted=Reading(amount=found), **whose, **more)
-
-
-SCORES_SOURCE = cited("Korthikanti et al. 2022", "https://arxiv.org/abs/2205.05198")
-CHEN = cited("Chen et al. 2016", "https://arxiv.org/abs/1604.06174")
+COMMON = Source("common advice")
+KORTHIKANTI = Source("Korthikanti et al. 2022", "https://arxiv.org/abs/2205.05198")
+CHEN = Source("Chen et al. 2016", "https://arxiv.org/abs/1604.06174")
+SCORES, FEED_FORWARD = "attention itself", "feed-forward"
+_OF_SCORES = ("bmm", "baddbmm", "matmul", "_softmax", "softmax", "_safe_softmax", "_softmax_backward_data")
 _SEVEN = (32, 4096, 4 * 2048)  # layers, width and tokens of a 7B model at 4 × 2048
 _SEVEN_PARAMS, _CARD = 7e9, 24e9
 _COURSE_WIDE = 4 * 4096 * 16384 * 2  # 4 × 4096 tokens, 4 × 4096 wide, two bytes
+
+
+def hardware_of(subject: Subject) -> Hardware:
+    """The card of the question."""
+    assert subject.question.hardware is not None
+    return subject.question.hardware
+
+
+def tracer_of(subject: Subject, **changes: Any) -> Tracer:
+    """A tracer of the subject's workload with some settings changed, for its hardware. Ghost runs alone."""
+    spec = subject.question.described.model_copy(update=changes)
+    return Tracer.from_spec(spec, hardware=hardware_of(subject), fallback=False)
+
+
+def recomputed(tracer: Tracer) -> dict[str, Choice]:
+    """Everything recomputed."""
+    return {unit.name: RECOMPUTE for unit in tracer.units if unit.role == "block"}
 
 
 def text_config(spec: WorkloadSpec) -> Any:
@@ -54,6 +58,19 @@ def text_config(spec: WorkloadSpec) -> Any:
         return find_config(spec).config.get_text_config()
     except (AutockptError, AttributeError):
         return None
+
+
+def claims(subject: Subject, activations: int) -> list[Rule]:
+    """What courses say about bytes, for this model. Empty for what is no transformer on sequences."""
+    shape = _shape(subject)
+    if shape is None:
+        return []
+    about = Claims(subject, shape, activations)
+    found = list(about.sizes())
+    for group in (about.mixed_precision, about.longer, about.on_one_card):
+        with suppress(AutockptError):  # a variant that cannot be traced says nothing
+            found += group()
+    return [*found, *about.segments()]
 
 
 @dataclass(frozen=True)
@@ -68,20 +85,15 @@ class Shape:
     length: int
     params: int
 
-    @classmethod
-    def of(cls, subject: Subject) -> Shape | None:
-        """None for what is no transformer on sequences."""
-        settings, config = subject.tracer.settings, text_config(subject.question.described)
-        hidden, heads = (getattr(config, name, None) for name in ("hidden_size", "num_attention_heads"))
-        wide = getattr(config, "intermediate_size", None) or (4 * hidden if isinstance(hidden, int) else None)
-        rows, length, params = (settings.get(name) for name in ("batch_size", "seq_len", "params"))
-        numbers = (len(subject.profiled.blocks), hidden, heads, wide, rows, length, params)
-        whole = [n for n in numbers if isinstance(n, int) and n > 0]
-        return cls(*whole) if len(whole) == len(numbers) else None
 
-    @property
-    def tokens(self) -> int:
-        return self.rows * self.length
+def _shape(subject: Subject) -> Shape | None:
+    settings, config = subject.tracer.settings, text_config(subject.question.described)
+    hidden, heads = (getattr(config, name, None) for name in ("hidden_size", "num_attention_heads"))
+    wide = getattr(config, "intermediate_size", None) or (4 * hidden if isinstance(hidden, int) else None)
+    rows, length, params = (settings.get(name) for name in ("batch_size", "seq_len", "params"))
+    numbers = (len(subject.profiled.blocks), hidden, heads, wide, rows, length, params)
+    whole = [n for n in numbers if isinstance(n, int) and n > 0]
+    return Shape(*whole) if len(whole) == len(numbers) else None
 
 
 @dataclass(frozen=True)
@@ -92,82 +104,66 @@ class Claims:
     shape: Shape
     activations: int
 
-    def rows(self) -> Iterator[Rule]:
-        """Every claim that this model can answer."""
-        yield from self._sizes()
-        for group in (self._mixed_precision, self._longer, self._on_one_card):
-            with suppress(AutockptError):  # a variant that cannot be traced says nothing
-                yield from group()
-        yield from self._segments()
-
-    def _sizes(self) -> Iterator[Rule]:
+    def sizes(self) -> Iterator[Rule]:
         """Activations of a 7B model, scores beside the feed-forward, and a mistake of arithmetic."""
-        shape = self.shape
-        scale = shape.layers * shape.hidden * shape.tokens / math.prod(_SEVEN)
-        note = f"scaled by layers × width × tokens: × {scale:.3g}"
+        shape, settings = self.shape, self.subject.tracer.settings
+        tokens = shape.rows * shape.length
+        scale = shape.layers * shape.hidden * tokens / math.prod(_SEVEN)
+        note, found = f"scaled by layers × width × tokens: × {scale:.3g}", {"bytes": self.activations}
         for low, high in ((10e9, 20e9), (15e9, 25e9)):
-            says = f"7B at 4 × 2048: {low / 1e9:g}–{high / 1e9:g} GB"
-            yield _amount("activations", says, (low * scale, high * scale), self.activations, unit="bytes", note=note)
-        course = 800e6 * self._wide_bytes / _COURSE_WIDE
+            says, promised = f"7B at 4 × 2048: {low / 1e9:g}–{high / 1e9:g} GB", {"bytes": (low * scale, high * scale)}
+            yield Rule("activations", COMMON, says, promised, found, note)
+        half = (settings.get("autocast") or settings.get("dtype")) in ("bf16", "fp16")
+        wide = tokens * shape.wide * (2 if half else 4)
+        course = 800e6 * wide / _COURSE_WIDE
         says = "4 × 4096 tokens of a 7B: 800 MB"
         note = "a slip of the source: by its own formula 4 · 4096 · 16384 · 2 B are 537 MB"
-        yield _amount("one feed-forward", says, (course, course), self._wide_bytes, unit="bytes", note=note)
+        yield Rule("one feed-forward", COMMON, says, {"bytes": (course, course)}, {"bytes": wide}, note)
         kept = self._largest(self.subject.base)
         if kept[FEED_FORWARD]:
             says = "heads · length : width, 8 : 1 for a 7B at 4096"
-            least, most = (factor * shape.heads * shape.length / shape.wide for factor in (0.8, 1.2))
-            found = kept[SCORES] / kept[FEED_FORWARD]
+            ratio, found = shape.heads * shape.length / shape.wide, {"times": kept[SCORES] / kept[FEED_FORWARD]}
             note = self._fused or "the largest tensor of each that is kept"
-            yield _amount("scores : feed-forward", says, (least, most), found, SCORES_SOURCE, note=note)
+            yield Rule("scores : feed-forward", KORTHIKANTI, says, {"times": (0.8 * ratio, 1.2 * ratio)}, found, note)
 
-    def _mixed_precision(self) -> Iterator[Rule]:
+    def mixed_precision(self) -> Iterator[Rule]:
         """fp32 training against bf16 autocast with everything recomputed."""
-        spec = self.subject.question.described.model_copy(update={"dtype": "fp32", "autocast": None, "scaler": False})
-        with self._tracer(spec) as plain, self._tracer(spec.model_copy(update={"autocast": "bf16"})) as mixed:
-            first, then = plain.trace(), mixed.trace(self._recomputed(mixed))
+        plain = {"dtype": "fp32", "autocast": None, "scaler": False}
+        with tracer_of(self.subject, **plain) as first, tracer_of(self.subject, **plain | {"autocast": "bf16"}) as then:
+            graphs = first.trace(), then.trace(recomputed(then))
         overhead = self.subject.profiled.predictor.device.overhead_bytes
-        seconds = self._seconds((first, then))
-        yield Rule(
-            name="AMP and recompute all",
-            source=COMMON,
-            says="60 % less memory, 10 % slower, than fp32",
-            memory=(0.6, 0.6),
-            of="peak",
-            time=(0.05, 0.10),
-            predicted=Reading(
-                peak_saved=1 - (then.peak_bytes + overhead) / (first.peak_bytes + overhead),
-                time_added=seconds[1] / seconds[0] - 1 if seconds else None,
-            ),
-            note="" if seconds else "seconds of another type are known for --hardware alone",
-        )
+        times = roofline_times(hardware_of(self.subject), graphs)
+        before, after = (graph.peak_bytes + overhead for graph in graphs)
+        slow, fast = (simulate(graph, times).step_seconds for graph in graphs)
+        says, promised = "60 % less memory, 10 % slower, than fp32", {"peak": (0.6, 0.6), "time": (0.05, 0.10)}
+        found = {"peak": 1 - after / before, "time": fast / slow - 1}
+        yield Rule("AMP and recompute all", COMMON, says, promised, found)
 
-    def _longer(self) -> Iterator[Rule]:
+    def longer(self) -> Iterator[Rule]:
         """Twice the sequence in the same bytes; how scores grow with it."""
-        double = 2 * self.shape.length
-        spec = self.subject.question.described.model_copy(update={"seq_len": double})
-        with self._tracer(spec) as tracer:
+        double, base = 2 * self.shape.length, self.subject.base
+        with tracer_of(self.subject, seq_len=double) as tracer:
             if tracer.settings.get("seq_len") != double:
                 return
-            plain, full = tracer.trace(), tracer.trace(self._recomputed(tracer))
-        base = self.subject.base
-        says = "fits where plain training did"
-        yield _amount("recompute all, twice the length", says, (0.0, 1.0), full.peak_bytes / base.peak_bytes)
+            plain, full = tracer.trace(), tracer.trace(recomputed(tracer))
+        says, found = "fits where plain training did", {"times": full.peak_bytes / base.peak_bytes}
+        yield Rule("recompute all, twice the length", COMMON, says, {"times": (0.0, 1.0)}, found)
         once, twice = self._largest(base)[SCORES], self._largest(plain)[SCORES]
         if once:
-            name, says = "scores, twice the length", "4 times as much: they grow with the square"
-            yield _amount(name, says, (3.6, 4.4), twice / once, SCORES_SOURCE, note=self._fused)
+            says, found = "4 times as much: they grow with the square", {"times": twice / once}
+            yield Rule("scores, twice the length", KORTHIKANTI, says, {"times": (3.6, 4.4)}, found, self._fused)
 
-    def _on_one_card(self) -> Iterator[Rule]:
+    def on_one_card(self) -> Iterator[Rule]:
         """bf16, recompute and accumulation on 24 GB, per parameter."""
-        update = {"dtype": "bf16", "autocast": None, "scaler": False, "batch_size": 1, "accumulate": 2}
-        with self._tracer(self.subject.question.described.model_copy(update=update)) as tracer:
-            graph = tracer.trace(self._recomputed(tracer))
+        changes = {"dtype": "bf16", "autocast": None, "scaler": False, "batch_size": 1, "accumulate": 2}
+        with tracer_of(self.subject, **changes) as tracer:
+            graph = tracer.trace(recomputed(tracer))
         room = _CARD * self.shape.params / _SEVEN_PARAMS
         held = ", ".join(f"{name} {size / 1e9:.3g} GB" for name, size in graph.resident.items() if size > 0.01 * room)
         name, note = "bf16, recompute, accumulation", f"scaled by parameters, single rows: {held}"
-        yield _amount(name, "fit 7B in 24 GB", (0.0, room), graph.peak_bytes, unit="bytes", note=note)
+        yield Rule(name, COMMON, "fit 7B in 24 GB", {"bytes": (0.0, room)}, {"bytes": graph.peak_bytes}, note)
 
-    def _segments(self) -> Iterator[Rule]:
+    def segments(self) -> Iterator[Rule]:
         """Which length of segments peaks lowest."""
         layers, blocks = self.shape.layers, [u.name for u in self.subject.base.blocks()]
         root = round(math.sqrt(layers))
@@ -181,15 +177,7 @@ class Claims:
         best = min(peaks, key=lambda size: (peaks[size], abs(size - root)))
         says = f"√L: {root} of {layers} (6 of 32, 10 of 96)"
         note = f"of {', '.join(map(str, sizes))}: the least peak of a whole step"
-        near = (root - 0.5, root + 0.5)
-        yield _amount("best length of segments", says, near, best, CHEN, unit="layers", note=note)
-
-    @cached_property
-    def _wide_bytes(self) -> int:
-        """One tensor of a feed-forward's width."""
-        settings = self.subject.tracer.settings
-        half = (settings.get("autocast") or settings.get("dtype")) in ("bf16", "fp16")
-        return self.shape.tokens * self.shape.wide * (2 if half else 4)
+        yield Rule("best length of segments", CHEN, says, {"layers": (root - 0.5, root + 0.5)}, {"layers": best}, note)
 
     @property
     def _fused(self) -> str:
@@ -198,38 +186,37 @@ class Claims:
 
     def _largest(self, graph: Graph) -> Counter[str]:
         """Bytes of the largest tensor kept for backward at the peak of a plain step, by part of a layer."""
-        held, part_of = StepBytes(graph, self.subject.head), part_namer(graph)
+        held, roles = StepBytes(graph, self.subject.head), {unit.name: unit.role for unit in graph.units}
         made: Counter[str] = Counter()
         for storage in (s for s in held.own if s.alive_at(peak_op(graph))):
             if (op := held.makers.get(storage.id)) is not None and op.phase == "forward":
-                made[part_of(op)] = max(made[part_of(op)], storage.bytes)
+                around = (roles.get(module, "") for module in (op.module, *ancestors(op.module)))
+                part = _part(op, next((role for role in around if role in ("attention", "mlp")), ""))
+                made[part] = max(made[part], storage.bytes)
         return made
 
-    def _seconds(self, graphs: Sequence[Graph]) -> list[float] | None:
-        """Of whole steps on described hardware."""
-        hardware = self.subject.question.hardware
-        if hardware is None:
-            return None
-        times = roofline_times(hardware, graphs)
-        return [simulate(graph, times).step_seconds for graph in graphs]
 
-    def _tracer(self, spec: WorkloadSpec) -> Tracer:
-        return tracer_of(self.subject, spec)
-
-    def _recomputed(self, tracer: Tracer) -> Mapping[str, Choice]:
-        return {unit.name: RECOMPUTE for unit in tracer.units if unit.role == "block"}
-
-
-def claims(subject: Subject, activations: int) -> list[Rule]:
-    """What courses say about bytes, for this model. Empty for what is no transformer on sequences."""
-    shape = Shape.of(subject)
-    return [] if shape is None else list(Claims(subject, shape, activations).rows())
+def _part(op: Op, role: str) -> str:
+    """What of a layer an op belongs to; ``role`` is that of the innermost unit around it."""
+    if "attention" in op.target or (role == "attention" and base_name(op.target) in _OF_SCORES):
+        return SCORES
+    return FEED_FORWARD if role == "mlp" else ""
 
 
 def bound_by(subject: Subject) -> str | None:
-    """What most of a plain step's seconds are bound by on described hardware; None elsewhere."""
-    hardware = subject.question.hardware
-    if hardware is None:
-        return None
-    seconds = op_seconds(subject.base, subject.profiled.profile.op_times) * subject.base.runs
-    return parts.bound_by(hardware, subject.base, seconds.tolist())
+    """What most of a plain step's seconds are bound by: launches, arithmetic or bandwidth."""
+    graph, spent = subject.base, Counter[str]()
+    seconds = op_seconds(graph, subject.profiled.profile.op_times) * graph.runs
+    for op, took in zip(graph.ops, seconds.tolist(), strict=True):
+        work = work_of_op(op, graph.signatures[op.signature])
+        if op.phase != "optimizer" and work.kind != "none":
+            spent[_bound(hardware_of(subject), work, took)] += round(1e9 * took)
+    return spent.most_common(1)[0][0] if spent else None
+
+
+def _bound(hardware: Hardware, work: Work, took: float) -> str:
+    alone = seconds_of_work(hardware, work)
+    if took > 1.5 * alone:
+        return "launches"
+    endless = hardware.model_copy(update={"bandwidth": 1e18, "cache_bandwidth": None})
+    return "bandwidth" if seconds_of_work(endless, work) < alone else "arithmetic"

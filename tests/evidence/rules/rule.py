@@ -2,137 +2,104 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import NamedTuple
 
 from autockpt.schema import format_binary, words
-from autockpt.schema.base import Facts
 
-FACTOR_TOLERANCE = 0.05
+Range = tuple[float, float]
 
 
-@dataclass(frozen=True)
-class Reading:
-    """What a rule's plan does: shares of bytes saved and of step time added; None where that is not known."""
+class Quantity(NamedTuple):
+    """How a figure reads, and what is wrong where it lies below or above what was promised; empty: nothing."""
 
-    peak_saved: float | None = None
-    """Of the save-everything peak."""
-    activations_saved: float | None = None
-    """Of the activations and transients at that peak."""
-    time_added: float | None = None
-    factor: float | None = None
-    """FLOPs of a step in forwards, for rules about those."""
-    amount: float | None = None
-    """In the rule's ``unit``, for rules about an amount."""
+    shown: Callable[[float], str]
+    below: str = ""
+    above: str = ""
+    is_amount: bool = False
+
+
+def _less(share: float) -> str:
+    return f"{words.share(share)} less"
+
+
+QUANTITIES = {
+    "forwards": Quantity("{:.2f} forwards".format, "less work", "more work"),  # FLOPs of a step
+    "bytes": Quantity(lambda size: format_binary(round(size)), "less", "more", True),
+    "times": Quantity("{:.3g} ×".format, "less", "more", True),
+    "layers": Quantity("{:.3g} layers".format, "less", "more", True),
+    "peak": Quantity(_less, below="saves less"),  # of the save-everything peak
+    "activations": Quantity(_less, below="saves less"),  # of the activations and transients at that peak
+    "time": Quantity(lambda share: f"{words.share(share, signed=True)} time", above="takes longer"),
+}
+
+
+class Source(NamedTuple):
+    """Who says it, and where; without an address no page could be named."""
+
+    name: str
+    address: str = ""
+
+    def __str__(self) -> str:
+        return f"[{self.name}]({self.address})" if self.address else self.name
 
 
 @dataclass(frozen=True)
 class Rule:
-    """A rule of thumb. Ranges are (from, to); ``amount`` is what it comes to for this model."""
+    """A rule of thumb: what is ``promised`` for this model, from and to, and what was ``found``, by quantity."""
 
     name: str
-    source: str
+    source: Source
     says: str
-    address: str = ""
-    memory: tuple[float, float] | None = None
-    of: Literal["activations", "peak"] = "activations"
-    time: tuple[float, float] | None = None
-    factor: float | None = None
-    amount: tuple[float, float] | None = None
-    unit: Literal["bytes", "times", "layers"] = "times"
-    predicted: Reading | None = None
+    promised: Mapping[str, Range]
+    found: Mapping[str, float]
     note: str = ""
 
-    def misses(self, reading: Reading | None) -> tuple[str, ...] | None:
-        """What of the rule a reading does not keep, in words; empty where it holds.
+    def misses(self) -> tuple[str, ...] | None:
+        """What of the rule does not hold, in words; None where nothing that it promises is known."""
+        wrong = []
+        for what in (what for what in self.promised if what in self.found):
+            (low, high), value, quantity = self.promised[what], self.found[what], QUANTITIES[what]
+            wrong.append(quantity.below if value < low else quantity.above if value > high else "")
+        return tuple(filter(None, wrong)) if wrong else None
 
-        It holds with at least that memory saved, at most that time added, that factor, and an amount within what it
-        says. None where nothing that it promises is known.
-        """
-        if reading is None:
-            return None
-        saved = reading.peak_saved if self.of == "peak" else reading.activations_saved
-        known: list[tuple[str, bool]] = []
-        if self.memory is not None and saved is not None:
-            known.append(("saves less", saved < self.memory[0]))
-        if self.time is not None and reading.time_added is not None:
-            known.append(("takes longer", reading.time_added > self.time[1]))
-        if self.factor is not None and reading.factor is not None:
-            ratio = reading.factor / self.factor
-            known.append(("more work", ratio > 1 + FACTOR_TOLERANCE))
-            known.append(("less work", ratio < 1 - FACTOR_TOLERANCE))
-        if self.amount is not None and reading.amount is not None:
-            known.append(("more", reading.amount > self.amount[1]))
-            known.append(("less", reading.amount < self.amount[0]))
-        return tuple(word for word, missed in known if missed) if known else None
+    def cells(self) -> tuple[str, str, str, str]:
+        """A row of the table."""
+        says = [self.says]
+        for what, (low, high) in self.promised.items():
+            if (quantity := QUANTITIES[what]).is_amount:
+                start = "at most " if not low else f"{quantity.shown(low)} to " if low != high else ""
+                says.append(f"here {start}{quantity.shown(high)}")
+        figures = [quantity.shown(self.found[what]) for what, quantity in QUANTITIES.items() if what in self.found]
+        misses = self.misses()
+        verdict = [] if misses is None else [f"**no**: {', '.join(misses)}"] if misses else ["holds"]
+        predicted = "; ".join([", ".join(figures), *verdict]) if figures else self.note
+        if self.note and figures:
+            says.append(self.note)
+        return self.name, str(self.source), "; ".join(says), predicted
 
 
 @dataclass(frozen=True)
 class Rules:
-    """Rules of thumb put to the test: what is ``predicted`` rests on ghost runs and op times."""
+    """Rules of thumb put to the test on one model."""
 
-    model: str
-    settings: Facts
-    device: str
-    basis_note: str
+    heading: str
+    job: str
+    basis: str
     save_all_peak: int
     activation_bytes: int
     rules: tuple[Rule, ...]
     notes: tuple[str, ...] = ()
 
-
-def table(found: Rules) -> str:
-    """The rules as a Markdown table, with what its numbers rest on."""
-    peak, activations = format_binary(found.save_all_peak), format_binary(found.activation_bytes)
-    lines = [
-        f"## {found.model} on {found.device}",
-        "",
-        f"{words.job(found.settings)}. Saving everything peaks at {peak}; {activations} of it are activations and "
-        f"transients. About seconds: {found.basis_note}.",
-        "",
-        "| rule | source | says | predicted |",
-        "|---|---|---|---|",
-    ]
-    for rule in found.rules:
-        source = f"[{rule.source}]({rule.address})" if rule.address else rule.source
-        predicted = _read(rule, rule.predicted) or rule.note
-        cells = (rule.name, source, _promise(rule), predicted)
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join([*lines, *("", *(f"- {note}" for note in found.notes)) * bool(found.notes)])
-
-
-def _promise(rule: Rule) -> str:
-    """What a rule says, what that comes to for this model, and a word on it."""
-    parts = [rule.says]
-    if rule.amount is not None:
-        low, high = (_amount(value, rule.unit) for value in rule.amount)
-        between = f"{low} to {high}" if low != high else low
-        parts.append(f"here {between if rule.amount[0] else f'at most {high}'}")
-    if rule.note and rule.predicted is not None:
-        parts.append(rule.note)
-    return "; ".join(parts)
-
-
-def _amount(value: float, unit: str) -> str:
-    if unit == "bytes":
-        return format_binary(round(value))
-    return f"{value:.3g} {'layers' if unit == 'layers' else '×'}"
-
-
-def _read(rule: Rule, reading: Reading | None) -> str:
-    """A reading in the rule's own terms, and whether the rule holds; empty where nothing is known."""
-    if reading is None:
-        return ""
-    parts = []
-    if reading.factor is not None:
-        parts.append(f"{reading.factor:.2f} forwards")
-    if rule.amount is not None and reading.amount is not None:
-        parts.append(_amount(reading.amount, rule.unit))
-    saved = reading.peak_saved if rule.of == "peak" else reading.activations_saved
-    if rule.memory is not None and saved is not None:
-        parts.append(f"{words.share(saved)} less")
-    if reading.time_added is not None and rule.factor is None:
-        parts.append(f"{words.share(reading.time_added, signed=True)} time")
-    misses = rule.misses(reading)
-    verdict = [] if misses is None else [f"**no**: {', '.join(misses)}"] if misses else ["holds"]
-    return "; ".join([", ".join(parts), *verdict])
+    def table(self) -> str:
+        """The rules as a Markdown table, with what its numbers rest on."""
+        peak, activations = format_binary(self.save_all_peak), format_binary(self.activation_bytes)
+        lines = [
+            f"## {self.heading}\n",
+            f"{self.job}. Saving everything peaks at {peak}; {activations} of it are activations and "
+            f"transients. About seconds: {self.basis}.\n",
+            "| rule | source | says | predicted |\n|---|---|---|---|",
+            *(f"| {' | '.join(rule.cells())} |" for rule in self.rules),
+        ]
+        return "\n".join([*lines, *("", *(f"- {note}" for note in self.notes)) * bool(self.notes)])
