@@ -12,7 +12,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-from tests.gpu.items import Context, items_of
+from tests.gpu.items import Context, items_of, read
 from tests.gpu.shapes import SHAPES
 
 _SIGNAL_OF_PARENTS_DEATH = 1  # PR_SET_PDEATHSIG
@@ -32,7 +32,8 @@ def main() -> int:
         data = getattr(importlib.import_module(module), function)(context)
     except BaseException as error:
         traceback.print_exc()
-        context.keep(_known(context), _state(error), message=_words(error), **more)
+        words = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        context.keep(read(context.out, item).get("data", {}), _state(error), message=words, **more)
         return 1
     more |= {"seconds": round(time.monotonic() - began, 1), "environment": _environment(shapes.device)}
     context.keep(data, "done", notes=context.notes, **more)
@@ -49,12 +50,6 @@ def go_with_parent() -> None:
         ctypes.CDLL(None).prctl(_SIGNAL_OF_PARENTS_DEATH, signal.SIGTERM)
 
 
-def _known(context: Context) -> dict[str, Any]:
-    from tests.gpu.items import read
-
-    return read(context.out, context.item).get("data", {})
-
-
 def _state(error: BaseException) -> str:
     from autockpt.devices import get_device
     from autockpt.errors import DeviceOutOfMemory
@@ -63,17 +58,13 @@ def _state(error: BaseException) -> str:
     return "out of memory" if full else "failed"
 
 
-def _words(error: BaseException) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-
-
 def _environment(device: str) -> dict[str, Any]:
+    import torch
+
     from autockpt.devices import get_device
     from autockpt.measuring import environment_of
 
     found = environment_of(get_device(device)).model_dump(mode="json")
-    import torch
-
     found["versions"]["CUDA"] = torch.version.cuda or "none"
     return found
 

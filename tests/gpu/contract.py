@@ -14,7 +14,7 @@ from tests.gpu.items import Context
 FILES = (
     "tests/policies/test_architectures.py",
     "tests/policies/test_contract.py",
-    "tests/policies/test_chunked_heads.py::test_two_steps_are_bit_equal",
+    "tests/policies/test_chunked_heads.py::test_two_steps",
 )
 ROOT = Path(__file__).resolve().parents[2]
 SHOWN = 30
@@ -22,81 +22,27 @@ SHOWN = 30
 
 def contract(context: Context) -> dict[str, Any]:
     """Every policy, architecture, precision and dropout: gradients bit-equal with plain training."""
-    shapes = context.shapes
-    environment = dict(os.environ) | {"AUTOCKPT_TEST_DEVICE": shapes.device, "OMP_NUM_THREADS": "1"}
+    shapes, report, log = context.shapes, context.out / "contract.xml", context.out / "contract.log"
+    environment = os.environ | {"AUTOCKPT_TEST_DEVICE": shapes.device, "OMP_NUM_THREADS": "1"}
     environment["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # of what else is installed none is needed
-    names = _collected(shapes.tests, environment)
-    folder = context.out / "contract"
-    folder.mkdir(parents=True, exist_ok=True)
-    runs = []
-    for number in range(shapes.processes):
-        share = names[number * len(names) // shapes.processes : (number + 1) * len(names) // shapes.processes]
-        if share:
-            (folder / f"{number}.txt").write_text("\n".join(share))
-            runs.append((number, len(share), _started(folder, number, environment)))
-    found = {"tests": len(names), "passed": 0, "failed": 0, "skipped": 0, "lost": 0, "by": {}, "failures": []}
-    for number, count, process in runs:
-        process.wait()
-        _add(found, folder / f"{number}.xml", count)
-        context.keep(found)
-    return found
-
-
-def _pytest(*arguments: str) -> list[str]:
-    return [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *arguments]
-
-
-def _collected(wanted: tuple[str, ...], environment: dict[str, str]) -> list[str]:
-    chosen = ["-k", " or ".join(f"({name})" for name in wanted)] if wanted else []
-    names: list[str] = []
-    for quiet in ("-qq", "-q"):  # with -qq some versions of pytest count by file
-        listed = subprocess.run(
-            _pytest("--collect-only", quiet, "-o", "addopts=", *chosen, *FILES),
-            env=environment,
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-        )
-        names = [line for line in listed.stdout.splitlines() if "::" in line]
-        if names or listed.returncode:
-            break
-    if not names or listed.returncode:  # a file that cannot be imported has no tests
-        raise RuntimeError(f"tests were not collected: {(listed.stdout + listed.stderr)[-500:]}")
-    return names
-
-
-def _started(folder: Path, number: int, environment: dict[str, str]) -> subprocess.Popen[bytes]:
-    with (folder / f"{number}.log").open("wb") as log:
-        return subprocess.Popen(
-            _pytest("-q", f"--junitxml={folder / f'{number}.xml'}", f"@{folder / f'{number}.txt'}"),
-            env=environment,
-            cwd=ROOT,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-        )
-
-
-def _add(found: dict[str, Any], report: Path, count: int) -> None:
-    """Add what a process reported; tests of one that died are lost."""
-    try:
-        cases = list(ElementTree.parse(report).iter("testcase"))
-    except (OSError, ElementTree.ParseError):
-        cases = []
-    found["lost"] += count - len(cases)
-    for case in cases:
-        group = found["by"].setdefault(_group(case), {"passed": 0, "failed": 0})
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "xdist"]
+    command += ["-n", str(shapes.processes), f"--junitxml={report}", *FILES]
+    command += ["-k", " or ".join(f"({name})" for name in shapes.tests)] if shapes.tests else []
+    with log.open("w") as output:
+        ran = subprocess.run(command, env=environment, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT)
+    if ran.returncode not in (0, 1):  # a file that cannot be imported has no tests
+        raise RuntimeError(f"no test ran: {log.read_text()[-500:]}")
+    found = {"tests": 0, "passed": 0, "failed": 0, "skipped": 0, "by": {}, "failures": []}
+    for case in ElementTree.parse(report).iter("testcase"):
         bad = next((child for child in case if child.tag in ("failure", "error")), None)
-        if bad is not None:
-            found["failed"] += 1
-            group["failed"] += 1
-            if len(found["failures"]) < SHOWN:
-                words = " ".join((bad.get("message") or "").split())[:200]
-                found["failures"].append(f"{case.get('name')}: {words}")
-        elif case.find("skipped") is not None:
-            found["skipped"] += 1
-        else:
-            found["passed"] += 1
-            group["passed"] += 1
+        word = "failed" if bad is not None else "skipped" if case.find("skipped") is not None else "passed"
+        group = found["by"].setdefault(_group(case), {"passed": 0, "failed": 0, "skipped": 0})
+        for counts in (found, group):
+            counts[word] += 1
+        found["tests"] += 1
+        if bad is not None and len(found["failures"]) < SHOWN:
+            found["failures"].append(f"{case.get('name')}: {' '.join((bad.get('message') or '').split())[:200]}")
+    return found
 
 
 def _group(case: ElementTree.Element) -> str:

@@ -9,8 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.gpu.packages import LORA, TESTS
-
+TESTS, LORA = ("pytest", "xdist", "hypothesis"), ("peft",)  # packages of the contract suite, of jobs with LoRA
 PARTS = {
     1: "Runtime",
     2: "Offload",
@@ -109,18 +108,8 @@ def read(out: Path, item: Item) -> dict[str, Any]:
 
 
 def write(out: Path, item: Item, found: dict[str, Any]) -> None:
-    """What is known of an item."""
-    _write(path_of(out, item), {"part": item.part, "item": item.name} | found)
-
-
-def write_start(out: Path, found: dict[str, Any]) -> None:
-    """What the latest call took before its first item."""
-    _write(out / "start.json", found)
-
-
-def _write(path: Path, data: dict[str, Any]) -> None:
-    """Whole or not at all: the process may be ended at any moment."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    """What is known of an item, whole or not at all: the process may be ended at any moment."""
+    path = path_of(out, item)
     new = path.with_suffix(".part")
-    new.write_text(json.dumps(data, indent=1, default=str))
+    new.write_text(json.dumps({"part": item.part, "item": item.name} | found, indent=1, default=str))
     os.replace(new, path)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 
@@ -14,6 +14,7 @@ from autockpt.measuring import StepRunner
 from autockpt.schema import RECOMPUTE, SAVE, Choice, Graph, WorkloadSpec, parse_choice
 from autockpt.schema.choices import Offload
 from autockpt.tracing import Tracer
+from autockpt.verification import deterministic_algorithms
 from autockpt.workload import build, discover_units
 
 
@@ -39,6 +40,11 @@ def ghosts(spec: WorkloadSpec, device_name: str) -> Iterator[Tracer]:
     """Ghost runs of the workload, with the device's kernels."""
     with Tracer.from_spec(spec, device=get_device(device_name).torch_device) as tracer:
         yield tracer
+
+
+def repeatable(device_name: str) -> AbstractContextManager[object]:
+    """Kernels repeat themselves bit by bit, or raise."""
+    return deterministic_algorithms(strict=True) if device_name != "cpu" else nullcontext()
 
 
 def plans(units: list[str], names: tuple[str, ...]) -> dict[str, dict[str, Choice]]:

@@ -6,8 +6,7 @@ import random
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,10 +19,9 @@ from autockpt.errors import HostBudgetExceeded
 from autockpt.measuring import StepRunner
 from autockpt.runtime import attach
 from autockpt.schema import Choice, Offload, WorkloadSpec
-from autockpt.verification import deterministic_algorithms
 from tests.gpu.items import Context
 from tests.gpu.kernels import hidden, merged, profiled, total
-from tests.gpu.measuring import ghosts, gradients_of, plans, running, wrong
+from tests.gpu.measuring import ghosts, gradients_of, plans, repeatable, running, wrong
 from tests.policies.deferred import always
 
 MOST_DELAY_CYCLES = 2_000_000  # of the GPU's clock: about a millisecond
@@ -71,15 +69,13 @@ def stress(context: Context) -> dict[str, Any]:
     """Many steps with late copies, poisoned blocks and little memory: gradients equal plain training's, every step."""
     spec = WorkloadSpec.model_validate(context.shapes.stress)
     rows: dict[str, Any] = {}
-    with running(spec, context.device) as (runner, units):
-        strict = deterministic_algorithms(strict=True) if context.device != "cpu" else nullcontext()
-        with strict:
-            with runner.attached({}):
-                wanted = gradients_of(runner)
-                repeats = not wrong(gradients_of(runner), wanted)
-            for name, choices in plans(units, ("offload all", "recompute and offload", "mixed")).items():
-                rows[name] = _stressed(context, runner, choices, wanted)
-                context.keep({"repeats": repeats, "rows": rows})
+    with running(spec, context.device) as (runner, units), repeatable(context.device):
+        with runner.attached({}):
+            wanted = gradients_of(runner)
+            repeats = not wrong(gradients_of(runner), wanted)
+        for name, choices in plans(units, ("offload all", "recompute and offload", "mixed")).items():
+            rows[name] = _stressed(context, runner, choices, wanted)
+            context.keep({"repeats": repeats, "rows": rows})
     return {"repeats": repeats, "rows": rows, "values": len(wanted)}
 
 
@@ -186,8 +182,7 @@ def disk_tier(context: Context) -> dict[str, Any]:
     spec = WorkloadSpec.model_validate(context.shapes.stress)
     with running(spec, context.device) as (runner, units):
         disk: dict[str, Choice] = dict.fromkeys(units, Offload(tier="disk"))
-        strict = deterministic_algorithms(strict=True) if context.device != "cpu" else nullcontext()
-        with strict, runner.attached({}):
+        with repeatable(context.device), runner.attached({}):
             wanted = gradients_of(runner)
             with attach(runner.workload.model, disk) as session:
                 unequal = sum(bool(wrong(gradients_of(runner), wanted)) for _ in range(3))
@@ -203,15 +198,12 @@ def disk_tier(context: Context) -> dict[str, Any]:
 def overlap(context: Context) -> dict[str, Any]:
     """The share of copy time that kernels hide, and what offloading costs a step, for three plans."""
     spec = WorkloadSpec.model_validate(context.shapes.overlap)
-    cuda = context.device != "cpu"
     names = ("save everything", "offload all", "offload every fourth", "offload every eighth")
     rows: dict[str, Any] = {}
     with running(spec, context.device) as (runner, units):
-        chosen = plans(units, names)
-        with _cheaply_attached(runner, chosen) as measured:
-            for name in names:
-                rows[name] = measured(name, cuda)
-                context.keep({"rows": rows})
+        for name, choices in plans(units, names).items():
+            rows[name] = _overlapped(runner, choices)
+            context.keep({"rows": rows})
     plain = rows["save everything"]["step"]
     for row in rows.values():
         # what no schedule can hide: copies out that take longer than the forward, a third of the step
@@ -220,28 +212,23 @@ def overlap(context: Context) -> dict[str, Any]:
     return {"rows": rows}
 
 
-@contextmanager
-def _cheaply_attached(
-    runner: StepRunner, chosen: Mapping[str, Mapping[str, Choice]]
-) -> Iterator[Callable[[str, bool], dict[str, Any]]]:
-    def measured(name: str, cuda: bool) -> dict[str, Any]:
-        with runner.attached(chosen[name]) as session:
-            for _ in range(2):
-                runner.run_cycle()
-            step = statistics.median(runner.time_cycle() for _ in range(5))
-            profiles = [profiled(runner.run_cycle, cuda) for _ in range(PROFILES)]
-            host = session.host_bytes
-        events = profiles[-1]
-        kernels = [span for _, span in events.kernels]
-        out, back = merged(events.out), merged(events.back)
-        return {
-            "step": step,
-            "host bytes": host,
-            "copy seconds": total(merged([*out, *back])),
-            "busiest link": max(total(out), total(back)),
-            "hidden": [hidden([*p.out, *p.back], [span for _, span in p.kernels]) for p in profiles],
-            "hidden out": hidden(events.out, kernels),
-            "hidden back": hidden(events.back, kernels),
-        }
-
-    yield measured
+def _overlapped(runner: StepRunner, choices: Mapping[str, Choice]) -> dict[str, Any]:
+    cuda = runner.device.kind == "cuda"
+    with runner.attached(choices) as session:
+        for _ in range(2):
+            runner.run_cycle()
+        step = statistics.median(runner.time_cycle() for _ in range(5))
+        profiles = [profiled(runner.run_cycle, cuda) for _ in range(PROFILES)]
+        host = session.host_bytes
+    events = profiles[-1]
+    kernels = [span for _, span in events.kernels]
+    out, back = merged(events.out), merged(events.back)
+    return {
+        "step": step,
+        "host bytes": host,
+        "copy seconds": total(merged([*out, *back])),
+        "busiest link": max(total(out), total(back)),
+        "hidden": [hidden([*p.out, *p.back], [span for _, span in p.kernels]) for p in profiles],
+        "hidden out": hidden(events.out, kernels),
+        "hidden back": hidden(events.back, kernels),
+    }

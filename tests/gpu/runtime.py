@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from contextlib import nullcontext
 from typing import Any
 
 from autockpt.analysis.verify_worker import count_runs
@@ -13,11 +12,20 @@ from autockpt.errors import ConflictError, InPlaceError, RerunMismatch
 from autockpt.measuring import StepRunner
 from autockpt.schema import WorkloadSpec, parse_choice
 from autockpt.schema.choices import choice_kinds
-from autockpt.verification import deterministic_algorithms
 from tests.evidence import host_cost as cost
 from tests.gpu.items import Context
 from tests.gpu.kernels import merged, profiled, total
-from tests.gpu.measuring import alive_before, allocated, first_of, ghosts, gradients_of, plans, running, wrong
+from tests.gpu.measuring import (
+    alive_before,
+    allocated,
+    first_of,
+    ghosts,
+    gradients_of,
+    plans,
+    repeatable,
+    running,
+    wrong,
+)
 
 ATTENTION_KERNELS = re.compile(r"flash|fmha|sdpa|cudnn.*attention|attention.*cudnn|efficient_attention", re.I)
 BACKWARD_KERNELS = re.compile(r"bwd|bprop|backward|dot_do_o|convert_dq", re.I)
@@ -57,8 +65,7 @@ def bits(context: Context) -> dict[str, Any]:
     rows: dict[str, Any] = {}
     for what, given in context.shapes.bits.items():
         spec = WorkloadSpec.model_validate(given)
-        strict = deterministic_algorithms(strict=True) if context.device != "cpu" else nullcontext()
-        with strict, running(spec, context.device) as (runner, units):
+        with repeatable(context.device), running(spec, context.device) as (runner, units):
             with runner.attached({}):
                 wanted = gradients_of(runner)
                 repeats = not wrong(gradients_of(runner), wanted)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+Spec = dict[str, str | int | bool]
+
 
 @dataclass(frozen=True)
 class Task:
     """One search and the table around it. ``spec`` as ``WorkloadSpec`` takes it, budgets as the command line does."""
 
-    spec: dict[str, str | int | bool]
+    spec: Spec
     budgets: tuple[str, ...]
     middle: str = ""
     options: tuple[str, ...] = ()  # more for `autockpt search`
@@ -27,20 +29,27 @@ class Shapes:
     device: str
     tests: tuple[str, ...]  # of the contract suite, as pytest's -k takes it; empty: all
     processes: int
-    attention: dict[str, str | int | bool]
-    bits: dict[str, dict[str, str | int | bool]]
-    searches: dict[str, tuple[dict[str, str | int | bool], tuple[str, ...]]]  # specs and budgets, by name
+    attention: Spec
+    bits: dict[str, Spec]
+    searches: dict[str, tuple[Spec, tuple[str, ...]]]  # specs and budgets, by name
     host_rounds: int
-    overlap: dict[str, str | int | bool]
-    stress: dict[str, str | int | bool]
+    overlap: Spec
+    stress: Spec
     stress_steps: int
-    foresight: dict[str, dict[str, str | int | bool]]
+    foresight: dict[str, Spec]
     foresight_rounds: int
     quick_calibration: bool
     tasks: dict[str, Task] = field(default_factory=dict)
 
 
-_LLAMA: dict[str, str | int | bool] = {"model": "llama-1b", "dtype": "bf16", "packed": True}
+_LLAMA: Spec = {"model": "llama-1b", "dtype": "bf16", "packed": True}
+_LLAMA_SMALL: Spec = {"model": "llama-small", "packed": True}
+_GPT2: Spec = {"model": "gpt2", "packed": True}
+_BERT: Spec = {"model": "bert-base", "dtype": "bf16", "batch_size": 32, "seq_len": 512}
+_VIT: Spec = {"model": "vit-base", "dtype": "bf16", "batch_size": 128}
+_MAIN = _LLAMA | {"batch_size": 5, "seq_len": 2048}
+_LONG = _LLAMA | {"batch_size": 1, "seq_len": 32768}
+_CHUNKS = ("--allow-inexact",)
 
 CARD = Shapes(
     device="cuda",
@@ -48,29 +57,26 @@ CARD = Shapes(
     processes=14,
     attention=_LLAMA | {"batch_size": 1, "seq_len": 2048},
     bits={
-        "bf16 weights": {"model": "llama-small", "dtype": "bf16", "batch_size": 4, "seq_len": 512, "packed": True},
-        "bf16 weights, dropout": {"model": "gpt2", "dtype": "bf16", "batch_size": 2, "seq_len": 512, "packed": True},
-        "autocast, dropout": {"model": "gpt2", "autocast": "bf16", "batch_size": 2, "seq_len": 512, "packed": True},
-        "fp32": {"model": "llama-small", "batch_size": 2, "seq_len": 256, "packed": True},
+        "bf16 weights": _LLAMA_SMALL | {"dtype": "bf16", "batch_size": 4, "seq_len": 512},
+        "bf16 weights, dropout": _GPT2 | {"dtype": "bf16", "batch_size": 2, "seq_len": 512},
+        "autocast, dropout": _GPT2 | {"autocast": "bf16", "batch_size": 2, "seq_len": 512},
+        "fp32": _LLAMA_SMALL | {"batch_size": 2, "seq_len": 256},
     },
     searches={
-        "gpt2": (
-            {"model": "gpt2", "dtype": "bf16", "batch_size": 8, "seq_len": 1024, "packed": True},
-            ("80%act", "60%act", "45%act"),
-        ),
-        "bert-base": ({"model": "bert-base", "dtype": "bf16", "batch_size": 32, "seq_len": 512}, ("70%act", "40%act")),
-        "vit-base": ({"model": "vit-base", "dtype": "bf16", "batch_size": 128}, ("70%act", "40%act")),
+        "gpt2": (_GPT2 | {"dtype": "bf16", "batch_size": 8, "seq_len": 1024}, ("80%act", "60%act", "45%act")),
+        "bert-base": (_BERT, ("70%act", "40%act")),
+        "vit-base": (_VIT, ("70%act", "40%act")),
         "llama-1b": (_LLAMA | {"batch_size": 4, "seq_len": 1536}, ("28GB", "32GB")),
     },
     host_rounds=5,
     overlap=_LLAMA | {"batch_size": 8, "seq_len": 2048},
-    stress={"model": "llama-small", "dtype": "bf16", "batch_size": 8, "seq_len": 512, "packed": True},
+    stress=_LLAMA_SMALL | {"dtype": "bf16", "batch_size": 8, "seq_len": 512},
     stress_steps=90,
     foresight={
         "llama-1b": _LLAMA | {"batch_size": 2, "seq_len": 2048},
-        "gpt2 (dropout)": {"model": "gpt2", "dtype": "bf16", "batch_size": 16, "seq_len": 1024, "packed": True},
-        "bert-base (dropout, padded)": {"model": "bert-base", "dtype": "bf16", "batch_size": 32, "seq_len": 512},
-        "vit-base": {"model": "vit-base", "dtype": "bf16", "batch_size": 128},
+        "gpt2 (dropout)": _GPT2 | {"dtype": "bf16", "batch_size": 16, "seq_len": 1024},
+        "bert-base (dropout, padded)": _BERT,
+        "vit-base": _VIT,
     },
     foresight_rounds=7,
     quick_calibration=False,
@@ -78,61 +84,26 @@ CARD = Shapes(
         # 5 x 2048 tokens: by its ghost run save-everything takes 41 GB, and recomputing everything still 24 GB
         # allocated and 28 GB reserved, most of it logits: 24 GB can be had with softmax in chunks, which all searches
         # may use, 16 GB perhaps with head and loss in chunks only.
-        "llama-1b": Task(_LLAMA | {"batch_size": 5, "seq_len": 2048}, ("32GB",), "32GB"),
-        "llama-1b chunked": Task(
-            _LLAMA | {"batch_size": 5, "seq_len": 2048}, ("24GB", "16GB"), "24GB", options=("--allow-inexact",)
-        ),
+        "llama-1b": Task(_MAIN, ("32GB",), "32GB"),
+        "llama-1b chunked": Task(_MAIN, ("24GB", "16GB"), "24GB", _CHUNKS),
         "llama-1b default shape": Task(
             _LLAMA | {"batch_size": 4, "seq_len": 1536}, ("24GB",), "24GB", seconds=140, rounds=5
         ),
         "llama-8b lora": Task(
-            {"model": "llama-8b", "dtype": "bf16", "packed": True, "lora": 16, "batch_size": 1, "seq_len": 2048},
-            ("24GB",),
-            "24GB",
-            rounds=5,
+            _LLAMA | {"model": "llama-8b", "lora": 16, "batch_size": 1, "seq_len": 2048}, ("24GB",), "24GB", rounds=5
         ),
-        "gpt2": Task(
-            {"model": "gpt2", "dtype": "bf16", "batch_size": 32, "seq_len": 1024, "packed": True},
-            ("50%act",),
-            "50%act",
-            seconds=45,
-        ),
-        "vit-base": Task({"model": "vit-base", "dtype": "bf16", "batch_size": 256}, ("50%act",), "50%act", seconds=45),
-        "llama-1b compiled": Task(
-            _LLAMA | {"batch_size": 5, "seq_len": 2048}, ("32GB",), compiled=(1.0, 0.5), rounds=5, seconds=45
-        ),
-        "long sequence": Task(
-            _LLAMA | {"batch_size": 1, "seq_len": 32768},
-            ("80GB",),
-            "80GB",
-            trials=8,
-            seconds=90,
-            rounds=5,
-            part=6,
-        ),
-        "long sequence chunked": Task(
-            _LLAMA | {"batch_size": 1, "seq_len": 32768},
-            ("32GB",),
-            "32GB",
-            options=("--allow-inexact",),
-            trials=8,
-            seconds=90,
-            rounds=5,
-            part=6,
-        ),
+        "gpt2": Task(_GPT2 | {"dtype": "bf16", "batch_size": 32, "seq_len": 1024}, ("50%act",), "50%act", seconds=45),
+        "vit-base": Task(_VIT | {"batch_size": 256}, ("50%act",), "50%act", seconds=45),
+        "llama-1b compiled": Task(_MAIN, ("32GB",), compiled=(1.0, 0.5), rounds=5, seconds=45),
+        "long sequence": Task(_LONG, ("80GB",), "80GB", trials=8, seconds=90, rounds=5, part=6),
+        "long sequence chunked": Task(_LONG, ("32GB",), "32GB", _CHUNKS, trials=8, seconds=90, rounds=5, part=6),
         "large batch": Task(
-            _LLAMA | {"batch_size": 48, "seq_len": 512},
-            ("40GB",),
-            "40GB",
-            options=("--allow-inexact",),
-            trials=8,
-            rounds=5,
-            part=6,
+            _LLAMA | {"batch_size": 48, "seq_len": 512}, ("40GB",), "40GB", _CHUNKS, trials=8, rounds=5, part=6
         ),
     },
 )
 
-_TINY: dict[str, str | int | bool] = {"model": "llama-tiny", "batch_size": 4, "seq_len": 64, "packed": True}
+_TINY: Spec = {"model": "llama-tiny", "batch_size": 4, "seq_len": 64, "packed": True}
 
 TINY = Shapes(
     device="cpu",
@@ -150,7 +121,7 @@ TINY = Shapes(
     stress_steps=4,
     foresight={
         "llama-tiny": _TINY,
-        "gpt2-tiny (dropout)": {"model": "gpt2-tiny", "batch_size": 4, "seq_len": 64, "packed": True},
+        "gpt2-tiny (dropout)": _TINY | {"model": "gpt2-tiny"},
         "bert-tiny (dropout, padded)": {"model": "bert-tiny", "batch_size": 4, "seq_len": 64},
         "vit-tiny": {"model": "vit-tiny", "batch_size": 8},
     },
@@ -160,13 +131,7 @@ TINY = Shapes(
         "llama-1b": Task(_TINY, ("70%", "60%"), "70%", trials=2, seconds=20, rounds=3),
         "llama-8b lora": Task(_TINY | {"lora": 2}, ("85%",), "85%", trials=2, seconds=20, rounds=3),
         "long sequence": Task(
-            _TINY | {"batch_size": 1, "seq_len": 128},
-            ("70%",),
-            "70%",
-            options=("--allow-inexact",),
-            trials=2,
-            rounds=3,
-            part=6,
+            _TINY | {"batch_size": 1, "seq_len": 128}, ("70%",), "70%", _CHUNKS, trials=2, rounds=3, part=6
         ),
     },
 )

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import json
 import time
-import zipfile
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 import tests.gpu.__main__ as script
-from tests.gpu import packages
+from tests.gpu.contract import FILES
 from tests.gpu.items import items_of, read, write
 from tests.gpu.kernels import hidden
 from tests.gpu.shapes import CARD, TINY
@@ -26,18 +24,24 @@ def test_each_item_fits_into_one_call():
     assert all(item.least <= item.limit <= 540 for item in items_of(CARD))
 
 
+def test_the_tests_of_the_contract_item_are_there():
+    for path, _, name in (file.partition("::") for file in FILES):
+        assert f"def {name}" in (script.ROOT / path).read_text()
+
+
 def test_what_is_done_is_skipped_and_what_died_is_said(tmp_path, monkeypatch, capsys):
     items = items_of(TINY)[:2]
     write(tmp_path, items[0], {"state": "done", "data": {}})
     monkeypatch.setattr(script.sys, "executable", "/bin/false")
     kept: list[int] = []
     now = time.monotonic()
-    script._run_all(items, "tiny", tmp_path, {}, now + 300, fresh=False, keep=lambda: kept.append(1))
+    runs = script.Runs("tiny", tmp_path, {}, lambda: kept.append(1))
+    runs.all(items, now + 300, fresh=False)
     said = capsys.readouterr().out
     assert f"{items[0].slug}: done before" in said
     assert read(tmp_path, items[1])["state"] == "failed"
     assert kept == [1]  # after what was run, so that a call that is cut off leaves an archive, too
-    script._run_all(items[1:], "tiny", tmp_path, {}, now + 6, fresh=False, keep=lambda: None)
+    runs.all(items[1:], now + 6, fresh=False)
     assert "not begun" in capsys.readouterr().out
 
 
@@ -51,36 +55,11 @@ def test_an_item_that_takes_too_long_is_ended_with_what_it_kept(tmp_path, monkey
     monkeypatch.setattr(script.sys, "executable", str(slow))
     monkeypatch.setattr(script, "KEEP_SECONDS", 0.1)
     looked: list[bool] = []
-    script._run(
-        item, "tiny", tmp_path, {"PATH": "/usr/bin:/bin"}, 1.0, lambda: looked.append(bool(read(tmp_path, item)))
-    )
+    runs = script.Runs("tiny", tmp_path, {"PATH": "/usr/bin:/bin"}, lambda: looked.append(bool(read(tmp_path, item))))
+    runs.one(item, 1.0)
     assert looked[-1]  # what it has so far is kept while it runs
     found = read(tmp_path, item)
     assert (found["state"], found["data"]) == ("out of time", {"rows": {"a": {}}})
-
-
-def wheel(folder: Path, name: str, version: str, *, tag: str = "py3-none-any") -> Path:
-    folder.mkdir(exist_ok=True)
-    path = folder / f"{name}-{version}-{tag}.whl"
-    with zipfile.ZipFile(path, "w") as made:
-        made.writestr(f"{name}/__init__.py", f"version = {version!r}")
-        made.writestr(f"{name}-{version}.data/purelib/{name}_more.py", "")
-        made.writestr(f"{name}-{version}.data/scripts/{name}", "")
-    return path
-
-
-def test_the_newest_wheel_that_fits_is_unpacked_once(tmp_path):
-    wheels = tmp_path / "wheels"
-    wheel(wheels, "made_up", "1.0")
-    wheel(wheels, "made_up", "3.0", tag="cp39-cp39-win32")  # newer, for another Python
-    wheel(wheels, "made_up", "2.0")
-    target, taken = packages.unpack(wheels, tmp_path)
-    assert taken == ["made_up-2.0-py3-none-any.whl"]
-    assert (target / "made_up/__init__.py").exists() and (target / "made_up_more.py").exists()
-    assert not (target / "scripts").exists() and not list(target.glob("*.data"))
-    (target / "made_up/__init__.py").write_text("kept")
-    packages.unpack(wheels, tmp_path)
-    assert (target / "made_up/__init__.py").read_text() == "kept"
 
 
 @pytest.mark.parametrize("shapes", [CARD, TINY], ids=["card", "tiny"])
