@@ -3,11 +3,10 @@
     OMP_NUM_THREADS=1 python -m tests.evidence.mutants --out mutants.md [--sample 20] [--seed 0] [--drawn-from CHECKOUT]
         [PACKAGE ...]
 
-Mutants change one thing of one line: a comparison, a sign, a number, a condition, a call that is left out. Each is put
-in place of its module in a process of its own, which then runs the tests that mirror the module and, for ``policies``,
-the contract suite; a module without a mirror has the tests of the modules that import it. The first test that fails
-ends it. Some mutants mean the same as the original, so that not all can be noticed. Child processes that tests start
-run the code as it is.
+Mutants change one thing of one line: a comparison, a sign, a number, a condition, a call that is left out. Each is
+written into a copy of the checkout, where the tests run that mirror the module and, for ``policies``, the contract
+suite; a module without a mirror has the tests of the modules that import it. The first test that fails ends it. Some
+mutants mean the same as the original, so that not all can be noticed.
 """
 
 from __future__ import annotations
@@ -15,46 +14,27 @@ from __future__ import annotations
 import argparse
 import ast
 import copy
-import importlib.abc
-import importlib.machinery
-import importlib.util
 import os
 import random
+import re
 import resource
+import shutil
+import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import closing
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any, NamedTuple
-
-from autockpt.process import ChildDied, ChildSilent
-from tests.children import forked, how_it_ended
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("policies", "solvers", "schema")
 CPU_SECONDS, SECONDS = 600, 3600  # of one mutant: one that never ends is noticed
-OTHER: dict[type, type] = {
-    ast.Lt: ast.LtE,
-    ast.LtE: ast.Lt,
-    ast.Gt: ast.GtE,
-    ast.GtE: ast.Gt,
-    ast.Eq: ast.NotEq,
-    ast.NotEq: ast.Eq,
-    ast.Is: ast.IsNot,
-    ast.IsNot: ast.Is,
-    ast.In: ast.NotIn,
-    ast.NotIn: ast.In,
-    ast.Add: ast.Sub,
-    ast.Sub: ast.Add,
-    ast.Mult: ast.Add,
-    ast.FloorDiv: ast.Mult,
-    ast.Div: ast.Mult,
-    ast.And: ast.Or,
-    ast.Or: ast.And,
-    ast.Break: ast.Continue,
-    ast.Continue: ast.Break,
-}
+PAIRS = (
+    *((ast.Lt, ast.LtE), (ast.Gt, ast.GtE), (ast.Eq, ast.NotEq), (ast.Is, ast.IsNot), (ast.In, ast.NotIn)),
+    *((ast.Add, ast.Sub), (ast.And, ast.Or), (ast.Break, ast.Continue)),
+)
+OTHER: dict[type, type] = {ast.Mult: ast.Add, ast.FloorDiv: ast.Mult, ast.Div: ast.Mult}
+OTHER |= {one: other for pair in PAIRS for one, other in (pair, pair[::-1])}
 
 
 class Mutant(NamedTuple):
@@ -170,7 +150,7 @@ def tests_of(module: Path) -> list[str]:
         seen |= level
     if package == "policies":
         found.append(folder / "test_contract.py")
-    return [str(path) for path in dict.fromkeys(found)] or [str(folder)]
+    return [str(path.relative_to(ROOT)) for path in dict.fromkeys(found)] or [str(folder.relative_to(ROOT))]
 
 
 def _importers(modules: set[Path], package: str) -> set[Path]:
@@ -184,89 +164,39 @@ def _importers(modules: set[Path], package: str) -> set[Path]:
     return found
 
 
-class InPlace(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Gives a module the mutant's code when it is imported."""
-
-    def __init__(self, mutant: Mutant) -> None:
-        self.mutant = mutant
-        parts = mutant.module.relative_to(ROOT).with_suffix("").parts
-        self.name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-
-    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
-        if fullname != self.name:
-            return None
-        where = [str(self.mutant.module.parent)] if self.mutant.module.stem == "__init__" else None
-        return importlib.util.spec_from_file_location(
-            fullname, self.mutant.module, loader=self, submodule_search_locations=where
-        )
-
-    def exec_module(self, module: ModuleType) -> None:
-        exec(compile(mutated(self.mutant), str(self.mutant.module), "exec"), vars(module))
-
-
-class Notes:
-    """A pytest plugin: the first test that fails."""
-
-    first = ""
-
-    def pytest_runtest_logreport(self, report: Any) -> None:
-        if report.failed and not self.first:
-            self.first = report.nodeid
-
-    def pytest_collectreport(self, report: Any) -> None:
-        if report.failed and not self.first:
-            self.first = f"import of {report.nodeid}"
-
-
-def noticed(mutant: Mutant | None, tests: list[str]) -> tuple[str, float]:
+def noticed(mutant: Mutant) -> tuple[str, float]:
     """The first test that fails, or nothing; and the CPU seconds spent."""
-
-    def run(say: Callable[[str], None]) -> None:
-        resource.setrlimit(resource.RLIMIT_CPU, (CPU_SECONDS, CPU_SECONDS))
-        os.dup2(1, 2)
-        import pytest
-
-        if mutant is not None:
-            sys.meta_path.insert(0, InPlace(mutant))
-        notes = Notes()
-        code = int(pytest.main(["-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist", *tests], [notes]))
-        say(notes.first or f"pytest ended with {code}" if code else "")
-
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    with closing(forked(run, leads=True)) as child:
-        try:
-            found = child.receive(SECONDS)
-        except ChildDied as death:
-            found = f"the process: {how_it_ended(death.code)}"
-        except ChildSilent:
-            found = "it never ends"
+    with tempfile.TemporaryDirectory() as folder:
+        for name in ("autockpt", "tests", "search_spaces"):
+            shutil.copytree(ROOT / name, Path(folder, name), ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copy(ROOT / "pyproject.toml", folder)
+        Path(folder, mutant.module.relative_to(ROOT)).write_text(ast.unparse(mutated(mutant)))
+        pytest = [sys.executable, "-m", "pytest", "-n", "0", "-x", "-rfE", "-p", "no:cacheprovider"]
+        ran = subprocess.run(
+            ["timeout", "-s", "KILL", str(SECONDS), *pytest, *tests_of(mutant.module)],
+            cwd=folder,
+            env=os.environ | {"PYTHONPATH": folder},
+            preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_CPU, (CPU_SECONDS, CPU_SECONDS)),
+            capture_output=True,
+            text=True,
+        )
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    failed = re.search(r"^(?:FAILED|ERROR) (?:tests/)?(.*?)(?: - .*)?$", ran.stdout, re.M)
+    found = failed[1] if failed else f"pytest ended with {ran.returncode}" if ran.returncode else ""
     return found, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
-def main() -> int:
-    """Write the table; 1 where the tests do not even pass without a mutant."""
+def main() -> None:
+    """Write the table."""
     parser = argparse.ArgumentParser("python -m tests.evidence.mutants", description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("packages", nargs="*", metavar="PACKAGE", default=PACKAGES, help="of autockpt")
     parser.add_argument("--sample", type=int, default=20, help="lines of each package")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument(
-        "--drawn-from",
-        type=Path,
-        metavar="CHECKOUT",
-        help="sample this checkout's lines, for a comparison of two commits",
-    )
+    help_ = "sample this checkout's lines, for a comparison of two commits"
+    parser.add_argument("--drawn-from", type=Path, metavar="CHECKOUT", help=help_)
     parser.add_argument("--out", type=Path, required=True, help="the table, as Markdown")
     given = parser.parse_args()
-
-    # once for all of them; nothing of autockpt, which each process imports with its mutant
-    import hypothesis  # noqa: F401
-    import pytest  # noqa: F401
-    import scipy.optimize  # noqa: F401
-    import torch  # noqa: F401
-    import transformers.models.gpt2.modeling_gpt2
-    import transformers.models.llama.modeling_llama
-    import transformers.models.t5.modeling_t5  # noqa: F401
 
     rows = ["| package | line | change | noticed by |", "|---|---|---|---|"]
     counts: dict[str, list[int]] = {}
@@ -276,17 +206,16 @@ def main() -> int:
         for mutant in [found_again(m, package) for m in drawn] if given.drawn_from else drawn:
             if mutant is None:
                 continue  # that line is gone
-            found, spent = noticed(mutant, tests_of(mutant.module))
+            found, spent = noticed(mutant)
             counts[package] = [counts[package][0] + bool(found), counts[package][1] + 1]
             where = f"{mutant.module.relative_to(ROOT / 'autockpt' / package)}:{mutant.line}"
-            name = found.replace(f"{ROOT}/", "").removeprefix("tests/").replace("|", "\\|")
-            rows.append(f"| {package} | {where} | {mutant.what} | {name or '**nothing**'} |")
+            name = found.replace("|", "\\|") or "**nothing**"
+            rows.append(f"| {package} | {where} | {mutant.what} | {name} |")
             print(rows[-1], f"{spent:.1f} s", flush=True)
             summary = [f"{name}: {part} of {whole} noticed" for name, (part, whole) in counts.items()]
             summary += [f"all: {sum(p for p, _ in counts.values())} of {sum(w for _, w in counts.values())}"]
             given.out.write_text("; ".join(summary) + ".\n\n" + "\n".join(rows) + "\n")
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import pkgutil
-from pathlib import Path
 
 import pytest
 
 import tests.evidence
 import tests.gpu
+from tests.evidence import mutants
 
 PROGRAMS = [
     found.name
@@ -26,12 +27,8 @@ def test_can_be_imported_and_says_what_it_is_for(name):
 
 @pytest.mark.slow
 def test_sampled_mutants_differ_and_each_changes_its_module():
-    import ast
-
-    from tests.evidence import mutants
-
     drawn = mutants.sample("solvers", 12, seed=1)
     assert len({(mutant.module, mutant.line) for mutant in drawn}) == 12
     for mutant in drawn:
         assert ast.unparse(mutants.mutated(mutant)) != ast.unparse(ast.parse(mutant.module.read_text()))
-        assert all(Path(path).exists() for path in mutants.tests_of(mutant.module))
+        assert all((mutants.ROOT / path).exists() for path in mutants.tests_of(mutant.module))

@@ -13,7 +13,6 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # configs only, random weights: nothing is e
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.evidence.sweep", description=__doc__)
     parser.add_argument("--only", nargs="+", metavar="NAME", help="types of config, such as llama")
-    parser.add_argument("--task", help="one auto mapping alone, such as CAUSAL_LM")
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, help="write the table, as markdown, to this file")
@@ -32,8 +31,6 @@ def main() -> int:
         if unknown:
             parser.error(f"no such architecture: {', '.join(sorted(unknown))}")
         todo = [a for a in todo if a.name in options.only]
-    if options.task:
-        todo = [a for a in todo if a.task == options.task]
     warm_up()
     results = []
     print(HEADER, flush=True)

@@ -157,7 +157,6 @@ def _small_list(name: str, values: list[int] | tuple[int, ...]) -> list[int] | t
         "counts": [min(v, 2) for v in values],
         "heads": [min(v, 2) for v in values],
         "image": [32] * count,
-        "inner": [64] * count,
         "patch": [min(v, 8) for v in values],
         "widths": [min(v, HIDDEN) for v in values]
         if len(set(values)) == 1

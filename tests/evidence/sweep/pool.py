@@ -52,7 +52,7 @@ def run_all(todo: Sequence[Architecture], jobs: int, seed: int) -> Iterator[Resu
             while waiting and len(running) < jobs:
                 a = waiting.pop()
                 child = forked(partial(_work, a, seed), leads=True)
-                running.append(_Trial(child, Result(a.name, a.cls, a.task)))
+                running.append(_Trial(child, Result(a.name, a.cls)))
             ready = wait([trial.child.connection for trial in running], 1.0)
             for trial in list(running):
                 how = ""

@@ -19,13 +19,9 @@ def row(result: Result) -> str:
     return f"| {' | '.join(map(str, cells))} |"
 
 
-def sort(results: Iterable[Result]) -> list[Result]:
-    return sorted(results, key=lambda r: (not r.trained, r.name))
-
-
 def markdown(results: Iterable[Result]) -> str:
     """Counts, then a table of those that train plainly, then one of those that do not."""
-    ordered = sort(results)
+    ordered = sorted(results, key=lambda r: r.name)
     trained = [r for r in ordered if r.trained]
     rest = [r for r in ordered if not r.trained]
     parts = [summary(ordered), "## Trained\n", "\n".join((HEADER, *map(row, trained)))]

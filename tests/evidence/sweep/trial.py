@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from contextlib import AbstractContextManager
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -38,8 +38,6 @@ class Result:
 
     name: str
     cls: str
-    task: str
-    parameters: int = 0
     units: int = 0
     traced: str = "–"
     trained: bool = False
@@ -53,7 +51,7 @@ class Result:
 
 def try_out(architecture: Architecture, seed: int, say: Any = lambda result: None) -> Result:
     """Try everything; ``say`` is told of intermediate results, for the case that the process dies."""
-    result = Result(architecture.name, architecture.cls, architecture.task)
+    result = Result(architecture.name, architecture.cls)
     begin = time.perf_counter()
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()
@@ -71,7 +69,6 @@ class _Stop(Exception):
 
 def _try_out(architecture: Architecture, seed: int, result: Result, say: Any) -> None:
     model = _build(architecture)
-    result.parameters = sum(p.numel() for p in model.parameters())
     batch, plain = _plain(model, architecture, result)
     result.trained = True
     if problem := health(plain):
@@ -94,26 +91,30 @@ def _try_out(architecture: Architecture, seed: int, result: Result, say: Any) ->
 
 
 def _build(architecture: Architecture) -> nn.Module:
+    size = 0
     try:
         config = small_config(architecture.name)
     except Exception as error:
-        raise _Stop(f"no small config: {_line(error)}") from None
-    try:
-        cls = getattr(transformers, architecture.cls)
-        with torch.device("meta"):
-            size = sum(p.numel() for p in cls(config).parameters())
-    except Exception:
-        size = 0  # not every class can be built without memory
-    if size > MOST_PARAMETERS:
-        raise _Stop(f"too large with the rules for small configs: {size / 1e6:.1f} M parameters")
+        raise _Stop(f"no small config: {summary(error)}") from None
+    with suppress(Exception), torch.device("meta"):  # not every class can be built without memory
+        size = _parameters(getattr(transformers, architecture.cls)(config))
+    _check(size)
     try:
         seed_all()
         model = getattr(transformers, architecture.cls)(small_config(architecture.name)).float().train()
     except Exception as error:
-        raise _Stop(f"not built: {_line(error)}") from None
-    if (size := sum(p.numel() for p in model.parameters())) > MOST_PARAMETERS:
-        raise _Stop(f"too large with the rules for small configs: {size / 1e6:.1f} M parameters")
+        raise _Stop(f"not built: {summary(error)}") from None
+    _check(_parameters(model))
     return model
+
+
+def _parameters(model: nn.Module) -> int:
+    return sum(p.numel() for p in model.parameters())
+
+
+def _check(size: int) -> None:
+    if size > MOST_PARAMETERS:
+        raise _Stop(f"too large with the rules for small configs: {size / 1e6:.1f} M parameters")
 
 
 def _plain(model: nn.Module, architecture: Architecture, result: Result) -> tuple[dict[str, Any], Record]:
@@ -125,10 +126,10 @@ def _plain(model: nn.Module, architecture: Architecture, result: Result) -> tupl
             first = first or error
             continue
         if attempt.remark:
-            why = f" ({_line(first)})" if first is not None and " for " not in attempt.remark else ""
+            why = f" ({summary(first)})" if first is not None and " for " not in attempt.remark else ""
             result.remarks.append(attempt.remark + why)
         return attempt.batch, record
-    raise _Stop(f"does not train plainly: {_line(first)}")
+    raise _Stop(f"does not train plainly: {summary(first) if first else ''}")
 
 
 def _compare(
@@ -140,18 +141,15 @@ def _compare(
     deterministic: bool,
     result: Result,
 ) -> None:
-    def attached(twin: nn.Module) -> AbstractContextManager[object]:
-        return attach(twin, plan)
-
     result.plans += 1
     try:
-        planned = train(model, batch, attached, deterministic=deterministic)
+        planned = train(model, batch, partial(attach, choices=plan), deterministic=deterministic)
+    except ConflictError as error:
+        result.refused += 1
+        result.failures.append(f"plan {number} refused: {error.message}")
+        return
     except Exception as error:
-        if isinstance(error, ConflictError):
-            result.refused += 1
-            result.failures.append(f"plan {number} refused: {error.message}")
-        else:
-            result.failures.append(f"plan {number} failed: {_line(error)} [{_in_words(plan)}]")
+        result.failures.append(f"plan {number} failed: {summary(error)} [{_in_words(plan)}]")
         return
     if different := differences(plain, planned):
         by = f"gradients by up to {deviation(plain, planned):.1e} of their largest value"
@@ -164,22 +162,17 @@ def _compare(
 def _trace(model: nn.Module, batch: dict[str, Any], plans: list[dict[str, Choice]], result: Result) -> None:
     """Ghost-run the plain cycle and the cycle under every plan that trained."""
     step = partial(loss_of, use_cache=False) if takes_use_cache(model) else loss_of
-    result.traced = "no"
     workload = Step(model, batch, loss=step, optimizer=torch.optim.AdamW(model.parameters()))
-    try:
-        with Tracer.from_step(workload, fallback=False) as tracer:
-            tracer.trace()
-            result.traced = "yes"
-            for i, plan in enumerate(plans):
-                _trace_plan(tracer, plan, i, result)
-        return
-    except AutockptError as error:
-        result.remarks.append(f"ghost run: {error.message}")
-    try:
-        with Tracer.from_step(workload) as tracer:
-            result.traced = "recorded" if tracer.trace().source == "recorded" else "yes"
-    except AutockptError as error:
-        result.remarks.append(f"recorded run: {error.message}")
+    result.traced = "no"
+    for fallback in (False, True):
+        try:
+            with Tracer.from_step(workload, fallback=fallback) as tracer:
+                result.traced = "recorded" if tracer.trace().source == "recorded" else "yes"
+                for i, plan in enumerate(() if fallback else plans):
+                    _trace_plan(tracer, plan, i, result)
+            return
+        except AutockptError as error:
+            result.remarks.append(f"{'recorded' if fallback else 'ghost'} run: {error.message}")
 
 
 def _trace_plan(tracer: Tracer, plan: dict[str, Choice], number: int, result: Result) -> None:
@@ -187,16 +180,10 @@ def _trace_plan(tracer: Tracer, plan: dict[str, Choice], number: int, result: Re
     refused = any(f"plan {number} refused" in failure for failure in result.failures)
     try:
         tracer.trace({name: choice for name, choice in plan.items() if name in called})
-    except GhostError as error:
-        result.remarks.append(f"ghost run of plan {number}: {error.message}")
     except AutockptError as error:
-        if not refused:
+        if isinstance(error, GhostError) or not refused:
             result.remarks.append(f"ghost run of plan {number}: {error.message}")
 
 
 def _in_words(plan: dict[str, Choice]) -> str:
     return ", ".join(f"{name} {choice}" for name, choice in plan.items() if choice.kind != "save")
-
-
-def _line(error: BaseException | None) -> str:
-    return "" if error is None else summary(error)
