@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+import transformers
 import yaml
 from pydantic import BaseModel, ConfigDict
 
@@ -107,11 +108,11 @@ def predict(job: Job, folder: Path) -> Predicted:
 
 def bert_large(batch_size: int) -> Step:
     """Classification at 512 tokens; AdamW goes from parameter to parameter, as transformers' own did in 2022."""
-    from transformers import BertConfig, BertForSequenceClassification
-
-    config = BertConfig(hidden_size=1024, num_hidden_layers=24, num_attention_heads=16, intermediate_size=4096)
+    config = transformers.BertConfig(
+        hidden_size=1024, num_hidden_layers=24, num_attention_heads=16, intermediate_size=4096
+    )
     config._attn_implementation = "eager"
-    model = BertForSequenceClassification(config).train()
+    model = transformers.BertForSequenceClassification(config).train()
     ids = torch.randint(config.vocab_size, (batch_size, 512))
     batch = {"input_ids": ids, "labels": torch.zeros(batch_size, dtype=torch.long)}
     return Step(model, batch, optimizer=torch.optim.AdamW(model.parameters(), foreach=False))
@@ -119,24 +120,16 @@ def bert_large(batch_size: int) -> Step:
 
 def bert_base(batch_size: int, seq_len: int, attn: str) -> tuple[Any, Any, Any]:
     """The training step of transformers' own comparisons of eager attention with sdpa: no loss but a sum, fp16."""
-    from transformers import BertConfig, BertLMHeadModel
-
-    return _summed(BertLMHeadModel, BertConfig(), batch_size, seq_len, attn)
+    return _summed(transformers.BertLMHeadModel, transformers.BertConfig(), batch_size, seq_len, attn)
 
 
 def opt_350m(batch_size: int, seq_len: int, attn: str) -> tuple[Any, Any, Any]:
     """As ``bert_base``."""
-    from transformers import OPTConfig, OPTForCausalLM
-
-    config = OPTConfig(
-        hidden_size=1024,
-        num_hidden_layers=24,
-        ffn_dim=4096,
-        num_attention_heads=16,
-        word_embed_proj_dim=512,
+    config = transformers.OPTConfig(
+        hidden_size=1024, num_hidden_layers=24, ffn_dim=4096, num_attention_heads=16, word_embed_proj_dim=512,
         do_layer_norm_before=False,
-    )
-    return _summed(OPTForCausalLM, config, batch_size, seq_len, attn)
+    )  # fmt: skip
+    return _summed(transformers.OPTForCausalLM, config, batch_size, seq_len, attn)
 
 
 class _Summed:
@@ -182,8 +175,12 @@ def _adapters_in_bf16(spec: WorkloadSpec) -> Step:
     return step
 
 
+def error(predicted: float, measured: float) -> float:
+    return 100 * (predicted / measured - 1)
+
+
 def off(predicted: float, measured: float) -> str:
-    return f"{100 * (predicted / measured - 1):+.1f} %"
+    return f"{error(predicted, measured):+.1f} %"
 
 
 def table(heads: list[str], rows: list[list[str]]) -> str:
@@ -202,7 +199,7 @@ def by_source(jobs: list[Job], found: dict[str, Predicted]) -> str:
     for job in jobs:
         if job.seconds is not None and not job.fitted:
             source = re.sub(r"https://(?:github\.com/)?([^/]+/[^/]+).*", r"\1", job.source)
-            errors.setdefault(f"{source}, {job.card}", []).append(100 * (found[job.id].seconds(job) / job.seconds - 1))
+            errors.setdefault(f"{source}, {job.card}", []).append(error(found[job.id].seconds(job), job.seconds))
     rows = [
         [name, str(len(each)), *(f"{value:+.1f} %" for value in (statistics.median(each), min(each), max(each)))]
         for name, each in errors.items()
@@ -212,26 +209,20 @@ def by_source(jobs: list[Job], found: dict[str, Predicted]) -> str:
 
 
 def bytes_table(jobs: list[Job], found: dict[str, Predicted]) -> str:
-    rows, errors = [], []
-    for job in (j for j in jobs if j.gib is not None):
-        assert job.gib is not None
-        now = found[job.id].bytes[job.kind] / GIB
-        rows.append([job.what, job.card, KINDS[job.kind], f"{job.gib:.2f}", f"{now:.2f}", off(now, job.gib)])
-        errors.append(100 * (now / job.gib - 1))
+    known = [(job, job.gib, found[job.id].bytes[job.kind] / GIB) for job in jobs if job.gib is not None]
+    rows = [[j.what, j.card, KINDS[j.kind], f"{gib:.2f}", f"{now:.2f}", off(now, gib)] for j, gib, now in known]
     heads = ["job", "card", "what was read", "measured, GiB", "simulated, GiB", "off by"]
-    return f"{table(heads, rows)}\n\n{spread(errors)}"
+    return f"{table(heads, rows)}\n\n{spread([error(now, gib) for _, gib, now in known])}"
 
 
 def seconds_table(jobs: list[Job], found: dict[str, Predicted]) -> str:
-    rows, errors = [], []
-    for job in (j for j in jobs if j.seconds is not None):
-        assert job.seconds is not None
-        now = found[job.id].seconds(job)
+    known = [(job, job.seconds, found[job.id].seconds(job)) for job in jobs if job.seconds is not None]
+    rows = []
+    for job, seconds, now in known:
         what = ("forward, backward" if job.without_optimizer else "step") + ", fitted" * job.fitted
-        rows.append([job.what, job.card, what, f"{job.seconds:.4g}", f"{now:.4g}", off(now, job.seconds)])
-        errors += [] if job.fitted else [100 * (now / job.seconds - 1)]
+        rows.append([job.what, job.card, what, f"{seconds:.4g}", f"{now:.4g}", off(now, seconds)])
     heads = ["job", "card", "of what", "measured, s", "simulated, s", "off by"]
-    return f"{table(heads, rows)}\n\n{spread(errors)}"
+    return f"{table(heads, rows)}\n\n{spread([error(now, seconds) for job, seconds, now in known if not job.fitted])}"
 
 
 def covered(jobs: list[Job], found: dict[str, Predicted]) -> str:
@@ -245,20 +236,14 @@ def covered(jobs: list[Job], found: dict[str, Predicted]) -> str:
 def ratios_table(jobs: list[Job], found: dict[str, Predicted]) -> str:
     """Seconds and bytes with every layer recomputed, over those of the same job without."""
     known, rows = {job.id: job for job in jobs}, []
-    for job in jobs:
-        base = known.get(job.baseline or "")
-        if base is None:
-            continue
-        now, then = found[job.id], found[base.id]
-        row = [job.what, job.card]
-        if job.seconds and base.seconds:
-            row += [f"{job.seconds / base.seconds:.3f}", f"{now.seconds(job) / then.seconds(base):.3f}"]
-        else:
-            row += ["", ""]
-        if job.gib and base.gib:
-            row += [f"{job.gib / base.gib:.3f}", f"{now.bytes[job.kind] / then.bytes[base.kind]:.3f}"]
-        else:
-            row += ["", ""]
+    for job in (j for j in jobs if j.baseline is not None):
+        base = known[job.baseline]
+        now, then, row = found[job.id], found[base.id], [job.what, job.card]
+        for measured, plain, simulated in (
+            (job.seconds, base.seconds, now.seconds(job) / then.seconds(base)),
+            (job.gib, base.gib, now.bytes[job.kind] / then.bytes[base.kind]),
+        ):
+            row += [f"{measured / plain:.3f}", f"{simulated:.3f}"] if measured and plain else ["", ""]
         rows.append(row)
     heads = ["job, every layer recomputed", "card", "seconds, measured", "simulated", "bytes, measured", "simulated"]
     return table(heads, rows)
@@ -273,13 +258,15 @@ def main() -> None:
             found[job.id] = predict(job, Path(folder))
             print(f"{job.id}: {found[job.id]}", file=sys.stderr, flush=True)
     own, others = ([job for job in jobs if job.own is own] for own in (True, False))
-    print(f"## Bytes, transformers' own models\n\n{bytes_table(own, found)}\n")
-    print(f"{covered(own, found)}\n")
-    print(f"## Seconds, transformers' own models\n\n{seconds_table(own, found)}\n")
-    print(f"## Seconds by source\n\n{by_source(jobs, found)}\n")
-    print(f"## What recomputing every layer costs and saves\n\n{ratios_table(jobs, found)}\n")
-    print(f"## Other implementations of the same architectures: bytes\n\n{bytes_table(others, found)}\n")
-    print(f"## Other implementations of the same architectures: seconds\n\n{seconds_table(others, found)}")
+    sections = (
+        ("Bytes, transformers' own models", f"{bytes_table(own, found)}\n\n{covered(own, found)}"),
+        ("Seconds, transformers' own models", seconds_table(own, found)),
+        ("Seconds by source", by_source(jobs, found)),
+        ("What recomputing every layer costs and saves", ratios_table(jobs, found)),
+        ("Other implementations of the same architectures: bytes", bytes_table(others, found)),
+        ("Other implementations of the same architectures: seconds", seconds_table(others, found)),
+    )
+    print("\n\n".join(f"## {title}\n\n{text}" for title, text in sections))
 
 
 if __name__ == "__main__":
