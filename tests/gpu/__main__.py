@@ -60,6 +60,8 @@ def main() -> int:
     if not chosen:
         parser.error(f"--only {given.only}: no item has this in its name; all: {', '.join(i.slug for i in items)}")
 
+    out.mkdir(parents=True, exist_ok=True)
+
     def keep() -> None:
         try:
             pages.write(out, SHAPES[given.shapes], given.shapes)
@@ -68,7 +70,6 @@ def main() -> int:
 
     try:
         if not given.pages:
-            out.mkdir(parents=True, exist_ok=True)
             runs = Runs(given.shapes, out, _environment(out), keep)
             runs.all(_able(parser, chosen, runs), began + 60 * given.minutes, given.fresh)
     finally:

@@ -1,4 +1,4 @@
-"""The pages: a table per part, what became of each item, and what none of it proves."""
+"""The page: what became of each item, and its figures as tables, part by part."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.gpu.items import PARTS, Item, items_of, read
+from tests.gpu.items import PARTS, items_of, read
 from tests.gpu.shapes import Shapes
 
 CPU_BANNER = (
@@ -15,61 +15,39 @@ CPU_BANNER = (
 
 
 def write(out: Path, shapes: Shapes, name: str) -> None:
-    """A page per part and ``summary.md``, from what the items left behind."""
-    out.mkdir(parents=True, exist_ok=True)
+    """``summary.md``, from what the items left behind."""
     items = items_of(shapes)
     known = {item.slug: read(out, item) for item in items}
+    lines = ["# What was asked of the GPU", "", *([CPU_BANNER] if name == "tiny" else _where(known.values())), ""]
+    became = (
+        (slug, _state(found), found.get("seconds", ""), found.get("message", "")) for slug, found in known.items()
+    )
+    lines += _table(("item", "state", "seconds", ""), became)
     for part, title in PARTS.items():
-        mine = [item for item in items if item.part == part]
-        lines = [f"# {part}. {title}", "", *_banner(name, known)]
-        for item in mine:
-            lines += _section(item, known[item.slug])
-        (out / f"part{part}.md").write_text("\n".join(lines) + "\n")
-    (out / "summary.md").write_text("\n".join(_summary(items, known, name)) + "\n")
+        lines += ["", f"# {part}. {title}"]
+        for item in (item for item in items if item.part == part):
+            found = known[item.slug]
+            lines += ["", f"## {item.name}", ""]
+            if _state(found) != "done":
+                lines += [f"{_state(found)}. {found.get('message', '')}".strip(), ""]
+            if origin := found.get("data_from"):
+                lines += [f"The numbers are from {origin}.", ""]
+            lines += _shown(found.get("data", {}))
+    (out / "summary.md").write_text("\n".join(lines) + "\n")
 
 
-def _banner(shapes: str, known: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    return [CPU_BANNER, ""] if shapes == "tiny" else [*_where(known), ""]
+def _state(found: Mapping[str, Any]) -> str:
+    return found.get("state", "not run")
 
 
-def _where(known: Mapping[str, Mapping[str, Any]]) -> list[str]:
+def _where(known: Iterable[Mapping[str, Any]]) -> list[str]:
     """Device, versions and dates, once each."""
     lines: dict[str, None] = {}
-    for found in known.values():
+    for found in known:
         if environment := found.get("environment"):
             versions = ", ".join(f"{k} {v}" for k, v in environment["versions"].items())
             lines[f"{environment['device']['name']}, {versions}, {found.get('date', '')}"] = None
     return list(lines)
-
-
-def _summary(items: Sequence[Item], known: Mapping[str, Mapping[str, Any]], shapes: str) -> Iterator[str]:
-    yield "# What was asked of the GPU"
-    yield ""
-    yield from _banner(shapes, known)
-    rows = (
-        (i.slug, known[i.slug].get("state", "not run"), _seconds(known[i.slug]), known[i.slug].get("message", ""))
-        for i in items
-    )
-    yield from _table(("item", "state", "seconds", ""), rows)
-
-
-def _seconds(found: Mapping[str, Any]) -> str:
-    return f"{found['seconds']:.0f}" if "seconds" in found else ""
-
-
-def _section(item: Item, found: Mapping[str, Any]) -> Iterator[str]:
-    yield f"## {item.name}"
-    yield ""
-    state = found.get("state", "not run")
-    if state != "done":
-        yield f"{state}. {found.get('message', '')}".strip()
-        yield ""
-    if data := found.get("data"):
-        if found.get("data_from"):
-            yield f"The numbers are from {found['data_from']}."
-            yield ""
-        yield from _shown(data)
-        yield ""
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> Iterator[str]:
@@ -85,11 +63,11 @@ def _shown(data: Mapping[str, Any], level: int = 3) -> Iterator[str]:
     if rows:
         columns = list(dict.fromkeys(column for row in rows.values() for column in row))
         yield from _table(
-            ("", *columns), ([name, *(_number(c, row.get(c)) for c in columns)] for name, row in rows.items())
+            ("", *columns), ([name, *(_number(row.get(c)) for c in columns)] for name, row in rows.items())
         )
         yield ""
     if figures := {k: v for k, v in data.items() if not isinstance(v, Mapping)}:
-        yield from _table(("", ""), ((k, _number(k, v)) for k, v in figures.items()))
+        yield from _table(("", ""), ((k, _number(v)) for k, v in figures.items()))
         yield ""
     for name, inner in data.items():
         if isinstance(inner, Mapping) and name != "rows":
@@ -98,11 +76,11 @@ def _shown(data: Mapping[str, Any], level: int = 3) -> Iterator[str]:
             yield from _shown(inner, level + 1)
 
 
-def _number(column: str, value: Any) -> str:
+def _number(value: Any) -> str:
     if value is None:
         return "–"
     if isinstance(value, (list, tuple)):
-        return "; ".join(_number(column, v) for v in value)
+        return "; ".join(map(_number, value))
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return str(value)
     if isinstance(value, int):
