@@ -20,7 +20,7 @@ from autockpt.analysis.page import page_of
 from autockpt.analysis.verify import verify
 from autockpt.errors import UsageError
 from autockpt.progress import listener
-from autockpt.schema import Budget, Estimate, Listener, Plan, SearchSpace, Silence, WorkloadSpec
+from autockpt.schema import Budget, Estimate, Listener, Plan, Silence, WorkloadSpec
 from autockpt.schema.base import unfit
 from autockpt.schema.plan import CompileMode
 from autockpt.schema.request import TRIALS, BatchAnswer, PipelineAnswer
@@ -47,7 +47,7 @@ def search(
     headroom: str | None = None,
     host_budget: str | int | None = None,
     allow_inexact: bool = False,
-    space: str | SearchSpace = "knobs",
+    choices: Sequence[str] | None = None,
     trials: int = TRIALS,
     timeout: float | None = None,
     seed: int = 0,
@@ -74,7 +74,8 @@ def search(
     ``budget`` is text such as "24GB", "60%", "60%act" or "auto" (all there is), ``headroom`` ("2%", "500MB") is left
     free of it (by default 5% of bytes or "auto" of simulated ``hardware``, else nothing), ``host_budget`` ("8GB", or
     bytes) bounds what offloading may claim of host memory. With ``allow_inexact`` output head and loss, MLPs and
-    norms may run on some tokens at a time: gradients are then equal up to rounding.
+    norms may run on some tokens at a time: gradients are then equal up to rounding. ``choices`` are the only ones that
+    layers and output head may make (``["recompute", "offload"]``).
     ``timeout`` is in seconds, ``out`` the folder that keeps the run and its page (None: nothing is kept). A search that
     came to its end there is answered from its record; ``fresh`` sets that aside. ``progress`` is a bar on a terminal's
     standard error, lines elsewhere.
@@ -105,7 +106,7 @@ def search(
             headroom=headroom,
             host_budget=host_budget,
             allow_inexact=allow_inexact,
-            space=space,
+            choices=choices,
             trials=trials,
             timeout=timeout,
             seed=seed,

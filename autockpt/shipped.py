@@ -1,4 +1,4 @@
-"""What ships with autockpt as YAML files: descriptions of hardware, model shapes and search spaces.
+"""What ships with autockpt as YAML files: descriptions of hardware, and model shapes.
 
 They lie in ``search_spaces/`` of a checkout, and travel inside of the installed package.
 """
@@ -13,13 +13,12 @@ from pydantic import Field
 from autockpt.errors import UsageError
 from autockpt.schema.base import Data, did_you_mean
 from autockpt.schema.hardware import Hardware
-from autockpt.schema.space import SearchSpace
 from autockpt.schema.workload import Dtype, OptimizerName
 from autockpt.schema.yaml import Document, read
 
 _PACKAGE = Path(__file__).parent
 FOLDER = next(path for path in (_PACKAGE / "search_spaces", _PACKAGE.parent / "search_spaces") if path.is_dir())
-"""With the folders ``hardware``, ``models`` and ``spaces``."""
+"""With the folders ``hardware`` and ``models``."""
 
 
 class ShapeDefaults(Data):
@@ -78,19 +77,6 @@ def load_hardware(name_or_path: str | Path) -> Hardware:
         own = " Your own: the path of a YAML file; `autockpt calibrate` writes one."
         document = _shipped("hardware", name, "hardware", own)
     return document.validate(Hardware, name=name)
-
-
-def load_space(name: str) -> SearchSpace:
-    """A shipped search space by its name, or one's own by the path of a YAML file.
-
-    Raises UsageError for an unknown name or a malformed file, naming the line.
-    """
-    path = Path(name)
-    if path.suffix in (".yaml", ".yml") or len(path.parts) > 1:
-        document = read(path)
-    else:
-        document = _shipped("spaces", name, "search space", " Your own: the path of a YAML file.")
-    return document.validate(SearchSpace, name=path.stem)
 
 
 def _shipped(folder: str, name: str, what: str, own: str = "") -> Document:

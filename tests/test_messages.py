@@ -29,7 +29,6 @@ MISTAKES = (
     "search --budget 24GB --model llama-tinny",
     "search --budget 24GB --model llama-tiny --dtype fp8",
     "search --budget 24GB --job job.yaml",
-    "search --budget 24GB --space knob",
     "search --budget 24GB --choices recompte",
     "search --hardware rtx4909",
     "search --hardware rtx4090 --device cpu",

@@ -28,7 +28,7 @@ from autockpt import Plan
 from autockpt.cli import search as searching
 from autockpt.cli.app import build
 from autockpt.devices import get_device
-from autockpt.shipped import load_space
+from autockpt.schema import SearchSpace
 from tests.analysis.logs import FORWARD, message
 
 pytestmark = pytest.mark.slow
@@ -381,8 +381,8 @@ def test_the_notebook_has_outputs_and_nobodys_paths() -> None:
 def test_the_notebook_runs_from_its_first_cell_to_its_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As a kernel runs them: in one namespace, the last expression of each cell shown. With few choices on the menu."""
     monkeypatch.chdir(tmp_path)
-    few = load_space("knobs").restricted(("save", "recompute", "offload"))
-    monkeypatch.setattr("autockpt.tuning.door.load_space", lambda name: few)
+    few = SearchSpace().restricted(("save", "recompute", "offload"))
+    monkeypatch.setattr("autockpt.tuning.door.SearchSpace", lambda: few)
     names: dict[str, Any] = {"__name__": "__main__"}
     for cell in json.loads((ROOT / "docs" / "notebook.ipynb").read_text())["cells"]:
         if cell["cell_type"] != "code":

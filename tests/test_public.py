@@ -12,21 +12,28 @@ from torch import nn
 import autockpt
 from autockpt.analysis import explain as explaining
 from autockpt.errors import UsageError
-from autockpt.shipped import load_space
+from autockpt.schema import SearchSpace
 from tests.errors import raises
 
 pytestmark = pytest.mark.slow
 
-SPACE = load_space("knobs").restricted(("save", "recompute"))
+FEW = ("save", "recompute")
 JOB = {"batch_size": 4, "seq_len": 64}
 
 
 def test_a_model_by_name_is_planned_explained_and_reported(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(explaining, "load_space", lambda name: SPACE)
+    monkeypatch.setattr(explaining, "SearchSpace", lambda: SearchSpace(choices=FEW))
     plan = autockpt.search(
-        "llama-tiny", budget="60%act", hardware="rtx4090", trials=1, space=SPACE, out=tmp_path, progress=False, **JOB
+        "llama-tiny",
+        budget="60%act",
+        hardware="rtx4090",
+        trials=1,
+        choices=FEW,
+        out=tmp_path,
+        progress=False,
+        **JOB,
     )
     assert plan.status == "simulated"
     assert plan.workload is not None and plan.workload.batch_size == 4
@@ -43,7 +50,7 @@ def test_a_live_step_gets_micro_batch_progress_and_pages(tmp_path: Path, capsys:
     model = nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.ReLU()) for _ in range(3)))
     before = {name: value.clone() for name, value in model.state_dict().items()}
     step = autockpt.Step(model, torch.randn(1, 32), loss=lambda model, batch: model(batch).square().mean())
-    plan = autockpt.search(step, budget="1MB", global_batch=2, trials=1, timeout=20, space=SPACE, out=tmp_path)
+    plan = autockpt.search(step, budget="1MB", global_batch=2, trials=1, timeout=20, choices=FEW, out=tmp_path)
     size, times = plan.settings["batch_size"], plan.settings["accumulate"]
     assert (size, times) in ((1, 2), (2, 1)) and plan.status == "measured"
     said = capsys.readouterr().err

@@ -19,13 +19,14 @@ from autockpt.schema import (
     Listener,
     SearchOutcome,
     SearchRequest,
+    SearchSpace,
     Silence,
     WorkloadSpec,
     format_binary,
 )
 from autockpt.schema.base import Data
 from autockpt.schema.outlook import Alternative
-from autockpt.shipped import list_hardware, load_hardware, load_space
+from autockpt.shipped import list_hardware, load_hardware
 from autockpt.tracing import Tracer
 from autockpt.tuning import run_search
 
@@ -179,7 +180,7 @@ def _prescribed(
     request = SearchRequest(
         budget=budget.with_headroom(None, simulated=True),  # nothing is measured, so some of it is left free
         workload=spec,
-        space=load_space("knobs"),
+        space=SearchSpace(),
         hardware=hardware,
         plan_out=plan_out,
         quick=True,

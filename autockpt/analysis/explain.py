@@ -41,6 +41,7 @@ from autockpt.schema import (
     Profile,
     Remake,
     ResolvedBudget,
+    SearchSpace,
     Selective,
     Silence,
     Unit,
@@ -52,15 +53,13 @@ from autockpt.schema.choices import OFFLOAD, Offload, RecomputeOffload
 from autockpt.schema.device import WITHOUT_STREAMS
 from autockpt.schema.runs import RunDirectory, undominated
 from autockpt.schema.words import step_note
-from autockpt.shipped import list_hardware, load_hardware, load_space
+from autockpt.shipped import list_hardware, load_hardware
 from autockpt.tracing import Tracer, open_tracer
 from autockpt.tuning.door import refuse_both
 from autockpt.tuning.opening import Traced, live_settings, traced, traced_for, workload_key
 from autockpt.tuning.sizes import resized
 from autockpt.tuning.targets.simulated import SIMULATED
 from autockpt.workload import Step
-
-SPACE = "knobs"
 
 
 @dataclass(frozen=True)
@@ -478,7 +477,7 @@ def open_subject(question: ExplainRequest, listener: Listener) -> Iterator[Subje
             question = replace(question, spec=spec)
         choices = question.plan.choices_for(tracer.units, tracer.head) if question.plan is not None else None
         of_head = SAVE if tracer.head is None else (choices or {}).get(tracer.head.name, SAVE)
-        space, card = load_space(SPACE), question.hardware
+        space, card = SearchSpace(), question.hardware
         if card is None:
             found = traced(tracer, space, of_head=of_head, listener=listener)
         else:

@@ -39,7 +39,7 @@ PANELS = {
     "Training step": """model batch_size seq_len packed lengths batch_sizes seq_lens dtype autocast optimizer
         accumulate global_batch lora full qlora prepare_kbit load_in_4bit compile job seed""",
     "Device and budget": "budget headroom host_budget device hardware gpus_per_host cards",
-    "Search": "trials timeout space choices allow_inexact storage resume fresh no_wait",
+    "Search": "trials timeout choices allow_inexact storage resume fresh no_wait",
     "Output": "out plan_out page as_json help",
 }
 

@@ -36,7 +36,6 @@ from autockpt.schema.plan import choice_lines, set_lines
 from autockpt.schema.request import BatchAnswer, PipelineAnswer
 from autockpt.schema.runs import plan_at
 from autockpt.schema.workload import Stage
-from autockpt.shipped import load_space
 from autockpt.terminal import VERDICTS, heading, plain_table, print_legend, remarks, simulated
 
 AUTO = "auto"
@@ -102,11 +101,6 @@ def search(
         "once --seq-len auto has found its length.",
     ),
     seed: int | None = opt("--seed N", "For weights, batch and sampler. Default: the job's, else 0.", min=0),
-    space: str = opt(
-        "--space NAME",
-        "What the sampler varies: knobs (a few numbers that steer the solver), or your own YAML file.",
-        default="knobs",
-    ),
     choices: str | None = opt("--choices A,B", "Allow only these, as in save,recompute."),
     storage: str | None = opt(
         "--storage URL",
@@ -166,12 +160,11 @@ def search(
     command = ("autockpt", *sys.argv[1:])
     if any(without_passwords(word) != word for word in command):
         notes = (*notes, _NO_PASSWORD)
-    allowed = load_space(space)
     request = search_request(
         budget="auto" if budget is None else budget,
         headroom=headroom,
         workload=spec,
-        space=allowed if choices is None else allowed.restricted(listed(choices)),
+        choices=None if choices is None else listed(choices),
         host_budget=host_budget,
         device=device,
         hardware=simulate,

@@ -27,7 +27,7 @@ TIMEOUT = 600.0
 QUIET = 60.0
 """Seconds between two lines of progress: a line for every trial would fill the log of the training."""
 _SIMULATED = "for FSDP and ZeRO-3 simulated, with `shard: N` in a --job file and --hardware"
-_OPTIONS = ("headroom", "host_budget", "allow_inexact", "space", "trials", "seed", "fresh")
+_OPTIONS = ("headroom", "host_budget", "allow_inexact", "choices", "trials", "seed", "fresh")
 
 
 class _Progress(Listener):

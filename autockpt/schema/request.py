@@ -36,7 +36,7 @@ class SearchRequest(Data):
     """
 
     budget: Budget
-    space: SearchSpace
+    space: SearchSpace = Field(default_factory=SearchSpace)
     workload: WorkloadSpec | None = None
     step: Any = Field(default=None, exclude=True, repr=False, description="a live autockpt.Step, without a workload")
     others_wait: bool = Field(default=False, description="one of several processes, whose step needs none of the rest")
@@ -111,7 +111,7 @@ class SearchRequest(Data):
         whole = self.budget.kind == "auto"  # the device's capacity counts for such a budget alone
         of_a_run = {"overhead_bytes"} if whole else {"overhead_bytes", "capacity_bytes"}
         asked: dict[str, Any] = {
-            "space": self.space.model_dump(mode="json", exclude={"description"}),
+            "space": self.space.model_dump(mode="json"),
             "budget": self.budget.text,
             "headroom": self.budget.headroom and self.budget.headroom.text,
             "seed": self.seed,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pydantic import ValidationError
@@ -25,7 +25,7 @@ from autockpt.schema import (
 )
 from autockpt.schema.base import unfit
 from autockpt.schema.request import BatchAnswer, PipelineAnswer
-from autockpt.shipped import load_hardware, load_space
+from autockpt.shipped import load_hardware
 from autockpt.tuning.batches import search_batch_sizes
 from autockpt.tuning.lengths import search_lengths
 from autockpt.tuning.pipeline import search_stages
@@ -101,7 +101,7 @@ def search_request(
     step: Any = None,
     headroom: str | None = None,
     host_budget: str | int | None = None,
-    space: str | SearchSpace = "knobs",
+    choices: Sequence[str] | None = None,
     hardware: str | Hardware | None = None,
     gpus_per_host: int = 1,
     device: str | None = None,
@@ -113,8 +113,8 @@ def search_request(
 
     ``budget`` is text such as "24GB", "60%", "60%act" or "auto"; ``headroom`` (text: "2%" of the budget, or "500MB") is
     left free of it, by default as ``Budget.with_headroom`` says. ``host_budget`` (text such as "8GB", or bytes) bounds
-    what offloading may claim of host memory, in the search and wherever the plan is applied. ``gpus_per_host``: so many
-    GPUs of the simulated host train at the same time.
+    what offloading may claim of host memory, in the search and wherever the plan is applied. ``choices`` are the only
+    ones that are tried. ``gpus_per_host``: so many GPUs of the simulated host train at the same time.
     """
     refuse_both(hardware, device)
     described = load_hardware(hardware) if isinstance(hardware, str) else hardware
@@ -138,8 +138,8 @@ def search_request(
             budget=parse_budget(budget).with_headroom(headroom, simulated=described is not None),
             workload=workload,
             step=step,
+            space=SearchSpace() if choices is None else SearchSpace().restricted(tuple(choices)),
             host_budget=parse_size(host_budget) if isinstance(host_budget, str) else host_budget,
-            space=load_space(space) if isinstance(space, str) else space,
             hardware=described and of_host_with(described, gpus_per_host),
             device=device,
             rows_per_update=global_batch,

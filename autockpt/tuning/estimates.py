@@ -10,9 +10,9 @@ from itertools import product
 from typing import Any, get_args
 
 from autockpt.errors import AutockptError, InfeasibleError, UsageError
-from autockpt.schema import SAVE, Estimate, Listener, SearchRequest, Silence, WorkloadSpec, parse_budget
+from autockpt.schema import SAVE, Estimate, Listener, SearchRequest, SearchSpace, Silence, WorkloadSpec, parse_budget
 from autockpt.schema.workload import Dtype
-from autockpt.shipped import load_hardware, load_space
+from autockpt.shipped import load_hardware
 from autockpt.tuning.search import run_search
 from autockpt.workload.configs import find_config
 from autockpt.workload.factory import is_factory
@@ -59,7 +59,7 @@ def estimate(
     for name in named:  # a misspelt one is no row
         if not is_factory(name):
             find_config(WorkloadSpec(model=name))
-    space, budget = load_space("knobs").restricted(CHOICES), parse_budget("auto").with_headroom(None, simulated=True)
+    space, budget = SearchSpace().restricted(CHOICES), parse_budget("auto").with_headroom(None, simulated=True)
 
     def rows() -> Iterator[Estimate]:
         earlier: dict[tuple[str, str, int | None, bool], list[Estimate]] = {}

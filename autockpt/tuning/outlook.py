@@ -13,12 +13,12 @@ from itertools import chain, zip_longest
 from autockpt.cost import CostModel
 from autockpt.schema import SAVE, Choice, Trial, format_binary, plan_hash, words
 from autockpt.schema.outlook import GhostAnswer, Outlook
-from autockpt.schema.space import HIDDEN_COPIES
 from autockpt.solvers import exact
 from autockpt.solvers.problem import peak_of
 from autockpt.tuning.clock import Clock
 from autockpt.tuning.loop import SearchResult
 from autockpt.tuning.refit import fit, priced
+from autockpt.tuning.trials import HIDDEN_COPIES
 
 BUDGETS = 12  # between the leanest plan's and that of saving everything
 SOLVING = 0.3  # seconds that the solver may take for one of them

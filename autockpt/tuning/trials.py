@@ -29,6 +29,9 @@ Plans = Mapping[str, Mapping[str, Choice]]  # by what they are called
 Parameters = dict[str, float | int | str]
 KNOBS, SOLVER = "knobs", "solver"
 """Encodings of plans: the solver's at a sampler's point, and those it makes without one (simple ones; leaner ones)."""
+HIDDEN_COPIES = "hidden_copies"
+"""The knob, and a trial's parameter: the share of the link's time in forward for which layers are offloaded behind
+others' compute."""
 
 
 @dataclass(frozen=True)

@@ -5,13 +5,13 @@ from collections.abc import Iterator
 import pytest
 
 from autockpt.analysis import explain
-from autockpt.shipped import load_space
+from autockpt.schema import SearchSpace
 
 
 @pytest.fixture(scope="module")
 def few_choices() -> Iterator[None]:
     """For tests that do not depend on which choices there are: each is some ghost runs more in every answer."""
-    few = load_space(explain.SPACE).restricted(("save", "recompute", "offload", "chunked_softmax"))
+    few = SearchSpace().restricted(("save", "recompute", "offload", "chunked_softmax"))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(explain, "load_space", lambda name: few)
+        patch.setattr(explain, "SearchSpace", lambda: few)
         yield

@@ -10,8 +10,8 @@ import pytest
 from autockpt.analysis.diagnose import advice_of, diagnose, room_of
 from autockpt.analysis.oom_log import LogReading, read_text
 from autockpt.errors import UsageError
-from autockpt.schema import Hardware, Plan, WorkloadSpec, parse_budget
-from autockpt.shipped import load_hardware, load_space
+from autockpt.schema import Hardware, Plan, SearchSpace, WorkloadSpec, parse_budget
+from autockpt.shipped import load_hardware
 from tests.analysis.logs import FORWARD, message
 
 MIB, GIB = 2**20, 2**30
@@ -25,10 +25,9 @@ def mib(number: float) -> str:
 @pytest.fixture(scope="module", autouse=True)
 def few_choices() -> Iterator[None]:
     """Each choice is some ghost runs more in every answer, and none here depends on which there are."""
-    few = load_space("knobs").restricted(("save", "recompute", "offload", "recompute_offload"))
+    few = SearchSpace().restricted(("save", "recompute", "offload", "recompute_offload"))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("autockpt.shipped.load_space", lambda name: few)
-        patch.setattr("autockpt.analysis.diagnose.load_space", lambda name: few)
+        patch.setattr("autockpt.analysis.diagnose.SearchSpace", lambda: few)
         yield
 
 

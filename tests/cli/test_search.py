@@ -39,7 +39,7 @@ def test_options_become_a_request(autockpt, asked: list[SearchRequest]) -> None:
     result = autockpt(
         *("search", "--budget", "60%act", "--model", "llama-tiny", "-b", "4", "--seq-len", "128", "--packed"),
         *("--dtype", "bf16", "--optimizer", "sgd", "--accumulate", "2", "--lora", "8"),
-        *("--device", "cpu", "--trials", "7", "--timeout", "10m", "--seed", "3", "--space", "knobs"),
+        *("--device", "cpu", "--trials", "7", "--timeout", "10m", "--seed", "3"),
         *("--choices", "save,recompute", "--storage", "sqlite:///x.db", "--out", "runs", "--plan-out", "p.yaml"),
         "--fresh",
     )

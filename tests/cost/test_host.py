@@ -20,7 +20,6 @@ from autockpt.schema import (
     WorkloadSpec,
     parse_budget,
 )
-from autockpt.shipped import load_space
 from autockpt.tracing import Tracer
 from autockpt.tuning.clock import Clock
 from autockpt.tuning.loop import Loop, SearchResult
@@ -111,7 +110,7 @@ def solved(known: CostModel, budget: str, space: SearchSpace) -> SearchResult:
 def test_plans_stay_within_both_budgets(on_gpu: Tracer, share: float):
     limit = int(host_needed(on_gpu) * share)
     known = profiled(on_gpu, "cuda", limit, ("save", "offload"))
-    space = load_space("knobs").restricted(("save", "offload"))
+    space = SearchSpace().restricted(("save", "offload"))
     found = solved(known, "20%act", space)
     assert found.best is not None
     choices = found.best.choices

@@ -4,8 +4,8 @@ import pytest
 
 from autockpt.analysis import explain
 from autockpt.analysis.explain import ExplainRequest
-from autockpt.schema import WorkloadSpec
-from autockpt.shipped import load_hardware, load_space
+from autockpt.schema import SearchSpace, WorkloadSpec
+from autockpt.shipped import load_hardware
 from tests.evidence.rules.claims import COMMON
 from tests.evidence.rules.plans import FULL, forwards, rules
 from tests.evidence.rules.rule import Rule, Rules
@@ -41,9 +41,9 @@ def test_a_rule_says_what_it_misses(promised, found, misses) -> None:
 def found() -> Rules:
     """Of a model whose eager attention keeps its scores. Few choices on the menu: the rules do not depend on them."""
     eager = WorkloadSpec(model="llama-tiny", batch_size=2, seq_len=256, attn="eager", dtype="bf16")
-    few = load_space(explain.SPACE).restricted(("save", "recompute", "offload"))
+    few = SearchSpace().restricted(("save", "recompute", "offload"))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(explain, "load_space", lambda name: few)
+        patch.setattr(explain, "SearchSpace", lambda: few)
         return rules(ExplainRequest(eager, hardware=load_hardware("rtx4090")))
 
 

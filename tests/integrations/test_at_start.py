@@ -18,15 +18,13 @@ from torch import Tensor, nn
 
 from autockpt.errors import InfeasibleError, PlanError, UsageError
 from autockpt.integrations.transformers import AutockptCallback
-from autockpt.schema import Plan, SearchSpace
-from autockpt.shipped import load_space
+from autockpt.schema import Plan
 from tests.errors import raises
 from tests.integrations.test_transformers import LLAMA, ROWS, accelerate, sft, trainer, untouched, weights
 from tests.policies.zoo import assert_equal
 from tests.runtime.processes import in_processes, needs_gloo
 
-SPACE: SearchSpace = load_space("knobs").restricted(("save", "recompute"))
-SHORT: dict[str, Any] = {"budget": "60%act", "trials": 1, "space": SPACE}
+SHORT: dict[str, Any] = {"budget": "60%act", "trials": 1, "choices": ("save", "recompute")}
 LOGGED = {"logging_strategy": "steps", "logging_steps": 1}
 
 

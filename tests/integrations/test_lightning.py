@@ -16,7 +16,6 @@ from autockpt.checkpointing.replay_context import recomputing
 from autockpt.errors import ConflictError, UsageError
 from autockpt.policies.base import attached_to
 from autockpt.schema import Plan
-from autockpt.shipped import load_space
 from tests.errors import raises
 from tests.policies.zoo import CASES, assert_equal
 
@@ -131,8 +130,7 @@ def test_a_budget_leaves_the_same_as_the_plan_it_found(tmp_path, capfd):
 
     more: dict[str, Any] = {"precision": "bf16-mixed", "accumulate_grad_batches": 2, "max_epochs": 4}
     found, planned = logging_module(), logging_module()
-    space = load_space("knobs").restricted(("save", "recompute"))
-    one = AutockptLightningCallback(budget="60%act", trials=1, space=space)
+    one = AutockptLightningCallback(budget="60%act", trials=1, choices=("save", "recompute"))
     told = fit(found, tmp_path, [one], enable_progress_bar=True, **more)
     said = capfd.readouterr().out
     assert "the plan was found in" in said and said.count("autockpt: applied plan ") == 1

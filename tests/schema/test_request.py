@@ -11,11 +11,11 @@ from autockpt.schema import (
     ResolvedBudget,
     SearchOutcome,
     SearchRequest,
+    SearchSpace,
     WorkloadSpec,
     parse_budget,
 )
 from autockpt.schema.request import question_hash
-from autockpt.shipped import load_space
 
 ENVIRONMENT = Environment(
     device=DeviceInfo(kind="cpu", name="a processor", capacity_bytes=2**34, threads=2),
@@ -27,7 +27,7 @@ def request(**changes: object) -> SearchRequest:
     asked = {
         "budget": parse_budget("60%"),
         "workload": WorkloadSpec(model="llama-tiny"),
-        "space": load_space("knobs"),
+        "space": SearchSpace(),
     }
     return SearchRequest.model_validate(asked | changes)
 
@@ -59,7 +59,7 @@ def test_what_changes_the_answer_is() -> None:
     others = [
         request(budget=parse_budget("61%")),
         request(workload=WorkloadSpec(model="llama-tiny", accumulate=2)),
-        request(space=load_space("knobs").restricted(("recompute",))),
+        request(space=SearchSpace().restricted(("recompute",))),
         request(seed=1),
     ]
     versions = ENVIRONMENT.versions | {"torch": "2.14.0"}

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from autockpt.shipped import load_space
+from autockpt.schema import SearchSpace
 from autockpt.tracing import Tracer
 from autockpt.tracing.cuts import said_of_left_out
 from autockpt.tuning.opening import traced
@@ -74,8 +74,8 @@ def test_large_modules_outside_units_are_named_largest_first(plain: Tracer) -> N
 
 
 def test_who_follows_the_advice_hears_no_more_of_it(plain: Tracer) -> None:
-    (said,) = traced(plain, load_space("knobs").restricted(("save", "recompute"))).left_out
+    (said,) = traced(plain, SearchSpace().restricted(("save", "recompute"))).left_out
     with tracer(advised(said)) as named:
-        found = traced(named, load_space("knobs").restricted(("save", "recompute")))
+        found = traced(named, SearchSpace().restricted(("save", "recompute")))
     assert {unit.name for unit in found.plain.blocks()} >= {"front", "lstm", "blocks.0", "blocks.3"}
     assert found.left_out == () and said not in found.all_notes

@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 from optuna.samplers import RandomSampler
 
-from autockpt.schema import Choice, SearchRequest, Silence, parse_budget
+from autockpt.schema import Choice, SearchRequest, SearchSpace, Silence, parse_budget
 from autockpt.schema.choices import dump_choice
 from autockpt.schema.runs import RunDirectory
-from autockpt.shipped import load_space
 from autockpt.tuning.clock import Clock
 from autockpt.tuning.loop import Loop, SearchResult
 from autockpt.tuning.proposers import solver
@@ -43,7 +42,7 @@ def search(
     clock = clock or Clock(listener or Silence(), timeout)
     request = SearchRequest(
         budget=parse_budget(budget).with_headroom(headroom),
-        space=load_space("knobs"),
+        space=SearchSpace(),
         trials=trials,
         host_budget=host_budget,
     )

@@ -19,11 +19,12 @@ from autockpt.schema import (
     ResolvedBudget,
     SearchOutcome,
     SearchRequest,
+    SearchSpace,
     Silence,
     WorkloadSpec,
     parse_budget,
 )
-from autockpt.shipped import load_hardware, load_space
+from autockpt.shipped import load_hardware
 from autockpt.tuning import answer as answered
 from autockpt.tuning import batches, search_request
 from autockpt.tuning.batches import Climb, search_batch_sizes
@@ -39,7 +40,7 @@ DEVICE = DeviceInfo(kind="cpu", name="made up", capacity_bytes=1 << 40)
 
 def request(out: Path = Path("unused"), **more: Any) -> SearchRequest:
     spec = WorkloadSpec.model_validate({"model": "llama-tiny"} | more.pop("workload", {}))
-    given = {"budget": parse_budget("24GB"), "workload": spec, "space": load_space("knobs"), "out": out, "trials": 20}
+    given = {"budget": parse_budget("24GB"), "workload": spec, "space": SearchSpace(), "out": out, "trials": 20}
     return SearchRequest.model_validate(given | more)
 
 
@@ -202,7 +203,7 @@ def test_rows_that_depend_on_each_other_are_refused_or_named() -> None:
 
 @pytest.mark.slow
 def test_a_simulated_search_names_the_most_tokens_per_second(tmp_path: Path) -> None:
-    space = load_space("knobs").restricted(("recompute",))
+    space = SearchSpace().restricted(("recompute",))
     asked = request(
         tmp_path,
         rows_per_update=4,

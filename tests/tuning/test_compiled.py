@@ -18,13 +18,13 @@ from autockpt.schema import (
     Environment,
     Measurement,
     SearchRequest,
+    SearchSpace,
     Silence,
     Trial,
     parse_budget,
 )
 from autockpt.schema.choices import CompileBudget, Selective
 from autockpt.schema.runs import RunDirectory
-from autockpt.shipped import load_space
 from autockpt.tuning.clock import Clock
 from autockpt.tuning.compiled import Compiled, SplitProposer, proposals
 from autockpt.tuning.loop import Loop
@@ -71,7 +71,7 @@ class MadeUpCompiler:
 
 def search(compiler: MadeUpCompiler, budget: str, mode: Any = "layers", *, trials: int = 14, **more: Any) -> Any:
     clock = Clock(Silence(), more.pop("timeout", None))
-    space = load_space("knobs").restricted(more.pop("choices", ("recompute",)))
+    space = SearchSpace().restricted(more.pop("choices", ("recompute",)))
     request = SearchRequest(budget=parse_budget(budget), space=space, trials=trials, compile=mode)
     run = more.pop("run", None)
     tried = Trials(run)

@@ -13,8 +13,18 @@ import pytest
 import torch
 import transformers
 
-from autockpt.schema import RECOMPUTE, Plan, SearchOutcome, SearchRequest, Silence, Trial, WorkloadSpec, parse_budget
-from autockpt.shipped import load_hardware, load_space
+from autockpt.schema import (
+    RECOMPUTE,
+    Plan,
+    SearchOutcome,
+    SearchRequest,
+    SearchSpace,
+    Silence,
+    Trial,
+    WorkloadSpec,
+    parse_budget,
+)
+from autockpt.shipped import load_hardware
 from autockpt.tuning import run_search, search_request
 from autockpt.workload import Step
 from tests.tuning import postgresql
@@ -33,7 +43,7 @@ class Stages(Silence):
 
 def ask(out: Path, stages: Stages | None = None, **more: Any) -> tuple[SearchOutcome, list[str]]:
     """The outcome, and the stages that it took."""
-    space = load_space("knobs").restricted(("recompute", "offload"))
+    space = SearchSpace().restricted(("recompute", "offload"))
     asked = {"budget": parse_budget("60%act"), "workload": WorkloadSpec(model="llama-tiny"), "space": space}
     hardware = load_hardware("rtx4090")
     stages = stages or Stages()
@@ -155,11 +165,11 @@ def live_step() -> Step:
 
 
 def test_a_live_search_is_answered_from_its_record_too(tmp_path: Path) -> None:
-    step, space = live_step(), load_space("knobs").restricted(("recompute",))
+    step = live_step()
 
     def asked(**more: Any) -> tuple[Plan, list[str]]:
         stages = Stages()
-        request = search_request(budget="50%act", step=step, space=space, trials=1, out=tmp_path, **more)
+        request = search_request(budget="50%act", step=step, choices=("recompute",), trials=1, out=tmp_path, **more)
         found = run_search(request, stages)
         assert found.plan is not None
         return found.plan, stages.begun
@@ -176,8 +186,8 @@ def test_op_times_that_steps_contradict_are_measured_anew(tmp_path: Path, monkey
 
     def asked() -> tuple[bool, bool]:
         """Whether op times were measured, and whether the steps were said to contradict them."""
-        stages, space = Stages(), load_space("knobs").restricted(("recompute",))
-        found = run_search(search_request(budget="50%act", step=live_step(), space=space, trials=1), stages)
+        stages = Stages()
+        found = run_search(search_request(budget="50%act", step=live_step(), choices=("recompute",), trials=1), stages)
         return "time single ops" in stages.begun, any("measures op times again" in note for note in found.notes)
 
     assert asked()[0]

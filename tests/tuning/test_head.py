@@ -10,10 +10,10 @@ import transformers
 
 from autockpt.errors import HostBudgetExceeded, InfeasibleError, UsageError
 from autockpt.runtime import apply
-from autockpt.schema import Plan, SearchRequest, WorkloadSpec, parse_budget
+from autockpt.schema import Plan, SearchRequest, SearchSpace, WorkloadSpec, parse_budget
 from autockpt.schema.choices import CHUNKED_SOFTMAX, OFFLOAD, ChunkedLoss
 from autockpt.schema.outlook import INEXACT
-from autockpt.shipped import load_hardware, load_space
+from autockpt.shipped import load_hardware
 from autockpt.tracing import Tracer
 from autockpt.tuning import run_search, search_request
 from autockpt.workload import Step
@@ -36,7 +36,7 @@ def model_in(folder: Path, **sizes: int) -> str:
 @pytest.fixture
 def request_(tmp_path: Path) -> SearchRequest:
     spec = WorkloadSpec(model=model_in(tmp_path / "model"), batch_size=32, seq_len=128)
-    space = load_space("knobs").restricted(("recompute",))
+    space = SearchSpace().restricted(("recompute",))
     return SearchRequest(
         budget=parse_budget(BUDGET), workload=spec, space=space, hardware=load_hardware("cpu"), quick=True
     )
@@ -63,7 +63,7 @@ def test_allowed_it_is_part_of_the_plan_and_said_so(request_: SearchRequest, tmp
 @pytest.fixture
 def heavy(request_: SearchRequest) -> SearchRequest:
     """Logits are most of what it needs; softmax in chunks may be used."""
-    space = load_space("knobs").restricted(("recompute", "chunked_softmax"))
+    space = SearchSpace().restricted(("recompute", "chunked_softmax"))
     return request_.model_copy(update={"space": space})
 
 
@@ -124,7 +124,7 @@ class Live:
 
 def test_a_live_search_names_the_alternative_and_takes_it() -> None:
     live = Live()
-    space = load_space("knobs").restricted(("recompute",))
+    space = SearchSpace().restricted(("recompute",))
     asked = {"budget": "16MB", "space": space, "trials": 3}
     with pytest.raises(InfeasibleError) as caught:
         run_search(search_request(step=Step(live.model, live.batch), **asked))
@@ -141,9 +141,8 @@ def test_a_live_search_names_the_alternative_and_takes_it() -> None:
 
 def test_a_live_search_stays_within_its_host_budget() -> None:
     live = Live()
-    space = load_space("knobs").restricted(("offload",))
     step = Step(live.model, live.batch)
-    asked = search_request(budget="90%act", step=step, space=space, trials=3, host_budget="200KB")
+    asked = search_request(budget="90%act", step=step, choices=("offload",), trials=3, host_budget="200KB")
     plan = run_search(asked).plan
     assert plan is not None and plan.host_budget_bytes == 200_000
     assert plan.measured is not None and plan.measured.host_bytes <= 200_000

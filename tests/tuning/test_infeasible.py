@@ -12,9 +12,8 @@ import torch
 from torch import nn
 
 from autockpt.errors import ConflictError, InfeasibleError, UsageError
-from autockpt.schema import SearchRequest, Silence, WorkloadSpec, parse_budget
+from autockpt.schema import SearchRequest, SearchSpace, Silence, WorkloadSpec, parse_budget
 from autockpt.schema.outlook import FOUR_BITS, INEXACT, SMALLER, Alternative, batch, joined
-from autockpt.shipped import load_space
 from autockpt.tuning import infeasible, search_request, sizes
 from autockpt.tuning.clock import Clock
 from autockpt.tuning.infeasible import Change
@@ -26,7 +25,7 @@ SETTINGS = {"batch_size": 4, "seq_len": 1024, "tokens": 4096}
 
 
 def request_of(budget: str = "1KB") -> SearchRequest:
-    return SearchRequest(budget=parse_budget(budget), space=load_space("knobs"), workload=SPEC)
+    return SearchRequest(budget=parse_budget(budget), space=SearchSpace(), workload=SPEC)
 
 
 @pytest.mark.parametrize("needed", [(INEXACT, "batch size"), ("LoRA", "batch size"), ("sequences",)])

@@ -19,13 +19,13 @@ from autockpt.schema import (
     ResolvedBudget,
     SearchOutcome,
     SearchRequest,
+    SearchSpace,
     Silence,
     Unit,
     WorkloadSpec,
     parse_budget,
 )
 from autockpt.schema.lengths import Lengths
-from autockpt.shipped import load_space
 from autockpt.tuning.clock import Clock
 from autockpt.tuning.lengths import MOST_SETS, WORTH, Expected, search_lengths
 from tests.errors import raises
@@ -77,7 +77,7 @@ def searched(lengths: Lengths, timeout: float | None = None, took: float = 0.0, 
 
 def request_for(budget: str = "24GB", spec: Any = None, **more: Any) -> SearchRequest:
     workload = WorkloadSpec.model_validate({"model": "llama-tiny"} | (spec or {}))
-    asked = {"budget": parse_budget(budget), "workload": workload, "space": load_space("knobs"), "lengths": TAIL}
+    asked = {"budget": parse_budget(budget), "workload": workload, "space": SearchSpace(), "lengths": TAIL}
     return SearchRequest.model_validate(asked | more)
 
 

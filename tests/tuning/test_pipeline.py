@@ -9,9 +9,8 @@ import pytest
 import transformers
 
 from autockpt.errors import UsageError
-from autockpt.schema import Plan, WorkloadSpec
+from autockpt.schema import Plan, SearchSpace, WorkloadSpec
 from autockpt.schema.request import PipelineAnswer, StagePlan
-from autockpt.shipped import load_space
 from autockpt.tuning import answer, search_request
 from autockpt.tuning.pipeline import balanced
 from tests.errors import raises
@@ -29,7 +28,7 @@ def asked(model: Path, stage: str, **more: object) -> PipelineAnswer:
         model=str(model), batch_size=2, seq_len=512, packed=True, accumulate=4, stage=stage, optimizer="sgd"
     )
     options = {"hardware": "h100", "budget": "40GB", "trials": 1, **more}
-    options["space"] = load_space("knobs").restricted(("save", "recompute"))
+    options["space"] = SearchSpace().restricted(("save", "recompute"))
     found = answer(search_request(workload=spec, **options))
     assert isinstance(found, PipelineAnswer)
     return found

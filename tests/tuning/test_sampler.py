@@ -10,14 +10,13 @@ import pytest
 
 from autockpt.errors import RunDirectoryError
 from autockpt.schema import RECOMPUTE, SAVE, Measurement, Trial
-from autockpt.shipped import load_space
-from autockpt.tuning.proposers.sampler import Study, sampler_for
+from autockpt.tuning.proposers.sampler import RANGES, Study, sampler_for
 from tests.errors import raises
 from tests.samples import trial
 
 
 def knobs_study(storage: str | None) -> Study:
-    return Study(sampler_for(0), load_space("knobs").knobs, name="search", storage=storage)
+    return Study(sampler_for(0), RANGES, name="search", storage=storage)
 
 
 @pytest.mark.parametrize("storage", ["nonsense", "nosuchdriver://someone:secret@nowhere/db"])
@@ -53,15 +52,14 @@ def test_a_full_disk_is_called_one(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.slow
 def test_the_sampler_stays_within_the_knobs_and_takes_trials_that_did_not_fit() -> None:
-    space = load_space("knobs")
-    study = Study(sampler_for(0), space.knobs, name="search", storage=None)
+    study = knobs_study(None)
     record = Trial(number=0, name="t", encoding="knobs", choices={}, plan_hash="h", state="measured", feasible=True)
     record = record.model_copy(update={"measured": Measurement(peak_bytes=1, step_seconds=1.0)})
     margins = []
     for i in range(15):
         number, point = study.ask()
-        assert point.keys() == space.knobs.keys()
-        assert all(knob.low <= float(point[name]) <= knob.high for name, knob in space.knobs.items())
+        assert point.keys() == RANGES.keys()
+        assert all(knob.low <= float(point[name]) <= knob.high for name, knob in RANGES.items())
         study.tell(number, 1.0 + float(point["margin"]), 0.5 if i % 3 == 0 else -0.5, record)
         margins.append(point["margin"])
     assert len(set(margins)) > 5
@@ -106,10 +104,9 @@ class Model: pass
 
 def proposes():
     model = Model()
-    from autockpt.tuning.proposers.sampler import Study, sampler_for
-    from autockpt.shipped import load_space
+    from autockpt.tuning.proposers.sampler import RANGES, Study, sampler_for
     from tests.samples import trial
-    study = Study(sampler_for(0), load_space("knobs").knobs, name="search", storage=None)
+    study = Study(sampler_for(0), RANGES, name="search", storage=None)
     for n in range(6):
         study.tell(study.ask()[0], 1.0 + n, -0.5, trial(number=n))
     return weakref.ref(model)

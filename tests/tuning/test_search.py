@@ -11,9 +11,9 @@ from torch import nn, ones
 
 from autockpt.devices.cpu import CpuDevice
 from autockpt.errors import AutockptError, InfeasibleError, UsageError
-from autockpt.schema import DeviceInfo, Environment, SearchRequest, Silence, WorkloadSpec, parse_budget
+from autockpt.schema import DeviceInfo, Environment, SearchRequest, SearchSpace, Silence, WorkloadSpec, parse_budget
 from autockpt.schema.lengths import Lengths
-from autockpt.shipped import load_hardware, load_space
+from autockpt.shipped import load_hardware
 from autockpt.tuning import answer, infeasible, run_search, search_request, sizes
 from autockpt.tuning.opening import less_than_asked
 from autockpt.workload import Step, build
@@ -32,7 +32,7 @@ class Untouched(Silence):
 def test_places_that_cannot_be_written_are_refused_at_once(tmp_path: Path, option: str) -> None:
     (tmp_path / "file").write_text("mine")
     places = {"out": tmp_path / "runs", option: tmp_path / "file" / "below"}
-    asked = {"budget": parse_budget("60%"), "workload": WorkloadSpec(model="llama-tiny"), "space": load_space("knobs")}
+    asked = {"budget": parse_budget("60%"), "workload": WorkloadSpec(model="llama-tiny"), "space": SearchSpace()}
     request = SearchRequest.model_validate(asked | places)
     with pytest.raises(AutockptError) as caught:
         run_search(request, Untouched())
@@ -46,7 +46,7 @@ def children() -> set[str]:
 
 
 def described(out: Path, **more: Any) -> SearchRequest:
-    asked = {"workload": WorkloadSpec(model=TWO_LAYERS, batch_size=2), "space": load_space("knobs"), "out": out}
+    asked = {"workload": WorkloadSpec(model=TWO_LAYERS, batch_size=2), "space": SearchSpace(), "out": out}
     return SearchRequest.model_validate(asked | {"budget": parse_budget("1GB")} | more)
 
 
@@ -120,7 +120,7 @@ def test_what_the_worker_holds_is_not_another_s(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(infeasible, "what_if_of", what_if_of)
     monkeypatch.setattr(CpuDevice, "used_by_others", lambda self: self.capacity())  # here; the worker sees for itself
     asked = {"budget": parse_budget("800KB"), "workload": WorkloadSpec(model=TWO_LAYERS, batch_size=1, seq_len=16)}
-    request = SearchRequest.model_validate(asked | {"space": load_space("knobs"), "out": tmp_path, "device": "cpu"})
+    request = SearchRequest.model_validate(asked | {"space": SearchSpace(), "out": tmp_path, "device": "cpu"})
     with raises(InfeasibleError):
         run_search(request)
     assert 0 <= judged[0] < CpuDevice().capacity()

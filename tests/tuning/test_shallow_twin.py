@@ -11,9 +11,9 @@ import transformers
 from autockpt.cost import build_profile, uniform_graphs
 from autockpt.cost.profile import head_graphs
 from autockpt.cost.roofline import roofline_times
-from autockpt.schema import SAVE, WorkloadSpec
+from autockpt.schema import SAVE, SearchSpace, WorkloadSpec
 from autockpt.schema.choices import CHUNKED_SOFTMAX
-from autockpt.shipped import load_hardware, load_space
+from autockpt.shipped import load_hardware
 from autockpt.tracing import Tracer
 from autockpt.tuning import shallow_twin as depth
 
@@ -50,7 +50,7 @@ CONFIGS = {
 def test_the_menus_are_those_of_the_whole_model(model: str, lora: int | None, blocks: int, tmp_path: Path) -> None:
     CONFIGS[model]().save_pretrained(tmp_path)
     spec = WorkloadSpec(model=str(tmp_path), batch_size=2, seq_len=32, lora=lora)
-    card, space = load_hardware("rtx4090"), load_space("knobs")
+    card, space = load_hardware("rtx4090"), SearchSpace()
     space = space.restricted(("recompute", "offload"))
     with ExitStack() as stack:
         tracer = stack.enter_context(Tracer.from_spec(spec, hardware=card))

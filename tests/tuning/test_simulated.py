@@ -12,10 +12,10 @@ import torch
 from autockpt.analysis.page import run_page
 from autockpt.cost import simulated_memory
 from autockpt.errors import InfeasibleError
-from autockpt.schema import Plan, SearchOutcome, SearchRequest, WorkloadSpec, parse_budget
+from autockpt.schema import Plan, SearchOutcome, SearchRequest, SearchSpace, WorkloadSpec, parse_budget
 from autockpt.schema.hardware import Hardware
 from autockpt.schema.runs import RunDirectory
-from autockpt.shipped import load_hardware, load_space
+from autockpt.shipped import load_hardware
 from autockpt.tracing import Tracer
 from autockpt.tracing.kernels.cuda_memory import as_seen_by
 from autockpt.tuning import run_search
@@ -41,7 +41,7 @@ def card() -> Hardware:
 
 
 def ask(out: Path, hardware: Hardware, budget: str = "60%act", **more: Any) -> SearchRequest:
-    space = load_space("knobs").restricted(("recompute", "offload"))
+    space = SearchSpace().restricted(("recompute", "offload"))
     data = {"budget": parse_budget(budget), "workload": WORKLOAD, "space": space, "out": out}
     return SearchRequest.model_validate(data | {"hardware": hardware, "trials": 6} | more)
 

@@ -13,9 +13,8 @@ from torch import Tensor, nn
 
 from autockpt import estimate
 from autockpt.errors import UsageError
-from autockpt.schema import SearchRequest, Silence, WorkloadSpec, parse_budget
+from autockpt.schema import SearchRequest, SearchSpace, Silence, WorkloadSpec, parse_budget
 from autockpt.schema.choices import RECOMPUTE
-from autockpt.shipped import load_space
 from autockpt.tracing import Tracer
 from autockpt.tuning.sizes import largest_that_fits, with_longest
 from autockpt.workload import Step
@@ -64,7 +63,7 @@ def test_on_a_line_three_questions_are_enough() -> None:
 
 @pytest.mark.slow
 def test_twice_what_is_found_does_not_fit() -> None:
-    space = load_space("knobs").restricted(("recompute",))
+    space = SearchSpace().restricted(("recompute",))
     asked = SearchRequest(budget=parse_budget("40MB"), space=space, workload=SPEC, device="cpu", longest=True)
     found = with_longest(asked, Silence())
     tokens = found.described.seq_len

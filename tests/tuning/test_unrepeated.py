@@ -9,8 +9,8 @@ import torch
 
 from autockpt.errors import PlanError
 from autockpt.runtime import apply
-from autockpt.schema import Plan, SearchRequest, WorkloadSpec, parse_budget
-from autockpt.shipped import load_hardware, load_space
+from autockpt.schema import Plan, SearchRequest, SearchSpace, WorkloadSpec, parse_budget
+from autockpt.shipped import load_hardware
 from autockpt.tuning import run_search
 from tests.errors import raises
 from tests.unrepeated import one_block, unet
@@ -21,7 +21,7 @@ def test_a_unet_is_cut_planned_and_trained_exactly(tmp_path: Path) -> None:
     request = SearchRequest(
         budget=parse_budget("1.9MB"),
         workload=WorkloadSpec(model="tests.unrepeated:unet"),
-        space=load_space("knobs").restricted(("save", "recompute", "recompute_offload")),
+        space=SearchSpace().restricted(("save", "recompute", "recompute_offload")),
         hardware=load_hardware("cpu"),
         quick=True,
         plan_out=tmp_path / "plan.yaml",

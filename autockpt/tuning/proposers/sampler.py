@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import warnings
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,10 +19,26 @@ from autockpt.measuring.failures import chain
 from autockpt.schema import Trial
 from autockpt.schema.files import FULL
 from autockpt.schema.names import fold
-from autockpt.schema.space import Knob
-from autockpt.tuning.trials import Parameters
+from autockpt.tuning.trials import HIDDEN_COPIES, Parameters
 
 MIB = 2**20
+RANGES = {
+    "margin": FloatDistribution(0.0, 0.08),
+    "recompute_price": FloatDistribution(0.5, 2.0, log=True),
+    "offload_price": FloatDistribution(0.1, 5.0, log=True),
+    HIDDEN_COPIES: FloatDistribution(0.0, 1.0),
+}
+"""The knobs: the share of the budget that the solver leaves free, factors on what choices cost in seconds (copies may
+hide behind more than the profile counts on), and the copies that hide behind other layers' compute."""
+NEUTRAL: Parameters = {"margin": 0.0, "recompute_price": 1.0, "offload_price": 1.0, HIDDEN_COPIES: 0.0}
+"""The values that change nothing."""
+
+
+def knobs_for(kinds: Container[str], *, copies_hide: bool) -> list[str]:
+    """The knobs of a search among these kinds of choices; ``copies_hide``: the device copies during compute."""
+    offloads = "offload" in kinds
+    used = {"recompute_price": "recompute" in kinds, "offload_price": offloads, HIDDEN_COPIES: offloads and copies_hide}
+    return [knob for knob in RANGES if used.get(knob, True)]
 
 
 class Study:
@@ -35,10 +51,10 @@ class Study:
     violation: reported as failed it would teach the sampler nothing.
     """
 
-    def __init__(self, sampler: BaseSampler, knobs: Mapping[str, Knob], *, name: str, storage: str | None) -> None:
+    def __init__(self, sampler: BaseSampler, knobs: Iterable[str], *, name: str, storage: str | None) -> None:
         logging.getLogger("alembic").setLevel(logging.ERROR)
         self._queue: deque[Mapping[str, Any]] = deque()
-        self.distributions = {key: FloatDistribution(knob.low, knob.high, log=knob.log) for key, knob in knobs.items()}
+        self.knobs = [*knobs]
         self._open: dict[int, optuna.Trial] = {}
         self._storage = storage or "memory"
         with _in_words(self._storage):
@@ -50,7 +66,7 @@ class Study:
 
     def leave_out(self, knob: str) -> None:
         """From now on points have no such number; nothing happens where they had none."""
-        self.distributions.pop(knob, None)
+        self.knobs = [known for known in self.knobs if known != knob]
 
     def enqueue(self, points: Iterable[Mapping[str, Any]]) -> None:
         """Try these points before the sampler's own, again where they were tried: what they mean may have changed."""
@@ -61,7 +77,7 @@ class Study:
         with _in_words(self._storage), warnings.catch_warnings(action="ignore"):
             if self._queue:  # one at a time: what is not asked for leaves no trace in the study
                 self._study.enqueue_trial(dict(self._queue.popleft()))
-            trial = self._study.ask({**self.distributions})
+            trial = self._study.ask({knob: RANGES[knob] for knob in self.knobs})
         self._open[trial.number] = trial
         return trial.number, dict(trial.params)
 

@@ -16,19 +16,19 @@ from autockpt.errors import InfeasibleError
 from autockpt.schema import SAVE, Choice, Prediction, ResolvedBudget, SearchRequest, Trial, format_bytes
 from autockpt.schema.known import ALL, NONE, known_plans
 from autockpt.schema.request import Silence
-from autockpt.schema.space import HIDDEN_COPIES
 from autockpt.solvers import Checked, exact, leanest, refine_segmented, refine_two_runs
 from autockpt.solvers.problem import Assignment, Problem, seconds_of
 from autockpt.solvers.runs import Accept
 from autockpt.tuning.clock import PROFILING, Clock
 from autockpt.tuning.infeasible import nothing_fits
 from autockpt.tuning.loop import Loop, Proposer
-from autockpt.tuning.proposers.sampler import Study, sampler_for
+from autockpt.tuning.proposers.sampler import NEUTRAL, Study, knobs_for, sampler_for
 from autockpt.tuning.refit import Fit, expected_seconds, fit, priced, unseen_bytes
 from autockpt.tuning.targets.base import Target
 from autockpt.tuning.trials import (
     AS_FAST,
     AS_LEAN,
+    HIDDEN_COPIES,
     KNOBS,
     SOLVER,
     Candidate,
@@ -39,6 +39,7 @@ from autockpt.tuning.trials import (
     peak_of_trial,
 )
 
+MARGINS = (0.0, 0.02, 0.05)  # shares of the budget that are left free in the plans that are tried first
 HIDING_CALLS = 3  # ghost runs spent on the plan that hides copies, and on the one that does not, to compare them
 REFITS = (1, 3, 6)  # after so many scored candidates the solver's plans are asked for again, at the fitted coefficients
 SIMPLE_CALLS = 3  # ghost runs spent on refining one simple plan
@@ -67,11 +68,9 @@ class SolverProposer(Proposer):
         seeds: Plans | None = None,
     ) -> None:
         self.request, self.cost_model, self.target, self.trials, self.clock = request, cost_model, target, trials, clock
-        self.seeds, self.space = seeds or {}, request.space
-        self.known = known_plans([u.name for u in cost_model.blocks], self.space.choices)
+        self.seeds = seeds or {}
+        self.known = known_plans([u.name for u in cost_model.blocks], request.space.choices)
         self.device = cost_model.predictor.device
-        if not self.device.copy_queues:  # nothing is copied during compute
-            self.space = self.space.without_knob(HIDDEN_COPIES)
         self.available_bytes = self.device.capacity_bytes - cost_model.used_by_others
         self.unscaled_problem = cost_model.problem(0)
         self.smallest_peak = self._plain_smallest = 0
@@ -108,7 +107,8 @@ class SolverProposer(Proposer):
         if run is not None:  # no other run has a study of this name in a storage that several share
             name, storage = f"{run.path.name}-{run.id}", self.request.storage or run.storage
         sampler = sampler_for(self.request.seed + self.trials.resumed)
-        self.study = Study(sampler, self.space.knobs, name=name, storage=storage)
+        knobs = knobs_for(self.request.space.choices, copies_hide=self.device.copy_queues)
+        self.study = Study(sampler, knobs, name=name, storage=storage)
 
     def baselines(self, loop: Loop) -> Iterator[Candidate]:
         """The well-known plans; the two that say what the budget means even where the limits are used up."""
@@ -198,7 +198,6 @@ class SolverProposer(Proposer):
             yield from self._simple()
         seeds = self._seeds()
         if not any(point.get(HIDDEN_COPIES) for point in seeds):  # then the sampler need not try some of them either
-            self.space = self.space.without_knob(HIDDEN_COPIES)
             self.study.leave_out(HIDDEN_COPIES)
         self.study.enqueue(seeds)
 
@@ -301,7 +300,7 @@ class SolverProposer(Proposer):
         """Whether the refitted solver's optimum, less the largest error seen of its predictions, is beaten already."""
         best = self.trials.best
         candidates = [t for t in self.trials.scored if t.encoding not in ("baseline", SOLVER)]
-        if best is None or best.score is None or len(candidates) < len(self.space.margins):
+        if best is None or best.score is None or len(candidates) < len(MARGINS):
             return False
         fitted = self._fit
         optimum = exact(self._problem(fitted.scale, 0))
@@ -377,14 +376,11 @@ class SolverProposer(Proposer):
         The solver's coefficients add up, as if every unit had only its own compute to hide its copies behind; the
         simulated step of a plan sees the whole schedule.
         """
-        knobs = self.space.knobs
-        neutral = {name: knob.low if knob.neutral is None else knob.neutral for name, knob in knobs.items()}
-        plain: list[Parameters] = [{**neutral} for _ in self.space.margins]
-        if (knob := knobs.get("margin")) is not None:
-            plain = [{**neutral, "margin": min(max(margin, knob.low), knob.high)} for margin in self.space.margins]
-        if HIDDEN_COPIES not in knobs or self._affordable(HIDING_CALLS) <= 1:
+        neutral = {knob: NEUTRAL[knob] for knob in self.study.knobs}
+        plain: list[Parameters] = [{**neutral, "margin": margin} for margin in MARGINS]
+        if HIDDEN_COPIES not in neutral or self._affordable(HIDING_CALLS) <= 1:
             return plain
-        hidden = {**plain[0], HIDDEN_COPIES: knobs[HIDDEN_COPIES].high}
+        hidden = {**plain[0], HIDDEN_COPIES: 1.0}
         return [hidden, *plain] if self._simulated(hidden) < self._simulated(plain[0]) else plain
 
     def _simulated(self, parameters: Parameters) -> float:

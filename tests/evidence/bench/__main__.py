@@ -284,9 +284,9 @@ def bench(
 def _space(choices: str | None, device: str | None) -> tuple[SearchSpace, tuple[str, ...]]:
     """What our searches may use. On a CPU offload would win by not being counted, so it has to be asked for."""
     from autockpt.devices import get_device
-    from autockpt.shipped import load_space
+    from autockpt.schema import SearchSpace
 
-    space = load_space("knobs")
+    space = SearchSpace()
     if choices is not None or get_device(device).kind != "cpu":
         return space.restricted(listed(choices)) if choices is not None else space, ()
     without = "plans are searched without offload here: on a CPU it is not counted (--choices allows it)"

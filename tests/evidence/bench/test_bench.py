@@ -14,8 +14,7 @@ import pytest
 
 from autockpt.devices import get_device
 from autockpt.measuring import StepRunner, environment_of
-from autockpt.schema import SearchRequest, Silence, WorkloadSpec, parse_budget
-from autockpt.shipped import load_space
+from autockpt.schema import SearchRequest, SearchSpace, Silence, WorkloadSpec, parse_budget
 from tests.evidence.bench.__main__ import Bench, Row, duels, open_rows, page, ratio
 from tests.evidence.bench.peers import OURS
 from tests.measuring.small_workloads import make_workload
@@ -43,7 +42,7 @@ def made(worker: Any) -> Bench:
     asked = SearchRequest(
         budget=parse_budget("50%"),
         workload=WorkloadSpec(model="small"),
-        space=load_space("knobs"),
+        space=SearchSpace(),
         command=("python", "-m", "tests.evidence.bench"),
     )
     return Bench(asked, worker, Silence())

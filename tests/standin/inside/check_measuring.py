@@ -14,8 +14,7 @@ from autockpt.devices import get_device
 from autockpt.errors import DeviceOutOfMemory
 from autockpt.measuring import StepRunner, environment_of
 from autockpt.runtime import apply, attach
-from autockpt.schema import OFFLOAD, RECOMPUTE, SearchRequest, WorkloadSpec, parse_budget, parse_choice
-from autockpt.shipped import load_space
+from autockpt.schema import OFFLOAD, RECOMPUTE, SearchRequest, SearchSpace, WorkloadSpec, parse_budget, parse_choice
 from autockpt.tracing import Tracer
 from autockpt.tuning import sizes
 from autockpt.workload import Step, build, discover_units
@@ -99,7 +98,7 @@ def test_a_predicted_peak_is_the_allocators(job):
 def test_variants_are_judged_by_the_allocator():
     """Batch sizes, as the alternatives to a job that does not fit, go by the same rules as plans do."""
     spec = WorkloadSpec(model="llama-tiny", seq_len=128)
-    space = load_space("knobs").restricted(("save", "recompute"))
+    space = SearchSpace().restricted(("save", "recompute"))
     budget = parse_budget("1GB")
     asked = SearchRequest(budget=budget, workload=spec, space=space, device="standin", rows_per_update=16)
     what_if = sizes.what_if_of(asked, space.choices)

@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 
 import transformers
 
-from autockpt.schema import SearchRequest, WorkloadSpec, parse_budget
+from autockpt.schema import SearchRequest, SearchSpace, WorkloadSpec, parse_budget
 from autockpt.schema.choices import dump_choice
-from autockpt.shipped import load_hardware, load_space
+from autockpt.shipped import load_hardware
 from autockpt.tuning import run_search
 from tests.tuning.made_up import search_made_up
 
@@ -82,7 +82,7 @@ def answer(name: str) -> dict[str, Any]:
         budget, units, simulated = MADE_UP[name]
         return search_made_up(budget, units, simulated=simulated)
     case = CASES[name]
-    space = load_space("knobs")
+    space = SearchSpace()
     with tempfile.TemporaryDirectory() as folder:
         workload = dict(case.workload)
         if workload["model"] == "logits":
