@@ -1,4 +1,4 @@
-"""Holding a plan against its promises with real steps: gradients, what is executed again, peak and step time."""
+"""Comparing a plan with its promises by real steps: gradients, sentinels, peak and step time."""
 
 from __future__ import annotations
 
@@ -19,8 +19,6 @@ from autockpt.measuring.base import beats_counted
 from autockpt.measuring.statistics import Interval, ratio_interval
 from autockpt.measuring.statistics import judge as judge_interval
 from autockpt.measuring.turns import turn
-from autockpt.policies import POLICIES
-from autockpt.policies.selective import kept_by
 from autockpt.runtime import Proof
 from autockpt.schema import words
 from autockpt.schema.base import Data
@@ -32,7 +30,7 @@ from autockpt.schema.runs import plan_file
 from autockpt.schema.sizes import format_bytes
 from autockpt.schema.trial import Measurement
 from autockpt.schema.workload import WorkloadSpec
-from autockpt.verification import Observation, UnitRuns, judge, observe_reference
+from autockpt.verification import Observation, judge, observe_reference
 from autockpt.workload import Step
 
 WORKER = "autockpt.analysis.verify_worker"
@@ -52,7 +50,7 @@ CheckState = Literal["passed", "failed", "skipped"]
 class Check(Data):
     """One promise of a plan, compared with real steps."""
 
-    name: str = Field(description="gradients, recomputed ops, peak, step time, …")
+    name: str = Field(description="gradients, sentinels, peak, step time, …")
     state: CheckState
     detail: str = Field(default="", description="what was compared with what, in words and numbers")
 
@@ -104,8 +102,9 @@ def verify(
     Checks, in order: *gradients* of two steps bit-equal with plain training (where a choice is not exact: equal within
     a tolerance, and said so), with losses, buffers and random states (at
     full shape where plain training fits, else at the largest shape at which it does, and against recomputing every
-    layer at full shape); *recomputed ops* by unit as the plan says; *peak* and *step time* as promised (alternated with
-    saving or recomputing everything, where that was measured for the plan and fits: a slow day slows both).
+    layer at full shape); *sentinels*: all that backward gets recomputed or back from elsewhere is what forward had
+    computed; *peak* and *step time* as promised (alternated with saving or recomputing everything, where that was
+    measured for the plan and fits: a slow day slows both).
 
     Of a plan with sets of choices for smaller batches every set is held against its own promise, at its own length; of
     a live workload, whose batch is as it is, smaller sets' gradients alone.
@@ -211,7 +210,7 @@ class _Verification:
                 f"Here it ran on {self.measurer.environment.device.name}. `autockpt search --resume` makes a measured "
                 "plan from it."
             )
-        checks = (*self.gradients(), *self._reruns(), *self._promises())
+        checks = (*self.gradients(), self._sentinels(), *self._promises())
         return VerifyReport(checks=checks, notes=tuple(self.notes), measured=self.measured)
 
     # --- gradients
@@ -282,21 +281,16 @@ class _Verification:
                 continue
         return _check(name, None, "plain training fits at no shape")
 
-    # --- recomputed ops
+    # --- sentinels
 
-    def _reruns(self) -> Iterator[Check]:
+    def _sentinels(self) -> Check:
         if self.plan.compile is not None:
-            detail = "in compiled graphs, where single ops are not seen; the peak shows what they keep"
-            yield _check("recomputed ops", None, detail)
-            return
-        self.listener.stage("count recomputed ops")
+            return _check("sentinels", None, "compiled graphs have none; the peak shows what they keep")
+        self.listener.stage("check what is recomputed")
         try:
-            found = self.measurer.call(f"{WORKER}:count_runs", {"choices": self.choices})
+            return judge_proof(self.measurer.call(f"{WORKER}:proven_step", {"choices": self.choices}))
         except (DeviceOutOfMemory, RerunMismatch) as error:
-            yield _failed("sentinels" if isinstance(error, RerunMismatch) else "recomputed ops", error)
-            return
-        yield judge_runs(self.choices, found["units"], found["moved_bytes"])
-        yield judge_proof(found["proof"])
+            return _failed("sentinels", error)
 
     # --- peak and step time
 
@@ -359,35 +353,6 @@ def smaller_shapes(spec: WorkloadSpec) -> Iterator[WorkloadSpec]:
         yield spec.model_copy(update={"batch_size": batch_size, "seq_len": seq_len})
 
 
-def judge_runs(choices: Mapping[str, Choice], found: Mapping[str, UnitRuns], moved_bytes: int = 0) -> Check:
-    """Whether every unit executed again what its choice says, and nothing of what that keeps (but for outputs that were
-    changed in place). Units whose output needs no gradient are left out."""
-    wrong: list[str] = []
-    counted = {name: found[name] for name in choices if name in found and found[name].trains}
-    for name, runs in counted.items():
-        choice = choices[name]
-        least, most = POLICIES[choice.kind].reruns(choice, runs.forward)
-        if not least <= runs.again <= most:
-            wrong.append(f"{name} ({choice}: {runs.again} of {runs.forward})")
-        elif kept_by(choice) and not runs.ops_again:
-            wrong.append(f"{name} ({choice}: nothing runs again, so everything is kept)")
-        elif runs.named_again > runs.changed:
-            wrong.append(f"{name} ({choice}: {runs.named_again} of {runs.named} that it keeps run again)")
-    again, forward, named_again, named = (
-        sum(getattr(runs, what) for runs in counted.values()) for what in ("again", "forward", "named_again", "named")
-    )
-    if wrong:
-        more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
-        return _check("recomputed ops", False, f"not as planned: {', '.join(wrong[:3])}{more}")
-    if not forward:
-        what = "matrix products, attentions or convolutions that take part in backward"
-        return _check("recomputed ops", None, f"no unit executes {what}")
-    sent = f", {format_bytes(moved_bytes)} moved off the device" if moved_bytes else ""
-    kept = f"; {named - named_again} of {named} outputs that are to be kept are not made again" if named else ""
-    what = f"matrix products, attentions and convolutions in {len(counted)} units"
-    return _check("recomputed ops", True, f"{again} of {forward} {what} run again{sent}{kept}")
-
-
 def judge_proof(proof: Proof) -> Check:
     """What sentinels have compared in the step; what differs has ended it."""
     unchecked = {why for unit in proof.units.values() for why in unit.unchecked} | set(proof.unwatched.values())
@@ -395,7 +360,9 @@ def judge_proof(proof: Proof) -> Check:
     if not proof.checks:
         return _check("sentinels", None, f"nothing runs again or comes back from elsewhere{besides}")
     units = sum(1 for unit in proof.units.values() if unit.checks)
-    detail = f"{proof.tensors} tensors that backward of {units} units was given are those that forward had computed"
+    detail = (
+        f"{proof.tensors} tensors that backward of {units} of {len(proof.units)} units was given are those of forward"
+    )
     return _check("sentinels", True, f"{detail}{besides}")
 
 

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from autockpt.measuring import StepRunner
 from autockpt.measuring.snapshot import Snapshot
-from autockpt.runtime import attach
-from autockpt.verification import Observation, RunCounter, coarsest, deterministically, kept_state, observe
+from autockpt.runtime import Proof, attach
+from autockpt.verification import Observation, coarsest, deterministically, kept_state, observe
 from autockpt.workload import Step, discover_head
 from autockpt.workload.step import DTYPES
 from autockpt.workload.units import plan_units
@@ -51,19 +51,17 @@ def observe_steps(runner: StepRunner, payload: dict[str, Any]) -> Observation:
         return deterministically(observed) if payload["deterministic"] else observed()
 
 
-def count_runs(runner: StepRunner, payload: dict[str, Any]) -> dict[str, Any]:
-    """What every unit executes in one step under ``payload["choices"]``, once and again; bytes moved off the device;
-    and what sentinels over all of it have checked."""
+def proven_step(runner: StepRunner, payload: dict[str, Any]) -> Proof:
+    """What sentinels over all that is recomputed or offloaded have checked in one step under ``payload["choices"]``."""
     workload, choices = runner.workload, payload["choices"]
-    counter = RunCounter(workload.model, choices)  # with the choices: it counts what they keep
     with (
         runner.prepared("the plan"),
         attach(workload.model, choices, host_budget=runner.host_budget, sentinels="all") as session,
     ):
         runner.seed()
-        with _restored(workload), counter.counting():
+        with _restored(workload):
             workload.full_step() if workload.full_step is not None else workload.forward_backward()
-    return {"units": counter.result(), "moved_bytes": session.host_bytes, "proof": session.proof()}
+    return session.proof()
 
 
 @contextmanager

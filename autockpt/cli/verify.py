@@ -30,9 +30,10 @@ def verify(
 ) -> None:
     """Check a plan against real steps: gradients, peak and step time.
 
-    Runs in a new process. Gradients must equal those of plain training, operations must be recomputed as planned, and
-    peak and step time must be as promised. The training step is the one that the plan was made for; a job file
-    changes it, or describes it where the plan does not. Exits with 4 where a promise is not kept.
+    Runs in a new process. Gradients must equal those of plain training, everything that is recomputed or offloaded must
+    be what forward had computed, and peak and step time must be as promised. The training step is the one that the plan
+    was made for; a job file changes it, or describes it where the plan does not. Exits with 4 where a promise is not
+    kept.
     """
     base = plan_at(plan).workload
     if base is None and job is None:

@@ -1,4 +1,4 @@
-"""Comparing a plan's steps with plain training: what they leave behind, and what they execute a second time.
+"""Comparing a plan's steps with plain training: what they leave behind.
 
 Training under a plan needs none of it. ``apply`` uses it for ``check_batch``, measuring and ``verify`` for whole plans.
 """
@@ -12,4 +12,3 @@ from autockpt.verification.observation import (
     kept_state,
     observe,
 )
-from autockpt.verification.reruns import RunCounter, UnitRuns

@@ -8,8 +8,7 @@ import torch
 from torch import nn
 
 from autockpt.analysis import verify as run
-from autockpt.analysis import verify_worker as beside
-from autockpt.analysis.verify import judge_peak, judge_runs, judge_time, verify
+from autockpt.analysis.verify import judge_peak, judge_time, verify
 from autockpt.devices import get_device
 from autockpt.errors import DeviceOutOfMemory, PlanError
 from autockpt.measuring import StepRunner
@@ -28,7 +27,6 @@ from autockpt.schema import (
     Unit,
     WorkloadSpec,
 )
-from autockpt.verification import UnitRuns
 from autockpt.workload import Step, discover_units
 from tests.measuring.small_workloads import RECOMPUTE_ALL, Stack, make_workload
 from tests.policies.zoo import CASES, Tally
@@ -97,7 +95,7 @@ def test_real_plans_keep_their_promise(name):
     names = [u.name for u in discover_units(work.model) if u.role == "block"]
     plan = promised(work, {n: (RECOMPUTE, OFFLOAD, SAVE)[i % 3] for i, n in enumerate(names)})
     report = verify(plan, work, measurer=Beside(work))
-    assert checks(report) == dict.fromkeys(("gradients", "recomputed ops", "sentinels", "peak", "step time"), "passed")
+    assert checks(report) == dict.fromkeys(("gradients", "sentinels", "peak", "step time"), "passed")
     assert report.passed
     assert "bit-equal with plain training" in report.checks[0].detail
     assert all(p.grad is None for p in work.model.parameters())
@@ -109,7 +107,6 @@ def test_a_live_workload_is_measured_here_and_put_back():
     report = verify(Plan(choices={"**": RECOMPUTE}), work, steps=1)
     assert checks(report) == {
         "gradients": "passed",
-        "recomputed ops": "passed",
         "sentinels": "passed",
         "peak": "skipped",
         "step time": "skipped",
@@ -117,20 +114,6 @@ def test_a_live_workload_is_measured_here_and_put_back():
     assert report.passed
     assert "the plan was written by hand" in report.notes[0]
     assert all(torch.equal(t, before[n]) for n, t in work.model.state_dict().items())
-
-
-def test_a_choice_that_is_silently_ignored_fails(monkeypatch):
-    real = beside.attach
-
-    def ignoring(model, choices, **more):
-        return real(model, {n: c for n, c in choices.items() if n != "model.layers.1"}, **more)
-
-    monkeypatch.setattr(beside, "attach", ignoring)
-    work = workload()
-    report = verify(promised(work, {f"model.layers.{i}": RECOMPUTE for i in range(3)}), work, measurer=Beside(work))
-    assert checks(report)["recomputed ops"] == "failed"
-    assert "model.layers.1 (recompute: 0 of 9)" in report.checks[1].detail
-    assert not report.passed
 
 
 class Drifting(nn.Module):
@@ -193,7 +176,6 @@ def test_where_plain_training_does_not_fit(monkeypatch):
     assert checks(report) == {
         "gradients at a smaller shape": "passed",
         "gradients at full shape": "passed",
-        "recomputed ops": "passed",
         "sentinels": "passed",
         "peak": "passed",
         "step time": "passed",
@@ -214,21 +196,6 @@ def test_plans_that_cannot_be_verified():
         verify(Plan(choices={"encoder.0": RECOMPUTE}), work, measurer=Beside(work))
     with pytest.raises(PlanError):
         verify(promised(workload("gpt2"), {}), work, measurer=Beside(work))
-
-
-def runs(forward: int, again: int, trains: bool = True) -> UnitRuns:
-    return UnitRuns(forward=forward, again=again, trains=trains)
-
-
-def test_verdicts_on_what_was_executed_again():
-    choices = {"a": RECOMPUTE, "b": SAVE, "c": OFFLOAD}
-    assert judge_runs(choices, {"a": runs(8, 7), "b": runs(8, 0), "c": runs(8, 0)}).state == "passed"
-    assert judge_runs(choices, {"a": runs(8, 0), "b": runs(8, 0), "c": runs(8, 0)}).state == "failed"
-    assert judge_runs(choices, {"a": runs(8, 16), "b": runs(8, 0), "c": runs(8, 0)}).state == "failed"
-    assert judge_runs(choices, {"a": runs(8, 8), "b": runs(8, 7), "c": runs(8, 0)}).state == "failed"
-    assert judge_runs(choices, {"a": runs(8, 8), "b": runs(8, 0), "c": runs(8, 1)}).state == "failed"
-    assert judge_runs(choices, {"a": runs(8, 0, trains=False), "b": runs(8, 0), "c": runs(8, 0)}).state == "passed"
-    assert judge_runs(choices, {}).state == "skipped"
 
 
 def test_verdicts_on_the_peak():
@@ -272,7 +239,7 @@ def test_compiled_steps_are_compared_with_the_plans_promise():
     compiler = Compiler("layers", "cpu", backend="aot_eager_decomp_partition")
     measurer.runner = StepRunner(work, get_device("cpu"), compiler=compiler)
     report = verify(promised(work, RECOMPUTE_ALL, compile="layers"), work, measurer=measurer, steps=2)
-    assert checks(report)["gradients"] == "passed" and checks(report)["recomputed ops"] == "skipped"
+    assert checks(report)["gradients"] == "passed" and checks(report)["sentinels"] == "skipped"
     assert "compiled alike" in report.checks[0].detail
     torch._dynamo.reset()
 

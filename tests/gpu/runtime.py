@@ -4,10 +4,10 @@ choice costs the host."""
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-from autockpt.analysis.verify_worker import count_runs
 from autockpt.errors import ConflictError, InPlaceError, RerunMismatch
 from autockpt.measuring import StepRunner
 from autockpt.schema import WorkloadSpec, parse_choice
@@ -26,6 +26,7 @@ from tests.gpu.measuring import (
     running,
     wrong,
 )
+from tests.reruns import RunCounter
 
 ATTENTION_KERNELS = re.compile(r"flash|fmha|sdpa|cudnn.*attention|attention.*cudnn|efficient_attention", re.I)
 BACKWARD_KERNELS = re.compile(r"bwd|bprop|backward|dot_do_o|convert_dq", re.I)
@@ -44,13 +45,15 @@ def attention(context: Context) -> dict[str, Any]:
             with runner.attached(choices):
                 runner.run_cycle()
                 events = profiled(runner.run_cycle, cuda)
-            runs = count_runs(runner, {"choices": choices})["units"].values()
+                with RunCounter(runner.workload.model, choices).counting() as counter:
+                    runner.workload.forward_backward()
+            runs = sum(counter.counts.values(), Counter[str]())
             kernels = [n for n, _ in events.kernels if ATTENTION_KERNELS.search(n) and not BACKWARD_KERNELS.search(n)]
             rows[name] = {
                 "device seconds": total(merged(span for _, span in events.kernels)) if cuda else None,
-                "heavy ops once more": sum(unit.again for unit in runs),
-                "attentions kept": sum(unit.named for unit in runs),
-                "of these once more": sum(unit.named_again for unit in runs),
+                "heavy ops once more": runs["again"],
+                "attentions": runs["attention forward"],
+                "of these once more": runs["attention again"],
                 "kernels": len(kernels),
                 "kernel_names": sorted(set(kernels))[:4],
             }
