@@ -29,21 +29,19 @@ from types import FrameType
 from typing import Any
 
 import torch
-import transformers
 from torch.utils.checkpoint import checkpoint
 
 from autockpt.measuring.statistics import noise, ratio_interval
 from autockpt.runtime import attach
 from autockpt.schema.choices import Choice, choice_kinds, parse_choice
+from tests.policies.heads import small_llama
 from tests.policies.zoo import objects_alive_after
 
 LAYERS, ROUNDS, WARMUP, BY_HAND = 24, 40, 4, "torch.utils.checkpoint by hand"
 REMAT, KEPT = "torch_remat, keep mlp.up_proj", "mlp.up_proj"
 HAS_REMAT = find_spec("torch_remat") is not None
-CHOICES = [
-    *(
-        kind for kind in choice_kinds("block") if kind != "compile_budget"
-    ),  # which saves everything outside compiled code
+CHOICES: list[Any] = [
+    *(k for k in choice_kinds("block") if k != "compile_budget"),  # which saves everything outside compiled code
     {"kind": "selective", "keep": ["mlp.up_proj"]},
     {"kind": "selective", "keep": ["fused_attention", "mlp.gate_proj", "mlp.up_proj"]},
 ]
@@ -51,18 +49,9 @@ CHOICES = [
 
 def model_and_batch(device: str = "cpu") -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
     """The tiny model."""
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=64,
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        use_cache=False,
-    )
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": LAYERS}
+    model = small_llama(use_cache=False, **sizes)().train()
     ids = torch.randint(0, 64, (1, 8)).to(device)
-    model: torch.nn.Module = transformers.LlamaForCausalLM(config).train()
     return model.to(device), {"input_ids": ids, "labels": ids}
 
 
@@ -118,6 +107,10 @@ PEERS = {BY_HAND: by_hand} | ({REMAT: by_remat} if HAS_REMAT else {})
 Rows = dict[str, dict[str, float | str]]
 
 
+def _candidates() -> dict[str, Choice | None]:
+    return {"nothing attached": None} | dict.fromkeys(PEERS) | {str(c): c for c in map(parse_choice, CHOICES)}
+
+
 def measure(
     device: str = "cpu", rounds: int = ROUNDS, autocast: bool = False, keep: Callable[[Rows], object] | None = None
 ) -> Rows:
@@ -138,12 +131,10 @@ def measure(
         model.zero_grad()
         return middle - begin, end - middle
 
-    parsed = {str(c): c for c in map(parse_choice, CHOICES)}
-    candidates = {"nothing attached": None} | dict.fromkeys(PEERS) | parsed
+    candidates = _candidates()
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in candidates}
     for turn in range(rounds):
-        order = list(candidates) if turn % 2 == 0 else list(reversed(candidates))
-        for name in order:
+        for name in list(candidates)[:: 1 if turn % 2 == 0 else -1]:
             with attached(model, name, candidates[name]):
                 for _ in range(WARMUP):
                     once()
@@ -169,14 +160,13 @@ def counts(device: str = "cpu", autocast: bool = False) -> dict[str, tuple[float
     asked by: about ops (``__torch_dispatch__``) and about functions (``__torch_function__``); and objects that live
     from forward to backward."""
     model, batch = model_and_batch(device)
-    parsed = {str(c): c for c in map(parse_choice, CHOICES)}
     found: dict[str, tuple[float, ...]] = {}
 
     def forward() -> torch.Tensor:
         with torch.autocast(device, torch.bfloat16, enabled=autocast):
             return model(**batch).loss
 
-    for name, choice in ({"nothing attached": None} | dict.fromkeys(PEERS) | parsed).items():
+    for name, choice in _candidates().items():
         with attached(model, name, choice):
             objects = objects_alive_after(forward)
             called: Counter[str] = Counter()
@@ -210,22 +200,19 @@ def main() -> None:
     plain = times["nothing attached"]["forward"]
     load = ", ".join(f"{n:.1f}" for n in os.getloadavg())
     print(f"Load of the machine over 1, 5 and 15 minutes: {load} on {os.cpu_count()} cores; {rounds} rounds.\n")
-    heads = (
+    heads = [
         "choice on every layer",
         "forward, µs a layer",
         "times plain",
         "backward, µs a layer",
         "step, times by hand",
-    )
-    heads += ("Python calls, forward", "backward", "ops asked about", "functions asked about", "objects kept")
-    print(f"| {' | '.join(heads)} |")
-    print(f"|{'---|' * len(heads)}")
+    ]
+    heads += ["Python calls, forward", "backward", "ops asked about", "functions asked about", "objects kept"]
+    print(f"| {' | '.join(heads)} |\n|{'---|' * len(heads)}")
     for name, row in times.items():
-        times_plain = float(row["forward"]) / float(plain)
-        print(
-            f"| {name} | {row['forward']:.0f} | {times_plain:.2f} | {row['backward']:.0f} | {row['by hand']} ", end=""
-        )
-        print(f"| {' | '.join(f'{count:.0f}' for count in counted[name])} |")
+        forward, backward = float(row["forward"]), float(row["backward"])
+        cells = [name, f"{forward:.0f}", f"{forward / float(plain):.2f}", f"{backward:.0f}", row["by hand"]]
+        print(f"| {' | '.join(map(str, cells))} | {' | '.join(f'{count:.0f}' for count in counted[name])} |")
 
 
 if __name__ == "__main__":

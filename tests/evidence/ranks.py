@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import transformers
 from torch import nn
 
 from autockpt.measuring import Ranks
@@ -26,6 +25,7 @@ from autockpt.schema import WorkloadSpec
 from autockpt.schema.choices import OFFLOAD, RECOMPUTE, Choice, parse_choice
 from autockpt.tracing import Tracer
 from autockpt.workload import build
+from tests.policies.heads import small_llama
 from tests.runtime.processes import in_processes
 
 LAYERS, VOCABULARY, ROWS, LENGTH = 6, 1024, 4, 128
@@ -34,13 +34,10 @@ KEPT = parse_choice({"kind": "selective", "keep": ["mlp.gate_proj", "self_attn.q
 
 
 def llama() -> tuple[nn.Module, dict[str, Any]]:
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        hidden_size=256, intermediate_size=704, num_hidden_layers=LAYERS, num_attention_heads=8,
-        num_key_value_heads=8, vocab_size=VOCABULARY, use_cache=False, tie_word_embeddings=False,
-    )  # fmt: skip
+    sizes = {"hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": LAYERS, "num_attention_heads": 8}
+    model = small_llama(vocab_size=VOCABULARY, use_cache=False, tie_word_embeddings=False, **sizes)()
     ids = torch.randint(0, VOCABULARY, (ROWS, LENGTH), generator=torch.Generator().manual_seed(1))
-    return transformers.LlamaForCausalLM(config).train(), {"input_ids": ids, "labels": ids}
+    return model.train(), {"input_ids": ids, "labels": ids}
 
 
 def job(shard: str) -> WorkloadSpec:

@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
-from torch import Tensor, nn
+from torch import Tensor
+
+from tests.policies.heads import small_llama
 
 standin = torch.get_device_module("standin")
 SCHEDULES = ("eager", "lazy", "random:1", "random:2", "compute-late", "copies-late")
@@ -32,21 +33,8 @@ def lazy() -> None:
     standin.set_schedule("lazy")
 
 
-def _llama() -> nn.Module:
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-    )
-    return transformers.LlamaForCausalLM(config)
-
-
 def _trained(device: str) -> dict[str, Tensor]:
-    model = _llama().to(device)
+    model = small_llama()().to(device)
     optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
     ids = torch.randint(1, 64, (4, 32), generator=torch.Generator().manual_seed(3)).to(device)
     for _ in range(3):

@@ -41,7 +41,7 @@ def test_one_saved_tensor_is_read_on_two_streams():
     _check(scenarios.step, 0, Twofold)
 
 
-@pytest.mark.parametrize("name", ("twice", "micro batches", "units on two streams", "partial backward"))
+@pytest.mark.parametrize("name", ("twice", "batches of all lengths", "units on two streams", "partial backward"))
 def test_state_that_forward_changes_on_a_stream_of_its_own(name):
     _check(SCENARIOS[name], 1, Counting, plans=[name for name in PLANS if name != "made again"])
 

@@ -168,12 +168,6 @@ def _on_a_side_stream(model: nn.Module) -> dict[str, Tensor]:
         return step(model)
 
 
-def _forward_only(model: nn.Module) -> dict[str, Tensor]:
-    loss = model(batch(1)).detach()
-    torch.full((1 << 20,), 7.0, device=DEVICE)  # takes what was freed
-    return step(model) | {"loss": loss}
-
-
 def _graph_dropped_at_once(model: nn.Module) -> dict[str, Tensor]:
     for seed in range(3):
         loss = model(batch(seed))
@@ -195,12 +189,6 @@ def _retain_graph(model: nn.Module) -> dict[str, Tensor]:
     first = gradients(model)
     loss.backward()
     return first | {f"again {name}": g for name, g in gradients(model).items()}
-
-
-def _micro_batches(model: nn.Module) -> dict[str, Tensor]:
-    for seed in range(3):
-        (model(batch(seed)) / 3).backward()
-    return gradients(model)
 
 
 def _batches_of_all_lengths(model: nn.Module) -> dict[str, Tensor]:
@@ -325,10 +313,6 @@ def at_once(model: Model, batches: list[Tensor]) -> dict[str, Tensor]:
 
 def _two_streams_at_once(model: Model) -> dict[str, Tensor]:
     fingerprints._tables.clear()  # which every stream then needs
-    return at_once(model, [batch()] * 2)
-
-
-def _two_streams_at_once_again_and_again(model: Model) -> dict[str, Tensor]:
     seen = {}
     for n in range(3):
         seen |= {f"{n} {name}": g for name, g in at_once(model, [batch(n), batch(n + 1)]).items()}
