@@ -18,14 +18,10 @@ BOTH = {"activations": (0.6, 0.8), "time": (0.2, 0.4)}
 @pytest.mark.parametrize(
     ("promised", "found", "misses"),
     [
-        ({"activations": (0.6, 0.8), "time": (0.2, 0.4)}, {}, None),
-        ({"activations": (0.6, 0.8), "time": (0.2, 0.4)}, {"activations": 0.7, "time": 0.4}, ()),
-        (
-            {"activations": (0.6, 0.8), "time": (0.2, 0.4)},
-            {"activations": 0.5, "time": 0.5},
-            ("saves less", "takes longer"),
-        ),
-        ({"activations": (0.6, 0.8), "time": (0.2, 0.4)}, {"activations": 0.9}, ()),
+        (BOTH, {}, None),
+        (BOTH, {"activations": 0.7, "time": 0.4}, ()),
+        (BOTH, {"activations": 0.5, "time": 0.5}, ("saves less", "takes longer")),
+        (BOTH, {"activations": 0.9}, ()),
         ({"forwards": (3.8, 4.2)}, {"forwards": 4.1}, ()),
         ({"forwards": (3.8, 4.2)}, {"forwards": 3.5}, ("less work",)),
         ({"times": (2.0, 3.0)}, {"times": 2.5}, ()),

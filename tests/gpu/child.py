@@ -36,7 +36,7 @@ def main() -> int:
         context.keep(read(context.out, item).get("data", {}), _state(error), message=words, **more)
         return 1
     more |= {"seconds": round(time.monotonic() - began, 1), "environment": _environment(shapes.device)}
-    context.keep(data, "done", notes=context.notes, **more)
+    context.keep(data, "done", **more)
     return 0
 
 

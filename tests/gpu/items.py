@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +45,6 @@ class Context:
     shapes: Any
     out: Path
     item: Item
-    notes: list[str] = field(default_factory=list)
 
     @property
     def device(self) -> str:
@@ -82,7 +81,7 @@ def _all_of(shapes: Any) -> list[Item]:
         Item(2, "host budget", f"{here}.offload:host_budget", 90),
         Item(2, "disk tier", f"{here}.offload:disk_tier", 90),
         Item(2, "overlap", f"{here}.offload:overlap", 150),
-        Item(3, "calibrate", f"{here}.calibration:calibrate", 240),
+        Item(3, "calibrate", f"{here}.foresight:calibrate", 240),
     ]
     found += [Item(4, name, f"{here}.foresight:foresight", 200, 60, subject=name) for name in shapes.foresight]
     for name, task in shapes.tasks.items():

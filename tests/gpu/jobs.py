@@ -38,7 +38,7 @@ def job(context: Context) -> dict[str, Any]:
     Raises RuntimeError where a search ended otherwise than with a plan or in finding that none fits; all else is kept.
     """
     task: Task = context.shapes.tasks[context.item.subject]
-    data: dict[str, Any] = {"spec": task.spec, "middle": task.middle, "budgets": {}}
+    data: dict[str, Any] = {"spec": task.spec, "budgets": {}}
     for budget in task.budgets:
         data["budgets"][budget] = {"search": _searched(context, task, budget)}
         context.keep(data)

@@ -58,21 +58,8 @@ def total(spans: Iterable[Span]) -> float:
     return sum(end - begin for begin, end in spans)
 
 
-def shared(first: Iterable[Span], second: Iterable[Span]) -> float:
-    """Seconds that lie in both unions."""
-    a, b = merged(first), merged(second)
-    seconds, i, j = 0.0, 0, 0
-    while i < len(a) and j < len(b):
-        seconds += max(0.0, min(a[i][1], b[j][1]) - max(a[i][0], b[j][0]))
-        if a[i][1] < b[j][1]:
-            i += 1
-        else:
-            j += 1
-    return seconds
-
-
 def hidden(copies: Iterable[Span], kernels: Iterable[Span]) -> float | None:
     """The share of the copies' time during which a kernel ran; None without copies."""
-    copies = merged(copies)
-    seconds = total(copies)
-    return shared(copies, kernels) / seconds if seconds else None
+    copies, kernels = merged(copies), merged(kernels)
+    shared = total(copies) + total(kernels) - total(merged([*copies, *kernels]))
+    return shared / total(copies) if copies else None

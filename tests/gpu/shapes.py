@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 Spec = dict[str, str | int | bool]
 
@@ -13,7 +13,6 @@ class Task:
 
     spec: Spec
     budgets: tuple[str, ...]
-    middle: str = ""
     options: tuple[str, ...] = ()  # more for `autockpt search`
     trials: int = 12
     seconds: int = 75  # for each search
@@ -39,7 +38,7 @@ class Shapes:
     foresight: dict[str, Spec]
     foresight_rounds: int
     quick_calibration: bool
-    tasks: dict[str, Task] = field(default_factory=dict)
+    tasks: dict[str, Task]
 
 
 _LLAMA: Spec = {"model": "llama-1b", "dtype": "bf16", "packed": True}
@@ -84,21 +83,19 @@ CARD = Shapes(
         # 5 x 2048 tokens: by its ghost run save-everything takes 41 GB, and recomputing everything still 24 GB
         # allocated and 28 GB reserved, most of it logits: 24 GB can be had with softmax in chunks, which all searches
         # may use, 16 GB perhaps with head and loss in chunks only.
-        "llama-1b": Task(_MAIN, ("32GB",), "32GB"),
-        "llama-1b chunked": Task(_MAIN, ("24GB", "16GB"), "24GB", _CHUNKS),
-        "llama-1b default shape": Task(
-            _LLAMA | {"batch_size": 4, "seq_len": 1536}, ("24GB",), "24GB", seconds=140, rounds=5
-        ),
+        "llama-1b": Task(_MAIN, ("32GB",)),
+        "llama-1b chunked": Task(_MAIN, ("24GB", "16GB"), _CHUNKS),
+        "llama-1b default shape": Task(_LLAMA | {"batch_size": 4, "seq_len": 1536}, ("24GB",), seconds=140, rounds=5),
         "llama-8b lora": Task(
-            _LLAMA | {"model": "llama-8b", "lora": 16, "batch_size": 1, "seq_len": 2048}, ("24GB",), "24GB", rounds=5
+            _LLAMA | {"model": "llama-8b", "lora": 16, "batch_size": 1, "seq_len": 2048}, ("24GB",), rounds=5
         ),
-        "gpt2": Task(_GPT2 | {"dtype": "bf16", "batch_size": 32, "seq_len": 1024}, ("50%act",), "50%act", seconds=45),
-        "vit-base": Task(_VIT | {"batch_size": 256}, ("50%act",), "50%act", seconds=45),
+        "gpt2": Task(_GPT2 | {"dtype": "bf16", "batch_size": 32, "seq_len": 1024}, ("50%act",), seconds=45),
+        "vit-base": Task(_VIT | {"batch_size": 256}, ("50%act",), seconds=45),
         "llama-1b compiled": Task(_MAIN, ("32GB",), compiled=(1.0, 0.5), rounds=5, seconds=45),
-        "long sequence": Task(_LONG, ("80GB",), "80GB", trials=8, seconds=90, rounds=5, part=6),
-        "long sequence chunked": Task(_LONG, ("32GB",), "32GB", _CHUNKS, trials=8, seconds=90, rounds=5, part=6),
+        "long sequence": Task(_LONG, ("80GB",), trials=8, seconds=90, rounds=5, part=6),
+        "long sequence chunked": Task(_LONG, ("32GB",), _CHUNKS, trials=8, seconds=90, rounds=5, part=6),
         "large batch": Task(
-            _LLAMA | {"batch_size": 48, "seq_len": 512}, ("40GB",), "40GB", _CHUNKS, trials=8, rounds=5, part=6
+            _LLAMA | {"batch_size": 48, "seq_len": 512}, ("40GB",), _CHUNKS, trials=8, rounds=5, part=6
         ),
     },
 )
@@ -128,11 +125,9 @@ TINY = Shapes(
     foresight_rounds=3,
     quick_calibration=True,
     tasks={
-        "llama-1b": Task(_TINY, ("70%", "60%"), "70%", trials=2, seconds=20, rounds=3),
-        "llama-8b lora": Task(_TINY | {"lora": 2}, ("85%",), "85%", trials=2, seconds=20, rounds=3),
-        "long sequence": Task(
-            _TINY | {"batch_size": 1, "seq_len": 128}, ("70%",), "70%", _CHUNKS, trials=2, rounds=3, part=6
-        ),
+        "llama-1b": Task(_TINY, ("70%", "60%"), trials=2, seconds=20, rounds=3),
+        "llama-8b lora": Task(_TINY | {"lora": 2}, ("85%",), trials=2, seconds=20, rounds=3),
+        "long sequence": Task(_TINY | {"batch_size": 1, "seq_len": 128}, ("70%",), _CHUNKS, trials=2, rounds=3, part=6),
     },
 )
 

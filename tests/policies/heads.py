@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -82,24 +81,6 @@ def step(model: nn.Module, **more: Any) -> dict[str, Tensor]:
     loss = model(**batch(**more)).loss
     loss.backward()
     return {"loss": loss.detach()} | gradients(model)
-
-
-def by_trainer(model: nn.Module, rows: list[dict[str, Tensor]], folder: Path) -> dict[str, Tensor]:
-    """The weights after two epochs by transformers' Trainer, which accumulates over three batches."""
-    arguments = transformers.TrainingArguments(
-        output_dir=str(folder),
-        per_device_train_batch_size=2,
-        gradient_accumulation_steps=3,
-        num_train_epochs=2,
-        optim="sgd",
-        learning_rate=0.1,
-        report_to=[],
-        save_strategy="no",
-        use_cpu=True,
-        disable_tqdm=True,
-    )
-    transformers.Trainer(model=model, args=arguments, train_dataset=rows).train()  # type: ignore[arg-type]
-    return {n: p.detach().clone() for n, p in model.named_parameters()}
 
 
 def _scaled(config: Callable[..., Any], **sizes: Any) -> Callable[[], nn.Module]:
