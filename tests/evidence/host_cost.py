@@ -1,6 +1,6 @@
 """Host time per layer and step of every choice, beside PyTorch's checkpointing called by hand.
 
-    OMP_NUM_THREADS=1 python -m tests.evidence.host_cost [--autocast] [DEVICE [ROUNDS [CHOICE ...]]]
+    OMP_NUM_THREADS=1 python -m tests.evidence.host_cost [DEVICE [ROUNDS [CHOICE ...]]]
 
 A Llama of 24 layers so small that next to nothing but host time is left (hidden 16, 8 tokens). All candidates in turns,
 each after four steps that are not timed (calls 1, 2 and 4 are checked); medians over the rounds, and
@@ -9,8 +9,7 @@ work on the machine counts little; where there is much of it (the load is said),
 beside the times stand counts, which are the same on every run: Python functions called per layer, of those the ones
 by which torch asks a mode about an op or a function, and objects that Python's garbage collector has to look through
 until backward. On a GPU its work is waited for after every step, outside of what is timed. Where torch_remat is
-installed, one row is its checkpoint with the output of one module kept. ``--autocast``: forwards run under bfloat16
-autocast.
+installed, one row is its checkpoint with the output of one module kept.
 """
 
 from __future__ import annotations
@@ -40,6 +39,10 @@ from tests.policies.zoo import objects_alive_after
 LAYERS, ROUNDS, WARMUP, BY_HAND = 24, 40, 4, "torch.utils.checkpoint by hand"
 REMAT, KEPT = "torch_remat, keep mlp.up_proj", "mlp.up_proj"
 HAS_REMAT = find_spec("torch_remat") is not None
+HEADS = (
+    *("choice on every layer", "forward, µs a layer", "times plain", "backward, µs a layer", "step, times by hand"),
+    *("Python calls, forward", "backward", "ops asked about", "functions asked about", "objects kept"),
+)
 CHOICES: list[Any] = [
     *(k for k in choice_kinds("block") if k != "compile_budget"),  # which saves everything outside compiled code
     {"kind": "selective", "keep": ["mlp.up_proj"]},
@@ -111,9 +114,7 @@ def _candidates() -> dict[str, Choice | None]:
     return {"nothing attached": None} | dict.fromkeys(PEERS) | {str(c): c for c in map(parse_choice, CHOICES)}
 
 
-def measure(
-    device: str = "cpu", rounds: int = ROUNDS, autocast: bool = False, keep: Callable[[Rows], object] | None = None
-) -> Rows:
+def measure(device: str = "cpu", rounds: int = ROUNDS, keep: Callable[[Rows], object] | None = None) -> Rows:
     """Medians by candidate: µs a layer of forward and backward, their sum's noise, and the ratio to checkpointing by
     hand in words. ``keep`` is given what is known after every round but the first."""
     torch.set_num_threads(1)
@@ -121,8 +122,7 @@ def measure(
 
     def once() -> tuple[float, float]:
         begin = time.process_time()
-        with torch.autocast(device, torch.bfloat16, enabled=autocast):
-            loss = model(**batch).loss
+        loss = model(**batch).loss
         middle = time.process_time()
         loss.backward()
         end = time.process_time()
@@ -155,20 +155,15 @@ def _rows(times: Mapping[str, list[tuple[float, float]]]) -> Rows:
     return found
 
 
-def counts(device: str = "cpu", autocast: bool = False) -> dict[str, tuple[float, ...]]:
+def counts(device: str = "cpu") -> dict[str, tuple[float, ...]]:
     """By candidate and layer: Python functions called in forward and in backward, of all of them those that a mode is
     asked by: about ops (``__torch_dispatch__``) and about functions (``__torch_function__``); and objects that live
     from forward to backward."""
     model, batch = model_and_batch(device)
     found: dict[str, tuple[float, ...]] = {}
-
-    def forward() -> torch.Tensor:
-        with torch.autocast(device, torch.bfloat16, enabled=autocast):
-            return model(**batch).loss
-
     for name, choice in _candidates().items():
         with attached(model, name, choice):
-            objects = objects_alive_after(forward)
+            objects = objects_alive_after(lambda: model(**batch).loss)
             called: Counter[str] = Counter()
 
             def note(frame: FrameType, event: str, _: object, called: Counter[str] = called) -> None:
@@ -176,7 +171,7 @@ def counts(device: str = "cpu", autocast: bool = False) -> dict[str, tuple[float
                     called[frame.f_code.co_name] += 1
 
             sys.setprofile(note)
-            loss = forward()
+            loss = model(**batch).loss
             before = called.total()
             loss.backward()
             sys.setprofile(None)
@@ -189,26 +184,17 @@ def counts(device: str = "cpu", autocast: bool = False) -> dict[str, tuple[float
 def main() -> None:
     """Measure and print the table."""
     parser = argparse.ArgumentParser(prog="python -m tests.evidence.host_cost")
-    parser.add_argument("--autocast", action="store_true")
     parser.add_argument("device", nargs="?", default="cpu")
     parser.add_argument("rounds", nargs="?", type=int, default=ROUNDS)
     parser.add_argument("choices", nargs="*", default=CHOICES)
     asked = parser.parse_args()
     rounds, CHOICES[:] = asked.rounds, asked.choices
-    counted = counts(asked.device, asked.autocast)
-    times = measure(asked.device, rounds, asked.autocast)
+    counted = counts(asked.device)
+    times = measure(asked.device, rounds)
     plain = times["nothing attached"]["forward"]
     load = ", ".join(f"{n:.1f}" for n in os.getloadavg())
     print(f"Load of the machine over 1, 5 and 15 minutes: {load} on {os.cpu_count()} cores; {rounds} rounds.\n")
-    heads = [
-        "choice on every layer",
-        "forward, µs a layer",
-        "times plain",
-        "backward, µs a layer",
-        "step, times by hand",
-    ]
-    heads += ["Python calls, forward", "backward", "ops asked about", "functions asked about", "objects kept"]
-    print(f"| {' | '.join(heads)} |\n|{'---|' * len(heads)}")
+    print(f"| {' | '.join(HEADS)} |\n{'|---' * len(HEADS)}|")
     for name, row in times.items():
         forward, backward = float(row["forward"]), float(row["backward"])
         cells = [name, f"{forward:.0f}", f"{forward / float(plain):.2f}", f"{backward:.0f}", row["by hand"]]
