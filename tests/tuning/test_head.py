@@ -124,8 +124,7 @@ class Live:
 
 def test_a_live_search_names_the_alternative_and_takes_it() -> None:
     live = Live()
-    space = SearchSpace().restricted(("recompute",))
-    asked = {"budget": "16MB", "space": space, "trials": 3}
+    asked = {"budget": "16MB", "choices": ("recompute",), "trials": 3}
     with pytest.raises(InfeasibleError) as caught:
         run_search(search_request(step=Step(live.model, live.batch), **asked))
     assert f"{INEXACT}: fits with" in caught.value.remedy

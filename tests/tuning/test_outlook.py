@@ -7,9 +7,9 @@ from dataclasses import replace
 from autockpt.schema import Choice, Measurement, Prediction, Trial, plan_hash
 from autockpt.schema.choices import Offload
 from autockpt.schema.outlook import GhostAnswer, Outlook
-from autockpt.schema.space import HIDDEN_COPIES
 from autockpt.tuning.loop import SearchResult
 from autockpt.tuning.outlook import plans_around, trade
+from autockpt.tuning.trials import HIDDEN_COPIES
 from tests.tuning.device import MadeUpDevice
 from tests.tuning.made_up import search
 

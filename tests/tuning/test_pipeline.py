@@ -9,7 +9,7 @@ import pytest
 import transformers
 
 from autockpt.errors import UsageError
-from autockpt.schema import Plan, SearchSpace, WorkloadSpec
+from autockpt.schema import Plan, WorkloadSpec
 from autockpt.schema.request import PipelineAnswer, StagePlan
 from autockpt.tuning import answer, search_request
 from autockpt.tuning.pipeline import balanced
@@ -27,8 +27,7 @@ def asked(model: Path, stage: str, **more: object) -> PipelineAnswer:
     spec = WorkloadSpec(
         model=str(model), batch_size=2, seq_len=512, packed=True, accumulate=4, stage=stage, optimizer="sgd"
     )
-    options = {"hardware": "h100", "budget": "40GB", "trials": 1, **more}
-    options["space"] = SearchSpace().restricted(("save", "recompute"))
+    options = {"hardware": "h100", "budget": "40GB", "trials": 1, "choices": ("recompute",), **more}
     found = answer(search_request(workload=spec, **options))
     assert isinstance(found, PipelineAnswer)
     return found
