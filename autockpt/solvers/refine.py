@@ -12,7 +12,6 @@ import math
 import operator
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
 from typing import NamedTuple
 
 import numpy as np
@@ -138,8 +137,6 @@ class _Refinement:
     def _solve_until_settled(self) -> bool:
         """Solve under corrected bytes until the solver has nothing better to propose; False where calls ran out."""
         seen: set[tuple[Choice, ...]] = set()
-        weak: Offsets | None = None  # corrections under which the last plan was proposed that was refused
-        strong: Offsets | None = None  # and the last that fits
         for _ in range(ROUNDS_PER_CALL * self.limit):
             proposal = solved(self._within_host(), self.offsets)
             if self.best is not None and not (proposal.feasible and self._is_better(proposal.seconds)):
@@ -153,12 +150,6 @@ class _Refinement:
             if key in seen and (fits or not proposal.feasible):
                 return True
             seen.add(key)
-            if fits:
-                strong = dict(self.offsets)
-            elif proposal.feasible:
-                weak = dict(self.offsets)
-            if weak is not None and strong is not None and self.error > self._slack:
-                return self._solve_between(weak, strong)
             if not fits and proposal.feasible:
                 # the stronger of the two corrections puts every plan refused so far out of reach
                 known = self._offsets(proposal.choices)
@@ -184,38 +175,6 @@ class _Refinement:
         assert checked is not None
         self.offsets[_head(self.problem, plan)] = self._observed(plan, checked)
         return self._note(plan, checked)
-
-    def _solve_between(self, weak: Offsets, strong: Offsets) -> bool:
-        """Solve under corrections between those of a plan that was refused and those of one that fits.
-
-        Where the model misses by much, what one plan shows is often wrong for the next, and they would jump between too
-        large and far too small. Two corrections at a time, as their plans can be looked at side by side. False where
-        calls ran out.
-        """
-        for _ in range(self.limit):
-            ways = {
-                head: list(zip_longest(weak.get(head, ()), strong.get(head, ()), fillvalue=0))
-                for head in weak.keys() | strong.keys()
-            }
-            thirds = [{head: [a + (b - a) * n // 3 for a, b in way] for head, way in ways.items()} for n in (1, 2)]
-            between = [(at, solved(self._within_host(), at)) for at in thirds]
-            better = [(at, found.choices) for at, found in between if found.feasible and self._is_better(found.seconds)]
-            if not better:
-                break
-            self.ahead([plan for _, plan in better])
-            for at, plan in better:
-                checked = self._ask(plan)
-                if checked is None:
-                    return False
-                if self._note(plan, checked):
-                    strong = at
-                    break
-                weak = at
-            else:
-                if len(better) == 1:  # what is corrected by more is no faster than the best
-                    strong = between[1][0]
-        self.offsets = dict(strong)
-        return True
 
     def _offsets(self, plan: Plan) -> Sequence[int]:
         """What checks on plans with the same head taught about the points' bytes."""
@@ -246,11 +205,6 @@ class _Refinement:
         self.error = abs(checked.peak_bytes - peak_of(shifted(self.problem, self._offsets(plan)), plan))
         self.largest_error = max(self.largest_error, self.error)
         return checked
-
-    @property
-    def _slack(self) -> int:
-        """Bytes that do not matter much."""
-        return int(SLACK_SHARE * abs(self.problem.budget_bytes))
 
     def _is_better(self, seconds: float) -> bool:
         """Whether that is less than the best plan takes, by as much as is worth a call."""
@@ -298,7 +252,7 @@ class _Refinement:
         assert self.best is not None
         now = [option_of(unit, self.best[unit.name]) for unit in self.problem.units]
         peak_after = _changed_peaks(shifted(self.problem, self._offsets(self.best)), now)
-        tolerated = self.problem.budget_bytes + min(self.error, self._slack)
+        tolerated = self.problem.budget_bytes + min(self.error, int(SLACK_SHARE * abs(self.problem.budget_bytes)))
         host = self.problem.host_budget
         host_room = math.inf if host is None else host - self._checked(self.best).host_bytes
         kinds: dict[tuple[object, Choice, Choice], tuple[int, int, float]] = {}

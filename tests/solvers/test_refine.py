@@ -142,24 +142,6 @@ def test_too_few_calls():
         refine(problem, check, max_calls=0)
 
 
-def test_plans_in_between_are_tried_in_pairs_when_misses_vary():
-    problem = transformer(32, 6, seed=1, share=0.8)
-    check = Checker(problem, [0] * len(problem.points))
-    announced: list[list] = []
-
-    def torn(choices) -> Checked:
-        """Plans that save in many places tear memory into pieces, the others need less than the model says."""
-        saving = sum(option_of(unit, choices[unit.name]) == unit.options[0] for unit in problem.units)
-        extra = int(problem.budget_bytes * (0.08 if saving > 8 else -0.06))
-        checked = check(choices)
-        return Checked(checked.peak_bytes + extra, [(value or 0) + extra for value in checked.point_bytes or ()])
-
-    refined = refine(problem, torn, max_calls=8, faster=1e-3, ahead=lambda plans: announced.append([*plans]))
-    assert refined.feasible and refined.assignment.seconds < 0.04 * problem.base_seconds  # 0.053 by jumping
-    assert max(map(len, announced)) == 2
-    assert all(plan in check.seen for plans in announced for plan in plans[:1])
-
-
 def with_a_host(copying: int) -> Problem:
     """One unit within 15 bytes: by the model recomputing needs 18, ``copying`` so many and all of the host budget."""
     unit = UnitOptions(
