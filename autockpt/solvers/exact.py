@@ -49,16 +49,14 @@ def leanest(problem: Problem, seconds: float, *, time_limit: float = 2.0) -> Ass
 
 
 def exact(problem: Problem, *, time_limit: float = 10.0, gap: float = 1e-6) -> Assignment:
-    """The fastest assignment within the budgets, proven optimal unless ``gap`` of the result says otherwise.
+    """The fastest assignment within the budgets, proven to be within ``gap`` (a share of the step time) of the optimum.
 
-    ``time_limit`` in seconds and ``gap`` (accepted distance from the optimum as a share of the step time) end the proof
-    early; the result's own ``gap`` is what was proven. Where nothing fits, the result is infeasible and holds the
+    ``time_limit`` in seconds ends the proof early. Where nothing fits, the result is infeasible and holds the
     fastest assignment of smallest peak within the host budget. Raises ValueError where the problem is not a chain.
     """
     deadline = time.monotonic() + time_limit
     chain, slack = as_chain(problem), gap * abs(problem.base_seconds)
     best = _fastest(chain, deadline, slack) if chain.reach[0] >= 0 else None
-    bound = -np.inf if best is None else best.bound
     if best is None:
         chain = as_chain(problem.model_copy(update={"budget_bytes": _smallest_peak(problem, deadline)}))
         deadline = time.monotonic() + time_limit
@@ -69,19 +67,7 @@ def exact(problem: Problem, *, time_limit: float = 10.0, gap: float = 1e-6) -> A
     }
     peak, limit = peak_of(problem, choices), problem.host_budget
     feasible = peak <= problem.budget_bytes and (limit is None or host_of(problem, choices) <= limit)
-    gap = _relative_gap(problem, best.seconds, min(best.seconds, bound)) if feasible else 0.0
-    return Assignment(choices=choices, feasible=feasible, seconds=seconds_of(problem, choices), peak=peak, gap=gap)
-
-
-def _relative_gap(problem: Problem, seconds: float, bound: float) -> float:
-    """Distance of ``seconds`` from a proven lower ``bound`` (both extra seconds), as a share of the step time.
-
-    A distance within the rounding of the problem's own seconds is none: step times may be zero, rounding is not.
-    """
-    total = problem.base_seconds + seconds
-    largest = max([abs(total), *(abs(o.seconds) for unit in problem.units for o in unit.options)]) or 1.0
-    missing = seconds - bound
-    return 0.0 if missing <= ROUNDING * largest else missing / max(abs(total), ROUNDING * largest)
+    return Assignment(choices=choices, feasible=feasible, seconds=seconds_of(problem, choices), peak=peak)
 
 
 def _smallest_peak(problem: Problem, deadline: float) -> int:

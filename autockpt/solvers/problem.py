@@ -64,9 +64,6 @@ class Assignment(Data):
     feasible: bool
     seconds: float = Field(description="extra seconds over save-everything, by the problem's own numbers")
     peak: int = Field(description="bytes, by the problem's own numbers")
-    gap: float = Field(
-        default=0.0, description="proven relative distance of step time from the optimum; a refined plan's is not said"
-    )
 
 
 def option_of(unit: UnitOptions, choice: Choice) -> Option:
