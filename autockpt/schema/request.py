@@ -118,6 +118,7 @@ class SearchRequest(Data):
             "allow_inexact": self.allow_inexact or None,
             "host_budget": self.host_budget,
             "workload": self.spec and self.spec.model_dump(mode="json"),
+            "files": (self.spec and self.spec.files) or None,
             "compile": self.compile,
             "hardware": self.hardware and self.hardware.model_dump(mode="json", exclude=_NO_FIGURES),
             **more,
@@ -170,12 +171,11 @@ class SearchOutcome(Data):
 
 
 class FinishedSearch(Data):
-    """The outcome of a search that came to its end, how long it might work, and ``WorkloadSpec.files`` then."""
+    """The outcome of a search that came to its end, and how long it might work."""
 
     trials: int
     timeout: float | None = None
     training_steps: int | None = None
-    files: str | None = None
     outcome: SearchOutcome
 
     def answers(self, asked: SearchRequest) -> bool:

@@ -62,6 +62,7 @@ class RunDirectory:
         self.path = path
         self.question = dict(question)
         self.set_aside: Path | None = None
+        """Where an earlier run, or a plan that this one did not write, was moved to."""
 
     @classmethod
     def enter(
@@ -276,27 +277,13 @@ class RunDirectory:
         return self._model(_GRAPHS[step], Graph)
 
     def write_plan(self, plan: Plan, name: str = PLAN) -> Path:
-        """Write the run's answer over an earlier one of this run; one that was edited is set aside."""
-        path = self.path / name
-        edited = _own(path).exists()
+        """Write the run's answer over an earlier one of this run; anything else there is set aside."""
+        path, ours = _own(self.path / name), False
         with suppress(Exception):  # what cannot be read, no search wrote
             found = Plan.load(path)
-            edited = found.status != found.source
-        plan.save(path, existing="set_aside" if edited else "replace")
+            ours = bool(found.hash) and found.status == found.source
+        self.set_aside = plan.save(path, existing="replace" if ours else "set_aside") or self.set_aside
         return path
-
-    def put_back_plan(self, plan: Plan) -> str:
-        """Write the run's answer where its file is gone or holds other choices; what was done, in words, else nothing.
-
-        What stood there is set aside.
-        """
-        there = _own(self.plan_path).exists()
-        with suppress(PlanError, ValidationError):
-            if Plan.load(self.plan_path).expand_planned() == plan.expand_planned():
-                return ""
-        aside = plan.save(self.plan_path, existing="set_aside")
-        said = f"{self.plan_path} {'no longer held this answer' if there else 'was gone'} and was written again"
-        return f"{said}; what stood there is kept as {aside}" if aside is not None else said
 
     def write_finished(self, finished: FinishedSearch) -> None:
         """Keep an answer, without the paths of its files: whoever reads it knows where the run is by then."""

@@ -90,9 +90,8 @@ def finish(
         notes=(*asked.notes, *notes),
     )
     if run is not None and plan is not None and not found.interrupted:
-        files = asked.spec.files if asked.spec is not None else None
         limits = {"trials": asked.trials, "timeout": asked.timeout, "training_steps": asked.training_steps}
-        run.write_finished(FinishedSearch(files=files, outcome=outcome, **limits))
+        run.write_finished(FinishedSearch(outcome=outcome, **limits))
     return outcome
 
 

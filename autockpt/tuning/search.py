@@ -152,8 +152,7 @@ def _cached_outcome(request: SearchRequest) -> SearchOutcome | None:
     question = request.question(environment)
     for run in filter(lambda run: run.may_ask(question), runs if environment is not None else ()):
         with run.lock():
-            finished = run.finished()
-            if finished is not None and (finished.files or "") == spec.files and (known := _outcome_of(run, request)):
+            if (known := _outcome_of(run, request)) is not None:
                 run.add_command(request.command)
                 return known
     return None
@@ -206,8 +205,7 @@ def _outcome_of(run: RunDirectory, request: SearchRequest) -> SearchOutcome | No
     note = f"This is the answer of {run.path}, which had ended; more --trials search on, --fresh starts over."
     if request.storage is not None:
         note += " So nothing was written to --storage: --fresh writes a study there."
-    messages = [note]
-    if outcome.plan is not None and (restored := run.put_back_plan(outcome.plan)):
-        messages.append(restored)
-    here = {"run_directory": run.path, "plan_path": run.plan_path, "set_aside": None}
-    return outcome.model_copy(update={**here, "notes": (*outcome.notes, *messages)})
+    if outcome.plan is not None:
+        run.write_plan(outcome.plan)
+    here = {"run_directory": run.path, "plan_path": run.plan_path, "set_aside": run.set_aside}
+    return outcome.model_copy(update={**here, "notes": (*outcome.notes, note)})
