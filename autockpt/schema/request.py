@@ -113,7 +113,7 @@ class SearchRequest(Data):
         asked: dict[str, Any] = {
             "space": self.space.model_dump(mode="json"),
             "budget": self.budget.text,
-            "headroom": self.budget.headroom and self.budget.headroom.text,
+            "headroom": self.budget.headroom or None,
             "seed": self.seed,
             "allow_inexact": self.allow_inexact or None,
             "host_budget": self.host_budget,

@@ -29,18 +29,6 @@ published of models that are described here would have been within their budget,
 BudgetKind = Literal["bytes", "share", "activation_share", "auto"]
 
 
-class Headroom(Data):
-    """What a search must leave free of its budget: a share of it, or bytes."""
-
-    text: str
-    size: int = Field(default=0, ge=0, description="bytes, where no share is given")
-    share: float | None = Field(default=None, description="of the budget: 0 <= share < 1")
-
-    def of(self, budget_bytes: int) -> int:
-        """Bytes to leave free of a budget, a part of a byte counting as one."""
-        return self.size if self.share is None else math.ceil(Decimal(str(self.share)) * budget_bytes)
-
-
 class Budget(Data):
     """A memory budget as it was asked for; ``resolve`` turns it into bytes once the job's own peaks are known."""
 
@@ -48,7 +36,7 @@ class Budget(Data):
     kind: BudgetKind
     size: int | None = Field(default=None, description="bytes, where kind is bytes")
     share: float | None = Field(default=None, description="0 < share <= 1, where kind is a share")
-    headroom: Headroom | None = Field(default=None, description="left free of it; None: nothing")
+    headroom: str = Field(default="", description="left free of it: 2%, 500MB; empty: nothing")
 
     def __str__(self) -> str:
         return self.text
@@ -74,12 +62,12 @@ class Budget(Data):
         whole = capacity if self.kind == "auto" else self.size or 0
         if self.share is not None:
             whole = above + int((save_all_peak - above) * self.share)
-        size = whole if self.headroom is None else max(1, whole - self.headroom.of(whole))
+        size = max(1, whole - headroom_of(self.headroom, whole)) if self.headroom else whole
         return ResolvedBudget(
             asked=self.text,
             bytes=size,
             covers=covers(device_kind) if device_kind else "",
-            headroom=self.headroom.text if self.headroom else "",
+            headroom=self.headroom,
             headroom_bytes=whole - size,
         )
 
@@ -104,16 +92,15 @@ class Budget(Data):
         would be left.
         """
         if text is None:
-            if self.headroom is not None or not simulated or self.is_share:
+            if self.headroom or not simulated or self.is_share:
                 return self
             text = SIMULATED_HEADROOM
-        headroom = parse_headroom(text)
-        if headroom is not None and self.kind == "bytes" and headroom.of(self.size or 0) >= (self.size or 0):
+        if headroom_of(text, self.size or 0) >= (self.size or 0) and self.kind == "bytes":
             raise UsageError(
-                f"a headroom of {headroom.text} leaves nothing of a budget of {self.text}",
+                f"a headroom of {text} leaves nothing of a budget of {self.text}",
                 remedy="Give less headroom, or more budget.",
             )
-        return self.model_copy(update={"headroom": headroom})
+        return self.model_copy(update={"headroom": text if headroom_of(text, 1) else ""})
 
 
 class ResolvedBudget(Data):
@@ -186,17 +173,20 @@ def parse_budget(text: str | Budget) -> Budget:
     return Budget(text=text, kind="bytes", size=parse_size(text, "a budget"))
 
 
-def parse_headroom(text: str) -> Headroom | None:
-    """What to leave free, from ``2%`` of the budget or ``500MB``; None for ``0%``. Else raises UsageError."""
+def headroom_of(text: str, budget_bytes: int) -> int:
+    """Bytes to leave free of a budget, from ``2%`` of it or ``500MB``, a part of a byte counting as one.
+
+    Raises UsageError for anything else.
+    """
     if isinstance(text, str) and (match := _SHARE.fullmatch(text)) is not None and not match[2]:
         share = Decimal(match[1]) / 100
         if share >= 1:
             raise UsageError(
                 f"a headroom of {text!r} leaves nothing of the budget", remedy="Give a share from 0% to below 100%."
             )
-        return Headroom(text=text, share=float(share)) if share else None
+        return math.ceil(share * budget_bytes)
     remedy = "Write a share of the budget (2%) or a size with its unit (500MB, 500MiB); 0% leaves nothing free."
-    return Headroom(text=text, size=parse_size(text, "a headroom", remedy))
+    return parse_size(text, "a headroom", remedy)
 
 
 def _suggestion(text: object) -> str:

@@ -10,8 +10,8 @@ from autockpt.errors import UsageError
 from autockpt.schema.sizes import (
     format_binary,
     format_decimal,
+    headroom_of,
     parse_budget,
-    parse_headroom,
     parse_size,
 )
 
@@ -103,13 +103,12 @@ def test_a_headroom_and_what_is_left_are_the_budget(percent: Decimal, size: int)
 @given(st.one_of(st.text(max_size=12), st.from_regex(r"\A-?[0-9]{1,4}(\.[0-9])? ?(%|%act|MB|mb|GiB)?\Z")))
 def test_arbitrary_text_is_a_headroom_or_a_usage_error(text: str) -> None:
     try:
-        headroom = parse_headroom(text)
+        free = headroom_of(text, 10**12)
     except UsageError as error:
         assert error.remedy
         return
-    free = headroom.of(10**12) if headroom is not None else 0
     assert free >= 0 and text[0].isdigit()
-    assert text.endswith("%") if headroom is None or headroom.share is not None else free == parse_size(text)
+    assert text.endswith("%") or free == parse_size(text)
 
 
 def test_a_simulation_leaves_headroom_unless_asked_otherwise() -> None:
