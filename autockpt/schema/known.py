@@ -9,29 +9,21 @@ from autockpt.schema.choices import OFFLOAD, RECOMPUTE, SAVE, Choice, RecomputeO
 NONE, ALL, EVERY_2, OFFLOAD_ALL, OURS = "none", "recompute all", "every-2", "offload all", "ours"
 INPUTS_OFFLOADED = "inputs offloaded"
 """Every unit is recomputed from an input that waits off the device: `recompute_offload` everywhere."""
-NOT_IN_THE_NAME = {
+MEANINGS = {
     NONE: "saves everything",
     EVERY_2: "recompute on every second layer",
     INPUTS_OFFLOADED: "recompute from inputs kept on the host",
     OURS: "what this search found",
-}
-"""What plans do whose names do not say it."""
-NUMBERED = {
     "knobs": "the solver's plan for the n-th set of cost coefficients and margin (knobs) that Optuna proposed",
 }
-"""What plans are that are named by how they were proposed and a number, as ``knobs #3``."""
+"""What plans do whose names do not say it; of ``knobs #3`` that of ``knobs``."""
 
 
 def legend_of_names(names: Iterable[str]) -> list[str]:
     """What the names of plans mean, where they do not say it: a text for each."""
-    found: dict[str, None] = {}
-    for name in names:
-        kind, numbered, _ = name.partition(" #")
-        if name in NOT_IN_THE_NAME:
-            found[f"{name}: {NOT_IN_THE_NAME[name]}"] = None
-        elif numbered and kind in NUMBERED:
-            found[f"{kind} #n: {NUMBERED[kind]}"] = None
-    return list(found)
+    parts = [name.partition(" #") for name in names]
+    kinds = dict.fromkeys((kind, " #n" if numbered else "") for kind, numbered, _ in parts if kind in MEANINGS)
+    return [f"{kind}{number}: {MEANINGS[kind]}" for kind, number in kinds]
 
 
 def known_plans(units: Sequence[str], kinds: Sequence[str]) -> dict[str, dict[str, Choice]]:

@@ -8,7 +8,7 @@ import pytest
 from autockpt.analysis.page import contents_of, run_page, without_paths, write_page
 from autockpt.errors import RunDirectoryError
 from autockpt.schema import RECOMPUTE
-from autockpt.schema.known import NUMBERED
+from autockpt.schema.known import MEANINGS
 from autockpt.schema.outlook import Alternative, Outlook
 from autockpt.schema.runs import RunDirectory
 from tests.analysis.samples import make_run
@@ -63,7 +63,7 @@ def test_a_page_has_every_part_and_needs_nothing_else(tmp_path: Path) -> None:
     assert "script" not in page.tags, "it works where scripts do not run"
     assert "50 B of the budget free" in page.said and "11 % faster than recomputing everything" in page.said
     assert 'autockpt.apply(model, "' in page.said and "autockpt search --model" in page.said
-    assert f"recompute: {RECOMPUTE.says()}" in page.said and f"knobs #n: {NUMBERED['knobs']}" in page.said
+    assert f"recompute: {RECOMPUTE.says()}" in page.said and f"knobs #n: {MEANINGS['knobs']}" in page.said
     assert "Of 3 plans that were measured, no peak was further than 3 B" in page.said
     assert "h.0: recompute" in page.said
 
