@@ -135,11 +135,10 @@ def question_hash(question: Mapping[str, Any]) -> str:
 
 
 class StageTime(Data):
-    """Wall seconds that a stage of the search took. A ``part`` lies within other stages: the total leaves it out."""
+    """Wall seconds that a stage of the search took."""
 
     name: str
     seconds: float
-    part: bool = False
 
 
 class SearchOutcome(Data):

@@ -81,15 +81,3 @@ class Clock:
             yield
         finally:
             self.stages.append(StageTime(name=name, seconds=time.monotonic() - begin))
-
-    @contextmanager
-    def part(self, name: str) -> Iterator[None]:
-        """Time the block as a part of whatever stages it lies in; parts of one name add up."""
-        begin = time.monotonic()
-        try:
-            yield
-        finally:
-            seconds = time.monotonic() - begin
-            earlier = sum(s.seconds for s in self.stages if s.part and s.name == name)
-            others = [s for s in self.stages if not (s.part and s.name == name)]
-            self.stages = [*others, StageTime(name=name, seconds=earlier + seconds, part=True)]

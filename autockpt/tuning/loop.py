@@ -89,8 +89,7 @@ class Loop:
         """
         best, interrupted = None, False
         try:
-            with self.clock.part("well-known plans"):
-                self.proposer.begin()
+            self.proposer.begin()
             with self.clock.stage("baselines", len(self.proposer.known)):
                 # plans that everybody knows, whatever they need: the budget may be a share of what they do
                 self._try(self.proposer.baselines(self))

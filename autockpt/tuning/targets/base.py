@@ -13,8 +13,6 @@ from autockpt.tuning.opening import Traced, less_than_asked, live_settings, work
 from autockpt.tuning.trials import Candidate, Plans, Score, Trials, preferred
 
 MOST_REPEATS = 12
-STEPS = "measured steps"
-"""What a search's real steps took, with what compiling them did."""
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from autockpt.tuning.finals import BATCH, MOST_ROUNDS, first_rounds, play, remea
 from autockpt.tuning.infeasible import out_of_memory
 from autockpt.tuning.opening import traced
 from autockpt.tuning.proposers.solver import SolverProposer
-from autockpt.tuning.targets.base import STEPS, Prepared, Target, Terms
+from autockpt.tuning.targets.base import Prepared, Target, Terms
 from autockpt.tuning.trials import AS_FAST, Candidate, Score, Trials, complexity, preferred
 
 SECONDS_PER_TRIAL = 2.0  # of timed cycles, at least three and at most ten of them
@@ -102,17 +102,16 @@ class Measured(Target):
             untimed = _cost_model(prepared, clock)  # refused before a step is taken
             SolverProposer(request, untimed, Target(), Trials(None), clock).begin()
         try:
-            with clock.part(STEPS):
-                return measure_op_times(
-                    self.measurer,
-                    found.uniform,
-                    prepared.workload_key,
-                    room=device.capacity_bytes - device.overhead_bytes - prepared.used_by_others,
-                    host_budget=request.host_budget,
-                    head=found.heads,
-                    listener=clock.listener,
-                    left=partial(clock.seconds_within, TIMING),
-                )
+            return measure_op_times(
+                self.measurer,
+                found.uniform,
+                prepared.workload_key,
+                room=device.capacity_bytes - device.overhead_bytes - prepared.used_by_others,
+                host_budget=request.host_budget,
+                head=found.heads,
+                listener=clock.listener,
+                left=partial(clock.seconds_within, TIMING),
+            )
         except DeviceOutOfMemory as error:
             smallest = prepared.needs(leanest(found.uniform)[1])
             raise out_of_memory("the leanest plan does not run", error.message, smallest) from None
@@ -123,7 +122,7 @@ class Measured(Target):
         cycles = SECONDS_PER_TRIAL / max(predicted or self.step_seconds, 1e-3)
         steps = 1 if self.clock.passed(HURRIED) else max(3, min(10, round(cycles)))
         try:
-            with self.clock.part(STEPS), self._turn_to_offload(candidate):
+            with self._turn_to_offload(candidate):
                 measured = self.measurer.measure(candidate.choices, steps=steps, budget_bytes=budget_bytes)
         except DeviceOutOfMemory as error:
             return Score("out_of_memory", message=error.message, last=error.last)
@@ -187,7 +186,7 @@ class Measured(Target):
         seconds, listener = min(FINAL_SECONDS, seconds), self.clock.listener
         listener.stage("time the best, interleaved", BATCH * len(extra) + MOST_ROUNDS * len(candidates))
 
-        with self.clock.part(STEPS), self._turn_to_offload(*candidates, *extra), beats_counted(self.measurer, listener):
+        with self._turn_to_offload(*candidates, *extra), beats_counted(self.measurer, listener):
             final = play(candidates, extra, self.measurer.compare, seconds=seconds)
         swings, drift = False, 1.0
         for number in final.times:
@@ -232,7 +231,7 @@ class Measured(Target):
     def _confirmed(self, trials: Trials, winner: Trial) -> Trial:
         """The winner with the larger of both peaks; infeasible if it did not hold the budget in a fresh process."""
         assert winner.measured is not None and trials.budget_bytes is not None
-        with suppress(DeviceOutOfMemory), self.clock.part(STEPS):
+        with suppress(DeviceOutOfMemory):
             if (again := self.confirm(winner.choices, trials.budget_bytes)) is None:
                 return winner
             if again.peak_bytes <= trials.budget_bytes:
