@@ -22,8 +22,7 @@ from __future__ import annotations
 import functools
 import operator
 import threading
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -42,7 +41,6 @@ _OWN_SHARE = 4  # what a call saves of its own is kept up to this part of its ou
 _type_of = operator.attrgetter("shape", "dtype", "requires_grad")
 _function_modes: Callable[[], int] = torch._C._len_torch_function_stack
 _transform: Callable[[], int | None] = torch._C._functorch.maybe_current_level  # type: ignore[attr-defined]
-_observers: list[dict[str, int]] = []
 
 
 class _Here(threading.local):
@@ -50,17 +48,6 @@ class _Here(threading.local):
 
 
 _here = _Here()
-
-
-@contextmanager
-def given_up() -> Iterator[dict[str, int]]:
-    """Counts, by unit, the calls in scopes whose outputs could not be kept."""
-    counts: dict[str, int] = {}
-    _observers.append(counts)
-    try:
-        yield counts
-    finally:
-        _observers[:] = [other for other in _observers if other is not counts]
 
 
 class Scope:
@@ -185,7 +172,6 @@ class Layout:
         self.functions = [call.function for call in self.followed]
         self.holds = [call.is_needed and call.leaves is None for call in self.followed]
         self.kept_numbers = {number for call in calls for number in (*call.own, *(call.leaves or ()))}
-        self.lost = [call.sources is None for call in calls].count(True)
 
 
 Held = Sequence[tuple[Any, int]]
@@ -248,8 +234,6 @@ class KeepingFrame(CheckpointFrame):
             self._layout, self._caught, self._wanted = None, [], {}
             self._unit.learned.pop(self._key, None)
             return output
-        for counts in _observers:
-            counts[self.name] = counts.get(self.name, 0) + layout.lost
         return output
 
     def watching(self, scope: Scope, others: Collection[Any] = ()) -> FunctionScopes | None:

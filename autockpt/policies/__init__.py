@@ -7,12 +7,12 @@ from autockpt.policies.offload import OffloadPolicy, RecomputeOffloadPolicy
 from autockpt.policies.recompute import RecomputePolicy
 from autockpt.policies.rematerialize import RemakePolicy
 from autockpt.policies.segment import SegmentPolicy
-from autockpt.policies.selective import KeepAttentionPolicy, SelectivePolicy
+from autockpt.policies.selective import SelectivePolicy
 
 POLICIES: dict[str, Policy] = {
     "save": SavePolicy(),
     "recompute": RecomputePolicy(),
-    "keep_attention": KeepAttentionPolicy(),
+    "keep_attention": SelectivePolicy(),
     "selective": SelectivePolicy(),
     "remake": RemakePolicy(),
     "offload": OffloadPolicy(),

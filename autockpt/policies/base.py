@@ -297,13 +297,6 @@ class Policy:
         """The same to one unit, and in words what was attached. For choices that go unit by unit."""
         raise NotImplementedError
 
-    def reruns(self, choice: Choice, forward: int) -> tuple[int, int]:
-        """Least and most matrix products, attentions and convolutions that backward must execute again, of ``forward``.
-
-        ``verify`` compares the range with real steps, so a choice that does nothing is found. Default: (0, 0).
-        """
-        return 0, 0
-
 
 class SavePolicy(Policy):
     """Autograd keeps what it needs, as PyTorch does by itself. Nothing is attached, so it costs nothing."""

@@ -26,7 +26,6 @@ from autockpt.checkpointing.replay_context import AutocastState, running_again
 from autockpt.errors import ConflictError, InPlaceError
 from autockpt.policies.base import Attachment, PlannedUnit, Policy, Session, call_inner, is_enabled, is_library
 from autockpt.policies.lazy_logits import LazyLogits, Rows, lazy_logits
-from autockpt.schema.choices import Choice
 
 
 class ChunkedLossPolicy(Policy):
@@ -37,10 +36,6 @@ class ChunkedLossPolicy(Policy):
         session.place(unit.module, run_chunked, HeadState(unit.name, tokens))
         how = "again in backward; gradients are equal up to rounding"
         return f"chunked_loss: logits and loss of {tokens} tokens at a time, {how}"
-
-    def reruns(self, choice: Choice, forward: int) -> tuple[int, int]:
-        # once with no rows to learn type and size, then each chunk; each chunk again
-        return (max(1, forward // 2), forward - 1) if forward else (0, 0)
 
 
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)

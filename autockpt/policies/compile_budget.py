@@ -16,7 +16,7 @@ from torch import nn
 
 from autockpt.policies.base import Attachment, PlannedUnit, Policy, Session, call_inner
 from autockpt.policies.compiling import claim
-from autockpt.schema.choices import Choice, CompileBudget
+from autockpt.schema.choices import CompileBudget
 
 
 class BudgetState(Attachment):
@@ -35,9 +35,6 @@ class CompileBudgetPolicy(Policy):
         fraction = unit.choice.fraction
         session.place(unit.module, run_budgeted, BudgetState(unit.name, fraction))
         return f"compile_budget: its compiled graph saves at most {fraction:g} of what it would (eager: all)"
-
-    def reruns(self, choice: Choice, forward: int) -> tuple[int, int]:
-        return 0, forward  # the partitioner's to choose; without a compiler nothing runs again
 
 
 def run_budgeted(module: nn.Module, state: BudgetState, /, *args: Any, **kwargs: Any) -> Any:

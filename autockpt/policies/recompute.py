@@ -18,7 +18,6 @@ from autockpt.policies.conflicts import refuse_by_message, refuse_modules
 from autockpt.policies.kv_cache import with_caches, without_caches
 from autockpt.policies.saving import keep_identity
 from autockpt.policies.tiles import attach_tiles
-from autockpt.schema.choices import Choice
 
 
 @functools.cache
@@ -65,10 +64,6 @@ class RecomputePolicy(Policy):
             attach_tiles(unit, session, tiles)
         session.place(unit.module, run_recomputed, RecomputeState(unit.name))
         return "recompute: its inputs are kept, its forward runs again in backward"
-
-    def reruns(self, choice: Choice, forward: int) -> tuple[int, int]:
-        # it stops as soon as all is there that backward needs: a last product, LoRA's beside it, need not run again
-        return min(forward // 2, forward - 1) if forward else 0, forward
 
 
 def run_recomputed(module: nn.Module, state: RecomputeState, /, *args: Any, **kwargs: Any) -> Any:

@@ -40,7 +40,7 @@ from autockpt.policies.base import (
 from autockpt.policies.compiling import compiled_by, outside_graphs, run_as_it_is
 from autockpt.policies.conflicts import refuse_by_message, refuse_modules
 from autockpt.policies.saving import keep_identity
-from autockpt.schema.choices import ATTENTION, EVERYTHING, Choice, Remake
+from autockpt.schema.choices import ATTENTION, EVERYTHING, Remake
 
 
 def _overloads(*names: str) -> frozenset[Any]:
@@ -226,7 +226,3 @@ class RemakePolicy(Policy):
         where = f" of {', '.join(choice.within)}" if choice.within else ""
         besides = f", products of {kept} are kept" if kept else ""
         return f"remake: tensors{where} are made again one by one in backward{besides}"
-
-    def reruns(self, choice: Choice, forward: int) -> tuple[int, int]:
-        assert isinstance(choice, Remake)
-        return 0, 0 if EVERYTHING in choice.keep else forward

@@ -14,8 +14,8 @@ from autockpt.checkpointing.segment import SegmentCalls, SegmentFrame
 from autockpt.policies.base import PlannedUnit, Policy, Session
 from autockpt.policies.compiling import outside_graphs
 from autockpt.policies.conflicts import refuse_modules
-from autockpt.policies.recompute import RecomputePolicy, RecomputeState, run_recomputed
-from autockpt.schema.choices import Choice, Segment
+from autockpt.policies.recompute import RecomputeState, run_recomputed
+from autockpt.schema.choices import Segment
 
 
 class SegmentState(RecomputeState):
@@ -35,9 +35,6 @@ class SegmentPolicy(Policy):
                 refuse_modules(unit.module, unit.name)
                 session.place(unit.module, run_in_segment, SegmentState(unit.name, calls))
                 session.attached[unit.name] = _words(members)
-
-    def reruns(self, choice: Choice, forward: int) -> tuple[int, int]:
-        return RecomputePolicy().reruns(choice, forward)  # the last unit stops early, as there
 
 
 def _segments(order: Sequence[PlannedUnit]) -> Iterator[list[PlannedUnit]]:

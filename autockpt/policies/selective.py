@@ -26,7 +26,7 @@ from autockpt.policies.base import Attachment, PlannedUnit, Policy, Session, cal
 from autockpt.policies.compiling import run_as_it_is
 from autockpt.policies.conflicts import refuse_modules
 from autockpt.policies.recompute import RecomputeState, run_recomputed
-from autockpt.schema.choices import ATTENTION, EVERYTHING, Choice, KeepAttention, Remake, Selective
+from autockpt.schema.choices import ATTENTION, EVERYTHING, Selective
 
 _T = torch.Tensor
 _GROUPED = [found for name in ("_grouped_mm", "grouped_mm") for o in (torch, F) if (found := getattr(o, name, None))]
@@ -129,11 +129,15 @@ run_as_it_is(FunctionScopes.__torch_function__)
 
 
 class SelectivePolicy(Policy):
-    """Carries out ``selective``: products of the named modules, or of the whole unit, are not run again."""
+    """Carries out ``selective``: products of the named modules, or of the whole unit, are not run again.
+
+    And ``keep_attention``, which keeps the outputs of fused attention alone.
+    """
 
     def attach_to(self, unit: PlannedUnit, session: Session) -> str:
         refuse_modules(unit.module, unit.name)
-        keep, within = kept_by(unit.choice), unit.choice.within if isinstance(unit.choice, Selective) else ()
+        choice = unit.choice
+        keep, within = (choice.keep, choice.within) if isinstance(choice, Selective) else ((ATTENTION,), ())
         # what runs again, each by itself, by its name inside the unit: "" is the unit
         regions = modules_named(unit, within, "that could run again") if within else {"": unit.module}
         # first the scopes: what runs again may itself be one, inside of what recomputes it
@@ -148,25 +152,7 @@ class SelectivePolicy(Policy):
         again = ", ".join(filter(None, regions)) or "its forward"
         kept = "matrix products and attention" if EVERYTHING in keep else ", ".join(keep) or "nothing"
         runs = "runs" if len(regions) == 1 else "run"
-        return f"{unit.choice.kind}: {again} {runs} again in backward, outputs of {kept} are kept"
-
-    def reruns(self, choice: Choice, forward: int) -> tuple[int, int]:
-        return 0, forward  # what draws random numbers runs again, whatever is to be kept
-
-
-class KeepAttentionPolicy(SelectivePolicy):
-    """Carries out ``keep_attention``: fused attention recomputes inside itself already, so it is not run twice."""
-
-    def reruns(self, choice: Choice, forward: int) -> tuple[int, int]:
-        # beside every fused attention there are projections, which do run again
-        return min(forward // 3, forward - 1) if forward else 0, forward
-
-
-def kept_by(choice: Choice) -> tuple[str, ...]:
-    """What a choice keeps the outputs of, beside a unit's inputs: modules of the unit, fused attention, everything."""
-    if isinstance(choice, KeepAttention):
-        return (ATTENTION,)
-    return choice.keep if isinstance(choice, Selective | Remake) else ()
+        return f"{choice.kind}: {again} {runs} again in backward, outputs of {kept} are kept"
 
 
 _Scopes = dict[nn.Module, frozenset[Any] | None]

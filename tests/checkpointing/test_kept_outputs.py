@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from autockpt.checkpointing import CheckpointedUnit
-from autockpt.checkpointing.kept_outputs import KeepingFrame, Scope, frame_of, given_up
+from autockpt.checkpointing.kept_outputs import KeepingFrame, Scope, frame_of
 from autockpt.errors import ConflictError
 from tests.errors import raises
 
@@ -138,11 +138,10 @@ class Same(nn.Linear):
     [(nn.Linear, in_place), (nn.Linear, by_data), (Noisy, dropped_out), (Greedy, plain), (Same, plain)],
 )
 def test_what_cannot_be_skipped_runs_again(inner: type[nn.Linear], body: Any) -> None:
-    with given_up() as counts:
-        found = trained(lambda: inner(8, 8), body, framed=True)
+    found = trained(lambda: inner(8, 8), body, framed=True)
     wanted = trained(lambda: inner(8, 8), body, framed=False)
     assert_equal(found, wanted)
-    assert found[1] == 2 * wanted[1] and counts == {"unit": 5}
+    assert found[1] == 2 * wanted[1]
 
 
 def inside_a_gradient_after_attention(unit: Unit, x: Tensor) -> Tensor:
