@@ -26,17 +26,15 @@ class GhostMemory:
     """A private mapping that is never written to, handed out as storages.
 
     Read-only by default: a kernel that writes to it kills the process, so that a slip cannot go unnoticed; for a
-    process that may die. With ``writable`` a slip quietly takes real pages, and ``touched_bytes`` tells. An address is
-    handed out again only after ``release``, and as late as possible, so that nothing that matches by address is fooled.
-    Raises GhostError where the system grants no address space.
+    process that may die. With ``writable`` a slip takes real pages, and changes nothing of what is recorded. An address
+    is handed out again only after ``release``, and as late as possible, so that nothing that matches by address is
+    fooled. Raises GhostError where the system grants no address space.
     """
 
     def __init__(self, *, writable: bool = False, size: int | None = None) -> None:
         self._mapping = _reserve(writable, _SIZES if size is None else (size,))
         with warnings.catch_warnings(action="ignore"):  # "The given buffer is not writable": nor is it meant to be
             self._whole = torch.frombuffer(self._mapping, dtype=torch.uint8)
-        if hasattr(mmap, "MADV_DONTDUMP"):  # so that the system lists it apart from neighbours that hold pages
-            self._mapping.madvise(mmap.MADV_DONTDUMP)
         self.base, self.size = self._whole.data_ptr(), len(self._mapping)
         self.end = self.base + self.size
         self._next = self.base
@@ -61,14 +59,6 @@ class GhostMemory:
     def owns(self, tensor: Tensor) -> bool:
         """Whether the tensor is a ghost of this memory."""
         return self.base <= tensor.data_ptr() < self.end
-
-    def touched_bytes(self) -> int | None:
-        """Bytes of real memory that writes have taken so far; None where the system does not tell."""
-        try:
-            with open("/proc/self/smaps", encoding="ascii", errors="replace") as lines:
-                return _anonymous_bytes(lines, self.base, self.end)
-        except OSError:
-            return None
 
     def _next_gap(self, padded: int) -> int:
         """Go on to the next free range; at the last one begin a new round over what has become free."""
@@ -107,16 +97,3 @@ def _reserve(writable: bool, sizes: tuple[int, ...]) -> mmap.mmap:
         "the system grants no address space for a ghost run",
         remedy="Raise the limit on address space (`ulimit -v`, vm.overcommit_memory).",
     )
-
-
-def _anonymous_bytes(lines, base: int, end: int) -> int:
-    """Bytes of anonymous (written) pages between two addresses, from the text of ``/proc/<pid>/smaps``."""
-    total, inside = 0, False
-    for line in lines:
-        head = line.split(" ", 1)[0]
-        if "-" in head and ":" not in head:
-            start, stop = (int(address, 16) for address in head.split("-"))
-            inside = start < end and base < stop
-        elif inside and line.startswith("Anonymous:"):
-            total += int(line.split()[1]) * 1024
-    return total

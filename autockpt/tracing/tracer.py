@@ -32,7 +32,6 @@ _BY_ITSELF = (
     "Neither ghosts nor a real step on the CPU could be traced. Build the model and take one training step of it in a "
     "Python process of its own, which shows whether its own code ends it."
 )
-_ASSUMED_CAPABILITY = "Which kernels this GPU takes could not be asked: those of compute capability 8.0 are assumed."
 
 
 class Tracer:
@@ -75,22 +74,19 @@ class Tracer:
         built or its step fails, GhostError where it cannot be ghost-run and there is no fallback.
         """
         target = torch.device(device)
-        notes: tuple[str, ...] = ()
         view: Callable[[Graph], Graph] | None = None
         if hardware is not None:
             target, capability = torch_device(hardware), capability_of(hardware)
             view = partial(as_seen_by, hardware, spec=spec)
         elif capability is None and target.type == "cuda":
             capability = capability_at(target)  # here: the child sees no GPU
-            if capability is None and torch.cuda.device_count():
-                notes = (_ASSUMED_CAPABILITY,)
         build, tracer = (spec, target, capability), None
         if beside is not None and isinstance(beside._backend, Crew):
             with suppress(NotForkable, OSError):
-                tracer = cls(beside._backend.with_another(build), notes, view)
+                tracer = cls(beside._backend.with_another(build), view=view)
         if tracer is None:
             fallback, most = fallback and spec.shard is None, MOST if can_fork() else 1
-            tracer = _ghost_or_recorded(lambda source: _start(source, build), fallback, view, notes, most)
+            tracer = _ghost_or_recorded(lambda source: _start(source, build), fallback, view, most)
         if hardware is not None:
             tracer.settings |= spec.simulated_settings()
         return tracer
@@ -182,11 +178,10 @@ def _ghost_or_recorded(
     start: Callable[[Source], GhostProcess],
     fallback: bool,
     view: Callable[[Graph], Graph] | None = None,
-    notes: tuple[str, ...] = (),
     most: int = 1,
 ) -> Tracer:
     try:
-        return Tracer(Crew(start("ghost"), most), notes, view)
+        return Tracer(Crew(start("ghost"), most), view=view)
     except GhostError as error:
         if not fallback:
             raise

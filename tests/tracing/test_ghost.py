@@ -13,7 +13,7 @@ from autockpt.tracing.memory import GhostMemory
 
 @pytest.fixture
 def memory() -> GhostMemory:
-    return GhostMemory(writable=True)
+    return GhostMemory()  # read-only: a kernel that runs ends this process
 
 
 @pytest.fixture
@@ -34,7 +34,6 @@ def test_large_results_are_ghosts_and_take_no_memory(mode: GhostMode, memory: Gh
     y = (x @ torch.zeros(256, 256)).relu_()
     assert memory.owns(x) and memory.owns(y)
     assert y.shape == (1 << 20, 256)
-    assert memory.touched_bytes() in (0, None)
 
 
 def test_small_tensors_keep_their_values(mode: GhostMode, memory: GhostMemory) -> None:
@@ -93,7 +92,6 @@ def test_backward_through_ghosts(mode: GhostMode, memory: GhostMemory) -> None:
     ((torch.ones(4, 64) @ weight).relu() @ weight).sum().backward()
     assert weight.grad is not None and memory.owns(weight.grad)
     assert mode.log.find(weight.grad) in mode.gradients
-    assert memory.touched_bytes() in (0, None)
 
 
 def test_tensors_without_memory_take_none(mode: GhostMode) -> None:
