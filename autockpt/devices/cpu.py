@@ -14,7 +14,7 @@ import re
 import socket
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -212,7 +212,8 @@ def waited_for_core() -> float | None:
 
 def allocator_peak(fn: Callable[[], Any]) -> int:
     """The most bytes that PyTorch's CPU allocator handed out during ``fn`` and held at once; older blocks count not."""
-    with _quiet_profiler(), profile(use_kineto=True, use_cpu=True, profile_memory=True) as recorded:
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # read once: its library prints two lines on the terminal per use
+    with profile(use_kineto=True, use_cpu=True, profile_memory=True) as recorded:
         fn()
     return peak_of(_allocations(recorded))
 
@@ -250,19 +251,6 @@ def _allocations(recorded: Any) -> list[tuple[int, int]]:
             if fields.device.type == "cpu":
                 found.append((event.start_time_ns, fields.ptr, fields.alloc_size))
     return [(address, size) for _, address, size in sorted(found, key=lambda item: item[0])]
-
-
-@contextmanager
-def _quiet_profiler() -> Iterator[None]:
-    """The profiler's library prints two lines on the terminal per use; it reads this setting when it first starts."""
-    name = "KINETO_LOG_LEVEL"
-    before = os.environ.get(name)
-    os.environ.setdefault(name, "99")
-    try:
-        yield
-    finally:
-        if before is None:
-            os.environ.pop(name, None)
 
 
 def _processor() -> str:
