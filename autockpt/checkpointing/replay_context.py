@@ -1,5 +1,5 @@
-"""What a forward runs under, and how to run it again under the same: random states, autocast, default device, default
-type, and the kernels that are allowed.
+"""What a forward runs under, and how to run it again under the same: random states, autocast, and the kernels that are
+allowed for attention (``torch.nn.attention.sdpa_kernel`` around a forward alone).
 
 Python's and NumPy's generators are read only for units that were seen to draw from them: reading both takes longer than
 a tiny layer's forward. Autocast remembers its casts of weights until its outermost block ends. A recomputation uses
@@ -8,9 +8,7 @@ none of these and leaves none: it may run in another block than its forward, or 
 
 from __future__ import annotations
 
-import functools
 import operator
-import os
 import random
 import sys
 import threading
@@ -19,33 +17,16 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
 
 from autockpt.devices.random_states import TorchStates
 from autockpt.errors import ConflictError
 
-_C: Any = torch._C
-_function_modes: Callable[[], int] = _C._len_torch_function_stack
-autocast_is_on: Callable[[], bool] = _C._is_any_autocast_enabled
-_CPU = torch.device("cpu")
-_SWITCHES: tuple[tuple[Callable[[], Any], Callable[[Any], None]], ...] = (
-    (torch.backends.cuda.flash_sdp_enabled, torch.backends.cuda.enable_flash_sdp),
-    (torch.backends.cuda.mem_efficient_sdp_enabled, torch.backends.cuda.enable_mem_efficient_sdp),
-    (torch.backends.cuda.math_sdp_enabled, torch.backends.cuda.enable_math_sdp),
-    (torch.backends.cuda.cudnn_sdp_enabled, torch.backends.cuda.enable_cudnn_sdp),
-    # in which order they are tried: sdpa_kernel(..., set_priority=True)
-    (lambda: tuple(_C._get_sdp_priority_order()), lambda order: _C._set_sdp_priority_order(list(order))),
-    *(
-        (vars(type(backend))[name].getter, functools.partial(setattr, backend, name))
-        for backend, name in (
-            (torch.backends.cudnn, "enabled"),
-            (torch.backends.cudnn, "deterministic"),
-            (torch.backends.mkldnn, "enabled"),
-        )
-    ),
-    (torch.get_default_dtype, torch.set_default_dtype),
-)
-_READS: list[Any] = [read for read, _ in _SWITCHES]
+# of any kind of device, for which torch has no public question
+autocast_is_on: Callable[[], bool] = torch._C._is_any_autocast_enabled  # type: ignore[attr-defined]
+_SDPA = torch.backends.cuda  # of all devices
+_READS: list[Callable[[], bool]] = [_SDPA.flash_sdp_enabled, _SDPA.mem_efficient_sdp_enabled, _SDPA.math_sdp_enabled]
+_READS.append(_SDPA.cudnn_sdp_enabled)
+_PUTS = (_SDPA.enable_flash_sdp, _SDPA.enable_mem_efficient_sdp, _SDPA.enable_math_sdp, _SDPA.enable_cudnn_sdp)
 _PATIENCE = 120.0  # seconds
 _here = threading.local()
 _turn = threading.RLock()
@@ -57,8 +38,6 @@ Place = tuple[str, int]
 def accelerators_of(tensors: Iterable[torch.Tensor | None]) -> list[Place]:
     """Where a forward on these tensors may draw random numbers, besides the CPU."""
     devices = [t.device for t in tensors if t is not None and not (t.is_cpu or t.is_meta)]
-    if torch.cuda.is_initialized():
-        settle_order_of_attentions()
     return sorted({(device.type, device.index or 0) for device in devices})
 
 
@@ -67,10 +46,7 @@ class ReplayContext:
     generators among its arguments; ``python``: it may draw from Python's or NumPy's.
     """
 
-    __slots__ = (
-        *("_block", "_default_device", "_generators", "_outer", "_places", "_python", "_switches", "_torch"),
-        "autocast",
-    )
+    __slots__ = ("_block", "_generators", "_outer", "_places", "_python", "_switches", "_torch", "autocast")
 
     def __init__(
         self, places: Sequence[Place] = (), generators: Sequence[torch.Generator] = (), python: bool = False
@@ -80,8 +56,6 @@ class ReplayContext:
         self._generators = [(generator, generator.get_state()) for generator in generators] if generators else ()
         self._python = _python_states() if python else None
         self.autocast = AutocastState(["cpu", *{kind for kind, _ in places}] if places else ["cpu"])
-        # where tensors are made by default: a function mode decides, and asking for it takes long
-        self._default_device = torch.get_default_device() if _function_modes() else _CPU
         self._switches = switches()
 
     def now(self) -> TorchStates:
@@ -98,12 +72,9 @@ class ReplayContext:
         """As before the forward, and afterwards as now."""
         generators = [generator for generator, _ in self._generators]
         self._outer: Any = ReplayContext(self._places, generators, self._python is not None)
-        now = self._outer
-        if self._default_device != now._default_device:
-            self._default_device.__enter__()
         self._block = self.autocast.put()
         try:
-            self._put(now)
+            self._put(self._outer)
         except BaseException:
             self.__exit__(None, None, None)
             raise
@@ -112,8 +83,6 @@ class ReplayContext:
         now, self._outer = self._outer, None
         now._put(self)
         self.autocast.take_back(self._block)
-        if self._default_device != now._default_device:
-            self._default_device.__exit__(*raised)
 
     def _put(self, now: ReplayContext) -> None:
         self._torch.put_back()
@@ -201,28 +170,15 @@ def autocast_depth() -> int:
     return torch.autocast_decrement_nesting()
 
 
-@functools.cache
-def settle_order_of_attentions() -> None:
-    """At a process's first fused attention on CUDA PyTorch may put cuDNN's first (``priority_order`` in its
-    ``cuda/sdp_utils.cpp``; seen on an H100 with torch 2.11). Read before that, the order is not the one in force.
-
-    Asked on a GPU that is in use: another would be given a context of its own, and may order them in another way."""
-    current, there = torch.cuda.current_device(), range(torch.cuda.device_count())
-    used = next((n for n in (current, *there) if _C._cuda_hasPrimaryContext(n)), current)
-    with torch._C.DisableTorchFunction(), _disable_current_modes(), torch.inference_mode(False):
-        given = torch.empty(1, 1, 8, 8, dtype=torch.float16, device=f"cuda:{used}")
-        _C._VariableFunctions._fused_sdp_choice(given, given, given)
-
-
 def switches() -> tuple[Any, ...]:
-    """Which kernels are allowed now, the order of those for attention, and the default type."""
-    return tuple(map(operator.call, _READS))  # type: ignore[arg-type]
+    """Which kernels are allowed for attention now."""
+    return tuple(map(operator.call, _READS))
 
 
 def put_switches(wanted: Sequence[Any], now: Sequence[Any]) -> None:
     """Make them what they were."""
     if wanted != now:
-        for (_, put), value in zip(_SWITCHES, wanted, strict=True):
+        for put, value in zip(_PUTS, wanted, strict=True):
             put(value)
 
 
@@ -247,15 +203,6 @@ class running_again:
 
     def __exit__(self, *raised: Any) -> None:
         _here.unit = self._outer
-
-
-def _released() -> None:
-    global _turn
-    _turn = threading.RLock()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_released)  # whoever held it is not in the child
 
 
 class one_at_a_time:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import subprocess
 import sys
 from collections.abc import Callable
@@ -11,8 +10,8 @@ from contextlib import nullcontext
 import pytest
 import torch
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from autockpt.checkpointing import replay_context
 from autockpt.runtime import attach
 from autockpt.schema.choices import Segment, parse_choice
 
@@ -53,12 +52,6 @@ def _autocast_flag(unit: Begins) -> Callable[[], None]:
     return end
 
 
-def _default_device(unit: Begins) -> Callable[[], None]:
-    assert torch.empty(0).device.type == "cpu"
-    torch.set_default_device("meta")
-    return lambda: torch.set_default_device(None)
-
-
 class Doubles(torch.overrides.TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
@@ -75,12 +68,12 @@ def _around_all() -> tuple[object, ...]:
     depth, modes = torch.autocast_increment_nesting(), torch._C._len_torch_function_stack()
     torch.autocast_decrement_nesting()
     casts = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"), torch.is_autocast_cache_enabled()
-    return depth, modes, casts, torch.get_default_dtype(), torch.is_grad_enabled()
+    return depth, modes, casts, torch.is_grad_enabled()
 
 
 @pytest.mark.parametrize("late", [0, 4])
 @pytest.mark.parametrize("kind", ["recompute", "segment"])
-@pytest.mark.parametrize("begin", [_autocast, _autocast_flag, _default_device, _mode])
+@pytest.mark.parametrize("begin", [_autocast, _autocast_flag, _mode])
 def test_what_a_forward_begins_by_hand_ends_with_its_rerun(begin, kind, late) -> None:
     def trained(planned: bool) -> list[torch.Tensor]:
         torch.manual_seed(0)
@@ -96,11 +89,7 @@ def test_what_a_forward_begins_by_hand_ends_with_its_rerun(begin, kind, late) ->
                 found += [loss.detach(), *(p.grad.clone() for p in model.parameters())]
         return found
 
-    try:
-        assert all(map(torch.equal, trained(True), trained(False)))
-    finally:
-        torch.set_default_device(None)
-        torch.set_default_dtype(torch.float32)
+    assert all(map(torch.equal, trained(True), trained(False)))
 
 
 def test_a_block_that_one_unit_enters_and_another_leaves() -> None:
@@ -132,34 +121,25 @@ def test_a_block_that_one_unit_enters_and_another_leaves() -> None:
     assert all(map(torch.equal, planned, trained({})))
 
 
-def _first_attention_puts_another_order(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """As CUDA does on some cards, once in a process; the order that it puts."""
-    before = torch._C._get_sdp_priority_order()
-    other = [before[1], before[0], *before[2:]]
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    once = functools.cache(lambda: torch._C._set_sdp_priority_order(other))
-    monkeypatch.setattr(replay_context, "settle_order_of_attentions", once)
-    return other
-
-
-def test_a_second_run_finds_the_first_runs_order_of_attentions(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_kernel_that_is_allowed_around_the_forward_alone() -> None:
     class Attends(nn.Linear):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            replay_context.settle_order_of_attentions()
-            return (super().forward(x) * torch._C._get_sdp_priority_order()[0]).exp()
+            q = super().forward(x).view(1, 2, 4, D)
+            return (nn.functional.scaled_dot_product_attention(q, q, q) * torch.backends.cuda.flash_sdp_enabled()).exp()
 
-    model, x, before = nn.Sequential(Attends(4, 4)), torch.randn(2, 4), torch._C._get_sdp_priority_order()
-    other = _first_attention_puts_another_order(monkeypatch)
-    expected = (torch.nn.functional.linear(x, model[0].weight, model[0].bias) * other[0]).exp()  # type: ignore[arg-type]
-    wanted = torch.autograd.grad(expected.square().sum(), model[0].weight)
-    try:
-        with attach(model, {"0": parse_choice("recompute")}, sentinels="off"):
-            assert torch.equal(wanted[0], torch.autograd.grad(model(x).square().sum(), model[0].weight)[0])
-    finally:
-        torch._C._set_sdp_priority_order(before)
-    assert before[0] != other[0]
+    def trained(choices) -> torch.Tensor:
+        torch.manual_seed(0)
+        model, x = nn.Sequential(Attends(D, D)), torch.randn(8, D)
+        with attach(model, choices):
+            with sdpa_kernel(SDPBackend.MATH):
+                loss = model(x).square().sum()
+            loss.backward()
+        assert torch.backends.cuda.flash_sdp_enabled()
+        return model[0].weight.grad  # type: ignore[return-value]
+
+    wanted = trained({})
+    for kind in ("recompute", "selective", "remake"):
+        assert torch.equal(trained({"0": parse_choice(kind)}), wanted)
 
 
 _FIRST_OF_A_PROCESS = """
