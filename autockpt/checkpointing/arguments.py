@@ -6,18 +6,17 @@ may write into a dict or list that it was given. Other objects are passed as the
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch._C import _autograd
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from autockpt.errors import AutockptError, InPlaceError
 
-hooks_in_force: Callable[[bool], Any] = _autograd._top_saved_tensors_default_hooks  # type: ignore[attr-defined]
+# torch has no public question for the hooks on saved tensors that a user has set
+hooks_in_force: Callable[[bool], Any] = torch._C._autograd._top_saved_tensors_default_hooks  # type: ignore[attr-defined]
 _PLAIN = frozenset((type(None), bool, int, float, str, torch.dtype, torch.device))
 
 
@@ -112,7 +111,7 @@ class _Node(torch.autograd.Function):
 
 
 class HeldByNode:
-    """A tensor as a node of autograd's holds it. For torch 2.11, which has no such object of its own for Python."""
+    """A tensor as a node of autograd's holds it, in the way of the hooks that are in force."""
 
     __slots__ = ("_output",)
 
@@ -121,14 +120,9 @@ class HeldByNode:
         self._output: torch.Tensor = _Node.apply(torch.empty(0, requires_grad=True), tensor)  # type: ignore[assignment]
 
     def unpack(self) -> torch.Tensor:
+        """As ``Holder.unpack``."""
         node: Any = self._output.grad_fn
         return node.saved_tensors[0]
-
-
-# what torch.utils.checkpoint itself holds inputs by, behind torch 2.11
-_make: Any = getattr(_autograd, "_make_saved_tensor", None)
-save: Callable[[torch.Tensor], Holder] = HeldByNode if _make is None else functools.partial(_make, is_output=False)
-"""Hold a tensor in the way of the hooks that are in force."""
 
 
 def hold(tensors: Iterable[torch.Tensor]) -> list[Held]:
@@ -137,7 +131,7 @@ def hold(tensors: Iterable[torch.Tensor]) -> list[Held]:
     Raises RuntimeError for tensors without versions, which were made in inference mode.
     """
     if hooks_in_force(False) is not None:
-        return [save(tensor) for tensor in tensors]
+        return [HeldByNode(tensor) for tensor in tensors]
     return [(tensor, tensor._version) for tensor in tensors]
 
 
