@@ -72,7 +72,8 @@ class CheckpointFrame:
             self._versions = [parameter._version for parameter in parameters if parameter is not None]
             self._context = ReplayContext(kind.places, generators, late is not None or unit.draws_in_python)
         except RuntimeError as error:
-            _refuse_unreadable(error, unit.name)
+            if isinstance(error, RecursionError) or any(word in str(error) for word in ("nference", "capture")):
+                raise _unreadable(error, unit.name) from error
             raise
         self._trains = [tensor.requires_grad for tensor in live]
         self._training = unit.state.training()
@@ -178,9 +179,6 @@ class CheckpointFrame:
         Raises InPlaceError where something that it read was changed since, ConflictError where it does not do again
         what it did.
         """
-        if torch.is_inference_mode_enabled():
-            with torch.inference_mode(False):
-                return self._recompute(number)
         with one_at_a_time(self._unit.name), torch.enable_grad():
             if number not in self._values or self._values[number][0]._version != self._values[number][1]:
                 self._fill()  # or the thread of another device has done it
@@ -312,35 +310,21 @@ def _user_error(error: Exception, unit: str) -> Exception:
     """The error that a recomputation raised and the forward had not, as it is raised to the user."""
     if isinstance(error, AutockptError):
         return error
-    if isinstance(error, RuntimeError):  # may be that memory is out, which others know by its type and message
-        error.add_note(
-            f"autockpt: {unit} ran again for backward and had not raised this in forward. Unless memory or a device "
-            "failed, something that it reads has changed in between: use `save` or `offload` there."
-        )
-        return error
-    if isinstance(error, (StopIteration, LookupError, AttributeError, AssertionError, TypeError, ValueError)):
+    if not isinstance(error, RuntimeError):
         # as where the first run has used up an iterator, or asks for the graph that its input came from
         return diverged(unit, f"raised {type(error).__name__} when it ran again in backward, which it did not before")
+    # may be that memory is out, which others know by its type and message
+    error.add_note(
+        f"autockpt: {unit} ran again for backward and had not raised this in forward. Unless memory or a device "
+        "failed, something that it reads has changed in between: use `save` or `offload` there."
+    )
     return error
 
 
-def _refuse_unreadable(error: RuntimeError, unit: str) -> None:
-    """Raise ConflictError where ``error`` says that arguments, versions or random states cannot be read."""
-    if isinstance(error, RecursionError):
-        raise ConflictError(
-            f"{unit} is given a list or dictionary that holds itself, which cannot be made again for backward",
-            remedy=f"Hand in one that does not, or use `save` or `offload` on {unit}.",
-        ) from error
-    if "nference" in str(error):
-        raise ConflictError(
-            f"{unit} gets a tensor that was made under torch.inference_mode, in which a change between forward and "
-            "backward would not be noticed",
-            remedy=f"Make it under torch.no_grad, or give a clone made outside of inference mode, or use `save`, "
-            f"`offload` or `remake` on {unit}.",
-        ) from error
-    if "capture" in str(error):
-        raise ConflictError(
-            f"a CUDA graph is being captured, and {unit} needs the random state to run again, which cannot be read "
-            "then",
-            remedy="Use save for units inside of captured graphs.",
-        ) from error
+def _unreadable(error: RuntimeError, unit: str) -> ConflictError:
+    """The error for a call whose arguments, versions or random states cannot be read."""
+    return ConflictError(
+        f"what {unit} is given, or the random state, cannot be held for backward: {error}",
+        remedy=f"Use `save` on {unit}. Tensors that are made under torch.inference_mode (make them under "
+        "torch.no_grad), containers that hold themselves and CUDA graphs that are being captured do this.",
+    )

@@ -120,22 +120,6 @@ def test_inside_a_checkpoint_of_the_users_own():
         assert_as_plain(lambda: Outer(lambda unit, x: torch.dropout(unit.linear(x).sigmoid(), 0.3, True)))
 
 
-def test_the_choice_of_attention_kernels_is_that_of_the_forward():
-    from torch.nn.attention import SDPBackend, sdpa_kernel
-
-    def body(unit, x):
-        q = unit.linear(x).view(1, 1, 4, 8)
-        return torch.nn.functional.scaled_dot_product_attention(q, q, q).view(4, 8)
-
-    def call(unit, x):
-        with sdpa_kernel(SDPBackend.MATH):
-            return unit(x)
-
-    before = torch.backends.cuda.flash_sdp_enabled()
-    assert_as_plain(lambda: Model(body, call))
-    assert torch.backends.cuda.flash_sdp_enabled() == before
-
-
 # --- what backward gets is what it would have got, or an error
 
 
@@ -178,7 +162,7 @@ def test_an_exception_in_backward_leaves_the_graph_usable(monkeypatch):
     with attach(model, CHOICES):
         torch.manual_seed(1)
         loss = model(torch.randn(4, 8).requires_grad_()).pow(2).sum()
-        with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
+        with monkeypatch.context() as patch, raises(ConflictError, "units.1"):
             patch.setattr(torch, "sigmoid", lambda _: 1 / 0)
             loss.backward(retain_graph=True)
         assert recomputing() is None
