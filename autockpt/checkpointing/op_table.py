@@ -75,10 +75,11 @@ Kind = Literal["view", "hidden view", "writes", "dynamic", "again", "heavy", "ot
 # result. An op with a sum over colliding indices (index_add, cumsum, scatter_add) is not among them: on a GPU the order
 # of its additions changes from run to run.
 _REPLAYABLE_NAMES = """
-    _fused_rms_norm _log_softmax _softmax _to_copy addcdiv addcmul all amax amin any arange argmax argmin cat clone
-    constant_pad_nd copy embedding expand_copy eye flip full full_like gather glu index index_select linalg_vector_norm
-    logsumexp masked_fill mean native_group_norm native_layer_norm new_full new_ones new_zeros ones ones_like repeat
-    roll scalar_tensor select_scatter slice_scatter stack std std_mean sum tril triu var var_mean zeros zeros_like
+    _fused_rms_norm _log_softmax _safe_softmax _softmax _to_copy addcdiv addcmul all amax amin any arange argmax
+    argmin cat clone constant_pad_nd copy embedding expand_copy eye flip full full_like gather glu index index_select
+    linalg_vector_norm logsumexp masked_fill mean native_group_norm native_layer_norm new_full new_ones new_zeros ones
+    ones_like repeat roll scalar_tensor select_scatter slice_scatter stack std std_mean sum tril triu var var_mean
+    zeros zeros_like
 """
 _REPLAYABLE = frozenset(_REPLAYABLE_NAMES.split())
 _DYNAMIC_NAMES = """
