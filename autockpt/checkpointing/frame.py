@@ -4,6 +4,9 @@
 the same random state, autocast and module state, until every number has its tensor. Each tensor is then returned once
 and released. A number that is asked for again (a second backward over a kept graph) has the call recomputed again.
 
+Small tensors of indices, such as the experts that a router chose, are kept. A recomputation writes them over its own
+before anything reads these, so that ties, or scores with other last bits, cannot send a token to another expert.
+
 Ownership: nodes of the graph hold the bound ``unpack`` and with it the frame. The frame holds its inputs as autograd
 holds saved tensors, so the graph before it stays alive as without a plan. It holds no tensor of its own graph: a graph
 that holds its output by way of Python is never freed.
@@ -23,10 +26,13 @@ from torch.autograd.graph import saved_tensors_hooks
 from autockpt.checkpointing.arguments import Held, flatten, hold, unflatten, unpack
 from autockpt.checkpointing.divergence import CheckedCall, Comparison
 from autockpt.checkpointing.module_state import Entry
+from autockpt.checkpointing.op_recorder import is_plain
 from autockpt.checkpointing.replay_context import ReplayContext, one_at_a_time, running_again
 from autockpt.checkpointing.unit import CheckpointedUnit, Exchanged, put_back
 from autockpt.errors import AutockptError, ConflictError, InPlaceError
 
+SMALL_SHARE = 0.125
+"""Of the bytes of the unit's largest input: tensors of indices up to that are kept."""
 _NOTHING = nullcontext()
 _version: Callable[[torch.Tensor], int] = operator.attrgetter("_version")
 
@@ -45,9 +51,9 @@ class CheckpointFrame:
     # without a dictionary, and few objects in all: the more there are that live until backward, the oftener Python's
     # garbage collector looks through everything
     __slots__ = (
-        *("_before", "_beyond", "_compared", "_context", "_filled", "_forward", "_inputs", "_late", "_live"),
-        *("_looked_at", "_observer", "_parameters", "_shared", "_sizes", "_template", "_to_end", "_training"),
-        *("_trains", "_turn", "_unit", "_until", "_values", "_versions"),
+        *("_before", "_beyond", "_chosen", "_compared", "_context", "_filled", "_forward", "_inputs", "_late"),
+        *("_learned", "_live", "_looked_at", "_observer", "_parameters", "_shared", "_sizes", "_template"),
+        *("_to_end", "_training", "_trains", "_turn", "_unit", "_until", "_values", "_versions"),
     )
 
     def __init__(
@@ -81,11 +87,13 @@ class CheckpointFrame:
         # The observer compares saved tensors with their recomputation: in a checked call all of them, in others the one
         # numbered `sampled`. `pack` calls `_look_at` for the numbers in `_looked_at`, and for all from `_beyond` on: 0
         # in a checked call, else more tensors than the last checked call saved. Frames that keep outputs add to both.
-        self._looked_at: Collection[int] = ()
-        self._beyond = sys.maxsize
+        self._learned = kind.indices
+        self._chosen: dict[int, tuple[torch.Tensor, int]] = {}
+        self._looked_at: Collection[int] = kind.indices
+        self._beyond = sys.maxsize if late is None else 0
         self._observer = observer = None if unit.check is None else unit.check.observer(checked=late is not None)
         if observer is not None:
-            self._looked_at, self._beyond = (observer.sampled,), observer.beyond
+            self._looked_at, self._beyond = (*kind.indices, observer.sampled), observer.beyond
         self._compared: dict[int, Comparison] = {}
         self._sizes: list[int] = []  # numbers of elements of what is saved
         self._values: dict[int, tuple[torch.Tensor, int]] = {}
@@ -152,8 +160,21 @@ class CheckpointFrame:
         return number
 
     def _look_at(self, number: int, tensor: torch.Tensor) -> None:
+        indices = tensor.dtype is torch.int64 and tensor.is_contiguous()
+        if indices and (number in self._learned or self._were_made_here(tensor)):
+            self._learned.add(number)
+            self._chosen[number] = tensor.detach(), tensor._version
         if self._observer is not None and (comparison := self._observer.look_at(number, tensor)) is not None:
             self._compared[number] = comparison
+
+    def _were_made_here(self, indices: torch.Tensor) -> bool:
+        """Whether they are few, and the forward's own: the caller's and a buffer's must not be written over."""
+        live = self._live or []
+        most = SMALL_SHARE * max((t.nbytes for t in live if t.is_floating_point()), default=0)
+        if not is_plain(indices) or indices.nbytes > most:
+            return False
+        given = {t.untyped_storage()._cdata for t in (*live, *self._unit.module.buffers()) if is_plain(t)}
+        return indices.untyped_storage()._cdata not in given
 
     # In backward.
 
@@ -237,6 +258,8 @@ class CheckpointFrame:
             raise diverged(self._unit.name, what)
         if self._shared and value.untyped_storage()._cdata in self._shared:
             value = value.clone()  # a buffer that is about to be written to
+        if (chosen := self._chosen.get(number)) is not None and chosen[0]._version == chosen[1]:
+            value.data.copy_(chosen[0])  # by way of `data` it counts as no change
         self._values[number] = value, value._version
         self._filled = number = number + 1
         if number == self._until:

@@ -64,12 +64,14 @@ class CallKind:
     """Calls that are alike in types, gradients, devices and modes. Sizes do not count: batches without padding have a
     new length in each step.
 
-    ``places``: the accelerators that they run on. ``is_steady``: two recordings of one signature were the same;
-    ``misses``: so often calls turned out to do something else (``recorded_call``).
+    ``places``: the accelerators that they run on. ``indices``: numbers of the small tensors of indices that they save.
+    ``is_steady``: two recordings of one signature were the same; ``misses``: so often calls turned out to do something
+    else (``recorded_call``).
     """
 
     def __init__(self, schedule: Schedule, places: list[Place]) -> None:
         self.schedule, self.places = schedule, places
+        self.indices = set[int]()
         self.is_steady, self.misses = False, 0
 
 
