@@ -15,7 +15,7 @@ from autockpt.errors import UsageError
 from autockpt.shipped import list_hardware, load_hardware
 from autockpt.tuning.door import of_host_with
 from tests.errors import raises
-from tests.gpu.cards import described_like
+from tests.gpu.foresight import described_like
 
 ROOT = Path(__file__).parents[2]
 FIGURES = {
