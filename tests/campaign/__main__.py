@@ -1,4 +1,7 @@
-"""``python -m tests.campaign [--pairs N] [--from N] [--like REGEX] [--out FILE]``, or ``--seed N``."""
+"""``python -m tests.campaign [--pairs N] [--from N] [--like REGEX] [--out FILE]``.
+
+``print(source(draw(N // PLANS)))`` shows the program of pair N, ``Trials().run(N)`` runs it.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +10,20 @@ import json
 import re
 import sys
 import time
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
+
+import torch
+
+from tests.campaign.pool import run_all
+from tests.campaign.program import draw
+from tests.campaign.trial import PLANS, Verdict
+
+WORDS = ("equal", "refused", "WRONG", "foreign", "CRASH", "HANG")
+BAD = WORDS[2:]
+UNFIT = ("invalid", "unsteady")
 
 
 def main() -> int:
@@ -16,27 +31,10 @@ def main() -> int:
     parser.add_argument("--pairs", type=int, default=2000)
     parser.add_argument("--from", dest="first", type=int, default=0, metavar="N", help="number of the first pair")
     parser.add_argument("--like", metavar="REGEX", help="only pairs of programs one of whose families it is found in")
-    parser.add_argument(
-        "--out", type=Path, metavar="FILE", help="write every verdict as a line of JSON; goes on where a file ends"
-    )
-    parser.add_argument("--table", type=Path, metavar="FILE", help="write counts by family and choice as markdown")
-    parser.add_argument("--seed", type=int, metavar="N", help="print one pair as a script and say how it ends")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="a line of JSON a pair; goes on where the file ends")
     options = parser.parse_args()
 
-    import torch
-
     torch.set_num_threads(1)
-    from tests.campaign.pool import in_child, run_all
-    from tests.campaign.program import draw
-    from tests.campaign.script import written
-    from tests.campaign.table import markdown, summary
-    from tests.campaign.trial import PLANS, Verdict, plan
-
-    if options.seed is not None:
-        program = draw(options.seed // PLANS)
-        choices = plan(program, options.seed)[1]
-        print(written(program, choices, in_child(options.seed, program, choices)))
-        return 0
     verdicts: list[Verdict] = []
     if options.out and options.out.exists():
         verdicts = [Verdict(**json.loads(line)) for line in options.out.read_text(encoding="utf-8").splitlines()]
@@ -51,15 +49,20 @@ def main() -> int:
         if out:
             out.write(json.dumps(asdict(verdict)) + "\n")
             out.flush()
-        if verdict.word in ("WRONG", "foreign", "CRASH", "HANG") or (verdict.word == "refused" and verdict.ordinary):
-            print(
-                f"{verdict.number} {verdict.word} [{verdict.choice}] {'; '.join(verdict.families)}: {verdict.detail}",
-                flush=True,
-            )
+        if verdict.word in BAD or (verdict.word == "refused" and verdict.ordinary):
+            families = "; ".join(verdict.families)
+            print(f"{verdict.number} {verdict.word} [{verdict.choice}] {families}: {verdict.detail}", flush=True)
     print(f"\n{summary(verdicts)}\n{(len(verdicts) - known) / (time.monotonic() - began) * 60:.0f} pairs a minute")
-    if options.table:
-        options.table.write_text(markdown(verdicts), encoding="utf-8")
-    return 1 if any(v.word in ("WRONG", "foreign", "CRASH", "HANG") for v in verdicts) else 0
+    return 1 if any(v.word in BAD for v in verdicts) else 0
+
+
+def summary(verdicts: Sequence[Verdict]) -> str:
+    """One line of counts over all pairs that could serve."""
+    counts = Counter(v.word for v in verdicts)
+    said, unfit = (", ".join(f"{word} {counts[word]}" for word in words) for words in (WORDS, UNFIT))
+    ordinary = sum(v.word == "refused" and v.ordinary for v in verdicts)
+    fit = sum(counts[word] for word in WORDS)
+    return f"{fit} pairs: {said}; ordinary ones refused {ordinary}; not counted: {unfit}"
 
 
 if __name__ == "__main__":

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import itertools
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from autockpt.schema.choices import OFFLOAD, RECOMPUTE, parse_choice
+from autockpt.schema.choices import RECOMPUTE, parse_choice
 from tests.campaign import pool, trial
 from tests.campaign.loops import CARRIES, LOOP, LOOPS, LOSSES
 from tests.campaign.pieces import ALL
 from tests.campaign.program import Placed, Program, draw, source
-from tests.campaign.script import written
 from tests.campaign.trial import PLANS, Trials, observe
 
 pytestmark = pytest.mark.slow
@@ -73,15 +69,6 @@ def test_a_dead_process_is_a_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(LOOP, "once", LOOP["once"].__class__("once", f"{when} and os.kill(os.getpid(), 9)"))
         verdict = pool.in_child(0, Program(), dict.fromkeys(BLOCKS, RECOMPUTE))
         assert (verdict.word, verdict.detail) == (word, "signal 9")
-
-
-def test_a_pair_is_a_script_of_its_own(tmp_path: Path) -> None:
-    program = Program(pieces=(Placed("lru_cache"), Placed("argument: mask")), carry="named tuple")
-    choices = {"layers.0": RECOMPUTE, "layers.1": OFFLOAD}
-    script = tmp_path / "pair.py"
-    script.write_text(written(program, choices, pool.in_child(0, program, choices)))
-    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=300)
-    assert done.stdout.startswith("ended | different: nothing"), done.stdout + done.stderr
 
 
 INSIDE = (
