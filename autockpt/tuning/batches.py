@@ -23,7 +23,7 @@ from autockpt.schema.request import BatchAnswer, BatchSetting
 from autockpt.schema.words import tally
 from autockpt.tuning.clock import Clock
 from autockpt.tuning.opening import kinds_of
-from autockpt.tuning.rows import dependent_rows
+from autockpt.tuning.rows import refuse_dependent_rows
 from autockpt.tuning.search import run_search, save_plan_copy
 from autockpt.tuning.sizes import LEAN_KINDS, job_of, largest_that_fits, least_bytes, what_if_of
 
@@ -72,13 +72,13 @@ def search_batch_sizes(request: SearchRequest, listener: Listener, search: Searc
         climb = Climb(rows, at, Clock(listener, request.timeout))
         listener.stage("ghost-run batch sizes")
         what_if = replace(what_if_of(request, kinds_of(request.space, request.allow_inexact)), listener=listener)
-        notes = dependent_rows(job, what_if)
+        refuse_dependent_rows(job, what_if.device)
         top = climb.summit(sizes, largest("save"), largest(*LEAN_KINDS), share, request.trials)
         left, found = request.trials - climb.spent, climb.found[top]
         # not where saving everything fits, nor where a simulation ended: more candidates could not bring more
         if left > 0 and found is not None and found.binding and found.source == "measured":
             climb.at(top, share + left)
-    answer = climb.answer(notes)
+    answer = climb.answer()
     return answer.model_copy(update={"outcome": save_plan_copy(request, answer.outcome)})
 
 
@@ -151,11 +151,11 @@ class Climb:
         known = filter(None, self.found.values())
         return sum(max(0, o.measured_trials - sum(row.name != OURS for row in o.rows)) for o in known)
 
-    def answer(self, notes: Sequence[str]) -> BatchAnswer:
-        """The best setting before the others; ``notes`` are on the rows of its batch."""
+    def answer(self) -> BatchAnswer:
+        """The best setting before the others."""
         settings = sorted(filter(None, map(self.best, self.found)), key=lambda setting: setting.update_seconds)
         best, *others = settings
-        outcome, messages = self.found[best.batch_size], list(notes)
+        outcome, messages = self.found[best.batch_size], list[str]()
         assert outcome is not None
         alike = [s for s in others if s.update_seconds <= (1 + APART) * best.update_seconds]
         if outcome.source == "simulated" and alike:
@@ -189,7 +189,8 @@ def setting(size: int, rows: int, outcome: SearchOutcome) -> BatchSetting:
 
 
 NOTES = (
-    "The rows of an update stay the same: its gradient is summed in another order, so it is equal up to rounding.",
+    "The rows of an update stay the same: its gradient is summed in another order, so it is equal up to rounding. "
+    "Losses that balance experts are taken over a micro-batch, so with another one they are others.",
     "Where rows hold different numbers of labels, a mean over them weights micro-batches otherwise than one whole "
     "batch does. transformers' Trainer puts that right; in a loop of your own with a causal language model count the "
     "labels of all micro-batches first, n = sum(b['labels'][:, 1:].ne(-100).sum() for b in micro_batches), and take "
