@@ -73,13 +73,6 @@ def test_the_median_lies_in_its_interval(times):
     assert 0.0 <= noise(times) <= 1.0
 
 
-@given(st.lists(seconds, min_size=6, max_size=60), st.floats(1e-3, 1e3))
-def test_the_median_interval_scales_with_the_unit(times, factor):
-    once, scaled = median_interval(times), median_interval([t * factor for t in times])
-    assert scaled.low == pytest.approx(once.low * factor)
-    assert scaled.high == pytest.approx(once.high * factor)
-
-
 @given(st.lists(st.tuples(seconds, seconds), min_size=1, max_size=40))
 def test_turning_a_ratio_round_turns_its_interval_round(pairs):
     ours, base = [p[0] for p in pairs], [p[1] for p in pairs]

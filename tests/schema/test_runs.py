@@ -23,7 +23,6 @@ from autockpt.schema import (
     Measurement,
     Op,
     Plan,
-    Prediction,
     Storage,
     Trial,
     Unit,
@@ -31,6 +30,7 @@ from autockpt.schema import (
 )
 from autockpt.schema.graph import TensorMeta
 from autockpt.schema.runs import RunDirectory, best, directory_name, pareto_front
+from tests import samples
 from tests.analysis.samples import make_run
 from tests.errors import raises
 
@@ -43,18 +43,8 @@ def enter(root: Path, question: dict | None = None, fresh: bool = False) -> RunD
 
 def trial(number: int, seconds: float = 0.1) -> Trial:
     choices: dict[str, Choice] = {"h.0": RECOMPUTE, "h.1": SAVE, "h.2": OFFLOAD}
-    return Trial(
-        number=number,
-        name="every-2",
-        encoding="knobs",
-        choices=choices,
-        plan_hash=plan_hash(choices),
-        state="measured",
-        feasible=True,
-        predicted=Prediction(peak_bytes=10, step_seconds=0.2),
-        measured=Measurement(peak_bytes=11, step_seconds=seconds, times=(0.1, 0.2)),
-        parameters={"margin": 0.02},
-    )
+    measured = Measurement(peak_bytes=11, step_seconds=seconds, times=(0.1, 0.2))
+    return samples.trial(number, choices=choices, plan_hash=plan_hash(choices), measured=measured)
 
 
 def plan(choice: Choice = RECOMPUTE) -> Plan:
@@ -279,21 +269,8 @@ def test_a_plan_edited_by_hand_is_kept(tmp_path: Path) -> None:
     assert run.plan() == plan() and (run.path / "plan.yaml.1").read_text() == text
 
 
-def scored(
-    number: int, peak: int | None = None, seconds: float = 1.0, *, predicted=None, fits=True, plan="", **more
-) -> Trial:
-    return Trial(
-        number=number,
-        name=more.pop("name", f"knobs #{number}"),
-        encoding=more.pop("encoding", "knobs"),
-        choices={},
-        plan_hash=plan or f"plan{number}",
-        state=more.pop("state", "measured" if peak is not None and fits else "over_budget"),
-        feasible=fits and peak is not None,
-        predicted=None if predicted is None else Prediction(peak_bytes=predicted[0], step_seconds=predicted[1]),
-        measured=None if peak is None else Measurement(peak_bytes=peak, step_seconds=seconds, noise=0.01),
-        **more,
-    )
+def scored(number: int, peak: int, seconds: float, **more) -> Trial:
+    return samples.trial(number, measured=Measurement(peak_bytes=peak, step_seconds=seconds), **more)
 
 
 def numbers(trials) -> list[int]:
@@ -302,10 +279,10 @@ def numbers(trials) -> list[int]:
 
 def test_best_is_the_fastest_measured_plan_that_fits():
     trials = [
-        scored(0, 90, 1.0, fits=False),
+        scored(0, 90, 1.0, feasible=False),
         scored(1, 50, 3.0),
         scored(2, 60, 2.0),
-        scored(3, predicted=(10, 0.1), state="predicted_over"),
+        samples.trial(3, measured=None, state="predicted_over", feasible=False),
     ]
     assert numbers(best(trials)) == [2]
     assert numbers(best(trials, 5)) == [2, 1]

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 import tomllib
 from pathlib import Path
 
@@ -18,31 +15,12 @@ from tests.errors import raises
 from tests.gpu.foresight import described_like
 
 ROOT = Path(__file__).parents[2]
-FIGURES = {
-    "memory_bytes",
-    "context_bytes",
-    "vector_flops",
-    "matrix_flops",
-    "bandwidth",
-    "launch_seconds",
-    "link_out",
-    "link_in",
-    *(f"efficiency.{n}" for n in ("matrix", "attention", "attention_backward", "bandwidth", "link")),
-}
 
 
 def test_all_that_was_promised_is_there() -> None:
     promised = """rtx3090 rtx4090 rtx5090 a100-40 a100-80 l40s h100 h200 b200 gh200 gb200 t4 a6000 rtx6000-ada
         rtxpro6000 l4 a10g v100-32 mi300x m4-max cpu"""
     assert set(promised.split()) <= set(list_hardware())
-
-
-@pytest.mark.parametrize("name", list_hardware())
-def test_every_figure_has_a_source(name: str) -> None:
-    hardware = load_hardware(name)
-    assert hardware.name == name and hardware.description
-    assert set(hardware.sources) >= FIGURES
-    assert all(hardware.sources.values())
 
 
 # An address and what was read there, or what the figure rests on otherwise.
@@ -52,6 +30,7 @@ ORIGIN = re.compile(r"https://\S+: \S|(assumption|not confirmed|fitted|measured)
 @pytest.mark.parametrize("name", list_hardware())
 def test_every_source_says_what_it_is(name: str) -> None:
     hardware = load_hardware(name)
+    assert hardware.name == name and hardware.description
     for figure, source in hardware.sources.items():
         assert ORIGIN.match(source), f"{figure}: {source}"
         if figure.startswith("efficiency."):  # no data sheet gives a share: it is fitted, measured, or assumed
@@ -93,20 +72,6 @@ SEEN = {
 @pytest.mark.parametrize(("name", "gib"), SEEN.items())
 def test_no_card_has_more_memory_than_it_was_seen_to_have(name: str, gib: float) -> None:
     assert 0.975 * gib < load_hardware(name).memory_bytes / 2**30 <= gib
-
-
-def test_geforce_rates_are_with_accumulation_in_fp32() -> None:
-    for name in ("rtx3090", "rtx4090", "rtx5090"):
-        rates = load_hardware(name).matrix_flops
-        assert rates["bfloat16"] == rates["float16"] == pytest.approx(2 * rates["float32"], rel=0.01)
-        assert rates["tf32"] == rates["float32"]
-
-
-def test_dense_rates_as_published() -> None:
-    rates = {name: load_hardware(name).matrix_flops.get("bfloat16", 0) / 1e12 for name in list_hardware()}
-    assert rates["a100-80"] == 312 and rates["h100"] == 989.4 and rates["rtx4090"] == 165.2
-    assert rates["b200"] == 2250 and rates["mi300x"] == 1307.4 and rates["t4"] == 0
-    assert load_hardware("m4-max").unified_memory
 
 
 def test_gpus_that_train_side_by_side_share_the_link_to_their_host() -> None:
@@ -171,13 +136,3 @@ def test_the_wheel_holds_the_descriptions() -> None:
     patterns = setup["package-data"]["autockpt.search_spaces.hardware"]
     packed = {f.stem for pattern in patterns for f in (ROOT / "search_spaces" / "hardware").glob(pattern)}
     assert packed == set(list_hardware())
-
-
-@pytest.mark.slow
-def test_loading_needs_no_torch() -> None:
-    code = (
-        "import sys; from autockpt.shipped import *; [load_hardware(n) for n in list_hardware()]; "
-        "assert not {'torch', 'transformers', 'numpy'} & set(sys.modules)"
-    )
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=900, env=environment)

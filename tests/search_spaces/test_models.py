@@ -73,6 +73,7 @@ def test_loading_needs_no_torch() -> None:
     code = (
         "import sys; from autockpt import shipped; "
         "[shipped.load_model_shape(n) for n in shipped.list_models()]; "
+        "[shipped.load_hardware(n) for n in shipped.list_hardware()]; "
         "assert not {'torch', 'transformers', 'numpy'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=900)

@@ -92,11 +92,6 @@ def test_what_is_known_is_not_asked_again():
     assert second.choices == first.choices
 
 
-def test_a_peak_alone_is_a_ruling():
-    problem = uniform_problem(4, budget=137)
-    assert refine(problem, lambda choices: Checked(peak_of(problem, choices))).assignment.seconds == 1.0
-
-
 def test_a_pessimistic_model_does_not_give_up():
     """The model thinks nothing fits; the check sees 60 bytes less."""
     problem = uniform_problem(4, budget=80)

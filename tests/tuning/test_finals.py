@@ -8,27 +8,14 @@ from typing import Any
 
 import pytest
 
-from autockpt.schema import Measurement, Trial
+from autockpt.schema import Measurement
 from autockpt.tuning.finals import BATCH, EXPECTED_WITHIN, MOST_ROUNDS, Final, play, weighed
-
-
-def trial(number: int, seconds: float = 1.0) -> Trial:
-    measured = Measurement(peak_bytes=1, step_seconds=seconds)
-    return Trial(
-        number=number,
-        name=str(number),
-        encoding="knobs",
-        choices={},
-        plan_hash=str(number),
-        state="measured",
-        feasible=True,
-        measured=measured,
-    )
+from tests.samples import trial
 
 
 def finals(noise: Any, seconds_left: float = 60.0) -> tuple[Final, list[tuple[int, ...]]]:
     """Of three candidates, the last of them slow, and a well-known plan; ``noise(plan, round)`` is a factor."""
-    trials = [trial(number) for number in range(4)]
+    trials = [trial(number, measured=Measurement(peak_bytes=1, step_seconds=1.0)) for number in range(4)]
     seconds, batches = {0: 1.01, 1: 1.0, 2: 1.4, 3: 1.2}, []
 
     def compare(plans: Any, rounds: int) -> dict[str, list[float]]:

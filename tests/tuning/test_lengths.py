@@ -139,11 +139,6 @@ def test_sets_cover_all_lengths_fit_and_each_is_worth_it(counts: dict[int, int],
     assert expected.seconds(bounds) <= expected.seconds([1600]) * (1 - WORTH)
 
 
-def test_the_length_up_to_which_all_is_saved_is_read_off_peaks() -> None:
-    for lengths, most in (((1600, 800), 400), ((1600, 200), 400), ((300,), 300), ((1600,), 0)):
-        assert Expected({}, {n: made(n) for n in lengths}).saves_up_to == pytest.approx(most)
-
-
 def test_compiled_layers_are_not_offered_what_sets_cannot_move() -> None:
     notes: list[str] = []
     listener = Silence()

@@ -10,6 +10,7 @@ from autockpt.schema.outlook import GhostAnswer, Outlook
 from autockpt.tuning.loop import SearchResult
 from autockpt.tuning.outlook import plans_around, trade
 from autockpt.tuning.trials import HIDDEN_COPIES
+from tests import samples
 from tests.tuning.device import MadeUpDevice
 from tests.tuning.made_up import search
 
@@ -42,9 +43,7 @@ def test_other_budgets_hide_copies_where_the_answer_does() -> None:
 
 
 def trial(number: int, seconds: float, peak_bytes: int) -> Trial:
-    measured = Measurement(peak_bytes=peak_bytes, step_seconds=seconds, noise=0.003)
-    facts = {"encoding": "knobs", "plan_hash": str(number), "state": "measured", "feasible": True}
-    return Trial.model_validate({"number": number, "name": "", "choices": {}, "measured": measured, **facts})
+    return samples.trial(number, measured=Measurement(peak_bytes=peak_bytes, step_seconds=seconds, noise=0.003))
 
 
 def test_the_leanest_plan_that_is_hardly_slower_is_offered() -> None:

@@ -6,10 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autockpt.schema import OFFLOAD, RECOMPUTE, SAVE, Choice, Measurement, Prediction, Trial, plan_hash
+from autockpt.schema import OFFLOAD, RECOMPUTE, SAVE, Choice, Measurement, Prediction, Trial
 from autockpt.schema.choices import CHUNKED_SOFTMAX
 from autockpt.solvers.problem import Option, Problem, UnitOptions
 from autockpt.tuning.refit import expected_seconds, fit, unseen_bytes
+from tests import samples
 
 
 def problem(units: int = 4) -> Problem:
@@ -27,17 +28,8 @@ def problem(units: int = 4) -> Problem:
 
 
 def trial(choices: dict[str, Choice], seconds: float, *, predicted: int = 500, measured: int = 500) -> Trial:
-    return Trial(
-        number=0,
-        name="t",
-        encoding="knobs",
-        choices=choices,
-        plan_hash=plan_hash(choices),
-        state="measured",
-        feasible=True,
-        predicted=Prediction(peak_bytes=predicted),
-        measured=Measurement(peak_bytes=measured, step_seconds=seconds),
-    )
+    reading = Measurement(peak_bytes=measured, step_seconds=seconds)
+    return samples.trial(0, choices=choices, predicted=Prediction(peak_bytes=predicted), measured=reading)
 
 
 def plan(*choices: Choice) -> dict[str, Choice]:

@@ -5,8 +5,9 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autockpt.schema import SAVE, Choice, Prediction, Trial, parse_choice, plan_hash
+from autockpt.schema import SAVE, Choice, Prediction, Trial, parse_choice
 from autockpt.tuning.trials import AS_FAST, AS_LEAN, complexity, preferred
+from tests import samples
 
 MIB = 2**20
 BUDGET = 100 * MIB
@@ -14,16 +15,8 @@ KINDS = [SAVE, parse_choice("recompute"), parse_choice("offload")]
 
 
 def trial(number: int, seconds: float, peak_bytes: int, choices: dict[str, Choice]) -> Trial:
-    return Trial(
-        number=number,
-        name="",
-        encoding="knobs",
-        choices=choices,
-        plan_hash=plan_hash(choices),
-        state="simulated",
-        feasible=True,
-        predicted=Prediction(peak_bytes=peak_bytes, step_seconds=seconds),
-    )
+    predicted = Prediction(peak_bytes=peak_bytes, step_seconds=seconds)
+    return samples.trial(number, choices=choices, state="simulated", predicted=predicted, measured=None)
 
 
 def layers(letters: str) -> dict[str, Choice]:
