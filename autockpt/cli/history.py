@@ -18,13 +18,13 @@ from autockpt.cli.guard import guarded, results, show
 from autockpt.cli.options import arg, flag, opt
 from autockpt.errors import PlanError, UsageError
 from autockpt.progress import FITS, STATES
-from autockpt.schema import Measurement, Trial, format_binary, format_bytes, words
+from autockpt.schema import Trial, format_binary, format_bytes, words
 from autockpt.schema.known import legend_of_names
 from autockpt.schema.names import fold
 from autockpt.schema.plan import set_lines
-from autockpt.schema.runs import BY_LENGTH, PLAN, RunDirectory, measurements, pareto_front, plan_of_trial, trial_of
+from autockpt.schema.runs import BY_LENGTH, PLAN, RunDirectory, pareto_front, plan_of_trial, trial_of
 from autockpt.schema.words import step_note
-from autockpt.terminal import heading, plain_table, print_legend, simulated
+from autockpt.terminal import plain_table, print_legend, simulated
 
 RESULTS = Path("results")
 UNJUDGED = "not known: the budget was not known in bytes yet"
@@ -105,9 +105,8 @@ def _show_trial(run: RunDirectory, number: int, plan_out: Path | None, as_json: 
     if plan_out is not None and plan_out.resolve() in (run.path.resolve() / name for name in (PLAN, BY_LENGTH)):
         raise UsageError(f"{plan_out} is where the run keeps its own answer", remedy="Give another --plan-out.")
     trial = trial_of(run, number)
-    readings = [reading for reading in run.readings() if reading.number == number]
     set_aside = plan_of_trial(run, trial).save(plan_out, existing="set_aside") if plan_out is not None else None
-    show({"trial": trial, "readings": readings}, lambda _, console: print_trial(trial, readings, console), as_json)
+    show(trial, print_trial, as_json)
     if plan_out is not None and not as_json:
         kept = f"; the earlier file is kept as {set_aside}" if set_aside is not None else ""
         results().print(f"\nIts plan is written to {plan_out}{kept}.", soft_wrap=True)
@@ -176,8 +175,8 @@ def _fits(trial: Trial) -> Text:
     return Text(word, style=style)
 
 
-def print_trial(trial: Trial, readings: Sequence[Trial], console: Console) -> None:
-    """One trial in full; ``readings`` are all lines that were written about it, oldest first."""
+def print_trial(trial: Trial, console: Console) -> None:
+    """One trial in full."""
     console.print(Text(f"Trial {trial.number}: {trial.name}", style="bold"))
     verdict = STATES[trial.state] or FITS[trial.feasible] or UNJUDGED
     console.print(f"{verdict}{f': {trial.message}' if trial.message else ''}", soft_wrap=True)
@@ -187,9 +186,6 @@ def print_trial(trial: Trial, readings: Sequence[Trial], console: Console) -> No
     console.print(Text(", ".join(facts), style="dim"), soft_wrap=True)
     console.print()
     console.print(_beside(trial))
-    measured = measurements(readings)
-    if len(measured) > 1:
-        heading("Measured more than once; the last one counts", console, _readings(measured))
     if trial.parameters:
         found = ", ".join(f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in trial.parameters.items())
         console.print(f"\nParameters: {found}", soft_wrap=True)
@@ -220,14 +216,4 @@ def _beside(trial: Trial) -> Table:
     )
     if (predicted and predicted.host_bytes) or (measured and measured.host_bytes):
         add_sizes("host", "host_bytes")
-    return table
-
-
-def _readings(measured: Sequence[Measurement]) -> Table:
-    table = plain_table(">", ">peak", ">step", ">steps", "<seconds of each step")
-    for number, reading in enumerate(measured, 1):
-        times = ", ".join(f"{t:.4g}" for t in reading.times) or "—"
-        table.add_row(
-            str(number), format_binary(reading.peak_bytes), words.step_time(reading), str(reading.steps), times
-        )
     return table

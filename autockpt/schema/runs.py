@@ -24,7 +24,6 @@ import shlex
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
-from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -39,7 +38,7 @@ from autockpt.schema.outlook import Outlook
 from autockpt.schema.plan import Plan
 from autockpt.schema.profile import Profile
 from autockpt.schema.request import FinishedSearch, question_hash
-from autockpt.schema.trial import Measurement, Trial
+from autockpt.schema.trial import Trial
 
 T = TypeVar("T")
 M = TypeVar("M", bound=BaseModel)
@@ -207,25 +206,21 @@ class RunDirectory:
 
     def trials(self) -> list[Trial]:
         """All trials by number. A last line torn by a kill is left out; any other damage raises RunDirectoryError."""
-        by_number = {t.number: t for t in self.readings()}
-        return [by_number[n] for n in sorted(by_number)]
-
-    def readings(self) -> list[Trial]:
-        """Every line of the trials, oldest first: a trial that was measured again is there each time."""
-        path, found = self.path / _TRIALS, list[Trial]()
+        path, found = self.path / _TRIALS, dict[int, Trial]()
         if not path.exists():
-            return found
+            return []
         with _explained(path):
             complete, _, _torn = read_regular(path).rpartition(b"\n")
         for number, line in enumerate(complete.splitlines(), 1):
             try:
-                found.append(Trial.model_validate_json(line))
+                trial = Trial.model_validate_json(line)
             except ValidationError:
                 raise RunDirectoryError(
                     f"{path}:{number}: this line is damaged",
                     remedy="Delete the line, or search with --fresh, which sets the whole directory aside.",
                 ) from None
-        return found
+            found[trial.number] = trial
+        return [found[n] for n in sorted(found)]
 
     def in_flight(self) -> dict[str, int]:
         """How often a process ended while it measured a plan, by the plan's hash."""
@@ -416,11 +411,6 @@ def undominated(items: Iterable[T], cost: Callable[[T], tuple[float, float]]) ->
         if not kept or cost(item)[1] < cost(kept[-1])[1]:
             kept.append(item)
     return kept
-
-
-def measurements(readings: Sequence[Trial]) -> list[Measurement]:
-    """The different measurements among a trial's lines: it is written again, too, when it is judged."""
-    return [measured for measured, _ in groupby(t.measured for t in readings if t.measured is not None)]
 
 
 # -- plans of runs and of single trials --------------------------------------------------------------------------------
