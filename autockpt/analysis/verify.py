@@ -91,19 +91,17 @@ def verify(
     *,
     device: str | None = None,
     listener: Listener | None = None,
-    measurer: Measurer | None = None,
     steps: int = 10,
 ) -> VerifyReport:
     """Run a plan's training steps and plain ones, and hold the plan against what it promises.
 
     ``workload`` defaults to what the plan was made for. A spec is run in a worker process; a live workload in this one,
-    whose state is restored. ``measurer`` replaces either. ``steps`` cycles are timed.
+    whose state is restored. ``steps`` cycles are timed.
 
     Checks, in order: *gradients* of two steps bit-equal with plain training (where a choice is not exact: equal within
-    a tolerance, and said so), with losses, buffers and random states (at
-    full shape where plain training fits, else at the largest shape at which it does, and against recomputing every
-    layer at full shape); *sentinels*: all that backward gets recomputed or back from elsewhere is what forward had
-    computed; *peak* and *step time* as promised (alternated with saving or recomputing everything, where that was
+    a tolerance, and said so), with losses, buffers and random states; where plain training does not fit, with
+    recomputing every layer. *sentinels*: all that backward gets recomputed or back from elsewhere is what forward had
+    computed. *peak* and *step time* as promised (alternated with saving or recomputing everything, where that was
     measured for the plan and fits: a slow day slows both).
 
     Of a plan with sets of choices for smaller batches every set is held against its own promise, at its own length; of
@@ -117,10 +115,10 @@ def verify(
     if not isinstance(plan, Plan):
         plan = Plan.load(plan_file(Path(plan)))
     subject = workload if workload is not None else plan.workload
-    if subject is None and measurer is None:
+    if subject is None:
         raise PlanError(
             "the plan does not say which training step it was made for",
-            remedy="Describe it in a --job file, with `model`, `batch_size`, `seq_len` and what else your step uses.",
+            remedy="Describe it with --job FILE: `model: llama-8b`, `batch_size: 4`, … one per line.",
         )
     if isinstance(subject, WorkloadSpec) and (only := subject.simulated_only()):
         raise PlanError(
@@ -129,12 +127,12 @@ def verify(
             "without these keys, and verify that plan.",
         )
     listener = listener or Silence()
-    with _open(subject, device, measurer, plan, listener) as runs:
-        asked = (subject, runs, device, listener, steps)
+    with _open(subject, device, plan, listener) as runs:
+        asked = (subject, runs, listener, steps)
         report = _Verification(_for(plan, subject), *asked).report()
-        if measurer is not None or not isinstance(subject, WorkloadSpec):
+        if not isinstance(subject, WorkloadSpec):
             for each in plan.sets[:-1]:
-                gradients = VerifyReport(checks=tuple(_Verification(each, *asked).gradients()))
+                gradients = VerifyReport(checks=(_Verification(each, *asked).gradients(),))
                 report = _with_set(report, each, gradients)
             return report
     for each in plan.sets[:-1]:
@@ -144,7 +142,7 @@ def verify(
     return report
 
 
-def _for(plan: Plan, subject: WorkloadSpec | Step | None) -> Plan:
+def _for(plan: Plan, subject: WorkloadSpec | Step) -> Plan:
     """The plan, which promises nothing for another workload than its own; a budget in bytes holds for any."""
     if not isinstance(subject, WorkloadSpec) or made_for(plan, subject):
         return plan
@@ -162,14 +160,8 @@ def _with_set(report: VerifyReport, plan: Plan, found: VerifyReport) -> VerifyRe
 
 
 @contextmanager
-def _open(
-    subject: WorkloadSpec | Step | None, device: str | None, given: Measurer | None, plan: Plan, listener: Listener
-) -> Iterator[Measurer]:
-    """What measures the subject: the one given, which stays open, or one of its own."""
-    if given is not None:
-        yield given
-        return
-    assert subject is not None
+def _open(subject: WorkloadSpec | Step, device: str | None, plan: Plan, listener: Listener) -> Iterator[Measurer]:
+    """What measures the subject."""
     more = {"host_budget": plan.host_budget_bytes, "compile": plan.compile}
     with turn(get_device(device if isinstance(subject, WorkloadSpec) else str(subject.device)), listener.note):
         if isinstance(subject, WorkloadSpec):
@@ -185,9 +177,8 @@ class _Verification:
     """One run of all checks."""
 
     plan: Plan
-    subject: WorkloadSpec | Step | None
+    subject: WorkloadSpec | Step
     measurer: Measurer
-    device: str | None
     listener: Listener
     steps: int
 
@@ -210,27 +201,23 @@ class _Verification:
                 f"Here it ran on {self.measurer.environment.device.name}. `autockpt search --resume` makes a measured "
                 "plan from it."
             )
-        checks = (*self.gradients(), self._sentinels(), *self._promises())
+        checks = (self.gradients(), self._sentinels(), *self._promises())
         return VerifyReport(checks=checks, notes=tuple(self.notes), measured=self.measured)
 
     # --- gradients
 
-    def gradients(self) -> Iterator[Check]:
-        self.listener.stage("compare gradients with plain training", OBSERVED)
+    def gradients(self) -> Check:
+        """Compared with plain training; where that does not fit, with recomputing every layer."""
         try:
-            yield self._compared("gradients", self.measurer, None)
-            return
+            return self._compared("plain training", None)
         except DeviceOutOfMemory as error:
-            self.notes.append(f"plain training does not fit at full shape: {error.message}")
-        yield self._smaller_shape()
-        self.listener.stage("compare gradients with recomputing every layer", OBSERVED)
-        everything = dict.fromkeys(self.blocks, RECOMPUTE)
+            self.notes.append(f"plain training does not fit: {error.message}")
         try:
-            yield self._compared("gradients at full shape", self.measurer, everything)
-        except DeviceOutOfMemory as error:
-            yield _failed("gradients at full shape", error)
+            return self._compared("recomputing every layer", dict.fromkeys(self.blocks, RECOMPUTE))
+        except DeviceOutOfMemory:
+            return _check("gradients", None, "neither plain training nor recomputing every layer fits")
 
-    def _compared(self, name: str, measurer: Measurer, reference: Mapping[str, Choice] | None) -> Check:
+    def _compared(self, what: str, reference: Mapping[str, Choice] | None) -> Check:
         """Compare two steps under the plan with two under ``reference`` (None: plain training).
 
         Bit by bit, or within rounding where a choice is not exact or steps are compiled; those with each other. The
@@ -238,12 +225,13 @@ class _Verification:
 
         Passes DeviceOutOfMemory on where the *reference* does not fit; a plan that does not fit has failed.
         """
+        self.listener.stage(f"compare gradients with {what}", OBSERVED)
         compiled = self.plan.compile is not None
         sketched = compiled or not all(choice.exact for choice in self.choices.values())
 
         def run(which: Mapping[str, Choice] | None, deterministic: bool) -> Observation:
             payload = {"choices": which, "deterministic": deterministic, "sketched": sketched}
-            observed = measurer.call(f"{WORKER}:observe_steps", payload)
+            observed = self.measurer.call(f"{WORKER}:observe_steps", payload)
             self.listener.advance()
             return observed
 
@@ -254,32 +242,13 @@ class _Verification:
         try:
             planned = run(self.choices, twice.deterministic)
         except AutockptError as error:
-            return _failed(name, error)
+            return _failed("gradients", error)
         result = judge(twice, planned)
         if compiled and not result.equal and twice.first.draws:
             detail = "compiled code draws random numbers in an order of its own under every plan; switch dropout off"
-            return _check(name, None, detail)
-        what = "plain training" if reference is None else "recomputing every layer"
+            return _check("gradients", None, detail)
         said = (f"{what} compiled alike", "compilers round in their own way") if compiled else (what,)
-        return _check(name, result.equal, result.describe(*said))
-
-    def _smaller_shape(self) -> Check:
-        """Against plain training, at the largest halved shape at which that fits."""
-        name = "gradients at a smaller shape"
-        if not isinstance(self.subject, WorkloadSpec):
-            return _check(name, None, "a live workload has one shape only")
-        for spec in smaller_shapes(self.subject):
-            shape = f"batch {spec.batch_size}" + (f" × {spec.seq_len}" if spec.seq_len else "")
-            self.listener.stage(f"compare gradients with plain training at {shape}", OBSERVED)
-            if isinstance(self.measurer, WorkerMeasurer):
-                self.measurer.rest()  # two models would share the device
-            try:
-                with _open(spec, self.device, None, self.plan, self.listener) as measurer:
-                    check = self._compared(name, measurer, None)
-                    return check.model_copy(update={"detail": f"{shape}: {check.detail}"})
-            except DeviceOutOfMemory:
-                continue
-        return _check(name, None, "plain training fits at no shape")
+        return _check("gradients", result.equal, result.describe(*said))
 
     # --- sentinels
 
@@ -340,17 +309,6 @@ def _check(name: str, kept: bool | None, detail: str) -> Check:
 
 def _failed(name: str, error: AutockptError) -> Check:
     return _check(name, False, f"{'out of memory: ' * isinstance(error, DeviceOutOfMemory)}{error.message}")
-
-
-def smaller_shapes(spec: WorkloadSpec) -> Iterator[WorkloadSpec]:
-    """The spec with its batch halved down to one row, then its sequence down to 64 tokens; the largest first."""
-    batch_size, seq_len = spec.batch_size or 1, spec.seq_len
-    while batch_size > 1:
-        batch_size //= 2
-        yield spec.model_copy(update={"batch_size": batch_size, "seq_len": seq_len})
-    while seq_len is not None and seq_len >= 128:
-        seq_len //= 2
-        yield spec.model_copy(update={"batch_size": batch_size, "seq_len": seq_len})
 
 
 def judge_proof(proof: Proof) -> Check:

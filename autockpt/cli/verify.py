@@ -11,7 +11,6 @@ from rich.text import Text
 
 from autockpt.cli.guard import FAILED, guarded, progress, show
 from autockpt.cli.options import DEVICE, JOB, arg, flag, job_file, workload_spec
-from autockpt.errors import UsageError
 from autockpt.progress import listener
 from autockpt.schema.runs import plan_at
 from autockpt.terminal import bullets, plain_table
@@ -35,13 +34,7 @@ def verify(
     was made for; a job file changes it, or describes it where the plan does not. Exits with 4 where a promise is not
     kept.
     """
-    base = plan_at(plan).workload
-    if base is None and job is None:
-        raise UsageError(
-            f"{plan} does not say which training step it was made for",
-            remedy="Describe it with --job FILE: `model: llama-8b`, `batch_size: 4`, … one per line.",
-        )
-    spec = workload_spec(job_file(job) if job is not None else {}, base=base)
+    spec = None if job is None else workload_spec(job_file(job), base=plan_at(plan).workload)
     from autockpt.analysis.verify import verify as run_verification
 
     with listener(progress()) as watcher:

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from contextlib import contextmanager
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from autockpt.analysis import verify as run
-from autockpt.analysis.verify import judge_peak, judge_time, verify
+from autockpt.analysis.verify import VerifyReport, judge_peak, judge_time, verify
 from autockpt.devices import get_device
 from autockpt.errors import DeviceOutOfMemory, PlanError
 from autockpt.measuring import StepRunner
@@ -51,7 +51,6 @@ class Beside:
         self.environment = Environment(device=HERE, versions={})
         self.peak, self.seconds, self.plain_fits = peak, seconds, plain_fits
         self.reference = 1.0
-        self.closed = False
 
     def measure(self, choices, *, steps=5, budget_bytes=None):
         if budget_bytes is not None and budget_bytes < 50:
@@ -68,8 +67,12 @@ class Beside:
             raise DeviceOutOfMemory("plain training ran out of memory")
         return self.runner.call(ref, payload)
 
-    def close(self) -> None:
-        self.closed = True
+
+def verified(plan: Plan, by: Beside, **more: Any) -> VerifyReport:
+    """The report on a plan by a measurer of this process."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(run, "_open", lambda *_: nullcontext(by))
+        return verify(plan, by.runner.workload, **more)
 
 
 def checks(report) -> dict[str, str]:
@@ -94,7 +97,7 @@ def test_real_plans_keep_their_promise(name):
     work = workload(name)
     names = [u.name for u in discover_units(work.model) if u.role == "block"]
     plan = promised(work, {n: (RECOMPUTE, OFFLOAD, SAVE)[i % 3] for i, n in enumerate(names)})
-    report = verify(plan, work, measurer=Beside(work))
+    report = verified(plan, Beside(work))
     assert checks(report) == dict.fromkeys(("gradients", "sentinels", "peak", "step time"), "passed")
     assert report.passed
     assert "bit-equal with plain training" in report.checks[0].detail
@@ -148,41 +151,18 @@ def test_wrong_gradients_fail():
             DRIFT.calls = 0  # so that plain training repeats itself
             return super().call(ref, payload)
 
-    report = verify(Plan(choices={"layers.0": RECOMPUTE}), work, measurer=EvenSteps(work))
+    report = verified(Plan(choices={"layers.0": RECOMPUTE}), EvenSteps(work))
     assert checks(report)["gradients"] == "failed"
     assert "values differ from plain training" in report.checks[0].detail
     assert checks(report)["sentinels"] == "failed"
 
 
-def test_where_plain_training_does_not_fit(monkeypatch):
+def test_where_plain_training_does_not_fit() -> None:
     work = workload()
-    shapes: list[tuple[int | None, int | None]] = []
-
-    @contextmanager
-    def opened(subject, device, given, plan, listener):
-        if given is not None:
-            yield given
-            return
-        shapes.append((subject.batch_size, subject.seq_len))
-        yield Beside(workload(), plain_fits=len(shapes) == 2)
-
-    monkeypatch.setattr(run, "_open", opened)
-    report = verify(
-        promised(work, {"model.layers.0": OFFLOAD}),
-        WorkloadSpec(model="tiny", batch_size=4, seq_len=64),
-        measurer=Beside(work, plain_fits=False),
-    )
-    assert shapes == [(2, 64), (1, 64)]
-    assert checks(report) == {
-        "gradients at a smaller shape": "passed",
-        "gradients at full shape": "passed",
-        "sentinels": "passed",
-        "peak": "passed",
-        "step time": "passed",
-    }
-    assert report.checks[0].detail.startswith("batch 1 × 64: ")
-    assert "recomputing every layer" in report.checks[1].detail
-    assert "plain training does not fit at full shape" in report.notes[0]
+    report = verified(promised(work, {"model.layers.0": OFFLOAD}), Beside(work, plain_fits=False))
+    assert checks(report) == dict.fromkeys(("gradients", "sentinels", "peak", "step time"), "passed")
+    assert "recomputing every layer" in report.checks[0].detail
+    assert "plain training does not fit" in report.notes[0]
 
 
 def test_plans_that_cannot_be_verified():
@@ -193,9 +173,9 @@ def test_plans_that_cannot_be_verified():
         verify(Plan(choices={"**": RECOMPUTE}))
     work = workload()
     with pytest.raises(PlanError):
-        verify(Plan(choices={"encoder.0": RECOMPUTE}), work, measurer=Beside(work))
+        verified(Plan(choices={"encoder.0": RECOMPUTE}), Beside(work))
     with pytest.raises(PlanError):
-        verify(promised(workload("gpt2"), {}), work, measurer=Beside(work))
+        verified(promised(workload("gpt2"), {}), Beside(work))
 
 
 def test_verdicts_on_the_peak():
@@ -225,7 +205,7 @@ def test_a_machine_that_is_slower_today_is_no_broken_promise(plain_fits):
     today = 2.0 * (0.8 if plain_fits else 1.0)
     for reference, state in ((today, "passed"), (today / 2, "failed")):
         runs.reference = reference
-        check = verify(plan, work, measurer=runs).checks[-1]
+        check = verified(plan, runs).checks[-1]
         assert check.name == "step time"
         assert check.state == state
         assert ("'none'" if plain_fits else "'recompute all'") in check.detail
@@ -238,7 +218,7 @@ def test_compiled_steps_are_compared_with_the_plans_promise():
     measurer = Beside(work)
     compiler = Compiler("layers", "cpu", backend="aot_eager_decomp_partition")
     measurer.runner = StepRunner(work, get_device("cpu"), compiler=compiler)
-    report = verify(promised(work, RECOMPUTE_ALL, compile="layers"), work, measurer=measurer, steps=2)
+    report = verified(promised(work, RECOMPUTE_ALL, compile="layers"), measurer, steps=2)
     assert checks(report)["gradients"] == "passed" and checks(report)["sentinels"] == "skipped"
     assert "compiled alike" in report.checks[0].detail
     torch._dynamo.reset()
