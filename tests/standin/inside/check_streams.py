@@ -13,7 +13,7 @@ from tests.standin.inside.scenarios import PLANS, SCENARIOS, Block, Counting, Tw
 standin = torch.get_device_module("standin")
 SCHEDULES = ("lazy", "random:1", "copies-late", "compute-late", "random:2", "eager")
 ALL = os.environ.get("STANDIN_ALL") == "1"  # every plan under every schedule, and more of what is drawn by chance
-GENERATED = range(48 if ALL else 8)
+GENERATED = range(48 if ALL else 12)
 
 
 def _check(scenario, turn, block=Block, plans=PLANS):

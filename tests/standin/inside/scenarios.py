@@ -1,7 +1,8 @@
 """What people do with streams, threads and graphs, on a small model: the same gradients are wanted under every plan.
 
-Each scenario takes a model and gives everything that it computed. What one stream makes and another uses is waited for
-here as it would be in a user's own code, so whatever is not ordered is this tool's.
+Each scenario takes a model and gives everything that it computed. What is not among the fixed ones is drawn by chance:
+threads, graphs kept and used twice, evaluation, autocast, errors in backward, gradients of inputs. What one stream
+makes and another uses is waited for here, as in a user's own code; so whatever is not ordered is this tool's.
 """
 
 from __future__ import annotations
@@ -163,11 +164,6 @@ def _twice(model: nn.Module) -> dict[str, Tensor]:
     return step(model) | {f"again {name}": g for name, g in step(model).items()}
 
 
-def _on_a_side_stream(model: nn.Module) -> dict[str, Tensor]:
-    with on(SIDES[0]):
-        return step(model)
-
-
 def _graph_dropped_at_once(model: nn.Module) -> dict[str, Tensor]:
     for seed in range(3):
         loss = model(batch(seed))
@@ -183,25 +179,9 @@ def _partial_backward(model: Model) -> dict[str, Tensor]:
     return {f"part {n}": g for n, g in enumerate(found)} | step(model)
 
 
-def _retain_graph(model: nn.Module) -> dict[str, Tensor]:
-    loss = model(batch())
-    loss.backward(retain_graph=True)
-    first = gradients(model)
-    loss.backward()
-    return first | {f"again {name}": g for name, g in gradients(model).items()}
-
-
 def _batches_of_all_lengths(model: nn.Module) -> dict[str, Tensor]:
     for seed, length in enumerate([128, 72, 104, 40, 128, 96]):
         model(batch(seed)[:length]).backward()
-    return gradients(model)
-
-
-def _two_graphs(model: nn.Module) -> dict[str, Tensor]:
-    first, second, third = (model(batch(seed)) for seed in range(3))
-    second.backward()
-    del first
-    third.backward()
     return gradients(model)
 
 
@@ -221,20 +201,6 @@ def _exception_in_forward(model: Model) -> dict[str, Tensor]:
         except _Stopped:
             torch.full((1 << 14,), 7.0, device=DEVICE)
     hook.remove()
-    return step(model)
-
-
-def _exception_in_backward(model: Model) -> dict[str, Tensor]:
-    hook = model.blocks[1].up.weight.register_hook(_stop)
-    for _ in range(2):
-        loss = model(batch(1))
-        try:
-            loss.backward()
-        except _Stopped:
-            del loss
-            torch.full((1 << 14,), 7.0, device=DEVICE)
-    hook.remove()
-    model.zero_grad()
     return step(model)
 
 
@@ -258,12 +224,6 @@ def _in_a_thread(work: Callable[[], None], stream: Any) -> None:
     torch.accelerator.current_stream().wait_event(stream.record_event())
 
 
-def _backward_in_a_thread(model: nn.Module) -> dict[str, Tensor]:
-    loss = model(batch())
-    _in_a_thread(loss.backward, SIDES[1])
-    return gradients(model)
-
-
 def _backward_on_another_stream(model: nn.Module) -> dict[str, Tensor]:
     loss = model(batch())
     with on(SIDES[0]):
@@ -281,11 +241,6 @@ def _forward_on_another_stream(model: nn.Module) -> dict[str, Tensor]:
 def _units_on_two_streams(model: Model) -> dict[str, Tensor]:
     model.streams = list(SIDES)
     return _twice(model)
-
-
-def _every_other_unit_on_a_side_stream(model: Model) -> dict[str, Tensor]:
-    model.streams = [torch.accelerator.current_stream(), SIDES[1]]
-    return _graph_dropped_at_once(model)
 
 
 def at_once(model: Model, batches: list[Tensor]) -> dict[str, Tensor]:
@@ -318,29 +273,6 @@ def _two_streams_at_once(model: Model) -> dict[str, Tensor]:
         seen |= {f"{n} {name}": g for name, g in at_once(model, [batch(n), batch(n + 1)]).items()}
         torch.full((1 << 14,), 7.0, device=DEVICE)  # takes what was freed
     return seen
-
-
-def _autocast(model: nn.Module) -> dict[str, Tensor]:
-    with torch.autocast("standin", dtype=torch.bfloat16):
-        loss = model(batch())
-    loss.backward()
-    return gradients(model)
-
-
-def _evaluation_between(model: nn.Module) -> dict[str, Tensor]:
-    loss = model(batch())
-    with on(SIDES[1]), torch.no_grad():
-        seen = model.eval()(batch(1))
-    model.train()
-    loss.backward()
-    return gradients(model) | {"seen": seen}
-
-
-def _gradient_of_the_input_only(model: nn.Module) -> dict[str, Tensor]:
-    model.requires_grad_(False)
-    x = batch().requires_grad_()
-    model(x).backward()
-    return {} if x.grad is None else {"input": x.grad}
 
 
 def _trained(model: nn.Module) -> dict[str, Tensor]:
