@@ -183,7 +183,6 @@ def _prescribed(
         space=SearchSpace(),
         hardware=hardware,
         plan_out=plan_out,
-        quick=True,
     )
     try:
         return found | {"outcome": run_search(request, listener)}

@@ -90,8 +90,8 @@ def search(
     ),
     trials: int = opt(
         "--trials -n N",
-        "Measure (or simulate) at most this many candidates, besides well-known and simple plans; with --lengths or "
-        "--global-batch at least three for each size.",
+        "Measure at most this many candidates, besides well-known and simple plans; with --lengths or --global-batch "
+        "at least three for each size. A simulation tries one.",
         default=40,
         min=1,
     ),

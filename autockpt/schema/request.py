@@ -68,7 +68,6 @@ class SearchRequest(Data):
     )
     allow_inexact: bool = Field(default=False, description="choices whose gradients are equal up to rounding, too")
     alternatives: bool = Field(default=True, description="look for changes that would fit where nothing does")
-    quick: bool = Field(default=False, description="on hardware: refine one plan of the solver, and try no other")
     wait: bool = Field(default=True, description="until other searches have measured on the device; else DeviceBusy")
     fresh: bool = Field(default=False, description="set an earlier run of this question aside")
     command: Command = Field(default=(), description="the command line")

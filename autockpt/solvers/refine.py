@@ -87,21 +87,20 @@ def refine(
     max_calls: int = 12,
     offsets: Offsets | None = None,
     remembered: MutableMapping[tuple[Choice, ...], Checked] | None = None,
-    faster: float = FASTER,
     ahead: Callable[[Sequence[Plan]], None] | None = None,
 ) -> Refined:
     """The fastest plan that fits by the check, with at most ``max_calls`` of these.
 
     ``ahead`` is told of several plans that the check will probably be asked about, which can be looked at side by
     side. ``remembered`` maps plans (choices in unit order) to checks, is consulted first and added to; share it
-    between calls for the same graph. Gains below a share ``faster`` of the step time are not looked for. Where the
+    between calls for the same graph. Gains below a share ``FASTER`` of the step time are not looked for. Where the
     check passes no plan, the result is infeasible and holds the leanest plan seen; one call more is spent on the plan
     that keeps least where the model was far off. Raises ValueError for ``max_calls`` < 1.
     """
     if max_calls < 1:
         raise ValueError(f"refine needs at least one check, got max_calls={max_calls}")
     memory = {} if remembered is None else remembered
-    search = _Refinement(problem, check, max_calls, dict(offsets or {}), memory, faster, ahead or (lambda plans: None))
+    search = _Refinement(problem, check, max_calls, dict(offsets or {}), memory, ahead or (lambda plans: None))
     settled = search.run()
     return search.result(settled)
 
@@ -113,7 +112,6 @@ class _Refinement:
     limit: int
     offsets: dict[Choice | None, Sequence[int]]
     remembered: MutableMapping[tuple[Choice, ...], Checked]
-    faster: float
     ahead: Callable[[Sequence[Plan]], None]
     calls: int = 0
     best: dict[str, Choice] | None = None
@@ -298,7 +296,7 @@ class _Refinement:
         return self.remembered[self._key(plan)]
 
     def _worthwhile(self) -> float:
-        return self.faster * max(abs(self.problem.base_seconds), 1e-9)
+        return FASTER * max(abs(self.problem.base_seconds), 1e-9)
 
     def result(self, settled: bool) -> Refined:
         plan = self.best or self.leanest

@@ -68,9 +68,7 @@ def estimate(
                 "model": model, "batch_size": batch, "seq_len": length, "lora": rank, "load_in_4bit": in_4bit
             }  # fmt: skip
             spec = WorkloadSpec(**asked, dtype=dtype, prepare_kbit=prepare_kbit and in_4bit)
-            request = SearchRequest(
-                budget=budget, workload=spec, space=space, hardware=known[card], quick=True, alternatives=False
-            )
+            request = SearchRequest(budget=budget, workload=spec, space=space, hardware=known[card], alternatives=False)
             with watch(f"estimate {model}") as listener:
                 row = _answered(Estimate(**asked, card=card, fits=False), request, listener)
             others = earlier.setdefault((model, card, rank, in_4bit), [])

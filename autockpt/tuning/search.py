@@ -45,7 +45,7 @@ def run_search(request: SearchRequest, listener: Listener | None = None) -> Sear
     listener = listener or Silence()
     if request.step is not None and not request.others_wait and ranks_here() > 1:
         return _on_all_ranks(request, listener)
-    if not (request.others_wait or request.quick):
+    if not request.others_wait and (request.hardware is None or request.out is not None):
         refuse_many_processes()
     refuse_unwritable(request)
     if request.workload is not None and (request.hardware is None or request.compile is not None):

@@ -24,7 +24,7 @@ from autockpt.tracing import Tracer
 from autockpt.tuning.clock import Clock
 from autockpt.tuning.loop import Loop, SearchResult
 from autockpt.tuning.proposers.solver import SolverProposer
-from autockpt.tuning.targets.simulated import QUICK, Simulated
+from autockpt.tuning.targets.simulated import Simulated
 from autockpt.tuning.trials import Trials
 from autockpt.workload import build
 
@@ -99,9 +99,9 @@ def test_the_disk_tier_is_tried_where_the_host_budget_binds(on_gpu: Tracer):
 
 
 def solved(known: CostModel, budget: str, space: SearchSpace) -> SearchResult:
-    """What a quick search finds."""
+    """What a simulated search finds."""
     request = SearchRequest(budget=parse_budget(budget), space=space, trials=1, host_budget=known.host_budget)
-    target, trials = Simulated(terms=QUICK), Trials(None)
+    target, trials = Simulated(), Trials(None)
     clock = Clock(Silence())
     return Loop(SolverProposer(request, known, target, trials, clock), target, trials, 1, clock).run()
 

@@ -37,7 +37,7 @@ def digest(asked: SearchRequest, environment: Environment = ENVIRONMENT, **more:
 
 
 def test_how_long_and_where_is_not_the_question() -> None:
-    same = request(trials=7, timeout=3.0, out=Path("elsewhere"), fresh=True, quick=True, notes=("x",), command=("a",))
+    same = request(trials=7, timeout=3.0, out=Path("elsewhere"), fresh=True, notes=("x",), command=("a",))
     assert digest(request()) == digest(same)
     versions = ENVIRONMENT.versions | {"optuna": "6"}
     assert digest(request()) == digest(request(), ENVIRONMENT.model_copy(update={"versions": versions}))

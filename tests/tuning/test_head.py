@@ -37,9 +37,7 @@ def model_in(folder: Path, **sizes: int) -> str:
 def request_(tmp_path: Path) -> SearchRequest:
     spec = WorkloadSpec(model=model_in(tmp_path / "model"), batch_size=32, seq_len=128)
     space = SearchSpace().restricted(("recompute",))
-    return SearchRequest(
-        budget=parse_budget(BUDGET), workload=spec, space=space, hardware=load_hardware("cpu"), quick=True
-    )
+    return SearchRequest(budget=parse_budget(BUDGET), workload=spec, space=space, hardware=load_hardware("cpu"))
 
 
 def test_it_is_named_as_an_alternative_with_the_smallest_peak(request_: SearchRequest) -> None:

@@ -23,7 +23,6 @@ def test_a_unet_is_cut_planned_and_trained_exactly(tmp_path: Path) -> None:
         workload=WorkloadSpec(model="tests.unrepeated:unet"),
         space=SearchSpace().restricted(("save", "recompute", "recompute_offload")),
         hardware=load_hardware("cpu"),
-        quick=True,
         plan_out=tmp_path / "plan.yaml",
         out=tmp_path,
     )

@@ -6,7 +6,7 @@ Measured trials correct the cost coefficients that the solver plans with.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from itertools import groupby
@@ -175,7 +175,7 @@ class SolverProposer(Proposer):
             while not loop.used_up(one_late=one_late):
                 if repeats >= terms.most_repeats and loop.over("the space offers no further plan within the budget"):
                     break
-                if loop.over(self._nothing_left(tried)):
+                if loop.over(self._nothing_left()):
                     break
                 number, candidate = self._propose()
                 repeats, one_late = repeats + 1, False
@@ -282,16 +282,12 @@ class SolverProposer(Proposer):
         violation = min(over, 0.0) if trial.feasible else max(over, 0.01)
         self.study.tell(number, reading.step_seconds, violation, trial)
 
-    def _nothing_left(self, new: int) -> str:
-        """Why no better plan can be found after ``new`` candidates of this search; empty where one can."""
-        terms = self.target.terms
-        wanted, patience, gain = terms.most_candidates, terms.patience, terms.worthwhile
-        tried = [t for t in self.trials.all if t.encoding == KNOBS]
+    def _nothing_left(self) -> str:
+        """Why no better plan can be found; empty where one can."""
+        wanted, tried = self.target.terms.most_candidates, [t for t in self.trials.all if t.encoding == KNOBS]
         fitting = sum(bool(t.feasible) for t in tried)  # those that did not fit count for less
         if wanted is not None and (fitting >= wanted or len(tried) >= MOST_MISSES * wanted):
             return "the solver's plan is refined, and in a simulation nothing else can beat it by much"
-        if patience is not None and new > patience and stands_still(tried, patience, gain):
-            return f"the last {patience} candidates were not faster than the best before them by {gain:.1%}"
         if self._beaten():
             return "with costs corrected by these trials no plan can be faster than the best by more than the noise"
         return ""
@@ -363,7 +359,6 @@ class SolverProposer(Proposer):
             self.cost_model.segments,
             max_calls=self._affordable(calls),
             remembered=self.checks,
-            faster=self.target.terms.worthwhile,
             ahead=self.cost_model.predictor.ahead,
         )
         fits_host = problem.host_budget is None or found.checked.host_bytes <= problem.host_budget
@@ -393,13 +388,3 @@ class SolverProposer(Proposer):
 def _of_kind(kind: str, front: Choice, back: Choice) -> bool:
     """Whether one run of layers makes a choice of this kind and the other saves."""
     return {front.kind, back.kind} == {kind, SAVE.kind}
-
-
-def stands_still(tried: Sequence[Trial], patience: int, gain: float) -> bool:
-    """Whether none of the last candidates that fit is faster than all before them by that share of the step."""
-    if len(tried) <= patience:
-        return False
-    before, best = (
-        min((t.score_seconds for t in some if t.feasible), default=math.inf) for some in (tried[:-patience], tried)
-    )
-    return math.isfinite(before) and before <= best * (1 + gain)

@@ -20,19 +20,15 @@ class Terms:
     """What a target's numbers are good for, and how much work a candidate is worth.
 
     ``source`` says what its numbers are; where ``knows_seconds`` is False they rank plans and are shown to nobody.
-    ``worthwhile`` is the share of the step below which a gain is not worth a ghost run, ``checks`` the ghost runs that
-    may be spent on refining one candidate. The space counts as exhausted after ``most_repeats`` known plans in a row;
-    ``most_candidates`` ends a search early where it is given, and so do ``patience`` candidates in a row that bring no
-    such gain.
+    ``checks`` are the ghost runs that may be spent on refining one candidate. The space counts as exhausted after
+    ``most_repeats`` known plans in a row; ``most_candidates`` ends a search early where it is given.
     """
 
     source: PlanStatus = "measured"
     knows_seconds: bool = True
-    worthwhile: float = 0.0
     checks: int = 8
     most_repeats: int = MOST_REPEATS
     most_candidates: int | None = None
-    patience: int | None = None
 
 
 @dataclass(frozen=True)

@@ -17,14 +17,13 @@ from autockpt.measuring.base import beats_counted
 from autockpt.measuring.turns import turn_to_offload
 from autockpt.schema import Choice, Measurement, OpTimes, SearchRequest, SearchSpace, Trial
 from autockpt.schema.known import NONE
-from autockpt.solvers.refine import FASTER
 from autockpt.tracing import Tracer
 from autockpt.tuning.clock import PROFILING, TIMING, Clock
 from autockpt.tuning.finals import BATCH, MOST_ROUNDS, first_rounds, play, remeasured, weighed
 from autockpt.tuning.infeasible import out_of_memory
 from autockpt.tuning.opening import traced
 from autockpt.tuning.proposers.solver import SolverProposer
-from autockpt.tuning.targets.base import Prepared, Target, Terms
+from autockpt.tuning.targets.base import Prepared, Target
 from autockpt.tuning.trials import AS_FAST, Candidate, Score, Trials, complexity, preferred
 
 SECONDS_PER_TRIAL = 2.0  # of timed cycles, at least three and at most ten of them
@@ -57,7 +56,6 @@ class Measured(Target):
     measurer: Measurer
     clock: Clock
     request: SearchRequest
-    terms: Terms = field(default=Terms(worthwhile=FASTER), kw_only=True)
     step_seconds: float = field(default=1.0, init=False)  # of the last plan
 
     def trace(self, stack: ExitStack) -> Prepared:

@@ -11,7 +11,6 @@ from autockpt.policies.offload import MOVING
 from autockpt.schema import SearchSpace
 from autockpt.schema.hardware import Hardware
 from autockpt.schema.request import SearchRequest
-from autockpt.solvers.refine import FASTER
 from autockpt.tracing import Tracer
 from autockpt.tracing.tracer import uncollected
 from autockpt.tuning.clock import Clock
@@ -19,27 +18,16 @@ from autockpt.tuning.opening import traced_for
 from autockpt.tuning.targets.base import MOST_REPEATS, Prepared, Target, Terms
 from autockpt.tuning.trials import Candidate, Score
 
-CANDIDATES = 1
-"""Plans of the solver that are refined in a quick search, or where ghost runs of the whole model are slow. In a
-simulation costs are what the solver takes them for, so its plan is what any other candidate would come to."""
-QUICK_CALLS = 20
-"""Ghost runs that a quick search may spend on refining it."""
-
-
-PATIENCE = 10
-"""Candidates without a gain that end a search. Where copies hide behind compute the refitted bound never proves a plan
-the fastest; but by then the solver's plans after every refit were tried, and most of these are variants."""
-
-
 SIMULATED = Terms(
     source="simulated",
-    worthwhile=1e-3,  # no roofline tells plans apart that are closer
+    checks=20,
     most_repeats=MOST_REPEATS // 3,  # without noise the solver's coefficients are right from the start
-    patience=PATIENCE,
+    most_candidates=1,
 )
-QUICK = replace(SIMULATED, worthwhile=FASTER, checks=QUICK_CALLS, most_candidates=CANDIDATES)
-"""One plan of the solver's next to the well-known ones, refined to its end: no other candidate makes up for what is
-left."""
+"""One plan of the solver's next to the well-known ones, refined to its end: costs are what the solver takes them for,
+so its plan is what any other candidate would come to."""
+CHECKS_OF_THE_DEEP = 8
+"""Ghost runs that may be spent on refining the plan of a deep model, whose ghost runs are slow."""
 
 
 @dataclass(kw_only=True)
@@ -80,9 +68,8 @@ class OnHardware(Simulated):
             needs = simulated_memory(hardware, request.budget.budget_bytes)
             more = {"host_budget": request.host_budget, "listener": self.clock.listener}
             cost_model = found.cost_model(times, needs=needs, **more)
-        self.terms = QUICK if request.quick else SIMULATED
         if found.twin is not None:
-            self.terms = replace(self.terms, checks=SIMULATED.checks, most_candidates=CANDIDATES)
+            self.terms = replace(SIMULATED, checks=CHECKS_OF_THE_DEEP)
         return cost_model
 
 

@@ -33,7 +33,6 @@ class Case(NamedTuple):
     budget: str
     hardware: str = "rtx4090"
     choices: tuple[str, ...] = ()  # empty: all of the default space
-    quick: bool = True
     slow: bool = False
     more: Mapping[str, Any] = {}
 
@@ -44,18 +43,18 @@ LOGITS = {"model": "logits", "batch_size": 32, "seq_len": 128}  # two thin layer
 HEADED = ("recompute", "chunked_softmax")
 
 CASES: dict[str, Case] = {
-    "llama-tiny 60%act": Case({"model": "llama-tiny"}, "60%act", quick=False),
+    "llama-tiny 60%act": Case({"model": "llama-tiny"}, "60%act"),
     "llama-tiny 30%act, two choices": Case({"model": "llama-tiny"}, "30%act", choices=("recompute", "offload")),
     "vit-tiny 50%act": Case({"model": "vit-tiny"}, "50%act", choices=("recompute", "keep_attention", "offload")),
     "logits 70%": Case(LOGITS, "70%", "cpu", HEADED),
     "logits 10%act": Case(LOGITS, "10%act", "cpu", HEADED),
     "logits 250MB, inexact": Case(LOGITS, "250MB", "cpu", ("recompute",), more={"allow_inexact": True}),
-    "llama-1b 24GB": Case(LLAMA, "24GB", quick=False, slow=True),
+    "llama-1b 24GB": Case(LLAMA, "24GB", slow=True),
     "llama-1b 80%": Case(LLAMA, "80%", slow=True),
     "llama-1b 40%act": Case(LLAMA, "40%act", slow=True),
     "gpt2 12GB": Case(GPT2, "12GB", slow=True),
     "gpt2 8GB": Case(GPT2, "8GB", slow=True),
-    "gpt2 50%act": Case(GPT2, "50%act", quick=False, slow=True),
+    "gpt2 50%act": Case(GPT2, "50%act", slow=True),
     "gpt2 20%act, plain head": Case(GPT2, "20%act", choices=("recompute", "keep_attention", "offload"), slow=True),
     "gpt2 6GB, inexact": Case(GPT2, "6GB", slow=True, more={"allow_inexact": True}),
     "gpt2 8GB, 2GB of host memory": Case(GPT2, "8GB", slow=True, more={"host_budget": 2_000_000_000}),
@@ -93,7 +92,6 @@ def answer(name: str) -> dict[str, Any]:
                 "workload": WorkloadSpec.model_validate(workload),
                 "space": space.restricted(case.choices) if case.choices else space,
                 "hardware": load_hardware(case.hardware),
-                "quick": case.quick,
                 "trials": 10,
                 "out": Path(folder) / "runs",
                 **case.more,
