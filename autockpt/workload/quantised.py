@@ -2,13 +2,11 @@
 
 What is built is what ``from_pretrained(…, quantization_config=…)`` builds: bitsandbytes' ``Linear4bit`` (NF4 or FP4) or
 ``Linear8bitLt`` in place of linear layers, frozen, with packed weights and tables of block maxima; the output head,
-embeddings and norms keep their type. Weights are random: one layer of each shape is really quantised, others of that
-shape get copies of its bytes.
+embeddings and norms keep their type. Weights are random.
 """
 
 from __future__ import annotations
 
-import copy
 import importlib
 from collections.abc import Mapping
 from functools import partial
@@ -138,7 +136,7 @@ def build_quantised(
         quantizer = AutoHfQuantizer.from_config(quantization, pre_quantized=False)
         quantizer.preprocess_model(model, device_map={"": str(device)})
     with fast_init():
-        _materialise(model, _Packed(options["dtype"], device), device)
+        _materialise(model, options["dtype"], device)
         model.init_weights()
     for module in filter(_has_quantised, model.modules()):
         vars(module.weight).pop("_is_hf_initialized", None)
@@ -147,12 +145,12 @@ def build_quantised(
     return model
 
 
-def _materialise(model: nn.Module, packed: _Packed, device: torch.device) -> None:
+def _materialise(model: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
     """Give what is on the meta device memory; quantised layers get packed weights, the rest is initialised later."""
     made: dict[int, torch.Tensor] = {}
     for module in model.modules():
         if packs := _has_quantised(module):
-            module.weight = packed.weight_of(module)
+            module.weight = _packed(module, dtype, device)
             # the weight, too: GPT-2 draws some of its weights by name
             vars(module)["_is_hf_initialized"] = vars(module.weight)["_is_hf_initialized"] = True
         for name, parameter in module._parameters.items():
@@ -160,7 +158,7 @@ def _materialise(model: nn.Module, packed: _Packed, device: torch.device) -> Non
                 continue
             if id(parameter) not in made:
                 # a bias is loaded in the model's type, whatever transformers makes it in
-                tensor = partial(torch.zeros_like, dtype=packed.dtype) if packs else torch.empty_like
+                tensor = partial(torch.zeros_like, dtype=dtype) if packs else torch.empty_like
                 made[id(parameter)] = nn.Parameter(tensor(parameter, device=device), parameter.requires_grad)
             module._parameters[name] = made[id(parameter)]  # type: ignore[assignment]
         for name, buffer in module._buffers.items():
@@ -177,46 +175,14 @@ def _has_quantised(module: nn.Module) -> bool:
     return is_quantised(getattr(module, "weight", None))
 
 
-class _Packed:
-    """bitsandbytes' random weights: really quantised once per shape and settings, then copied."""
-
-    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
-        self.dtype, self._device = dtype, device
-        self._made: dict[Any, Any] = {}
-
-    def weight_of(self, layer: Any) -> Any:
-        """A weight on the device for a layer whose weight is on the meta device."""
-        template = layer.weight
-        key = (type(template), tuple(template.shape))
-        if key in self._made:
-            fresh = _copy(self._made[key])
-        else:
-            drawn = torch.empty(template.shape, dtype=self.dtype, device=self._device).normal_(0.0, 0.02)
-            settings = {name: value for name, value in vars(template).items() if name not in ("module", "SCB", "CB")}
-            # 8 bits are quantised on their way from the CPU, 4 bits on arrival wherever they come from
-            source = drawn.to("cpu") if key[0].__name__ == "Int8Params" else drawn
-            self._made[key] = fresh = key[0](source, requires_grad=False, **settings).to(self._device)
-        if hasattr(fresh, "quant_state"):
-            fresh.module, layer.quant_state = layer, fresh.quant_state
-        return fresh
-
-
-def _copy(weight: Any) -> Any:
-    """Another weight with the same bytes, its tables included."""
-    settings = dict(vars(weight))
-    data = weight.data.clone()
+def _packed(layer: Any, dtype: torch.dtype, device: torch.device) -> Any:
+    """A quantised random weight on the device, for a layer of bitsandbytes' whose weight is on the meta device."""
+    template = layer.weight
+    drawn = torch.empty(template.shape, dtype=dtype, device=device).normal_(0.0, 0.02)
+    settings = {name: value for name, value in vars(template).items() if name not in ("module", "SCB", "CB")}
+    # 8 bits are quantised on their way from the CPU, 4 bits on arrival wherever they come from
+    source = drawn.to("cpu") if type(template).__name__ == "Int8Params" else drawn
+    weight = type(template)(source, requires_grad=False, **settings).to(device)
     if hasattr(weight, "quant_state"):
-        settings["quant_state"] = _copied_state(weight.quant_state)
-        settings.pop("module", None)
-    else:
-        settings |= {"CB": data, "SCB": weight.SCB.clone()}
-    return type(weight)(data, requires_grad=False, **settings)
-
-
-def _copied_state(state: Any) -> Any:
-    twin = copy.copy(state)
-    twin.absmax, twin.code = state.absmax.clone(), state.code.clone()
-    if state.nested:
-        twin.offset, twin.state2 = state.offset.clone(), copy.copy(state.state2)
-        twin.state2.absmax, twin.state2.code = state.state2.absmax.clone(), state.state2.code.clone()
-    return twin
+        weight.module, layer.quant_state = layer, weight.quant_state
+    return weight
