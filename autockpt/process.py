@@ -32,6 +32,7 @@ T = TypeVar("T")
 _LOOK_SECONDS = 1.0  # between two looks whether a silent child lives
 _IDLE, _ENDING = 0.2, 10.0  # seconds that a child gets to end by itself, and to be gone once it is killed
 _ANSWER = 60.0  # seconds that a fork gets for a question
+_TAIL = 1 << 16  # bytes of a log that are read from its end
 _open_ends: weakref.WeakSet[Connection] = weakref.WeakSet()
 
 
@@ -240,11 +241,11 @@ def child_environment(wanted: Mapping[str, str] = {}) -> dict[str, str]:
     return {**wanted, **os.environ, "PYTHONPATH": os.pathsep.join(dict.fromkeys(own)), "PYTHONUNBUFFERED": "1"}
 
 
-def last_lines(log: IO[bytes], most: int = 5, start: int = 0) -> str:
-    """The end of a log that begins at byte ``start``, for an error message; empty where there is none."""
+def last_lines(log: IO[bytes], most: int = 5) -> str:
+    """The end of a log, for an error message; empty where there is none."""
     with contextlib.suppress(OSError, ValueError):
         size = os.fstat(log.fileno()).st_size
-        text = os.pread(log.fileno(), 8192, max(start, size - 8192)).decode(errors="replace")  # the child writes on
+        text = os.pread(log.fileno(), _TAIL, max(0, size - _TAIL)).decode(errors="replace")  # the child writes on
         lines = [f"  {line.rstrip()}" for line in text.splitlines() if line.strip()]
         return "\n".join(lines[-most:])
     return ""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -14,7 +14,7 @@ from autockpt.errors import GhostError
 from autockpt.policies.base import setting
 from autockpt.tracing.collectives import answer, sharded_as_ghosts
 from autockpt.tracing.kernels.cuda_kernels import CUDA_ONLY, Capability, cuda_kernels, fused_dropout
-from autockpt.tracing.kernels.operators import Operator, leaves
+from autockpt.tracing.kernels.operators import leaves
 from autockpt.tracing.kernels.triton_launches import no_launches
 from autockpt.tracing.memory import GhostMemory
 from autockpt.tracing.recorder import OpCall, Recorder
@@ -37,9 +37,9 @@ class GhostMode(Recorder):
 
     An op that reads or would make a ghost gets its result's layout from shape inference and no kernel runs; views run
     for real; ops on small real tensors run for real, so what is computed from real data only is true. Positions chosen
-    from ghost values (routing) are balanced, a ghost float that is asked for is 1.0; both are noted. ``on_op`` is told
-    of each operator before it runs; ``building`` is set while a workload is made, whose values decide nothing. Raises
-    GhostError where the graph depends on values that do not exist, and keeps the last one's words in ``refused``.
+    from ghost values (routing) are balanced, a ghost float that is asked for is 1.0; both are noted. ``building`` is
+    set while a workload is made, whose values decide nothing. Raises GhostError where the graph depends on values that
+    do not exist, and keeps the last one's words in ``refused``.
     """
 
     def __init__(self, memory: GhostMemory) -> None:
@@ -47,7 +47,6 @@ class GhostMode(Recorder):
         self._memory = memory
         self._base, self._end = memory.base, memory.end
         self._shapes = Shapes()
-        self.on_op: Callable[[Operator], None] | None = None
         self.building = False
         self.capability: Capability | None = None  # of the NVIDIA GPU whose kernels the step is to take
         self.fuses_dropout = False  # whether it runs on another kind of device that has a kernel for dropout
@@ -94,8 +93,6 @@ class GhostMode(Recorder):
 
     def _run(self, call: OpCall) -> Any:
         operator, kwargs = call.kind.operator, call.kwargs
-        if self.on_op is not None:
-            self.on_op(operator)
         if operator.of_ranks:  # shapes alone, of real tensors too
             found = answer(operator, call.args)
             return self._pretend(call) if found is NotImplemented else found

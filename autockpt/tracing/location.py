@@ -40,8 +40,6 @@ class Location:
     module 0 is the root. ``order`` lists modules in the order of their first call.
     """
 
-    on_enter: Callable[[str], None] | None = None  # is told of each module that is called
-
     def __init__(self) -> None:
         self.bind(nn.Identity())
 
@@ -122,8 +120,6 @@ class Location:
         self._claim(self._stack[-1])
         self._stack.append(number)
         self.order.setdefault(number)
-        if self.on_enter is not None:
-            self.on_enter(self.paths[number])
 
     def _after(self, module: nn.Module, _: Any, __: Any) -> None:
         self._claim(self._stack[-1])

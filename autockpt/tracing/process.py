@@ -1,7 +1,7 @@
 """The tracer's child process: a ghost workload that answers requests, so that nothing it meets can harm its parent.
 
 The parent's side stands first, the child's after it. Requests go in, raw graphs or errors come out, until the parent
-goes away. The first bytes of the child's log say what it was doing when it died.
+goes away. Where the child dies of a signal, its log ends with the Python calls that it died in (faulthandler).
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import gc
-import mmap
 import os
 import signal
 import sys
@@ -29,14 +28,12 @@ from autockpt.process import Child, ChildDied, ChildSilent, child_environment, l
 from autockpt.schema.workload import WorkloadSpec
 from autockpt.tracing.assemble import Source
 from autockpt.tracing.kernels.cuda_kernels import Capability
-from autockpt.tracing.kernels.operators import Operator
 from autockpt.tracing.run import Found, GhostRun, RecordedRun, TracedRun
-from autockpt.workload.failures import summary
+from autockpt.workload.failures import crash_site, summary
 
 _SECONDS_TO_WAKE = 60.0
 _ALIVE, _DONE, _FAILED = "alive", "done", "failed"
 TRACE, _FORK = "trace", "fork"
-_OP, _PLACE = 128, 384  # bytes
 Build = tuple[WorkloadSpec, torch.device, Capability | None]  # what ``TracedRun.build`` is given
 Prepare = Callable[[TracedRun], None]
 
@@ -53,13 +50,12 @@ def can_fork() -> bool:
 class GhostProcess:
     """A child that holds a ghost workload; ``found`` describes it.
 
-    Its death, whatever the cause, is a GhostError that says at which op. An interrupt while it works ends it.
+    Its death, whatever the cause, is a GhostError. An interrupt while it works ends it.
     ``start`` starts it with its log, ``first`` is the first message to one that was not forked.
     """
 
     def __init__(self, start: Callable[[IO[bytes]], Child], first: Any = None) -> None:
         self._log = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115  lives as long as the process
-        self._log.write(bytes(_OP + _PLACE))  # what is printed comes behind the note
         self.child = start(self._log)
         try:
             if first is not None:
@@ -160,20 +156,17 @@ class GhostProcess:
 
     def _death(self, code: int | None) -> GhostError:
         """What is known about why the child is gone."""
-        note = os.pread(self._log.fileno(), _OP + _PLACE, 0)
-        op, place = (part.rstrip(b"\0").decode(errors="replace") for part in (note[:_OP], note[_OP:]))
-        where = f"at {op} in {place or 'the model itself'}" if op else "before its first op"
         if code is None:
-            return GhostError(f"the tracer's process does not answer any more, {where}")
+            return GhostError("the tracer's process does not answer any more")
         if code in (-signal.SIGSEGV, -signal.SIGBUS):
-            return GhostError(f"a kernel slipped through and touched ghost memory, {where}")
+            place = crash_site(last_lines(self._log, 200))
+            return GhostError(f"a kernel slipped through and touched ghost memory{place and f' at {place}'}")
         if code == -signal.SIGKILL:
             return GhostError(
-                f"the tracer's process was killed, {where}; most likely the machine is out of memory",
-                remedy="Free memory.",
+                "the tracer's process was killed; most likely the machine is out of memory", remedy="Free memory."
             )
-        tail = last_lines(self._log, 1, start=len(note)).strip()
-        return GhostError(f"the tracer's process died ({how_it_ended(code)}), {where}{tail and ': '}{tail}")
+        tail = last_lines(self._log, 1).strip()
+        return GhostError(f"the tracer's process died ({how_it_ended(code)}){tail and ': '}{tail}")
 
 
 # Inside the child.
@@ -240,7 +233,6 @@ def _answer_until_forked(connection: Connection, run: TracedRun) -> tuple[Connec
     connection.close()
     for stream in (1, 2):
         os.dup2(log, stream)
-    _open_note()
     return Connection(theirs), asked
 
 
@@ -249,7 +241,7 @@ def _be_a_child() -> None:
 
     Nothing is compiled here. Importing bitsandbytes, as PEFT does, would take a second for a compiler otherwise.
     """
-    faulthandler.disable()
+    faulthandler.enable(2, all_threads=False)  # to the log
     os.environ |= {"CUDA_VISIBLE_DEVICES": "", "TORCHDYNAMO_DISABLE": "1"}
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with contextlib.suppress(ImportError, OSError, ValueError):
@@ -260,7 +252,6 @@ def _be_a_child() -> None:
     gc.freeze()  # what the parent left behind is never looked through
     gc.disable()  # nor what is imported and built: there is one collection before each trace
     sys.stdout = sys.stderr = open(1, "w", buffering=1, closefd=False, errors="replace")  # noqa: SIM115
-    _open_note()
 
 
 def _build(build: Build, run: TracedRun) -> None:
@@ -289,24 +280,7 @@ def _answer(connection: Connection, work: Callable[[], Any]) -> bool:
     return True
 
 
-def _open_note() -> None:
-    """From now on write down in this process's log which op and module run: readable after its death."""
-    global _note
-    _note = mmap.mmap(1, _OP + _PLACE)
-
-
 def _new_run(source: Source, threads: int) -> TracedRun:
     if source == "recorded":
         return RecordedRun(torch.device("cpu"))
-
-    run = GhostRun(threads=threads)
-    run.mode.on_op, run.mode.location.on_enter = _note_op, _note_place
-    return run
-
-
-def _note_op(operator: Operator) -> None:
-    _note[:_OP] = operator.note
-
-
-def _note_place(path: str) -> None:
-    _note[_OP:] = path.encode()[:_PLACE].ljust(_PLACE, b"\0")
+    return GhostRun(threads=threads)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import site
 import sysconfig
 import traceback
@@ -69,11 +70,20 @@ def location(error: BaseException) -> str | None:
     """``train.py:42``: the innermost place in the user's own code that an exception passed through."""
     if isinstance(error, SyntaxError) and error.filename:
         return f"{_short(error.filename)}:{error.lineno}"
-    for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        real = os.path.realpath(frame.filename)
-        if os.path.exists(real) and not real.startswith(_LIBRARIES):
-            return f"{_short(frame.filename)}:{frame.lineno}"
-    return None
+    frames = reversed(traceback.extract_tb(error.__traceback__))
+    return next((f"{_short(frame.filename)}:{frame.lineno}" for frame in frames if _is_own(frame.filename)), None)
+
+
+def crash_site(log: str) -> str:
+    """The same place in what faulthandler wrote of a process that crashed; empty where it did not."""
+    frames = re.findall(r'^ *File "([^"]+)", line (\d+) in ', log, re.M)  # the innermost comes first
+    return next((f"{_short(file)}:{line}" for file, line in frames if _is_own(file)), "")
+
+
+def _is_own(file: str) -> bool:
+    """Whether it is of the user's own code, neither a library's nor ours."""
+    real = os.path.realpath(file)
+    return os.path.exists(real) and not real.startswith(_LIBRARIES)
 
 
 def summary(error: BaseException, limit: int = 240) -> str:

@@ -192,6 +192,8 @@ def test_what_cannot_be_ghost_run_is_recorded_and_said() -> None:
         graph = trace(workload(step))
         assert graph.source == "recorded"
         assert "real step" in graph.notes[0]
+        if step is slipping:
+            assert "ghost memory at " in graph.notes[0] and "test_tracer.py:" in graph.notes[0]
         assert len(graph.units) == 4
 
 

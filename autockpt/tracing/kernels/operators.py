@@ -82,7 +82,6 @@ class Operator:
         self.flops = _flop_formula(func)
         self.calls: dict[Any, Any] = {}
         self.of_ranks = self.name.startswith(COLLECTIVES) or self.name == COPY_IN
-        self.note = self.name.encode()[:128].ljust(128, b"\0")
 
     def argument(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], default: Any = None) -> Any:
         """The value of a named argument in a call."""
