@@ -210,12 +210,9 @@ def _checked(loss: Any) -> Tensor:
 
 def _mistakes(step: Step) -> Iterator[tuple[str, str]]:
     """What cannot make a training step, each with what to do about it."""
-    model, optimizer, scaler, norm = step.model, step.optimizer, step.scaler, step.max_grad_norm
+    model, optimizer = step.model, step.optimizer
     if not isinstance(model, nn.Module):
         yield f"the model is a {type(model).__name__}", "Pass a torch.nn.Module."
-    for name, function in (("loss", step.loss), ("full_step", step.full_step)):
-        if function is not None and not callable(function):
-            yield f"{name} is a {type(function).__name__}, not a function", "Pass a function."
     if step.full_step is not None:
         for name in ("loss", "in_flight"):
             if getattr(step, name) is not None:
@@ -225,8 +222,6 @@ def _mistakes(step: Step) -> Iterator[tuple[str, str]]:
                 "full_step was given without naming what else it changes",
                 "Name optimizers, schedulers, scalers, ... in snapshot=(...), so that they can be put back.",
             )
-    if scaler is not None and not all(callable(getattr(scaler, name, None)) for name in ("scale", "step", "update")):
-        yield f"the scaler is a {type(scaler).__name__}", "Pass a torch.amp.GradScaler, or None."
     if optimizer is not None and (isinstance(optimizer, type) or not hasattr(optimizer, "param_groups")):
         what = f"the class {optimizer.__name__}" if isinstance(optimizer, type) else f"a {type(optimizer).__name__}"
         yield (
@@ -234,15 +229,8 @@ def _mistakes(step: Step) -> Iterator[tuple[str, str]]:
             "Pass the optimizer itself, as in torch.optim.AdamW(model.parameters()); schedulers are not part of it. "
             "Several optimizers, or a loop of your own: Step(…, full_step=one_cycle, snapshot=(optimizer, other)).",
         )
-    for name, number in (("accumulate", step.accumulate), ("in_flight", step.in_flight)):
-        if number is not None and (type(number) is not int or number < 1):
-            yield f"{name} is {number!r}", "Pass the number of micro-batches, 1 or more."
-    if norm is not None and (isinstance(norm, bool) or not isinstance(norm, int | float) or not norm > 0):
-        yield f"max_grad_norm is {norm!r}", "Pass a number above zero, or None."
     if step.autocast is not None and _dtype(step.autocast) not in (torch.bfloat16, torch.float16):
         yield f"autocast is {step.autocast!r}", "Pass torch.bfloat16, torch.float16, or None."
-    if step.units is not None and not isinstance(step.units, str):
-        yield f"units is {step.units!r}", 'Pass patterns of module names, as in "encoder.layers.*,mid".'
     trainable = {id(p) for p in model.parameters() if p.requires_grad}
     if not trainable:
         yield (

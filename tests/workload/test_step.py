@@ -119,9 +119,6 @@ def average(model: nn.Module, batch: Any) -> Tensor:
     [
         {"model": "net"},
         {"loss": None},
-        {"accumulate": 0},
-        {"max_grad_norm": 0.0},
-        {"units": 3},
         {"autocast": torch.int8},
         {"model": net().requires_grad_(False)},
         {"optimizer": torch.optim.SGD(net().parameters())},
