@@ -27,7 +27,9 @@ TIMEOUT = 600.0
 QUIET = 60.0
 """Seconds between two lines of progress: a line for every trial would fill the log of the training."""
 _SIMULATED = "for FSDP and ZeRO-3 simulated, with `shard: N` in a --job file and --hardware"
-_OPTIONS = ("headroom", "host_budget", "allow_inexact", "choices", "trials", "seed", "fresh")
+_OPTIONS = (
+    "timeout", "out", "lengths", "headroom", "host_budget", "allow_inexact", "choices", "trials", "seed", "fresh"
+)  # fmt: skip
 
 
 class _Progress(Listener):
@@ -62,16 +64,7 @@ class PlanCallback:
     search has; PlanError for a malformed plan.
     """
 
-    def __init__(
-        self,
-        plan: Plan | str | Path | None = None,
-        *,
-        budget: str | None = None,
-        timeout: float | None = None,
-        out: str | Path | None = None,
-        lengths: Any = None,
-        **options: Any,
-    ) -> None:
+    def __init__(self, plan: Plan | str | Path | None = None, *, budget: str | None = None, **options: Any) -> None:
         super().__init__()
         self.handle: Handle | None = None
         self.plan: Plan | None = None  # yet to be found
@@ -82,30 +75,21 @@ class PlanCallback:
                 remedy='Pass one of both: a plan ("plan.yaml") to apply it, budget="24GB" to search as training '
                 "starts.",
             )
-        if plan is not None and lengths is not None:
-            options = {**options, "lengths": lengths}
-        if (unknown := set(options) - {*_OPTIONS, "lengths"}) or (plan is not None and options):
+        if (unknown := set(options).difference(_OPTIONS)) or (plan is not None and options):
             why = "it does not know" if unknown else "only a search has"
             raise UsageError(
                 f"the callback got {', '.join(sorted(unknown or options))}, which {why}",
-                remedy="Next to budget= it takes timeout=, out=, lengths= and "
-                f"{', '.join(f'{name}=' for name in _OPTIONS)}.",
+                remedy=f"Next to budget= it takes {', '.join(f'{name}=' for name in _OPTIONS)}.",
             )
         if plan is not None:
             self.plan = plan if isinstance(plan, Plan) else plan_at(Path(plan))
             return
         assert budget is not None
-        own = isinstance(lengths, str) and lengths == OWN
-        request = search_request(
-            budget=budget,
-            timeout=timeout,
-            out=None if out is None else Path(out),
-            lengths=None if own else lengths,
-            **options,
-        )
+        lengths = options.pop("lengths", None)
+        self._own_lengths = isinstance(lengths, str) and lengths == OWN
+        self._request = search_request(budget=budget, lengths=None if self._own_lengths else lengths, **options)
         if lengths is not None:
-            request.budget.refuse_share("differs by length")
-        self._request, self._own_lengths = request, own
+            self._request.budget.refuse_share("differs by length")
 
     def find_plan(
         self,
