@@ -17,8 +17,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.autograd import forward_ad
-from torch.autograd.grad_mode import _unsafe_preserve_version_counter
-from torch.autograd.graph import increment_version
 
 from autockpt.checkpointing.divergence import CheckedCall, Comparison, UnitCheck
 from autockpt.checkpointing.fingerprint import laid_out_on, layout_of, probe_of
@@ -27,15 +25,6 @@ from autockpt.errors import InPlaceError
 
 SMALL_BYTES = 16 << 10
 """Storages below this size stay: a copy costs some tens of microseconds whatever its size, and a page is 4 KiB."""
-
-# what lies between a weight and the form in which it is used: autocast's 16-bit copy, transposes and other views
-_NAMES = """
-    TBackward0 ToCopyBackward0 TransposeBackward0 PermuteBackward0 ViewBackward0 UnsafeViewBackward0
-    ReshapeAliasBackward0 ExpandBackward0 AliasBackward0 UnsqueezeBackward0 SqueezeBackward0 SqueezeBackward1
-    SqueezeBackward2 SelectBackward0 SliceBackward0 SplitBackward0 SplitWithSizesBackward0 UnsafeSplitBackward0
-    UnsafeSplitWithSizesBackward0 ChunkBackward0 UnbindBackward0 AsStridedBackward0
-"""
-_WEIGHT_STEPS = frozenset(_NAMES.split())
 
 
 class OffloadedCall:
@@ -110,12 +99,7 @@ class OffloadedStorage:
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether the bytes sent are still those of ``tensor``, which looks into the same memory."""
-        if not self._probe._version == tensor._version == self._version:
-            return False
-        # equal by coincidence? ``.data`` gives a tensor a counter of its own
-        with _unsafe_preserve_version_counter(tensor):
-            increment_version(tensor)
-            return self._probe._version == tensor._version
+        return self._probe._version == tensor._version == self._version
 
     def bytes_for_one_user(self) -> torch.UntypedStorage:
         """The storage on the device. When every user got it, the handle lets its own copy go."""
@@ -268,21 +252,14 @@ def address_of(value: Any) -> int | None:
 
 
 def _is_weight(tensor: torch.Tensor) -> bool:
-    """A parameter, a view of one, or autocast's copy of one, which lives as long as the autocast block anyway.
+    """A parameter, autocast's copy of one, which lives as long as the autocast block anyway, or a view of either.
 
     Of copies those that a graph leads back from: frozen parameters have none.
     """
-    if isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter):
+    origin = tensor if tensor._base is None else tensor._base
+    if isinstance(origin, nn.Parameter):
         return True
-    node = tensor.grad_fn
-    for _ in range(6):
-        if node is None:
-            return False
-        name = node.name()
-        if name == "torch::autograd::AccumulateGrad":
-            return isinstance(node.variable, nn.Parameter)  # type: ignore[attr-defined]
-        if name not in _WEIGHT_STEPS:
-            return False
-        before = [n for n, _ in node.next_functions if n is not None]
-        node = before[0] if len(before) == 1 else None
-    return False
+    node: Any = origin.grad_fn
+    if node is None or node.name() != "ToCopyBackward0":
+        return False
+    return isinstance(getattr(node.next_functions[0][0], "variable", None), nn.Parameter)
