@@ -24,7 +24,6 @@ from autockpt.checkpointing.fingerprint import (
     Compared,
     distance_of,
     fingerprint,
-    form_of,
     laid_out_on,
     layout_of,
     left_unwritten,
@@ -270,14 +269,14 @@ class CheckedCall:
     def before_rerun(self, module: torch.nn.Module) -> None:
         """The unit is about to be recomputed."""
         named = [(name, p) for name, p in module.named_parameters() if why_not(local_part(p)) is None]
-        self._parameters = [(name, p, fingerprint(t := local_part(p), form_of(t))) for name, p in named]
+        self._parameters = [(name, p, fingerprint(local_part(p))) for name, p in named]
 
     def after_rerun(self) -> None:
         """It has been: a forward that writes to a parameter by ``.data`` has done so twice."""
         for name, parameter, before in self._parameters:
             tensor = local_part(parameter)
             what, stream = f"{name}, which running it again changed", stream_of(tensor.device)
-            self._compared.append(Compared(what, before, fingerprint(tensor, form_of(tensor)), stream))
+            self._compared.append(Compared(what, before, fingerprint(tensor), stream))
         self._parameters = []
         self.check.judge_at_end(self)
 
@@ -308,7 +307,7 @@ class CheckedTensor:
         with quietly():
             self._held = tensor.detach()
             self._probe, self._version = probe_of(tensor), tensor._version
-        self._form, self._layout = form_of(tensor), layout_of(tensor)
+        self._layout, self._device = layout_of(tensor), tensor.device
         self._storage, self._stream = weakref.ref(tensor.untyped_storage()), stream_of(tensor.device)
 
     def let_go(self) -> None:
@@ -323,7 +322,7 @@ class CheckedTensor:
             self._take_print(tensor)
 
     def _take_print(self, tensor: torch.Tensor) -> None:
-        self._print = fingerprint(tensor, self._form)
+        self._print = fingerprint(tensor)
         if tensor.is_floating_point() and not repeats(tensor.device):
             self._sketch = sums(tensor)
 
@@ -333,10 +332,10 @@ class CheckedTensor:
         storage = self._storage() if self._print is not None else None
         if storage is None or not storage.nbytes() or self._probe._version != self._version:
             return
-        if stream_of(self._form.device) != self._stream:
+        if stream_of(self._device) != self._stream:
             return
         with quietly():
-            self._take_print(laid_out_on(storage, self._form.device, self._layout))
+            self._take_print(laid_out_on(storage, self._device, self._layout))
 
     def handed(self, value: torch.Tensor) -> None:
         """Backward is given ``value`` for it. Compared later, with all others at once."""
@@ -347,17 +346,16 @@ class CheckedTensor:
             why = _OTHER_STREAM
         elif node is not None and left_unwritten(node, value):
             why = "a tensor that its kernel need not write"
-        elif why_not(value) is not None or self._form.of(value) != self._form:
-            why = "a tensor that came back in another layout"
+        elif why_not(value) is not None or (value.dtype, value.size()) != self._layout[:2]:
+            why = "a tensor that came back as another kind"
         if why is not None:
             self._call.unit.unchecked[why] += 1
             return
         distance = tolerance = None
         if self._sketch is not None:
             distance, tolerance = distance_of(self._sketch, sums(value)), tolerance_of(value.dtype)
-        what = _in_words(self._form.dtype, self._form.size, self._number)
-        found = fingerprint(value, self._form)
-        self._call.add(Compared(what, self._print, found, self._stream, distance, tolerance))
+        what = _in_words(value.dtype, value.size(), self._number)
+        self._call.add(Compared(what, self._print, fingerprint(value), self._stream, distance, tolerance))
 
 
 def can_be_sampled(tensor: torch.Tensor) -> bool:

@@ -24,7 +24,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import _disable_current_modes
 
 _ON_CPU, _ELSEWHERE = 1 << 14, 1 << 17
 """Numbers in the table of a device, 128 KiB or 1 MiB of them. A table of more would lie where caching allocators keep
@@ -54,31 +53,6 @@ def quietly() -> Iterator[None]:
         yield
 
 
-class Form(NamedTuple):
-    """What two tensors must have in common for their fingerprints to be compared.
-
-    ``order`` lists the dimensions as they lie in memory, the outermost first.
-    """
-
-    size: torch.Size
-    dtype: torch.dtype
-    device: torch.device
-    order: tuple[int, ...] | None
-
-    def of(self, tensor: torch.Tensor) -> Form:
-        """The form of another tensor, its elements in this one's order: fingerprints do not depend on strides."""
-        return form_of(tensor)._replace(order=self.order)
-
-
-def form_of(tensor: torch.Tensor) -> Form:
-    """The form of a tensor that ``why_not`` has nothing against."""
-    order = None
-    if not tensor.is_contiguous():
-        strides = tensor.stride()
-        order = tuple(sorted(range(tensor.dim()), key=lambda d: -strides[d]))
-    return Form(tensor.size(), tensor.dtype, tensor.device, order)
-
-
 def why_not(tensor: torch.Tensor) -> str | None:
     """Why a tensor has no fingerprint; None where it has one. Parameters count as plain tensors."""
     if type(tensor) is not torch.Tensor and type(tensor) is not torch.nn.Parameter:
@@ -96,23 +70,21 @@ def why_not(tensor: torch.Tensor) -> str | None:
     return None
 
 
-def fingerprint(tensor: torch.Tensor, form: Form) -> torch.Tensor:
-    """The fingerprint, one int64 on the tensor's device. ``form`` is its own, or what another's made of it.
+def fingerprint(tensor: torch.Tensor) -> torch.Tensor:
+    """The fingerprint, one int64 on the tensor's device. Strides do not count.
 
-    Equal tensors of equal form have equal fingerprints; others with a chance of about 2^-64, and 2^-32 where only signs
+    Equal tensors of equal type have equal fingerprints; others with a chance of about 2^-64, and 2^-32 where only signs
     differ.
     """
     with quietly():
-        memory = tensor.detach()
-        return _sum_of(memory if form.order is None else memory.permute(form.order))
+        return _sum_of(tensor.detach())
 
 
 def _sum_of(memory: torch.Tensor) -> torch.Tensor:
     most = 4 * _words_at_a_time(memory.device) // memory.element_size()
     if memory.numel() <= most:
         return _sum_of_piece(memory)
-    sums = [_sum_of_piece(piece) for piece in _pieces(memory, most)]
-    return _sum_of(torch.stack(sums))
+    return _sum_of(torch.stack([_sum_of_piece(piece) for piece in _pieces(memory, most)]))
 
 
 def _pieces(memory: torch.Tensor, most: int) -> Iterator[torch.Tensor]:
@@ -277,7 +249,7 @@ def probe_of(tensor: torch.Tensor) -> torch.Tensor:
 @functools.cache
 def _empty(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """One for the whole process. No dispatch mode sees it made: a recorded step is the same whatever ran before it."""
-    with _disable_current_modes():
+    with quietly():
         return torch.empty(0, dtype=dtype, device=device)
 
 
@@ -286,7 +258,7 @@ def left_unwritten(node: Any, tensor: torch.Tensor) -> bool:
 
     Batch norm in training saves running statistics, and writes to them afterwards without a new version; those of
     ``InstanceNorm`` are a copy of its own. They look like the two vectors of the batch's, which follow from its input.
-    ``rrelu`` outside of training makes room for its slopes; cuDNN's and MIOpen's reserved space has gaps, and so has
+    cuDNN's and MIOpen's reserved space has gaps, and so has
     oneDNN's workspace. Fused attention saves the state of its generator, one or two 64-bit integers, which without
     dropout are empty memory (PyTorch's ``transformers/cuda/attention.cu``, ``flash_attn/flash_api.cpp``); a third that
     flash attention saves, of no dimension and type uint64, always is. Other integers there, lengths of sequences, are
@@ -299,8 +271,6 @@ def left_unwritten(node: Any, tensor: torch.Tensor) -> bool:
         return tensor.dim() == 3 and tensor.size(0) == rows and tensor.size(2) % 2 == 1
     if name.startswith("EfficientAttention") and tensor.dim() == 3:  # what it attends to and with has four
         return True
-    if name.startswith("RreluWithNoise"):
-        return not node._saved_training
     if "Attention" in name and tensor.dtype in (torch.int64, torch.uint64) and tensor.numel() <= 2:
         never = tensor.dtype is torch.uint64 and tensor.dim() == 0
         return never or not getattr(node, "_saved_dropout_p", 0.0)

@@ -30,7 +30,7 @@ from torch import nn
 from torch.autograd import forward_ad
 from torch.overrides import TorchFunctionMode
 
-from autockpt.checkpointing.fingerprint import fingerprint, form_of, layout_of, quietly, why_not
+from autockpt.checkpointing.fingerprint import fingerprint, layout_of, quietly, why_not
 from autockpt.checkpointing.frame import CheckpointFrame, diverged
 from autockpt.checkpointing.op_table import draws_random_numbers
 from autockpt.checkpointing.unit import CheckpointedUnit, Exchanged
@@ -136,12 +136,12 @@ class KeptCall:
     def look_at_memory(self) -> None:
         """Note what is in the outputs, to see whether they are written to without a new version."""
         tensors = [leaf for leaf, _ in self.outputs if isinstance(leaf, torch.Tensor) and why_not(leaf) is None]
-        self._prints = [(tensor, fingerprint(tensor, form_of(tensor))) for tensor in tensors]
+        self._prints = [(tensor, fingerprint(tensor)) for tensor in tensors]
 
     def settle(self, saved: int) -> None:
         """The unit's forward has ended, and saved so many tensors."""
         changed = any(isinstance(leaf, torch.Tensor) and leaf._version != version for leaf, version in self.outputs)
-        if not changed and any(not _equal(before, fingerprint(t, form_of(t))) for t, before in self._prints):
+        if not changed and any(not _equal(before, fingerprint(t)) for t, before in self._prints):
             self.scope.again.add(self.function)  # by ``.data``, NumPy, or a kernel of Triton's as Liger's rotary one
             changed = True
         if changed:

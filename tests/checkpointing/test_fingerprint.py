@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autockpt.checkpointing import fingerprint as fingerprints
-from autockpt.checkpointing.fingerprint import fingerprint, form_of, why_not
+from autockpt.checkpointing.fingerprint import fingerprint, why_not
 
 FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.complex128)
 OTHERS = (torch.bool, torch.uint8, torch.int16, torch.int32, torch.int64, torch.float8_e4m3fn, torch.float8_e5m2)
@@ -32,7 +32,7 @@ def _tables(request: pytest.FixtureRequest) -> Iterator[None]:
 
 def of(tensor: Tensor) -> int:
     assert why_not(tensor) is None
-    made = fingerprint(tensor, form_of(tensor))
+    made = fingerprint(tensor)
     assert made.dtype == torch.int64 and made.dim() == 0 and not made.requires_grad
     return int(made)
 
@@ -126,12 +126,12 @@ def test_changed_signs_do_not_cancel(dtype: torch.dtype) -> None:
 def test_views_are_read_where_they_are() -> None:
     base = torch.randn(6, 5, 4, dtype=torch.complex64, generator=torch.Generator().manual_seed(0))
     wanted = of(base)
-    assert of(base.permute(2, 0, 1)) == wanted, "in the order of memory"
+    assert of(base.permute(2, 0, 1)) == of(base.permute(2, 0, 1).contiguous()) != wanted
     row = base[1:2].expand(6, 5, 4)
-    assert fingerprint(row.contiguous(), form_of(row)).item() == of(row) and form_of(row) != form_of(base[1:2])
+    assert of(row.contiguous()) == of(row)
     assert of(base[:, 1:3]) == of(base[:, 1:3].contiguous()) != of(base[:, 2:4])
     gaps = base.real.transpose(0, 2)
-    assert fingerprint(gaps.contiguous(), form_of(gaps)).item() == of(gaps), "another layout, the same elements"
+    assert of(gaps.contiguous()) == of(gaps)
     large = torch.randn(100, 3, 333)[:, 1:]
     assert of(large) == of(large.clone())
 
@@ -165,10 +165,10 @@ def test_modes_do_not_see_it_and_memory_is_constant() -> None:
     tensor = torch.randn(1 << 22)
     of(tensor)
     with Sees(), torch.autocast("cpu"):
-        made = fingerprint(tensor, form_of(tensor))
+        made = fingerprint(tensor)
     assert Sees.count == 0 and int(made) == of(tensor)
     with torch.profiler.profile(profile_memory=True, activities=[torch.profiler.ProfilerActivity.CPU]) as profiled:
-        fingerprint(tensor.view(64, -1).t(), form_of(tensor.view(64, -1).t()))
+        fingerprint(tensor.view(64, -1).t())
     live = peak = 0
     for event in profiled.profiler.kineto_results.events():  # type: ignore[union-attr]
         if event.name() == "[memory]":

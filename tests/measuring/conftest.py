@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from autockpt.checkpointing.fingerprint import fingerprint, form_of
+from autockpt.checkpointing.fingerprint import fingerprint
 from tests.measuring.small_workloads import FACTORY, make_workload
 
 
@@ -42,4 +42,4 @@ def factory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 @pytest.fixture(autouse=True, scope="session")
 def place_numbers() -> None:
     """Half a MiB that is made once a process, where tensors are first compared; more than what is measured here."""
-    fingerprint(torch.zeros(1), form_of(torch.zeros(1)))
+    fingerprint(torch.zeros(1))

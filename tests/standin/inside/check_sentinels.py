@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autockpt.checkpointing.fingerprint import fingerprint, form_of
+from autockpt.checkpointing.fingerprint import fingerprint
 from autockpt.errors import RerunMismatch
 from autockpt.runtime import Session, attach
 from autockpt.schema.choices import parse_choice
@@ -118,7 +118,7 @@ def test_the_host_waits_at_most_once_in_a_call(kind):
 
     model = Model(width=256).to(DEVICE)
     x = torch.randn(8, 256).to(DEVICE)
-    fingerprint(x, form_of(x))  # the first of a process makes a table, and waits for it
+    fingerprint(x)  # the first of a process makes a table, and waits for it
     with attach(model, {f"blocks.{n}": parse_choice(kind) for n in range(BLOCKS)}, sentinels="off"):
         seen = []
         for _ in range(4):
