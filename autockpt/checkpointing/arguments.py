@@ -11,7 +11,7 @@ from contextlib import suppress
 from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_unflatten  # torch has no public one
 
 from autockpt.errors import AutockptError, InPlaceError
 
@@ -33,7 +33,7 @@ class _Tree(NamedTuple):
     """A container that only pytrees know: a named tuple, a transformers ModelOutput."""
 
     leaves: list[Any]
-    spec: TreeSpec
+    spec: Any
 
 
 def flatten(value: Any, tensors: list[torch.Tensor], generators: list[torch.Generator]) -> Any:

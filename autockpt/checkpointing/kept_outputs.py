@@ -28,19 +28,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from torch.autograd import forward_ad
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from autockpt.checkpointing.fingerprint import fingerprint, layout_of, quietly, why_not
 from autockpt.checkpointing.frame import CheckpointFrame, diverged
 from autockpt.checkpointing.op_table import draws_random_numbers
+from autockpt.checkpointing.replay_context import current_transform
 from autockpt.checkpointing.unit import CheckpointedUnit, Exchanged
 
 _PLAIN = frozenset((torch.Tensor, nn.Parameter))
 _MOST_LAYOUTS = 16
 _OWN_SHARE = 4  # what a call saves of its own is kept up to this part of its output
 _type_of = operator.attrgetter("shape", "dtype", "requires_grad")
-_function_modes: Callable[[], int] = torch._C._len_torch_function_stack
-_transform: Callable[[], int | None] = torch._C._functorch.maybe_current_level  # type: ignore[attr-defined]
 
 
 class _Here(threading.local):
@@ -248,7 +247,7 @@ class KeepingFrame(CheckpointFrame):
         for call, _ in self._row[self._next :]:
             if call.scope is scope and call.sources is not None:
                 mode = FunctionScopes(self, scope, others)
-                if call.begin > self._filled and self.mode is None and not _function_modes():
+                if call.begin > self._filled and self.mode is None and not _get_current_function_mode_stack():
                     self._until, self.mode = call.begin, mode
                 return mode
         return None
@@ -349,7 +348,7 @@ class KeepingFrame(CheckpointFrame):
         if self._filled == self._until:
             super()._reached()
         # inside of a mode of the unit's own it would end in another order than it began: attention then runs again
-        elif mode is not None and not _function_modes():
+        elif mode is not None and not _get_current_function_mode_stack():
             mode.start()
 
     def _kept_output(self, scope: Scope, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -418,7 +417,7 @@ def frame_of(unit: str) -> KeepingFrame | None:
     frame = _here.frame
     if frame is None or frame.name != unit or torch.is_inference_mode_enabled():
         return None
-    return frame if _transform() is None and forward_ad._current_level < 0 else None
+    return frame if current_transform() is None and forward_ad._current_level < 0 else None
 
 
 def _held(output: Any) -> Held | None:

@@ -20,9 +20,8 @@ from torch import nn
 
 from autockpt.checkpointing.divergence import can_be_sampled
 from autockpt.checkpointing.op_table import STATISTICS, draws_random_numbers, kind_of, written_by
-from autockpt.checkpointing.replay_context import switches
+from autockpt.checkpointing.replay_context import current_transform, switches
 
-_is_wrapped: Callable[[torch.Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor  # type: ignore[attr-defined]
 _PLAIN = (torch.Tensor, nn.Parameter)
 _UNKNOWN: Any = object()  # in the place of an argument that cannot be noted
 
@@ -31,7 +30,7 @@ Geometry = tuple[torch.Size, tuple[int, ...], int]
 
 def is_plain(tensor: torch.Tensor) -> bool:
     """Whether storage, geometry and dtype are all that there is to a tensor."""
-    if type(tensor) not in _PLAIN or tensor.layout is not torch.strided or _is_wrapped(tensor):
+    if type(tensor) not in _PLAIN or tensor.layout is not torch.strided:
         return False
     return not (tensor.is_complex() or tensor.is_neg() or tensor.is_inference() or tensor.is_quantized)
 
@@ -219,7 +218,10 @@ class OpRecorder:
         self.timeline.append(self.saved[-1])
 
     def pass_module(self, module: int, tensors: Sequence[Any]) -> None:
-        """A module inside was given ``tensors``, or returned them. They are held until the record is planned from."""
+        """A module inside was given ``tensors``, or returned them. They are held until the record is planned from.
+        Inside of torch.vmap they have no memory of their own."""
+        if current_transform() is not None:
+            return
         turn = self._turns[module]
         self._turns[module] += 1
         for argument, tensor in enumerate(tensors):

@@ -8,6 +8,8 @@ from typing import Any, Literal
 import torch
 from torch.utils.flop_counter import flop_registry
 
+Overload: Any = type(torch.ops.aten.add.Tensor)  # of all ops but torch.cond and the like
+
 
 @functools.cache
 def is_heavy(func: Any) -> bool:
@@ -63,7 +65,7 @@ _READS = ("shape", "dtype", "device", "layout", "requires_grad", "ndim", "is_cud
 # Reading these neither runs an op nor returns memory. What comes of it is an argument of some function.
 METADATA = frozenset(
     (
-        *(getattr(torch._C.TensorBase, name).__get__ for name in _READS),
+        *(getattr(torch.Tensor, name).__get__ for name in _READS),
         *(torch.Tensor.size, torch.Tensor.dim, torch.Tensor.stride, torch.Tensor.numel, torch.Tensor.is_contiguous),
         *(torch.Tensor.is_floating_point, torch.Tensor.is_complex, torch.Tensor.__len__),
     )

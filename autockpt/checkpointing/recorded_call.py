@@ -66,7 +66,6 @@ from autockpt.checkpointing.unit import CallKind, CheckpointedUnit
 from autockpt.errors import InPlaceError, RerunMismatch
 
 _C: Any = torch._C
-_function_modes: Callable[[], int] = _C._len_torch_function_stack
 _MISSES = 3
 """So often may calls of a kind turn out to do something else; from then on each is recorded."""
 _MOST = 64
@@ -160,7 +159,7 @@ class RecordedUnit(CheckpointedUnit):
         shared: Any = None
         if len(set(storages)) < len(storages):
             shared = (*map(storages.index, storages), *[tensor.storage_offset() for tensor in tensors])
-        around = (self.numbers(), switches(), _function_modes(), autocast, shared)
+        around = (self.numbers(), switches(), autocast, shared)
         return *rest, *around, *map(_kind_of, tensors), *map(_stride_of, tensors)
 
     def numbers(self) -> tuple[Any, ...]:

@@ -23,6 +23,8 @@ from autockpt.errors import ConflictError
 
 # of any kind of device, for which torch has no public question
 autocast_is_on: Callable[[], bool] = torch._C._is_any_autocast_enabled  # type: ignore[attr-defined]
+# the innermost transform of torch.func, of which tensors have no memory of their own; torch has no public question
+current_transform: Callable[[], int | None] = torch._C._functorch.maybe_current_level  # type: ignore[attr-defined]
 _SDPA = torch.backends.cuda  # of all devices
 _READS: list[Callable[[], bool]] = [_SDPA.flash_sdp_enabled, _SDPA.mem_efficient_sdp_enabled, _SDPA.math_sdp_enabled]
 _READS.append(_SDPA.cudnn_sdp_enabled)

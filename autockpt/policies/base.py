@@ -24,6 +24,7 @@ from torch.autograd import forward_ad
 
 from autockpt.checkpointing.arguments import hooks_in_force
 from autockpt.checkpointing.divergence import FIRST_CALLS, DivergenceCheck, UnitCheck
+from autockpt.checkpointing.replay_context import current_transform
 from autockpt.devices.transport import OffloadTransports, Transports
 from autockpt.errors import ConflictError, PlanError
 from autockpt.policies.check_report import Proof, proof
@@ -31,14 +32,9 @@ from autockpt.policies.compiling import exports, run_as_it_is
 from autockpt.schema.choices import ATTENTION, Choice
 from autockpt.schema.names import fold, strip_prefixes
 
-# What `is_enabled` asks of this thread, where torch has no public question: transforms of torch.func, make_fx, and the
-# hooks on saved tensors.
-_current_transform: Callable[[], int | None] = torch._C._functorch.maybe_current_level  # type: ignore[attr-defined]
-_MAKE_FX = torch._C._TorchDispatchModeKey.PROXY
 # The frames that call a module's forward: they know the module, which a partial over another one does not.
 _CALL = nn.Module._call_impl.__code__
 _CALL_WITH_HOOKS = next(c for c in _CALL.co_consts if isinstance(c, CodeType) and c.co_name == "inner")
-_hooks_allowed: Callable[[], bool] = torch._C._autograd._saved_tensors_hooks_is_enabled  # type: ignore[attr-defined]
 
 
 class Attachment:
@@ -84,19 +80,19 @@ def is_enabled(state: Attachment) -> bool:
     """Whether a choice has anything to do in this call: gradients are wanted, and the plan is not taken off.
 
     Inside forward-mode AD (``torch.autograd.forward_ad``) and the transforms of ``torch.func`` units save as ever: what
-    is dropped, moved or recomputed would come back without its tangent, or outside of the transform. So they do where
-    hooks on saved tensors are switched off (``torch.autograd.graph.disable_saved_tensors_hooks``), and where a program
-    is made of their ops (``torch.export``, ``torch.jit.trace``, ``make_fx``). Inside of a ``torch.utils.checkpoint`` of
-    the user's, too: that drops what the unit saves and runs it again as plain training does, without putting back what
-    its forward has changed. Warns once of that.
+    is dropped, moved or recomputed would come back without its tangent, or outside of the transform. So they do where a
+    program is made of their ops (``torch.export``, ``torch.jit.trace``, ``make_fx``). Inside of a
+    ``torch.utils.checkpoint`` of the user's, too: that drops what the unit saves and runs it again as plain training
+    does, without putting back what its forward has changed. Warns once of that.
     """
     if not state.active or not torch.is_grad_enabled() or exports():
         return False
     if torch.compiler.is_compiling():
         return True
-    if forward_ad._current_level >= 0 or _current_transform() is not None or not _hooks_allowed():
+    if forward_ad._current_level >= 0 or current_transform() is not None or torch.jit.is_tracing():
         return False
-    if torch.jit.is_tracing() or torch._C._get_dispatch_mode(_MAKE_FX) is not None:  # type: ignore[reportPrivateImportUsage]
+    fx = sys.modules.get("torch.fx.experimental.proxy_tensor")
+    if fx is not None and fx.get_proxy_mode() is not None:
         return False
     hooks = hooks_in_force(False)
     if hooks is None or hooks[0].__module__ != "torch.utils.checkpoint":  # not the reentrant one: that has no gradients

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import torch
 from torch.fx import GraphModule, Node
 
-from autockpt.checkpointing.op_table import draws_random_numbers, dropout_of, written_by
+from autockpt.checkpointing.op_table import Overload, draws_random_numbers, dropout_of, written_by
 from autockpt.errors import ConflictError
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -199,7 +199,7 @@ def _refuse_random_numbers(graph: GraphModule) -> None:
     """
     for module in graph.modules():  # graphs within the graph included
         for node in module.graph.nodes if isinstance(module, GraphModule) else ():
-            if isinstance(node.target, torch._ops.OpOverload) and _draws(node):
+            if isinstance(node.target, Overload) and _draws(node):
                 raise ConflictError(
                     f"a compile_budget for a graph that draws random numbers ({node.target}) gives wrong gradients: "
                     "PyTorch's partitioner draws others in backward (pytorch#190758)",
@@ -237,7 +237,7 @@ def _changed_inputs(graph: GraphModule) -> list[Node]:
 
 def _written(node: Node) -> list[int]:
     """Positions of the arguments that an op changes in place."""
-    written = written_by(node.target) if isinstance(node.target, torch._ops.OpOverload) else ()
+    written = written_by(node.target) if isinstance(node.target, Overload) else ()
     return [at for at, _ in written if at < len(node.args)]
 
 
@@ -256,4 +256,4 @@ def _reads(inputs: list[Node]) -> Iterator[Node]:
 
 def _is_view(node: Node) -> bool:
     target = node.target
-    return isinstance(target, torch._ops.OpOverload) and any(r.alias_info is not None for r in target._schema.returns)
+    return isinstance(target, Overload) and any(r.alias_info is not None for r in target._schema.returns)

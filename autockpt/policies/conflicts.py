@@ -11,7 +11,9 @@ from torch.nn.parameter import is_lazy
 
 from autockpt.errors import ConflictError
 
-_SWITCHED_OFF = inspect.unwrap(torch.autograd.graph.disable_saved_tensors_hooks).__code__
+_GRAPH = torch.autograd.graph
+_SWITCH = (inspect.unwrap(_GRAPH.disable_saved_tensors_hooks), _GRAPH.saved_tensors_hooks.__enter__)
+_SWITCHED_OFF = [function.__code__ for function in _SWITCH]
 _FLAGS = ("gradient_checkpointing", "activation_checkpointing", "grad_checkpointing")
 _OTHER_ACTIVATION = "Use `save` or `remake` on {unit}, or another activation function."
 _ANOTHER_MODULE = "Use `save` or `offload` on {unit}, or the module that it was scripted or traced from."
@@ -52,9 +54,9 @@ _NOT_UNDER_HOOKS = (
 
 def refuse_by_message(error: Exception, unit: str) -> None:
     """Raise ConflictError where ``error`` says that hooks on saved tensors are in the way: that of torch.func, of
-    strided nested tensors (which have no shape to know them by), of a forward that switches hooks off, and of ops such
+    strided nested tensors (which have no shape to know them by), of hooks that are switched off, and of ops such
     as torch.cond and scan, which torch compiles where they stand."""
-    switched_off = any(frame.f_code is _SWITCHED_OFF for frame, _ in walk_tb(error.__traceback__))
+    switched_off = any(frame.f_code in _SWITCHED_OFF for frame, _ in walk_tb(error.__traceback__))
     compiling = type(error).__module__ == "torch._dynamo.exc"
     if switched_off or compiling or any(part in str(error) for part in _NOT_UNDER_HOOKS):
         raise ConflictError(

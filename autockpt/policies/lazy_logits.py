@@ -14,9 +14,8 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 
-from autockpt.checkpointing.arguments import tensors_of
+from autockpt.checkpointing.arguments import flatten, tensors_of, unflatten
 from autockpt.checkpointing.divergence import CheckedCall, UnitCheck
 from autockpt.checkpointing.fingerprint import quietly
 from autockpt.checkpointing.op_table import METADATA
@@ -24,7 +23,7 @@ from autockpt.checkpointing.replay_context import AutocastState
 from autockpt.errors import ConflictError, InPlaceError
 from autockpt.policies.compiling import compiled_by, run_as_it_is
 
-_plain_call = torch._C.DisableTorchFunctionSubclass  # as torch's own subclasses call what they stand for
+_plain_call = torch._C.DisableTorchFunction  # as torch's own subclasses call what they stand for
 Elementwise = Callable[[Tensor], Tensor]
 _SHORT = (torch.bfloat16, torch.float16)
 _IGNORED = -100
@@ -134,7 +133,9 @@ class ChunkedLoss(torch.autograd.Function):
     left to the operator that plain training has, on one number per row."""
 
     @staticmethod
-    def forward(ctx: Any, loss: CrossEntropy, hidden: Tensor, target: Tensor, *trained: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, loss: CrossEntropy, hidden: Tensor, alias: Tensor, target: Tensor, *trained: Tensor
+    ) -> Tensor:
         parts, watch, ctx.entries = [], loss.call.watch, []
         with loss.call.running():
             for rows in loss.chunks(len(hidden)):
@@ -147,9 +148,7 @@ class ChunkedLoss(torch.autograd.Function):
         if loss.reduction != "none":
             column, reduction = -result[:, None], REDUCTIONS[loss.reduction]
             result, total = torch.ops.aten.nll_loss_forward(column, loss.columns(target), None, reduction, _IGNORED)
-        # an alias that shares the version counter, so that a change in place is noticed: below autograd views do not
-        with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
-            ctx.save_for_backward(hidden.detach(), target, total)
+        ctx.save_for_backward(alias, target, total)
         return result
 
     @staticmethod
@@ -182,7 +181,8 @@ class ChunkedLoss(torch.autograd.Function):
                 of_hidden[rows] = of_rows
                 sums = list(map(added, sums, found))
                 del losses, of_rows, found  # before the next chunk's are made
-        return None, of_hidden, None, *(s if s is None else s.to(p.dtype) for s, p in zip(sums, trained, strict=True))
+        of_trained = (s if s is None else s.to(p.dtype) for s, p in zip(sums, trained, strict=True))
+        return None, of_hidden, None, None, *of_trained
 
 
 def gradients_of(output: Tensor, inputs: Sequence[Tensor], gradient: Tensor) -> tuple[Any, ...]:
@@ -438,7 +438,10 @@ def _lazies(tree: Any) -> list[LazyLogits]:
 
 
 def _real(tree: Any, name: str) -> Any:
-    return tree_map_only(LazyLogits, lambda lazy: lazy._source.whole(f"because {name} reads them"), tree)
+    tensors: list[Tensor] = []
+    template = flatten(tree, tensors, [])
+    why = f"because {name} reads them"
+    return unflatten(template, [t._source.whole(why) if isinstance(t, LazyLogits) else t for t in tensors])
 
 
 # What is done to lazy logits without making them: views of rows, steps element by element, and cross-entropy over
@@ -519,7 +522,8 @@ def _cross_entropy(
     source.check()
     options = {"ignore_index": ignore_index, "label_smoothing": label_smoothing}
     settings = CrossEntropy(source.call, source.steps, reduction, options, AutocastState([hidden.device.type]))
-    loss: Any = ChunkedLoss.apply(settings, hidden, target, *source.call.trained)
+    # saved is an alias without a graph, which shares the version counter: a change in place is noticed
+    loss: Any = ChunkedLoss.apply(settings, hidden, hidden.detach(), target, *source.call.trained)
     source.call.used = True
     source.tell_watchers(loss)
     return loss

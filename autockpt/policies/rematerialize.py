@@ -16,13 +16,12 @@ from typing import Any, ClassVar
 
 import torch
 from torch import nn
-from torch._ops import HigherOrderOperator
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autockpt.checkpointing.arguments import tensors_of
 from autockpt.checkpointing.divergence import sequence_nr
 from autockpt.checkpointing.op_recorder import OpRecorder
-from autockpt.checkpointing.op_table import is_attention, kind_of
+from autockpt.checkpointing.op_table import Overload, is_attention, kind_of
 from autockpt.checkpointing.recorded_call import RecordedCall, RecordedUnit
 from autockpt.checkpointing.replay_context import autocast_depth
 from autockpt.errors import ConflictError
@@ -90,7 +89,7 @@ class Watching(TorchDispatchMode):
 
     def _changed(self, func: Any, args: tuple[Any, ...], compiler: Any) -> str | None:
         """What would give something else here, in words."""
-        if isinstance(func, HigherOrderOperator):
+        if not isinstance(func, Overload):
             return f"{func.name()} (torch.cond and the like), whose functions would not be compiled"
         if compiler:
             return "compiled code (torch.compile), which torch then runs uncompiled, with other last bits"

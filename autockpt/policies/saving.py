@@ -9,6 +9,7 @@ the weight.
 from __future__ import annotations
 
 import functools
+import inspect
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from torch.autograd.function import BackwardCFunction
 
 from autockpt.checkpointing.fingerprint import layout_of, quietly
 
-_saved: Any = vars(torch._C._FunctionBase)["saved_tensors"]
+_saved: Any = inspect.getattr_static(BackwardCFunction, "saved_tensors")
 _PLAIN = frozenset((torch.Tensor, nn.Parameter, nn.Buffer))
 
 

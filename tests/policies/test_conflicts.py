@@ -56,6 +56,10 @@ def test_hooks_that_are_switched_off_inside_of_a_unit(kind):
     model = nn.Sequential(WithoutHooks(), WithoutHooks())
     with attach(model, {"1": parse_choice(kind)}), raises(ConflictError):
         model(torch.randn(4, 8))
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    without = torch.autograd.graph.disable_saved_tensors_hooks("not around it")
+    with attach(model, {"1": parse_choice(kind)}), without, raises(ConflictError, "1 "):
+        model(torch.randn(4, 8))
 
 
 @pytest.mark.parametrize("kind", KINDS)
