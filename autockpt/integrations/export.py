@@ -91,6 +91,8 @@ def export(plan: Plan, target: str) -> Exported:
     if plan.smaller_batches:
         sets = f"{len(plan.smaller_batches)} more sets of choices, for smaller batches"
         losses.append(f"{sets}: these settings are for the largest")
+    if gathered := [pattern for pattern, choice in plan.choices.items() if choice.gathered]:
+        losses.append(f"{listing(gathered)}: weights are gathered again for backward, unless the trainer keeps all")
     if figures := _figures(plan.baselines, setting.done_to(wanted.layers)):
         notes.append(figures)
     elif losses and plan.status != "unmeasured":

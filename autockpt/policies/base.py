@@ -61,6 +61,9 @@ class Attachment:
         self._cache_unit: Any = None
         self._cache_turn: Callable[[], AbstractContextManager[None]] | None = None
 
+    def taken_off(self) -> None:
+        """The forward is no longer this attachment's."""
+
     def in_mid_training(self) -> None:
         """Treat the next call as the last fully checked one."""
         self._first_calls = 1
@@ -195,6 +198,7 @@ def call_inner(module: nn.Module, state: Attachment, args: tuple[Any, ...], kwar
 def take_off(module: nn.Module, forward: AttachedForward) -> None:
     """Undo ``Session.place``. Where another forward was put over it since, that one stays and ours becomes inert."""
     forward.state.active = False
+    forward.state.taken_off()
     if module.__dict__.get("forward") is not forward:
         return
     if forward.state.inner is None:

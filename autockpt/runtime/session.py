@@ -19,6 +19,7 @@ from autockpt.policies import POLICIES
 from autockpt.policies.base import Attachment, PlannedUnit, Session, attached_path, call_inner, is_library
 from autockpt.policies.check_report import sentinels_of
 from autockpt.policies.conflicts import refuse_lazy, refuse_native, refuse_wrappers, with_switches
+from autockpt.policies.gathered import keep_gathered
 from autockpt.policies.kv_cache import DROPPED, holds_cache, parameter_names
 from autockpt.schema.choices import Choice
 from autockpt.schema.names import ancestors, check_nesting
@@ -77,7 +78,11 @@ def attach_units(
     try:
         for kind, policy in POLICIES.items():
             policy.attach([unit for unit in units if unit.choice.kind == kind], session)
-        session.attached = {unit.name: session.attached[unit.name] + _in_tiles(unit.choice) for unit in units}
+        for unit in units:
+            session.attached[unit.name] += _in_tiles(unit.choice)
+            if unit.choice.gathered:
+                keep_gathered(unit, session)
+                session.attached[unit.name] += "; its weights stay gathered until backward"
         if session.sentinels.units:
             session.listeners.append(session.sentinels)
     except BaseException:

@@ -42,6 +42,7 @@ class _Choice(Data):
     """The units that the choice is for."""
     exact: ClassVar[bool] = True
     """Whether gradients are equal bit for bit, not only up to rounding."""
+    gathered: bool = Field(default=False, description="FSDP2 keeps the unit's weights gathered until its backward")
 
     @classmethod
     def says(cls) -> str:
@@ -51,7 +52,7 @@ class _Choice(Data):
 
     def __str__(self) -> str:
         options = self.model_dump(exclude_defaults=True, exclude={"kind"})
-        said = ", ".join(f"{name} {_words(value)}" for name, value in options.items())
+        said = ", ".join(name if value is True else f"{name} {_words(value)}" for name, value in options.items())
         return f"{self.kind} ({said})" if said else self.kind  # type: ignore[attr-defined]
 
 
@@ -246,7 +247,7 @@ class CompileBudget(_Choice):
 _OfLayers = Save | Recompute | KeepAttention | Selective | Remake | Offload | RecomputeOffload | Segment
 _OfHeads = ChunkedSoftmax | ChunkedLoss
 Choice = Annotated[_OfLayers | _OfHeads | CompileBudget, Field(discriminator="kind")]
-SAVE, RECOMPUTE, OFFLOAD = Save(), Recompute(), Offload()
+SAVE, RECOMPUTE, OFFLOAD, GATHERED = Save(), Recompute(), Offload(), Save(gathered=True)
 CHUNKED_SOFTMAX, CHUNKED_LOSS = ChunkedSoftmax(), ChunkedLoss()
 CHOICE_TYPES: dict[str, type[_Choice]] = {t.model_fields["kind"].default: t for t in get_args(get_args(Choice)[0])}
 

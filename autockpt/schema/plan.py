@@ -440,7 +440,7 @@ def plan_hash(choices: Mapping[str, Choice]) -> str:
 
     ``save`` attaches nothing, so units on ``save`` do not count, named or not.
     """
-    attached = sorted((name, dump_choice(c)) for name, c in choices.items() if c.kind != "save")
+    attached = sorted((name, dump_choice(c)) for name, c in choices.items() if c != SAVE)
     return hashlib.sha256(json.dumps(attached, sort_keys=True).encode()).hexdigest()[:12]
 
 

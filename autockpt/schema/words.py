@@ -143,6 +143,8 @@ def letters(plans: Iterable[Mapping[str, Choice]]) -> list[tuple[str, str]]:
 def tally(choices: Mapping[str, Choice]) -> str:
     """``12 recompute, 20 save``: how many units do what, the most first."""
     counts = Counter(choice.kind for choice in choices.values())
+    if gathered := sum(choice.gathered for choice in choices.values()):
+        counts["gathered"] = gathered
     return ", ".join(f"{n} {kind}" for kind, n in counts.most_common())
 
 

@@ -24,7 +24,7 @@ from autockpt.interpreter import waiting
 from autockpt.policies.base import setting
 from autockpt.policies.rematerialize import recipes_known
 from autockpt.runtime import attach
-from autockpt.schema.choices import Choice, Save
+from autockpt.schema.choices import SAVE, Choice
 from autockpt.schema.device import WITHOUT_STREAMS
 from autockpt.schema.graph import Phase, Tier, Unit
 from autockpt.schema.names import ancestors, fold, outermost
@@ -152,7 +152,7 @@ class TracedRun:
 
     @contextmanager
     def _attached(self, choices: Mapping[str, Choice]) -> Iterator[None]:
-        if all(isinstance(choice, Save) for choice in choices.values()):
+        if all(choice == SAVE for choice in choices.values()):
             yield
             return
         with attach(self.workload.model, choices, transport=self._transport, sentinels="off") as session:

@@ -31,7 +31,10 @@ def test_what_is_wrong_is_refused(value):
     assert caught.value.remedy
 
 
-@pytest.mark.parametrize("value", [*choice_kinds(), {"kind": "selective", "keep": ["mlp.up", "fused_attention"]}])
+PARTS, GATHERED = {"kind": "selective", "keep": ["mlp.up", "fused_attention"]}, {"kind": "save", "gathered": True}
+
+
+@pytest.mark.parametrize("value", [*choice_kinds(), PARTS, GATHERED])
 def test_round_trips(value):
     choice = parse_choice(value)
     assert parse_choice(dump_choice(choice)) == choice

@@ -1,0 +1,57 @@
+"""A choice's ``gathered``: FSDP2 keeps the weights of a unit from its forward to its backward.
+
+It gathers them once less and takes their memory meanwhile: ``fully_shard(reshard_after_forward=False)``, for one layer.
+FSDP2 asks after each forward what to do, so an attachment answers before it: for forwards with gradients alone, as
+weights that no backward frees would stay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from autockpt.errors import ConflictError
+from autockpt.policies.base import Attachment, PlannedUnit, Session, call_inner
+
+
+class GatheredState(Attachment):
+    """``groups`` are FSDP2's groups of weights inside the unit; each is afterwards as it was."""
+
+    def __init__(self, unit: str, groups: Sequence[Any]) -> None:
+        super().__init__(unit)
+        self._before = [(group, group.post_forward_mesh_info) for group in groups]
+        self.keep(True)  # a compiled forward does not ask again
+
+    def keep(self, gathered: bool) -> None:
+        """Have the weights stay as they are after a forward, or not if they would not without this."""
+        for group, before in self._before:
+            group.post_forward_mesh_info = None if gathered else before
+
+    def taken_off(self) -> None:
+        """See ``Attachment``."""
+        self.keep(False)
+
+
+def keep_gathered(unit: PlannedUnit, session: Session) -> None:
+    """Let FSDP2 keep the unit's weights until its backward. Raises ConflictError where it does not shard the unit."""
+    from torch.distributed.fsdp import FSDPModule
+
+    states = [module._get_fsdp_state() for module in unit.module.modules() if isinstance(module, FSDPModule)]
+    # private: torch sets this, but cannot be asked for it; several groups since torch 2.12
+    groups = [group for state in states for group in getattr(state, "_fsdp_param_groups", [state._fsdp_param_group])]
+    if not any(groups):
+        raise ConflictError(
+            f"`gathered` cannot be carried out on {unit.name}, which FSDP2 does not shard by itself",
+            remedy="Call fully_shard on it before the plan is applied; or leave `gathered` out.",
+        )
+    session.place(unit.module, run_gathered, GatheredState(unit.name, [group for group in groups if group]))
+
+
+def run_gathered(module: nn.Module, state: GatheredState, /, *args: Any, **kwargs: Any) -> Any:
+    """The unit's forward, after which FSDP2 keeps what it gathered if there will be a backward."""
+    if state.active and not torch.compiler.is_compiling():
+        state.keep(torch.is_grad_enabled())
+    return call_inner(module, state, args, kwargs)

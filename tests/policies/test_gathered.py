@@ -1,0 +1,122 @@
+"""`gathered`: FSDP2 keeps a layer's weights from its forward to its backward, as a plan says."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import autockpt
+from autockpt.errors import ConflictError
+from autockpt.measuring import Ranks
+from autockpt.runtime import attach
+from autockpt.schema import SAVE, Plan, Unit, WorkloadSpec
+from autockpt.schema.choices import GATHERED, RECOMPUTE, Choice, Recompute, Segment
+from autockpt.schema.words import tally
+from autockpt.tracing import Tracer
+from tests.errors import raises
+from tests.measuring.sharded_models import LAYERS, sharded, step_of
+from tests.runtime.processes import in_processes, in_two_processes, needs_gloo
+
+NAMES = [f"layers.{i}" for i in range(LAYERS)]
+AGAIN = Recompute(gathered=True)
+PLANS: dict[str, dict[str, Choice]] = {
+    "one layer": {NAMES[1]: GATHERED},
+    "all layers": dict.fromkeys(NAMES, GATHERED),
+    "recomputed": {NAMES[0]: AGAIN, NAMES[1]: RECOMPUTE, NAMES[2]: AGAIN},
+    "a segment": dict.fromkeys(NAMES[:2], Segment(gathered=True)),
+}
+
+
+class Gathers(TorchDispatchMode):
+    """Counts all-gathers."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += "allgather" in str(func)
+        return func(*args, **(kwargs or {}))
+
+
+def gathers_less(rank: int) -> list[str]:
+    """What is wrong with gradients, or with the number of all-gathers, under each plan and afterwards."""
+    step, wrong = step_of("fsdp2", 2), []
+
+    def gradients() -> tuple[int, list[torch.Tensor]]:
+        with Gathers() as gathers:
+            step.forward_backward()
+        found = [p.grad.to_local().clone() for p in step.model.parameters()]
+        step.release_gradients()
+        return gathers.count, found
+
+    gradients()
+    plain, expected = gradients()
+    for what, plan in PLANS.items():
+        with attach(step.model, plan):
+            for _ in range(2):
+                count, found = gradients()
+            with torch.no_grad():
+                step.model(step.batch)
+            freed = all(isinstance(layer.up.weight, DTensor) for layer in step.model.layers)
+        if not all(map(torch.equal, found, expected)):
+            wrong.append(f"{what}: gradients differ")
+        if count != plain - sum(choice.gathered for choice in plan.values()):
+            wrong.append(f"{what}: {count} all-gathers, without a plan {plain}")
+        if not freed:
+            wrong.append(f"{what}: weights stay gathered where nobody needs them for backward")
+        gradients()  # FSDP2 gathers once more in a backward after a forward without gradients
+        if (count := gradients()[0]) != plain:
+            wrong.append(f"{what}: taken off, {count} all-gathers, and {plain} before")
+    return wrong
+
+
+@pytest.mark.slow
+@needs_gloo
+def test_a_gathered_layer_is_gathered_once_less(tmp_path: Path) -> None:
+    assert in_two_processes(gathers_less, tmp_path) == []
+
+
+def measured_peaks(rank: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
+    with Ranks(step_of("fsdp2", 2), "question") as measurer:
+        if rank:
+            measurer.serve()
+        else:
+            peaks = measurer.conduct(lambda: [measurer.measure(plan, steps=1).peak_bytes for plan in PLANS.values()])
+            Path(folder, "peaks").write_text(" ".join(map(str, peaks)))
+    os._exit(0)
+
+
+@pytest.mark.slow
+@needs_gloo
+def test_its_peak_is_that_of_its_ghost_run(tmp_path: Path) -> None:
+    in_processes(measured_peaks, (str(tmp_path),), 2)
+    spec = WorkloadSpec(model="tests.measuring.sharded_models:whole", shard=2)
+    with Tracer.from_spec(spec, device="cpu") as tracer:
+        predicted = [tracer.trace(plan).peak_bytes for plan in PLANS.values()]
+    assert list(map(int, (tmp_path / "peaks").read_text().split())) == predicted
+
+
+def test_a_layer_that_is_not_sharded_is_named() -> None:
+    model = sharded("none", 1)
+    with raises(ConflictError, "layers.1"):
+        autockpt.apply(model, {"layers.1": {"kind": "recompute", "gathered": True}})
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
+def test_a_plan_file_says_what_stays_gathered(tmp_path: Path) -> None:
+    choices = {NAMES[0]: GATHERED, NAMES[1]: AGAIN, NAMES[2]: RECOMPUTE}
+    plan = Plan.create(choices, [Unit(name=name, cls="Layer", kind=0, role="block") for name in choices])
+    plan.save(tmp_path / "plan.yaml")
+    read = Plan.load(tmp_path / "plan.yaml")
+    assert read.expand_planned() == choices and read.hash == plan.hash
+    assert read.hash != Plan.create(choices | {NAMES[0]: SAVE}, []).hash
+    assert "gathered: true" in (tmp_path / "plan.yaml").read_text()
+    assert tally(choices) == "2 recompute, 2 gathered, 1 save"
