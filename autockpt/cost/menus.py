@@ -17,10 +17,10 @@ import numpy as np
 
 from autockpt.cost.segments import OpRange, segment_peaks, segments
 from autockpt.cost.step import Simulation
-from autockpt.schema.choices import RECOMPUTE, SAVE, Choice
+from autockpt.schema.choices import GATHERED, RECOMPUTE, SAVE, Choice
 from autockpt.schema.graph import Graph, Unit
 from autockpt.schema.profile import Menu, MenuItem
-from autockpt.tracing.kernels.operators import COLLECTIVES
+from autockpt.tracing.kernels.operators import COLLECTIVES, COPY_OUT
 from autockpt.tracing.kernels.timeline import bytes_timeline
 
 Simulate = Callable[[Graph], Simulation]
@@ -84,6 +84,38 @@ def beside_collectives(
     return tuple(menu.model_copy(update={"items": tuple(items)}) for menu, items in zip(menus, shared, strict=True))
 
 
+def gathered_again(base: Graph) -> set[str]:
+    """Units whose weights FSDP2 frees after their forward and gathers again for their backward."""
+    return {op.unit for op in base.ops if op.target == COPY_OUT and op.phase == "backward" and op.unit is not None}
+
+
+def with_gathered(menus: tuple[Menu, ...], base: Graph, gathered: Graph, simulation: Simulate) -> tuple[Menu, ...]:
+    """The menus with every choice a second time, by which FSDP2 keeps the unit's weights until its backward.
+
+    That adds the bytes which it adds to saving. Of the seconds that it saves where all units do, as in ``gathered``,
+    each unit has a share by these bytes: a unit alone would gain nothing where its gathering hides behind compute, and
+    the most where it does not.
+    """
+    by_kind = {menu.kind: {item.choice: item for item in menu.items} for menu in menus}
+    offered = [items for unit in base.blocks() if GATHERED in (items := by_kind[unit.kind])]
+    whole = sum(items[GATHERED].kept_bytes - items[SAVE].kept_bytes for items in offered)
+    per_byte = (simulation(gathered).step_seconds - simulation(base).step_seconds) / max(1, whole)
+    return tuple(_twice(menu, per_byte) if GATHERED in by_kind[menu.kind] else menu for menu in menus)
+
+
+def _twice(menu: Menu, seconds_per_byte: float) -> Menu:
+    plain = menu.items[0]
+    one = next(item for item in menu.items if item.choice == GATHERED)
+    more = {name: getattr(one, name) - getattr(plain, name) for name in _Bytes._fields}
+    more["backward_seconds"] = seconds_per_byte * more["kept_bytes"]
+    items = [item for item in menu.items if item is not one]
+    for item in tuple(items):
+        changed: dict[str, Any] = {name: getattr(item, name) + change for name, change in more.items()}
+        changed["choice"] = item.choice.model_copy(update={"gathered": True})
+        items.append(item.model_copy(update=changed))
+    return menu.model_copy(update={"items": tuple(items)})
+
+
 def head_menu(base: Graph, head: Unit, variants: Mapping[Choice, Graph], simulation: Simulate) -> Menu:
     """The menu of the output head, ``save`` first; ``variants`` are ghost runs with a choice on it alone.
 
@@ -111,7 +143,7 @@ def _menu(
     items = [
         MenuItem(
             choice=choice,
-            **_byte_changes(plain, run, index)._asdict(),
+            **_byte_changes(plain, run, index, shares=choice != GATHERED)._asdict(),
             **seconds(choice, run),
             host_bytes=max(0, run.host_bytes - plain.host_bytes),
         )
@@ -165,8 +197,8 @@ class _Run:
         )
 
 
-def _byte_changes(plain: _Run, variant: _Run, index: int) -> _Bytes:
-    """Differences of bytes; the most of any micro-batch."""
+def _byte_changes(plain: _Run, variant: _Run, index: int, *, shares: bool) -> _Bytes:
+    """Differences of bytes; the most of any micro-batch. Weights that stay gathered are nothing that units share."""
     found: list[_Bytes] = []
     # an input that only this unit keeps is its neighbour's output
     mine = set(plain.units[max(0, index - 1) : index + 1])
@@ -177,7 +209,7 @@ def _byte_changes(plain: _Run, variant: _Run, index: int) -> _Bytes:
         if kept_at is None:
             continue
         kept = variant.peak(kept_at, plain.parts) - plain.peaks[kept_at]
-        shared = max(0, variant.foreign_bytes(kept_at, mine) - plain.foreign_bytes(kept_at, mine))
+        shared = max(0, variant.foreign_bytes(kept_at, mine) - plain.foreign_bytes(kept_at, mine)) if shares else 0
         both = []
         for place in ("forward", "backward"):
             changed = _differences(plain, variant, own[place])

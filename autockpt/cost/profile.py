@@ -11,7 +11,14 @@ from operator import itemgetter
 from typing import NamedTuple, TypeVar
 
 from autockpt.cost.fronts import MOST_SETS, MOST_SETS_BESIDE, remake_front, selective_front
-from autockpt.cost.menus import beside_collectives, build_menus, head_menu, representatives
+from autockpt.cost.menus import (
+    beside_collectives,
+    build_menus,
+    gathered_again,
+    head_menu,
+    representatives,
+    with_gathered,
+)
 from autockpt.cost.op_times import ANCHORS, TIMED_OPS, cached_op_times, calibrated, store
 from autockpt.cost.predictor import MemoryModel, Predictor, Traces
 from autockpt.cost.problem import build_problem, passed_on, point_bytes
@@ -21,6 +28,7 @@ from autockpt.errors import ConflictError, DeviceOutOfMemory
 from autockpt.measuring.base import TIMED_CYCLE, Measurer, beats_counted
 from autockpt.schema import Graph, Menu, OpTimes, Profile, Unit, dump_choices, format_bytes
 from autockpt.schema.choices import (
+    GATHERED,
     RECOMPUTE,
     SAVE,
     Choice,
@@ -342,6 +350,7 @@ def build_profile(
     variants: dict[tuple[int, Choice], Graph] = {}
     wanted = list[tuple[Unit, Choice]]()
     units = representatives(base.blocks()).values()
+    again_for_backward = gathered_again(base)
     fronts = {Selective().kind, Remake().kind} & {*uniform}
     if fronts:
         traces.ahead({unit.name: RECOMPUTE} for unit in units)
@@ -357,16 +366,21 @@ def build_profile(
         if times.disk_out_bandwidth and wants_disk(uniform, predictor.device, host_budget):
             moving: tuple[Choice, ...] = (Offload(tier="disk"), RecomputeOffload(tier="disk"))
             choices += [choice for choice in moving if choice.kind in uniform]
+        choices += [GATHERED] if unit.name in again_for_backward else []
         wanted += ((unit, choice) for choice in dict.fromkeys((*choices, *extra)) if choice != SAVE)
     traces.ahead({unit.name: choice} for unit, choice in wanted if (unit.kind, choice) not in variants)
     listener.stage("ghost-run each choice on one layer", len(wanted) - len(variants))
     with predictor.watched(listener):
         for unit, choice in wanted:
             if (unit.kind, choice) not in variants and (choice == RECOMPUTE or not late()):
-                variants[unit.kind, choice] = predictor.graph({unit.name: choice})
+                with suppress(ConflictError):
+                    variants[unit.kind, choice] = predictor.graph({unit.name: choice})
     menus = build_menus(base, variants, predictor.simulation, times.host_seconds_of)
     if RECOMPUTE.kind in uniform:
         menus = beside_collectives(menus, base, uniform[RECOMPUTE.kind][1], predictor.simulation)
+    if again_for_backward:
+        kept = {block.name: GATHERED for block in base.blocks() if (block.kind, GATHERED) in variants}
+        menus = with_gathered(menus, base, predictor.graph(kept), predictor.simulation)
     unit = None
     if head is not None and head.graphs:
         unit = head.unit.model_copy(update={"kind": 1 + max(menu.kind for menu in menus)})

@@ -15,11 +15,10 @@ import numpy as np
 from autockpt.schema.device import WITHOUT_STREAMS
 from autockpt.schema.graph import PHASES, Graph, Op
 from autockpt.schema.profile import OpTimes
-from autockpt.tracing.kernels.operators import COLLECTIVES, COPY_IN, IN_PLACE
+from autockpt.tracing.kernels.operators import COLLECTIVES, COPY_IN, COPY_OUT, IN_PLACE
 from autockpt.tracing.kernels.timeline import element_bytes, phases_of
 
 REMAINDER = ""  # the key of ops that belong to no unit
-_COPY_OUT = "fsdp.split_with_sizes_copy.default"
 _MAYBE_IN_PLACE = frozenset(target.split(".")[1] for target in IN_PLACE)
 
 
@@ -155,7 +154,7 @@ def _queued(graph: Graph, duration: np.ndarray, copies: np.ndarray | None) -> tu
         behind += change
         if op.target == COPY_IN:
             early |= dict.fromkeys((out.storage for out in op.outputs), copied)
-        elif op.target == _COPY_OUT:
+        elif op.target == COPY_OUT:
             copied = now + seconds[i]
     return np.array(seconds), np.array(waits)
 

@@ -38,11 +38,14 @@ class Proposer(Protocol):
     """Proposes plans of one question, and knows what its budget means.
 
     ``known`` are the well-known plans, by name. ``smallest_peak`` is the least reachable peak in bytes, as far as is
-    known; 0 where nothing is. When the next candidate is asked for, the result of the one before is among the trials.
+    known; 0 where nothing is. ``gathers`` says whether memory that saving everything leaves can make the step faster:
+    FSDP2 may keep weights gathered. When the next candidate is asked for, the result of the one before is among the
+    trials.
     """
 
     known: dict[str, dict[str, Choice]]
     smallest_peak: int
+    gathers: bool = False
 
     def begin(self) -> None:
         """Open what proposing needs, if anything. Raises InfeasibleError for a budget known to be out of reach."""
@@ -169,7 +172,7 @@ class Loop:
     def binding(self) -> bool:
         """Whether the budget asks for anything at all; taken for granted until the budget is known in bytes."""
         plain = self._plain
-        return self.trials.budget_bytes is None or plain is None or not plain.feasible
+        return self.trials.budget_bytes is None or plain is None or not plain.feasible or self.proposer.gathers
 
     @property
     def _plain(self) -> Trial | None:

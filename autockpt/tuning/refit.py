@@ -101,6 +101,6 @@ def _features(problem: Problem, choices: Mapping[str, Choice]) -> dict[str, floa
     total: dict[str, float] = {}
     for unit in problem.units:
         choice = choices.get(unit.name, SAVE)
-        if choice.kind != "save":
+        if choice != SAVE:
             total[choice.kind] = total.get(choice.kind, 0.0) + option_of(unit, choice).seconds
     return total

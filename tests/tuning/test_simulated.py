@@ -20,11 +20,13 @@ from autockpt.tracing import Tracer
 from autockpt.tracing.kernels.cuda_memory import as_seen_by
 from autockpt.tuning import run_search
 from autockpt.tuning.targets import measured
+from tests.measuring.sharded_models import Layer
 from tests.tuning.small import TWO_LAYERS
 
 pytestmark = pytest.mark.slow
 
 WORKLOAD = WorkloadSpec(model=TWO_LAYERS, batch_size=4, seq_len=64)
+WEIGHTS = 4 * sum(p.numel() for p in Layer().parameters())
 
 
 @pytest.fixture(autouse=True)
@@ -119,3 +121,22 @@ def test_a_share_beyond_the_device_is_searched_within_it(tmp_path: Path) -> None
     ours, theirs = more.plan.predicted, whole.plan.predicted
     assert ours is not None and theirs is not None and ours.peak_bytes <= small.memory_bytes
     assert ours.step_seconds == pytest.approx(theirs.step_seconds)
+
+
+@pytest.mark.parametrize("room", [1.5, 9.0, -5.0], ids=["two layers at most", "all layers", "less than saving needs"])
+def test_weights_stay_gathered_where_that_pays(room: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``room``: beyond what saving everything needs, in layers' weights."""
+    slow = load_hardware("cpu").model_copy(update={"peer_bandwidth": 1e8})
+    spec = WorkloadSpec(model="tests.measuring.sharded_models:whole", shard=2)
+    with Tracer.from_spec(spec, hardware=slow) as tracer:
+        budget = slow.context_bytes + tracer.trace().peak_bytes + int(room * WEIGHTS)
+    card = slow.model_copy(update={"memory_bytes": budget})
+    asked = ask(tmp_path, card, "auto", workload=spec, space=load_space("knobs").restricted(("recompute",)))
+    found = run_search(asked)
+    monkeypatch.setattr("autockpt.cost.profile.gathered_again", lambda graph: set())
+    without = run_search(asked.model_copy(update={"out": None}))
+    assert found.plan is not None and without.plan is not None
+    ours, theirs = found.plan.predicted, without.plan.predicted
+    assert any(choice.gathered for choice in found.plan.choices.values())
+    assert ours is not None and theirs is not None and ours.peak_bytes <= budget
+    assert ours.step_seconds < theirs.step_seconds  # type: ignore[operator]

@@ -44,7 +44,7 @@ IN_PLACE = {
 
 COLLECTIVES = ("c10d.", "_c10d_functional")
 """How the names of ops begin that ranks run together."""
-COPY_IN = "fsdp.all_gather_copy_in.default"
+COPY_IN, COPY_OUT = "fsdp.all_gather_copy_in.default", "fsdp.split_with_sizes_copy.default"
 
 
 class Operator:
