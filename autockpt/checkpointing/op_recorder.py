@@ -5,7 +5,8 @@ or returned. ``recipes`` plans from it which saved tensors can be dropped. The r
 mode of the caller hands it each op.
 
 A ``Value`` stands for a storage, not for a tensor. Views of a storage are geometry, relative to the tensor by which the
-storage is had. A write ends a value: the memory holds another one from then on, which no op can recompute.
+storage is had. A write ends a value: the memory holds another one from then on. An op can recompute that where it can
+run again, and what it wrote to can be recomputed or was blank (``empty``), as where keys are copied together.
 """
 
 from __future__ import annotations
@@ -45,17 +46,27 @@ class Value:
     ``given``: the unit is given it, as its input or weight of this ``number``. ``foreign``: it comes from elsewhere and
     the unit reads it: a global, an attribute of an object. Else an op made it: ``op`` where that can run again, as its
     output ``index``. ``overwritten``: the memory holds something else by the end of the forward, so nobody can hold it.
+    ``blank``: the op that made the memory, to be written to; ``unwritten``: how many of its elements are not yet.
     """
 
-    __slots__ = ("dtype", "foreign", "geometry", "given", "index", "nbytes", "number", "op", "overwritten", "version")
+    __slots__ = (
+        *("blank", "dtype", "foreign", "geometry", "given", "index", "nbytes", "number", "op", "overwritten"),
+        *("unwritten", "version"),
+    )
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.geometry, self.dtype, self.nbytes = geometry_of(tensor), tensor.dtype, tensor.untyped_storage().nbytes()
         self.version = tensor._version
         self.given: Literal["input", "weight"] | None = None
         self.op: Op | None = None
-        self.number = self.index = 0
+        self.blank: Op | None = None
+        self.number = self.index = self.unwritten = 0
         self.foreign = self.overwritten = False
+
+    @property
+    def can_be_made(self) -> bool:
+        """Whether an op can run again that leaves nothing unwritten."""
+        return self.op is not None and (self.overwritten or not self.unwritten)
 
 
 class Read(NamedTuple):
@@ -158,7 +169,7 @@ class OpRecorder:
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an op and note it."""
         kind = kind_of(func)
-        again = kind == "again" or (
+        again = kind in ("again", "blank", "writes again") or (
             kind == "heavy"
             and not (self.keeping or self._keeps(func))
             and not draws_random_numbers(func, args, kwargs)  # what is drawn must not be drawn again
@@ -167,14 +178,16 @@ class OpRecorder:
         op = self._op(func, args, kwargs) if again and switches() == self.switches else None
         out = func(*args, **kwargs)
         self.is_dynamic |= kind == "dynamic" or _selects_by_mask(func, args)
-        if kind == "writes":
-            self._write(func, args, kwargs)
+        if kind in ("writes", "writes again"):
+            self._write(func, args, kwargs, op)
         elif kind != "view":
             for index, tensor in enumerate(out if type(out) in (tuple, list) else (out,)):
                 # a known storage is no new value, but one that the op was given: a view unknown to autograd
                 if isinstance(tensor, torch.Tensor) and is_plain(tensor) and self._find(tensor) is None:
                     value = self._add(tensor)
-                    if op is not None:
+                    if kind == "blank":
+                        value.blank, value.unwritten = op, tensor.numel()
+                    elif op is not None:
                         value.op, value.index = op, index
                         op.outputs.append(value)
             if op is not None and op.outputs:
@@ -200,14 +213,25 @@ class OpRecorder:
             return _UNKNOWN if _UNKNOWN in parts else parts
         return arg
 
-    def _write(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _write(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], op: Op | None) -> None:
+        """``op``: the write as it would run again."""
         for position, name in written_by(func, STATISTICS):
             written = args[position] if position < len(args) else kwargs.get(name)
             for tensor in written if isinstance(written, (list, tuple)) else (written,):
                 if isinstance(tensor, torch.Tensor) and is_plain(tensor):
                     if (before := self._find(tensor)) is not None:
                         before.overwritten = True
-                    self._add(tensor)
+                    value = self._add(tensor)
+                    if op is not None and before is not None and (before.op or before.blank):
+                        if before.op is None:
+                            self._made_by(before, before.blank)
+                        self._made_by(value, op)
+                        value.unwritten = max(0, before.unwritten - tensor.numel())
+
+    def _made_by(self, value: Value, op: Op) -> None:
+        value.op = op
+        op.outputs.append(value)
+        self.timeline.append(op)
 
     def save(self, tensor: torch.Tensor) -> None:
         """Autograd saves a tensor."""

@@ -71,7 +71,7 @@ METADATA = frozenset(
     )
 )
 
-Kind = Literal["view", "hidden view", "writes", "dynamic", "again", "heavy", "other"]
+Kind = Literal["view", "hidden view", "writes", "writes again", "dynamic", "blank", "again", "heavy", "other"]
 
 # Besides what PyTorch tags as pointwise: ops that give the same bits twice on every device and touch nothing but their
 # result. An op with a sum over colliding indices (index_add, cumsum, scatter_add) is not among them: on a GPU the order
@@ -89,6 +89,8 @@ _DYNAMIC_NAMES = """
 """
 # Their results, or the sizes of these, are numbers that Python code may depend on: no argument of a later op shows it.
 _DYNAMIC = frozenset(_DYNAMIC_NAMES.split())
+# Their result is there to be written to. What stays unwritten has no meaning.
+_BLANK = frozenset(("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"))
 # Products without an entry in PyTorch's table of floating-point operations.
 _PRODUCTS = frozenset(("_grouped_mm", "dot", "mv"))
 _HIDDEN_VIEWS = frozenset(("_unsafe_view", "unsafe_split", "unsafe_split_with_sizes", "_reshape_alias", "lift_fresh"))
@@ -101,12 +103,15 @@ def kind_of(func: Any) -> Kind:
     """What a recorder does with an op.
 
     ``view``: it makes no memory. ``hidden view``: neither, but autograd does not know. ``writes``: it changes what it
-    is given. ``dynamic``: what it returns is decided by values. ``again``: it is cheap, and gives the same bits when it
-    runs again. ``heavy``: so does this, but it is expensive. ``other``: unknown.
+    is given. ``writes again``: it changes its first argument alone, and in the same way when it runs again on the same.
+    ``dynamic``: what it returns is decided by values. ``blank``: memory to be written to. ``again``: it is cheap, and
+    gives the same bits when it runs again. ``heavy``: so does this, but it is expensive. ``other``: unknown.
     """
     schema, name = func._schema, func._schema.name.removeprefix("aten::")
     if schema.is_mutable or is_collective(func) or any(a.name in STATISTICS for a in schema.arguments):
-        return "writes"
+        repeats = name == "copy_" or torch.Tag.pointwise in func.tags
+        in_place = name.endswith("_") and not name.startswith("_") and written_by(func, STATISTICS) == [(0, "self")]
+        return "writes again" if repeats and in_place and not _is_seeded(func) else "writes"
     if name in _HIDDEN_VIEWS:
         return "hidden view"
     if name in _DYNAMIC:
@@ -115,6 +120,12 @@ def kind_of(func: Any) -> Kind:
         return "view"
     if is_heavy(func) or name in _PRODUCTS:
         return "heavy"
-    if func.namespace != "aten" or torch.Tag.nondeterministic_seeded in func.tags:
+    if func.namespace != "aten" or _is_seeded(func):
         return "other"
+    if name in _BLANK:
+        return "blank"
     return "again" if torch.Tag.pointwise in func.tags or name in _REPLAYABLE else "other"
+
+
+def _is_seeded(func: Any) -> bool:
+    return torch.Tag.nondeterministic_seeded in func.tags

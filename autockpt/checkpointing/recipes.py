@@ -167,7 +167,7 @@ class _Planner:
             elif isinstance(event, Tapped):
                 self._taps.setdefault(event.value, event.tap)
             elif all(map(self._is_in_reach, event.reads)):
-                self._reach.update(event.outputs)
+                self._reach.update(output for output in event.outputs if output.can_be_made)
         used = {cell for cells in recipe.groups for cell in cells}
         recipe.positions = [
             p._replace(cell=p.cell if p.cell in used else None, number=n) for n, p in enumerate(recipe.positions)
@@ -228,7 +228,7 @@ class _Planner:
         """Bytes that must be held besides for ops to make this; infinite where none can."""
         if self._is_in_reach(value):
             return 0
-        if value.op is None or depth == 0:
+        if value.op is None or not value.can_be_made or depth == 0:
             return inf
         return sum(self._by_any_way(read, memo, depth - 1) for read in set(value.op.reads))
 

@@ -44,7 +44,23 @@ def test_a_write_ends_a_value() -> None:
 
     _, (before, after, *_) = saved_by(writes)
     assert before is not None and before.overwritten
-    assert after is not None and after is not before and after.op is None and not after.overwritten
+    assert after is not None and after is not before and not after.overwritten
+    assert after.op is not None and after.op.reads == [before], "it is made again with what it was written over"
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_blank_memory_is_made_again_once_all_of_it_is_written(whole: bool) -> None:
+    """As keys of latent attention are, from a part of each head's and one of all heads."""
+
+    def joined(x: Tensor, w: Tensor) -> Tensor:
+        made = x.new_empty(8, 8)
+        made[:, :4].copy_(x.exp())
+        if whole:
+            made[:, 4:].copy_(x.sin())
+        return made.cos()
+
+    value = saved_by(joined)[1][-1]
+    assert value is not None and value.op is not None and value.can_be_made == whole
 
 
 @pytest.mark.parametrize(

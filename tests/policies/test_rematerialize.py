@@ -98,9 +98,19 @@ def overwritten_as_bits(x: Tensor) -> Tensor:
     return out
 
 
+def copied_together(x: Tensor) -> Tensor:
+    """Partly over itself, and read in between."""
+    made = x.new_empty(128, 96)
+    made[:, :64].copy_(x.sin())
+    made[:, 64:].copy_(x[:, :32].cos())
+    before = made.exp()
+    return before[:, :64] * made.mul_(2).sin()[:, 32:]
+
+
 @pytest.mark.parametrize(
     "then",
     [
+        copied_together,
         overwritten_as_bits,
         lambda x: torch.relu_(x).exp(),
         lambda x: x.cos().mul_(2).sin(),
