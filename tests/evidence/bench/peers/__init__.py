@@ -4,6 +4,7 @@ from tests.evidence.bench.peers.base import OURS, PLAIN, Context, Detach, Peer
 from tests.evidence.bench.peers.by_layer import BY_LAYER
 from tests.evidence.bench.peers.by_op import OpSets
 from tests.evidence.bench.peers.by_part import NamedParts
+from tests.evidence.bench.peers.by_remat import Remat
 from tests.evidence.bench.peers.compiled import MemoryBudget, RecomputeAllCompiled
 from tests.evidence.bench.peers.ours import Ours, OursInCompiledLayers, OursInCompiledModel
 from tests.evidence.bench.peers.sac_ilp import SacIlp
@@ -15,6 +16,7 @@ PEERS: dict[str, Peer] = {
         *BY_LAYER,
         OpSets(),
         NamedParts(),
+        Remat(),
         SaveOnCpu(),
         SacIlp(),
         MemoryBudget(),
