@@ -131,7 +131,7 @@ def test_weights_stay_gathered_where_that_pays(room: float, tmp_path: Path, monk
     with Tracer.from_spec(spec, hardware=slow) as tracer:
         budget = slow.context_bytes + tracer.trace().peak_bytes + int(room * WEIGHTS)
     card = slow.model_copy(update={"memory_bytes": budget})
-    asked = ask(tmp_path, card, "auto", workload=spec, space=load_space("knobs").restricted(("recompute",)))
+    asked = ask(tmp_path, card, "auto", workload=spec, space=SearchSpace().restricted(("recompute",)))
     found = run_search(asked)
     monkeypatch.setattr("autockpt.cost.profile.gathered_again", lambda graph: set())
     without = run_search(asked.model_copy(update={"out": None}))
