@@ -20,10 +20,6 @@ class Event:
     """A moment on a stream."""
 
     stream: Stream
-    waited_by: list[str] = field(default_factory=list)
-
-    def synchronize(self) -> None:
-        self.waited_by.append("host")
 
 
 @dataclass
@@ -39,7 +35,6 @@ class Stream:
 
     def wait_event(self, event: Event) -> None:
         self.waited.append(event)
-        event.waited_by.append(self.name)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Stream) and other.name == self.name

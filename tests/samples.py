@@ -47,8 +47,8 @@ def console(width: int = 80, encoding: str = "utf-8") -> tuple[Console, io.Bytes
     return Console(file=text, width=width, highlight=False, markup=False, emoji=False), raw
 
 
-def choices(recompute_from: int = 5) -> dict[str, Choice]:
-    return {n: SAVE if i < 4 else OFFLOAD if i < recompute_from else RECOMPUTE for i, n in enumerate(BLOCKS)}
+def choices() -> dict[str, Choice]:
+    return {name: SAVE if i < 4 else OFFLOAD if i == 4 else RECOMPUTE for i, name in enumerate(BLOCKS)}
 
 
 def row(

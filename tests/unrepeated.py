@@ -108,18 +108,9 @@ def multimodal() -> Step:
     """LLaVA: a vision tower whose features go through a projector into a language model's sequence."""
     from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration
 
-    vision = CLIPVisionConfig(
-        hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=4, image_size=32, patch_size=8
-    )
-    text = LlamaConfig(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        use_cache=False,
-    )
+    sizes: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4}
+    vision = CLIPVisionConfig(num_hidden_layers=3, image_size=32, patch_size=8, **sizes)
+    text = LlamaConfig(vocab_size=64, num_hidden_layers=2, num_key_value_heads=2, use_cache=False, **sizes)
     config = LlavaConfig(vision_config=vision, text_config=text, image_token_index=63, image_seq_length=16)
     ids = torch.randint(1, 63, (2, 24))
     ids[:, 2:18] = 63

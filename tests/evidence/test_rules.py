@@ -7,9 +7,8 @@ from autockpt.analysis.explain import ExplainRequest
 from autockpt.schema import SearchSpace, WorkloadSpec
 from autockpt.shipped import load_hardware
 from tests.evidence.rules.claims import COMMON
-from tests.evidence.rules.plans import FULL, forwards, rules
+from tests.evidence.rules.plans import FULL, rules
 from tests.evidence.rules.rule import Rule, Rules
-from tests.samples import small_graph
 
 pytestmark = pytest.mark.slow
 BOTH = {"activations": (0.6, 0.8), "time": (0.2, 0.4)}
@@ -84,10 +83,3 @@ def test_the_table_has_a_row_for_each_rule_with_its_verdict(found: Rules) -> Non
     assert len(lines) == len(found.rules)
     for line, rule in zip(lines, found.rules, strict=True):
         assert ("; holds" in line, "**no**" in line) == (rule.misses() == (), bool(rule.misses())), line
-
-
-def test_flops_of_nothing() -> None:
-    graph = small_graph()
-    assert forwards(graph, graph) == pytest.approx(230 / 110)
-    empty = graph.model_copy(update={"ops": ()})
-    assert forwards(empty, empty) is None

@@ -69,15 +69,15 @@ def _compile(place: Path) -> None:
     (place / "unfinished.so").rename(place / "standin_device.so")
 
 
-def environment(schedule: str = "random:0", report: Path | None = None, **more: str) -> dict[str, str]:
+def environment(schedule: str, report: Path, **more: str) -> dict[str, str]:
     """For processes that shall have the device.
 
     ``schedule`` is eager, lazy, compute-late, copies-late, or random with a seed behind a colon. Races, and that the
     device was opened, are written to the file ``report`` as they are found. Raises CannotBuild.
     """
     path = os.pathsep.join([str(folder()), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    told = {} if report is None else {"STANDIN_REPORT": str(report)}
-    return os.environ | {"PYTHONPATH": path, "STANDIN_SCHEDULE": schedule, "OMP_NUM_THREADS": "1"} | told | more
+    told = {"STANDIN_SCHEDULE": schedule, "STANDIN_REPORT": str(report)}
+    return os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"} | told | more
 
 
 if __name__ == "__main__":

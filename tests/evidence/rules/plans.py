@@ -72,13 +72,14 @@ def _plans(units: tuple[Unit, ...]) -> dict[str, dict[str, Choice]]:
         MATRICES: dict.fromkeys(blocks, Selective()),
         FOURTH: dict.fromkeys(blocks, Segment(size=4)),
     }
-    return plans | ({ATTENTION: dict.fromkeys(attention, RECOMPUTE)} if attention else {})
+    if attention:
+        plans[ATTENTION] = dict.fromkeys(attention, RECOMPUTE)
+    return plans
 
 
-def forwards(graph: Graph, plain: Graph) -> float | None:
-    """FLOPs of a whole step, in forwards of plain training; None where ops have none."""
-    forward = sum(op.flops for op in plain.ops if op.phase == "forward")
-    return sum(op.flops for op in graph.ops) / forward if forward else None
+def forwards(graph: Graph, plain: Graph) -> float:
+    """FLOPs of a whole step, in forwards of plain training."""
+    return sum(op.flops for op in graph.ops) / sum(op.flops for op in plain.ops if op.phase == "forward")
 
 
 def _flops_rules(subject: Subject, graphs: Mapping[str, Graph]) -> list[Rule]:
@@ -104,9 +105,8 @@ def _with_adapters(rank: int, hidden: int, plain: Graph, full: Graph | None) -> 
 
 
 def _flops_rule(name: str, says: str, factor: float, graph: Graph | None, plain: Graph) -> Rule:
-    counted = forwards(graph, plain) if graph is not None else None
     near = ((1 - FLOPS_TOLERANCE) * factor, (1 + FLOPS_TOLERANCE) * factor)
-    found = {} if counted is None else {"forwards": counted}
+    found = {} if graph is None else {"forwards": forwards(graph, plain)}
     return Rule(name, _DEEPSPEED, f"FLOPs of {says} forwards", {"forwards": near}, found)
 
 
