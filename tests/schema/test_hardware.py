@@ -6,8 +6,6 @@ from typing import Any
 
 import pytest
 import yaml
-from hypothesis import given
-from hypothesis import strategies as st
 
 from autockpt.cli.calibrate import dump_hardware
 from autockpt.errors import UsageError
@@ -61,35 +59,7 @@ def test_impossible_figures_are_named(changes: dict[str, Any], figure: str) -> N
     assert figure in caught.value.message and caught.value.remedy
 
 
-rates = st.floats(1e9, 1e14)
-
-
-@pytest.mark.slow
-@given(
-    vector=rates,
-    factor=st.floats(1, 100),
-    bandwidth=st.floats(1e11, 1e13),
-    share=st.floats(0.01, 1),
-    launch=st.floats(1e-8, 1e-2),
-)
-def test_a_file_gives_back_what_was_written(
-    vector: float, factor: float, bandwidth: float, share: float, launch: float
-) -> None:
-    before = described(
-        vector_flops=vector,
-        matrix_flops={"float32": vector * factor},
-        bandwidth=bandwidth,
-        launch_seconds=launch,
-        context_bytes=0,
-        efficiency={"matrix": share, "bandwidth": share, "link": share},
-    )
-    document = parse(dump_hardware(before), "card.yaml")
-    assert document.validate(Hardware, name="card") == before
-
-
-@given(value=st.floats())
-def test_no_number_gets_past_as_a_bandwidth_that_none_has(value: float) -> None:
-    try:
-        assert 1e9 <= described(bandwidth=value, link_out=1e8, link_in=1e8).bandwidth <= 1e15
-    except ValueError as error:
-        assert "bandwidth" in str(error)
+def test_a_file_gives_back_what_was_written() -> None:
+    efficiency = {"matrix": 0.123456789, "bandwidth": 1, "link": 0.01}
+    before = described(bandwidth=1.23456789e12, launch_seconds=1.5e-8, context_bytes=0, efficiency=efficiency)
+    assert parse(dump_hardware(before), "card.yaml").validate(Hardware, name="card") == before

@@ -3,7 +3,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import Field
@@ -72,26 +71,6 @@ def test_any_text_parses_or_is_a_usage_error(text: str) -> None:
         parse(text, "f.yaml")
     except UsageError as error:
         assert error.message.startswith("f.yaml")
-
-
-# PyYAML itself does not get control characters such as U+0085 back
-words = st.text(st.characters(exclude_categories=("Cc", "Cs", "Zl", "Zp")), max_size=8)
-plain = st.recursive(
-    st.none() | st.booleans() | st.integers(-(10**9), 10**9) | words | st.floats(-1e6, 1e6).map(float),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(words, inner, max_size=3),
-    max_leaves=8,
-)
-
-
-@pytest.mark.slow
-@given(st.dictionaries(words, plain, max_size=4))
-def test_what_pyyaml_writes_is_read_back(data: dict) -> None:
-    class NoAliases(yaml.SafeDumper):
-        def ignore_aliases(self, data: object) -> bool:
-            return True
-
-    text = yaml.dump(data, Dumper=NoAliases, allow_unicode=True)
-    assert (parse(text, "f.yaml").data or {}) == data
 
 
 @pytest.mark.parametrize(

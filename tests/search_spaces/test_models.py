@@ -59,10 +59,6 @@ def test_real_models_have_the_published_size(name: str, published: int) -> None:
     assert load_model_shape(name).params == published
 
 
-def test_issue_names_are_there() -> None:
-    assert {"llama-tiny", "gpt2-tiny", "bert-tiny", "vit-tiny", "llama-1b", "llama-8b"} <= set(list_models())
-
-
 def test_unknown_shape_suggests_the_nearest() -> None:
     with raises(UsageError, "llama-tiny"):
         load_model_shape("lama-tiny")

@@ -63,11 +63,6 @@ def test_a_host_budget_bounds_what_is_offloaded() -> None:
     assert plans and all(host_of(problem, plan.choices) <= 20 for plan in plans)
 
 
-def test_only_accepted_pairs_are_looked_at() -> None:
-    plans = two_runs(uniform_problem(4, 135), rest_saves)
-    assert plans and all(len({c.kind for c in plan.choices.values()} - {"save"}) <= 1 for plan in plans)
-
-
 def test_refining_ends_with_a_plan_that_the_check_lets_pass() -> None:
     problem = uniform_problem(6, 140)
     asked: list[int] = []
