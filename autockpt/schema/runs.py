@@ -80,7 +80,7 @@ class RunDirectory:
         of that name which holds another question or a damaged one.
         """
         question = json.loads(json.dumps(question))
-        path = Path(root) / directory_name(model, device, budget, question_hash(question))
+        path = cls.place(root, question, model=model, device=device, budget=budget)
         run = cls(path, question)
         with _explained(path):
             if fresh and path.exists():
@@ -98,6 +98,11 @@ class RunDirectory:
             )
         return run
 
+    @staticmethod
+    def place(root: str | Path, question: Mapping[str, Any], *, model: str, device: str, budget: str = "") -> Path:
+        """Where the directory of this question is, or would be."""
+        return Path(root) / directory_name(model, device, budget, question_hash(question))
+
     @classmethod
     def open(cls, path: str | Path) -> RunDirectory:
         """An existing run, to read. Raises RunDirectoryError where the path is no run directory."""
@@ -110,15 +115,6 @@ class RunDirectory:
         with _explained(path / _QUESTION):
             return cls(path, dict(json.loads(read_regular(path / _QUESTION))))
 
-    @classmethod
-    def alike(cls, root: str | Path, question: Mapping[str, Any]) -> Iterator[RunDirectory]:
-        """Runs under ``root`` that may be of this question, as far as it is known: see ``may_ask``."""
-        for path in sorted(Path(root).glob(f"*/{_QUESTION}")):
-            with suppress(RunDirectoryError):
-                run = cls.open(path.parent)
-                if run.may_ask(question):
-                    yield run
-
     @staticmethod
     def below(folder: Path) -> Iterator[Path]:
         """The directories of runs in a folder and in those below it, damaged ones too."""
@@ -127,15 +123,6 @@ class RunDirectory:
                 folders.clear()  # what a run holds is its own
                 yield Path(path)
             folders.sort()
-
-    def may_ask(self, question: Mapping[str, Any]) -> bool:
-        """Whether this run's question is that one, whatever the model's structure: only tracing tells that.
-
-        And of whatever device, where the question names none.
-        """
-        known = json.loads(json.dumps(question))
-        unknown = {"model_fingerprint"} | ({"device", "versions"} - set(known))
-        return {name: value for name, value in self.question.items() if name not in unknown} == known
 
     def lock(self) -> AbstractContextManager[None]:
         """Hold the directory until the context ends. Raises RunDirectoryError where another search holds it."""

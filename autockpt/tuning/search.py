@@ -13,9 +13,9 @@ from autockpt.measuring import LocalMeasurer, Measurer, Ranks, WorkerMeasurer
 from autockpt.measuring.environment import environment_without_context
 from autockpt.measuring.local import ranks_here, refuse_many_processes
 from autockpt.measuring.turns import turn
+from autockpt.schema import Environment, Listener, SearchOutcome, SearchRequest, Silence
 from autockpt.schema.files import unwritable
-from autockpt.schema.request import Listener, SearchOutcome, SearchRequest, Silence
-from autockpt.schema.runs import RunDirectory
+from autockpt.schema.runs import RunDirectory, short_name
 from autockpt.tuning.clock import Clock
 from autockpt.tuning.compiled import Compiled, SplitProposer, refuse_uncompilable
 from autockpt.tuning.infeasible import explain_refusal
@@ -137,25 +137,28 @@ def _cached_outcome(request: SearchRequest) -> SearchOutcome | None:
     """The outcome of an earlier, finished search of the same question, found without tracing; None if there is none.
 
     User code may have changed since, which only tracing detects; so only workloads of known files are answered from
-    disk. The environment is asked for only if a run may match, since that may take a process of its own. Raises
-    RunDirectoryError where a search of this question is running.
+    disk. The environment is asked for only if there are runs of the model, since that may take a process of its own.
+    Raises RunDirectoryError where a search of this question is running.
     """
     out, spec = request.out, request.workload
     if out is None or spec is None or spec.files is None or request.ignores_record:
         return None
-    if not (runs := list(RunDirectory.alike(out, request.question()))):
+    if not any(out.glob(f"{short_name(request.name)}_*")):
         return None
     if request.hardware is not None:
         environment = environment_of_hardware(request.hardware)
     else:
         environment = environment_without_context(request.device)
-    question = request.question(environment)
-    for run in filter(lambda run: run.may_ask(question), runs if environment is not None else ()):
-        with run.lock():
-            if (known := _outcome_of(run, request)) is not None:
-                run.add_command(request.command)
-                return known
-    return None
+    if environment is None:
+        return None
+    asked = _asked(request, environment)
+    if not RunDirectory.place(**asked).exists():
+        return None
+    run = RunDirectory.enter(**asked)
+    with run.lock():
+        if (known := _outcome_of(run, request)) is not None:
+            run.add_command(request.command)
+    return known
 
 
 def _enter_run(stack: ExitStack, request: SearchRequest, prepared: Prepared) -> RunDirectory | None:
@@ -165,20 +168,26 @@ def _enter_run(stack: ExitStack, request: SearchRequest, prepared: Prepared) -> 
     """
     if request.out is None:
         return None
-    structure: dict[str, Any] = {"model_fingerprint": fingerprint(prepared.found.tracer.units)}
+    structure = dict[str, Any]()
+    if request.workload is None or request.workload.files is None:  # code decides what the model is
+        structure["model_fingerprint"] = fingerprint(prepared.found.tracer.units)
     if request.step is not None:  # what tells a live step from others
         structure |= {"model": request.name, "settings": plain(prepared.settings)}
-    run = RunDirectory.enter(
-        request.out,
-        request.question(prepared.environment, **structure),
-        model=request.name,
-        device=request.hardware.name if request.hardware is not None else prepared.environment.device.kind,
-        budget=request.budget.text,
-        fresh=request.fresh,
-    )
+    run = RunDirectory.enter(**_asked(request, prepared.environment, **structure), fresh=request.fresh)
     stack.enter_context(run.lock())
     run.add_command(request.command)
     return run
+
+
+def _asked(request: SearchRequest, environment: Environment, **structure: Any) -> dict[str, Any]:
+    """The question and what its directory is named after, for ``RunDirectory``."""
+    return {
+        "root": request.out,
+        "question": request.question(environment, **structure),
+        "model": request.name,
+        "device": request.hardware.name if request.hardware is not None else environment.device.kind,
+        "budget": request.budget.text,
+    }
 
 
 def save_plan_copy(request: SearchRequest, outcome: SearchOutcome) -> SearchOutcome:
