@@ -11,8 +11,6 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
-
 from autockpt.analysis.explain import estimate_step
 from autockpt.analysis.explain import explain as explained
 from autockpt.analysis.explanation import Explanation
@@ -20,11 +18,10 @@ from autockpt.analysis.page import page_of
 from autockpt.analysis.verify import verify
 from autockpt.errors import UsageError
 from autockpt.progress import listener
-from autockpt.schema import Budget, Estimate, Listener, Plan, Silence, WorkloadSpec
-from autockpt.schema.base import unfit
+from autockpt.schema import Budget, Estimate, Listener, Plan, Silence
 from autockpt.schema.plan import CompileMode
 from autockpt.schema.request import TRIALS, BatchAnswer, PipelineAnswer
-from autockpt.schema.runs import plan_at
+from autockpt.schema.workload import described_by
 from autockpt.terminal import console
 from autockpt.tracing import trace
 from autockpt.tuning import answer, search_request
@@ -95,7 +92,7 @@ def search(
             refuse_described(step, {**described, **workload})
         request = search_request(
             budget=budget,
-            workload=_workload(step, given, seed) if isinstance(step, str) else None,
+            workload=described_by({"seed": seed, **given, "model": step}) if isinstance(step, str) else None,
             step=None if isinstance(step, str) else step,
             hardware=hardware,
             device=device,
@@ -169,26 +166,11 @@ def explain(
     in the plan. ``step`` is explained in place of a named model: a live step, of which only ghost runs are made.
     ``show`` prints it as the command line does. Bytes and seconds in what is returned.
     """
-    loaded = plan if plan is None or isinstance(plan, Plan) else plan_at(Path(plan))
-    path = None if plan is None or isinstance(plan, Plan) else Path(plan)
-    planned = loaded.workload if loaded is not None else None
-    if step is not None:
-        refuse_described(step, {"model": model, "hardware": hardware, "device": device, **workload})
-    elif model is not None or (planned is not None and workload):
-        base = planned.model_dump() if planned is not None else {}
-        planned = _workload(model or base["model"], {**base, **workload})
+    given = workload if model is None else {**workload, "model": model}
     on: dict[str, Any] = {"budget": budget, "headroom": headroom, "device": device, "hardware": hardware}
-    said = explained(planned if step is None else None, loaded, path, step=step, **on)
+    said = explained(plan, given, step=step, **on)
     if show:
         from autockpt.cli.explain import print_explanation
 
         print_explanation(said, console(stderr=False))
     return said
-
-
-def _workload(model: str, given: dict[str, Any], seed: int = 0) -> WorkloadSpec:
-    """Raises UsageError for a name or a value that workloads do not have."""
-    try:
-        return WorkloadSpec.model_validate({"seed": seed, **given, "model": model})
-    except ValidationError as error:
-        raise unfit(error, f"What describes a workload: {', '.join(WorkloadSpec.model_fields)}.") from None

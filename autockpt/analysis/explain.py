@@ -51,11 +51,12 @@ from autockpt.schema import (
 )
 from autockpt.schema.choices import OFFLOAD, Offload, RecomputeOffload
 from autockpt.schema.device import WITHOUT_STREAMS
-from autockpt.schema.runs import RunDirectory, undominated
+from autockpt.schema.runs import RunDirectory, plan_at, undominated
 from autockpt.schema.words import step_note
+from autockpt.schema.workload import described_by
 from autockpt.shipped import list_hardware, load_hardware
 from autockpt.tracing import Tracer, open_tracer
-from autockpt.tuning.door import refuse_both
+from autockpt.tuning.door import refuse_both, refuse_described
 from autockpt.tuning.opening import Traced, live_settings, traced, traced_for, workload_key
 from autockpt.tuning.sizes import resized
 from autockpt.tuning.targets.simulated import SIMULATED
@@ -165,9 +166,8 @@ def budget_for(
 
 
 def explain(
-    spec: WorkloadSpec | None,
-    plan: Plan | None = None,
-    path: Path | None = None,
+    plan: Plan | str | Path | None = None,
+    workload: Mapping[str, Any] = {},
     *,
     step: Step | None = None,
     budget: str | Budget | None = None,
@@ -178,22 +178,28 @@ def explain(
 ) -> Explanation:
     """Where a step's bytes go under a plan, and what other plans would cost; no step is measured.
 
-    The plan is ``plan``, from the file or run directory ``path``; else what fits ``budget``; else plain training. It is
-    explained for the workload ``spec``, or for a live ``step``. What is not given is as the plan has it: a run's own
-    answer is explained from the run's files. Raises UsageError or WorkloadError for a model that cannot be built or has
-    no blocks, PlanError for a plan that does not fit it. A budget that nothing fits is no error: the leanest plan is
-    explained, and ``fits`` is false.
+    The plan is ``plan``, or that of a file or run directory; else what fits ``budget``; else plain training. It is
+    explained for the settings ``workload``, over those of the plan, or for a live ``step``. What is not given is as the
+    plan has it: a run's own answer is explained from the run's files. Raises UsageError or WorkloadError for a model
+    that cannot be built or has no blocks, PlanError for a plan that does not fit it. A budget that nothing fits is no
+    error: the leanest plan is explained, and ``fits`` is false.
     """
-    as_planned = step is None and plan is not None and spec == plan.workload and not (device or hardware)
-    if as_planned and plan is not None and path is not None:
-        stored = explain_run(path, plan, budget, headroom)
-        if stored is not None:
-            return stored
-    if spec is None and step is None:
-        raise UsageError("no model was named", remedy='Give --model llama-8b (model="llama-8b" in Python).')
-    card = hardware_for(hardware, device, plan)
-    within = budget_for(budget, headroom, plan, spec, card.name if card is not None else None)
-    return explain_step(ExplainRequest(spec, plan, path, within, device, card, step), listener or Silence())
+    path = None if plan is None or isinstance(plan, Plan) else Path(plan)
+    loaded = plan if plan is None or isinstance(plan, Plan) else plan_at(Path(plan))
+    spec = loaded.workload if loaded is not None else None
+    if step is not None:
+        refuse_described(step, {**workload, "hardware": hardware, "device": device})
+        spec = None
+    else:
+        spec = described_by(workload, spec) if workload else spec
+        if loaded is not None and path is not None and spec == loaded.workload and not (device or hardware):
+            stored = explain_run(path, loaded, budget, headroom)
+            if stored is not None:
+                return stored
+        spec = spec or described_by({})
+    card = hardware_for(hardware, device, loaded)
+    within = budget_for(budget, headroom, loaded, spec, card.name if card is not None else None)
+    return explain_step(ExplainRequest(spec, loaded, path, within, device, card, step), listener or Silence())
 
 
 def explain_step(question: ExplainRequest, listener: Listener) -> Explanation:
@@ -547,7 +553,7 @@ def estimate_step(
         row = Estimate(model=type(step.model).__name__, card=str(step.device), fits=False, **wanted)
         try:
             trained: Any = resized(step, **others) if others else step
-            said = explain(None, step=trained, budget="auto")
+            said = explain(step=trained, budget="auto")
         except AutockptError as error:
             yield row.model_copy(update={"note": error.message})
             continue

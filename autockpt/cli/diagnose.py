@@ -12,11 +12,12 @@ from rich.text import Text
 from autockpt.analysis.oom_log import read_log
 from autockpt.cli.explain import holdings_table
 from autockpt.cli.guard import guarded, progress, show
-from autockpt.cli.options import arg, flag, opt, takes_workload, workload_spec
+from autockpt.cli.options import arg, flag, opt, takes_workload
 from autockpt.cli.search import print_answer
 from autockpt.errors import InfeasibleError, UsageError
 from autockpt.progress import listener
 from autockpt.schema import parse_budget
+from autockpt.schema.workload import described_by
 from autockpt.shipped import load_hardware
 from autockpt.terminal import bullets, heading, remarks
 
@@ -51,7 +52,7 @@ def diagnose(
             remedy="Write a size with its unit, such as 22GiB, or leave it out.",
         )
     reading = read_log(log)
-    spec = workload_spec(workload) if "model" in workload else None
+    spec = described_by(workload) if "model" in workload else None
     if spec is None and plan_out is not None:
         raise UsageError("--plan-out needs a model to plan for", remedy="Add --model, or --job with one.")
     card = None if hardware is None else load_hardware(hardware)

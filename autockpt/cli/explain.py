@@ -15,12 +15,13 @@ from rich.text import Text
 from autockpt.analysis.explanation import Curve, Explanation, Front, Holding, Slice, resampled
 from autockpt.analysis.sentences import basis_mark, choice_words, place_words, reason_words, speed_words
 from autockpt.cli.guard import guarded, progress, show
-from autockpt.cli.options import DEVICE, arg, flag, opt, takes_workload, workload_spec
+from autockpt.cli.options import DEVICE, arg, flag, opt, takes_workload
 from autockpt.errors import InfeasibleError, UsageError
 from autockpt.progress import listener
 from autockpt.schema import Graph, format_binary, format_bytes, words
 from autockpt.schema.graph import Span
 from autockpt.schema.runs import plan_at
+from autockpt.schema.workload import described_by
 from autockpt.terminal import bar, bullets, heading, plain_table, print_legend, remarks, shown
 
 WIDE = 108  # columns from which there are longer bars, and a column more
@@ -69,19 +70,16 @@ def explain(
     from autockpt.analysis.explain import ExplainRequest, hardware_for, step_graph
     from autockpt.analysis.explain import explain as explained
 
-    loaded = plan_at(plan) if plan is not None else None
-    spec = loaded.workload if loaded is not None and not (workload or ops) else None
-    if workload or loaded is None or ops:
-        spec = workload_spec(workload, base=loaded.workload if loaded is not None else None)
     with listener(progress()) as watcher:
         if ops:
-            assert spec is not None
+            loaded = plan_at(plan) if plan is not None else None
+            spec = described_by(workload, loaded.workload if loaded is not None else None)
             question = ExplainRequest(spec, loaded, device=device, hardware=hardware_for(hardware, device, loaded))
             watcher.stage("trace")
             show(step_graph(question), print_ops, as_json)
             return
         on: dict[str, Any] = {"device": device, "hardware": hardware, "listener": watcher}
-        said = explained(spec, loaded, plan, budget=budget, headroom=headroom, **on)
+        said = explained(plan, workload, budget=budget, headroom=headroom, **on)
     show(said, print_explanation, as_json)
     if said.budget is not None and said.smallest_peak > said.budget.bytes:
         raise typer.Exit(InfeasibleError.exit_code)

@@ -5,16 +5,14 @@ from __future__ import annotations
 import functools
 import inspect
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import typer
-from pydantic import ValidationError
 
 from autockpt.errors import UsageError
 from autockpt.schema import WorkloadSpec
-from autockpt.schema.base import first_violation
 from autockpt.schema.yaml import read
 
 
@@ -115,31 +113,6 @@ def job_file(path: Path) -> dict[str, Any]:
     document = read(path)
     spec = document.validate(WorkloadSpec, model="")  # which may be named on the command line instead
     return {name: getattr(spec, name) for name in document.data}
-
-
-def workload_spec(
-    given: Mapping[str, Any], *, base: WorkloadSpec | None = None, default: str | None = None
-) -> WorkloadSpec:
-    """The workload that options and job file describe, over ``base`` (a plan's own) or ``default``, a model's name.
-
-    Raises UsageError where no model is known or a value is not allowed.
-    """
-    start = base.model_dump() if base is not None else {"model": default} if default else {}
-    values = start | dict(given)
-    if "model" not in values:
-        raise UsageError(
-            "no model was named", remedy="Add --model, for example --model llama-8b, or `model: …` to the --job file."
-        )
-    try:
-        return WorkloadSpec.model_validate(values)
-    except ValidationError as error:
-        name, why = first_violation(error)
-        field = name.partition(".")[0]
-        where = f"--{field.replace('_', '-')}" if field in WORKLOAD_OPTIONS else f"`{field}`"
-        raise UsageError(
-            f"{where} {values.get(field)}: {why}" if field else why,
-            remedy=WORKLOAD_OPTIONS[field][1].help if field in WORKLOAD_OPTIONS else "See `--help` for what it takes.",
-        ) from None
 
 
 def listed(text: str) -> tuple[str, ...]:

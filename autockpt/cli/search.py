@@ -26,7 +26,6 @@ from autockpt.cli.options import (
     listed,
     opt,
     takes_workload,
-    workload_spec,
 )
 from autockpt.errors import UsageError, without_passwords
 from autockpt.progress import listener
@@ -35,7 +34,7 @@ from autockpt.schema.known import legend_of_names
 from autockpt.schema.plan import choice_lines, set_lines
 from autockpt.schema.request import BatchAnswer, PipelineAnswer
 from autockpt.schema.runs import plan_at
-from autockpt.schema.workload import Stage
+from autockpt.schema.workload import Stage, described_by
 from autockpt.terminal import VERDICTS, heading, plain_table, print_legend, remarks, simulated
 
 AUTO = "auto"
@@ -156,7 +155,7 @@ def search(
     elif not named:
         on = f" on {kind}" if kind else ""
         notes = (f"No model was named, so this plans for the built-in {model}{on}; --model names yours.",)
-    spec = workload_spec(workload, base=base, default=model if not named else None)
+    spec = described_by(workload if named else {"model": model, **workload}, base)
     command = ("autockpt", *sys.argv[1:])
     if any(without_passwords(word) != word for word in command):
         notes = (*notes, _NO_PASSWORD)

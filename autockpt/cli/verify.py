@@ -10,9 +10,10 @@ from rich.console import Console
 from rich.text import Text
 
 from autockpt.cli.guard import FAILED, guarded, progress, show
-from autockpt.cli.options import DEVICE, JOB, arg, flag, job_file, workload_spec
+from autockpt.cli.options import DEVICE, JOB, arg, flag, job_file
 from autockpt.progress import listener
 from autockpt.schema.runs import plan_at
+from autockpt.schema.workload import described_by
 from autockpt.terminal import bullets, plain_table
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ def verify(
     was made for; a job file changes it, or describes it where the plan does not. Exits with 4 where a promise is not
     kept.
     """
-    spec = None if job is None else workload_spec(job_file(job), base=plan_at(plan).workload)
+    spec = None if job is None else described_by(job_file(job), plan_at(plan).workload)
     from autockpt.analysis.verify import verify as run_verification
 
     with listener(progress()) as watcher:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import re
+from collections.abc import Mapping
 from functools import cached_property
 from math import prod
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, Self
 
-from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, model_validator
 
-from autockpt.schema.base import Data
+from autockpt.errors import UsageError
+from autockpt.schema.base import Data, did_you_mean, first_violation
 
 Dtype = Literal["fp32", "bf16", "fp16"]
 OptimizerName = Literal["adamw", "adamw_fused", "adamw8bit", "adafactor", "sgd", "none"]
@@ -163,3 +165,26 @@ class WorkloadSpec(Data):
 def as_option(field: str) -> str:
     """What a user writes for a field of WorkloadSpec: an option, or a key of a job file."""
     return f"--{field.replace('_', '-')}" if field in OPTIONS else f"`{field}`"
+
+
+def described_by(given: Mapping[str, Any], base: WorkloadSpec | None = None) -> WorkloadSpec:
+    """The workload that settings describe, over those of ``base``, a plan's own.
+
+    Raises UsageError where no model is named, and for a setting or a value that workloads do not have.
+    """
+    values = (base.model_dump() if base is not None else {}) | dict(given)
+    if "model" not in values:
+        raise UsageError(
+            "no model was named",
+            remedy='Name one: --model llama-8b, `model: llama-8b` in a --job file, model="llama-8b" in Python.',
+        )
+    try:
+        return WorkloadSpec.model_validate(values)
+    except ValidationError as error:
+        name, why = first_violation(error)
+        field = name.partition(".")[0]
+        near = did_you_mean(field, WorkloadSpec.model_fields) if field not in WorkloadSpec.model_fields else ""
+        raise UsageError(
+            f"{as_option(field)} {values[field]}: {why}" if field else why,
+            remedy=f"{near}What describes a training step: {', '.join(WorkloadSpec.model_fields)} (docs/job.md).",
+        ) from None

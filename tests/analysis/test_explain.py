@@ -8,11 +8,11 @@ import pytest
 
 from autockpt.analysis.explain import explain
 from autockpt.analysis.holdings import COME_AND_GO
-from autockpt.schema import Plan, WorkloadSpec
+from autockpt.schema import Plan
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("few_choices")]
 
-SPEC = WorkloadSpec(model="llama-tiny", batch_size=2, seq_len=32)
+JOB = {"model": "llama-tiny", "batch_size": 2, "seq_len": 32}
 
 
 def loaded(tmp_path: Path, choices: str) -> Plan:
@@ -21,7 +21,7 @@ def loaded(tmp_path: Path, choices: str) -> Plan:
 
 
 def test_a_budget(tmp_path: Path) -> None:
-    said = explain(SPEC, budget="50%act")
+    said = explain(None, JOB, budget="50%act")
     assert said.fits and said.budget is not None and said.smallest_peak <= said.peak_bytes <= said.budget.bytes
     assert sum(h.peak_bytes for h in said.holdings) == said.peak_bytes
     assert max(said.curve.total) == said.peak_bytes
@@ -36,7 +36,7 @@ def test_a_budget(tmp_path: Path) -> None:
 def test_a_plan_by_hand_with_a_head_and_an_impossible_budget(tmp_path: Path) -> None:
     choices = "  model.layers.0-1: recompute\n  model.layers.2.mlp: recompute\n  lm_head: chunked_loss\n"
     plan = loaded(tmp_path, choices)
-    said = explain(SPEC, plan, budget="1MB")
+    said = explain(plan, JOB, budget="1MB")
     assert said.status == "unmeasured" and not said.fits
     assert str(said.choices["lm_head"]).startswith("chunked_loss")
     assert said.smallest_peak > 10**6 and said.budgets[-1].reach is None
@@ -44,7 +44,7 @@ def test_a_plan_by_hand_with_a_head_and_an_impossible_budget(tmp_path: Path) -> 
 
 
 def test_a_peak_in_the_optimizer_is_said_beside_activations() -> None:
-    said = explain(WorkloadSpec(model="llama-tiny", batch_size=1, seq_len=8))
+    said = explain(None, {"model": "llama-tiny", "batch_size": 1, "seq_len": 8})
     assert said.curve.peak_phase == "optimizer" and said.moment.op != said.curve.peak_op
     most = sum(h.most_bytes for h in said.holdings if h.name in COME_AND_GO)
     shown = sum(s.total for s in said.units)
@@ -54,7 +54,7 @@ def test_a_peak_in_the_optimizer_is_said_beside_activations() -> None:
 
 def test_plain_training_has_no_speed_at_nominal_rates(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setenv("AUTOCKPT_CACHE", str(tmp_path))
-    said = explain(SPEC)
+    said = explain(None, JOB)
     assert said.speed is None
     assert said.budget is None and said.peak_bytes == said.save_all_peak
     assert said.why is not None and said.why.faster is None and said.why.leaner is not None

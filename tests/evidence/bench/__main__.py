@@ -24,9 +24,10 @@ import typer
 
 from autockpt.cli.app import PanelCommand
 from autockpt.cli.guard import guarded, progress
-from autockpt.cli.options import DEVICE, listed, opt, takes_workload, workload_spec
+from autockpt.cli.options import DEVICE, listed, opt, takes_workload
 from autockpt.errors import AutockptError, InfeasibleError, MeasurementError, UsageError
 from autockpt.interpreter import with_room
+from autockpt.schema.workload import described_by
 from tests.evidence.bench.peers import OUR_OWN, PEERS, PLAIN
 
 if TYPE_CHECKING:
@@ -255,7 +256,7 @@ def bench(
     space, notes = _space(choices, device)
     asked = SearchRequest(
         budget=parse_budget("50%"),  # another for each search
-        workload=workload_spec(workload | {"seed": seed}),
+        workload=described_by(workload | {"seed": seed}),
         space=space,
         device=device,
         trials=trials,
