@@ -200,9 +200,7 @@ class UnitCheck:
 
     def look_at(self, number: int, tensor: torch.Tensor) -> Sample | None:
         """Autograd saves ``tensor``, the one of this number. None where it is not compared."""
-        if (number == self.sampled or number >= self.beyond) and can_be_sampled(tensor):
-            return Sample(self, number, tensor)
-        return None
+        return self.sample(number, tensor) if number == self.sampled or number >= self.beyond else None
 
     def sample(self, number: int, tensor: torch.Tensor) -> Sample | None:
         """The same for whatever number. None where it cannot be compared."""

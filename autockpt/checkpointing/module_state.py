@@ -149,7 +149,7 @@ class ModuleState:
 
     def take(self) -> list[Entry]:
         """What forwards change, as it is now."""
-        return [Entry.of(home, name) for (_, name), home in self._lively.items()]
+        return [Entry.of(home, name) for (_, name), home in self._lively.items()] if self._lively else []
 
     def take_all(self) -> dict[Key, Entry]:
         """Everything, as it is now: for a call in which it is learned what changes."""

@@ -159,8 +159,7 @@ class RecordedUnit(CheckpointedUnit):
         shared: Any = None
         if len(set(storages)) < len(storages):
             shared = (*map(storages.index, storages), *[tensor.storage_offset() for tensor in tensors])
-        around = (self.numbers(), switches(), autocast, shared)
-        return *rest, *around, *map(_kind_of, tensors), *map(_stride_of, tensors)
+        return *rest, self.numbers(), autocast, shared, *map(_kind_of, tensors), *map(_stride_of, tensors)
 
     def numbers(self) -> tuple[Any, ...]:
         """Numbers and flags among the modules' attributes, as they are now."""
@@ -307,8 +306,9 @@ class RecordedCall:
             # FullyShardedDataParallel has all weights in one storage
             home, name = self._unit.weights[weight[0]]
             there = home.get(name)
-            if there is None or tensor.data_ptr() - there.data_ptr() != weight[1]:
-                self._lose()
+            if there is not None and tensor.data_ptr() - there.data_ptr() == weight[1]:
+                return tensor, tensor._version  # its graph is the weight
+            self._lose()
         kept = tensor if tensor.is_leaf else tensor.detach(), tensor._version
         if cell is not None:
             self._cells[cell] = kept

@@ -97,7 +97,7 @@ class CheckpointedUnit:
         named = ((m._parameters, name, p) for m in modules for name, p in m._parameters.items())
         self._homes: list[tuple[dict[str, Any], str]] = [(home, name) for home, name, p in named if p is not None]
         self._modules = [m._modules for m in modules if m is module or m._modules]
-        self._children = self._children_now()
+        self._children: list[nn.Module | None] = [*itertools.chain.from_iterable(map(dict.values, self._modules))]
         # FullyShardedDataParallel takes parameters away and puts views of its own in their place
         self._whole = [m._parameters for m in modules if "_is_fsdp_managed_module" not in vars(m)]
         self._sharded = [vars(m) for m in modules if "_is_fsdp_managed_module" in vars(m)]
@@ -126,10 +126,8 @@ class CheckpointedUnit:
 
     def has_same_modules(self) -> bool:
         """Whether no module was exchanged, and no module or parameter added or taken away, since this was made."""
-        return self._children_now() == self._children and list(map(len, self._whole)) == self._sizes
-
-    def _children_now(self) -> list[nn.Module | None]:
-        return [*itertools.chain.from_iterable(map(dict.values, self._modules))]
+        children = [*itertools.chain.from_iterable(map(dict.values, self._modules))]
+        return children == self._children and list(map(len, self._whole)) == self._sizes
 
     def parameters(self) -> list[torch.Tensor | None]:
         """As they are now: FSDP, ``functional_call`` and PEFT exchange them, and FSDP takes some away."""

@@ -28,7 +28,7 @@ from autockpt.checkpointing.replay_context import current_transform
 from autockpt.devices.transport import OffloadTransports, Transports
 from autockpt.errors import ConflictError, PlanError
 from autockpt.policies.check_report import Proof, proof
-from autockpt.policies.compiling import exports, run_as_it_is
+from autockpt.policies.compiling import run_as_it_is
 from autockpt.schema.choices import ATTENTION, Choice
 from autockpt.schema.names import fold, strip_prefixes
 
@@ -45,8 +45,8 @@ class Attachment:
     could not be taken off because somebody wrapped it is made inert by ``active = False``; one that is ``gone`` is not
     put back either. Where something else is handed to backward than forward saved, a session may set a ``check`` over
     it (``has_check``). ``as_it_is``: before a module of PyTorch's own, which the compiler does not take on by itself.
-    ``_cache_unit`` holds what calls of a recomputed unit have taught. ``_cache_turn`` makes a context manager that
-    restores the set of choices active in forward, for plans with several sets.
+    ``_cache_unit`` holds what calls of a recomputed unit have taught. ``turn`` makes a context manager that restores
+    the set of choices active in forward, for plans with several sets; it is left behind, too.
     """
 
     has_check: ClassVar[bool] = False
@@ -59,7 +59,7 @@ class Attachment:
         self.check: UnitCheck | None = None
         self._first_calls = FIRST_CALLS
         self._cache_unit: Any = None
-        self._cache_turn: Callable[[], AbstractContextManager[None]] | None = None
+        self.turn: Callable[[], AbstractContextManager[None]] | None = None
 
     def taken_off(self) -> None:
         """The forward is no longer this attachment's."""
@@ -70,13 +70,8 @@ class Attachment:
         if self._cache_unit is not None:
             self._cache_unit.in_mid_training()
 
-    @property
-    def turn(self) -> Callable[[], AbstractContextManager[None]] | None:
-        """Makes a context manager that restores the set of choices active in forward. None: the plan has one set."""
-        return self._cache_turn
-
     def __getstate__(self) -> dict[str, Any]:
-        return {k: None if k.startswith("_cache") else v for k, v in self.__dict__.items()}
+        return {k: None if k.startswith("_cache") or k == "turn" else v for k, v in self.__dict__.items()}
 
 
 def is_enabled(state: Attachment) -> bool:
@@ -88,7 +83,7 @@ def is_enabled(state: Attachment) -> bool:
     ``torch.utils.checkpoint`` of the user's, too: that drops what the unit saves and runs it again as plain training
     does, without putting back what its forward has changed. Warns once of that.
     """
-    if not state.active or not torch.is_grad_enabled() or exports():
+    if not state.active or not torch.is_grad_enabled() or torch.compiler._is_exporting_flag:  # see ``exports``
         return False
     if torch.compiler.is_compiling():
         return True
@@ -416,7 +411,7 @@ class Session:
     def take_turns(self, turn: Callable[[], AbstractContextManager[None]]) -> None:
         """Recompute inside of ``turn()``, which restores the set of choices active in forward."""
         for _, forward in self._placed:
-            forward.state._cache_turn = turn
+            forward.state.turn = turn
 
     def set_aside(self) -> None:
         """As ``remove``, but to be put back."""

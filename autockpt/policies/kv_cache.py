@@ -78,8 +78,13 @@ def without_caches(
     unit: str, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """The arguments of a layer's call with a ``StandIn`` for each KV cache of transformers; None where it has none."""
-    caches = _cache_type()
-    if not any([isinstance(value, caches) for value in (*args, *kwargs.values())]):
+    if "transformers.cache_utils" not in sys.modules:
+        return None
+    caches = sys.modules["transformers.cache_utils"].Cache
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, caches):
+            break
+    else:
         return None
 
     def exchanged(value: Any) -> Any:
