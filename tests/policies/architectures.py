@@ -1,4 +1,4 @@
-"""Small transformers of different build: one config each, with and without dropout."""
+"""Small transformers of other build than those of ``zoo``: one config each, with and without dropout."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import transformers
 from torch import Tensor, nn
 
 from tests.device import DEVICE, here, random_state_kept
-from tests.policies.zoo import Cnn, feature_step, language_step
+from tests.policies.zoo import language_step
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Architecture:
             return self.make(dropout).train().to(DEVICE)
 
     def step(self, model: nn.Module, batch: Any) -> Tensor:
-        return feature_step(model, batch) if isinstance(batch, Tensor) else language_step(model, batch)
+        return language_step(model, batch)
 
     def __str__(self) -> str:
         return self.name
@@ -45,23 +45,6 @@ def _unmasked() -> dict[str, Tensor]:
     return {name: value for name, value in _tokens().items() if name != "attention_mask"}
 
 
-def _pixels() -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(3)
-    return here({"pixel_values": torch.randn(4, 3, 16, 16, generator=generator), "labels": torch.arange(4) % 3})
-
-
-def _images() -> Tensor:
-    return here(torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(3)))
-
-
-def _cnn(dropout: float) -> nn.Module:
-    model = Cnn()
-    for module in model.modules():
-        if isinstance(module, nn.Dropout2d):
-            module.p = dropout
-    return model
-
-
 SIZES: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
 TEXT: dict[str, Any] = {"vocab_size": 64, **SIZES}
 GROUPED: dict[str, Any] = {**TEXT, "num_key_value_heads": 2}
@@ -70,20 +53,12 @@ BART: dict[str, Any] = {"encoder_layers": 2, "decoder_layers": 2, "encoder_ffn_d
 BART |= {"encoder_attention_heads": 4, "decoder_attention_heads": 4, "max_position_embeddings": 32, "pad_token_id": 0}
 # the class, its config, what the config is given, the names of its rates of dropout, and a batch
 TABLE: dict[str, tuple[str, str, dict[str, Any], str, Callable[[], Any]]] = {
-    "llama": ("LlamaForCausalLM", "LlamaConfig", GROUPED, "attention_dropout", _tokens),
     "qwen3": ("Qwen3ForCausalLM", "Qwen3Config", {**GROUPED, "head_dim": 8}, "attention_dropout", _tokens),
     "gemma2": (
         "Gemma2ForCausalLM",
         "Gemma2Config",
         {**GROUPED, "head_dim": 8, "sliding_window": 8, "attn_implementation": "eager"},
         "attention_dropout",
-        _tokens,
-    ),
-    "gpt2": (
-        "GPT2LMHeadModel",
-        "GPT2Config",
-        {"vocab_size": 64, "n_positions": 32, "n_embd": 32, "n_layer": 2, "n_head": 4},
-        "attn_pdrop resid_pdrop embd_pdrop",
         _tokens,
     ),
     "gpt_neox": ("GPTNeoXForCausalLM", "GPTNeoXConfig", TEXT, "hidden_dropout attention_dropout", _tokens),
@@ -102,27 +77,12 @@ TABLE: dict[str, tuple[str, str, dict[str, Any], str, Callable[[], Any]]] = {
         "",
         _unmasked,
     ),
-    "bert": ("BertForMaskedLM", "BertConfig", TEXT, "hidden_dropout_prob attention_probs_dropout_prob", _tokens),
-    "t5": (
-        "T5ForConditionalGeneration",
-        "T5Config",
-        {**OF_TWO, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4},
-        "dropout_rate",
-        _tokens,
-    ),
     "bart": (
         "BartForConditionalGeneration",
         "BartConfig",
         {**OF_TWO, **BART},
         "dropout attention_dropout activation_dropout encoder_layerdrop decoder_layerdrop",
         _tokens,
-    ),
-    "vit": (
-        "ViTForImageClassification",
-        "ViTConfig",
-        {**SIZES, "image_size": 16, "patch_size": 4, "num_labels": 3},
-        "hidden_dropout_prob attention_probs_dropout_prob",
-        _pixels,
     ),
 }
 
@@ -136,4 +96,3 @@ def _maker(model: str, config: str, sizes: dict[str, Any], rates: str) -> Callab
 
 
 ARCHITECTURES = {name: Architecture(name, _maker(*entry[:4]), entry[4]) for name, entry in TABLE.items()}
-ARCHITECTURES["cnn"] = Architecture("cnn", _cnn, _images)

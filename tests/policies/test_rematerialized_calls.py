@@ -62,18 +62,6 @@ def noted(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return ops
 
 
-@pytest.mark.parametrize("then", ["the same each time", "attention in one function", "dropout in attention"])
-def test_two_calls_are_recorded_and_later_ones_seldom(then: str, noted: list[Any]) -> None:
-    model = nn.Sequential(Unit(ODD[then]))
-    x, counts = torch.randn(64, 32), []
-    with attach(model, {"0": parse_choice("remake")}):
-        for _ in range(9):
-            noted.clear()
-            model(x).sum().backward()
-            counts.append(len(noted))
-    assert [bool(count) for count in counts] == [True, True, *[False] * 4, True, False, False]
-
-
 class _Projected(nn.Module):
     """``first`` is large next to what it is given, ``last`` so small that it is kept: backward reads casts of both."""
 

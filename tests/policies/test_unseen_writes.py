@@ -61,21 +61,6 @@ def gated(x: Tensor, bias: Tensor, rest: Tensor) -> Tensor:
     return rest * torch.sigmoid(x + bias)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_torchscript_functions_may_hold_a_units_last_tensor(kind: str) -> None:
-    def train(kind: str) -> list[Tensor]:
-        torch.manual_seed(0)
-        model = nn.Sequential(Scripted(), Scripted())
-        with attach(model, dict.fromkeys(("0", "1"), parse_choice(kind)), sentinels="sample"):
-            for _ in range(4):
-                model(torch.randn(4, D)).square().mean().backward()
-        return [p.grad for p in model.parameters() if p.grad is not None]
-
-    train("save")  # it is compiled anew in its first calls
-    for found, wanted in zip(train(kind), train("save"), strict=True):
-        assert torch.equal(found, wanted)
-
-
 class Observed(nn.Module):
     """Observes its values for quantisation, from when on a tensor says."""
 

@@ -80,14 +80,6 @@ def test_unknown_names_and_choices_inside_one_another():
     assert not any("forward" in m.__dict__ for m in model.modules())
 
 
-def test_sub_units_where_the_unit_saves():
-    model = LLAMA.make()
-    choices = {"model.layers.0": SAVE, "model.layers.0.mlp": RECOMPUTE, "model.layers.1.self_attn": OFFLOAD}
-    with attach(model, choices) as session:
-        assert_equal(train(model, LLAMA), plain(LLAMA))
-        assert set(session.attached) == set(choices)
-
-
 def test_nothing_is_left_when_attaching_fails(monkeypatch):
     from autockpt.policies import POLICIES
 
