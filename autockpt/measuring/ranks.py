@@ -173,12 +173,12 @@ class Ranks(Measurer):
         self._meet(question, sharding)
         self._control: Any = distributed.new_group(backend="gloo", timeout=timedelta(days=1))
         # of its own: a rank that fails between two steps goes to the control group, and the others' wait must end
-        barrier: Any = distributed.new_group(backend="gloo")
+        self._barrier: Any = distributed.new_group(backend="gloo")
         self._local = LocalMeasurer(self.step, host_budget=host_budget, others_wait=True)
-        self._local.with_others(lambda: distributed.barrier(barrier), RECORDINGS)
+        self._local.with_others(lambda: distributed.barrier(self._barrier), RECORDINGS)
         self.environment = self._local.environment
         self._broken: MeasurementError | None = None  # why no further step can be taken
-        self._timeouts = [(group, _timeout(group)) for group in (*_training_groups(step.model), barrier)]
+        self._timeouts = [(group, _timeout(group)) for group in (*_training_groups(step.model), self._barrier)]
         self._wait_at_most(FIRST_TIMEOUT)
 
     @property
@@ -251,10 +251,13 @@ class Ranks(Measurer):
                 self._take_part(verb, asked)
 
     def close(self) -> None:
-        """Give back the step's state; its groups have the timeouts of before."""
+        """Give back the step's state; its groups have the timeouts of before, and those of the search are gone."""
         self._local.close()
         for group, before in self._timeouts:
             _set_timeout(group, before)
+        if self._timeouts and self._broken is None:  # else a rank may still wait in one of them
+            for group in (self._control, self._barrier):
+                distributed.destroy_process_group(group)
         self._timeouts = []
 
     def _meet(self, question: str, sharding: str) -> None:

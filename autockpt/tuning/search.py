@@ -82,7 +82,7 @@ def _cached_or_searched(request: SearchRequest, listener: Listener, measurer: Me
 def _search(
     stack: ExitStack, request: SearchRequest, listener: Listener, measurer: Measurer | None = None
 ) -> SearchOutcome:
-    if request.hardware is None and measurer is None:
+    if request.hardware is None:  # of a job's devices that of the first rank, which all jobs on them share
         device = get_device(request.device if request.step is None else str(request.step.device))
         stack.enter_context(turn(device, listener.note, wait=request.wait))
     clock = Clock(listener, request.timeout, request.training_steps)

@@ -20,6 +20,7 @@ import autockpt
 from autockpt.errors import MeasurementError, RanksError
 from autockpt.measuring import Ranks, ranks
 from autockpt.schema.choices import RECOMPUTE
+from autockpt.shipped import load_space
 from tests.errors import raises
 from tests.measuring.sharded_models import WIDTH, sharded, squares, step_of
 from tests.runtime.processes import in_processes, in_two_processes, needs_gloo
@@ -32,13 +33,16 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def searches(rank: int, kind: str) -> list[str]:
-    step = step_of(kind, 2)
+    step, groups = step_of(kind, 2), len(dist.distributed_c10d._world.pg_names)
     before = [local(p).detach().clone() for p in step.model.parameters()]
-    plan = autockpt.search(step, budget="60%act", trials=1, progress=False, out=None)
+    space = load_space("knobs").restricted(("recompute", "offload"))
+    plan = autockpt.search(step, budget="60%act", trials=1, space=space, progress=False, out=None)
     assert plan.measured is not None
     told: list[str] = ["", ""]
     dist.all_gather_object(told, plan.hash)
     wrong = [] if told[0] == told[1] else [f"plans {told}"]
+    if len(dist.distributed_c10d._world.pg_names) != groups:
+        wrong.append("process groups of the search are left")
     if not all(torch.equal(old, local(p)) for old, p in zip(before, step.model.parameters(), strict=True)):
         wrong.append("weights have changed")
     if len(plan.measured.peak_by_rank) != 2 or plan.measured.peak_bytes > plan.budget.bytes:
