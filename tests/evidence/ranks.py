@@ -22,7 +22,7 @@ from torch import nn
 
 from autockpt.measuring import Ranks
 from autockpt.schema import WorkloadSpec
-from autockpt.schema.choices import OFFLOAD, RECOMPUTE, Choice, parse_choice
+from autockpt.schema.choices import GATHERED, OFFLOAD, RECOMPUTE, Choice, parse_choice
 from autockpt.tracing import Tracer
 from autockpt.workload import build
 from tests.policies.heads import small_llama
@@ -30,6 +30,8 @@ from tests.runtime.processes import in_processes
 
 LAYERS, VOCABULARY, ROWS, LENGTH = 6, 1024, 4, 128
 SHARDS = ("2", "2 kept", "tp2", "4", "4 kept", "2x2", "2x2 kept", "tp4", "2,0/2", "2,1/2", "tp2,0/2")
+GATHERING = ("2", "4", "2x2")
+AGAIN = parse_choice({"kind": "recompute", "gathered": True})
 KEPT = parse_choice({"kind": "selective", "keep": ["mlp.gate_proj", "self_attn.q_proj"]})
 
 
@@ -51,13 +53,17 @@ def job(shard: str) -> WorkloadSpec:
 def plans(shard: str) -> dict[str, dict[str, Choice]]:
     stage = job(shard).stage
     names = [f"model.layers.{i}" for i in (range(LAYERS) if stage is None else (0, 1) if stage == "0/2" else (2, 3))]
-    return {
+    found: dict[str, dict[str, Choice]] = {
         "save": {},
         "recompute": dict.fromkeys(names, RECOMPUTE),
         "every second": dict.fromkeys(names[1::2], RECOMPUTE),
         "selective": dict.fromkeys(names, KEPT),
         "offload": dict.fromkeys(names, OFFLOAD),
     }
+    if shard in GATHERING:
+        found["every second gathered"] = dict.fromkeys(names[1::2], GATHERED)
+        found["recompute, every second gathered"] = found["recompute"] | dict.fromkeys(names[1::2], AGAIN)
+    return found
 
 
 def measure(rank: int, shard: str, folder: str) -> None:
