@@ -39,15 +39,19 @@ def keep_gathered(unit: PlannedUnit, session: Session) -> None:
     """Let FSDP2 keep the unit's weights until its backward. Raises ConflictError where it does not shard the unit."""
     from torch.distributed.fsdp import FSDPModule
 
-    states = [module._get_fsdp_state() for module in unit.module.modules() if isinstance(module, FSDPModule)]
-    # private: torch sets this, but cannot be asked for it; several groups since torch 2.12
-    groups = [group for state in states for group in getattr(state, "_fsdp_param_groups", [state._fsdp_param_group])]
-    if not any(groups):
+    groups: list[Any] = []
+    for module in unit.module.modules():
+        if isinstance(module, FSDPModule):
+            # private: torch sets what these do, and cannot be asked for it; a list of them not before torch 2.12
+            state = module._get_fsdp_state()
+            groups += getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+    groups = [group for group in groups if group is not None]  # a module all of whose weights are in others
+    if not groups:
         raise ConflictError(
             f"`gathered` cannot be carried out on {unit.name}, which FSDP2 does not shard by itself",
             remedy="Call fully_shard on it before the plan is applied; or leave `gathered` out.",
         )
-    session.place(unit.module, run_gathered, GatheredState(unit.name, [group for group in groups if group]))
+    session.place(unit.module, run_gathered, GatheredState(unit.name, groups))
 
 
 def run_gathered(module: nn.Module, state: GatheredState, /, *args: Any, **kwargs: Any) -> Any:
