@@ -36,6 +36,7 @@ from autockpt.schema.trial import Measurement
 from autockpt.schema.workload import WorkloadSpec
 from autockpt.workload import Step, build, explain
 from autockpt.workload.factory import is_factory
+from autockpt.workload.failures import summary
 from autockpt.workload.sharding import in_a_group
 from autockpt.workload.storages import nested_tensors
 
@@ -326,12 +327,10 @@ class Ranks(Measurer):
         """Do this rank's share; what all of them have to say of theirs."""
         try:
             mine: dict[str, Any] = {"result": getattr(self._local, verb)(**asked)}
-        except AutockptError as error:
-            mine = {"error": error, "at": time.time()}
         except Exception as error:
-            first = (str(error).strip().splitlines() or [""])[0]
-            what = MeasurementError(f"the step failed: {type(error).__name__}: {first}", remedy=_AGAIN)
-            mine = {"error": what, "at": time.time()}
+            ours = isinstance(error, AutockptError)
+            known = error if ours else MeasurementError(f"the step failed: {summary(error)}", remedy=_AGAIN)
+            mine = {"error": known, "at": time.time()}
         everyone: list[Any] = [None] * self.size
         with self._all_there():
             distributed.all_gather_object(everyone, mine, group=self._control)
