@@ -70,14 +70,15 @@ def search_stages(
             plan.save(path, existing="set_aside")
         layers = len([name for name in plan.expand_planned() if name != plan.head])
         found.append(StagePlan(stage=stage, layers=layers, plan=plan, path=path, outcome=outcome))
-    by_layers = [None if run is None else _by_layers(run, one) for run, one in zip(runs, outcomes, strict=True)]
-    cut = balanced([known for known in by_layers if known is not None], sum(stage.layers for stage in found))
     answer = PipelineAnswer(stages=tuple(found))
-    if len(cut) < len(found):
+    by_layers = [_by_layers(run, one) for run, one in zip(runs, outcomes, strict=True) if run is not None]
+    known = [seconds for seconds in by_layers if seconds is not None]
+    if len(known) < len(found):
         return answer
-    seconds = max(known(layers) for known, layers in zip(by_layers, cut, strict=True) if known is not None)
-    gains = seconds < (1 - WORTH) * slowest
-    return answer.model_copy(update={"faster_cut": cut, "cut_seconds": seconds}) if gains else answer
+    cut = balanced(known, sum(stage.layers for stage in found))
+    longest = max(seconds(layers) for seconds, layers in zip(known, cut, strict=True))
+    gains = longest < (1 - WORTH) * slowest
+    return answer.model_copy(update={"faster_cut": cut, "cut_seconds": longest}) if gains else answer
 
 
 def balanced(stages: Sequence[Seconds], layers: int) -> tuple[int, ...]:
@@ -87,9 +88,7 @@ def balanced(stages: Sequence[Seconds], layers: int) -> tuple[int, ...]:
     """
     cut = [1] * len(stages)
     for _ in range(layers - len(stages)):
-        place = min(range(len(stages)), key=lambda i: stages[i](cut[i] + 1), default=None)
-        if place is not None:
-            cut[place] += 1
+        cut[min(range(len(stages)), key=lambda i: stages[i](cut[i] + 1))] += 1
     return tuple(cut)
 
 
