@@ -17,7 +17,7 @@ from autockpt.errors import ConflictError
 from autockpt.measuring import Ranks
 from autockpt.runtime import attach
 from autockpt.schema import SAVE, Plan, Unit, WorkloadSpec
-from autockpt.schema.choices import GATHERED, RECOMPUTE, Choice, Recompute, Segment
+from autockpt.schema.choices import GATHERED, RECOMPUTE, Choice, Recompute, Segment, choice_kinds, parse_choice
 from autockpt.schema.words import tally
 from autockpt.tracing import Tracer
 from tests.errors import raises
@@ -57,7 +57,8 @@ def gathers_less(rank: int) -> list[str]:
 
     gradients()
     plain, expected = gradients()
-    for what, plan in PLANS.items():
+    beside = {kind: {NAMES[0]: parse_choice({"kind": kind, "gathered": True})} for kind in choice_kinds("block")}
+    for what, plan in (PLANS | beside).items():
         with attach(step.model, plan):
             for _ in range(2):
                 count, found = gradients()
