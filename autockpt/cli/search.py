@@ -43,7 +43,6 @@ DEFAULT_MODELS = {"cuda": "llama-1b"}
 SMALL_MODEL = "llama-small"
 # what is simulated where there is no accelerator, and neither a model nor a device was named
 DEFAULT_HARDWARE, SIMULATED_MODEL = "rtx4090", "llama-1b"
-SHORT = 14  # a note of up to this many characters stands next to the plan's name, a longer one under the table
 
 
 @guarded
@@ -255,9 +254,7 @@ def answer_table(rows: list[AnswerRow]) -> Table:
 def _cells(row: AnswerRow) -> list[Text | str]:
     word, colour = VERDICTS.get(row.verdict, (row.verdict, ""))
     plan, known = row.plan, row.known
-    name, peak, step, overhead = Text(plan.name), Text("—"), Text(words.step_of(known)), Text("—")
-    if row.note and len(row.note) <= SHORT:
-        name.append(f"\n{row.note}", style="dim not bold")
+    peak, step, overhead = Text("—"), Text(words.step_of(known)), Text("—")
     if plan.measured is not None:
         peak = Text(format_binary(plan.measured.peak_bytes))
         if plan.predicted is not None:
@@ -273,7 +270,7 @@ def _cells(row: AnswerRow) -> list[Text | str]:
             overhead.append(f"\n±{words.share(row.overhead_noise)}")
     headroom = "—" if row.headroom_bytes is None else format_binary(row.headroom_bytes)
     host = format_binary(known.host_bytes) if known is not None and known.host_bytes else "—"
-    return [name, Text(word, style=colour), peak, headroom, step, overhead, host]
+    return [plan.name, Text(word, style=colour), peak, headroom, step, overhead, host]
 
 
 def _heading(outcome: SearchOutcome) -> Text:
@@ -306,7 +303,7 @@ def _remarks(outcome: SearchOutcome, rows: list[AnswerRow]) -> list[str]:
     if outcome.source == "simulated":
         lines.append(f"Nothing was measured: all numbers are simulated for {outcome.device.name}.")
     lines.append(_effort(outcome))
-    lines += [f"{row.plan.name}: {row.note}" for row in rows if len(row.note) > SHORT]
+    lines += [f"{row.plan.name}: {row.note}" for row in rows if row.note]
     if outcome.set_aside:
         lines.append(f"The earlier file is kept as {outcome.set_aside}.")
     return [*lines, *outcome.notes]
