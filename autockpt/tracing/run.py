@@ -40,7 +40,7 @@ from autockpt.tracing.kernels.flash_package import FLASH, NOTE, flash_on_ghosts
 from autockpt.tracing.location import optimizer_steps
 from autockpt.tracing.memory import GhostMemory
 from autockpt.tracing.recorder import RealRecorder, Recorder
-from autockpt.tracing.transport import GhostTransport, NotingTransport
+from autockpt.tracing.transport import GhostHandle, NotingTransport
 from autockpt.workload import Step, build, discover_head, discover_units, step_failed
 from autockpt.workload.build import refuse_liger_on
 from autockpt.workload.failures import location, summary
@@ -277,7 +277,7 @@ class GhostRun(TracedRun):
             self.mode.capability = capability or capability_at(device) or AMPERE
 
     def _transport(self, device: torch.device, tier: Tier) -> Transport:
-        return NotingTransport(GhostTransport(self.mode.allocate, self._queues), self.mode, tier)
+        return NotingTransport(partial(GhostHandle, self.mode.allocate), self._queues, self.mode, tier)
 
     def _explained(self, error: BaseException) -> AutockptError:
         if isinstance(error, AutockptError):
@@ -308,7 +308,8 @@ class RecordedRun(TracedRun):
 
     def _transport(self, device: torch.device, tier: Tier) -> Transport:
         # what a device's own transport runs to make a copy is no op of the step
-        return NotingTransport(transport_for(self._device, tier), self._recorder, tier, _disable_current_modes)
+        real = transport_for(self._device, tier)
+        return NotingTransport(real.send, real.copy_queues, self._recorder, tier, _disable_current_modes)
 
     def _explained(self, error: BaseException) -> AutockptError:
         return step_failed(error, f"the training step ({self._recorder.last_op})")

@@ -4,45 +4,41 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 
 import torch
 
-from autockpt.devices.base import OffloadHandle, Transport
+from autockpt.devices.base import OffloadHandle
 from autockpt.schema.graph import Tier
 from autockpt.tracing.recorder import CopyRecord, Recorder
 
+Send = Callable[[torch.Tensor], OffloadHandle]
 Aside = Callable[[], AbstractContextManager[object]]
 
 
 class NotingTransport:
-    """A Transport around another that notes every copy. What the other does for it is done inside of ``aside``."""
+    """A Transport that notes every copy. ``send`` makes it; what that does is done inside of ``aside``."""
 
-    def __init__(self, inner: Transport, recorder: Recorder, tier: Tier = "cpu", aside: Aside = nullcontext) -> None:
-        self._inner = inner
-        self._recorder = recorder
-        self._tier: Tier = tier
-        self._aside = aside
-        self.copy_queues = inner.copy_queues
+    def __init__(
+        self, send: Send, copy_queues: bool, recorder: Recorder, tier: Tier = "cpu", aside: Aside = nullcontext
+    ) -> None:
+        self._send, self._tier = send, tier
+        self.copy_queues, self.recorder, self.aside = copy_queues, recorder, aside
 
     def send(self, source: torch.Tensor) -> RecordingHandle:
-        copy = self._recorder.copy_issued("out", source.numel() * source.element_size(), tier=self._tier)
-        with self._aside():
-            handle = self._inner.send(source)
-        return RecordingHandle(handle.nbytes, handle, self._recorder, copy, self.copy_queues, self._aside)
+        copy = self.recorder.copy_issued("out", source.numel() * source.element_size(), tier=self._tier)
+        with self.aside():
+            handle = self._send(source)
+        return RecordingHandle(self, handle, copy)
 
 
-@dataclass(eq=False)
 class RecordingHandle(OffloadHandle):
     """A handle around another's."""
 
-    nbytes: int
-    _inner: OffloadHandle
-    _recorder: Recorder
-    _out: CopyRecord
-    _copy_queues: bool
-    _aside: Aside
-    _in: CopyRecord | None = None
+    def __init__(self, transport: NotingTransport, inner: OffloadHandle, out: CopyRecord) -> None:
+        self.nbytes = inner.nbytes
+        self._inner, self._out = inner, out
+        self._in: CopyRecord | None = None
+        self._copy_queues, self._recorder, self._aside = transport.copy_queues, transport.recorder, transport.aside
 
     def settle(self) -> None:
         if self._out.awaited is None:  # the op which runs next waits
@@ -79,22 +75,9 @@ class RecordingHandle(OffloadHandle):
         self._out.released = self._recorder.log.clock
 
 
-@dataclass
-class GhostTransport:
-    """A Transport for ghost runs, in which nothing moves: to be wrapped by one that notes the copies.
-
-    ``allocate`` makes a ghost buffer; ``copy_queues`` is that of the transport it stands in for.
-    """
-
-    allocate: Callable[[int], torch.Tensor]
-    copy_queues: bool
-
-    def send(self, source: torch.Tensor) -> GhostHandle:
-        return GhostHandle(self.allocate, source)
-
-
 class GhostHandle(OffloadHandle):
-    """A storage that is away only on paper: ``settle`` lets go of the source, coming back takes a new device buffer."""
+    """A storage that is away only on paper: ``settle`` lets go of the source, coming back takes a new device buffer,
+    which ``allocate`` makes."""
 
     def __init__(self, allocate: Callable[[int], torch.Tensor], source: torch.Tensor) -> None:
         super().__init__(source)
