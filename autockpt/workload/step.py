@@ -229,6 +229,9 @@ def _mistakes(step: Step) -> Iterator[tuple[str, str]]:
             "Pass the optimizer itself, as in torch.optim.AdamW(model.parameters()); schedulers are not part of it. "
             "Several optimizers, or a loop of your own: Step(…, full_step=one_cycle, snapshot=(optimizer, other)).",
         )
+    for name, number in (("accumulate", step.accumulate), ("in_flight", step.in_flight)):
+        if number is not None and number < 1:
+            yield f"{name} is {number!r}", "Pass the number of micro-batches, 1 or more."
     if step.autocast is not None and _dtype(step.autocast) not in (torch.bfloat16, torch.float16):
         yield f"autocast is {step.autocast!r}", "Pass torch.bfloat16, torch.float16, or None."
     trainable = {id(p) for p in model.parameters() if p.requires_grad}

@@ -74,7 +74,6 @@ def four(): return 1, 2, 3, 4
 def nothing(): return None
 def number(): return 1, {}
 def no_step(): return net(), torch.ones(2, 4)
-def step_is_no_function(): return net(), {}, 5
 def frozen(): return net().requires_grad_(False), {"x": torch.ones(2, 4)}, loss
 def memory(): raise MemoryError
 value = 5
@@ -134,7 +133,7 @@ def test_options_that_a_step_has_decided_are_refused_by_name(option: str, value:
     assert make("whole", units="0,2").units == "0,2"
 
 
-FAILURES = """broken leaves four nothing number no_step step_is_no_function frozen value thre nowhere.at.all:f
+FAILURES = """broken leaves four nothing number no_step frozen value thre nowhere.at.all:f
     nowhere.py:f imports_nothing:f does_not_parse:f"""
 
 

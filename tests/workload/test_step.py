@@ -119,6 +119,7 @@ def average(model: nn.Module, batch: Any) -> Tensor:
     [
         {"model": "net"},
         {"loss": None},
+        {"accumulate": 0},
         {"autocast": torch.int8},
         {"model": net().requires_grad_(False)},
         {"optimizer": torch.optim.SGD(net().parameters())},
