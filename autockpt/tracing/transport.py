@@ -21,7 +21,8 @@ class NotingTransport:
     def __init__(
         self, send: Send, copy_queues: bool, recorder: Recorder, tier: Tier = "cpu", aside: Aside = nullcontext
     ) -> None:
-        self._send, self._tier = send, tier
+        self._send = send
+        self._tier: Tier = tier
         self.copy_queues, self.recorder, self.aside = copy_queues, recorder, aside
 
     def send(self, source: torch.Tensor) -> RecordingHandle:
