@@ -1,0 +1,43 @@
+"""What weights that stay gathered gain: simulated searches of a job of eight GPUs, with such choices and without.
+
+    python -m tests.evidence.gathered [HARDWARE:BUDGET …]
+
+llama-3b, 1 × 2048 tokens, bf16, AdamW, ``shard: 8``.
+"""
+
+from __future__ import annotations
+
+import argparse
+from contextlib import nullcontext
+from unittest.mock import patch
+
+import autockpt
+from autockpt.schema.words import tally
+
+CASES = ("rtx4090:9GB", "rtx4090:14GB", "h100:14GB")
+
+
+def found(hardware: str, budget: str, *, gathered: bool) -> autockpt.Plan:
+    job = {"batch_size": 1, "seq_len": 2048, "dtype": "bf16", "shard": 8}
+    left_out = patch("autockpt.cost.profile.gathered_again", lambda graph: set())
+    with nullcontext() if gathered else left_out:
+        return autockpt.search("llama-3b", hardware=hardware, budget=budget, progress=False, **job)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("cases", nargs="*", metavar="HARDWARE:BUDGET", help=", ".join(CASES))
+    print("| hardware | budget | gathered | peak | step | plan |\n|---|--:|---|--:|--:|---|", flush=True)
+    for case in parser.parse_args().cases or CASES:
+        hardware, _, budget = case.partition(":")
+        for gathered in (False, True):
+            plan = found(hardware, budget, gathered=gathered)
+            reading, done = plan.predicted, tally(plan.expand_planned())
+            assert reading is not None and reading.step_seconds is not None
+            figures = f"{reading.peak_bytes / 1e9:.2f} GB | {1e3 * reading.step_seconds:.0f} ms"
+            words = "searched" if gathered else "left out"
+            print(f"| {hardware} | {budget} | {words} | {figures} | {done} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
