@@ -222,9 +222,11 @@ class OpRecorder:
                     if (before := self._find(tensor)) is not None:
                         before.overwritten = True
                     value = self._add(tensor)
-                    if op is not None and before is not None and (before.op or before.blank):
-                        if before.op is None:
-                            self._made_by(before, before.blank)
+                    if op is None or before is None:
+                        continue
+                    if before.op is None and before.blank is not None:
+                        self._made_by(before, before.blank)
+                    if before.op is not None:
                         self._made_by(value, op)
                         value.unwritten = max(0, before.unwritten - tensor.numel())
 
