@@ -21,6 +21,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 import torch
 from torch import nn
 from torch.autograd import forward_ad
+from torch.jit import is_tracing  # type: ignore[reportPrivateImportUsage]
 
 from autockpt.checkpointing.arguments import hooks_in_force
 from autockpt.checkpointing.divergence import FIRST_CALLS, DivergenceCheck, UnitCheck
@@ -87,7 +88,7 @@ def is_enabled(state: Attachment) -> bool:
         return False
     if torch.compiler.is_compiling():
         return True
-    if forward_ad._current_level >= 0 or current_transform() is not None or torch.jit.is_tracing():
+    if forward_ad._current_level >= 0 or current_transform() is not None or is_tracing():
         return False
     fx = sys.modules.get("torch.fx.experimental.proxy_tensor")
     if fx is not None and fx.get_proxy_mode() is not None:

@@ -255,5 +255,5 @@ def _reads(inputs: list[Node]) -> Iterator[Node]:
 
 
 def _is_view(node: Node) -> bool:
-    target = node.target
+    target: Any = node.target
     return isinstance(target, Overload) and any(r.alias_info is not None for r in target._schema.returns)
