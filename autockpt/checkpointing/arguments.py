@@ -17,6 +17,8 @@ from autockpt.errors import AutockptError, InPlaceError
 
 # torch has no public question for the hooks on saved tensors that a user has set
 hooks_in_force: Callable[[bool], Any] = torch._C._autograd._top_saved_tensors_default_hooks  # type: ignore[attr-defined]
+# torch has no public question for it; its trees of CUDA graphs ask this
+_use_count: Callable[[int], int] = torch._C._storage_Use_Count  # type: ignore[attr-defined]
 _PLAIN = frozenset((type(None), bool, int, float, str, torch.dtype, torch.device))
 
 
@@ -34,6 +36,12 @@ class _Tree(NamedTuple):
 
     leaves: list[Any]
     spec: Any
+
+
+def holders(tensor: torch.Tensor) -> int:
+    """How many tensors are on the memory of one, itself included, in Python or held by PyTorch."""
+    alone = torch.empty(0)
+    return 1 + _use_count(tensor.untyped_storage()._cdata) - _use_count(alone.untyped_storage()._cdata)
 
 
 def flatten(value: Any, tensors: list[torch.Tensor], generators: list[torch.Generator]) -> Any:

@@ -4,8 +4,10 @@
 the same random state, autocast and module state, until every number has its tensor. Each tensor is then returned once
 and released. A number that is asked for again (a second backward over a kept graph) has the call recomputed again.
 
-Small tensors of indices, such as the experts that a router chose, are kept. A recomputation writes them over its own
-before anything reads these, so that ties, or scores with other last bits, cannot send a token to another expert.
+Small tensors of indices that the forward made for itself, such as the experts that a router chose, are kept. A
+recomputation writes them over its own before anything reads these, so that ties, or scores with other last bits, cannot
+send a token to another expert. What something else still holds when the forward has ended is not written over: the
+recomputation may be given that very tensor.
 
 Ownership: nodes of the graph hold the bound ``unpack`` and with it the frame. The frame holds its inputs as autograd
 holds saved tensors, so the graph before it stays alive as without a plan. It holds no tensor of its own graph: a graph
@@ -16,6 +18,7 @@ from __future__ import annotations
 
 import operator
 import sys
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -23,7 +26,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from autockpt.checkpointing.arguments import Held, flatten, hold, unflatten, unpack
+from autockpt.checkpointing.arguments import Held, flatten, hold, holders, unflatten, unpack
 from autockpt.checkpointing.divergence import CheckedCall, Comparison
 from autockpt.checkpointing.module_state import Entry
 from autockpt.checkpointing.op_recorder import is_plain
@@ -119,6 +122,8 @@ class CheckpointFrame:
         self._live = None
         if type(self._observer) is CheckedCall:
             self._observer.forward_ended()
+        if self._chosen:  # of which a checked call has let go by now
+            self._keep_own_indices()
         return output
 
     def _run_checked(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -160,21 +165,24 @@ class CheckpointFrame:
         return number
 
     def _look_at(self, number: int, tensor: torch.Tensor) -> None:
-        indices = tensor.dtype is torch.int64 and tensor.is_contiguous()
-        if indices and (number in self._learned or self._were_made_here(tensor)):
-            self._learned.add(number)
+        if tensor.dtype is torch.int64 and tensor.is_contiguous() and self._are_few(tensor):
             self._chosen[number] = tensor.detach(), tensor._version
         if self._observer is not None and (comparison := self._observer.look_at(number, tensor)) is not None:
             self._compared[number] = comparison
 
-    def _were_made_here(self, indices: torch.Tensor) -> bool:
-        """Whether they are few, and the forward's own: the caller's and a buffer's must not be written over."""
-        live = self._live or []
-        most = SMALL_SHARE * max((t.nbytes for t in live if t.is_floating_point()), default=0)
-        if not is_plain(indices) or indices.nbytes > most:
-            return False
-        given = {t.untyped_storage()._cdata for t in (*live, *self._unit.module.buffers()) if is_plain(t)}
-        return indices.untyped_storage()._cdata not in given
+    def _are_few(self, indices: torch.Tensor) -> bool:
+        sizes = (tensor.nbytes for tensor in self._live or [] if tensor.is_floating_point())
+        return is_plain(indices) and indices.nbytes <= SMALL_SHARE * max(sizes, default=0)
+
+    def _keep_own_indices(self) -> None:
+        """Keep those that nothing but this frame holds now that the forward has ended. Other calls look for the same."""
+        kept = Counter(indices.untyped_storage()._cdata for indices, _ in self._chosen.values())
+        for number, (indices, _) in [*self._chosen.items()]:
+            if holders(indices) == kept[indices.untyped_storage()._cdata]:
+                self._learned.add(number)
+            else:
+                self._learned.discard(number)
+                del self._chosen[number]
 
     # In backward.
 

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from autockpt.checkpointing.arguments import flatten, tensors_of, unflatten
+from autockpt.checkpointing.arguments import flatten, holders, tensors_of, unflatten
 from autockpt.checkpointing.divergence import CheckedCall, UnitCheck
 from autockpt.checkpointing.fingerprint import quietly
 from autockpt.checkpointing.op_table import METADATA
@@ -212,10 +212,9 @@ def _saved(ctx: Any, loss: CrossEntropy) -> tuple[Tensor, ...]:
 
 def _nobody_else_holds(saved: Tensor) -> bool:
     """Whether memory may be written over: no other tensor is on it, and this backward is the graph's last."""
-    # torch's own backwards of compiled graphs ask the first, its trees of CUDA graphs the second
+    # torch's own backwards of compiled graphs ask this
     kept = torch._C._autograd._get_current_graph_task_keep_graph()  # type: ignore[attr-defined]
-    holders, one = (torch._C._storage_Use_Count(t.untyped_storage()._cdata) for t in (saved, torch.empty(0)))
-    return not kept and holders == one
+    return not kept and holders(saved) == 1
 
 
 def added(total: Tensor | None, part: Tensor | None) -> Tensor | None:

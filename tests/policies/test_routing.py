@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from autockpt.errors import AutockptError
 from autockpt.runtime import attach
 from autockpt.schema.choices import choice_kinds, parse_choice
 
@@ -51,3 +52,24 @@ def test_experts_are_those_that_forward_chose(kind: str) -> None:
                     loss.backward()
     for name, parameter in model.named_parameters():
         assert torch.equal(parameter.grad, plain.get_parameter(name).grad), name
+
+
+class Shuffles(nn.Linear):
+    """Rows in an order that stands elsewhere."""
+
+    order: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + super().forward(x).index_select(0, Shuffles.order)
+
+
+@pytest.mark.parametrize("kind", ["recompute", "segment"])
+def test_indices_that_others_hold_are_not_written_over(kind: str) -> None:
+    model = nn.Sequential(*(Shuffles(64, 64) for _ in range(2)))
+    with attach(model, dict.fromkeys("01", parse_choice(kind))):
+        Shuffles.order = torch.arange(8)
+        loss = model(torch.randn(8, 64)).square().sum()
+        Shuffles.order = torch.arange(8).flip(0)
+        with pytest.raises(AutockptError):
+            loss.backward()
+    assert Shuffles.order.tolist() == [7, 6, 5, 4, 3, 2, 1, 0]
