@@ -175,7 +175,7 @@ class CheckpointFrame:
         return is_plain(indices) and indices.nbytes <= SMALL_SHARE * max(sizes, default=0)
 
     def _keep_own_indices(self) -> None:
-        """Keep those that nothing but this frame holds now that the forward has ended. Other calls look for the same."""
+        """Keep those that nothing but this frame holds now that the forward has ended, and look for these next time."""
         kept = Counter(indices.untyped_storage()._cdata for indices, _ in self._chosen.values())
         for number, (indices, _) in [*self._chosen.items()]:
             if holders(indices) == kept[indices.untyped_storage()._cdata]:
