@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from autockpt.analysis import verify as run
-from autockpt.analysis.verify import VerifyReport, judge_peak, judge_time, verify
+from autockpt.analysis.verify import Check, VerifyReport, judge_peak, judge_time, verify
 from autockpt.devices import get_device
 from autockpt.errors import DeviceOutOfMemory, PlanError
 from autockpt.measuring import StepRunner
@@ -275,3 +275,9 @@ def test_headroom_may_be_used_by_what_no_simulation_knew() -> None:
 def test_a_simulated_step_time_is_shown_and_fails_nothing() -> None:
     check = judge_time(simulated("cuda"), measured(1000), same_device=False)
     assert check.state == "skipped" and "simulated 100 ms for a card (+100%)" in check.detail
+
+
+def test_no_plan_is_said_to_keep_its_promise_whose_gradients_were_not_compared() -> None:
+    states = {"gradients": "skipped", "sentinels": "passed", "peak": "passed", "step time": "passed"}
+    report = VerifyReport(checks=tuple(Check(name=name, state=state, detail="") for name, state in states.items()))
+    assert report.passed and "gradients were not compared" in report.verdict
