@@ -232,8 +232,12 @@ def _mistakes(step: Step) -> Iterator[tuple[str, str]]:
     for name, number in (("accumulate", step.accumulate), ("in_flight", step.in_flight)):
         if number is not None and number < 1:
             yield f"{name} is {number!r}", "Pass the number of micro-batches, 1 or more."
+    if step.max_grad_norm is not None and not step.max_grad_norm > 0:
+        yield f"max_grad_norm is {step.max_grad_norm!r}", "Pass a number above zero, or None."
     if step.autocast is not None and _dtype(step.autocast) not in (torch.bfloat16, torch.float16):
         yield f"autocast is {step.autocast!r}", "Pass torch.bfloat16, torch.float16, or None."
+    if step.units is not None and not isinstance(step.units, str):
+        yield f"units is {step.units!r}", 'Pass patterns of module names, as in "encoder.layers.*,mid".'
     trainable = {id(p) for p in model.parameters() if p.requires_grad}
     if not trainable:
         yield (
