@@ -165,7 +165,8 @@ class GhostProcess:
             return GhostError(
                 "the tracer's process was killed; most likely the machine is out of memory", remedy="Free memory."
             )
-        tail = last_lines(self._log, 1).strip()
+        log, _, _ = last_lines(self._log, 200).partition("Fatal Python error")  # faulthandler's, below the reason
+        tail = next(reversed(log.strip().splitlines()), "")
         return GhostError(f"the tracer's process died ({how_it_ended(code)}){tail and ': '}{tail}")
 
 

@@ -218,6 +218,16 @@ def test_a_child_that_dies_is_told(end: Callable[[], None]) -> None:
     assert "Neither ghosts nor a real step" in caught.value.remedy
 
 
+def test_what_an_abort_says_is_told() -> None:
+    def step(model: nn.Module, batch: Tensor) -> Tensor:
+        os.write(2, b"terminate called: no such card\n")
+        os.abort()
+
+    with pytest.raises(GhostError) as caught:
+        Tracer.from_step(workload(step), fallback=False)
+    assert "no such card" in caught.value.message
+
+
 def test_choices_that_do_not_fit_leave_the_tracer_usable() -> None:
     with Tracer.from_step(workload(), fallback=False) as tracer:
         before = tracer.trace()
