@@ -267,6 +267,12 @@ class RunDirectory:
         self.set_aside = plan.save(path, existing="replace" if ours else "set_aside") or self.set_aside
         return path
 
+    def has_written(self, plan: Plan) -> bool:
+        """Whether the run's plan file holds these choices, whatever else a person wrote into it."""
+        with suppress(PlanError):
+            return Plan.load(self.plan_path).expand_planned() == plan.expand_planned()
+        return False
+
     def write_finished(self, finished: FinishedSearch) -> None:
         """Keep an answer, without the paths of its files: whoever reads it knows where the run is by then."""
         paths = {"outcome": {"run_directory", "plan_path", "set_aside"}}

@@ -211,10 +211,11 @@ def _outcome_of(run: RunDirectory, request: SearchRequest) -> SearchOutcome | No
     if finished is None or request.ignores_record or not finished.answers(request):
         return None
     outcome = finished.outcome
-    note = f"This is the answer of {run.path}, which had ended; more --trials search on, --fresh starts over."
+    more = "" if request.hardware is not None else "more --trials search on, "
+    note = f"This is the answer of {run.path}, which had ended; {more}--fresh starts over."
     if request.storage is not None:
         note += " So nothing was written to --storage: --fresh writes a study there."
-    if outcome.plan is not None:
+    if outcome.plan is not None and not run.has_written(outcome.plan):
         run.write_plan(outcome.plan)
     here = {"run_directory": run.path, "plan_path": run.plan_path, "set_aside": run.set_aside}
     return outcome.model_copy(update={**here, "notes": (*outcome.notes, note)})

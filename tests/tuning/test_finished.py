@@ -91,7 +91,8 @@ def test_a_moved_run_names_files_that_are_there(finished: tuple[Path, SearchOutc
         assert Plan.load(plan).hash == again.plan.hash
         return again.set_aside
 
-    assert set_aside() is None
+    plan.write_text("# a person's\n" + plan.read_text())
+    assert set_aside() is None and plan.read_text().startswith("# a person's")
     plan.unlink()
     assert set_aside() is None
     plan.write_text("")
