@@ -183,8 +183,7 @@ def described_by(given: Mapping[str, Any], base: WorkloadSpec | None = None) -> 
     except ValidationError as error:
         name, why = first_violation(error)
         field = name.partition(".")[0]
-        near = did_you_mean(field, WorkloadSpec.model_fields) if field not in WorkloadSpec.model_fields else ""
-        raise UsageError(
-            f"{as_option(field)} {values[field]}: {why}" if field else why,
-            remedy=f"{near}What describes a training step: {', '.join(WorkloadSpec.model_fields)} (docs/job.md).",
-        ) from None
+        known, remedy = WorkloadSpec.model_fields, "docs/job.md says what each setting takes."
+        if field not in known:
+            remedy = f"{did_you_mean(field, known)}What describes a training step: {', '.join(known)} (docs/job.md)."
+        raise UsageError(f"{as_option(field)} {values[field]}: {why}" if field else why, remedy=remedy) from None
