@@ -1,5 +1,5 @@
-"""What a forward runs under, and how to run it again under the same: random states, autocast, and the kernels that are
-allowed for attention (``torch.nn.attention.sdpa_kernel`` around a forward alone).
+"""What a forward runs under, and how to run it again under the same: random states, autocast, default device and dtype,
+and the kernels that are allowed for attention (``torch.nn.attention.sdpa_kernel`` around a forward alone).
 
 Python's and NumPy's generators are read only for units that were seen to draw from them: reading both takes longer than
 a tiny layer's forward. Autocast remembers its casts of weights until its outermost block ends. A recomputation uses
@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch.overrides import _get_current_function_mode_stack
 
 from autockpt.devices.random_states import TorchStates
 from autockpt.errors import ConflictError
@@ -26,9 +27,15 @@ autocast_is_on: Callable[[], bool] = torch._C._is_any_autocast_enabled  # type: 
 # the innermost transform of torch.func, of which tensors have no memory of their own; torch has no public question
 current_transform: Callable[[], int | None] = torch._C._functorch.maybe_current_level  # type: ignore[attr-defined]
 _SDPA = torch.backends.cuda  # of all devices
-_READS: list[Callable[[], bool]] = [_SDPA.flash_sdp_enabled, _SDPA.mem_efficient_sdp_enabled, _SDPA.math_sdp_enabled]
-_READS.append(_SDPA.cudnn_sdp_enabled)
-_PUTS = (_SDPA.enable_flash_sdp, _SDPA.enable_mem_efficient_sdp, _SDPA.enable_math_sdp, _SDPA.enable_cudnn_sdp)
+_SWITCHES: tuple[tuple[Callable[[], Any], Callable[[Any], None]], ...] = (
+    (_SDPA.flash_sdp_enabled, _SDPA.enable_flash_sdp),
+    (_SDPA.mem_efficient_sdp_enabled, _SDPA.enable_mem_efficient_sdp),
+    (_SDPA.math_sdp_enabled, _SDPA.enable_math_sdp),
+    (_SDPA.cudnn_sdp_enabled, _SDPA.enable_cudnn_sdp),
+    (torch.get_default_dtype, torch.set_default_dtype),
+)
+_READS = [read for read, _ in _SWITCHES]
+_CPU = torch.device("cpu")
 _PATIENCE = 120.0  # seconds
 _here = threading.local()
 _turn = threading.RLock()
@@ -48,7 +55,10 @@ class ReplayContext:
     generators among its arguments; ``python``: it may draw from Python's or NumPy's.
     """
 
-    __slots__ = ("_block", "_generators", "_outer", "_places", "_python", "_switches", "_torch", "autocast")
+    __slots__ = (
+        *("_block", "_default_device", "_generators", "_outer", "_places", "_python", "_switches", "_torch"),
+        "autocast",
+    )
 
     def __init__(
         self, places: Sequence[Place] = (), generators: Sequence[torch.Generator] = (), python: bool = False
@@ -58,6 +68,8 @@ class ReplayContext:
         self._generators = [(generator, generator.get_state()) for generator in generators] if generators else ()
         self._python = _python_states() if python else None
         self.autocast = AutocastState(["cpu", *{kind for kind, _ in places}] if places else ["cpu"])
+        # where tensors are made by default: a function mode decides, and asking for it takes long
+        self._default_device = torch.get_default_device() if _get_current_function_mode_stack() else _CPU
         self._switches = switches()
 
     def now(self) -> TorchStates:
@@ -74,9 +86,12 @@ class ReplayContext:
         """As before the forward, and afterwards as now."""
         generators = [generator for generator, _ in self._generators]
         self._outer: Any = ReplayContext(self._places, generators, self._python is not None)
+        now = self._outer
+        if self._default_device != now._default_device:
+            self._default_device.__enter__()
         self._block = self.autocast.put()
         try:
-            self._put(self._outer)
+            self._put(now)
         except BaseException:
             self.__exit__(None, None, None)
             raise
@@ -85,6 +100,8 @@ class ReplayContext:
         now, self._outer = self._outer, None
         now._put(self)
         self.autocast.take_back(self._block)
+        if self._default_device != now._default_device:
+            self._default_device.__exit__(*raised)
 
     def _put(self, now: ReplayContext) -> None:
         self._torch.put_back()
@@ -173,14 +190,14 @@ def autocast_depth() -> int:
 
 
 def switches() -> tuple[Any, ...]:
-    """Which kernels are allowed for attention now."""
+    """Which kernels are allowed for attention now, and the default dtype."""
     return tuple(map(operator.call, _READS))
 
 
 def put_switches(wanted: Sequence[Any], now: Sequence[Any]) -> None:
     """Make them what they were."""
     if wanted != now:
-        for put, value in zip(_PUTS, wanted, strict=True):
+        for (_, put), value in zip(_SWITCHES, wanted, strict=True):
             put(value)
 
 

@@ -52,6 +52,12 @@ def _autocast_flag(unit: Begins) -> Callable[[], None]:
     return end
 
 
+def _default_device(unit: Begins) -> Callable[[], None]:
+    assert torch.empty(0).device.type == "cpu"
+    torch.set_default_device("meta")
+    return lambda: torch.set_default_device(None)
+
+
 class Doubles(torch.overrides.TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
@@ -68,12 +74,12 @@ def _around_all() -> tuple[object, ...]:
     depth, modes = torch.autocast_increment_nesting(), torch._C._len_torch_function_stack()
     torch.autocast_decrement_nesting()
     casts = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"), torch.is_autocast_cache_enabled()
-    return depth, modes, casts, torch.is_grad_enabled()
+    return depth, modes, casts, torch.get_default_dtype(), torch.is_grad_enabled()
 
 
 @pytest.mark.parametrize("late", [0, 4])
 @pytest.mark.parametrize("kind", ["recompute", "segment"])
-@pytest.mark.parametrize("begin", [_autocast, _autocast_flag, _mode])
+@pytest.mark.parametrize("begin", [_autocast, _autocast_flag, _default_device, _mode])
 def test_what_a_forward_begins_by_hand_ends_with_its_rerun(begin, kind, late) -> None:
     def trained(planned: bool) -> list[torch.Tensor]:
         torch.manual_seed(0)
@@ -87,6 +93,57 @@ def test_what_a_forward_begins_by_hand_ends_with_its_rerun(begin, kind, late) ->
                 loss.backward()
                 assert _around_all() == before
                 found += [loss.detach(), *(p.grad.clone() for p in model.parameters())]
+        return found
+
+    try:
+        assert all(map(torch.equal, trained(True), trained(False)))
+    finally:
+        torch.set_default_device(None)
+
+
+def _dtype_around(forward: Callable[[], torch.Tensor]) -> torch.Tensor:
+    torch.set_default_dtype(torch.float64)
+    try:
+        return forward()
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def _block_around(forward: Callable[[], torch.Tensor]) -> torch.Tensor:
+    with torch.device("meta"):
+        return forward()
+
+
+def _device_around(forward: Callable[[], torch.Tensor]) -> torch.Tensor:
+    torch.set_default_device("meta")
+    try:
+        return forward()
+    finally:
+        torch.set_default_device(None)
+
+
+@pytest.mark.parametrize("kind", ["recompute", "selective", "remake", "segment"])
+@pytest.mark.parametrize("around", [_dtype_around, _block_around, _device_around])
+def test_defaults_of_new_tensors_that_are_in_force_around_the_forward_alone(around, kind) -> None:
+    class Makes(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            made = torch.linspace(0, 1, D)
+            on_meta = made.is_meta
+            scale = torch.linspace(0, 1, D, dtype=made.dtype, device="cpu") + on_meta
+            return (super().forward(x).exp() * scale).tanh().float()
+
+    def trained(planned: bool) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model, found, before = nn.Sequential(Makes(D, D), Makes(D, D)), [], _around_all()
+        choice = Segment(size=2) if kind == "segment" else parse_choice(kind)
+        with attach(model, {"0": choice, "1": choice}) if planned else nullcontext():
+            for _ in range(6):
+                model.zero_grad()
+                x = torch.randn(8, D)
+                loss = around(lambda x=x: model(x).square().mean())
+                loss.backward()
+                assert _around_all() == before
+                found += [p.grad.clone() for p in model.parameters()]
         return found
 
     assert all(map(torch.equal, trained(True), trained(False)))
