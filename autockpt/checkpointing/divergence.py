@@ -336,7 +336,8 @@ class CheckedTensor:
             self._take_print(laid_out_on(storage, self._device, self._layout))
 
     def handed(self, value: torch.Tensor) -> None:
-        """Backward is given ``value`` for it. Compared later, with all others at once."""
+        """Backward is given ``value`` for it. Compared later, with all others at once. Raises RerunMismatch where its
+        type or shape is another."""
         if self._print is None:
             return
         value, node, why = local_part(value), _current_node(), None
@@ -344,15 +345,18 @@ class CheckedTensor:
             why = _OTHER_STREAM
         elif node is not None and left_unwritten(node, value):
             why = "a tensor that its kernel need not write"
-        elif why_not(value) is not None or (value.dtype, value.size()) != self._layout[:2]:
+        elif why_not(value) is not None:
             why = "a tensor that came back as another kind"
         if why is not None:
             self._call.unit.unchecked[why] += 1
             return
+        dtype, size, *_ = self._layout
+        what = _in_words(dtype, size, self._number)
+        if (value.dtype, value.size()) != (dtype, size):
+            raise self._call.unit.mismatch(self._call.step, what)
         distance = tolerance = None
         if self._sketch is not None:
             distance, tolerance = distance_of(self._sketch, sums(value)), tolerance_of(value.dtype)
-        what = _in_words(value.dtype, value.size(), self._number)
         self._call.add(Compared(what, self._print, fingerprint(value), self._stream, distance, tolerance))
 
 

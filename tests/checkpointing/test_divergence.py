@@ -94,6 +94,21 @@ def test_a_rerun_that_differs_ends_the_backward_by_name(kind: Any) -> None:
     assert "Likely causes" in said and "`save`" in said
 
 
+@each_rerun
+def test_a_rerun_in_another_type_is_a_mismatch(kind: Any) -> None:
+    dtype = torch.float64
+
+    def body(unit: Any, x: Tensor) -> Tensor:
+        return mlp(unit, x) * torch.ones(WIDTH, dtype=dtype)  # saved, of which autograd casts the gradient
+
+    model = Model(body).double()
+    with attached(model, kind):
+        result = model(BATCH.double()).pow(2).mean()
+        dtype = torch.float32
+        with raises(RerunMismatch, "units.1", "float64 tensor (64,)"):
+            result.backward()
+
+
 @pytest.mark.parametrize("kind", [*RERUNNING, "remake", "offload"], ids=str)
 def test_what_is_right_is_proven_and_stays_as_it_is(kind: Any) -> None:
     wanted, before = step(Model(mlp)), torch.get_rng_state()
