@@ -258,7 +258,7 @@ def left_unwritten(node: Any, tensor: torch.Tensor) -> bool:
 
     Batch norm in training saves running statistics, and writes to them afterwards without a new version; those of
     ``InstanceNorm`` are a copy of its own. They look like the two vectors of the batch's, which follow from its input.
-    cuDNN's and MIOpen's reserved space has gaps, and so has
+    ``rrelu`` outside of training makes room for its slopes; cuDNN's and MIOpen's reserved space has gaps, and so has
     oneDNN's workspace. Fused attention saves the state of its generator, one or two 64-bit integers, which without
     dropout are empty memory (PyTorch's ``transformers/cuda/attention.cu``, ``flash_attn/flash_api.cpp``); a third that
     flash attention saves, of no dimension and type uint64, always is. Other integers there, lengths of sequences, are
@@ -271,6 +271,8 @@ def left_unwritten(node: Any, tensor: torch.Tensor) -> bool:
         return tensor.dim() == 3 and tensor.size(0) == rows and tensor.size(2) % 2 == 1
     if name.startswith("EfficientAttention") and tensor.dim() == 3:  # what it attends to and with has four
         return True
+    if name.startswith("RreluWithNoise"):
+        return not node._saved_training
     if "Attention" in name and tensor.dtype in (torch.int64, torch.uint64) and tensor.numel() <= 2:
         never = tensor.dtype is torch.uint64 and tensor.dim() == 0
         return never or not getattr(node, "_saved_dropout_p", 0.0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import itertools
 import random
 import warnings
 from collections.abc import Callable
@@ -337,6 +338,23 @@ def test_what_ctc_loss_leaves_unwritten_is_no_mismatch(kind: Any, vocabulary: in
             model(batch).square().mean().backward()
     unchecked = [unit.unchecked for unit in session.proof().units.values()]
     assert all(counts == {"a tensor that its kernel need not write": 4} for counts in unchecked)
+
+
+@each_rerun
+def test_slopes_that_rrelu_leaves_unwritten_are_no_mismatch(kind: Any) -> None:
+    runs = itertools.count(1)
+
+    def body(unit: Any, x: Tensor) -> Tensor:
+        junk = [torch.full_like(x, next(runs)) for _ in range(8)]  # so that memory is not as it was
+        del junk
+        return unit.b(nn.functional.rrelu(unit.a(x)))
+
+    wanted, model = step(Model(body)), Model(body)
+    with attached(model, kind, sentinels="all") as session:
+        for _ in range(4):
+            assert all(map(torch.equal, step(model), wanted))  # type: ignore[arg-type]
+    unchecked = [unit.unchecked for unit in session.proof().units.values()]
+    assert all(set(counts) == {"a tensor that its kernel need not write"} for counts in unchecked)
 
 
 @pytest.mark.parametrize("kind", [*RERUNNING, "remake", "offload"], ids=str)
