@@ -341,15 +341,15 @@ def _user_error(error: Exception, unit: str) -> Exception:
     """The error that a recomputation raised and the forward had not, as it is raised to the user."""
     if isinstance(error, AutockptError):
         return error
-    if not isinstance(error, RuntimeError):
+    if isinstance(error, (StopIteration, LookupError, AttributeError, AssertionError, TypeError, ValueError)):
         # as where the first run has used up an iterator, or asks for the graph that its input came from
         return diverged(unit, f"raised {type(error).__name__} when it ran again in backward, which it did not before")
-    # may be that memory is out, which others know by its type and message
-    error.add_note(
-        f"autockpt: {unit} ran again for backward and had not raised this in forward. Unless memory or a device "
-        "failed, something that it reads has changed in between: use `save` or `offload` there."
-    )
-    return error
+    if isinstance(error, RuntimeError):  # may be that memory is out, which others know by its type and message
+        error.add_note(
+            f"autockpt: {unit} ran again for backward and had not raised this in forward. Unless memory or a device "
+            "failed, something that it reads has changed in between: use `save` or `offload` there."
+        )
+    return error  # a time limit, a file, an exception of the user's own: whoever waits for it knows it by its type
 
 
 def _unreadable(error: RuntimeError, unit: str) -> ConflictError:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -66,6 +67,37 @@ def test_another_number_of_saved_tensors_is_an_error():
 
     with raises(ConflictError, "layer"):
         Framed(Alternating())(torch.randn(3, 4)).sum().backward()
+
+
+class Interrupted(Layer):
+    """Its recomputation is stopped by this error."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__()
+        self.error = error
+
+    def forward(self, x: Tensor) -> Tensor:
+        if replay_context.recomputing():
+            raise self.error
+        return super().forward(x)
+
+
+class OfTheUsersOwn(Exception):
+    pass
+
+
+@pytest.mark.parametrize("kind", [TimeoutError, MemoryError, OSError, OfTheUsersOwn, RuntimeError])
+def test_what_may_have_come_from_outside_is_raised_as_it_is(kind: type[Exception]) -> None:
+    error = kind("now")
+    with pytest.raises(kind) as caught:
+        Framed(Interrupted(error))(torch.randn(3, 4)).sum().backward()
+    assert caught.value is error
+
+
+@pytest.mark.parametrize("kind", [StopIteration, KeyError, AttributeError, AssertionError, TypeError, ValueError])
+def test_what_a_changed_program_raises_names_the_unit(kind: type[Exception]) -> None:
+    with raises(ConflictError, "layer", kind.__name__):
+        Framed(Interrupted(kind()))(torch.randn(3, 4)).sum().backward()
 
 
 def test_hooks_that_a_forward_registers_are_refused():

@@ -162,7 +162,7 @@ def test_an_exception_in_backward_leaves_the_graph_usable(monkeypatch):
     with attach(model, CHOICES):
         torch.manual_seed(1)
         loss = model(torch.randn(4, 8).requires_grad_()).pow(2).sum()
-        with monkeypatch.context() as patch, raises(ConflictError, "units.1"):
+        with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
             patch.setattr(torch, "sigmoid", lambda _: 1 / 0)
             loss.backward(retain_graph=True)
         assert recomputing() is None
