@@ -109,7 +109,7 @@ def kind_of(func: Any) -> Kind:
     """
     schema, name = func._schema, func._schema.name.removeprefix("aten::")
     if schema.is_mutable or is_collective(func) or any(a.name in STATISTICS for a in schema.arguments):
-        repeats = name == "copy_" or torch.Tag.pointwise in func.tags
+        repeats = func.namespace == "aten" and (name == "copy_" or torch.Tag.pointwise in func.tags)
         in_place = name.endswith("_") and not name.startswith("_") and written_by(func, STATISTICS) == [(0, "self")]
         return "writes again" if repeats and in_place and not _is_seeded(func) else "writes"
     if name in _HIDDEN_VIEWS:

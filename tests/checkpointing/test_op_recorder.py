@@ -12,6 +12,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from autockpt.checkpointing.op_recorder import OpRecorder, Value
+from autockpt.checkpointing.op_table import kind_of
 from tests.checkpointing.recorded import Watching
 
 
@@ -75,6 +76,13 @@ def test_blank_memory_is_made_again_once_all_of_it_is_written(whole: bool) -> No
 def test_forwards_that_go_by_values_are_dynamic(function: Callable[[Tensor, Tensor], Tensor]) -> None:
     assert saved_by(function)[0].is_dynamic
     assert not saved_by(lambda x, w: x[[1, 2]].exp())[0].is_dynamic
+
+
+def test_writes_of_ops_that_are_not_pytorchs_own_do_not_run_again() -> None:
+    library = torch.library.Library("autockpt_test", "FRAGMENT")
+    library.define("twice_(Tensor(a!) self) -> ()", tags=torch.Tag.pointwise)
+    assert kind_of(torch.ops.autockpt_test.twice_.default) == "writes"
+    assert kind_of(torch.ops.aten.mul_.Tensor) == "writes again"
 
 
 def test_an_op_under_switches_of_its_own_does_not_run_again() -> None:
