@@ -11,6 +11,7 @@ run again, and what it wrote to can be recomputed or was blank (``empty``), as w
 
 from __future__ import annotations
 
+import operator
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -24,6 +25,7 @@ from autockpt.checkpointing.op_table import STATISTICS, draws_random_numbers, ki
 from autockpt.checkpointing.replay_context import current_transform, switches
 
 _PLAIN = (torch.Tensor, nn.Parameter)
+_FLAGS = operator.attrgetter("enabled", "deterministic", "conv.fp32_precision")
 _UNKNOWN: Any = object()  # in the place of an argument that cannot be noted
 
 Geometry = tuple[torch.Size, tuple[int, ...], int]
@@ -38,6 +40,11 @@ def is_plain(tensor: torch.Tensor) -> bool:
 
 def geometry_of(tensor: torch.Tensor) -> Geometry:
     return tensor.size(), tensor.stride(), tensor.storage_offset()  # type: ignore[return-value]
+
+
+def _flags() -> Any:
+    """Which kernels of cuDNN and oneDNN are allowed now."""
+    return _FLAGS(torch.backends.cudnn), _FLAGS(torch.backends.mkldnn)
 
 
 class Value:
@@ -131,6 +138,7 @@ class OpRecorder:
         self.is_dynamic = False
         self.keeping = 0  # how many modules run whose expensive ops are not to run again
         self._everywhere, self._keeps, self.switches = everywhere, keeps, switches()
+        self._flags = _flags()
         # by address of the storage; a weak reference tells it from another that got the address later
         self._values: dict[int, tuple[weakref.ref[torch.UntypedStorage], Value]] = {}
         self._turns = Counter[int]()
@@ -174,8 +182,9 @@ class OpRecorder:
             and not (self.keeping or self._keeps(func))
             and not draws_random_numbers(func, args, kwargs)  # what is drawn must not be drawn again
         )
-        # an op under switches of the unit's own would run again without them
-        op = self._op(func, args, kwargs) if again and switches() == self.switches else None
+        # an op under switches or flags of the unit's own would run again without them
+        again = again and switches() == self.switches and (kind != "heavy" or _flags() == self._flags)
+        op = self._op(func, args, kwargs) if again else None
         out = func(*args, **kwargs)
         self.is_dynamic |= kind == "dynamic" or _selects_by_mask(func, args)
         if kind in ("writes", "writes again"):

@@ -94,6 +94,16 @@ def test_an_op_under_switches_of_its_own_does_not_run_again() -> None:
     assert value is not None and value.op is None
 
 
+@pytest.mark.parametrize("backend", [torch.backends.cudnn, torch.backends.mkldnn])
+def test_a_product_under_flags_of_its_own_does_not_run_again(backend: Any) -> None:
+    def flags(x: Tensor, w: Tensor) -> Tensor:
+        with backend.flags(enabled=False):
+            return (x @ w).exp()
+
+    result = saved_by(flags)[1][-1]
+    assert result is not None and result.op is not None and result.op.reads[0].op is None
+
+
 def test_where_ops_are_handed_on_in_part_versions_show_writes() -> None:
     x = torch.ones(8)
     recorder = OpRecorder([x], [], lambda _: False, everywhere=False)
