@@ -23,7 +23,7 @@ from autockpt.checkpointing.replay_context import AutocastState
 from autockpt.errors import ConflictError, InPlaceError
 from autockpt.policies.compiling import compiled_by, run_as_it_is
 
-_plain_call = torch._C.DisableTorchFunction  # as torch's own subclasses call what they stand for
+_plain_call = torch._C.DisableTorchFunction  # inside, neither subclasses nor function modes see a call
 Elementwise = Callable[[Tensor], Tensor]
 _SHORT = (torch.bfloat16, torch.float16)
 _IGNORED = -100
