@@ -18,17 +18,23 @@ from autockpt.policies.base import Attachment, PlannedUnit, Session, call_inner
 
 
 class GatheredState(Attachment):
-    """``groups`` are FSDP2's groups of weights inside the unit; each is afterwards as it was."""
+    """``groups`` are FSDP2's groups of weights inside the unit, each with its state: they are afterwards as without it.
 
-    def __init__(self, unit: str, groups: Sequence[Any]) -> None:
+    Those that stay gathered already, as ``fully_shard`` or a unit around this one has it, are left alone.
+    """
+
+    def __init__(self, unit: str, groups: Sequence[tuple[Any, Any]]) -> None:
         super().__init__(unit)
-        self._before = [(group, group.post_forward_mesh_info) for group in groups]
+        freed = [(group, state) for group, state in groups if group.post_forward_mesh_info is not None]
+        self._before = [(group, state, group.post_forward_mesh_info) for group, state in freed]
         self.keep(True)  # a compiled forward does not ask again
 
     def keep(self, gathered: bool) -> None:
         """Have the weights stay as they are after a forward, or not if they would not without this."""
-        for group, before in self._before:
-            group.post_forward_mesh_info = None if gathered else before
+        for group, state, before in self._before:
+            # weights of FSDP2's roots stay by default, and which these are it finds in the first forward
+            root = state._is_root and state._auto_reshard_after_forward
+            group.post_forward_mesh_info = None if gathered or root else before
 
     def taken_off(self) -> None:
         """See ``Attachment``."""
@@ -39,13 +45,13 @@ def keep_gathered(unit: PlannedUnit, session: Session) -> None:
     """Let FSDP2 keep the unit's weights until its backward. Raises ConflictError where it does not shard the unit."""
     from torch.distributed.fsdp import FSDPModule
 
-    groups: list[Any] = []
+    groups: list[tuple[Any, Any]] = []
     for module in unit.module.modules():
         if isinstance(module, FSDPModule):
             # private: torch sets what these do, and cannot be asked for it; a list of them not before torch 2.12
             state = module._get_fsdp_state()
-            groups += getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
-    groups = [group for group in groups if group is not None]  # a module all of whose weights are in others
+            found = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+            groups += [(group, state) for group in found if group is not None]  # None: all its weights are in others
     if not groups:
         raise ConflictError(
             f"`gathered` cannot be carried out on {unit.name}, which FSDP2 does not shard by itself",

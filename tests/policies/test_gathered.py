@@ -9,19 +9,20 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import autockpt
 from autockpt.errors import ConflictError
 from autockpt.measuring import Ranks
-from autockpt.runtime import attach
+from autockpt.runtime import attach, remove
 from autockpt.schema import SAVE, Plan, Unit, WorkloadSpec
 from autockpt.schema.choices import GATHERED, RECOMPUTE, Choice, Recompute, Segment, choice_kinds, parse_choice
 from autockpt.schema.words import tally
 from autockpt.tracing import Tracer
 from tests.errors import raises
-from tests.measuring.sharded_models import LAYERS, Layer, sharded, step_of
+from tests.measuring.sharded_models import LAYERS, WIDTH, Layer, Model, sharded, step_of
 from tests.runtime.processes import in_processes, in_two_processes, needs_gloo
 
 NAMES = [f"layers.{i}" for i in range(LAYERS)]
@@ -44,6 +45,10 @@ class Gathers(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+def layers_of(model: torch.nn.Module) -> list[Layer]:
+    return [module for module in model.modules() if isinstance(module, Layer)]
+
+
 def gathers_less(rank: int) -> list[str]:
     """What is wrong with gradients, or with the number of all-gathers, under each plan and afterwards."""
     step, wrong = step_of("fsdp2", 2), []
@@ -64,7 +69,7 @@ def gathers_less(rank: int) -> list[str]:
                 count, found = gradients()
             with torch.no_grad():
                 step.model(step.batch)
-            freed = all(isinstance(layer.up.weight, DTensor) for layer in step.model.layers)
+            freed = all(isinstance(layer.up.weight, DTensor) for layer in layers_of(step.model))
         if not all(map(torch.equal, found, expected)):
             wrong.append(f"{what}: gradients differ")
         if count != plain - sum(choice.gathered for choice in plan.values()):
@@ -75,6 +80,46 @@ def gathers_less(rank: int) -> list[str]:
         if (count := gradients()[0]) != plain:
             wrong.append(f"{what}: taken off, {count} all-gathers, and {plain} before")
     return wrong
+
+
+def kept(model: Model) -> list[bool]:
+    """Which weights stay gathered after a forward without gradients."""
+    with torch.no_grad():
+        model(torch.ones(8, WIDTH))
+    return [not isinstance(part.weight, DTensor) for layer in layers_of(model) for part in (layer.up, layer.down)]
+
+
+def leaves_weights_as_without_it(rank: int) -> list[str]:
+    """What differs, in evaluation under a plan and once it is taken off, from a model that had none."""
+    wrong = []
+
+    def model(whole: bool) -> Model:
+        """Not ``whole``: FSDP2 takes each layer for a root, and keeps what its parts do not have of its weights."""
+        made = Model()
+        for layer in layers_of(made):
+            fully_shard(layer.up)
+            fully_shard(layer)
+        return fully_shard(made) if whole else made
+
+    nested = {NAMES[0]: GATHERED, f"{NAMES[0]}.up": GATHERED, NAMES[1]: AGAIN}
+    for whole in (True, False):
+        plain = kept(model(whole))
+        for plan in (nested, dict(reversed(nested.items()))):
+            planned = model(whole)
+            attach(planned, plan)
+            if (found := kept(planned)) != plain:
+                wrong.append(f"{whole}, {list(plan)}: kept {found} in evaluation, {plain} without a plan")
+            planned(torch.ones(8, WIDTH)).sum().backward()
+            remove(planned)
+            if (found := kept(planned)) != plain:
+                wrong.append(f"{whole}, {list(plan)}: kept {found} afterwards, {plain} without a plan")
+    return wrong
+
+
+@pytest.mark.slow
+@needs_gloo
+def test_weights_that_no_backward_needs_are_freed_as_without_a_plan(tmp_path: Path) -> None:
+    assert in_two_processes(leaves_weights_as_without_it, tmp_path) == []
 
 
 @pytest.mark.slow
