@@ -62,6 +62,9 @@ class Attachment:
         self._cache_unit: Any = None
         self.turn: Callable[[], AbstractContextManager[None]] | None = None
 
+    def put_on(self) -> None:
+        """The forward is this attachment's, for the first time or again."""
+
     def taken_off(self) -> None:
         """The forward is no longer this attachment's."""
 
@@ -222,6 +225,7 @@ def put_back(module: nn.Module, forward: AttachedForward) -> None:
         )
     forward.state.active = True
     module.__dict__["forward"] = forward
+    forward.state.put_on()
 
 
 def attached_to(module: nn.Module) -> AttachedForward | None:
@@ -373,6 +377,7 @@ class Session:
         forward = (_UncompiledForward if state.as_it_is else AttachedForward)(run, module, state)
         module.__dict__["forward"] = forward
         self._placed.append((module, forward))
+        state.put_on()
 
     @property
     def host_bytes(self) -> int:

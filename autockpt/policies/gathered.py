@@ -27,7 +27,6 @@ class GatheredState(Attachment):
         super().__init__(unit)
         freed = [(group, state) for group, state in groups if group.post_forward_mesh_info is not None]
         self._before = [(group, state, group.post_forward_mesh_info) for group, state in freed]
-        self.keep(True)  # a compiled forward does not ask again
 
     def keep(self, gathered: bool) -> None:
         """Have the weights stay as they are after a forward, or not if they would not without this."""
@@ -35,6 +34,10 @@ class GatheredState(Attachment):
             # weights of FSDP2's roots stay by default, and which these are it finds in the first forward
             root = state._is_root and state._auto_reshard_after_forward
             group.post_forward_mesh_info = None if gathered or root else before
+
+    def put_on(self) -> None:
+        """See ``Attachment``. A compiled forward does not ask again: there weights stay without gradients, too."""
+        self.keep(True)
 
     def taken_off(self) -> None:
         """See ``Attachment``."""

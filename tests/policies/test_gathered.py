@@ -122,6 +122,25 @@ def test_weights_that_no_backward_needs_are_freed_as_without_a_plan(tmp_path: Pa
     assert in_two_processes(leaves_weights_as_without_it, tmp_path) == []
 
 
+def gathers_again_once_put_back(rank: int) -> list[str]:
+    """Which compiled layers are freed in a forward with gradients, as with several sets of choices that take turns."""
+    model = sharded("fsdp2", 2)
+    session = attach(model, dict.fromkeys(NAMES, GATHERED))
+    for layer in layers_of(model):
+        layer.compile(backend="eager")
+    session.set_aside()
+    model(torch.ones(8, WIDTH)).sum().backward()
+    session.put_back()
+    model(torch.ones(8, WIDTH))
+    return [name for name in NAMES if isinstance(model.get_submodule(name).up.weight, DTensor)]
+
+
+@pytest.mark.slow
+@needs_gloo
+def test_compiled_layers_put_back_are_gathered_again(tmp_path: Path) -> None:
+    assert in_two_processes(gathers_again_once_put_back, tmp_path) == []
+
+
 @pytest.mark.slow
 @needs_gloo
 def test_a_gathered_layer_is_gathered_once_less(tmp_path: Path) -> None:
