@@ -20,7 +20,6 @@ import autockpt
 from autockpt.errors import MeasurementError, RanksError
 from autockpt.measuring import Ranks, ranks
 from autockpt.schema.choices import RECOMPUTE
-from autockpt.shipped import load_space
 from tests.errors import raises
 from tests.measuring.sharded_models import WIDTH, sharded, squares, step_of
 from tests.runtime.processes import in_processes, in_two_processes, needs_gloo
@@ -35,8 +34,8 @@ def local(tensor: Tensor) -> Tensor:
 def searches(rank: int, kind: str) -> list[str]:
     step, groups = step_of(kind, 2), len(dist.distributed_c10d._world.pg_names)
     before = [local(p).detach().clone() for p in step.model.parameters()]
-    space = load_space("knobs").restricted(("recompute", "offload"))
-    plan = autockpt.search(step, budget="60%act", trials=1, space=space, progress=False, out=None)
+    choices = ["recompute", "offload"]
+    plan = autockpt.search(step, budget="60%act", trials=1, choices=choices, progress=False, out=None)
     assert plan.measured is not None
     told: list[str] = ["", ""]
     dist.all_gather_object(told, plan.hash)
