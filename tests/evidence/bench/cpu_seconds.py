@@ -22,8 +22,7 @@ import torch
 
 from autockpt.devices import get_device
 from autockpt.measuring.statistics import ratio_interval
-from autockpt.schema import SearchRequest, WorkloadSpec, dump_choices, format_binary, parse_budget
-from autockpt.shipped import load_space
+from autockpt.schema import SearchRequest, SearchSpace, WorkloadSpec, dump_choices, format_binary, parse_budget
 from autockpt.tuning import run_search
 from autockpt.workload import build, discover_units
 from tests.evidence.bench.peers import OURS, PEERS, PLAIN
@@ -35,7 +34,7 @@ def main(path: Path) -> None:
     time.perf_counter = time.process_time  # type: ignore[assignment]
     torch.set_num_threads(1)
     step = build(WorkloadSpec(optimizer="none", packed=True, **asked["spec"]), torch.device("cpu"))
-    space = load_space("knobs").without(["offload", "recompute_offload"])  # files are no memory, and so would win
+    space = SearchSpace().without(["offload", "recompute_offload"])  # files are no memory, and so would win
     rows: dict[str, tuple[str, Any]] = {f"{name} {label}".strip(): (name, data) for name, data, label in asked["rows"]}
     limits: dict[str, int] = asked.get("limits", {})
     for text in asked["budgets"]:
