@@ -72,7 +72,7 @@ def search(
     free of it (by default 5% of bytes or "auto" of simulated ``hardware``, else nothing), ``host_budget`` ("8GB", or
     bytes) bounds what offloading may claim of host memory. With ``allow_inexact`` output head and loss, MLPs and
     norms may run on some tokens at a time: gradients are then equal up to rounding. ``choices`` are the only ones that
-    layers and output head may make (``["recompute", "offload"]``).
+    layers and output head may make (``["recompute", "offload"]``; under FSDP2 ``"gathered"`` is one).
     ``timeout`` is in seconds, ``out`` the folder that keeps the run and its page (None: nothing is kept). A search that
     came to its end there is answered from its record; ``fresh`` sets that aside. ``progress`` is a bar on a terminal's
     standard error, lines elsewhere.

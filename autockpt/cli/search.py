@@ -99,7 +99,7 @@ def search(
         "once --seq-len auto has found its length.",
     ),
     seed: int | None = opt("--seed N", "For weights, batch and sampler. Default: the job's, else 0.", min=0),
-    choices: str | None = opt("--choices A,B", "Allow only these, as in save,recompute."),
+    choices: str | None = opt("--choices A,B", "Allow only these, as in save,recompute; under FSDP2 gathered is one."),
     storage: str | None = opt(
         "--storage URL",
         "Optuna storage. Default: sqlite in the run. Give a URL with a password by AUTOCKPT_STORAGE, or keep the "

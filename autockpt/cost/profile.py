@@ -333,6 +333,7 @@ def build_profile(
     extra: Iterable[Choice] = (),
     needs: MemoryModel | None = None,
     head: Heads | None = None,
+    gathered: bool = True,
     listener: Listener = Silence(),
     late: Callable[[], bool] = lambda: False,
 ) -> CostModel:
@@ -340,8 +341,9 @@ def build_profile(
 
     ``uniform`` are the ghost runs of ``uniform_graphs``, save among them; ``extra`` choices are put on the menus, too.
     ``needs`` as for ``Predictor``; ``head`` are the ghost runs of ``head_graphs``. Where the host budget (bytes) binds,
-    choices that offload come with the disk tier as well, if its bandwidth is known. ``listener`` sees the ghost runs.
-    Once it is ``late`` menus get nothing but recomputing besides what is on them already.
+    choices that offload come with the disk tier as well, if its bandwidth is known; under FSDP2, where ``gathered``
+    allows it, every choice with the weights gathered as well. ``listener`` sees the ghost runs. Once it is ``late``
+    menus get nothing but recomputing besides what is on them already.
     """
     base = uniform["save"][1]
     predictor = Predictor(traces, times, host_budget, needs)
@@ -350,7 +352,7 @@ def build_profile(
     variants: dict[tuple[int, Choice], Graph] = {}
     wanted = list[tuple[Unit, Choice]]()
     units = representatives(base.blocks()).values()
-    again_for_backward = gathered_again(base)
+    again_for_backward = gathered_again(base) if gathered else set()
     fronts = {Selective().kind, Remake().kind} & {*uniform}
     if fronts:
         traces.ahead({unit.name: RECOMPUTE} for unit in units)

@@ -86,9 +86,10 @@ class Traced:
 
     def cost_model(self, times: OpTimes, *, needs: MemoryModel | None = None, **more: Any) -> CostModel:
         """What choices cost by these op times; ``needs`` and ``more`` as for ``build_profile``."""
+        more |= {"head": self.heads, "gathered": self.space.gathered}
         if self.base is None:
-            return build_profile(self.tracer, times, self.uniform, head=self.heads, needs=needs, **more)
-        small = build_profile(self.twin or self.tracer, times, self.uniform, head=self.heads, **more)
+            return build_profile(self.tracer, times, self.uniform, needs=needs, **more)
+        small = build_profile(self.twin or self.tracer, times, self.uniform, **more)
         return transplanted(small, self.base, self.tracer, needs, more.get("listener", Silence()))
 
 

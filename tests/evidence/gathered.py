@@ -8,10 +8,9 @@ llama-3b, 1 × 2048 tokens, bf16, AdamW, ``shard: 8``.
 from __future__ import annotations
 
 import argparse
-from contextlib import nullcontext
-from unittest.mock import patch
 
 import autockpt
+from autockpt.schema.choices import head_kinds, searched_kinds
 from autockpt.schema.words import tally
 
 CASES = ("rtx4090:9GB", "rtx4090:14GB", "h100:14GB")
@@ -19,9 +18,8 @@ CASES = ("rtx4090:9GB", "rtx4090:14GB", "h100:14GB")
 
 def found(hardware: str, budget: str, *, gathered: bool) -> autockpt.Plan:
     job = {"batch_size": 1, "seq_len": 2048, "dtype": "bf16", "shard": 8}
-    left_out = patch("autockpt.cost.profile.gathered_again", lambda graph: set())
-    with nullcontext() if gathered else left_out:
-        return autockpt.search("llama-3b", hardware=hardware, budget=budget, progress=False, **job)
+    choices = None if gathered else [*searched_kinds(), *head_kinds()]
+    return autockpt.search("llama-3b", hardware=hardware, budget=budget, choices=choices, progress=False, **job)
 
 
 def main() -> None:

@@ -124,19 +124,20 @@ def test_a_share_beyond_the_device_is_searched_within_it(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("room", [1.5, 9.0, -5.0], ids=["two layers at most", "all layers", "less than saving needs"])
-def test_weights_stay_gathered_where_that_pays(room: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_stay_gathered_where_that_pays(room: float, tmp_path: Path) -> None:
     """``room``: beyond what saving everything needs, in layers' weights."""
     slow = load_hardware("cpu").model_copy(update={"peer_bandwidth": 1e8})
     spec = WorkloadSpec(model="tests.measuring.sharded_models:whole", shard=2)
     with Tracer.from_spec(spec, hardware=slow) as tracer:
         budget = slow.context_bytes + tracer.trace().peak_bytes + int(room * WEIGHTS)
     card = slow.model_copy(update={"memory_bytes": budget})
-    asked = ask(tmp_path, card, "auto", workload=spec, space=SearchSpace().restricted(("recompute",)))
+    asked = ask(tmp_path, card, "auto", workload=spec, space=SearchSpace().restricted(("recompute", "gathered")))
     found = run_search(asked)
-    monkeypatch.setattr("autockpt.cost.profile.gathered_again", lambda graph: set())
-    without = run_search(asked.model_copy(update={"out": None}))
+    without = run_search(asked.model_copy(update={"out": None, "space": SearchSpace().restricted(("recompute",))}))
     assert found.plan is not None and without.plan is not None
     ours, theirs = found.plan.predicted, without.plan.predicted
+    assert found.binding and without.binding == (room < 0)
+    assert not any(choice.gathered for choice in without.plan.choices.values())
     assert any(choice.gathered for choice in found.plan.choices.values())
     assert ours is not None and theirs is not None and ours.peak_bytes <= budget
     assert ours.step_seconds < theirs.step_seconds  # type: ignore[operator]
