@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import NamedTuple, TypeVar
@@ -375,7 +375,7 @@ def build_profile(
     with predictor.watched(listener):
         for unit, choice in wanted:
             if (unit.kind, choice) not in variants and (choice == RECOMPUTE or not late()):
-                with suppress(ConflictError):
+                with suppress(ConflictError) if choice.gathered else nullcontext():  # a layer that is not sharded
                     variants[unit.kind, choice] = predictor.graph({unit.name: choice})
     menus = build_menus(base, variants, predictor.simulation, times.host_seconds_of)
     if RECOMPUTE.kind in uniform:

@@ -12,17 +12,21 @@ import pytest
 from autockpt.cost import build_profile, measure_op_times, uniform_graphs
 from autockpt.cost.roofline import roofline_times
 from autockpt.cost.step import simulate
-from autockpt.schema import DeviceInfo, Environment, Graph, OpTimes, WorkloadSpec
+from autockpt.errors import ConflictError
+from autockpt.schema import OFFLOAD, Choice, DeviceInfo, Environment, Graph, OpTimes, WorkloadSpec
 from autockpt.shipped import load_hardware
 from autockpt.solvers.problem import seconds_of
 from autockpt.tracing import Tracer
 from tests.cost.steps import SECONDS, step
+from tests.errors import raises
 
 NAMES = ["layers.0", "layers.1"]
 
 
 class Machine:
-    """Times ops; ``stopped`` while it times whole plans."""
+    """Times ops; ``stopped`` while it times whole plans. It may refuse a choice."""
+
+    refuses: Choice | None = None
 
     def __init__(self, stopped: bool) -> None:
         info = DeviceInfo(kind="cpu", name="made up", capacity_bytes=1 << 30)
@@ -32,6 +36,8 @@ class Machine:
         """One after the other, when asked for."""
 
     def trace(self, choices: Mapping[str, Any] | None = None) -> Graph:
+        if self.refuses in (choices or {}).values():
+            raise ConflictError("made up", remedy="None.")
         return step(NAMES, choices)
 
     def call(self, ref: str, payload: dict) -> dict:
@@ -78,6 +84,15 @@ def test_when_late_only_what_plans_need_is_ghost_run() -> None:
     everything = uniform_graphs(machine, blocks, ("save", "recompute", "offload"))
     made = build_profile(machine, times, everything, late=lambda: True)
     assert [[item.choice.kind for item in menu.items] for menu in made.profile.menus] == [["save", "recompute"]]
+
+
+def test_a_conflict_of_one_layer_is_raised() -> None:
+    machine = Machine(stopped=False)
+    times = OpTimes(environment=machine.environment, seconds=SECONDS, copy_out_bandwidth=40.0, copy_in_bandwidth=40.0)
+    everything = uniform_graphs(machine, machine.trace().blocks(), ("save", "recompute"))
+    machine.refuses = OFFLOAD
+    with raises(ConflictError, "made up"):
+        build_profile(machine, times, everything, extra=[OFFLOAD])
 
 
 @pytest.mark.slow
