@@ -34,7 +34,7 @@ def local(tensor: Tensor) -> Tensor:
 def searches(rank: int, kind: str) -> list[str]:
     step, groups = step_of(kind, 2), len(dist.distributed_c10d._world.pg_names)
     before = [local(p).detach().clone() for p in step.model.parameters()]
-    choices = ["recompute", "offload"]
+    choices = ["recompute", "offload", "gathered"]
     plan = autockpt.search(step, budget="60%act", trials=1, choices=choices, progress=False, out=None)
     assert plan.measured is not None
     told: list[str] = ["", ""]
