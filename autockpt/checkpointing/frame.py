@@ -171,6 +171,8 @@ class CheckpointFrame:
             self._compared[number] = comparison
 
     def _are_few(self, indices: torch.Tensor) -> bool:
+        if not indices.dim():  # the seed or the offset of attention's dropout
+            return False
         sizes = (tensor.nbytes for tensor in self._live or [] if tensor.is_floating_point())
         return is_plain(indices) and indices.nbytes <= SMALL_SHARE * max(sizes, default=0)
 
