@@ -217,7 +217,7 @@ class SplitProposer(Proposer):
 
     # -- the budget ---------------------------------------------------------------------------------------------------
 
-    def resolve(self, stopped: str) -> None:
+    def resolve(self, stopped: str) -> bool:
         budget, lean = self.request.budget, self._trial(ALL)
         if self.smallest_peak == 0:
             raise self._failure(stopped)
@@ -232,6 +232,7 @@ class SplitProposer(Proposer):
         top = none.measured.peak_bytes if none is not None and none.measured is not None else self.room
         least = lean.measured.peak_bytes if lean is not None and lean.measured is not None else self.smallest_peak
         self.trials.judge(budget.resolved(top, least, self.room, self.target.measurer.environment.device.kind))
+        return False
 
     def _trial(self, name: str) -> Trial | None:
         return self.trials.find(self.known[name]) if name in self.known else None

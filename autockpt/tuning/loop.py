@@ -38,14 +38,11 @@ class Proposer(Protocol):
     """Proposes plans of one question, and knows what its budget means.
 
     ``known`` are the well-known plans, by name. ``smallest_peak`` is the least reachable peak in bytes, as far as is
-    known; 0 where nothing is. ``gathers`` says whether memory that saving everything leaves can make the step faster:
-    FSDP2 may keep weights gathered. When the next candidate is asked for, the result of the one before is among the
-    trials.
+    known; 0 where nothing is. When the next candidate is asked for, the result of the one before is among the trials.
     """
 
     known: dict[str, dict[str, Choice]]
     smallest_peak: int
-    gathers: bool = False
 
     def begin(self) -> None:
         """Open what proposing needs, if anything. Raises InfeasibleError for a budget known to be out of reach."""
@@ -54,8 +51,11 @@ class Proposer(Protocol):
         """Plans to begin with. Asked for the next one when the one before it was tried; raises where none can run."""
         ...
 
-    def resolve(self, stopped: str) -> None:
-        """Judge all trials by the budget in bytes, as they tell it. ``stopped``: why there are no more of them."""
+    def resolve(self, stopped: str) -> bool:
+        """Judge all trials by the budget in bytes, as they tell it. ``stopped``: why there are no more of them.
+
+        Returns whether memory that saving everything leaves can make the step faster: FSDP2 may keep weights gathered.
+        """
         ...
 
     def candidates(self, loop: Loop) -> Iterator[Candidate]:
@@ -82,6 +82,7 @@ class Loop:
     clock: Clock
     stopped: str = ""
     last_seconds: float = 0.0
+    _more_is_faster: bool = False
 
     def run(self) -> SearchResult:
         """Search until the trials, the time or the possibilities are used up; Ctrl-C ends it with the best so far.
@@ -100,7 +101,7 @@ class Loop:
                     self.clock.listener.note(note)
             if shorter := self.clock.limit_by(trial.measured for trial in self.trials.all):
                 self.clock.listener.note(shorter)
-            self.proposer.resolve(self.stopped)
+            self._more_is_faster = self.proposer.resolve(self.stopped)
             if not self.binding:
                 self.stopped = "saving everything fits the budget, so there is nothing to trade"
                 best = self._plain
@@ -172,7 +173,7 @@ class Loop:
     def binding(self) -> bool:
         """Whether the budget asks for anything at all; taken for granted until the budget is known in bytes."""
         plain = self._plain
-        return self.trials.budget_bytes is None or plain is None or not plain.feasible or self.proposer.gathers
+        return self.trials.budget_bytes is None or plain is None or not plain.feasible or self._more_is_faster
 
     @property
     def _plain(self) -> Trial | None:

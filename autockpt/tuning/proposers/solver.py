@@ -73,7 +73,6 @@ class SolverProposer(Proposer):
         self.device = cost_model.predictor.device
         self.available_bytes = self.device.capacity_bytes - cost_model.used_by_others
         self.unscaled_problem = cost_model.problem(0)
-        self.gathers = any(item.choice.gathered for menu in cost_model.profile.menus for item in menu.items)
         self.smallest_peak = self._plain_smallest = 0
         self.checks: dict[tuple[Choice, ...], Checked] = {}
         self._refit_due = False
@@ -121,7 +120,7 @@ class SolverProposer(Proposer):
 
     # -- the budget ---------------------------------------------------------------------------------------------------
 
-    def resolve(self, stopped: str) -> None:
+    def resolve(self, stopped: str) -> bool:
         """The budget by this job's own peaks, measured where they could be."""
         known = {name: c for name, c in self.known.items() if not self.cost_model.predictor.over_host(c)}
         peaks = {name: peak_of_trial(t) for name, c in known.items() if (t := self.trials.find(c)) is not None}
@@ -136,6 +135,7 @@ class SolverProposer(Proposer):
             notes.append(f"the device has less free than the budget ({free}); what does not fit there was not run")
         self.trials.judge(budget)
         self._learn_budget()
+        return any(item.choice.gathered for menu in self.cost_model.profile.menus for item in menu.items)
 
     def _learn_budget(self) -> None:
         """A simulated allocator that is kept to the budget may make do with less than one that is not.
