@@ -82,16 +82,20 @@ def test_a_write_before_backward_is_found_two_steps_later(schedule, kind):
         assert session.proof().samples > 0
         standin.synchronize()
         standin.set_schedule(schedule)
-        before = standin.extension.counts().get("host waits", 0)
+        before = _waits()
         loss = model(x)
         for block in model.blocks:
             block.norm.bias.data.add_(0.5)
         loss.backward()
         model(x)
-        assert standin.extension.counts().get("host waits", 0) == before
+        assert _waits() == before
         standin.synchronize()
         with raises(RerunMismatch, "blocks.3", "step 8"):
             model(x)
+
+
+def _waits() -> int:
+    return standin.extension.counts().get("host waits", 0)
 
 
 @pytest.mark.parametrize("kind", ("recompute", "remake"))
@@ -102,19 +106,16 @@ def test_the_host_waits_once_when_backward_has_ended(kind):
             model(x).backward()
         standin.synchronize()
         standin.set_schedule("lazy")
-        begin = torch.accelerator.current_stream().record_event()
-        waited: list[bool] = []
-        x.register_hook(lambda _: waited.append(begin.query()))
+        begin, before = torch.accelerator.current_stream().record_event(), _waits()
+        waited: list[int] = []
+        x.register_hook(lambda _: waited.append(_waits() - before))
         model(x).backward()
-        assert waited == [False] and begin.query()
+        assert waited == [0] and begin.query()
 
 
 @pytest.mark.parametrize("kind", ("recompute", "recompute_offload"))
 def test_the_host_waits_at_most_once_in_a_call(kind):
     """First calls look closely at parameters and buffers, large and small; later ones need no value of any."""
-
-    def waits() -> int:
-        return standin.extension.counts().get("host waits", 0)
 
     model = Model(width=256).to(DEVICE)
     x = torch.randn(8, 256).to(DEVICE)
@@ -122,10 +123,10 @@ def test_the_host_waits_at_most_once_in_a_call(kind):
     with attach(model, {f"blocks.{n}": parse_choice(kind) for n in range(BLOCKS)}, sentinels="off"):
         seen = []
         for _ in range(4):
-            before = waits()
+            before = _waits()
             loss = model(x)
-            between = waits()
+            between = _waits()
             loss.backward()
-            seen.append((between - before, waits() - between))
+            seen.append((between - before, _waits() - between))
     assert all(forward <= BLOCKS and backward <= BLOCKS for forward, backward in seen), seen
     assert seen[-1] == (0, 0)
