@@ -6,6 +6,7 @@ may write into a dict or list that it was given. Other objects are passed as the
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Any, NamedTuple, Protocol
@@ -119,7 +120,7 @@ class _Node(torch.autograd.Function):
 
 
 class HeldByNode:
-    """A tensor as a node of autograd's holds it, in the way of the hooks that are in force."""
+    """A tensor as a node of autograd's holds it. For torch 2.11, which has no such object of its own for Python."""
 
     __slots__ = ("_output",)
 
@@ -133,13 +134,19 @@ class HeldByNode:
         return node.saved_tensors[0]
 
 
+# what torch.utils.checkpoint itself holds inputs by, behind torch 2.11: without a call of a Function for each
+_make: Any = getattr(torch._C._autograd, "_make_saved_tensor", None)
+save: Callable[[torch.Tensor], Holder] = HeldByNode if _make is None else functools.partial(_make, is_output=False)
+"""Hold a tensor in the way of the hooks that are in force."""
+
+
 def hold(tensors: Iterable[torch.Tensor]) -> list[Held]:
     """Hold inputs until backward, as autograd holds what it saves: themselves, where no hooks are in force.
 
     Raises RuntimeError for tensors without versions, which were made in inference mode.
     """
     if hooks_in_force(False) is not None:
-        return [HeldByNode(tensor) for tensor in tensors]
+        return [save(tensor) for tensor in tensors]
     return [(tensor, tensor._version) for tensor in tensors]
 
 

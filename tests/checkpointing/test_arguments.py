@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from autockpt.checkpointing.arguments import HeldByNode, flatten, unflatten
+from autockpt.checkpointing import arguments
+from autockpt.checkpointing.arguments import flatten, unflatten
 
 Pair = namedtuple("Pair", "first second")
 
@@ -40,10 +41,11 @@ def test_generators_are_listed_and_other_objects_pass():
     assert flatten((generator, thing), [], found) == (generator, thing) and found == [generator]
 
 
-def test_inputs_are_held_as_autograd_holds_saved_tensors():
+@pytest.mark.parametrize("save", [arguments.save, arguments.HeldByNode])
+def test_inputs_are_held_as_autograd_holds_saved_tensors(save):
     leaf = torch.ones(3, requires_grad=True)
     x, packed = leaf * 2, []
-    held = HeldByNode(x)
+    held = save(x)
     assert torch.equal(held.unpack(), x) and torch.equal(held.unpack(), x)
     with torch.no_grad():
         x.add_(1)
@@ -51,5 +53,5 @@ def test_inputs_are_held_as_autograd_holds_saved_tensors():
         held.unpack()
     given = torch.rand(3)
     with torch.autograd.graph.saved_tensors_hooks(lambda t: packed.append(t) or 0, lambda _: packed[0]):
-        held = HeldByNode(given)
+        held = save(given)
     assert len(packed) == 1 and torch.equal(held.unpack(), given)
