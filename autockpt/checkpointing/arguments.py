@@ -135,7 +135,7 @@ class HeldByNode:
 
 
 # what torch.utils.checkpoint itself holds inputs by, behind torch 2.11: without a call of a Function for each
-_make: Any = getattr(torch._C._autograd, "_make_saved_tensor", None)
+_make: Any = getattr(torch._C._autograd, "_make_saved_tensor", None)  # type: ignore[attr-defined]
 save: Callable[[torch.Tensor], Holder] = HeldByNode if _make is None else functools.partial(_make, is_output=False)
 """Hold a tensor in the way of the hooks that are in force."""
 
