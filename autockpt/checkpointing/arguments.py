@@ -20,6 +20,7 @@ from autockpt.errors import AutockptError, InPlaceError
 hooks_in_force: Callable[[bool], Any] = torch._C._autograd._top_saved_tensors_default_hooks  # type: ignore[attr-defined]
 # torch has no public question for it; its trees of CUDA graphs ask this
 _use_count: Callable[[int], int] = torch._C._storage_Use_Count  # type: ignore[attr-defined]
+_ALONE = torch.empty(0, device="cpu")  # made once: a steady forward asks, and each op of its own would be recorded
 _PLAIN = frozenset((type(None), bool, int, float, str, torch.dtype, torch.device))
 
 
@@ -41,8 +42,7 @@ class _Tree(NamedTuple):
 
 def holders(tensor: torch.Tensor) -> int:
     """How many tensors are on the memory of one, itself included, in Python or held by PyTorch."""
-    alone = torch.empty(0)
-    return 1 + _use_count(tensor.untyped_storage()._cdata) - _use_count(alone.untyped_storage()._cdata)
+    return 1 + _use_count(tensor.untyped_storage()._cdata) - _use_count(_ALONE.untyped_storage()._cdata)
 
 
 def flatten(value: Any, tensors: list[torch.Tensor], generators: list[torch.Generator]) -> Any:
