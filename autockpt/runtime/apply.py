@@ -1,4 +1,4 @@
-"""Applying a plan to a live model: read it, find its choices for this model, check them if asked, attach them.
+"""Applying a plan to a live model: read it, find its choices for this model, attach them.
 
 ``apply`` reads from top to bottom; what it calls stands below it in that order, and last the handle that it returns.
 """
@@ -7,28 +7,26 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from autockpt.checkpointing.divergence import Mode
 from autockpt.devices import get_device
 from autockpt.devices.accelerator import AcceleratorDevice
-from autockpt.errors import ConflictError, PlanError, UsageError
+from autockpt.errors import PlanError, UsageError
 from autockpt.policies.base import device_of
 from autockpt.policies.check_report import Proof
 from autockpt.runtime.adaptive import Adaptive, Move, leaner_choices, meter_of
 from autockpt.runtime.choice_sets import BatchSets, attach_sets
-from autockpt.runtime.session import Session, attach, compiled_as, without_kv_cache
+from autockpt.runtime.session import Session, attach, compiled_as
 from autockpt.schema.choices import Choice, with_plan_errors
 from autockpt.schema.plan import Plan
 from autockpt.schema.runs import plan_at
 from autockpt.schema.sizes import parse_budget
-from autockpt.verification.gradients import compare
-from autockpt.workload.losses import default_loss
 from autockpt.workload.step import weights_dtype
 from autockpt.workload.units import discover_head, discover_units, plan_units
 
@@ -37,8 +35,6 @@ def apply(
     model: nn.Module,
     plan: Plan | Mapping[str, Any] | str | Path,
     *,
-    check_batch: Any = None,
-    loss: Callable[[nn.Module, Any], Tensor] | None = None,
     sentinels: Mode | None = None,
     adaptive: bool | str = False,
 ) -> Handle:
@@ -47,10 +43,7 @@ def apply(
     They act whenever gradients are enabled.
 
     Nothing about the model changes but what its forward keeps: no submodule is replaced, ``state_dict``, parameter
-    names, class and config stay as they are. With ``check_batch`` two steps on it are compared with plain training
-    before anything is applied for good, bit by bit, or within a tolerance where a choice is not exact
-    (``loss(model, batch)`` gives the loss; default: the model's own); weights, gradients, buffers and random states are
-    afterwards as before.
+    names, class and config stay as they are.
 
     A plan with sets of choices for smaller batches goes, at each forward, by the first set that covers the batch at
     hand (rows × padded length), and by the leanest for larger ones than any, which a warning says once; a backward goes
@@ -74,15 +67,13 @@ def apply(
     Other ranks of a distributed training then see this one gone, as after any exception.
 
     Raises PlanError where the plan is malformed or belongs to another model; RunDirectoryError where a directory holds
-    none; ConflictError where it cannot be attached safely, or where the check finds a difference; UsageError for other
-    ``sentinels``, and for what is no model.
+    none; ConflictError where it cannot be attached safely; UsageError for other ``sentinels``, and for what is no
+    model.
     """
     plan = _read(model, plan)
     sets = [(each.when, choices_for(model, each)) for each in plan.sets]
     notes = _doubts(plan, model)
     limit = _limit(adaptive, plan)  # a slip is told where the device tells no peak, too
-    for _, choices in sets if check_batch is not None else ():
-        _check(model, choices, check_batch, loss)
     options: dict[str, Any] = {"host_budget": plan.host_budget_bytes, "sentinels": sentinels}
     meter = meter_of(device_of(model)) if adaptive else None
     if meter is not None:
@@ -162,31 +153,6 @@ def _limit(adaptive: bool | str, plan: Plan) -> int | None:
     if budget.kind not in ("bytes", "auto"):
         raise UsageError(f"adaptive={adaptive!r} is no size", remedy='Write it as "24GB", or True.')
     return budget.size
-
-
-def _check(model: nn.Module, choices: Mapping[str, Choice], batch: Any, loss: Callable[..., Tensor] | None) -> None:
-    """Raise ConflictError where two steps under the choices are not bit-equal with plain training."""
-    run = loss or default_loss(model, batch)
-
-    def forward_backward(between: Callable[[], None]) -> Tensor:
-        loss = run(model, batch)
-        between()
-        loss.backward()
-        return loss.detach()
-
-    result = compare(
-        model,
-        forward_backward,
-        lambda: attach(model, choices, sentinels="off"),
-        lambda: without_kv_cache(model),
-        exact=all(choice.exact for choice in choices.values()),
-    )
-    if not result.equal:
-        raise ConflictError(
-            f"under this plan the model does not train as it does without: {result.describe()}",
-            remedy="Some unit's forward cannot be run twice with the same result. Set the units in question to save; "
-            "applying a part of the plan at a time shows which.",
-        )
 
 
 def _for_tensors(limit: int | None, device: torch.device) -> int:

@@ -1,9 +1,9 @@
 """Comparing a plan's steps with plain training: what they leave behind.
 
-Training under a plan needs none of it. ``apply`` uses it for ``check_batch``, measuring and ``verify`` for whole plans.
+Training under a plan needs none of it: measuring and ``verify`` use it.
 """
 
-from autockpt.verification.gradients import GradientCheck, Reference, compare, judge, observe_reference
+from autockpt.verification.gradients import GradientCheck, Reference, judge, observe_reference
 from autockpt.verification.observation import (
     Observation,
     coarsest,

@@ -1,18 +1,15 @@
-"""Comparing a plan's gradients with plain training's: bit by bit, on live models."""
+"""Comparing what a plan's steps leave behind with what plain training's do: bit by bit."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
-from functools import partial
 from typing import NamedTuple
 
 from pydantic import Field
-from torch import nn
 
 from autockpt.checkpointing.fingerprint import TOLERANCE
 from autockpt.schema.base import Data
-from autockpt.verification.observation import ForwardBackward, Observation, deterministically, observe, stricter_with
+from autockpt.verification.observation import Observation, stricter_with
 
 _SHOWN = 3
 
@@ -59,32 +56,6 @@ class GradientCheck(Data):
             )
         what = f"losses, gradients, buffers and random states of two steps ({self.compared} values)"
         return f"{what} are bit-equal with {reference}{how}"
-
-
-def compare(
-    model: nn.Module,
-    forward_backward: ForwardBackward,
-    plan: Callable[[], AbstractContextManager[object]],
-    reference: Callable[[], AbstractContextManager[object]],
-    *,
-    exact: bool = True,
-) -> GradientCheck:
-    """Two accumulating steps under ``reference()``, the same again, then under ``plan()``.
-
-    Not ``exact``: losses and gradients are compared within a tolerance, all else bit by bit. Both attach on entry and
-    remove on exit. Where the reference does not repeat itself, all is done again with deterministic algorithms. The
-    model's weights, gradients, buffers and random states are afterwards as before.
-    """
-
-    def run(attached: Callable[[], AbstractContextManager[object]], deterministic: bool) -> Observation:
-        def observed() -> Observation:
-            with attached():
-                return observe(model, forward_backward, sketched=not exact)
-
-        return deterministically(observed) if deterministic else observed()
-
-    twice = observe_reference(partial(run, reference))
-    return judge(twice, run(plan, twice.deterministic))
 
 
 class Reference(NamedTuple):

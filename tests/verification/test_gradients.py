@@ -1,18 +1,17 @@
 from __future__ import annotations
 
-from contextlib import nullcontext
-
 import pytest
 import torch
 from torch import nn
 
 from autockpt.verification import (
+    GradientCheck,
     Observation,
     Reference,
-    compare,
     deterministically,
     judge,
     observe,
+    observe_reference,
 )
 
 
@@ -105,9 +104,18 @@ class Varying(nn.Module):
         return self.linear(x) * (1 + 1e-6 * self.calls * varies)
 
 
+def judged(model: nn.Module) -> GradientCheck:
+    step = forward_backward(model, torch.randn(3, 4))
+
+    def run(deterministic: bool) -> Observation:
+        return deterministically(lambda: observe(model, step)) if deterministic else observe(model, step)
+
+    reference = observe_reference(run)
+    return judge(reference, run(reference.deterministic))
+
+
 def test_a_reference_that_varies_is_repeated_deterministically():
-    model = Varying()
-    result = compare(model, forward_backward(model, torch.randn(3, 4)), nullcontext, nullcontext)
+    result = judged(Varying())
     assert result.equal
     assert result.deterministic
     assert result.repeatable
@@ -116,8 +124,7 @@ def test_a_reference_that_varies_is_repeated_deterministically():
 
 
 def test_a_reference_that_always_varies_is_said_to():
-    model = Varying(always=True)
-    result = compare(model, forward_backward(model, torch.randn(3, 4)), nullcontext, nullcontext)
+    result = judged(Varying(always=True))
     assert not result.repeatable
     assert result.equal
     assert "does not repeat itself" in result.describe()
