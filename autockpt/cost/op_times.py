@@ -14,6 +14,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +30,7 @@ from autockpt.schema.choices import parse_choices
 from autockpt.schema.files import atomic_write, cache_directory
 from autockpt.schema.graph import Tier
 from autockpt.tracing.kernels.cuda_memory import kept_workspaces
+from autockpt.tracing.kernels.operators import COLLECTIVES, WAITS
 from autockpt.tracing.kernels.signature import signature
 
 if TYPE_CHECKING:
@@ -45,8 +47,8 @@ _CLOCK_HERTZ = 2e9
 TIMED_SLOWER = 2.0  # times as long as others a cycle takes whose ops are timed, about
 TIMED_OPS = "timed ops"
 """The runner's beat after each cycle whose ops were timed."""
-VERSION = 3
-"""Changes with what a file holds, and with how ops are timed: 2, whole plans are timed as in mid-training."""
+VERSION = 4
+"""Changes with what a file holds, and with how ops are timed: 4, collectives are waited for."""
 HOST_PRICED = ("selective", "remake")  # kinds of choices that cost the host time besides their ops
 ANCHORS = ("save", "recompute", "offload", *HOST_PRICED)  # kinds whose uniform plans are timed whole
 RERUN_RANGE, QUEUED_RERUN_RANGE = (0.5, 2.0), (0.5, 8.0)
@@ -61,11 +63,14 @@ def keep_busy(device: torch.device, seconds: float) -> None:
 
 
 class OpTimer(TorchDispatchMode):
-    """Seconds of every op by signature, those of the optimizer phase by "": by events on an accelerator."""
+    """Seconds of every op by signature, those of the optimizer phase by "": by events on an accelerator.
 
-    def __init__(self, device: torch.device) -> None:
+    A collective takes from when all ranks are there (``barrier``) until its result is.
+    """
+
+    def __init__(self, device: torch.device, barrier: Callable[[], object] | None = None) -> None:
         super().__init__()
-        self._device = device
+        self._device, self._barrier = device, barrier
         self.phase = "forward"
         self.seconds: dict[str, list[float]] = defaultdict(list)
         self._pending: list[tuple[str, Any, Any]] | None = [] if device.type != "cpu" else None
@@ -79,18 +84,22 @@ class OpTimer(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = "" if self.phase == "optimizer" else signature(func, args, kwargs)
+        run, now = func, self._now
+        if self._barrier is not None and str(func).startswith(COLLECTIVES) and func.__name__.split(".")[0] not in WAITS:
+            self._barrier()
+            run, now = partial(_to_its_end, func), time.perf_counter  # another thread is at work
         if self._pending is not None:
             self._get_ahead()
             begin, end = (torch.Event(self._device, enable_timing=True) for _ in range(2))
             stream = torch.accelerator.current_stream(self._device)
             begin.record(stream)
-            out = func(*args, **kwargs)
+            out = run(*args, **kwargs)
             end.record(stream)
             self._pending.append((name, begin, end))
             return out
-        start = self._now()
-        out = func(*args, **kwargs)
-        self.seconds[name].append(self._now() - start)
+        start = now()
+        out = run(*args, **kwargs)
+        self.seconds[name].append(now() - start)
         return out
 
     def _get_ahead(self) -> None:
@@ -106,6 +115,17 @@ class OpTimer(TorchDispatchMode):
             for name, begin, end in self._pending:
                 self.seconds[name].append(begin.elapsed_time(end) / 1e3)
             self._pending.clear()
+
+
+def _to_its_end(collective: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """What a collective returns, once its work is done."""
+    out = collective(*args, **kwargs)
+    for part in out if isinstance(out, tuple) else (out,):
+        if isinstance(part, torch.ScriptObject):  # c10d's handle of its work
+            part.wait()  # type: ignore[attr-defined]
+        elif isinstance(part, torch.Tensor):  # of functional ones; any other tensor is waited for already
+            torch.ops._c10d_functional.wait_tensor(part)
+    return out
 
 
 def measure_in_runner(runner: StepRunner, payload: Mapping[str, Any]) -> dict[str, Any]:
@@ -132,7 +152,7 @@ def measure_in_runner(runner: StepRunner, payload: Mapping[str, Any]) -> dict[st
                     return {}
                 break
             plain = runner.time_cycle()
-            timer = OpTimer(device)
+            timer = OpTimer(device, runner.barrier)
             with uncompiled(), timer:
                 runner.run_cycle(mark=timer.mark)
             timer.finish()
@@ -265,7 +285,8 @@ def calibrated(times: OpTimes, graphs: Mapping[str, Graph], seconds: Mapping[str
         times = kernels.model_copy(update={"host_seconds": max(0.0, idle) / max(1, issued)})
     if "recompute" in seconds:
         plain = simulate(graphs["recompute"], times)
-        again = plain.seconds_by_phase["recompute"]
+        twice = times.model_copy(update={"rerun_scale": 2 * times.rerun_scale})
+        again = simulate(graphs["recompute"], twice).step_seconds - plain.step_seconds
         extra = _target(times, graphs, seconds, "recompute") - (plain.step_seconds - again)
         if again > 0:
             scale = _within(extra / again, QUEUED_RERUN_RANGE if queued else RERUN_RANGE)

@@ -41,8 +41,9 @@ class Simulation:
 def simulate(graph: Graph, times: OpTimes) -> Simulation:
     """Step time of a traced cycle on the device that ``times`` are of.
 
-    With copy queues copies run beside compute, else inline where they are issued: one queue per direction, and one for
-    both directions of the disk, as one thread serves it. Collectives have a queue of their own. The optimizer's ops
+    With copy queues copies and collectives run beside compute, else inline where they are issued: one queue for
+    collectives, one per direction of copies, and one for both directions of the disk, as one thread serves it. (Without
+    streams FSDP2 waits for each collective where it is issued.) The optimizer's ops
     take ``times.optimizer_seconds`` together, every other one its own (estimated from similar ones where nobody timed
     it) and the host's seconds. Raises ValueError where a bandwidth that the graph's copies need is not positive.
     """
@@ -53,9 +54,9 @@ def simulate(graph: Graph, times: OpTimes) -> Simulation:
     duration[optimizer] = 0.0
     duration[optimizer[:1]] = times.optimizer_seconds
     copies = _alone(graph, times)
-    queued = times.environment.device.copy_queues
-    duration, waits = _queued(graph, duration, copies if queued else None)
-    if not queued:
+    if times.environment.device.copy_queues:
+        duration, waits = _queued(graph, duration, copies)
+    else:
         issued = np.array([min(copy.issued, len(duration) - 1) for copy in graph.copies], dtype=np.int64)
         waits = np.bincount(issued, weights=copies, minlength=len(duration))
     total = (duration + waits) * runs
@@ -84,9 +85,15 @@ def op_seconds(graph: Graph, times: OpTimes) -> np.ndarray:
         known |= estimate(graph, known, missing)
     seconds = np.array([known.get(i, 0.0) for i in range(len(graph.signatures))])
     duration = seconds[signature] + times.host_seconds
-    duration[phase == PHASES.index("recompute")] *= times.rerun_scale
+    alone = ~np.isin(signature, list(_collectives(graph)))
+    duration[(phase == PHASES.index("recompute")) & alone] *= times.rerun_scale
     duration[is_optimizer] = times.optimizer_seconds / max(1, is_optimizer.sum())
     return duration
+
+
+def _collectives(graph: Graph) -> set[int]:
+    """Signatures of ops that ranks run together."""
+    return {i for i, text in enumerate(graph.signatures) if text.startswith(COLLECTIVES)}
 
 
 def _alone(graph: Graph, times: OpTimes) -> np.ndarray:
@@ -105,7 +112,7 @@ def _alone(graph: Graph, times: OpTimes) -> np.ndarray:
     return np.array([least.get(name, 0.0) + copy.bytes / getattr(times, name) for copy, name in pairs])
 
 
-def _queued(graph: Graph, duration: np.ndarray, copies: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
+def _queued(graph: Graph, duration: np.ndarray, copies: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Seconds of each op, and those that it waits for copies, where collectives and ``copies`` are beside compute.
 
     Each direction of copies is one queue, first in, first out; the disk is one for both. At one op, copies are issued
@@ -115,8 +122,8 @@ def _queued(graph: Graph, duration: np.ndarray, copies: np.ndarray | None) -> tu
     sends is made and the one before has ended; whoever touches what it brings waits for its end. FSDP2 sends weights,
     which are there all the time: it gathers some as soon as those before them have been copied out of their buffer.
     """
-    together = {i for i, text in enumerate(graph.signatures) if text.startswith(COLLECTIVES)}
-    n, moved = len(duration), [] if copies is None else list(zip(graph.copies, copies.tolist(), strict=True))
+    together = _collectives(graph)
+    n, moved = len(duration), list(zip(graph.copies, copies.tolist(), strict=True))
     if not together and not moved:
         return duration, np.zeros(n)
     issued, awaited = defaultdict[int, list[int]](list), defaultdict[int, list[int]](list)

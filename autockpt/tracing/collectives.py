@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from autockpt.errors import UsageError
 from autockpt.policies.base import setting
-from autockpt.tracing.kernels.operators import COPY_IN, Operator
+from autockpt.tracing.kernels.operators import COPY_IN, WAITS, Operator
 from autockpt.tracing.storages import StorageLog
 from autockpt.workload.sharding import in_a_group
 
@@ -51,8 +51,7 @@ def answer(operator: Operator, args: tuple[Any, ...]) -> Any:
 
         work = FakeWork().boxed()  # type: ignore[attr-defined]
         return work if operator.returns == 1 else (args[0], work)
-    waits = operator.base in ("wait_tensor", "_wrap_tensor_autograd")  # now or later
-    return args[0] if waits or operator.base.endswith("_") else NotImplemented
+    return args[0] if operator.base in WAITS or operator.base.endswith("_") else NotImplemented
 
 
 @contextmanager

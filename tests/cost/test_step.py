@@ -159,6 +159,14 @@ def test_only_what_touches_a_sum_waits_for_it():
     assert seconds_of(graph, {REDUCE: 5.0, "aten.mm.default": 3.0}) == pytest.approx(3 + 5 + 3)
 
 
+def test_without_streams_a_sum_is_waited_for_at_once_and_takes_as_long_when_it_runs_again():
+    graph = of_ranks(("aten.mm.default", (0,), 1), (REDUCE, (1,), 2), ("aten.mm.default", (0,), 3))
+    again = graph.model_copy(update={"ops": tuple(op.model_copy(update={"phase": "recompute"}) for op in graph.ops)})
+    seconds = {text: 5.0 if text.startswith(REDUCE) else 3.0 for text in graph.signatures}
+    assert simulated(graph, seconds).step_seconds == pytest.approx(3 + 5 + 3)
+    assert simulated(again, seconds, rerun_scale=2.0).step_seconds == pytest.approx(6 + 5 + 6)
+
+
 def test_a_sum_is_on_its_way_while_a_copy_is_waited_for():
     products = [("aten.mm.default", (read,), made) for read, made in ((0, 1), (0, 3), (2, 4))]
     graph = of_ranks(products[0], (REDUCE, (1,), 2), *products[1:])
