@@ -1,18 +1,26 @@
-"""Forks that do something which may kill them, and say what came of it."""
+"""Processes of tests: forks that do something which may kill them, and whether a process is still there."""
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
+import time
 import traceback
-from collections.abc import Callable
-from multiprocessing.connection import Connection
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any
 
-from autockpt.process import Child, close_inherited
+from autockpt.process import Child, ChildDied, close_inherited
+
+Say = Callable[[Any], None]
 
 
-def forked(work: Callable[[Callable[[Any], None]], object], *, leads: bool = False) -> Child:
+def forked(work: Callable[[Say], object], *, leads: bool = False) -> Child:
     """A fork of this process, whose ``work`` is given what sends a message here.
 
     Nothing that it prints is seen but the traceback of what it raises. ``leads``: all that it starts ends with it.
@@ -42,6 +50,66 @@ def forked(work: Callable[[Callable[[Any], None]], object], *, leads: bool = Fal
     return Child(start, leads=leads)
 
 
-def how_it_ended(code: int | None) -> str:
-    """``signal 9`` or ``exit 1``."""
-    return f"signal {-code}" if code is not None and code < 0 else f"exit {code}"
+@dataclass(eq=False)
+class Fork:
+    """What came of one item: the messages of its process, and how that ended if not by itself."""
+
+    item: Any
+    child: Child
+    said: list[Any] = field(default_factory=list)
+    heard: float = field(default_factory=time.monotonic)
+    ended: str = ""
+
+
+def each_forked(
+    todo: deque[Any], work: Callable[[Any, Say], object], *, seconds: float, jobs: int = 1
+) -> Iterator[Fork]:
+    """Every item's work in a fork of its own, ``jobs`` at a time, each as soon as it has ended: nothing that one meets
+    takes the others down. One that says nothing for so many seconds is ended."""
+    running: list[Fork] = []
+    gc.collect()
+    gc.freeze()
+    try:
+        while todo or running:
+            while todo and len(running) < jobs:
+                item = todo.popleft()
+                running.append(Fork(item, forked(partial(work, item), leads=True)))
+            ready = wait([fork.child.connection for fork in running], 1.0)
+            for fork in list(running):
+                try:
+                    if fork.child.connection in ready:
+                        fork.said.append(fork.child.receive())
+                        fork.heard = time.monotonic()
+                    if time.monotonic() - fork.heard < seconds:
+                        continue
+                    fork.ended = f"silent for {seconds:.0f} s"
+                except ChildDied as death:
+                    fork.ended = _how(death.code)
+                running.remove(fork)
+                fork.child.close()
+                yield fork
+    finally:
+        for fork in running:
+            fork.child.close()
+
+
+def _how(code: int | None) -> str:
+    """``signal 9`` or ``exit 1``; empty for an end as it should be."""
+    return f"signal {-code}" if code is not None and code < 0 else f"exit {code}" if code else ""
+
+
+def children() -> set[str]:
+    """Processes that this one started and that are still there."""
+    return {child for task in Path("/proc/self/task").iterdir() for child in (task / "children").read_text().split()}
+
+
+def is_gone(pid: int) -> bool:
+    """Whether a process ends within some seconds."""
+    for _ in range(100):
+        try:
+            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
+                return True
+        except OSError:
+            return True
+        time.sleep(0.05)
+    return False

@@ -7,7 +7,6 @@ import signal
 import site
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +14,7 @@ import pytest
 
 import autockpt
 from autockpt.process import Child, ChildDied, ChildSilent, child_environment, in_a_fork, last_lines
+from tests.children import is_gone
 
 ECHO = """
 import subprocess, sys, time
@@ -44,17 +44,6 @@ def child(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Child]:
         made.log = log  # type: ignore[attr-defined]
         yield made
         made.close()
-
-
-def is_gone(pid: int) -> bool:
-    for _ in range(100):
-        try:
-            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
-                return True
-        except OSError:
-            return True
-        time.sleep(0.05)
-    return False
 
 
 def test_messages_come_back_and_what_it_prints_is_kept(child) -> None:

@@ -1,71 +1,49 @@
-"""Trials in a forked child that is replaced when it dies or hangs; what it was at is then the verdict."""
+"""Pairs in forks, one for each program; where one dies or hangs, that is the verdict of the pair it was at."""
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing
-from functools import partial
+import itertools
+import threading
+from collections import deque
+from collections.abc import Iterator, Sequence
 
 import torch
 
-from autockpt.process import ChildDied, ChildSilent
 from autockpt.schema.choices import Choice
 from tests.campaign.program import Program, draw, source
-from tests.campaign.trial import PLANS, Trials, Verdict, observe, plan, quiet_threads
-from tests.children import forked, how_it_ended
+from tests.campaign.trial import PLANS, Trials, Verdict, observe, plan
+from tests.children import Say, each_forked
 
 SECONDS = 60.0
 """A pair that takes longer hangs."""
-_PER_CHILD = 4000
-Say = Callable[[Verdict], None]
 
 
 def run_all(numbers: Sequence[int]) -> Iterator[Verdict]:
-    """The verdicts of pairs in order, each as soon as it is there."""
-    at = 0
-    gc.collect()
-    gc.freeze()
-    while at < len(numbers):
-        end = min(len(numbers), at + _PER_CHILD)
-        with closing(forked(partial(_some, numbers[at:end]))) as child:
-            while at < end:
-                try:
-                    verdict = child.receive(SECONDS)
-                except (ChildDied, ChildSilent) as lost:
-                    verdict = _lost(numbers[at], draw(numbers[at] // PLANS), lost)
-                    end = at + 1
-                yield verdict
-                at += 1
-
-
-def _lost(number: int, program: Program, lost: ChildDied | ChildSilent) -> Verdict:
-    """The verdict of a pair whose process is gone: invalid where plain training alone dies, too."""
-    word, how = "HANG", f"silent for {SECONDS:.0f} s"
-    if isinstance(lost, ChildDied):
-        word, how = "CRASH", how_it_ended(lost.code)
-        with closing(forked(lambda _: observe(source(program), None))) as child:
-            try:
-                child.receive(SECONDS)  # it says nothing
-            except ChildDied as alone:
-                word = "invalid" if alone.code == lost.code else word
-            except ChildSilent:
-                pass
-    return Verdict(number, word, program.families, plan(program, number)[0], program.ordinary, how)
+    """The verdicts of pairs in order."""
+    todo = deque(list(pairs) for _, pairs in itertools.groupby(numbers, lambda number: number // PLANS))
+    for fork in each_forked(todo, _some, seconds=SECONDS):
+        yield from fork.said
+        if fork.ended and (left := fork.item[len(fork.said) :]):
+            yield _lost(left[0], draw(left[0] // PLANS), fork.ended)
+            todo.extendleft([left[1:]] if left[1:] else [])
 
 
 def in_child(number: int, program: Program, choices: dict[str, Choice]) -> Verdict:
     """The verdict of a pair that is given, from a process of its own."""
 
-    def one(say: Say) -> None:
+    def one(program: Program, say: Say) -> None:
         _quietly()
         say(Trials().run(number, program, choices))
 
-    with closing(forked(one)) as child:
-        try:
-            return child.receive(SECONDS)
-        except (ChildDied, ChildSilent) as lost:
-            return _lost(number, program, lost)
+    (fork,) = each_forked(deque([program]), one, seconds=SECONDS)
+    return fork.said[0] if fork.said else _lost(number, program, fork.ended)
+
+
+def _lost(number: int, program: Program, how: str) -> Verdict:
+    """The verdict of a pair whose process is gone: invalid where plain training alone ends so, too."""
+    (alone,) = each_forked(deque([program]), lambda program, say: observe(source(program), None), seconds=SECONDS)
+    word = "invalid" if alone.ended == how else "HANG" if how.startswith("silent") else "CRASH"
+    return Verdict(number, word, program.families, plan(program, number)[0], program.ordinary, how)
 
 
 def _some(numbers: Sequence[int], say: Say) -> None:
@@ -77,4 +55,4 @@ def _some(numbers: Sequence[int], say: Say) -> None:
 
 def _quietly() -> None:
     torch.set_num_threads(1)
-    quiet_threads()
+    threading.excepthook = lambda args: None  # errors in threads of programs are for the program alone

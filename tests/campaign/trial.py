@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextvars
 import functools
 import random
-import threading
 import warnings
 import zlib
 from dataclasses import dataclass, field
@@ -194,8 +193,3 @@ def _vector(data: bytes) -> torch.Tensor:
 
 def _said(error: BaseException) -> str:
     return f"{type(error).__name__}: {str(error).splitlines()[0][:300]}" if str(error) else type(error).__name__
-
-
-def quiet_threads() -> None:
-    """Errors in threads of programs are for the program alone."""
-    threading.excepthook = lambda args: None

@@ -26,6 +26,7 @@ from autockpt.tracing.kernels.timeline import bytes_timeline
 from autockpt.tracing.process import can_fork
 from autockpt.tracing.tracer import _InProcess
 from autockpt.workload import Step, build
+from tests.children import children, is_gone
 from tests.tracing.reference import Real, mlp, record
 
 pytestmark = pytest.mark.slow
@@ -273,16 +274,4 @@ def test_the_child_ends_with_its_parent() -> None:
     )
     root = Path(__file__).parents[2]
     child = int(subprocess.run([sys.executable, "-c", program], cwd=root, stdout=subprocess.PIPE, check=False).stdout)
-    deadline = time.monotonic() + 10
-    while Path(f"/proc/{child}").exists() and time.monotonic() < deadline:
-        if "\nState:\tZ" in Path(f"/proc/{child}/status").read_text():
-            return
-        time.sleep(0.05)
-    assert not Path(f"/proc/{child}").exists()
-
-
-def children() -> set[str]:
-    found = set()
-    for task in Path("/proc/self/task").iterdir():
-        found |= set((task / "children").read_text().split())
-    return found
+    assert is_gone(child)

@@ -5,17 +5,20 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from collections import deque
 from collections.abc import Iterable, Sequence
+from functools import partial
 from pathlib import Path
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # configs only, random weights: nothing is ever fetched
 
 import torch
 
+from tests.children import each_forked
 from tests.evidence.sweep.catalogue import architectures
-from tests.evidence.sweep.pool import run_all, warm_up
-from tests.evidence.sweep.trial import Result
+from tests.evidence.sweep.trial import Result, in_a_fork, warm_up
 
+SECONDS = 90.0
 _LONGEST = 240
 HEADER = "| architecture | class | units | traced | plans equal | s | remark |\n|---|---|--:|---|---|--:|---|"
 
@@ -38,7 +41,10 @@ def main() -> int:
     warm_up()
     results = []
     print(HEADER, flush=True)
-    for result in run_all(todo, options.jobs, options.seed):
+    trying = partial(in_a_fork, seed=options.seed)
+    for fork in each_forked(deque(todo), trying, seconds=SECONDS, jobs=options.jobs):
+        result = fork.said[-1] if fork.said else Result(fork.item.name, fork.item.cls)
+        result.remarks[:0] = [f"its process died ({fork.ended})"] if fork.ended else []
         results.append(result)
         print(row(result), flush=True)
         if options.out:

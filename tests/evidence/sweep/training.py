@@ -52,17 +52,6 @@ def differences(first: Record, second: Record) -> list[str]:
     return [name for name in dict.fromkeys((*first, *second)) if first.get(name) != second.get(name)]
 
 
-def deviation(first: Record, second: Record) -> float:
-    """The largest difference in any gradient of the first step, as a share of that gradient's largest value."""
-    largest = 0.0
-    for name in differences(first, second):
-        if name.startswith("step 1: gradient") and name in first and name in second:
-            a, b = (numpy.frombuffer(record[name], dtype=numpy.float32) for record in (first, second))
-            scale = float(abs(a).max())
-            largest = max(largest, float(abs(a - b).max()) / scale if scale else float("inf"))
-    return largest
-
-
 def health(record: Record) -> str:
     """What makes a comparison worth less: a loss that is no number, hardly any gradients; empty if all is well."""
     loss = numpy.frombuffer(record["step 1: loss"], dtype=numpy.uint8)
