@@ -10,43 +10,30 @@ out of time or memory, or failed, is said so on the page and is tried again by t
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import signal
 import subprocess
 import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from autockpt.process import Child, ChildDied, ChildSilent, child_environment
 from tests.gpu import pages
 from tests.gpu.items import PARTS, Item, items_of, path_of, read, write
 from tests.gpu.shapes import SHAPES
 
 ROOT = Path(__file__).resolve().parents[2]
 SPARE_SECONDS = 10
-KEEP_SECONDS = 30.0  # what an item has so far is on the pages no later than this
-MODULES = (
-    *("torch", "transformers.models.llama.modeling_llama", "scipy.special", "optuna", "pydantic", "typer", "rich"),
-    *("yaml", "jinja2", "autockpt.cli.app", "autockpt.measuring", "autockpt.tracing", "tests.gpu.jobs"),
-)
 _IMPORTS = """
-import importlib, json, sys
-found = {"missing": {}, "devices": 0}
-for name in sys.argv[1:]:
-    try:
-        importlib.import_module(name)
-    except Exception as error:
-        found["missing"][name] = f"{name} ({type(error).__name__}: {error})"
-if "torch" not in found["missing"]:
-    import torch
-    found["devices"] = torch.cuda.device_count()
-    if found["devices"]:
-        torch.ones(16, 16, device="cuda").mm(torch.ones(16, 16, device="cuda")).cpu()
-print(json.dumps(found))
+import torch, transformers.models.llama.modeling_llama, scipy.special, optuna, jinja2
+import autockpt.cli.app, autockpt.measuring, autockpt.tracing, tests.gpu.jobs
+print(torch.cuda.device_count())
+if torch.cuda.is_available():
+    torch.ones(16, 16, device="cuda").mm(torch.ones(16, 16, device="cuda")).cpu()
 """
 
 
@@ -70,8 +57,9 @@ def main() -> int:
 
     try:
         if not given.pages:
-            runs = Runs(given.shapes, out, _environment(out), keep)
-            runs.all(_able(parser, chosen, runs), began + 60 * given.minutes, given.fresh)
+            environment = _environment(out)
+            _import_everything_once(parser, environment, given.shapes)
+            Runs(given.shapes, out, environment, keep).all(chosen, began + 60 * given.minutes, given.fresh)
     finally:
         keep()
     print((out / "summary.md").read_text() if (out / "summary.md").exists() else "")
@@ -98,41 +86,24 @@ def _parts(text: str) -> set[int]:
 
 
 def _environment(out: Path) -> dict[str, str]:
-    """Variables for all processes: this checkout first, nothing from a network, caches beside the results."""
-    environment = dict(os.environ)
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), environment.get("PYTHONPATH")]))
-    environment["PYTHONUNBUFFERED"] = "1"
-    environment.setdefault("AUTOCKPT_CACHE", str(out / "cache"))
-    environment.setdefault("HF_HUB_OFFLINE", "1")
+    """Variables for all processes: this checkout's modules, nothing from a network, caches beside the results."""
+    wanted = {"AUTOCKPT_CACHE": str(out / "cache"), "HF_HUB_OFFLINE": "1"}
     # bit-equal gradients of fused attention; it has to be there before the first product, and is the usual size on H100
-    environment.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    return environment
+    return child_environment(wanted | {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"})
 
 
-def _able(parser: argparse.ArgumentParser, chosen: Sequence[Item], runs: Runs) -> list[Item]:
-    """The items whose packages can be imported; ends the script where nothing can run here.
+def _import_everything_once(parser: argparse.ArgumentParser, environment: Mapping[str, str], shapes: str) -> None:
+    """The first import from a cold disk takes many times what later ones do, and should not be part of an item's time.
 
-    Everything is imported once, in a process of its own: the first import from a cold disk takes many times what later
-    ones do, and should not be part of an item's time.
+    Ends the script where nothing can run here.
     """
-    began, needed = time.monotonic(), dict.fromkeys(name for item in chosen for name in item.needs)
-    command = [sys.executable, "-c", _IMPORTS, *MODULES, *needed]
-    ran = subprocess.run(command, env=runs.environment, cwd=ROOT, capture_output=True, text=True)
+    began = time.monotonic()
+    ran = subprocess.run([sys.executable, "-c", _IMPORTS], env=environment, capture_output=True, text=True)
     if ran.returncode:
         parser.error(f"a process that imports everything: {ran.stderr.strip()[-300:]}")
-    found = json.loads(ran.stdout.splitlines()[-1])
-    seconds, missing = round(time.monotonic() - began, 1), found["missing"]
-    print(f"Importing everything once: {seconds:.1f} s", flush=True)
-    (runs.out / "start.json").write_text(json.dumps({"first imports": seconds}))
-    if fatal := [words for name, words in missing.items() if name not in needed]:
-        parser.error(f"cannot be imported: {'; '.join(fatal)}")
-    if runs.shapes == "card" and not found["devices"]:
+    print(f"Importing everything once: {time.monotonic() - began:.1f} s", flush=True)
+    if shapes == "card" and ran.stdout.split()[-1] == "0":
         parser.error("there is no GPU. --shapes tiny exercises the script on the CPU, which proves nothing about GPUs")
-    able = [item for item in chosen if missing.keys().isdisjoint(item.needs)]
-    for item in chosen:
-        if item not in able:
-            print(f"{item.slug}: not begun, {'; '.join(missing[n] for n in item.needs if n in missing)}", flush=True)
-    return able
 
 
 @dataclass(frozen=True)
@@ -145,7 +116,7 @@ class Runs:
     keep: Callable[[], object]
 
     def all(self, items: Sequence[Item], end: float, fresh: bool) -> None:
-        """Item by item until ``end`` by the monotonic clock; pages are kept after each, as a call may be cut off."""
+        """Item by item until ``end`` by the monotonic clock."""
         for item in items:
             left = end - time.monotonic() - SPARE_SECONDS
             if not fresh and read(self.out, item).get("state") == "done":
@@ -154,37 +125,33 @@ class Runs:
                 print(f"{item.slug}: not begun, {left:.0f} s are left", flush=True)
             else:
                 self.one(item, min(item.limit, left))
-                self.keep()
 
     def one(self, item: Item, limit: float) -> None:
-        """One item in a process group of its own, ended as a whole when its time is over. Pages are kept meanwhile."""
+        """One item; what it has so far is on the pages at once, as a call may be cut off."""
         print(f"{item.slug}: at most {limit:.0f} s …", end=" ", flush=True)
-        began, before = time.monotonic(), read(self.out, item)
+        began, before, found = time.monotonic(), read(self.out, item), dict[str, Any]()
         path_of(self.out, item).unlink(missing_ok=True)
-        command = [sys.executable, "-m", "tests.gpu.child", item.slug, self.shapes, str(self.out)]
-        more: dict[str, Any] = {"cwd": ROOT, "env": self.environment, "start_new_session": True}
-        with (self.out / f"{item.slug}.log").open("w") as log:
-            process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, **more)
-        try:
-            while process.poll() is None and (left := began + limit - time.monotonic()) > 0:
-                try:
-                    process.wait(min(left, KEEP_SECONDS))
-                except subprocess.TimeoutExpired:
-                    self.keep()
-        finally:
-            if late := process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
-        found = read(self.out, item)
-        if late:
-            found |= {"state": "out of time", "limit": limit}
-        elif found.get("state") not in ("done", "failed", "out of memory"):
-            # the process died of itself; what it kept until then stays
-            found |= {"state": "failed", "message": f"ended with {process.returncode}; see its log"}
+        with (
+            (self.out / f"{item.slug}.log").open("wb") as log,
+            closing(Child.spawn("tests.gpu.child", log=log, environment=self.environment)) as child,
+        ):
+            try:
+                child.send((item, self.shapes, self.out))
+                while found.get("state") in (None, "partial"):
+                    found |= child.receive(began + limit - time.monotonic())
+                    self._write(item, found)
+            except ChildSilent:
+                found |= {"state": "out of time", "limit": limit}
+            except ChildDied as death:  # what it kept until then stays
+                found |= {"state": "failed", "message": f"ended with {death.code}; see its log"}
         if found["state"] != "done" and not found.get("data") and before.get("data"):
             found |= {"data": before["data"], "data_from": "an earlier call"}
-        write(self.out, item, found)
+        self._write(item, found)
         print(f"{found['state']} in {time.monotonic() - began:.0f} s. {found.get('message', '')}", flush=True)
+
+    def _write(self, item: Item, found: dict[str, Any]) -> None:
+        write(self.out, item, found)
+        self.keep()
 
 
 def _stop(number: int, frame: Any) -> None:

@@ -1,4 +1,4 @@
-"""One item in a process of its own: ``python -m tests.gpu.child SLUG SHAPES OUT``."""
+"""One item in a process of its own, which sends what it finds as it comes."""
 
 from __future__ import annotations
 
@@ -9,35 +9,37 @@ import signal
 import sys
 import time
 import traceback
-from pathlib import Path
+from multiprocessing.connection import Connection
 from typing import Any
 
-from tests.gpu.items import Context, items_of, read
+from tests.gpu.items import Context
 from tests.gpu.shapes import SHAPES
 
 _SIGNAL_OF_PARENTS_DEATH = 1  # PR_SET_PDEATHSIG
 
 
-def main() -> int:
-    """Run the item and write what came of it; a traceback goes to the log."""
+def main(descriptor: int) -> None:
+    """Run the item that the script names; a traceback goes to the log."""
     go_with_parent()
-    slug, name, out = sys.argv[1:4]
-    shapes = SHAPES[name]
-    item = next(item for item in items_of(shapes) if item.slug == slug)
-    context = Context(shapes, Path(out), item)
+    script = Connection(descriptor)
+    item, shapes, out = script.recv()
+
+    def keep(data: dict[str, Any]) -> None:
+        script.send({"state": "partial", "data": data})
+
     began = time.monotonic()
-    more: dict[str, Any] = {"shapes": name, "date": time.strftime("%Y-%m-%d")}
     module, _, function = item.function.partition(":")
+    context = Context(SHAPES[shapes], out, item, keep)
+    found: dict[str, Any] = {"shapes": shapes, "date": time.strftime("%Y-%m-%d")}
     try:
-        data = getattr(importlib.import_module(module), function)(context)
+        found["data"] = getattr(importlib.import_module(module), function)(context)
     except BaseException as error:
         traceback.print_exc()
-        words = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-        context.keep(read(context.out, item).get("data", {}), _state(error), message=words, **more)
-        return 1
-    more |= {"seconds": round(time.monotonic() - began, 1), "environment": _environment(shapes.device)}
-    context.keep(data, "done", **more)
-    return 0
+        found |= {"state": _state(error), "message": f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"}
+    else:
+        found |= {"state": "done", "seconds": round(time.monotonic() - began, 1)}
+        found["environment"] = _environment(context.device)
+    script.send(found)
 
 
 def go_with_parent() -> None:
@@ -67,7 +69,3 @@ def _environment(device: str) -> dict[str, Any]:
     found = environment_of(get_device(device)).model_dump(mode="json")
     found["versions"]["CUDA"] = torch.version.cuda or "none"
     return found
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,5 +1,5 @@
-"""Parts 3 and 4: the card's own hardware description beside the built-in one, and what ghost runs and op times promise
-beside what real steps take."""
+"""Parts 3 and 4: the card's own hardware description, and what ghost runs and op times promise beside what real steps
+take."""
 
 from __future__ import annotations
 
@@ -10,13 +10,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from autockpt.cost import build_profile, measure_op_times, uniform_graphs
-from autockpt.devices import get_device
 from autockpt.errors import DeviceOutOfMemory
 from autockpt.measuring import WorkerMeasurer
 from autockpt.measuring.statistics import median_interval, ratio_interval
 from autockpt.schema import Choice, DeviceInfo, Hardware, WorkloadSpec
 from autockpt.schema.choices import searched_kinds
-from autockpt.shipped import list_hardware, load_hardware
+from autockpt.shipped import load_hardware
 from autockpt.tracing.kernels.allocator import replay, requests
 from autockpt.tracing.kernels.cuda_memory import as_seen_by
 from tests.gpu.items import Context
@@ -80,49 +79,16 @@ def _time(
 
 
 def _hardware(device: DeviceInfo) -> Hardware:
-    """The built-in description nearest to the device, with its own memory and context."""
-    near = described_like(device.name, device.kind, device.capacity_bytes)
-    near = near or load_hardware("h200" if device.kind == "cuda" else "cpu")
+    """A described card whose kernels are the device's, with the device's own memory and context."""
+    near = load_hardware("h200" if device.kind == "cuda" else "cpu")
     return near.model_copy(update={"memory_bytes": device.capacity_bytes, "context_bytes": device.overhead_bytes})
 
 
-def described_like(device_name: str, kind: str, memory_bytes: int) -> Hardware | None:
-    """The shipped description of the same card, by the name a driver gives it and its memory; None where none is."""
-    name = "".join(c for c in device_name.lower() if c.isalnum())
-    if kind == "cpu":
-        return load_hardware("cpu")
-    for hardware in map(load_hardware, list_hardware()):
-        alike = hardware.name.partition("-")[0] in name
-        near = memory_bytes > 0 and abs(hardware.memory_bytes / memory_bytes - 1) < 0.15
-        if hardware.kind == kind and alike and near:
-            return hardware
-    return None
-
-
 def calibrate(context: Context) -> dict[str, Any]:
-    """``autockpt calibrate``, as a user would call it."""
+    """``autockpt calibrate``, as a user would call it; its file is left in the folder."""
     command = [sys.executable, "-m", "autockpt", "calibrate", "--device", context.device, "--out", str(context.out)]
     command += ["--json", *(["--quick"] if context.shapes.quick_calibration else [])]
     ran = subprocess.run(command, capture_output=True, text=True)
     if ran.returncode:
         raise RuntimeError(f"autockpt calibrate ended with {ran.returncode}: {ran.stderr.strip()[-400:]}")
-    measured = json.loads(ran.stdout)
-    hardware = Hardware.model_validate(measured)
-    device = get_device(context.device).describe()
-    like = described_like(device.name, hardware.kind, hardware.memory_bytes)
-    mine, other = _figures(measured), _figures(like.model_dump(mode="json") if like else {})
-    rows = {name: {"measured": mine.get(name), "built in": other.get(name)} for name in (mine | other)}
-    for row in rows.values():
-        row["ratio"] = row["measured"] / row["built in"] if row["measured"] is not None and row["built in"] else None
-    return {"rows": rows, "like": like.name if like else None}
-
-
-def _figures(data: dict[str, Any], prefix: str = "") -> dict[str, float]:
-    """All numbers by dotted name; tables of measured points are left to the file."""
-    found: dict[str, float] = {}
-    for name, value in data.items():
-        if isinstance(value, dict):
-            found |= _figures(value, f"{prefix}{name}.")
-        elif isinstance(value, (int, float)) and not isinstance(value, bool):
-            found[prefix + name] = float(value)
-    return found
+    return json.loads(ran.stdout)

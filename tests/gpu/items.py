@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import os
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-TESTS, LORA = ("pytest", "xdist", "hypothesis"), ("peft",)  # packages of the contract suite, of jobs with LoRA
 PARTS = {
     1: "Runtime",
     2: "Offload",
@@ -22,8 +22,7 @@ PARTS = {
 
 @dataclass(frozen=True)
 class Item:
-    """``limit``: seconds after which the process is ended; ``least``: with fewer left it is not begun. ``needs``:
-    packages that only this one needs."""
+    """``limit``: seconds after which the process is ended; ``least``: with fewer left it is not begun."""
 
     part: int
     name: str
@@ -31,7 +30,6 @@ class Item:
     limit: int
     least: int = 45
     subject: str = ""
-    needs: tuple[str, ...] = ()
 
     @property
     def slug(self) -> str:
@@ -40,18 +38,16 @@ class Item:
 
 @dataclass(frozen=True)
 class Context:
-    """What an item is given. ``keep`` writes what is known so far, so that running out of time loses little."""
+    """What an item is given. ``keep`` is told what is known so far, so that running out of time loses little."""
 
     shapes: Any
     out: Path
     item: Item
+    keep: Callable[[dict[str, Any]], None]
 
     @property
     def device(self) -> str:
         return self.shapes.device
-
-    def keep(self, data: dict[str, Any], state: str = "partial", **more: Any) -> None:
-        write(self.out, self.item, {"state": state, "data": data, **more})
 
 
 # What is worth most where there are ten minutes once; then the rest, by these parts.
@@ -76,7 +72,7 @@ def _all_of(shapes: Any) -> list[Item]:
         Item(1, "bits", f"{here}.runtime:bits", 150),
         Item(1, "released", f"{here}.runtime:released", 150),
         Item(1, "host cost", f"{here}.runtime:host_cost", 150),
-        Item(1, "contract", f"{here}.contract:contract", 480, 120, needs=(*TESTS, *LORA)),
+        Item(1, "contract", f"{here}.contract:contract", 480, 120),
         Item(2, "stress", f"{here}.offload:stress", 180),
         Item(2, "host budget", f"{here}.offload:host_budget", 90),
         Item(2, "disk tier", f"{here}.offload:disk_tier", 90),
@@ -86,8 +82,7 @@ def _all_of(shapes: Any) -> list[Item]:
     found += [Item(4, name, f"{here}.foresight:foresight", 200, 60, subject=name) for name in shapes.foresight]
     for name, task in shapes.tasks.items():
         limit = min(540, 150 + len(task.budgets) * (task.seconds + 90) + 150 * len(task.compiled))
-        needs = LORA if "lora" in task.spec else ()
-        found.append(Item(task.part, name, f"{here}.jobs:job", limit, min(150, limit), subject=name, needs=needs))
+        found.append(Item(task.part, name, f"{here}.jobs:job", limit, min(150, limit), subject=name))
     for name, (_, budgets) in shapes.searches.items():
         found.append(Item(5, f"searches {name}", f"{here}.jobs:searches", 60 + 75 * len(budgets), 90, subject=name))
     return found

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import time
 from typing import Any
 
 import pytest
 
 import tests.gpu.__main__ as script
+from autockpt.process import child_environment
 from tests.gpu.contract import FILES
-from tests.gpu.items import items_of, read, write
+from tests.gpu.items import Context, Item, items_of, read, write
 from tests.gpu.kernels import hidden
 from tests.gpu.shapes import CARD, TINY
 
@@ -45,21 +45,21 @@ def test_what_is_done_is_skipped_and_what_died_is_said(tmp_path, monkeypatch, ca
     assert "not begun" in capsys.readouterr().out
 
 
+def slow(context: Context) -> dict[str, Any]:
+    context.keep({"rows": {"a": {}}})
+    time.sleep(60)
+    return {}
+
+
 @pytest.mark.slow
-def test_an_item_that_takes_too_long_is_ended_with_what_it_kept(tmp_path, monkeypatch):
-    item = items_of(TINY)[0]
-    slow = tmp_path / "slow"
-    kept = json.dumps({"state": "partial", "data": {"rows": {"a": {}}}})
-    slow.write_text(f"#!/bin/sh\necho '{kept}' > {tmp_path}/{item.slug}.json\nsleep 60 & wait\n")
-    slow.chmod(0o755)
-    monkeypatch.setattr(script.sys, "executable", str(slow))
-    monkeypatch.setattr(script, "KEEP_SECONDS", 0.1)
-    looked: list[bool] = []
-    runs = script.Runs("tiny", tmp_path, {"PATH": "/usr/bin:/bin"}, lambda: looked.append(bool(read(tmp_path, item))))
-    runs.one(item, 1.0)
-    assert looked[-1]  # what it has so far is kept while it runs
+def test_an_item_that_takes_too_long_is_ended_with_what_it_kept(tmp_path):
+    item = Item(1, "slow", f"{__name__}:slow", 60)
+    kept: list[str] = []
+    runs = script.Runs("tiny", tmp_path, child_environment(), lambda: kept.append(read(tmp_path, item)["state"]))
+    runs.one(item, 10.0)
     found = read(tmp_path, item)
     assert (found["state"], found["data"]) == ("out of time", {"rows": {"a": {}}})
+    assert kept == ["partial", "out of time"]  # what it has so far is on the pages while it runs
 
 
 @pytest.mark.parametrize("shapes", [CARD, TINY], ids=["card", "tiny"])

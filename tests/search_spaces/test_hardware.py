@@ -12,7 +12,6 @@ from autockpt.errors import UsageError
 from autockpt.shipped import list_hardware, load_hardware
 from autockpt.tuning.door import of_host_with
 from tests.errors import raises
-from tests.gpu.foresight import described_like
 
 ROOT = Path(__file__).parents[2]
 
@@ -103,31 +102,6 @@ def test_a_file_of_ones_own(tmp_path: Path) -> None:
         load_hardware(path)
     with raises(UsageError):
         load_hardware(tmp_path / "other.yaml")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("driver", "kind", "gib", "name"),
-    [
-        ("NVIDIA H100 80GB HBM3", "cuda", 79.1, "h100"),
-        ("NVIDIA A100-SXM4-40GB", "cuda", 39.4, "a100-40"),
-        ("NVIDIA A100-SXM4-80GB", "cuda", 79.2, "a100-80"),
-        ("NVIDIA GeForce RTX 4090", "cuda", 23.6, "rtx4090"),
-        ("Tesla T4", "cuda", 14.6, "t4"),
-        ("NVIDIA L4", "cuda", 22.0, "l4"),
-        ("NVIDIA RTX A6000", "cuda", 47.5, "a6000"),
-        ("NVIDIA RTX 6000 Ada Generation", "cuda", 44.4, "rtx6000-ada"),
-        ("NVIDIA RTX PRO 6000 Blackwell Workstation Edition", "cuda", 95.0, "rtxpro6000"),
-        ("NVIDIA A10G", "cuda", 22.0, "a10g"),
-        ("Tesla V100-PCIE-32GB", "cuda", 31.7, "v100-32"),
-        ("AMD Instinct MI300X", "rocm", 191.9, "mi300x"),
-        ("NVIDIA H100 PCIe", "cuda", 47.0, None),
-        ("NVIDIA GeForce GTX 1080", "cuda", 8.0, None),
-    ],
-)
-def test_the_same_card_is_found_by_the_drivers_name(driver: str, kind: str, gib: float, name: str | None) -> None:
-    found = described_like(driver, kind, int(gib * 2**30))
-    assert (found.name if found else None) == name
 
 
 def test_the_wheel_holds_the_descriptions() -> None:
