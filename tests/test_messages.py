@@ -7,6 +7,7 @@ the catalogue again; read its diff.
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 from pathlib import Path
 
@@ -14,6 +15,7 @@ import pytest
 from typer.testing import CliRunner
 
 from autockpt.cli.app import build
+from tests.analysis.logs import FORWARD, message
 
 CATALOGUE = Path(__file__).with_name("messages.txt")
 FILES = {
@@ -21,6 +23,7 @@ FILES = {
     "plan.yaml": "autockpt: 1\nchoices:\n  model.layers.0: recompte\n",
     "no_job.yaml": "autockpt: 1\nchoices:\n  model.layers.0: recompute\n",
     "train.log": "all went well\n",
+    "run.log": FORWARD + message(),
 }
 MISTAKES = (
     "search",
@@ -29,7 +32,14 @@ MISTAKES = (
     "search --budget 24GB --model llama-tinny",
     "search --budget 24GB --model llama-tiny --dtype fp8",
     "search --budget 24GB --job job.yaml",
+    "search --budget 24GB --job nowhere.yaml",
+    "search --budget 24GB --model llama-tiny --seq-len long",
     "search --budget 24GB --choices recompte",
+    "search --budget 24GB --choices save",
+    "search --budget 24GB --host-budget 8",
+    "search --budget 24GB --host-budget 60%",
+    "search --budget '' --hardware rtx4090",
+    "search --resume nowhere.yaml",
     "search --hardware rtx4909",
     "search --hardware rtx4090 --device cpu",
     "search --budget 24GB --global-batch 8 --lengths 512:3",
@@ -37,18 +47,31 @@ MISTAKES = (
     "explain llama-tiny",
     "explain --model llama-tiny --ops --budget 24GB",
     "explain plan.yaml",
+    "explain nothing.yaml",
+    "explain .",
+    "explain --model llama-tiny --budget 24",
+    "explain --model llama-tiny --headroom 2%",
+    "explain --model llama-tiny --hardware rtx4090 --device cpu",
     "diagnose train.log",
+    "diagnose absent.log",
+    "diagnose .",
+    "diagnose run.log --budget 60% --model gpt2",
+    "diagnose run.log --budget 24",
+    "diagnose run.log --plan-out p.yaml",
+    "diagnose run.log --model gpt2 --hardware rtx9999",
     "verify missing.yaml",
     "verify no_job.yaml",
     "history nothing",
+    "history --plan-out x.yaml",
     "export no_job.yaml --to deepspeed",
+    "export missing.yaml --to axolotl",
     "estimate llama-tiny --batch-sizes x",
 )
 
 
 def printed(command: str) -> str:
     """The error that a command prints, without progress, in a terminal of 100 columns, and its exit code."""
-    done = CliRunner().invoke(build(), command.split(), prog_name="autockpt")
+    done = CliRunner().invoke(build(), shlex.split(command), prog_name="autockpt")
     error = "\n".join(line for line in done.stderr.strip().splitlines() if not line.startswith("["))
     return f"$ autockpt {command}\n{error}\nexit code {done.exit_code}\n"
 

@@ -126,21 +126,3 @@ def test_a_log_alone_is_told(autockpt, log: Path) -> None:
         and "in the forward pass" in result.out
         and "no model was named" in " ".join(result.out.split())
     )
-
-
-@pytest.mark.parametrize(
-    ("arguments", "named"),
-    [
-        (("absent.log",), "absent.log"),
-        (("run.log", "--budget", "60%", "-m", "gpt2"), "--budget 60%"),
-        (("run.log", "--budget", "24"), "24GB"),
-        (("run.log", "--plan-out", "p.yaml"), "--model"),
-        (("run.log", "-m", "gpt2", "--hardware", "rtx9999"), "rtx9999"),
-        (("quiet.log",), "quiet.log"),
-        ((".",), ""),
-    ],
-)
-def test_bad_input_is_an_error(autockpt, log: Path, tmp_path: Path, arguments: tuple[str, ...], named: str) -> None:
-    (tmp_path / "quiet.log").write_text("all went well\n")
-    result = autockpt("diagnose", *arguments)
-    assert (result.code, result.error) == (2, "usage") and named in " ".join(result.err.split()), result.err

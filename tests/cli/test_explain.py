@@ -127,23 +127,6 @@ def test_a_plan_brings_its_workload(autockpt, asked: Asked, tmp_path: Path) -> N
     assert question.plan is not None and question.plan_path == Path("plan.yaml")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "named"),
-    [
-        (("nothing.yaml",), "nothing.yaml"),
-        ((".",), ""),
-        (("--model", "llama-tiny", "--budget", "24"), "budget"),
-        (("--model", "llama-tiny", "--headroom", "2%"), "--budget"),
-        (("--model", "llama-tiny", "--hardware", "rtx4090", "--device", "cpu"), "--device"),
-        (("--model", "llama-tiny", "--hardware", "rtx409"), "rtx4090"),
-    ],
-)
-def test_wrong_questions(autockpt, asked: Asked, arguments: tuple[str, ...], named: str) -> None:
-    result = autockpt("explain", *arguments)
-    assert result.code == 2 and result.error in ("usage", "run")
-    assert named in result.err and not result.out and not asked.questions
-
-
 def test_a_run_is_explained_from_its_files(autockpt, asked: Asked, tmp_path: Path) -> None:
     run = make_run(tmp_path)
     result = autockpt("explain", str(run.path), "--json")

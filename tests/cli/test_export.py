@@ -27,10 +27,3 @@ def test_a_runs_plan_is_named_by_its_directory(autockpt, tmp_path: Path) -> None
     run = make_run(tmp_path)
     by_file = autockpt("export", str(run.path / "plan.yaml"), "--to", "transformers")
     assert by_file.code == 0 and autockpt("export", str(run.path), "--to", "transformers").out == by_file.out
-
-
-def test_wrong_questions(autockpt, plan: Path) -> None:
-    assert autockpt("export", "plan.yaml").code == 2
-    result = autockpt("export", "plan.yaml", "--to", "deepspeed")
-    assert (result.code, result.error) == (2, "usage") and "torchtitan" in result.err
-    assert autockpt("export", "missing.yaml", "--to", "axolotl").code == 2

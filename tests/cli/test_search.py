@@ -125,25 +125,6 @@ def test_a_plan_or_run_to_start_from_fills_in_what_is_not_said(
         assert request.budget.text == "20GB" and request.budget.headroom == ""
 
 
-@pytest.mark.parametrize(
-    ("arguments", "named"),
-    [
-        (("--budget", "", "--hardware", "rtx4090"), "24GB"),
-        (("--budget", "24GB", "--choices", "save"), "save"),
-        (("--budget", "24GB", "--host-budget", "8"), "8GB"),
-        (("--budget", "24GB", "--host-budget", "60%"), "60%"),
-        (("--budget", "24GB", "--model", "x", "--dtype", "fp8"), "--dtype fp8"),
-        (("--budget", "24GB", "--job", "nowhere.yaml"), "nowhere.yaml"),
-        (("--resume", "nowhere.yaml"), "nowhere.yaml"),
-    ],
-)
-def test_wrong_questions_end_before_anything_starts(autockpt, asked, arguments: tuple[str, ...], named: str) -> None:
-    result = autockpt("search", *arguments)
-    assert result.code == 2 and result.error in ("usage", "plan") and not result.out and not asked
-    assert named in result.err
-    assert len(result.err.splitlines()) < 8
-
-
 def test_nothing_fits(autockpt, replace) -> None:
     def run_search(request: SearchRequest, listener: Listener) -> SearchOutcome:
         raise InfeasibleError("no plan fits 1 GB", remedy="Use --lora 16.", smallest_peak=2 * 2**30)
