@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import threading
 from typing import Any
 
 import pytest
@@ -75,27 +74,6 @@ def test_a_copy_of_a_units_attributes_does_not_use_its_weights(kind, hooked):
         with raises(ConflictError):
             other(x)
         assert torch.equal(copy.copy(model[1])(x), model[1](x))
-
-
-@pytest.mark.parametrize("error", [ValueError, RuntimeError, torch.OutOfMemoryError])
-def test_an_error_of_the_second_run_alone_names_the_unit(error):
-    """That of a device's memory keeps its type, by which trainers know it."""
-    over = threading.Event()
-
-    class Failing(nn.Linear):
-        def forward(self, input: Tensor) -> Tensor:
-            if over.is_set():
-                raise error("a reason")
-            return super().forward(input).tanh()
-
-    model = nn.Sequential(nn.Linear(8, 8), Failing(8, 8))
-    with attach(model, {"1": parse_choice("recompute")}):
-        loss = model(torch.randn(4, 8)).sum()
-        over.set()
-        with pytest.raises(ConflictError if error is ValueError else error) as caught:
-            loss.backward()
-    said = [str(caught.value), *getattr(caught.value, "__notes__", ())]
-    assert any("1 raised ValueError when it ran again" in part or "1 ran again for backward" in part for part in said)
 
 
 class Masking(nn.Sequential):

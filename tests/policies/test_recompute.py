@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import random
+from collections import OrderedDict
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -13,12 +15,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from autockpt.checkpointing import module_state, replay_context
 from autockpt.checkpointing.replay_context import recomputing
 from autockpt.errors import ConflictError, InPlaceError, RerunMismatch
 from autockpt.runtime import attach
 from autockpt.schema.choices import RECOMPUTE
 from tests.errors import raises
-from tests.policies.zoo import Unit, assert_equal
+from tests.policies.zoo import Unit, assert_as_plain, assert_equal, trained
 
 
 class Model(nn.Module):
@@ -37,31 +40,23 @@ class Model(nn.Module):
 CHOICES = {"units.0": RECOMPUTE, "units.1": RECOMPUTE}
 
 
-def run(model: nn.Module, steps: int = 2) -> dict[str, Tensor]:
-    torch.manual_seed(1)
-    random.seed(1)
-    np.random.seed(1)
-    seen: dict[str, Tensor] = {}
-    for i in range(steps):
-        x = torch.randn(4, 8).requires_grad_()
-        model(x).pow(2).sum().backward()
-        seen |= {f"{i} {n}": p.grad.clone() for n, p in model.named_parameters()}
-        seen |= {f"{i} buffer {n}": b.clone() for n, b in model.named_buffers()}
-        seen[f"{i} input"] = x.grad.clone()
-        seen[f"{i} random"] = torch.tensor([random.random(), np.random.rand()])
-    return seen
+def rows() -> Tensor:
+    return torch.randn(4, 8)
 
 
-def assert_as_plain(make: Callable[[], nn.Module], choices: dict[str, Any] = CHOICES) -> None:
-    wanted, model = run(make()), make()
-    with attach(model, choices):
-        assert_equal(run(model), wanted)
+def as_plain(body: Callable[..., Any], call: Callable[..., Any] | None = None) -> None:
+    assert_as_plain(partial(Model, body, call), CHOICES, rows)
 
 
 def test_random_numbers_of_python_and_numpy():
-    assert_as_plain(lambda: Model(lambda unit, x: (unit.linear(x) * random.random()).sigmoid()))
-    assert_as_plain(lambda: Model(lambda unit, x: (unit.linear(x) * float(np.random.rand())).sigmoid()))
-    assert_as_plain(lambda: Model(lambda unit, x: (unit.linear(x) * random.gauss(0, 1)).sigmoid()))
+    as_plain(lambda unit, x: (unit.linear(x) * random.random()).sigmoid())
+    as_plain(lambda unit, x: (unit.linear(x) * float(np.random.rand())).sigmoid())
+    as_plain(lambda unit, x: (unit.linear(x) * random.gauss(0, 1)).sigmoid())
+
+
+class Pair(NamedTuple):
+    first: Any
+    second: Any
 
 
 def test_every_way_of_passing_tensors():
@@ -74,8 +69,17 @@ def test_every_way_of_passing_tensors():
         pair = (x.sin(), x.cos())
         return unit(None, x, pair=pair, deep={"a": [x * 0.5, 3], "b": None}, last=x)
 
-    assert_as_plain(lambda: Model(body, call))
-    assert_as_plain(lambda: Model(body, lambda unit, x: unit(first=x, pair=(x, 2.0), deep={"a": (x,)}, last=1)))
+    as_plain(body, call)
+    as_plain(body, lambda unit, x: unit(first=x, pair=(x, 2.0), deep={"a": (x,)}, last=1))
+    as_plain(body, lambda unit, x: unit(x, pair=Pair(x, x), deep=OrderedDict(a=[x + 1]), last=torch.ones(8)))
+
+
+def test_containers_are_new_and_a_tensor_that_is_given_twice_stays_one():
+    def body(unit, x, notes, query, key):
+        notes.append(len(notes))
+        return unit.linear(x).sigmoid() * len(notes) + (query if query is key else 0 * x)
+
+    as_plain(body, lambda unit, x: unit(x, [1, None], x, x))
 
 
 GIVEN: dict[str, Callable[[Tensor], Any]] = {
@@ -116,8 +120,9 @@ def test_inside_a_checkpoint_of_the_users_own():
         def forward(self, x):
             return checkpoint(super().forward, x, use_reentrant=False)
 
+    make = partial(Outer, lambda unit, x: torch.dropout(unit.linear(x).sigmoid(), 0.3, True))
     with pytest.warns(UserWarning, match=r"units\.0 runs inside of a torch\.utils\.checkpoint"):
-        assert_as_plain(lambda: Outer(lambda unit, x: torch.dropout(unit.linear(x).sigmoid(), 0.3, True)))
+        assert_as_plain(make, CHOICES, rows)
 
 
 # --- what backward gets is what it would have got, or an error
@@ -151,24 +156,24 @@ def test_gradients_taken_inside_the_unit(bias):
             unit.linear.bias = None
         return model
 
-    assert_as_plain(make)
+    assert_as_plain(make, CHOICES, rows)
 
 
 def test_an_exception_in_backward_leaves_the_graph_usable(monkeypatch):
     def body(unit, x):
         return torch.sigmoid(unit.linear(x))
 
-    model, wanted = Model(body), run(Model(body), 1)
+    model, x = Model(body), rows()
+    wanted = torch.autograd.grad(model(x).sum(), model.units[0].linear.weight)
     with attach(model, CHOICES):
-        torch.manual_seed(1)
-        loss = model(torch.randn(4, 8).requires_grad_()).pow(2).sum()
+        loss = model(x).sum()
         with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
             patch.setattr(torch, "sigmoid", lambda _: 1 / 0)
             loss.backward(retain_graph=True)
         assert recomputing() is None
         model.zero_grad()
         loss.backward()
-    assert torch.equal(model.units[0].linear.weight.grad, wanted["0 units.0.linear.weight"])
+    assert torch.equal(model.units[0].linear.weight.grad, wanted[0])
 
 
 def test_the_input_is_kept_in_the_way_of_what_is_around():
@@ -187,11 +192,128 @@ def test_the_input_is_kept_in_the_way_of_what_is_around():
     def body(unit, x):
         return unit.linear(x).sigmoid()
 
-    wanted, model = run(Hooked(body)), Hooked(body)
+    wanted = trained(partial(Hooked, body), {}, rows, 2)
     packed.clear()
-    with attach(model, CHOICES):
-        assert_equal(run(model), wanted)
+    assert_equal(trained(partial(Hooked, body), CHOICES, rows, 2), wanted)
     assert packed == [torch.Size([4, 8])] * 4  # two units, two steps, nothing but the inputs
+
+
+# --- errors of a second run, and what a forward does only once
+
+
+class OfTheUsersOwn(Exception):
+    pass
+
+
+@pytest.mark.parametrize(
+    "kind", [TimeoutError, MemoryError, OSError, OfTheUsersOwn, RuntimeError, torch.OutOfMemoryError]
+)
+def test_what_may_have_come_from_outside_is_raised_as_it_is(kind: type[Exception]):
+    with pytest.raises(kind) as caught:
+        interrupted(error := kind("now"))
+    assert caught.value is error
+    assert not isinstance(error, RuntimeError) or "units.1 ran again for backward" in "".join(error.__notes__)
+
+
+@pytest.mark.parametrize("kind", [StopIteration, KeyError, AttributeError, AssertionError, TypeError, ValueError])
+def test_what_a_changed_program_raises_names_the_unit(kind: type[Exception]):
+    with raises(ConflictError, "units.1", kind.__name__):
+        interrupted(kind())
+
+
+def interrupted(error: Exception) -> None:
+    """A second run is stopped by it."""
+
+    def body(unit, x):
+        if recomputing():
+            raise error
+        return unit.linear(x).sigmoid()
+
+    model = Model(body)
+    with attach(model, CHOICES):
+        model(rows()).sum().backward()
+
+
+def test_parameters_that_are_exchanged_for_the_forward_alone():
+    def body(unit, x):
+        return unit.linear(x).sigmoid().exp()
+
+    def gradients(choices: dict[str, Any]) -> tuple[Tensor, ...]:
+        model = Model(body)
+        others = {name: (p * 2).detach().requires_grad_() for name, p in model.named_parameters()}
+        with attach(model, choices):
+            loss = torch.func.functional_call(model, others, (torch.ones(4, 8),)).sum()
+            return torch.autograd.grad(loss, list(others.values()))
+
+    assert all(map(torch.equal, gradients(CHOICES), gradients({})))
+
+
+def test_another_number_of_saved_tensors_is_an_error():
+    model = Model(lambda unit, x: unit.linear(x) if recomputing() else unit.linear(x).sigmoid().sin())
+    with attach(model, CHOICES), raises(ConflictError, "units.1"):
+        model(rows()).sum().backward()
+
+
+def test_hooks_that_a_forward_registers_are_refused():
+    def body(unit, x):
+        unit.linear.register_forward_hook(lambda *_: None)
+        return unit.linear(x).sigmoid()
+
+    model = Model(body)
+    with attach(model, CHOICES), raises(ConflictError, "units.0"):
+        for _ in range(2):
+            model(rows())
+
+
+def test_hooks_and_modules_of_a_first_forward_are_made_once():
+    def body(unit, x):
+        if not hasattr(unit, "late"):
+            unit.late = nn.Linear(8, 8)
+            unit.linear.register_forward_hook(lambda *_: None)
+        return unit.late(unit.linear(x).sigmoid()).sigmoid()
+
+    as_plain(body)
+    model = Model(body)
+    with attach(model, CHOICES):
+        for _ in range(3):
+            model(rows()).sum().backward()
+    assert all(len(unit.linear._forward_hooks) == 1 for unit in model.units)
+
+
+def test_a_backward_inside_of_a_forward_is_refused():
+    def body(unit, x):
+        unit.linear(x.detach()).sum().backward()
+        return unit.linear(x).sigmoid()
+
+    model = Model(body)
+    with attach(model, CHOICES), raises(ConflictError, "units.0"):
+        model(rows())
+
+
+def test_a_graph_that_is_being_captured_is_refused(monkeypatch):
+    def read(places):
+        raise RuntimeError("Cannot call CUDAGeneratorImpl::current_seed during CUDA graph capture.")
+
+    monkeypatch.setattr(replay_context, "TorchStates", read)
+    model = Model(lambda unit, x: unit.linear(x).sigmoid())
+    with attach(model, CHOICES), raises(ConflictError, "units.0"):
+        model(rows())
+
+
+def test_a_large_buffer_changed_in_place_is_an_error(monkeypatch):
+    def body(unit, x):
+        unit.mean += 1
+        return unit.linear(x).sigmoid() * unit.mean
+
+    model = Model(body)
+    for unit in model.units:
+        unit.register_buffer("mean", torch.zeros(8))
+    monkeypatch.setattr(module_state, "COPIED_BYTES", 8)
+    with attach(model, CHOICES), raises(ConflictError, "units.0.mean"):
+        model(rows())
+
+
+# --- compiled
 
 
 class Remembering(nn.Module):

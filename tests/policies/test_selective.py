@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,11 +14,23 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autockpt.checkpointing.op_table import is_heavy
-from autockpt.errors import PlanError
+from autockpt.checkpointing.replay_context import recomputing
+from autockpt.errors import ConflictError, PlanError
 from autockpt.runtime import attach
 from autockpt.schema.choices import Choice, parse_choice
 from tests.errors import raises
-from tests.policies.zoo import CASES, assert_equal, bytes_alive_after, plain, train
+from tests.policies.zoo import (
+    CASES,
+    Tally,
+    assert_as_plain,
+    assert_equal,
+    bytes_alive_after,
+    on,
+    plain,
+    precision,
+    train,
+    trained,
+)
 
 Body = Callable[["Unit", Tensor], Tensor]
 
@@ -28,23 +42,19 @@ def selective(*keep: str, within: tuple[str, ...] = ()) -> Choice:
 class Unit(nn.Module):
     def __init__(self, body: Body) -> None:
         super().__init__()
-        self.up, self.down = nn.Linear(8, 32), nn.Linear(32, 8)
-        self.body, self.step = body, 0
+        self.up, self.down, self.body = nn.Linear(8, 32), nn.Linear(32, 8), body
 
     def forward(self, x: Tensor) -> Tensor:
         return self.body(self, x)
 
 
-class Model(nn.Module):
-    def __init__(self, body: Body) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.units = nn.ModuleList(Unit(body) for _ in range(2))
+def two(body: Body) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(Unit(body), Unit(body))
 
-    def forward(self, x: Tensor) -> Tensor:
-        for unit in self.units:
-            x = unit(x)
-        return x
+
+def four_rows() -> Tensor:
+    return torch.randn(4, 8)
 
 
 def mlp(unit: Unit, x: Tensor) -> Tensor:
@@ -56,47 +66,32 @@ class Executed(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.counts: dict[str, int] = {}
+        self.counts = Counter[str]()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if is_heavy(func) and "backward" not in str(func):
-            name = str(func.overloadpacket)
-            self.counts[name] = self.counts.get(name, 0) + 1
+            self.counts[str(func.overloadpacket)] += 1
         return func(*args, **(kwargs or {}))
 
 
-def executed(model: nn.Module, run: Callable[[], Any]) -> dict[str, int]:
+def executed(run: Callable[[], Any]) -> Counter[str]:
     with Executed() as mode:
         run()
     return mode.counts
 
 
-def gradients(model: nn.Module, times: int = 1) -> dict[str, Tensor]:
-    torch.manual_seed(1)
-    x = torch.randn(4, 8).requires_grad_()
-    loss = model(x).pow(2).sum()
-    for _ in range(times - 1):
-        loss.backward(retain_graph=True)
-    loss.backward()
-    found = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
-    model.zero_grad()
-    assert x.grad is not None
-    return found | {"x": x.grad}
-
-
-@pytest.mark.parametrize(("keep", "forwards"), [("up", 2), ("down", 4), ("**", 2)])
-def test_what_is_kept_is_not_executed_again(keep, forwards):
-    """Two units of two products: those of ``up`` run once, and ``down`` is never needed again."""
-    wanted = gradients(Model(mlp))
-    model = Model(mlp)
-    with attach(model, dict.fromkeys(("units.0", "units.1"), selective(keep))):
-        x = torch.randn(4, 8)
-        in_forward = executed(model, lambda: model(x))["aten.addmm"]
-        loss = model(x).sum()
-        again = executed(model, loss.backward).get("aten.addmm", 0)
-        assert (in_forward, again) == (4, forwards - 2)
-        model.zero_grad()
-        assert_equal(gradients(model), wanted)
+@pytest.mark.parametrize(("keep", "again"), [("up", 0), ("down", 2), ("**", 0)])
+def test_what_is_kept_is_not_executed_again(keep: str, again: int):
+    """Two units of two products: ``down`` is never needed again, so nothing is held where it is kept."""
+    assert_as_plain(partial(two, mlp), on("01", selective(keep)), four_rows)
+    model, held = two(mlp), dict[str, int]()
+    for choice in (selective(keep), parse_choice("recompute")):
+        with attach(model, on("01", choice)):
+            loss = model(four_rows()).sum()
+            held[choice.kind] = bytes_alive_after(lambda: model(four_rows()))
+            counts = executed(loss.backward)
+        assert counts["aten.addmm"] == (again if choice.kind == "selective" else 2)
+    assert (held["selective"] == held["recompute"]) == (keep == "down")
 
 
 @pytest.mark.slow
@@ -113,31 +108,177 @@ def test_attention_runs_once(name):
     for kind in ("recompute", "keep_attention"):
         with attach(model, case.choices(model, parse_choice(kind))):
             loss = case.step(model, case.batch(), **({"use_cache": False} if case.takes_cache else {}))
-            counts[kind] = executed(model, loss.backward)
+            counts[kind] = executed(loss.backward)
     fused = [n for n in counts["recompute"] if "attention" in n]
     assert all(n not in counts["keep_attention"] for n in fused)
-    assert counts["keep_attention"].get("aten.addmm") == counts["recompute"].get("aten.addmm")
+    assert counts["keep_attention"]["aten.addmm"] == counts["recompute"]["aten.addmm"]
 
 
-def changed_outside_of_what_is_kept(unit: Unit, x: Tensor) -> Tensor:
+RUNS = Tally()  # of kept modules
+
+
+class Counted:
+    """Of a module that is kept."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        RUNS.calls += 1
+        return super().forward(x)  # type: ignore[misc]
+
+
+class Linear(Counted, nn.Linear):
+    pass
+
+
+class Convolution(Counted, nn.Conv1d):
+    pass
+
+
+class Noisy(Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.dropout(super().forward(x), 0.5)
+
+
+class Greedy(Linear):
+    """Saves more of its own than it returns."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).sin().exp()
+
+
+class Same(Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        RUNS.calls += 1
+        return x
+
+
+def after(unit: Any, x: Tensor) -> Tensor:
+    return unit.down(F.gelu(unit.up(x)))
+
+
+def transposed(unit: Any, x: Tensor) -> Tensor:
+    return unit.down(F.gelu(unit.up(x)).mT)
+
+
+def in_place(unit: Any, x: Tensor) -> Tensor:
+    return unit.down(F.gelu(unit.up(x).mul_(2.0)))
+
+
+def by_data(unit: Any, x: Tensor) -> Tensor:
+    hidden = unit.up(x)
+    hidden.data.mul_(2.0)
+    return unit.down(F.gelu(hidden))
+
+
+def view_in_place(unit: Any, x: Tensor) -> Tensor:
     hidden = unit.up(x.expand(3, 4, 8))  # without a bias a matmul, whose last view leaves the module
     hidden.mul_(0.5)
     return x + unit.down(F.gelu(hidden)).sum(0)
 
 
-@pytest.mark.parametrize("keep", ["**", "up", "down"])
-@pytest.mark.parametrize("bias", [True, False])
-def test_an_output_that_is_changed_in_place_is_made_again(keep: str, bias: bool):
-    def make() -> nn.Module:
-        model = Model(changed_outside_of_what_is_kept)
-        for unit in model.units if not bias else ():
-            unit.up.bias = None
-        return model
+def inside_a_gradient(unit: Any, x: Tensor) -> Tensor:
+    hidden = unit.up(x * 1)
+    (slope,) = torch.autograd.grad(hidden.square().sum(), x, retain_graph=True)
+    return unit.down(F.gelu(hidden) * slope.detach())
 
-    wanted = gradients(make())
-    model = make()
-    with attach(model, dict.fromkeys(("units.0", "units.1"), selective(keep))):
-        assert_equal(gradients(model), wanted)
+
+LINEAR, UNBIASED = lambda: Linear(8, 8), lambda: Linear(8, 8, bias=False)
+FROZEN = lambda: Convolution(8, 8, 3, padding=1).requires_grad_(False)  # noqa: E731
+EACH = [
+    ("linear", LINEAR, after, (4, 8), 1),
+    ("unbiased", UNBIASED, after, (4, 8), 1),
+    ("linear of three dimensions", LINEAR, after, (2, 3, 8), 1),
+    ("convolution", lambda: Convolution(8, 8, 3, padding=1), transposed, (2, 8, 5), 1),
+    ("frozen", FROZEN, transposed, (2, 8, 5), 1),
+    ("changed in place", LINEAR, in_place, (4, 8), 2),
+    ("changed by data", LINEAR, by_data, (4, 8), 2),
+    ("a changed view", LINEAR, view_in_place, (4, 8), 2),
+    ("a changed view of a matmul", UNBIASED, view_in_place, (4, 8), 2),
+    ("random numbers", lambda: Noisy(8, 8), after, (4, 8), 2),
+    ("greedy", lambda: Greedy(8, 8), after, (4, 8), 2),
+    ("its input", lambda: Same(8, 8), after, (4, 8), 2),
+    ("a gradient inside", LINEAR, inside_a_gradient, (4, 8), None),
+]
+
+
+@pytest.mark.parametrize("autocast", ["fp32", "bf16"])
+@pytest.mark.parametrize(("inner", "body", "size", "runs"), [row[1:] for row in EACH], ids=[row[0] for row in EACH])
+def test_a_kept_module_runs_again_only_where_it_has_to(
+    inner: Any, body: Any, size: Any, runs: int | None, autocast: str
+):
+    def make() -> nn.Module:
+        unit = Unit(body)
+        unit.up, unit.down = inner(), nn.Linear(8, 8)
+        return nn.Sequential(nn.Identity(), unit)
+
+    counts, found = list[int](), list[dict[str, Tensor]]()
+    for plan in ({}, {"1": selective("up")}):
+        RUNS.calls = 0
+        found.append(trained(make, plan, lambda: torch.randn(size), 5, around=lambda: precision(autocast)))
+        counts.append(RUNS.calls)
+    assert_equal(found[1], found[0])
+    assert runs is None or counts[1] == runs * counts[0]
+
+
+def attention(unit: Any, x: Tensor, dropout: float = 0.0) -> Tensor:
+    mask = torch.ones(1, 1, 16, 16, dtype=torch.bool).tril()
+    parts = unit.up(x).view(1, 16, 3, 2, 8).permute(2, 0, 3, 1, 4).unbind(0)
+    return unit.down(F.scaled_dot_product_attention(*parts, attn_mask=mask, dropout_p=dropout).tanh())
+
+
+def attention_in_a_gradient(unit: Any, x: Tensor) -> Tensor:
+    hidden = attention(unit, x * 1)
+    (slope,) = torch.autograd.grad(hidden.square().sum(), x, retain_graph=True)
+    return attention(unit, x) + hidden.sin() * slope.detach()
+
+
+LATE = Tally()
+
+
+def attention_in_a_gradient_later(unit: Any, x: Tensor) -> Tensor:
+    hidden = attention(unit, x * 1)
+    LATE.calls += recomputing() is None
+    if LATE.calls > 2:
+        torch.autograd.grad(hidden.square().sum(), x, retain_graph=True)
+    return attention(unit, hidden.mean(1).sin())
+
+
+@pytest.mark.parametrize("autocast", ["fp32", "bf16"])
+@pytest.mark.parametrize(
+    ("body", "runs"),
+    [
+        (attention, 1),
+        (partial(attention, dropout=0.5), 0),  # taken apart on this device
+        (attention_in_a_gradient, None),
+        (attention_in_a_gradient_later, None),
+    ],
+    ids=["attention", "dropout", "in a gradient", "in a gradient later"],
+)
+def test_attention_that_a_unit_calls_itself(body: Body, runs: Any, autocast: str):
+    def make() -> nn.Module:
+        LATE.calls = 0
+        unit = Unit(body)
+        unit.up, unit.down = nn.Linear(8, 48), nn.Linear(8, 8)
+        return nn.Sequential(nn.Identity(), unit)
+
+    def steps(plan: dict[str, Choice]) -> dict[str, Tensor]:
+        return trained(make, plan, lambda: torch.randn(1, 16, 8), 5, around=lambda: precision(autocast))
+
+    wanted = steps({})
+    for choice in (selective("**"), parse_choice("keep_attention")):
+        with Executed() as mode:
+            assert_equal(steps({"1": choice}), wanted)
+        assert runs is None or sum(n for name, n in mode.counts.items() if "attention" in name) == 5 * runs
+
+
+def test_another_path_in_backward_is_an_error():
+    def body(unit: Any, x: Tensor) -> Tensor:
+        first, second = (unit.up, unit.down) if recomputing() is None else (unit.down, unit.up)
+        return F.gelu(second(F.gelu(first(x))))
+
+    unit = Unit(body)
+    unit.up, unit.down = nn.Linear(8, 8), nn.Linear(8, 8)
+    with attach(nn.Sequential(unit), {"0": selective("**")}), raises(ConflictError, "0"):
+        nn.Sequential(unit)(four_rows()).sum().backward()
 
 
 class Parts(nn.Module):
@@ -158,11 +299,8 @@ def parts() -> nn.Module:
 
 @pytest.mark.slow
 def test_only_parts_of_a_unit_run_again():
-    wanted = gradients(parts())
-    model = parts()
-    x = torch.randn(512, 8)
-    saved = {}
-    bytes_alive_after(lambda: model(x))
+    model, saved = parts(), dict[str, int]()
+    bytes_alive_after(lambda: model(torch.randn(512, 8)))
     for choice, products in (
         ("save", 0),
         (selective("mlp.up", within=("mlp",)), 0),  # up is kept, down is never needed again
@@ -171,12 +309,10 @@ def test_only_parts_of_a_unit_run_again():
         (selective("**"), 0),
         ("recompute", 2),
     ):
-        with attach(model, dict.fromkeys(("0", "1"), parse_choice(choice))):
-            saved[str(choice)] = bytes_alive_after(lambda: model(x))
-            loss = model(x).sum()
-            assert executed(model, loss.backward).get("aten.addmm", 0) == products
-            model.zero_grad()
-            assert_equal(gradients(model), wanted)
+        assert_as_plain(parts, on("01", choice), four_rows, 2)
+        with attach(model, on("01", choice)):
+            saved[str(choice)] = bytes_alive_after(lambda: model(torch.randn(512, 8)))
+            assert executed(model(torch.randn(512, 8)).sum().backward)["aten.addmm"] == products
     activations = 2 * 512 * 32 * 4  # of the two units
     assert saved["save"] - saved[str(selective("mlp.up", within=("mlp",)))] == pytest.approx(activations, rel=0.1)
     assert saved["recompute"] < saved[str(selective(within=("mlp",)))] < saved["save"] - 1.8 * activations
@@ -238,6 +374,4 @@ def test_dropout_in_fused_attention_keeps_numbers_in_step(kind: str) -> None:
     def body(unit: Unit, x: Tensor) -> Tensor:
         return x + unit.down(F.dropout(_dropped_out(unit.up(x), 0.3), 0.4))
 
-    wanted, model = gradients(Model(body)), Model(body)
-    with attach(model, dict.fromkeys(("units.0", "units.1"), parse_choice(kind))):
-        assert_equal(gradients(model), wanted)
+    assert_as_plain(partial(two, body), on("01", kind), four_rows, 2)

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+import random
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import transformers
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autockpt.schema.choices import Choice
+from autockpt.runtime import attach
+from autockpt.schema.choices import Choice, parse_choice
 from autockpt.workload.units import discover_units
 from tests.device import DEVICE, ON_ACCELERATOR, here, random_state, random_state_kept
 
@@ -235,6 +238,67 @@ def assert_equal(got: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
 def plain(case: Case, dtype: str = "fp32", steps: int = 2) -> dict[str, Tensor]:
     """The same training without any plan; language models without their KV cache."""
     return train(case.make(), case, dtype, steps, **({"use_cache": False} if case.takes_cache else {}))
+
+
+def on(units: Iterable[str], kind: Any) -> dict[str, Choice]:
+    """The same choice on each of them; None: nothing."""
+    return {} if kind is None else dict.fromkeys(units, parse_choice(kind))
+
+
+def _nothing(model: Any, step: int) -> None:
+    pass
+
+
+def trained(
+    make: Callable[[], nn.Module],
+    plan: Mapping[str, Choice],
+    batch: Callable[[], Tensor],
+    steps: int = 4,
+    *,
+    before: Callable[[Any, int], Any] = _nothing,
+    between: Callable[[Any, int], Any] = _nothing,
+    around: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    together: bool = False,
+    **session: Any,
+) -> dict[str, Tensor]:
+    """What some steps leave of a model that is made for them, by always the same random numbers.
+
+    ``before`` each forward and ``between`` each forward and its backward something is done to the model; ``around``
+    the forward is a context. ``together``: all forwards come before their backwards. ``session``: options of attach.
+    """
+    torch.manual_seed(0)
+    random.seed(0)
+    np.random.seed(0)
+    model, seen, waiting = make().to(DEVICE), dict[str, Tensor](), list[tuple[Tensor, Tensor]]()
+    with attach(model, plan, **session):
+        for step in range(steps):
+            before(model, step)
+            x = here(batch()).requires_grad_()
+            with around():
+                loss = model(x).float().square().mean()
+            waiting.append((x, loss))
+            if together and step < steps - 1:
+                continue
+            between(model, step)
+            for number, (x, loss) in enumerate(waiting, step + 1 - len(waiting)):
+                loss.backward()
+                seen[f"{number} loss"] = loss.detach()
+                seen |= {f"{number} input": x.grad} if x.grad is not None else {}
+            seen |= {f"{step} {n}": p.grad for n, p in model.named_parameters() if p.grad is not None}
+            seen |= {f"{step} buffer {n}": b.clone() for n, b in model.named_buffers()}
+            seen[f"{step} random"] = torch.cat([random_state(), torch.tensor([random.random(), np.random.rand()])])
+            model.zero_grad()
+            waiting.clear()
+    return seen
+
+
+def assert_as_plain(
+    make: Callable[[], nn.Module], plan: Mapping[str, Choice], batch: Callable[[], Tensor], *how: Any, **more: Any
+) -> None:
+    """Training leaves the same under the plan as without one; the arguments are those of ``trained``."""
+    plainly = {name: value for name, value in more.items() if name not in ("sentinels", "transport")}
+    wanted = trained(make, {}, batch, *how, **plainly)
+    assert_equal(trained(make, plan, batch, *how, **more), wanted)
 
 
 def bytes_alive_after(forward: Callable[[], Any]) -> int:
