@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import functools
+import gc
 import io
 import json
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -26,6 +28,7 @@ from tests.policies.zoo import (
     assert_equal,
     bytes_alive_after,
     objects_alive_after,
+    on,
     plain,
     precision,
     train,
@@ -361,6 +364,24 @@ class Glue(nn.Module):
         out = self.units[1](hidden)
         self.between(hidden, out)
         return out
+
+
+@each_kind
+def test_nothing_of_a_call_outlives_its_graph(kind):
+    """By reference count alone."""
+    seen: list[weakref.ref[Any]] = []
+    model = Glue(lambda hidden, out: seen.extend(weakref.ref(t.untyped_storage()) for t in (hidden, out)))
+    with attach(model, on(("units.0", "units.1"), kind), transport=always(DeferredTransport())):
+        gc.disable()
+        try:
+            for _ in range(8):
+                x = torch.randn(128, 64).to(DEVICE)
+                seen[:] = [weakref.ref(x.untyped_storage())]
+                out = model(x)
+                del x, out
+                assert all(storage() is None for storage in seen)
+        finally:
+            gc.enable()
 
 
 @each_kind

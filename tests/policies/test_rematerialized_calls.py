@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import copy
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import pytest
@@ -10,11 +11,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from autockpt.checkpointing import recorded_call
 from autockpt.checkpointing.op_recorder import OpRecorder
-from autockpt.errors import AutockptError
-from autockpt.runtime import attach
+from autockpt.errors import AutockptError, RerunMismatch
+from autockpt.policies.rematerialize import recipes_known
+from autockpt.runtime import attach, remove
 from autockpt.schema.choices import parse_choice
-from tests.policies.zoo import bytes_alive_after
+from tests.errors import raises
+from tests.policies.zoo import assert_as_plain, bytes_alive_after, on
 
 STEPS = 6
 
@@ -60,6 +64,141 @@ def noted(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     run = OpRecorder.run
     monkeypatch.setattr(OpRecorder, "run", lambda recorder, *args: ops.append(args[0]) or run(recorder, *args))
     return ops
+
+
+# --- what is kept, and which calls are recorded
+
+LARGE = 128 * 64 * 4  # bytes of an input
+
+
+class Mlp(nn.Module):
+    """Its ``scale`` is an attribute; ``then`` may do anything with what is in between."""
+
+    def __init__(self, then: Callable[[Tensor], Tensor] = lambda h: h) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.down, self.then, self.scale = nn.Linear(64, 256), nn.Linear(256, 64), then, 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.then(F.silu(self.up(x)) * self.scale))
+
+
+def gradients(layer: nn.Module, length: int, seed: int) -> list[Tensor]:
+    torch.manual_seed(seed)
+    x = torch.randn(length, 64, requires_grad=True)
+    return list(torch.autograd.grad(layer(x).square().sum(), [x, *layer.parameters()]))
+
+
+@pytest.fixture
+def recorded(noted: list[Any]) -> Callable[[nn.Module, Iterable[int]], list[int]]:
+    """The numbers of the calls of a planned layer that are recorded. Gradients of all are plain training's."""
+
+    def calls(layer: nn.Module, lengths: Iterable[int]) -> list[int]:
+        plain, found = copy.deepcopy(layer), list[int]()
+        remove(plain)
+        for number, length in enumerate(lengths, 1):
+            before = len(noted)
+            given = gradients(layer, length, number)
+            found += [number] * (len(noted) > before)
+            assert all(map(torch.equal, given, gradients(plain, length, number))), number
+        return found
+
+    return calls
+
+
+def planned(layer: nn.Module, *keep: str) -> nn.Module:
+    attach(nn.Sequential(layer), {"0": parse_choice({"kind": "remake", "keep": keep})}, sentinels="off")
+    return layer
+
+
+@pytest.mark.parametrize(("keep", "kept"), [((), 2 * LARGE), (("**",), 6 * LARGE)])
+def test_recorded_calls_and_later_ones_keep_the_same(keep: tuple[str, ...], kept: int) -> None:
+    x = torch.randn(128, 64, requires_grad=True)
+    plain, layer = bytes_alive_after(lambda: Mlp()(x)), planned(Mlp(), *keep)
+    found = [bytes_alive_after(lambda: layer(x)) for _ in range(8)]
+    assert len(set(found)) == 1 and found[0] < kept < plain
+
+
+def test_what_a_module_inside_is_given_may_be_all_that_is_kept() -> None:
+    """A 16-bit residual of which autograd saves a cast to 32 bits."""
+
+    class Normed(nn.Module):
+        def forward(self, h: Tensor) -> Tensor:
+            wide = h.float()
+            return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)).to(h.dtype)
+
+    class Residual(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.out = Normed(), nn.Linear(64, 64).bfloat16()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.out(self.norm((x + torch.randn_like(x)).bfloat16()))
+
+    assert_as_plain(lambda: nn.Sequential(Residual()), on("0", {"kind": "remake", "keep": ["**"]}), rows_of_64, 8)
+    layer, x = planned(Residual(), "**"), rows_of_64().requires_grad_()
+    assert all(bytes_alive_after(lambda: layer(x)) < 1.1 * LARGE for _ in range(3))  # it and the output, in 16 bits
+    remove(layer)
+    assert not any(m._forward_pre_hooks or m._forward_hooks for m in layer.modules())
+
+
+def rows_of_64() -> Tensor:
+    return torch.randn(128, 64)
+
+
+def test_recordings_become_seldom(recorded: Any) -> None:
+    assert recorded(planned(Mlp()), [8] * 40) == [1, 2, 7, 16, 33]
+
+
+def test_lengths_of_a_steady_unit_are_recorded_once_and_forgotten_late(recorded: Any) -> None:
+    with recipes_known({}):
+        layer = planned(Mlp())
+        lengths = [9, 9, *range(10, 40), *range(10, 40)]
+        assert recorded(layer, lengths) == [1, *range(3, 33)]
+        assert recorded(layer, [*range(40, 40 + recorded_call._MOST), 10])[-1] == recorded_call._MOST + 1
+
+
+def test_what_differs_from_the_first_on_is_always_recorded(recorded: Any) -> None:
+    layer = planned(Mlp(lambda h: (h * NOW[0]).sin()))
+    found = []
+    for NOW[0] in range(12):
+        found += recorded(layer, [8])
+    assert found == [1] * 12
+
+
+@pytest.mark.parametrize("length", [8, 24])
+def test_a_number_of_the_modules_own_may_change(length: int, recorded: Any) -> None:
+    layer = planned(Mlp())
+    recorded(layer, [length] * 4)
+    layer.scale = 0.5  # type: ignore[assignment]
+    assert recorded(layer, [length] * 4)[0] == 1
+
+
+def test_a_counter_does_not_tell_calls_apart(recorded: Any) -> None:
+    class Counting(Mlp):
+        def __init__(self) -> None:
+            super().__init__()
+            self.calls = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            return super().forward(x)
+
+    assert len(recorded(planned(Counting()), [8] * 6)) == 3  # its first taught that it counts
+
+
+def test_another_branch_is_found_by_the_next_recording() -> None:
+    now = [torch.sigmoid]
+    layer = planned(Mlp(lambda h: now[0](h)))
+    for _ in range(4):
+        gradients(layer, 8, 0)
+    now[0] = torch.tanh
+    with raises(RerunMismatch, "0", "tanh"):
+        for _ in range(recorded_call.RecordedUnit.gap + 1):
+            gradients(layer, 8, 0)
+
+
+# --- calls that differ
 
 
 class _Projected(nn.Module):
