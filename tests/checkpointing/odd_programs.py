@@ -1,7 +1,7 @@
 """Programs with state that ordinary training has not: attributes, objects and hooks that a unit's forward changes.
 
-``CHANGED``: what a unit does to attributes of one of its modules. ``OBJECTS``: kinds of objects, and how they change.
-``REACHED``: what a unit does to things that are not its own.
+``CHANGES`` are what a unit does to attributes of one of its modules, or to things that are not its own. ``OBJECTS`` are
+kinds of objects, and how they change; a unit keeps one, or is given one with each call.
 """
 
 from __future__ import annotations
@@ -13,15 +13,17 @@ import itertools
 import random
 import threading
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
-import transformers
 from torch import Tensor, nn
 
 D = 8
+Change = Callable[[Any, Tensor], Tensor]
+Use = Callable[[Any], Any]
 
 
 def counting() -> Callable[[], int]:
@@ -47,31 +49,62 @@ def longer(holder: Any) -> float:
 
 
 class Unit(nn.Module):
-    """``change(self, x)`` reads and changes attributes; what is deeper down is found as well."""
+    """What is deeper down is found as well. ``before``: the unit before it, no child of its."""
 
-    def __init__(self, change: Callable[[Any, Tensor], Tensor]) -> None:
+    def __init__(self, change: Change | None, before: list[Unit], use: Use | None, kept: Any) -> None:
         super().__init__()
-        self.first, self.inner = nn.Linear(8, 8), Inner(change)
+        self.first, self.inner, self.last = nn.Linear(D, D), Inner(change, before, use, kept), nn.Linear(D, D)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.inner(self.first(x).sin()).sin()
+    def forward(self, x: Tensor, given: Any = None) -> Tensor:
+        return self.last(self.inner(self.first(x).sin(), given).sin())
 
 
 class Inner(nn.Module):
-    def __init__(self, change: Callable[[Any, Tensor], Tensor]) -> None:
+    """``change(self, x)`` reads and changes attributes; ``use`` does so with an object, ``kept`` or given."""
+
+    def __init__(self, change: Change | None, before: list[Unit], use: Use | None, kept: Any) -> None:
         super().__init__()
-        self.change = change
-        self.calls = 0
+        self.own, self.change, self.before, self.use, self.kept = nn.Linear(D, D), change, before, use, kept
+        self.calls, self.ready, self.scale = 0, False, 1.0
         self.seen: list[Tensor] = []
         self.named: dict[str, Tensor] = {}
-        self.state: Tensor = torch.zeros(8)
-        self.nested: dict[str, Any] = {"means": [[]], "sums": {"x": torch.zeros(8)}, "numbers": [random.Random(2)]}
+        self.state: Tensor = torch.zeros(D)
+        self.nested: dict[str, Any] = {"means": [[]], "sums": {"x": torch.zeros(D)}, "numbers": [random.Random(2)]}
         self.torch_numbers = torch.Generator().manual_seed(1)
         self.python_numbers = random.Random(1)
         self.numpy_numbers = np.random.default_rng(1)
+        self.fast = [nn.Linear(D, D)]
+        self.adam = torch.optim.Adam(self.fast[0].parameters(), lr=0.01)
+
+    def forward(self, x: Tensor, given: Any) -> Tensor:
+        if self.change is not None:
+            return self.change(self, x)
+        assert self.use is not None
+        return x * (1 + 0.1 * self.use(self.kept if given is None else given))
+
+
+class Program(nn.Module):
+    """Two units; ``gives``: an object that ``make`` makes is given to both in each forward, and not kept."""
+
+    def __init__(
+        self,
+        change: Change | None = None,
+        make: Callable[[], Any] = lambda: None,
+        use: Use | None = None,
+        gives: bool = False,
+    ) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        keep = (lambda: None) if gives else make
+        first = Unit(change, [], use, keep())
+        self.units = nn.ModuleList([first, Unit(change, [first], use, keep())])
+        self.make, self.gives = make, gives
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.change(self, x)
+        given = self.make() if self.gives else None
+        for unit in self.units:
+            x = unit(x, given)
+        return x
 
 
 def counter(unit: Any, x: Tensor) -> Tensor:
@@ -138,64 +171,18 @@ def state_changed_in_place(unit: Any, x: Tensor) -> Tensor:
 
 def own_generators(unit: Any, x: Tensor) -> Tensor:
     drawn = unit.python_numbers.random() + unit.numpy_numbers.random()
-    return x * torch.rand(8, generator=unit.torch_numbers) * drawn
+    return x * torch.rand(D, generator=unit.torch_numbers) * drawn
 
 
 def made_before_a_gradient(unit: Any, x: Tensor) -> Tensor:
     """The gradient runs the unit again in the middle of its first forward."""
     if not hasattr(unit, "turns"):
         unit.turns = 0
-        unit.register_buffer("mean", torch.zeros(8))
+        unit.register_buffer("mean", torch.zeros(D))
     unit.turns += 1
     unit.mean += x.detach().mean(0)
     (slope,) = torch.autograd.grad((x.sin() * unit.turns + unit.mean).exp().sum(), x, create_graph=True)
     return slope.sin()
-
-
-CHANGED = [
-    counter,
-    made_at_first_use,
-    adding_to_a_list,
-    adding_to_a_dict,
-    adding_to_a_list_in_a_dict,
-    a_graph_in_a_list_in_a_dict,
-    a_tensor_in_a_dict_changed_in_place,
-    a_tensor_in_a_dict_exchanged,
-    a_generator_in_a_list,
-    state_handed_on,
-    state_with_a_graph,
-    state_changed_in_place,
-    own_generators,
-    made_before_a_gradient,
-]
-
-
-def two_units(change: Callable[[Any, Tensor], Tensor]) -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(Unit(change), Unit(change))
-
-
-def steps(model: nn.Module, *, together: bool) -> dict[str, Tensor]:
-    """Four steps, or four forwards before their backwards; what the attributes hold afterwards, too."""
-    torch.manual_seed(1)
-    losses = []
-    for _ in range(4):
-        losses.append(model(torch.randn(4, 8)).pow(2).sum())
-        if not together:
-            losses.pop().backward()
-    for loss in losses:
-        loss.backward()
-    seen = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-    seen |= {name: buffer.clone() for name, buffer in model.named_buffers()}
-    for i, unit in enumerate(m for m in model.modules() if isinstance(m, Inner)):
-        kept = [unit.calls, len(unit.seen), getattr(unit, "turns", 0), unit.python_numbers.random()]
-        seen |= {f"{i} plain": torch.tensor([*kept, unit.numpy_numbers.random()]), f"{i} state": unit.state.clone()}
-        seen[f"{i} drawn"] = torch.rand(2, generator=unit.torch_numbers)
-        seen |= {f"{i} {name}": value for name, value in unit.named.items()}
-        means, (numbers,) = unit.nested["means"][0], unit.nested["numbers"]
-        seen |= {f"{i} mean {n}": mean.detach() for n, mean in enumerate(means)}
-        seen |= {f"{i} sums": unit.nested["sums"]["x"].clone(), f"{i} numbers": torch.tensor(numbers.random())}
-    return seen
 
 
 # what makes an object, and what changes it and reads it
@@ -228,128 +215,63 @@ OBJECTS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
 }
 
 
-class Holding(nn.Module):
-    """A unit that keeps an object, or is given one with each call."""
-
-    def __init__(self, make: Callable[[], Any], use: Callable[[Any], Any], given: bool) -> None:
-        super().__init__()
-        self.a, self.b, self.use = nn.Linear(D, D), nn.Linear(D, D), use
-        self.kept = None if given else make()
-
-    def forward(self, x: Tensor, given: Any = None) -> Tensor:
-        return self.b(torch.tanh(self.a(x * (1 + 0.1 * self.use(given if self.kept is None else self.kept)))))
+def hook_on_a_parameter(unit: Any, x: Tensor) -> Tensor:
+    if not unit.ready:
+        unit.own.weight.register_hook(lambda gradient: gradient * 0.5)
+        unit.ready = True
+    return unit.own(x)
 
 
-class WithObjects(nn.Module):
-    """Two such units."""
-
-    def __init__(self, name: str, *, given: bool) -> None:
-        super().__init__()
-        self.make, self.use = OBJECTS[name]
-        self.layers = nn.ModuleList(Holding(self.make, self.use, given) for _ in range(2))
-        self.given = given
-
-    def forward(self, x: Tensor) -> Tensor:
-        given = self.make() if self.given else None
-        for layer in self.layers:
-            x = layer(x, given)
-        return x
+def hook_on_a_gradient_that_is_there(unit: Any, x: Tensor) -> Tensor:
+    if not unit.ready:
+        unit.own.weight.register_post_accumulate_grad_hook(lambda p: (p.grad.mul_(0.5), None)[1])
+        unit.ready = True
+    return unit.own(x)
 
 
-def with_objects(name: str, *, given: bool) -> WithObjects:
-    torch.manual_seed(0)
-    return WithObjects(name, given=given)
+def hook_on_a_module(unit: Any, x: Tensor) -> Tensor:
+    if not unit.ready:
+        unit.own.register_full_backward_hook(lambda module, given, got: (given[0] * 0.5,))
+        unit.ready = True
+    return unit.own(x)
 
 
-def object_steps(model: nn.Module, count: int = 4) -> dict[str, Tensor]:
-    """Gradients of steps, every other of them with two forwards before their backwards."""
-    torch.manual_seed(1)
-    seen: dict[str, Tensor] = {}
-    for i in range(count):
-        losses = [model(torch.randn(4, D, D)).pow(2).mean() for _ in range(1 + i % 2)]
-        for loss in losses:
-            loss.backward()
-        seen |= {f"{i} {n}": p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
-    return seen
+def another_unit_is_called(unit: Any, x: Tensor) -> Tensor:
+    return x + sum(other(x) for other in unit.before)
 
 
-class Layer(nn.Module):
-    """``change(self, x)`` is what it does besides; ``before``: the layer before it, no child of its."""
-
-    def __init__(self, change: Callable[[Any, Tensor], Tensor], before: Layer | None) -> None:
-        super().__init__()
-        self.a, self.b, self.norm, self.change = nn.Linear(D, D), nn.Linear(D, D), nn.BatchNorm1d(D), change
-        self.before, self.ready, self.shared = [before] if before is not None else [], False, torch.ones(D)
-        self.norm.scale = 1.0  # type: ignore[assignment]
-        self.fast = [nn.Linear(D, D)]
-        self.adam = torch.optim.Adam(self.fast[0].parameters(), lr=0.01)
-        self.config: Any = None
-        self.calls, self.model, self.far = 0, list[Any](), list[Any]()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.b(torch.tanh(self.a(self.change(self, x)) + self.shared))
+def a_number_in_another_unit(unit: Any, x: Tensor) -> Tensor:
+    for other in unit.before:
+        other.inner.scale *= 0.9
+    return x * unit.scale
 
 
-class Config(transformers.PretrainedConfig):
-    calls = 0
+def an_optimizer_of_its_own(unit: Any, x: Tensor) -> Tensor:
+    (unit.fast[0](x.detach()) - x.detach()).pow(2).mean().backward()
+    unit.adam.step()
+    unit.adam.zero_grad()
+    return x + unit.fast[0](x.detach())
 
 
-class Reaching(nn.Module):
-    def __init__(self, change: Callable[[Any, Tensor], Tensor], config: Any) -> None:
-        super().__init__()
-        first = Layer(change, None)
-        self.layers, self.bias = nn.ModuleList([first, Layer(change, first)]), nn.Parameter(torch.ones(D))
-        self.config: Any = config
-        for layer in self.layers:
-            layer.config = config  # type: ignore[assignment]
+RESTORED = [
+    counter,
+    made_at_first_use,
+    adding_to_a_list,
+    adding_to_a_dict,
+    state_handed_on,
+    state_with_a_graph,
+    state_changed_in_place,
+]
+"""What is restored around a second run, whatever the choice."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        shared = self.bias * 1.5
-        for layer in self.layers:
-            layer.shared = shared  # type: ignore[assignment]
-            x = layer(x)
-        return x * (1 + self.config.calls / 100)
-
-
-def hook_on_a_parameter(layer: Any, x: Tensor) -> Tensor:
-    if not layer.ready:
-        layer.a.weight.register_hook(lambda gradient: gradient * 0.5)
-        layer.ready = True
-    return x
-
-
-def hook_on_a_gradient_that_is_there(layer: Any, x: Tensor) -> Tensor:
-    if not layer.ready:
-        layer.a.weight.register_post_accumulate_grad_hook(lambda p: (p.grad.mul_(0.5), None)[1])
-        layer.ready = True
-    return x
-
-
-def hook_on_a_module(layer: Any, x: Tensor) -> Tensor:
-    if not layer.ready:
-        layer.b.register_full_backward_hook(lambda module, given, got: (given[0] * 0.5,))
-        layer.ready = True
-    return x
-
-
-def another_unit_is_called(layer: Any, x: Tensor) -> Tensor:
-    return x + sum(other(x) for other in layer.before)
-
-
-def a_number_in_another_unit(layer: Any, x: Tensor) -> Tensor:
-    for other in layer.before:
-        other.norm.scale *= 0.9
-    return x * layer.norm.scale
-
-
-def an_optimizer_of_its_own(layer: Any, x: Tensor) -> Tensor:
-    (layer.fast[0](x.detach()) - x.detach()).pow(2).mean().backward()
-    layer.adam.step()
-    layer.adam.zero_grad()
-    return x + layer.fast[0](x.detach())
-
-
-REACHED = [
+OTHERS = [
+    adding_to_a_list_in_a_dict,
+    a_graph_in_a_list_in_a_dict,
+    a_tensor_in_a_dict_changed_in_place,
+    a_tensor_in_a_dict_exchanged,
+    a_generator_in_a_list,
+    own_generators,
+    made_before_a_gradient,
     hook_on_a_parameter,
     hook_on_a_gradient_that_is_there,
     hook_on_a_module,
@@ -358,17 +280,41 @@ REACHED = [
     an_optimizer_of_its_own,
 ]
 
+PROGRAMS: dict[str, Callable[[], Program]] = {
+    **{change.__name__: partial(Program, change) for change in (*RESTORED, *OTHERS)},
+    **{
+        f"{name}, {'given' if gives else 'kept'}": partial(Program, None, make, use, gives)
+        for name, (make, use) in OBJECTS.items()
+        for gives in (False, True)
+    },
+}
 
-def reaching_steps(model: Reaching) -> dict[str, Tensor]:
-    seen = {}
-    for step in range(4):
-        model.zero_grad()
-        x = torch.arange(4.0 * D).view(4, D).sin() * (step + 1)
-        model(x).pow(2).sum().backward()
-        seen |= {f"{step} {name}": p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-    return seen | {name: buffer.clone() for name, buffer in model.named_buffers()}
+
+def steps(model: Program) -> dict[str, Tensor]:
+    """Four steps, every other with two forwards before their backwards; what the attributes hold afterwards, too."""
+    torch.manual_seed(1)
+    seen: dict[str, Tensor] = {}
+    for i in range(4):
+        losses = [model(torch.randn(4, D)).pow(2).mean() for _ in range(1 + i % 2)]
+        for loss in losses:
+            loss.backward()
+        seen |= {f"{i} {name}": p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    seen |= dict(model.named_buffers())
+    for i, unit in enumerate(model.units):
+        for name, value in vars(unit.inner).items():  # type: ignore[arg-type]
+            seen |= held(value, f"{i} {name}") if name not in ("before", "kept", "fast") else {}
+    return seen
 
 
-def reaching(change: Callable[[Any, Tensor], Tensor], config: Callable[[], Any]) -> Reaching:
-    torch.manual_seed(0)
-    return Reaching(change, config())
+def held(value: Any, name: str) -> dict[str, Tensor]:
+    """Numbers and tensors in an attribute; of generators what they draw next."""
+    if isinstance(value, Tensor):
+        return {name: value.detach()}
+    if isinstance(value, int | float):
+        return {name: torch.tensor(value)}
+    if isinstance(value, torch.Generator):
+        return {name: torch.rand(2, generator=value)}
+    if isinstance(value, random.Random | np.random.Generator):
+        return {name: torch.tensor(value.random())}
+    parts = value.items() if type(value) is dict else enumerate(value) if isinstance(value, list) else ()
+    return {key: found for at, part in parts for key, found in held(part, f"{name} {at}").items()}
