@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from autockpt.runtime import attach
-from autockpt.schema.choices import Segment, parse_choice
+from autockpt.schema.choices import Segment
+from tests.policies.zoo import assert_as_plain, on
 
 D = 16
 
@@ -77,76 +78,63 @@ def _around_all() -> tuple[object, ...]:
     return depth, modes, casts, torch.get_default_dtype(), torch.is_grad_enabled()
 
 
+def _as_plain(
+    make: Callable[[], nn.Module], kind: Any, steps: int, around: Any = nullcontext, units: str = "01"
+) -> None:
+    """Training is bit-equal, and nothing that was begun is left after a step."""
+    before = _around_all()
+
+    def unchanged(*_: Any) -> None:
+        assert _around_all() == before
+
+    assert_as_plain(make, on(units, kind), lambda: torch.randn(8, D), steps, before=unchanged, around=around)
+    unchanged()
+
+
 @pytest.mark.parametrize("late", [0, 4])
-@pytest.mark.parametrize("kind", ["recompute", "segment"])
+@pytest.mark.parametrize("kind", ["recompute", Segment(size=2)], ids=str)
 @pytest.mark.parametrize("begin", [_autocast, _autocast_flag, _default_device, _mode])
 def test_what_a_forward_begins_by_hand_ends_with_its_rerun(begin, kind, late) -> None:
-    def trained(planned: bool) -> list[torch.Tensor]:
-        torch.manual_seed(0)
-        model, found, before = nn.Sequential(Begins(begin, late), Begins(begin, late)), [], _around_all()
-        choice = Segment(size=2) if kind == "segment" else parse_choice(kind)
-        session = attach(model, {"0": choice, "1": choice}) if planned else nullcontext()
-        with session:
-            for _ in range(late + 4):
-                model.zero_grad()
-                loss = model(torch.randn(8, D)).square().mean()
-                loss.backward()
-                assert _around_all() == before
-                found += [loss.detach(), *(p.grad.clone() for p in model.parameters())]
-        return found
-
     try:
-        assert all(map(torch.equal, trained(True), trained(False)))
+        _as_plain(lambda: nn.Sequential(Begins(begin, late), Begins(begin, late)), kind, late + 4)
     finally:
         torch.set_default_device(None)
 
 
-def _dtype_around(forward: Callable[[], torch.Tensor]) -> torch.Tensor:
+@contextmanager
+def _dtype() -> Iterator[None]:
     torch.set_default_dtype(torch.float64)
-    try:
-        return forward()
-    finally:
-        torch.set_default_dtype(torch.float32)
+    yield
+    torch.set_default_dtype(torch.float32)
 
 
-def _block_around(forward: Callable[[], torch.Tensor]) -> torch.Tensor:
-    with torch.device("meta"):
-        return forward()
-
-
-def _device_around(forward: Callable[[], torch.Tensor]) -> torch.Tensor:
+@contextmanager
+def _device() -> Iterator[None]:
     torch.set_default_device("meta")
-    try:
-        return forward()
-    finally:
-        torch.set_default_device(None)
+    yield
+    torch.set_default_device(None)
 
 
-@pytest.mark.parametrize("kind", ["recompute", "selective", "remake", "segment"])
-@pytest.mark.parametrize("around", [_dtype_around, _block_around, _device_around])
-def test_defaults_of_new_tensors_that_are_in_force_around_the_forward_alone(around, kind) -> None:
-    class Makes(nn.Linear):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            made = torch.linspace(0, 1, D)
-            on_meta = made.is_meta
-            scale = torch.linspace(0, 1, D, dtype=made.dtype, device="cpu") + on_meta
-            return (super().forward(x).exp() * scale).tanh().float()
+class Makes(nn.Linear):
+    """Takes its scale from the defaults of new tensors, and from the kernels that are allowed."""
 
-    def trained(planned: bool) -> list[torch.Tensor]:
-        torch.manual_seed(0)
-        model, found, before = nn.Sequential(Makes(D, D), Makes(D, D)), [], _around_all()
-        choice = Segment(size=2) if kind == "segment" else parse_choice(kind)
-        with attach(model, {"0": choice, "1": choice}) if planned else nullcontext():
-            for _ in range(6):
-                model.zero_grad()
-                x = torch.randn(8, D)
-                loss = around(lambda x=x: model(x).square().mean())
-                loss.backward()
-                assert _around_all() == before
-                found += [p.grad.clone() for p in model.parameters()]
-        return found
+    def __init__(self) -> None:
+        super().__init__(D, D)
 
-    assert all(map(torch.equal, trained(True), trained(False)))
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made = torch.linspace(0, 1, D)
+        scale = torch.linspace(0, 1, D, dtype=made.dtype, device="cpu") + made.is_meta
+        q = super().forward(x).exp().view(1, 2, -1, D)
+        attended = nn.functional.scaled_dot_product_attention(q, q, q).view(-1, D)
+        return (attended * scale * (1 + torch.backends.cuda.flash_sdp_enabled())).tanh().float()
+
+
+@pytest.mark.parametrize("kind", ["recompute", "selective", "remake", Segment(size=2)], ids=str)
+@pytest.mark.parametrize(
+    "around", [_dtype, _device, lambda: torch.device("meta"), lambda: sdpa_kernel(SDPBackend.MATH)]
+)
+def test_what_is_in_force_around_the_forward_alone(around, kind) -> None:
+    _as_plain(lambda: nn.Sequential(Makes(), Makes()), kind, 6, around)
 
 
 def test_a_block_that_one_unit_enters_and_another_leaves() -> None:
@@ -163,46 +151,13 @@ def test_a_block_that_one_unit_enters_and_another_leaves() -> None:
             block.__exit__(None, None, None)
             return x
 
-    def trained(choices) -> list[torch.Tensor]:
-        torch.manual_seed(0)
-        model, found, before = nn.Sequential(Enters(D, D), nn.Tanh(), Leaves(D, D)), [], _around_all()
-        with attach(model, choices):
-            for _ in range(4):
-                model.zero_grad()
-                model(torch.randn(8, D)).float().square().mean().backward()
-                assert _around_all() == before
-                found += [p.grad.clone() for p in model.parameters()]
-        return found
-
-    planned = trained({"0": parse_choice("recompute"), "2": parse_choice("recompute")})
-    assert all(map(torch.equal, planned, trained({})))
-
-
-def test_a_kernel_that_is_allowed_around_the_forward_alone() -> None:
-    class Attends(nn.Linear):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            q = super().forward(x).view(1, 2, 4, D)
-            return (nn.functional.scaled_dot_product_attention(q, q, q) * torch.backends.cuda.flash_sdp_enabled()).exp()
-
-    def trained(choices) -> torch.Tensor:
-        torch.manual_seed(0)
-        model, x = nn.Sequential(Attends(D, D)), torch.randn(8, D)
-        with attach(model, choices):
-            with sdpa_kernel(SDPBackend.MATH):
-                loss = model(x).square().sum()
-            loss.backward()
-        assert torch.backends.cuda.flash_sdp_enabled()
-        return model[0].weight.grad  # type: ignore[return-value]
-
-    wanted = trained({})
-    for kind in ("recompute", "selective", "remake"):
-        assert torch.equal(trained({"0": parse_choice(kind)}), wanted)
+    _as_plain(lambda: nn.Sequential(Enters(D, D), nn.Tanh(), Leaves(D, D)), "recompute", 4, units="02")
 
 
 _FIRST_OF_A_PROCESS = """
 import torch, transformers
-from autockpt.runtime import attach
-from autockpt.schema.choices import Segment, parse_choice
+from autockpt.schema.choices import Segment
+from tests.policies.zoo import assert_as_plain, on
 torch.manual_seed(0)
 config = transformers.LlamaConfig(
     vocab_size=64, hidden_size=256, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4
