@@ -1,77 +1,105 @@
-"""Every policy on models of every build, in every precision, with and without dropout: equal bit for bit."""
+"""Every policy on transformers of other build than the zoo's, in every precision, with and without dropout."""
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor, nn
 
 from autockpt.runtime import attach, without_kv_cache
 from autockpt.schema.choices import choice_kinds, parse_choice
-from autockpt.workload.units import discover_units
-from tests.device import DEVICE, random_state
-from tests.policies.architectures import ARCHITECTURES, Architecture
-from tests.policies.zoo import assert_equal
+from tests.device import DEVICE, here, random_state_kept
+from tests.policies.zoo import Case, assert_equal, language_step, train
 
 pytestmark = pytest.mark.slow
 
-SETTINGS = [(precision, dropout) for dropout in (0.0, 0.2) for precision in ("fp32", "bf16", "autocast")]
+SETTINGS = [(precision, dropout) for dropout in (0.0, 0.2) for precision in ("fp32", "weights in bf16", "bf16")]
 KINDS = sorted(choice_kinds("block"))
 STEPS = 5  # calls that go by what earlier ones taught are among them
 
 
-def autocast(precision: str) -> AbstractContextManager:
-    return torch.autocast(DEVICE.type, dtype=torch.bfloat16) if precision == "autocast" else nullcontext()
+def _tokens() -> dict[str, Tensor]:
+    ids = torch.randint(1, 64, (2, 16), generator=torch.Generator().manual_seed(3))
+    mask = torch.ones_like(ids)
+    mask[0, -4:] = 0
+    return here({"input_ids": ids, "labels": ids.clone(), "attention_mask": mask})
 
 
-def train(architecture: Architecture, model: nn.Module, precision: str) -> dict[str, Tensor]:
-    """Losses, gradients, buffers and random states of some steps."""
-    torch.manual_seed(1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    batch = architecture.batch()
-    seen: dict[str, Tensor] = {}
-    for i in range(STEPS):
-        with autocast(precision):
-            loss = architecture.step(model, batch)
-        loss.backward()
-        seen[f"{i} loss"], seen[f"{i} random state"] = loss.detach().clone(), random_state()
-        seen |= {f"{i} gradient {n}": p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
-        seen |= {f"{i} buffer {n}": b.clone() for n, b in model.named_buffers()}
-        optimizer.step()
-        optimizer.zero_grad()
-    return seen
+def _unmasked() -> dict[str, Tensor]:
+    return {name: value for name, value in _tokens().items() if name != "attention_mask"}
 
 
-@pytest.fixture(scope="module", params=ARCHITECTURES.values(), ids=str)
-def trained(request) -> Iterator[tuple[Architecture, dict]]:
-    """An architecture, and per precision and dropout its model with what plain training makes of it."""
-    found = {}
-    for precision, dropout in SETTINGS:
-        model = request.param.build(dropout)
-        if precision == "bf16":
-            model = model.bfloat16()
-        twin = copy.deepcopy(model)
-        with without_kv_cache(twin):
-            found[precision, dropout] = model, train(request.param, twin, precision)
-    yield request.param, found
+SIZES: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
+TEXT: dict[str, Any] = {"vocab_size": 64, **SIZES}
+GROUPED: dict[str, Any] = {**TEXT, "num_key_value_heads": 2}
+OF_TWO: dict[str, Any] = {"vocab_size": 64, "d_model": 32, "decoder_start_token_id": 0}
+BART: dict[str, Any] = {"encoder_layers": 2, "decoder_layers": 2, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64}
+BART |= {"encoder_attention_heads": 4, "decoder_attention_heads": 4, "max_position_embeddings": 32, "pad_token_id": 0}
+# the class, its config, what the config is given, the names of its rates of dropout, and a batch
+TABLE: dict[str, tuple[str, str, dict[str, Any], str, Callable[[], Any]]] = {
+    "qwen3": ("Qwen3ForCausalLM", "Qwen3Config", {**GROUPED, "head_dim": 8}, "attention_dropout", _tokens),
+    "gemma2": (
+        "Gemma2ForCausalLM",
+        "Gemma2Config",
+        {**GROUPED, "head_dim": 8, "sliding_window": 8, "attn_implementation": "eager"},
+        "attention_dropout",
+        _tokens,
+    ),
+    "gpt_neox": ("GPTNeoXForCausalLM", "GPTNeoXConfig", TEXT, "hidden_dropout attention_dropout", _tokens),
+    "phi": ("PhiForCausalLM", "PhiConfig", TEXT, "resid_pdrop embd_pdrop attention_dropout", _tokens),
+    "mixtral": (
+        "MixtralForCausalLM",
+        "MixtralConfig",
+        {**GROUPED, "num_local_experts": 4, "output_router_logits": True},
+        "attention_dropout",
+        _tokens,
+    ),
+    "mamba": (
+        "MambaForCausalLM",
+        "MambaConfig",
+        {"vocab_size": 64, "hidden_size": 32, "state_size": 8, "num_hidden_layers": 2},
+        "",
+        _unmasked,
+    ),
+    "bart": (
+        "BartForConditionalGeneration",
+        "BartConfig",
+        {**OF_TWO, **BART},
+        "dropout attention_dropout activation_dropout encoder_layerdrop decoder_layerdrop",
+        _tokens,
+    ),
+}
 
 
-def is_bit_equal(architecture: Architecture, cases: dict, kind: str, precision: str, dropout: float) -> None:
-    model, wanted = cases[precision, dropout]
-    twin = copy.deepcopy(model)
-    choices = {u.name: parse_choice(kind) for u in discover_units(twin) if u.role == "block"}
-    assert len(choices) >= 2
-    with attach(twin, choices) as session, without_kv_cache(twin) if session.guard is None else nullcontext():
-        assert_equal(train(architecture, twin, precision), wanted)
+def case_of(name: str, precision: str, dropout: float) -> Case:
+    """Dropout is a rate that the config takes where it knows any."""
+    model, config, sizes, rates, batch = TABLE[name]
+
+    def make() -> nn.Module:
+        settings = getattr(transformers, config)(**sizes, **dict.fromkeys(rates.split(), dropout))
+        with random_state_kept():
+            torch.manual_seed(0)
+            made = getattr(transformers, model)(settings).train().to(DEVICE)
+        return made.bfloat16() if precision == "weights in bf16" else made
+
+    return Case(name, make, batch, language_step)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_bit_equal_everywhere(trained, kind):
+@pytest.mark.parametrize("name", TABLE)
+def test_bit_equal_everywhere(name: str, kind: str) -> None:
     """Each kind on every architecture, and both with every setting: not each with each of the others."""
-    architecture, cases = trained
-    turn = KINDS.index(kind) + list(ARCHITECTURES.values()).index(architecture)
-    is_bit_equal(architecture, cases, kind, *SETTINGS[turn % len(SETTINGS)])
+    precision, dropout = SETTINGS[(KINDS.index(kind) + list(TABLE).index(name)) % len(SETTINGS)]
+    case = case_of(name, precision, dropout)
+    plain, model = case.make(), case.make()
+    with without_kv_cache(plain):
+        wanted = train(plain, case, precision, STEPS)
+    choices = case.choices(model, parse_choice(kind))
+    assert len(choices) >= 2
+    with attach(model, choices) as session, without_kv_cache(model) if session.guard is None else nullcontext():
+        assert_equal(train(model, case, precision, STEPS), wanted)

@@ -10,10 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from autockpt.errors import InPlaceError
-from autockpt.runtime import attach
 from autockpt.schema.choices import RECOMPUTE, Choice, KeepAttention, Remake, Selective
 from tests.errors import raises
-from tests.policies.zoo import assert_equal
+from tests.policies.zoo import assert_as_plain, on, trained
 
 CHOICES: list[Choice] = [RECOMPUTE, KeepAttention(), Selective(), Remake()]
 
@@ -53,23 +52,12 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
 each_change = pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 
 
-def make() -> nn.Sequential:
-    torch.manual_seed(0)
+def make() -> nn.Module:
     return nn.Sequential(Block(), Block())
 
 
-def run(model: nn.Module, change: Callable[[Any], Any], at: int) -> dict[str, Tensor]:
-    torch.manual_seed(1)
-    seen: dict[str, Tensor] = {}
-    for step in range(7):
-        if step == at:
-            for block in model.children():
-                change(block)
-        model.zero_grad()
-        model(torch.randn(4, 8)).pow(2).sum().backward()
-        seen |= {f"{step} {n}": p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
-        seen |= {f"{step} {n}": b.clone() for n, b in model.named_buffers()}
-    return seen
+def rows() -> Tensor:
+    return torch.randn(4, 8)
 
 
 @pytest.mark.slow
@@ -77,18 +65,15 @@ def run(model: nn.Module, change: Callable[[Any], Any], at: int) -> dict[str, Te
 @each_change
 @pytest.mark.parametrize("choice", CHOICES, ids=str)
 def test_what_comes_later_is_got_to_know_from_the_beginning(choice, change, at):
-    wanted, model = run(make(), change, at), make()
-    with attach(model, {"0": choice, "1": choice}):
-        assert_equal(run(model, change, at), wanted)
+    def exchange(model: Any, step: int) -> None:
+        for block in model.children() if step == at else ():
+            change(block)
+
+    assert_as_plain(make, on("01", choice), rows, 7, before=exchange)
 
 
 @each_change
 @pytest.mark.parametrize("choice", [c for c in CHOICES if c.kind != "remake"], ids=str)
 def test_between_forward_and_backward_is_an_error(choice, change):
-    model = make()
-    with attach(model, {"0": choice, "1": choice}):
-        model(torch.randn(4, 8)).sum().backward()
-        loss = model(torch.randn(4, 8)).sum()
-        change(model[1])
-        with raises(InPlaceError):
-            loss.backward()
+    with raises(InPlaceError):
+        trained(make, on("01", choice), rows, 2, between=lambda model, step: change(model[1]) if step else None)
