@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,8 +12,9 @@ from torch import Tensor, nn
 
 from autockpt.errors import ConflictError
 from autockpt.runtime import attach
-from autockpt.schema.choices import choice_kinds, parse_choice
+from autockpt.schema.choices import choice_kinds
 from tests.errors import raises
+from tests.policies.zoo import assert_as_plain, on, trained
 
 KINDS = sorted(set(choice_kinds("block")) - {"save", "compile_budget"})
 
@@ -29,15 +31,6 @@ class Learning(nn.Module):
         return self.linear(x * slope)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_gradients_by_torch_func(kind):
-    model = nn.Sequential(Learning(), Learning())
-    with attach(model, {"1": parse_choice(kind)}):
-        with raises(ConflictError, "torch.func") as raised:
-            model(torch.randn(4, 8))
-        assert "Use `save` on 1" in str(raised.value)
-
-
 class WithoutHooks(nn.Module):
     """Allows no hooks on saved tensors in its forward."""
 
@@ -48,32 +41,6 @@ class WithoutHooks(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         with torch.autograd.graph.disable_saved_tensors_hooks("not in here"):
             return self.linear(x).tanh()
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_hooks_that_are_switched_off_inside_of_a_unit(kind):
-    model = nn.Sequential(WithoutHooks(), WithoutHooks())
-    with attach(model, {"1": parse_choice(kind)}), raises(ConflictError):
-        model(torch.randn(4, 8))
-    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
-    without = torch.autograd.graph.disable_saved_tensors_hooks("not around it")
-    with attach(model, {"1": parse_choice(kind)}), without, raises(ConflictError, "1 "):
-        model(torch.randn(4, 8))
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("hooked", [False, True])
-def test_a_copy_of_a_units_attributes_does_not_use_its_weights(kind, hooked):
-    """As the library `higher` makes them: anew, and then attribute by attribute."""
-    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
-    other, x = nn.Linear(8, 8), torch.randn(4, 8)
-    if hooked:
-        other.register_forward_hook(lambda *_: None)
-    with attach(model, {"1": parse_choice(kind)}):
-        other.__dict__.update({k: v for k, v in vars(model[1]).items() if not k.startswith("_")})
-        with raises(ConflictError):
-            other(x)
-        assert torch.equal(copy.copy(model[1])(x), model[1](x))
 
 
 class Masking(nn.Sequential):
@@ -96,43 +63,6 @@ class Masked(nn.Module):
         return self.linear(x + mask).sin()
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_tensor_of_inference_mode_among_the_arguments(kind):
-    model, x = Masking(Masked(), Masked()), torch.randn(4, 8)
-    model(x).sum().backward()
-    wanted = model[0].linear.weight.grad
-    model.zero_grad()
-    with attach(model, {"0": parse_choice(kind)}):
-        if kind in ("offload", "remake"):
-            model(x).sum().backward()
-            assert torch.equal(model[0].linear.weight.grad, wanted)  # type: ignore[arg-type]
-        else:
-            with raises(ConflictError, "torch.inference_mode"):
-                model(x)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_kernel_that_writes_after_autograd_has_saved(kind):
-    """RReLU: copies of its slopes, or a second run that ends with the last saved tensor, would be wrong."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Sequential(nn.Linear(64, 64), nn.Sequential(nn.RReLU())))
-
-    def gradient() -> Tensor:
-        torch.manual_seed(1)
-        model.zero_grad()
-        model(torch.randn(128, 64)).square().sum().backward()
-        return next(model.parameters()).grad  # type: ignore[return-value]
-
-    wanted = gradient()
-    if kind == "remake":
-        with attach(model, {"0": parse_choice(kind)}):
-            assert torch.equal(gradient(), wanted)
-        return
-    with raises(ConflictError, "0.1.0", "RReLU"):
-        attach(model, {"0": parse_choice(kind)})
-    assert torch.equal(gradient(), wanted)
-
-
 class Scripted(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -141,31 +71,6 @@ class Scripted(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.traced(self.linear(x))
-
-
-@pytest.mark.filterwarnings("ignore:.*torch.jit", "ignore:.*TorchScript", "ignore::FutureWarning")
-@pytest.mark.parametrize("kind", KINDS)
-def test_modules_of_torchscript(kind):
-    """Its interpreter turns what ends a second run into an error of its own."""
-    torch.manual_seed(0)
-    model = nn.Sequential(Scripted(), nn.Linear(64, 64))
-    x = torch.randn(128, 64)
-
-    def gradient() -> Tensor:
-        model.zero_grad()
-        model(x).square().sum().backward()
-        return model[0].linear.weight.grad.clone()
-
-    _, _, wanted = (gradient() for _ in range(3))  # its first calls run other code than later ones
-    if kind == "offload":
-        with attach(model, dict.fromkeys("01", parse_choice(kind))):
-            assert torch.equal(gradient(), wanted)
-        return
-    with raises(ConflictError, "0.traced", "TorchScript") as raised:
-        attach(model, {"0": parse_choice(kind)})
-    assert "`save` or `offload` on 0" in str(raised.value)
-    with attach(model, {"1": parse_choice(kind)}):  # others are free
-        assert torch.equal(gradient(), wanted)
 
 
 class Nested(nn.Module):
@@ -178,17 +83,65 @@ class Nested(nn.Module):
         return torch.nested.to_padded_tensor(parts * parts, 0.0)
 
 
+def rrelu() -> nn.Module:
+    """Its kernel writes slopes after autograd has saved them: copies, or a second run that ends there, were wrong."""
+    return nn.Sequential(nn.Linear(64, 64), nn.Sequential(nn.RReLU()))
+
+
+# a model whose unit is 0, the choices that are equal to plain training on it, and what the error of others names
+ODD: dict[str, tuple[Callable[[], nn.Module], tuple[str, ...], tuple[str, ...]]] = {
+    "torch.func": (lambda: nn.Sequential(Learning(), Learning()), (), ("torch.func", "Use `save` on 0")),
+    "hooks switched off": (lambda: nn.Sequential(WithoutHooks()), (), ("0 ",)),
+    "inference mode": (lambda: Masking(Masked(), Masked()), ("offload", "remake"), ("torch.inference_mode",)),
+    "rrelu": (lambda: nn.Sequential(rrelu()), ("remake",), ("0.1.0", "RReLU")),
+    "torchscript": (
+        lambda: nn.Sequential(Scripted(), nn.Linear(64, 64)),
+        ("offload",),
+        ("0.traced", "TorchScript", "`save` or `offload` on 0"),
+    ),
+    "nested": (lambda: nn.Sequential(Nested()), tuple(kind for kind in KINDS if kind != "remake"), ("0 ",)),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit", "ignore:.*TorchScript", "ignore::FutureWarning")
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.parametrize("kind", KINDS)
-def test_nested_tensors_of_the_strided_layout(kind):
-    torch.manual_seed(0)
-    model, x = nn.Sequential(Nested()), torch.randn(8, 64)
-    model(x).sum().backward()
-    wanted, model[0].linear.weight.grad = model[0].linear.weight.grad, None
-    with attach(model, {"0": parse_choice(kind)}):
-        if kind == "remake":
-            with raises(ConflictError):
-                model(x).sum().backward()
-        else:
-            model(x).sum().backward()
-            assert torch.equal(model[0].linear.weight.grad, wanted)
+@pytest.mark.parametrize("name", ODD)
+def test_equal_or_refused_by_name(name: str, kind: str) -> None:
+    make, equal, named = ODD[name]
+    width = 8 if name in ("torch.func", "hooks switched off", "inference mode") else 64
+    batch = lambda: torch.randn(8, width)  # noqa: E731
+    if kind in equal:
+        assert_as_plain(make, on("0", kind), batch)
+        return
+    with raises(ConflictError, *named):
+        trained(make, on("0", kind), batch)
+    if name == "torchscript":
+        assert_as_plain(make, on("1", kind), batch)  # others are free
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_hooks_that_are_switched_off_around_a_model(kind):
+    around = lambda: torch.autograd.graph.disable_saved_tensors_hooks("not around it")  # noqa: E731
+    with raises(ConflictError, "1 "):
+        trained(
+            lambda: nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)),
+            on("1", kind),
+            lambda: torch.randn(4, 8),
+            around=around,
+        )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("hooked", [False, True])
+def test_a_copy_of_a_units_attributes_does_not_use_its_weights(kind, hooked):
+    """As the library `higher` makes them: anew, and then attribute by attribute."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    other, x = nn.Linear(8, 8), torch.randn(4, 8)
+    if hooked:
+        other.register_forward_hook(lambda *_: None)
+    with attach(model, on("1", kind)):
+        other.__dict__.update({k: v for k, v in vars(model[1]).items() if not k.startswith("_")})
+        with raises(ConflictError):
+            other(x)
+        assert torch.equal(copy.copy(model[1])(x), model[1](x))
