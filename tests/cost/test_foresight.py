@@ -14,7 +14,7 @@ from autockpt.schema import OFFLOAD, SAVE, DeviceInfo, Environment, Graph, OpTim
 from autockpt.shipped import load_hardware
 from autockpt.tracing import Tracer
 from autockpt.tracing.kernels.allocator import SMALL_SIZE, replay, requests
-from autockpt.tracing.kernels.cuda_memory import with_resident, workspaces_stay
+from autockpt.tracing.kernels.cuda_memory import with_resident
 
 CARD = load_hardware("rtx4090")
 SPEC = WorkloadSpec(model="llama-small", batch_size=2)
@@ -31,7 +31,7 @@ def graph() -> Graph:
 @pytest.mark.slow
 def test_a_promise_holds_context_reserve_and_margin(graph: Graph) -> None:
     reserved = replay(requests(graph)).reserved
-    assert ("matrix workspaces" in graph.resident) == workspaces_stay(CARD.kind)  # as the device sees it
+    assert "matrix workspaces" in graph.resident  # as the device sees it
     assert simulated_memory(CARD)(graph) == CARD.context_bytes + reserved + int(SAFETY * reserved) > graph.peak_bytes
 
 

@@ -7,16 +7,9 @@ import json
 import pytest
 import transformers
 
-from autockpt.tracing.kernels.cuda_memory import workspaces_stay
 from tests.tuning.golden.cases import ANSWERS, CASES, MADE_UP, answer, compared
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(
-        not workspaces_stay("cuda"),
-        reason="the answers are kept for torch up to 2.14, where CUDA's matrix workspaces stay once they are taken",
-    ),
-]
+pytestmark = pytest.mark.slow
 
 KNOWN = json.loads(ANSWERS.read_text())
 OLDER = tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 23)

@@ -6,7 +6,6 @@ bitsandbytes' block-wise 8-bit states, DDP's buckets.
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from typing import Any
 
@@ -23,11 +22,6 @@ _WORKSPACE, _LARGE_WORKSPACE = 2 * 4 * MIB + 8 * (16 << 10), 32 * MIB
 _ROCM_WORKSPACE, _LARGE_ROCM_WORKSPACE = 32 * MIB, 128 * MIB
 _LARGE_ON_ROCM = ((9, 4), (9, 5), (12, 5))
 _HANDLES = 2  # one in the thread of forward, one in autograd's
-_CACHE_WORKSPACES = "TORCH_CUBLAS_WORKSPACE_CACHE"
-_PRODUCTS = frozenset(
-    f"aten.{name}"
-    for name in ("mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "dot", "_scaled_mm", "_addmm_activation")
-)
 _BUCKET = 25 * MIB  # DistributedDataParallel's bucket_cap_mb
 # bitsandbytes: blocks of 256 values share a scale; states of small tensors stay fp32.
 _BLOCK, _SMALLEST_8BIT = 256, 4096
@@ -47,6 +41,8 @@ def capability_of(hardware: Hardware) -> tuple[int, int] | None:
 def workspace_of(kind: str, capability: tuple[int, int] | None) -> int:
     """What a matrix library takes of the allocator's memory for each of its handles; 0 where there is none.
 
+    Handles keep it once it was used. From torch 2.15 on CUDA's take it for one product at a time, so that up to two
+    workspaces too many are counted there (https://github.com/pytorch/pytorch/pull/194311).
     An AMD GPU whose description does not tell its architecture counts as one that takes more.
     """
     if kind == "rocm":
@@ -55,21 +51,11 @@ def workspace_of(kind: str, capability: tuple[int, int] | None) -> int:
 
 
 def kept_workspaces(device: torch.device) -> tuple[int, ...]:
-    """Bytes that matrix libraries keep of the allocator's memory on a device at hand, by their handles."""
-    kind = "rocm" if torch.version.hip else device.type
-    if device.type != "cuda" or not workspaces_stay(kind):
+    """Bytes that matrix libraries keep of the allocator's memory on a local device, by their handles."""
+    if device.type != "cuda":
         return ()
+    kind = "rocm" if torch.version.hip else "cuda"
     return (workspace_of(kind, torch.cuda.get_device_capability(device)),) * _HANDLES
-
-
-def workspaces_stay(kind: str) -> bool:
-    """Whether handles keep their workspaces once they have been used.
-
-    On CUDA they do up to torch 2.14; from 2.15 on every product takes one and gives it back, unless
-    TORCH_CUBLAS_WORKSPACE_CACHE=1 (https://github.com/pytorch/pytorch/pull/194311, which leaves ROCm as it was).
-    """
-    version = tuple(int(part) for part in torch.__version__.split(".")[:2])
-    return kind == "rocm" or version < (2, 15) or os.environ.get(_CACHE_WORKSPACES) == "1"
 
 
 def as_seen_by(hardware: Hardware, graph: Graph, spec: WorkloadSpec) -> Graph:
@@ -89,10 +75,7 @@ def as_seen_by(hardware: Hardware, graph: Graph, spec: WorkloadSpec) -> Graph:
     if spec.keep_gradients or spec.ddp == "views":
         graph = _with_kept_gradients(graph)
     if workspace := workspace_of(hardware.kind, hardware.capability or capability_of(hardware)):
-        if workspaces_stay(hardware.kind):
-            graph = with_resident(graph, "matrix workspaces", [workspace] * _HANDLES, "other")
-        else:
-            graph = _with_workspaces(graph, workspace)
+        graph = with_resident(graph, "matrix workspaces", [workspace] * _HANDLES, "other")
     if hardware.kind in ("cuda", "rocm") and any(op.target.startswith("aten.convolution") for op in graph.ops):
         graph = changed(graph, notes=(*graph.notes, _CONVOLUTIONS))
     return graph
@@ -125,20 +108,6 @@ def _with_all_reduce(graph: Graph) -> Graph:
             buckets.append(Copy(direction="ranks", bytes=2 * filled, issued=ready[storage] + 1, awaited=end))
             filled = 0
     return changed(graph, copies=(*graph.copies, *buckets))
-
-
-def _with_workspaces(graph: Graph, nbytes: int) -> Graph:
-    """The graph with a workspace that is there while each matrix product runs.
-
-    Those that a bias and an activation are fused into may take less, by another library; they count as the others.
-    """
-    first = max((s.id for s in graph.storages), default=-1) + 1
-    products = [op for op in graph.ops if op.target.rpartition(".")[0] in _PRODUCTS]
-    added = (
-        Storage(id=first + i, bytes=nbytes, birth=op.index, death=op.index, kind="other", unit=op.unit)
-        for i, op in enumerate(products)
-    )
-    return changed(graph, storages=(*graph.storages, *added))
 
 
 def with_resident(graph: Graph, what: str, sizes: list[int], kind: StorageKind) -> Graph:

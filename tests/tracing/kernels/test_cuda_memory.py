@@ -2,8 +2,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -97,20 +95,11 @@ def seen(graph: Graph, device: Hardware | None = None, **spec: Any) -> Graph:
     return result
 
 
-def test_matrix_workspaces_stay_or_come_and_go_with_each_product(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_matrix_workspaces_are_there_all_the_time() -> None:
     workspace, plain = workspace_of("cuda", (8, 0)), step()
-    monkeypatch.setattr(torch, "__version__", "2.14.1+cu130")
-    monkeypatch.delenv("TORCH_CUBLAS_WORKSPACE_CACHE", raising=False)
     kept = seen(plain)
     assert kept.resident_bytes - plain.resident_bytes == kept.resident["matrix workspaces"] == 2 * workspace
-    monkeypatch.setattr(torch, "__version__", "2.15.0.dev20260901+cu130")
-    scoped = seen(plain)
-    assert scoped.resident == plain.resident
-    # all six ops of this step are products: a workspace is there with each, and never two at once
-    assert list(scoped.timeline()) == [nbytes + workspace for nbytes in plain.timeline()]
     assert "matrix workspaces" in seen(plain, hardware("my card", "rocm")).resident
-    monkeypatch.setenv("TORCH_CUBLAS_WORKSPACE_CACHE", "1")
-    assert seen(plain).resident == kept.resident
 
 
 def test_eight_bit_states() -> None:
