@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from autockpt.policies.base import setting
 from autockpt.policies.compiling import uncompiled
 from autockpt.schema.graph import Tier
-from autockpt.tracing.accumulation import Counts, EngineAdds, FusedAdds
+from autockpt.tracing.accumulation import Counts, InPlaceAdds
 from autockpt.tracing.kernels.operators import Operator, Operators, count_flops, flat_tensors
 from autockpt.tracing.kernels.quantised_kernels import notes_on_quantised
 from autockpt.tracing.kernels.signature import dtype_name, signature
@@ -150,13 +150,12 @@ class Recorder(TorchDispatchMode):
     gradients: set[int]  # storages of parameters' gradients
     placed: dict[int, int]  # storage -> module, for storages that no op made
 
-    def __init__(self, log: StorageLog, engine: EngineAdds | None = None) -> None:
+    def __init__(self, log: StorageLog, adds: InPlaceAdds | None = None) -> None:
         super().__init__()
         self.log = log
         self.location = Location()
         self.operators = Operators()
-        self.engine = engine or EngineAdds(_sole_counts())
-        self.fused = FusedAdds()
+        self._adds = adds or InPlaceAdds(_sole_counts())
         self.notes: dict[str, None] = {}
         self._untried: list[KindOfCall] = []
         self._tried = 0.0  # FLOPs
@@ -182,7 +181,7 @@ class Recorder(TorchDispatchMode):
         """Drop the last recording."""
         self.log.restart()
         self.location.reset()
-        self.fused.reset()
+        self._product: int | None = None  # the storage of the last matrix product
         self.ops, self.copies, self.begins = [], [], []
         self.gradients, self.placed, self.notes = set(), {}, {}
 
@@ -264,7 +263,7 @@ class Recorder(TorchDispatchMode):
         outputs = self._outputs(result, index)
         self.ops.append(OpRecord(kind, phase, module, inputs, offsets, outputs))
         if operator.multiplies and outputs:
-            self.fused.product(outputs[0].storage)
+            self._product = outputs[0].storage
         if self.location.accumulating:
             self.gradients.update(inputs)
         return result
@@ -279,8 +278,8 @@ class Recorder(TorchDispatchMode):
         if not operator.adds:  # the gradient of a selection, scattered into zeros that were made for it
             return phase == BACKWARD and storage is not None and self.log.birth[storage] == self.log.clock - 1
         if phase == BACKWARD:
-            return self.engine.in_place(operator, args, kwargs)
-        return self.fused.in_place(args, kwargs, storage)
+            return self._adds.of_engine(args, kwargs)
+        return storage is not None and storage == self._product and self._adds.to_product(args, kwargs)
 
     def _kind(
         self, operator: Operator, func: Any, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -329,8 +328,8 @@ class Recorder(TorchDispatchMode):
 class RealRecorder(Recorder):
     """Records a step whose kernels run, on any device; counts the tensors on ``device`` only."""
 
-    def __init__(self, device: torch.device, engine: EngineAdds | None = None) -> None:
-        super().__init__(StorageLog(), engine)
+    def __init__(self, device: torch.device, adds: InPlaceAdds | None = None) -> None:
+        super().__init__(StorageLog(), adds)
         self._device_type = device.type
         self.on_cpu = device.type == "cpu"
         self.threads = torch.get_num_threads()
@@ -349,9 +348,9 @@ class RealRecorder(Recorder):
 @functools.cache
 def _sole_counts() -> Counts:
     """Counts of a gradient that only the engine holds, seen once through a recorder: they are Python's and torch's."""
-    engine = EngineAdds()
-    with RealRecorder(torch.device("cpu"), engine).recording(), torch.enable_grad():
+    adds = InPlaceAdds()
+    with RealRecorder(torch.device("cpu"), adds).recording(), torch.enable_grad():
         node = torch.ones(2, requires_grad=True) * 1.0
         (node.sin() + node.cos()).sum().backward()
-    assert engine.sole is not None
-    return engine.sole
+    assert adds.sole is not None
+    return adds.sole
