@@ -153,7 +153,6 @@ def explain(
     model: str | None = None,
     step: Step | None = None,
     budget: str | Budget | None = None,
-    headroom: str | None = None,
     hardware: str | None = None,
     device: str | None = None,
     show: bool = True,
@@ -162,13 +161,12 @@ def explain(
     """Where a step's bytes go, why a plan does what it does, and what other plans would cost. No step is measured.
 
     ``plan`` is a plan, its file, or a run's directory; without one, what fits ``budget`` is explained for ``model``, or
-    plain training. ``headroom`` is left free of it, as in ``search``. What ``model`` and ``workload`` do not say is as
-    in the plan. ``step`` is explained in place of a named model: a live step, of which only ghost runs are made.
-    ``show`` prints it as the command line does. Bytes and seconds in what is returned.
+    plain training. What ``model`` and ``workload`` do not say is as in the plan. ``step`` is explained in place of a
+    named model: a live step, of which only ghost runs are made. ``show`` prints it as the command line does. Bytes and
+    seconds in what is returned.
     """
     given = workload if model is None else {**workload, "model": model}
-    on: dict[str, Any] = {"budget": budget, "headroom": headroom, "device": device, "hardware": hardware}
-    said = explained(plan, given, step=step, **on)
+    said = explained(plan, given, step=step, budget=budget, device=device, hardware=hardware)
     if show:
         from autockpt.cli.explain import print_explanation
 

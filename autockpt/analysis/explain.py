@@ -18,7 +18,7 @@ import torch
 
 from autockpt.analysis.explanation import Bargain, Basis, Explanation, Front, Speed
 from autockpt.analysis.holdings import StepBytes, curve, joined, moment, telling_op
-from autockpt.analysis.why import Answers, Known, budget_steps, recorded, why
+from autockpt.analysis.why import Known, budget_steps, recorded, searched, why
 from autockpt.cost import CostModel, cached_op_times, said_of, simulated_memory
 from autockpt.cost.roofline import nominal_op_times, peak_flops
 from autockpt.cost.step import simulate
@@ -41,9 +41,11 @@ from autockpt.schema import (
     Profile,
     Remake,
     ResolvedBudget,
+    SearchRequest,
     SearchSpace,
     Selective,
     Silence,
+    Trial,
     Unit,
     WorkloadSpec,
     format_bytes,
@@ -59,7 +61,6 @@ from autockpt.tracing import Tracer, open_tracer
 from autockpt.tuning.door import refuse_both, refuse_described
 from autockpt.tuning.opening import Traced, live_settings, traced, traced_for, workload_key
 from autockpt.tuning.sizes import resized
-from autockpt.tuning.targets.simulated import SIMULATED
 from autockpt.workload import Step
 
 
@@ -91,13 +92,6 @@ class ExplainRequest:
         return self.described.model if self.step is None else type(self.step.model).__name__
 
     @property
-    def budget_bytes(self) -> int | None:
-        """The budget in bytes, where it is known before anything is traced."""
-        if self.budget is not None:
-            return self.budget.budget_bytes
-        return self.plan.budget.bytes if self.plan is not None and self.plan.budget is not None else None
-
-    @property
     def torch_device(self) -> torch.device:
         """The device at hand, where no hardware is simulated."""
         if self.step is not None:
@@ -123,7 +117,7 @@ def hardware_for(name: str | None, device: str | None, plan: Plan | None) -> Har
         return load_hardware(name)
     if device is not None or plan is None or plan.source != "simulated":
         return None
-    planned = simulated_hardware(plan)
+    planned = plan.environment.versions.get("simulated") if plan.environment is not None else None
     if planned is None or planned not in list_hardware():
         raise UsageError(
             f"the plan was simulated for {planned}, which is not among the devices described here",
@@ -132,37 +126,16 @@ def hardware_for(name: str | None, device: str | None, plan: Plan | None) -> Har
     return load_hardware(planned)
 
 
-def simulated_hardware(plan: Plan) -> str | None:
-    """The name of the hardware that a plan was simulated for; None for a plan of the device at hand."""
-    return plan.environment.versions.get("simulated") if plan.environment is not None else None
+def budget_for(asked: str | Budget | None, plan: Plan | None, simulated: bool) -> Budget | None:
+    """What a plan is compared with: the budget as asked for, by default the plan's own, in bytes.
 
-
-def budget_for(
-    asked: str | Budget | None,
-    headroom: str | None,
-    plan: Plan | None,
-    spec: WorkloadSpec | None,
-    simulated: str | None,
-) -> Budget | None:
-    """What a plan is held against: the budget as asked for, by default the plan's own as it stands (None).
-
-    ``simulated`` is the name of the hardware that is simulated; None: the device at hand.
-    A share is of the job's own peak, and ``auto`` all that a device has: of another workload or device they are another
-    size. Raises UsageError for what is no budget, and for a headroom without one.
+    Where nothing is measured, a search leaves some of it free. Raises UsageError for what is no budget.
     """
     if asked is not None:
-        return parse_budget(asked).with_headroom(headroom, simulated=simulated is not None)
-    planned = None if plan is None else plan.budget
-    if headroom is not None and planned is None:
-        raise UsageError("a headroom is left free of a budget, and none was given", remedy="Give --budget, too.")
-    if plan is None or planned is None:
+        return parse_budget(asked).with_headroom(None, simulated=simulated)
+    if plan is None or (own := plan.budget) is None:
         return None
-    elsewhere = simulated != simulated_hardware(plan)
-    again = elsewhere if planned.asked == "auto" else "%" in planned.asked and (elsewhere or not made_for(plan, spec))
-    if headroom is None and not again:
-        return None
-    same = Budget(text=planned.asked, kind="bytes", size=planned.whole)
-    return (parse_budget(planned.asked) if again else same).with_headroom(headroom or planned.headroom or "0%")
+    return Budget(text=own.asked, kind="bytes", size=own.whole, headroom=own.headroom)
 
 
 def explain(
@@ -171,7 +144,6 @@ def explain(
     *,
     step: Step | None = None,
     budget: str | Budget | None = None,
-    headroom: str | None = None,
     device: str | None = None,
     hardware: str | None = None,
     listener: Listener | None = None,
@@ -193,41 +165,36 @@ def explain(
     else:
         spec = described_by(workload, spec) if workload else spec
         if loaded is not None and path is not None and spec == loaded.workload and not (device or hardware):
-            stored = explain_run(path, loaded, budget, headroom)
+            stored = explain_run(path, loaded, budget)
             if stored is not None:
                 return stored
         spec = spec or described_by({})
     card = hardware_for(hardware, device, loaded)
-    within = budget_for(budget, headroom, loaded, spec, card.name if card is not None else None)
+    within = budget_for(budget, loaded, card is not None)
     return explain_step(ExplainRequest(spec, loaded, path, within, device, card, step), listener or Silence())
 
 
 def explain_step(question: ExplainRequest, listener: Listener) -> Explanation:
-    """Explain a step by ghost runs, and by the solver's plans for other budgets."""
+    """Explain a step by ghost runs, and by the plans of a simulated search."""
     with open_subject(question, listener) as subject:
-        listener.stage("solving")
-        answers = Answers(subject.profiled, subject.uniform)
-        budget = question.plan.budget if question.plan is not None else None
-        if question.budget is not None:
-            device = subject.profiled.predictor.device
-            capacity = device.capacity_bytes - subject.profiled.used_by_others
-            low, high = answers.lean.peak_bytes, answers.save_all.peak_bytes
-            budget = question.budget.resolved(high, low, capacity, device.kind)
-        if budget is not None and question.plan is None:
-            answers.at(budget.bytes, SIMULATED.checks)  # as many ghost runs as a search would take
-        if subject.choices is not None:  # a longer search may have found it: nothing slower is said to be the fastest
-            answers.keep(answers.reach(subject.choices, budget.bytes if budget is not None else None))
-        steps = budget_steps(answers, budget)
-        choices, said, status, notes = _chosen(subject, answers, budget)
+        predictor, asked = subject.profiled.predictor, question.budget
+        on = {"workload": question.spec, "step": question.step, "space": subject.space}
+        request = SearchRequest(budget=asked or parse_budget("auto"), **on)
+        # nominal times rank plans, and are shown to nobody
+        known, trials = searched(request, subject.profiled, listener if subject.basis[0] != "nominal" else Silence())
+        if subject.choices is not None:
+            known.keep(known.reach_of(subject.choices, predictor.predict(subject.choices)))
+        budget = trials.budget if asked is not None else None
+        choices, said, status, notes = _chosen(subject, known, trials.best, budget)
         graph = subject.tracer.trace(choices)
         environment = subject.profiled.profile.op_times.environment
         on_host = said_of_host(environment, host_bytes_of(graph.copies, environment.device.kind))
         return _explanation(
-            answers,
+            known,
             subject.basis,
             (subject.base, graph),
             subject.head,
-            subject.needs(graph),
+            predictor.needs(graph),
             question.hardware,
             question.plan.measured if question.plan is not None and status == "measured" else None,
             subject.profiled.profile,
@@ -237,15 +204,13 @@ def explain_step(question: ExplainRequest, listener: Listener) -> Explanation:
             status=status,
             choices=choices,
             budget=budget,
-            budgets=steps,
+            budgets=budget_steps(known, budget),
             step_note=step_note(environment, question.spec),
             notes=(*subject.notes, *notes, *on_host, *_of_device(question, environment.device.kind)),
         )
 
 
-def explain_run(
-    path: Path, plan: Plan, budget: str | Budget | None = None, headroom: str | None = None
-) -> Explanation | None:
+def explain_run(path: Path, plan: Plan, budget: str | Budget | None = None) -> Explanation | None:
     """Explain the plan of a run from the run's files; no model is built. None where these do not explain it.
 
     Tracing a model again takes minutes on a busy machine and may need the user's code. Other plans are those that the
@@ -263,21 +228,21 @@ def explain_run(
         return None
     if base is None or graph is None or plan.predicted is None:
         return None
-    asked = budget_for(budget, headroom, plan, plan.workload, simulated_hardware(plan))
     saving: dict[str, Choice] = {unit.name: SAVE for unit in base.blocks()}
     choices = saving | plan.expand_planned()
-    answers = recorded(run, profile, saving)
-    answers.keep(answers.reach_of(choices, plan.predicted))
+    known = recorded(run, profile, saving)
+    known.keep(known.reach_of(choices, plan.predicted))
     device, head, finished = profile.op_times.device, profile.head(base.blocks()), run.finished()
     held = plan.budget
-    if asked is not None:
-        held = asked.resolved(answers.save_all.peak_bytes, answers.lean.peak_bytes, device.capacity_bytes, device.kind)
+    if budget is not None:
+        asked = parse_budget(budget).with_headroom(None, simulated=plan.source == "simulated")
+        held = asked.resolved(known.save_all.peak_bytes, known.lean.peak_bytes, device.capacity_bytes, device.kind)
     try:
         hardware = hardware_for(None, None, plan)
     except UsageError:  # described in a file that is not here
         hardware = None
     return _explanation(
-        answers,
+        known,
         _basis(profile.op_times, "in the plan's run"),
         (base, graph),
         head.name if head is not None else None,
@@ -291,10 +256,7 @@ def explain_run(
         status=plan.status,
         choices=choices,
         budget=held,
-        # sizes alone: these plans need not span all that a share of the activation range is of
-        budgets=tuple(
-            step if step.ours else step.model_copy(update={"label": ""}) for step in budget_steps(answers, held)
-        ),
+        budgets=budget_steps(known, held),
         step_note=step_note(profile.op_times.environment, plan.workload),
         notes=(
             *(finished.outcome.notes if finished is not None else plan.notes),
@@ -306,7 +268,7 @@ def explain_run(
 
 
 def _explanation(
-    answers: Known,
+    known: Known,
     basis: tuple[Basis, str],
     graphs: tuple[Graph, Graph],
     head: str | None,
@@ -344,8 +306,8 @@ def _explanation(
         basis=basis[0],
         basis_note=basis[1],
         budget=budget,
-        save_all_peak=answers.save_all.peak_bytes,
-        smallest_peak=answers.lean.peak_bytes,
+        save_all_peak=known.save_all.peak_bytes,
+        smallest_peak=known.lean.peak_bytes,
         source=graph.source,
         peak_bytes=peak,
         holdings=held.holdings(),
@@ -355,7 +317,7 @@ def _explanation(
         measured_peak=measured.peak_bytes if measured is not None else None,
         measured_seconds=seconds,
         fronts=fronts(profile.menus, (*base.blocks(), *filter(None, [profile.head(base.blocks())])), choices),
-        why=why(answers, choices, budget.bytes if budget is not None else None),
+        why=why(known, choices, budget.bytes if budget is not None else None),
         speed=speed,
         **facts,
     )
@@ -369,7 +331,7 @@ def _smaller_batches(plan: Plan) -> tuple[str, ...]:
 
 
 def _chosen(
-    subject: Subject, answers: Answers, budget: ResolvedBudget | None
+    subject: Subject, known: Known, best: Trial | None, budget: ResolvedBudget | None
 ) -> tuple[dict[str, Choice], str, PlanStatus, tuple[str, ...]]:
     """The plan that is explained: its choices, what it is in words, its status, and notes."""
     question = subject.question
@@ -379,13 +341,13 @@ def _chosen(
         notes = (*(() if same else (OTHER_WORKLOAD,)), *_smaller_batches(question.plan))
         return dict(subject.choices), str(question.plan_path or "a plan"), status, notes
     if budget is None:
-        return answers.save_all.choices, "plain training: every layer saves everything", "simulated", ()
-    if (found := Known.at(answers, budget.bytes)) is not None:  # of those that the solver was asked for
-        return found.choices, f"the solver's plan for {budget.words}", "simulated", ()
-    needs = subject.profiled.needs(answers.lean.peak_bytes)
-    smallest = format_bytes(answers.lean.peak_bytes)
+        return known.save_all.choices, "plain training: every layer saves everything", "simulated", ()
+    if best is not None:
+        return dict(best.choices), f"the plan of a simulated search for {budget.words}", "simulated", ()
+    needs = subject.profiled.needs(known.lean.peak_bytes)
+    smallest = format_bytes(known.lean.peak_bytes)
     note = f"nothing fits {format_bytes(budget.bytes)}: the smallest reachable peak is {smallest}"
-    return answers.lean.choices, "the leanest plan", "simulated", (f"{note}. {needs}",)
+    return known.lean.choices, "the leanest plan", "simulated", (f"{note}. {needs}",)
 
 
 def fronts(menus: Sequence[Menu], blocks: Sequence[Unit], choices: Mapping[str, Choice]) -> tuple[Front, ...]:
@@ -444,13 +406,12 @@ def _basis(times: OpTimes, when: str) -> tuple[Basis, str]:
 
 @dataclass(frozen=True)
 class Subject:
-    """An open workload. ``base`` is its plain step, ``uniform`` what all of its layers may do, ``choices`` are the
-    plan's, by unit name."""
+    """An open workload. ``base`` is its plain step, ``choices`` are the plan's, by unit name."""
 
     question: ExplainRequest
     tracer: Tracer
     base: Graph
-    uniform: tuple[str, ...]
+    space: SearchSpace
     basis: tuple[Basis, str]
     profiled: CostModel
     choices: Mapping[str, Choice] | None
@@ -460,10 +421,6 @@ class Subject:
     def head(self) -> str | None:
         """Name of the model's output head."""
         return self.tracer.head.name if self.tracer.head is not None else None
-
-    def needs(self, graph: Graph) -> int:
-        """Bytes of the device that a ghost run needs, its context included."""
-        return self.profiled.predictor.needs(graph)
 
 
 @contextmanager
@@ -490,7 +447,8 @@ def open_subject(question: ExplainRequest, listener: Listener) -> Iterator[Subje
             found = traced_for(stack, card, question.described, tracer, space, of_head=of_head, listener=listener)
         times, basis, others = _times(question, found)
         listener.stage("profiling choices")
-        needs = simulated_memory(question.hardware, question.budget_bytes) if question.hardware is not None else None
+        within = question.budget.budget_bytes if question.budget is not None else None
+        needs = simulated_memory(card, within) if card is not None else None
         # choices of the plan that no menu has by itself
         own = dict.fromkeys(c for c in (choices or {}).values() if isinstance(c, Selective | Remake))
         profiled = found.cost_model(times, used_by_others=others, extra=own, needs=needs)
@@ -498,7 +456,7 @@ def open_subject(question: ExplainRequest, listener: Listener) -> Iterator[Subje
             question=question,
             tracer=tracer,
             base=found.plain,
-            uniform=tuple(found.uniform),
+            space=found.space,
             basis=basis,
             profiled=profiled,
             choices=choices,

@@ -138,7 +138,6 @@ class BudgetStep(Data):
     """What a budget buys. ``reach`` None: nothing fits."""
 
     budget_bytes: int
-    label: str
     reach: Reach | None
     ours: bool = Field(default=False, description="the budget that was asked for")
 

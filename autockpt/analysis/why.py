@@ -6,17 +6,27 @@ from collections.abc import Mapping
 
 from autockpt.analysis.explanation import BudgetStep, Reach, Why
 from autockpt.cost import CostModel
-from autockpt.schema import Choice, Prediction, Profile, ResolvedBudget, format_binary, plan_hash
-from autockpt.schema.known import NONE, known_plans
+from autockpt.errors import InfeasibleError
+from autockpt.schema import (
+    Choice,
+    Listener,
+    Prediction,
+    Profile,
+    ResolvedBudget,
+    SearchRequest,
+    format_binary,
+    plan_hash,
+)
+from autockpt.schema.known import NONE
 from autockpt.schema.runs import RunDirectory
-from autockpt.solvers import Checked, refine, refine_segmented
-from autockpt.solvers.refine import Offsets
+from autockpt.tuning.clock import Clock
+from autockpt.tuning.loop import Loop
+from autockpt.tuning.outlook import ghost_runs, look_around
+from autockpt.tuning.proposers.solver import SolverProposer
+from autockpt.tuning.targets.simulated import Simulated
+from autockpt.tuning.trials import AS_FAST, Trials
 
-CALLS = 4  # ghost runs that one question may take
-TABLE_CALLS = 2  # and one line of the table of budgets
-FRAGMENTED = 2  # times that a budget is tried, less each time by what fragmentation takes
 SHARES = (100, 80, 60, 40, 20, 0)  # per cent of the activation range
-WORTH = 1e-4  # share of the step time below which two plans are as fast as one another
 
 
 class Known:
@@ -39,11 +49,11 @@ class Known:
         """Add a plan; the last prediction of a plan counts."""
         self._reaches[plan_hash(reach.choices)] = reach
 
-    def reach_of(self, choices: Mapping[str, Choice], predicted: Prediction, peak: int | None = None) -> Reach:
-        """A plan in numbers; ``peak``: bytes, where they are others than were predicted."""
+    def reach_of(self, choices: Mapping[str, Choice], predicted: Prediction) -> Reach:
+        """A plan in numbers."""
         seconds, base = predicted.step_seconds or 0.0, self._plain_seconds
         return Reach(
-            peak_bytes=predicted.peak_bytes if peak is None else peak,
+            peak_bytes=predicted.peak_bytes,
             step_seconds=seconds,
             overhead=seconds / base - 1 if base > 0 else None,
             choices={**self._saving, **choices},
@@ -53,8 +63,8 @@ class Known:
         """What one of the plans comes to."""
         return self._reaches[plan_hash(choices)]
 
-    def at(self, budget_bytes: int, calls: int = CALLS) -> Reach | None:
-        """The fastest plan within a budget; None where none fits. ``calls``: ghost runs that finding it may take."""
+    def at(self, budget_bytes: int) -> Reach | None:
+        """The fastest plan within a budget; None where none fits."""
         fitting = [reach for reach in self._reaches.values() if reach.peak_bytes <= budget_bytes]
         return min(fitting, key=lambda reach: (reach.step_seconds, reach.peak_bytes), default=None)
 
@@ -87,104 +97,56 @@ def recorded(run: RunDirectory, profile: Profile, saving: Mapping[str, Choice]) 
     return known
 
 
-class Answers(Known):
-    """Plans for any budget, by the solver and ghost runs; what one question taught helps the next."""
-
-    def __init__(self, profiled: CostModel, kinds: tuple[str, ...]) -> None:
-        self.profiled, predictor = profiled, profiled.predictor
-        self.overhead = predictor.device.overhead_bytes
-        self._remembered: dict[tuple[Choice, ...], Checked] = {}
-        # shares of the link's time for copies that hide behind compute, as a search tries them
-        shares = (1.0, 0.0) if predictor.device.copy_queues else (0.0,)
-        self._offsets: dict[float, Offsets] = {share: {} for share in shares}
-        known = known_plans([u.name for u in profiled.blocks], kinds)
-        super().__init__(known[NONE], predictor.predict(known[NONE]))
-        found = refine(profiled.problem(0), profiled.check, max_calls=CALLS, remembered=self._remembered)
-        for choices in (profiled.plan(found.choices), *known.values()):
-            self.keep(self.reach(choices))
-
-    def reach(self, choices: Mapping[str, Choice], budget_bytes: int | None = None) -> Reach:
-        """What a plan comes to, where its allocator is kept to ``budget_bytes`` (default: to the plan's that is
-        explained)."""
-        predictor = self.profiled.predictor
-        predicted, peak = predictor.predict(choices), None
-        if budget_bytes is not None and predicted.peak_bytes > budget_bytes and predictor.needs.caches:
-            peak = predictor.needs.within(budget_bytes)(predictor.graph(choices))
-        return self.reach_of(choices, predicted, peak)
-
-    def at(self, budget_bytes: int, calls: int = CALLS) -> Reach | None:
-        saving_is_best = all(o.seconds >= 0 for unit in self.profiled.problem(0).units for o in unit.options)
-        if self.save_all.peak_bytes > budget_bytes or not saving_is_best:
-            for share in self._offsets:
-                if (found := self._refined(budget_bytes, calls, share)) is not None:
-                    self.keep(found)
-        return super().at(budget_bytes)
-
-    def _refined(self, budget_bytes: int, calls: int, hidden: float) -> Reach | None:
-        """The fastest plan by ghost runs, with copies that hide for that share of the link's time."""
-        tensor_bytes = budget_bytes - self.overhead
-        for _ in range(FRAGMENTED):
-            found = refine_segmented(
-                self.profiled.problem(tensor_bytes, hidden=hidden),
-                self.profiled.check,
-                self.profiled.segments,
-                max_calls=calls,
-                offsets=self._offsets[hidden],
-                remembered=self._remembered,
-            )
-            self._offsets[hidden] = found.offsets
-            if not found.feasible:
-                break
-            reach = self.reach(self.profiled.plan(found.choices), budget_bytes)
-            if reach.peak_bytes <= budget_bytes:
-                return reach
-            tensor_bytes -= reach.peak_bytes - budget_bytes  # what an allocator kept to this budget cannot give back
-        return None
-
-    def leaner(self, chosen: Reach) -> Reach | None:
-        least = self._least(chosen.choices)
-        found = self.at(least - 1) if least > self._least(self.lean.choices) else None
-        return found if found is not None and found.peak_bytes < chosen.peak_bytes else None
-
-    def _least(self, choices: Mapping[str, Choice]) -> int:
-        """Bytes that a plan needs, without what a caching allocator holds and could give back."""
-        return self.profiled.check(choices).peak_bytes + self.overhead
+def searched(request: SearchRequest, cost_model: CostModel, listener: Listener) -> tuple[Known, Trials]:
+    """The plans that a simulated search tries, and those for other budgets; its trials know the budget in bytes."""
+    clock, trials, target = Clock(listener), Trials(None), Simulated()
+    proposer = SolverProposer(request, cost_model, target, trials, clock)
+    saving = proposer.known[NONE]
+    known = Known(saving, cost_model.predictor.predict(saving))
+    try:
+        found = Loop(proposer, target, trials, request.trials, clock).run()
+        if found.interrupted:
+            raise KeyboardInterrupt
+        plans = look_around(cost_model, found, None, clock).plans
+    except InfeasibleError:
+        plans = ghost_runs(cost_model)
+    for tried in (*trials.all, *plans):
+        if tried.predicted is not None:
+            known.keep(known.reach_of(tried.choices, tried.predicted))
+    return known, trials
 
 
 def is_faster(one: Reach, other: Reach) -> bool:
-    """Whether a plan is faster than another by more than the precision of the times of ops."""
-    return one.step_seconds < other.step_seconds - WORTH * other.step_seconds
+    """Whether a plan is faster than another by more than a search tells apart."""
+    return one.step_seconds < other.step_seconds - AS_FAST * other.step_seconds
 
 
-def why(answers: Known, choices: Mapping[str, Choice], budget_bytes: int | None) -> Why:
+def why(known: Known, choices: Mapping[str, Choice], budget_bytes: int | None) -> Why:
     """A plan among its neighbours. ``choices`` need not be the solver's, nor within the budget."""
-    chosen = answers.reach(choices)
+    chosen = known.reach(choices)
     room = chosen.peak_bytes if budget_bytes is None else max(budget_bytes, chosen.peak_bytes)
-    best = answers.at(room)
+    best = known.at(room)
     return Why(
         chosen=chosen,
         best=best if best is not None and is_faster(best, chosen) else None,
-        leaner=answers.leaner(chosen),
-        faster=answers.faster(chosen, room),
+        leaner=known.leaner(chosen),
+        faster=known.faster(chosen, room),
     )
 
 
-def budget_steps(answers: Known, budget: ResolvedBudget | None) -> tuple[BudgetStep, ...]:
+def budget_steps(known: Known, budget: ResolvedBudget | None) -> tuple[BudgetStep, ...]:
     """What budgets between saving everything and the leanest plan buy, and the one asked for, most bytes first."""
-    high, low = answers.save_all.peak_bytes, answers.lean.peak_bytes
-    asked = {low + (high - low) * share // 100: f"{share}%act" for share in SHARES}
-    budget_bytes = None if budget is None else budget.bytes
-    if budget is not None:
-        asked = {s: label for s, label in asked.items() if s != budget_bytes and label != budget.words}
-        asked[budget.bytes] = budget.words
+    high, low = known.save_all.peak_bytes, known.lean.peak_bytes
+    asked = budget.bytes if budget is not None else None
+    sizes = {low + (high - low) * share // 100 for share in SHARES} | ({asked} if asked is not None else set())
     steps: list[BudgetStep] = []
     seen: set[str] = set()
-    for size in sorted(asked):
-        best = answers.at(size, TABLE_CALLS)  # what fits less is known by now, too
-        ours, key = size == budget_bytes, plan_hash(best.choices) if best else format_binary(size)
+    for size in sorted(sizes):
+        best, ours = known.at(size), size == asked
+        key = plan_hash(best.choices) if best else format_binary(size)
         if ours:  # a budget that buys the very plan of another one is left out, the one asked for never
             steps = [s for s in steps if s.reach is None or best is None or s.reach.choices != best.choices]
         if ours or key not in seen:
-            steps.append(BudgetStep(budget_bytes=size, label=asked[size], reach=best, ours=ours))
+            steps.append(BudgetStep(budget_bytes=size, reach=best, ours=ours))
         seen.add(key)
     return tuple(reversed(steps))

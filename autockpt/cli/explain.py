@@ -42,7 +42,6 @@ def explain(
     budget: str | None = opt(
         "--budget SIZE", "Explain the plan that fits: 24GB, 60%, 60%act, auto. Default: the plan's."
     ),
-    headroom: str | None = opt("--headroom SIZE", "Leave this much of it free: 2%, 500MB. Default: as for search."),
     device: str | None = DEVICE,
     hardware: str | None = opt(
         "--hardware NAME",
@@ -62,10 +61,9 @@ def explain(
         raise UsageError(
             f"there is no plan or run {plan}", remedy=f"Check the path; of a model: autockpt explain --model {plan}."
         )
-    if ops and (budget is not None or headroom is not None):
+    if ops and budget is not None:
         raise UsageError(
-            "--ops prints the step of a plan, or of plain training",
-            remedy="Leave --budget and --headroom out, or name a plan.",
+            "--ops prints the step of a plan, or of plain training", remedy="Leave --budget out, or name a plan."
         )
     from autockpt.analysis.explain import ExplainRequest, hardware_for, step_graph
     from autockpt.analysis.explain import explain as explained
@@ -79,7 +77,7 @@ def explain(
             show(step_graph(question), print_ops, as_json)
             return
         on: dict[str, Any] = {"device": device, "hardware": hardware, "listener": watcher}
-        said = explained(plan, workload, budget=budget, headroom=headroom, **on)
+        said = explained(plan, workload, budget=budget, **on)
     show(said, print_explanation, as_json)
     if said.budget is not None and said.smallest_peak > said.budget.bytes:
         raise typer.Exit(InfeasibleError.exit_code)
@@ -221,7 +219,7 @@ def _budgets(said: Explanation) -> Table:
         table.add_row(
             "→" if step.ours else "",
             format_binary(step.budget_bytes),
-            step.label,
+            said.budget.words if step.ours and said.budget is not None else "",
             "nothing fits" if reach is None else format_binary(reach.peak_bytes),
             overhead,
             "" if reach is None else words.tally(reach.choices),
