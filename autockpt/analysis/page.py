@@ -45,7 +45,7 @@ def write_page(run: RunDirectory) -> Path:
 
     Raises RunDirectoryError where the run is damaged or the file cannot be written.
     """
-    return write_file(run.path / PAGE, run_page(run), RunDirectoryError, "Move away what is in its place.", links=False)
+    return write_file(run.path / PAGE, run_page(run), RunDirectoryError, "Move away what is in its place.")
 
 
 def page_of(run: Path) -> str:

@@ -78,4 +78,4 @@ def write_index(folder: Path, runs: Sequence[InShort]) -> Path:
 
     rows = [(run, str((run.path / PAGE).relative_to(folder)) if (run.path / PAGE).exists() else "") for run in runs]
     page = templates().get_template("folder.html.j2").render(folder=folder.resolve().name, rows=rows)
-    return write_file(folder / INDEX, page, RunDirectoryError, "Move away what is in its place.", links=False)
+    return write_file(folder / INDEX, page, RunDirectoryError, "Move away what is in its place.")

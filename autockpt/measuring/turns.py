@@ -16,7 +16,7 @@ from autockpt.devices import Device
 from autockpt.errors import MeasurementError
 from autockpt.policies.offload import MOVING
 from autockpt.schema.choices import Choice
-from autockpt.schema.files import cache_directory, locked, open_regular
+from autockpt.schema.files import cache_directory, locked
 
 POLL_SECONDS = 0.25
 _held: set[str] = set()  # by this process, whose searches within a search wait for nobody
@@ -72,7 +72,7 @@ def _alone(name: str, what: str, note: Callable[[str], None], wait: bool) -> Ite
     if name not in _held:
         with suppress(OSError):
             path.parent.mkdir(parents=True, exist_ok=True)
-            descriptor = open_regular(path, os.O_RDWR | os.O_CREAT)
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
     if descriptor is None:
         yield
         return

@@ -1,6 +1,4 @@
-"""Files: none is left half written by a crash, a full disk or a second process, none of our own is opened through a
-link that somebody put in its place.
-"""
+"""Files: none is left half written by a crash, a full disk or a second process."""
 
 from __future__ import annotations
 
@@ -10,7 +8,6 @@ import os
 import secrets
 import shutil
 import socket
-import stat
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -57,22 +54,14 @@ def atomic_write(path: Path, data: bytes | str, *, parents: bool = False) -> Non
 
 
 def write_file(
-    path: Path,
-    text: str,
-    error: type[AutockptError],
-    remedy: str = "Give a path you can write to.",
-    *,
-    links: bool = True,
+    path: Path, text: str, error: type[AutockptError], remedy: str = "Give a path you can write to."
 ) -> Path:
     """Write a text where a person wants it, and the folders above it. Returns where it lies.
 
-    A link stays, and the file that it leads to is written; a pipe or ``/dev/null`` takes the text. Without ``links``
-    the file's own place must hold no link, nor anything else that is no file. Raises ``error`` where it cannot be
-    written.
+    A link stays, and the file that it leads to is written; a pipe or ``/dev/null`` takes the text. Raises ``error``
+    where it cannot be written.
     """
     with writing(path, error, remedy):
-        if not links and (path.exists() or path.is_symlink()):
-            os.close(open_regular(path))
         if path.exists() and not path.is_file():
             path.write_text(text, encoding="utf-8")
         else:
@@ -96,28 +85,6 @@ def set_aside(path: Path) -> Path:
         number += 1
     os.rename(path, target)
     return target
-
-
-def open_regular(path: Path, flags: int = os.O_RDONLY, *, links: bool = False) -> int:
-    """A descriptor of a regular file, made with O_CREAT among the flags. Raises OSError for anything else.
-
-    A pipe or a device is refused without waiting for its other end. ``links``: the path may be a symbolic link to a
-    file; else a link in the file's own place is refused, whatever it points to. Folders above may be links.
-    """
-    if not links and path.is_symlink():
-        raise OSError(errno.ELOOP, "it is a symbolic link", str(path))
-    flags |= (0 if links else getattr(os, "O_NOFOLLOW", 0)) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
-    descriptor = os.open(path, flags, 0o644)
-    if stat.S_ISREG(os.fstat(descriptor).st_mode):
-        return descriptor
-    os.close(descriptor)
-    raise OSError(errno.EINVAL, "it is no file, but a directory, a pipe or a device", str(path))
-
-
-def read_regular(path: Path, most: int = -1, *, links: bool = False) -> bytes:
-    """The first ``most`` bytes of a file, or all; see ``open_regular``."""
-    with os.fdopen(open_regular(path, links=links), "rb") as file:
-        return file.read(most)
 
 
 @contextmanager

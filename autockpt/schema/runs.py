@@ -32,7 +32,7 @@ from pydantic import BaseModel, ValidationError
 from autockpt.errors import PlanError, RunDirectoryError, without_passwords
 from autockpt.schema.base import first_violation
 from autockpt.schema.device import Environment
-from autockpt.schema.files import FULL, atomic_write, locked, open_regular, read_regular, reason, set_aside
+from autockpt.schema.files import FULL, atomic_write, locked, reason, set_aside
 from autockpt.schema.graph import Graph, Unit
 from autockpt.schema.outlook import Outlook
 from autockpt.schema.plan import Plan
@@ -113,7 +113,7 @@ class RunDirectory:
                 f"{path} {what}", remedy="Give a directory that `autockpt search` made, as results/…"
             )
         with _explained(path / _QUESTION):
-            return cls(path, dict(json.loads(read_regular(path / _QUESTION))))
+            return cls(path, dict(json.loads((path / _QUESTION).read_bytes())))
 
     @staticmethod
     def below(folder: Path) -> Iterator[Path]:
@@ -135,7 +135,7 @@ class RunDirectory:
 
         path = self.path / "lock"
         with _explained(path):
-            descriptor = open_regular(path, os.O_RDWR | os.O_CREAT)
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
         return locked(descriptor, busy)
 
     @property
@@ -145,12 +145,12 @@ class RunDirectory:
         if not path.exists():
             self.write("run_id", secrets.token_hex(4) + "\n")
         with _explained(path):
-            return read_regular(path).decode().strip()
+            return path.read_text("utf-8").strip()
 
     @property
     def storage(self) -> str:
         """URL of the Optuna study in this directory."""
-        return f"sqlite:///{_own(self.path.resolve() / 'study.db')}"
+        return f"sqlite:///{self.path.resolve() / 'study.db'}"
 
     @property
     def plan_path(self) -> Path:
@@ -184,7 +184,7 @@ class RunDirectory:
         Of several lines with one number the last counts: a trial can be rewritten.
         """
         path = self.path / _TRIALS
-        with _explained(path), os.fdopen(open_regular(path, os.O_RDWR | os.O_APPEND | os.O_CREAT), "a+b") as file:
+        with _explained(path), path.open("a+b") as file:
             file.seek(0)
             file.truncate(file.read().rfind(b"\n") + 1)
             file.write(trial.model_dump_json().encode() + b"\n")
@@ -197,7 +197,7 @@ class RunDirectory:
         if not path.exists():
             return []
         with _explained(path):
-            complete, _, _torn = read_regular(path).rpartition(b"\n")
+            complete, _, _torn = path.read_bytes().rpartition(b"\n")
         for number, line in enumerate(complete.splitlines(), 1):
             try:
                 trial = Trial.model_validate_json(line)
@@ -213,7 +213,7 @@ class RunDirectory:
         """How often a process ended while it measured a plan, by the plan's hash."""
         path = self.path / _IN_FLIGHT
         with _explained(path):
-            return dict(json.loads(read_regular(path))) if path.exists() else {}
+            return dict(json.loads(path.read_bytes())) if path.exists() else {}
 
     def write_in_flight(self, plans: Mapping[str, int]) -> None:
         self.write(_IN_FLIGHT, json.dumps(plans))
@@ -235,7 +235,7 @@ class RunDirectory:
         """The command lines of this run, one per line."""
         path = self.path / "command.txt"
         with _explained(path):
-            return read_regular(path).decode() if path.exists() else ""
+            return path.read_text("utf-8") if path.exists() else ""
 
     def write_environment(self, environment: Environment) -> None:
         self.write("environment.json", environment.model_dump_json(indent=2) + "\n")
@@ -260,7 +260,7 @@ class RunDirectory:
 
     def write_plan(self, plan: Plan, name: str = PLAN) -> Path:
         """Write the run's answer over an earlier one of this run; anything else there is set aside."""
-        path, ours = _own(self.path / name), False
+        path, ours = self.path / name, False
         with suppress(Exception):  # what cannot be read, no search wrote
             found = Plan.load(path)
             ours = bool(found.hash) and found.status == found.source
@@ -305,10 +305,10 @@ class RunDirectory:
     @property
     def answer_path(self) -> Path | None:
         """The file of ``plan()``. Raises PlanError where one was damaged."""
-        if not _own(self.plan_path).exists():
+        if not self.plan_path.exists():
             return None
         by_length = self.path / BY_LENGTH
-        same = _own(by_length).exists() and Plan.load(by_length).choices == Plan.load(self.plan_path).choices
+        same = by_length.exists() and Plan.load(by_length).choices == Plan.load(self.plan_path).choices
         return by_length if same else self.plan_path
 
     def _model(self, name: str, model: type[M]) -> M | None:
@@ -316,7 +316,7 @@ class RunDirectory:
         if not path.exists():
             return None
         with _explained(path):
-            raw = read_regular(path)
+            raw = path.read_bytes()
             return model.model_validate_json(gzip.decompress(raw) if name.endswith(".gz") else raw)
 
     def write(self, name: str, data: str | bytes) -> None:
@@ -347,14 +347,6 @@ def short_name(model: str) -> str:
 def _slug(text: str) -> str:
     cleaned = re.sub(r"[^A-Za-z0-9.]+", "-", text.rstrip("/\\")).strip("-.")
     return cleaned[-40:].strip("-.") or "x"
-
-
-def _own(path: Path) -> Path:
-    """The path of a run's file that others open. Raises RunDirectoryError where a link or no file stands there."""
-    if path.exists() or path.is_symlink():
-        with _explained(path):
-            os.close(open_regular(path))
-    return path
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from pydantic import BaseModel, ValidationError
 
 from autockpt.errors import UsageError, plainly
 from autockpt.schema.base import closest, short
-from autockpt.schema.files import read_regular, reason
+from autockpt.schema.files import reason
 
 MAX_BYTES = 1_000_000
 M = TypeVar("M", bound=BaseModel)
@@ -119,7 +119,8 @@ def read(path: str | Path, error: type[UsageError] = UsageError) -> Document:
     """Parse a YAML file. Raises ``error`` where it cannot be read, too."""
     path = Path(path)
     try:
-        return parse(read_regular(path, MAX_BYTES + 1, links=True).decode("utf-8"), str(path), error)
+        with path.open("rb") as file:
+            return parse(file.read(MAX_BYTES + 1).decode("utf-8"), str(path), error)
     except FileNotFoundError:
         raise error(f"there is no file {path}", remedy="Check the path.") from None
     except OSError as bad:

@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 
 from autockpt.analysis.page import contents_of, run_page, without_paths, write_page
-from autockpt.errors import RunDirectoryError
 from autockpt.schema import RECOMPUTE
 from autockpt.schema.known import MEANINGS
 from autockpt.schema.outlook import Alternative, Outlook
@@ -109,12 +108,3 @@ def test_a_run_that_has_not_ended_says_so(tmp_path: Path) -> None:
     busy = make_run(tmp_path, budget="70%act")
     with busy.lock():
         assert "still at work" in Read(run_page(busy)).said
-
-
-def test_a_page_in_the_run_is_written_through_no_link(tmp_path: Path) -> None:
-    run = make_run(tmp_path)
-    (tmp_path / "theirs").write_text("kept")
-    (run.path / "report.html").symlink_to(tmp_path / "theirs")
-    with pytest.raises(RunDirectoryError):
-        write_page(run)
-    assert (tmp_path / "theirs").read_text() == "kept"

@@ -3,16 +3,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-import pytest
-
 from autockpt.errors import UsageError
-from autockpt.schema.files import (
-    atomic_write,
-    open_regular,
-    read_regular,
-    unwritable,
-    write_file,
-)
+from autockpt.schema.files import atomic_write, unwritable, write_file
 
 
 def test_a_file_is_replaced_whole_and_keeps_its_mode(tmp_path: Path) -> None:
@@ -40,20 +32,6 @@ def test_what_cannot_be_written_is_known_before(tmp_path: Path) -> None:
     assert sorted(os.listdir(tmp_path)) == ["file"]
 
 
-def test_only_regular_files_are_opened_and_links_on_request(tmp_path: Path) -> None:
-    real, link, pipe = tmp_path / "real", tmp_path / "link", tmp_path / "pipe"
-    real.write_text("kept")
-    link.symlink_to(real)
-    os.mkfifo(pipe)
-    assert read_regular(real) == b"kept" and read_regular(link, links=True) == b"kept"
-    for path, links in ((link, False), (pipe, True), (tmp_path, True)):
-        for flags in (os.O_RDONLY, os.O_RDWR | os.O_CREAT):
-            with pytest.raises(OSError, match=r"directory|pipe|link"):
-                open_regular(path, flags, links=links)
-    (tmp_path / "folder").symlink_to(tmp_path)  # only the file's own place matters
-    assert read_regular(tmp_path / "folder" / "real") == b"kept"
-
-
 def test_a_link_stays_and_its_target_is_written(tmp_path: Path) -> None:
     real, link, dangling = tmp_path / "real", tmp_path / "link", tmp_path / "dangling"
     real.write_text("before")
@@ -64,6 +42,3 @@ def test_a_link_stays_and_its_target_is_written(tmp_path: Path) -> None:
         write_file(path, "after", UsageError)
         assert path.is_symlink() and path.read_text() == "after"
     assert real.read_text() == (tmp_path / "new").read_text() == "after"
-    with pytest.raises(UsageError):
-        write_file(link, "theirs", UsageError, links=False)
-    assert real.read_text() == "after"

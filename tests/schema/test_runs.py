@@ -173,32 +173,6 @@ def test_damaged_files_are_errors(tmp_path: Path, name: str, content: bytes) -> 
     assert caught.value.remedy and caught.value.exit_code == 2
 
 
-OWN = ("lock", "question.json", "command.txt", "environment.json", "trials.jsonl", "graph.json.gz")
-
-
-@pytest.mark.parametrize("name", [*OWN, "profile.json", "plan.yaml", "study.db"])
-@pytest.mark.parametrize("kind", ["link", "pipe"])
-def test_links_and_pipes_are_refused_and_their_targets_kept(tmp_path: Path, name: str, kind: str) -> None:
-    (tmp_path / "real").mkdir()
-    (tmp_path / "folder").symlink_to(tmp_path / "real")  # folders may be links
-    run = enter(tmp_path / "folder")
-    run.write_plan(plan())
-    victim = tmp_path / "victim"
-    victim.write_text("precious")
-    (run.path / name).unlink(missing_ok=True)
-    if kind == "link":
-        (run.path / name).symlink_to(victim)
-    else:
-        os.mkfifo(run.path / name)
-    with raises(RunDirectoryError, name), enter(tmp_path / "folder").lock():
-        run.add_trial(trial(0))
-        run.add_command(["autockpt"])
-        for read in (run.environment, run.graph, run.profile, lambda: run.storage):
-            read()
-        run.write_plan(plan(OFFLOAD))
-    assert victim.read_text() == "precious"
-
-
 def test_a_directory_of_another_question_is_refused(tmp_path: Path) -> None:
     run = enter(tmp_path)
     other = QUESTION | {"budget": "40%", "extra": 1}
