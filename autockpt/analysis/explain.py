@@ -353,8 +353,7 @@ def _chosen(
 def fronts(menus: Sequence[Menu], blocks: Sequence[Unit], choices: Mapping[str, Choice]) -> tuple[Front, ...]:
     """The front of every kind of unit: bytes kept for its backward against seconds over saving.
 
-    Dominated choices that the plan took are listed and say so. ``choices`` by unit name; how long their copies may
-    take changes no bytes that a unit keeps.
+    ``choices`` by unit name; how long their copies may take changes no bytes that a unit keeps.
     """
     return tuple(_front(menu, [u for u in blocks if u.kind == menu.kind], choices) for menu in menus)
 
@@ -372,19 +371,13 @@ def _front(menu: Menu, units: Sequence[Unit], choices: Mapping[str, Choice]) -> 
             kept_bytes=item.kept_bytes,
             extra_seconds=item.seconds - plain,
             taken=taken.get(item.choice, 0),
-            dominated=item.choice not in best,
             hides=hides and item.choice == OFFLOAD and item.choice in taken,
         )
         for item in menu.items
+        if item.choice in best or item.choice in taken
     ]
-    shown = [row for row in rows if not row.dominated or row.taken]
-    shown.sort(key=lambda row: (-row.kept_bytes, row.extra_seconds))
-    return Front(
-        units=joined([u.name for u in units]),
-        count=len(units),
-        bargains=tuple(shown),
-        left_out=len(rows) - len(shown),
-    )
+    rows.sort(key=lambda row: (-row.kept_bytes, row.extra_seconds))
+    return Front(units=joined([u.name for u in units]), count=len(units), bargains=tuple(rows))
 
 
 def _of_device(question: ExplainRequest, kind: str) -> tuple[str, ...]:

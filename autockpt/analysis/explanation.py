@@ -60,13 +60,13 @@ class Alive(Data):
 class Curve(Data):
     """Device bytes through the cycle, in equal runs of ops: at the op of each run where they are the most.
 
-    ``total`` is ``fixed`` (there when the cycle begins) + ``growing`` (gradients and the optimizer's own) + activations
-    and transients.
+    ``growing`` are gradients and the optimizer's own, ``transient`` activations and what else comes and goes; the rest
+    of ``total`` is there when the cycle begins.
     """
 
     total: tuple[int, ...]
-    fixed: tuple[int, ...]
     growing: tuple[int, ...]
+    transient: tuple[int, ...]
     ops: int
     spans: tuple[Span, ...]
     peak_op: int
@@ -103,17 +103,16 @@ class Bargain(Data):
     kept_bytes: int
     extra_seconds: float
     taken: int = Field(default=0, description="units of this kind that the plan gives this choice")
-    dominated: bool = Field(default=False, description="another choice keeps no more and costs no more")
     hides: bool = Field(default=False, description="the plan hides its copies behind compute, so it costs less")
 
 
 class Front(Data):
-    """The choices of one kind of unit that are worth considering, most bytes first; and those that the plan took."""
+    """The choices of one kind of unit that no other beats in bytes and seconds, most bytes first; and those that the
+    plan took."""
 
     units: str = Field(description="folded names")
     count: int
     bargains: tuple[Bargain, ...]
-    left_out: int = Field(default=0, description="dominated choices that are not listed")
 
 
 class Reach(Data):

@@ -193,14 +193,13 @@ def curve(held: StepBytes) -> Curve:
     graph = held.graph
     n = len(graph.ops)
     total = bytes_timeline(graph) + held.overhead + held.reserved
-    growing, moving = held.together(GROWING), held.together(COME_AND_GO)
     at = resampled(total.tolist(), min(POINTS, n))
     at_peak = peak_op(graph)
     op = graph.ops[at_peak] if graph.ops else None
     return Curve(
         total=tuple(total[at].tolist()),
-        fixed=tuple((total - growing - moving)[at].tolist()),
-        growing=tuple(growing[at].tolist()),
+        growing=tuple(held.together(GROWING)[at].tolist()),
+        transient=tuple(held.together(COME_AND_GO)[at].tolist()),
         ops=n,
         spans=graph.spans(),
         peak_op=at_peak,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +24,8 @@ from autockpt.schema.workload import described_by
 from autockpt.terminal import bar, bullets, heading, plain_table, print_legend, remarks, shown
 
 WIDE = 108  # columns from which there are longer bars, and a column more
-LABEL = 11  # columns of the chart's axis
+LABEL = 20  # columns in front of a sparkline
 UNITS, ALIVE = 6, 8  # lines of each table
-ROWS = 9
-CUT = 0.4  # where more than this share of the peak is always there, the axis begins above zero
-FIXED, GROWING, BUDGET = "░▒┄"
 LEVELS = " ▁▂▃▄▅▆▇█"
 
 
@@ -156,21 +152,11 @@ def _slices(slices: tuple[Slice, ...], most: int) -> Table:
 
 
 def _chart(said: Explanation, console: Console) -> None:
-    columns = max(20, min(console.width, 132) - LABEL - 2)
-    budget_bytes = said.budget.bytes if said.budget is not None else None
-    drawn = draw(said.curve, columns, ROWS, budget_bytes)
-    pad = " " * (LABEL + 1)
-    size, at = format_binary(said.peak_bytes), drawn.peak_column
-    right = f"▼ {size}"
-    mark = " " * at + right if at + len(right) <= columns else f"{size} ▼".rjust(at + 1)
-    console.print(Text(pad + mark, style="bold"), no_wrap=True, overflow="crop")
-    for label, line in drawn.lines:
-        console.print(Text(f"{label:>{LABEL}}┤{line}"), no_wrap=True, overflow="crop")
-    c = said.curve
-    bottom = f"{format_binary(drawn.low) if drawn.low else '0':>{LABEL}} {ruler(c.spans, c.ops, columns)}"
-    console.print(Text(bottom, style="dim"), no_wrap=True, overflow="crop")
-    legend = f"{FIXED} there all the time   {GROWING} gradients, optimizer   █ transient"
-    console.print(Text(pad + legend, style="dim"))
+    c, columns = said.curve, max(20, min(console.width, 132) - LABEL - 1)
+    for name, line in sparklines(c, columns).items():
+        console.print(Text(f"{name:>{LABEL}} {line}"), no_wrap=True, overflow="crop")
+    pad, full = " " * (LABEL + 1), f"{LEVELS[-1]} {format_binary(max(c.total, default=0))}"
+    console.print(Text(f"{pad}{ruler(c.spans, c.ops, columns)}\n{pad}{full}", style="dim"), overflow="crop")
     where = f" in {c.peak_module}" if c.peak_module else ""
     console.print(Text(f"Peak at op {c.peak_op:,} of {c.ops:,}: {c.peak_target}, {c.peak_phase}{where}"))
 
@@ -200,13 +186,10 @@ def _front(front: Front, said: Explanation) -> Table:
         price = f"{tilde}{words.seconds(b.extra_seconds / freed * 2**20)}" if freed > 0 else ""
         extra = f"{tilde}{words.seconds(b.extra_seconds)}" if b.extra_seconds else "0"
         taken = f"{b.taken} of {front.count}" if b.taken else ""
-        taken += " (copies hide)" if b.hides else " (beaten by another)" if b.dominated else ""
+        taken += " (copies hide)" if b.hides else ""
         ours, kept = "→" if b.taken else "", format_binary(b.kept_bytes)
         row = (ours, choice_words(b.choice), kept, extra, price, taken.strip())
         table.add_row(*row, style="bold" if b.taken else None)
-    if front.left_out:
-        left_out = words.counted(front.left_out, "choice")
-        table.caption = f"{left_out} left out: another keeps no more and costs no more"
     return table
 
 
@@ -241,51 +224,14 @@ def print_ops(graph: Graph, console: Console) -> None:
         print("\t".join(shown(str(c)) for c in cells), file=console.file)
 
 
-@dataclass(frozen=True)
-class Area:
-    """Lines of a chart, top to bottom, each with its label; and the column of the peak."""
+def sparklines(curve: Curve, columns: int) -> dict[str, str]:
+    """All bytes and those of two kinds through the cycle, a character for each run of ops, its height against the peak.
 
-    lines: tuple[tuple[str, str], ...]
-    peak_column: int
-    low: int
-    high: int
-
-
-def draw(curve: Curve, columns: int, rows: int, budget_bytes: int | None = None) -> Area:
-    """The curve in a field of ``columns`` × ``rows`` characters; the budget as a line, where it is near enough."""
-    at = resampled(curve.total, columns)
-    peak = max(curve.total, default=0)
-    high = max(peak, budget_bytes) if budget_bytes is not None and budget_bytes <= 1.3 * peak else peak
-    floor = min((curve.total[i] for i in at), default=0)
-    low = int(floor * 0.85) if peak and floor > CUT * peak else 0
-    height = max(1, high - low) / rows
-    shown = budget_bytes is not None and low <= budget_bytes <= high
-    budget_row = min(rows - 1, int((budget_bytes - low) / height)) if budget_bytes is not None and shown else None
-    lines = []
-    for row in reversed(range(rows)):
-        bottom, top = low + row * height, low + (row + 1) * height
-        empty = BUDGET if row == budget_row else " "
-        cells = (_cell(curve, i, bottom, top) for i in at)
-        label = format_binary(top) if row in (rows - 1, rows // 2) else ""
-        label = f"budget {BUDGET}" if row == budget_row else label
-        lines.append((label, "".join(empty if c == " " else c for c in cells)))
-    values = [curve.total[i] for i in at]
-    return Area(tuple(lines), values.index(max(values)) if values else 0, low, high)
-
-
-def _cell(curve: Curve, i: int, bottom: float, top: float) -> str:
-    """One character: what lies in the middle of a full cell, or how far the top reaches into it."""
-    total, fixed = curve.total[i], curve.fixed[i]
-    solid = fixed + curve.growing[i]
-    middle = (bottom + top) / 2
-    if middle < fixed:
-        return FIXED
-    if middle < solid:
-        return GROWING
-    if total <= bottom:
-        return " "
-    share = min(1.0, (total - bottom) / (top - bottom))
-    return LEVELS[max(1, round(share * (len(LEVELS) - 1)))] if total > solid else " "
+    Each is that of the op at which the run holds the most.
+    """
+    at, peak = resampled(curve.total, columns), max(curve.total, default=1)
+    lines = {"all": curve.total, "transient": curve.transient, "gradients, optimizer": curve.growing}
+    return {name: "".join(LEVELS[round(8 * sizes[i] / peak)] for i in at) for name, sizes in lines.items()}
 
 
 def ruler(spans: Sequence[Span], ops: int, columns: int) -> str:

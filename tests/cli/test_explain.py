@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from autockpt.analysis.explain import explain_run
 from autockpt.analysis.explanation import Curve, Explanation, Span, resampled
-from autockpt.cli.explain import draw, print_explanation, print_ops
+from autockpt.cli.explain import print_explanation, print_ops, sparklines
 from autockpt.schema import SAVE, DeviceInfo, Environment, Graph, Plan, Prediction, ResolvedBudget, Unit, WorkloadSpec
 from autockpt.schema.runs import plan_at
 from tests.analysis.samples import make_run
@@ -134,8 +134,8 @@ def curve() -> Curve:
     growing = tuple(MIB * t for t in (0, 0, 0, 0, 50, 100, 100, 50))
     return Curve(
         total=total,
-        fixed=(500 * MIB,) * 8,
         growing=growing,
+        transient=tuple(t - g - 500 * MIB for t, g in zip(total, growing, strict=True)),
         ops=800,
         spans=(
             Span(phase="forward", start=0, stop=350),
@@ -165,18 +165,11 @@ def test_an_explanation_on_screen(width: int, explanation: Explanation) -> None:
 
 
 def test_the_chart() -> None:
-    drawn = draw(curve(), 8, 5)
-    rows = [line for _, line in drawn.lines]
-    assert rows[0][3] == "█" and rows[0].strip() == "█", "only the peak reaches the top"
-    assert drawn.peak_column == 3 and drawn.high == 900 * MIB and 0 < drawn.low < 500 * MIB
-    assert rows[-1] == "░" * 8 and "▒" in rows[-3] + rows[-2]
-    whole = draw(curve(), 8, 5, budget_bytes=5000 * MIB)
-    assert whole.lines == drawn.lines, "a budget far away is not drawn"
-    near = draw(curve(), 8, 5, budget_bytes=1000 * MIB)
-    assert near.high == 1000 * MIB and near.lines[0][1].count("┄") == 7 and "budget" in near.lines[0][0]
-    narrow = draw(curve(), 3, 4)
-    assert max(line.count("█") for _, line in narrow.lines) >= 1, "no peak is lost"
-    assert draw(Curve(total=(), fixed=(), growing=(), ops=0, spans=(), peak_op=0), 4, 2).lines[0][1] == ""
+    lines = sparklines(curve(), 8)
+    assert lines["all"] == "▄▅▆█▇▆▅▅" and lines["gradients, optimizer"] == "     ▁▁ "
+    narrow = sparklines(curve(), 3)["all"]
+    assert len(narrow) == 3 and "█" in narrow, "no peak is lost"
+    assert sparklines(Curve(total=(), growing=(), transient=(), ops=0, spans=(), peak_op=0), 4)["all"] == ""
 
 
 def test_ops_are_tab_separated() -> None:
