@@ -19,7 +19,7 @@ from autockpt.errors import PlanError, UsageError
 from autockpt.schema import words
 from autockpt.schema.base import Data, did_you_mean
 from autockpt.schema.known import known_plans
-from autockpt.schema.names import listing, outermost, parse_pattern
+from autockpt.schema.names import listing, outermost
 from autockpt.schema.plan import Comparison, Plan
 from autockpt.schema.sizes import format_binary
 
@@ -39,16 +39,13 @@ class Exported(Data):
 class LayerChoices:
     """A plan's choices, layer by layer.
 
-    ``layers`` are the kinds of choice of all layers by name, in the model's order; a layer that saves and has another
-    choice for a part of it counts as that: freeing more than the plan keeps its budget, freeing less breaks it.
-    ``parts`` are choices on parts of layers, ``others`` those on anything else (a head, a loss). ``whole`` is False
-    where the plan does not say how many layers there are.
+    ``layers`` are what all layers do by name, in the model's order: the kind of a choice, and for a layer that saves
+    but for a part of it that part's (``recompute (of mlp)``): freeing more than the plan keeps its budget, freeing less
+    breaks it. ``others`` are kinds of choice on anything else (a head, a loss).
     """
 
     layers: dict[str, str]
-    parts: dict[str, str]
     others: dict[str, str]
-    whole: bool = True
 
     @property
     def to_free(self) -> list[str]:
@@ -58,7 +55,7 @@ class LayerChoices:
     def all_are(self, *kinds: str) -> bool:
         """Whether layers are freed, by these kinds of choice only, each as a whole."""
         freed = {kind for kind in self.layers.values() if kind != "save"}
-        return bool(freed) and not self.parts and freed <= set(kinds)
+        return bool(freed) and freed <= set(kinds)
 
 
 @dataclass(frozen=True)
@@ -105,29 +102,21 @@ def export(plan: Plan, target: str) -> Exported:
 
 
 def read(plan: Plan) -> LayerChoices:
-    """A plan's choices layer by layer.
-
-    Raises PlanError where it names no layers, or by wildcards only and without the model's units.
-    """
-    known, head = list(plan.model.classes), plan.head
-    names = known or [
-        name for pattern in plan.choices if pattern != head for name in parse_pattern(pattern).enumerate()
-    ]
-    chosen = {name: choice.kind for name, choice in plan.expand([n for n in names if n != head], head).items()}
+    """A plan's choices layer by layer. Raises PlanError where it does not list the model's layers."""
+    head = plan.head
+    chosen = {n: c.kind for n, c in plan.expand([n for n in plan.model.classes if n != head], head).items()}
     outer = outermost(chosen)
     layers = {n: chosen[n] for n in outer if n.rpartition(".")[2].isdigit()}
-    parts = {n: k for n, k in chosen.items() if n not in outer and k != "save"}
-    for part, kind in parts.items():
-        owner = next(n for n in outer if part.startswith(f"{n}."))
-        if layers.get(owner) == "save":
-            layers[owner] = kind
     if not layers:
         raise PlanError(
-            "the plan names no layers: nothing in it is a member of a list, as model.layers.0 is",
-            remedy="Export a plan that autockpt search wrote, or name layers one by one or as ranges.",
+            "the plan lists no layers under `model:`, named as model.layers.0 is",
+            remedy="Export a plan that autockpt search wrote.",
         )
-    others = {n: chosen[n] for n in outer if n not in layers and chosen[n] != "save"}
-    return LayerChoices(layers, parts, others, bool(known))
+    for kind, names in _grouped({n: k for n, k in chosen.items() if n not in outer and k != "save"}):
+        for layer in layers:
+            if inside := [n.removeprefix(f"{layer}.") for n in names if n.startswith(f"{layer}.")]:
+                layers[layer] = f"{kind} (of {', '.join(inside)})"
+    return LayerChoices(layers, {n: chosen[n] for n in outer if n not in layers and chosen[n] != "save"})
 
 
 def losses_of(wanted: LayerChoices, setting: Setting) -> Iterable[str]:
@@ -135,15 +124,9 @@ def losses_of(wanted: LayerChoices, setting: Setting) -> Iterable[str]:
     does = setting.done_to(wanted.layers)
     # where layers are alike, as many that free their memory need no more of it
     more = "" if len(setting.picked) >= len(wanted.to_free) else " (more memory)"
-    divided = {name for name in setting.picked if any(part.startswith(f"{name}.") for part in wanted.parts)}
-    pairs = {name: (kind, does[name]) for name, kind in wanted.layers.items() if name not in divided}
-    for (kind, done), names in _grouped(pairs):
+    for (kind, done), names in _grouped({name: (kind, does[name]) for name, kind in wanted.layers.items()}):
         if kind != done:
             yield f"{listing(names)}: `{done}` instead of `{kind}`{more if done == 'save' else ''}"
-    for kind, names in _grouped({p: k for p, k in wanted.parts.items() if any(p.startswith(f"{n}.") for n in divided)}):
-        yield f"{listing(names)}: `{kind}` for a part of a layer, all of which has `{setting.kind}`"
-    if setting.picked and not wanted.whole:
-        yield "the plan does not name all layers: others may be freed, too"
     for kind, names in _grouped(wanted.others):
         yield f"{listing(names)}: `{kind}` is left out; all layers are freed instead, which may not be enough"
 
@@ -196,7 +179,7 @@ def transformers(wanted: LayerChoices) -> Setting:
 
 def trl(wanted: LayerChoices) -> Setting:
     """The same, and ``activation_offloading`` where the plan offloads: it moves what all layers save, inputs too."""
-    if not {"offload", "recompute_offload"} & set(wanted.layers.values()):
+    if not any("offload" in kind for kind in wanted.layers.values()):
         return transformers(wanted)
     moved = wanted.all_are("offload")
     lines = [f"{_CHECKPOINTING}: {'false' if moved else 'true'}", "activation_offloading: true"]
