@@ -12,7 +12,6 @@ from rich.progress import (
     MofNCompleteColumn,
     Progress,
     SpinnerColumn,
-    Task,
     TextColumn,
     TimeElapsedColumn,
     TimeRemainingColumn,
@@ -111,20 +110,6 @@ class LineListener:
         self._say(f"[{self._told - self._start:6.1f} s] {text}")
 
 
-class _Count(MofNCompleteColumn):
-    """``3/10``, and nothing where the total is not known."""
-
-    def render(self, task: Task) -> Text:
-        return Text("") if task.total is None else super().render(task)
-
-
-class _Left(TimeRemainingColumn):
-    """``00:12 left``, likewise."""
-
-    def render(self, task: Task) -> Text:
-        return Text("") if task.total is None else super().render(task).append(" left")
-
-
 class BarListener:
     """A bar for the current stage, with the best plan so far next to it; notes scroll above."""
 
@@ -134,9 +119,9 @@ class BarListener:
             SpinnerColumn(),
             TextColumn("{task.description}"),
             BarColumn(bar_width=24),
-            _Count(),
+            MofNCompleteColumn(),
             TimeElapsedColumn(),
-            _Left(compact=True),
+            TimeRemainingColumn(compact=True),
             TextColumn("{task.fields[best]}", style="dim"),
             console=console,
             transient=True,
