@@ -73,7 +73,6 @@ def load_hardware(name_or_path: str | Path) -> Hardware:
     if path.suffix in (".yaml", ".yml") or len(path.parts) > 1 or path.is_file():
         document, name = read(path), path.stem
     else:
-        name = next((known for known in list_hardware() if _plain(known) == _plain(name)), name)
         own = " Your own: the path of a YAML file; `autockpt calibrate` writes one."
         document = _shipped("hardware", name, "hardware", own)
     return document.validate(Hardware, name=name)
@@ -86,8 +85,3 @@ def _shipped(folder: str, name: str, what: str, own: str = "") -> Document:
         remedy = f"{did_you_mean(name, known)}Shipped: {', '.join(known)}.{own}"
         raise UsageError(f"there is no {what} {name!r}", remedy=remedy)
     return read(FOLDER / folder / f"{name}.yaml")
-
-
-def _plain(name: str) -> str:
-    """``RTX 4090`` and ``rtx-4090`` mean rtx4090."""
-    return "".join(c for c in name.lower() if c.isalnum())

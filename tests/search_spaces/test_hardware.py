@@ -83,10 +83,10 @@ def test_gpus_that_train_side_by_side_share_the_link_to_their_host() -> None:
         of_host_with(load_hardware("gh200"), 4)
 
 
-def test_names_are_forgiving_and_the_nearest_is_offered() -> None:
-    assert load_hardware("RTX 4090").name == "rtx4090"
+@pytest.mark.parametrize("name", ["rtx4900", "RTX 4090", "rtx-4090"])
+def test_the_nearest_name_is_offered(name: str) -> None:
     with pytest.raises(UsageError) as caught:
-        load_hardware("rtx4900")
+        load_hardware(name)
     assert "Did you mean rtx4090?" in str(caught.value)
 
 
