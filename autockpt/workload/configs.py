@@ -26,8 +26,6 @@ from autockpt.workload.factory import is_factory
 from autockpt.workload.failures import summary
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
-MOST_LAYERS = 2000
-_LAYERS = re.compile(r"(num_|n_)?((hidden|encoder|decoder)_)?layers?")
 _FORMS = "a built-in shape, a hub id, a directory, a config.json, or package.module:function"
 
 
@@ -56,8 +54,7 @@ class ConfigSource:
 def find_config(spec: WorkloadSpec) -> ConfigSource:
     """The configuration that ``spec.model`` names; weights are not touched.
 
-    Local files come first, then built-in shapes, then the hub's cache and the hub. Raises WorkloadError, also for a
-    number of layers that no model has.
+    Local files come first, then built-in shapes, then the hub's cache and the hub. Raises WorkloadError.
     """
     name = spec.model
     path = Path(name).expanduser()
@@ -72,18 +69,6 @@ def find_config(spec: WorkloadSpec) -> ConfigSource:
     if name.endswith(".json") or name.startswith((".", "/", "~")) or not _HUB_ID.fullmatch(name):
         raise WorkloadError(f"there is no file or directory {name!r}", remedy=f"--model takes {_FORMS}.")
     return _from_hub(name, spec)
-
-
-def _check_layers(config: Any, where: str) -> None:
-    """Refuse what would count as no layers, or be built and traced for hours; in nested configurations, too."""
-    for key, value in config.items():
-        if isinstance(value, dict):
-            _check_layers(value, where)
-        elif _LAYERS.fullmatch(str(key)) and isinstance(value, int) and not 0 <= value <= MOST_LAYERS:
-            raise WorkloadError(
-                f"the configuration of {where} says {key}: {value}",
-                remedy=f"Models of 0 to {MOST_LAYERS:,} layers are planned for; correct the number.",
-            )
 
 
 def _from_shape(name: str) -> ConfigSource:
@@ -120,7 +105,6 @@ def _from_file(path: Path, spec: WorkloadSpec) -> Any:
         near = get_close_matches(model_type, list(CONFIG_MAPPING.keys()), n=1)
         hint = f"Did you mean {near[0]}?" if near else "A newer transformers may know it."
         raise WorkloadError(f"{path}: transformers knows no model_type {model_type!r}", remedy=hint)
-    _check_layers(data, str(path))  # before anything is made of it: some configurations hold an entry per layer
     try:
         return AutoConfig.from_pretrained(str(path), trust_remote_code=spec.trust_remote_code, local_files_only=True)
     except Exception as error:
