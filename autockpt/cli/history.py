@@ -196,24 +196,10 @@ def print_trial(trial: Trial, console: Console) -> None:
 
 
 def _beside(trial: Trial) -> Table:
-    """Prediction next to measurement."""
-    table = plain_table("", ">predicted", ">measured", ">measured over predicted")
-    predicted, measured = trial.predicted, trial.measured
-    expected = predicted.step_seconds if predicted else None
-
-    def add_sizes(name: str, field: str) -> None:
-        found, real = (getattr(reading, field, None) for reading in (predicted, measured))
-        more = "—" if found is None or real is None else f"{'+' if real > found else ''}{format_binary(real - found)}"
-        sizes = "—" if found is None else format_binary(found), "—" if real is None else format_bytes(real)
-        table.add_row(name, *sizes, more)
-
-    add_sizes("peak", "peak_bytes")
-    table.add_row(
-        "step",
-        words.seconds(expected) if expected else "—",
-        words.step_of(measured),
-        words.share(measured.step_seconds / expected - 1, signed=True) if measured and expected else "—",
-    )
-    if (predicted and predicted.host_bytes) or (measured and measured.host_bytes):
-        add_sizes("host", "host_bytes")
+    """Prediction and measurement, a row each."""
+    table = plain_table("", ">peak", ">step", ">host")
+    for name, reading in (("predicted", trial.predicted), ("measured", trial.measured)):
+        if reading is not None:
+            host = format_binary(reading.host_bytes) if reading.host_bytes else "—"
+            table.add_row(name, format_bytes(reading.peak_bytes), words.step_of(reading), host)
     return table
