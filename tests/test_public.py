@@ -39,7 +39,7 @@ def test_a_model_by_name_is_planned_explained_and_reported(
     assert plan.workload is not None and plan.workload.batch_size == 4
     assert capsys.readouterr().err == ""
     (directory,) = tmp_path.iterdir()
-    assert autockpt.open_run(directory).plan == plan and (directory / "report.html").is_file()
+    assert autockpt.open_run(directory).plan() == plan and (directory / "report.html").is_file()
     said = autockpt.explain(directory)
     assert said.choices == plan.expand_planned()
     assert said.device.startswith("NVIDIA GeForce RTX 4090")

@@ -55,13 +55,19 @@ _GRAPHS: dict[Step, str] = {
 
 
 class RunDirectory:
-    """One run on disk. Every method that touches a file raises RunDirectoryError with a remedy where that fails."""
+    """One run on disk; what ``autockpt.open_run`` returns.
+
+    Every method that touches a file raises RunDirectoryError with a remedy where that fails. Bytes and seconds.
+    """
 
     def __init__(self, path: Path, question: Mapping[str, Any]) -> None:
         self.path = path
         self.question = dict(question)
         self.set_aside: Path | None = None
         """Where an earlier run, or a plan that this one did not write, was moved to."""
+
+    def __repr__(self) -> str:
+        return f"<autockpt run {self.path.name}>"
 
     @classmethod
     def enter(
@@ -208,6 +214,18 @@ class RunDirectory:
                 ) from None
             found[trial.number] = trial
         return [found[n] for n in sorted(found)]
+
+    def best(self, count: int = 1) -> list[Trial]:
+        """The fastest plans that fit, fastest first; fewer where no more were tried."""
+        return best(self.trials(), count)
+
+    def pareto_front(self) -> list[Trial]:
+        """Trials that no other is both leaner and faster than, leanest first, whether they fit the budget or not."""
+        return pareto_front(self.trials())
+
+    def plan_of(self, number: int) -> Plan:
+        """The plan of a trial. Raises RunDirectoryError for a number that the run does not have."""
+        return plan_of_trial(self, trial_of(self, number))
 
     def in_flight(self) -> dict[str, int]:
         """How often a process ended while it measured a plan, by the plan's hash."""
@@ -468,39 +486,4 @@ def plan_of_trial(run: RunDirectory, trial: Trial) -> Plan:
     ).model_copy(update=compiled)
 
 
-# -- a run for people in Python --------------------------------------------------------------------------------------
-
-
-def open_run(path: str | Path) -> Run:
-    """The run in a directory that a search made. Raises RunDirectoryError where there is none."""
-    return Run(RunDirectory.open(path))
-
-
-class Run:
-    """What a search tried and found, as its directory says now. Bytes and seconds."""
-
-    def __init__(self, directory: RunDirectory) -> None:
-        self._directory = directory
-        self.path = directory.path
-        self.question = dict(directory.question)
-        """What was asked: workload, budget, device, search space, versions."""
-        self.trials = directory.trials()
-        """All trials by number; what was measured more than once as it was measured last."""
-        self.pareto_front = pareto_front(self.trials)
-        """Trials that no other is both leaner and faster than, leanest first, whether they fit the budget or not."""
-
-    def __repr__(self) -> str:
-        return f"<autockpt run {self.path.name}: {len(self.trials)} trials>"
-
-    def best(self, count: int = 1) -> list[Trial]:
-        """The fastest plans that fit, fastest first; fewer where no more were tried."""
-        return best(self.trials, count)
-
-    @property
-    def plan(self) -> Plan | None:
-        """The answer of the search; None where there is none yet."""
-        return self._directory.plan()
-
-    def plan_of(self, number: int) -> Plan:
-        """The plan of a trial. Raises RunDirectoryError for a number that the run does not have."""
-        return plan_of_trial(self._directory, trial_of(self._directory, number))
+open_run = RunDirectory.open
