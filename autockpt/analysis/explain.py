@@ -19,7 +19,7 @@ import torch
 from autockpt.analysis.explanation import Bargain, Basis, Explanation, Front, Speed
 from autockpt.analysis.holdings import StepBytes, curve, joined, moment, telling_op
 from autockpt.analysis.why import Known, budget_steps, recorded, searched, why
-from autockpt.cost import CostModel, cached_op_times, said_of, simulated_memory
+from autockpt.cost import CostModel, cached_op_times, memory_at_hand, said_of, simulated_memory
 from autockpt.cost.roofline import nominal_op_times, peak_flops
 from autockpt.cost.step import simulate
 from autockpt.devices import get_device, host_bytes_of, said_of_host
@@ -52,7 +52,6 @@ from autockpt.schema import (
     parse_budget,
 )
 from autockpt.schema.choices import OFFLOAD, Offload, RecomputeOffload
-from autockpt.schema.device import WITHOUT_STREAMS
 from autockpt.schema.runs import RunDirectory, plan_at, undominated
 from autockpt.schema.words import step_note
 from autockpt.schema.workload import described_by
@@ -177,7 +176,7 @@ def explain(
 def explain_step(question: ExplainRequest, listener: Listener) -> Explanation:
     """Explain a step by ghost runs, and by the plans of a simulated search."""
     with open_subject(question, listener) as subject:
-        predictor, asked = subject.profiled.predictor, question.budget
+        predictor, asked, card = subject.profiled.predictor, question.budget, question.hardware
         on = {"workload": question.spec, "step": question.step, "space": subject.space}
         request = SearchRequest(budget=asked or parse_budget("auto"), **on)
         # nominal times rank plans, and are shown to nobody
@@ -195,7 +194,7 @@ def explain_step(question: ExplainRequest, listener: Listener) -> Explanation:
             (subject.base, graph),
             subject.head,
             predictor.needs(graph),
-            question.hardware,
+            card,
             question.plan.measured if question.plan is not None and status == "measured" else None,
             subject.profiled.profile,
             model=question.name,
@@ -206,7 +205,7 @@ def explain_step(question: ExplainRequest, listener: Listener) -> Explanation:
             budget=budget,
             budgets=budget_steps(known, budget),
             step_note=step_note(environment, question.spec),
-            notes=(*subject.notes, *notes, *on_host, *_of_device(question, environment.device.kind)),
+            notes=(*subject.notes, *notes, *on_host, *([said_of(card)] if card is not None else [])),
         )
 
 
@@ -380,16 +379,6 @@ def _front(menu: Menu, units: Sequence[Unit], choices: Mapping[str, Choice]) -> 
     return Front(units=joined([u.name for u in units]), count=len(units), bargains=tuple(rows))
 
 
-def _of_device(question: ExplainRequest, kind: str) -> tuple[str, ...]:
-    if question.hardware is not None:
-        return (said_of(question.hardware),)
-    if kind in WITHOUT_STREAMS:
-        return ()
-    return (
-        "bytes are those that tensors hold, and the context: what the caching allocator reserves beyond them is not in",
-    )
-
-
 def _basis(times: OpTimes, when: str) -> tuple[Basis, str]:
     """What op times rest on, also in words: a simulated device, or what was measured, and ``when``."""
     if (simulated := times.environment.versions.get("simulated")) is not None:
@@ -441,7 +430,8 @@ def open_subject(question: ExplainRequest, listener: Listener) -> Iterator[Subje
         times, basis, others = _times(question, found)
         listener.stage("profiling choices")
         within = question.budget.budget_bytes if question.budget is not None else None
-        needs = simulated_memory(card, within) if card is not None else None
+        local = memory_at_hand(times.environment, within, times)
+        needs = simulated_memory(card, within) if card is not None else local
         # choices of the plan that no menu has by itself
         own = dict.fromkeys(c for c in (choices or {}).values() if isinstance(c, Selective | Remake))
         profiled = found.cost_model(times, used_by_others=others, extra=own, needs=needs)
