@@ -210,11 +210,11 @@ class Ranks(Measurer):
         )
 
     def compare(
-        self, plans: Mapping[str, Choices], *, rounds: int = 5, budget_bytes: int | None = None, warmup: int = 1
+        self, plans: Mapping[str, Choices], *, rounds: int = 5, budget_bytes: int | None = None
     ) -> dict[str, list[float]]:
         """See ``Measurer.compare``: in every round the slowest rank's time."""
         asked = {name: dict(choices) for name, choices in plans.items()}
-        found = self._on_all("compare", plans=asked, rounds=rounds, warmup=warmup)
+        found = self._on_all("compare", plans=asked, rounds=rounds)
         return {name: list(map(max, zip(*(one[name] for one in found), strict=True))) for name in plans}
 
     def call(self, ref: str, payload: dict[str, Any]) -> Any:

@@ -31,9 +31,6 @@ from autockpt.verification import Observation, observe
 from autockpt.workload import Step
 from autockpt.workload.step import unheard
 
-WARM_UP = 2
-"""Cycles of a plan before timed ones: its units learn from their first calls, and check them."""
-
 
 @dataclass(eq=False, repr=False)
 class StepRunner:
@@ -62,23 +59,23 @@ class StepRunner:
         self._seed = self.workload.spec.seed if self.workload.spec is not None else 0
         self._freezer = Freezer()
         self._states = OptimizerStates(self.workload.optimizer)
-        self._sessions: dict[str, Session] = {}  # by plan, set aside until its next turn
+        self._sessions: dict[str, Session] = {}  # by plan, set aside until it is attached again
         self._round = 0  # over all comparisons, so that many short ones balance out as well
         self._steady = False  # whether a cycle has run to its end, so that all optimizer states exist
         self._loss_is_finite = True  # of the first cycle: all others do the same work
 
     def measure(self, choices: Choices, *, steps: int = 5, budget_bytes: int | None = None) -> Measurement:
-        """Peak and time of one plan: ``WARM_UP`` cycles, ``steps`` timed ones, and one untimed for the peak.
+        """Peak and time of one plan: a cycle that warms up, ``steps`` timed ones, and one untimed for the peak.
 
-        Where the first cycle shows the peak already, it is the first of the warm-up; saving everything needs no second.
-        A cycle more comes first where there are no optimizer states yet. ``noise`` in the result is half the 95 %
-        interval of the median as a share of it. See ``Measurer.measure`` for the errors.
+        Where the first cycle shows the peak already, it is the one that warms up. A cycle more comes first where there
+        are no optimizer states yet. ``noise`` in the result is half the 95 % interval of the median as a share of it.
+        See ``Measurer.measure`` for the errors.
         """
         # whether a plan's first cycle has the peak of all: nothing compiled, no allocator that keeps what it freed
         at_once = self.compiler is None and self.workload.full_step is None and not self.device.keeps_memory
         with self.device.limit(budget_bytes), self.attached(choices) as session:
             peak = self._smallest_peak() if at_once else None
-            compiled = self._warm_up(max(1, self._first_calls(choices)) - at_once)
+            compiled = self._warm_up(int(not at_once))
             times = [self.time_cycle() for _ in range(steps)]
             peak = peak or self._smallest_peak()
             graphs = 0
@@ -103,25 +100,21 @@ class StepRunner:
         *,
         rounds: int = 5,
         budget_bytes: int | None = None,
-        warmup: int = 1,
     ) -> dict[str, list[float]]:
         """Seconds per cycle of every plan in each round. Plans are interleaved; orders rotate, every second mirrored.
 
-        Attaching and removing is not timed, and ``warmup`` cycles follow each switch, in a plan's first turn at least
-        ``WARM_UP``. From its second turn on a plan is attached by the same objects, which know its layers by then.
+        Attaching and removing is not timed, nor is a cycle that warms up where the plan needs one.
         Raises DeviceOutOfMemory with the name of the plan that does not fit.
         """
         times: dict[str, list[float]] = {name: [] for name in plans}
         # a bound on the host is for one plan's memory, not for what another's left behind
         kept = pinned_memory_kept() if self.host_budget is None else nullcontext()
-        with self.device.limit(budget_bytes), kept, ExitStack() as stack:
-            if self.compiler is None:
-                stack.callback(self._sessions.clear)
-            for number in range(rounds):
+        with self.device.limit(budget_bytes), kept:
+            for _ in range(rounds):
                 for name in turn_order(list(plans), self._round):
-                    first = 0 if number else self._first_calls(plans[name])
-                    with self.attached(plans[name], what=f"plan {name!r}", again=True):
-                        self._warm_up(max(warmup, first))
+                    untimed = self._untimed_cycles(plans[name])
+                    with self.attached(plans[name], what=f"plan {name!r}"):
+                        self._warm_up(untimed)
                         times[name].append(self.time_cycle())
                 self._round += 1
         return times
@@ -132,43 +125,42 @@ class StepRunner:
         return getattr(importlib.import_module(module), name)(self, payload)
 
     @contextmanager
-    def attached(self, plan: Choices, *, what: str = "this plan", again: bool = False) -> Iterator[Session]:
-        """Choices attached to the model while the block runs, perhaps not for the last time (``again``).
-
-        See ``prepared`` for what holds afterwards.
-        """
+    def attached(self, plan: Choices, *, what: str = "this plan") -> Iterator[Session]:
+        """Choices attached to the model while the block runs. See ``prepared`` for what holds afterwards."""
         with self.prepared(what) as stack:
-            session = stack.enter_context(self.session(plan, again=again))
+            session = stack.enter_context(self.session(plan))
             stack.enter_context(self.compiling(plan))
             yield session
-            if session.host_bytes and self.compiler is None:
-                self._sessions.pop(plan_hash(plan), None)  # room on the host is for one plan at a time
 
-    def session(self, choices: Choices | None, *, again: bool = False) -> AbstractContextManager[Session]:
+    @contextmanager
+    def session(self, choices: Choices | None) -> Iterator[Session]:
         """Choices attached while the block runs; None: only what a plan does besides its choices.
 
-        ``again``: by the same objects the next time. Compiled code belongs to them, so that they are kept for it.
+        The next time by the same objects, which know the plan's layers by then, and which compiled code belongs to.
         """
         key = "plain" if choices is None else plan_hash(choices)
-        if (session := self._sessions.get(key)) is None:
+        if (session := self._sessions.pop(key, None)) is None:
             model, bound = self.workload.model, self.host_budget
             session = without_kv_cache(model) if choices is None else attach(model, choices, host_budget=bound)
             session.in_mid_training()
-            if not again and self.compiler is None:
-                return session
             session.set_aside()
+        with session.for_now():
+            yield session
+        if not session.host_bytes:  # room on the host is for one plan at a time
             self._sessions[key] = session
-        return session.for_now()
 
     def compiling(self, choices: Choices) -> AbstractContextManager[None]:
         """The model's calls are compiled while the block runs, where this runner has a compiler."""
         compiler = self.compiler
         return nullcontext() if compiler is None else compiler.compiling(self.workload.model, choices)
 
-    def _first_calls(self, plan: Choices) -> int:
-        """Cycles in which what was just attached takes longer than later on. Compiling is waited for by itself."""
-        saves = all(choice == SAVE for choice in plan.values())
-        return 0 if saves or self.compiler is not None else WARM_UP
+    def _untimed_cycles(self, plan: Choices) -> int:
+        """Cycles in which a plan takes longer than later on, once it is attached.
+
+        In its first one a plan's units learn and check what they do. An allocator that keeps memory begins with none.
+        """
+        learns = plan_hash(plan) not in self._sessions and any(choice != SAVE for choice in plan.values())
+        return int(learns or self.device.keeps_memory or self.compiler is not None)
 
     def _warm_up(self, cycles: int) -> float:
         """Run cycles until one needed nothing to be compiled; seconds that compiling took.

@@ -14,7 +14,6 @@ from autockpt.checkpointing.fingerprint import digest
 from autockpt.errors import AutockptError, DeviceOutOfMemory
 from autockpt.measuring import StepRunner
 from autockpt.measuring.failures import device_lost
-from autockpt.measuring.runner import WARM_UP
 from autockpt.runtime import without_kv_cache
 from autockpt.schema import Unit
 from autockpt.verification.gradients import Reference, judge, observe_reference
@@ -24,18 +23,21 @@ from autockpt.workload.failures import summary
 from tests.evidence.bench.peers import PEERS, Context, Detach
 from tests.evidence.bench.peers.compiled import compile_seconds
 
+UNTIMED_CYCLES = 2
+"""Of a peer that was attached, ours too: what it learns from its first calls, and checks, is not timed."""
+
 
 class PeerRunner(StepRunner):
     """Runs steps of a workload with what a peer attaches, instead of a plan of ours."""
 
     @contextmanager
-    def attached(self, plan: Any, *, what: str = "this plan", again: bool = False) -> Iterator[Any]:
+    def attached(self, plan: Any, *, what: str = "this plan") -> Iterator[Any]:
         with self.prepared(what) as stack:
             stack.callback(plan(self.workload.model))
             yield SimpleNamespace(host_bytes=0)
 
-    def _first_calls(self, plan: Any) -> int:
-        return WARM_UP
+    def _untimed_cycles(self, plan: Any) -> int:
+        return UNTIMED_CYCLES
 
 
 @lru_cache(maxsize=1)
