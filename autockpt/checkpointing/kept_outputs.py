@@ -95,7 +95,7 @@ class KeptCall:
         self.trains: list[bool] = []
         self.is_tuple = self.is_needed = False
         self.saved: dict[int, tuple[torch.Tensor, int]] = {}
-        self.outputs: Held = ()
+        self.outputs: Output = ()
         self._prints: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def learn(self, output: Any, saved: Sequence[torch.Tensor], given: Sequence[Any]) -> None:
@@ -173,7 +173,7 @@ class Layout:
         self.kept_numbers = {number for call in calls for number in (*call.own, *(call.leaves or ()))}
 
 
-Held = Sequence[tuple[Any, int]]
+Output = Sequence[tuple[Any, int]]
 """An output: aliases of its tensors without a graph, which share their version counters, with their versions."""
 
 
@@ -198,12 +198,12 @@ class KeepingFrame(CheckpointFrame):
         trains = [parameter is not None and parameter.requires_grad for parameter in self._parameters]
         self._key = (*inputs, *trains, *self._training, self._context.autocast.key)
         self._layout: Layout | None = None if self.checked else unit.learned.get(self._key)
-        self._caught: list[tuple[Any, Held | None]] = []
+        self._caught: list[tuple[Any, Output | None]] = []
         self._learning: list[KeptCall] = []
         self._noted: list[torch.Tensor] | None = None  # what is saved in a call that is learned from
         self._wanted: dict[int, Any] = {}
         # From the first recomputation on. Outputs are returned once: a later backward recomputes everything.
-        self._row: list[tuple[KeptCall, Held | None]] | None = None
+        self._row: list[tuple[KeptCall, Output | None]] | None = None
         self._next = 0  # in the row
         self._last: tuple[Any, Any, Any] = None, None, None  # a tensor, a geometry, and the view of it that was made
         self._is_inside = False  # a call in a scope
@@ -263,7 +263,7 @@ class KeepingFrame(CheckpointFrame):
             place = len(caught)
             output = forward(*args, **kwargs)
             if place >= len(layout.holds) or not layout.holds[place]:
-                held: Held | None = ()
+                held: Output | None = ()
             elif type(output) is torch.Tensor:
                 held = ((output.detach(), output._version),)
             else:
@@ -420,7 +420,7 @@ def frame_of(unit: str) -> KeepingFrame | None:
     return frame if current_transform() is None and forward_ad._current_level < 0 else None
 
 
-def _held(output: Any) -> Held | None:
+def _held(output: Any) -> Output | None:
     """None for what is neither a tensor nor a tuple."""
     if type(output) is torch.Tensor:
         return ((output.detach(), output._version),)

@@ -13,7 +13,7 @@ import torch._dynamo
 
 import autockpt
 
-_MOST = 29
+_MOST = 27
 
 
 def _places(tree: ast.AST) -> dict[str, str]:
