@@ -9,8 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 # Tests run side by side: threads of theirs would only wait for each other's cores. Before torch and NumPy are loaded.
-os.environ.setdefault("OMP_NUM_THREADS", "1")
-os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+os.environ |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 
 import pytest
 import torch

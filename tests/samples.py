@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
@@ -14,6 +15,7 @@ from autockpt.schema import (
     Choice,
     Comparison,
     DeviceInfo,
+    Environment,
     Graph,
     Measurement,
     Op,
@@ -45,6 +47,12 @@ def console(width: int = 80, encoding: str = "utf-8") -> tuple[Console, io.Bytes
     raw = io.BytesIO()
     text = io.TextIOWrapper(raw, encoding=encoding, write_through=True)
     return Console(file=text, width=width, highlight=False, markup=False, emoji=False), raw
+
+
+def environment(kind: str = "cpu", capacity_bytes: int = 1 << 40, **device: Any) -> Environment:
+    """That of a made-up device."""
+    data = {"kind": kind, "name": "made up", "capacity_bytes": capacity_bytes} | device
+    return Environment(device=DeviceInfo.model_validate(data), versions={})
 
 
 def choices() -> dict[str, Choice]:

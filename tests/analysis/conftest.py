@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from autockpt.analysis import explain
+from autockpt.analysis import diagnose, explain
 from autockpt.schema import SearchSpace
 
 
@@ -13,5 +13,6 @@ def few_choices() -> Iterator[None]:
     """For tests that do not depend on which choices there are: each is some ghost runs more in every answer."""
     few = SearchSpace().restricted(("save", "recompute", "offload", "chunked_softmax"))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(explain, "SearchSpace", lambda: few)
+        for module in (diagnose, explain):
+            patch.setattr(module, "SearchSpace", lambda: few)
         yield

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -10,9 +9,11 @@ import pytest
 from autockpt.analysis.diagnose import advice_of, diagnose, room_of
 from autockpt.analysis.oom_log import LogReading, read_text
 from autockpt.errors import UsageError
-from autockpt.schema import Hardware, Plan, SearchSpace, WorkloadSpec, parse_budget
+from autockpt.schema import Hardware, Plan, WorkloadSpec, parse_budget
 from autockpt.shipped import load_hardware
 from tests.analysis.logs import FORWARD, message
+
+pytestmark = pytest.mark.usefixtures("few_choices")
 
 MIB, GIB = 2**20, 2**30
 SPEC = WorkloadSpec(model="llama-tiny", batch_size=32, seq_len=128)
@@ -20,15 +21,6 @@ SPEC = WorkloadSpec(model="llama-tiny", batch_size=32, seq_len=128)
 
 def mib(number: float) -> str:
     return f"{number:.2f} MiB"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def few_choices() -> Iterator[None]:
-    """Each choice is some ghost runs more in every answer, and none here depends on which there are."""
-    few = SearchSpace().restricted(("save", "recompute", "offload", "recompute_offload"))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("autockpt.analysis.diagnose.SearchSpace", lambda: few)
-        yield
 
 
 @pytest.fixture(scope="module")

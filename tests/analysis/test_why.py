@@ -5,24 +5,16 @@ import itertools
 import pytest
 
 from autockpt.analysis.why import Known, budget_steps, searched, why
-from autockpt.cost import CostModel, build_profile, uniform_graphs
-from autockpt.schema import OpTimes, ResolvedBudget, SearchRequest, SearchSpace, Silence, WorkloadSpec, parse_budget
+from autockpt.cost import CostModel
+from autockpt.schema import ResolvedBudget, SearchRequest, SearchSpace, Silence, WorkloadSpec, parse_budget
 from autockpt.tuning.trials import Trials
-from tests.cost.steps import SECONDS
 from tests.tuning.device import MadeUpDevice
 
 SPACE = SearchSpace().restricted(("save", "recompute", "offload"))
 
 
-def profiled(units: int = 4) -> CostModel:
-    device = MadeUpDevice(units)
-    blocks = device.trace().blocks()
-    times = OpTimes(environment=device.environment, seconds=SECONDS, copy_out_bandwidth=25.0, copy_in_bandwidth=25.0)
-    return build_profile(device, times, uniform_graphs(device, blocks, SPACE.choices))
-
-
 def found_within(budget: str) -> tuple[CostModel, Known, Trials]:
-    made = profiled()
+    made = MadeUpDevice(4).profiled()
     request = SearchRequest(budget=parse_budget(budget), workload=WorkloadSpec(model="made up"), space=SPACE)
     return made, *searched(request, made, Silence())
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from autockpt.cost.step import Simulation, simulate
-from autockpt.schema import DeviceInfo, Environment, Graph, OpTimes
+from autockpt.schema import Graph, OpTimes
+from tests.samples import environment
 
 
 def simulated(
@@ -22,9 +23,8 @@ def simulated(
 ) -> Simulation:
     """A graph on a device of that description; the optimizer takes its ops' seconds where nothing else is said."""
     steps = [graph.signatures[op.signature] for op in graph.ops if op.phase == "optimizer"]
-    device = DeviceInfo(kind="cuda", name="made up", capacity_bytes=1, copy_queues=copy_queues)
     times = OpTimes(
-        environment=Environment(device=device, versions={}),
+        environment=environment("cuda", copy_queues=copy_queues),
         seconds=dict(seconds),
         optimizer_seconds=sum(seconds[text] for text in steps) if optimizer_seconds is None else optimizer_seconds,
         copy_out_bandwidth=bandwidth_out,

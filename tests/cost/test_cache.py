@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 
 from autockpt.cost import op_times as cache
-from autockpt.schema import DeviceInfo, Environment, OpTimes
+from autockpt.schema import OpTimes
+from tests.samples import environment
 
-ENVIRONMENT = Environment(device=DeviceInfo(kind="cpu", name="made up", capacity_bytes=1 << 30), versions={})
+ENVIRONMENT = environment()
 WRITERS, EACH = 4, 20
 OPS = {f"op {number}": 1e-3 * number for number in range(200)}
 processes = multiprocessing.get_context("fork")

@@ -10,15 +10,15 @@ import pytest
 from autockpt.checkpointing.fingerprint import TABLE_BYTES
 from autockpt.cost import memory_at_hand, predictor, simulated_memory
 from autockpt.cost.predictor import SAFETY
-from autockpt.schema import OFFLOAD, SAVE, DeviceInfo, Environment, Graph, OpTimes, WorkloadSpec, plan_hash
+from autockpt.schema import OFFLOAD, SAVE, Graph, OpTimes, WorkloadSpec, plan_hash
 from autockpt.shipped import load_hardware
 from autockpt.tracing import Tracer
 from autockpt.tracing.kernels.allocator import SMALL_SIZE, replay, requests
 from autockpt.tracing.kernels.cuda_memory import with_resident
+from tests.samples import environment
 
 CARD = load_hardware("rtx4090")
 SPEC = WorkloadSpec(model="llama-small", batch_size=2)
-ENVIRONMENT = Environment(device=DeviceInfo(kind="cpu", name="made up", capacity_bytes=1), versions={})
 
 
 @pytest.fixture(scope="module")
@@ -48,18 +48,17 @@ def test_cached_segments_are_given_back_before_a_budget_fails(graph: Graph) -> N
 
 
 def test_an_accelerator_at_hand_needs_segments_and_context(graph: Graph) -> None:
-    device = DeviceInfo(kind="xpu", name="x", capacity_bytes=CARD.memory_bytes, overhead_bytes=CARD.context_bytes)
-    environment = Environment(device=device, versions={})
-    needs = memory_at_hand(environment)
+    here = environment("xpu", CARD.memory_bytes, overhead_bytes=CARD.context_bytes)
+    needs = memory_at_hand(here)
     assert TABLE_BYTES <= SMALL_SIZE  # or it would keep activations from sharing a segment
     beside = with_resident(graph, "fingerprints", [TABLE_BYTES], "other")
     assert needs(graph) == CARD.context_bytes + replay(requests(beside)).reserved
     assert needs.within(needs(graph) - (1 << 20))(graph) < needs(graph)  # cached segments are given back
     libraries = with_resident(beside, "matrix workspaces", [32 << 20] * 2, "other")
-    times = OpTimes(environment=environment, seconds={}, workspaces=(32 << 20, 32 << 20))
-    needs = memory_at_hand(environment, times=times)
+    times = OpTimes(environment=here, seconds={}, workspaces=(32 << 20, 32 << 20))
+    needs = memory_at_hand(here, times=times)
     assert needs(graph) == CARD.context_bytes + replay(requests(libraries)).reserved
-    cpu = Environment(device=device.model_copy(update={"kind": "cpu"}), versions={})
+    cpu = environment("cpu", CARD.memory_bytes, overhead_bytes=CARD.context_bytes)
     assert memory_at_hand(cpu)(graph) == CARD.context_bytes + graph.peak_bytes
 
 
@@ -71,7 +70,7 @@ def test_the_last_ghost_runs_are_not_repeated() -> None:
             asked.append(plan_hash(choices))
             return SimpleNamespace(ops=range(predictor.REMEMBERED_OPS // 2))
 
-    judge = predictor.Predictor(Traces(), OpTimes(environment=ENVIRONMENT, seconds={}))  # type: ignore[arg-type]
+    judge = predictor.Predictor(Traces(), OpTimes(environment=environment(), seconds={}))  # type: ignore[arg-type]
     first = judge.graph({})
     assert judge.graph({"a": SAVE}) is first and len(asked) == 1
     judge.graph({"a": OFFLOAD})

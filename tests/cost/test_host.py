@@ -9,17 +9,7 @@ from autockpt.cost.profile import wants_disk
 from autockpt.cost.roofline import nominal_op_times
 from autockpt.devices.hostpool import AREA_BYTES
 from autockpt.runtime import attach
-from autockpt.schema import (
-    OFFLOAD,
-    DeviceInfo,
-    Environment,
-    Offload,
-    SearchRequest,
-    SearchSpace,
-    Silence,
-    WorkloadSpec,
-    parse_budget,
-)
+from autockpt.schema import OFFLOAD, Offload, SearchRequest, SearchSpace, Silence, WorkloadSpec, parse_budget
 from autockpt.tracing import Tracer
 from autockpt.tuning.clock import Clock
 from autockpt.tuning.loop import Loop, SearchResult
@@ -27,6 +17,7 @@ from autockpt.tuning.proposers.solver import SolverProposer
 from autockpt.tuning.targets.simulated import Simulated
 from autockpt.tuning.trials import Trials
 from autockpt.workload import build
+from tests.samples import environment
 
 pytestmark = pytest.mark.slow
 
@@ -34,15 +25,10 @@ SPEC = WorkloadSpec(model="llama-tiny", batch_size=4, seq_len=64, accumulate=2)
 KINDS = ("save", "recompute", "offload", "recompute_offload")
 
 
-def environment(kind: str) -> Environment:
-    info = DeviceInfo(kind=kind, name="made up", capacity_bytes=1 << 40, copy_queues=kind != "cpu")
-    return Environment(device=info, versions={})
-
-
 def profiled(tracer: Tracer, kind: str, host_budget: int | None, kinds: tuple[str, ...] = KINDS):
     blocks = [unit for unit in tracer.units if unit.role == "block"]
     uniform = uniform_graphs(tracer, blocks, kinds)
-    times = nominal_op_times(environment(kind), uniform["save"][1])
+    times = nominal_op_times(environment(kind, copy_queues=kind != "cpu"), uniform["save"][1])
     return build_profile(tracer, times, uniform, host_budget=host_budget)
 
 

@@ -1,4 +1,4 @@
-"""Timing by an accelerator's events, with clocks in its place."""
+"""Op times: by an accelerator's events, with clocks in its place, and set right by whole steps."""
 
 from __future__ import annotations
 
@@ -10,10 +10,16 @@ from torch import distributed
 from torch.distributed import _functional_collectives as functional
 
 from autockpt.cost import op_times
+from autockpt.cost.op_times import calibrated
+from autockpt.cost.step import simulate
+from autockpt.schema import Graph, OpTimes, parse_choice
 from tests.accelerator import KIND
 from tests.runtime.processes import needs_gloo
+from tests.tuning.device import MadeUpDevice
 
 DEVICE = torch.device(KIND, 1)
+MADE_UP = MadeUpDevice(4)
+PACES = (0.9, 1.7, 1.0)
 
 
 class Gpu:
@@ -88,3 +94,33 @@ def test_a_collective_takes_from_when_all_ranks_are_there_until_its_end(one_rank
     assert len(there) == 2  # waiting for the second's end is no collective
     joint = [name for name in timer.seconds if name.startswith(("c10d.allreduce_", "_c10d_functional.all_reduce"))]
     assert len(joint) == 2 and all(timer.seconds[name][0] > 0 for name in joint)
+
+
+def uniform(*kinds: str) -> dict[str, Graph]:
+    return {kind: graph for kind, (_, graph) in MADE_UP.uniform(kinds).items()}
+
+
+def seconds_of(graphs, times: OpTimes) -> dict[str, list[float]]:
+    """What a device with these true times measures, in rounds of which one is quick and one slow."""
+    return {k: [simulate(g, times).step_seconds * pace for pace in PACES] for k, g in graphs.items()}
+
+
+def test_whole_steps_set_what_single_ops_do_not_tell():
+    """Mixed plans are then predicted as the device runs them, whatever it slows all rounds by."""
+    truth = MADE_UP.believed(rerun_scale=1.3, copy_out_bandwidth=80.0, copy_in_bandwidth=80.0)
+    graphs = uniform("save", "recompute", "offload")
+    found = calibrated(MADE_UP.believed(), graphs, seconds_of(graphs, truth))
+    assert found.rerun_scale == pytest.approx(1.3)
+    mixed = MADE_UP.trace({"layers.0": parse_choice("recompute"), "layers.2": parse_choice("offload")})
+    assert simulate(mixed, found).step_seconds == pytest.approx(simulate(mixed, truth).step_seconds)
+
+
+def test_a_choices_host_time_is_what_ops_do_not_explain():
+    graphs = uniform("save", "recompute", "selective")
+    times = seconds_of(graphs, MADE_UP.believed())
+    times["selective"] = [a + 0.5 * 4 * pace for a, pace in zip(times["selective"], PACES, strict=True)]
+    found = calibrated(MADE_UP.believed(), graphs, times)
+    assert found.choice_seconds == pytest.approx({"selective": 0.5})
+    assert found.host_seconds_of(parse_choice("selective")) == pytest.approx(0.5)
+    assert found.host_seconds_of(parse_choice("keep_attention")) == pytest.approx(0.5)
+    assert found.host_seconds_of(parse_choice("recompute")) == 0.0

@@ -13,32 +13,28 @@ from autockpt.cost import build_profile, measure_op_times, uniform_graphs
 from autockpt.cost.roofline import roofline_times
 from autockpt.cost.step import simulate
 from autockpt.errors import ConflictError
-from autockpt.schema import OFFLOAD, Choice, DeviceInfo, Environment, Graph, OpTimes, WorkloadSpec
+from autockpt.schema import OFFLOAD, Choice, Graph, OpTimes, WorkloadSpec
 from autockpt.shipped import load_hardware
 from autockpt.solvers.problem import seconds_of
 from autockpt.tracing import Tracer
-from tests.cost.steps import SECONDS, step
+from tests.cost.steps import SECONDS
 from tests.errors import raises
+from tests.tuning.device import MadeUpDevice
 
-NAMES = ["layers.0", "layers.1"]
 
-
-class Machine:
+class Machine(MadeUpDevice):
     """Times ops; ``stopped`` while it times whole plans. It may refuse a choice."""
 
     refuses: Choice | None = None
 
-    def __init__(self, stopped: bool) -> None:
-        info = DeviceInfo(kind="cpu", name="made up", capacity_bytes=1 << 30)
-        self.environment, self.stopped, self.asked = Environment(device=info, versions={}), stopped, 0
-
-    def ahead(self, plans: object) -> None:
-        """One after the other, when asked for."""
+    def __init__(self, stopped: bool = False) -> None:
+        super().__init__(2)
+        self.stopped, self.asked = stopped, 0
 
     def trace(self, choices: Mapping[str, Any] | None = None) -> Graph:
         if self.refuses in (choices or {}).values():
             raise ConflictError("made up", remedy="None.")
-        return step(NAMES, choices)
+        return super().trace(choices)
 
     def call(self, ref: str, payload: dict) -> dict:
         self.asked += 1
@@ -52,47 +48,45 @@ class Machine:
         return {name: [50.0 + len(name)] * rounds for name in plans}
 
     def op_times(self, left: float = math.inf) -> OpTimes | None:
-        blocks = self.trace().blocks()
-        uniform = uniform_graphs(self, blocks, ("save", "recompute", "offload"))
+        uniform = self.uniform(("save", "recompute", "offload"))
         return measure_op_times(self, uniform, "a workload", room=1 << 30, left=lambda: left)
 
 
-def test_ops_that_were_timed_are_not_timed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AUTOCKPT_CACHE", str(tmp_path))
-    first, second = Machine(stopped=False), Machine(stopped=True)
+
+
+def test_ops_that_were_timed_are_not_timed_again() -> None:
+    first, second = Machine(), Machine(stopped=True)
     times = first.op_times()
     assert second.op_times() == times and (first.asked, second.asked) == (1, 0)
 
 
-def test_with_no_time_left_nothing_is_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("AUTOCKPT_CACHE", str(tmp_path))
+def test_with_no_time_left_nothing_is_timed() -> None:
     machine = Machine(stopped=True)
     assert machine.op_times(left=0.0) is None and machine.asked == 0
 
 
-def test_with_little_time_whole_plans_wait_for_the_next_search(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("AUTOCKPT_CACHE", str(tmp_path))
-    machine, later = Machine(stopped=True), Machine(stopped=False)
+def test_with_little_time_whole_plans_wait_for_the_next_search() -> None:
+    machine, later = Machine(stopped=True), Machine()
     rough = machine.op_times(left=1e-3)
     assert rough is not None and later.op_times() != rough and (machine.asked, later.asked) == (1, 1)
 
 
 def test_when_late_only_what_plans_need_is_ghost_run() -> None:
-    machine = Machine(stopped=False)
-    blocks = machine.trace().blocks()
-    times = OpTimes(environment=machine.environment, seconds=SECONDS, copy_out_bandwidth=40.0, copy_in_bandwidth=40.0)
-    everything = uniform_graphs(machine, blocks, ("save", "recompute", "offload"))
-    made = build_profile(machine, times, everything, late=lambda: True)
+    machine = Machine()
+    everything = machine.uniform(("save", "recompute", "offload"))
+    made = build_profile(machine, machine.believed(), everything, late=lambda: True)
     assert [[item.choice.kind for item in menu.items] for menu in made.profile.menus] == [["save", "recompute"]]
 
 
 def test_a_conflict_of_one_layer_is_raised() -> None:
-    machine = Machine(stopped=False)
-    times = OpTimes(environment=machine.environment, seconds=SECONDS, copy_out_bandwidth=40.0, copy_in_bandwidth=40.0)
-    everything = uniform_graphs(machine, machine.trace().blocks(), ("save", "recompute"))
+    machine = Machine()
+    everything = machine.uniform(("save", "recompute"))
     machine.refuses = OFFLOAD
     with raises(ConflictError, "made up"):
-        build_profile(machine, times, everything, extra=[OFFLOAD])
+        build_profile(machine, machine.believed(), everything, extra=[OFFLOAD])
 
 
 @pytest.mark.slow

@@ -9,13 +9,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autockpt.cost.roofline import REGION_OPS, roofline_times, seconds_of_work, two_clocks, waits_for_host
+from autockpt.cost.roofline import (
+    REGION_OPS,
+    nominal_op_times,
+    roofline_times,
+    seconds_of_work,
+    two_clocks,
+    waits_for_host,
+)
 from autockpt.cost.step import simulate
 from autockpt.cost.work import Work
-from autockpt.schema import WorkloadSpec, parse_choice
+from autockpt.schema import Graph, Op, WorkloadSpec, parse_choice
+from autockpt.schema.graph import TensorMeta
 from autockpt.schema.hardware import Hardware
 from autockpt.shipped import load_hardware
 from autockpt.tracing import Tracer
+from tests.samples import environment
 
 
 def card(**changes: Any) -> Hardware:
@@ -131,3 +140,19 @@ def test_products_in_a_step_keep_a_share_of_what_they_reach_alone() -> None:
     sustained = card(efficiency=alone.efficiency.model_dump() | {"sustained": 0.5})
     for dtype, share in (("bfloat16", 0.5), ("float32", 1.0)):
         assert alone.efficiency.of_matrix(dtype) * share == sustained.efficiency.of_matrix(dtype)
+
+
+def nominal_seconds(kind: str, rows: int) -> float:
+    """On common hardware, of one op that reads and writes so many rows."""
+    made = TensorMeta(shape=(rows, 1024), stride=(1024, 1), dtype="float32", storage=1)
+    op = Op(index=0, target="aten.tanh.default", phase="forward", module="", signature=0, inputs=(0,), outputs=(made,))
+    text = f"aten.tanh.default(f32[{rows},1024])"
+    graph = Graph(resident_bytes=0, ops=(op,), storages=(), signatures=(text,))
+    return nominal_op_times(environment(kind), graph).seconds[text]
+
+
+def test_large_blocks_are_mapped_anew_on_a_cpu() -> None:
+    small, large = nominal_seconds("cpu", 8192), nominal_seconds("cpu", 8193)  # up to 32 MiB, and beyond
+    assert large > 2 * small
+    assert nominal_seconds("cuda", 8193) < 1.01 * nominal_seconds("cuda", 8192)
+    assert nominal_seconds("cuda", 1000) == pytest.approx(2 * nominal_seconds("cuda", 500), rel=0.01)

@@ -1,26 +1,32 @@
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autockpt.schema.graph import Copy, Graph, Op, Phase, TensorMeta, Unit
+from autockpt.schema.graph import Copy, Graph, Op, Phase, Storage, TensorMeta, Unit
 from tests.cost.made_up import simulated
 
 
-def op(index: int, signature: int, phase: Phase = "forward", unit: str | None = None) -> Op:
-    return Op(index=index, target="op", phase=phase, module="", unit=unit, signature=signature)
+def op(index: int, *, target: str = "op", phase: Phase = "forward", out: int | None = None, **more: Any) -> Op:
+    """An op with a signature of its own; ``out`` is the storage that it makes or writes ``elements`` to."""
+    shape = (more.pop("elements", 1),)
+    made = () if out is None else (TensorMeta(shape=shape, stride=(1,), dtype="float32", storage=out),)
+    given = {"index": index, "target": target, "phase": phase, "module": "", "signature": index, "outputs": made}
+    return Op.model_validate(given | more)
 
 
 def graph(phases: str, *, copies=(), storages=(), units=("a", "b"), owners: str = "") -> Graph:
     """One op per letter (f, r, b, o), each with the signature of its letter; ``owners`` names units by letter."""
     names: dict[str, Phase] = {"f": "forward", "r": "recompute", "b": "backward", "o": "optimizer"}
-    owner = owners.ljust(len(phases))
+    owner = [letter.strip() or None for letter in owners.ljust(len(phases))]
     return Graph(
         resident_bytes=100,
         signatures=("f", "r", "b", "o"),
-        ops=tuple(op(i, "frbo".index(p), names[p], owner[i].strip() or None) for i, p in enumerate(phases)),
+        ops=tuple(op(i, phase=names[p], signature="frbo".index(p), unit=owner[i]) for i, p in enumerate(phases)),
         storages=tuple(storages),
         copies=tuple(copies),
         units=tuple(Unit(name=u, cls="Block", kind=0) for u in units),
@@ -126,15 +132,9 @@ GATHER, REDUCE, COPY_IN, COPY_OUT = (
 
 def of_ranks(*ops: tuple[str, tuple[int, ...], int | None]) -> Graph:
     """Ops as (target, storages that it reads, storage that it makes or writes to)."""
-    made = [
-        Op(
-            index=i, target=target, phase="forward", module="", signature=i, inputs=inputs,
-            outputs=() if out is None else (TensorMeta(shape=(1,), stride=(1,), dtype="float32", storage=out),),
-        )
-        for i, (target, inputs, out) in enumerate(ops)
-    ]  # fmt: skip
+    made = tuple(op(i, target=target, inputs=inputs, out=out) for i, (target, inputs, out) in enumerate(ops))
     texts = tuple(f"{op.target}({op.index})" for op in made)
-    return Graph(resident_bytes=0, signatures=texts, ops=tuple(made), storages=())
+    return Graph(resident_bytes=0, signatures=texts, ops=made, storages=())
 
 
 def seconds_of(graph: Graph, by_target: dict[str, float]) -> float:
@@ -174,3 +174,32 @@ def test_a_sum_is_on_its_way_while_a_copy_is_waited_for():
     seconds = {text: 5.0 if text.startswith(REDUCE) else 3.0 for text in graph.signatures}
     found = simulated(moved, seconds, bandwidth_in=1.0, copy_queues=True)
     assert (found.step_seconds, found.copy_seconds) == (3 + 7 + 3 + 3, 7)
+
+
+def timed(target: str, elements: int, index: int, flops: int = 0) -> Op:
+    return op(index, target=target, elements=elements, flops=flops, inputs=(0,), out=0)
+
+
+def missing_seconds(*ops: Op, known: dict[str, float]) -> float:
+    """What ops are taken for that were not timed; all read 400 bytes."""
+    storages = (Storage(id=0, bytes=400, birth=0, death=None),)
+    graph = Graph(resident_bytes=0, signatures=tuple(f"s{o.index}" for o in ops), ops=ops, storages=storages)
+    return simulated(graph, known).step_seconds - sum(known.values())
+
+
+@pytest.mark.parametrize(("flops", "expected"), [(1000, 6.0), (0, 2.0)])
+def test_the_same_op_is_scaled_by_its_flops_or_bytes(flops: int, expected: float):
+    """Three times the FLOPs; or 400 bytes read, and 400 or 1200 written."""
+    ops = timed("mm", 100, 0, flops), timed("mm", 300, 1, 3 * flops), timed("add", 10, 2)
+    assert missing_seconds(*ops, known={"s0": 2.0 if flops else 1.0, "s2": 9.0}) == pytest.approx(expected)
+
+
+def test_another_op_takes_the_median_rate_of_its_kind():
+    ops = (timed(name, n, i) for i, (name, n) in enumerate((("add", 100), ("mul", 100), ("exp", 100), ("silu", 300))))
+    assert missing_seconds(*ops, known={"s0": 1.0, "s1": 2.0, "s2": 30.0}) == pytest.approx(2.0 * 2.0)
+
+
+@pytest.mark.parametrize("target", ("aten.set_.source_Storage", "aten.empty.memory_format", "aten.as_strided.default"))
+def test_an_op_that_touches_no_bytes_takes_no_time(target: str):
+    """Taken for ones that move their bytes, those around offloaded tensors made a plan look 17 times as slow."""
+    assert missing_seconds(timed("add", 100, 0), timed(target, 100, 1), known={"s0": 1.0}) == 0.0

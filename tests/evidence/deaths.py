@@ -36,6 +36,7 @@ from autockpt.cli.app import main as command_line
 from autockpt.cost import profile
 from autockpt.measuring import ranks
 from autockpt.tuning.targets import measured
+from tests.evidence.tables import table
 from tests.measuring import sharded_models
 
 KINDS = ("SIGKILL", "exception", "out of memory")
@@ -144,10 +145,9 @@ def main() -> None:
         searches, wrongs = searches + 1, wrongs + bool(wrong)
         outcome = "; ".join(wrong) or "a plan"
         print(f"search {searches}: {', '.join(met) or 'no death'}: {outcome}; next within {longest:.0f} s", flush=True)
-    print("\n| deaths | " + " | ".join(KINDS) + " | searches | with a plan, nothing lost, no hang |")
-    print("|--:" * (len(KINDS) + 3) + "|")
-    kinds = " | ".join(str(count[kind]) for kind in KINDS)
-    print(f"| {sum(count.values())} | {kinds} | {searches} | {searches - wrongs} |")
+    names = ("deaths", *KINDS, "searches", "with a plan, nothing lost, no hang")
+    of_kinds = (count[kind] for kind in KINDS)
+    print(f"\n{table(names, [(sum(count.values()), *of_kinds, searches, searches - wrongs)])}")
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ import argparse
 import autockpt
 from autockpt.schema.choices import head_kinds, searched_kinds
 from autockpt.schema.words import tally
+from tests.evidence.tables import head, row
 
 CASES = ("rtx4090:9GB", "rtx4090:14GB", "h100:14GB")
 
@@ -25,16 +26,15 @@ def found(hardware: str, budget: str, *, gathered: bool) -> autockpt.Plan:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("cases", nargs="*", metavar="HARDWARE:BUDGET", help=", ".join(CASES))
-    print("| hardware | budget | gathered | peak | step | plan |\n|---|--:|---|--:|--:|---|", flush=True)
+    print(head(("hardware", "budget", "gathered", "peak", "step", "plan")), flush=True)
     for case in parser.parse_args().cases or CASES:
         hardware, _, budget = case.partition(":")
         for gathered in (False, True):
             plan = found(hardware, budget, gathered=gathered)
             reading, done = plan.predicted, tally(plan.expand_planned())
             assert reading is not None and reading.step_seconds is not None
-            figures = f"{reading.peak_bytes / 1e9:.2f} GB | {1e3 * reading.step_seconds:.0f} ms"
-            words = "searched" if gathered else "left out"
-            print(f"| {hardware} | {budget} | {words} | {figures} | {done} |", flush=True)
+            figures = f"{reading.peak_bytes / 1e9:.2f} GB", f"{1e3 * reading.step_seconds:.0f} ms"
+            print(row((hardware, budget, "searched" if gathered else "left out", *figures, done)), flush=True)
 
 
 if __name__ == "__main__":

@@ -15,17 +15,18 @@ installed, one row is its checkpoint with the output of one module kept.
 from __future__ import annotations
 
 import argparse
-import functools
 import os
 import statistics
 import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
 from importlib.util import find_spec
 from types import FrameType
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch.utils.checkpoint import checkpoint
@@ -33,6 +34,8 @@ from torch.utils.checkpoint import checkpoint
 from autockpt.measuring.statistics import noise, ratio_interval
 from autockpt.runtime import attach
 from autockpt.schema.choices import Choice, choice_kinds, parse_choice
+from tests.evidence.bench.peers.by_remat import checkpointed, kept
+from tests.evidence.tables import head, row
 from tests.policies.heads import small_llama
 from tests.policies.zoo import objects_alive_after
 
@@ -64,7 +67,7 @@ def by_hand(model: torch.nn.Module) -> Iterator[None]:
     layers = model.model.layers  # type: ignore[union-attr]
     for layer in layers:  # type: ignore[union-attr]
         layer.gradient_checkpointing = True
-        layer._gradient_checkpointing_func = functools.partial(checkpoint, use_reentrant=False)
+        layer._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False)
     try:
         yield
     finally:
@@ -75,28 +78,12 @@ def by_hand(model: torch.nn.Module) -> Iterator[None]:
 @contextmanager
 def by_remat(model: torch.nn.Module) -> Iterator[None]:
     """torch_remat around every layer, with the output of one module kept (``pip install torch_remat``)."""
-    import torch_remat  # type: ignore[import-not-found]
-
-    layers = list(model.model.layers)  # type: ignore[union-attr, arg-type]
-    for number, layer in enumerate(layers):
-        kept, inside = layer.get_submodule(KEPT), layer.forward
-        kept.forward = functools.partial(_kept, torch_remat, kept.forward)
-        layer.forward = functools.partial(_recomputed, torch_remat, f"layers.{number}", inside)
-    try:
+    with ExitStack() as stack:
+        for name, layer in model.model.layers.named_children():  # type: ignore[union-attr]
+            part = layer.get_submodule(KEPT)
+            for module, around in ((part, partial(kept, KEPT)), (layer, partial(checkpointed, name))):
+                stack.enter_context(patch.object(module, "forward", partial(around, module.forward)))
         yield
-    finally:
-        for layer in layers:
-            del layer.forward, layer.get_submodule(KEPT).forward
-
-
-def _kept(remat: Any, forward: Callable[..., Any], x: torch.Tensor) -> torch.Tensor:
-    output = remat.region(forward, KEPT, recompute=False)(x)
-    remat.recompute_needs_tensor(output)
-    return output
-
-
-def _recomputed(remat: Any, name: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    return remat.checkpoint(region_name=name)(forward)(*args, **kwargs)
 
 
 def attached(model: torch.nn.Module, name: str, choice: Choice | None) -> AbstractContextManager[object]:
@@ -194,11 +181,11 @@ def main() -> None:
     plain = times["nothing attached"]["forward"]
     load = ", ".join(f"{n:.1f}" for n in os.getloadavg())
     print(f"Load of the machine over 1, 5 and 15 minutes: {load} on {os.cpu_count()} cores; {rounds} rounds.\n")
-    print(f"| {' | '.join(HEADS)} |\n{'|---' * len(HEADS)}|")
-    for name, row in times.items():
-        forward, backward = float(row["forward"]), float(row["backward"])
-        cells = [name, f"{forward:.0f}", f"{forward / float(plain):.2f}", f"{backward:.0f}", row["by hand"]]
-        print(f"| {' | '.join(map(str, cells))} | {' | '.join(f'{count:.0f}' for count in counted[name])} |")
+    print(head(HEADS))
+    for name, known in times.items():
+        forward, backward = float(known["forward"]), float(known["backward"])
+        cells = [name, f"{forward:.0f}", f"{forward / float(plain):.2f}", f"{backward:.0f}", known["by hand"]]
+        print(row([*cells, *(f"{count:.0f}" for count in counted[name])]))
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ from autockpt.schema import WorkloadSpec
 from autockpt.schema.choices import parse_choice
 from autockpt.tracing import Tracer
 from autockpt.workload import build
+from tests.evidence.tables import head, row
 from tests.runtime.processes import in_processes
 
 MICRO_BATCHES, ROWS, LENGTH = 6, 2, 128
@@ -88,8 +89,8 @@ def in_the_pipeline(rank: int, stages: int, schedule: str, folder: str) -> None:
 
 
 def main() -> None:
-    print("| schedule | stage | plan | in the pipeline, bytes | predicted | difference | gradients |")
-    print("|---|---|---|--:|--:|--:|---|", flush=True)
+    names = ("schedule", "stage", "plan", "in the pipeline, bytes", "predicted", "difference", "gradients")
+    print(head(names), flush=True)
     for schedule in SCHEDULES:
         for stages in (2, 4):
             with tempfile.TemporaryDirectory() as folder:
@@ -98,9 +99,8 @@ def main() -> None:
             for stage in range(stages):
                 for kind, peak, said, equal in (rows[stage] for rows in found):
                     same = "bit-equal" if equal else "DIFFERENT"
-                    print(
-                        f"| {schedule} | {stage}/{stages} | {kind} | {peak:,} | {said:,} | {said - peak:+,} | {same} |"
-                    )
+                    bytes_ = f"{peak:,}", f"{said:,}", f"{said - peak:+,}"
+                    print(row((schedule, f"{stage}/{stages}", kind, *bytes_, same)))
 
 
 if __name__ == "__main__":

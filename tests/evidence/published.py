@@ -21,7 +21,7 @@ import sys
 import tempfile
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 import transformers
@@ -36,6 +36,7 @@ from autockpt.schema import Choice, WorkloadSpec, parse_choice
 from autockpt.shipped import load_hardware
 from autockpt.tracing import Tracer
 from autockpt.workload import Step, build
+from tests.evidence.tables import table
 
 FILE = Path("results/published_gpu_202611/measurements.yaml")
 GIB = 1 << 30
@@ -73,7 +74,7 @@ class Job(BaseModel):
     unknown: str = ""
 
 
-class Predicted(BaseModel):
+class Predicted(NamedTuple):
     """The same figures, simulated: bytes by kind, and seconds with and without the optimizer."""
 
     bytes: dict[Kind, int]
@@ -179,15 +180,6 @@ def error(predicted: float, measured: float) -> float:
     return 100 * (predicted / measured - 1)
 
 
-def off(predicted: float, measured: float) -> str:
-    return f"{error(predicted, measured):+.1f} %"
-
-
-def table(heads: list[str], rows: list[list[str]]) -> str:
-    lines = [f"| {' | '.join(heads)} |", f"|{'---|' * len(heads)}"]
-    return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in rows)])
-
-
 def spread(errors: list[float]) -> str:
     middle, low, high = statistics.median(errors), min(errors), max(errors)
     return f"{len(errors)} figures, off by {middle:+.1f} % in the median, {low:+.1f} to {high:+.1f} %"
@@ -208,21 +200,28 @@ def by_source(jobs: list[Job], found: dict[str, Predicted]) -> str:
     return f"{table(['source', 'rows', 'median', 'least', 'most'], rows)}\n\nMedians of sources: {medians}"
 
 
+def compared(known: list[tuple[Job, str, float, float]], unit: str, digits: str) -> str:
+    """Each job's figure with what it is of, measured and simulated; those fitted to are left out of the summary."""
+    rows = [
+        (job.what, job.card, what, f"{measured:{digits}}", f"{now:{digits}}", f"{error(now, measured):+.1f} %")
+        for job, what, measured, now in known
+    ]
+    errors = [error(now, measured) for _, what, measured, now in known if "fitted" not in what]
+    names = ["job", "card", "what was read", f"measured, {unit}", f"simulated, {unit}", "off by"]
+    return f"{table(names, rows)}\n\n{spread(errors)}"
+
+
 def bytes_table(jobs: list[Job], found: dict[str, Predicted]) -> str:
-    known = [(job, job.gib, found[job.id].bytes[job.kind] / GIB) for job in jobs if job.gib is not None]
-    rows = [[j.what, j.card, KINDS[j.kind], f"{gib:.2f}", f"{now:.2f}", off(now, gib)] for j, gib, now in known]
-    heads = ["job", "card", "what was read", "measured, GiB", "simulated, GiB", "off by"]
-    return f"{table(heads, rows)}\n\n{spread([error(now, gib) for _, gib, now in known])}"
+    known = [(job, KINDS[job.kind], job.gib, found[job.id].bytes[job.kind] / GIB) for job in jobs if job.gib]
+    return compared(known, "GiB", ".2f")
 
 
 def seconds_table(jobs: list[Job], found: dict[str, Predicted]) -> str:
-    known = [(job, job.seconds, found[job.id].seconds(job)) for job in jobs if job.seconds is not None]
-    rows = []
-    for job, seconds, now in known:
+    known = []
+    for job in (job for job in jobs if job.seconds):
         what = ("forward, backward" if job.without_optimizer else "step") + ", fitted" * job.fitted
-        rows.append([job.what, job.card, what, f"{seconds:.4g}", f"{now:.4g}", off(now, seconds)])
-    heads = ["job", "card", "of what", "measured, s", "simulated, s", "off by"]
-    return f"{table(heads, rows)}\n\n{spread([error(now, seconds) for job, seconds, now in known if not job.fitted])}"
+        known.append((job, what, job.seconds, found[job.id].seconds(job)))
+    return compared(known, "s", ".4g")
 
 
 def covered(jobs: list[Job], found: dict[str, Predicted]) -> str:

@@ -25,6 +25,7 @@ from autockpt.schema import WorkloadSpec
 from autockpt.schema.choices import GATHERED, OFFLOAD, RECOMPUTE, Choice, parse_choice
 from autockpt.tracing import Tracer
 from autockpt.workload import build
+from tests.evidence.tables import head, row
 from tests.policies.heads import small_llama
 from tests.runtime.processes import in_processes
 
@@ -84,8 +85,7 @@ def measure(rank: int, shard: str, folder: str) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("shards", nargs="*", metavar="SHARD", help=", ".join(SHARDS))
-    print("| shard | plan | largest peak, bytes | range of ranks | predicted | error |")
-    print("|---|---|--:|--:|--:|--:|", flush=True)
+    print(head(("shard", "plan", "largest peak, bytes", "range of ranks", "predicted", "error")), flush=True)
     for shard in parser.parse_args().shards or SHARDS:
         with Tracer.from_spec(job(shard)) as tracer:
             predicted = {name: tracer.trace(plan).peak_bytes for name, plan in plans(shard).items()}
@@ -94,7 +94,7 @@ def main() -> None:
             measured = json.loads(Path(folder, "peaks").read_text())
         for name, peaks in measured.items():
             most, apart, said = max(peaks), max(peaks) - min(peaks), predicted[name]
-            print(f"| {shard} | {name} | {most:,} | {apart:,} | {said:,} | {said / most - 1:+.2%} |", flush=True)
+            print(row((shard, name, f"{most:,}", f"{apart:,}", f"{said:,}", f"{said / most - 1:+.2%}")), flush=True)
 
 
 if __name__ == "__main__":

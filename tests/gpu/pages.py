@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from tests.evidence.tables import table
 from tests.gpu.items import PARTS, items_of, read
 from tests.gpu.shapes import Shapes
 
@@ -22,7 +23,7 @@ def write(out: Path, shapes: Shapes, name: str) -> None:
     became = (
         (slug, _state(found), found.get("seconds", ""), found.get("message", "")) for slug, found in known.items()
     )
-    lines += _table(("item", "state", "seconds", ""), became)
+    lines.append(table(("item", "state", "seconds", ""), became))
     for part, title in PARTS.items():
         lines += ["", f"# {part}. {title}"]
         for item in (item for item in items if item.part == part):
@@ -50,24 +51,15 @@ def _where(known: Iterable[Mapping[str, Any]]) -> list[str]:
     return list(lines)
 
 
-def _table(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> Iterator[str]:
-    yield "| " + " | ".join(head) + " |"
-    yield "|---" * len(head) + "|"
-    for row in rows:
-        yield "| " + " | ".join(str(cell).replace("|", "\\|") for cell in row) + " |"
-
-
 def _shown(data: Mapping[str, Any], level: int = 3) -> Iterator[str]:
     """Rows by name as a table, figures by name as another, and what holds more of both under headings."""
     rows: Mapping[str, Any] = data.get("rows", {})
     if rows:
         columns = list(dict.fromkeys(column for row in rows.values() for column in row))
-        yield from _table(
-            ("", *columns), ([name, *(_number(row.get(c)) for c in columns)] for name, row in rows.items())
-        )
+        yield table(("", *columns), ([name, *(_number(row.get(c)) for c in columns)] for name, row in rows.items()))
         yield ""
     if figures := {k: v for k, v in data.items() if not isinstance(v, Mapping)}:
-        yield from _table(("", ""), ((k, _number(v)) for k, v in figures.items()))
+        yield table(("", ""), ((k, _number(v)) for k, v in figures.items()))
         yield ""
     for name, inner in data.items():
         if isinstance(inner, Mapping) and name != "rows":

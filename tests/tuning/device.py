@@ -10,10 +10,11 @@ from typing import Any
 from autockpt.cost import CostModel, build_profile, uniform_graphs
 from autockpt.errors import DeviceOutOfMemory
 from autockpt.measuring.base import TIMED_CYCLE
-from autockpt.schema import Choice, DeviceInfo, Environment, Graph, Measurement, OpTimes, parse_choice
+from autockpt.schema import Choice, Graph, Measurement, OpTimes, parse_choice
 from autockpt.workload.step import unheard
 from tests.cost.made_up import simulated
 from tests.cost.steps import SECONDS, step
+from tests.samples import environment
 
 CAPACITY = 1_000_000
 
@@ -28,8 +29,7 @@ class MadeUpDevice:
         self.measured: list[dict[str, Choice]] = []
         self.interrupt_after: int | None = None
         self.beat = unheard
-        info = DeviceInfo(kind="cpu", name="made up", capacity_bytes=CAPACITY)
-        self.environment = Environment(device=info, versions={"autockpt": "0"})
+        self.environment = environment(capacity_bytes=CAPACITY)
 
     def ahead(self, plans: object) -> None:
         """One after the other, when asked for."""
@@ -47,9 +47,16 @@ class MadeUpDevice:
     def profiled(
         self, kinds: tuple[str, ...] = ("save", "recompute", "offload"), host_budget: int | None = None
     ) -> CostModel:
-        times = OpTimes(environment=self.environment, seconds=SECONDS, copy_out_bandwidth=40.0, copy_in_bandwidth=40.0)
-        blocks = [u for u in self.trace().units if u.role == "block"]
-        return build_profile(self, times, uniform_graphs(self, blocks, kinds), host_budget=host_budget)
+        return build_profile(self, self.believed(), self.uniform(kinds), host_budget=host_budget)
+
+    def believed(self, **more: Any) -> OpTimes:
+        """What single ops are said to take."""
+        rates = {"copy_out_bandwidth": 40.0, "copy_in_bandwidth": 40.0}
+        return OpTimes(environment=self.environment, seconds=SECONDS, **(rates | more))
+
+    def uniform(self, kinds: tuple[str, ...]) -> Any:
+        """Every choice on all units, and its graph."""
+        return uniform_graphs(self, self.trace().blocks(), kinds)
 
     def measure(self, choices: Mapping[str, Choice], *, steps: int = 5, budget_bytes: int | None = None) -> Measurement:
         if self.interrupt_after is not None and len(self.measured) >= self.interrupt_after:

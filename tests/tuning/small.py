@@ -1,6 +1,26 @@
-"""A model for whole searches, which take about as long as it has layers."""
+"""Small models for whole searches, which take about as long as they have layers."""
+
+from __future__ import annotations
 
 from pathlib import Path
 
+import transformers
+
+from autockpt.schema import WorkloadSpec
+from autockpt.workload import Step, build
+
 TWO_LAYERS = str(Path(__file__).with_name("two_layers"))
 """llama-tiny with two layers instead of four: the folder of its config.json."""
+
+
+def llama_in(folder: Path, **sizes: int) -> str:
+    """A folder, with the configuration of a Llama in it."""
+    small = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    transformers.LlamaConfig(**(small | sizes), architectures=["LlamaForCausalLM"]).save_pretrained(folder)
+    return str(folder)
+
+
+def live(model: str = TWO_LAYERS, batch_size: int = 2, seq_len: int = 16) -> Step:
+    """A model and its batch, which nothing describes."""
+    made = build(WorkloadSpec(model=model, batch_size=batch_size, seq_len=seq_len))
+    return Step(made.model, made.batch, optimizer=made.optimizer)

@@ -10,8 +10,6 @@ from typing import Any
 
 import optuna
 import pytest
-import torch
-import transformers
 
 from autockpt.schema import (
     RECOMPUTE,
@@ -26,8 +24,8 @@ from autockpt.schema import (
 )
 from autockpt.shipped import load_hardware
 from autockpt.tuning import run_search, search_request
-from autockpt.workload import Step
 from tests.tuning import postgresql
+from tests.tuning.small import live, llama_in
 from tests.tuning.walk import files_entered
 
 pytestmark = pytest.mark.slow
@@ -103,15 +101,13 @@ def test_a_moved_run_names_files_that_are_there(finished: tuple[Path, SearchOutc
 
 
 def test_a_local_configuration_is_answered_unless_edited(tmp_path: Path) -> None:
-    settings = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2}
-    config = transformers.LlamaConfig(num_hidden_layers=2, **settings)
-    config.save_pretrained(tmp_path / "model")
-    for model in (tmp_path / "model", tmp_path / "model" / "config.json"):
+    config = Path(llama_in(tmp_path / "model", vocab_size=64), "config.json")
+    for model in (config.parent, config):
         asked = {"workload": WorkloadSpec(model=str(model), batch_size=2, seq_len=16)}
         stages = [ask(tmp_path / "runs", **asked)[1] for _ in range(2)]
         assert "trace" in stages[0] and stages[1] == []
-    (tmp_path / "model" / "config.json").write_text(json.dumps(config.to_dict() | {"rope_theta": 5000.0}))
-    _, stages = ask(tmp_path / "runs", workload=WorkloadSpec(model=str(model), batch_size=2, seq_len=16))
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"rope_theta": 5000.0}))
+    _, stages = ask(tmp_path / "runs", workload=WorkloadSpec(model=str(config), batch_size=2, seq_len=16))
     assert "profile" in stages, "another configuration is another question"
 
 
@@ -157,16 +153,8 @@ def test_asked_for_more_it_goes_on(finished: tuple[Path, SearchOutcome]) -> None
     assert "search" in stages and again.resumed >= first.measured_trials
 
 
-def live_step() -> Step:
-    config = transformers.LlamaConfig(
-        vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2
-    )
-    ids = torch.randint(0, 64, (2, 16))
-    return Step(transformers.LlamaForCausalLM(config), {"input_ids": ids, "labels": ids})
-
-
 def test_a_live_search_is_answered_from_its_record_too(tmp_path: Path) -> None:
-    step = live_step()
+    step = live()
 
     def asked(**more: Any) -> tuple[Plan, list[str]]:
         stages = Stages()
@@ -188,7 +176,7 @@ def test_op_times_that_steps_contradict_are_measured_anew(tmp_path: Path, monkey
     def asked() -> tuple[bool, bool]:
         """Whether op times were measured, and whether the steps were said to contradict them."""
         stages = Stages()
-        found = run_search(search_request(budget="50%act", step=live_step(), choices=("recompute",), trials=1), stages)
+        found = run_search(search_request(budget="50%act", step=live(), choices=("recompute",), trials=1), stages)
         return "time single ops" in stages.begun, any("measures op times again" in note for note in found.notes)
 
     assert asked()[0]

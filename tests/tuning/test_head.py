@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import transformers
 
 from autockpt.errors import HostBudgetExceeded, InfeasibleError, UsageError
 from autockpt.runtime import apply
@@ -18,26 +17,18 @@ from autockpt.tracing import Tracer
 from autockpt.tuning import run_search, search_request
 from autockpt.workload import Step
 from tests.errors import raises
+from tests.tuning.small import live, llama_in
 
 pytestmark = pytest.mark.slow
 
-BUDGET, CPU = "250MB", load_hardware("cpu")
-
-
-def model_in(folder: Path, **sizes: int) -> str:
-    """A Llama's configuration in a folder."""
-    small = {"vocab_size": 8192, "hidden_size": 32, "intermediate_size": 64}
-    config = transformers.LlamaConfig(**{**small, "num_hidden_layers": 2, "num_attention_heads": 4, **sizes})
-    config.architectures = ["LlamaForCausalLM"]
-    config.save_pretrained(folder)
-    return str(folder)
+CPU = load_hardware("cpu")
 
 
 @pytest.fixture
 def request_(tmp_path: Path) -> SearchRequest:
-    spec = WorkloadSpec(model=model_in(tmp_path / "model"), batch_size=32, seq_len=128)
+    spec = WorkloadSpec(model=llama_in(tmp_path / "model", vocab_size=8192), batch_size=32, seq_len=128)
     space = SearchSpace().restricted(("recompute",))
-    return SearchRequest(budget=parse_budget(BUDGET), workload=spec, space=space, hardware=load_hardware("cpu"))
+    return SearchRequest(budget=parse_budget("250MB"), workload=spec, space=space, hardware=CPU)
 
 
 def test_it_is_named_as_an_alternative_with_the_smallest_peak(request_: SearchRequest) -> None:
@@ -107,38 +98,30 @@ def test_measured_it_holds_the_budget_with_plain_plans_beside_it(heavy: SearchRe
     assert again.plan is not None and not any("left out" in note for note in again.notes)
 
 
-class Live:
+@pytest.fixture
+def step(tmp_path: Path) -> Step:
     """A live model whose logits are most of what it needs."""
-
-    def __init__(self) -> None:
-        config = transformers.LlamaConfig(
-            vocab_size=2048, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2
-        )
-        torch.manual_seed(0)
-        self.model = transformers.LlamaForCausalLM(config)
-        ids = torch.randint(0, 2048, (16, 64))
-        self.batch = {"input_ids": ids, "labels": ids}
+    sizes = {"vocab_size": 2048, "hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2}
+    made = live(llama_in(tmp_path / "model", **sizes), batch_size=16, seq_len=64)
+    return Step(made.model, made.batch)
 
 
-def test_a_live_search_names_the_alternative_and_takes_it() -> None:
-    live = Live()
+def test_a_live_search_names_the_alternative_and_takes_it(step: Step) -> None:
     asked = {"budget": "16MB", "choices": ("recompute",), "trials": 3}
     with pytest.raises(InfeasibleError) as caught:
-        run_search(search_request(step=Step(live.model, live.batch), **asked))
+        run_search(search_request(step=step, **asked))
     assert f"{INEXACT}: fits with" in caught.value.remedy
-    before = {name: tensor.clone() for name, tensor in live.model.state_dict().items()}
-    plan = run_search(search_request(step=Step(live.model, live.batch), allow_inexact=True, **asked)).plan
+    before = {name: tensor.clone() for name, tensor in step.model.state_dict().items()}
+    plan = run_search(search_request(step=step, allow_inexact=True, **asked)).plan
     assert plan is not None and isinstance(plan.choices["lm_head"], ChunkedLoss)
     assert plan.measured is not None and plan.measured.peak_bytes <= 16_000_000
-    assert all(torch.equal(tensor, before[name]) for name, tensor in live.model.state_dict().items())
-    with apply(live.model, plan) as handle:
+    assert all(torch.equal(tensor, before[name]) for name, tensor in step.model.state_dict().items())
+    with apply(step.model, plan) as handle:
         assert "up to rounding" in handle.attached["lm_head"]
-        live.model(**live.batch).loss.backward()
+        step.model(**step.batch).loss.backward()
 
 
-def test_a_live_search_stays_within_its_host_budget() -> None:
-    live = Live()
-    step = Step(live.model, live.batch)
+def test_a_live_search_stays_within_its_host_budget(step: Step) -> None:
     asked = search_request(budget="90%act", step=step, choices=("offload",), trials=3, host_budget="200KB")
     plan = run_search(asked).plan
     assert plan is not None and plan.host_budget_bytes == 200_000
@@ -148,5 +131,5 @@ def test_a_live_search_stays_within_its_host_budget() -> None:
     with raises(UsageError):
         search_request(budget="90%", host_budget=0)
     every = plan.model_copy(update={"choices": {"**": OFFLOAD}})
-    with apply(live.model, every), pytest.raises(HostBudgetExceeded):
-        live.model(**live.batch).loss.backward()
+    with apply(step.model, every), pytest.raises(HostBudgetExceeded):
+        step.model(**step.batch).loss.backward()

@@ -6,7 +6,6 @@ import math
 from pathlib import Path
 
 import pytest
-import transformers
 
 from autockpt.errors import UsageError
 from autockpt.schema import Plan, WorkloadSpec
@@ -14,6 +13,7 @@ from autockpt.schema.request import PipelineAnswer, StagePlan
 from autockpt.tuning import answer, search_request
 from autockpt.tuning.pipeline import balanced
 from tests.errors import raises
+from tests.tuning.small import llama_in
 
 
 def test_layers_go_where_they_leave_the_shortest_step() -> None:
@@ -23,10 +23,8 @@ def test_layers_go_where_they_leave_the_shortest_step() -> None:
     assert balanced(full, 10) == (2, 5, 3)
 
 
-def asked(model: Path, stage: str, **more: object) -> PipelineAnswer:
-    spec = WorkloadSpec(
-        model=str(model), batch_size=2, seq_len=512, packed=True, accumulate=4, stage=stage, optimizer="sgd"
-    )
+def asked(model: str, stage: str, **more: object) -> PipelineAnswer:
+    spec = WorkloadSpec(model=model, batch_size=2, seq_len=512, packed=True, accumulate=4, stage=stage, optimizer="sgd")
     options = {"hardware": "h100", "budget": "40GB", "trials": 1, "choices": ("recompute",), **more}
     found = answer(search_request(workload=spec, **options))
     assert isinstance(found, PipelineAnswer)
@@ -35,13 +33,9 @@ def asked(model: Path, stage: str, **more: object) -> PipelineAnswer:
 
 @pytest.mark.slow
 def test_each_stage_gets_a_plan_and_a_better_cut_is_named(tmp_path: Path) -> None:
-    config = transformers.LlamaConfig(
-        hidden_size=512, intermediate_size=1024, num_hidden_layers=8, num_attention_heads=8, num_key_value_heads=8,
-        vocab_size=256000, tie_word_embeddings=False,
-    )  # fmt: skip
-    config.architectures = ["LlamaForCausalLM"]
-    config.save_pretrained(tmp_path / "model")
-    found = asked(tmp_path / "model", "2", out=tmp_path, plan_out=tmp_path / "plan.yaml")
+    sizes = {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 8, "num_attention_heads": 8}
+    model = llama_in(tmp_path / "model", vocab_size=256000, **sizes)
+    found = asked(model, "2", out=tmp_path, plan_out=tmp_path / "plan.yaml")
     assert [(stage.stage, stage.layers) for stage in found.stages] == [("0/2", 4), ("1/2", 4)]
     first, last = found.stages
     assert found.slowest is last
@@ -50,7 +44,7 @@ def test_each_stage_gets_a_plan_and_a_better_cut_is_named(tmp_path: Path) -> Non
     assert best is not None and best.predicted is not None
     assert first.score.peak_bytes < best.predicted.peak_bytes and seconds(first) <= seconds(last)
     assert found.faster_cut[0] > 4 and sum(found.faster_cut) == 8
-    again = asked(tmp_path / "model", ",".join(map(str, found.faster_cut)))
+    again = asked(model, ",".join(map(str, found.faster_cut)))
     assert [stage.layers for stage in again.stages] == list(found.faster_cut)
     assert seconds(again.slowest) == pytest.approx(found.cut_seconds, rel=0.03)
     assert seconds(again.slowest) < seconds(last)
@@ -63,4 +57,4 @@ def seconds(stage: StagePlan) -> float:
 
 def test_other_questions_do_not_go_with_it(tmp_path: Path) -> None:
     with raises(UsageError):
-        asked(tmp_path, "2", global_batch=8)
+        asked(str(tmp_path), "2", global_batch=8)

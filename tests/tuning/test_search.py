@@ -16,9 +16,10 @@ from autockpt.schema.lengths import Lengths
 from autockpt.shipped import load_hardware
 from autockpt.tuning import answer, infeasible, run_search, search_request, sizes
 from autockpt.tuning.opening import less_than_asked
-from autockpt.workload import Step, build
+from autockpt.workload import Step
+from tests.children import children
 from tests.errors import raises
-from tests.tuning.small import TWO_LAYERS
+from tests.tuning.small import TWO_LAYERS, live
 
 pytestmark = pytest.mark.slow
 
@@ -40,19 +41,9 @@ def test_places_that_cannot_be_written_are_refused_at_once(tmp_path: Path, optio
     assert (tmp_path / "file").read_text() == "mine" and not (tmp_path / "runs").exists()
 
 
-def children() -> set[str]:
-    """Processes that this one started and that are still there."""
-    return {child for task in Path("/proc/self/task").iterdir() for child in (task / "children").read_text().split()}
-
-
 def described(out: Path, **more: Any) -> SearchRequest:
     asked = {"workload": WorkloadSpec(model=TWO_LAYERS, batch_size=2), "space": SearchSpace(), "out": out}
     return SearchRequest.model_validate(asked | {"budget": parse_budget("1GB")} | more)
-
-
-def live() -> Step:
-    made = build(WorkloadSpec(model=TWO_LAYERS, batch_size=2, seq_len=16))
-    return Step(made.model, made.batch, optimizer=made.optimizer)
 
 
 def of_live(**more: Any) -> SearchRequest:
@@ -100,8 +91,7 @@ class Untimed(Silence):
 
 
 def test_a_budget_that_nothing_fits_is_refused_before_timing(tmp_path: Path) -> None:
-    made = build(WorkloadSpec(model="llama-tiny", batch_size=1, seq_len=16))
-    step = Step(made.model, made.batch, optimizer=made.optimizer)
+    step = live("llama-tiny", batch_size=1)
     asked = search_request(budget="1MB", step=step, timeout=1, out=tmp_path)  # looks for no alternatives
     with raises(InfeasibleError) as caught:
         run_search(asked, Untimed())

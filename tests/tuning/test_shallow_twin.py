@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import transformers
@@ -16,40 +18,30 @@ from autockpt.schema.choices import CHUNKED_SOFTMAX
 from autockpt.shipped import load_hardware
 from autockpt.tracing import Tracer
 from autockpt.tuning import shallow_twin as depth
+from tests.tuning.small import llama_in
 
 pytestmark = pytest.mark.slow
 
 BLOCKS = 16
 
 
-CONFIGS = {
-    "llama": lambda: transformers.LlamaConfig(
-        vocab_size=64,
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=BLOCKS,
-        num_attention_heads=2,
-        architectures=["LlamaForCausalLM"],
-    ),
-    "t5": lambda: transformers.T5Config(  # the first block of each of its two stacks holds the positions
-        vocab_size=64,
-        d_model=16,
-        d_kv=8,
-        d_ff=32,
-        num_layers=BLOCKS // 2,
-        num_heads=2,
-        architectures=["T5ForConditionalGeneration"],
-    ),
-}
+def t5_in(folder: Path) -> str:
+    """The first block of each of its two stacks holds the positions."""
+    sizes = {"vocab_size": 64, "d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": BLOCKS // 2, "num_heads": 2}
+    transformers.T5Config(**sizes, architectures=["T5ForConditionalGeneration"]).save_pretrained(folder)
+    return str(folder)
 
 
 @pytest.mark.parametrize(
-    ("model", "lora", "blocks"),
-    [("llama", 4, depth.TWIN_BLOCKS), ("t5", None, 2 * depth.TWIN_BLOCKS)],
+    ("made_in", "lora", "blocks"),
+    [
+        (partial(llama_in, vocab_size=64, num_hidden_layers=BLOCKS), 4, depth.TWIN_BLOCKS),
+        (t5_in, None, 2 * depth.TWIN_BLOCKS),
+    ],
+    ids=["llama", "t5"],
 )
-def test_the_menus_are_those_of_the_whole_model(model: str, lora: int | None, blocks: int, tmp_path: Path) -> None:
-    CONFIGS[model]().save_pretrained(tmp_path)
-    spec = WorkloadSpec(model=str(tmp_path), batch_size=2, seq_len=32, lora=lora)
+def test_the_menus_are_those_of_the_whole_model(made_in: Any, lora: int | None, blocks: int, tmp_path: Path) -> None:
+    spec = WorkloadSpec(model=made_in(tmp_path), batch_size=2, seq_len=32, lora=lora)
     card, space = load_hardware("rtx4090"), SearchSpace()
     space = space.restricted(("recompute", "offload"))
     with ExitStack() as stack:

@@ -29,6 +29,7 @@ from autockpt.errors import AutockptError, InfeasibleError, MeasurementError, Us
 from autockpt.interpreter import with_room
 from autockpt.schema.workload import described_by
 from tests.evidence.bench.peers import OUR_OWN, PEERS, PLAIN
+from tests.evidence.tables import table
 
 if TYPE_CHECKING:
     from autockpt.measuring import WorkerMeasurer
@@ -181,9 +182,8 @@ def page(bench: Bench, notes: Iterable[str] = ()) -> str:
     for group in ("eager", "compiled"):
         rows = [row for row in bench.rows.values() if row.group == group]
         if rows:
-            lines = ["| method | peak | step | overhead | 95 % interval |", "|---|--:|--:|--:|--:|"]
-            lines += ["| " + " | ".join(_cells(bench, row, format_binary, words.seconds)) + " |" for row in rows]
-            parts += [f"## {group.capitalize()}", "\n".join(lines)]
+            cells = [_cells(bench, row, format_binary, words.seconds) for row in rows]
+            parts += [f"## {group.capitalize()}", table(("method", "peak", "step", "overhead", "95 % interval"), cells)]
     gradients = Counter(row.gradients for row in bench.rows.values() if row.gradients)
     remarks = [f"gradients {what}: {words.counted(n, 'row')}" for what, n in gradients.most_common()]
     remarks += [f"{r.key}: compiled for {r.compile_seconds:.0f} s" for r in bench.rows.values() if r.compile_seconds]
@@ -196,25 +196,21 @@ def _at_each_budget(bench: Bench) -> str:
     from autockpt.measuring.statistics import judge
     from autockpt.schema import format_binary
 
-    lines = [
-        "| budget | plan | rival that fits | our step time over its | rounds | ours is |",
-        "|---|---|---|--:|--:|---|",
-    ]
+    rows: list[tuple[Any, ...]] = []
     for text, size in bench.budgets.items():
         for own in OUR_OWN:
             ours, found = duels(bench, own, text)
-            head = f"| {text} ({format_binary(size)}) | {own} | "
+            asked = f"{text} ({format_binary(size)})", own
             if ours is None and any(row.budget == text and row.peer == own for row in bench.rows.values()):
-                lines.append(f"{head}no plan of ours fits | | | |")
-            for rival, interval, rounds in found:
-                lines.append(f"{head}{rival} | {interval} | {rounds} | {judge(interval)} |")
-    return "\n".join(lines)
+                rows.append((*asked, "no plan of ours fits", "", "", ""))
+            rows += [(*asked, rival, interval, rounds, judge(interval)) for rival, interval, rounds in found]
+    return table(("budget", "plan", "rival that fits", "our step time over its", "rounds", "ours is"), rows)
 
 
 def _cells(bench: Bench, row: Row, size: Any, seconds: Any) -> Iterable[str]:
     """A row's key, peak, step time, and overhead over plain training, or over what the compiler does by itself."""
     times = [taken[row.key] for taken in bench.rounds if row.key in taken]
-    yield row.key.replace("|", "\\|")
+    yield row.key
     yield "—" if row.peak_bytes is None else size(row.peak_bytes)
     if row.state != "measured" or not times:
         yield from (row.state if row.state != "measured" else "not timed", "—", "—")

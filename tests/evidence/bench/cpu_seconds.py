@@ -27,6 +27,7 @@ from autockpt.tuning import run_search
 from autockpt.workload import build, discover_units
 from tests.evidence.bench.peers import OURS, PEERS, PLAIN
 from tests.evidence.bench.worker import PeerRunner
+from tests.evidence.tables import table
 
 
 def main(path: Path) -> None:
@@ -56,15 +57,12 @@ def main(path: Path) -> None:
     for _ in range(asked["rounds"]):
         for key, seconds in runner.compare({key: attached(row) for key, row in rows.items()}, rounds=1).items():
             times[key] += seconds
-    print("\n| method | peak | CPU seconds | over plain |\n|---|--:|--:|--:|")
-    for key in rows:
-        over = ratio_interval(times[key], times[plain])
-        print(f"| {key} | {format_binary(peaks[key])} | {statistics.median(times[key]):.3f} | {over} |")
-    print("\n| budget | rival that fits | ours over its |\n|---|---|--:|")
-    for ours, limit in limits.items():
-        for key in rows:
-            if key not in limits and peaks[key] <= limit:
-                print(f"| {ours} | {key} | {ratio_interval(times[ours], times[key])} |")
+    taken = {key: f"{statistics.median(seconds):.3f}" for key, seconds in times.items()}
+    methods = [(k, format_binary(peaks[k]), taken[k], ratio_interval(times[k], times[plain])) for k in rows]
+    print(table(("method", "peak", "CPU seconds", "over plain"), methods))
+    rivals = [(ours, k) for ours, most in limits.items() for k in rows if k not in limits and peaks[k] <= most]
+    duels = [(ours, key, ratio_interval(times[ours], times[key])) for ours, key in rivals]
+    print(f"\n{table(('budget', 'rival that fits', 'ours over its'), duels)}")
 
 
 if __name__ == "__main__":

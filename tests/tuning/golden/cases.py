@@ -13,13 +13,12 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import transformers
-
 from autockpt.schema import SearchRequest, SearchSpace, WorkloadSpec, parse_budget
 from autockpt.schema.choices import dump_choice
 from autockpt.shipped import load_hardware
 from autockpt.tuning import run_search
 from tests.tuning.made_up import search_made_up
+from tests.tuning.small import llama_in
 
 ANSWERS = Path(__file__).with_name("answers.json")
 ALIKE = 1.5e-6
@@ -85,7 +84,7 @@ def answer(name: str) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         workload = dict(case.workload)
         if workload["model"] == "logits":
-            workload["model"] = _wide_head(Path(folder) / "model")
+            workload["model"] = llama_in(Path(folder) / "model", vocab_size=8192)
         request = SearchRequest.model_validate(
             {
                 "budget": parse_budget(case.budget),
@@ -119,15 +118,6 @@ def compared(now: Mapping[str, Any], before: Mapping[str, Any]) -> str:
     if abs(seconds - earlier) <= ALIKE:
         return "same" if now["peak_bytes"] == before["peak_bytes"] else f"other: {said}"
     return f"{'better' if change < 0 else 'worse'}: {said}"
-
-
-def _wide_head(folder: Path) -> str:
-    config = transformers.LlamaConfig(
-        vocab_size=8192, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4
-    )
-    config.architectures = ["LlamaForCausalLM"]
-    config.save_pretrained(folder)
-    return str(folder)
 
 
 def main() -> None:

@@ -33,31 +33,31 @@ class Remat(Peer):
         return "" if find_spec("torch_remat") else "needs torch_remat (pip install torch_remat)"
 
     def settings(self, context: Context) -> Iterable[Setting]:
-        for label, kept in KEEP.items():
-            yield Setting(label, {"keep": kept})
+        for label, ends in KEEP.items():
+            yield Setting(label, {"keep": ends})
 
     def attach(self, model: nn.Module, units: Sequence[str], setting: Mapping[str, Any]) -> Detach:
         ends = setting["keep"]
-        wrapped: dict[str, Callable[..., Any]] = {name: partial(_checkpointed, name) for name in units}
+        wrapped: dict[str, Callable[..., Any]] = {name: partial(checkpointed, name) for name in units}
         for name in units:
             for inner, module in module_of(model, name).named_modules():
                 if isinstance(module, nn.Linear) and (ends is None or inner.endswith(tuple(ends))):
-                    wrapped[f"{name}.{inner}"] = partial(_kept, inner)
+                    wrapped[f"{name}.{inner}"] = partial(kept, inner)
         with ExitStack() as stack:
             stack.callback(replace_forwards(model, wrapped))
             stack.enter_context(
-                patch.object(functional, ATTENTION, partial(_kept, ATTENTION, functional.__dict__[ATTENTION]))
+                patch.object(functional, ATTENTION, partial(kept, ATTENTION, functional.__dict__[ATTENTION]))
             )
             return stack.pop_all().close
 
 
-def _checkpointed(name: str, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def checkpointed(name: str, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     import torch_remat  # type: ignore[import-not-found]
 
     return torch_remat.checkpoint(region_name=name)(inner)(*args, **kwargs)
 
 
-def _kept(name: str, inner: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
+def kept(name: str, inner: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
     import torch_remat  # type: ignore[import-not-found]
 
     output = torch_remat.region(inner, name, recompute=False)(*args, **kwargs)
