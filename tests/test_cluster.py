@@ -60,22 +60,10 @@ def test_an_array_asks_eight_questions_and_takes_no_fit_for_an_answer(program: P
 @pytest.mark.slow
 def test_measured_searches_on_one_device_take_turns(program: Path, tmp_path: Path) -> None:
     """Both end with a plan, one is told for whom it waits, and no trial of one lies between trials of the other."""
-    common = [
-        "search",
-        "--device",
-        "cpu",
-        "--model",
-        "llama-tiny",
-        "--batch-size",
-        "2",
-        "--budget",
-        "60%act",
-        "-n",
-        "1",
-    ]
+    common = ["search", "--device", "cpu", "--model", "llama-tiny", "--batch-size", "2", "--budget", "60%act"]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "AUTOCKPT_CACHE": str(tmp_path / "cache")}
     pipe: dict[str, Any] = {"env": environment, "stderr": subprocess.PIPE, "text": True}
-    commands = [[program, *common, "-n", "1", "--seq-len", length] for length in ("32", "64")]
+    commands = [[program, *common, "--trials", "1", "--seq-len", length] for length in ("32", "64")]
     started = [subprocess.Popen(command, **pipe) for command in commands]
     said = [process.communicate(timeout=900)[1] for process in started]
     assert [process.returncode for process in started] == [0, 0], said

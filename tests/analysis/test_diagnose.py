@@ -63,12 +63,6 @@ def test_where_no_plan_fits_the_alternatives_do(plain_peak: int, monkeypatch: py
     assert any("batch size" in way.options or "sequences" in way.options for way in said.alternatives)
 
 
-def test_evidence_alone_is_told() -> None:
-    said = diagnose(read_text(FORWARD + message()))
-    assert "in the forward pass (train.py:80)" in said.verdict
-    assert not said.terms and said.outcome is None and any("no model was named" in note for note in said.notes)
-
-
 def test_a_model_that_cannot_be_built_leaves_the_evidence(tmp_path: Path) -> None:
     spec = WorkloadSpec(model=str(tmp_path / "absent"))
     said = diagnose(read_text(FORWARD + message()), spec)

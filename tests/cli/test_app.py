@@ -67,14 +67,6 @@ def test_the_version(autockpt) -> None:
     assert result.code == 0 and result.out == f"autockpt {package.__version__}\n"
 
 
-@pytest.mark.slow
-def test_the_entry_point_ends_with_the_exit_code() -> None:
-    done = fresh(
-        "import sys; sys.argv = ['autockpt', 'search', '--budget', '24']; from autockpt.cli import main; main()"
-    )
-    assert done.returncode == 2 and "24GB" in done.stderr and done.stdout == "" and "Traceback" not in done.stderr
-
-
 def test_help_groups_options_alike_in_every_verb(autockpt) -> None:
     shared: dict[str, set[str]] = {"--fresh": set(), "--device NAME": set(), "--job FILE": set()}
     for verb in VERBS:

@@ -100,11 +100,6 @@ def test_budget_and_hardware(autockpt, asked: Asked, log: Path) -> None:
     assert question.plan_out == Path("p.yaml")
 
 
-def test_json_is_the_whole_answer(autockpt, asked: Asked, log: Path) -> None:
-    result = autockpt("diagnose", "run.log", "--model", "gpt2", "--json")
-    assert result.code == 0 and result.json == asked.answer.model_dump(mode="json")
-
-
 def test_where_no_plan_fits_the_exit_code_is_3(autockpt, asked: Asked, log: Path) -> None:
     asked.answer = no_plan_fits()
     result = autockpt("diagnose", "run.log", "--model", "gpt2")
@@ -121,8 +116,5 @@ def test_an_unbuildable_model_is_an_error_beside_the_log(autockpt, asked: Asked,
 
 def test_a_log_alone_is_told(autockpt, log: Path) -> None:
     result = autockpt("diagnose", "run.log")
-    assert (
-        result.code == 0
-        and "in the forward pass" in result.out
-        and "no model was named" in " ".join(result.out.split())
-    )
+    said = " ".join(result.out.split())
+    assert result.code == 0 and "in the forward pass (train.py:80)" in said and "no model was named" in said

@@ -95,11 +95,6 @@ def test_a_simulated_budget_has_the_headroom_of_a_search(autockpt, asked: Asked)
     assert asked.questions[-1].budget.budget_bytes == 95 * 10**8
 
 
-def test_json_is_the_whole_answer(autockpt, asked: Asked) -> None:
-    result = autockpt("explain", "--model", "llama-tiny", "--json")
-    assert result.code == 0 and result.json == asked.answer.model_dump(mode="json")
-
-
 def test_a_budget_that_nothing_fits_is_said_with_exit_code_3(autockpt, asked: Asked) -> None:
     asked.answer = asked.answer.model_copy(update={"budget": ResolvedBudget(asked="1KB", bytes=1000)})
     result = autockpt("explain", "--model", "llama-tiny", "--budget", "1KB")

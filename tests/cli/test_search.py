@@ -31,10 +31,6 @@ def asked(replace) -> list[SearchRequest]:
     return requests
 
 
-def device(replace, kind: str) -> None:
-    replace("autockpt.devices", get_device=lambda name: SimpleNamespace(kind=kind))
-
-
 def test_options_become_a_request(autockpt, asked: list[SearchRequest]) -> None:
     result = autockpt(
         *("search", "--budget", "60%act", "--model", "llama-tiny", "-b", "4", "--seq-len", "128", "--packed"),
@@ -61,38 +57,27 @@ def test_results_and_progress_go_separate_ways(autockpt, asked: list[SearchReque
     assert 'autockpt.apply(model, "results/' in result.out and "\x1b" not in result.out + result.err
 
 
-def test_json_is_the_outcome(autockpt, asked: list[SearchRequest]) -> None:
-    result = autockpt("search", "--budget", "60%", "--model", "llama-tiny", "--json")
-    assert SearchOutcome.model_validate(result.json) == outcome(notes=())
-
-
 @pytest.mark.parametrize(
-    ("kind", "options", "model"), [("cuda", (), "llama-1b"), ("cpu", ("--device", "cpu"), "llama-small")]
+    ("kind", "options", "model", "hardware"),
+    [
+        ("cuda", (), "llama-1b", None),
+        ("cpu", ("--device", "cpu"), "llama-small", None),
+        ("cpu", (), "llama-1b", "rtx4090"),
+        ("cpu", ("--model", "gpt2-tiny"), "gpt2-tiny", None),
+        ("cpu", ("--model", "gpt2-tiny", "--device", "cpu"), "gpt2-tiny", None),
+    ],
 )
-def test_a_budget_and_a_device_are_enough(
-    autockpt, asked: list[SearchRequest], replace, kind: str, options: tuple[str, ...], model: str
-) -> None:
-    device(replace, kind)
+def test_a_budget_is_enough(autockpt, asked, replace, kind: str, options, model: str, hardware: str | None) -> None:
+    """Without an accelerator a card is simulated, but for a model or device of one's own; what was chosen is said."""
+    replace("autockpt.devices", get_device=lambda name: SimpleNamespace(kind=kind))
     result = autockpt("search", "--budget", "24GB", *options)
-    assert result.code == 0 and asked[0].workload.model == model and asked[0].hardware is None
-    assert f"built-in {model} on {kind}" in result.err and f"built-in {model} on {kind}" in " ".join(result.out.split())
-
-
-def test_a_budget_alone_is_simulated_without_an_accelerator(autockpt, asked: list[SearchRequest], replace) -> None:
-    device(replace, "cpu")
-    result = autockpt("search", "--budget", "24GB")
     (request,) = asked
-    assert result.code == 0 and request.workload.model == "llama-1b"
-    assert request.hardware is not None and request.hardware.name == "rtx4090" and request.device is None
-    for said in (result.err, " ".join(result.out.split())):
-        assert "simulates llama-1b" in said and "--device cpu" in said and "nothing is measured" in said
-
-
-@pytest.mark.parametrize("options", [("--model", "llama-small"), ("--model", "llama-small", "--device", "cpu")])
-def test_a_model_of_ones_own_is_measured(autockpt, asked: list[SearchRequest], replace, options) -> None:
-    device(replace, "cpu")
-    assert autockpt("search", "--budget", "45%act", *options).code == 0
-    assert asked[0].hardware is None and asked[0].workload.model == "llama-small"
+    assert result.code == 0 and request.workload.model == model
+    assert (request.hardware and request.hardware.name) == hardware
+    said = f"built-in {model} on {kind}" if hardware is None else f"simulates {model}"
+    for text in (result.err, " ".join(result.out.split())):
+        assert (said in text) is ("--model" not in options)
+        assert ("nothing is measured" in text and "--device cpu" in text) is (hardware is not None)
 
 
 def test_hardware_is_simulated_and_its_memory_is_the_budget(autockpt, asked: list[SearchRequest]) -> None:
