@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -15,8 +15,10 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autockpt.runtime import attach
-from autockpt.schema.choices import Choice
-from autockpt.schema.graph import Graph, Storage
+from autockpt.schema import WorkloadSpec
+from autockpt.schema.choices import Choice, parse_choice
+from autockpt.schema.graph import Graph, Storage, Unit
+from autockpt.tracing import Tracer
 from autockpt.tracing.assemble import to_graph
 from autockpt.tracing.kernels.signature import dtype_name
 from autockpt.tracing.run import RecordedRun
@@ -57,6 +59,17 @@ class Real:
             gc.collect()
             self.resident_bytes = workload.resident_bytes()
             self.peak_bytes, self.counts = _profiled(workload.cycle, self.resident_bytes)
+
+
+def uniform(choice: Any, units: Iterable[Unit]) -> dict[str, Choice]:
+    """A choice, or what parses as one, on every block."""
+    return {unit.name: parse_choice(choice) for unit in units if unit.role == "block"}
+
+
+def ghosts(spec: WorkloadSpec, *kinds: Any, **how: Any) -> list[Graph]:
+    """Ghost runs of a described job, with each of the choices on every block; of plain training where none is named."""
+    with Tracer.from_spec(spec, fallback=False, **how) as tracer:
+        return [tracer.trace(uniform(kind, tracer.units)) for kind in kinds or ("save",)]
 
 
 def record(workload: Step, choices: Mapping[str, Choice] | None = None) -> Graph:

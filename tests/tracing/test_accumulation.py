@@ -7,20 +7,14 @@ import pytest
 from autockpt.cost import simulated_memory
 from autockpt.cost.roofline import roofline_times
 from autockpt.cost.step import simulate
-from autockpt.schema import Graph, WorkloadSpec, parse_choice
+from autockpt.schema import WorkloadSpec
 from autockpt.shipped import load_hardware
-from autockpt.tracing import Tracer, run
+from autockpt.tracing import run
+from tests.tracing.reference import ghosts
 
 CARD = load_hardware("rtx4090")
 PLANS = ("save", "recompute", "offload", "recompute_offload")
 SOME = ("recompute", "offload")
-
-
-def graphs(model: str, plans: tuple[str, ...], **settings) -> list[Graph]:
-    spec = WorkloadSpec(model=model, batch_size=2, seq_len=128, accumulate=5, **settings)
-    with Tracer.from_spec(spec, hardware=CARD) as tracer:
-        names = [unit.name for unit in tracer.units if unit.role == "block"]
-        return [tracer.trace(dict.fromkeys(names, parse_choice(kind))) for kind in plans]
 
 
 @pytest.mark.slow
@@ -35,9 +29,10 @@ def graphs(model: str, plans: tuple[str, ...], **settings) -> list[Graph]:
 def test_two_micro_batches_tell_what_five_would(
     model: str, plans: tuple[str, ...], settings: dict, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    short = graphs(model, plans, **settings)
+    spec = WorkloadSpec(model=model, batch_size=2, seq_len=128, accumulate=5, **settings)
+    short = ghosts(spec, *plans, hardware=CARD)
     monkeypatch.setattr(run, "MICRO_BATCHES", 100)  # the tracer's process is a fork of this one
-    whole = graphs(model, plans, **settings)
+    whole = ghosts(spec, *plans, hardware=CARD)
     times = roofline_times(CARD, [*whole, *short])
     needs = simulated_memory(CARD)
     for kind, a, b in zip(plans, short, whole, strict=True):

@@ -9,21 +9,17 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from autockpt.schema.choices import OFFLOAD, RECOMPUTE, SAVE, Choice, Remake, Segment, parse_choice
+from autockpt.schema.choices import OFFLOAD, RECOMPUTE, SAVE, Choice, Remake, Segment
 from autockpt.schema.graph import Graph, Unit
 from autockpt.schema.workload import WorkloadSpec
 from autockpt.tracing import Tracer
 from autockpt.workload import Step, build
-from tests.tracing.reference import ConvNet, Real, additions, mlp, ops_of, same_names
+from tests.tracing.reference import ConvNet, Real, additions, ghosts, mlp, ops_of, same_names, uniform
 
 pytestmark = pytest.mark.slow
 
 TRANSFORMERS = ("llama-tiny", "gpt2-tiny", "bert-tiny", "vit-tiny", "t5-tiny", "mixtral-tiny")
 MORE = ("bart-tiny", "gemma3-tiny", "mamba-tiny", "qwen3-tiny", "swin-tiny", "resnet-tiny")
-
-
-def uniform(choice: Choice, units: tuple[Unit, ...]) -> dict[str, Choice]:
-    return {unit.name: choice for unit in units if unit.role == "block"}
 
 
 def mixed(units: tuple[Unit, ...]) -> dict[str, Choice]:
@@ -40,11 +36,6 @@ def assert_same(graph: Graph, real: Real, tolerance: float = 0.001) -> None:
 def assert_same_bytes(graph: Graph, real: Real, tolerance: float = 0.001) -> None:
     assert graph.resident_bytes == pytest.approx(real.resident_bytes, rel=1e-4)
     assert graph.peak_bytes == pytest.approx(real.peak_bytes, rel=tolerance)
-
-
-def trace(spec: WorkloadSpec) -> Graph:
-    with Tracer.from_spec(spec, fallback=False) as tracer:
-        return tracer.trace()
 
 
 @pytest.mark.parametrize("model", TRANSFORMERS)
@@ -66,8 +57,7 @@ def test_small_transformers_plain_and_with_every_choice(model: str) -> None:
 @pytest.mark.parametrize("model", MORE)
 def test_plain_step_of_further_models(model: str) -> None:
     spec = WorkloadSpec(model=model)
-    graph, workload = trace(spec), build(spec)
-    real = Real(workload)
+    (graph,), real = ghosts(spec), Real(build(spec))
     assert_same(graph, real)
     assert additions(graph) == (real.counts["add_"], real.counts["add"])
 
@@ -88,7 +78,7 @@ def test_plain_step_of_further_models(model: str) -> None:
 )
 def test_training_settings(model: str, settings: dict[str, object]) -> None:
     spec = WorkloadSpec(model=model, **settings)  # type: ignore[arg-type]
-    assert_same(trace(spec), Real(build(spec)))
+    assert_same(*ghosts(spec), Real(build(spec)))
 
 
 @pytest.mark.parametrize("model", ["vit-tiny", "llama-tiny"])
@@ -96,7 +86,7 @@ def test_layers_that_run_under_a_mode_of_their_own(model: str) -> None:
     """Keeping outputs takes a dispatch mode around a layer; its sums after products are not fused because of that."""
     spec = WorkloadSpec(model=model)
     with Tracer.from_spec(spec, fallback=False) as tracer:
-        plan = uniform(parse_choice("selective"), tracer.units)
+        plan = uniform("selective", tracer.units)
         graph = tracer.trace(plan)
     assert_same_bytes(graph, Real(build(spec), plan), tolerance=1e-6)
 

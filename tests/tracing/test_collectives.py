@@ -14,24 +14,22 @@ import torch.distributed as dist
 from autockpt.errors import UsageError
 from autockpt.schema import Graph, WorkloadSpec
 from autockpt.schema.choices import RECOMPUTE
-from autockpt.tracing import Tracer
 from autockpt.tracing.assemble import to_graph
 from autockpt.tracing.run import GhostRun
 from tests.errors import raises
 from tests.measuring.sharded_models import LAYERS, step_of
 from tests.runtime.processes import in_processes, needs_gloo
+from tests.tracing.reference import ghosts
 
 pytestmark = [pytest.mark.slow, needs_gloo]
 ALL = {f"layers.{i}": RECOMPUTE for i in range(LAYERS)}
 MODELS = "tests.measuring.sharded_models"
 
 
-def described(shard: Any, model: str = f"{MODELS}:whole", device: str = "cpu", **more: Any) -> tuple[Graph, Graph]:
+def described(shard: Any, model: str = f"{MODELS}:whole", device: str = "cpu", **more: Any) -> list[Graph]:
     """The graphs of plain training and of recomputing every layer, on one rank of a described job."""
     spec = WorkloadSpec.model_validate({"model": model, "shard": shard} | more)
-    with Tracer.from_spec(spec, device=device) as tracer:
-        blocks = [unit.name for unit in tracer.units if unit.role == "block"]
-        return tracer.trace(), tracer.trace(dict.fromkeys(blocks, RECOMPUTE))
+    return ghosts(spec, "save", "recompute", device=device)
 
 
 def graphs(rank: int, kind: str, folder: str) -> None:
@@ -130,8 +128,5 @@ def test_a_step_in_ddp_is_that_of_the_model_inside(tmp_path: Path) -> None:
 @pytest.mark.parametrize("shard", ["2", "tp2"])
 def test_a_stage_of_a_pipeline_may_be_sharded(shard: str) -> None:
     whole = WorkloadSpec(model="llama-tiny", batch_size=2, seq_len=64, accumulate=2, stage="0/2")
-    peaks = []
-    for spec in (whole, whole.model_copy(update={"shard": shard})):
-        with Tracer.from_spec(spec) as tracer:
-            peaks.append(tracer.trace().peak_bytes)
-    assert peaks[1] < peaks[0]
+    (one,), (of_both,) = map(ghosts, (whole, whole.model_copy(update={"shard": shard})))
+    assert of_both.peak_bytes < one.peak_bytes

@@ -12,6 +12,7 @@ from autockpt.errors import AutockptError
 from autockpt.schema import WorkloadSpec, parse_choice
 from autockpt.tracing import Tracer, crew
 from autockpt.tracing.process import can_fork
+from tests.tracing.reference import uniform
 
 pytestmark = pytest.mark.skipif(not can_fork(), reason="further processes are forked")
 SPEC = WorkloadSpec(model="llama-tiny", batch_size=2, seq_len=32, optimizer="none")
@@ -28,7 +29,7 @@ def pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Tracer, Tracer]]:
 
 
 def plans(tracer: Tracer) -> list[dict[str, object]]:
-    return [{unit.name: parse_choice(kind) for unit in tracer.units if unit.role == "block"} for kind in KINDS]
+    return [uniform(kind, tracer.units) for kind in KINDS]
 
 
 def processes(tracer: Tracer) -> list[int]:

@@ -17,7 +17,7 @@ def graph(request: pytest.FixtureRequest) -> Graph:
 
 
 @pytest.mark.slow
-def test_every_op_is_a_node_with_its_metadata(graph: Graph) -> None:
+def test_every_op_is_a_node_with_its_metadata_and_arguments(graph: Graph) -> None:
     traced = to_fx(graph)
     traced.lint()
     assert "def forward" in fx.GraphModule({}, traced).code
@@ -29,13 +29,7 @@ def test_every_op_is_a_node_with_its_metadata(graph: Graph) -> None:
         assert (node.meta["phase"], node.meta["module"], node.meta["flops"]) == (op.phase, op.module, op.flops)
         if len(op.outputs) == 1:
             assert tuple(node.meta["tensor_meta"].shape) == op.outputs[0].shape
-
-
-def test_arguments_are_the_nodes_that_made_them(graph: Graph) -> None:
-    traced = to_fx(graph)
+        made = [{o.storage for o in source.meta.get("outputs", ())} for source in node.args]
+        made = [s or {source.meta["storage"].id} for s, source in zip(made, node.args, strict=True)]
+        assert all(storage in s for storage, s in zip(op.inputs, made, strict=True))
     assert all(n.meta["storage"].birth == -1 for n in traced.nodes if n.op == "placeholder")
-    for node in traced.nodes:
-        if "op" in node.meta:
-            made = [{o.storage for o in source.meta.get("outputs", ())} for source in node.args]
-            made = [s or {source.meta["storage"].id} for s, source in zip(made, node.args, strict=True)]
-            assert all(storage in s for storage, s in zip(node.meta["op"].inputs, made, strict=True))

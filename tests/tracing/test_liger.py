@@ -10,7 +10,7 @@ from torch import Tensor
 
 from autockpt.errors import ConflictError
 from autockpt.runtime import attach
-from autockpt.schema.choices import Choice, choice_kinds, parse_choice
+from autockpt.schema.choices import Choice, choice_kinds
 from autockpt.schema.workload import WorkloadSpec
 from autockpt.shipped import load_hardware
 from autockpt.tracing import Tracer
@@ -19,7 +19,7 @@ from autockpt.workload import Step, build, discover_units
 from autockpt.workload.build import apply_liger
 from tests.liger import launched
 from tests.policies.zoo import assert_equal
-from tests.tracing.reference import Real
+from tests.tracing.reference import Real, uniform
 from tests.tracing.test_accuracy import assert_same_bytes
 
 pytestmark = pytest.mark.slow
@@ -65,7 +65,7 @@ def test_gradients_are_those_of_plain_training(kernels: None) -> None:
     assert all(torch.allclose(wanted[name], usual[name], atol=1e-5) for name in usual)
     for kind in (*choice_kinds("block"), {"kind": "selective", "keep": ["self_attn.q_proj", "mlp.up_proj"]}):
         workload = step()
-        choices = {u.name: parse_choice(kind) for u in discover_units(workload.model) if u.role == "block"}
+        choices = uniform(kind, discover_units(workload.model))
         if kind == "remake":
             with pytest.raises(ConflictError):
                 gradients(workload, choices)
@@ -78,7 +78,7 @@ def test_bytes_are_those_of_real_steps(kernels: None) -> None:
         workload = step()
         for _ in range(2):
             workload.cycle()
-        choices = {u.name: parse_choice(kind) for u in discover_units(workload.model) if u.role == "block"}
+        choices = uniform(kind, discover_units(workload.model))
         graph = trace(workload, choices)
         assert graph.source == "ghost" and any("not launched" in note for note in graph.notes)
         assert_same_bytes(graph, Real(workload, choices))

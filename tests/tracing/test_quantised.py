@@ -5,15 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 
 from autockpt.schema.choices import OFFLOAD, RECOMPUTE
-from autockpt.schema.graph import Graph
 from autockpt.schema.workload import WorkloadSpec
 from autockpt.tracing import Tracer
 from autockpt.workload import build
-from tests.tracing.reference import Real, ops_of, same_names
-from tests.tracing.test_accuracy import uniform
+from tests.tracing.reference import Real, ghosts, ops_of, same_names, uniform
 
 pytestmark = pytest.mark.slow
 
@@ -50,14 +47,8 @@ def test_ops_and_bytes_are_those_of_real_steps(options: dict[str, Any]) -> None:
             assert ops_of(graph) == same_names(real.ops)
 
 
-def on_cuda(**options: Any) -> tuple[Graph, tuple[str, ...]]:
-    device = torch.device("cuda")
-    with Tracer.from_spec(spec(dtype="bf16", **options), device=device, fallback=False, capability=(8, 9)) as tracer:
-        return tracer.trace(), tracer.notes
-
-
 def test_a_card_dequantises_the_whole_weight_in_every_product() -> None:
-    graph, _ = on_cuda(load_in_4bit=True)
+    (graph,) = ghosts(spec(dtype="bf16", load_in_4bit=True), device="cuda", capability=(8, 9))
     products = [op for op in graph.ops if op.target == "bitsandbytes.gemm_4bit.default"]
     during = {product.index: 0 for product in products}
     for storage in graph.storages:
@@ -72,7 +63,7 @@ def test_a_card_dequantises_the_whole_weight_in_every_product() -> None:
 
 
 def test_a_card_multiplies_in_eight_bits() -> None:
-    graph, _ = on_cuda(**INT8)
+    (graph,) = ghosts(spec(dtype="bf16", **INT8), device="cuda", capability=(8, 9))
     products = [op for op in graph.ops if op.target == "bitsandbytes.int8_mixed_scaled_mm.default"]
     assert products and all(op.flops > 0 for op in products)
     assert any("no activation is taken to be an outlier" in note for note in graph.notes)

@@ -11,8 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from autockpt.schema.graph import Unit
 from autockpt.tracing.location import BACKWARD, FORWARD, OPTIMIZER, RECOMPUTE
 from autockpt.tracing.recorder import OpRecord, RealRecorder
+from autockpt.tracing.run import refine
 from tests.tracing.reference import op_counts
 
 
@@ -163,3 +165,28 @@ def test_a_gradient_that_someone_holds_is_not_overwritten() -> None:
     assert all(torch.equal(a, b) for a, b in zip(held, copies, strict=True))
     expected = leaf.detach().cos() - leaf.detach().sin()
     assert leaf.grad is not None and torch.allclose(leaf.grad, expected)
+
+
+class Reordered(nn.Module):
+    """Blocks called in another order than they stand in, one with another input, one never."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.ReLU()) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.blocks[2](self.blocks[0](x))
+        return self.blocks[1](torch.cat([x, x]))
+
+
+def test_order_of_first_call_and_kinds_by_behaviour() -> None:
+    model = Reordered()
+    found = [Unit(name=f"blocks.{i}", cls="Sequential", kind=0) for i in range(4)]
+    found += [Unit(name=f"blocks.{i}.0", cls="Linear", kind=1, role="mlp", parent=f"blocks.{i}") for i in range(4)]
+    made = recorder(model)
+    with made.recording():
+        model(torch.ones(2, 4, requires_grad=True) * 1.0).sum().backward()
+    units = refine(found, made)
+    assert [u.name for u in units] == [*(f"blocks.{i}" for i in (0, 2, 1)), *(f"blocks.{i}.0" for i in (0, 2, 1))]
+    assert [u.kind for u in units] == [0, 0, 1, 2, 2, 3]
+    assert units[3].parent == "blocks.0"

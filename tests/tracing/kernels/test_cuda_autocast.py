@@ -11,7 +11,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from autockpt.schema.workload import WorkloadSpec
-from autockpt.tracing import Tracer
 from autockpt.tracing.kernels.cuda_autocast import (
     FP32,
     FP32_RESULT,
@@ -21,7 +20,7 @@ from autockpt.tracing.kernels.cuda_autocast import (
     overloads,
 )
 from tests.tracing.kernels.cuda_models import WIDTH
-from tests.tracing.reference import kept_for_backward
+from tests.tracing.reference import ghosts, kept_for_backward
 
 BF16, FP32_TYPE = torch.bfloat16, torch.float32
 X, W = torch.rand(4, 8).bfloat16(), torch.rand(8, 8)
@@ -85,8 +84,7 @@ def test_the_cpu_casts_as_before_afterwards() -> None:
 def traced(factory: str, device: str, **settings: Any) -> tuple[set[str], int]:
     """Types of what softmax gives in a ghost run, and the bytes that its forward leaves for backward."""
     spec = WorkloadSpec(model=f"tests.tracing.kernels.cuda_models:{factory}", **settings)
-    with Tracer.from_spec(spec, device=device, fallback=False) as tracer:
-        graph = tracer.trace()
+    (graph,) = ghosts(spec, device=device)
     types = {out.dtype for op in graph.ops if op.target == "aten._softmax.default" for out in op.outputs}
     return types, sum(s.bytes for s in kept_for_backward(graph))
 

@@ -5,8 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from autockpt.schema import RECOMPUTE, Graph, WorkloadSpec
-from autockpt.tracing import Tracer
+from autockpt.schema import Graph, WorkloadSpec
 from autockpt.tracing.kernels.cuda_kernels import (
     AMPERE,
     AttentionCall,
@@ -15,7 +14,7 @@ from autockpt.tracing.kernels.cuda_kernels import (
     fuses_dropout,
 )
 from tests.tracing.kernels.cuda_models import HEADS, LENGTH, WIDTH
-from tests.tracing.reference import kept_for_backward
+from tests.tracing.reference import ghosts, kept_for_backward
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 TURING, HOPPER, BLACKWELL, CONSUMER_BLACKWELL = (7, 5), (9, 0), (10, 0), (12, 0)
@@ -77,12 +76,9 @@ def test_dropout_is_one_kernel_wherever_it_is_called_from() -> None:
     assert fuses_dropout("cuda") and fuses_dropout("xpu") and not fuses_dropout("cpu")
 
 
-def traced(factory: str, device: str, capability: tuple[int, int] | None = None, *, recompute: bool = False) -> Graph:
+def traced(factory: str, device: str, capability: tuple[int, int] | None = None) -> Graph:
     spec = WorkloadSpec(model=f"tests.tracing.kernels.cuda_models:{factory}")
-    with Tracer.from_spec(spec, device=device, capability=capability, fallback=False) as tracer:
-        blocks = [u.name for u in tracer.units if u.role == "block"]
-        assert len(blocks) == 3
-        return tracer.trace(dict.fromkeys(blocks, RECOMPUTE) if recompute else None)
+    return ghosts(spec, device=device, capability=capability)[0]
 
 
 def count(graph: Graph, target: str) -> int:

@@ -7,27 +7,12 @@ from hypothesis import strategies as st
 
 from autockpt.schema import Graph, Hardware, Op, Phase, Storage, Unit, WorkloadSpec
 from autockpt.schema.graph import TensorMeta
-from autockpt.schema.hardware import Efficiency
+from autockpt.shipped import load_hardware
 from autockpt.tracing.kernels.allocator import MIB, replay, requests
 from autockpt.tracing.kernels.cuda_memory import as_seen_by, workspace_of
 from autockpt.tracing.kernels.timeline import bytes_timeline
 
-
-def hardware(name: str = "rtx4090", kind: str = "cuda", memory: int = 24 << 30, **more: Any) -> Hardware:
-    return Hardware(
-        name=name,
-        kind=kind,  # type: ignore[arg-type]
-        memory_bytes=memory,
-        context_bytes=500 * MIB,
-        vector_flops=2e13,
-        matrix_flops=more.pop("matrix_flops", {"float32": 8e13, "float16": 3e14, "bfloat16": 3e14}),
-        bandwidth=1e12,
-        launch_seconds=5e-6,
-        link_out=2e10,
-        link_in=2e10,
-        efficiency=Efficiency(matrix=0.8, bandwidth=0.8, link=0.8),
-        **more,
-    )
+CARD, CPU = load_hardware("rtx4090"), load_hardware("cpu")
 
 
 def op(index: int, phase: Phase, unit: str | None = None, outputs: tuple[TensorMeta, ...] = ()) -> Op:
@@ -89,7 +74,7 @@ def consistent(graph: Graph) -> None:
 
 
 def seen(graph: Graph, device: Hardware | None = None, **spec: Any) -> Graph:
-    result = as_seen_by(device or hardware(), graph, WorkloadSpec(model="m", **spec))
+    result = as_seen_by(device or CARD, graph, WorkloadSpec(model="m", **spec))
     consistent(result)
     assert result.ops == graph.ops and result.units == graph.units
     return result
@@ -99,31 +84,31 @@ def test_matrix_workspaces_are_there_all_the_time() -> None:
     workspace, plain = workspace_of("cuda", (8, 0)), step()
     kept = seen(plain)
     assert kept.resident_bytes - plain.resident_bytes == kept.resident["matrix workspaces"] == 2 * workspace
-    assert "matrix workspaces" in seen(plain, hardware("my card", "rocm")).resident
+    assert "matrix workspaces" in seen(plain, CARD.model_copy(update={"kind": "rocm"})).resident
 
 
 def test_eight_bit_states() -> None:
-    graph = seen(step("bf16"), hardware("x", "cpu"), optimizer="adamw8bit")
+    graph = seen(step("bf16"), CPU, optimizer="adamw8bit")
     states = graph.resident["optimizer states"]
     assert states == 4 * (VALUES + VALUES // 256 * 4) + 8
     assert not any(s.id == 12 for s in graph.storages)  # one kernel, no temporaries
-    wide = seen(step("f32"), hardware("x", "cpu"), optimizer="adamw8bit")
+    wide = seen(step("f32"), CPU, optimizer="adamw8bit")
     assert wide.resident["optimizer states"] == states
 
 
 def test_master_weights() -> None:
-    graph = seen(step("bf16"), hardware("x", "cpu"), master_weights=True)
+    graph = seen(step("bf16"), CPU, master_weights=True)
     assert graph.resident["optimizer states"] == 4 * VALUES * 4 + 8
     assert graph.resident["master weights"] == 2 * VALUES * 4
     assert next(s.bytes for s in graph.storages if s.id == 12) == 2 * VALUES * 4
     plain = step("f32")
-    assert seen(plain, hardware("x", "cpu"), master_weights=True) == plain
+    assert seen(plain, CPU, master_weights=True) == plain
 
 
 def test_ddp() -> None:
-    plain = seen(step(), hardware("x", "cpu"))
-    views = seen(step(), hardware("x", "cpu"), ddp="views")
-    buckets = seen(step(), hardware("x", "cpu"), ddp="buckets")
+    plain = seen(step(), CPU)
+    views = seen(step(), CPU, ddp="views")
+    buckets = seen(step(), CPU, ddp="buckets")
     n = 2 * VALUES * 2
     assert views.resident_bytes == plain.resident_bytes + n
     assert (
