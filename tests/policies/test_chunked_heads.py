@@ -161,6 +161,21 @@ def test_copies_pickles_and_removal(choice):
         assert_right(step(model), wanted)
 
 
+@each_choice
+def test_a_compiled_head_is_plain_and_says_so(choice):
+    torch.compiler.reset()
+    model = small_llama()()
+    wanted = model(**batch()).loss
+    with attach(model, {"lm_head": choice}), warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always")
+        for compiled in (copy.deepcopy(model), model):
+            compiled.lm_head.compile(backend="eager", fullgraph=True)
+            for _ in range(2):
+                assert torch.equal(compiled(**batch()).loss, wanted)
+    said = [str(w.message) for w in heard if choice.kind in str(w.message)]
+    assert choice.exact or (said and all("torch.compile" in text for text in said))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("settings", [{}, {"dtype": "bf16"}, {"autocast": "bf16"}, {"lora": 4}], ids=str)
 @pytest.mark.parametrize(

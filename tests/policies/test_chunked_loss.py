@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import functools
-import pickle
 import warnings
 
 import pytest
@@ -13,11 +11,10 @@ from torch import Tensor, nn
 
 from autockpt.errors import RerunMismatch
 from autockpt.runtime import attach
-from autockpt.schema.choices import SAVE, ChunkedLoss
+from autockpt.schema.choices import ChunkedLoss
 from tests.errors import raises
 from tests.policies import heads
 from tests.policies.heads import LOSSES, UNKNOWN, assert_close, away, batch, gradients, small_llama, step
-from tests.tracing.reference import peak_over
 
 CHUNK = ChunkedLoss(tokens=50)  # 384 tokens: seven chunks and a rest
 both = functools.partial(heads.both, choice=CHUNK)
@@ -82,42 +79,6 @@ def test_hooks_on_the_weights_get_their_gradient_once(loss):
     assert_close(*both(small_llama(), run))
     ours, plain = seen
     assert away(ours, plain) <= 1e-5
-
-
-# --- memory
-
-
-def test_peak_holds_one_chunk_of_logits():
-    make = small_llama(vocab_size=4096)
-    rows, vocabulary = 6 * 64, 4096
-    peaks = {}
-    for name, choice in (("plain", SAVE), ("chunked", ChunkedLoss(tokens=32))):
-        model = make()
-        with attach(model, {"lm_head": choice}):
-            step(model)
-            model.zero_grad()
-            peaks[name] = peak_over(lambda m=model: step(m))
-    assert peaks["plain"] > 3 * rows * vocabulary * 4
-    assert peaks["chunked"] < peaks["plain"] - 3 * (rows - 32) * vocabulary * 4 + 4 * 32 * vocabulary * 4
-
-
-@pytest.mark.filterwarnings("default")
-def test_a_compiled_head_is_plain_and_says_so():
-    torch.compiler.reset()
-    model, name = small_llama()(), "lm_head"
-    ids = torch.randint(0, 64, (2, 32), generator=torch.Generator().manual_seed(1))
-    wanted = model(input_ids=ids, labels=ids, use_cache=False).loss
-    with attach(model, {name: CHUNK}), warnings.catch_warnings(record=True) as heard:
-        warnings.simplefilter("always")
-        copied = pickle.loads(pickle.dumps(copy.deepcopy(model)))
-        model.lm_head.compile(backend="eager", fullgraph=True)
-        for _ in range(2):
-            loss = model(input_ids=ids, labels=ids, use_cache=False).loss
-            assert torch.equal(loss, wanted)
-        copied.lm_head.compile(backend="eager", fullgraph=True)
-        assert torch.equal(copied(input_ids=ids, labels=ids, use_cache=False).loss, wanted)
-    said = [str(w.message) for w in heard if "chunked_loss" in str(w.message)]
-    assert said and all("torch.compile" in text for text in said)
 
 
 def test_sentinels_compare_the_losses_of_each_chunk():
