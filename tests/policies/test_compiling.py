@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,6 +15,7 @@ from autockpt.errors import ConflictError
 from autockpt.runtime import attach
 from autockpt.schema.choices import parse_choice
 from tests.errors import raises
+from tests.policies.zoo import assert_as_plain, on, trained
 
 D = 64
 KINDS = ["recompute", "selective", "keep_attention", "offload", "recompute_offload", {"kind": "segment", "size": 2}]
@@ -64,19 +65,13 @@ class Block(nn.Module):
         return x + self.mlp(torch.tanh(self.norm(x, self.weight)))
 
 
-def trained(backend: Any, modules: bool, kind: Any = None, *, fresh: bool = True) -> list[Tensor]:
-    if fresh:
-        torch.compiler.reset()
-    torch.manual_seed(0)
-    model, found = nn.Sequential(*(Block(backend, modules) for _ in range(2))), list[Tensor]()
-    choice = None if kind is None else parse_choice(kind)
-    with attach(model, {"0": choice, "1": choice}) if choice is not None else nullcontext():
-        for _ in range(4):
-            model.zero_grad()
-            loss = model(torch.randn(4, 16, D)).square().mean()
-            loss.backward()
-            found += [loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
-    return found
+def rows() -> Tensor:
+    return torch.randn(4, 16, D)
+
+
+def blocks(backend: Any, modules: bool) -> nn.Module:
+    torch.compiler.reset()
+    return nn.Sequential(*(Block(backend, modules) for _ in range(2)))
 
 
 @pytest.mark.slow
@@ -84,14 +79,13 @@ def trained(backend: Any, modules: bool, kind: Any = None, *, fresh: bool = True
 @pytest.mark.parametrize("backend", [half_as_much_again, "aot_eager"], ids=["own", "aot_eager"])
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_compiled_code_in_a_unit_runs_as_in_plain_training(kind: Any, backend: Any, modules: bool) -> None:
-    assert all(map(torch.equal, trained(backend, modules, kind), trained(backend, modules)))
+    assert_as_plain(partial(blocks, backend, modules), on("01", kind), rows)
 
 
 @pytest.mark.parametrize("modules", [False, True], ids=["function", "modules"])
 def test_watching_choices_are_refused_around_compiled_code(modules: bool) -> None:
-    torch.compiler.reset()
     with raises(ConflictError):
-        trained(half_as_much_again, modules, "remake")
+        trained(partial(blocks, half_as_much_again, modules), on("01", "remake"), rows)
 
 
 @pytest.mark.slow
@@ -106,16 +100,8 @@ def test_flex_attention_which_torch_compiles_itself(kind: Any, monkeypatch: pyte
             out: Any = flex_attention.flex_attention(q, k, v, score_mod=lambda s, b, h, i, j: s - (i - j).abs() * 0.1)
             return x + torch.tanh(out.transpose(1, 2).reshape(4, 16, D))
 
-    def gradients(kind: Any) -> list[Any]:
-        torch.manual_seed(0)
-        model = nn.Sequential(Flex(), Flex())
-        with attach(model, {"0": parse_choice(kind), "1": parse_choice(kind)} if kind else {}):
-            for _ in range(3):
-                model(torch.randn(4, 16, D)).square().mean().backward()
-        return [p.grad for p in model.parameters()]
-
-    plain = gradients(None)
-    assert all(map(torch.equal, gradients(kind), plain)) and all(map(torch.equal, gradients(None), plain))
+    for _ in range(2):
+        assert_as_plain(lambda: nn.Sequential(Flex(), Flex()), on("01", kind), rows, 3)
 
 
 class Residual(Mlp):
@@ -128,20 +114,17 @@ class Residual(Mlp):
 def test_steps_go_on_where_the_compiler_has_given_up(kind: str) -> None:
     """From its limit of recompilations on a forward runs as it is, and so must its second run find it."""
 
-    def train(choices: dict[str, Any], compiled: bool) -> list[Tensor]:
+    def make(compiled: bool) -> nn.Module:
         torch._dynamo.reset()
-        torch.manual_seed(0)
-        model = nn.Sequential(*(Residual() for _ in range(3)))
-        with attach(model, {name: parse_choice(choice) for name, choice in choices.items()}):
-            for layer in model if compiled else ():
-                layer.compile(backend="aot_eager")
-            for rows in (16, 24, 40):
-                model(torch.randn(rows, D)).square().sum().backward()
-        return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+        model, rows[:] = nn.Sequential(*(Residual() for _ in range(3))), [16, 24, 40]
+        for layer in model if compiled else ():
+            layer.compile(backend="aot_eager")
+        return model
 
+    rows, batch = list[int](), lambda: torch.randn(rows.pop(0), D)
     with torch._dynamo.config.patch(recompile_limit=2):
-        got = train({"0": "recompute", "1": kind}, compiled=True)
-    torch.testing.assert_close(got, train({}, compiled=False))
+        got = trained(partial(make, True), on("0", "recompute") | on("1", kind), batch, 3)
+    torch.testing.assert_close(got, trained(partial(make, False), {}, batch, 3))
     torch._dynamo.reset()
 
 

@@ -21,7 +21,7 @@ from autockpt.errors import ConflictError, InPlaceError, RerunMismatch
 from autockpt.runtime import attach
 from autockpt.schema.choices import RECOMPUTE
 from tests.errors import raises
-from tests.policies.zoo import Unit, assert_as_plain, assert_equal, trained
+from tests.policies.zoo import Unit, assert_as_plain, assert_equal, on, trained
 
 
 class Model(nn.Module):
@@ -334,34 +334,25 @@ class Remembering(nn.Module):
 @pytest.mark.slow
 @pytest.mark.parametrize("layers", [True, False])
 def test_state_that_changes_in_a_unit_that_breaks_the_graph(layers: bool):
-    def train(choices: dict[str, Any]) -> list[Tensor]:
+    def make() -> nn.Module:
         torch._dynamo.reset()
-        torch.manual_seed(0)
-        model, batch = nn.Sequential(Remembering(), Remembering()), torch.randn(4, 8)
+        model = nn.Sequential(Remembering(), Remembering())
         for module in model if layers else [model]:
             module.compile(backend="aot_eager")
-        with attach(model, choices):
-            for _ in range(3):
-                model(batch).square().sum().backward()
-        return [p.grad.clone() for p in model.parameters() if p.grad is not None] + list(model.buffers())
+        return model
 
-    assert all(map(torch.equal, train({"0": RECOMPUTE, "1": RECOMPUTE}), train({})))
+    assert_as_plain(make, on("01", RECOMPUTE), rows, 3)
     torch._dynamo.reset()
 
 
 @pytest.mark.slow
 def test_dropout_compiled_with_a_backend_that_only_looks():
-    def train(choices: dict[str, Any], fullgraph: bool = False) -> list[Tensor]:
+    def make(fullgraph: bool = False) -> nn.Module:
         torch._dynamo.reset()
-        torch.manual_seed(0)
         model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.Tanh()) for _ in range(2)))
-        compiled: Any = torch.compile(model, backend="eager", fullgraph=fullgraph)
-        with attach(model, choices):
-            compiled(torch.randn(4, 8)).square().sum().backward()
-        return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+        return torch.compile(model, backend="eager", fullgraph=fullgraph)  # type: ignore[return-value]
 
-    choices = {"0": RECOMPUTE, "1": RECOMPUTE}
-    assert all(map(torch.equal, train(choices), train({})))
+    assert_as_plain(make, on("01", RECOMPUTE), rows, 1)
     with pytest.raises(torch._dynamo.exc.Unsupported, match="autockpt's choice `recompute`"):
-        train(choices, fullgraph=True)
+        trained(partial(make, True), on("01", RECOMPUTE), rows)
     torch._dynamo.reset()

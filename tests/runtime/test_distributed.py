@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
+from itertools import cycle
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
+from autockpt.errors import ConflictError
 from autockpt.policies import POLICIES
 from autockpt.runtime import attach
 from autockpt.schema.choices import Choice, Segment, choice_kinds, parse_choice
@@ -24,6 +28,7 @@ LLAMA = CASES["llama"]
 NAMES = [f"model.layers.{i}" for i in range(3)]
 WAYS = ("ddp", "fsdp2", "fsdp2 in 16 bits")
 Choices = dict[str, Choice] | None
+SEGMENT: dict[str, Choice] = dict.fromkeys(NAMES, Segment(size=3))
 
 
 class Gathers(TorchDispatchMode):
@@ -44,6 +49,11 @@ class Gathers(TorchDispatchMode):
 def shard(model: Any, way: str) -> Any:
     if way == "ddp":
         return nn.parallel.DistributedDataParallel(model)
+    if way.startswith("fsdp1"):
+        strategy = ShardingStrategy.FULL_SHARD if "full" in way else ShardingStrategy.SHARD_GRAD_OP
+        options: dict[str, Any] = {"sharding_strategy": strategy, "use_orig_params": "original" in way}
+        policy = ModuleWrapPolicy({type(model.model.layers[0])})
+        return FullyShardedDataParallel(model, auto_wrap_policy=policy, device_id=torch.device("cpu"), **options)
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -68,8 +78,7 @@ def plans() -> dict[str, dict[str, Choice]]:
     """Every kind of choice on all layers, segments over all of them, and all kinds side by side."""
     result = {kind: dict.fromkeys(NAMES, parse_choice(kind)) for kind in sorted(choice_kinds("block"))}
     result |= side_by_side()
-    result["one segment"] = dict.fromkeys(NAMES, Segment(size=3))
-    return result
+    return result | {"one segment": SEGMENT}
 
 
 class Run(NamedTuple):
@@ -91,13 +100,18 @@ def train(rank: int, way: str, choices: Choices = None, order: str = "", own: bo
     if choices and order == "after":
         attach(wrapped, choices)
     with Gathers() as gathers:
-        seen = two_steps(rank, model.parameters(), lambda batch: wrapped(**batch, use_cache=False).loss)
-    assert len(seen) == 2 * len(list(model.parameters()))
+        seen = two_steps(rank, wrapped.parameters(), lambda batch: wrapped(**batch, use_cache=False).loss)
+    assert len(seen) == 2 * len(list(wrapped.parameters())) or way.startswith("fsdp1")
     return Run(seen, (gathers.forward, gathers.backward), list(wrapped.state_dict()))
 
 
+def differ(wanted: Run, got: Run) -> bool:
+    same = wanted.gradients and len(got.gradients) == len(wanted.gradients)
+    return not same or not all(map(torch.equal, got.gradients, wanted.gradients))
+
+
 def differences(way: str, wanted: Run, recomputed: Run, got: Run) -> Iterator[str]:
-    if len(got.gradients) != len(wanted.gradients) or not all(map(torch.equal, got.gradients, wanted.gradients)):
+    if differ(wanted, got):
         yield "gradients"
     if got.gathers != recomputed.gathers or (way != "ddp" and not all(got.gathers)):
         yield f"all-gathers: {got.gathers}, not {recomputed.gathers}"
@@ -123,3 +137,25 @@ def all_plans(rank: int) -> list[str]:
 @needs_gloo
 def test_ddp_and_fsdp2(tmp_path):
     assert in_two_processes(all_plans, tmp_path) == []
+
+
+def all_plans_under_fsdp1(rank: int) -> list[str]:
+    """The older engine. Where it gives parameters back after forward, a segment of several units cannot run again."""
+    wrong = []
+    for way in ("fsdp1, full", "fsdp1", "fsdp1, full, original", "fsdp1, original"):
+        wanted, plans = train(rank, way), side_by_side() | {"one segment": SEGMENT}
+        orders = ("before", "after") if ("original" in way) == ("full" in way) else ("after", "before")
+        for (what, choices), order in zip(plans.items(), cycle(orders)):
+            refused, expected = "", "are sharded while it runs again" if choices is SEGMENT and "full" in way else ""
+            try:
+                equal = not differ(wanted, train(rank, way, choices, order))
+            except ConflictError as error:
+                equal, refused = True, str(error)
+            if not equal or bool(refused) != bool(expected) or expected not in refused:
+                wrong.append(f"{way}, {what}, attached {order}: {refused or 'gradients, or not refused'}")
+    return wrong
+
+
+@needs_gloo
+def test_fsdp1(tmp_path):
+    assert in_two_processes(all_plans_under_fsdp1, tmp_path) == []
